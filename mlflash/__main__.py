@@ -1,0 +1,5 @@
+"""``python -m mlflash`` is the command ``mlflash``."""
+
+from .cli import main
+
+main()

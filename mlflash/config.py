@@ -1,0 +1,133 @@
+"""Every setting, once: unit, default, environment name; validated when a Checkpointer is made.
+
+An argument given in code wins over the environment, the environment over the default.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from .errors import ConfigError
+
+MIB = 1 << 20
+
+
+def _setting(default: Any, env: str | None, doc: str) -> Any:
+    return dataclasses.field(default=default, metadata={"env": env, "doc": doc})
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Settings of one Checkpointer; make it with :func:`from_environment`."""
+
+    job: str = _setting("", "MLFLASH_JOB", "name that ties a relaunch to the memory of the run before")
+    directory: str | None = _setting(None, None, "directory on the parallel file system")
+    redundancy: str = _setting("copy", "MLFLASH_REDUNDANCY", "scheme: none | copy")
+    memory: str = _setting("/dev/shm", "MLFLASH_MEMORY", "node-local memory file system")
+    strict: bool = _setting(False, "MLFLASH_STRICT", "a failed save raises instead of warning")
+    timeout_s: float = _setting(300.0, "MLFLASH_TIMEOUT_S", "deadline of every wait, seconds")
+    when_busy: str = _setting("wait", "MLFLASH_WHEN_BUSY", "both slots busy: wait | skip this save")
+    reserve: int = _setting(0, "MLFLASH_RESERVE", "bytes of state per rank to allocate at the start")
+    transport: str = _setting("auto", "MLFLASH_TRANSPORT", "between nodes: auto | rma | p2p")
+    chunk_nbytes: int = _setting(4 * MIB, "MLFLASH_CHUNK_NBYTES", "bytes per transfer, 1 MiB to 1 GiB")
+    block_nbytes: int = _setting(MIB, "MLFLASH_BLOCK_NBYTES", "bytes per checksum")
+    ranks_per_node: int = _setting(0, "MLFLASH_RANKS_PER_NODE", "emulate nodes of n ranks (0: real nodes)")
+
+    def __post_init__(self) -> None:
+        self._check("redundancy", self.redundancy in ("none", "copy", "copy:1"), "'none' or 'copy'")
+        self._check("when_busy", self.when_busy in ("wait", "skip"), "'wait' or 'skip'")
+        self._check("transport", self.transport in ("auto", "rma", "p2p"), "'auto', 'rma' or 'p2p'")
+        self._check("timeout_s", self.timeout_s > 0, "a number of seconds above 0")
+        self._check("reserve", self.reserve >= 0, "a number of bytes, 0 or more")
+        self._check("ranks_per_node", self.ranks_per_node >= 0, "a number of ranks, 0 or more")
+        self._check("block_nbytes", 4096 <= self.block_nbytes <= 1 << 30, "4 KiB to 1 GiB")
+        # Open MPI 5 refuses a count above 2^31-1, so that a transfer is at most 1 GiB.
+        whole = self.chunk_nbytes % self.block_nbytes == 0
+        self._check(
+            "chunk_nbytes", whole and self.block_nbytes <= self.chunk_nbytes <= 1 << 30,
+            f"a multiple of block_nbytes ({self.block_nbytes}), at most 1 GiB",
+        )  # fmt: skip
+        self._check("memory", os.path.isabs(self.memory), "an absolute path")
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", self.job):
+            raise ConfigError(
+                "the job name is used as a directory name",
+                expected="1 to 64 letters, digits, '.', '_' or '-', not starting with '.', '_' or '-'",
+                found=repr(self.job),
+            )
+
+    def _check(self, name: str, good: bool, expected: str) -> None:
+        if not good:
+            env = next(f.metadata["env"] for f in dataclasses.fields(self) if f.name == name)
+            raise ConfigError(
+                f"bad setting {name}" + (f" (environment name {env})" if env else ""),
+                expected=expected,
+                found=repr(getattr(self, name)),
+            )
+
+
+def from_environment(env: Mapping[str, str], directory: str | os.PathLike[str] | None, **given: Any) -> Config:
+    """Combine arguments, environment and defaults.
+
+    Not collective.
+
+    Args:
+        env: the environment, ``os.environ`` as a rule.
+        directory: where checkpoints are drained to; also gives the job its name where nothing else does.
+        given: settings by field name; None means "not given".
+
+    Raises:
+        ConfigError: a value is out of range, or no job name can be found.
+    """
+    values: dict[str, Any] = {}
+    for field in dataclasses.fields(Config):
+        name, env_name = field.name, field.metadata["env"]
+        if given.get(name) is not None:
+            values[name] = given[name]
+        elif env_name and env.get(env_name, "") != "":
+            values[name] = _parse(env_name, env[env_name], type(field.default))
+    if unknown := given.keys() - {field.name for field in dataclasses.fields(Config)}:
+        raise ConfigError(f"unknown settings: {', '.join(sorted(unknown))}")
+    values["directory"] = None if directory is None else os.path.abspath(os.fspath(directory))
+    if "job" not in values:
+        values["job"] = job_name(env, values["directory"])
+    return Config(**values)
+
+
+def job_name(env: Mapping[str, str], directory: str | None) -> str:
+    """Name the job where neither ``job=`` nor ``MLFLASH_JOB`` does.
+
+    The Slurm job id stays the same over a requeue; the digest keeps two trainings in one allocation apart.
+
+    Example:
+        ``SLURM_JOB_ID=71, directory=/lustre/me/run42`` → ``slurm-71-1c0d5a3e``;
+        without Slurm → ``run42-1c0d5a3e``.
+    """
+    digest = hashlib.sha256(directory.encode()).hexdigest()[:8] if directory else ""
+    if env.get("SLURM_JOB_ID"):
+        return "-".join(filter(None, ("slurm", env["SLURM_JOB_ID"], digest)))
+    if directory:
+        stem = re.sub(r"[^A-Za-z0-9._-]+", "_", Path(directory).name).strip("._-")[:48]
+        return "-".join(filter(None, (stem, digest)))
+    raise ConfigError(
+        "this job has no name: a relaunch could not find the memory of the run before; "
+        "give Checkpointer a directory or job=..., or set MLFLASH_JOB"
+    )
+
+
+def _parse(name: str, text: str, kind: type) -> Any:
+    if kind is bool:
+        if text.lower() in ("1", "true", "yes", "on"):
+            return True
+        if text.lower() in ("0", "false", "no", "off"):
+            return False
+        raise ConfigError(f"{name} is neither true nor false", expected="1 or 0", found=repr(text))
+    try:
+        return kind(text)
+    except ValueError:
+        raise ConfigError(f"{name} is not a number", expected=kind.__name__, found=repr(text)) from None

@@ -1,0 +1,136 @@
+"""The one background thread that makes all MPI calls, in order.
+
+Exactly one thread and one queue, so that the collectives of all ranks match. The main thread posts jobs and
+waits for them with a deadline. Where MPI cannot be called from a thread, a job runs inside the call that posts
+it.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from .comm import Abandoned, World
+from .errors import Closed, DeadlineExceeded, MlflashError
+
+log = logging.getLogger("mlflash")
+
+_IDLE_S = 0.05  # how often an idle courier looks for pings
+_GRACE_S = 10.0  # how long after a deadline its error may take to arrive
+
+
+class Job:
+    """Something the courier does; the main thread waits for its end or its being late."""
+
+    def __init__(self, work: Callable[[], Any], on_late: Callable[[DeadlineExceeded], None] | None = None):
+        self.work = work
+        self.result: Any = None
+        self.error: BaseException | None = None
+        self.late: DeadlineExceeded | None = None
+        self.woken = threading.Event()
+        self._on_late = on_late
+
+    def is_late(self, error: DeadlineExceeded) -> None:
+        self.late = error
+        if self._on_late is not None:
+            self._on_late(error)
+        self.woken.set()
+
+
+class Courier:
+    """Runs jobs one after the other.
+
+    Args:
+        world: the communicators; from here on only the courier uses them.
+        threaded: whether there is a thread, or jobs run inside `post`.
+    """
+
+    def __init__(self, world: World, threaded: bool):
+        self.late = False  # a job is past its deadline and still running
+        self.broken: BaseException | None = None
+        self._world = world
+        self._queue: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        if threaded:
+            self._thread = threading.Thread(target=self._run, name="mlflash-courier", daemon=True)
+            self._thread.start()
+
+    def post(self, job: Job) -> None:
+        """Queue a job. Not collective, but every rank must post the same jobs in the same order."""
+        if self._thread is not None:
+            self._queue.put(job)
+        else:
+            self._do(job)
+
+    def call(self, work: Callable[[], Any]) -> Any:
+        """Queue a job and wait for its result.
+
+        Raises:
+            DeadlineExceeded: naming the ranks waited for.
+            Exception: whatever the job raised.
+        """
+        job = Job(work)
+        self.post(job)
+        while not job.woken.wait(self._world.timeout_s + _GRACE_S):
+            if not self.late and self.broken is None:
+                continue  # an earlier job has the floor; its own deadline runs
+            break
+        if job.error is not None:
+            raise job.error
+        if job.late is not None:
+            raise job.late
+        if not job.woken.is_set():
+            raise DeadlineExceeded(f"an earlier operation did not end within {self._world.timeout_s:g} s",
+                                   rank=self._world.rank, node=self._world.node_name)  # fmt: skip
+        return job.result
+
+    def stop(self, abandon: bool) -> None:
+        """End the thread: after the jobs posted so far, or at once, in the middle of whatever it does."""
+        if abandon:
+            self._world.abandoned.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._queue.put(None)
+            self._thread.join(2.0 if abandon else self._world.timeout_s + _GRACE_S)
+
+    def _run(self) -> None:
+        while True:
+            try:
+                job = self._queue.get(timeout=_IDLE_S)
+            except queue.Empty:
+                if self._world.abandoned.is_set():
+                    return
+                self._world.answer_pings()
+                continue
+            if job is None:
+                return
+            self._do(job)
+
+    def _do(self, job: Job) -> None:
+        def on_late(error: DeadlineExceeded) -> None:
+            self.late = True
+            job.is_late(error)
+            if self._thread is None:
+                raise error  # nobody can go on waiting: the job ends here, and with it this Checkpointer
+
+        if self.broken is not None or self._world.abandoned.is_set():
+            job.error = Closed("mlflash stopped after an earlier error", found=self.broken)
+            job.woken.set()
+            return
+        self._world.start_job(on_late)
+        try:
+            job.result = job.work()
+        except Abandoned:
+            job.error = Closed("the Checkpointer was left by an exception")
+        except MlflashError as error:  # agreed on by all ranks: the queue goes on
+            job.error = error
+            if self._thread is None and self.late:
+                self.broken = error
+        except Exception as error:  # the courier's edge: stored here, raised where somebody waits
+            log.exception("mlflash stops saving on rank %d: the courier failed", self._world.rank)
+            self.broken = job.error = error
+        self._world.deadline = float("inf")
+        self.late = False
+        job.woken.set()

@@ -1,0 +1,158 @@
+"""One exception for each thing a caller can do something about.
+
+Every exception carries what is known of ``rank``, ``node``, ``step``, ``tensor``, ``expected`` and
+``found`` as attributes, and says it in its text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+__all__ = [
+    "Closed",
+    "ConfigError",
+    "CorruptSlot",
+    "DeadlineExceeded",
+    "ForeignNode",
+    "JobInUse",
+    "MemoryTooSmall",
+    "MlflashError",
+    "MpiUnavailable",
+    "SaveFailed",
+    "StateError",
+    "StepNotFound",
+    "StepOrderError",
+    "StructureMismatch",
+    "UnsafePath",
+    "WorldMismatch",
+    "WorldSizeChanged",
+]
+
+
+class MlflashError(Exception):
+    """Any failure that mlflash reports.
+
+    Args:
+        message: what went wrong and what to do about it.
+        rank: the rank it happened on.
+        node: the name of that rank's node.
+        step: the training step concerned.
+        tensor: the full name (path) of the leaf concerned.
+        expected: what should have been there.
+        found: what was there.
+        ranks: the other ranks concerned (the ones waited for, say).
+        nodes: their nodes.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        rank: int | None = None,
+        node: str | None = None,
+        step: int | None = None,
+        tensor: str | None = None,
+        expected: object = None,
+        found: object = None,
+        ranks: Sequence[int] = (),
+        nodes: Sequence[str] = (),
+    ):
+        super().__init__(message)
+        self.message = message
+        self.rank = rank
+        self.node = node
+        self.step = step
+        self.tensor = tensor
+        self.expected = expected
+        self.found = found
+        self.ranks = tuple(ranks)
+        self.nodes = tuple(nodes)
+
+    def __str__(self) -> str:
+        where = []
+        if self.rank is not None:
+            where.append(f"rank {self.rank}" + (f" on {self.node}" if self.node else ""))
+        if self.step is not None:
+            where.append(f"step {self.step}")
+        if self.tensor is not None:
+            where.append(f"at {self.tensor!r}")
+        text = self.message + (f" [{', '.join(where)}]" if where else "")
+        if self.expected is not None:
+            text += f"\n  expected: {self.expected}"
+        if self.found is not None:
+            text += f"\n  found:    {self.found}"
+        return text
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Exceptions travel between ranks so that all of them raise the same one.
+        return (_rebuild, (type(self), self.message, self.__dict__.copy()))
+
+
+def _rebuild(kind: type[MlflashError], message: str, fields: dict[str, object]) -> MlflashError:
+    error = kind(message)
+    error.__dict__.update(fields)
+    return error
+
+
+class ConfigError(MlflashError, ValueError):
+    """A setting is missing or makes no sense."""
+
+
+class MpiUnavailable(MlflashError, RuntimeError):
+    """The process was started by an MPI launcher, but mpi4py or the MPI library cannot be loaded."""
+
+
+class WorldMismatch(MlflashError, RuntimeError):
+    """MPI and the launcher, or MPI and torch.distributed, disagree about ranks."""
+
+
+class JobInUse(MlflashError, RuntimeError):
+    """Another live job on this node uses the same name and so the same memory."""
+
+
+class UnsafePath(MlflashError, PermissionError):
+    """A file or directory belongs to somebody else, is a link, or is open to others."""
+
+
+class ForeignNode(MlflashError, PermissionError):
+    """A rank reached for the memory of another (emulated) node."""
+
+
+class MemoryTooSmall(MlflashError, MemoryError):
+    """The slots do not fit into the memory of the node."""
+
+
+class StateError(MlflashError, TypeError):
+    """The state holds something that cannot be saved; ``tensor`` is its path."""
+
+
+class StructureMismatch(MlflashError, ValueError):
+    """The state given to ``restore`` does not have the shape of the saved one."""
+
+
+class StepOrderError(MlflashError, ValueError):
+    """``save`` was called with a step that is not larger than the one before."""
+
+
+class StepNotFound(MlflashError, LookupError):
+    """The step asked for cannot be restored; the text lists those that can."""
+
+
+class WorldSizeChanged(MlflashError, RuntimeError):
+    """The checkpoint was saved by another number of ranks."""
+
+
+class CorruptSlot(MlflashError, ValueError):
+    """A slot's bytes are not what its checksums say, or do not follow the format."""
+
+
+class SaveFailed(MlflashError, RuntimeError):
+    """A snapshot will not become a checkpoint; the last committed one is untouched."""
+
+
+class DeadlineExceeded(MlflashError, TimeoutError):
+    """A wait took longer than ``timeout_s``; ``ranks`` and ``nodes`` are those waited for."""
+
+
+class Closed(MlflashError, RuntimeError):
+    """The Checkpointer was closed already."""

@@ -1,0 +1,125 @@
+"""The first page of a slot: the header that seals it, and the commit record.
+
+Both are fixed little-endian structs that end in a checksum of themselves. A slot whose header does not parse
+is an empty slot. The commit record is a receipt only: it is never asked whether a slot may be restored.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import struct
+
+import xxhash
+
+from .errors import CorruptSlot
+from .layout import PAGE_NBYTES, Extents
+
+MAGIC = b"MLFLASH\x00"
+VERSION = 1
+MAX_GROUP = 32  # ranks that protect each other, as far as the header can name them
+
+# magic, version, group size | run id, generation, step | rank, world size, node index, local rank |
+# manifest bytes, manifest room, payload bytes, block bytes, table checksum, unix ns | node, scheme, job | group
+_HEADER = struct.Struct("<8sII 16sQq IIII QQQQQQ 64s16s64s 32I")
+_SUM = struct.Struct("<Q")
+HEADER_NBYTES = _HEADER.size + _SUM.size
+
+COMMIT_START = 1024
+COMMIT_NBYTES = 64
+_COMMIT = struct.Struct("<8s16sQqQ8x")
+_COMMIT_MAGIC = b"MLFCOMIT"
+
+
+@dataclasses.dataclass(frozen=True)
+class Attempt:
+    """One try to save: a random id agreed when the Checkpointer started, and a counter that only grows."""
+
+    run_id: bytes
+    generation: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Header:
+    """What a slot says of itself; it is written last, and that seals the slot."""
+
+    attempt: Attempt
+    step: int
+    rank: int
+    world_size: int
+    node_index: int
+    local_rank: int
+    manifest_nbytes: int
+    extents: Extents
+    table_check: int
+    unix_ns: int
+    node: str
+    scheme: str
+    job: str
+    group: tuple[int, ...]
+
+    def pack(self) -> bytes:
+        """Encode; the result is `HEADER_NBYTES` long."""
+        group = (*self.group, *(0xFFFFFFFF,) * (MAX_GROUP - len(self.group)))
+        body = _HEADER.pack(
+            MAGIC, VERSION, len(self.group),
+            self.attempt.run_id, self.attempt.generation, self.step,
+            self.rank, self.world_size, self.node_index, self.local_rank,
+            self.manifest_nbytes, self.extents.manifest_room, self.extents.payload_nbytes,
+            self.extents.block_nbytes, self.table_check, self.unix_ns,
+            self.node.encode()[:64], self.scheme.encode()[:16], self.job.encode()[:64], *group,
+        )  # fmt: skip
+        return body + _SUM.pack(xxhash.xxh3_64_intdigest(body))
+
+
+def unpack(page: bytes) -> Header:
+    """Decode and check a header.
+
+    Not collective.
+
+    Args:
+        page: the first page of a slot, or at least its first `HEADER_NBYTES`.
+
+    Raises:
+        CorruptSlot: this is no header, or of another version, or damaged.
+    """
+    if page[:8] != MAGIC:
+        raise CorruptSlot("this slot is not sealed", expected=MAGIC, found=bytes(page[:8]))
+    body, rest = page[: _HEADER.size], page[_HEADER.size : HEADER_NBYTES]
+    if len(rest) != _SUM.size or xxhash.xxh3_64_intdigest(body) != _SUM.unpack(rest)[0]:
+        raise CorruptSlot("the header of this slot is damaged: its checksum does not match")
+    (_, version, group_size, run_id, generation, step, rank, world_size, node_index, local_rank,
+     manifest_nbytes, manifest_room, payload_nbytes, block_nbytes, table_check, unix_ns,
+     node, scheme, job, *group) = _HEADER.unpack(body)  # fmt: skip
+    if version != VERSION:
+        raise CorruptSlot("this slot was written in another format", expected=VERSION, found=version)
+    good = (
+        group_size <= MAX_GROUP
+        and rank < world_size
+        and manifest_nbytes <= manifest_room
+        and manifest_room % PAGE_NBYTES == 0
+        and block_nbytes > 0
+        and manifest_room + payload_nbytes < 1 << 62
+    )
+    if not good:
+        raise CorruptSlot("the header of this slot contradicts itself")
+    text = [part.rstrip(b"\0").decode(errors="replace") for part in (node, scheme, job)]
+    return Header(
+        Attempt(run_id, generation), step, rank, world_size, node_index, local_rank, manifest_nbytes,
+        Extents(manifest_room, payload_nbytes, block_nbytes), table_check, unix_ns, *text, tuple(group[:group_size]),
+    )  # fmt: skip
+
+
+def pack_commit(attempt: Attempt, step: int, unix_ns: int) -> bytes:
+    """Encode a commit record: `COMMIT_NBYTES` bytes for offset `COMMIT_START` of the slot."""
+    body = _COMMIT.pack(_COMMIT_MAGIC, attempt.run_id, attempt.generation, step, unix_ns)
+    return body + _SUM.pack(xxhash.xxh3_64_intdigest(body))
+
+
+def is_committed(page: bytes, attempt: Attempt) -> bool:
+    """Tell whether the page holds the commit record of this attempt."""
+    record = page[COMMIT_START : COMMIT_START + COMMIT_NBYTES]
+    body = record[: _COMMIT.size]
+    if len(record) != COMMIT_NBYTES or _SUM.unpack(record[_COMMIT.size :])[0] != xxhash.xxh3_64_intdigest(body):
+        return False
+    magic, run_id, generation, _, _ = _COMMIT.unpack(body)
+    return magic == _COMMIT_MAGIC and (run_id, generation) == (attempt.run_id, attempt.generation)

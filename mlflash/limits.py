@@ -1,0 +1,73 @@
+"""How many bytes of memory this node still gives: tmpfs, cgroup, RAM.
+
+Past a cgroup limit an allocation is SIGKILL, not an error, so it is read before anything is allocated.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def available(directory: str, root: str = "/") -> dict[str, int]:
+    """Read what is left, in bytes, by the name of what limits it; the smallest number counts.
+
+    Not collective. Limits that cannot be read are left out.
+
+    Args:
+        directory: a directory of the memory file system.
+        root: where /proc and the cgroup file systems are looked for.
+    """
+    stat = os.statvfs(directory)
+    left = {f"free space of {directory}": stat.f_bavail * stat.f_frsize}
+    for line in _read(Path(root, "proc/meminfo")).splitlines():
+        if line.startswith("MemAvailable:"):
+            left["MemAvailable of the node"] = int(line.split()[1]) * 1024
+    for group in _cgroups(root):
+        if (room := _cgroup_room(group)) is not None:
+            left[f"memory limit of cgroup {group}"] = room
+    return left
+
+
+def _cgroups(root: str) -> list[Path]:
+    """This process's memory cgroups, and those above them: any of these may hold the limit."""
+    mounts = {}
+    for line in _read(Path(root, "proc/self/mounts")).splitlines():
+        _, where, kind, options, *_ = line.split()
+        if kind == "cgroup2":
+            mounts[""] = where
+        elif kind == "cgroup" and "memory" in options.split(","):
+            mounts["memory"] = where
+    groups = []
+    for line in _read(Path(root, "proc/self/cgroup")).splitlines():
+        _, controllers, path = line.split(":", 2)
+        where = mounts.get("memory" if "memory" in controllers.split(",") else controllers)
+        if where is None:
+            continue
+        top = Path(root, where.lstrip("/"))
+        here = top / path.lstrip("/")
+        while here != top and top in here.parents:
+            groups.append(here)
+            here = here.parent
+        groups.append(top)
+    return groups
+
+
+def _cgroup_room(group: Path) -> int | None:
+    for limit_name, used_name, cache in (
+        ("memory.max", "memory.current", "inactive_file"),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        limit, used = _read(group / limit_name).strip(), _read(group / used_name).strip()
+        if limit.isdigit() and used.isdigit() and int(limit) < 1 << 60:  # v1 writes about 2^63 for "no limit"
+            stat = dict(line.split()[:2] for line in _read(group / "memory.stat").splitlines())
+            # File cache that nobody uses goes before anybody is killed.
+            return max(0, int(limit) - int(used) + int(stat.get(cache, 0)))
+    return None
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

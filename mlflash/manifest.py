@@ -1,0 +1,156 @@
+"""What a slot holds ↔ bytes.
+
+The manifest is one JSON document: ``{"entries": [...], "tree": [...], "plain": [...]}``. Everything in it is
+validated before anything is allocated or touched, so that a damaged or hostile file ends in `CorruptSlot`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from typing import Any
+
+import numpy as np
+
+from .errors import CorruptSlot
+from .state import Entry, Tree, decode_plain
+
+TORCH_ITEM_NBYTES = {
+    **dict.fromkeys(("bool", "uint8", "int8"), 1),
+    **dict.fromkeys(("int16", "uint16", "float16", "bfloat16"), 2),
+    **dict.fromkeys(("int32", "uint32", "float32", "complex32"), 4),
+    **dict.fromkeys(("int64", "uint64", "float64", "complex64"), 8),
+    "complex128": 16,
+    **dict.fromkeys(
+        ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu",
+         "float4_e2m1fn_x2", "bits8", "bits4x2", "bits2x4", "bits1x8"), 1,
+    ),
+    "bits16": 2,
+}  # fmt: skip
+"""The torch dtypes a slot can hold and their bytes per element."""
+
+MAX_DEPTH = 200
+
+
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+    """What a slot holds: the entries, and the tree that puts them together again."""
+
+    entries: tuple[Entry, ...]
+    tree: Tree
+    plain: list[Any]
+
+
+def encode_entries(entries: tuple[Entry, ...]) -> bytes:
+    """Encode the part that stays the same from save to save."""
+    return _json([list(dataclasses.astuple(entry)) for entry in entries])
+
+
+def encode_tree(tree: Tree) -> bytes:
+    """Encode the tree, which stays the same as long as the structure does."""
+    return _json(tree)
+
+
+def join(entries: bytes, tree: bytes, plain: list[Any]) -> bytes:
+    """Put a manifest together from its encoded parts and the plain leaves of this save."""
+    return b'{"entries":%s,"tree":%s,"plain":%s}' % (entries, tree, _json(plain))
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
+
+
+def decode(raw: bytes, payload_nbytes: int) -> Manifest:
+    """Read a manifest and check every number in it.
+
+    Not collective.
+
+    Args:
+        raw: the bytes of the document.
+        payload_nbytes: the size of the payload that its extents must lie in.
+
+    Raises:
+        CorruptSlot: it is not a manifest; the text says what is wrong first.
+    """
+    try:
+        document = json.loads(raw, parse_constant=_refuse)
+        entries = tuple(_entry(fields, payload_nbytes) for fields in document["entries"])
+        plain = document["plain"]
+        if not isinstance(plain, list):
+            raise ValueError("'plain' is not a list")
+        for value in plain:
+            _check_plain(value)
+        _check_tree(document["tree"], len(entries), len(plain), 0)
+        return Manifest(entries, document["tree"], plain)
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise CorruptSlot(f"the manifest is damaged: {error!r}") from None
+
+
+def _refuse(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _entry(fields: Any, payload_nbytes: int) -> Entry:
+    name, kind, dtype, global_shape, offset, shape, start, nbytes = fields
+    entry = Entry(name, kind, dtype, tuple(global_shape), tuple(offset), tuple(shape), start, nbytes)
+    numbers = (*entry.global_shape, *entry.offset, *entry.shape, start, nbytes)
+    if not (isinstance(name, str) and all(type(n) is int and n >= 0 for n in numbers)):
+        raise ValueError(f"entry {name!r} has a bad name, shape or extent")
+    if not len(entry.global_shape) == len(entry.offset) == len(entry.shape):
+        raise ValueError(f"entry {name!r} has shapes of different rank")
+    if any(o + s > g for o, s, g in zip(entry.offset, entry.shape, entry.global_shape, strict=True)):
+        raise ValueError(f"the shard of entry {name!r} is not inside its tensor")
+    if math.prod(entry.shape) * _item_nbytes(kind, dtype) != nbytes:
+        raise ValueError(f"entry {name!r} has {nbytes} bytes, not those of {entry.shape} x {dtype}")
+    if start + nbytes > payload_nbytes:
+        raise ValueError(f"entry {name!r} lies outside the payload")
+    return entry
+
+
+def _item_nbytes(kind: Any, dtype: Any) -> int:
+    if kind == "tensor":
+        return TORCH_ITEM_NBYTES[dtype]
+    if kind != "array" or not isinstance(dtype, str):
+        raise ValueError(f"unknown kind {kind!r} of {dtype!r}")
+    parsed = np.dtype(dtype)
+    if parsed.hasobject or parsed.names is not None or parsed.str != dtype:
+        raise ValueError(f"dtype {dtype!r} is not allowed")
+    return parsed.itemsize
+
+
+def _check_plain(value: Any, depth: int = 0) -> None:
+    if isinstance(value, dict) or depth > MAX_DEPTH:
+        raise ValueError("a plain leaf is not a plain leaf")
+    if isinstance(value, list):
+        tag, *rest = value
+        lengths = {"i": 1, "f": 1, "b": 1, "k": 1, "c": 2, "n": 2}
+        if lengths.get(tag) != len(rest):
+            raise ValueError(f"a plain leaf has the unknown tag {tag!r}")
+        if tag == "k":
+            for part in rest[0]:
+                _check_plain(part, depth + 1)
+        elif tag == "n":
+            _item_nbytes("array", rest[0])
+        decode_plain(value)
+
+
+def _check_tree(tree: Any, entries: int, plain: int, depth: int) -> None:
+    tag, rest = tree
+    if depth > MAX_DEPTH:
+        raise ValueError(f"the tree is more than {MAX_DEPTH} levels deep")
+    if tag in ("e", "p"):
+        if type(rest) is not int or not 0 <= rest < (entries if tag == "e" else plain):
+            raise ValueError(f"the tree points at a leaf that is not there: {tag}{rest!r}")
+    elif tag == "o":
+        _check_tree(rest, entries, plain, depth + 1)
+    elif tag in ("l", "t"):
+        for sub in rest:
+            _check_tree(sub, entries, plain, depth + 1)
+    elif tag == "d":
+        for key, sub in rest:
+            _check_plain(key)
+            hash(decode_plain(key))
+            _check_tree(sub, entries, plain, depth + 1)
+    else:
+        raise ValueError(f"the tree has the unknown tag {tag!r}")

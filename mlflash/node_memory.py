@@ -1,0 +1,185 @@
+"""The directory of this job in the memory of this node.
+
+``<memory>/mlflash-<uid>/<job>/`` on a real node, with ``node<k>/`` below it where nodes are emulated.
+Nothing outside it is ever touched. Directories are 0700, files 0600, opened with O_NOFOLLOW and checked for
+their owner; each deletion is logged.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import re
+import stat
+import struct
+import time
+
+from .errors import ForeignNode, JobInUse, UnsafePath
+
+log = logging.getLogger("mlflash")
+
+SLOT_NAME = re.compile(r"slot-(\d{4,})")
+_LOCK_NAME = "lock"
+_FLOCK = struct.Struct("hhlli")  # struct flock on 64-bit Linux
+_locked_here: set[tuple[str, int]] = set()  # POSIX locks do not keep a process from itself
+
+
+class NodeMemory:
+    """This job's files on this node.
+
+    Args:
+        memory: the memory file system ("/dev/shm").
+        job: the job's name.
+        emulated_node: index of the node that this rank plays, or None on a real node.
+
+    Raises:
+        UnsafePath: a directory on the way is a link, open to others or somebody else's.
+    """
+
+    def __init__(self, memory: str, job: str, emulated_node: int | None):
+        parts = [f"mlflash-{os.getuid()}", job]
+        if emulated_node is not None:
+            parts.append(f"node{emulated_node}")
+        fd = os.open(memory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        path = memory
+        for part in parts:
+            path = os.path.join(path, part)
+            try:
+                os.mkdir(part, 0o700, dir_fd=fd)
+            except FileExistsError:
+                pass
+            fd, above = _open_directory(part, fd, path), fd
+            os.close(above)
+        self.path = path
+        self.fd = fd
+        self._lock_fd = -1
+        self._locks: list[tuple[str, int]] = []
+
+    def lock(self, local_rank: int, local_size: int, wait_s: float = 5.0) -> None:
+        """Hold this rank's part of the job's lock until the process ends.
+
+        Not collective, but each rank of the node calls it. The first local rank also holds the places of all
+        local ranks that there could be. The lock goes with the process, however it dies; a forked child does
+        not inherit it.
+
+        Raises:
+            JobInUse: another live process holds it; the text names its pid.
+        """
+        key = (self.path, local_rank)
+        if key in _locked_here:
+            raise JobInUse("this process has a Checkpointer with this job name already: close it, or give "
+                           "job= another name", found=self.path)  # fmt: skip
+        self._lock_fd = self.open(_LOCK_NAME, os.O_RDWR | os.O_CREAT)
+        wanted = [(local_rank, 1)] + ([(local_size, 0)] if local_rank == 0 else [])
+        for start, length in wanted:  # length 0: to the end of the file, however far it grows
+            deadline = time.monotonic() + wait_s
+            while not self._try_lock(start, length):
+                if time.monotonic() > deadline:
+                    raise JobInUse(
+                        "another job with this name is alive on this node: end it, or give one of the two "
+                        "another name (job=... or MLFLASH_JOB)",
+                        expected=f"{self.path} free",
+                        found=f"held by pid {self._holder(start, length)}",
+                    )
+                time.sleep(0.05)
+        _locked_here.add(key)
+        self._locks.append(key)
+
+    def _try_lock(self, start: int, length: int) -> bool:
+        try:
+            fcntl.lockf(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB, length, start)
+        except (BlockingIOError, PermissionError):
+            return False
+        return True
+
+    def _holder(self, start: int, length: int) -> int:
+        asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, start, length, 0)
+        return int(_FLOCK.unpack(fcntl.fcntl(self._lock_fd, fcntl.F_GETLK, asked))[4])
+
+    def open(self, name: str, flags: int) -> int:
+        """Open a file of this directory (or make it, with O_CREAT) and check that it is ours.
+
+        Raises:
+            ForeignNode: the name leads out of this node's directory.
+            UnsafePath: the file is a link, open to others, or somebody else's.
+        """
+        if "/" in name or name in ("", ".", ".."):
+            raise ForeignNode("a rank may touch the memory of its own node only", expected=self.path, found=name)
+        path = os.path.join(self.path, name)
+        try:
+            fd = os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=self.fd)
+        except OSError as error:
+            if isinstance(error, (FileExistsError, FileNotFoundError)):
+                raise
+            raise UnsafePath(f"cannot open {path}: {error.strerror}", found=_describe(name, self.fd)) from error
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1 or not _is_private(status):
+            os.close(fd)
+            raise UnsafePath(f"{path} is not a private file of this user", expected=_PRIVATE, found=_describe_stat(status))
+        return fd
+
+    def slot_names(self) -> list[str]:
+        """List the slot files of this node, sorted."""
+        return sorted(name for name in os.listdir(self.fd) if SLOT_NAME.fullmatch(name))
+
+    def new_slot_name(self) -> tuple[str, int]:
+        """Make a new, empty slot file; no two ranks get the same one. Returns name and descriptor."""
+        number = 0
+        while True:
+            name = f"slot-{number:04d}"
+            try:
+                return name, self.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+            except FileExistsError:
+                number += 1
+
+    def remove(self, name: str) -> None:
+        """Delete a slot file of this node."""
+        if not SLOT_NAME.fullmatch(name):
+            raise ForeignNode("only slot files are deleted here", expected=self.path, found=name)
+        try:
+            os.unlink(name, dir_fd=self.fd)
+            log.debug("deleted %s", os.path.join(self.path, name))
+        except FileNotFoundError:
+            pass
+
+    def close(self) -> None:
+        """Give up the lock and the directory; the files stay. May be called twice."""
+        for key in self._locks:
+            _locked_here.discard(key)
+        self._locks.clear()
+        for fd in (self._lock_fd, self.fd):
+            if fd >= 0:
+                os.close(fd)
+        self.fd = self._lock_fd = -1
+
+
+_PRIVATE = "owned by this user, no access for group and others, not a link"
+
+
+def _is_private(status: os.stat_result) -> bool:
+    return status.st_uid == os.getuid() and not status.st_mode & 0o077
+
+
+def _open_directory(name: str, above: int, path: str) -> int:
+    try:
+        fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=above)
+    except OSError as error:
+        raise UnsafePath(f"cannot use the directory {path}: {error.strerror}", expected=_PRIVATE,
+                         found=_describe(name, above)) from error  # fmt: skip
+    status = os.fstat(fd)
+    if not _is_private(status):
+        os.close(fd)
+        raise UnsafePath(f"{path} is not a private directory of this user", expected=_PRIVATE, found=_describe_stat(status))
+    return fd
+
+
+def _describe(name: str, above: int) -> str:
+    try:
+        return _describe_stat(os.stat(name, dir_fd=above, follow_symlinks=False))
+    except OSError as error:
+        return str(error)
+
+
+def _describe_stat(status: os.stat_result) -> str:
+    return f"{stat.filemode(status.st_mode)} uid {status.st_uid}, {status.st_nlink} links"

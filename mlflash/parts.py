@@ -1,0 +1,114 @@
+"""The parts of one rank's Checkpointer, made in order."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+from typing import Any
+
+import numpy as np
+
+from .board import Board
+from .comm import World, check_torch_rank
+from .config import Config
+from .copies import Copies
+from .errors import MlflashError
+from .header import Attempt
+from .inventory import Choice, assign, choose, scan
+from .node_memory import NodeMemory
+from .shelf import Shelf
+from .window import Poke
+
+log = logging.getLogger("mlflash")
+
+
+@dataclasses.dataclass
+class Parts:
+    """What save and restore work with.
+
+    Attributes:
+        run_id: random number of this run, the same on all ranks.
+        generation: number of the newest attempt known; the next one is larger.
+    """
+
+    config: Config
+    world: World
+    memory: NodeMemory
+    board: Board
+    copies: Copies
+    shelf: Shelf
+    run_id: bytes = b""
+    generation: int = 0
+    poke: Any = None
+
+    def take_stock(self) -> np.ndarray:
+        """List what all nodes hold. Collective over the world."""
+        mine = scan(self.memory, self.world.node_index) if self.world.local_rank == 0 else None
+        return np.concatenate(self.world.gather_nodes(mine))
+
+    def adopt(self, found: np.ndarray, choice: Choice | None) -> None:
+        """Take over this node's files, keeping those of the choice from being written. Collective over the world."""
+        world = self.world
+        names = self.world.gather_nodes(self.memory.slot_names() if world.local_rank == 0 else None)[world.node_index]
+        kept = choice.attempt if choice is not None else None
+        same_ranks = choice is not None and choice.world_size == world.size
+        ranks_here = world.topology.ranks_on[world.node_index]
+        files, left_over = assign(found, names, world.node_index, kept, same_ranks, ranks_here, self.copies.owners_of)
+        self.copies.close_windows()
+        self.shelf.adopt(files[world.rank], kept, left_over if world.local_rank == 0 else [])
+        self.shelf.post_directory(self.board)
+        self.copies.open_windows(self.shelf)
+        # No file is deleted or reused before every rank of the node has attached its own.
+        world.agree([0])
+
+    def next_attempt(self) -> Attempt:
+        """Number the next attempt; every rank gets the same one. Not collective."""
+        self.generation += 1
+        return Attempt(self.run_id, self.generation)
+
+    def free(self) -> None:
+        """Free windows and communicators. Collective over the world."""
+        self.copies.close_windows()
+        self.board.free()
+        if self.poke is not None:
+            self.poke.free()
+        self.world.free()
+
+
+def make(config: Config, world: World) -> Parts:
+    """Lock the job, look what earlier runs left, and take their files over.
+
+    Collective over the world.
+
+    Raises:
+        JobInUse, UnsafePath, WorldMismatch: on all ranks, where any rank finds it so.
+    """
+    error: MlflashError | None = None
+    memory: NodeMemory | None = None
+    try:
+        check_torch_rank(world)
+        memory = NodeMemory(config.memory, config.job, world.node_index if world.emulated else None)
+        memory.lock(world.local_rank, world.local_size)
+    except MlflashError as problem:
+        problem.rank, problem.node = world.rank, world.node_name
+        error = problem
+    try:
+        world.raise_together(error)
+    except MlflashError:
+        if memory is not None:
+            memory.close()
+        world.free()
+        raise
+    assert memory is not None
+    copies = Copies(world, config)
+    parts = Parts(config, world, memory, Board(world), copies, Shelf(memory, copies.owners))
+    if copies.transport == "rma" and world.world is not None:
+        parts.poke = world.poke = Poke(world)
+    parts.run_id = world.broadcast(os.urandom(16), 0)
+    found = parts.take_stock()
+    parts.generation = int(found["generation"].max(initial=0))
+    parts.adopt(found, choose(found, world.topology.node_of))
+    if config.redundancy != "none" and len(world.topology.node_names) == 1 and world.rank == 0:
+        log.warning("redundancy %r needs a second node: with this one alone no copies are made", config.redundancy)
+    return parts

@@ -1,0 +1,197 @@
+"""Memory → the newest whole checkpoint, on every rank; then the redundancy made whole again.
+
+    take stock   each node lists its sealed slots; all ranks make the same choice
+    verify       every byte of every slot that will be used, on all ranks, before anything is loaded
+    fetch        slots that are on another node come to a slot of the rank's own
+    (load)       by the caller, from the own slot; an error there is agreed on too
+    heal         the copies are checked and made again where they are missing
+
+A slot found bad is struck off the list and the choice is made again, so that all ranks always take the same
+attempt.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import numpy as np
+
+from .commit import grow_slots
+from .copies import Copies
+from .errors import CorruptSlot, MlflashError, StepNotFound, WorldSizeChanged
+from .header import Attempt
+from .inventory import Choice, attempts, choose, file_name, rows_of
+from .parts import Parts
+from .segment import attach
+from .shelf import needs_room
+from .slot import Slot, Use
+from .transfer import Source, offer, receive, send
+from .window import SlotWindow
+
+log = logging.getLogger("mlflash")
+
+
+def restorable_steps(parts: Parts) -> list[int]:
+    """List the steps of which every rank's slot is somewhere, ascending. Collective over the world."""
+    found = parts.take_stock()
+    whole = [a for a, _, _ in attempts(found) if choose(rows_of(found, a), parts.world.topology.node_of)]
+    return sorted({step for a, step, _ in attempts(found) if a in whole})
+
+
+def bring_home(parts: Parts, step: int | None) -> Slot | None:
+    """Bring the newest restorable attempt (or that of a step) into this rank's own slot.
+
+    Collective over the world.
+
+    Returns:
+        The own slot, every byte of it verified on every rank; None where there is nothing.
+
+    Raises:
+        StepNotFound: there is no such step.
+        WorldSizeChanged: it was saved by another number of ranks.
+    """
+    found = parts.take_stock()
+    while True:
+        choice = choose(found, parts.world.topology.node_of, step)
+        if choice is None:
+            if step is not None:
+                steps = sorted({s for _, s, _ in attempts(found)})
+                raise StepNotFound("this step cannot be restored", step=step, found=f"steps in memory: {steps or 'none'}")
+            return None
+        if choice.world_size != parts.world.size:
+            raise WorldSizeChanged(
+                "the checkpoint in memory was saved by another number of ranks; start with that number again",
+                step=choice.step,
+                expected=f"{choice.world_size} ranks",
+                found=f"{parts.world.size} ranks",
+            )
+        bad = _verify_and_fetch(parts, found, choice)
+        if not bad:
+            return next(slot for slot in parts.shelf.own if _is(slot, parts.world.rank, choice.attempt))
+        for node, file in bad:
+            found = found[(found["node"] != node) | (found["file"] != file)]
+
+
+def _verify_and_fetch(parts: Parts, found: np.ndarray, choice: Choice) -> list[tuple[int, int]]:
+    """Verify the slots of a choice and fetch those from other nodes; returns the places of the bad ones."""
+    world = parts.world
+    serves = _servers(parts, choice)
+    slots: dict[int, Slot] = {}
+    bad: list[tuple[int, int]] = []
+    for rank in range(world.size):
+        if serves[rank] == world.rank:
+            try:
+                slots[rank] = _open_verified(parts, choice, rank)
+            except (CorruptSlot, FileNotFoundError) as error:
+                log.warning("rank %d: this slot cannot be restored from: %s", world.rank, error)
+                bad.append(choice.source[rank])
+    bad = sorted(sum(world.gather(bad), []))
+    if not bad:
+        parts.adopt(found, choice)
+        bad = _fetch(parts, choice, serves, slots)
+    for slot in slots.values():
+        if slot.segment is not None:
+            slot.segment.close()
+    return bad
+
+
+def _servers(parts: Parts, choice: Choice) -> list[int]:
+    """For each rank, who reads its slot: the rank itself where it is on its node, else one of that node, in turn."""
+    topology = parts.world.topology
+    serves = []
+    for rank, (node, _) in enumerate(choice.source):
+        here = topology.ranks_on[node]
+        serves.append(rank if topology.node_of[rank] == node else here[rank % len(here)])
+    return serves
+
+
+def _open_verified(parts: Parts, choice: Choice, rank: int) -> Slot:
+    slot = Slot(attach(parts.memory, file_name(choice.source[rank][1])))
+    if not _is(slot, rank, choice.attempt):
+        raise CorruptSlot("the header of a slot changed", rank=rank, step=choice.step)
+    slot.verify()
+    slot.manifest()
+    return slot
+
+
+def _is(slot: Slot, rank: int, attempt: Attempt) -> bool:
+    return slot.header is not None and (slot.header.rank, slot.header.attempt) == (rank, attempt)
+
+
+def _fetch(parts: Parts, choice: Choice, serves: list[int], slots: dict[int, Slot]) -> list[tuple[int, int]]:
+    """Bring slots from other nodes; the receiver checks every byte once more."""
+    world, shelf = parts.world, parts.shelf
+    moves = [rank for rank in range(world.size) if serves[rank] != rank]
+    if not moves:
+        return []
+    mine = [rank for rank in moves if serves[rank] == world.rank]
+    for_me = world.rank in moves
+    # One message per pair of ranks: a rank has one slot to fetch, and a server tells each of its ranks what comes.
+    to = {rank: slots[rank].header.extents for rank in mine}  # type: ignore[union-attr]
+    comes = offer(world, dict(to), [serves[world.rank]] if for_me else [])
+    home: Slot | None = None
+    demand = []
+    if for_me:
+        extents = comes[serves[world.rank]]
+        home = shelf.free_slot(shelf.own)
+        assert extents is not None and home is not None
+        demand = [(home, extents.nbytes)]
+    if not world.agree([int(not any(needs_room(slot, nbytes) for slot, nbytes in demand))])[0]:
+        grow_slots(parts, demand)
+    window = SlotWindow(world, world.world, home) if parts.copies.transport == "rma" else None
+    at: Callable[[Slot | None], tuple[int, SlotWindow] | None] = lambda slot: (0, window) if window else None
+    chunk = parts.config.chunk_nbytes
+    work = []
+    for rank in mine:
+        target = None if window is None else _fixed(window, rank)
+        work.append(send(world, rank, Source(slots[rank], to[rank], None), chunk, target))
+    if home is not None and extents is not None:
+        work.append(receive(world, serves[world.rank], home, extents, world.rank, choice.attempt, chunk, at(home)))
+    world.waiting_for = sorted({*mine, *([serves[world.rank]] if for_me else [])})
+    arrived = world.drive(work)
+    world.waiting_for = ()
+    if window is not None:
+        window.free()
+    if home is not None:
+        home.use = Use.HOLDS if arrived[-1] else Use.FREE
+    failed = [choice.source[world.rank]] if home is not None and not arrived[-1] else []
+    return sorted(sum(world.gather(failed), []))
+
+
+def _fixed(window: SlotWindow, rank: int) -> Callable[[int], tuple[SlotWindow, int]]:
+    return lambda number: (window, rank)
+
+
+def heal(parts: Parts, home: Slot) -> None:
+    """Make the redundancy of the restored attempt whole in its new places; then free everything else.
+
+    Collective over the world.
+
+    Raises:
+        MemoryTooSmall, SaveFailed: on all ranks; what was there before is untouched.
+    """
+    world, shelf, copies = parts.world, parts.shelf, parts.copies
+    header = home.header
+    assert header is not None
+    lacking = copies.missing(shelf, header.attempt)
+    if not world.agree([int(not lacking)])[0]:
+        _copy_again(parts, home, copies, lacking)
+    shelf.keep_only([home, *copies.kept(shelf, header.attempt)])
+    shelf.drop_spare()
+
+
+def _copy_again(parts: Parts, home: Slot, copies: Copies, lacking: bool) -> None:
+    world, shelf = parts.world, parts.shelf
+    header = home.header
+    assert header is not None
+    demand = copies.offer(shelf, header.extents if lacking else None)
+    if not world.agree([int(not any(needs_room(slot, nbytes) for slot, nbytes in demand))])[0]:
+        grow_slots(parts, demand)
+    whole = copies.protect(shelf, Source(home, header.extents, None), header.attempt)
+    error: MlflashError | None = None
+    if not whole:
+        error = CorruptSlot("a copy did not arrive whole", rank=world.rank, node=world.node_name, step=header.step)
+    world.raise_together(error)
+    for slot in copies.kept(shelf, header.attempt):
+        slot.use = Use.HOLDS

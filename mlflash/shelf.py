@@ -1,0 +1,179 @@
+"""The slots of this rank: two of its own, and two for each rank whose copies it holds.
+
+Two of each, because the last committed one is never written: a save goes into the other one.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+from . import segment
+from .board import Board, Word
+from .comm import World
+from .errors import CorruptSlot, MemoryTooSmall, MlflashError
+from .header import Attempt
+from .inventory import Files, file_name, file_number
+from .layout import PAGE_NBYTES, round_up
+from .limits import available
+from .node_memory import NodeMemory
+from .slot import Slot, Use
+
+_HEADROOM_NBYTES = 64 << 20  # what is left to others when the slots are allocated
+
+
+class Shelf:
+    """This rank's slots.
+
+    Args:
+        memory: this node's directory.
+        owners: the ranks whose copies this rank holds.
+    """
+
+    def __init__(self, memory: NodeMemory, owners: Sequence[int]):
+        self._memory = memory
+        self.own = [Slot(), Slot()]
+        self.inbox = {owner: [Slot(), Slot()] for owner in owners}
+        self.spare: list[int] = []  # files to delete once nothing can need them
+        self.changed = threading.Condition()  # notified when a slot becomes free
+
+    def all(self) -> list[Slot]:
+        """All slots, own ones first."""
+        return [*self.own, *(slot for pair in self.inbox.values() for slot in pair)]
+
+    def adopt(self, files: Files, kept: Attempt | None, spare: Sequence[int]) -> None:
+        """Take over files that an earlier process left. Not collective.
+
+        Args:
+            files: which.
+            kept: the attempt that must not be overwritten.
+            spare: files of this node that nobody needs, to be deleted by `drop_spare`.
+        """
+        for slot in self.all():
+            _unmap(slot)
+        for pair, numbers in [(self.own, files.own), *((self.inbox[q], files.inbox[q]) for q in self.inbox)]:
+            for index, number in enumerate(numbers):
+                pair[index] = self._attach(number, kept)
+        self.spare = list(spare)
+        segment.prefault_in_background([s.segment for s in self.all() if s.segment is not None])
+
+    def _attach(self, number: int | None, kept: Attempt | None) -> Slot:
+        if number is None:
+            return Slot()
+        try:
+            slot = Slot(segment.attach(self._memory, file_name(number)))
+        except (CorruptSlot, FileNotFoundError):
+            self._memory.remove(file_name(number))
+            return Slot()
+        if slot.header is not None and slot.header.attempt == kept:
+            slot.use = Use.HOLDS
+        return slot
+
+    def take_own(self, wait_s: float) -> Slot | None:
+        """Take an own slot for a save; None where both hold something or are busy for so long. Not collective."""
+        with self.changed:
+            self.changed.wait_for(lambda: self.free_slot(self.own) is not None, wait_s)
+            slot = self.free_slot(self.own)
+            if slot is not None:
+                slot.use = Use.BUSY
+            return slot
+
+    def free_slot(self, pair: Sequence[Slot]) -> Slot | None:
+        """A slot of a pair that may be written; the one with the older content first."""
+        free = [slot for slot in pair if slot.use is Use.FREE]
+        return min(free, key=lambda slot: slot.generation, default=None)
+
+    def release(self, attempt: Attempt, own: Slot, committed: bool) -> None:
+        """End an attempt: committed, its slots hold it and all older ones are free; failed, its slots are free.
+
+        Args:
+            attempt: which.
+            own: the own slot it was staged into; the other one may be busy with the next save already.
+            committed: how it ended.
+        """
+        with self.changed:
+            for slot in [own, *(slot for pair in self.inbox.values() for slot in pair)]:
+                if slot.use is Use.BUSY:
+                    slot.use = Use.HOLDS if committed else Use.FREE
+            for slot in self.all():
+                if committed and slot.use is Use.HOLDS and (slot.header is None or slot.header.attempt != attempt):
+                    slot.use = Use.FREE
+            self.changed.notify_all()
+
+    def keep_only(self, slots: Sequence[Slot]) -> None:
+        """Free every slot but these (redundancy is whole in its new places)."""
+        with self.changed:
+            for slot in self.all():
+                if slot.use is Use.HOLDS and not any(slot is kept for kept in slots):
+                    slot.use = Use.FREE
+            self.changed.notify_all()
+
+    def drop_spare(self) -> None:
+        """Delete the files that nobody needs."""
+        for number in self.spare:
+            self._memory.remove(file_name(number))
+        self.spare = []
+
+    def post_directory(self, board: Board) -> None:
+        """Write the file numbers of the own slots on the node's board."""
+        for word, slot in zip((Word.OWN_SLOT_0, Word.OWN_SLOT_1), self.own, strict=True):
+            board.put(word, file_number(slot.name) if slot.name else -1)
+
+    def close(self) -> None:
+        """Unmap everything; the files stay."""
+        for slot in self.all():
+            _unmap(slot)
+
+
+def needs_room(slot: Slot, nbytes: int) -> bool:
+    """Whether a slot must get a larger file before ``nbytes`` go into it."""
+    return slot.use is not Use.HOLDS and slot.view.nbytes < nbytes
+
+
+def make_room(world: World, board: Board, memory: NodeMemory, demand: Sequence[tuple[Slot, int]]) -> None:
+    """Give slots larger files; refuse before anything is allocated where the node has no room for them.
+
+    Collective over the world. A slot that holds a committed step is left as it is.
+
+    Args:
+        demand: slots of this rank and the bytes each must take.
+
+    Raises:
+        MemoryTooSmall: on all ranks, with the numbers of the node that lacks memory.
+    """
+    todo = [(slot, round_up(max(nbytes, PAGE_NBYTES), PAGE_NBYTES)) for slot, nbytes in demand if needs_room(slot, nbytes)]
+    board.put(Word.DEMAND_NBYTES, sum(nbytes - slot.view.nbytes for slot, nbytes in todo))
+    world.agree([0])  # every rank's demand is on its board
+    error: MlflashError | None = None
+    asked, left = sum(board.column(Word.DEMAND_NBYTES)), available(memory.path)
+    what, least = min(left.items(), key=lambda item: item[1])
+    if todo and asked + _HEADROOM_NBYTES > least:
+        error = MemoryTooSmall(
+            "the slots of this node do not fit into its memory: save less, use fewer ranks per node or a scheme "
+            "that needs less memory, or raise the limit named below",
+            rank=world.rank,
+            node=world.node_name,
+            expected=f"{asked + _HEADROOM_NBYTES:,} bytes more for the slots of {world.local_size} ranks",
+            found=f"{least:,} bytes: {what}",
+        )
+    world.raise_together(error)
+    try:
+        for slot, nbytes in todo:
+            if slot.segment is not None:  # a free slot holds nothing that is still needed
+                old = slot.name
+                _unmap(slot)
+                memory.remove(old)
+            slot.segment = segment.create(memory, nbytes)
+    except MlflashError as problem:
+        problem.rank, problem.node = world.rank, world.node_name
+        error = problem
+    world.raise_together(error)
+    segment.prefault_in_background([slot.segment for slot, _ in todo if slot.segment is not None])
+
+
+def _unmap(slot: Slot) -> None:
+    if slot.segment is not None:
+        slot.segment.close()
+    slot.segment, slot.header = None, None
+    if slot.use is not Use.BUSY:
+        slot.use = Use.FREE

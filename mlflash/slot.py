@@ -1,0 +1,151 @@
+"""Room for one rank's state of one step, inside a segment.
+
+The life of a slot: FREE → BUSY (unsealed, being written) → HOLDS (sealed; may be restored from) → FREE when a
+newer attempt was committed. Checksums are made and checked a run of blocks at a time, so that they can go
+along with a transfer.
+"""
+
+from __future__ import annotations
+
+import enum
+import time
+
+import numpy as np
+import xxhash
+
+from .errors import CorruptSlot
+from .header import COMMIT_START, HEADER_NBYTES, Attempt, Header, is_committed, pack_commit, unpack
+from .layout import CHECK_NBYTES, PAGE_NBYTES, Extents
+from .manifest import Manifest, decode
+from .segment import Segment
+
+
+_NOTHING: np.ndarray = np.empty(0, dtype=np.uint8)
+
+
+class Use(enum.Enum):
+    """What a slot is used for now."""
+
+    FREE = "free"
+    BUSY = "busy"
+    HOLDS = "holds"
+
+
+class Slot:
+    """A slot in a segment.
+
+    Attributes:
+        segment: where its bytes are; None until room is made.
+        use: whether it may be written.
+        header: what it holds, once sealed or adopted; None otherwise.
+    """
+
+    def __init__(self, segment: Segment | None = None):
+        self.segment = segment
+        self.use = Use.FREE
+        self.header: Header | None = None if segment is None else read_header(segment.view)
+
+    @property
+    def view(self) -> np.ndarray:
+        """All its bytes, ``(nbytes,)`` uint8; empty where there is no segment yet."""
+        return _NOTHING if self.segment is None else self.segment.view
+
+    @property
+    def name(self) -> str:
+        """Name of its file."""
+        return "" if self.segment is None else self.segment.name
+
+    @property
+    def generation(self) -> int:
+        """Generation of what it holds; -1 where it holds nothing."""
+        return -1 if self.header is None else self.header.attempt.generation
+
+    def body(self, extents: Extents) -> np.ndarray:
+        """Manifest and payload, ``(body_nbytes,)`` uint8."""
+        return self.view[PAGE_NBYTES : PAGE_NBYTES + extents.body_nbytes]
+
+    def payload(self, extents: Extents) -> np.ndarray:
+        """The payload, ``(payload_nbytes,)`` uint8."""
+        return self.view[extents.payload_start : PAGE_NBYTES + extents.body_nbytes]
+
+    def table(self, extents: Extents) -> np.ndarray:
+        """The block table, ``(blocks,)`` uint64, little-endian."""
+        raw = self.view[extents.table_start : extents.table_start + extents.blocks * CHECK_NBYTES]
+        return raw.view("<u8")
+
+    def unseal(self) -> None:
+        """Forget what the slot holds; the first thing that is done to a slot that will be written."""
+        self.view[:PAGE_NBYTES] = 0
+        self.header = None
+        self.use = Use.BUSY
+
+    def seal(self, header: Header) -> None:
+        """Write the header, last of all: from here on the slot can be restored from."""
+        packed = np.frombuffer(header.pack(), dtype=np.uint8)
+        self.view[8:HEADER_NBYTES] = packed[8:]
+        self.view[:8] = packed[:8]  # the magic last, so that a torn header is no header
+        self.header = header
+
+    def record_commit(self, attempt: Attempt, step: int) -> None:
+        """Write the commit record (a receipt; nothing depends on it)."""
+        record = pack_commit(attempt, step, time.time_ns())
+        self.view[COMMIT_START : COMMIT_START + len(record)] = np.frombuffer(record, dtype=np.uint8)
+
+    def check_blocks(self, extents: Extents, first: int, last: int) -> np.ndarray:
+        """Checksum blocks ``first`` to ``last - 1`` of the body as they are now: ``(last - first,)`` uint64."""
+        body, size = self.body(extents), extents.block_nbytes
+        sums = [xxhash.xxh3_64_intdigest(body[i * size : (i + 1) * size]) for i in range(first, last)]
+        return np.array(sums, dtype="<u8")
+
+    def bad_blocks(self, extents: Extents) -> list[int]:
+        """List the blocks whose bytes are not what the table says. Reads the whole body."""
+        differ = self.check_blocks(extents, 0, extents.blocks) != self.table(extents)
+        return [int(i) for i in np.flatnonzero(differ)]
+
+    def verify(self) -> None:
+        """Check table and body of a sealed slot against its header, every byte.
+
+        Raises:
+            CorruptSlot: naming the blocks that are bad.
+        """
+        header = self.header
+        assert header is not None
+        if table_check(self.table(header.extents)) != header.table_check:
+            raise CorruptSlot(f"the block table of {self.name} is damaged", rank=header.rank,
+                              step=header.step)  # fmt: skip
+        if bad := self.bad_blocks(header.extents):
+            raise CorruptSlot(
+                f"{len(bad)} of {header.extents.blocks} blocks of {self.name} are damaged, first block {bad[0]}",
+                rank=header.rank,
+                step=header.step,
+            )
+
+    def manifest(self) -> Manifest:
+        """Read the manifest of a sealed slot.
+
+        Raises:
+            CorruptSlot: it does not follow the format.
+        """
+        header = self.header
+        assert header is not None
+        raw = self.view[PAGE_NBYTES : PAGE_NBYTES + header.manifest_nbytes].tobytes()
+        return decode(raw, header.extents.payload_nbytes)
+
+    @property
+    def committed(self) -> bool:
+        """Whether the commit record of what it holds is there."""
+        return self.header is not None and is_committed(self.view[:PAGE_NBYTES].tobytes(), self.header.attempt)
+
+
+def table_check(table: np.ndarray) -> int:
+    """Checksum of a block table, as the header holds it."""
+    return xxhash.xxh3_64_intdigest(np.ascontiguousarray(table).view(np.uint8))
+
+
+def read_header(view: np.ndarray) -> Header | None:
+    """Read the header of a slot; None where it is not sealed or does not fit its file."""
+    try:
+        header = unpack(view[:HEADER_NBYTES].tobytes())
+    except CorruptSlot:
+        return None
+    return header if header.extents.nbytes <= view.nbytes else None

@@ -1,0 +1,96 @@
+"""What `save` returns: a snapshot, which becomes a checkpoint when all ranks have committed it."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from .errors import DeadlineExceeded, MlflashError, SaveFailed
+
+
+class Snapshot:
+    """A staged state on its way to being committed.
+
+    Attributes:
+        step: the training step.
+        nbytes: bytes of this rank's slot that it takes.
+        stall_s: how long ``save`` kept training waiting, seconds.
+        commit_s: from the call of ``save`` to the commit, seconds; None before.
+        skipped: whether it was given up on all ranks because both slots of one were busy.
+    """
+
+    def __init__(self, step: int):
+        self.step = step
+        self.nbytes = 0
+        self.stall_s = 0.0
+        self.commit_s: float | None = None
+        self.skipped = False
+        self._start = time.perf_counter()
+        self._error: MlflashError | None = None
+        self._late: DeadlineExceeded | None = None
+        self._committed = False
+        self._ended = threading.Event()
+        self._woken = threading.Event()  # ended, or late
+
+    @property
+    def committed(self) -> bool:
+        """Whether all ranks agreed that this step is a checkpoint: from here on it survives a lost node."""
+        return self._committed
+
+    @property
+    def done(self) -> bool:
+        """Whether it was committed or has failed."""
+        return self._ended.is_set()
+
+    @property
+    def error(self) -> MlflashError | None:
+        """Why it failed or is late; None while there is nothing wrong."""
+        return self._error or (None if self._committed else self._late)
+
+    def wait(self, timeout: float | None = None) -> Snapshot:
+        """Wait until the snapshot is committed.
+
+        Not collective.
+
+        Args:
+            timeout: seconds; None waits for as long as the Checkpointer's ``timeout_s`` lets the save run.
+
+        Returns:
+            The snapshot itself.
+
+        Raises:
+            SaveFailed: it will not be committed; the last committed step is untouched.
+            DeadlineExceeded: it is not committed yet, though time is up; it may still be.
+        """
+        if not self._woken.wait(timeout):
+            raise DeadlineExceeded(f"not committed within {timeout:g} s (it may still be)", step=self.step)
+        if self.error is not None:
+            raise self.error
+        return self
+
+    def end(self, error: MlflashError | None) -> None:
+        """Tell the waiters how it ended (for the courier)."""
+        if error is None:
+            self.commit_s = time.perf_counter() - self._start
+            self._committed = True
+        else:
+            self._error = error if isinstance(error, SaveFailed) else _failed(error, self.step)
+        self._ended.set()
+        self._woken.set()
+
+    def late(self, error: DeadlineExceeded) -> None:
+        """Tell the waiters that it takes too long; it may still end well (for the courier)."""
+        error.step = self.step
+        self._late = error
+        self._woken.set()
+
+    def stalled(self) -> None:
+        """Note that ``save`` returns now."""
+        self.stall_s = time.perf_counter() - self._start
+
+
+def _failed(error: MlflashError, step: int) -> SaveFailed:
+    failed = SaveFailed(f"this step was not saved: {error}", rank=error.rank, node=error.node, step=step,
+                        ranks=error.ranks, nodes=error.nodes)  # fmt: skip
+    failed.__cause__ = error
+    return failed

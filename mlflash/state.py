@@ -1,0 +1,395 @@
+"""State of the training ↔ leaves and a tree.
+
+``flatten`` takes a nested state apart: tensors and arrays become *leaves* (bytes for the slot), everything
+else a *tree* that JSON can hold. ``compare``, ``fill`` and ``materialize`` go the other way.
+
+The core must not pay for torch where there are only arrays, so torch is looked up in ``sys.modules`` and
+never imported to ask whether something is a tensor.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import math
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from .errors import StateError, StructureMismatch
+
+Tree = list[Any]
+"""A node is ``[tag, …]``: e(ntry index), p(lain index), d(ict), l(ist), t(uple), o(bject with state_dict)."""
+
+Read = Callable[["Entry"], "np.ndarray[Any, np.dtype[np.uint8]]"]
+"""Gives the bytes of an entry as a 1-d uint8 array that must not be kept."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """What a slot says of one tensor shard or array (the model of PyTorch DCP).
+
+    Args:
+        name: path in the state, dict keys and list indices joined with ".".
+        kind: "tensor" or "array".
+        dtype: "float32", "bfloat16", … (torch) or numpy's dtype.str ("<f4").
+        global_shape: shape of the whole tensor.
+        offset: where this shard begins in it, one number per dimension.
+        shape: shape of this shard.
+        start: first byte, counted from the start of the payload.
+        nbytes: its bytes.
+    """
+
+    name: str
+    kind: str
+    dtype: str
+    global_shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    start: int
+    nbytes: int
+
+
+@dataclasses.dataclass
+class Leaf:
+    """A live tensor or array found in the state; ``entry.start`` is not known yet."""
+
+    entry: Entry
+    value: Any  # torch.Tensor (local shard) or np.ndarray
+    tie: int  # index of an earlier leaf with the same memory, or -1
+
+
+@dataclasses.dataclass
+class Flat:
+    """A state taken apart."""
+
+    leaves: list[Leaf]
+    tree: Tree
+    plain: list[Any]  # values of the plain leaves, each in a form that JSON can hold
+
+
+def flatten(state: Any) -> Flat:
+    """Take a state apart without copying any tensor.
+
+    Not collective. The leaves alias the live tensors.
+
+    Raises:
+        StateError: a leaf cannot be saved (its path is named), or a container holds itself.
+    """
+    walk = _Flatten()
+    tree = walk.visit(state, "")
+    return Flat(walk.leaves, tree, walk.plain)
+
+
+class _Flatten:
+    def __init__(self) -> None:
+        self.leaves: list[Leaf] = []
+        self.plain: list[Any] = []
+        self.names: dict[str, int] = {}
+        self.memory: dict[tuple[Any, ...], int] = {}
+        self.open: set[int] = set()
+        self.torch = sys.modules.get("torch")
+
+    def visit(self, value: Any, path: str) -> Tree:
+        if self.torch is not None and isinstance(value, self.torch.Tensor):
+            return self.leaf(value, *_tensor_entry(self.torch, value, path))
+        if isinstance(value, np.ndarray):
+            return self.leaf(value, *_array_entry(value, path))
+        if isinstance(value, (dict, list, tuple)) or _is_object(value):
+            if id(value) in self.open:
+                raise StateError("the state contains itself", tensor=path)
+            self.open.add(id(value))
+            tree = self.container(value, path)
+            self.open.remove(id(value))
+            return tree
+        self.plain.append(encode_plain(value, path))
+        return ["p", len(self.plain) - 1]
+
+    def container(self, value: Any, path: str) -> Tree:
+        prefix = path + "." if path else ""
+        if isinstance(value, dict):
+            items = [[encode_key(k, path), self.visit(v, f"{prefix}{k}")] for k, v in value.items()]
+            return ["d", items]
+        if isinstance(value, (list, tuple)):
+            tag = "l" if isinstance(value, list) else "t"
+            return [tag, [self.visit(v, f"{prefix}{i}") for i, v in enumerate(value)]]
+        return ["o", self.visit(value.state_dict(), path)]
+
+    def leaf(self, value: Any, local: Any, entry: Entry, key: tuple[Any, ...] | None) -> Tree:
+        count = self.names[entry.name] = self.names.get(entry.name, 0) + 1
+        if count > 1:  # {"a.b": x, "a": {"b": y}}: the tree keeps them apart, the name says so too
+            entry = dataclasses.replace(entry, name=f"{entry.name}~{count}")
+        tie = -1 if key is None else self.memory.setdefault(key, len(self.leaves))
+        self.leaves.append(Leaf(entry, local, -1 if tie == len(self.leaves) else tie))
+        return ["e", len(self.leaves) - 1]
+
+
+def _is_object(value: Any) -> bool:
+    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+
+
+# Tensors and arrays
+
+
+def _tensor_entry(torch: Any, tensor: Any, path: str) -> tuple[Any, Entry, tuple[Any, ...] | None]:
+    tensor = tensor.detach()
+    global_shape = shape = tuple(tensor.shape)
+    offset: tuple[int, ...] = (0,) * len(shape)
+    if type(tensor).__name__ == "DTensor":
+        tensor, shape, offset = _dtensor_shard(tensor, path)
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta or tensor.is_nested:
+        what = "meta" if tensor.is_meta else "quantized" if tensor.is_quantized else str(tensor.layout)
+        raise StateError("only dense tensors with memory of their own can be saved", tensor=path, found=what)
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    nbytes = math.prod(shape) * tensor.element_size()
+    entry = Entry(path, "tensor", dtype, global_shape, offset, shape, 0, nbytes)
+    plain_bits = not (tensor.is_conj() or tensor.is_neg())
+    key = (str(tensor.device), tensor.data_ptr(), dtype, shape, tensor.stride()) if nbytes and plain_bits else None
+    return tensor, entry, key
+
+
+def _dtensor_shard(tensor: Any, path: str) -> tuple[Any, tuple[int, ...], tuple[int, ...]]:
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    if any(placement.is_partial() for placement in tensor.placements):
+        raise StateError("a DTensor with a partial placement has no value yet: redistribute it", tensor=path)
+    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    local = tensor.to_local()
+    if tuple(local.shape) != tuple(shape):
+        raise StateError("the local shard of a DTensor is not where its placement says", tensor=path,
+                         expected=tuple(shape), found=tuple(local.shape))  # fmt: skip
+    return local, tuple(shape), tuple(offset)
+
+
+def _array_entry(array: np.ndarray, path: str) -> tuple[Any, Entry, tuple[Any, ...] | None]:
+    if array.dtype.hasobject or array.dtype.names is not None:
+        raise StateError("an array of objects or records cannot be saved", tensor=path, found=array.dtype)
+    zero = (0,) * array.ndim
+    entry = Entry(path, "array", array.dtype.str, array.shape, zero, array.shape, 0, array.nbytes)
+    address = array.__array_interface__["data"][0]
+    return array, entry, ("cpu", address, array.dtype.str, array.shape, array.strides) if array.nbytes else None
+
+
+def as_bytes(value: Any) -> np.ndarray:
+    """View a contiguous CPU tensor or array as a 1-d uint8 array (no copy)."""
+    if isinstance(value, np.ndarray):
+        return value.reshape(-1).view(np.uint8)
+    import torch
+
+    return value.reshape(-1).view(torch.uint8).numpy()
+
+
+def from_bytes(entry: Entry, raw: np.ndarray) -> Any:
+    """View bytes as the tensor or array that an entry describes (no copy)."""
+    if entry.kind == "array":
+        return raw.view(np.dtype(entry.dtype)).reshape(entry.shape)
+    import torch
+
+    dtype = getattr(torch, entry.dtype)
+    if entry.nbytes == 0:
+        return torch.empty(entry.shape, dtype=dtype)
+    return torch.from_numpy(raw).view(dtype).view(entry.shape)
+
+
+# Plain leaves and keys: JSON that keeps Python's types apart
+
+
+def encode_plain(value: Any, path: str) -> Any:
+    """Put a plain leaf into a form that JSON can hold, exactly."""
+    kind = type(value)
+    if value is None or kind is bool or kind is str:
+        return value
+    if kind is int:
+        return value if abs(value) < 1 << 53 else ["i", hex(value)]
+    if kind is float:
+        return value if math.isfinite(value) else ["f", repr(value)]
+    if kind is complex:
+        return ["c", value.real.hex(), value.imag.hex()]
+    if kind is bytes:
+        return ["b", base64.b64encode(value).decode()]
+    if isinstance(value, np.generic) and not value.dtype.hasobject and value.dtype.names is None:
+        return ["n", value.dtype.str, base64.b64encode(value.tobytes()).decode()]
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    raise StateError(
+        "this leaf cannot be saved; save tensors, arrays, None, bool, int, float, complex, str, bytes, "
+        "containers of them, or objects with state_dict and load_state_dict",
+        tensor=path or "(the state itself)",
+        found=name,
+    )
+
+
+def decode_plain(value: Any) -> Any:
+    """Undo :func:`encode_plain`."""
+    if not isinstance(value, list):
+        return value
+    tag, *rest = value
+    if tag == "i":
+        return int(rest[0], 16)
+    if tag == "f":
+        return float(rest[0])
+    if tag == "c":
+        return complex(float.fromhex(rest[0]), float.fromhex(rest[1]))
+    if tag == "b":
+        return base64.b64decode(rest[0])
+    if tag == "k":
+        return tuple(decode_plain(v) for v in rest[0])
+    return np.frombuffer(base64.b64decode(rest[1]), dtype=np.dtype(rest[0]))[0]
+
+
+def encode_key(key: Any, path: str) -> Any:
+    """Put a dict key (a plain leaf or a tuple of them) into a form that JSON can hold."""
+    if isinstance(key, tuple):
+        return ["k", [encode_plain(part, path) for part in key]]
+    return encode_plain(key, f"{path} (a key)")
+
+
+# The way back
+
+
+def compare(live: Any, tree: Tree, entries: tuple[Entry, ...]) -> list[str]:
+    """List how a live state differs in structure from a saved one; empty where it does not.
+
+    Not collective. Objects with ``load_state_dict`` are not looked into: they judge for themselves.
+    """
+    found: list[str] = []
+    _compare(live, tree, entries, "", found)
+    return found
+
+
+def _compare(live: Any, tree: Tree, entries: tuple[Entry, ...], path: str, found: list[str]) -> None:
+    name = path or "(the state itself)"
+    tag = tree[0]
+    if _is_object(live):
+        return
+    if tag == "o":
+        return _compare(live, tree[1], entries, path, found)
+    prefix = path + "." if path else ""
+    if tag == "d" and isinstance(live, dict):
+        saved = {decode_plain(key): sub for key, sub in tree[1]}
+        for key in live.keys() - saved.keys():
+            found.append(f"{prefix}{key}: in the state given, not in the checkpoint")
+        for key, sub in saved.items():
+            if key in live:
+                _compare(live[key], sub, entries, f"{prefix}{key}", found)
+            else:
+                found.append(f"{prefix}{key}: in the checkpoint, not in the state given")
+    elif (tag == "l" and isinstance(live, list)) or (tag == "t" and isinstance(live, tuple)):
+        if len(live) != len(tree[1]):
+            found.append(f"{name}: {len(tree[1])} items in the checkpoint, {len(live)} in the state given")
+        for i, (item, sub) in enumerate(zip(live, tree[1], strict=False)):
+            _compare(item, sub, entries, f"{prefix}{i}", found)
+    elif tag == "e":
+        saved_as, given = _describe_entry(entries[tree[1]]), _describe_live(live, name)
+        if saved_as != given:
+            found.append(f"{name}: {saved_as} in the checkpoint, {given} in the state given")
+    elif tag != "p" or isinstance(live, (dict, list, tuple, np.ndarray)) or _is_tensor(live):
+        kinds = {"d": "a dict", "l": "a list", "t": "a tuple", "p": "a plain value"}
+        found.append(f"{name}: {kinds[tag]} in the checkpoint, {_describe_live(live, name)} in the state given")
+
+
+def _is_tensor(value: Any) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor)
+
+
+def _describe_entry(entry: Entry) -> str:
+    whole = "" if entry.global_shape == entry.shape else f" at {list(entry.offset)} of {list(entry.global_shape)}"
+    return f"{entry.kind} {entry.dtype} {list(entry.shape)}{whole}"
+
+
+def _describe_live(value: Any, path: str) -> str:
+    if _is_tensor(value):
+        return _describe_entry(_tensor_entry(sys.modules["torch"], value, path)[1])
+    if isinstance(value, np.ndarray):
+        return _describe_entry(_array_entry(value, path)[1])
+    return f"a {type(value).__name__}"
+
+
+def fill(live: Any, tree: Tree, entries: tuple[Entry, ...], plain: list[Any], read: Read) -> None:
+    """Put a saved state into a live one, in place.
+
+    Not collective. Tensors and arrays are copied into the live ones, plain leaves replaced, objects get
+    copies through ``load_state_dict``. Call :func:`compare` first.
+
+    Raises:
+        StructureMismatch: the state itself is a tensor-free leaf or tuple, which cannot be changed in place.
+    """
+    new = _Fill(tree, entries, plain, read).into(live, tree)
+    if new is not live:
+        raise StructureMismatch("the state given cannot be changed in place", expected="a dict, list or object",
+                                found=type(live).__name__)  # fmt: skip
+
+
+class _Fill:
+    def __init__(self, tree: Tree, entries: tuple[Entry, ...], plain: list[Any], read: Read):
+        self.entries, self.plain, self.read = entries, plain, read
+        self.fresh: dict[tuple[Any, ...], Any] = {}  # tied leaves stay tied
+
+    def into(self, live: Any, tree: Tree) -> Any:
+        if _is_object(live):
+            live.load_state_dict(self.make(tree))
+            return live
+        tag, rest = tree
+        if tag == "o":
+            return self.into(live, rest)
+        if tag == "e":
+            copy_into(live, self.entries[rest], self.read(self.entries[rest]))
+            return live
+        if tag == "p":
+            return decode_plain(self.plain[rest])
+        if tag == "d":
+            for key, sub in rest:
+                key = decode_plain(key)
+                live[key] = self.into(live[key], sub)
+            return live
+        if tag == "l":
+            for i, sub in enumerate(rest):
+                live[i] = self.into(live[i], sub)
+            return live
+        items = [self.into(item, sub) for item, sub in zip(live, rest, strict=True)]
+        if all(new is old for new, old in zip(items, live, strict=True)):
+            return live
+        return type(live)(*items) if hasattr(live, "_fields") else type(live)(items)
+
+    def make(self, tree: Tree) -> Any:
+        tag, rest = tree
+        if tag == "o":
+            return self.make(rest)
+        if tag == "e":
+            entry = self.entries[rest]
+            key = (entry.start, entry.kind, entry.dtype, entry.shape) if entry.nbytes else (rest,)
+            if key not in self.fresh:
+                # np.array copies: what is handed out never aliases the slot.
+                self.fresh[key] = from_bytes(entry, np.array(self.read(entry)))
+            return self.fresh[key]
+        if tag == "p":
+            return decode_plain(self.plain[rest])
+        if tag == "d":
+            return {decode_plain(key): self.make(sub) for key, sub in rest}
+        items = [self.make(sub) for sub in rest]
+        return items if tag == "l" else tuple(items)
+
+
+def materialize(tree: Tree, entries: tuple[Entry, ...], plain: list[Any], read: Read) -> Any:
+    """Build the saved state anew from copies: CPU tensors, arrays, dicts, lists, tuples.
+
+    Not collective. Objects come back as what their ``state_dict`` returned; tied tensors are tied again.
+    """
+    return _Fill(tree, entries, plain, read).make(tree)
+
+
+def copy_into(live: Any, entry: Entry, raw: np.ndarray) -> None:
+    """Copy the bytes of an entry into a live tensor or array, whatever its device and strides."""
+    if not entry.nbytes:
+        return
+    if isinstance(live, np.ndarray):
+        np.copyto(live, from_bytes(entry, raw))
+        return
+    tensor = live.detach()
+    tensor = tensor.to_local() if type(tensor).__name__ == "DTensor" else tensor
+    if tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
+        np.copyto(as_bytes(tensor), raw)  # one thread, no OpenMP: memcpy speed on a busy machine
+    else:
+        tensor.copy_(from_bytes(entry, raw))
