@@ -39,10 +39,10 @@ class Board:
         if world.node is None:
             self.words = np.zeros(shape, dtype=np.int64)
             return
-        mine = len(Word) * 8
-        self._window = world.mpi.Win.Allocate_shared(mine, 8, comm=world.node)
-        memory, _ = self._window.Shared_query(0)  # contiguous from rank 0 on
-        self.words = np.frombuffer(memory, dtype=np.int64, count=shape[0] * shape[1]).reshape(shape)
+        nbytes = 8 * shape[0] * shape[1] if world.local_rank == 0 else 0
+        self._window = world.mpi.Win.Allocate_shared(nbytes, 8, comm=world.node)
+        memory, _ = self._window.Shared_query(0)
+        self.words = np.frombuffer(memory, dtype=np.int64).reshape(shape)
         self._window.Lock_all(world.mpi.MODE_NOCHECK)
         self.words[world.local_rank] = 0
         self._window.Sync()

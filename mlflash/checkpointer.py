@@ -94,7 +94,6 @@ class Checkpointer:
         self._pending: list[Snapshot] = []
         self._failure: MlflashError | None = None  # of a save in the background, for strict
         self._stage = Stage(self._config.block_nbytes)
-        self._counts: collections.Counter[str] = collections.Counter()
         self._seconds: collections.Counter[str] = collections.Counter()
         self._warned_late = False
         try:
@@ -102,6 +101,7 @@ class Checkpointer:
         except BaseException:
             self._courier.stop(abandon=True)
             raise
+        self._counts = self._parts.counts
         _live.add(self)
         if self._config.reserve:
             self._reserve(self._config.reserve)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import logging
 import os
@@ -30,6 +31,7 @@ class Parts:
     Attributes:
         run_id: random number of this run, the same on all ranks.
         generation: number of the newest attempt known; the next one is larger.
+        counts: what happened, by name, for reports.
     """
 
     config: Config
@@ -41,6 +43,7 @@ class Parts:
     run_id: bytes = b""
     generation: int = 0
     poke: Any = None
+    counts: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
 
     def take_stock(self) -> np.ndarray:
         """List what all nodes hold. Collective over the world."""

@@ -153,6 +153,7 @@ def _fetch(parts: Parts, choice: Choice, serves: list[int], slots: dict[int, Slo
     world.waiting_for = ()
     if window is not None:
         window.free()
+    parts.counts["slots fetched"] += home is not None
     if home is not None:
         home.use = Use.HOLDS if arrived[-1] else Use.FREE
     failed = [choice.source[world.rank]] if home is not None and not arrived[-1] else []
@@ -185,6 +186,7 @@ def _copy_again(parts: Parts, home: Slot, copies: Copies, lacking: bool) -> None
     world, shelf = parts.world, parts.shelf
     header = home.header
     assert header is not None
+    parts.counts["slots healed"] += lacking
     demand = copies.offer(shelf, header.extents if lacking else None)
     if not world.agree([int(not any(needs_room(slot, nbytes) for slot, nbytes in demand))])[0]:
         grow_slots(parts, demand)

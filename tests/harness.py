@@ -1,0 +1,173 @@
+"""Start real jobs on this machine, kill them, and read what their ranks wrote down."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from mlflash.demo.launch import mpiexec
+
+HERE = Path(__file__).parent
+UID = os.getuid()
+
+
+@dataclasses.dataclass
+class Result:
+    """How a launch ended."""
+
+    returncode: int
+    log: str
+    records: list[dict[str, Any]]  # what the ranks wrote, in no order
+
+    def of(self, event: str) -> list[dict[str, Any]]:
+        """The records of one event, by rank."""
+        return sorted((r for r in self.records if r["event"] == event), key=lambda r: r["rank"])
+
+
+class Cluster:
+    """Emulated nodes on this machine and the jobs that run on them, one after the other.
+
+    Args:
+        root: directory of a memory file system, of this cluster's own.
+        ranks_per_node: ranks per emulated node.
+    """
+
+    def __init__(self, root: Path, ranks_per_node: int = 1, job: str = "j", transport: str = "p2p"):
+        self.root = root
+        self.ranks_per_node = ranks_per_node
+        self.job = job
+        self.transport = transport
+        self.launches = 0
+
+    def node(self, k: int) -> Path:
+        """Directory of an emulated node."""
+        return self.root / f"mlflash-{UID}" / self.job / f"node{k}"
+
+    def wipe(self, *nodes: int) -> None:
+        """Lose the memory of nodes."""
+        for k in nodes:
+            shutil.rmtree(self.node(k))
+
+    def move(self, places: dict[int, int]) -> None:
+        """Let node k's memory belong to node ``places[k]``: the ranks sit on other nodes than before."""
+        for k in places:
+            self.node(k).rename(self.node(k).with_name(f"moving{k}"))
+        for k, to in places.items():
+            self.node(k).with_name(f"moving{k}").rename(self.node(to))
+
+    def slot_files(self) -> list[Path]:
+        """All slot files of all nodes."""
+        return sorted(self.root.glob(f"mlflash-{UID}/{self.job}/node*/slot-*"))
+
+    def start(self, ranks: int, script: str, *args: str, env: dict[str, str] | None = None) -> Launch:
+        """Start a script of this folder on so many ranks."""
+        self.launches += 1
+        out = self.root / f"out{self.launches}"
+        out.mkdir()
+        environment = {
+            "MLFLASH_MEMORY": str(self.root),
+            "MLFLASH_JOB": self.job,
+            "MLFLASH_RANKS_PER_NODE": str(self.ranks_per_node),
+            "MLFLASH_TRANSPORT": self.transport,
+            "OUT": str(out),
+            "PYTHONWARNINGS": "error",
+            **(env or {}),
+        }
+        command, environment = mpiexec(ranks, [sys.executable, "-m", "mpi4py", str(HERE / script), *args], environment)
+        return Launch(command, environment, out)
+
+    def run(self, ranks: int, script: str, *args: str, timeout: float = 60, env: dict[str, str] | None = None) -> Result:
+        """Start a script and wait for its end."""
+        return self.start(ranks, script, *args, env=env).wait(timeout)
+
+
+class Launch:
+    """A job that runs."""
+
+    def __init__(self, command: list[str], env: dict[str, str], out: Path):
+        self.out = out
+        with (out / "log").open("w") as log:
+            self._process = subprocess.Popen(command, env=env, stdout=log, stderr=log, stdin=subprocess.DEVNULL,
+                                             start_new_session=True)  # fmt: skip
+
+    def records(self) -> list[dict[str, Any]]:
+        """What the ranks have written so far."""
+        found = []
+        for path in self.out.glob("rank*.jsonl"):
+            for line in path.read_text().splitlines():
+                try:
+                    found.append(json.loads(line))
+                except ValueError:  # a rank died while it wrote
+                    continue
+        return found
+
+    def wait_for(self, event: str, count: int, timeout: float = 60) -> list[dict[str, Any]]:
+        """Wait until so many records of an event are there."""
+        end = time.monotonic() + timeout
+        while time.monotonic() < end:
+            found = [r for r in self.records() if r["event"] == event]
+            if len(found) >= count:
+                return found
+            if self._process.poll() is not None:
+                break
+            time.sleep(0.01)
+        self.kill()
+        raise AssertionError(f"no {count} x {event!r}:\n{self._text()}")
+
+    def pids(self) -> dict[int, int]:
+        """Process of each rank."""
+        return {r["rank"]: r["pid"] for r in self.records() if r["event"] == "start"}
+
+    def signal(self, ranks: list[int], number: int = signal.SIGKILL) -> None:
+        """Send a signal to ranks, as nearly at once as can be."""
+        pids = self.pids()
+        for rank in ranks:
+            try:
+                os.kill(pids[rank], number)
+            except ProcessLookupError:
+                pass
+
+    def kill(self) -> None:
+        """Kill everything that this launch started."""
+        for pid in self.pids().values():
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+        try:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        self._process.wait(30)
+
+    def wait(self, timeout: float = 60) -> Result:
+        """Wait for the end; a job that hangs is killed and fails the test."""
+        try:
+            self._process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise AssertionError(f"the job still ran after {timeout} s:\n{self._text()}") from None
+        # mpiexec may be gone before its ranks are.
+        end = time.monotonic() + 20
+        while any(_alive(pid) for pid in self.pids().values()):
+            assert time.monotonic() < end, "ranks outlived mpiexec"
+            time.sleep(0.01)
+        return Result(self._process.returncode, self._text(), self.records())
+
+    def _text(self) -> str:
+        return (self.out / "log").read_text()[-20000:]
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False

@@ -1,0 +1,124 @@
+"""Rank programs for tests that kill and relaunch: a "training" whose state is known for every rank and step.
+
+It uses numpy only, so that a rank starts in a fraction of a second.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+from mpi4py import MPI
+
+import mlflash
+
+COMM = MPI.COMM_WORLD
+RANK = COMM.rank
+OUT = Path(os.environ["OUT"])
+
+
+def note(event: str, **fields: object) -> None:
+    """Write one record, so that it is there even if this process is killed in the next instant."""
+    with (OUT / f"rank{RANK}.jsonl").open("a") as file:
+        file.write(json.dumps({"event": event, "rank": RANK, "pid": os.getpid(), **fields}) + "\n")
+
+
+def state_at(rank: int, step: int, nbytes: int) -> dict[str, object]:
+    """The state that a rank has after a step; another one for every rank and step."""
+    random = np.random.default_rng((rank, step))
+    return {
+        "weights": random.integers(0, 256, nbytes, dtype=np.uint8),
+        "moments": [random.standard_normal(1000 + rank), random.standard_normal((3, 5)).astype(np.float32)],
+        "lr": 1 / (1 + step),
+        "history": [rank, step, f"step {step}", None, b"\x00\xff", (True, float("inf"))],
+    }
+
+
+def differences(found: object, expected: object, path: str = "") -> list[str]:
+    """Where two states differ, bit for bit."""
+    if isinstance(expected, np.ndarray):
+        same = isinstance(found, np.ndarray) and found.dtype == expected.dtype and np.array_equal(found, expected)
+        return [] if same else [path]
+    if isinstance(expected, dict):
+        return sum((differences(found[k], v, f"{path}.{k}") for k, v in expected.items()), [])
+    if isinstance(expected, (list, tuple)):
+        pairs = zip(found, expected, strict=True)
+        return sum((differences(a, b, f"{path}.{i}") for i, (a, b) in enumerate(pairs)), [])
+    return [] if type(found) is type(expected) and found == expected else [path]
+
+
+def update(state: dict[str, object], new: dict[str, object]) -> None:
+    """Train: change every leaf in place."""
+    state["weights"][:] = new["weights"]
+    for old, fresh in zip(state["moments"], new["moments"], strict=True):
+        old[:] = fresh
+    state["lr"], state["history"] = new["lr"], new["history"]
+
+
+def kill_my_node(wipe: bool) -> None:
+    """Die with all ranks of this emulated node, and with its memory."""
+    per_node = int(os.environ["MLFLASH_RANKS_PER_NODE"])
+    node = RANK // per_node
+    root = Path(os.environ["MLFLASH_MEMORY"], f"mlflash-{os.getuid()}", os.environ["MLFLASH_JOB"])
+    ranks = [r for r in range(COMM.size) if r // per_node == node and r != RANK]
+    for rank in ranks:
+        record = json.loads((OUT / f"rank{rank}.jsonl").read_text().splitlines()[0])
+        os.kill(record["pid"], signal.SIGKILL)
+    if wipe:
+        shutil.rmtree(root / f"node{node}")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def train(last: int, nbytes: int = 300_000, die_at: int = -1, die_rank: int = -1, die: str = "", busy: bool = False,
+          pause: float = 0.0, options: dict[str, object] | None = None) -> None:  # fmt: skip
+    """Restore, check the bits, train to the last step with a save after each, and perhaps die.
+
+    Args:
+        die: "committed": in the moment the snapshot is committed; "saved": right after save() returned;
+            "all": all ranks end without a word once the step is committed.
+    """
+    nbytes += 1000 * RANK  # slots of different sizes
+    state = state_at(RANK, 0, nbytes)
+    with mlflash.Checkpointer(strict=True, **(options or {})) as ckpt:
+        start = ckpt.restore(state)
+        wrong = differences(state, state_at(RANK, start or 0, nbytes))
+        note("restored", step=start, wrong=wrong, report=ckpt.report())
+        pending: list[mlflash.Snapshot] = []
+        for step in range((start or 0) + 1, last + 1):
+            update(state, state_at(RANK, step, nbytes))
+            snapshot = ckpt.save(step, state)
+            update(state, state_at(RANK, step + 1000, nbytes))  # at once, as the promise says
+            if step == die_at and die == "saved" and die_rank == RANK:
+                kill_my_node(wipe=True)
+            if step == die_at and die == "committed" and die_rank == RANK:
+                while not snapshot.committed:
+                    if busy:
+                        np.dot(np.ones((200, 200)), np.ones((200, 200)))
+                kill_my_node(wipe=True)
+            if step == die_at and die == "all":
+                snapshot.wait()
+                COMM.Barrier()
+                note("committed", step=step)
+                os.kill(os.getpid(), signal.SIGKILL)
+            if pause:
+                end = time.monotonic() + pause
+                while time.monotonic() < end:
+                    np.dot(np.ones((100, 100)), np.ones((100, 100)))
+            pending.append(snapshot)
+            for committed in [s for s in pending if s.committed]:
+                note("committed", step=committed.step)
+                pending.remove(committed)
+        ckpt.wait()
+        steps = ckpt.steps()
+        note("end", steps=steps, report=ckpt.report())
+
+
+if __name__ == "__main__":
+    note("start")
+    train(**json.loads(sys.argv[1]))
