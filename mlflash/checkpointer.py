@@ -92,7 +92,6 @@ class Checkpointer:
         self._closed = False
         self._last_step: int | None = None
         self._pending: list[Snapshot] = []
-        self._failure: MlflashError | None = None  # of a save in the background, for strict
         self._stage = Stage(self._config.block_nbytes)
         self._seconds: collections.Counter[str] = collections.Counter()
         self._warned_late = False
@@ -129,22 +128,25 @@ class Checkpointer:
             SaveFailed: only with ``strict``: this save, or an earlier one in the background, failed.
         """
         self._check_open()
-        snapshot = Snapshot(step)
+        whole = isinstance(step, (int, np.integer)) and not isinstance(step, bool)
+        snapshot = Snapshot(int(step) if whole else -1)
         save = commit.Save(snapshot, self._parts.next_attempt())
         mistake: MlflashError | None = None
         try:
+            self._check_step(step if whole else None, step)
             self._fill(save, state)
         except (StateError, StepOrderError) as error:
             mistake = save.problem = error
         except MlflashError as error:
             save.problem = error
-        job = Job(lambda: self._bring_to_end(save), lambda error: self._note_late(snapshot, error))
-        self._courier.post(job)
+        late, refused = lambda error: self._note_late(snapshot, error), snapshot.end
+        self._courier.post(Job(lambda: self._bring_to_end(save), late, refused))
         if save.stage is not None:
             save.staged.wait(self._config.timeout_s)
             if not save.staged.is_set():  # the caller must be able to go on: nothing may be copied from now on
                 save.stage = _too_late
-        self._pending = [*(s for s in self._pending if not s.done), snapshot]
+        snapshot.reported = mistake is not None
+        self._pending.append(snapshot)
         snapshot.stalled()
         self._counts["saves"] += 1
         self._counts["bytes staged"] += snapshot.nbytes
@@ -153,24 +155,24 @@ class Checkpointer:
             raise mistake
         if save.problem is not None and save.slot is None:
             log.warning("step %d is not saved: %s", step, save.problem)
-        self._raise_if_strict()
+        self._look_at_pending()
         return snapshot
 
-    def _fill(self, save: commit.Save, state: Any) -> None:
-        step = save.snapshot.step
-        if not isinstance(step, (int, np.integer)) or step < 0 or (self._last_step is not None and step <= self._last_step):
-            raise StepOrderError(
-                "steps must grow from save to save", rank=self._world.rank, node=self._world.node_name, step=step,
-                expected="a step of 0 or more" if self._last_step is None else f"a step above {self._last_step}", found=step,
-            )  # fmt: skip
+    def _check_step(self, step: int | None, given: object) -> None:
+        least = 0 if self._last_step is None else self._last_step + 1
+        if step is None or step < least:
+            raise StepOrderError("steps must grow from save to save", rank=self._world.rank, node=self._world.node_name,
+                                 expected=f"a whole number, {least} or more", found=repr(given))  # fmt: skip
         self._last_step = int(step)
+
+    def _fill(self, save: commit.Save, state: Any) -> None:
         check_torch_rank(self._world)
         flat = flatten(state)
         save.plan = self._stage.plan(flat)
         save.snapshot.nbytes = save.plan.layout.extents.nbytes
         if self._courier.late or self._courier.broken is not None:
             raise SaveFailed("an earlier save is still waiting for other ranks", rank=self._world.rank,
-                             node=self._world.node_name, step=step)  # fmt: skip
+                             node=self._world.node_name, step=save.snapshot.step)  # fmt: skip
         slot = self._take_slot(save)
         if slot is None:
             return
@@ -200,7 +202,6 @@ class Checkpointer:
             self._warned_late = False
         except MlflashError as error:
             self._counts["failed"] += 1
-            self._failure = save.snapshot.error
             if self._world.rank == 0 or error.rank == self._world.rank:
                 log.warning("step %d was not saved: %s", save.snapshot.step, error)
             raise
@@ -214,7 +215,6 @@ class Checkpointer:
 
     def _note_late(self, snapshot: Snapshot, error: DeadlineExceeded) -> None:
         self._counts["late"] += 1
-        self._failure = error
         snapshot.late(error)
         if not self._warned_late:
             self._warned_late = True
@@ -232,10 +232,9 @@ class Checkpointer:
         for snapshot in self._pending:
             try:
                 snapshot.wait()
-            except MlflashError as error:
-                self._failure = error
-        self._pending = [s for s in self._pending if not s.done]
-        self._raise_if_strict()
+            except MlflashError:
+                pass  # a warning already, or raised below
+        self._look_at_pending()
 
     def prepare(self, state: Any) -> None:
         """Allocate the slots for a state like this one, before the first save; their pages are faulted in behind.
@@ -451,10 +450,14 @@ class Checkpointer:
         if self._closed:
             raise Closed("this Checkpointer was closed")
 
-    def _raise_if_strict(self) -> None:
-        if self._config.strict and self._failure is not None:
-            error, self._failure = self._failure, None
-            raise error
+    def _look_at_pending(self) -> None:
+        """Forget the snapshots that have ended; with ``strict``, raise what failed, once."""
+        wrong = [s for s in self._pending if s.error is not None and not s.reported]
+        self._pending = [s for s in self._pending if not s.done]
+        for snapshot in wrong:
+            snapshot.reported = True
+        if wrong and self._config.strict and wrong[0].error is not None:
+            raise wrong[0].error
 
 
 def _too_late() -> None:

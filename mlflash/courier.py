@@ -23,10 +23,22 @@ _GRACE_S = 10.0  # how long after a deadline its error may take to arrive
 
 
 class Job:
-    """Something the courier does; the main thread waits for its end or its being late."""
+    """Something the courier does; the main thread waits for its end or its being late.
 
-    def __init__(self, work: Callable[[], Any], on_late: Callable[[DeadlineExceeded], None] | None = None):
+    Args:
+        work: what to do.
+        on_late: told when the deadline has passed.
+        on_refused: told when the courier will not do it, after an earlier error.
+    """
+
+    def __init__(
+        self,
+        work: Callable[[], Any],
+        on_late: Callable[[DeadlineExceeded], None] | None = None,
+        on_refused: Callable[[MlflashError], None] | None = None,
+    ):
         self.work = work
+        self.on_refused = on_refused
         self.result: Any = None
         self.error: BaseException | None = None
         self.late: DeadlineExceeded | None = None
@@ -116,7 +128,10 @@ class Courier:
                 raise error  # nobody can go on waiting: the job ends here, and with it this Checkpointer
 
         if self.broken is not None or self._world.abandoned.is_set():
-            job.error = Closed("mlflash stopped after an earlier error", found=self.broken)
+            refused = Closed("mlflash stopped after an earlier error", found=self.broken)
+            job.error = refused
+            if job.on_refused is not None:
+                job.on_refused(refused)
             job.woken.set()
             return
         self._world.start_job(on_late)

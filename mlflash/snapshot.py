@@ -25,6 +25,7 @@ class Snapshot:
         self.stall_s = 0.0
         self.commit_s: float | None = None
         self.skipped = False
+        self.reported = False  # its error was raised to the caller
         self._start = time.perf_counter()
         self._error: MlflashError | None = None
         self._late: DeadlineExceeded | None = None

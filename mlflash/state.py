@@ -188,9 +188,8 @@ def from_bytes(entry: Entry, raw: np.ndarray) -> Any:
     import torch
 
     dtype = getattr(torch, entry.dtype)
-    if entry.nbytes == 0:
-        return torch.empty(entry.shape, dtype=dtype)
-    return torch.from_numpy(raw).view(dtype).view(entry.shape)
+    flat = torch.from_numpy(raw) if entry.nbytes else torch.zeros(0, dtype=torch.uint8)  # numpy's empty has stride 0
+    return flat.view(dtype).view(entry.shape)
 
 
 # Plain leaves and keys: JSON that keeps Python's types apart

@@ -103,8 +103,8 @@ def train(last: int, nbytes: int = 300_000, die_at: int = -1, die_rank: int = -1
                 kill_my_node(wipe=True)
             if step == die_at and die == "all":
                 snapshot.wait()
-                COMM.Barrier()
                 note("committed", step=step)
+                COMM.Barrier()
                 os.kill(os.getpid(), signal.SIGKILL)
             if pause:
                 end = time.monotonic() + pause

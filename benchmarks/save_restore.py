@@ -1,0 +1,116 @@
+"""How long mlflash's save and restore take, as ratios to a memcpy and a raw MPI Put of the same bytes.
+
+    python benchmarks/save_restore.py [--mib 256] [--repetitions 9] [--quick] [--json FILE]
+
+Starts itself under mpiexec on two ranks of this machine, each an emulated node of its own; cases.py holds
+what they do. Seconds depend on the machine and its load, ratios little: they are what the aims are about.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from mlflash import __version__
+from mlflash.demo.launch import mpiexec
+
+CASES = Path(__file__).with_name("cases.py")
+QUICK_MIB, QUICK_REPETITIONS = 32, 3
+KILL_S = 5.0  # between SIGTERM and SIGKILL
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mib", type=int, default=256, help="MiB of tensors per rank, a multiple of 8")
+    parser.add_argument("--repetitions", type=int, default=9, help="how often; the median counts")
+    parser.add_argument("--timeout-s", type=float, default=600, help="the ranks are killed after so many seconds")
+    parser.add_argument("--quick", action="store_true", help="small and few: see whether it works, in under 30 s")
+    parser.add_argument("--json", type=Path, help="write all numbers to this file")
+    args = parser.parse_args()
+    if args.mib < 8 or args.mib % 8:
+        parser.error("--mib must be a multiple of 8")
+    if args.quick:
+        args.mib, args.repetitions = QUICK_MIB, QUICK_REPETITIONS
+    before = os.getloadavg()
+    # All that the ranks make in memory lies in this directory, and goes with it.
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="mlflash-bench-") as memory:
+        ended, lines = launch(Path(memory), args.mib << 20, args.repetitions, args.timeout_s)
+    header = {
+        "mpi": lines[0]["mpi"] if lines else "unknown",
+        "cpus": os.cpu_count(),
+        "load average before": before[0],
+        "load average after": os.getloadavg()[0],
+        "mlflash": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "bytes per rank": args.mib << 20,
+        "repetitions": args.repetitions,
+    }
+    show(header, lines[1:])
+    if args.json is not None:
+        args.json.write_text(json.dumps({"header": header, "rows": lines[1:]}, indent=1) + "\n")
+    if ended:
+        print(f"save_restore: {ended}; the table ends where the ranks did", file=sys.stderr)
+    return 1 if ended else 0
+
+
+def launch(memory: Path, nbytes: int, repetitions: int, timeout_s: float) -> tuple[str, list[dict[str, Any]]]:
+    """Run the cases on two emulated nodes; returns what went wrong ("": nothing) and the lines they wrote."""
+    out = memory / "out.jsonl"
+    argv = [sys.executable, "-m", "mpi4py", *map(str, (CASES, memory, out, nbytes, repetitions))]  # a rank's error ends all
+    command, env = mpiexec(2, argv, {"MLFLASH_RANKS_PER_NODE": "1", "PYTHONWARNINGS": "error"})
+    ranks = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, start_new_session=True)
+    try:
+        status = ranks.wait(timeout_s)
+        ended = f"the ranks ended with exit status {status}" if status else ""
+    except subprocess.TimeoutExpired:
+        ended = f"not done after {timeout_s:g} s"
+    finally:
+        stop(ranks)
+    return ended, [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
+
+
+def stop(ranks: subprocess.Popen[bytes]) -> None:
+    for number in (signal.SIGTERM, signal.SIGKILL):  # mpiexec hands SIGTERM on to ranks of other sessions
+        if ranks.poll() is None:
+            os.killpg(ranks.pid, number)
+            try:
+                ranks.wait(KILL_S)
+            except subprocess.TimeoutExpired:
+                pass
+
+
+def show(header: dict[str, Any], rows: list[dict[str, Any]]) -> None:
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    for name, value in header.items():
+        console.print(f"{name}: {value}", highlight=False)
+    table = Table("what", "seconds", "/ memcpy", "/ (memcpy + Put)", "aim", "reached")
+    for column in table.columns[1:4]:
+        column.justify = "right"
+    for row in rows:
+        over, aim = row["over"], row["aim"]
+        numbers = [f"{row['seconds']:.4f}", f"{over['memcpy']:.2f}", f"{over['memcpy + Put']:.2f}"]
+        if aim is None:
+            table.add_row(row["what"], *numbers, "", "")
+            continue
+        of, most = aim
+        good = over[of] <= most
+        reached = f"[{'green' if good else 'red'}]{'yes' if good else 'no'}, {over[of]:.2f}"
+        table.add_row(row["what"], *numbers, f"≤ {most} of {of}", reached)
+    console.print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

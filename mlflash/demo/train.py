@@ -1,0 +1,126 @@
+"""What one rank runs: a small GPT, trained by DDP over gloo, with mlflash.
+
+    mpiexec -n 4 python -m mpi4py -m mlflash.demo.train --steps 20 --folder /tmp/results
+
+Start it again after a failure, with the same ``MLFLASH_JOB``, and it goes on where it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from mpi4py import MPI
+from torch import distributed
+from torch.nn.parallel import DistributedDataParallel
+
+import mlflash
+
+from .journal import Journal, memcpy_s
+from .model import GPT
+from .text import Batches
+
+BATCH, CONTEXT = 4, 128
+SAVE_EVERY = 2  # steps
+_TIMEOUT_S = 60.0
+
+
+def main() -> None:
+    """Train to the last step, from wherever memory can take it up. Collective over COMM_WORLD."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--folder", type=Path, required=True, help="for journals and final tensors")
+    args = parser.parse_args()
+
+    rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+    journal = Journal(args.folder, rank)
+    journal.tell("start", pid=os.getpid())
+    start_gloo(rank, size)
+
+    torch.manual_seed(args.seed)
+    model = GPT(CONTEXT)
+    ddp = DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=args.steps)
+    batches = Batches(rank, size, BATCH, CONTEXT, args.seed)
+    settle_buckets(ddp)
+    torch.manual_seed(args.seed + 1 + rank)  # dropout: each rank its own
+
+    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "batches": batches, "rng": mlflash.rng()}
+    with mlflash.Checkpointer(timeout_s=_TIMEOUT_S) as ckpt:
+        on_my_node = [slot["step"] for slot in ckpt.report()["slots"] if slot["rank"] == rank]
+        restored = ckpt.restore(state)
+        journal.tell("ready", restored=restored, own_node=restored in on_my_node, survives=ckpt.survives,
+                     parameters=sum(p.numel() for p in model.parameters()))  # fmt: skip
+        snapshots, yardstick = [], []
+        for step in range((restored or 0) + 1, args.steps + 1):
+            begin = time.perf_counter()
+            optimizer.zero_grad()
+            loss = ddp(*batches.take())
+            loss.backward()
+            optimizer.step()
+            scheduler.step()
+            if step % SAVE_EVERY == 0:
+                snapshots.append(ckpt.save(step, state))
+            elif snapshots:  # between saves, so that neither is in the other's way
+                yardstick.append(memcpy_s(snapshots[-1].nbytes))
+            journal.tell("step", step=step, loss=loss.item(), seconds=time.perf_counter() - begin)
+        ckpt.wait()
+        report = ckpt.report()
+
+    np.savez(args.folder / f"rank{rank}.npz", **final_tensors(model, optimizer))
+    journal.tell(
+        "done",
+        partner=report["partner"],
+        transport=report["transport"],
+        seconds=report["seconds"],
+        saves=[{"stall_s": s.stall_s, "commit_s": s.commit_s, "nbytes": s.nbytes} for s in snapshots],
+        memcpy_s=yardstick,
+    )
+    distributed.destroy_process_group()
+
+
+def start_gloo(rank: int, size: int) -> None:
+    """Start torch.distributed on this machine, with the ranks of MPI. Collective over COMM_WORLD."""
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    timeout = datetime.timedelta(seconds=_TIMEOUT_S)
+    make = lambda port: distributed.TCPStore(
+        "127.0.0.1", port, size, is_master=rank == 0, timeout=timeout, wait_for_workers=False
+    )
+    store = make(0) if rank == 0 else None  # port 0: the system gives a free one
+    port = MPI.COMM_WORLD.bcast(store and store.port)
+    distributed.init_process_group("gloo", store=store or make(port), rank=rank, world_size=size, timeout=timeout)
+
+
+def settle_buckets(ddp: Any) -> None:
+    """Make DDP put its buckets into their final order. Collective over COMM_WORLD.
+
+    DDP does that after its first backward, and gloo's sum over the ranks depends on where a gradient lies in its
+    bucket. Without this, the first step after a relaunch would round differently from the same step of a run
+    that went through.
+    """
+    nothing = torch.zeros((1, CONTEXT), dtype=torch.long)
+    ddp(nothing, nothing).backward()
+    ddp(nothing, nothing).backward()
+    ddp.zero_grad()
+
+
+def final_tensors(model: Any, optimizer: Any) -> dict[str, np.ndarray]:
+    """Name all that decides how training would go on. Not collective."""
+    tensors = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+    for name, parameter in model.named_parameters():
+        tensors |= {f"optimizer.{name}.{key}": tensor for key, tensor in optimizer.state[parameter].items()}
+    tensors["rng.torch"] = torch.get_rng_state()
+    return {name: tensor.numpy() for name, tensor in tensors.items()}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,45 @@
+"""Tests that run on every rank of a real mpiexec: `make test-N`."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    from mpi4py import MPI
+
+    wanted = os.environ.get("MLFLASH_TEST_RANKS")
+    if wanted is None or not config.getoption("--only-mpi") or MPI.COMM_WORLD.size != int(wanted):
+        raise pytest.UsageError(f"tests/mpi runs under mpiexec: make test-N (asked for {wanted} ranks, "
+                                f"got {MPI.COMM_WORLD.size})")  # fmt: skip
+
+
+@pytest.fixture
+def comm() -> object:
+    from mpi4py import MPI
+
+    MPI.COMM_WORLD.Barrier()
+    return MPI.COMM_WORLD
+
+
+@pytest.fixture
+def root(comm: object) -> Iterator[Path]:
+    """One directory in /dev/shm for all ranks."""
+    path = comm.bcast(tempfile.mkdtemp(prefix="mlflash-test-", dir="/dev/shm") if comm.rank == 0 else None)
+    yield Path(path)
+    comm.Barrier()
+    if comm.rank == 0:
+        shutil.rmtree(path)
+
+
+@pytest.fixture(params=["p2p", "rma"])
+def options(request: pytest.FixtureRequest, root: Path) -> dict[str, object]:
+    """Settings of a Checkpointer on emulated nodes of one rank each, for both transports."""
+    return {"job": "t", "memory": str(root), "ranks_per_node": 1, "transport": request.param, "timeout_s": 30.0,
+            "block_nbytes": 65_536, "chunk_nbytes": 262_144}  # fmt: skip

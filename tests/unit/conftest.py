@@ -1,0 +1,15 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mlflash.node_memory import NodeMemory
+
+
+@pytest.fixture
+def node_memory(shm: Path) -> Iterator[NodeMemory]:
+    memory = NodeMemory(str(shm), "j", None)
+    yield memory
+    memory.close()

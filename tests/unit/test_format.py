@@ -1,0 +1,203 @@
+"""The slot's bytes: pinned by a golden file, checked in every place, refused where they are wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlflash import errors, header, layout, manifest
+from mlflash.header import Attempt, Header
+from mlflash.layout import Extents
+from mlflash.segment import create
+from mlflash.slot import Slot, read_header
+from mlflash.stage import Stage
+from mlflash.state import flatten
+from mlflash.transfer import Source, chunks
+
+GOLDEN = Path(__file__).with_name("golden-slot-v1.bin")
+
+
+def golden_state() -> dict[str, Any]:
+    return {
+        "weights": np.arange(300, dtype="<f4").reshape(3, 100),
+        "mask": np.array([True, False, True]),
+        "step": 12,
+        "nested": {"lr": 0.1, "names": ["a", "ß"], 3: (None, True, b"\x00\xff")},
+    }
+
+
+def write_slot(memory: Any, state: Any, block_nbytes: int = 4096) -> Slot:
+    stage = Stage(block_nbytes)
+    flat = flatten(state)
+    plan = stage.plan(flat)
+    slot = Slot(create(memory, plan.layout.extents.nbytes))
+    slot.segment.prefault()
+    stage.copy(flat, plan, slot)
+
+    def seal(check: int) -> Header:
+        return Header(Attempt(bytes(range(16)), 5), 12, 1, 4, 0, 1, len(plan.manifest), plan.layout.extents, check,
+                      1_700_000_000_000_000_000, "node-a", "copy", "run42", (1, 3))  # fmt: skip
+
+    Source(slot, plan.layout.extents, seal).seal()
+    slot.record_commit(slot.header.attempt, 12)
+    slot.view[header.COMMIT_START + 40 : header.COMMIT_START + 64] = 0  # the time of the commit differs each time
+    return slot
+
+
+def test_the_format_is_the_golden_one(node_memory: Any) -> None:
+    slot = write_slot(node_memory, golden_state())
+    raw = slot.view[: slot.header.extents.nbytes].tobytes()
+    if not GOLDEN.exists():
+        GOLDEN.write_bytes(raw)
+    assert raw == GOLDEN.read_bytes(), "the slot format changed: raise header.VERSION and write a new golden file"
+
+
+def test_the_golden_file_reads_as_documented() -> None:
+    raw = np.frombuffer(GOLDEN.read_bytes(), dtype=np.uint8)
+    found = read_header(raw)
+    assert found is not None
+    assert (found.step, found.rank, found.world_size, found.node, found.scheme) == (12, 1, 4, "node-a", "copy")
+    assert (found.job, found.group, found.attempt.generation) == ("run42", (1, 3), 5)
+    document = json.loads(raw[4096 : 4096 + found.manifest_nbytes].tobytes())
+    assert document["entries"][0] == ["weights", "array", "<f4", [3, 100], [0, 0], [3, 100], 0, 1200]
+    start = found.extents.payload_start
+    assert raw[start : start + 1200].view("<f4").tolist() == list(range(300))
+
+
+def test_extents_cover_the_slot_without_overlap() -> None:
+    extents = Extents(manifest_room=8192, payload_nbytes=10_000, block_nbytes=4096)
+    assert extents.payload_start == 4096 + 8192
+    assert extents.blocks == 5  # 18192 bytes of body
+    assert extents.table_start == 24_576
+    assert extents.nbytes == 24_576 + 4096
+
+
+def test_every_extent_is_aligned_and_inside() -> None:
+    state = {str(n): np.zeros(n, dtype=np.uint8) for n in (0, 1, 255, 256, 257, 5000)}
+    plan = layout.plan(flatten(state), 100, 4096)
+    ends = 0
+    for entry in plan.entries:
+        assert entry.start % layout.ALIGN_NBYTES == 0
+        assert entry.start >= ends
+        ends = entry.start + entry.nbytes
+    assert ends <= plan.extents.payload_nbytes
+
+
+def test_chunks_cover_all_blocks_once() -> None:
+    extents = Extents(4096, 1 << 20, 4096)
+    runs = chunks(extents, 65_536)
+    assert [b for first, last in runs for b in range(first, last)] == list(range(extents.blocks))
+    assert max(last - first for first, last in runs) == 16
+
+
+@pytest.mark.parametrize("block_nbytes", [4096, 1 << 20])
+def test_a_flipped_bit_anywhere_in_body_or_table_is_found(node_memory: Any, block_nbytes: int) -> None:
+    slot = write_slot(node_memory, {"a": np.random.default_rng(0).bytes(20_000), "b": np.ones(30_000)}, block_nbytes)
+    slot.verify()
+    extents = slot.header.extents
+    places = [4096, 4096 + slot.header.manifest_nbytes - 1, extents.payload_start, 4096 + extents.body_nbytes - 1,
+              extents.table_start, extents.table_start + extents.blocks * 8 - 1]  # fmt: skip
+    for place in places:
+        slot.view[place] ^= 16
+        with pytest.raises(errors.CorruptSlot, match="damaged") as caught:
+            slot.verify()
+        assert (caught.value.rank, caught.value.step) == (1, 12)
+        slot.view[place] ^= 16
+    slot.verify()
+
+
+def test_a_flipped_bit_anywhere_in_the_header_unseals_the_slot(node_memory: Any) -> None:
+    slot = write_slot(node_memory, {"a": 1})
+    for place in range(header.HEADER_NBYTES):
+        slot.view[place] ^= 1
+        assert read_header(slot.view) is None
+        slot.view[place] ^= 1
+    assert read_header(slot.view) == slot.header
+
+
+def test_a_truncated_slot_is_not_sealed(node_memory: Any) -> None:
+    slot = write_slot(node_memory, {"a": np.ones(5000)})
+    assert read_header(slot.view[: slot.header.extents.nbytes - 4096]) is None
+
+
+def test_the_commit_record_belongs_to_one_attempt(node_memory: Any) -> None:
+    slot = write_slot(node_memory, {"a": 1})
+    attempt = slot.header.attempt
+    slot.record_commit(attempt, 12)
+    assert slot.committed
+    page = slot.view[:4096].tobytes()
+    assert not header.is_committed(page, Attempt(attempt.run_id, attempt.generation + 1))
+    assert not header.is_committed(page, Attempt(bytes(16), attempt.generation))
+    slot.view[header.COMMIT_START + 20] ^= 1
+    assert not slot.committed
+    slot.unseal()
+    assert not slot.committed and read_header(slot.view) is None
+
+
+@settings(max_examples=300, deadline=None)
+@given(raw=st.binary(max_size=600))
+def test_no_bytes_make_the_header_parser_do_anything_but_refuse(raw: bytes) -> None:
+    with pytest.raises(errors.CorruptSlot):
+        header.unpack(raw)
+
+
+VALID = json.loads(
+    manifest.join(
+        manifest.encode_entries(layout.plan(flatten({"a": np.zeros(3), "b": np.ones(2)}), 100, 4096).entries),
+        manifest.encode_tree(["d", [["a", ["e", 0]], ["b", ["e", 1]], [["i", "0xff"], ["p", 0]]]]),
+        [["b", "AAE="]],
+    )
+)
+
+json_values = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(max_size=5)),
+    lambda sub: st.one_of(st.lists(sub, max_size=3), st.dictionaries(st.text(max_size=3), sub, max_size=3)),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(data=st.data())
+def test_a_manifest_with_anything_wrong_in_it_is_refused_or_still_valid(data: st.DataObject) -> None:
+    document = json.loads(json.dumps(VALID))
+    node: Any = document
+    while True:  # walk to a random place and put something else there
+        key = data.draw(st.sampled_from(sorted(node) if isinstance(node, dict) else range(len(node))))
+        if not isinstance(node[key], (dict, list)) or not node[key] or data.draw(st.booleans()):
+            node[key] = data.draw(json_values)
+            break
+        node = node[key]
+    try:
+        read = manifest.decode(json.dumps(document).encode(), 512)
+    except errors.CorruptSlot:
+        return
+    for entry in read.entries:
+        assert 0 <= entry.start and entry.start + entry.nbytes <= 512
+
+
+@pytest.mark.parametrize(
+    ("raw", "reason"),
+    [
+        (b"", "Expecting value"),
+        (b"[]", "TypeError"),
+        (b'{"entries":[],"tree":["e",0],"plain":[]}', "leaf that is not there"),
+        (b'{"entries":[["a","tensor","float32",[4],[0],[4],500,16]],"tree":["e",0],"plain":[]}', "outside the payload"),
+        (b'{"entries":[["a","tensor","float32",[4],[0],[4],0,17]],"tree":["e",0],"plain":[]}', "has 17 bytes"),
+        (b'{"entries":[["a","tensor","float32",[4],[2],[4],0,16]],"tree":["e",0],"plain":[]}', "not inside its tensor"),
+        (b'{"entries":[["a","array","|O",[4],[0],[4],0,32]],"tree":["e",0],"plain":[]}', "not allowed"),
+        (b'{"entries":[["a","tensor","object",[4],[0],[4],0,32]],"tree":["e",0],"plain":[]}', "KeyError"),
+        (b'{"entries":[],"tree":["d",[[["d"],["p",0]]]],"plain":[1]}', "unknown tag"),
+        (b'{"entries":[],"tree":["p",0],"plain":[NaN]}', "not JSON"),
+        (b'{"entries":[],"tree":' + b'["o",' * 5000 + b'["p",0]' + b"]" * 5000 + b',"plain":[1]}', ""),
+    ],
+)
+def test_a_hostile_manifest_is_refused_with_its_reason(raw: bytes, reason: str) -> None:
+    with pytest.raises(errors.CorruptSlot, match="the manifest is damaged") as caught:
+        manifest.decode(raw, 512)
+    assert reason in str(caught.value)

@@ -1,0 +1,111 @@
+"""The choice of what to restore, and who takes over which file."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlflash.header import Attempt
+from mlflash.inventory import FOUND, assign, attempts, choose, file_name
+
+RUN_A, RUN_B = b"a" * 16, b"b" * 16
+
+
+def table(*rows: tuple[bytes, int, int, int, int, int]) -> np.ndarray:
+    """Rows of (run id, generation, step, rank, node, file), world size 2."""
+    run = {RUN_A: int.from_bytes(b"a" * 8, "little"), RUN_B: int.from_bytes(b"b" * 8, "little")}
+    return np.array([(g, run[r], run[r], s, 4096, k, 2, n, f, False) for r, g, s, k, n, f in rows], dtype=FOUND)
+
+
+def test_the_newest_attempt_with_a_slot_for_every_rank_is_chosen() -> None:
+    found = table((RUN_A, 1, 10, 0, 0, 0), (RUN_A, 1, 10, 1, 1, 0), (RUN_A, 2, 20, 0, 0, 1))
+    choice = choose(found, (0, 1))
+    assert choice is not None
+    assert (choice.step, choice.attempt, choice.source) == (10, Attempt(RUN_A, 1), ((0, 0), (1, 0)))
+
+
+def test_slots_of_two_attempts_are_never_mixed() -> None:
+    found = table((RUN_A, 3, 30, 0, 0, 0), (RUN_B, 3, 30, 1, 1, 0))  # the same step, saved twice
+    assert choose(found, (0, 1)) is None
+
+
+def test_the_slot_on_the_own_node_is_preferred() -> None:
+    found = table((RUN_A, 1, 10, 1, 0, 5), (RUN_A, 1, 10, 0, 0, 4), (RUN_A, 1, 10, 1, 1, 7), (RUN_A, 1, 10, 0, 1, 6))
+    assert choose(found, (0, 1)).source == ((0, 4), (1, 7))  # type: ignore[union-attr]
+    assert choose(found, (1, 0)).source == ((1, 6), (0, 5))  # type: ignore[union-attr]
+
+
+def test_a_step_can_be_asked_for() -> None:
+    found = table(*((RUN_A, g, 10 * g, r, r, g) for g in (1, 2) for r in (0, 1)))
+    assert choose(found, (0, 1)).step == 20  # type: ignore[union-attr]
+    assert choose(found, (0, 1), step=10).step == 10  # type: ignore[union-attr]
+    assert choose(found, (0, 1), step=15) is None
+    assert [(a.generation, s, n) for a, s, n in attempts(found)] == [(2, 20, 2), (1, 10, 2)]
+
+
+def test_nothing_found_is_nothing_chosen() -> None:
+    assert choose(np.array([], dtype=FOUND), (0, 1)) is None
+
+
+def names(*numbers: int) -> list[str]:
+    return [file_name(n) for n in numbers]
+
+
+def test_ranks_that_stayed_keep_their_files() -> None:
+    rows = [(RUN_A, 2, 20, 0, 0, 0), (RUN_A, 1, 10, 0, 0, 1), (RUN_A, 2, 20, 1, 0, 2), (RUN_A, 1, 10, 1, 0, 3)]
+    files, unused = assign(table(*rows), names(0, 1, 2, 3), 0, Attempt(RUN_A, 2), True, [0], [[1], [0]])
+    assert (files[0].own, files[0].inbox, unused) == ([0, 1], {1: [2, 3]}, [])
+
+
+def test_a_moved_rank_takes_the_free_files_first_and_the_kept_ones_last() -> None:
+    # Rank 0's slots and copies of rank 1's are on this node; rank 1 runs here now and holds rank 0's copies.
+    rows = [(RUN_A, 2, 20, 0, 0, 0), (RUN_A, 1, 10, 0, 0, 1), (RUN_A, 2, 20, 1, 0, 2), (RUN_A, 1, 10, 1, 0, 3)]
+    files, unused = assign(table(*rows), names(0, 1, 2, 3), 0, Attempt(RUN_A, 2), True, [1], [[1], [0]])
+    assert (files[1].own, files[1].inbox, unused) == ([2, 3], {0: [0, 1]}, [])  # the copy is its own slot now
+
+
+@given(data=st.data())
+def test_files_are_shared_out_once_each_and_one_of_each_pair_can_be_written(data: Any) -> None:
+    ranks = data.draw(st.integers(1, 4))
+    holders = data.draw(st.lists(st.integers(0, ranks - 1), min_size=ranks, max_size=ranks))
+    owners = [[q for q in range(ranks) if holders[q] == r] for r in range(ranks)]
+    count = data.draw(st.integers(0, 18))
+    rows = [
+        (RUN_A, data.draw(st.integers(1, 2)), 10, data.draw(st.integers(0, ranks)), 0, n)
+        for n in range(count)
+        if data.draw(st.booleans())
+    ]
+    found = table(*rows)
+    here = sorted(data.draw(st.sets(st.integers(0, ranks - 1), min_size=1)))
+    files, unused = assign(found, names(*range(count)), 0, Attempt(RUN_A, 2), True, here, owners)
+    kept = {n for _, g, _, _, _, n in rows if g == 2}
+    pairs = [pair for f in files.values() for pair in [f.own, *f.inbox.values()]]
+    shared = [n for pair in pairs for n in pair if n is not None]
+    assert sorted([*shared, *unused]) == list(range(count))
+    assert not any(pair[0] in kept and pair[1] in kept for pair in pairs)
+
+
+def test_16384_ranks_choose_within_a_second_from_less_than_4_mb() -> None:
+    ranks = np.arange(16_384)
+    found = np.zeros(4 * ranks.size, dtype=FOUND)
+    for quarter, (generation, shift) in enumerate([(8, 0), (7, 0), (8, 8), (7, 8)]):
+        part = found[quarter * ranks.size : (quarter + 1) * ranks.size]
+        part["generation"], part["rank"], part["world_size"] = generation, ranks, ranks.size
+        part["node"], part["file"] = (ranks + shift) % ranks.size // 8, quarter
+    assert found.nbytes <= 4 << 20
+    start = time.process_time()
+    choice = choose(found, tuple(int(n) for n in ranks // 8))
+    assert choice is not None and choice.attempt.generation == 8
+    assert time.process_time() - start < 1.0
+
+
+@pytest.mark.parametrize("number", [0, 7, 9999, 12_345])
+def test_file_names_and_numbers(number: int) -> None:
+    from mlflash.inventory import file_number
+
+    assert file_number(file_name(number)) == number

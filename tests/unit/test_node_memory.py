@@ -1,0 +1,203 @@
+"""The job's directory in node memory: private, locked, and the only thing that is touched."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from mlflash import errors
+from mlflash.limits import available
+from mlflash.node_memory import NodeMemory
+from mlflash.segment import attach, create, prefault_in_background
+
+UID = os.getuid()
+
+
+def test_directories_are_0700_and_files_0600(shm: Path) -> None:
+    memory = NodeMemory(str(shm), "j", 3)
+    assert memory.path == str(shm / f"mlflash-{UID}" / "j" / "node3")
+    for directory in (shm / f"mlflash-{UID}", shm / f"mlflash-{UID}" / "j", Path(memory.path)):
+        assert directory.stat().st_mode & 0o777 == 0o700
+    segment = create(memory, 10)
+    assert (Path(memory.path) / segment.name).stat().st_mode & 0o777 == 0o600
+    memory.close()
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o755, 0o770, 0o701])
+def test_a_directory_open_to_others_is_refused(shm: Path, mode: int) -> None:
+    (shm / f"mlflash-{UID}").mkdir()
+    (shm / f"mlflash-{UID}").chmod(mode)
+    with pytest.raises(errors.UnsafePath, match="not a private directory"):
+        NodeMemory(str(shm), "j", None)
+
+
+def test_a_symlink_on_the_way_is_refused(shm: Path) -> None:
+    (shm / "elsewhere").mkdir(mode=0o700)
+    (shm / f"mlflash-{UID}").symlink_to(shm / "elsewhere")
+    with pytest.raises(errors.UnsafePath):
+        NodeMemory(str(shm), "j", None)
+    assert list((shm / "elsewhere").iterdir()) == []
+
+
+@pytest.mark.skipif(UID != 0, reason="needs root: files of other users are made")
+def test_a_directory_of_somebody_else_is_refused(shm: Path) -> None:
+    path = shm / f"mlflash-{UID}" / "j"
+    path.mkdir(parents=True, mode=0o700)
+    (shm / f"mlflash-{UID}").chmod(0o700)
+    os.chown(path, 12_345, 12_345)
+    with pytest.raises(errors.UnsafePath, match="uid 12345"):
+        NodeMemory(str(shm), "j", None)
+
+
+@pytest.mark.parametrize("kind", ["symlink", "hardlink", "open", "fifo"])
+def test_a_slot_file_that_is_not_a_private_file_is_refused(shm: Path, node_memory: NodeMemory, kind: str) -> None:
+    path = Path(node_memory.path) / "slot-0000"
+    target = shm / "target"
+    target.write_bytes(b"x" * 4096)
+    target.chmod(0o600)
+    if kind == "symlink":
+        path.symlink_to(target)
+    elif kind == "hardlink":
+        os.link(target, path)
+    elif kind == "open":
+        path.write_bytes(b"x" * 4096)
+        path.chmod(0o666)
+    else:
+        os.mkfifo(path, 0o600)
+    with pytest.raises(errors.UnsafePath):
+        attach(node_memory, "slot-0000")
+    assert target.read_bytes() == b"x" * 4096
+
+
+@pytest.mark.parametrize("name", ["../node1/slot-0000", "/etc/passwd", "..", ""])
+def test_no_name_leads_out_of_the_nodes_directory(shm: Path, name: str) -> None:
+    memory = NodeMemory(str(shm), "j", 0)
+    other = NodeMemory(str(shm), "j", 1)
+    create(other, 4096)
+    with pytest.raises(errors.ForeignNode):
+        memory.open(name, os.O_RDONLY)
+    with pytest.raises(errors.ForeignNode):
+        memory.remove(name)
+    memory.close()
+    other.close()
+
+
+def test_a_second_live_process_is_refused_with_the_pid_of_the_first(shm: Path) -> None:
+    program = (
+        "import sys; from mlflash.node_memory import NodeMemory; m = NodeMemory(sys.argv[1], 'j', None); "
+        "m.lock(0, 2); print('held', flush=True); sys.stdin.read()"
+    )
+    with subprocess.Popen([sys.executable, "-c", program, str(shm)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                          text=True) as holder:  # fmt: skip
+        assert holder.stdout.readline() == "held\n"
+        memory = NodeMemory(str(shm), "j", None)
+        with pytest.raises(errors.JobInUse, match=f"held by pid {holder.pid}"):
+            memory.lock(0, 1, wait_s=0.1)
+        memory.close()
+        beside = NodeMemory(str(shm), "j", None)
+        beside.lock(1, 2, wait_s=0.1)  # another local rank of the same job
+        beside.close()
+        holder.kill()
+        holder.wait(10)
+        after = NodeMemory(str(shm), "j", None)
+        after.lock(0, 1)  # the lock died with its process
+        after.close()
+
+
+def test_a_second_checkpointer_of_one_process_is_refused(shm: Path) -> None:
+    first, second = NodeMemory(str(shm), "j", None), NodeMemory(str(shm), "j", None)
+    first.lock(0, 1)
+    with pytest.raises(errors.JobInUse, match="this process has a Checkpointer"):
+        second.lock(0, 1)
+    first.close()
+    second.lock(0, 1)
+    second.close()
+
+
+def test_a_segment_outlives_its_mapping(node_memory: NodeMemory) -> None:
+    segment = create(node_memory, 10_000)
+    assert segment.nbytes == 12_288
+    prefault_in_background([segment])
+    assert segment.ready.wait(10)
+    segment.view[:] = np.arange(12_288, dtype=np.uint64).view(np.uint8)[:12_288]
+    expected = segment.view.copy()
+    segment.close()
+    segment.close()
+    again = attach(node_memory, segment.name)
+    assert np.array_equal(again.view, expected)
+
+
+def test_two_segments_never_share_a_name(node_memory: NodeMemory) -> None:
+    assert [create(node_memory, 4096).name for _ in range(3)] == ["slot-0000", "slot-0001", "slot-0002"]
+    node_memory.remove("slot-0001")
+    assert create(node_memory, 4096).name == "slot-0001"
+
+
+def test_prefaulting_does_not_change_what_a_segment_holds(node_memory: NodeMemory) -> None:
+    segment = create(node_memory, 1 << 20)
+    segment.view[:] = 7
+    segment.close()
+    again = attach(node_memory, segment.name)
+    again.prefault()
+    assert int(again.view.min()) == int(again.view.max()) == 7
+
+
+@pytest.mark.skipif(UID != 0, reason="needs root: mounts a tmpfs of 1 MiB")
+def test_a_full_tmpfs_is_an_error_that_leaves_nothing_behind(shm: Path) -> None:
+    small = shm / "small"
+    small.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m,mode=0700", "tmpfs", str(small)], check=True, timeout=30)
+    try:
+        memory = NodeMemory(str(small), "j", None)
+        with pytest.raises(errors.MemoryTooSmall, match="is full"):
+            create(memory, 2 << 20)
+        assert memory.slot_names() == []
+        create(memory, 500_000)
+        memory.close()
+    finally:
+        subprocess.run(["umount", "-l", str(small)], check=True, timeout=30)
+
+
+def fake_root(root: Path, files: dict[str, str]) -> str:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return str(root)
+
+
+def test_cgroup_limits_are_read_in_both_versions(tmp_path: Path) -> None:
+    v2 = fake_root(tmp_path / "v2", {
+        "proc/meminfo": "MemTotal: 100 kB\nMemAvailable: 50 kB\n",
+        "proc/self/mounts": "cgroup2 /sys/fs/cgroup cgroup2 rw 0 0\n",
+        "proc/self/cgroup": "0::/job/step\n",
+        "sys/fs/cgroup/job/memory.max": "10000\n",
+        "sys/fs/cgroup/job/memory.current": "7000\n",
+        "sys/fs/cgroup/job/memory.stat": "anon 1\ninactive_file 500\n",
+        "sys/fs/cgroup/job/step/memory.max": "max\n",
+        "sys/fs/cgroup/job/step/memory.current": "1\n",
+    })  # fmt: skip
+    found = available(str(tmp_path), v2)
+    assert found["MemAvailable of the node"] == 51_200
+    assert [v for k, v in found.items() if k.startswith("memory limit")] == [3500]
+    v1 = fake_root(tmp_path / "v1", {
+        "proc/self/mounts": "cgroup /sys/fs/cgroup/memory cgroup rw,memory 0 0\ncgroup /x cgroup rw,cpu 0 0\n",
+        "proc/self/cgroup": "5:memory:/slurm/job\n4:cpu:/\n",
+        "sys/fs/cgroup/memory/slurm/job/memory.limit_in_bytes": "8000\n",
+        "sys/fs/cgroup/memory/slurm/job/memory.usage_in_bytes": "1000\n",
+        "sys/fs/cgroup/memory/slurm/memory.limit_in_bytes": "9223372036854771712\n",
+        "sys/fs/cgroup/memory/slurm/memory.usage_in_bytes": "1000\n",
+    })  # fmt: skip
+    found = available(str(tmp_path), v1)
+    assert [v for k, v in found.items() if k.startswith("memory limit")] == [7000]
+
+
+def test_the_real_limits_can_be_read() -> None:
+    found: dict[str, Any] = available("/dev/shm")
+    assert found["free space of /dev/shm"] > 0
+    assert found["MemAvailable of the node"] > 0

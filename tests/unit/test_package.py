@@ -1,0 +1,151 @@
+"""What importing does (nothing), who imports whom, and what is installed."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import importlib.util
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import mlflash
+from mlflash import config, errors
+
+REPO = Path(__file__).parents[2]
+
+# The way of the data: each module imports only from those before it.
+ORDER = [
+    "version", "errors", "config", "state", "layout", "manifest", "header", "topology", "limits",
+    "node_memory", "inventory", "segment", "slot", "comm", "board", "window", "transfer", "stage", "shelf", "copies", "parts",
+    "snapshot", "commit", "restore", "courier", "rng", "checkpointer", "__init__", "cli", "__main__",
+]  # fmt: skip
+MAY_IMPORT_MPI = {"comm"}
+
+
+def imports(path: Path) -> tuple[set[str], set[str]]:
+    """Modules of mlflash, and other top-level packages, that a file imports anywhere."""
+    ours, others = set(), set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            ours |= {node.module.split(".")[0]} if node.module else {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            others.add(node.module.split(".")[0])
+        elif isinstance(node, ast.Import):
+            others |= {alias.name.split(".")[0] for alias in node.names}
+    return ours, others
+
+
+def test_each_module_imports_only_from_those_before_it() -> None:
+    modules = {path.stem: path for path in (REPO / "mlflash").glob("*.py")}
+    assert sorted(modules) == sorted(ORDER), "a new module has to find its place in the order"
+    for index, name in enumerate(ORDER):
+        ours, others = imports(modules[name])
+        wrong = ours & set(ORDER) - set(ORDER[:index])
+        assert not wrong, f"{name} imports {wrong}"
+        assert "mpi4py" not in others or name in MAY_IMPORT_MPI, f"{name} imports mpi4py"
+
+
+def test_importing_does_nothing() -> None:
+    program = """
+import logging, os, sys, threading
+before = set(os.listdir("/dev/shm"))
+import mlflash, mlflash.adapters
+assert "torch" not in sys.modules and "mpi4py.MPI" not in sys.modules and "h5py" not in sys.modules
+assert not logging.getLogger().handlers and not logging.getLogger("mlflash").handlers
+assert threading.active_count() == 1
+assert not [n for n in set(os.listdir("/dev/shm")) - before if "mlflash" in n and "test" not in n]
+"""
+    subprocess.run([sys.executable, "-W", "error", "-c", program], check=True, timeout=60, cwd="/")
+
+
+def test_the_public_surface_is_one_table() -> None:
+    assert mlflash.__all__ == ["Checkpointer", "Snapshot", "__version__", "errors", "rng"]
+    assert importlib.metadata.version("mlflash") == mlflash.__version__
+
+
+def test_the_tests_import_the_installed_package() -> None:
+    spec = importlib.util.find_spec("mlflash.adapters")
+    assert spec is not None and spec.origin is not None
+    distribution = importlib.metadata.distribution("mlflash")
+    assert distribution.locate_file("") is not None
+    assert str(REPO) not in sys.path and "" not in sys.path, "the checkout must not be importable by accident"
+
+
+@pytest.mark.slow
+def test_wheel_and_editable_install_hold_the_adapters(tmp_path: Path) -> None:
+    import shutil
+
+    copy = tmp_path / "copy"
+    shutil.copytree(REPO, copy, ignore=shutil.ignore_patterns(".git", ".venv*", "build", "*.egg-info", ".reports"))
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
+    subprocess.run([*pip, "wheel", "--no-deps", "-w", str(tmp_path), str(copy)], check=True, timeout=110)
+    (wheel,) = tmp_path.glob("mlflash-*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {"mlflash/__init__.py", "mlflash/adapters/__init__.py", "mlflash/demo/__init__.py", "mlflash/py.typed"} <= {*names}
+    assert not [n for n in names if n.startswith(("tests", "adapters", "benchmarks"))]
+    target = tmp_path / "venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(target)], check=True, timeout=60)
+    subprocess.run([*pip, "--python", str(target / "bin/python"), "install", "--no-deps", "-e", str(copy)], check=True,
+                   timeout=110)  # fmt: skip
+    found = subprocess.run([str(target / "bin/python"), "-c", "import mlflash.version, mlflash.adapters; "
+                            "print(mlflash.adapters.__file__)"],
+                           check=False, timeout=60, capture_output=True, text=True, cwd="/")  # fmt: skip
+    # numpy is not in that environment: only what does not need it can be imported
+    assert found.returncode == 0 or "numpy" in found.stderr, found.stderr
+
+
+def test_each_public_error_has_a_sentence_and_travels_between_processes() -> None:
+    import pickle
+
+    for name in errors.__all__:
+        kind = getattr(errors, name)
+        assert kind.__doc__ and kind.__doc__.strip().endswith(".")
+        error = kind("what", rank=3, node="n1", step=7, tensor="a.b", expected="x", found="y", ranks=[1], nodes=["n0"])
+        again = pickle.loads(pickle.dumps(error))
+        assert type(again) is kind and str(again) == str(error)
+        assert (again.rank, again.node, again.step, again.tensor, again.ranks) == (3, "n1", 7, "a.b", (1,))
+        for part in ("rank 3 on n1", "step 7", "'a.b'", "expected: x", "found:    y"):
+            assert part in str(error)
+
+
+def test_job_names() -> None:
+    name = config.job_name
+    digest = name({}, "/lustre/me/run42").removeprefix("run42-")
+    assert len(digest) == 8
+    assert name({"SLURM_JOB_ID": "71"}, "/lustre/me/run42") == f"slurm-71-{digest}"
+    assert name({"SLURM_JOB_ID": "71"}, None) == "slurm-71"
+    assert name({"SLURM_JOB_ID": "71"}, "/a") != name({"SLURM_JOB_ID": "71"}, "/b")
+    assert config.from_environment({"MLFLASH_JOB": "env", "SLURM_JOB_ID": "7"}, "/a").job == "env"
+    assert config.from_environment({"MLFLASH_JOB": "env"}, "/a", job="given").job == "given"
+    with pytest.raises(errors.ConfigError, match="no name"):
+        name({}, None)
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"redundancy": "raid"}, "'none' or 'copy'"),
+        ({"timeout_s": 0}, "above 0"),
+        ({"chunk_nbytes": 3_000_000}, "a multiple of block_nbytes"),
+        ({"memory": "shm"}, "an absolute path"),
+        ({"job": "../x"}, "used as a directory name"),
+        ({"when_busy": "panic"}, "MLFLASH_WHEN_BUSY"),
+        ({"color": "red"}, "unknown settings: color"),
+    ],
+)
+def test_a_bad_setting_is_named_with_what_is_allowed(settings: dict[str, object], text: str) -> None:
+    with pytest.raises(errors.ConfigError) as caught:
+        config.from_environment({}, "/a", **settings)
+    assert text in str(caught.value)
+
+
+def test_the_environment_is_read_and_checked() -> None:
+    found = config.from_environment({"MLFLASH_TIMEOUT_S": "7.5", "MLFLASH_STRICT": "1", "MLFLASH_RESERVE": "10"}, "/a")
+    assert (found.timeout_s, found.strict, found.reserve) == (7.5, True, 10)
+    assert config.from_environment({"MLFLASH_TIMEOUT_S": "7.5"}, "/a", timeout_s=3.0).timeout_s == 3.0
+    with pytest.raises(errors.ConfigError, match="MLFLASH_STRICT"):
+        config.from_environment({"MLFLASH_STRICT": "maybe"}, "/a")
