@@ -37,7 +37,7 @@ class Board:
         self._window: Any = None
         shape = (world.local_size, len(Word))
         if world.node is None:
-            self.words = np.zeros(shape, dtype=np.int64)
+            self.words: np.ndarray = np.zeros(shape, dtype=np.int64)
             return
         nbytes = 8 * shape[0] * shape[1] if world.local_rank == 0 else 0
         self._window = world.mpi.Win.Allocate_shared(nbytes, 8, comm=world.node)

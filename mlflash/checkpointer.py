@@ -14,22 +14,15 @@ from typing import Any
 import numpy as np
 
 from . import commit, config, restore
-from .comm import World, check_torch_rank, find_comm
+from .comm import World, find_comm
 from .courier import Courier, Job
-from .errors import (
-    Closed,
-    DeadlineExceeded,
-    MlflashError,
-    SaveFailed,
-    StateError,
-    StepOrderError,
-    StructureMismatch,
-)
+from .errors import Closed, MlflashError, StructureMismatch
 from .parts import Parts, make
+from .rebuild import compare, fill, materialize
+from .saves import Saves
 from .slot import Slot
 from .snapshot import Snapshot
-from .stage import Stage
-from .state import Entry, compare, fill, flatten, materialize
+from .state import Entry, flatten
 from .topology import survives
 
 log = logging.getLogger("mlflash")
@@ -90,17 +83,13 @@ class Checkpointer:
             log.warning("MPI was started without MPI_THREAD_MULTIPLE: save() will wait for the commit")
         self._courier = Courier(self._world, threaded=self._world.threads)
         self._closed = False
-        self._last_step: int | None = None
-        self._pending: list[Snapshot] = []
-        self._stage = Stage(self._config.block_nbytes)
-        self._seconds: collections.Counter[str] = collections.Counter()
-        self._warned_late = False
+        self._seconds: dict[str, float] = collections.defaultdict(float)
         try:
             self._parts: Parts = self._courier.call(lambda: make(self._config, self._world))
         except BaseException:
             self._courier.stop(abandon=True)
             raise
-        self._counts = self._parts.counts
+        self._saves = Saves(self._config, self._parts, self._courier, self._seconds)
         _live.add(self)
         if self._config.reserve:
             self._reserve(self._config.reserve)
@@ -128,97 +117,7 @@ class Checkpointer:
             SaveFailed: only with ``strict``: this save, or an earlier one in the background, failed.
         """
         self._check_open()
-        whole = isinstance(step, (int, np.integer)) and not isinstance(step, bool)
-        snapshot = Snapshot(int(step) if whole else -1)
-        save = commit.Save(snapshot, self._parts.next_attempt())
-        mistake: MlflashError | None = None
-        try:
-            self._check_step(step if whole else None, step)
-            self._fill(save, state)
-        except (StateError, StepOrderError) as error:
-            mistake = save.problem = error
-        except MlflashError as error:
-            save.problem = error
-        late, refused = lambda error: self._note_late(snapshot, error), snapshot.end
-        self._courier.post(Job(lambda: self._bring_to_end(save), late, refused))
-        if save.stage is not None:
-            save.staged.wait(self._config.timeout_s)
-            if not save.staged.is_set():  # the caller must be able to go on: nothing may be copied from now on
-                save.stage = _too_late
-        snapshot.reported = mistake is not None
-        self._pending.append(snapshot)
-        snapshot.stalled()
-        self._counts["saves"] += 1
-        self._counts["bytes staged"] += snapshot.nbytes
-        self._seconds["stall"] += snapshot.stall_s
-        if mistake is not None:
-            raise mistake
-        if save.problem is not None and save.slot is None:
-            log.warning("step %d is not saved: %s", step, save.problem)
-        self._look_at_pending()
-        return snapshot
-
-    def _check_step(self, step: int | None, given: object) -> None:
-        least = 0 if self._last_step is None else self._last_step + 1
-        if step is None or step < least:
-            raise StepOrderError("steps must grow from save to save", rank=self._world.rank, node=self._world.node_name,
-                                 expected=f"a whole number, {least} or more", found=repr(given))  # fmt: skip
-        self._last_step = int(step)
-
-    def _fill(self, save: commit.Save, state: Any) -> None:
-        check_torch_rank(self._world)
-        flat = flatten(state)
-        save.plan = self._stage.plan(flat)
-        save.snapshot.nbytes = save.plan.layout.extents.nbytes
-        if self._courier.late or self._courier.broken is not None:
-            raise SaveFailed("an earlier save is still waiting for other ranks", rank=self._world.rank,
-                             node=self._world.node_name, step=save.snapshot.step)  # fmt: skip
-        slot = self._take_slot(save)
-        if slot is None:
-            return
-        save.slot, planned = slot, save.plan
-        if slot.view.nbytes >= planned.layout.extents.nbytes:
-            self._stage.copy(flat, planned, slot)
-        else:
-            save.stage = lambda: self._stage.copy(flat, planned, slot)
-
-    def _take_slot(self, save: commit.Save) -> Slot | None:
-        if self._config.when_busy == "skip":
-            slot = self._parts.shelf.take_own(0)
-            save.skip = slot is None
-            return slot
-        end = time.monotonic() + self._config.timeout_s
-        while (slot := self._parts.shelf.take_own(0.05)) is None:
-            if self._courier.late or self._courier.broken is not None or time.monotonic() > end:
-                raise SaveFailed("both slots are still busy with earlier saves", rank=self._world.rank,
-                                 node=self._world.node_name, step=save.snapshot.step)  # fmt: skip
-        return slot
-
-    def _bring_to_end(self, save: commit.Save) -> None:
-        start = time.perf_counter()
-        try:
-            commit.run(save, self._parts)
-            self._counts["skipped" if save.snapshot.skipped else "committed"] += 1
-            self._warned_late = False
-        except MlflashError as error:
-            self._counts["failed"] += 1
-            if self._world.rank == 0 or error.rank == self._world.rank:
-                log.warning("step %d was not saved: %s", save.snapshot.step, error)
-            raise
-        except BaseException as error:
-            if not save.snapshot.done:
-                save.snapshot.end(SaveFailed(f"the courier failed: {error!r}", step=save.snapshot.step))
-            save.staged.set()
-            raise
-        finally:
-            self._seconds["protect and commit"] += time.perf_counter() - start
-
-    def _note_late(self, snapshot: Snapshot, error: DeadlineExceeded) -> None:
-        self._counts["late"] += 1
-        snapshot.late(error)
-        if not self._warned_late:
-            self._warned_late = True
-            log.warning("step %d is late, and steps are not saved until it has caught up: %s", snapshot.step, error)
+        return self._saves.save(step, state)
 
     def wait(self) -> None:
         """Wait until every save so far is committed or has failed.
@@ -229,12 +128,7 @@ class Checkpointer:
             SaveFailed, DeadlineExceeded: only with ``strict``.
         """
         self._check_open()
-        for snapshot in self._pending:
-            try:
-                snapshot.wait()
-            except MlflashError:
-                pass  # a warning already, or raised below
-        self._look_at_pending()
+        self._saves.wait()
 
     def prepare(self, state: Any) -> None:
         """Allocate the slots for a state like this one, before the first save; their pages are faulted in behind.
@@ -249,7 +143,7 @@ class Checkpointer:
         error: MlflashError | None = None
         nbytes = 0
         try:
-            nbytes = self._stage.plan(flatten(state)).layout.extents.nbytes
+            nbytes = self._saves.stage.plan(flatten(state)).layout.extents.nbytes
         except MlflashError as problem:
             error = problem
         self._courier.call(lambda: self._world.raise_together(error))
@@ -337,7 +231,7 @@ class Checkpointer:
         self._check_open()
         start = time.perf_counter()
         self.wait()
-        self._stage.forget()
+        self._saves.stage.forget()
         home: Slot | None = self._courier.call(lambda: restore.bring_home(self._parts, step))
         self._seconds["find and fetch"] += time.perf_counter() - start
         return home
@@ -353,8 +247,8 @@ class Checkpointer:
 
     def _restored(self, home: Slot) -> int:
         assert home.header is not None
-        step = self._last_step = home.header.step
-        self._counts["restores"] += 1
+        step = self._saves.last_step = home.header.step
+        self._parts.counts["restores"] += 1
         if self._world.rank == 0:
             log.info("restored step %d from memory", step)
         self._courier.post(Job(lambda: self._heal(home)))
@@ -406,7 +300,7 @@ class Checkpointer:
             "job": self._config.job,
             "memory": parts.memory.path,
             "slots": slots,
-            "counts": dict(self._counts),
+            "counts": dict(parts.counts),
             "seconds": dict(self._seconds),
         }
 
@@ -430,7 +324,7 @@ class Checkpointer:
     def _end(self, abandon: bool) -> None:
         self._closed = True
         self._courier.stop(abandon)
-        self._stage.forget()
+        self._saves.stage.forget()
         if not abandon:  # an abandoned courier may still be inside MPI, with the slots as its buffers
             self._parts.shelf.close()
         self._parts.memory.close()
@@ -439,7 +333,9 @@ class Checkpointer:
     def __enter__(self) -> Checkpointer:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         """Close; where an exception is on its way, without any collective and without waiting."""
         if kind is None:
             self.close()
@@ -449,19 +345,6 @@ class Checkpointer:
     def _check_open(self) -> None:
         if self._closed:
             raise Closed("this Checkpointer was closed")
-
-    def _look_at_pending(self) -> None:
-        """Forget the snapshots that have ended; with ``strict``, raise what failed, once."""
-        wrong = [s for s in self._pending if s.error is not None and not s.reported]
-        self._pending = [s for s in self._pending if not s.done]
-        for snapshot in wrong:
-            snapshot.reported = True
-        if wrong and self._config.strict and wrong[0].error is not None:
-            raise wrong[0].error
-
-
-def _too_late() -> None:
-    raise SaveFailed("there was no room for the state in time")
 
 
 _live: weakref.WeakSet[Checkpointer] = weakref.WeakSet()

@@ -101,11 +101,12 @@ class World:
         self._naps = 0
         self._last_ping_look = 0.0
         self._kept: deque[Any] = deque()  # buffers of messages that nobody waits for
+        self.group: Any = None  # communicator of the redundancy group, see form_groups
         if comm is None or comm.size == 1:
             self.world = None
             self.rank, self.size, self.local_rank = 0, 1, 0
             self.topology = Topology((0,), ("node0" if self.emulated else socket.gethostname(),))
-            self.node = self.leaders = self.group = None
+            self.node = self.leaders = None
             return
         self.mpi = load_mpi()
         self.world = comm.Dup()
@@ -122,7 +123,6 @@ class World:
         self.leaders = self.world.Split(0 if self.local_rank == 0 else self.mpi.UNDEFINED, self.rank)
         self.data = self.world.Dup()  # tensor bytes
         self.control = self.world.Dup()  # pings
-        self.group: Any = None  # redundancy group, set by whoever forms it
 
     @property
     def threads(self) -> bool:
@@ -220,12 +220,12 @@ class World:
 
     def agree(self, values: Sequence[int]) -> list[int]:
         """Take the minimum of each number over all ranks. Collective over the world: one allreduce."""
-        mine = np.array(values, dtype=np.int64)
         if self.world is None:
-            return mine.tolist()
+            return list(values)
+        mine = np.array(values, dtype=np.int64)
         out = np.empty_like(mine)
         self.finish(self.world.Iallreduce(mine, out, self.mpi.MIN))
-        return out.tolist()
+        return [int(value) for value in out]
 
     def gather(self, value: Any) -> list[Any]:
         """Give every rank the (pickled) value of every rank. Collective over the world."""
@@ -235,8 +235,9 @@ class World:
         """Give every rank the value of every node's first rank, by node. Collective over the world."""
         if self.world is None:
             return [value]
-        values = self._gather(self.leaders, value) if self.local_rank == 0 else None
-        return self._broadcast(self.node, values, 0)
+        values = self._gather(self.leaders, value) if self.local_rank == 0 else []
+        by_node: list[Any] = self._broadcast(self.node, values, 0)
+        return by_node
 
     def broadcast(self, value: Any, root: int) -> Any:
         """Give every rank the value of one. Collective over the world."""
@@ -259,7 +260,7 @@ class World:
         out = np.empty(int(sizes.sum()), dtype=np.uint8)
         starts = np.concatenate(([0], np.cumsum(sizes)[:-1]))
         self.finish(comm.Iallgatherv(mine, [out, (sizes, starts), self.mpi.BYTE]))
-        return [pickle.loads(out[a : a + n]) for a, n in zip(starts, sizes, strict=True)]
+        return [pickle.loads(out[a : a + n].tobytes()) for a, n in zip(starts, sizes, strict=True)]
 
     def _broadcast(self, comm: Any, value: Any, root: int) -> Any:
         mine = np.frombuffer(pickle.dumps(value) if comm.rank == root else b"", dtype=np.uint8)
@@ -267,7 +268,7 @@ class World:
         self.finish(comm.Ibcast(size, root))
         out = mine.copy() if comm.rank == root else np.empty(int(size[0]), dtype=np.uint8)
         self.finish(comm.Ibcast(out, root))
-        return pickle.loads(out)
+        return pickle.loads(out.tobytes())
 
     # Who is missing: asked only when a deadline has passed
 

@@ -92,8 +92,8 @@ def _announce(save: Save, parts: Parts) -> None:
     if first_failed < world.size:
         raise world.broadcast(save.problem, first_failed)
     if low != -high:
-        raise StepOrderError("the ranks are not saving the same step", rank=world.rank, node=world.node_name,
-                             expected=f"one step on all ranks, here {step}", found=f"steps {low} to {-high}")  # fmt: skip
+        found = f"steps {low} to {-high}, {step} here"
+        raise StepOrderError("the ranks are not saving the same step", expected="one step on all ranks", found=found)
     save.snapshot.skipped = not no_skip
     if not can_wait and no_skip:
         grow_slots(parts, demand)
@@ -125,7 +125,10 @@ def _protect(save: Save, parts: Parts) -> None:
     world = parts.world
     assert save.slot is not None and save.plan is not None
     if save.stage is not None:
-        save.stage()
+        try:
+            save.stage()
+        except MlflashError as error:
+            save.problem = error
         save.staged.set()
     source = Source(save.slot, save.plan.layout.extents, lambda check: _header(save, parts, check))
     whole = parts.copies.protect(parts.shelf, source, save.attempt)

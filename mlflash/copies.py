@@ -139,7 +139,8 @@ def _copies_of(shelf: Shelf, owner: int, attempt: Attempt) -> list[Slot]:
 
 def _choose_transport(world: World, config: Config) -> str:
     """One-sided where the fabric is RDMA; else two-sided, which was as fast or faster (benchmarks/, facts in
-    ARCHITECTURE.md) and makes progress on one host while the main thread computes."""
+    ARCHITECTURE.md) and makes progress on one host while the main thread computes.
+    """
     if config.transport != "auto":
         return config.transport
     rdma = not world.emulated and len(world.topology.node_names) > 1 and has_rdma()

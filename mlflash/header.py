@@ -102,11 +102,15 @@ def unpack(page: bytes) -> Header:
     )
     if not good:
         raise CorruptSlot("the header of this slot contradicts itself")
-    text = [part.rstrip(b"\0").decode(errors="replace") for part in (node, scheme, job)]
     return Header(
         Attempt(run_id, generation), step, rank, world_size, node_index, local_rank, manifest_nbytes,
-        Extents(manifest_room, payload_nbytes, block_nbytes), table_check, unix_ns, *text, tuple(group[:group_size]),
+        Extents(manifest_room, payload_nbytes, block_nbytes), table_check, unix_ns,
+        _text(node), _text(scheme), _text(job), tuple(group[:group_size]),
     )  # fmt: skip
+
+
+def _text(raw: bytes) -> str:
+    return raw.rstrip(b"\0").decode(errors="replace")
 
 
 def pack_commit(attempt: Attempt, step: int, unix_ns: int) -> bytes:

@@ -84,7 +84,9 @@ def attempts(found: np.ndarray) -> list[tuple[Attempt, int, int]]:
 def rows_of(found: np.ndarray, attempt: Attempt) -> np.ndarray:
     """The rows of one attempt."""
     first, second = _RUN_ID.unpack(attempt.run_id)
-    return found[(found["generation"] == attempt.generation) & (found["run_0"] == first) & (found["run_1"] == second)]
+    mine = (found["generation"] == attempt.generation) & (found["run_0"] == first) & (found["run_1"] == second)
+    rows: np.ndarray = found[mine]
+    return rows
 
 
 def choose(found: np.ndarray, node_of: Sequence[int], step: int | None = None) -> Choice | None:
@@ -122,8 +124,15 @@ class Files:
     inbox: dict[int, list[int | None]]
 
 
-def assign(found: np.ndarray, names: Sequence[str], node: int, chosen: Attempt | None, same_ranks: bool,
-           ranks_here: Sequence[int], owners: Sequence[Sequence[int]]) -> tuple[dict[int, Files], list[int]]:  # fmt: skip
+def assign(
+    found: np.ndarray,
+    names: Sequence[str],
+    node: int,
+    chosen: Attempt | None,
+    same_ranks: bool,
+    ranks_here: Sequence[int],
+    owners: Sequence[Sequence[int]],
+) -> tuple[dict[int, Files], list[int]]:
     """Share the files of a node out among its ranks, so that ranks that moved do not double the memory.
 
     A file of the chosen attempt goes to the rank whose state or whose partner's copy it is; the others of that

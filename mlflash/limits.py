@@ -41,10 +41,10 @@ def _cgroups(root: str) -> list[Path]:
     groups = []
     for line in _read(Path(root, "proc/self/cgroup")).splitlines():
         _, controllers, path = line.split(":", 2)
-        where = mounts.get("memory" if "memory" in controllers.split(",") else controllers)
-        if where is None:
+        mount = mounts.get("memory" if "memory" in controllers.split(",") else controllers)
+        if mount is None:
             continue
-        top = Path(root, where.lstrip("/"))
+        top = Path(root, mount.lstrip("/"))
         here = top / path.lstrip("/")
         while here != top and top in here.parents:
             groups.append(here)

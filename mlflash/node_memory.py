@@ -112,11 +112,11 @@ class NodeMemory:
         except OSError as error:
             if isinstance(error, (FileExistsError, FileNotFoundError)):
                 raise
-            raise UnsafePath(f"cannot open {path}: {error.strerror}", found=_describe(name, self.fd)) from error
+            raise UnsafePath(f"cannot open {path}: {error.strerror}", found=_look_at(name, self.fd)) from error
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1 or not _is_private(status):
             os.close(fd)
-            raise UnsafePath(f"{path} is not a private file of this user", expected=_PRIVATE, found=_describe_stat(status))
+            raise UnsafePath(f"{path} is not a private file of this user", expected=_PRIVATE, found=_describe(status))
         return fd
 
     def slot_names(self) -> list[str]:
@@ -166,20 +166,20 @@ def _open_directory(name: str, above: int, path: str) -> int:
         fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=above)
     except OSError as error:
         raise UnsafePath(f"cannot use the directory {path}: {error.strerror}", expected=_PRIVATE,
-                         found=_describe(name, above)) from error  # fmt: skip
+                         found=_look_at(name, above)) from error  # fmt: skip
     status = os.fstat(fd)
     if not _is_private(status):
         os.close(fd)
-        raise UnsafePath(f"{path} is not a private directory of this user", expected=_PRIVATE, found=_describe_stat(status))
+        raise UnsafePath(f"{path} is not a private directory of this user", expected=_PRIVATE, found=_describe(status))
     return fd
 
 
-def _describe(name: str, above: int) -> str:
+def _look_at(name: str, above: int) -> str:
     try:
-        return _describe_stat(os.stat(name, dir_fd=above, follow_symlinks=False))
+        return _describe(os.stat(name, dir_fd=above, follow_symlinks=False))
     except OSError as error:
         return str(error)
 
 
-def _describe_stat(status: os.stat_result) -> str:
+def _describe(status: os.stat_result) -> str:
     return f"{stat.filemode(status.st_mode)} uid {status.st_uid}, {status.st_nlink} links"

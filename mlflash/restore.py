@@ -55,10 +55,10 @@ def bring_home(parts: Parts, step: int | None) -> Slot | None:
     while True:
         choice = choose(found, parts.world.topology.node_of, step)
         if choice is None:
-            if step is not None:
-                steps = sorted({s for _, s, _ in attempts(found)})
-                raise StepNotFound("this step cannot be restored", step=step, found=f"steps in memory: {steps or 'none'}")
-            return None
+            if step is None:
+                return None
+            steps = sorted({s for _, s, _ in attempts(found)}) or "none"
+            raise StepNotFound("this step cannot be restored", step=step, found=f"steps in memory: {steps}")
         if choice.world_size != parts.world.size:
             raise WorldSizeChanged(
                 "the checkpoint in memory was saved by another number of ranks; start with that number again",
@@ -86,7 +86,7 @@ def _verify_and_fetch(parts: Parts, found: np.ndarray, choice: Choice) -> list[t
             except (CorruptSlot, FileNotFoundError) as error:
                 log.warning("rank %d: this slot cannot be restored from: %s", world.rank, error)
                 bad.append(choice.source[rank])
-    bad = sorted(sum(world.gather(bad), []))
+    bad = sorted(place for places in world.gather(bad) for place in places)
     if not bad:
         parts.adopt(found, choice)
         bad = _fetch(parts, choice, serves, slots)
@@ -157,7 +157,7 @@ def _fetch(parts: Parts, choice: Choice, serves: list[int], slots: dict[int, Slo
     if home is not None:
         home.use = Use.HOLDS if arrived[-1] else Use.FREE
     failed = [choice.source[world.rank]] if home is not None and not arrived[-1] else []
-    return sorted(sum(world.gather(failed), []))
+    return sorted(place for places in world.gather(failed) for place in places)
 
 
 def _fixed(window: SlotWindow, rank: int) -> Callable[[int], tuple[SlotWindow, int]]:

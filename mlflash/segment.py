@@ -52,9 +52,9 @@ class Segment:
                 if not self.view.nbytes:
                     break
                 length = min(_PREFAULT_NBYTES, self.nbytes - at)
-                if _libc.madvise(self.view.ctypes.data + at, length, _MADV_POPULATE_WRITE) != 0:
-                    if self._fresh:  # an older kernel: touch each page; nobody uses the slot before `ready`
-                        self.view[at : at + length : mmap.PAGESIZE] = 0
+                failed = _libc.madvise(self.view.ctypes.data + at, length, _MADV_POPULATE_WRITE) != 0
+                if failed and self._fresh:  # an older kernel: touch each page; nobody uses the slot before `ready`
+                    self.view[at : at + length : mmap.PAGESIZE] = 0
                 at += length
         self.ready.set()
 

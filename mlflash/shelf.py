@@ -141,7 +141,7 @@ def make_room(world: World, board: Board, memory: NodeMemory, demand: Sequence[t
     Raises:
         MemoryTooSmall: on all ranks, with the numbers of the node that lacks memory.
     """
-    todo = [(slot, round_up(max(nbytes, PAGE_NBYTES), PAGE_NBYTES)) for slot, nbytes in demand if needs_room(slot, nbytes)]
+    todo = [(slot, round_up(nbytes, PAGE_NBYTES)) for slot, nbytes in demand if needs_room(slot, nbytes)]
     board.put(Word.DEMAND_NBYTES, sum(nbytes - slot.view.nbytes for slot, nbytes in todo))
     world.agree([0])  # every rank's demand is on its board
     error: MlflashError | None = None

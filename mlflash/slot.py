@@ -19,7 +19,6 @@ from .layout import CHECK_NBYTES, PAGE_NBYTES, Extents
 from .manifest import Manifest, decode
 from .segment import Segment
 
-
 _NOTHING: np.ndarray = np.empty(0, dtype=np.uint8)
 
 
@@ -94,7 +93,7 @@ class Slot:
     def check_blocks(self, extents: Extents, first: int, last: int) -> np.ndarray:
         """Checksum blocks ``first`` to ``last - 1`` of the body as they are now: ``(last - first,)`` uint64."""
         body, size = self.body(extents), extents.block_nbytes
-        sums = [xxhash.xxh3_64_intdigest(body[i * size : (i + 1) * size]) for i in range(first, last)]
+        sums = [xxhash.xxh3_64_intdigest(body[i * size : (i + 1) * size].data) for i in range(first, last)]
         return np.array(sums, dtype="<u8")
 
     def bad_blocks(self, extents: Extents) -> list[int]:
@@ -139,7 +138,7 @@ class Slot:
 
 def table_check(table: np.ndarray) -> int:
     """Checksum of a block table, as the header holds it."""
-    return xxhash.xxh3_64_intdigest(np.ascontiguousarray(table).view(np.uint8))
+    return xxhash.xxh3_64_intdigest(np.ascontiguousarray(table).view(np.uint8).data)
 
 
 def read_header(view: np.ndarray) -> Header | None:

@@ -70,7 +70,9 @@ class Snapshot:
         return self
 
     def end(self, error: MlflashError | None) -> None:
-        """Tell the waiters how it ended (for the courier)."""
+        """Tell the waiters how it ended, once (for the courier)."""
+        if self._ended.is_set():
+            return
         if error is None:
             self.commit_s = time.perf_counter() - self._start
             self._committed = True

@@ -45,7 +45,7 @@ def from_node_ids(node_ids: Sequence[tuple[int, str]]) -> Topology:
         ``[(0, "a"), (1, "b"), (0, "a"), (1, "b")]`` → ranks 0 and 2 on node 0, ranks 1 and 3 on node 1.
     """
     leaders = sorted({leader for leader, _ in node_ids})
-    names = {leader: name for leader, name in node_ids}
+    names = dict(node_ids)
     index = {leader: i for i, leader in enumerate(leaders)}
     return Topology(tuple(index[leader] for leader, _ in node_ids), tuple(names[leader] for leader in leaders))
 

@@ -81,7 +81,8 @@ def swap(world: World, to: Mapping[int, Sequence[int]], receive_from: Sequence[i
 def offer(world: World, to: Mapping[int, Extents | None], receive_from: Sequence[int]) -> dict[int, Extents | None]:
     """Tell the receivers what will be sent to them, and learn what will be sent to us (None: nothing)."""
     numbers = {
-        peer: (-1, -1, -1) if e is None else (e.manifest_room, e.payload_nbytes, e.block_nbytes) for peer, e in to.items()
+        peer: (-1, -1, -1) if e is None else (e.manifest_room, e.payload_nbytes, e.block_nbytes)
+        for peer, e in to.items()
     }
     arrived = swap(world, numbers, receive_from)
     return {peer: None if n[0] < 0 else Extents(*n) for peer, n in arrived.items()}

@@ -84,7 +84,9 @@ class Cluster:
         command, environment = mpiexec(ranks, [sys.executable, "-m", "mpi4py", str(HERE / script), *args], environment)
         return Launch(command, environment, out)
 
-    def run(self, ranks: int, script: str, *args: str, timeout: float = 60, env: dict[str, str] | None = None) -> Result:
+    def run(
+        self, ranks: int, script: str, *args: str, timeout: float = 60, env: dict[str, str] | None = None
+    ) -> Result:
         """Start a script and wait for its end."""
         return self.start(ranks, script, *args, env=env).wait(timeout)
 

@@ -13,7 +13,12 @@ import sys
 import time
 from pathlib import Path
 
+import mpi4py
 import numpy as np
+
+if os.environ.get("THREAD_LEVEL"):
+    mpi4py.rc.thread_level = os.environ["THREAD_LEVEL"]
+
 from mpi4py import MPI
 
 import mlflash
@@ -46,10 +51,10 @@ def differences(found: object, expected: object, path: str = "") -> list[str]:
         same = isinstance(found, np.ndarray) and found.dtype == expected.dtype and np.array_equal(found, expected)
         return [] if same else [path]
     if isinstance(expected, dict):
-        return sum((differences(found[k], v, f"{path}.{k}") for k, v in expected.items()), [])
+        return [d for k, v in expected.items() for d in differences(found[k], v, f"{path}.{k}")]
     if isinstance(expected, (list, tuple)):
         pairs = zip(found, expected, strict=True)
-        return sum((differences(a, b, f"{path}.{i}") for i, (a, b) in enumerate(pairs)), [])
+        return [d for i, (a, b) in enumerate(pairs) for d in differences(a, b, f"{path}.{i}")]
     return [] if type(found) is type(expected) and found == expected else [path]
 
 
@@ -119,6 +124,66 @@ def train(last: int, nbytes: int = 300_000, die_at: int = -1, die_rank: int = -1
         note("end", steps=steps, report=ckpt.report())
 
 
+def wait_past_deadline(stop_s: float) -> None:
+    """Rank 0 saves while the last rank is stopped from outside: the wait ends, training goes on, and it catches up."""
+    state = state_at(RANK, 1, 100_000)
+    with mlflash.Checkpointer(timeout_s=stop_s) as ckpt:
+        ckpt.save(1, state).wait()
+        note("ready")
+        if COMM.size - 1 == RANK:
+            while not (OUT / "stopped").exists():
+                time.sleep(0.01)
+            time.sleep(0.5)  # SIGSTOP comes here
+        else:
+            while not (OUT / "stopped").exists():
+                time.sleep(0.01)
+        started = time.monotonic()
+        late = ckpt.save(2, state)
+        try:
+            late.wait()
+        except mlflash.errors.DeadlineExceeded as error:
+            note("late", text=str(error), ranks=error.ranks, nodes=error.nodes, seconds=time.monotonic() - started)
+        started = time.monotonic()
+        next_one = ckpt.save(3, state)
+        note("next", seconds=time.monotonic() - started, error=str(next_one.error))
+        if RANK == 0:
+            (OUT / "go on").touch()
+        end = time.monotonic() + 30
+        while not (late.committed and next_one.done) and time.monotonic() < end:
+            time.sleep(0.01)
+        note("caught up", late=late.committed, next=next_one.committed)
+        ckpt.save(4, state).wait()
+        note("end", steps=ckpt.steps())
+
+
+def inline() -> None:
+    """Without MPI_THREAD_MULTIPLE everything happens inside save()."""
+    assert MPI.Query_thread() < MPI.THREAD_MULTIPLE
+    state = state_at(RANK, 0, 100_000)
+    with mlflash.Checkpointer() as ckpt:
+        start = ckpt.restore(state)
+        note("restored", step=start, wrong=differences(state, state_at(RANK, start or 0, 100_000)))
+        for step in range((start or 0) + 1, (start or 0) + 4):
+            update(state, state_at(RANK, step, 100_000))
+            assert ckpt.save(step, state).committed
+        note("end", steps=ckpt.steps())
+
+
+def leave_by_exception() -> None:
+    """One rank leaves the with block by an exception in the middle of a save."""
+    state = state_at(RANK, 1, 3_000_000)
+    with mlflash.Checkpointer() as ckpt:
+        ckpt.save(1, state).wait()
+        note("committed", step=1)
+        COMM.Barrier()
+        ckpt.save(2, state)
+        if COMM.size - 1 == RANK:
+            note("raised", at=time.time())
+            raise RuntimeError("training went wrong")
+        time.sleep(60)
+
+
 if __name__ == "__main__":
     note("start")
-    train(**json.loads(sys.argv[1]))
+    spec = json.loads(sys.argv[1])
+    globals()[spec.pop("program", "train")](**spec)

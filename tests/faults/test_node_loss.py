@@ -91,7 +91,9 @@ def test_the_node_of_the_first_to_see_its_commit_may_die_in_that_moment(
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("places", [{0: 1, 1: 0}, {0: 1, 1: 2, 2: 0}, {0: 2, 2: 0}])
-def test_ranks_that_moved_restore_and_do_not_double_the_memory(shm: Path, places: dict[int, int], transport: str) -> None:
+def test_ranks_that_moved_restore_and_do_not_double_the_memory(
+    shm: Path, places: dict[int, int], transport: str
+) -> None:
     ranks = max(places) + 1
     cluster = Cluster(shm, transport=transport)
     train_and_die(cluster, ranks, step=3)

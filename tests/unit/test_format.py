@@ -178,7 +178,7 @@ def test_a_manifest_with_anything_wrong_in_it_is_refused_or_still_valid(data: st
     except errors.CorruptSlot:
         return
     for entry in read.entries:
-        assert 0 <= entry.start and entry.start + entry.nbytes <= 512
+        assert entry.start >= 0 and entry.start + entry.nbytes <= 512
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,11 @@ from hypothesis.extra import numpy as hnp
 
 from mlflash import errors, manifest
 from mlflash.layout import Extents
+from mlflash.rebuild import compare, fill, materialize
 from mlflash.segment import create
 from mlflash.slot import Slot
 from mlflash.stage import Stage
-from mlflash.state import compare, fill, flatten, materialize
+from mlflash.state import flatten
 
 
 class Store:

@@ -1,0 +1,70 @@
+# Everything a fresh machine needs: `make demo` and `make test` make .venv by themselves.
+#
+#   make demo            a small GPT loses a node and ends with the weights of an uninterrupted run
+#   make test            unit, 1 to 5 ranks, lost nodes; MPI=openmpi for Open MPI (its own environment)
+#   make test-3          the tests on 3 ranks only
+#   make lint type       ruff, codespell, shellcheck; mypy --strict
+#   make bench           benchmarks/save_restore
+#   make clean           remove the environments and reports
+
+MPI ?= mpich
+PYTHON ?= python3
+VENV := $(if $(filter mpich,$(MPI)),.venv,.venv-$(MPI))
+BIN := $(VENV)/bin
+REPORTS := .reports/$(MPI)
+RANKS := 1 2 3 4 5
+SOURCES := setup.cfg pyproject.toml $(shell find mlflash adapters -name '*.py')
+
+# mpiexec as root, with more ranks than cores; both variables are ignored by MPICH.
+LAUNCH := $(if $(filter openmpi,$(MPI)),--oversubscribe --bind-to none)
+export OMPI_ALLOW_RUN_AS_ROOT := 1
+export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
+export OMPI_MCA_osc := ^ucx
+export OMP_NUM_THREADS := 1
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: demo test unit faults lint type bench clean $(RANKS:%=test-%)
+.DELETE_ON_ERROR:
+
+$(VENV)/.dependencies: setup.cfg constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q -c constraints.txt torch setuptools wheel
+	$(BIN)/pip install -q -c constraints.txt '.[$(MPI),test,lint]'
+	@touch $@
+
+# The tests run against the installed package, never against the checkout.
+$(VENV)/.installed: $(VENV)/.dependencies $(SOURCES)
+	$(BIN)/pip install -q --no-deps --no-build-isolation --force-reinstall .
+	@rm -rf build mlflash.egg-info
+	@touch $@
+
+demo: $(VENV)/.installed
+	$(BIN)/mlflash demo
+
+test: unit $(RANKS:%=test-%) faults
+
+unit: $(VENV)/.installed
+	$(BIN)/pytest tests/unit --junitxml $(REPORTS)/unit.xml
+
+$(RANKS:%=test-%): test-%: $(VENV)/.installed
+	@mkdir -p $(REPORTS)
+	MLFLASH_TEST_RANKS=$* MLFLASH_TEST_REPORTS=$(REPORTS) timeout -k 10 300 \
+	  $(BIN)/mpiexec $(LAUNCH) -n $* $(BIN)/python -m mpi4py tests/on_one_rank.py
+
+faults: $(VENV)/.installed
+	$(BIN)/pytest tests/faults --junitxml $(REPORTS)/faults.xml
+
+lint: $(VENV)/.dependencies
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/codespell
+	git ls-files -z '*.sh' .ci/run | xargs -0 $(BIN)/shellcheck
+
+type: $(VENV)/.dependencies
+	$(BIN)/mypy
+
+bench: $(VENV)/.installed
+	$(BIN)/python benchmarks/save_restore.py
+
+clean:
+	rm -rf .venv .venv-openmpi .reports build mlflash.egg-info

@@ -1,0 +1,168 @@
+"""The saves of this run: numbered, staged, posted to the courier, and watched until they end.
+
+Every call of `save` posts exactly one job, whatever goes wrong before: the queues of all ranks must match.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import numpy as np
+
+from . import commit
+from .comm import check_torch_rank
+from .config import Config
+from .courier import Courier, Job
+from .errors import DeadlineExceeded, MlflashError, SaveFailed, StateError, StepOrderError
+from .parts import Parts
+from .slot import Slot
+from .snapshot import Snapshot
+from .stage import Stage
+from .state import flatten
+
+log = logging.getLogger("mlflash")
+
+
+class Saves:
+    """Makes snapshots of states and keeps those that have not ended.
+
+    Args:
+        config: when_busy, strict and timeout_s are used here.
+        parts: this rank's slots and communicators.
+        courier: does everything after staging.
+        seconds: seconds per verb, added to.
+
+    Attributes:
+        last_step: the newest step saved or restored; the next one must be larger.
+        stage: copies states into slots.
+    """
+
+    def __init__(self, config: Config, parts: Parts, courier: Courier, seconds: dict[str, float]):
+        self._config, self._parts, self._courier, self._seconds = config, parts, courier, seconds
+        self._world = parts.world
+        self._pending: list[Snapshot] = []
+        self._warned_late = False
+        self.last_step: int | None = None
+        self.stage = Stage(config.block_nbytes)
+
+    def save(self, step: int, state: object) -> Snapshot:
+        """Stage a state and post the rest; see `Checkpointer.save`."""
+        whole = isinstance(step, (int, np.integer)) and not isinstance(step, bool)
+        snapshot = Snapshot(int(step) if whole else -1)
+        save = commit.Save(snapshot, self._parts.next_attempt())
+        mistake: BaseException | None = None
+        try:
+            self._check_step(int(step) if whole else None, step)
+            self._fill(save, state)
+        except (StateError, StepOrderError) as error:
+            mistake = save.problem = error
+        except MlflashError as error:
+            save.problem = error
+        except BaseException as error:  # state_dict() of an object may raise anything; the others must not wait for us
+            mistake, save.problem = error, StateError(f"the state could not be read: {error!r}")
+        if save.problem is not None:
+            save.problem.rank, save.problem.node = self._world.rank, self._world.node_name
+            snapshot.end(save.problem)  # this rank need not hear from the others to know
+        late, refused = lambda error: self._note_late(snapshot, error), snapshot.end
+        self._courier.post(Job(lambda: self._bring_to_end(save), late, refused))
+        if save.stage is not None:
+            save.staged.wait(self._config.timeout_s)
+            if not save.staged.is_set():  # the caller goes on and may change the state: this must not be committed
+                save.problem = self._failure(save, "no room was made in time")
+        snapshot.reported = mistake is not None
+        self._pending.append(snapshot)
+        snapshot.stalled()
+        self._parts.counts["saves"] += 1
+        self._parts.counts["bytes staged"] += snapshot.nbytes
+        self._seconds["stall"] += snapshot.stall_s
+        if mistake is not None:
+            raise mistake
+        self._look_at_pending()
+        return snapshot
+
+    def wait(self) -> None:
+        """Wait until every save so far has ended or is late; see `Checkpointer.wait`."""
+        for snapshot in self._pending:
+            try:
+                snapshot.wait()
+            except MlflashError:
+                pass  # a warning already, or raised below
+        self._look_at_pending()
+
+    def _check_step(self, step: int | None, given: object) -> None:
+        least = 0 if self.last_step is None else self.last_step + 1
+        if step is None or step < least:
+            raise StepOrderError(
+                "steps must grow from save to save", expected=f"a whole number, {least} or more", found=repr(given)
+            )
+        self.last_step = step
+
+    def _fill(self, save: commit.Save, state: object) -> None:
+        check_torch_rank(self._world)
+        flat = flatten(state)
+        save.plan = self.stage.plan(flat)
+        save.snapshot.nbytes = save.plan.layout.extents.nbytes
+        if self._stuck:
+            raise self._failure(save, "an earlier save is still waiting for other ranks")
+        slot = self._take_slot(save)
+        if slot is None:
+            return
+        save.slot, planned = slot, save.plan
+        if slot.view.nbytes >= planned.layout.extents.nbytes:
+            self.stage.copy(flat, planned, slot)
+        else:
+            save.stage = lambda: self.stage.copy(flat, planned, slot)
+
+    def _take_slot(self, save: commit.Save) -> Slot | None:
+        if self._config.when_busy == "skip":
+            slot = self._parts.shelf.take_own(0)
+            save.skip = slot is None
+            return slot
+        end = time.monotonic() + self._config.timeout_s
+        while (slot := self._parts.shelf.take_own(0.05)) is None:
+            if self._stuck or time.monotonic() > end:
+                raise self._failure(save, "both slots are still busy with earlier saves")
+        return slot
+
+    @property
+    def _stuck(self) -> bool:
+        return self._courier.late or self._courier.broken is not None
+
+    def _failure(self, save: commit.Save, why: str) -> SaveFailed:
+        return SaveFailed(why, rank=self._world.rank, node=self._world.node_name, step=save.snapshot.step)
+
+    def _bring_to_end(self, save: commit.Save) -> None:
+        start = time.perf_counter()
+        try:
+            commit.run(save, self._parts)
+            self._parts.counts["skipped" if save.snapshot.skipped else "committed"] += 1
+            self._warned_late = False
+        except MlflashError as error:
+            self._parts.counts["failed"] += 1
+            if self._world.rank == 0 or error.rank == self._world.rank:
+                log.warning("step %d was not saved: %s", save.snapshot.step, error)
+            raise
+        except BaseException as error:
+            if not save.snapshot.done:
+                save.snapshot.end(self._failure(save, f"the courier failed: {error!r}"))
+            save.staged.set()
+            raise
+        finally:
+            self._seconds["protect and commit"] += time.perf_counter() - start
+
+    def _note_late(self, snapshot: Snapshot, error: DeadlineExceeded) -> None:
+        self._parts.counts["late"] += 1
+        snapshot.late(error)
+        if not self._warned_late:
+            self._warned_late = True
+            log.warning("step %d is late, and steps are not saved until it has caught up: %s", snapshot.step, error)
+
+    def _look_at_pending(self) -> None:
+        """Forget the snapshots that have ended; with ``strict``, raise what failed, once."""
+        wrong = [s for s in self._pending if s.error is not None and not s.reported]
+        self._pending = [s for s in self._pending if not s.done]
+        for snapshot in wrong:
+            snapshot.reported = True
+        if wrong and self._config.strict and wrong[0].error is not None:
+            raise wrong[0].error

@@ -1,0 +1,187 @@
+"""Jobs that wait, that are late, that leave early, that are started twice or wrongly."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from harness import Cluster
+
+from mlflash.header import HEADER_NBYTES, unpack
+
+
+def train(cluster: Cluster, ranks: int, **options: object) -> object:
+    return cluster.run(ranks, "worker.py", json.dumps(options))
+
+
+@pytest.mark.parametrize("transport", ["p2p", "rma"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_stopped_rank_is_named_training_goes_on_and_it_catches_up(shm: Path, ranks: int, transport: str) -> None:
+    cluster = Cluster(shm, transport=transport)
+    job = cluster.start(ranks, "worker.py", json.dumps({"program": "wait_past_deadline", "stop_s": 3.0}))
+    job.wait_for("ready", ranks)
+    job.signal([ranks - 1], signal.SIGSTOP)
+    (job.out / "stopped").touch()
+    job.wait_for("next", 1)
+    time.sleep(0.5)
+    job.signal([ranks - 1], signal.SIGCONT)
+    result = job.wait()
+    late = result.of("late")
+    assert late and late[0]["rank"] == 0, result.log
+    for record in late[: ranks - 1]:
+        assert record["ranks"] == [ranks - 1]
+        assert record["nodes"] == [f"node{ranks - 1}"]
+        assert f"waited 3 s for rank {ranks - 1} on node{ranks - 1}" in record["text"]
+        assert record["seconds"] < 3 + 4
+    first = result.of("next")[0]
+    assert first["seconds"] < 1.0 and "still waiting for other ranks" in first["error"]
+    assert all(r["late"] for r in result.of("caught up")), "the late step was not committed after all"
+    assert [r["steps"] for r in result.of("end")] == [[2, 4]] * ranks or [r["steps"] for r in result.of("end")] == [
+        [3, 4]
+    ] * ranks
+
+
+def test_without_thread_multiple_everything_happens_inside_save(shm: Path) -> None:
+    cluster, env = Cluster(shm), {"THREAD_LEVEL": "serialized", "PYTHONWARNINGS": "default"}
+    for start, lost in ((None, 0), (3, 1), (6, 0)):
+        result = cluster.run(3, "worker.py", json.dumps({"program": "inline"}), env=env)
+        assert [(r["step"], r["wrong"]) for r in result.of("restored")] == [(start, [])] * 3, result.log
+        assert len(result.of("end")) == 3, result.log
+        cluster.wipe(lost)
+
+
+def test_a_with_block_left_by_an_exception_waits_for_nobody(shm: Path) -> None:
+    cluster = Cluster(shm)
+    result = cluster.run(2, "worker.py", json.dumps({"program": "leave_by_exception"}), timeout=30)
+    assert "training went wrong" in result.log
+    assert time.time() - result.of("raised")[0]["at"] < 10
+    again = cluster.run(2, "worker.py", json.dumps({"last": 0, "nbytes": 10}))
+    assert "in the checkpoint" in again.log  # other sizes: the step is there, and is not this state
+    assert len(cluster.slot_files()) == 8
+
+
+def test_the_same_job_twice_at_once_is_refused(shm: Path) -> None:
+    cluster = Cluster(shm)
+    first = cluster.start(2, "worker.py", json.dumps({"last": 100_000, "pause": 0.01}))
+    first.wait_for("committed", 2)
+    second = cluster.run(2, "worker.py", json.dumps({"last": 1}))
+    assert second.returncode != 0
+    assert "another job with this name is alive on this node" in second.log
+    assert f"held by pid {first.pids()[0]}" in second.log or f"held by pid {first.pids()[1]}" in second.log
+    assert len(first.pids()) == 2
+    first.kill()
+
+
+@pytest.mark.parametrize("place", ["header", "manifest", "payload", "table", "truncated"])
+def test_a_damaged_slot_is_replaced_by_its_copy_and_where_both_are_damaged_the_older_step_is_taken(
+    shm: Path, place: str
+) -> None:
+    def damage(rank: int, nodes: list[int], bit: int) -> None:
+        """Damage the slots of a rank's newest step on some nodes."""
+        for node in nodes:
+            for file in cluster.node(node).glob("slot-*"):
+                header = unpack(file.read_bytes()[:HEADER_NBYTES])
+                if (header.rank, header.step) != (rank, 3):
+                    continue
+                extents = header.extents
+                at = {"header": 40, "manifest": 4100, "payload": extents.payload_start + 1000,
+                      "table": extents.table_start + 3, "truncated": 0}[place]  # fmt: skip
+                if place == "truncated":
+                    os.truncate(file, 8192)
+                else:
+                    raw = np.memmap(file, mode="r+")
+                    raw[at] ^= bit
+                    raw.flush()
+
+    cluster = Cluster(shm)
+    train(cluster, 2, last=3, die_at=3, die="all")
+    damage(rank=1, nodes=[1], bit=1)
+    result = train(cluster, 2, last=0)
+    assert [(r["step"], r["wrong"]) for r in result.of("restored")] == [(3, [])] * 2, result.log
+    # The heal made rank 1's own slot whole; now the copy and the own slot go bad at once.
+    result = train(cluster, 2, last=0)
+    assert [r["report"]["counts"].get("slots fetched", 0) for r in result.of("restored")] == [0, 0]
+    damage(rank=1, nodes=[0, 1], bit=2)
+    result = train(cluster, 2, last=0)
+    assert all(r["wrong"] == [] for r in result.of("restored")), result.log
+    assert {r["step"] for r in result.of("restored")} <= {2, None}
+
+
+def test_the_older_step_is_taken_when_the_newest_is_damaged_twice(shm: Path) -> None:
+    cluster = Cluster(shm)
+    train(cluster, 2, last=3, die_at=3, die="all")
+    for file in cluster.slot_files():
+        header = unpack(file.read_bytes()[:HEADER_NBYTES])
+        if (header.rank, header.step) == (0, 3):
+            raw = np.memmap(file, mode="r+")
+            raw[header.extents.payload_start] ^= 1
+            raw.flush()
+    result = train(cluster, 2, last=5)
+    assert [(r["step"], r["wrong"]) for r in result.of("restored")] == [(2, [])] * 2, result.log
+    assert [r["steps"] for r in result.of("end")] == [[4, 5]] * 2
+
+
+def run_alone(program: str, shm: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("PMI", "OMPI", "SLURM", "MPI_"))}
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-c", program],
+        env={**environment, "MLFLASH_MEMORY": str(shm), **env},
+        cwd="/",
+        timeout=60,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_one_process_needs_no_mpi(shm: Path) -> None:
+    program = """
+import sys, numpy as np, mlflash
+state = {"x": np.arange(5.0)}
+with mlflash.Checkpointer("/some/where/run") as ckpt:
+    print(ckpt.restore(state), state["x"].sum(), ckpt.survives)
+    state["x"] += 1
+    ckpt.save((ckpt.steps() or [0])[-1] + 1, state).wait()
+assert "mpi4py.MPI" not in sys.modules and "torch" not in sys.modules
+"""
+    for start, total in ((None, 10.0), (1, 15.0), (2, 20.0)):
+        result = run_alone(program, shm)
+        assert f"{start} {total if start else 10.0} any process" in result.stdout, result.stderr
+        del total
+
+
+def test_a_launcher_without_an_mpi_library_reads_well(shm: Path) -> None:
+    program = "import mlflash; mlflash.Checkpointer('/a/b')"
+    result = run_alone(program, shm, PMI_RANK="0", PMI_SIZE="2", MPI4PY_LIBMPI="/nowhere/libmpi.so")
+    assert "mlflash.errors.MpiUnavailable: this process was started by an MPI launcher" in result.stderr
+    assert "pip install 'mlflash[mpich]'" in result.stderr
+
+
+def test_srun_with_the_wrong_mpi_is_refused(shm: Path) -> None:
+    program = "import mlflash; mlflash.Checkpointer('/a/b')"
+    result = run_alone(program, shm, SLURM_JOB_ID="7", SLURM_STEP_NUM_TASKS="4")
+    assert "WorldMismatch: srun started several tasks, but each of them is an MPI world of its own" in result.stderr
+    assert "expected: 4 ranks" in result.stderr
+
+
+def test_a_job_without_a_name_reads_well(shm: Path) -> None:
+    result = run_alone("import mlflash; mlflash.Checkpointer()", shm)
+    assert "ConfigError: this job has no name" in result.stderr
+
+
+def test_a_checkpointer_that_is_never_closed_does_not_hang_the_exit(shm: Path) -> None:
+    program = """
+import numpy as np, mlflash
+ckpt = mlflash.Checkpointer('/a/b')
+ckpt.save(1, {'x': np.zeros(9_000_000)})
+print('ok')
+"""
+    result = run_alone(program, shm)
+    assert (result.returncode, result.stdout) == (0, "ok\n"), result.stderr
