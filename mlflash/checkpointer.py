@@ -8,6 +8,7 @@ import logging
 import os
 import time
 import weakref
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
@@ -18,7 +19,7 @@ from .comm import World, find_comm
 from .courier import Courier, Job
 from .errors import Closed, MlflashError, StructureMismatch
 from .parts import Parts, make
-from .rebuild import compare, fill, materialize
+from .rebuild import Read, compare, fill, materialize
 from .saves import Saves
 from .slot import Slot
 from .snapshot import Snapshot
@@ -187,25 +188,9 @@ class Checkpointer:
             return None
         assert home.header is not None
         start = time.perf_counter()
-        manifest = home.manifest()
-        error: MlflashError | None = None
-        differences = compare(state, manifest.tree, manifest.entries)
-        if differences:
-            shown = "\n    ".join(differences[:_LISTED])
-            error = StructureMismatch(
-                f"the state given differs from the checkpoint in {len(differences)} places:\n    {shown}",
-                rank=self._world.rank,
-                node=self._world.node_name,
-                step=home.header.step,
-            )
-        self._courier.call(lambda: self._world.raise_together(error))
-        try:
-            fill(state, manifest.tree, manifest.entries, manifest.plain, self._reader(home))
-        except Exception as problem:  # load_state_dict of an object may raise anything: all ranks must hear of it
-            error = StructureMismatch(f"loading failed: {problem!r}", rank=self._world.rank,
-                                      node=self._world.node_name, step=home.header.step)  # fmt: skip
-            error.__cause__ = problem
-        self._courier.call(lambda: self._world.raise_together(error))
+        manifest, read = home.manifest(), _reader(home)
+        self._together(home, lambda: _refuse_differences(compare(state, manifest.tree, manifest.entries)))
+        self._together(home, lambda: fill(state, manifest.tree, manifest.entries, manifest.plain, read))
         self._seconds["load"] += time.perf_counter() - start
         return self._restored(home)
 
@@ -224,7 +209,7 @@ class Checkpointer:
         if home is None:
             return None, None
         manifest = home.manifest()
-        state = materialize(manifest.tree, manifest.entries, manifest.plain, self._reader(home))
+        state = materialize(manifest.tree, manifest.entries, manifest.plain, _reader(home))
         return self._restored(home), state
 
     def _find(self, step: int | None) -> Slot | None:
@@ -236,14 +221,20 @@ class Checkpointer:
         self._seconds["find and fetch"] += time.perf_counter() - start
         return home
 
-    def _reader(self, home: Slot) -> Any:
+    def _together(self, home: Slot, work: Callable[[], None]) -> None:
+        """Do something with the state on this rank; what goes wrong on any rank is raised on all."""
         assert home.header is not None
-        payload = home.payload(home.header.extents)
-
-        def read(entry: Entry) -> np.ndarray:
-            return payload[entry.start : entry.start + entry.nbytes]
-
-        return read
+        error: MlflashError | None = None
+        try:
+            work()
+        except MlflashError as problem:
+            error = problem
+        except Exception as problem:  # load_state_dict of an object may raise anything: all ranks must hear of it
+            error = StructureMismatch(f"loading failed: {problem!r}")
+            error.__cause__ = problem
+        if error is not None:
+            error.rank, error.node, error.step = self._world.rank, self._world.node_name, home.header.step
+        self._courier.call(lambda: self._world.raise_together(error))
 
     def _restored(self, home: Slot) -> int:
         assert home.header is not None
@@ -316,7 +307,7 @@ class Checkpointer:
         try:
             self.wait()
         finally:
-            stuck = self._courier.late or self._courier.broken is not None
+            stuck = self._courier.late is not None or self._courier.broken is not None
             if not stuck:
                 self._courier.call(self._parts.free)
             self._end(abandon=stuck)
@@ -345,6 +336,22 @@ class Checkpointer:
     def _check_open(self) -> None:
         if self._closed:
             raise Closed("this Checkpointer was closed")
+
+
+def _refuse_differences(found: list[str]) -> None:
+    if found:
+        shown = "\n    ".join(found[:_LISTED])
+        raise StructureMismatch(f"the state given differs from the checkpoint in {len(found)} places:\n    {shown}")
+
+
+def _reader(home: Slot) -> Read:
+    assert home.header is not None
+    payload = home.payload(home.header.extents)
+
+    def read(entry: Entry) -> np.ndarray:
+        return payload[entry.start : entry.start + entry.nbytes]
+
+    return read
 
 
 _live: weakref.WeakSet[Checkpointer] = weakref.WeakSet()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 
 import click
@@ -35,6 +36,7 @@ def demo(steps: int, kill_step: int | None, seed: int | None, redundancy: str) -
 
     if kill_step is not None and kill_step >= steps:
         raise click.BadParameter(f"must be before the last step, {steps}", param_hint="--kill-step")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the ranks must not outlive us
     try:
         same = run(draw(steps, seed, kill_step, redundancy), Console())
     except (DemoFailed, MlflashError) as error:

@@ -61,7 +61,7 @@ class Courier:
     """
 
     def __init__(self, world: World, threaded: bool):
-        self.late = False  # a job is past its deadline and still running
+        self.late: DeadlineExceeded | None = None  # of the job that is past its deadline and still running
         self.broken: BaseException | None = None
         self._world = world
         self._queue: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
@@ -87,16 +87,14 @@ class Courier:
         job = Job(work)
         self.post(job)
         while not job.woken.wait(self._world.timeout_s + _GRACE_S):
-            if not self.late and self.broken is None:
-                continue  # an earlier job has the floor; its own deadline runs
-            break
+            if self.late is not None or self.broken is not None:
+                break  # else an earlier job has the floor, and its own deadline runs
         if job.error is not None:
             raise job.error
         if job.late is not None:
             raise job.late
-        if not job.woken.is_set():
-            raise DeadlineExceeded(f"an earlier operation did not end within {self._world.timeout_s:g} s",
-                                   rank=self._world.rank, node=self._world.node_name)  # fmt: skip
+        if not job.woken.is_set() and self.late is not None:
+            raise self.late
         return job.result
 
     def stop(self, abandon: bool) -> None:
@@ -122,7 +120,7 @@ class Courier:
 
     def _do(self, job: Job) -> None:
         def on_late(error: DeadlineExceeded) -> None:
-            self.late = True
+            self.late = error
             job.is_late(error)
             if self._thread is None:
                 raise error  # nobody can go on waiting: the job ends here, and with it this Checkpointer
@@ -141,11 +139,11 @@ class Courier:
             job.error = Closed("the Checkpointer was left by an exception")
         except MlflashError as error:  # agreed on by all ranks: the queue goes on
             job.error = error
-            if self._thread is None and self.late:
+            if self._thread is None and self.late is not None:
                 self.broken = error
         except Exception as error:  # the courier's edge: stored here, raised where somebody waits
             log.exception("mlflash stops saving on rank %d: the courier failed", self._world.rank)
             self.broken = job.error = error
         self._world.deadline = float("inf")
-        self.late = False
+        self.late = None
         job.woken.set()

@@ -44,13 +44,11 @@ class NodeMemory:
         fd = os.open(memory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         path = memory
         for part in parts:
-            path = os.path.join(path, part)
+            path, above = os.path.join(path, part), fd
             try:
-                os.mkdir(part, 0o700, dir_fd=fd)
-            except FileExistsError:
-                pass
-            fd, above = _open_directory(part, fd, path), fd
-            os.close(above)
+                fd = _make_directory(part, above, path)
+            finally:
+                os.close(above)
         self.path = path
         self.fd = fd
         self._lock_fd = -1
@@ -161,7 +159,12 @@ def _is_private(status: os.stat_result) -> bool:
     return status.st_uid == os.getuid() and not status.st_mode & 0o077
 
 
-def _open_directory(name: str, above: int, path: str) -> int:
+def _make_directory(name: str, above: int, path: str) -> int:
+    """Make a directory where there is none, and open it; returns its descriptor."""
+    try:
+        os.mkdir(name, 0o700, dir_fd=above)
+    except FileExistsError:
+        pass
     try:
         fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=above)
     except OSError as error:

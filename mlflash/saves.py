@@ -49,7 +49,7 @@ class Saves:
     def save(self, step: int, state: object) -> Snapshot:
         """Stage a state and post the rest; see `Checkpointer.save`."""
         whole = isinstance(step, (int, np.integer)) and not isinstance(step, bool)
-        snapshot = Snapshot(int(step) if whole else -1)
+        snapshot = Snapshot(int(step) if whole else -1, lambda: self._courier.late)
         save = commit.Save(snapshot, self._parts.next_attempt())
         mistake: BaseException | None = None
         try:
@@ -127,7 +127,7 @@ class Saves:
 
     @property
     def _stuck(self) -> bool:
-        return self._courier.late or self._courier.broken is not None
+        return self._courier.late is not None or self._courier.broken is not None
 
     def _failure(self, save: commit.Save, why: str) -> SaveFailed:
         return SaveFailed(why, rank=self._world.rank, node=self._world.node_name, step=save.snapshot.step)

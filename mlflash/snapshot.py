@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 
 from .errors import DeadlineExceeded, MlflashError, SaveFailed
+
+_LOOK_S = 0.5  # how often a waiting snapshot looks whether the courier is held up
 
 
 class Snapshot:
@@ -19,8 +22,9 @@ class Snapshot:
         skipped: whether it was given up on all ranks because both slots of one were busy.
     """
 
-    def __init__(self, step: int):
+    def __init__(self, step: int, blocked: Callable[[], DeadlineExceeded | None]):
         self.step = step
+        self._blocked = blocked  # why an earlier operation of the courier does not end, where it does not
         self.nbytes = 0
         self.stall_s = 0.0
         self.commit_s: float | None = None
@@ -63,8 +67,12 @@ class Snapshot:
             SaveFailed: it will not be committed; the last committed step is untouched.
             DeadlineExceeded: it is not committed yet, though time is up; it may still be.
         """
-        if not self._woken.wait(timeout):
-            raise DeadlineExceeded(f"not committed within {timeout:g} s (it may still be)", step=self.step)
+        end = float("inf") if timeout is None else time.monotonic() + timeout
+        while not self._woken.wait(max(0.0, min(_LOOK_S, end - time.monotonic()))):
+            if (blocked := self._blocked()) is not None:
+                raise blocked
+            if time.monotonic() >= end:
+                raise DeadlineExceeded(f"not committed within {timeout:g} s (it may still be)", step=self.step)
         if self.error is not None:
             raise self.error
         return self
