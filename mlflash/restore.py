@@ -90,8 +90,9 @@ def _verify_and_fetch(parts: Parts, found: np.ndarray, choice: Choice) -> list[t
     if not bad:
         parts.adopt(found, choice)
         bad = _fetch(parts, choice, serves, slots)
+    in_use = parts.shelf.mapped()
     for slot in slots.values():
-        if slot.segment is not None:
+        if slot.segment is not None and slot.segment.inode not in in_use:
             slot.segment.close()
     return bad
 
@@ -107,7 +108,7 @@ def _servers(parts: Parts, choice: Choice) -> list[int]:
 
 
 def _open_verified(parts: Parts, choice: Choice, rank: int) -> Slot:
-    slot = Slot(attach(parts.memory, file_name(choice.source[rank][1])))
+    slot = Slot(attach(parts.memory, file_name(choice.source[rank][1]), parts.shelf.mapped()))
     if not _is(slot, rank, choice.attempt):
         raise CorruptSlot("the header of a slot changed", rank=rank, step=choice.step)
     slot.verify()

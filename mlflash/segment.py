@@ -12,7 +12,7 @@ import mmap
 import os
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -38,6 +38,7 @@ class Segment:
     def __init__(self, name: str, fd: int, nbytes: int, fresh: bool):
         self.name = name
         self.nbytes = nbytes
+        self.inode = os.fstat(fd).st_ino  # not given to another file while this mapping is there
         self.ready = threading.Event()
         self._fresh = fresh
         self._lock = threading.Lock()
@@ -98,10 +99,16 @@ def create(memory: NodeMemory, nbytes: int) -> Segment:
         os.close(fd)
 
 
-def attach(memory: NodeMemory, name: str) -> Segment:
+def attach(memory: NodeMemory, name: str, mapped: Mapping[int, Segment] | None = None) -> Segment:
     """Map a segment that an earlier process left.
 
     Not collective.
+
+    Args:
+        memory: this node's directory.
+        name: its file.
+        mapped: mappings that are there already, by inode: one of the same file is given back instead of a new
+            one, whose pages would have to be faulted in again (which takes longer than to read them).
 
     Raises:
         CorruptSlot: the file is shorter than a page.
@@ -109,10 +116,15 @@ def attach(memory: NodeMemory, name: str) -> Segment:
     """
     fd = memory.open(name, os.O_RDWR)
     try:
-        nbytes = os.fstat(fd).st_size // PAGE_NBYTES * PAGE_NBYTES
+        status = os.fstat(fd)
+        nbytes = status.st_size // PAGE_NBYTES * PAGE_NBYTES
         if nbytes == 0:
             raise CorruptSlot(f"{name} is shorter than a page")
-        os.posix_fallocate(fd, 0, nbytes)  # a hole in the file would be SIGBUS on a full tmpfs
+        known = (mapped or {}).get(status.st_ino)
+        if known is not None and known.nbytes == nbytes:
+            return known
+        if status.st_blocks * 512 < nbytes:  # a hole in the file would be SIGBUS on a full tmpfs
+            os.posix_fallocate(fd, 0, nbytes)
         return Segment(name, fd, nbytes, fresh=False)
     finally:
         os.close(fd)

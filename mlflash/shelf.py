@@ -49,19 +49,25 @@ class Shelf:
             kept: the attempt that must not be overwritten.
             spare: files of this node that nobody needs, to be deleted by `drop_spare`.
         """
-        for slot in self.all():
-            _unmap(slot)
+        before = self.mapped()
         for pair, numbers in [(self.own, files.own), *((self.inbox[q], files.inbox[q]) for q in self.inbox)]:
             for index, number in enumerate(numbers):
-                pair[index] = self._attach(number, kept)
+                pair[index] = self._attach(number, kept, before)
+        for inode, mapping in before.items():
+            if inode not in self.mapped():
+                mapping.close()
         self.spare = list(spare)
         segment.prefault_in_background([s.segment for s in self.all() if s.segment is not None])
 
-    def _attach(self, number: int | None, kept: Attempt | None) -> Slot:
+    def mapped(self) -> dict[int, segment.Segment]:
+        """The mappings of the slots, by inode of their files."""
+        return {slot.segment.inode: slot.segment for slot in self.all() if slot.segment is not None}
+
+    def _attach(self, number: int | None, kept: Attempt | None, mapped: dict[int, segment.Segment]) -> Slot:
         if number is None:
             return Slot()
         try:
-            slot = Slot(segment.attach(self._memory, file_name(number)))
+            slot = Slot(segment.attach(self._memory, file_name(number), mapped))
         except (CorruptSlot, FileNotFoundError):
             self._memory.remove(file_name(number))
             return Slot()

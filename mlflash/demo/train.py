@@ -75,7 +75,8 @@ def main() -> None:
         ckpt.wait()
         report = ckpt.report()
 
-    np.savez(args.folder / f"rank{rank}.npz", **final_tensors(model, optimizer))
+    tensors: dict[str, Any] = final_tensors(model, optimizer)
+    np.savez(args.folder / f"rank{rank}.npz", **tensors)
     journal.tell(
         "done",
         partner=report["partner"],
@@ -83,6 +84,7 @@ def main() -> None:
         seconds=report["seconds"],
         saves=[{"stall_s": s.stall_s, "commit_s": s.commit_s, "nbytes": s.nbytes} for s in snapshots],
         memcpy_s=yardstick,
+        tensors=len(tensors),
     )
     distributed.destroy_process_group()
 
@@ -92,23 +94,24 @@ def start_gloo(rank: int, size: int) -> None:
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     timeout = datetime.timedelta(seconds=_TIMEOUT_S)
-    make = lambda port: distributed.TCPStore(
-        "127.0.0.1", port, size, is_master=rank == 0, timeout=timeout, wait_for_workers=False
-    )
-    store = make(0) if rank == 0 else None  # port 0: the system gives a free one
-    port = MPI.COMM_WORLD.bcast(store and store.port)
-    distributed.init_process_group("gloo", store=store or make(port), rank=rank, world_size=size, timeout=timeout)
+    store, port = None, 0  # the system gives rank 0 a free one
+    if rank == 0:
+        store = distributed.TCPStore("127.0.0.1", 0, is_master=True, timeout=timeout, wait_for_workers=False)
+        port = store.port
+    port = MPI.COMM_WORLD.bcast(port)
+    if store is None:
+        store = distributed.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
+    distributed.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
 
 
 def settle_buckets(ddp: Any) -> None:
     """Make DDP put its buckets into their final order. Collective over COMM_WORLD.
 
-    DDP does that after its first backward, and gloo's sum over the ranks depends on where a gradient lies in its
-    bucket. Without this, the first step after a relaunch would round differently from the same step of a run
-    that went through.
+    DDP does that once, after its first backward, and gloo's sum over the ranks rounds by where in a bucket a
+    gradient lies. Without this, the first step after a relaunch would not be bit-identical to the same step of a
+    run that went through.
     """
     nothing = torch.zeros((1, CONTEXT), dtype=torch.long)
-    ddp(nothing, nothing).backward()
     ddp(nothing, nothing).backward()
     ddp.zero_grad()
 
