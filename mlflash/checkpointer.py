@@ -17,7 +17,7 @@ import numpy as np
 from . import commit, config, restore
 from .comm import World, find_comm
 from .courier import Courier, Job
-from .errors import Closed, MlflashError, StructureMismatch
+from .errors import Closed, MemoryTooSmall, MlflashError, StateError, StructureMismatch
 from .parts import Parts, make
 from .rebuild import Read, compare, fill, materialize
 from .saves import Saves
@@ -150,6 +150,13 @@ class Checkpointer:
         self._courier.call(lambda: self._world.raise_together(error))
         self._reserve(nbytes)
 
+    def _prepare_or_warn(self, state: Any) -> None:
+        try:
+            self.prepare(state)
+        except (MemoryTooSmall, StateError) as error:  # training may begin; each save will say so again
+            if self._world.rank == 0:
+                log.warning("the slots could not be made: %s", error)
+
     def _reserve(self, nbytes: int) -> None:
         parts = self._parts
 
@@ -168,7 +175,7 @@ class Checkpointer:
         """Fill the state, in place, with the newest step that memory can give.
 
         Collective over comm. Every byte is verified on all ranks before anything is changed. Afterwards the
-        redundancy is made whole again in the background.
+        redundancy is made whole again in the background. Either way the slots are made as :meth:`prepare` does.
 
         Args:
             state: live tensors and arrays are copied into, plain leaves replaced, objects get copies through
@@ -185,6 +192,7 @@ class Checkpointer:
         """
         home = self._find(step)
         if home is None:
+            self._prepare_or_warn(state)
             return None
         assert home.header is not None
         start = time.perf_counter()
@@ -274,8 +282,9 @@ class Checkpointer:
         """Give counters, seconds per verb, and how this rank is placed. Not collective.
 
         Returns:
-            ``rank``, ``node``, ``partner`` (-1: none), ``transport``, ``job``, ``directory`` (in memory),
-            ``slots`` (file, use, step and bytes of each), ``counts`` and ``seconds``.
+            ``rank``, ``node``, ``partner`` (-1: none), ``transport``, ``job``, ``memory`` (this job's directory in
+            it), ``restored_from`` (node whose memory the last restore took this rank's state from, or ""), ``slots``
+            (file, use, rank, step and bytes of each), ``counts`` and ``seconds``.
         """
         parts = self._parts
         slots = [
@@ -290,6 +299,7 @@ class Checkpointer:
             "transport": parts.copies.transport,
             "job": self._config.job,
             "memory": parts.memory.path,
+            "restored_from": parts.restored_from,
             "slots": slots,
             "counts": dict(parts.counts),
             "seconds": dict(self._seconds),

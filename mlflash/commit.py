@@ -19,13 +19,12 @@ from .errors import MlflashError, SaveFailed, StepOrderError
 from .header import Attempt, Header
 from .layout import Extents
 from .parts import Parts
+from .segment import Segment
 from .shelf import make_room, needs_room
 from .slot import Slot
 from .snapshot import Snapshot
 from .stage import Plan
 from .transfer import Source
-
-_NO_STEP = -(1 << 62)
 
 
 class Save:
@@ -35,6 +34,7 @@ class Save:
         problem: why this rank cannot take part; it then only sends a failed receipt.
         skip: this rank's slots are busy and the save is to be skipped on all ranks.
         stage: fills the slot, where the main thread could not because the slot was too small; it then waits.
+        segment: the mapping that was staged into.
         staged: set when the slot is filled, or the save has ended.
     """
 
@@ -43,6 +43,7 @@ class Save:
         self.attempt = attempt
         self.slot: Slot | None = None
         self.plan: Plan | None = None
+        self.segment: Segment | None = None
         self.problem: MlflashError | None = None
         self.skip = False
         self.stage: Callable[[], None] | None = None
@@ -77,6 +78,12 @@ def run(save: Save, parts: Parts) -> None:
         raise error
 
 
+def refuse(save: Save, error: MlflashError) -> None:
+    """End a save that the courier cannot bring to its end. Not collective."""
+    save.snapshot.end(error)
+    save.staged.set()
+
+
 def _announce(save: Save, parts: Parts) -> None:
     world, shelf, copies = parts.world, parts.shelf, parts.copies
     extents = save.extents
@@ -96,11 +103,18 @@ def _announce(save: Save, parts: Parts) -> None:
         raise StepOrderError("the ranks are not saving the same step", expected="one step on all ranks", found=found)
     save.snapshot.skipped = not no_skip
     if not can_wait and no_skip:
-        grow_slots(parts, demand)
+        grow_slots(parts, demand, save.slot if save.stage is not None else None)
 
 
-def grow_slots(parts: Parts, demand: list[tuple[Slot, int]]) -> None:
+def grow_slots(parts: Parts, demand: list[tuple[Slot, int]], waiting: Slot | None = None) -> None:
     """Make room in this rank's slots. Collective over the world.
+
+    Slots that are busy are left alone: the main thread may be staging into one at this moment.
+
+    Args:
+        parts: this rank's.
+        demand: slots and the bytes each must take.
+        waiting: a busy slot that the main thread waits for, and does not touch.
 
     Raises:
         MemoryTooSmall: on all ranks; slots that hold a committed step are as they were.
@@ -115,7 +129,9 @@ def grow_slots(parts: Parts, demand: list[tuple[Slot, int]]) -> None:
                 wanted[id(slot)] = (slot, size)
     parts.copies.close_windows()
     try:
-        make_room(parts.world, parts.board, parts.memory, list(wanted.values()))
+        with parts.shelf.reserved([slot for slot, _ in wanted.values()]) as mine:
+            usable = [(slot, n) for slot, n in wanted.values() if slot is waiting or any(slot is m for m in mine)]
+            make_room(parts.world, parts.board, parts.memory, usable)
     finally:
         parts.copies.open_windows(parts.shelf)
         parts.shelf.post_directory(parts.board)
@@ -144,8 +160,10 @@ def _protect(save: Save, parts: Parts) -> None:
 
 
 def _header(save: Save, parts: Parts, check: int) -> Header | None:
-    if save.problem is not None or save.plan is None:
+    if save.problem is not None or save.plan is None or save.slot is None:
         return None  # staging failed: this slot must never look whole
+    if save.slot.segment is not save.segment:
+        raise AssertionError("the slot got another file after it was staged")
     world = parts.world
     return Header(
         attempt=save.attempt,

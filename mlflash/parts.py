@@ -31,6 +31,7 @@ class Parts:
     Attributes:
         run_id: random number of this run, the same on all ranks.
         generation: number of the newest attempt known; the next one is larger.
+        restored_from: node whose memory held what this rank restored; "" before.
         counts: what happened, by name, for reports.
     """
 
@@ -43,6 +44,7 @@ class Parts:
     run_id: bytes = b""
     generation: int = 0
     poke: Any = None
+    restored_from: str = ""
     counts: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
 
     def take_stock(self) -> np.ndarray:

@@ -68,6 +68,7 @@ def bring_home(parts: Parts, step: int | None) -> Slot | None:
             )
         bad = _verify_and_fetch(parts, found, choice)
         if not bad:
+            parts.restored_from = parts.world.topology.node_names[choice.source[parts.world.rank][0]]
             return next(slot for slot in parts.shelf.own if _is(slot, parts.world.rank, choice.attempt))
         for node, file in bad:
             found = found[(found["node"] != node) | (found["file"] != file)]
@@ -179,8 +180,16 @@ def heal(parts: Parts, home: Slot) -> None:
     lacking = copies.missing(shelf, header.attempt)
     if not world.agree([int(not lacking)])[0]:
         _copy_again(parts, home, copies, lacking)
-    shelf.keep_only([home, *copies.kept(shelf, header.attempt)])
+    kept = copies.kept(shelf, header.attempt)
+    shelf.keep_only([home, *kept])
     shelf.drop_spare()
+    # The next save shall find room.
+    demand = [(slot, header.extents.nbytes) for slot in shelf.own]
+    for owner, pair in shelf.inbox.items():
+        sizes = [copy.header.extents.nbytes for copy in kept if copy.header is not None and copy.header.rank == owner]
+        demand += [(slot, nbytes) for nbytes in sizes for slot in pair]
+    if not world.agree([int(not any(needs_room(slot, nbytes) for slot, nbytes in demand))])[0]:
+        grow_slots(parts, demand)
 
 
 def _copy_again(parts: Parts, home: Slot, copies: Copies, lacking: bool) -> None:

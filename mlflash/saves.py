@@ -18,8 +18,8 @@ from .errors import DeadlineExceeded, MlflashError, SaveFailed, StateError, Step
 from .parts import Parts
 from .slot import Slot
 from .snapshot import Snapshot
-from .stage import Stage
-from .state import flatten
+from .stage import Plan, Stage
+from .state import Flat, flatten
 
 log = logging.getLogger("mlflash")
 
@@ -64,7 +64,7 @@ class Saves:
         if save.problem is not None:
             save.problem.rank, save.problem.node = self._world.rank, self._world.node_name
             snapshot.end(save.problem)  # this rank need not hear from the others to know
-        late, refused = lambda error: self._note_late(snapshot, error), snapshot.end
+        late, refused = lambda error: self._note_late(snapshot, error), lambda error: commit.refuse(save, error)
         self._courier.post(Job(lambda: self._bring_to_end(save), late, refused))
         if save.stage is not None:
             save.staged.wait(self._config.timeout_s)
@@ -110,9 +110,14 @@ class Saves:
             return
         save.slot, planned = slot, save.plan
         if slot.view.nbytes >= planned.layout.extents.nbytes:
+            save.segment = slot.segment
             self.stage.copy(flat, planned, slot)
         else:
-            save.stage = lambda: self.stage.copy(flat, planned, slot)
+            save.stage = lambda: self._stage_later(save, flat, planned, slot)
+
+    def _stage_later(self, save: commit.Save, flat: Flat, planned: Plan, slot: Slot) -> None:
+        save.segment = slot.segment
+        self.stage.copy(flat, planned, slot)
 
     def _take_slot(self, save: commit.Save) -> Slot | None:
         if self._config.when_busy == "skip":
@@ -144,9 +149,7 @@ class Saves:
                 log.warning("step %d was not saved: %s", save.snapshot.step, error)
             raise
         except BaseException as error:
-            if not save.snapshot.done:
-                save.snapshot.end(self._failure(save, f"the courier failed: {error!r}"))
-            save.staged.set()
+            commit.refuse(save, self._failure(save, f"the courier failed: {error!r}"))
             raise
         finally:
             self._seconds["protect and commit"] += time.perf_counter() - start

@@ -5,8 +5,9 @@ Two of each, because the last committed one is never written: a save goes into t
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from . import segment
 from .board import Board, Word
@@ -88,6 +89,21 @@ class Shelf:
         """A slot of a pair that may be written; the one with the older content first."""
         free = [slot for slot in pair if slot.use is Use.FREE]
         return min(free, key=lambda slot: slot.generation, default=None)
+
+    @contextlib.contextmanager
+    def reserved(self, slots: Sequence[Slot]) -> Iterator[list[Slot]]:
+        """Keep the free ones of some slots from being taken for a save while their files are replaced; gives these."""
+        with self.changed:
+            taken = [slot for slot in slots if slot.use is Use.FREE]
+            for slot in taken:
+                slot.use = Use.BUSY
+        try:
+            yield taken
+        finally:
+            with self.changed:
+                for slot in taken:
+                    slot.use = Use.FREE
+                self.changed.notify_all()
 
     def release(self, attempt: Attempt, own: Slot, committed: bool) -> None:
         """End an attempt: committed, its slots hold it and all older ones are free; failed, its slots are free.

@@ -44,6 +44,8 @@ def mpiexec(ranks: int, argv: Sequence[str], env: Mapping[str, str] | None = Non
     """
     path, vendor = find_mpiexec()
     command = [path, "-n", str(ranks)]
+    if vendor == "mpich":
+        command += ["-launcher", "fork"]  # on this machine, also inside a Slurm allocation
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
     if vendor == "openmpi":
         command += ["--oversubscribe", "--bind-to", "none"]

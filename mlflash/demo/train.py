@@ -55,9 +55,10 @@ def main() -> None:
 
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "batches": batches, "rng": mlflash.rng()}
     with mlflash.Checkpointer(timeout_s=_TIMEOUT_S) as ckpt:
-        on_my_node = [slot["step"] for slot in ckpt.report()["slots"] if slot["rank"] == rank]
         restored = ckpt.restore(state)
-        journal.tell("ready", restored=restored, own_node=restored in on_my_node, survives=ckpt.survives,
+        report = ckpt.report()
+        own_node = report["restored_from"] == report["node"]
+        journal.tell("ready", restored=restored, own_node=own_node, survives=ckpt.survives,
                      parameters=sum(p.numel() for p in model.parameters()))  # fmt: skip
         snapshots, yardstick = [], []
         for step in range((restored or 0) + 1, args.steps + 1):

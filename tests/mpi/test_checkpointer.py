@@ -101,6 +101,21 @@ def test_prepare_sizes_everything_before_the_first_save(options: dict[str, Any])
         assert [slot["nbytes"] for slot in ckpt.report()["slots"]] == sizes
 
 
+def test_a_restore_that_finds_nothing_prepares_and_one_that_finds_something_makes_room_too(
+    options: dict[str, Any], root: Path
+) -> None:
+    count = 4 if SIZE > 1 else 2
+    for start in (None, 1):
+        with Checkpointer(**options) as ckpt:
+            assert ckpt.restore(state_at(0)) == start
+            ckpt.steps()  # behind the heal
+            assert [slot["nbytes"] > 1_600_000 for slot in ckpt.report()["slots"]] == [True] * count
+            files = {slot["file"] for slot in ckpt.report()["slots"]}
+            ckpt.save((start or 0) + 1, state_at(1)).wait()
+            assert {slot["file"] for slot in ckpt.report()["slots"]} == files
+            assert ckpt.report()["restored_from"] == ("" if start is None else f"node{RANK}")
+
+
 def test_reserve_allocates_at_the_start(options: dict[str, Any]) -> None:
     with Checkpointer(**options, reserve=1_000_000) as ckpt:
         assert all(slot["nbytes"] >= 1_000_000 for slot in ckpt.report()["slots"])
