@@ -69,7 +69,8 @@ def main() -> int:
 def launch(memory: Path, nbytes: int, repetitions: int, timeout_s: float) -> tuple[str, list[dict[str, Any]]]:
     """Run the cases on two emulated nodes; returns what went wrong ("": nothing) and the lines they wrote."""
     out = memory / "out.jsonl"
-    argv = [sys.executable, "-m", "mpi4py", *map(str, (CASES, memory, out, nbytes, repetitions))]  # a rank's error ends all
+    # With -m mpi4py an exception on one rank ends the other too.
+    argv = [sys.executable, "-m", "mpi4py", *map(str, (CASES, memory, out, nbytes, repetitions))]
     command, env = mpiexec(2, argv, {"MLFLASH_RANKS_PER_NODE": "1", "PYTHONWARNINGS": "error"})
     ranks = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, start_new_session=True)
     try:
