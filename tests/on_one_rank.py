@@ -16,7 +16,18 @@ def main() -> int:
     rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
     report = Path(os.environ["MLFLASH_TEST_REPORTS"], f"mpi-{size}-rank{rank}.xml")
     here = Path(__file__).parent / "mpi"
-    arguments = ["--only-mpi", "--timeout", "100", "--junitxml", str(report), str(here), "-r", "fE", *sys.argv[1:]]
+    arguments = [
+        "--only-mpi",
+        "--timeout",
+        "100",
+        "--color=no",
+        "--junitxml",
+        str(report),
+        str(here),
+        "-r",
+        "fE",
+        *sys.argv[1:],
+    ]
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed) if rank else contextlib.nullcontext():
         code = int(pytest.main(arguments))
