@@ -50,10 +50,11 @@ class Bench:
 
     def __init__(self, comm: MPI.Comm, memory: Path, nbytes: int, repetitions: int, out: Path):
         self.comm, self.memory, self.nbytes, self.repetitions, self.out = comm, memory, nbytes, repetitions, out
-        self._target = np.full(nbytes, 1, dtype=np.uint8)
+        most = max(nbytes, SMALL_COUNT * SMALL_NBYTES)
+        self._target = np.full(most, 1, dtype=np.uint8)
         with tempfile.TemporaryFile(dir=memory) as file:
-            os.posix_fallocate(file.fileno(), 0, nbytes)
-            exposed = np.frombuffer(mmap.mmap(file.fileno(), nbytes), dtype=np.uint8)
+            os.posix_fallocate(file.fileno(), 0, most)
+            exposed = np.frombuffer(mmap.mmap(file.fileno(), most), dtype=np.uint8)
         exposed[:] = 0
         self._window = MPI.Win.Create(exposed, 1, comm=comm)
 
