@@ -17,6 +17,34 @@ def main() -> None:
 
 
 @main.command()
+@click.argument("jobs", nargs=-1, metavar="[JOB]...")
+@click.option("--all", "everything", is_flag=True, help="All jobs of this user on this node.")
+@click.option("--memory", default="/dev/shm", show_default=True, envvar="MLFLASH_MEMORY", help="Memory file system.")
+def clean(jobs: tuple[str, ...], everything: bool, memory: str) -> None:
+    """Delete what ended jobs hold in the memory of this node.
+
+    Without a job it lists those that are there. A job that is alive is refused.
+    """
+    from .errors import MlflashError
+    from .node_memory import clean as clean_job
+    from .node_memory import jobs_of
+
+    there = jobs_of(memory)
+    if unknown := sorted(set(jobs) - set(there)):
+        raise click.ClickException(f"no memory of {', '.join(unknown)} here; there is: {', '.join(there) or 'none'}")
+    if not jobs and not everything:
+        click.echo("\n".join(there) or "nothing of this user is in memory here")
+    refused = False
+    for job in there if everything else jobs:
+        try:
+            click.echo(f"{job}: {clean_job(memory, job):,} bytes freed")
+        except MlflashError as error:
+            refused = True
+            click.echo(f"{job}: {error}", err=True)
+    sys.exit(int(refused))
+
+
+@main.command()
 @click.option("--steps", type=click.IntRange(3), default=20, show_default=True, help="Training steps.")
 @click.option("--kill-step", type=click.IntRange(1), help="Step in which the node dies; before the last. [random]")
 @click.option("--seed", type=int, help="Of training, and of the step, the node and the moment. [random]")

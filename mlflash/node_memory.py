@@ -14,6 +14,7 @@ import re
 import stat
 import struct
 import time
+from pathlib import Path
 
 from .errors import ForeignNode, JobInUse, UnsafePath
 
@@ -141,6 +142,20 @@ class NodeMemory:
         except FileNotFoundError:
             pass
 
+    def wipe(self) -> int:
+        """Delete all slots, the lock and the directory; returns the bytes freed. Hold the lock of all ranks before."""
+        nbytes = 0
+        for name in self.slot_names():
+            nbytes += os.stat(name, dir_fd=self.fd, follow_symlinks=False).st_size
+            self.remove(name)
+        os.unlink(_LOCK_NAME, dir_fd=self.fd)
+        try:
+            os.rmdir(self.path)
+        except OSError:
+            log.warning("%s stays: there are files in it that are not mlflash's", self.path)
+        log.info("deleted %s, %d bytes of slots", self.path, nbytes)
+        return nbytes
+
     def close(self) -> None:
         """Give up the lock and the directory; the files stay. May be called twice."""
         for key in self._locks:
@@ -152,6 +167,38 @@ class NodeMemory:
         self.fd = self._lock_fd = -1
 
 
+def jobs_of(memory: str) -> list[str]:
+    """List the jobs of this user that have memory on this node."""
+    top = Path(memory, f"mlflash-{os.getuid()}")
+    return sorted(path.name for path in top.iterdir() if path.is_dir()) if top.is_dir() else []
+
+
+def clean(memory: str, job: str) -> int:
+    """Delete what a job holds in the memory of this node (of all nodes that are emulated on it).
+
+    Not collective. Only the job's own files are deleted; a directory with others in it stays.
+
+    Returns:
+        The bytes freed.
+
+    Raises:
+        JobInUse: the job is alive; nothing of this node was deleted.
+        UnsafePath: its directory is not private to this user.
+    """
+    top = Path(memory, f"mlflash-{os.getuid()}", job)
+    emulated = [int(path.name.removeprefix("node")) for path in sorted(top.glob("node*")) if _NODE.fullmatch(path.name)]
+    freed = 0
+    for node in [*emulated, None]:
+        held = NodeMemory(memory, job, node)
+        try:
+            held.lock(0, 1, wait_s=0)
+            freed += held.wipe()
+        finally:
+            held.close()
+    return freed
+
+
+_NODE = re.compile(r"node\d+")
 _PRIVATE = "owned by this user, no access for group and others, not a link"
 
 

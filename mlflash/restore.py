@@ -61,10 +61,11 @@ def bring_home(parts: Parts, step: int | None) -> Slot | None:
             raise StepNotFound("this step cannot be restored", step=step, found=f"steps in memory: {steps}")
         if choice.world_size != parts.world.size:
             raise WorldSizeChanged(
-                "the checkpoint in memory was saved by another number of ranks; start with that number again",
+                "the checkpoint in memory was saved by another number of ranks: start with that number again, or leave "
+                "it behind with another job name or `mlflash clean`",
                 step=choice.step,
-                expected=f"{choice.world_size} ranks",
-                found=f"{parts.world.size} ranks",
+                expected=f"a world of {choice.world_size} ranks",
+                found=f"{parts.world.size}",
             )
         bad = _verify_and_fetch(parts, found, choice)
         if not bad:

@@ -96,6 +96,7 @@ class Launch:
 
     def __init__(self, command: list[str], env: dict[str, str], out: Path):
         self.out = out
+        self._before = _mpi_files()
         with (out / "log").open("w") as log:
             self._process = subprocess.Popen(command, env=env, stdout=log, stderr=log, stdin=subprocess.DEVNULL,
                                              start_new_session=True)  # fmt: skip
@@ -149,6 +150,7 @@ class Launch:
         except ProcessLookupError:
             pass
         self._process.wait(30)
+        self._sweep()
 
     def wait(self, timeout: float = 60) -> Result:
         """Wait for the end; a job that hangs is killed and fails the test."""
@@ -162,10 +164,29 @@ class Launch:
         while any(_alive(pid) for pid in self.pids().values()):
             assert time.monotonic() < end, "ranks outlived mpiexec"
             time.sleep(0.01)
+        self._sweep()
         return Result(self._process.returncode, self._text(), self.records())
+
+    def _sweep(self) -> None:
+        """Delete what MPI left in /dev/shm because its processes were killed; nothing that is still mapped."""
+        left = _mpi_files() - self._before
+        if left:
+            mapped = set()
+            for maps in Path("/proc").glob("[0-9]*/maps"):
+                try:
+                    mapped |= {line.split()[-1] for line in maps.read_text().splitlines() if "/dev/shm/" in line}
+                except OSError:  # it ended meanwhile
+                    continue
+            for path in left - mapped:
+                Path(path).unlink(missing_ok=True)
 
     def _text(self) -> str:
         return (self.out / "log").read_text()[-20000:]
+
+
+def _mpi_files() -> set[str]:
+    """Files of MPICH's and Open MPI's own shared memory."""
+    return {str(path) for pattern in ("mpich_shm_*", "sm_segment.*") for path in Path("/dev/shm").glob(pattern)}
 
 
 def _alive(pid: int) -> bool:

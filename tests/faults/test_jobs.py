@@ -76,7 +76,18 @@ def test_the_same_job_twice_at_once_is_refused(shm: Path) -> None:
     assert "another job with this name is alive on this node" in second.log
     assert f"held by pid {first.pids()[0]}" in second.log or f"held by pid {first.pids()[1]}" in second.log
     assert len(first.pids()) == 2
+    command = [str(Path(sys.executable).with_name("mlflash")), "clean", "--memory", str(shm)]
+    listed = subprocess.run(command, timeout=60, capture_output=True, text=True, check=True)
+    assert listed.stdout == "j\n"
+    refused = subprocess.run([*command, "j"], timeout=60, capture_output=True, text=True, check=False)
+    assert refused.returncode == 1 and "another job with this name is alive" in refused.stderr
+    assert len(cluster.slot_files()) == 8
     first.kill()
+    (shm / f"mlflash-{os.getuid()}" / "j" / "node0" / "foreign").write_text("not ours")
+    cleaned = subprocess.run([*command, "--all"], timeout=60, capture_output=True, text=True, check=False)
+    assert cluster.slot_files() == []
+    assert (shm / f"mlflash-{os.getuid()}" / "j" / "node0" / "foreign").read_text() == "not ours"
+    assert cleaned.returncode == 0 and "bytes freed" in cleaned.stdout
 
 
 @pytest.mark.parametrize("place", ["header", "manifest", "payload", "table", "truncated"])

@@ -122,7 +122,7 @@ def test_another_world_size_is_refused_by_name(shm: Path) -> None:
     result = train(cluster, 3, last=2)
     assert result.returncode != 0
     assert "saved by another number of ranks" in result.log
-    assert "expected: 2 ranks" in result.log
+    assert "expected: a world of 2 ranks" in result.log
     assert_restored(train(cluster, 2, last=2), 2, 2)  # and nothing was lost by trying
 
 
