@@ -89,7 +89,7 @@ def _announce(save: Save, parts: Parts) -> None:
     extents = save.extents
     demand = copies.offer(shelf, extents)
     if extents is not None and save.slot is not None:
-        demand.append((save.slot, extents.nbytes))
+        demand.insert(0, (save.slot, extents.nbytes))  # first: the main thread waits for its pages
         if save.stage is not None:  # both own slots at once, as the main thread waits and uses neither
             demand += [(slot, extents.nbytes) for slot in shelf.own if slot is not save.slot]
     failed = world.rank if save.problem is not None else world.size

@@ -81,14 +81,15 @@ def kill_my_node(wipe: bool) -> None:
 
 
 def train(last: int, nbytes: int = 300_000, die_at: int = -1, die_rank: int = -1, die: str = "", busy: bool = False,
-          pause: float = 0.0, options: dict[str, object] | None = None) -> None:  # fmt: skip
+          pause: float = 0.0, big_rank: int = -1, big_nbytes: int = 0,
+          options: dict[str, object] | None = None) -> None:  # fmt: skip
     """Restore, check the bits, train to the last step with a save after each, and perhaps die.
 
     Args:
         die: "committed": in the moment the snapshot is committed; "saved": right after save() returned;
             "all": all ranks end without a word once the step is committed.
     """
-    nbytes += 1000 * RANK  # slots of different sizes
+    nbytes = big_nbytes if big_rank == RANK else nbytes + 1000 * RANK  # slots of different sizes
     state = state_at(RANK, 0, nbytes)
     with mlflash.Checkpointer(strict=True, **(options or {})) as ckpt:
         start = ckpt.restore(state)
