@@ -17,13 +17,12 @@ from .comm import World
 class Word(enum.IntEnum):
     """The words of one rank, int64 each."""
 
-    JOB = 0  # number of the courier's job
-    COMMITTED_GENERATION = 1
-    COMMITTED_STEP = 2
-    DEMAND_NBYTES = 3  # bytes this rank is about to allocate
-    HEARTBEAT_NS = 4  # unix time of the last change
-    OWN_SLOT_0 = 5  # slot directory: file numbers of the own slots
-    OWN_SLOT_1 = 6
+    COMMITTED_GENERATION = 0
+    COMMITTED_STEP = 1
+    DEMAND_NBYTES = 2  # bytes this rank is about to allocate
+    HEARTBEAT_NS = 3  # unix time of the last change
+    OWN_SLOT_0 = 4  # slot directory: file numbers of the own slots
+    OWN_SLOT_1 = 5
 
 
 class Board:
