@@ -128,6 +128,7 @@ class Copies:
                 return True
             except CorruptSlot as error:
                 log.warning("rank %d: a copy is damaged and will be made again: %s", self._world.rank, error)
+                slot.unseal()
                 slot.use = Use.FREE
         return False
 

@@ -16,7 +16,7 @@ from .config import Config
 from .copies import Copies
 from .errors import MlflashError
 from .header import Attempt
-from .inventory import Choice, assign, choose, scan
+from .inventory import Choice, assign, choose, rows_of, scan
 from .node_memory import NodeMemory
 from .shelf import Shelf
 from .window import Poke
@@ -61,7 +61,10 @@ class Parts:
         ranks_here = world.topology.ranks_on[world.node_index]
         files, left_over = assign(found, names, world.node_index, kept, same_ranks, ranks_here, self.copies.owners_of)
         self.copies.close_windows()
-        self.shelf.adopt(files[world.rank], kept, left_over if world.local_rank == 0 else [])
+        trusted = (
+            set() if kept is None else set(rows_of(found[found["node"] == world.node_index], kept)["file"].tolist())
+        )
+        self.shelf.adopt(files[world.rank], kept, trusted, left_over if world.local_rank == 0 else [])
         self.shelf.post_directory(self.board)
         self.copies.open_windows(self.shelf)
         # No file is deleted or reused before every rank of the node has attached its own.

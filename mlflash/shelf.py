@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 
 from . import segment
 from .board import Board, Word
@@ -35,6 +35,7 @@ class Shelf:
         self._memory = memory
         self.own = [Slot(), Slot()]
         self.inbox = {owner: [Slot(), Slot()] for owner in owners}
+        self._distrusted: list[Slot] = []
         self.spare: list[int] = []  # files to delete once nothing can need them
         self.changed = threading.Condition()  # notified when a slot becomes free
 
@@ -42,18 +43,21 @@ class Shelf:
         """All slots, own ones first."""
         return [*self.own, *(slot for pair in self.inbox.values() for slot in pair)]
 
-    def adopt(self, files: Files, kept: Attempt | None, spare: Sequence[int]) -> None:
+    def adopt(self, files: Files, kept: Attempt | None, trusted: Container[int], spare: Sequence[int]) -> None:
         """Take over files that an earlier process left. Not collective.
 
         Args:
             files: which.
             kept: the attempt that must not be overwritten.
+            trusted: numbers of this node's files that hold it; others that say so were found damaged.
             spare: files of this node that nobody needs, to be deleted by `drop_spare`.
         """
         before = self.mapped()
+        self._distrusted = []
         for pair, numbers in [(self.own, files.own), *((self.inbox[q], files.inbox[q]) for q in self.inbox)]:
             for index, number in enumerate(numbers):
-                pair[index] = self._attach(number, kept, before)
+                pair[index] = self._attach(number, before)
+                self._judge(pair[index], kept, number in trusted)
         for inode, mapping in before.items():
             if inode not in self.mapped():
                 mapping.close()
@@ -64,17 +68,22 @@ class Shelf:
         """The mappings of the slots, by inode of their files."""
         return {slot.segment.inode: slot.segment for slot in self.all() if slot.segment is not None}
 
-    def _attach(self, number: int | None, kept: Attempt | None, mapped: dict[int, segment.Segment]) -> Slot:
+    def _judge(self, slot: Slot, kept: Attempt | None, trusted: bool) -> None:
+        if slot.header is not None and slot.header.attempt == kept:
+            if trusted:
+                slot.use = Use.HOLDS
+            else:  # to be forgotten for good once the attempt is whole elsewhere
+                slot.header = None
+                self._distrusted.append(slot)
+
+    def _attach(self, number: int | None, mapped: dict[int, segment.Segment]) -> Slot:
         if number is None:
             return Slot()
         try:
-            slot = Slot(segment.attach(self._memory, file_name(number), mapped))
+            return Slot(segment.attach(self._memory, file_name(number), mapped))
         except (CorruptSlot, FileNotFoundError):
             self._memory.remove(file_name(number))
             return Slot()
-        if slot.header is not None and slot.header.attempt == kept:
-            slot.use = Use.HOLDS
-        return slot
 
     def take_own(self, wait_s: float) -> Slot | None:
         """Take an own slot for a save; None where both hold something or are busy for so long. Not collective."""
@@ -123,8 +132,13 @@ class Shelf:
             self.changed.notify_all()
 
     def keep_only(self, slots: Sequence[Slot]) -> None:
-        """Free every slot but these (redundancy is whole in its new places)."""
+        """Free every slot but these (redundancy is whole in its new places), and unseal those found damaged."""
         with self.changed:
+            for slot in self._distrusted:
+                if slot.use is Use.FREE:
+                    slot.unseal()
+                    slot.use = Use.FREE
+            self._distrusted = []
             for slot in self.all():
                 if slot.use is Use.HOLDS and not any(slot is kept for kept in slots):
                     slot.use = Use.FREE
