@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from . import commit, config, restore
+from . import config, restore
 from .comm import World, find_comm
 from .courier import Courier, Job
-from .errors import Closed, MemoryTooSmall, MlflashError, StateError, StructureMismatch
+from .errors import Closed, CorruptSlot, MemoryTooSmall, MlflashError, StateError, StructureMismatch
 from .parts import Parts, make
 from .rebuild import Read, compare, fill, materialize
 from .saves import Saves
@@ -29,6 +29,7 @@ from .topology import survives
 log = logging.getLogger("mlflash")
 
 _LISTED = 8  # differences shown in an error
+_HEAL_TRIES = 3
 
 
 class Checkpointer:
@@ -164,7 +165,7 @@ class Checkpointer:
             sizes = self._world.gather(nbytes)
             demand = [(slot, nbytes) for slot in parts.shelf.own]
             demand += [(slot, sizes[owner]) for owner, pair in parts.shelf.inbox.items() for slot in pair]
-            commit.grow_slots(parts, demand)
+            parts.make_room(demand)
 
         self.wait()
         self._courier.call(work)
@@ -255,10 +256,14 @@ class Checkpointer:
 
     def _heal(self, home: Slot) -> None:
         start = time.perf_counter()
-        try:
-            restore.heal(self._parts, home)
-        except MlflashError as error:
-            log.warning("the restored step has no full redundancy: %s", error)
+        for _ in range(_HEAL_TRIES):
+            try:
+                restore.heal(self._parts, home)
+                break
+            except MlflashError as error:  # the same on all ranks
+                log.warning("the restored step has no full redundancy: %s", error)
+                if not isinstance(error, CorruptSlot):
+                    break  # only a copy that arrived damaged may arrive whole next time
         self._seconds["heal"] += time.perf_counter() - start
 
     def steps(self) -> list[int]:

@@ -20,7 +20,7 @@ from .header import Attempt, Header
 from .layout import Extents
 from .parts import Parts
 from .segment import Segment
-from .shelf import make_room, needs_room
+from .shelf import needs_room
 from .slot import Slot
 from .snapshot import Snapshot
 from .stage import Plan
@@ -103,38 +103,7 @@ def _announce(save: Save, parts: Parts) -> None:
         raise StepOrderError("the ranks are not saving the same step", expected="one step on all ranks", found=found)
     save.snapshot.skipped = not no_skip
     if not can_wait and no_skip:
-        grow_slots(parts, demand, save.slot if save.stage is not None else None)
-
-
-def grow_slots(parts: Parts, demand: list[tuple[Slot, int]], waiting: Slot | None = None) -> None:
-    """Make room in this rank's slots. Collective over the world.
-
-    Slots that are busy are left alone: the main thread may be staging into one at this moment.
-
-    Args:
-        parts: this rank's.
-        demand: slots and the bytes each must take.
-        waiting: a busy slot that the main thread waits for, and does not touch.
-
-    Raises:
-        MemoryTooSmall: on all ranks; slots that hold a committed step are as they were.
-    """
-    pairs = parts.shelf.inbox.values()
-    # The other inbox slot of each pair will be needed next.
-    wanted = {id(slot): (slot, nbytes) for slot, nbytes in demand}
-    for pair in pairs:
-        size = max((wanted[id(slot)][1] for slot in pair if id(slot) in wanted), default=0)
-        for slot in pair:
-            if size:
-                wanted[id(slot)] = (slot, size)
-    parts.copies.close_windows()
-    try:
-        with parts.shelf.reserved([slot for slot, _ in wanted.values()]) as mine:
-            usable = [(slot, n) for slot, n in wanted.values() if slot is waiting or any(slot is m for m in mine)]
-            make_room(parts.world, parts.board, parts.memory, usable)
-    finally:
-        parts.copies.open_windows(parts.shelf)
-        parts.shelf.post_directory(parts.board)
+        parts.make_room(demand, save.slot if save.stage is not None else None)
 
 
 def _protect(save: Save, parts: Parts) -> None:

@@ -6,6 +6,7 @@ import collections
 import dataclasses
 import logging
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,8 @@ from .errors import MlflashError
 from .header import Attempt
 from .inventory import Choice, assign, choose, rows_of, scan
 from .node_memory import NodeMemory
-from .shelf import Shelf
+from .shelf import Shelf, make_room, needs_room
+from .slot import Slot
 from .window import Poke
 
 log = logging.getLogger("mlflash")
@@ -69,6 +71,41 @@ class Parts:
         self.copies.open_windows(self.shelf)
         # No file is deleted or reused before every rank of the node has attached its own.
         world.agree([0])
+
+    def make_room(self, demand: Sequence[tuple[Slot, int]], waiting: Slot | None = None) -> None:
+        """Make room in this rank's slots. Collective over the world.
+
+        Slots that are busy are left alone: the main thread may be staging into one at this moment.
+
+        Args:
+            demand: slots and the bytes each must take.
+            waiting: a busy slot that the main thread waits for, and does not touch.
+
+        Raises:
+            MemoryTooSmall: on all ranks; slots that hold a committed step are as they were.
+        """
+        wanted = {id(slot): (slot, nbytes) for slot, nbytes in demand}
+        for pair in self.shelf.inbox.values():  # the other inbox slot of each pair will be needed next
+            size = max((wanted[id(slot)][1] for slot in pair if id(slot) in wanted), default=0)
+            if size:
+                wanted |= {id(slot): (slot, size) for slot in pair}
+        self.copies.close_windows()
+        try:
+            with self.shelf.reserved([slot for slot, _ in wanted.values()]) as mine:
+                usable = [(slot, n) for slot, n in wanted.values() if slot is waiting or any(slot is m for m in mine)]
+                make_room(self.world, self.board, self.memory, usable)
+        finally:
+            self.copies.open_windows(self.shelf)
+            self.shelf.post_directory(self.board)
+
+    def ensure_room(self, demand: Sequence[tuple[Slot, int]]) -> None:
+        """Make room where any rank needs it. Collective over the world: one allreduce, as a rule.
+
+        Raises:
+            MemoryTooSmall: as `make_room`.
+        """
+        if not self.world.agree([int(not any(needs_room(slot, nbytes) for slot, nbytes in demand))])[0]:
+            self.make_room(demand)
 
     def next_attempt(self) -> Attempt:
         """Number the next attempt; every rank gets the same one. Not collective."""

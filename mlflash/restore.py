@@ -17,14 +17,12 @@ from collections.abc import Callable
 
 import numpy as np
 
-from .commit import grow_slots
 from .copies import Copies
 from .errors import CorruptSlot, MlflashError, StepNotFound, WorldSizeChanged
 from .header import Attempt
 from .inventory import Choice, attempts, choose, file_name, rows_of
 from .parts import Parts
 from .segment import attach
-from .shelf import needs_room
 from .slot import Slot, Use
 from .transfer import Source, offer, receive, send
 from .window import SlotWindow
@@ -140,17 +138,16 @@ def _fetch(parts: Parts, choice: Choice, serves: list[int], slots: dict[int, Slo
         home = shelf.free_slot(shelf.own)
         assert extents is not None and home is not None
         demand = [(home, extents.nbytes)]
-    if not world.agree([int(not any(needs_room(slot, nbytes) for slot, nbytes in demand))])[0]:
-        grow_slots(parts, demand)
+    parts.ensure_room(demand)
     window = SlotWindow(world, world.world, home) if parts.copies.transport == "rma" else None
-    at: Callable[[Slot | None], tuple[int, SlotWindow] | None] = lambda slot: (0, window) if window else None
+    exposed = None if window is None else (0, window)
     chunk = parts.config.chunk_nbytes
     work = []
     for rank in mine:
         target = None if window is None else _fixed(window, rank)
         work.append(send(world, rank, Source(slots[rank], to[rank], None), chunk, target))
     if home is not None and extents is not None:
-        work.append(receive(world, serves[world.rank], home, extents, world.rank, choice.attempt, chunk, at(home)))
+        work.append(receive(world, serves[world.rank], home, extents, world.rank, choice.attempt, chunk, exposed))
     world.waiting_for = sorted({*mine, *([serves[world.rank]] if for_me else [])})
     arrived = world.drive(work)
     world.waiting_for = ()
@@ -189,8 +186,7 @@ def heal(parts: Parts, home: Slot) -> None:
     for owner, pair in shelf.inbox.items():
         sizes = [copy.header.extents.nbytes for copy in kept if copy.header is not None and copy.header.rank == owner]
         demand += [(slot, nbytes) for nbytes in sizes for slot in pair]
-    if not world.agree([int(not any(needs_room(slot, nbytes) for slot, nbytes in demand))])[0]:
-        grow_slots(parts, demand)
+    parts.ensure_room(demand)
 
 
 def _copy_again(parts: Parts, home: Slot, copies: Copies, lacking: bool) -> None:
@@ -199,12 +195,14 @@ def _copy_again(parts: Parts, home: Slot, copies: Copies, lacking: bool) -> None
     assert header is not None
     parts.counts["slots healed"] += lacking
     demand = copies.offer(shelf, header.extents if lacking else None)
-    if not world.agree([int(not any(needs_room(slot, nbytes) for slot, nbytes in demand))])[0]:
-        grow_slots(parts, demand)
+    parts.ensure_room(demand)
     whole = copies.protect(shelf, Source(home, header.extents, None), header.attempt)
     error: MlflashError | None = None
     if not whole:
         error = CorruptSlot("a copy did not arrive whole", rank=world.rank, node=world.node_name, step=header.step)
-    world.raise_together(error)
-    for slot in copies.kept(shelf, header.attempt):
-        slot.use = Use.HOLDS
+    arrived = False
+    try:
+        world.raise_together(error)
+        arrived = True
+    finally:  # where a copy failed somewhere its slot must be free for the next save
+        shelf.release(header.attempt, home, arrived)

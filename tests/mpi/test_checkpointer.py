@@ -15,6 +15,7 @@ from mpi4py import MPI
 
 import mlflash
 from mlflash import Checkpointer, errors
+from mlflash.copies import Copies
 
 pytestmark = pytest.mark.mpi
 two = pytest.mark.mpi(min_size=2)
@@ -120,6 +121,40 @@ def test_a_restore_that_finds_nothing_prepares_and_one_that_finds_something_make
             ckpt.save((start or 0) + 1, state_at(1)).wait()
             assert {slot["file"] for slot in ckpt.report()["slots"]} == files
             assert ckpt.report()["restored_from"] == ("" if start is None else f"node{RANK}")
+
+
+@pytest.mark.mpi(min_size=3)
+def test_a_heal_that_fails_is_tried_again_and_saving_goes_on_on_ranks_that_moved(
+    options: dict[str, Any], comm: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Checkpointer(**options) as ckpt:
+        ckpt.save(1, state_at(1)).wait()
+    home = Path(ckpt.report()["memory"])
+    comm.Barrier()
+    home.rename(home.with_name(f"moving{RANK}"))
+    comm.Barrier()
+    home.with_name(f"moving{RANK}").rename(home.with_name(f"node{(RANK - 1) % SIZE}"))
+    comm.Barrier()
+    really = Copies.protect
+    calls: list[bool] = []
+
+    def fail_once(copies: Copies, *arguments: Any) -> bool:
+        whole = really(copies, *arguments)
+        calls.append(whole)
+        if RANK > 0 or len(calls) > 1:
+            return whole
+        for slot in copies._targets.values():
+            slot.unseal()  # as where the bytes were refused
+        return False
+
+    monkeypatch.setattr(Copies, "protect", fail_once)
+    with caplog.at_level(logging.WARNING, "mlflash"), Checkpointer(**options) as ckpt:
+        state = state_at(0)
+        assert ckpt.restore(state) == 1 and same(state, state_at(1))
+        for step in (2, 3):
+            ckpt.save(step, state_at(step)).wait()
+        assert caplog.text.count("the restored step has no full redundancy") == 1
+        assert ckpt.steps() == [2, 3] and same(ckpt.load()[1], state_at(3))
 
 
 def test_reserve_allocates_at_the_start(options: dict[str, Any]) -> None:
