@@ -19,6 +19,7 @@ from .comm import World, find_comm
 from .courier import Courier, Job
 from .errors import Closed, CorruptSlot, MemoryTooSmall, MlflashError, StateError, StructureMismatch
 from .parts import Parts, make
+from .points import reach
 from .rebuild import Read, compare, fill, materialize
 from .saves import Saves
 from .slot import Slot
@@ -49,6 +50,8 @@ class Checkpointer:
         when_busy: when both slots are busy, "wait" for the older commit, or "skip" this save on all ranks.
         reserve: bytes of state per rank to allocate at once; see :meth:`prepare`.
         transport: "rma", "p2p" or "auto"; how copies go to other nodes.
+        skip_stuck: restore an older step where the newest one was restored by so many runs already and none of
+            them committed a newer one. Default 0: never, only warn.
         settings: further fields of :class:`mlflash.config.Config`.
 
     Raises:
@@ -72,11 +75,12 @@ class Checkpointer:
         when_busy: str | None = None,
         reserve: int | None = None,
         transport: str | None = None,
+        skip_stuck: int | None = None,
         **settings: Any,
     ):
         self._config = config.from_environment(
             os.environ, directory, redundancy=redundancy, memory=memory, job=job, strict=strict, timeout_s=timeout_s,
-            when_busy=when_busy, reserve=reserve, transport=transport, **settings,
+            when_busy=when_busy, reserve=reserve, transport=transport, skip_stuck=skip_stuck, **settings,
         )  # fmt: skip
         if comm is None:
             comm = find_comm(os.environ)
@@ -199,6 +203,7 @@ class Checkpointer:
         start = time.perf_counter()
         manifest, read = home.manifest(), _reader(home)
         self._together(home, lambda: _refuse_differences(compare(state, manifest.tree, manifest.entries)))
+        reach("restore.loading")
         self._together(home, lambda: fill(state, manifest.tree, manifest.entries, manifest.plain, read))
         self._seconds["load"] += time.perf_counter() - start
         return self._restored(home)
@@ -217,6 +222,7 @@ class Checkpointer:
         home = self._find(step)
         if home is None:
             return None, None
+        reach("restore.loading")
         manifest = home.manifest()
         state = materialize(manifest.tree, manifest.entries, manifest.plain, _reader(home))
         return self._restored(home), state
@@ -247,7 +253,9 @@ class Checkpointer:
 
     def _restored(self, home: Slot) -> int:
         assert home.header is not None
+        reach("restore.loaded")
         step = self._saves.last_step = home.header.step
+        restore.count(self._parts, home)
         self._parts.counts["restores"] += 1
         if self._world.rank == 0:
             log.info("restored step %d from memory", step)

@@ -19,6 +19,7 @@ from .errors import MlflashError, SaveFailed, StepOrderError
 from .header import Attempt, Header
 from .layout import Extents
 from .parts import Parts
+from .points import reach
 from .segment import Segment
 from .shelf import needs_room
 from .slot import Slot
@@ -67,15 +68,20 @@ def run(save: Save, parts: Parts) -> None:
         _announce(save, parts)
         if not save.snapshot.skipped:
             _protect(save, parts)
-    except MlflashError as problem:
+    except MlflashError as problem:  # all ranks agreed on it, so that nothing is on its way any more
         error = problem
-    finally:
-        if save.slot is not None:
-            parts.shelf.release(save.attempt, save.slot, error is None and not save.snapshot.skipped)
+    # After any other exception no slot is released: MPI may still write into some, and the older step is needed.
+    committed = error is None and not save.snapshot.skipped
+    if save.slot is not None:
+        parts.shelf.release(save.attempt, save.slot, committed)
+    if committed:
+        reach("commit.released")
     save.snapshot.end(SaveFailed("skipped: both slots of a rank were busy") if save.snapshot.skipped else error)
     save.staged.set()
     if error is not None:
         raise error
+    if committed:
+        reach("commit.seen")
 
 
 def refuse(save: Save, error: MlflashError) -> None:
@@ -102,6 +108,7 @@ def _announce(save: Save, parts: Parts) -> None:
         found = f"steps {low} to {-high}, {step} here"
         raise StepOrderError("the ranks are not saving the same step", expected="one step on all ranks", found=found)
     save.snapshot.skipped = not no_skip
+    reach("protect.announced")
     if not can_wait and no_skip:
         parts.make_room(demand, save.slot if save.stage is not None else None)
 
@@ -117,12 +124,17 @@ def _protect(save: Save, parts: Parts) -> None:
         save.staged.set()
     source = Source(save.slot, save.plan.layout.extents, lambda check: _header(save, parts, check))
     whole = parts.copies.protect(parts.shelf, source, save.attempt)
+    reach("protect.sealed")
     if save.problem is None and not whole:
         save.problem = SaveFailed("a copy did not arrive whole", rank=world.rank, node=world.node_name,
                                   step=save.snapshot.step)  # fmt: skip
     world.raise_together(save.problem)
-    for slot in [save.slot, *parts.copies.kept(parts.shelf, save.attempt)]:
+    reach("commit.agreed")
+    save.slot.record_commit(save.attempt, save.snapshot.step)
+    reach("commit.half_recorded")
+    for slot in parts.copies.kept(parts.shelf, save.attempt):
         slot.record_commit(save.attempt, save.snapshot.step)
+    reach("commit.recorded")
     parts.shelf.drop_spare()
     parts.board.put(Word.COMMITTED_GENERATION, save.attempt.generation)
     parts.board.put(Word.COMMITTED_STEP, save.snapshot.step)

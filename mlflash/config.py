@@ -35,6 +35,7 @@ class Config:
     when_busy: str = _setting("wait", "MLFLASH_WHEN_BUSY", "both slots busy: wait | skip this save")
     reserve: int = _setting(0, "MLFLASH_RESERVE", "bytes of state per rank to allocate at the start")
     transport: str = _setting("auto", "MLFLASH_TRANSPORT", "between nodes: auto | rma | p2p")
+    skip_stuck: int = _setting(0, "MLFLASH_SKIP_STUCK", "pass over a step restored by so many runs; 0: never")
     chunk_nbytes: int = _setting(4 * MIB, "MLFLASH_CHUNK_NBYTES", "bytes per transfer, 1 MiB to 1 GiB")
     block_nbytes: int = _setting(MIB, "MLFLASH_BLOCK_NBYTES", "bytes per checksum")
     ranks_per_node: int = _setting(0, "MLFLASH_RANKS_PER_NODE", "emulate nodes of n ranks (0: real nodes)")
@@ -45,6 +46,7 @@ class Config:
         self._check("transport", self.transport in ("auto", "rma", "p2p"), "'auto', 'rma' or 'p2p'")
         self._check("timeout_s", self.timeout_s > 0, "a number of seconds above 0")
         self._check("reserve", self.reserve >= 0, "a number of bytes, 0 or more")
+        self._check("skip_stuck", self.skip_stuck >= 0, "a number of restores, 0 or more")
         self._check("ranks_per_node", self.ranks_per_node >= 0, "a number of ranks, 0 or more")
         self._check("block_nbytes", 4096 <= self.block_nbytes <= 1 << 30, "4 KiB to 1 GiB")
         # Open MPI 5 refuses a count above 2^31-1, so that a transfer is at most 1 GiB.

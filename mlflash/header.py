@@ -1,6 +1,6 @@
-"""The first page of a slot: the header that seals it, and the commit record.
+"""The first page of a slot: the header that seals it, and two records: of its commit and of its restores.
 
-Both are fixed little-endian structs that end in a checksum of themselves. A slot whose header does not parse
+All are fixed little-endian structs that end in a checksum of themselves. A slot whose header does not parse
 is an empty slot. The commit record is a receipt only: it is never asked whether a slot may be restored.
 """
 
@@ -25,9 +25,11 @@ _SUM = struct.Struct("<Q")
 HEADER_NBYTES = _HEADER.size + _SUM.size
 
 COMMIT_START = 1024
-COMMIT_NBYTES = 64
-_COMMIT = struct.Struct("<8s16sQqQ8x")
-_COMMIT_MAGIC = b"MLFCOMIT"
+RESTORES_START = 2048
+RECORD_NBYTES = 64
+# magic, run id, generation | step or number of restores, unix ns
+_RECORD = struct.Struct("<8s16sQqQ8x")
+_MAGIC_AT = {COMMIT_START: b"MLFCOMIT", RESTORES_START: b"MLFRSTRD"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,17 +115,25 @@ def _text(raw: bytes) -> str:
     return raw.rstrip(b"\0").decode(errors="replace")
 
 
-def pack_commit(attempt: Attempt, step: int, unix_ns: int) -> bytes:
-    """Encode a commit record: `COMMIT_NBYTES` bytes for offset `COMMIT_START` of the slot."""
-    body = _COMMIT.pack(_COMMIT_MAGIC, attempt.run_id, attempt.generation, step, unix_ns)
+def pack_record(start: int, attempt: Attempt, number: int, unix_ns: int) -> bytes:
+    """Encode a record: `RECORD_NBYTES` bytes for offset ``start`` of the slot.
+
+    Args:
+        start: `COMMIT_START`, or `RESTORES_START`.
+        attempt: what the slot holds.
+        number: the step committed; or how many runs have restored the attempt.
+        unix_ns: the time of it, ns since 1970.
+    """
+    body = _RECORD.pack(_MAGIC_AT[start], attempt.run_id, attempt.generation, number, unix_ns)
     return body + _SUM.pack(xxhash.xxh3_64_intdigest(body))
 
 
-def is_committed(page: bytes, attempt: Attempt) -> bool:
-    """Tell whether the page holds the commit record of this attempt."""
-    record = page[COMMIT_START : COMMIT_START + COMMIT_NBYTES]
-    body = record[: _COMMIT.size]
-    if len(record) != COMMIT_NBYTES or _SUM.unpack(record[_COMMIT.size :])[0] != xxhash.xxh3_64_intdigest(body):
-        return False
-    magic, run_id, generation, _, _ = _COMMIT.unpack(body)
-    return magic == _COMMIT_MAGIC and (run_id, generation) == (attempt.run_id, attempt.generation)
+def read_record(page: bytes, start: int, attempt: Attempt) -> int | None:
+    """The number in the record at ``start``; None where there is none of this attempt."""
+    record = page[start : start + RECORD_NBYTES]
+    body = record[: _RECORD.size]
+    if len(record) != RECORD_NBYTES or _SUM.unpack(record[_RECORD.size :])[0] != xxhash.xxh3_64_intdigest(body):
+        return None
+    magic, run_id, generation, number, _ = _RECORD.unpack(body)
+    same = (magic, run_id, generation) == (_MAGIC_AT[start], attempt.run_id, attempt.generation)
+    return int(number) if same else None

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 
 from .errors import CorruptSlot, UnsafePath
-from .header import COMMIT_NBYTES, COMMIT_START, Attempt, is_committed, unpack
+from .header import RECORD_NBYTES, RESTORES_START, Attempt, read_record, unpack
 from .node_memory import NodeMemory
 
 FOUND = np.dtype(
     [("generation", "<u8"), ("run_0", "<u8"), ("run_1", "<u8"), ("step", "<i8"), ("nbytes", "<u8"),
-     ("rank", "<u4"), ("world_size", "<u4"), ("node", "<u4"), ("file", "<u4"), ("committed", "?")]
+     ("rank", "<u4"), ("world_size", "<u4"), ("node", "<u4"), ("file", "<u4"), ("restores", "u1")]
 )  # fmt: skip
 """One sealed slot file: 57 bytes, so that 16,384 ranks with four files each fit into 4 MB."""
 _RUN_ID = struct.Struct("<QQ")
@@ -29,13 +29,15 @@ _RUN_ID = struct.Struct("<QQ")
 class Choice:
     """An attempt that can be restored, and a file of it for every rank.
 
-    ``source[r]`` is the ``(node, file number)`` of rank r's slot.
+    ``source[r]`` is the ``(node, file number)`` of rank r's slot; ``restores`` says how many runs have restored the
+    attempt so far.
     """
 
     attempt: Attempt
     step: int
     world_size: int
     source: tuple[tuple[int, int], ...]
+    restores: int = 0
 
 
 def file_number(name: str) -> int:
@@ -60,7 +62,7 @@ def scan(memory: NodeMemory, node: int) -> np.ndarray:
         except (UnsafePath, FileNotFoundError):
             continue
         try:
-            page = os.pread(fd, COMMIT_START + COMMIT_NBYTES, 0)
+            page = os.pread(fd, RESTORES_START + RECORD_NBYTES, 0)
             nbytes = os.fstat(fd).st_size
             header = unpack(page)
         except CorruptSlot:
@@ -68,9 +70,10 @@ def scan(memory: NodeMemory, node: int) -> np.ndarray:
         finally:
             os.close(fd)
         if header.extents.nbytes <= nbytes:
+            restores = read_record(page, RESTORES_START, header.attempt) or 0
             rows.append((
                 header.attempt.generation, *_RUN_ID.unpack(header.attempt.run_id), header.step, nbytes,
-                header.rank, header.world_size, node, file_number(name), is_committed(page, header.attempt),
+                header.rank, header.world_size, node, file_number(name), min(restores, 255),
             ))  # fmt: skip
     return np.array(rows, dtype=FOUND)
 
@@ -89,7 +92,7 @@ def rows_of(found: np.ndarray, attempt: Attempt) -> np.ndarray:
     return rows
 
 
-def choose(found: np.ndarray, node_of: Sequence[int], step: int | None = None) -> Choice | None:
+def choose(found: np.ndarray, node_of: Sequence[int], step: int | None = None, skip_stuck: int = 0) -> Choice | None:
     """Choose the newest attempt of which there is a slot for every rank.
 
     Whether it was committed is not asked: an attempt that is sealed everywhere rolls forward.
@@ -98,7 +101,9 @@ def choose(found: np.ndarray, node_of: Sequence[int], step: int | None = None) -
         found: all sealed slots of all nodes.
         node_of: node of each rank now; a slot on the rank's own node is preferred, then the lowest node.
         step: only attempts of this step.
+        skip_stuck: pass over attempts that so many runs have restored, where there is an older one; 0: never.
     """
+    newest_stuck: Choice | None = None
     for attempt, its_step, world_size in attempts(found):
         if step is not None and its_step != step:
             continue
@@ -108,9 +113,14 @@ def choose(found: np.ndarray, node_of: Sequence[int], step: int | None = None) -
             at_home = rank < len(node_of) and node_of[rank] == place[0]
             if rank not in source or (at_home and source[rank][0] != place[0]):
                 source[rank] = place
-        if len(source) == world_size:
-            return Choice(attempt, its_step, world_size, tuple(source[rank] for rank in range(world_size)))
-    return None
+        if len(source) < world_size or (newest_stuck is not None and world_size != newest_stuck.world_size):
+            continue
+        restores = int(rows_of(found, attempt)["restores"].max())
+        choice = Choice(attempt, its_step, world_size, tuple(source[rank] for rank in range(world_size)), restores)
+        if not skip_stuck or restores < skip_stuck:
+            return choice
+        newest_stuck = newest_stuck or choice
+    return newest_stuck
 
 
 @dataclasses.dataclass

@@ -34,6 +34,8 @@ class Parts:
         run_id: random number of this run, the same on all ranks.
         generation: number of the newest attempt known; the next one is larger.
         restored_from: node whose memory held what this rank restored; "" before.
+        restores: how many runs have restored the attempt that this one restored, itself included.
+        counted: the attempt that this run was counted for.
         counts: what happened, by name, for reports.
     """
 
@@ -47,6 +49,8 @@ class Parts:
     generation: int = 0
     poke: Any = None
     restored_from: str = ""
+    restores: int = 0
+    counted: Attempt | None = None
     counts: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
 
     def take_stock(self) -> np.ndarray:

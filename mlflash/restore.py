@@ -22,6 +22,7 @@ from .errors import CorruptSlot, MlflashError, StepNotFound, WorldSizeChanged
 from .header import Attempt
 from .inventory import Choice, attempts, choose, file_name, rows_of
 from .parts import Parts
+from .points import reach
 from .segment import attach
 from .slot import Slot, Use
 from .transfer import Source, offer, receive, send
@@ -50,8 +51,10 @@ def bring_home(parts: Parts, step: int | None) -> Slot | None:
         WorldSizeChanged: it was saved by another number of ranks.
     """
     found = parts.take_stock()
+    reach("restore.listed")
     while True:
-        choice = choose(found, parts.world.topology.node_of, step)
+        node_of, skip_stuck = parts.world.topology.node_of, parts.config.skip_stuck if step is None else 0
+        choice, passed_over = choose(found, node_of, step, skip_stuck), choose(found, node_of, step)
         if choice is None:
             if step is None:
                 return None
@@ -68,9 +71,34 @@ def bring_home(parts: Parts, step: int | None) -> Slot | None:
         bad = _verify_and_fetch(parts, found, choice)
         if not bad:
             parts.restored_from = parts.world.topology.node_names[choice.source[parts.world.rank][0]]
+            parts.restores = choice.restores + 1
+            if passed_over is not None and passed_over.attempt != choice.attempt and parts.world.rank == 0:
+                log.warning(
+                    "step %d was restored %d times and nothing newer was committed since: step %d is taken instead "
+                    "(skip_stuck=%d)", passed_over.step, passed_over.restores, choice.step, parts.config.skip_stuck,
+                )  # fmt: skip
             return next(slot for slot in parts.shelf.own if _is(slot, parts.world.rank, choice.attempt))
         for node, file in bad:
             found = found[(found["node"] != node) | (found["file"] != file)]
+
+
+def count(parts: Parts, home: Slot) -> None:
+    """Count, once a run, that a run has restored this attempt, and warn where others have done so before.
+
+    Not collective. The count goes with the slot; a newer commit begins a new one.
+    """
+    header = home.header
+    assert header is not None
+    if header.attempt == parts.counted:
+        return
+    parts.counted = header.attempt
+    home.record_restores(header.attempt, parts.restores)
+    if parts.restores > 1 and parts.world.rank == 0:
+        log.warning(
+            "step %d is restored for the %d. time and nothing newer was committed in between: if training fails at the "
+            "same place again, Checkpointer(skip_stuck=%d) takes the step before it",
+            header.step, parts.restores, parts.restores,
+        )  # fmt: skip
 
 
 def _verify_and_fetch(parts: Parts, found: np.ndarray, choice: Choice) -> list[tuple[int, int]]:
@@ -88,7 +116,9 @@ def _verify_and_fetch(parts: Parts, found: np.ndarray, choice: Choice) -> list[t
                 bad.append(choice.source[rank])
     bad = sorted(place for places in world.gather(bad) for place in places)
     if not bad:
+        reach("restore.verified")
         parts.adopt(found, choice)
+        reach("restore.adopted")
         bad = _fetch(parts, choice, serves, slots)
     in_use = parts.shelf.mapped()
     for slot in slots.values():
@@ -153,6 +183,7 @@ def _fetch(parts: Parts, choice: Choice, serves: list[int], slots: dict[int, Slo
     world.waiting_for = ()
     if window is not None:
         window.free()
+    reach("restore.fetched")
     parts.counts["slots fetched"] += home is not None
     if home is not None:
         home.use = Use.HOLDS if arrived[-1] else Use.FREE
@@ -176,17 +207,22 @@ def heal(parts: Parts, home: Slot) -> None:
     header = home.header
     assert header is not None
     lacking = copies.missing(shelf, header.attempt)
-    if not world.agree([int(not lacking)])[0]:
+    whole = world.agree([int(not lacking)])[0]
+    reach("heal.begun")
+    if not whole:
         _copy_again(parts, home, copies, lacking)
+        reach("heal.copied")
     kept = copies.kept(shelf, header.attempt)
     shelf.keep_only([home, *kept])
     shelf.drop_spare()
+    reach("heal.freed")
     # The next save shall find room.
     demand = [(slot, header.extents.nbytes) for slot in shelf.own]
     for owner, pair in shelf.inbox.items():
         sizes = [copy.header.extents.nbytes for copy in kept if copy.header is not None and copy.header.rank == owner]
         demand += [(slot, nbytes) for nbytes in sizes for slot in pair]
     parts.ensure_room(demand)
+    reach("heal.done")
 
 
 def _copy_again(parts: Parts, home: Slot, copies: Copies, lacking: bool) -> None:
@@ -200,9 +236,9 @@ def _copy_again(parts: Parts, home: Slot, copies: Copies, lacking: bool) -> None
     error: MlflashError | None = None
     if not whole:
         error = CorruptSlot("a copy did not arrive whole", rank=world.rank, node=world.node_name, step=header.step)
-    arrived = False
     try:
         world.raise_together(error)
-        arrived = True
-    finally:  # where a copy failed somewhere its slot must be free for the next save
-        shelf.release(header.attempt, home, arrived)
+    except MlflashError:  # where a copy failed somewhere its slot must be free for the next save
+        shelf.release(header.attempt, home, False)
+        raise
+    shelf.release(header.attempt, home, True)

@@ -16,6 +16,7 @@ from .config import Config
 from .courier import Courier, Job
 from .errors import DeadlineExceeded, MlflashError, SaveFailed, StateError, StepOrderError
 from .parts import Parts
+from .points import reach
 from .slot import Slot
 from .snapshot import Snapshot
 from .stage import Plan, Stage
@@ -108,6 +109,7 @@ class Saves:
         slot = self._take_slot(save)
         if slot is None:
             return
+        reach("stage.begun")
         save.slot, planned = slot, save.plan
         if slot.view.nbytes >= planned.layout.extents.nbytes:
             save.segment = slot.segment

@@ -18,6 +18,7 @@ from .inventory import Files, file_name, file_number
 from .layout import PAGE_NBYTES, round_up
 from .limits import available
 from .node_memory import NodeMemory
+from .points import reach
 from .slot import Slot, Use
 
 _HEADROOM_NBYTES = 64 << 20  # what is left to others when the slots are allocated
@@ -199,7 +200,9 @@ def make_room(world: World, board: Board, memory: NodeMemory, demand: Sequence[t
                 old = slot.name
                 _unmap(slot)
                 memory.remove(old)
+            reach("room.removed")
             slot.segment = segment.create(memory, nbytes)
+            reach("room.created")
     except MlflashError as problem:
         problem.rank, problem.node = world.rank, world.node_name
         error = problem

@@ -14,7 +14,7 @@ import numpy as np
 import xxhash
 
 from .errors import CorruptSlot
-from .header import COMMIT_START, HEADER_NBYTES, Attempt, Header, is_committed, pack_commit, unpack
+from .header import COMMIT_START, HEADER_NBYTES, RESTORES_START, Attempt, Header, pack_record, read_record, unpack
 from .layout import CHECK_NBYTES, PAGE_NBYTES, Extents
 from .manifest import Manifest, decode
 from .segment import Segment
@@ -87,8 +87,15 @@ class Slot:
 
     def record_commit(self, attempt: Attempt, step: int) -> None:
         """Write the commit record (a receipt; nothing depends on it)."""
-        record = pack_commit(attempt, step, time.time_ns())
-        self.view[COMMIT_START : COMMIT_START + len(record)] = np.frombuffer(record, dtype=np.uint8)
+        self._record(COMMIT_START, attempt, step)
+
+    def record_restores(self, attempt: Attempt, times: int) -> None:
+        """Write how many runs have restored what this slot holds."""
+        self._record(RESTORES_START, attempt, times)
+
+    def _record(self, start: int, attempt: Attempt, number: int) -> None:
+        record = pack_record(start, attempt, number, time.time_ns())
+        self.view[start : start + len(record)] = np.frombuffer(record, dtype=np.uint8)
 
     def check_blocks(self, extents: Extents, first: int, last: int) -> np.ndarray:
         """Checksum blocks ``first`` to ``last - 1`` of the body as they are now: ``(last - first,)`` uint64."""
@@ -133,7 +140,9 @@ class Slot:
     @property
     def committed(self) -> bool:
         """Whether the commit record of what it holds is there."""
-        return self.header is not None and is_committed(self.view[:PAGE_NBYTES].tobytes(), self.header.attempt)
+        if self.header is None:
+            return False
+        return read_record(self.view[:PAGE_NBYTES].tobytes(), COMMIT_START, self.header.attempt) is not None
 
 
 def table_check(table: np.ndarray) -> int:

@@ -16,6 +16,7 @@ import numpy as np
 
 from . import manifest
 from .layout import PAGE_NBYTES, Layout, fingerprint, plan
+from .points import reach
 from .segment import Segment
 from .slot import Slot
 from .state import Flat, as_bytes, from_bytes
@@ -73,6 +74,7 @@ class Stage:
         assert slot.segment is not None
         slot.segment.ready.wait()
         slot.unseal()
+        reach("stage.unsealed")
         slot.view[PAGE_NBYTES : PAGE_NBYTES + len(planned.manifest)] = np.frombuffer(planned.manifest, dtype=np.uint8)
         small: dict[tuple[Any, Any], tuple[list[Any], list[Any]]] = {}
         for leaf, target in zip(flat.leaves, self._targets(planned.layout, slot, flat), strict=True):
@@ -91,6 +93,7 @@ class Stage:
             if any(device.type == "cuda" for _, device in small):
                 slot.segment.pin()
             _copy_groups(small)
+        reach("stage.copied")
 
     def _targets(self, layout: Layout, slot: Slot, flat: Flat) -> list[Any]:
         assert slot.segment is not None

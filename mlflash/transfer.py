@@ -19,6 +19,7 @@ from .comm import Moves, World
 from .errors import CorruptSlot
 from .header import HEADER_NBYTES, Attempt, Header, unpack
 from .layout import PAGE_NBYTES, Extents
+from .points import reach
 from .slot import Slot, Use, table_check
 from .window import SlotWindow
 
@@ -120,6 +121,7 @@ def send(world: World, peer: int, source: Source, chunk_nbytes: int,
             source.check_up_to(coming)  # while the Put is on its way
             yield from _done(put)
             sent.append(comm.Isend(checks, peer, _CHECKS))
+        reach("transfer.sent")
         yield True
         while len(sent) > 2 * _DEPTH:
             yield from _done(sent.popleft())
@@ -168,10 +170,13 @@ def receive(world: World, peer: int, slot: Slot, extents: Extents, owner: int, a
         for request in posted.popleft():
             yield from _done(request)
         good &= yield from _arrived(slot, extents, first, last, window[1] if window else None)
+        reach("transfer.arrived")
         yield True
     page = np.empty(HEADER_NBYTES, dtype=np.uint8)
     yield from _done(comm.Irecv([page, mpi.BYTE], peer, _HEADER))
+    reach("transfer.received")
     good = good and _accept(slot, extents, page, owner, attempt)
+    reach("transfer.sealed")
     yield from _done(comm.Isend(np.array([int(good)], dtype=np.int64), peer, _ACK))
     return good
 

@@ -132,8 +132,12 @@ def test_the_commit_record_belongs_to_one_attempt(node_memory: Any) -> None:
     slot.record_commit(attempt, 12)
     assert slot.committed
     page = slot.view[:4096].tobytes()
-    assert not header.is_committed(page, Attempt(attempt.run_id, attempt.generation + 1))
-    assert not header.is_committed(page, Attempt(bytes(16), attempt.generation))
+    for other in (Attempt(attempt.run_id, attempt.generation + 1), Attempt(bytes(16), attempt.generation)):
+        assert header.read_record(page, header.COMMIT_START, other) is None
+    slot.record_restores(attempt, 3)
+    page = slot.view[:4096].tobytes()
+    assert header.read_record(page, header.RESTORES_START, attempt) == 3
+    assert header.read_record(page, header.COMMIT_START, attempt) == 12
     slot.view[header.COMMIT_START + 20] ^= 1
     assert not slot.committed
     slot.unseal()

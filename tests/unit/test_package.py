@@ -19,7 +19,7 @@ REPO = Path(__file__).parents[2]
 
 # The way of the data: each module imports only from those before it.
 ORDER = [
-    "version", "errors", "config", "state", "rebuild", "layout", "manifest", "header", "topology", "limits",
+    "version", "errors", "points", "config", "state", "rebuild", "layout", "manifest", "header", "topology", "limits",
     "node_memory", "inventory", "segment", "slot", "comm", "board", "window", "transfer", "stage", "shelf",
     "copies", "parts", "snapshot", "commit", "restore", "courier", "saves", "rng", "checkpointer",
     "__init__", "cli", "__main__",

@@ -1,0 +1,53 @@
+"""Named points on the way of a save and a restore, where tests stop or kill a process.
+
+Without a test nothing is armed and `reach` returns at once. tests/faults kills each rank and each node at each
+of them; docs/guarantees.md says what is then restored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+POINTS = {
+    "stage.begun": "a free slot is taken; it still holds an older step",
+    "stage.unsealed": "the slot's old header is gone, nothing is copied yet",
+    "stage.copied": "the state is in the slot",
+    "protect.announced": "all ranks know what comes",
+    "room.removed": "a slot that is too small is gone, the larger one is not there yet",
+    "room.created": "the larger slot is there, its pages are not",
+    "transfer.sent": "a chunk of a slot is on its way",
+    "transfer.arrived": "a chunk was received and checked",
+    "transfer.received": "all chunks were, the header is not written",
+    "transfer.sealed": "the received slot is sealed, the sender does not know yet",
+    "protect.sealed": "the own slot is sealed, all copies of and for this rank are in place",
+    "commit.agreed": "all ranks agreed, no receipt is written",
+    "commit.half_recorded": "the own slot has its receipt, the copies do not",
+    "commit.recorded": "all receipts are written, older slots are not free yet",
+    "commit.released": "older slots are free, the snapshot does not say so yet",
+    "commit.seen": "the snapshot says committed",
+    "restore.listed": "all ranks know what all nodes hold",
+    "restore.verified": "all slots that will be used were checked on all ranks",
+    "restore.adopted": "the files belong to the ranks of this run",
+    "restore.fetched": "slots from other nodes are here",
+    "restore.loading": "the state was compared, nothing of it is changed",
+    "restore.loaded": "all ranks have loaded",
+    "heal.begun": "the ranks know which copies are missing",
+    "heal.copied": "the copies are made again",
+    "heal.freed": "files that nobody needs may be reused",
+    "heal.done": "the next save will find room",
+}
+"""In the order in which they are reached."""
+
+_action: Callable[[str], None] | None = None
+
+
+def reach(point: str) -> None:
+    """Note that this process came to a point."""
+    if _action is not None:
+        _action(point)
+
+
+def arm(action: Callable[[str], None] | None) -> None:
+    """Call ``action(point)`` at every point from now on, on whichever thread reaches it; None: never again."""
+    global _action
+    _action = action
