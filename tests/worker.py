@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import mpi4py
@@ -20,6 +20,7 @@ if os.environ.get("THREAD_LEVEL"):
     mpi4py.rc.thread_level = os.environ["THREAD_LEVEL"]
 
 from mpi4py import MPI
+from traps import kill_my_node, set_traps
 
 import mlflash
 
@@ -66,40 +67,44 @@ def update(state: dict[str, object], new: dict[str, object]) -> None:
     state["lr"], state["history"] = new["lr"], new["history"]
 
 
-def kill_my_node(wipe: bool) -> None:
-    """Die with all ranks of this emulated node, and with its memory."""
-    per_node = int(os.environ["MLFLASH_RANKS_PER_NODE"])
-    node = RANK // per_node
-    root = Path(os.environ["MLFLASH_MEMORY"], f"mlflash-{os.getuid()}", os.environ["MLFLASH_JOB"])
-    ranks = [r for r in range(COMM.size) if r // per_node == node and r != RANK]
-    for rank in ranks:
-        record = json.loads((OUT / f"rank{rank}.jsonl").read_text().splitlines()[0])
-        os.kill(record["pid"], signal.SIGKILL)
-    if wipe:
-        shutil.rmtree(root / f"node{node}")
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def train(last: int, nbytes: int = 300_000, die_at: int = -1, die_rank: int = -1, die: str = "", busy: bool = False,
-          pause: float = 0.0, big_rank: int = -1, big_nbytes: int = 0,
+def train(last: int = 0, more: int = -1, nbytes: int = 300_000, die_at: int = -1, die_rank: int = -1, die: str = "",
+          busy: bool = False, pause: float = 0.0, big_rank: int = -1, big_nbytes: int = 0, grow_at: int = 0,
+          load: bool = False, one_by_one: bool = False, traps: Sequence[dict[str, object]] = (), strict: bool = True,
           options: dict[str, object] | None = None) -> None:  # fmt: skip
     """Restore, check the bits, train to the last step with a save after each, and perhaps die.
 
     Args:
+        last: the last step; with ``more``: so many steps after the one restored.
         die: "committed": in the moment the snapshot is committed; "saved": right after save() returned;
             "all": all ranks end without a word once the step is committed.
+        grow_at: from this step on the state is three times as large.
+        load: take the state as fresh arrays, whatever its size, instead of filling one of known size.
+        one_by_one: each save waits for its commit.
+        traps: see traps.py.
     """
+    set_traps(traps, RANK)
     nbytes = big_nbytes if big_rank == RANK else nbytes + 1000 * RANK  # slots of different sizes
-    state = state_at(RANK, 0, nbytes)
-    with mlflash.Checkpointer(strict=True, **(options or {})) as ckpt:
-        start = ckpt.restore(state)
-        wrong = differences(state, state_at(RANK, start or 0, nbytes))
+
+    def wanted(step: int) -> dict[str, object]:
+        return state_at(RANK, step, nbytes * (3 if grow_at and step % 1000 >= grow_at else 1))
+
+    state = wanted(0)
+    with mlflash.Checkpointer(strict=strict, **(options or {})) as ckpt:
+        if load:
+            start, found = ckpt.load()
+            state = wanted(0) if start is None else found
+        else:
+            start = ckpt.restore(state)
+        wrong = differences(state, wanted(start or 0))
         note("restored", step=start, wrong=wrong, report=ckpt.report())
+        last = last if more < 0 else (start or 0) + more
         pending: list[mlflash.Snapshot] = []
         for step in range((start or 0) + 1, last + 1):
-            update(state, state_at(RANK, step, nbytes))
+            if step == grow_at:
+                state = wanted(step)
+            update(state, wanted(step))
             snapshot = ckpt.save(step, state)
-            update(state, state_at(RANK, step + 1000, nbytes))  # at once, as the promise says
+            update(state, wanted(step + 1000))  # at once, as the promise says
             if step == die_at and die == "saved" and die_rank == RANK:
                 kill_my_node(wipe=True)
             if step == die_at and die == "committed" and die_rank == RANK:
@@ -116,6 +121,8 @@ def train(last: int, nbytes: int = 300_000, die_at: int = -1, die_rank: int = -1
                 end = time.monotonic() + pause
                 while time.monotonic() < end:
                     np.dot(np.ones((100, 100)), np.ones((100, 100)))
+            if one_by_one:
+                snapshot.wait()
             pending.append(snapshot)
             for committed in [s for s in pending if s.committed]:
                 note("committed", step=committed.step)
@@ -155,6 +162,25 @@ def wait_past_deadline(stop_s: float) -> None:
         note("caught up", late=late.committed, next=next_one.committed)
         ckpt.save(4, state).wait()
         note("end", steps=ckpt.steps())
+
+
+def courier_fails(traps: Sequence[dict[str, object]]) -> None:
+    """MPI fails in one rank's courier during a save, and training goes on to save."""
+    set_traps(traps, RANK)
+    nbytes = 300_000 + 1000 * RANK
+    state = state_at(RANK, 0, nbytes)
+    ckpt = mlflash.Checkpointer(timeout_s=2.0)
+    start = ckpt.restore(state) or 0
+    for step in range(start + 1, start + 7):
+        update(state, state_at(RANK, step, nbytes))
+        snapshot = ckpt.save(step, state)
+        try:
+            snapshot.wait()
+            note("committed", step=step)
+        except mlflash.errors.MlflashError as error:
+            note("failed", step=step, error=str(error))
+    note("through", report=ckpt.report())
+    time.sleep(60)  # MPI cannot be ended in this state; the test kills the job
 
 
 def inline() -> None:

@@ -207,3 +207,21 @@ print('ok')
 """
     result = run_alone(program, shm)
     assert (result.returncode, result.stdout) == (0, "ok\n"), result.stderr
+
+
+@pytest.mark.parametrize("transport", ["p2p", "rma"])
+@pytest.mark.parametrize("point", ["transfer.sent", "transfer.arrived", "protect.sealed"])
+def test_an_error_of_mpi_in_the_courier_frees_no_slot_that_is_needed(shm: Path, point: str, transport: str) -> None:
+    cluster = Cluster(shm, transport=transport)
+    trap = {"path": ["commit.seen", "commit.seen", point], "action": "fail", "rank": 1}
+    job = cluster.start(2, "worker.py", json.dumps({"program": "courier_fails", "traps": [trap]}))
+    job.wait_for("through", 2)
+    job.kill()
+    assert {(r["rank"], r["step"]) for r in job.records() if r["event"] == "committed"} == {
+        (0, 1), (0, 2), (1, 1), (1, 2)}  # fmt: skip
+    for lost in (0, 1):
+        cluster.wipe(lost)
+        result = train(cluster, 2, last=0)
+        # Where both slots of step 3 were sealed before, it is whole; step 2 is there in any case.
+        assert {r["step"] for r in result.of("restored")} in ({2}, {3}), result.log
+        assert [r["wrong"] for r in result.of("restored")] == [[], []]

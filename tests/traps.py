@@ -1,0 +1,108 @@
+"""Traps at the named points of mlflash: where a rank steps into one, it dies, or stops, or its node goes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from mlflash import points
+
+OUT = Path(os.environ["OUT"])
+
+
+def kill_my_node(wipe: bool) -> None:
+    """Die with all ranks of this emulated node, and with its memory."""
+    per_node = int(os.environ["MLFLASH_RANKS_PER_NODE"])
+    starts = [json.loads(file.read_text().splitlines()[0]) for file in OUT.glob("rank*.jsonl")]
+    node = next(record["rank"] for record in starts if record["pid"] == os.getpid()) // per_node
+    root = Path(os.environ["MLFLASH_MEMORY"], f"mlflash-{os.getuid()}", os.environ["MLFLASH_JOB"])
+    siblings = [r["pid"] for r in starts if r["rank"] // per_node == node and r["pid"] != os.getpid()]
+    for pid in siblings:
+        _kill(pid)
+    if wipe:
+        while any(_runs(pid) for pid in siblings):  # it must not make a new file in what is deleted here
+            time.sleep(0.001)
+        shutil.rmtree(root / f"node{node}")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fill_memory() -> None:
+    """Use up the file system of this cluster's memory."""
+    with Path(os.environ["MLFLASH_MEMORY"], "filler").open("wb") as file:
+        free = os.statvfs(file.fileno())
+        os.posix_fallocate(file.fileno(), 0, free.f_bavail * free.f_frsize)
+
+
+def fail() -> None:
+    """Raise what MPI raises in the courier when a peer has died."""
+    raise RuntimeError("a trap in the courier")
+
+
+ACTIONS: dict[str, Callable[[], None]] = {
+    "rank": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "node": lambda: kill_my_node(wipe=False),
+    "wipe": lambda: kill_my_node(wipe=True),
+    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "fill": fill_memory,
+    "fail": fail,
+}
+
+
+class Trap:
+    """Something that happens when a rank has passed some points in order.
+
+    Args:
+        path: names of points; what happens does so at the last of them.
+        action: one of `ACTIONS`.
+        rank: who steps into it; -1: whoever comes first, and only one.
+    """
+
+    def __init__(self, path: list[str], action: str, rank: int = -1):
+        unknown = set(path) - set(points.POINTS)
+        assert not unknown, unknown
+        self._left, self._action, self.rank = list(path), action, rank
+
+    def reached(self, point: str) -> None:
+        """Go on by a point."""
+        if self._left and point == self._left[0]:
+            self._left.pop(0)
+            if not self._left and self._is_first():
+                ACTIONS[self._action]()
+
+    def _is_first(self) -> bool:
+        try:
+            (OUT / f"sprung{self.rank}").touch(exist_ok=self.rank >= 0)
+        except FileExistsError:
+            return False
+        return True
+
+
+def set_traps(specs: list[dict[str, object]], rank: int) -> None:
+    """Arm the traps that this rank may step into."""
+    traps = [trap for trap in (Trap(**spec) for spec in specs) if trap.rank in (-1, rank)]
+
+    def reached(point: str) -> None:
+        for trap in traps:
+            trap.reached(point)
+
+    if traps:
+        points.arm(reached)
+
+
+def _kill(pid: int) -> None:
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
+    except OSError:
+        return False
