@@ -52,6 +52,10 @@ class Checkpointer:
         transport: "rma", "p2p" or "auto"; how copies go to other nodes.
         skip_stuck: restore an older step where the newest one was restored by so many runs already and none of
             them committed a newer one. Default 0: never, only warn.
+        replicated: the ranks that hold the same state as this one (an mpi4py communicator or group, a
+            torch.distributed process group, a list of ranks, or True for all): a warning names the tensors that
+            differ between them, and the ranks. Nothing is sent over the group given. Tensors of which a rank has
+            another shard are not compared. Default: nothing is compared.
         settings: further fields of :class:`mlflash.config.Config`.
 
     Raises:
@@ -76,6 +80,7 @@ class Checkpointer:
         reserve: int | None = None,
         transport: str | None = None,
         skip_stuck: int | None = None,
+        replicated: Any = None,
         **settings: Any,
     ):
         self._config = config.from_environment(
@@ -91,7 +96,7 @@ class Checkpointer:
         self._closed = False
         self._seconds: dict[str, float] = collections.defaultdict(float)
         try:
-            self._parts: Parts = self._courier.call(lambda: make(self._config, self._world))
+            self._parts: Parts = self._courier.call(lambda: make(self._config, self._world, replicated))
         except BaseException:
             self._courier.stop(abandon=True)
             raise

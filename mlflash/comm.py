@@ -143,8 +143,11 @@ class World:
 
     def form_groups(self, colors: Sequence[int]) -> None:
         """Make a communicator for each redundancy group. Collective over the world."""
-        if self.world is not None:
-            self.group = self.world.Split(colors[self.rank], self.rank)
+        self.group = self.split(colors[self.rank])
+
+    def split(self, color: int) -> Any:
+        """Make a communicator of the ranks with the same color; None without MPI. Collective over the world."""
+        return None if self.world is None else self.world.Split(color, self.rank)
 
     def free(self) -> None:
         """Free the communicators. Collective over the world."""
@@ -218,18 +221,18 @@ class World:
 
     # Agreement
 
-    def agree(self, values: Sequence[int]) -> list[int]:
-        """Take the minimum of each number over all ranks. Collective over the world: one allreduce."""
+    def agree(self, values: Sequence[int], comm: Any = None) -> list[int]:
+        """Take the minimum of each number over all ranks. Collective over ``comm`` (the world): one allreduce."""
         if self.world is None:
             return list(values)
         mine = np.array(values, dtype=np.int64)
         out = np.empty_like(mine)
-        self.finish(self.world.Iallreduce(mine, out, self.mpi.MIN))
+        self.finish((comm or self.world).Iallreduce(mine, out, self.mpi.MIN))
         return [int(value) for value in out]
 
-    def gather(self, value: Any) -> list[Any]:
-        """Give every rank the (pickled) value of every rank. Collective over the world."""
-        return [value] if self.world is None else self._gather(self.world, value)
+    def gather(self, value: Any, comm: Any = None) -> list[Any]:
+        """Give every rank the (pickled) value of every rank. Collective over ``comm`` (the world)."""
+        return [value] if self.world is None else self._gather(comm or self.world, value)
 
     def gather_nodes(self, value: Any) -> list[Any]:
         """Give every rank the value of every node's first rank, by node. Collective over the world."""

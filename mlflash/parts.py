@@ -19,6 +19,7 @@ from .errors import MlflashError
 from .header import Attempt
 from .inventory import Choice, assign, choose, rows_of, scan
 from .node_memory import NodeMemory
+from .replicas import Replicas
 from .shelf import Shelf, make_room, needs_room
 from .slot import Slot
 from .window import Poke
@@ -31,6 +32,7 @@ class Parts:
     """What save and restore work with.
 
     Attributes:
+        replicas: compares tensors between ranks that hold the same ones, where the user said so.
         run_id: random number of this run, the same on all ranks.
         generation: number of the newest attempt known; the next one is larger.
         restored_from: node whose memory held what this rank restored; "" before.
@@ -45,6 +47,7 @@ class Parts:
     board: Board
     copies: Copies
     shelf: Shelf
+    replicas: Replicas | None = None
     run_id: bytes = b""
     generation: int = 0
     poke: Any = None
@@ -120,17 +123,20 @@ class Parts:
         """Free windows and communicators. Collective over the world."""
         self.copies.close_windows()
         self.board.free()
+        if self.replicas is not None:
+            self.replicas.free()
         if self.poke is not None:
             self.poke.free()
         self.world.free()
 
 
-def make(config: Config, world: World) -> Parts:
+def make(config: Config, world: World, replicated: Any = None) -> Parts:
     """Lock the job, look what earlier runs left, and take their files over.
 
     Collective over the world.
 
     Raises:
+        ConfigError: on all ranks, where ``replicated`` makes no sense.
         JobInUse, UnsafePath, WorldMismatch: on all ranks, where any rank finds it so.
     """
     error: MlflashError | None = None
@@ -142,8 +148,11 @@ def make(config: Config, world: World) -> Parts:
     except MlflashError as problem:
         problem.rank, problem.node = world.rank, world.node_name
         error = problem
+    replicas: Replicas | None = None
     try:
         world.raise_together(error)
+        if replicated is not None:
+            replicas = Replicas(world, replicated)
     except MlflashError:
         if memory is not None:
             memory.close()
@@ -151,7 +160,7 @@ def make(config: Config, world: World) -> Parts:
         raise
     assert memory is not None
     copies = Copies(world, config)
-    parts = Parts(config, world, memory, Board(world), copies, Shelf(memory, copies.owners))
+    parts = Parts(config, world, memory, Board(world), copies, Shelf(memory, copies.owners), replicas)
     if copies.transport == "rma" and world.world is not None:
         parts.poke = world.poke = Poke(world)
     parts.run_id = world.broadcast(os.urandom(16), 0)

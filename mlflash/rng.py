@@ -12,6 +12,8 @@ import numpy as np
 class Rng:
     """State of the global generators of Python, numpy, torch and CUDA; made by :func:`rng`."""
 
+    rank_private = True  # ranks that hold the same weights draw other numbers
+
     def state_dict(self) -> dict[str, Any]:
         """Read the generators. Not collective. torch's are left out where torch is not loaded."""
         version, words, gauss = random.getstate()

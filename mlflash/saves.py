@@ -143,6 +143,7 @@ class Saves:
         start = time.perf_counter()
         try:
             commit.run(save, self._parts)
+            self._compare_replicas(save)
             self._parts.counts["skipped" if save.snapshot.skipped else "committed"] += 1
             self._warned_late = False
         except MlflashError as error:
@@ -155,6 +156,12 @@ class Saves:
             raise
         finally:
             self._seconds["protect and commit"] += time.perf_counter() - start
+
+    def _compare_replicas(self, save: commit.Save) -> None:
+        replicas = self._parts.replicas
+        if replicas is not None and not save.snapshot.skipped and save.slot is not None and save.plan is not None:
+            differing = replicas.compare(save.slot, save.plan, save.snapshot.step)
+            self._parts.counts["tensors diverged"] += differing
 
     def _note_late(self, snapshot: Snapshot, error: DeadlineExceeded) -> None:
         self._parts.counts["late"] += 1

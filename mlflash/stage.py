@@ -30,6 +30,7 @@ class Plan:
 
     layout: Layout
     manifest: bytes
+    private: frozenset[str]
 
 
 class Stage:
@@ -56,7 +57,7 @@ class Stage:
         if known and self._layout is not None:
             whole = manifest.join(self._entries, self._tree_bytes, flat.plain)
             if len(whole) <= self._layout.extents.manifest_room:
-                return Plan(self._layout, whole)
+                return Plan(self._layout, whole, flat.private)
         # The entries' text depends on their places; twice the text of unplaced ones is room enough.
         draft = manifest.encode_entries(tuple(leaf.entry for leaf in flat.leaves))
         length = len(manifest.join(draft, self._tree_bytes, flat.plain)) + 20 * len(flat.leaves)
@@ -64,7 +65,8 @@ class Stage:
         self._fingerprint = seen
         self._entries = manifest.encode_entries(self._layout.entries)
         self._views.clear()
-        return Plan(self._layout, manifest.join(self._entries, self._tree_bytes, flat.plain))
+        whole = manifest.join(self._entries, self._tree_bytes, flat.plain)
+        return Plan(self._layout, whole, flat.private)
 
     def copy(self, flat: Flat, planned: Plan, slot: Slot) -> None:
         """Copy a state into a slot; returns once the live tensors may be changed again.
@@ -101,6 +103,7 @@ class Stage:
         # A new file may have the name of an old one: the views belong to the mapping, not to the name.
         if cached is None or cached[0] is not layout or cached[1] is not slot.segment:
             payload = slot.payload(layout.extents)
+            _clear_gaps(layout, payload)
             targets = [
                 from_bytes(entry, payload[entry.start : entry.start + entry.nbytes])
                 if entry.nbytes and leaf.tie < 0
@@ -113,6 +116,16 @@ class Stage:
     def forget(self) -> None:
         """Drop the cached views (the slots were replaced)."""
         self._views.clear()
+
+
+def _clear_gaps(layout: Layout, payload: np.ndarray) -> None:
+    """Zero the bytes between the extents, so that equal states give equal blocks."""
+    at = 0
+    for entry in layout.entries:
+        if entry.start > at:
+            payload[at : entry.start] = 0
+        at = max(at, entry.start + entry.nbytes)
+    payload[at:] = 0
 
 
 def _is_plain(tensor: Any) -> bool:

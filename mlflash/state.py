@@ -64,6 +64,7 @@ class Flat:
     leaves: list[Leaf]
     tree: Tree
     plain: list[Any]  # values of the plain leaves, each in a form that JSON can hold
+    private: frozenset[str] = frozenset()  # names of leaves that each rank has its own of
 
 
 def flatten(state: Any) -> Flat:
@@ -76,7 +77,7 @@ def flatten(state: Any) -> Flat:
     """
     walk = _Flatten()
     tree = walk.visit(state, "")
-    return Flat(walk.leaves, tree, walk.plain)
+    return Flat(walk.leaves, tree, walk.plain, frozenset(walk.private))
 
 
 class _Flatten:
@@ -86,6 +87,7 @@ class _Flatten:
         self.names: dict[str, int] = {}
         self.memory: dict[tuple[Any, ...], int] = {}
         self.open: set[int] = set()
+        self.private: list[str] = []
         self.torch = sys.modules.get("torch")
 
     def visit(self, value: Any, path: str) -> Tree:
@@ -111,7 +113,11 @@ class _Flatten:
         if isinstance(value, (list, tuple)):
             tag = "l" if isinstance(value, list) else "t"
             return [tag, [self.visit(v, f"{prefix}{i}") for i, v in enumerate(value)]]
-        return ["o", self.visit(value.state_dict(), path)]
+        before = len(self.leaves)
+        tree = self.visit(value.state_dict(), path)
+        if getattr(value, "rank_private", False):
+            self.private += [leaf.entry.name for leaf in self.leaves[before:]]
+        return ["o", tree]
 
     def leaf(self, value: Any, local: Any, entry: Entry, key: tuple[Any, ...] | None) -> Tree:
         count = self.names[entry.name] = self.names.get(entry.name, 0) + 1

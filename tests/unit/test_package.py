@@ -21,7 +21,7 @@ REPO = Path(__file__).parents[2]
 ORDER = [
     "version", "errors", "points", "config", "state", "rebuild", "layout", "manifest", "header", "topology", "limits",
     "node_memory", "inventory", "segment", "slot", "comm", "board", "window", "transfer", "stage", "shelf",
-    "copies", "parts", "snapshot", "commit", "restore", "courier", "saves", "rng", "checkpointer",
+    "copies", "replicas", "parts", "snapshot", "commit", "restore", "courier", "saves", "rng", "checkpointer",
     "__init__", "cli", "__main__",
 ]  # fmt: skip
 MAY_IMPORT_MPI = {"comm"}
