@@ -1,0 +1,158 @@
+"""One launch under chaos.py: what its ranks have noted, its processes, and waits that end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from harness import Cluster, Launch
+
+DAMAGED = "cannot be restored from"
+WRONG = ("the courier failed", "has no full redundancy", DAMAGED)
+_END_S = 20.0  # how long mpiexec may take to end what is left of a job
+
+
+class Failure(Exception):
+    """Something that must not happen did."""
+
+
+class Attacked:
+    """A launch, from its start to the end of its last process.
+
+    Args:
+        cluster: where it runs.
+        ranks: how many.
+        arguments: what the rank program gets.
+    """
+
+    def __init__(self, cluster: Cluster, ranks: int, arguments: str):
+        self.number = cluster.launches + 1
+        self.ranks = ranks
+        self.started = time.monotonic()
+        self.launch: Launch = cluster.start(ranks, "chaos_worker.py", arguments)
+        self.out = self.launch.out
+        self._mark = f"OUT={self.out}".encode()
+        self.killed_at = 0.0  # unix time
+
+    # What the ranks say
+
+    def of(self, event: str) -> list[dict[str, Any]]:
+        """The notes of one event, by rank."""
+        found = [record for record in self.launch.records() if record["event"] == event]
+        return sorted(found, key=lambda record: record["rank"])
+
+    def reached(self) -> int:
+        """The last step that any rank has made; 0 where there was none."""
+        texts = [path.read_text().strip() for path in self.out.glob("progress*")]
+        return max((int(text) for text in texts if text), default=0)
+
+    def until_save(self, rank: int, every: int) -> None:
+        """Wait until a rank is at a step that it saves; not for long."""
+        end = time.monotonic() + 3
+        path = self.out / f"progress{rank}"
+        while int(path.read_text() or 1) % every and time.monotonic() < end:
+            time.sleep(0.0005)
+
+    def committed(self) -> int | None:
+        """The newest step that any rank has seen committed."""
+        return max((record["step"] for record in self.of("committed")), default=None)
+
+    def whole(self) -> int | None:
+        """The newest step that was in place on all nodes: committed, or restored and healed on all ranks."""
+        if (step := self.committed()) is not None:
+            return step
+        healed = len(self.of("healed")) == self.ranks
+        return self.of("restored")[0]["step"] if healed else None
+
+    def log(self) -> str:
+        return (self.out / "log").read_text()
+
+    # Processes
+
+    def processes(self) -> dict[int, int]:
+        """All live processes of this launch and the rank that each is; -1 for those of MPI itself.
+
+        They are found by their environment, so also before they have noted anything.
+        """
+        found = {}
+        for path in Path("/proc").glob("[0-9]*"):
+            try:
+                words = (path / "environ").read_bytes().split(b"\0")
+                state = (path / "stat").read_text().rsplit(")", 1)[1].split()[0]
+            except OSError:  # it ended meanwhile
+                continue
+            if self._mark in words and state not in "ZX":
+                names = dict(word.split(b"=", 1) for word in words if b"=" in word)
+                found[int(path.name)] = int(names.get(b"PMI_RANK", names.get(b"OMPI_COMM_WORLD_RANK", b"-1")))
+        return found
+
+    def signal(self, ranks: set[int], number: int) -> None:
+        """Send a signal to ranks, as nearly at once as can be."""
+        if number == signal.SIGKILL:
+            self.killed_at = self.killed_at or time.time()
+        for pid in [pid for pid, rank in self.processes().items() if rank in ranks]:
+            try:
+                os.kill(pid, number)
+            except ProcessLookupError:
+                pass
+
+    def die(self, ranks: set[int]) -> set[int]:
+        """Kill ranks and wait until they are dead; returns the ranks killed.
+
+        Where one of them has not started yet, mpiexec and all else is killed: it must not start afterwards.
+        """
+        if not ranks <= set(self.processes().values()):
+            ranks = {-1, *range(self.ranks)}
+        end = time.monotonic() + _END_S
+        while ranks & set(self.processes().values()):
+            if time.monotonic() > end:
+                raise self.failure("killed ranks do not die")
+            self.signal(ranks, signal.SIGKILL)
+            time.sleep(0.002)
+        return ranks - {-1}
+
+    def end(self) -> None:
+        """Wait until mpiexec has ended the rest of the job; kill what it leaves."""
+        self.killed_at = self.killed_at or time.time()
+        end = time.monotonic() + _END_S
+        while left := self.processes():
+            if time.monotonic() > end:
+                print(f"           launch {self.number}: mpiexec left {len(left)} processes, killed", flush=True)
+                self.signal(set(left.values()), signal.SIGKILL)
+                end = time.monotonic() + _END_S
+            time.sleep(0.02)
+        self.launch.kill()  # and what MPI left in /dev/shm
+
+    # Waits
+
+    def until(self, what: str, done: Callable[[], bool], timeout_s: float) -> None:
+        """Wait until something is so; that the job ends before it is a failure, too."""
+        end = time.monotonic() + timeout_s
+        while not done():
+            if not self.processes() and not done():
+                raise self.failure(f"the job ended by itself before: {what}")
+            if time.monotonic() > end:
+                raise self.failure(f"not within {timeout_s:g} s: {what}")
+            time.sleep(0.03)
+
+    def pause(self, seconds: float) -> None:
+        """Let the job run for so long; it must not end meanwhile, nor complain."""
+        time.sleep(seconds)
+        if not self.processes():
+            raise self.failure("the job ended by itself")
+
+    def failure(self, what: str) -> Failure:
+        """Say what went wrong, with the ranks' stacks and log; the job is killed."""
+        left = self.processes()
+        self.signal({rank for rank in left.values() if rank >= 0}, signal.SIGUSR1)
+        time.sleep(1)
+        stacks = "".join(f"--- {path.name}\n{path.read_text()}" for path in sorted(self.out.glob("stacks*")))
+        notes = "\n".join(str(r) for r in sorted(self.launch.records(), key=lambda r: r["at"])[-40:])
+        text = f"launch {self.number}: {what}\n{stacks}--- notes\n{notes}\n--- log\n{self.log()[-20000:]}"
+        self.signal(set(left.values()), signal.SIGKILL)
+        self.launch.kill()
+        return Failure(text)

@@ -1,0 +1,89 @@
+"""Rank program of chaos.py: train, save every few steps, write down what happened, until told to end."""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+from chaos_training import SHARED, Training
+from mpi4py import MPI
+
+import mlflash
+
+COMM = MPI.COMM_WORLD
+OUT = Path(os.environ["OUT"])
+
+
+def note(event: str, **fields: object) -> None:
+    """Write one record, so that it is there even if this process is killed in the next instant."""
+    record = {"event": event, "rank": COMM.rank, "pid": os.getpid(), "at": time.time(), **fields}
+    with (OUT / f"rank{COMM.rank}.jsonl").open("a") as file:
+        file.write(json.dumps(record) + "\n")
+
+
+def exchange(gift: np.ndarray, last: bool) -> tuple[np.ndarray, bool]:
+    """Give every rank what each gives, and whether rank 0 says that this step is the last."""
+    mine = np.append(gift, np.float32(last))
+    gifts = np.empty((COMM.size, SHARED + 1), dtype=np.float32)
+    request = COMM.Iallgather(mine, gifts)
+    while not request.Test():
+        time.sleep(1e-4)  # there are more ranks than cores: a spinning rank starves the others
+    return gifts[:, :SHARED], bool(gifts[0, SHARED])
+
+
+def note_ended(pending: list[mlflash.Snapshot]) -> list[mlflash.Snapshot]:
+    """Note the saves that have ended, and give the others."""
+    for snapshot in [s for s in pending if s.done]:
+        if snapshot.committed:
+            note("committed", step=snapshot.step)
+        else:
+            note("failed", step=snapshot.step, error=str(snapshot.error))
+    return [s for s in pending if not s.done]
+
+
+def run(every: int, timeout_s: float, pace_s: float) -> None:
+    """Restore and train.
+
+    Args:
+        every: steps between two saves.
+        timeout_s: the Checkpointer's.
+        pace_s: how long a step sleeps, seconds.
+    """
+    training = Training(COMM.rank, np.random)
+    state = {"training": training, "rng": mlflash.rng()}
+    progress = os.open(OUT / f"progress{COMM.rank}", os.O_WRONLY | os.O_CREAT)
+    with mlflash.Checkpointer(timeout_s=timeout_s) as ckpt:
+        start = ckpt.restore(state)
+        note("restored", step=start, digest=training.digest(), of_step=training.step)
+        pending: list[mlflash.Snapshot] = []
+        healed, last = start is None, False
+        while not last:
+            saves = (training.step + 1) % every == 0
+            gifts, last = exchange(training.give(), saves and COMM.rank == 0 and (OUT / "finish").exists())
+            training.take(gifts)
+            os.pwrite(progress, b"%12d" % training.step, 0)
+            if training.step == (start or 0) + 1:
+                note("first step")
+            if saves:
+                pending.append(ckpt.save(training.step, state))
+            pending = note_ended(pending)
+            if not healed and "heal" in ckpt.report()["seconds"]:
+                healed = True
+                note("healed")
+            time.sleep(pace_s)
+        ckpt.wait()
+        note_ended(pending)
+        note("end", step=training.step, digest=training.digest(), report=ckpt.report())
+
+
+if __name__ == "__main__":
+    stacks = os.open(OUT / f"stacks{COMM.rank}", os.O_WRONLY | os.O_CREAT)
+    faulthandler.register(signal.SIGUSR1, stacks, all_threads=True)
+    note("start")
+    run(**json.loads(sys.argv[1]))
