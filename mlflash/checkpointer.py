@@ -264,6 +264,9 @@ class Checkpointer:
         self._parts.counts["restores"] += 1
         if self._world.rank == 0:
             log.info("restored step %d from memory", step)
+        if self._parts.rolled_forward:
+            # Until its copies are made, only the step before covers a lost node: no save may write over that.
+            self._parts.shelf.hold_older()
         self._courier.post(Job(lambda: self._heal(home)))
         return step
 
@@ -277,6 +280,7 @@ class Checkpointer:
                 log.warning("the restored step has no full redundancy: %s", error)
                 if not isinstance(error, CorruptSlot):
                     break  # only a copy that arrived damaged may arrive whole next time
+        self._parts.shelf.free_older(home)
         self._seconds["heal"] += time.perf_counter() - start
 
     def steps(self) -> list[int]:

@@ -35,6 +35,7 @@ class Parts:
         replicas: compares tensors between ranks that hold the same ones, where the user said so.
         run_id: random number of this run, the same on all ranks.
         generation: number of the newest attempt known; the next one is larger.
+        rolled_forward: whether no rank saw the restored attempt committed: copies of it may never have been made.
         restored_from: node whose memory held what this rank restored; "" before.
         restores: how many runs have restored the attempt that this one restored, itself included.
         counted: the attempt that this run was counted for.
@@ -52,6 +53,7 @@ class Parts:
     generation: int = 0
     poke: Any = None
     restored_from: str = ""
+    rolled_forward: bool = False
     restores: int = 0
     counted: Attempt | None = None
     counts: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)

@@ -77,7 +77,9 @@ def bring_home(parts: Parts, step: int | None) -> Slot | None:
                     "step %d was restored %d times and nothing newer was committed since: step %d is taken instead "
                     "(skip_stuck=%d)", passed_over.step, passed_over.restores, choice.step, parts.config.skip_stuck,
                 )  # fmt: skip
-            return next(slot for slot in parts.shelf.own if _is(slot, parts.world.rank, choice.attempt))
+            home = next(slot for slot in parts.shelf.own if _is(slot, parts.world.rank, choice.attempt))
+            parts.rolled_forward = bool(parts.world.agree([int(not home.committed)])[0])
+            return home
         for node, file in bad:
             found = found[(found["node"] != node) | (found["file"] != file)]
 

@@ -145,6 +145,21 @@ class Shelf:
                     slot.use = Use.FREE
             self.changed.notify_all()
 
+    def hold_older(self) -> None:
+        """Keep the own slots besides the restored one from being written, until `free_older`. Not collective."""
+        with self.changed:
+            for slot in self.own:
+                if slot.use is Use.FREE and slot.header is not None:
+                    slot.use = Use.HOLDS
+
+    def free_older(self, home: Slot) -> None:
+        """Let saves write the own slots besides the restored one. Not collective."""
+        with self.changed:
+            for slot in self.own:
+                if slot.use is Use.HOLDS and slot is not home:
+                    slot.use = Use.FREE
+            self.changed.notify_all()
+
     def drop_spare(self) -> None:
         """Delete the files that nobody needs."""
         for number in self.spare:

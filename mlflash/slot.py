@@ -86,7 +86,7 @@ class Slot:
         self.header = header
 
     def record_commit(self, attempt: Attempt, step: int) -> None:
-        """Write the commit record (a receipt; nothing depends on it)."""
+        """Write the commit record: a receipt, never asked whether the slot may be restored."""
         self._record(COMMIT_START, attempt, step)
 
     def record_restores(self, attempt: Attempt, times: int) -> None:

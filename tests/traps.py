@@ -48,6 +48,7 @@ ACTIONS: dict[str, Callable[[], None]] = {
     "node": lambda: kill_my_node(wipe=False),
     "wipe": lambda: kill_my_node(wipe=True),
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "wait": lambda: time.sleep(60),
     "fill": fill_memory,
     "fail": fail,
 }

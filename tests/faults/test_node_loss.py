@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
 from harness import Cluster, Result
+
+from mlflash.header import COMMIT_START, HEADER_NBYTES, RECORD_NBYTES, unpack
 
 TRANSPORTS = ("p2p", "rma")
 
@@ -138,10 +141,30 @@ def test_another_world_size_is_refused_by_name(shm: Path) -> None:
     assert_restored(train(cluster, 2, last=2), 2, 2)  # and nothing was lost by trying
 
 
+def test_before_the_heal_no_save_overwrites_what_alone_covers_a_lost_node(shm: Path) -> None:
+    cluster = Cluster(shm)
+    train_and_die(cluster, 4, step=3)
+    for path in cluster.slot_files():  # as if they had died before all copies of step 3 were there, one of them not
+        with path.open("r+b") as file:
+            header = unpack(file.read(HEADER_NBYTES))
+            if header.step == 3:
+                file.seek(COMMIT_START)
+                file.write(bytes(RECORD_NBYTES))
+            if (header.step, header.rank, path.parent.name) == (3, 0, "node2"):
+                file.seek(0)
+                file.write(bytes(HEADER_NBYTES))
+    traps = [{"path": ["heal.begun"], "action": "wait", "rank": rank} for rank in range(4)]
+    job = cluster.start(4, "worker.py", json.dumps({"more": 1, "traps": traps}))
+    assert {r["step"] for r in job.wait_for("restored", 4)} == {3}
+    time.sleep(1)  # time enough for the save of step 4 to be staged
+    job.kill()
+    cluster.wipe(0)
+    assert_restored(train(cluster, 4, more=1), 4, 2)
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_a_kill_at_any_time_loses_nothing_that_was_committed(shm: Path, seed: int) -> None:
     import random
-    import time
 
     rng = random.Random(seed)
     cluster = Cluster(shm, ranks_per_node=2, transport=TRANSPORTS[seed % 2])
