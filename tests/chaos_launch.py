@@ -76,7 +76,8 @@ class Attacked:
     def processes(self) -> dict[int, int]:
         """All live processes of this launch and the rank that each is; -1 for those of MPI itself.
 
-        They are found by their environment, so also before they have noted anything.
+        They are found by their environment, so also before they have noted anything; but not in the instant in
+        which a process is replaced by another program.
         """
         found = {}
         for path in Path("/proc").glob("[0-9]*"):
@@ -89,6 +90,10 @@ class Attacked:
                 names = dict(word.split(b"=", 1) for word in words if b"=" in word)
                 found[int(path.name)] = int(names.get(b"PMI_RANK", names.get(b"OMPI_COMM_WORLD_RANK", b"-1")))
         return found
+
+    def alive(self) -> bool:
+        """Whether anything of this launch still runs."""
+        return self.launch.running() or bool(self.processes())
 
     def signal(self, ranks: set[int], number: int) -> None:
         """Send a signal to ranks, as nearly at once as can be."""
@@ -107,6 +112,9 @@ class Attacked:
         """
         if not ranks <= set(self.processes().values()):
             ranks = {-1, *range(self.ranks)}
+            self.killed_at = self.killed_at or time.time()
+            self.launch.kill()
+            time.sleep(0.1)  # a process that was just being started shows up
         end = time.monotonic() + _END_S
         while ranks & set(self.processes().values()):
             if time.monotonic() > end:
@@ -119,7 +127,8 @@ class Attacked:
         """Wait until mpiexec has ended the rest of the job; kill what it leaves."""
         self.killed_at = self.killed_at or time.time()
         end = time.monotonic() + _END_S
-        while left := self.processes():
+        while self.alive():
+            left = self.processes()
             if time.monotonic() > end:
                 print(f"           launch {self.number}: mpiexec left {len(left)} processes, killed", flush=True)
                 self.signal(set(left.values()), signal.SIGKILL)
@@ -133,7 +142,7 @@ class Attacked:
         """Wait until something is so; that the job ends before it is a failure, too."""
         end = time.monotonic() + timeout_s
         while not done():
-            if not self.processes() and not done():
+            if not self.alive() and not done():
                 raise self.failure(f"the job ended by itself before: {what}")
             if time.monotonic() > end:
                 raise self.failure(f"not within {timeout_s:g} s: {what}")
@@ -142,7 +151,7 @@ class Attacked:
     def pause(self, seconds: float) -> None:
         """Let the job run for so long; it must not end meanwhile, nor complain."""
         time.sleep(seconds)
-        if not self.processes():
+        if not self.alive():
             raise self.failure("the job ended by itself")
 
     def failure(self, what: str) -> Failure:

@@ -138,6 +138,10 @@ class Launch:
             except ProcessLookupError:
                 pass
 
+    def running(self) -> bool:
+        """Whether mpiexec still runs."""
+        return self._process.poll() is None
+
     def kill(self) -> None:
         """Kill everything that this launch started."""
         for pid in self.pids().values():
