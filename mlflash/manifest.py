@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,8 @@ TORCH_ITEM_NBYTES = {
 }  # fmt: skip
 """The torch dtypes a slot can hold and their bytes per element."""
 
+# What dtype.str of an array without fields can be. np.dtype() must not see anything else: it evaluates parts of it.
+_ARRAY_DTYPE = re.compile(r"[<>|](?:[biufcSUV]\d{1,9}|[mM]8(?:\[\d{0,9}[a-zA-Z]{1,2}\])?)")
 MAX_DEPTH = 200
 
 
@@ -83,7 +86,7 @@ def decode(raw: bytes, payload_nbytes: int) -> Manifest:
             _check_plain(value)
         _check_tree(document["tree"], len(entries), len(plain), 0)
         return Manifest(entries, document["tree"], plain)
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError, MemoryError) as error:
         raise CorruptSlot(f"the manifest is damaged: {error!r}") from None
 
 
@@ -111,8 +114,8 @@ def _entry(fields: Any, payload_nbytes: int) -> Entry:
 def _item_nbytes(kind: Any, dtype: Any) -> int:
     if kind == "tensor":
         return TORCH_ITEM_NBYTES[dtype]
-    if kind != "array" or not isinstance(dtype, str):
-        raise ValueError(f"unknown kind {kind!r} of {dtype!r}")
+    if kind != "array" or not isinstance(dtype, str) or not _ARRAY_DTYPE.fullmatch(dtype):
+        raise ValueError(f"unknown kind {kind!r} or dtype {dtype!r}, which is not allowed")
     parsed = np.dtype(dtype)
     if parsed.hasobject or parsed.names is not None or parsed.str != dtype:
         raise ValueError(f"dtype {dtype!r} is not allowed")

@@ -33,7 +33,7 @@ def golden_state() -> dict[str, Any]:
 
 
 def write_slot(memory: Any, state: Any, block_nbytes: int = 4096) -> Slot:
-    stage = Stage(block_nbytes)
+    stage = Stage(block_nbytes, 10.0)
     flat = flatten(state)
     plan = stage.plan(flat)
     slot = Slot(create(memory, plan.layout.extents.nbytes))
@@ -196,6 +196,11 @@ def test_a_manifest_with_anything_wrong_in_it_is_refused_or_still_valid(data: st
         (b'{"entries":[["a","tensor","float32",[4],[2],[4],0,16]],"tree":["e",0],"plain":[]}', "not inside its tensor"),
         (b'{"entries":[["a","array","|O",[4],[0],[4],0,32]],"tree":["e",0],"plain":[]}', "not allowed"),
         (b'{"entries":[["a","tensor","object",[4],[0],[4],0,32]],"tree":["e",0],"plain":[]}', "KeyError"),
+        # Found by tests/fuzz_format.py: numpy evaluates parts of a dtype; a scalar of no bytes.
+        (b'{"entries":[["a","array","(01)i4",[1],[0],[1],0,4]],"tree":["e",0],"plain":[]}', "not allowed"),
+        (b'{"entries":[["a","array","<i4,<i4",[1],[0],[1],0,8]],"tree":["e",0],"plain":[]}', "not allowed"),
+        (b'{"entries":[],"tree":["p",0],"plain":[["n","1 1","AAE="]]}', "not allowed"),
+        (b'{"entries":[],"tree":["p",0],"plain":[["n","<f4",""]]}', "IndexError"),
         (b'{"entries":[],"tree":["d",[[["d"],["p",0]]]],"plain":[1]}', "unknown tag"),
         (b'{"entries":[],"tree":["p",0],"plain":[NaN]}', "not JSON"),
         (b'{"entries":[],"tree":' + b'["o",' * 5000 + b'["p",0]' + b"]" * 5000 + b',"plain":[1]}', ""),

@@ -27,7 +27,7 @@ class Store:
 
     def __init__(self, memory: Any):
         self.memory = memory
-        self.stage = Stage(4096)
+        self.stage = Stage(4096, 10.0)
 
     def write(self, state: Any) -> None:
         flat = flatten(state)
