@@ -17,7 +17,7 @@ import numpy as np
 from . import config, restore
 from .comm import World, find_comm
 from .courier import Courier, Job
-from .errors import Closed, CorruptSlot, MemoryTooSmall, MlflashError, StateError, StructureMismatch
+from .errors import Closed, MemoryTooSmall, MlflashError, StateError, StructureMismatch
 from .parts import Parts, make
 from .points import reach
 from .rebuild import Read, compare, fill, materialize
@@ -30,7 +30,6 @@ from .topology import survives
 log = logging.getLogger("mlflash")
 
 _LISTED = 8  # differences shown in an error
-_HEAL_TRIES = 3
 
 
 class Checkpointer:
@@ -272,15 +271,7 @@ class Checkpointer:
 
     def _heal(self, home: Slot) -> None:
         start = time.perf_counter()
-        for _ in range(_HEAL_TRIES):
-            try:
-                restore.heal(self._parts, home)
-                break
-            except MlflashError as error:  # the same on all ranks
-                log.warning("the restored step has no full redundancy: %s", error)
-                if not isinstance(error, CorruptSlot):
-                    break  # only a copy that arrived damaged may arrive whole next time
-        self._parts.shelf.free_older(home)
+        restore.heal_or_remember(self._parts, home)
         self._seconds["heal"] += time.perf_counter() - start
 
     def steps(self) -> list[int]:

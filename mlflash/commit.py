@@ -76,6 +76,7 @@ def run(save: Save, parts: Parts) -> None:
         parts.shelf.release(save.attempt, save.slot, committed)
     if committed:
         reach("commit.released")
+    save.stage = None  # it holds the live state
     save.snapshot.end(SaveFailed("skipped: both slots of a rank were busy") if save.snapshot.skipped else error)
     save.staged.set()
     if error is not None:

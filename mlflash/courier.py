@@ -117,6 +117,7 @@ class Courier:
             if job is None:
                 return
             self._do(job)
+            del job  # while the courier waits for the next one, it must not keep a state alive
 
     def _do(self, job: Job) -> None:
         def on_late(error: DeadlineExceeded) -> None:

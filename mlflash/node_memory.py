@@ -52,6 +52,7 @@ class NodeMemory:
                 os.close(above)
         self.path = path
         self.fd = fd
+        self._memory, self._job = memory, job
         self._lock_fd = -1
         self._locks: list[tuple[str, int]] = []
 
@@ -155,6 +156,15 @@ class NodeMemory:
             log.warning("%s stays: there are files in it that are not mlflash's", self.path)
         log.info("deleted %s, %d bytes of slots", self.path, nbytes)
         return nbytes
+
+    def other_jobs(self) -> dict[str, int]:
+        """Bytes of the slots that other jobs of this user hold in this memory, alive or not, by job."""
+        held = {}
+        for job in jobs_of(self._memory):
+            slots = Path(self._memory, f"mlflash-{os.getuid()}", job).rglob("slot-*")
+            if job != self._job and (nbytes := sum(slot.lstat().st_blocks * 512 for slot in slots)):
+                held[job] = nbytes
+        return held
 
     def close(self) -> None:
         """Give up the lock and the directory; the files stay. May be called twice."""

@@ -36,6 +36,7 @@ class Parts:
         run_id: random number of this run, the same on all ranks.
         generation: number of the newest attempt known; the next one is larger.
         rolled_forward: whether no rank saw the restored attempt committed: copies of it may never have been made.
+        unhealed: the restored slot while its redundancy could not be made whole; the same on all ranks.
         restored_from: node whose memory held what this rank restored; "" before.
         restores: how many runs have restored the attempt that this one restored, itself included.
         counted: the attempt that this run was counted for.
@@ -54,6 +55,7 @@ class Parts:
     poke: Any = None
     restored_from: str = ""
     rolled_forward: bool = False
+    unhealed: Slot | None = None
     restores: int = 0
     counted: Attempt | None = None
     counts: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
@@ -81,7 +83,7 @@ class Parts:
         # No file is deleted or reused before every rank of the node has attached its own.
         world.agree([0])
 
-    def make_room(self, demand: Sequence[tuple[Slot, int]], waiting: Slot | None = None) -> None:
+    def make_room(self, demand: Sequence[tuple[Slot, int]], waiting: Slot | None = None, pairs: bool = True) -> None:
         """Make room in this rank's slots. Collective over the world.
 
         Slots that are busy are left alone: the main thread may be staging into one at this moment.
@@ -89,12 +91,13 @@ class Parts:
         Args:
             demand: slots and the bytes each must take.
             waiting: a busy slot that the main thread waits for, and does not touch.
+            pairs: also for the other inbox slot of each pair, which will be needed next.
 
         Raises:
             MemoryTooSmall: on all ranks; slots that hold a committed step are as they were.
         """
         wanted = {id(slot): (slot, nbytes) for slot, nbytes in demand}
-        for pair in self.shelf.inbox.values():  # the other inbox slot of each pair will be needed next
+        for pair in self.shelf.inbox.values() if pairs else ():
             size = max((wanted[id(slot)][1] for slot in pair if id(slot) in wanted), default=0)
             if size:
                 wanted |= {id(slot): (slot, size) for slot in pair}
@@ -107,14 +110,14 @@ class Parts:
             self.copies.open_windows(self.shelf)
             self.shelf.post_directory(self.board)
 
-    def ensure_room(self, demand: Sequence[tuple[Slot, int]]) -> None:
+    def ensure_room(self, demand: Sequence[tuple[Slot, int]], pairs: bool = True) -> None:
         """Make room where any rank needs it. Collective over the world: one allreduce, as a rule.
 
         Raises:
             MemoryTooSmall: as `make_room`.
         """
         if not self.world.agree([int(not any(needs_room(slot, nbytes) for slot, nbytes in demand))])[0]:
-            self.make_room(demand)
+            self.make_room(demand, pairs=pairs)
 
     def next_attempt(self) -> Attempt:
         """Number the next attempt; every rank gets the same one. Not collective."""

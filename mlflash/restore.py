@@ -30,6 +30,8 @@ from .window import SlotWindow
 
 log = logging.getLogger("mlflash")
 
+_HEAL_TRIES = 3
+
 
 def restorable_steps(parts: Parts) -> list[int]:
     """List the steps of which every rank's slot is somewhere, ascending. Collective over the world."""
@@ -97,8 +99,8 @@ def count(parts: Parts, home: Slot) -> None:
     home.record_restores(header.attempt, parts.restores)
     if parts.restores > 1 and parts.world.rank == 0:
         log.warning(
-            "step %d is restored for the %d. time and nothing newer was committed in between: if training fails at the "
-            "same place again, Checkpointer(skip_stuck=%d) takes the step before it",
+            "step %d was restored %d times now and nothing newer was committed since: if training always fails at the "
+            "same place, Checkpointer(skip_stuck=%d) takes the step before it",
             header.step, parts.restores, parts.restores,
         )  # fmt: skip
 
@@ -197,6 +199,26 @@ def _fixed(window: SlotWindow, rank: int) -> Callable[[int], tuple[SlotWindow, i
     return lambda number: (window, rank)
 
 
+def heal_or_remember(parts: Parts, home: Slot) -> None:
+    """Heal, a few times over; what cannot be healed now is remembered, and each later save tries again first.
+
+    Collective over the world.
+    """
+    for _ in range(_HEAL_TRIES):
+        try:
+            heal(parts, home)
+        except MlflashError as error:  # the same on all ranks
+            if parts.unhealed is None and parts.world.rank in (0, error.rank):
+                log.warning("the restored step has no full redundancy: %s", error)
+            parts.unhealed = home
+            if not isinstance(error, CorruptSlot):
+                return  # only a copy that arrived damaged may arrive whole next time
+        else:
+            parts.unhealed = None
+            parts.shelf.free_older(home)
+            return
+
+
 def heal(parts: Parts, home: Slot) -> None:
     """Make the redundancy of the restored attempt whole in its new places; then free everything else.
 
@@ -233,7 +255,7 @@ def _copy_again(parts: Parts, home: Slot, copies: Copies, lacking: bool) -> None
     assert header is not None
     parts.counts["slots healed"] += lacking
     demand = copies.offer(shelf, header.extents if lacking else None)
-    parts.ensure_room(demand)
+    parts.ensure_room(demand, pairs=False)  # the other slot of a pair may hold the last copy of the step before
     whole = copies.protect(shelf, Source(home, header.extents, None), header.attempt)
     error: MlflashError | None = None
     if not whole:

@@ -10,7 +10,7 @@ import time
 
 import numpy as np
 
-from . import commit
+from . import commit, restore
 from .comm import check_torch_rank
 from .config import Config
 from .courier import Courier, Job
@@ -45,7 +45,7 @@ class Saves:
         self._pending: list[Snapshot] = []
         self._warned_late = False
         self.last_step: int | None = None
-        self.stage = Stage(config.block_nbytes)
+        self.stage = Stage(config.block_nbytes, config.timeout_s)
 
     def save(self, step: int, state: object) -> Snapshot:
         """Stage a state and post the rest; see `Checkpointer.save`."""
@@ -126,10 +126,14 @@ class Saves:
             slot = self._parts.shelf.take_own(0)
             save.skip = slot is None
             return slot
-        end = time.monotonic() + self._config.timeout_s
+        # While a heal fails, slots may be held back until it is done; the job of this save tries again.
+        end = time.monotonic() + (self._config.timeout_s if self._parts.unhealed is None else 0.0)
         while (slot := self._parts.shelf.take_own(0.05)) is None:
             if self._stuck or time.monotonic() > end:
-                raise self._failure(save, "both slots are still busy with earlier saves")
+                held = "both slots are still busy with earlier saves"
+                if self._parts.unhealed is not None:
+                    held = "the restored step has no full redundancy yet, and both slots are needed for it"
+                raise self._failure(save, held)
         return slot
 
     @property
@@ -142,7 +146,11 @@ class Saves:
     def _bring_to_end(self, save: commit.Save) -> None:
         start = time.perf_counter()
         try:
+            if self._parts.unhealed is not None:
+                restore.heal_or_remember(self._parts, self._parts.unhealed)
             commit.run(save, self._parts)
+            if not save.snapshot.skipped:
+                self._parts.unhealed = None  # a newer step has its redundancy
             self._compare_replicas(save)
             self._parts.counts["skipped" if save.snapshot.skipped else "committed"] += 1
             self._warned_late = False

@@ -206,7 +206,7 @@ def make_room(world: World, board: Board, memory: NodeMemory, demand: Sequence[t
             rank=world.rank,
             node=world.node_name,
             expected=f"{asked + _HEADROOM_NBYTES:,} bytes more for the slots of {world.local_size} ranks",
-            found=f"{least:,} bytes: {what}",
+            found=f"{least:,} bytes: {what}" + _others(memory),
         )
     world.raise_together(error)
     try:
@@ -221,8 +221,16 @@ def make_room(world: World, board: Board, memory: NodeMemory, demand: Sequence[t
     except MlflashError as problem:
         problem.rank, problem.node = world.rank, world.node_name
         error = problem
-    world.raise_together(error)
+    # Also where another rank found no room: what was made here stays, and will be used.
     segment.prefault_in_background([slot.segment for slot, _ in todo if slot.segment is not None])
+    world.raise_together(error)
+
+
+def _others(memory: NodeMemory) -> str:
+    held = "".join(f"\n    {job}: {nbytes:,} bytes" for job, nbytes in memory.other_jobs().items())
+    return (
+        f"; other jobs of yours hold slots here (`mlflash clean JOB` frees those of a dead one):{held}" if held else ""
+    )
 
 
 def _unmap(slot: Slot) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from . import manifest
+from .errors import SaveFailed
 from .layout import PAGE_NBYTES, Layout, fingerprint, plan
 from .points import reach
 from .segment import Segment
@@ -38,10 +39,11 @@ class Stage:
 
     Args:
         block_nbytes: bytes per checksum, for the layout.
+        timeout_s: how long the pages of a new slot may take to be there, seconds.
     """
 
-    def __init__(self, block_nbytes: int):
-        self._block_nbytes = block_nbytes
+    def __init__(self, block_nbytes: int, timeout_s: float):
+        self._block_nbytes, self._timeout_s = block_nbytes, timeout_s
         self._fingerprint: tuple[object, ...] | None = None
         self._tree: Any = None
         self._layout: Layout | None = None
@@ -72,9 +74,13 @@ class Stage:
         """Copy a state into a slot; returns once the live tensors may be changed again.
 
         Not collective. The slot is unsealed by this and stays so.
+
+        Raises:
+            SaveFailed: the pages of the slot are not there in time.
         """
         assert slot.segment is not None
-        slot.segment.ready.wait()
+        if not slot.segment.ready.wait(self._timeout_s):
+            raise SaveFailed(f"the pages of {slot.name} were not there after {self._timeout_s:g} s")
         slot.unseal()
         reach("stage.unsealed")
         slot.view[PAGE_NBYTES : PAGE_NBYTES + len(planned.manifest)] = np.frombuffer(planned.manifest, dtype=np.uint8)
