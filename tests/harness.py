@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +38,13 @@ class Cluster:
 
     Args:
         root: directory of a memory file system, of this cluster's own.
+        out: directory for the records of the ranks; ``root`` as a rule.
         ranks_per_node: ranks per emulated node.
     """
 
-    def __init__(self, root: Path, ranks_per_node: int = 1, job: str = "j", transport: str = "p2p"):
-        self.root = root
+    def __init__(self, root: Path, ranks_per_node: int = 1, job: str = "j", transport: str = "p2p",
+                 out: Path | None = None):  # fmt: skip
+        self.root, self.out = root, out or root
         self.ranks_per_node = ranks_per_node
         self.job = job
         self.transport = transport
@@ -67,10 +70,12 @@ class Cluster:
         """All slot files of all nodes."""
         return sorted(self.root.glob(f"mlflash-{UID}/{self.job}/node*/slot-*"))
 
-    def start(self, ranks: int, script: str, *args: str, env: dict[str, str] | None = None) -> Launch:
-        """Start a script of this folder on so many ranks."""
+    def start(
+        self, ranks: int, script: str, *args: str, env: dict[str, str] | None = None, before: Sequence[str] = ()
+    ) -> Launch:
+        """Start a script of this folder on so many ranks; ``before`` is a command that runs mpiexec."""
         self.launches += 1
-        out = self.root / f"out{self.launches}"
+        out = self.out / f"out-{self.job}-{self.launches}"
         out.mkdir()
         environment = {
             "MLFLASH_MEMORY": str(self.root),
@@ -82,13 +87,16 @@ class Cluster:
             **(env or {}),
         }
         command, environment = mpiexec(ranks, [sys.executable, "-m", "mpi4py", str(HERE / script), *args], environment)
-        return Launch(command, environment, out)
+        return Launch([*before, *command], environment, out)
 
     def run(
         self, ranks: int, script: str, *args: str, timeout: float = 60, env: dict[str, str] | None = None
     ) -> Result:
         """Start a script and wait for its end."""
         return self.start(ranks, script, *args, env=env).wait(timeout)
+
+
+live: set[Launch] = set()
 
 
 class Launch:
@@ -100,6 +108,7 @@ class Launch:
         with (out / "log").open("w") as log:
             self._process = subprocess.Popen(command, env=env, stdout=log, stderr=log, stdin=subprocess.DEVNULL,
                                              start_new_session=True)  # fmt: skip
+        live.add(self)
 
     def records(self) -> list[dict[str, Any]]:
         """What the ranks have written so far."""
@@ -154,6 +163,7 @@ class Launch:
         except ProcessLookupError:
             pass
         self._process.wait(30)
+        live.discard(self)
         self._sweep()
 
     def wait(self, timeout: float = 60) -> Result:
@@ -168,6 +178,7 @@ class Launch:
         while any(_alive(pid) for pid in self.pids().values()):
             assert time.monotonic() < end, "ranks outlived mpiexec"
             time.sleep(0.01)
+        live.discard(self)
         self._sweep()
         return Result(self._process.returncode, self._text(), self.records())
 

@@ -34,8 +34,13 @@ def kill_my_node(wipe: bool) -> None:
 def fill_memory() -> None:
     """Use up the file system of this cluster's memory."""
     with Path(os.environ["MLFLASH_MEMORY"], "filler").open("wb") as file:
-        free = os.statvfs(file.fileno())
-        os.posix_fallocate(file.fileno(), 0, free.f_bavail * free.f_frsize)
+        at, size = 0, 1 << 30
+        while size >= 4096:
+            try:
+                os.posix_fallocate(file.fileno(), at, size)
+                at += size
+            except OSError:
+                size //= 2
 
 
 def fail() -> None:

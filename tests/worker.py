@@ -5,6 +5,7 @@ It uses numpy only, so that a rank starts in a fraction of a second.
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import signal
@@ -24,6 +25,7 @@ from traps import kill_my_node, set_traps
 
 import mlflash
 
+faulthandler.register(signal.SIGUSR1)
 COMM = MPI.COMM_WORLD
 RANK = COMM.rank
 OUT = Path(os.environ["OUT"])
@@ -153,7 +155,8 @@ def wait_past_deadline(stop_s: float) -> None:
             note("late", text=str(error), ranks=error.ranks, nodes=error.nodes, seconds=time.monotonic() - started)
         started = time.monotonic()
         next_one = ckpt.save(3, state)
-        note("next", seconds=time.monotonic() - started, error=str(next_one.error))
+        slots = [(slot["use"], slot["step"]) for slot in ckpt.report()["slots"]]
+        note("next", seconds=time.monotonic() - started, error=str(next_one.error), slots=slots)
         if RANK == 0:
             (OUT / "go on").touch()
         end = time.monotonic() + 30
@@ -162,6 +165,39 @@ def wait_past_deadline(stop_s: float) -> None:
         note("caught up", late=late.committed, next=next_one.committed)
         ckpt.save(4, state).wait()
         note("end", steps=ckpt.steps())
+
+
+def keep_saving(last: int, nbytes: int = 300_000, grow_at: int = 0, pause: float = 0.0, busy_until: str = "",
+                traps: Sequence[dict[str, object]] = (), options: dict[str, object] | None = None) -> None:  # fmt: skip
+    """Train on whatever becomes of the saves, and note what does.
+
+    Args:
+        grow_at: from this step on the state is three times as large.
+        busy_until: do not end before this file is among the records, and save all the while.
+    """
+    set_traps(traps, RANK)
+    nbytes += 1000 * RANK
+    with mlflash.Checkpointer(**(options or {})) as ckpt:
+        start, found = ckpt.load()
+        if start is None:
+            ckpt.prepare(state_at(RANK, 0, nbytes)) if not traps else None
+        wrong = [] if start is None else differences(found, state_at(RANK, start, nbytes * _growth(start, grow_at)))
+        note("restored", step=start, wrong=wrong)
+        step = start or 0
+        while step < last or (busy_until and not COMM.bcast((OUT / busy_until).exists())):
+            step += 1
+            snapshot = ckpt.save(step, state_at(RANK, step, nbytes * _growth(step, grow_at)))
+            try:
+                snapshot.wait()
+                note("committed", step=step)
+            except mlflash.errors.SaveFailed as error:
+                note("failed", step=step, error=str(error), cause=type(error.__cause__).__name__)
+            time.sleep(pause)
+        note("end", steps=ckpt.steps(), report=ckpt.report())
+
+
+def _growth(step: int, grow_at: int) -> int:
+    return 3 if grow_at and step >= grow_at else 1
 
 
 def courier_fails(traps: Sequence[dict[str, object]]) -> None:

@@ -41,6 +41,10 @@ def test_a_stopped_rank_is_named_training_goes_on_and_it_catches_up(shm: Path, r
         assert record["nodes"] == [f"node{ranks - 1}"]
         assert f"waited 3 s for rank {ranks - 1} on node{ranks - 1}" in record["text"]
         assert record["seconds"] < 3 + 4
+    for record in result.of("next"):
+        if record["rank"] == 0:  # the last commit is untouched, and what is in flight is not used for anything else
+            uses = [use for use, _ in record["slots"]]
+            assert ["holds", 1] in record["slots"] and uses.count("busy") == len(uses) // 2, record["slots"]
     first = result.of("next")[0]
     assert first["seconds"] < 1.0 and "still waiting for other ranks" in first["error"]
     assert all(r["late"] for r in result.of("caught up")), "the late step was not committed after all"
@@ -91,34 +95,48 @@ def test_the_same_job_twice_at_once_is_refused(shm: Path) -> None:
     assert cleaned.returncode == 0 and "bytes freed" in cleaned.stdout
 
 
-def damage(cluster: Cluster, rank: int, step: int, nodes: list[int], place: str, bit: int = 1) -> None:
-    """Damage a rank's slots of a step on some nodes."""
-    damaged = 0
-    for file in (file for node in nodes for file in cluster.node(node).glob("slot-*")):
+def slots_of(cluster: Cluster, rank: int, step: int, nodes: list[int]) -> list[Path]:
+    """The files that hold a rank's state of a step on some nodes."""
+    found = []
+    for file in (file for node in nodes for file in sorted(cluster.node(node).glob("slot-*"))):
         try:
             header = unpack(file.read_bytes()[:HEADER_NBYTES])
         except CorruptSlot:
             continue
-        if (header.rank, header.step) != (rank, step):
-            continue
-        extents = header.extents
+        if (header.rank, header.step) == (rank, step):
+            found.append(file)
+    return found
+
+
+def damage(cluster: Cluster, rank: int, step: int, nodes: list[int], place: str, bit: int = 1) -> None:
+    """Damage a rank's slots of a step on some nodes."""
+    files = slots_of(cluster, rank, step, nodes)
+    assert len(files) == len(nodes)
+    for file in files:
+        extents = unpack(file.read_bytes()[:HEADER_NBYTES]).extents
         at = {"header": 40, "manifest": 4100, "payload": extents.payload_start + 1000,
-              "table": extents.table_start + 3, "truncated": 0}[place]  # fmt: skip
-        damaged += 1
+              "table": extents.table_start + 3}.get(place, 0)  # fmt: skip
         if place == "truncated":
             os.truncate(file, 8192)
+            continue
+        raw = np.memmap(file, mode="r+")
+        if place == "zeroed":
+            raw[extents.payload_start : extents.payload_start + 65_536] = 0
+        elif place in ("old header", "old file"):
+            older = slots_of(cluster, rank, step - 1, [int(file.parent.name.removeprefix("node"))])[0].read_bytes()
+            length = 4096 if place == "old header" else min(len(older), raw.size)
+            raw[:length] = np.frombuffer(older[:length], dtype=np.uint8)
         else:
-            raw = np.memmap(file, mode="r+")
             raw[at] ^= bit
-            raw.flush()
-    assert damaged == len(nodes)
+        raw.flush()
 
 
-PLACES = ["header", "manifest", "payload", "table", "truncated"]
+PLACES = ["header", "manifest", "payload", "table", "truncated", "zeroed"]
+REPLAYS = ["old header", "old file"]  # of the step before, whole and valid in itself
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("step", [1, 3])  # of one save there is no older slot beside the damaged one
+# Of one save there is no older slot beside the damaged one, and nothing to replay.
+@pytest.mark.parametrize(("place", "step"), [(p, s) for p in PLACES for s in (1, 3)] + [(p, 3) for p in REPLAYS])
 def test_a_damaged_slot_is_replaced_by_its_copy_and_a_damaged_copy_is_made_again(
     shm: Path, place: str, step: int
 ) -> None:
@@ -140,7 +158,7 @@ def test_a_damaged_slot_is_replaced_by_its_copy_and_a_damaged_copy_is_made_again
     assert [r["steps"] for r in result.of("end")] == [[step + 2, step + 3]] * 2, result.log
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("place", PLACES + REPLAYS)
 def test_where_slot_and_copy_are_both_damaged_the_step_is_not_restored(shm: Path, place: str) -> None:
     cluster = Cluster(shm)
     train(cluster, 2, last=3, die_at=3, die="all")
@@ -148,6 +166,54 @@ def test_where_slot_and_copy_are_both_damaged_the_step_is_not_restored(shm: Path
     result = train(cluster, 2, last=5)
     assert [(r["step"], r["wrong"]) for r in result.of("restored")] == [(2, [])] * 2, result.log
     assert [r["steps"] for r in result.of("end")] == [[4, 5]] * 2
+
+
+@pytest.mark.parametrize("part", ["file", "body"])
+def test_slots_of_two_ranks_that_were_exchanged_are_not_mixed_up(shm: Path, part: str) -> None:
+    cluster = Cluster(shm)
+    train(cluster, 2, last=3, die_at=3, die="all", nbytes=300_000)
+    first, second = (slots_of(cluster, rank, 3, [rank])[0] for rank in (0, 1))
+    a, b = first.read_bytes(), second.read_bytes()
+    keep = 0 if part == "file" else 4096  # each with its own header, on the body of the other
+    first.write_bytes(a[:keep] + b[keep:])
+    second.write_bytes(b[:keep] + a[keep:])
+    result = train(cluster, 2, last=5)
+    assert [(r["step"], r["wrong"]) for r in result.of("restored")] == [(3, [])] * 2, result.log
+    assert [r["report"]["counts"].get("slots fetched", 0) for r in result.of("restored")] == [1, 1]
+    for lost in (0, 1):
+        cluster.wipe(lost)
+        result = train(cluster, 2, last=0)
+        assert [(r["step"], r["wrong"]) for r in result.of("restored")] == [(5, [])] * 2, result.log
+
+
+def test_a_step_restored_again_and_again_is_warned_about_and_skipped_only_when_told(shm: Path) -> None:
+    cluster, stuck = Cluster(shm), "step 3 was restored {} times now and nothing newer was committed since"
+    train(cluster, 2, last=3, die_at=3, die="all")
+
+    def restored(step: int, more: int = 0, **options: object) -> str:
+        result = train(cluster, 2, more=more, options=options)
+        assert [(r["step"], r["wrong"]) for r in result.of("restored")] == [(step, [])] * 2, result.log
+        return result.log
+
+    assert "was restored" not in restored(3)
+    assert stuck.format(2) in restored(3)
+    cluster.wipe(0)
+    assert stuck.format(3) in restored(3)  # the count survives a lost node
+    assert stuck.format(4) in restored(3, skip_stuck=4)
+    assert "step 3 was restored 4 times and nothing newer was committed since: step 2 is taken instead" in restored(
+        2, skip_stuck=4
+    )
+    assert stuck.format(5) in restored(3)  # without skip_stuck it is the newest again
+    restored(2, skip_stuck=4, more=2)
+    assert "was restored" not in restored(4)
+
+
+def test_a_stuck_step_is_never_skipped_for_nothing(shm: Path) -> None:
+    cluster = Cluster(shm)
+    train(cluster, 2, last=1, die_at=1, die="all")
+    for _ in range(3):
+        result = train(cluster, 2, last=0, options={"skip_stuck": 1})
+        assert [(r["step"], r["wrong"]) for r in result.of("restored")] == [(1, [])] * 2, result.log
 
 
 def run_alone(program: str, shm: Path, **env: str) -> subprocess.CompletedProcess[str]:

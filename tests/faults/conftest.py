@@ -1,0 +1,59 @@
+"""Fixtures of the tests that break things."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import harness
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def no_job_outlives_its_test(shm: Path) -> Iterator[None]:
+    yield
+    for launch in list(harness.live):
+        launch.kill()
+
+
+@pytest.fixture
+def small_memory() -> Iterator[Callable[[int], Path]]:
+    """Mount a memory file system of so many bytes; unmounted afterwards."""
+    if os.geteuid() != 0:
+        pytest.skip("needs root to mount a small tmpfs")
+    mounted: list[str] = []
+
+    def mount(nbytes: int) -> Path:
+        path = tempfile.mkdtemp(prefix="mlflash-test-", dir="/dev/shm")
+        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={nbytes}", "tmpfs", path], check=True, timeout=30)
+        mounted.append(path)
+        return Path(path)
+
+    yield mount
+    for path in mounted:
+        subprocess.run(["umount", "-l", path], check=True, timeout=30)
+        os.rmdir(path)
+
+
+@pytest.fixture
+def small_cgroup() -> Iterator[Callable[[int], Path]]:
+    """Make a memory cgroup (v1) with a limit in bytes; removed afterwards."""
+    top = Path("/sys/fs/cgroup/memory")
+    if os.geteuid() != 0:
+        pytest.skip("needs root to make a cgroup")
+    if not top.is_dir():
+        pytest.skip("there is no memory controller of cgroup v1 here")
+    made: list[Path] = []
+
+    def make(nbytes: int) -> Path:
+        path = Path(tempfile.mkdtemp(prefix="mlflash-test-", dir=top))
+        (path / "memory.limit_in_bytes").write_text(str(nbytes))
+        made.append(path)
+        return path
+
+    yield make
+    for path in made:
+        path.rmdir()
