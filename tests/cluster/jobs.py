@@ -1,0 +1,133 @@
+"""Start MPI jobs on the nodes of `nodes.py`, and read what their ranks wrote down."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from cluster.nodes import HEAD, Nodes
+from harness import Launch, Result
+
+from mlflash.demo.launch import find_mpiexec
+
+TESTS = Path(__file__).parents[1]
+TRAIN, OTHERS = TESTS / "worker.py", TESTS / "cluster" / "programs.py"
+
+# Between nodes TCP over their cables, within a node MPI's own shared memory: UCX would look for faster ways,
+# and on this machine it might find one that no cable is needed for.
+NETMODS = {
+    "ucx": {"MPIR_CVAR_CH4_NETMOD": "ucx", "UCX_TLS": "tcp,self"},
+    "ofi": {"MPIR_CVAR_CH4_NETMOD": "ofi", "FI_PROVIDER": "tcp"},
+    "ob1": {"OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "self,sm,tcp", "OMPI_MCA_osc": "^ucx"},
+}
+VENDOR = find_mpiexec()[1]
+NETMODS_HERE = ("ob1",) if VENDOR == "openmpi" else ("ucx", "ofi")  # the first is what users get
+
+
+class Cluster:
+    """Jobs with one job name on some nodes, one after the other.
+
+    Args:
+        nodes: where they run.
+        transport: mlflash's.
+        netmod: what MPI uses between nodes.
+    """
+
+    def __init__(self, nodes: Nodes, transport: str = "p2p", netmod: str = NETMODS_HERE[0]):
+        self.nodes = nodes
+        self._transport, self._netmod = transport, netmod
+        self._launches = 0
+
+    def start(self, hosts: Sequence[str], program: str = "train", *, per_node: int = 1, **options: object) -> Job:
+        """Start a rank program, ``train`` or one of `programs.py`, with so many ranks on each host."""
+        self._launches += 1
+        out = self.nodes.path / f"out{self._launches}"
+        out.mkdir()
+        script = TRAIN if program == "train" else OTHERS
+        argv = [sys.executable, "-m", "mpi4py", str(script), json.dumps({"program": program, **options})]
+        return Job(self.nodes, [*self._mpiexec(hosts, per_node), *self._environment(out), *argv], out)
+
+    def run(self, hosts: Sequence[str], program: str = "train", *, per_node: int = 1, timeout: float = 60,
+            **options: object) -> Result:  # fmt: skip
+        """Start a rank program and wait for its end."""
+        return self.start(hosts, program, per_node=per_node, **options).wait(timeout)
+
+    def _mpiexec(self, hosts: Sequence[str], per_node: int) -> list[str]:
+        path, vendor = find_mpiexec()
+        shell, ranks = str(self.nodes.shell), str(per_node * len(hosts))
+        places = ",".join(f"{host}:{per_node}" for host in hosts)
+        if vendor == "openmpi":
+            command = [path, "--allow-run-as-root", "--prtemca", "plm_ssh_agent", shell, "--host", places,
+                       "--bind-to", "none", "-n", ranks]  # fmt: skip
+        else:
+            command = [path, "-launcher", "ssh", "-launcher-exec", shell, "-hosts", places, "-n", ranks]
+        return self.nodes.command(HEAD, command)
+
+    def _environment(self, out: Path) -> list[str]:
+        """What the ranks need, as a command: Open MPI hands on its own variables only."""
+        handed_on = {k: os.environ[k] for k in ("PYTHONPATH", "PYTHONDONTWRITEBYTECODE") if k in os.environ}
+        environment = {
+            **handed_on,
+            **NETMODS[self._netmod],
+            "MLFLASH_JOB": "j",
+            "MLFLASH_TRANSPORT": self._transport,
+            "OMP_NUM_THREADS": "1",
+            "OUT": str(out),
+            "PYTHONWARNINGS": "error",
+        }
+        unset = [word for name in os.environ if name.startswith("MLFLASH_") for word in ("--unset", name)]
+        return ["env", *unset, *(f"{name}={value}" for name, value in environment.items())]
+
+
+class Job(Launch):
+    """A job that runs on nodes."""
+
+    def __init__(self, nodes: Nodes, command: list[str], out: Path):
+        self._nodes = nodes
+        super().__init__(command, {**os.environ}, out)
+
+    def pids(self) -> dict[int, int]:
+        raise AssertionError("ranks know the numbers of their own node only: on this machine they are other processes")
+
+    def ranks_on(self, host: str) -> list[int]:
+        """Process numbers (of the machine) of the ranks on a node."""
+        return [pid for script in (TRAIN, OTHERS) for pid in self._nodes.running(host, str(script))]
+
+    def wait_for_no_rank(self, hosts: Sequence[str], timeout: float = 30) -> None:
+        """Wait until all ranks on some hosts have ended by themselves, whatever mpiexec does."""
+        end = time.monotonic() + timeout
+        while any(self.ranks_on(host) for host in hosts):
+            if time.monotonic() > end:
+                self.kill()
+                raise AssertionError(f"ranks still ran after {timeout} s:\n{self._text()}")
+            time.sleep(0.02)
+
+    def kill(self) -> None:
+        """Kill everything that this launch started, on all nodes."""
+        self._nodes.stop_all()
+        try:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        self._process.wait(30)
+
+    def wait(self, timeout: float = 60) -> Result:
+        """Wait for the end; a job that hangs is killed and fails the test."""
+        try:
+            self._process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise AssertionError(f"the job still ran after {timeout} s:\n{self._text()}") from None
+        self.wait_for_no_rank(self._nodes.names, 20)  # mpiexec may be gone before its ranks are
+        self.kill()
+        return self.result()
+
+    def result(self) -> Result:
+        """What is known of a job that has ended."""
+        return Result(self._process.returncode, self._text(), self.records())

@@ -1,0 +1,118 @@
+"""Nodes that crash with their memory: real ones, that mlflash must find by itself; bits compared after the relaunch."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+
+import pytest
+from cluster.jobs import NETMODS_HERE, Cluster
+from cluster.nodes import Nodes
+from harness import Result
+
+THREE = ("host1", "host2", "host3")
+# Each transport over what MPI uses unless told otherwise, and one over each of its other ways.
+WAYS = [("p2p", NETMODS_HERE[0]), ("rma", NETMODS_HERE[0]), *(("rma", netmod) for netmod in NETMODS_HERE[1:])]
+
+
+def train_and_die(cluster: Cluster, hosts: Sequence[str], step: int, per_node: int = 1) -> None:
+    """Train up to a committed step, then every process dies at once."""
+    result = cluster.run(hosts, last=step, die_at=step, die="all", per_node=per_node)
+    assert len(result.of("committed")) >= per_node * len(hosts), result.log
+    assert not result.of("end")
+
+
+def assert_restored(result: Result, hosts: Sequence[str], step: int | None, per_node: int = 1) -> None:
+    """Every rank restored this step, bit for bit, on the node where it was started, and came to its end."""
+    restored = result.of("restored")
+    assert [r["step"] for r in restored] == [step] * per_node * len(hosts), result.log
+    assert [r["wrong"] for r in restored] == [[]] * per_node * len(hosts)
+    assert [r["report"]["node"] for r in restored] == [host for host in hosts for _ in range(per_node)]
+    assert len(result.of("end")) == per_node * len(hosts), result.log
+
+
+def sources(result: Result) -> list[str]:
+    """The node that each rank's state came from."""
+    return [r["report"]["restored_from"] for r in result.of("restored")]
+
+
+def slot_files(nodes: Nodes, host: str) -> int:
+    """How many slots are in the memory of a node."""
+    return nodes.run(host, "find", "/dev/shm", "-name", "slot-*").count("/j/slot-")
+
+
+@pytest.mark.parametrize(("transport", "netmod"), WAYS)
+def test_any_of_three_nodes_may_be_lost_and_after_the_heal_any_other_too(
+    nodes: Nodes, transport: str, netmod: str
+) -> None:
+    cluster = Cluster(nodes, transport, netmod)
+    train_and_die(cluster, THREE, step=3)
+    for lost, partner in (("host1", "host2"), ("host2", "host3"), ("host3", "host1")):
+        nodes.crash(lost)
+        nodes.boot(lost)
+        before = nodes.sent_nbytes(partner)
+        # No save between two losses: it is the heal that makes the copies again.
+        result = cluster.run(THREE, last=3)
+        assert_restored(result, THREE, 3)
+        assert sources(result) == [partner if host == lost else host for host in THREE]
+        assert nodes.sent_nbytes(partner) - before > 300_000, "the state did not come over the cable"
+        assert [slot_files(nodes, host) for host in THREE] == [4, 4, 4]
+
+
+@pytest.mark.parametrize("transport", ["p2p", "rma"])
+def test_either_of_two_nodes_with_two_ranks_each_may_be_lost(nodes: Nodes, transport: str) -> None:
+    cluster, hosts = Cluster(nodes, transport), ("host1", "host2")
+    train_and_die(cluster, hosts, step=3, per_node=2)
+    for lost in hosts:
+        nodes.crash(lost)
+        nodes.boot(lost)
+        result = cluster.run(hosts, last=3, per_node=2)
+        assert_restored(result, hosts, 3, per_node=2)
+        assert set(sources(result)) == {*hosts} - {lost}
+
+
+def test_a_lost_node_may_be_replaced_by_another_one_and_ranks_may_move(nodes: Nodes) -> None:
+    cluster = Cluster(nodes)
+    train_and_die(cluster, THREE, step=3)
+    nodes.crash("host2")
+    in_its_place = ("host1", "host4", "host3")
+    result = cluster.run(in_its_place, last=4)
+    assert_restored(result, in_its_place, 3)
+    assert sources(result) == ["host1", "host3", "host3"]
+    # Now all ranks change places, and one node is new.
+    nodes.crash("host1")
+    nodes.boot("host2")
+    moved = ("host3", "host2", "host4")
+    assert_restored(cluster.run(moved, last=5), moved, 4)
+
+
+def test_losing_both_partners_gives_nothing_and_losing_two_others_loses_nothing(nodes: Nodes) -> None:
+    cluster, hosts = Cluster(nodes), nodes.names
+    train_and_die(cluster, hosts, step=2)
+    for lost, step in ((("host1", "host2"), 2), (("host2", "host4"), None)):  # partners are 1-3 and 2-4
+        for host in lost:
+            nodes.crash(host)
+            nodes.boot(host)
+        assert_restored(cluster.run(hosts, last=3 if step else 1), hosts, step)
+
+
+@pytest.mark.parametrize(("seed", "transport"), [(0, "p2p"), (1, "rma")])
+def test_a_crash_at_any_time_loses_nothing_that_was_committed(nodes: Nodes, seed: int, transport: str) -> None:
+    rng, cluster = random.Random(seed), Cluster(nodes, transport)
+    step = 0
+    for _ in range(3):
+        job = cluster.start(THREE, last=step + 1000, nbytes=2_000_000)
+        job.wait_for("committed", len(THREE))
+        time.sleep(rng.uniform(0, 0.5))
+        lost = rng.choice(THREE)
+        nodes.crash(lost)
+        result = job.wait()
+        assert not result.of("end")
+        assert [(r["step"], r["wrong"]) for r in result.of("restored")] == [(step or None, [])] * len(THREE)
+        committed = max(r["step"] for r in result.of("committed"))
+        nodes.boot(lost)
+        check = cluster.run(THREE, last=0, nbytes=2_000_000)
+        step = check.of("restored")[0]["step"]
+        assert step >= committed, result.log + check.log
+        assert_restored(check, THREE, step)
