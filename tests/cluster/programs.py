@@ -1,0 +1,66 @@
+"""Rank programs for nodes whose cable is cut; `tests/worker.py` has the rest."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from worker import OUT, RANK, differences, note, state_at, update
+
+import mlflash
+
+PATIENCE_S = 60.0
+
+
+def save_and_wait(last: int, nbytes: int, timeout_s: float, when_late: str) -> None:
+    """Save each step and wait for its commit.
+
+    Args:
+        when_late: "leave": note it and end at once, as a job does that wants to be relaunched elsewhere; "stay":
+            wait on, and go on when the step is committed after all.
+    """
+    state = state_at(RANK, 0, nbytes + 1000 * RANK)
+    with mlflash.Checkpointer(timeout_s=timeout_s) as ckpt:
+        start = ckpt.restore(state)
+        wrong = differences(state, state_at(RANK, start or 0, nbytes + 1000 * RANK))
+        note("restored", step=start, wrong=wrong, report=ckpt.report())
+        for step in range((start or 0) + 1, last + 1):
+            update(state, state_at(RANK, step, nbytes + 1000 * RANK))
+            snapshot = ckpt.save(step, state)
+            note("saved", step=step, stall_s=snapshot.stall_s)
+            began = time.monotonic()
+            try:
+                snapshot.wait()
+            except mlflash.errors.DeadlineExceeded as error:
+                note("late", step=step, text=str(error), ranks=error.ranks, nodes=error.nodes,
+                     seconds=time.monotonic() - began)  # fmt: skip
+                if when_late == "leave":
+                    leave()
+                wait_until(lambda late=snapshot: late.done)
+            note("committed", step=step, commit_s=snapshot.commit_s)
+        note("end", steps=ckpt.steps(), report=ckpt.report())
+
+
+def leave() -> None:
+    """End without MPI_Finalize, which would wait for the lost node; but not before all others have had their say."""
+    wait_until((OUT / "leave").exists)
+    note("left")
+    os._exit(3)
+
+
+def wait_until(done: Callable[[], bool]) -> None:
+    end = time.monotonic() + PATIENCE_S
+    while not done() and time.monotonic() < end:
+        time.sleep(0.01)
+
+
+if __name__ == "__main__":
+    note("start")
+    spec = json.loads(sys.argv[1])
+    globals()[spec.pop("program")](**spec)
