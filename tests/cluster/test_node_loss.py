@@ -102,6 +102,8 @@ def test_a_crash_at_any_time_loses_nothing_that_was_committed(nodes: Nodes, seed
     rng, cluster = random.Random(seed), Cluster(nodes, transport)
     step = 0
     for _ in range(3):
+        for host in THREE:
+            nodes.limit_rate(host, 200)  # nearly all the time a save is on its way
         job = cluster.start(THREE, last=step + 1000, nbytes=2_000_000)
         job.wait_for("committed", len(THREE))
         time.sleep(rng.uniform(0, 0.5))
