@@ -53,6 +53,7 @@ class Nodes:
         self._sizes = {"shm": shm, "tmp": tmp}
         self._addresses = {name: f"{_SUBNET}.{i}" for i, name in enumerate((HEAD, *names), 1)}
         self._up: dict[str, _Node] = {}
+        self._dead: dict[str, _Node] = {}  # crashed, and not booted since
         self._boots = 0
         self._switch: subprocess.Popen[str] | None = None
         # Not in /tmp, which every node has of its own.
@@ -82,8 +83,8 @@ class Nodes:
 
         Args:
             name: the node.
-            power_cut: the cable goes first, so that no peer hears of it (no FIN, no RST). Otherwise the kernel
-                closes the node's connections.
+            power_cut: the cable goes first, so that no peer hears of it (no FIN, no RST). Otherwise the node's
+                kernel closes its connections, and lives on for as long as that takes on a slow cable.
         """
         if power_cut:
             self.cut(name)
@@ -91,7 +92,7 @@ class Nodes:
         self._state(name, "pid").unlink()
         node.kill()
         _wait("processes of a crashed node end", lambda: not _processes({node.network}))
-        self._ip_switch(f"link del {node.port}", check=False)  # the kernel may have been faster
+        self._dead[name] = node
 
     def close(self) -> None:
         """End all nodes and everything that runs on them, and remove every trace. May be called twice."""
@@ -103,7 +104,9 @@ class Nodes:
         _kill_until_none(lambda: _processes(networks))
         for process in processes:
             _end(process)
-        self._up, self._switch = {}, None
+        for node in (*self._up.values(), *self._dead.values()):
+            node.release_network()
+        self._up, self._dead, self._switch = {}, {}, None
         shutil.rmtree(self.path, ignore_errors=True)
 
     # The network
@@ -176,6 +179,9 @@ class Nodes:
     def _boot(self, names: Sequence[str]) -> None:
         for name in names:  # all at once, as each takes a moment
             assert name not in self._up, f"{name} is up"
+            if (dead := self._dead.pop(name, None)) is not None:
+                self._ip_switch(f"link del {dead.port}")
+                dead.release_network()
             self._boots += 1
             with self._state(name, "log").open("w") as log:
                 self._up[name] = _Node(self._start_init(name, log), f"port{self._boots}")
@@ -232,6 +238,7 @@ class _Node:
         self.process, self.port = process, port
         self.pid = process.pid
         self.network = ""
+        self._network_fd = -1  # the network stays while this is open, without a process in it
 
     def wait_ready(self, log: Path) -> None:
         assert self.process.stdout is not None
@@ -240,11 +247,17 @@ class _Node:
             raise RuntimeError(f"{log.stem} did not come up:\n{log.read_text()}")
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
         self.pid = int(children[0]) if children else self.process.pid
+        self._network_fd = os.open(f"/proc/{self.pid}/ns/net", os.O_RDONLY | os.O_CLOEXEC)
         self.network = _network(self.pid) or ""
 
     def kill(self) -> None:
         os.kill(self.pid, signal.SIGKILL)
         _end(self.process)
+
+    def release_network(self) -> None:
+        if self._network_fd >= 0:
+            os.close(self._network_fd)
+            self._network_fd = -1
 
 
 def _start(command: list[str], log: TextIO | None = None) -> subprocess.Popen[str]:

@@ -110,6 +110,22 @@ def test_a_peer_hears_of_a_crash_and_does_not_hear_of_a_power_cut(nodes: Nodes) 
         assert power_cut.say(1) == "silence"
 
 
+def test_a_peer_hears_of_a_crash_even_behind_what_a_slow_cable_still_carries(nodes: Nodes) -> None:
+    listen(nodes, "host3")
+    with Talk(nodes, "host1", "host2") as talk:
+        assert talk.say(10) == "answer"
+        nodes.limit_rate("host2", 20)
+        send = '"$0" -c "$1" host3 100000000 >/dev/null 2>&1 &'
+        before = nodes.sent_nbytes("host2")
+        nodes.run("host2", "sh", "-c", send, sys.executable, SEND)
+        end = time.monotonic() + 20
+        while nodes.sent_nbytes("host2") < before + 300_000:
+            assert time.monotonic() < end
+            time.sleep(0.02)
+        nodes.crash("host2")
+        assert talk.say(10) == "closed"
+
+
 def test_a_cable_that_is_plugged_in_again_brings_what_was_sent_meanwhile(nodes: Nodes) -> None:
     with Talk(nodes, "host1", "host2") as talk:
         assert talk.say(10) == "answer"
