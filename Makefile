@@ -3,6 +3,9 @@
 #   make demo            a small GPT loses a node and ends with the weights of an uninterrupted run
 #   make test            unit, 1 to 5 ranks, lost nodes; MPI=openmpi for Open MPI (its own environment)
 #   make test-3          the tests on 3 ranks only
+#   make faults-full     a kill of every rank and node at every point of every save and restore: hours
+#   make cluster         nodes that are really apart: crashed, cables cut (as root, on Linux)
+#   make chaos           MINUTES=10 SEED=1: a training job killed at random moments until it ends
 #   make lint type       ruff, codespell, shellcheck; mypy --strict
 #   make bench           benchmarks/save_restore
 #   make clean           remove the environments and reports
@@ -23,7 +26,11 @@ export OMPI_MCA_osc := ^ucx
 export OMP_NUM_THREADS := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test unit faults lint type bench clean $(RANKS:%=test-%)
+MINUTES ?= 10
+SEED ?= 1
+CHAOS ?=
+
+.PHONY: demo test unit faults faults-full cluster chaos lint type bench clean $(RANKS:%=test-%)
 .DELETE_ON_ERROR:
 
 $(VENV)/.dependencies: setup.cfg constraints.txt
@@ -53,6 +60,15 @@ $(RANKS:%=test-%): test-%: $(VENV)/.installed
 
 faults: $(VENV)/.installed
 	$(BIN)/pytest tests/faults --junitxml $(REPORTS)/faults.xml
+
+faults-full: $(VENV)/.installed
+	MLFLASH_FAULTS=full $(BIN)/pytest tests/faults/test_crash_points.py --junitxml $(REPORTS)/faults-full.xml
+
+cluster: $(VENV)/.installed
+	$(BIN)/pytest tests/cluster --junitxml $(REPORTS)/cluster.xml
+
+chaos: $(VENV)/.installed
+	$(BIN)/python tests/chaos.py --minutes $(MINUTES) --seed $(SEED) $(CHAOS)
 
 lint: $(VENV)/.dependencies
 	$(BIN)/ruff check .

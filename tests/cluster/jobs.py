@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import harness
 from cluster.nodes import HEAD, Nodes
 from harness import Launch, Result
 
@@ -116,6 +117,7 @@ class Job(Launch):
         except ProcessLookupError:
             pass
         self._process.wait(30)
+        harness.live.discard(self)
 
     def wait(self, timeout: float = 60) -> Result:
         """Wait for the end; a job that hangs is killed and fails the test."""

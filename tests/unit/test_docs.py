@@ -46,3 +46,11 @@ def test_the_table_of_modules_is_complete() -> None:
     modules = {path.stem for path in (REPO / "mlflash").glob("*.py")}
     assert named == modules - {"__init__", "__main__", "cli", "version"}
     assert len(text.splitlines()) < 150
+
+
+def test_every_test_that_the_guarantees_name_exists() -> None:
+    named = set(re.findall(r"`(test_\w+)`", (REPO / "docs" / "guarantees.md").read_text()))
+    there = {
+        name for path in (REPO / "tests").rglob("*.py") for name in re.findall(r"def (test_\w+)", path.read_text())
+    }
+    assert len(named) > 30 and named <= there, named - there
