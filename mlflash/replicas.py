@@ -45,7 +45,11 @@ def members_of(replicated: Any, world: World) -> list[int]:
     if world.world is not None and (hasattr(replicated, "Get_group") or hasattr(replicated, "Translate_ranks")):
         group = replicated.Get_group() if hasattr(replicated, "Get_group") else replicated
         ranks = world.mpi.Group.Translate_ranks(group, list(range(group.size)), world.world.Get_group())
-    elif torch is not None and isinstance(replicated, torch.distributed.ProcessGroup):
+    elif (
+        torch is not None
+        and torch.distributed.is_available()
+        and isinstance(replicated, torch.distributed.ProcessGroup)
+    ):
         ranks = torch.distributed.get_process_group_ranks(replicated)
     elif isinstance(replicated, Sequence) and all(isinstance(rank, int) for rank in replicated):
         ranks = replicated

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -89,6 +90,23 @@ def test_two_groups_that_differ_from_each_other(
         ckpt.save(2, state).wait()
     assert len(warnings(caplog)) == int(comm.rank == 1)
     mine.Free()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_process_group_of_torch_names_the_ranks(
+    comm: Any, root: Path, options: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.FileStore(str(root / "store"), comm.size), rank=comm.rank,
+                            world_size=comm.size)  # fmt: skip
+    try:
+        with mlflash.Checkpointer(**options, replicated=dist.group.WORLD, strict=True) as ckpt:
+            ckpt.save(1, {"w": np.arange(5) + (comm.rank == 1)}).wait()
+            ckpt.steps()
+    finally:
+        dist.destroy_process_group()
+    assert len(warnings(caplog)) == int(comm.rank == 0)
 
 
 def test_nonsense_is_refused_on_all_ranks(comm: Any, options: dict[str, Any]) -> None:

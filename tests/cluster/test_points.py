@@ -1,0 +1,68 @@
+"""Real nodes that crash at named points of a save, of a restore and of the heal."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from cluster.jobs import Cluster
+from cluster.nodes import Nodes
+
+HOSTS = ("host1", "host2")
+SAVE, HEAL = ["commit.seen", "commit.seen"], ["heal.begun"]
+
+
+def crash_at(nodes: Nodes, cluster: Cluster, path: list[str], victim: int, **options: object) -> None:
+    """Start a job; when the victim comes to the end of the path it waits there, and its node goes."""
+    trap = {"path": path, "action": "wait", "rank": victim}
+    job = cluster.start(HOSTS, one_by_one=True, traps=[trap], **options)
+    end = time.monotonic() + 40
+    while not (job.out / f"sprung{victim}").exists():
+        if time.monotonic() > end:
+            job.kill()
+            raise AssertionError(f"rank {victim} never came to {path}:\n{job.result().log}")
+        time.sleep(0.005)
+    nodes.crash(HOSTS[victim])
+    job.wait()
+    nodes.boot(HOSTS[victim])
+
+
+def check_restored(cluster: Cluster, allowed: set[int | None]) -> None:
+    result = cluster.run(HOSTS, more=1)
+    restored = result.of("restored")
+    assert len({r["step"] for r in restored}) == 1 and restored[0]["step"] in allowed, result.log
+    assert [r["wrong"] for r in restored] == [[], []]
+    assert [r["report"]["node"] for r in restored] == [*HOSTS]
+    assert len(result.of("end")) == 2, result.log
+
+
+@pytest.mark.parametrize("transport", ["p2p", "rma"])
+@pytest.mark.parametrize(
+    ("point", "allowed"),
+    [("stage.unsealed", {2}), ("transfer.sent", {2}), ("transfer.arrived", {2, 3}), ("protect.sealed", {2, 3}),
+     ("commit.agreed", {3})],
+)  # fmt: skip
+def test_a_node_that_crashes_in_a_save(nodes: Nodes, point: str, allowed: set[int | None], transport: str) -> None:
+    cluster = Cluster(nodes, transport)
+    crash_at(nodes, cluster, [*SAVE, point], victim=1, last=3)
+    check_restored(cluster, allowed)
+
+
+@pytest.mark.parametrize("path", [["restore.adopted"], ["transfer.arrived"], ["restore.loaded"], [*HEAL, "heal.done"]])
+def test_a_node_that_is_lost_again_while_it_is_rebuilt(nodes: Nodes, path: list[str]) -> None:
+    cluster = Cluster(nodes)
+    cluster.run(HOSTS, last=3)
+    nodes.crash(HOSTS[1])
+    nodes.boot(HOSTS[1])
+    crash_at(nodes, cluster, path, victim=1, more=0)
+    check_restored(cluster, {3})
+
+
+@pytest.mark.parametrize(("path", "step"), [(["restore.adopted"], None), ([*HEAL, "heal.done"], 3)])
+def test_the_other_node_lost_before_the_heal_and_after_it(nodes: Nodes, path: list[str], step: int | None) -> None:
+    cluster = Cluster(nodes)
+    cluster.run(HOSTS, last=3)
+    nodes.crash(HOSTS[1])
+    nodes.boot(HOSTS[1])
+    crash_at(nodes, cluster, path, victim=0, more=0)
+    check_restored(cluster, {step})
