@@ -34,6 +34,7 @@ SECOND_SAVE_SEEN = ("commit.seen", "commit.seen")
 SCENARIOS: dict[str, tuple[tuple[int, ...], bool, tuple[str, ...], list[str]]] = {
     "first save": ((), False, (), SAVE + ROOM),
     "third save": ((), False, SECOND_SAVE_SEEN, SAVE),
+    "save while the next is staged": ((), False, SECOND_SAVE_SEEN, SAVE),
     "save that grew": ((), False, SECOND_SAVE_SEEN, SAVE + ROOM),
     "save after a restore": ((), False, ("heal.done",), SAVE),
     "save after a lost node": ((0,), False, ("heal.done",), SAVE),
@@ -132,6 +133,8 @@ def steps_allowed(case: Case, gone: set[int]) -> set[int | None]:
     wiped, moved, _, _ = SCENARIOS[case.scenario]
     healing = case.path[0] == "restore.loaded"  # not seen to its end
     if "save" in case.scenario and not healing:
+        if case.scenario == "save while the next is staged":
+            return set(range(3 if case.point.startswith("commit") else 2, 10))
         older = {"first save": None, "third save": 2, "save that grew": 2}.get(case.scenario, 3)
         newer = (older or 0) + 1
         if case.point.startswith("commit"):
@@ -160,9 +163,10 @@ def test_the_relaunch_restores_exactly_what_it_must(shm: Path, memories: Memorie
     if moved:
         cluster.move({0: 1, 1: 0})
     state = {"grow_at": 3, "load": True} if case.scenario == "save that grew" else {}
-    steps = {"last": 3} if case.path[0] == "commit.seen" else {"more": int("save" in case.scenario)}
+    in_a_row = case.scenario == "save while the next is staged"
+    steps = {"last": 9 if in_a_row else 3} if case.path[0] == "commit.seen" else {"more": int("save" in case.scenario)}
     trap = {"path": case.path, "action": case.dies, "rank": case.who}
-    spec = {**state, **steps, "one_by_one": True, "traps": [trap]}
+    spec = {**state, **steps, "one_by_one": not in_a_row, "traps": [trap]}
     job = cluster.start(ranks, "worker.py", json.dumps(spec), env=CHUNKS)
     crashed = job.wait(40)
     sprung = any(job.out.glob("sprung*"))
