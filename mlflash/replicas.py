@@ -165,9 +165,9 @@ class Replicas:
             texts = [f"{name} ({_parties(parties)})" for name, parties in list(told.items())[:_NAMED]]
             more = f" and {len(told) - _NAMED} more" if len(told) > _NAMED else ""
             log.warning(
-                "step %d: %d tensors that should be equal on ranks %s are not: %s%s. A device may compute wrongly, or "
-                "the ranks do not exchange what they should; if these differ on purpose, take no notice",
-                step, len(told), ", ".join(map(str, self.members)), ", ".join(texts), more,
+                "step %d is not the same on ranks %s, though it should be: %s%s. A device may compute wrongly, or the "
+                "ranks do not exchange what they should; what differs on purpose need not worry you, and is named once",
+                step, _listed(self.members), ", ".join(texts), more,
             )  # fmt: skip
 
 
@@ -209,4 +209,16 @@ def _parties(parties: list[list[int]]) -> str:
     """Say who differs from whom: the fewer from the more."""
     usual = max(parties, key=lambda ranks: (len(ranks), -min(ranks)))
     odd = sorted(rank for ranks in parties if ranks is not usual for rank in ranks)
-    return f"rank{'s' if len(odd) > 1 else ''} {', '.join(map(str, odd))} against {', '.join(map(str, usual))}"
+    who = f"ranks {_listed(odd)} differ" if len(odd) > 1 else f"rank {odd[0]} differs"
+    return f"{who} from {_listed(usual)}"
+
+
+def _listed(ranks: list[int]) -> str:
+    """``_listed([0, 1, 2, 5]) == "0-2, 5"``."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
