@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from harness import Cluster, Result
 
+from mlflash.demo.launch import find_mpiexec
+
 MIB = 1 << 20
 
 
@@ -192,7 +194,7 @@ def test_a_partner_stopped_for_a_minute_is_late_and_not_lost(shm: Path) -> None:
     job.signal([1], signal.SIGSTOP)
     time.sleep(2)
     before = len(job.records())
-    time.sleep(58)
+    time.sleep(58 if find_mpiexec()[1] == "mpich" else 10)  # what waits is not MPI: one of the two may be quicker
     assert len(job.records()) == before, "a step was committed without the partner"
     job.signal([1], signal.SIGCONT)
     job.wait_for("committed", sum(r["event"] == "committed" for r in job.records()) + 4)
