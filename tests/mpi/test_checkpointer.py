@@ -153,7 +153,7 @@ def test_a_heal_that_fails_is_tried_again_and_saving_goes_on_on_ranks_that_moved
         assert ckpt.restore(state) == 1 and same(state, state_at(1))
         for step in (2, 3):
             ckpt.save(step, state_at(step)).wait()
-        assert caplog.text.count("the restored step has no full redundancy") == 1
+        assert caplog.text.count("the restored step has no full redundancy") == int(RANK == 0)  # where it failed
         assert ckpt.steps() == [2, 3] and same(ckpt.load()[1], state_at(3))
 
 
