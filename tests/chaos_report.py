@@ -110,11 +110,11 @@ class Account:
     def table(self) -> str:
         """The summary for people."""
         summary = self.summary()
-        lines = ["", f"{'event':<30}{'times':>6}{'steps lost, mean':>18}{'max':>7}{'seconds, mean':>15}{'max':>7}"]
+        lines = ["", f"{'event':<30}{'times':>6}{'steps lost, mean':>18}{'max':>9}{'seconds, mean':>15}{'max':>7}"]
         for kind, row in summary.pop("events").items():
             cells = [row["mean steps lost"], row["max steps lost"], row["mean seconds"], row["max seconds"]]
             mean, most, seconds, longest = ("-" if cell is None else f"{cell:.1f}" for cell in cells)
-            lines.append(f"{kind:<30}{row['events']:>6}{mean:>18}{most:>7}{seconds:>15}{longest:>7}")
+            lines.append(f"{kind:<30}{row['events']:>6}{mean:>18}{most:>9}{seconds:>15}{longest:>7}")
         lines.append("(seconds: from the kill to the first new step; of a stop: from its end to the next commit)")
         for name, value in summary.items():
             text = (
