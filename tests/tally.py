@@ -10,7 +10,7 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 # A skip for one of these reasons is right on a machine without the thing named.
-MAY_SKIP = ("needs CUDA", "needs RDMA", "needs root")
+MAY_SKIP = ("needs CUDA", "needs RDMA", "needs root", "needs netem")
 
 
 def main() -> int:
