@@ -1,4 +1,4 @@
-"""Traps at the named points of mlflash: where a rank steps into one, it dies, or stops, or its node goes."""
+"""Traps at the named points of mlflash: where a rank steps into one, it dies, or waits, or its node goes."""
 
 from __future__ import annotations
 
@@ -52,7 +52,6 @@ ACTIONS: dict[str, Callable[[], None]] = {
     "rank": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "node": lambda: kill_my_node(wipe=False),
     "wipe": lambda: kill_my_node(wipe=True),
-    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "wait": lambda: time.sleep(60),
     "fill": fill_memory,
     "fail": fail,
