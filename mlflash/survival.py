@@ -1,0 +1,205 @@
+"""What a placement survives: computed from who protects whom, never from the name of the scheme.
+
+Each redundancy group is a limit: of these nodes at most so many may be lost. A loss is survived where no limit is
+broken.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+
+from .placement import Placement
+from .topology import Topology
+
+_ENUMERATED = 20  # nodes tied together by limits that differ, of which every subset is looked at
+_PAIRS = 2000  # domains of which every pair is looked at
+_NAMED = 3  # fatal combinations named
+
+
+@dataclasses.dataclass(frozen=True)
+class Limit:
+    """Of these nodes, at most ``losses`` may be lost."""
+
+    nodes: frozenset[int]
+    losses: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Survival:
+    """What may be lost.
+
+    Attributes:
+        nodes: how many nodes there are.
+        limits: the redundancy groups; a loss that breaks none is survived.
+    """
+
+    nodes: int
+    limits: frozenset[Limit]
+
+    def survives(self, lost: Iterable[int]) -> bool:
+        """Whether every rank's slot is still there, or can be rebuilt, once these nodes are lost."""
+        gone = frozenset(lost)
+        return all(len(gone & limit.nodes) <= limit.losses for limit in self.limits)
+
+    @property
+    def any_nodes(self) -> int:
+        """The largest number of nodes of which any may be lost."""
+        return min((limit.losses for limit in self.limits), default=0)
+
+    def surviving(self, most: int) -> list[int]:
+        """Count the sets of 0, 1, ... ``most`` nodes that may be lost: exact, as a product over groups.
+
+        Where more than 20 nodes are tied together by different limits, the strictest is taken for all of them:
+        then the count is too low, never too high.
+
+        Example:
+            4 nodes in pairs, one of each may be lost: [1, 4, 4], of 1, 4 and 6 sets.
+        """
+        counts = [1]
+        for nodes, limits in _components(self.nodes, self.limits):
+            counts = np.convolve(np.array(counts, dtype=object), _component_counts(nodes, limits))[: most + 1].tolist()
+        return [int(count) for count in counts] + [0] * (most + 1 - len(counts))
+
+    def chance(self, losses: int) -> float:
+        """Probability that so many nodes, lost at random, may be lost."""
+        return self.surviving(losses)[losses] / math.comb(self.nodes, losses) if losses <= self.nodes else 0.0
+
+
+def of(topology: Topology, placement: Placement) -> Survival:
+    """What a placement survives. Pure."""
+    limits = {
+        Limit(frozenset(topology.node_of[rank] for rank in group), placement.scheme.losses)
+        for group in placement.parity_groups
+    }
+    in_parity = {rank for group in placement.parity_groups for rank in group}
+    for rank, partners in enumerate(placement.partners):
+        if rank not in in_parity:
+            nodes = frozenset(topology.node_of[r] for r in (rank, *partners))
+            limits.add(Limit(nodes, len(nodes) - 1))
+    return Survival(len(topology.node_names), frozenset(limits))
+
+
+def _components(nodes: int, limits: Iterable[Limit]) -> list[tuple[list[int], list[Limit]]]:
+    """Cut the nodes into sets that no limit ties to each other."""
+    root = list(range(nodes))
+
+    def find(node: int) -> int:
+        while root[node] != node:
+            root[node] = root[root[node]]
+            node = root[node]
+        return node
+
+    for limit in limits:
+        first, *others = limit.nodes
+        for other in others:
+            root[find(other)] = find(first)
+    found: dict[int, tuple[list[int], list[Limit]]] = {}
+    for node in range(nodes):
+        found.setdefault(find(node), ([], []))[0].append(node)
+    for limit in limits:
+        found[find(min(limit.nodes))][1].append(limit)
+    return list(found.values())
+
+
+def _component_counts(nodes: Sequence[int], limits: Sequence[Limit]) -> np.ndarray:
+    """For 0, 1, 2 ... how many sets of so many of these nodes break no limit."""
+    size = len(nodes)
+    whole = len(limits) == 1 and len(limits[0].nodes) == size
+    if not limits or whole or size > _ENUMERATED:
+        most = min((limit.losses for limit in limits), default=size)
+        return np.array([math.comb(size, lost) if lost <= most else 0 for lost in range(size + 1)], dtype=object)
+    lost = (
+        np.arange(1 << size, dtype=np.uint32)[:, None] >> np.arange(size, dtype=np.uint32) & 1 > 0
+    )  # every set of them
+    good = np.ones(1 << size, dtype=bool)
+    for limit in limits:
+        good &= lost[:, [nodes.index(node) for node in limit.nodes]].sum(axis=1) <= limit.losses
+    return np.bincount(lost[good].sum(axis=1), minlength=size + 1).astype(object)
+
+
+# In words
+
+
+def describe(survival: Survival, domains: Mapping[str, Sequence[str]] | None = None) -> str:
+    """Say in one line what may die without a committed step being lost.
+
+    Args:
+        survival: of the placement.
+        domains: for each kind of failure domain ("rack"), the name of each node's.
+
+    Example:
+        "any process; any 1 of 4 nodes; 4 of 6 pairs of nodes; any 1 rack; not: racks A and B together"
+    """
+    nodes, most = survival.nodes, survival.any_nodes
+    if nodes == 1:
+        return "any process; no node (there is only one)"
+    if most == 0:
+        return "any process; no node (redundancy is 'none')"
+    text = [f"any process; any {most} of {nodes} nodes"]
+    more = most + 1
+    if more < nodes and (good := survival.surviving(more)[more]):
+        text.append(f"{good:,} of {math.comb(nodes, more):,} {_SETS.get(more, f'sets of {more}')} of nodes")
+    for kind, names in (domains or {}).items():
+        text += _describe_domains(survival, kind, names)
+    return "; ".join(text)
+
+
+_SETS = {2: "pairs", 3: "triples"}
+
+
+def _describe_domains(survival: Survival, kind: str, names: Sequence[str]) -> list[str]:
+    members: dict[str, list[int]] = {}
+    for node, name in enumerate(names):
+        members.setdefault(name, []).append(node)
+    if not 1 < len(members) < survival.nodes:
+        return []  # one domain of all, or one of each: that says nothing new
+    fatal = [name for name, there in members.items() if not survival.survives(there)]
+    if fatal:
+        good = [] if len(fatal) == len(members) else [f"{len(members) - len(fatal)} of {len(members)} {kind}s"]
+        return [*good, f"not: {_list([f'{kind} {name}' for name in fatal])}"]
+    text = [f"any 1 {kind}"]
+    if len(members) > _PAIRS:
+        return text
+    pairs = list(itertools.combinations(members, 2))
+    bad = [pair for pair in pairs if not survival.survives(members[pair[0]] + members[pair[1]])]
+    if not bad:
+        return [f"any 2 {kind}s"]
+    if len(bad) < len(pairs):
+        text.append(f"{len(pairs) - len(bad):,} of {len(pairs):,} pairs of {kind}s")
+    return [*text, f"not: {_list([f'{kind}s {a} and {b} together' for a, b in bad])}"]
+
+
+def _list(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more
+
+
+def too_close(topology: Topology, placement: Placement, domains: Mapping[str, Sequence[str]]) -> list[str]:
+    """Name the failure domains that hold more nodes of a redundancy group than it may lose, by kind.
+
+    Example:
+        ["rack A holds 3 nodes of a group that may lose 1"]
+    """
+    found = []
+    limits = of(topology, placement).limits
+    for kind, names in domains.items():
+        if not 1 < len(set(names)) < len(names):
+            continue
+        worst: dict[str, tuple[int, int]] = {}
+        for limit in limits:
+            counts: dict[str, int] = {}
+            for node in limit.nodes:
+                counts[names[node]] = counts.get(names[node], 0) + 1
+            for name, count in counts.items():
+                if len(limit.nodes) > 1 and count > limit.losses:
+                    worst[name] = max(worst.get(name, (0, 0)), (count, limit.losses))
+        found += [
+            f"{kind} {name} holds {count} nodes of a group that may lose {losses}"
+            for name, (count, losses) in sorted(worst.items())
+        ]
+    return found

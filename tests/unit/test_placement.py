@@ -1,0 +1,153 @@
+"""Who protects whom: for every node count, on other nodes, spread over failure domains, deterministic."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from layouts import SCHEMES, layout
+
+from mlflash.errors import ConfigError
+from mlflash.placement import Placement, deal, place
+from mlflash.scheme import parse
+from mlflash.topology import Topology, from_node_ids
+
+
+def nodes_of(topology: Topology, ranks: tuple[int, ...]) -> set[int]:
+    return {topology.node_of[rank] for rank in ranks}
+
+
+@pytest.mark.parametrize("text", ["none", "copy", "copy:2", "xor:8", "rs:6+2", "rs:13+3"])
+def test_a_scheme_is_written_as_it_was_read(text: str) -> None:
+    assert str(parse(text)) == text
+
+
+@pytest.mark.parametrize(
+    "text", ["", "raid", "copy:0", "copy:4", "xor", "xor:2", "xor:17", "rs:1+2", "rs:4+0", "rs:4+4", "rs:14+3"]
+)
+def test_a_scheme_that_makes_no_sense_is_refused_with_what_is_possible(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"copy:k, xor:n .* or rs:n\+k"):
+        parse(text)
+
+
+def test_what_a_scheme_costs() -> None:
+    assert [2 * (1 + parse(s).overhead) for s in ("none", "copy", "copy:2")] == [2, 4, 6]
+    assert 2 * (1 + parse("xor:8").overhead) == pytest.approx(2.29, abs=0.01)
+    assert 2 * (1 + parse("rs:6+2").overhead) == pytest.approx(2.67, abs=0.01)
+    assert 2 * (1 + parse("rs:8+2").overhead) == pytest.approx(2.5)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("nodes", range(1, 40))
+def test_every_rank_is_protected_by_as_many_other_nodes_as_it_can_be(scheme: str, nodes: int) -> None:
+    wanted = parse(scheme)
+    topology = layout(*[2] * nodes)
+    placed = place(topology, wanted)
+    for rank in range(2 * nodes):
+        group = placed.parity_group_of[rank]
+        if group:
+            assert not placed.partners[rank]
+            assert len(nodes_of(topology, group)) == len(group)
+            assert min(nodes, wanted.members) <= len(group) < 2 * wanted.members
+            assert {topology.ranks_on[topology.node_of[r]].index(r) for r in group} == {rank % 2}
+        else:
+            others = nodes_of(topology, placed.partners[rank]) - {topology.node_of[rank]}
+            assert len(others) == len(placed.partners[rank]) == min(wanted.losses, nodes - 1)
+    assert bool(placed.parity_groups) == (wanted.parity and nodes >= wanted.losses + 2)
+    sizes = [len(group) for group in placed.node_groups]
+    assert nodes == 1 or max(sizes) - min(sizes) <= 1
+
+
+def test_nodes_are_paired_half_the_machine_apart() -> None:
+    def partners(nodes: int) -> tuple[tuple[int, ...], ...]:
+        return place(layout(*[1] * nodes), parse("copy")).partners
+
+    assert partners(1) == ((),)
+    assert partners(2) == ((1,), (0,))
+    assert partners(3) == ((1,), (2,), (0,))
+    assert partners(4) == ((2,), (3,), (0,), (1,))
+    assert partners(5) == ((2,), (3,), (4,), (1,), (0,))
+
+
+@given(
+    sizes=st.lists(st.integers(1, 5), min_size=2, max_size=9),
+    shuffle=st.randoms(use_true_random=False),
+    scheme=st.sampled_from(SCHEMES),
+)
+def test_any_shape_of_job_is_placed_on_other_nodes(sizes: list[int], shuffle: object, scheme: str) -> None:
+    homes = [node for node, size in enumerate(sizes) for _ in range(size)]
+    shuffle.shuffle(homes)  # type: ignore[attr-defined]
+    leaders = [homes.index(node) for node in homes]
+    topology = from_node_ids([(leader, f"n{node}") for leader, node in zip(leaders, homes, strict=True)])
+    wanted = parse(scheme)
+    placed = place(topology, wanted)
+    for rank in range(len(homes)):
+        group, partners = placed.parity_group_of[rank], placed.partners[rank]
+        assert bool(group) != bool(partners)
+        together = group or (rank, *partners)
+        assert len(nodes_of(topology, together)) == len(together)
+        assert not group or len(group) >= wanted.losses + 2
+        assert group or len(partners) == min(wanted.losses, len(sizes) - 1)
+        assert all(rank in placed.owners[partner] for partner in partners)
+        assert {placed.connected[other] for other in together} == {placed.connected[rank]}
+
+
+def test_ranks_of_a_node_with_more_ranks_use_the_least_loaded_ranks_elsewhere() -> None:
+    placed = place(layout(3, 1), parse("copy"))
+    assert placed.partners == ((3,), (3,), (3,), (0,))
+    assert placed.owners == ((3,), (), (), (0, 1, 2))
+    placed = place(layout(2, 2, 1), parse("xor:3"))
+    assert placed.parity_groups == ((0, 2, 4),)
+    assert placed.partners == ((), (3,), (), (4,), ())
+
+
+@given(
+    racks=st.lists(st.tuples(st.sampled_from("AB"), st.sampled_from("123")), min_size=2, max_size=60),
+    size=st.integers(2, 16),
+)
+def test_no_group_has_more_nodes_of_a_domain_than_it_must_at_any_level(racks: list[tuple[str, str]], size: int) -> None:
+    domains = [(row, f"{row}/{rack}") for row, rack in racks]
+    groups = deal(domains, size)
+    assert sorted(node for group in groups for node in group) == list(range(len(domains)))
+    for level in (0, 1):
+        for name in {domain[level] for domain in domains}:
+            there = [sum(domains[node][level] == name for node in group) for group in groups]
+            assert max(there) <= math.ceil(sum(there) / len(groups))
+
+
+def test_a_spare_takes_the_place_of_a_dead_node_and_all_other_groups_stay() -> None:
+    scheme = parse("xor:3")
+    domains = [("A",)] * 3 + [("B",)] * 3
+    before = place(layout(*[2] * 6), scheme, domains)
+    assert before.node_groups == ((0, 2, 4), (1, 3, 5))
+    domains[0] = ("B",)  # the spare stands in another rack: dealt anew, the groups would be others
+    again = place(layout(*[2] * 6), scheme, domains)
+    assert again.node_groups != before.node_groups
+    kept = place(layout(*[2] * 6), scheme, domains, before.parity_groups)
+    assert (kept.parity_groups, kept.node_groups) == (before.parity_groups, before.node_groups)
+
+
+@pytest.mark.parametrize(
+    "recorded",
+    [
+        ((0, 2, 4), (1, 3, 5)),  # two ranks of a node in one group, as ranks have moved
+        ((0, 1, 3),),  # ranks 2, 4 and 5 are new
+        ((0, 4), (1, 5), (2, 3)),  # of a smaller scheme
+    ],
+)
+def test_groups_of_the_run_before_that_make_no_sense_now_are_formed_anew(recorded: tuple[tuple[int, ...], ...]) -> None:
+    topology = Topology((0, 1, 0, 1, 2, 2), ("a", "b", "c"))
+    assert place(topology, parse("xor:3"), (), recorded) == place(topology, parse("xor:3"))
+
+
+def test_placing_16384_ranks_takes_less_than_a_second() -> None:
+    ids = [(rank // 8 * 8, f"n{rank // 8}") for rank in range(16_384)]
+    domains = [(f"rack{node // 32}",) for node in range(2048)]
+    start = time.process_time()
+    for scheme in ("copy", "rs:6+2"):
+        placed: Placement = place(from_node_ids(ids), parse(scheme), domains)
+        assert placed.owners, placed.connected
+    assert time.process_time() - start < 1.0

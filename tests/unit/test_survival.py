@@ -1,0 +1,78 @@
+"""What a layout survives is computed, and is right: compared with trying every loss."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from layouts import SCHEMES, layout
+
+from mlflash.placement import place
+from mlflash.scheme import parse
+from mlflash.survival import Limit, Survival, describe, of, too_close
+
+
+def survival(scheme: str, *sizes: int) -> Survival:
+    topology = layout(*sizes)
+    return of(topology, place(topology, parse(scheme)))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@given(sizes=st.lists(st.integers(1, 3), min_size=2, max_size=8))
+def test_the_count_of_losses_survived_is_that_of_trying_each(scheme: str, sizes: list[int]) -> None:
+    found = survival(scheme, *sizes)
+    nodes = len(sizes)
+    counted = [sum(found.survives(lost) for lost in itertools.combinations(range(nodes), n)) for n in range(nodes + 1)]
+    assert found.surviving(nodes) == counted
+    assert found.any_nodes == max(n for n in range(nodes + 1) if counted[n] == math.comb(nodes, n))
+    assert found.any_nodes == min(parse(scheme).losses, nodes - 1)
+    for losses in range(nodes + 1):
+        assert found.chance(losses) == counted[losses] / math.comb(nodes, losses)
+
+
+def test_many_nodes_tied_together_are_counted_too_low_rather_than_too_high() -> None:
+    ring = Survival(25, frozenset(Limit(frozenset({node, (node + 1) % 25}), 1) for node in range(25)))
+    assert ring.surviving(2) == [1, 25, 0]
+    pairs = survival("copy", *[1] * 26)
+    assert pairs.surviving(2) == [1, 26, math.comb(26, 2) - 13]
+
+
+def test_survives_says_what_the_layout_survives() -> None:
+    assert describe(survival("copy", 1)) == "any process; no node (there is only one)"
+    assert describe(survival("none", 1, 1)) == "any process; no node (redundancy is 'none')"
+    assert describe(survival("copy", 1, 1)) == "any process; any 1 of 2 nodes"
+    assert describe(survival("copy", *[1] * 5)) == "any process; any 1 of 5 nodes; 6 of 10 pairs of nodes"
+    assert describe(survival("copy", *[2] * 8)) == "any process; any 1 of 8 nodes; 24 of 28 pairs of nodes"
+    assert describe(survival("rs:6+2", *[1] * 8)) == "any process; any 2 of 8 nodes"
+    assert describe(survival("rs:2+2", *[1] * 8)) == "any process; any 2 of 8 nodes; 48 of 56 triples of nodes"
+    assert describe(survival("xor:8", 2, 2)) == "any process; any 1 of 2 nodes"
+
+
+def racks(scheme: str, domains: str) -> str:
+    topology = layout(*[1] * len(domains))
+    placed = place(topology, parse(scheme), [(name,) for name in domains])
+    return describe(of(topology, placed), {"rack": domains}).partition("any process; ")[2]
+
+
+def test_survives_names_the_domains_that_may_be_lost_and_those_that_may_not() -> None:
+    pairs = "any 1 of 8 nodes; 24 of 28 pairs of nodes"
+    assert racks("copy", "AAAABBBB") == f"{pairs}; any 1 rack; not: racks A and B together"
+    assert racks("xor:4", "ABCD" * 2).endswith("any 1 rack; not: racks A and B together, racks A and C together, "
+                                               "racks A and D together and 3 more")  # fmt: skip
+    assert racks("rs:2+2", "ABCD" * 2) == "any 2 of 8 nodes; 48 of 56 triples of nodes; any 2 racks"
+    assert racks("copy", "AAAAAABC").endswith("2 of 3 racks; not: rack A")
+    assert racks("copy", "AAAA") == racks("copy", "ABCD")  # one rack, or one per node, says nothing more
+
+
+def test_a_domain_that_holds_more_of_a_group_than_may_be_lost_is_named() -> None:
+    def close(scheme: str, domains: str) -> list[str]:
+        topology = layout(*[1] * len(domains))
+        return too_close(topology, place(topology, parse(scheme), [(d,) for d in domains]), {"rack": domains})
+
+    assert close("copy", "AAAABBBB") == []
+    assert close("rs:2+2", "AABB") == []
+    assert close("xor:4", "AABC") == ["rack A holds 2 nodes of a group that may lose 1"]
+    assert close("none", "AABB") == []
