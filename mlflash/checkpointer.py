@@ -25,7 +25,7 @@ from .saves import Saves
 from .slot import Slot
 from .snapshot import Snapshot
 from .state import Entry, flatten
-from .topology import survives
+from .survival import describe, of
 
 log = logging.getLogger("mlflash")
 
@@ -170,7 +170,7 @@ class Checkpointer:
         parts = self._parts
 
         def work() -> None:
-            sizes = self._world.gather(nbytes)
+            sizes = parts.protection.inbox_nbytes(self._world.gather(nbytes))
             demand = [(slot, nbytes) for slot in parts.shelf.own]
             demand += [(slot, sizes[owner]) for owner, pair in parts.shelf.inbox.items() for slot in pair]
             parts.make_room(demand)
@@ -289,13 +289,14 @@ class Checkpointer:
     @property
     def survives(self) -> str:
         """What may die without a committed step being lost, in words. Not collective."""
-        return survives(self._world.topology, self._config.redundancy.split(":")[0])
+        return describe(of(self._world.topology, self._parts.protection.placement))
 
     def report(self) -> dict[str, Any]:
         """Give counters, seconds per verb, and how this rank is placed. Not collective.
 
         Returns:
-            ``rank``, ``node``, ``partner`` (-1: none), ``transport``, ``job``, ``memory`` (this job's directory in
+            ``rank``, ``node``, ``scheme``, ``group`` (ranks that protect each other), ``partners`` (those that hold
+            copies), ``transport``, ``job``, ``memory`` (this job's directory in
             it), ``restored_from`` (node whose memory the last restore took this rank's state from, or ""), ``slots``
             (file, use, rank, step and bytes of each), ``counts`` and ``seconds``.
         """
@@ -308,8 +309,10 @@ class Checkpointer:
         return {
             "rank": self._world.rank,
             "node": self._world.node_name,
-            "partner": parts.copies.partner,
-            "transport": parts.copies.transport,
+            "scheme": parts.protection.scheme,
+            "group": parts.protection.group,
+            "partners": parts.protection.partners,
+            "transport": parts.protection.transport,
             "job": self._config.job,
             "memory": parts.memory.path,
             "restored_from": parts.restored_from,

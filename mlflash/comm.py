@@ -201,23 +201,18 @@ class World:
 
     def drive(self, operations: Iterable[Moves]) -> list[Any]:
         """Run step-by-step operations side by side until all are through; returns their results in order."""
-        running = dict(enumerate(operations))
-        results: list[Any] = [None] * len(running)
+        running = side_by_side(operations)
         self._naps = 0
-        while running:
-            moved = False
-            for i, operation in list(running.items()):
-                try:
-                    moved |= next(operation)
-                except StopIteration as end:
-                    results[i] = end.value
-                    del running[i]
-                    moved = True
+        while True:
+            try:
+                moved = next(running)
+            except StopIteration as end:
+                results: list[Any] = end.value
+                return results
             if moved:
                 self._naps = 0
             else:
                 self.pause()
-        return results
 
     # Agreement
 
@@ -329,6 +324,24 @@ class World:
                     behind.discard(status.Get_source())
             time.sleep(1e-3)
         return sorted(behind)
+
+
+def side_by_side(operations: Iterable[Moves]) -> Moves:
+    """Run operations together, as one; its result is the list of theirs."""
+    running = dict(enumerate(operations))
+    results: list[Any] = [None] * len(running)
+    while running:
+        moved = False
+        for i, operation in list(running.items()):
+            try:
+                moved |= next(operation)
+            except StopIteration as end:
+                results[i] = end.value
+                del running[i]
+                moved = True
+        if running:
+            yield moved
+    return results
 
 
 def check_torch_rank(world: World) -> None:

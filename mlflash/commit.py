@@ -92,9 +92,9 @@ def refuse(save: Save, error: MlflashError) -> None:
 
 
 def _announce(save: Save, parts: Parts) -> None:
-    world, shelf, copies = parts.world, parts.shelf, parts.copies
+    world, shelf = parts.world, parts.shelf
     extents = save.extents
-    demand = copies.offer(shelf, extents)
+    demand = parts.protection.offer(shelf, extents)
     if extents is not None and save.slot is not None:
         demand.insert(0, (save.slot, extents.nbytes))  # first: the main thread waits for its pages
         if save.stage is not None:  # both own slots at once, as the main thread waits and uses neither
@@ -124,16 +124,16 @@ def _protect(save: Save, parts: Parts) -> None:
             save.problem = error
         save.staged.set()
     source = Source(save.slot, save.plan.layout.extents, lambda check: _header(save, parts, check))
-    whole = parts.copies.protect(parts.shelf, source, save.attempt)
+    whole = parts.protection.protect(parts.shelf, source, save.attempt)
     reach("protect.sealed")
     if save.problem is None and not whole:
-        save.problem = SaveFailed("a copy did not arrive whole", rank=world.rank, node=world.node_name,
+        save.problem = SaveFailed("its redundancy did not arrive whole", rank=world.rank, node=world.node_name,
                                   step=save.snapshot.step)  # fmt: skip
     world.raise_together(save.problem)
     reach("commit.agreed")
     save.slot.record_commit(save.attempt, save.snapshot.step)
     reach("commit.half_recorded")
-    for slot in parts.copies.kept(parts.shelf, save.attempt):
+    for slot in parts.protection.kept(parts.shelf, save.attempt):
         slot.record_commit(save.attempt, save.snapshot.step)
     reach("commit.recorded")
     parts.shelf.drop_spare()
@@ -159,7 +159,7 @@ def _header(save: Save, parts: Parts, check: int) -> Header | None:
         table_check=check,
         unix_ns=time.time_ns(),
         node=world.node_name,
-        scheme=parts.config.redundancy.split(":")[0],
+        scheme=parts.protection.scheme,
         job=parts.config.job,
-        group=parts.copies.group,
+        group=parts.protection.group,
     )

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from . import scheme
 from .errors import ConfigError
 
 MIB = 1 << 20
@@ -28,7 +29,7 @@ class Config:
 
     job: str = _setting("", "MLFLASH_JOB", "name that ties a relaunch to the memory of the run before")
     directory: str | None = _setting(None, None, "directory on the parallel file system")
-    redundancy: str = _setting("copy", "MLFLASH_REDUNDANCY", "scheme: none | copy")
+    redundancy: str = _setting("copy", "MLFLASH_REDUNDANCY", "scheme: none | copy | copy:k | xor:n | rs:n+k")
     memory: str = _setting("/dev/shm", "MLFLASH_MEMORY", "node-local memory file system")
     strict: bool = _setting(False, "MLFLASH_STRICT", "a failed save raises instead of warning")
     timeout_s: float = _setting(300.0, "MLFLASH_TIMEOUT_S", "deadline of every wait, seconds")
@@ -41,14 +42,15 @@ class Config:
     ranks_per_node: int = _setting(0, "MLFLASH_RANKS_PER_NODE", "emulate nodes of n ranks (0: real nodes)")
 
     def __post_init__(self) -> None:
-        self._check("redundancy", self.redundancy in ("none", "copy", "copy:1"), "'none' or 'copy'")
+        self._check("redundancy", _is_scheme(self.redundancy), scheme.EXPECTED)
         self._check("when_busy", self.when_busy in ("wait", "skip"), "'wait' or 'skip'")
         self._check("transport", self.transport in ("auto", "rma", "p2p"), "'auto', 'rma' or 'p2p'")
         self._check("timeout_s", self.timeout_s > 0, "a number of seconds above 0")
         self._check("reserve", self.reserve >= 0, "a number of bytes, 0 or more")
         self._check("skip_stuck", self.skip_stuck >= 0, "a number of restores, 0 or more")
         self._check("ranks_per_node", self.ranks_per_node >= 0, "a number of ranks, 0 or more")
-        self._check("block_nbytes", 4096 <= self.block_nbytes <= 1 << 30, "4 KiB to 1 GiB")
+        whole_pages = self.block_nbytes % 4096 == 0
+        self._check("block_nbytes", whole_pages and 4096 <= self.block_nbytes <= 1 << 30, "4 KiB to 1 GiB, whole pages")
         # Open MPI 5 refuses a count above 2^31-1, so that a transfer is at most 1 GiB.
         whole = self.chunk_nbytes % self.block_nbytes == 0
         self._check(
@@ -120,6 +122,14 @@ def job_name(env: Mapping[str, str], directory: str | None) -> str:
         "this job has no name: a relaunch could not find the memory of the run before; "
         "give Checkpointer a directory or job=..., or set MLFLASH_JOB"
     )
+
+
+def _is_scheme(text: str) -> bool:
+    try:
+        scheme.parse(text)
+    except ConfigError:
+        return False
+    return True
 
 
 def _parse(name: str, text: str, kind: type) -> Any:

@@ -1,63 +1,63 @@
-"""Redundancy scheme `copy`: each slot is sent whole to the partner, a rank on another node."""
+"""Redundancy by copies: each slot is sent whole to partners, ranks on other nodes."""
 
 from __future__ import annotations
 
+import functools
 import logging
+from collections.abc import Sequence
 
-from .comm import World, has_rdma
-from .config import Config
+from .comm import Moves, World
 from .errors import CorruptSlot
 from .header import Attempt
 from .layout import Extents
+from .placement import Placement
 from .shelf import Shelf
 from .slot import Slot, Use
-from .topology import groups, owners, partners
 from .transfer import Source, offer, receive, send, swap
-from .window import SlotWindow
+from .window import OpenMemory
 
 log = logging.getLogger("mlflash")
 
 
 class Copies:
-    """Sends this rank's slots to its partner and receives those of the ranks it holds copies of.
+    """Sends this rank's slots to its partners and receives those of the ranks it holds copies of.
 
-    Collective over the world.
+    Not collective.
 
     Args:
-        world: the communicators.
-        config: scheme, transport and sizes.
+        world: the communicators; the group communicator is one of ``placement.connected``.
+        placement: who protects whom.
+        transport: "p2p" or "rma".
+        chunk_nbytes: bytes per transfer.
     """
 
-    def __init__(self, world: World, config: Config):
-        self._world = world
-        self._chunk_nbytes = config.chunk_nbytes
-        everyone_alone = (-1,) * world.size
-        partner_of = partners(world.topology) if config.redundancy != "none" else everyone_alone
-        self.owners_of = owners(partner_of)
-        self.partner = partner_of[world.rank]
-        self.owners = self.owners_of[world.rank]
-        group_of = groups(partner_of)
-        self._members = [rank for rank, group in enumerate(group_of) if group == group_of[world.rank]]
-        self._most_owners = max(len(self.owners_of[rank]) for rank in self._members)
-        world.form_groups(group_of)
-        self.transport = _choose_transport(world, config)
-        self._windows: list[list[SlotWindow]] = []
+    def __init__(self, world: World, placement: Placement, transport: str, chunk_nbytes: int):
+        self._world, self._transport, self._chunk_nbytes = world, transport, chunk_nbytes
+        self._owners_of = placement.owners
+        self.partners = placement.partners[world.rank]
+        self.owners = placement.owners[world.rank]
+        number = placement.connected[world.rank]
+        self._members = [rank for rank, other in enumerate(placement.connected) if other == number]
+        self._most_owners = max(len(placement.owners[rank]) for rank in self._members)
+        self._windows: list[list[OpenMemory]] = []
+        self._sends: Sequence[int] = ()
+        self._comes: dict[int, Extents] = {}
+        self._lacking: Sequence[int] = ()
         self._targets: dict[int, Slot] = {}
 
-    @property
-    def group(self) -> tuple[int, ...]:
-        """This rank and its partner, as headers record them."""
-        return (self._world.rank,) if self.partner < 0 else (self._world.rank, self.partner)
+    def inbox_nbytes(self, nbytes_of: Sequence[int]) -> dict[int, int]:
+        """Bytes that each inbox pair must take, where the ranks' slots have so many."""
+        return {owner: nbytes_of[owner] for owner in self.owners}
 
     def open_windows(self, shelf: Shelf) -> None:
         """Expose the inbox slots. Collective over the group; nothing happens with the transport p2p."""
-        if self.transport != "rma" or len(self._members) == 1:
+        if self._transport != "rma":
             return
         for index in (0, 1):
             row = []
             for nth in range(self._most_owners):
-                slot = shelf.inbox[self.owners[nth]][index] if nth < len(self.owners) else None
-                row.append(SlotWindow(self._world, self._world.group, slot))
+                inbox = shelf.inbox[self.owners[nth]][index].view if nth < len(self.owners) else None
+                row.append(OpenMemory(self._world, self._world.group, inbox))
             self._windows.append(row)
 
     def close_windows(self) -> None:
@@ -67,14 +67,16 @@ class Copies:
                 window.free()
         self._windows = []
 
-    def offer(self, shelf: Shelf, extents: Extents | None) -> list[tuple[Slot, int]]:
+    def offer(self, shelf: Shelf, extents: Extents | None, again: bool) -> list[tuple[Slot, int]]:
         """Announce what this rank will send; returns the inbox slots needed for what comes, with their bytes.
 
         Args:
             extents: parts of the slot to send; None sends nothing.
+            again: send only to the partners that were found to lack their copy, see `missing`.
         """
-        to = {self.partner: extents} if self.partner >= 0 else {}
-        self._sends = extents is not None and self.partner >= 0
+        lacking = self._lacking if again else self.partners
+        self._sends = lacking if extents is not None else ()
+        to = {partner: extents if partner in self._sends else None for partner in self.partners}
         self._comes = {q: e for q, e in offer(self._world, to, self.owners).items() if e is not None}
         self._targets = {}
         for owner in self._comes:
@@ -84,38 +86,37 @@ class Copies:
             self._targets[owner] = slot
         return [(self._targets[owner], e.nbytes) for owner, e in self._comes.items()]
 
-    def protect(self, shelf: Shelf, source: Source, attempt: Attempt) -> bool:
-        """Exchange what was offered; whether this rank's slot arrived whole and all that came was whole.
-
-        On return the own slot is sealed, and so is each inbox slot whose copy was verified.
-        """
+    def moves(self, shelf: Shelf, source: Source, attempt: Attempt) -> list[Moves]:
+        """Exchange what was offered, as operations whose result is whether a slot arrived whole."""
         work = []
-        if self._sends:
-            window = self._window_at if self.transport == "rma" else None
-            work.append(send(self._world, self.partner, source, self._chunk_nbytes, window))
+        for partner in self._sends:
+            window = functools.partial(self._window_at, partner) if self._transport == "rma" else None
+            work.append(send(self._world, partner, source, self._chunk_nbytes, window))
         for owner, extents in self._comes.items():
             slot = self._targets[owner]
             index = shelf.inbox[owner].index(slot)
-            exposed = (index, self._windows[index][self.owners.index(owner)]) if self.transport == "rma" else None
+            exposed = (index, self._windows[index][self.owners.index(owner)]) if self._transport == "rma" else None
             work.append(receive(self._world, owner, slot, extents, owner, attempt, self._chunk_nbytes, exposed))
-        self._world.waiting_for = sorted({*self._comes, *([self.partner] if self._sends else [])})
-        arrived = self._world.drive(work)
-        self._world.waiting_for = ()
-        source.seal()
-        return all(arrived)
+        return work
 
-    def _window_at(self, index: int) -> tuple[SlotWindow, int]:
-        nth = self.owners_of[self.partner].index(self._world.rank)
-        return self._windows[index][nth], self._members.index(self.partner)
+    @property
+    def waiting_for(self) -> list[int]:
+        """The ranks that the operations of `moves` wait for."""
+        return [*self._comes, *self._sends]
+
+    def _window_at(self, partner: int, index: int) -> tuple[OpenMemory, int]:
+        nth = self._owners_of[partner].index(self._world.rank)
+        return self._windows[index][nth], self._members.index(partner)
 
     def missing(self, shelf: Shelf, attempt: Attempt) -> bool:
-        """Whether the partner lacks a whole copy of this rank's slot of an attempt. Collective over the group.
+        """Whether a partner lacks a whole copy of this rank's slot of an attempt. Partners wait for each other.
 
         Each rank checks every byte of the copies it holds; a bad one is forgotten.
         """
         have = {owner: (int(self._holds(shelf, owner, attempt)), 0, 0) for owner in self.owners}
-        answer = swap(self._world, have, [self.partner] if self.partner >= 0 else [])
-        return any(not held for held, _, _ in answer.values())
+        answer = swap(self._world, have, self.partners)
+        self._lacking = [partner for partner, (held, _, _) in answer.items() if not held]
+        return bool(self._lacking)
 
     def kept(self, shelf: Shelf, attempt: Attempt) -> list[Slot]:
         """The inbox slots that hold an attempt for the ranks they belong to."""
@@ -135,14 +136,5 @@ class Copies:
 
 def _copies_of(shelf: Shelf, owner: int, attempt: Attempt) -> list[Slot]:
     wanted = (owner, attempt)
-    return [s for s in shelf.inbox[owner] if s.header is not None and (s.header.rank, s.header.attempt) == wanted]
-
-
-def _choose_transport(world: World, config: Config) -> str:
-    """One-sided where the fabric is RDMA; else two-sided, which was as fast or faster (benchmarks/, facts in
-    ARCHITECTURE.md) and makes progress on one host while the main thread computes.
-    """
-    if config.transport != "auto":
-        return config.transport
-    rdma = not world.emulated and len(world.topology.node_names) > 1 and has_rdma()
-    return "rma" if world.agree([int(rdma)])[0] else "p2p"
+    held = [slot for slot in shelf.inbox[owner] if slot.header is not None and not slot.header.parities]
+    return [slot for slot in held if slot.header is not None and (slot.header.rank, slot.header.attempt) == wanted]

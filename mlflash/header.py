@@ -1,5 +1,7 @@
 """The first page of a slot: the header that seals it, and two records: of its commit and of its restores.
 
+A parity file has the same form, and is told from a slot by `Header.parities`.
+
 All are fixed little-endian structs that end in a checksum of themselves. A slot whose header does not parse
 is an empty slot. The commit record is a receipt only: it is never asked whether a slot may be restored.
 """
@@ -18,9 +20,9 @@ MAGIC = b"MLFLASH\x00"
 VERSION = 1
 MAX_GROUP = 32  # ranks that protect each other, as far as the header can name them
 
-# magic, version, group size | run id, generation, step | rank, world size, node index, local rank |
+# magic, version, group size, parities | run id, generation, step | rank, world size, node index, local rank |
 # manifest bytes, manifest room, payload bytes, block bytes, table checksum, unix ns | node, scheme, job | group
-_HEADER = struct.Struct("<8sII 16sQq IIII QQQQQQ 64s16s64s 32I")
+_HEADER = struct.Struct("<8sIHH 16sQq IIII QQQQQQ 64s16s64s 32I")
 _SUM = struct.Struct("<Q")
 HEADER_NBYTES = _HEADER.size + _SUM.size
 
@@ -42,7 +44,13 @@ class Attempt:
 
 @dataclasses.dataclass(frozen=True)
 class Header:
-    """What a slot says of itself; it is written last, and that seals the slot."""
+    """What a slot says of itself; it is written last, and that seals the slot.
+
+    Attributes:
+        group: the ranks that protect each other: of a parity group in ascending order; of copies this rank and its
+            partners; this rank alone where there is no redundancy.
+        parities: of a parity file, how many of its group may be lost; 0: this is the slot of a rank, or its copy.
+    """
 
     attempt: Attempt
     step: int
@@ -58,12 +66,13 @@ class Header:
     scheme: str
     job: str
     group: tuple[int, ...]
+    parities: int = 0
 
     def pack(self) -> bytes:
         """Encode; the result is `HEADER_NBYTES` long."""
         group = (*self.group, *(0xFFFFFFFF,) * (MAX_GROUP - len(self.group)))
         body = _HEADER.pack(
-            MAGIC, VERSION, len(self.group),
+            MAGIC, VERSION, len(self.group), self.parities,
             self.attempt.run_id, self.attempt.generation, self.step,
             self.rank, self.world_size, self.node_index, self.local_rank,
             self.manifest_nbytes, self.extents.manifest_room, self.extents.payload_nbytes,
@@ -89,13 +98,14 @@ def unpack(page: bytes) -> Header:
     body, rest = page[: _HEADER.size], page[_HEADER.size : HEADER_NBYTES]
     if len(rest) != _SUM.size or xxhash.xxh3_64_intdigest(body) != _SUM.unpack(rest)[0]:
         raise CorruptSlot("the header of this slot is damaged: its checksum does not match")
-    (_, version, group_size, run_id, generation, step, rank, world_size, node_index, local_rank,
+    (_, version, group_size, parities, run_id, generation, step, rank, world_size, node_index, local_rank,
      manifest_nbytes, manifest_room, payload_nbytes, block_nbytes, table_check, unix_ns,
      node, scheme, job, *group) = _HEADER.unpack(body)  # fmt: skip
     if version != VERSION:
         raise CorruptSlot("this slot was written in another format", expected=VERSION, found=version)
     good = (
         group_size <= MAX_GROUP
+        and (parities == 0 or (parities + 2 <= group_size and rank in group[:group_size]))
         and rank < world_size
         and manifest_nbytes <= manifest_room
         and manifest_room % PAGE_NBYTES == 0
@@ -107,7 +117,7 @@ def unpack(page: bytes) -> Header:
     return Header(
         Attempt(run_id, generation), step, rank, world_size, node_index, local_rank, manifest_nbytes,
         Extents(manifest_room, payload_nbytes, block_nbytes), table_check, unix_ns,
-        _text(node), _text(scheme), _text(job), tuple(group[:group_size]),
+        _text(node), _text(scheme), _text(job), tuple(group[:group_size]), parities,
     )  # fmt: skip
 
 

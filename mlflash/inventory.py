@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,28 +16,106 @@ import numpy as np
 from .errors import CorruptSlot, UnsafePath
 from .header import RECORD_NBYTES, RESTORES_START, Attempt, read_record, unpack
 from .node_memory import NodeMemory
+from .stripes import recoverable
 
 FOUND = np.dtype(
-    [("generation", "<u8"), ("run_0", "<u8"), ("run_1", "<u8"), ("step", "<i8"), ("nbytes", "<u8"),
-     ("rank", "<u4"), ("world_size", "<u4"), ("node", "<u4"), ("file", "<u4"), ("restores", "u1")]
+    [("generation", "<u8"), ("run_0", "<u8"), ("run_1", "<u8"), ("step", "<i8"), ("rank", "<u4"),
+     ("world_size", "<u4"), ("node", "<u4"), ("file", "<u4"), ("group", "<u4"), ("parities", "u1"), ("restores", "u1")]
 )  # fmt: skip
-"""One sealed slot file: 57 bytes, so that 16,384 ranks with four files each fit into 4 MB."""
+"""One sealed file, slot or parity: 54 bytes, so that 16,384 ranks with four files each fit into 4 MB."""
 _RUN_ID = struct.Struct("<QQ")
+
+Place = tuple[int, int]
+"""Node and file number."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Inventory:
+    """Sealed files of some nodes.
+
+    Attributes:
+        rows: one each, `FOUND`.
+        groups: the ranks of parity groups; ``rows["group"]`` of a parity file is an index into them.
+    """
+
+    rows: np.ndarray
+    groups: tuple[tuple[int, ...], ...] = ()
+
+    def attempts(self) -> list[tuple[Attempt, int, int]]:
+        """List the attempts as ``(attempt, step, world size)``, newest first."""
+        unique = np.unique(self.rows[["generation", "run_0", "run_1", "step", "world_size"]]).tolist()
+        return [(Attempt(_RUN_ID.pack(a, b), g), step, size) for g, a, b, step, size in reversed(unique)]
+
+    def of(self, attempt: Attempt) -> Inventory:
+        """What there is of one attempt."""
+        first, second = _RUN_ID.unpack(attempt.run_id)
+        rows = self.rows
+        mine = (rows["generation"] == attempt.generation) & (rows["run_0"] == first) & (rows["run_1"] == second)
+        return Inventory(rows[mine], self.groups)
+
+    def on(self, node: int) -> Inventory:
+        """What there is on one node."""
+        return Inventory(self.rows[self.rows["node"] == node], self.groups)
+
+    def without(self, places: Iterable[Place]) -> Inventory:
+        """All but some files."""
+        rows = self.rows
+        for node, file in places:
+            rows = rows[(rows["node"] != node) | (rows["file"] != file)]
+        return Inventory(rows, self.groups)
+
+
+def join(parts: Sequence[Inventory]) -> Inventory:
+    """Put the inventories of several nodes together."""
+    rows = []
+    groups: dict[tuple[int, ...], int] = {}
+    for part in parts:
+        numbers = np.array([groups.setdefault(group, len(groups)) for group in part.groups], dtype=np.uint32)
+        mine = part.rows.copy()
+        parity = mine["parities"] > 0
+        mine["group"][parity] = numbers[mine["group"][parity]]
+        rows.append(mine)
+    return Inventory(np.concatenate(rows), tuple(groups))
+
+
+@dataclasses.dataclass(frozen=True)
+class ParityGroup:
+    """The parity files of a group that are there, for one attempt.
+
+    Attributes:
+        ranks: of the group, ascending.
+        losses: how many of them may be lost.
+        files: of each rank in turn, where its parity is; None: gone.
+    """
+
+    ranks: tuple[int, ...]
+    losses: int
+    files: tuple[Place | None, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """An attempt that can be restored, and a file of it for every rank.
+    """An attempt that can be restored.
 
-    ``source[r]`` is the ``(node, file number)`` of rank r's slot; ``restores`` says how many runs have restored the
-    attempt so far.
+    Attributes:
+        source: of each rank, where its slot is; None: it has to be rebuilt.
+        rebuilt: the group of each rank whose slot has to be rebuilt.
+        parity: all groups of which there are parity files.
+        restores: how many runs have restored the attempt so far.
     """
 
     attempt: Attempt
     step: int
     world_size: int
-    source: tuple[tuple[int, int], ...]
+    source: tuple[Place | None, ...]
     restores: int = 0
+    rebuilt: Mapping[int, ParityGroup] = dataclasses.field(default_factory=dict)
+    parity: tuple[ParityGroup, ...] = ()
+
+    def group_of(self, rank: int) -> ParityGroup | None:
+        """The group that can repair a rank's slot; None where there is none."""
+        known = self.rebuilt.get(rank)
+        return known or next((group for group in self.parity if rank in group.ranks), None)
 
 
 def file_number(name: str) -> int:
@@ -50,12 +128,13 @@ def file_name(number: int) -> str:
     return f"slot-{number:04d}"
 
 
-def scan(memory: NodeMemory, node: int) -> np.ndarray:
-    """List the sealed slots of this node by their headers, as an array of `FOUND`. Not collective.
+def scan(memory: NodeMemory, node: int) -> Inventory:
+    """List the sealed files of this node by their headers. Not collective.
 
     Files that are not private files of this user are left alone, as if they were not there.
     """
     rows = []
+    groups: dict[tuple[int, ...], int] = {}
     for name in memory.slot_names():
         try:
             fd = memory.open(name, os.O_RDONLY)
@@ -71,56 +150,66 @@ def scan(memory: NodeMemory, node: int) -> np.ndarray:
             os.close(fd)
         if header.extents.nbytes <= nbytes:
             restores = read_record(page, RESTORES_START, header.attempt) or 0
+            group = groups.setdefault(header.group, len(groups)) if header.parities else 0
             rows.append((
-                header.attempt.generation, *_RUN_ID.unpack(header.attempt.run_id), header.step, nbytes,
-                header.rank, header.world_size, node, file_number(name), min(restores, 255),
+                header.attempt.generation, *_RUN_ID.unpack(header.attempt.run_id), header.step, header.rank,
+                header.world_size, node, file_number(name), group, min(header.parities, 255), min(restores, 255),
             ))  # fmt: skip
-    return np.array(rows, dtype=FOUND)
+    return Inventory(np.array(rows, dtype=FOUND), tuple(groups))
 
 
-def attempts(found: np.ndarray) -> list[tuple[Attempt, int, int]]:
-    """List the attempts in a table as ``(attempt, step, world size)``, newest first."""
-    unique = np.unique(found[["generation", "run_0", "run_1", "step", "world_size"]]).tolist()
-    return [(Attempt(_RUN_ID.pack(a, b), g), step, size) for g, a, b, step, size in reversed(unique)]
-
-
-def rows_of(found: np.ndarray, attempt: Attempt) -> np.ndarray:
-    """The rows of one attempt."""
-    first, second = _RUN_ID.unpack(attempt.run_id)
-    mine = (found["generation"] == attempt.generation) & (found["run_0"] == first) & (found["run_1"] == second)
-    rows: np.ndarray = found[mine]
-    return rows
-
-
-def choose(found: np.ndarray, node_of: Sequence[int], step: int | None = None, skip_stuck: int = 0) -> Choice | None:
-    """Choose the newest attempt of which there is a slot for every rank.
+def choose(found: Inventory, node_of: Sequence[int], step: int | None = None, skip_stuck: int = 0) -> Choice | None:
+    """Choose the newest attempt of which there is a slot for every rank, or parity that gives it back.
 
     Whether it was committed is not asked: an attempt that is sealed everywhere rolls forward.
 
     Args:
-        found: all sealed slots of all nodes.
+        found: all sealed files of all nodes.
         node_of: node of each rank now; a slot on the rank's own node is preferred, then the lowest node.
         step: only attempts of this step.
         skip_stuck: pass over attempts that so many runs have restored, where there is an older one; 0: never.
     """
     newest_stuck: Choice | None = None
-    for attempt, its_step, world_size in attempts(found):
+    for attempt, its_step, world_size in found.attempts():
         if step is not None and its_step != step:
             continue
-        source: dict[int, tuple[int, int]] = {}
-        for row in np.sort(rows_of(found, attempt), order=["rank", "node", "file"]):
-            rank, place = int(row["rank"]), (int(row["node"]), int(row["file"]))
-            at_home = rank < len(node_of) and node_of[rank] == place[0]
-            if rank not in source or (at_home and source[rank][0] != place[0]):
-                source[rank] = place
-        if len(source) < world_size or (newest_stuck is not None and world_size != newest_stuck.world_size):
+        if newest_stuck is not None and world_size != newest_stuck.world_size:
             continue
-        restores = int(rows_of(found, attempt)["restores"].max())
-        choice = Choice(attempt, its_step, world_size, tuple(source[rank] for rank in range(world_size)), restores)
-        if not skip_stuck or restores < skip_stuck:
+        choice = _sources(found.of(attempt), attempt, its_step, world_size, node_of)
+        if choice is None:
+            continue
+        if not skip_stuck or choice.restores < skip_stuck:
             return choice
         newest_stuck = newest_stuck or choice
     return newest_stuck
+
+
+def _sources(found: Inventory, attempt: Attempt, step: int, world_size: int, node_of: Sequence[int]) -> Choice | None:
+    """Where each rank's slot of an attempt is, or how it is rebuilt; None where one is nowhere."""
+    slots: dict[int, Place] = {}
+    parity: dict[tuple[int, int], dict[int, Place]] = {}
+    for row in np.sort(found.rows, order=["rank", "node", "file"]).tolist():
+        _, _, _, _, rank, _, node, file, group, parities, _ = row
+        at_home = rank < len(node_of) and node_of[rank] == node
+        known = parity.setdefault((group, parities), {}) if parities else slots
+        if rank not in known or (at_home and known[rank][0] != node):
+            known[rank] = (node, file)
+    groups = tuple(
+        ParityGroup(found.groups[number], losses, tuple(files.get(rank) for rank in found.groups[number]))
+        for (number, losses), files in parity.items()
+    )
+    rebuilt: dict[int, ParityGroup] = {}
+    if missing := set(range(world_size)) - slots.keys():
+        for group in groups:
+            no_slot = [nth for nth, rank in enumerate(group.ranks) if rank in missing]
+            no_parity = [nth for nth, place in enumerate(group.files) if place is None]
+            if recoverable(len(group.ranks), group.losses, no_slot, no_parity):
+                rebuilt |= {group.ranks[nth]: group for nth in no_slot if group.ranks[nth] not in rebuilt}
+    if missing - rebuilt.keys():
+        return None
+    restores = int(found.rows["restores"].max())
+    source = tuple(slots.get(rank) for rank in range(world_size))
+    return Choice(attempt, step, world_size, source, restores, rebuilt, groups)
 
 
 @dataclasses.dataclass
@@ -128,6 +217,10 @@ class Files:
     """The files that a rank takes over: numbers, or None where there is none yet.
 
     The first of each pair is the one for the attempt that was chosen, the second for the next save.
+
+    Attributes:
+        own: the rank's slots.
+        inbox: by owner, copies of another rank's slots; under the rank's own number, its parity files.
     """
 
     own: list[int | None]
@@ -135,62 +228,56 @@ class Files:
 
 
 def assign(
-    found: np.ndarray,
+    found: Inventory,
     names: Sequence[str],
     node: int,
     chosen: Attempt | None,
     same_ranks: bool,
-    ranks_here: Sequence[int],
-    owners: Sequence[Sequence[int]],
+    inboxes: Mapping[int, Sequence[int]],
 ) -> tuple[dict[int, Files], list[int]]:
     """Share the files of a node out among its ranks, so that ranks that moved do not double the memory.
 
-    A file of the chosen attempt goes to the rank whose state or whose partner's copy it is; the others of that
-    attempt come last, since they must not be written until the redundancy is whole in its new places.
+    A file of the chosen attempt goes to the rank whose state, whose partner's copy or whose parity it is; the
+    others of that attempt come last, since they must not be written until the redundancy is whole in its new places.
 
     Args:
-        found: all sealed slots of all nodes.
+        found: all sealed files of all nodes.
         names: all slot files of this node, sealed or not.
         node: index of this node.
         chosen: the attempt that must be kept.
         same_ranks: whether that attempt's ranks are the ranks of today (same world size).
-        ranks_here: ranks of this node.
-        owners: for each rank, the ranks whose copies it holds.
+        inboxes: for each rank of this node, the ranks whose copies it holds, and itself where it holds parity.
 
     Returns:
         The files of each rank here, and the numbers of those left over (to be deleted once the redundancy is
         whole in its new places).
     """
-    here = found[found["node"] == node]
-    rank_in = {int(row["file"]): int(row["rank"]) for row in here}
-    kept = {int(row["file"]) for row in (rows_of(here, chosen) if chosen else here[:0])}
+    here = found.on(node)
+    content = {int(row["file"]): (int(row["rank"]), bool(row["parities"])) for row in here.rows}
+    kept = {int(file) for file in here.of(chosen).rows["file"]} if chosen else set()
     unused = sorted(file_number(name) for name in names)
 
-    def take(wanted_rank: int | None, allowed: Any) -> int | None:
+    def take(wanted: tuple[int, bool] | None, allowed: Any) -> int | None:
         for number in unused:
-            if allowed(number) and (wanted_rank is None or rank_in.get(number) == wanted_rank):
+            if allowed(number) and (wanted is None or content.get(number) == wanted):
                 unused.remove(number)
                 return number
         return None
 
-    files = {rank: Files([None, None], {q: [None, None] for q in owners[rank]}) for rank in ranks_here}
+    files = {rank: Files([None, None], {owner: [None, None] for owner in inboxes[rank]}) for rank in inboxes}
+    own = [((rank, False), files[rank].own) for rank in inboxes]
+    inbox = [((q, q == rank), pair) for rank in inboxes for q, pair in files[rank].inbox.items()]
     if same_ranks:
-        for rank in ranks_here:
-            files[rank].own[0] = take(rank, kept.__contains__)
-        for rank in ranks_here:
-            for owner, pair in files[rank].inbox.items():
-                pair[0] = take(owner, kept.__contains__)
+        for wanted, pair in own + inbox:
+            pair[0] = take(wanted, kept.__contains__)
     for index in (0, 1):
-        for rank in ranks_here:
-            for owner, pair in [(rank, files[rank].own), *files[rank].inbox.items()]:
-                if pair[index] is None:
-                    pair[index] = take(owner, lambda n: n not in kept)
-        for rank in ranks_here:
-            for pair in [files[rank].own, *files[rank].inbox.values()]:
-                if pair[index] is None:
-                    pair[index] = take(None, lambda n: n not in kept)
-    for rank in ranks_here:
-        for pair in [files[rank].own, *files[rank].inbox.values()]:
-            if pair[1] is None and pair[0] not in kept:  # one of the two can always be written
-                pair[1] = take(None, kept.__contains__)
+        for wanted, pair in own + inbox:
+            if pair[index] is None:
+                pair[index] = take(wanted, lambda n: n not in kept)
+        for (_, parity), pair in own + inbox:
+            if pair[index] is None:  # a parity file is no place for a slot, nor the other way: the sizes differ
+                pair[index] = take(None, lambda n, p=parity: n not in kept and content.get(n, (0, p))[1] == p)
+    for (_, parity), pair in own + inbox:
+        if pair[1] is None and pair[0] not in kept:  # one of the two can always be written
+            pair[1] = take(None, lambda n, p=parity: n in kept and content[n][1] == p)
     return files, unused

@@ -9,16 +9,16 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
+from . import scheme
 from .board import Board
 from .comm import World, check_torch_rank
 from .config import Config
-from .copies import Copies
 from .errors import MlflashError
 from .header import Attempt
-from .inventory import Choice, assign, choose, rows_of, scan
+from .inventory import Choice, Inventory, assign, choose, join, scan
 from .node_memory import NodeMemory
+from .placement import place
+from .protect import Protection
 from .replicas import Replicas
 from .shelf import Shelf, make_room, needs_room
 from .slot import Slot
@@ -47,7 +47,7 @@ class Parts:
     world: World
     memory: NodeMemory
     board: Board
-    copies: Copies
+    protection: Protection
     shelf: Shelf
     replicas: Replicas | None = None
     run_id: bytes = b""
@@ -60,26 +60,24 @@ class Parts:
     counted: Attempt | None = None
     counts: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
 
-    def take_stock(self) -> np.ndarray:
+    def take_stock(self) -> Inventory:
         """List what all nodes hold. Collective over the world."""
-        mine = scan(self.memory, self.world.node_index) if self.world.local_rank == 0 else None
-        return np.concatenate(self.world.gather_nodes(mine))
+        return take_stock(self.world, self.memory)
 
-    def adopt(self, found: np.ndarray, choice: Choice | None) -> None:
+    def adopt(self, found: Inventory, choice: Choice | None) -> None:
         """Take over this node's files, keeping those of the choice from being written. Collective over the world."""
         world = self.world
         names = self.world.gather_nodes(self.memory.slot_names() if world.local_rank == 0 else None)[world.node_index]
         kept = choice.attempt if choice is not None else None
         same_ranks = choice is not None and choice.world_size == world.size
-        ranks_here = world.topology.ranks_on[world.node_index]
-        files, left_over = assign(found, names, world.node_index, kept, same_ranks, ranks_here, self.copies.owners_of)
-        self.copies.close_windows()
-        trusted = (
-            set() if kept is None else set(rows_of(found[found["node"] == world.node_index], kept)["file"].tolist())
-        )
+        placement = self.protection.placement
+        inboxes = {rank: placement.inbox_of(rank) for rank in world.topology.ranks_on[world.node_index]}
+        files, left_over = assign(found, names, world.node_index, kept, same_ranks, inboxes)
+        self.protection.close_windows()
+        trusted = set() if kept is None else set(found.on(world.node_index).of(kept).rows["file"].tolist())
         self.shelf.adopt(files[world.rank], kept, trusted, left_over if world.local_rank == 0 else [])
         self.shelf.post_directory(self.board)
-        self.copies.open_windows(self.shelf)
+        self.protection.open_windows(self.shelf)
         # No file is deleted or reused before every rank of the node has attached its own.
         world.agree([0])
 
@@ -101,13 +99,13 @@ class Parts:
             size = max((wanted[id(slot)][1] for slot in pair if id(slot) in wanted), default=0)
             if size:
                 wanted |= {id(slot): (slot, size) for slot in pair}
-        self.copies.close_windows()
+        self.protection.close_windows()
         try:
             with self.shelf.reserved([slot for slot, _ in wanted.values()]) as mine:
                 usable = [(slot, n) for slot, n in wanted.values() if slot is waiting or any(slot is m for m in mine)]
                 make_room(self.world, self.board, self.memory, usable)
         finally:
-            self.copies.open_windows(self.shelf)
+            self.protection.open_windows(self.shelf)
             self.shelf.post_directory(self.board)
 
     def ensure_room(self, demand: Sequence[tuple[Slot, int]], pairs: bool = True) -> None:
@@ -126,7 +124,7 @@ class Parts:
 
     def free(self) -> None:
         """Free windows and communicators. Collective over the world."""
-        self.copies.close_windows()
+        self.protection.free()
         self.board.free()
         if self.replicas is not None:
             self.replicas.free()
@@ -164,14 +162,21 @@ def make(config: Config, world: World, replicated: Any = None) -> Parts:
         world.free()
         raise
     assert memory is not None
-    copies = Copies(world, config)
-    parts = Parts(config, world, memory, Board(world), copies, Shelf(memory, copies.owners), replicas)
-    if copies.transport == "rma" and world.world is not None:
+    found = take_stock(world, memory)
+    choice = choose(found, world.topology.node_of)
+    recorded = [group.ranks for group in choice.parity] if choice is not None else []
+    protection = Protection(world, config, place(world.topology, scheme.parse(config.redundancy), (), recorded))
+    parts = Parts(config, world, memory, Board(world), protection, Shelf(memory, protection.owners), replicas)
+    if protection.transport == "rma" and world.world is not None:
         parts.poke = world.poke = Poke(world)
     parts.run_id = world.broadcast(os.urandom(16), 0)
-    found = parts.take_stock()
-    parts.generation = int(found["generation"].max(initial=0))
-    parts.adopt(found, choose(found, world.topology.node_of))
+    parts.generation = int(found.rows["generation"].max(initial=0))
+    parts.adopt(found, choice)
     if config.redundancy != "none" and len(world.topology.node_names) == 1 and world.rank == 0:
-        log.warning("redundancy %r needs a second node: with this one alone no copies are made", config.redundancy)
+        log.warning("redundancy %r needs a second node: with this one alone nothing is protected", config.redundancy)
     return parts
+
+
+def take_stock(world: World, memory: NodeMemory) -> Inventory:
+    """List what all nodes hold. Collective over the world."""
+    return join(world.gather_nodes(scan(memory, world.node_index) if world.local_rank == 0 else None))

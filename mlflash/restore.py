@@ -2,9 +2,10 @@
 
     take stock   each node lists its sealed slots; all ranks make the same choice
     verify       every byte of every slot that will be used, on all ranks, before anything is loaded
+    repair       lost slots and damaged blocks are made again from parity, where there is some
     fetch        slots that are on another node come to a slot of the rank's own
     (load)       by the caller, from the own slot; an error there is agreed on too
-    heal         the copies are checked and made again where they are missing
+    heal         copies and parity are checked, and made again where they are missing
 
 A slot found bad is struck off the list and the choice is made again, so that all ranks always take the same
 attempt.
@@ -15,18 +16,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-import numpy as np
-
-from .copies import Copies
 from .errors import CorruptSlot, MlflashError, StepNotFound, WorldSizeChanged
 from .header import Attempt
-from .inventory import Choice, attempts, choose, file_name, rows_of
+from .inventory import Choice, Inventory, Place, choose, file_name
 from .parts import Parts
 from .points import reach
+from .repair import Repairs
 from .segment import attach
 from .slot import Slot, Use
 from .transfer import Source, offer, receive, send
-from .window import SlotWindow
+from .window import OpenMemory
 
 log = logging.getLogger("mlflash")
 
@@ -36,8 +35,8 @@ _HEAL_TRIES = 3
 def restorable_steps(parts: Parts) -> list[int]:
     """List the steps of which every rank's slot is somewhere, ascending. Collective over the world."""
     found = parts.take_stock()
-    whole = [a for a, _, _ in attempts(found) if choose(rows_of(found, a), parts.world.topology.node_of)]
-    return sorted({step for a, step, _ in attempts(found) if a in whole})
+    whole = [step for a, step, _ in found.attempts() if choose(found.of(a), parts.world.topology.node_of)]
+    return sorted(set(whole))
 
 
 def bring_home(parts: Parts, step: int | None) -> Slot | None:
@@ -60,7 +59,7 @@ def bring_home(parts: Parts, step: int | None) -> Slot | None:
         if choice is None:
             if step is None:
                 return None
-            steps = sorted({s for _, s, _ in attempts(found)}) or "none"
+            steps = sorted({s for _, s, _ in found.attempts()}) or "none"
             raise StepNotFound("this step cannot be restored", step=step, found=f"steps in memory: {steps}")
         if choice.world_size != parts.world.size:
             raise WorldSizeChanged(
@@ -70,9 +69,10 @@ def bring_home(parts: Parts, step: int | None) -> Slot | None:
                 expected=f"a world of {choice.world_size} ranks",
                 found=f"{parts.world.size}",
             )
-        bad = _verify_and_fetch(parts, found, choice)
+        bad = _bring(parts, found, choice)
         if not bad:
-            parts.restored_from = parts.world.topology.node_names[choice.source[parts.world.rank][0]]
+            place = choice.source[parts.world.rank]
+            parts.restored_from = "parity" if place is None else parts.world.topology.node_names[place[0]]
             parts.restores = choice.restores + 1
             if passed_over is not None and passed_over.attempt != choice.attempt and parts.world.rank == 0:
                 log.warning(
@@ -82,8 +82,7 @@ def bring_home(parts: Parts, step: int | None) -> Slot | None:
             home = next(slot for slot in parts.shelf.own if _is(slot, parts.world.rank, choice.attempt))
             parts.rolled_forward = bool(parts.world.agree([int(not home.committed)])[0])
             return home
-        for node, file in bad:
-            found = found[(found["node"] != node) | (found["file"] != file)]
+        found = found.without(bad)
 
 
 def count(parts: Parts, home: Slot) -> None:
@@ -105,25 +104,23 @@ def count(parts: Parts, home: Slot) -> None:
         )  # fmt: skip
 
 
-def _verify_and_fetch(parts: Parts, found: np.ndarray, choice: Choice) -> list[tuple[int, int]]:
-    """Verify the slots of a choice and fetch those from other nodes; returns the places of the bad ones."""
-    world = parts.world
+def _bring(parts: Parts, found: Inventory, choice: Choice) -> list[Place]:
+    """Verify the slots of a choice, rebuild, repair and fetch; returns the files to do without, where it failed."""
     serves = _servers(parts, choice)
     slots: dict[int, Slot] = {}
-    bad: list[tuple[int, int]] = []
-    for rank in range(world.size):
-        if serves[rank] == world.rank:
-            try:
-                slots[rank] = _open_verified(parts, choice, rank)
-            except (CorruptSlot, FileNotFoundError) as error:
-                log.warning("rank %d: this slot cannot be restored from: %s", world.rank, error)
-                bad.append(choice.source[rank])
-    bad = sorted(place for places in world.gather(bad) for place in places)
+    damaged, bad = _verify(parts, choice, serves, slots)
+    repairs = None
+    if not bad and (damaged or choice.rebuilt):
+        repairs = Repairs(parts, choice, serves, slots, damaged)
+        bad = repairs.beyond
     if not bad:
         reach("restore.verified")
         parts.adopt(found, choice)
         reach("restore.adopted")
-        bad = _fetch(parts, choice, serves, slots)
+        bad = repairs.run() if repairs is not None else []
+        bad = bad or _fetch(parts, choice, serves, slots)
+    if repairs is not None:
+        repairs.close()
     in_use = parts.shelf.mapped()
     for slot in slots.values():
         if slot.segment is not None and slot.segment.inode not in in_use:
@@ -131,30 +128,74 @@ def _verify_and_fetch(parts: Parts, found: np.ndarray, choice: Choice) -> list[t
     return bad
 
 
+def _verify(parts: Parts, choice: Choice, serves: list[int], slots: dict[int, Slot]
+            ) -> tuple[dict[int, list[int]], list[Place]]:  # fmt: skip
+    """Verify every byte of the slots of a choice, on all ranks.
+
+    Args:
+        slots: gets those that this rank reads.
+
+    Returns:
+        Bad blocks that parity may repair, by rank; files that cannot be restored from.
+    """
+    world = parts.world
+    mine: list[tuple[int, list[int] | None]] = []
+    for rank, place in enumerate(choice.source):
+        if serves[rank] == world.rank and place is not None:
+            try:
+                slots[rank] = _open(parts, choice.attempt, rank, place)
+                blocks = _bad_blocks(slots[rank], choice.group_of(rank) is not None)
+            except (CorruptSlot, FileNotFoundError) as error:
+                log.warning("rank %d: this slot cannot be restored from: %s", world.rank, error)
+                mine.append((rank, None))
+            else:
+                mine += [(rank, blocks)] if blocks else []
+    found = [pair for pairs in world.gather(mine) for pair in pairs]
+    bad = [place for rank, blocks in found if blocks is None and (place := choice.source[rank]) is not None]
+    return {rank: blocks for rank, blocks in found if blocks is not None}, sorted(bad)
+
+
+def _open(parts: Parts, attempt: Attempt, rank: int, place: Place) -> Slot:
+    slot = Slot(attach(parts.memory, file_name(place[1]), parts.shelf.mapped()))
+    if not _is(slot, rank, attempt):
+        raise CorruptSlot("the header of a slot changed", rank=rank)
+    return slot
+
+
+def _bad_blocks(slot: Slot, parity: bool) -> list[int]:
+    """Read every byte of a slot; returns the bad blocks where there is parity to repair them."""
+    if not parity:
+        slot.verify()
+        slot.manifest()
+        return []
+    assert slot.header is not None
+    slot.verify_table()
+    bad = slot.bad_blocks(slot.header.extents)
+    if bad:
+        log.warning("%d of %d blocks of %s are damaged, first block %d: parity is asked for them",
+                    len(bad), slot.header.extents.blocks, slot.name, bad[0])  # fmt: skip
+    else:
+        slot.manifest()
+    return bad
+
+
 def _servers(parts: Parts, choice: Choice) -> list[int]:
-    """For each rank, who reads its slot: the rank itself where it is on its node, else one of that node, in turn."""
+    """For each rank, who reads its slot: the rank itself where it is on its node or is rebuilt, else one of that
+    node, in turn.
+    """
     topology = parts.world.topology
     serves = []
-    for rank, (node, _) in enumerate(choice.source):
-        here = topology.ranks_on[node]
-        serves.append(rank if topology.node_of[rank] == node else here[rank % len(here)])
+    for rank, place in enumerate(choice.source):
+        here = topology.ranks_on[place[0]] if place is not None else (rank,)
+        serves.append(rank if rank in here else here[rank % len(here)])
     return serves
-
-
-def _open_verified(parts: Parts, choice: Choice, rank: int) -> Slot:
-    slot = Slot(attach(parts.memory, file_name(choice.source[rank][1]), parts.shelf.mapped()))
-    if not _is(slot, rank, choice.attempt):
-        raise CorruptSlot("the header of a slot changed", rank=rank, step=choice.step)
-    slot.verify()
-    slot.manifest()
-    return slot
 
 
 def _is(slot: Slot, rank: int, attempt: Attempt) -> bool:
     return slot.header is not None and (slot.header.rank, slot.header.attempt) == (rank, attempt)
 
 
-def _fetch(parts: Parts, choice: Choice, serves: list[int], slots: dict[int, Slot]) -> list[tuple[int, int]]:
+def _fetch(parts: Parts, choice: Choice, serves: list[int], slots: dict[int, Slot]) -> list[Place]:
     """Bring slots from other nodes; the receiver checks every byte once more."""
     world, shelf = parts.world, parts.shelf
     moves = [rank for rank in range(world.size) if serves[rank] != rank]
@@ -173,7 +214,11 @@ def _fetch(parts: Parts, choice: Choice, serves: list[int], slots: dict[int, Slo
         assert extents is not None and home is not None
         demand = [(home, extents.nbytes)]
     parts.ensure_room(demand)
-    window = SlotWindow(world, world.world, home) if parts.copies.transport == "rma" else None
+    window = (
+        OpenMemory(world, world.world, None if home is None else home.view)
+        if parts.protection.transport == "rma"
+        else None
+    )
     exposed = None if window is None else (0, window)
     chunk = parts.config.chunk_nbytes
     work = []
@@ -192,10 +237,10 @@ def _fetch(parts: Parts, choice: Choice, serves: list[int], slots: dict[int, Slo
     if home is not None:
         home.use = Use.HOLDS if arrived[-1] else Use.FREE
     failed = [choice.source[world.rank]] if home is not None and not arrived[-1] else []
-    return sorted(place for places in world.gather(failed) for place in places)
+    return sorted(place for places in world.gather(failed) for place in places if place is not None)
 
 
-def _fixed(window: SlotWindow, rank: int) -> Callable[[int], tuple[SlotWindow, int]]:
+def _fixed(window: OpenMemory, rank: int) -> Callable[[int], tuple[OpenMemory, int]]:
     return lambda number: (window, rank)
 
 
@@ -227,16 +272,18 @@ def heal(parts: Parts, home: Slot) -> None:
     Raises:
         MemoryTooSmall, SaveFailed: on all ranks; what was there before is untouched.
     """
-    world, shelf, copies = parts.world, parts.shelf, parts.copies
+    world, shelf, protection = parts.world, parts.shelf, parts.protection
     header = home.header
     assert header is not None
-    lacking = copies.missing(shelf, header.attempt)
+    if not parts.rolled_forward:
+        shelf.drop_stale()
+    lacking = protection.missing(shelf, header.attempt)
     whole = world.agree([int(not lacking)])[0]
     reach("heal.begun")
     if not whole:
-        _copy_again(parts, home, copies, lacking)
+        _protect_again(parts, home, lacking)
         reach("heal.copied")
-    kept = copies.kept(shelf, header.attempt)
+    kept = protection.kept(shelf, header.attempt)
     shelf.keep_only([home, *kept])
     shelf.drop_spare()
     reach("heal.freed")
@@ -249,17 +296,19 @@ def heal(parts: Parts, home: Slot) -> None:
     reach("heal.done")
 
 
-def _copy_again(parts: Parts, home: Slot, copies: Copies, lacking: bool) -> None:
-    world, shelf = parts.world, parts.shelf
+def _protect_again(parts: Parts, home: Slot, lacking: bool) -> None:
+    world, shelf, protection = parts.world, parts.shelf, parts.protection
     header = home.header
     assert header is not None
     parts.counts["slots healed"] += lacking
-    demand = copies.offer(shelf, header.extents if lacking else None)
+    demand = protection.offer(shelf, header.extents if lacking else None, again=True)
     parts.ensure_room(demand, pairs=False)  # the other slot of a pair may hold the last copy of the step before
-    whole = copies.protect(shelf, Source(home, header.extents, None), header.attempt)
+    whole = protection.protect(shelf, Source(home, header.extents, None), header.attempt)
     error: MlflashError | None = None
     if not whole:
-        error = CorruptSlot("a copy did not arrive whole", rank=world.rank, node=world.node_name, step=header.step)
+        error = CorruptSlot(
+            "its redundancy did not arrive whole", rank=world.rank, node=world.node_name, step=header.step
+        )
     try:
         world.raise_together(error)
     except MlflashError:  # where a copy failed somewhere its slot must be free for the next save

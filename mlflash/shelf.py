@@ -1,4 +1,4 @@
-"""The slots of this rank: two of its own, and two for each rank whose copies it holds.
+"""The slots of this rank: two of its own, two for each rank whose copies it holds, two for its share of parity.
 
 Two of each, because the last committed one is never written: a save goes into the other one.
 """
@@ -29,7 +29,7 @@ class Shelf:
 
     Args:
         memory: this node's directory.
-        owners: the ranks whose copies this rank holds.
+        owners: the ranks whose copies this rank holds, and itself where it holds parity.
     """
 
     def __init__(self, memory: NodeMemory, owners: Sequence[int]):
@@ -37,7 +37,8 @@ class Shelf:
         self.own = [Slot(), Slot()]
         self.inbox = {owner: [Slot(), Slot()] for owner in owners}
         self._distrusted: list[Slot] = []
-        self.spare: list[int] = []  # files to delete once nothing can need them
+        self._spare: set[int] = set()  # files to delete once nothing can need them
+        self._stale: set[int] = set()  # those among them that do not hold the attempt restored
         self.changed = threading.Condition()  # notified when a slot becomes free
 
     def all(self) -> list[Slot]:
@@ -62,7 +63,7 @@ class Shelf:
         for inode, mapping in before.items():
             if inode not in self.mapped():
                 mapping.close()
-        self.spare = list(spare)
+        self._spare, self._stale = set(spare), {number for number in spare if number not in trusted}
         segment.prefault_in_background([s.segment for s in self.all() if s.segment is not None])
 
     def mapped(self) -> dict[int, segment.Segment]:
@@ -162,9 +163,16 @@ class Shelf:
 
     def drop_spare(self) -> None:
         """Delete the files that nobody needs."""
-        for number in self.spare:
+        self._drop(self._spare)
+
+    def drop_stale(self) -> None:
+        """Delete those of them that hold older attempts only, so that a heal finds room."""
+        self._drop(self._stale)
+
+    def _drop(self, numbers: set[int]) -> None:
+        for number in sorted(numbers):
             self._memory.remove(file_name(number))
-        self.spare = []
+        self._spare, self._stale = self._spare - numbers, self._stale - numbers
 
     def post_directory(self, board: Board) -> None:
         """Write the file numbers of the own slots on the node's board."""

@@ -108,17 +108,27 @@ class Slot:
         differ = self.check_blocks(extents, 0, extents.blocks) != self.table(extents)
         return [int(i) for i in np.flatnonzero(differ)]
 
-    def verify(self) -> None:
-        """Check table and body of a sealed slot against its header, every byte.
+    def verify_table(self) -> None:
+        """Check the block table of a sealed slot against its header.
 
         Raises:
-            CorruptSlot: naming the blocks that are bad.
+            CorruptSlot: it is damaged.
         """
         header = self.header
         assert header is not None
         if table_check(self.table(header.extents)) != header.table_check:
             raise CorruptSlot(f"the block table of {self.name} is damaged", rank=header.rank,
                               step=header.step)  # fmt: skip
+
+    def verify(self) -> None:
+        """Check table and body of a sealed slot against its header, every byte.
+
+        Raises:
+            CorruptSlot: naming the blocks that are bad.
+        """
+        self.verify_table()
+        header = self.header
+        assert header is not None
         if bad := self.bad_blocks(header.extents):
             raise CorruptSlot(
                 f"{len(bad)} of {header.extents.blocks} blocks of {self.name} are damaged, first block {bad[0]}",

@@ -21,11 +21,11 @@ from .header import HEADER_NBYTES, Attempt, Header, unpack
 from .layout import PAGE_NBYTES, Extents
 from .points import reach
 from .slot import Slot, Use, table_check
-from .window import SlotWindow
+from .window import OpenMemory
 
 _OFFER, _READY, _BODY, _CHECKS, _HEADER, _ACK = range(11, 17)
 _DEPTH = 4  # chunks on their way at a time
-_ARRIVAL_S = 30.0  # how long after its notice a Put chunk may take to become visible
+ARRIVAL_S = 30.0  # how long after its notice a Put chunk may take to become visible
 
 
 class Source:
@@ -90,7 +90,7 @@ def offer(world: World, to: Mapping[int, Extents | None], receive_from: Sequence
 
 
 def send(world: World, peer: int, source: Source, chunk_nbytes: int,
-         window: Callable[[int], tuple[SlotWindow, int]] | None) -> Moves:  # fmt: skip
+         window: Callable[[int], tuple[OpenMemory, int]] | None) -> Moves:  # fmt: skip
     """Send a slot; the operation's result is whether the peer has it whole.
 
     Args:
@@ -105,7 +105,7 @@ def send(world: World, peer: int, source: Source, chunk_nbytes: int,
     target = None
     if window is not None:
         number = np.empty(1, dtype=np.int64)
-        yield from _done(comm.Irecv(number, peer, _READY))
+        yield from done(comm.Irecv(number, peer, _READY))
         target = window(int(number[0]))
     sent: deque[Any] = deque()
     runs = chunks(extents, chunk_nbytes)
@@ -119,26 +119,26 @@ def send(world: World, peer: int, source: Source, chunk_nbytes: int,
         else:
             put = target[0].put(raw, target[1], PAGE_NBYTES + first * extents.block_nbytes)
             source.check_up_to(coming)  # while the Put is on its way
-            yield from _done(put)
+            yield from done(put)
             sent.append(comm.Isend(checks, peer, _CHECKS))
         reach("transfer.sent")
         yield True
         while len(sent) > 2 * _DEPTH:
-            yield from _done(sent.popleft())
+            yield from done(sent.popleft())
     source.seal()
     page = slot.view[:HEADER_NBYTES].copy()
     sent.append(comm.Isend([page, mpi.BYTE], peer, _HEADER))
     whole = np.empty(1, dtype=np.int64)
     sent.append(comm.Irecv(whole, peer, _ACK))
     while sent:
-        yield from _done(sent.popleft())
+        yield from done(sent.popleft())
     if target is not None:
         target[0].flush(target[1])  # after the acknowledgement: it has nothing left to wait for
     return bool(whole[0])
 
 
 def receive(world: World, peer: int, slot: Slot, extents: Extents, owner: int, attempt: Attempt, chunk_nbytes: int,
-            window: tuple[int, SlotWindow] | None) -> Moves:  # fmt: skip
+            window: tuple[int, OpenMemory] | None) -> Moves:  # fmt: skip
     """Receive a slot; the operation's result is whether it arrived whole (then it is sealed).
 
     Args:
@@ -158,7 +158,7 @@ def receive(world: World, peer: int, slot: Slot, extents: Extents, owner: int, a
     body, table = slot.body(extents), slot.table(extents)
     runs = chunks(extents, chunk_nbytes)
     if window is not None:
-        yield from _done(comm.Isend(np.array([window[0]], dtype=np.int64), peer, _READY))
+        yield from done(comm.Isend(np.array([window[0]], dtype=np.int64), peer, _READY))
     posted: deque[tuple[Any, ...]] = deque()
     following = iter(runs)
     good = True
@@ -168,27 +168,28 @@ def receive(world: World, peer: int, slot: Slot, extents: Extents, owner: int, a
             checks = comm.Irecv([table[run[0] : run[1]], mpi.BYTE], peer, _CHECKS)
             posted.append((checks,) if window else (comm.Irecv([body[start:end], mpi.BYTE], peer, _BODY), checks))
         for request in posted.popleft():
-            yield from _done(request)
+            yield from done(request)
         good &= yield from _arrived(slot, extents, first, last, window[1] if window else None)
         reach("transfer.arrived")
         yield True
     page = np.empty(HEADER_NBYTES, dtype=np.uint8)
-    yield from _done(comm.Irecv([page, mpi.BYTE], peer, _HEADER))
+    yield from done(comm.Irecv([page, mpi.BYTE], peer, _HEADER))
     reach("transfer.received")
     good = good and _accept(slot, extents, page, owner, attempt)
     reach("transfer.sealed")
-    yield from _done(comm.Isend(np.array([int(good)], dtype=np.int64), peer, _ACK))
+    yield from done(comm.Isend(np.array([int(good)], dtype=np.int64), peer, _ACK))
     return good
 
 
-def _done(request: Any) -> Moves:
+def done(request: Any) -> Moves:
+    """Wait for an MPI request, as an operation."""
     while not request.Test():
         yield False
 
 
-def _arrived(slot: Slot, extents: Extents, first: int, last: int, window: SlotWindow | None) -> Moves:
+def _arrived(slot: Slot, extents: Extents, first: int, last: int, window: OpenMemory | None) -> Moves:
     """Check a run of blocks; bytes that were Put may become visible a little after their notice."""
-    end = time.monotonic() + _ARRIVAL_S
+    end = time.monotonic() + ARRIVAL_S
     while True:
         if window is not None:
             window.sync()

@@ -1,6 +1,6 @@
-"""RMA windows over slots.
+"""RMA windows over slots, and over buffers.
 
-A window exposes one slot of each rank of a communicator (or nothing) to Put. It stays under `Lock_all` from
+A window exposes memory of each rank of a communicator (or nothing) to Put. It stays under `Lock_all` from
 its creation to its end, so that transfers only Put and Flush.
 """
 
@@ -11,27 +11,25 @@ from typing import Any
 import numpy as np
 
 from .comm import World
-from .slot import Slot
 
 
-class SlotWindow:
-    """One slot of each rank of a communicator, open to Put.
+class OpenMemory:
+    """Memory of each rank of a communicator, open to Put.
 
     Collective over ``comm``.
 
     Args:
         comm: the communicator.
-        slot: what this rank exposes, or None.
+        memory: what this rank exposes, ``(nbytes,)`` uint8; None or empty: nothing.
     """
 
-    def __init__(self, world: World, comm: Any, slot: Slot | None):
+    def __init__(self, world: World, comm: Any, memory: np.ndarray | None):
         self._mpi = world.mpi
-        memory = slot.view if slot is not None and slot.view.nbytes else None
-        self._window = self._mpi.Win.Create(memory, 1, comm=comm)
+        self._window = self._mpi.Win.Create(memory if memory is not None and memory.nbytes else None, 1, comm=comm)
         self._window.Lock_all(self._mpi.MODE_NOCHECK)
 
     def put(self, raw: np.ndarray, target: int, at: int) -> Any:
-        """Start a Put of bytes to ``at`` of the target's slot; returns the request. Not collective.
+        """Start a Put of bytes to ``at`` of the target's memory; returns the request. Not collective.
 
         The request ends when ``raw`` may be reused; the bytes are there for sure only after :meth:`flush`.
         """
@@ -40,6 +38,10 @@ class SlotWindow:
     def flush(self, target: int) -> None:
         """Complete all Puts to a target. No deadline: only call it once the target has acknowledged."""
         self._window.Flush(target)
+
+    def flush_all(self) -> None:
+        """Complete all Puts. No deadline: as :meth:`flush`."""
+        self._window.Flush_all()
 
     def sync(self) -> None:
         """Make Puts that arrived visible to this rank."""

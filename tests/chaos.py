@@ -84,7 +84,7 @@ class Chaos:
             return job
         kind, hit = what.kind, {what.rank}
         node = self.memory.node(what.rank)
-        nodes = self.memory.pair(node) if kind == UNCOVERED else {node}
+        nodes = self.memory.group(node) if kind == UNCOVERED else {node}
         whole = job.whole() is not None
         if kind == UNCOVERED or (kind in (LOSE, POWER, EARLY_LOSE) and self.memory.covers(nodes, whole)):
             hit = {rank for node in nodes for rank in self.memory.ranks_on[node]}

@@ -5,7 +5,10 @@ from __future__ import annotations
 import dataclasses
 import random
 
-from mlflash.topology import Topology, partners
+from mlflash.placement import place
+from mlflash.scheme import parse
+from mlflash.survival import of
+from mlflash.topology import Topology
 
 KILL = "kill a rank"
 LOSE = "lose a node"
@@ -71,6 +74,7 @@ class Memory:
     Args:
         ranks: number of ranks.
         ranks_per_node: ranks on each node.
+        redundancy: the scheme.
 
     Attributes:
         nodes: number of nodes.
@@ -79,13 +83,14 @@ class Memory:
         lost: whether more was lost than is covered, so that there may be nothing to restore.
     """
 
-    def __init__(self, ranks: int, ranks_per_node: int):
+    def __init__(self, ranks: int, ranks_per_node: int, redundancy: str = "copy"):
         node_of = tuple(rank // ranks_per_node for rank in range(ranks))
         self.nodes = node_of[-1] + 1
         topology = Topology(node_of, tuple(f"node{node}" for node in range(self.nodes)))
         self.ranks_on = topology.ranks_on
-        self._places = {frozenset((node_of[rank], node_of[partner])) for rank, partner in enumerate(partners(topology))}
-        self._partner_node = {node_of[rank]: node_of[partner] for rank, partner in enumerate(partners(topology))}
+        placement = place(topology, parse(redundancy))
+        self._survival = of(topology, placement)
+        self._group = {node: set(group) for group in placement.node_groups for node in group}
         self.broken: set[int] = set()
         self.promised: int | None = None
         self.lost = False
@@ -93,19 +98,17 @@ class Memory:
     def node(self, rank: int) -> int:
         return next(node for node, ranks in enumerate(self.ranks_on) if rank in ranks)
 
-    def pair(self, node: int) -> set[int]:
-        """A node and the one that holds its copies."""
-        return {node, self._partner_node[node]}
+    def group(self, node: int) -> set[int]:
+        """A node and those that hold its redundancy."""
+        return self._group[node]
 
     def covers(self, nodes: set[int], whole: bool = False) -> bool:
-        """Whether these nodes may be lost too: of every slot one of its two places is still whole.
+        """Whether these nodes may be lost too: every slot is still somewhere, or can be rebuilt.
 
         Args:
             whole: a step was seen in all its places since.
         """
-        if whole:
-            return not any(places <= nodes for places in self._places)
-        return not self.lost and not any(places <= self.broken | nodes for places in self._places)
+        return self._survival.survives(nodes if whole else self.broken | nodes) and (whole or not self.lost)
 
     def keep(self, step: int) -> None:
         """A step is whole again in all its places."""

@@ -56,7 +56,7 @@ def describe_origin(told: Told, topology: Topology) -> str:
     if here:
         origins.append(f"{_ranks(here)} from {_its(here)} own node's memory")
     if away:
-        partners = [told.done[rank]["partner"] for rank in away]
+        partners = [partner for rank in away for partner in told.done[rank]["partners"]]
         nodes = sorted({topology.name_of(partner) for partner in partners})
         origins.append(f"{_ranks(away)} from the copies that {_ranks(partners)} held on {', '.join(nodes)}")
     return f"step {step}: {'; '.join(origins)}"

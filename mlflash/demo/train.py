@@ -80,7 +80,7 @@ def main() -> None:
     np.savez(args.folder / f"rank{rank}.npz", **tensors)
     journal.tell(
         "done",
-        partner=report["partner"],
+        partners=report["partners"],
         transport=report["transport"],
         seconds=report["seconds"],
         saves=[{"stall_s": s.stall_s, "commit_s": s.commit_s, "nbytes": s.nbytes} for s in snapshots],

@@ -14,37 +14,64 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from allpairspy import AllPairs
 from harness import Cluster
 
+from mlflash.placement import place
 from mlflash.points import POINTS
-from mlflash.topology import from_node_ids, partners
+from mlflash.scheme import parse
+from mlflash.survival import of
+from mlflash.topology import from_node_ids
 
 ORDER = list(POINTS)
-SAVE = [p for p in ORDER if p.split(".")[0] in ("stage", "protect", "transfer", "commit")]
+SAVE = [p for p in ORDER if p.split(".")[0] in ("stage", "protect", "commit")]
 ROOM = ["room.removed", "room.created"]
 RESTORE = [p for p in ORDER if p.split(".")[0] in ("restore", "heal")]
 TRANSFER = [p for p in ORDER if p.startswith("transfer.")]
-AT_HOME = [p for p in RESTORE if p not in ("restore.fetched", "heal.copied")]
+PARITY = [p for p in ORDER if p.startswith("parity.")]
+AT_HOME = [p for p in RESTORE if p not in ("restore.fetched", "restore.rebuilt", "heal.copied")]
+FETCHED = [p for p in RESTORE if p != "restore.rebuilt"]
+REBUILT = [p for p in RESTORE if p != "restore.fetched"]
 SECOND_SAVE_SEEN = ("commit.seen", "commit.seen")
-
-# What happens before, as nodes wiped and moved; the points passed before the one where the crash is; those points.
-SCENARIOS: dict[str, tuple[tuple[int, ...], bool, tuple[str, ...], list[str]]] = {
-    "first save": ((), False, (), SAVE + ROOM),
-    "third save": ((), False, SECOND_SAVE_SEEN, SAVE),
-    "save while the next is staged": ((), False, SECOND_SAVE_SEEN, SAVE),
-    "save that grew": ((), False, SECOND_SAVE_SEEN, SAVE + ROOM),
-    "save after a restore": ((), False, ("heal.done",), SAVE),
-    "save after a lost node": ((0,), False, ("heal.done",), SAVE),
-    "restore": ((), False, (), AT_HOME),
-    "restore of a lost node": ((0,), False, (), RESTORE + TRANSFER),
-    "heal of a lost node": ((0,), False, ("heal.begun",), TRANSFER),
-    "restore of moved ranks": ((), True, (), RESTORE + TRANSFER),
-    "heal of moved ranks": ((), True, ("heal.begun",), TRANSFER),
-}
+SCHEMES = ["copy", "xor:3", "rs:2+2"]
 LAYOUTS = [(2, 1), (3, 1), (4, 2), (4, 1)]  # ranks, ranks per node
+LEAST_NODES = {"copy": 2, "xor:3": 3, "rs:2+2": 4}
+
+# What happens before, as nodes wiped and moved, and the points passed before the one where the crash is.
+SCENARIOS: dict[str, tuple[tuple[int, ...], bool, tuple[str, ...]]] = {
+    "first save": ((), False, ()),
+    "third save": ((), False, SECOND_SAVE_SEEN),
+    "save while the next is staged": ((), False, SECOND_SAVE_SEEN),
+    "save that grew": ((), False, SECOND_SAVE_SEEN),
+    "save after a restore": ((), False, ("heal.done",)),
+    "save after a lost node": ((0,), False, ("heal.done",)),
+    "restore": ((), False, ()),
+    "restore of a lost node": ((0,), False, ()),
+    "heal of a lost node": ((0,), False, ("heal.begun",)),
+    "restore of moved ranks": ((), True, ()),
+    "heal of moved ranks": ((), True, ("heal.begun",)),
+}
+
+
+def points_of(scenario: str, scheme: str) -> list[str]:
+    """The points that are passed in a scenario, where it crashes."""
+    moves = TRANSFER if scheme == "copy" else PARITY
+    if scheme.startswith("xor") and scenario != "restore of a lost node":  # who codes the only parity keeps it
+        moves = [point for point in PARITY if point != "parity.arrived"]
+    return {
+        "first save": SAVE + moves + ROOM,
+        "save that grew": SAVE + moves + ROOM,
+        "restore": AT_HOME,
+        "restore of a lost node": (FETCHED if scheme == "copy" else REBUILT) + moves,
+        "heal of a lost node": moves,
+        "restore of moved ranks": FETCHED + TRANSFER,
+        "heal of moved ranks": moves,
+    }.get(scenario, SAVE + moves)
+
+
 # Small chunks, so that there is a middle of a transfer.
 CHUNKS = {"MLFLASH_BLOCK_NBYTES": "65536", "MLFLASH_CHUNK_NBYTES": "65536"}
 
@@ -57,16 +84,19 @@ class Case:
     who: int  # rank that dies, or whose node does; -1: whoever comes first
     layout: tuple[int, int]
     transport: str
+    scheme: str
 
     def __str__(self) -> str:
         who = "first to come" if self.who < 0 else f"rank {self.who}"
-        return f"{self.scenario}-{self.point}-{self.dies} of {who}-{self.layout[0]}x{self.layout[1]}-{self.transport}"
+        where = f"{self.layout[0]}x{self.layout[1]}-{self.transport}-{self.scheme}"
+        return f"{self.scenario}-{self.point}-{self.dies} of {who}-{where}"
 
     @property
     def exists(self) -> bool:
         # On two nodes each has a slot of every rank; of three, two may change places and still have one.
-        far_enough = self.layout == (4, 1) or not SCENARIOS[self.scenario][1]
-        return self.point in SCENARIOS[self.scenario][3] and self.who < self.layout[0] and far_enough
+        far_enough = self.layout == (4, 1) or self.scheme != "copy" or not SCENARIOS[self.scenario][1]
+        passed = self.point in points_of(self.scenario, self.scheme)
+        return passed and self.who < self.layout[0] and far_enough and _enough_nodes(self.layout, self.scheme)
 
     @property
     def path(self) -> list[str]:
@@ -80,22 +110,28 @@ class Case:
 def cases() -> list[Case]:
     scenarios, points = list(SCENARIOS), [*ORDER]
     dies, who, transports = ["rank", "node", "wipe"], [-1, 0, 1, 2, 3], ["p2p", "rma"]
-    parameters = [scenarios, points, dies, who, LAYOUTS, transports]
+    parameters = [scenarios, points, dies, who, LAYOUTS, transports, SCHEMES]
     stride = int(os.environ.get("MLFLASH_FAULTS_STRIDE", "1"))
     if os.environ.get("MLFLASH_FAULTS") == "full":
         return [case for case in itertools.starmap(Case, itertools.product(*parameters)) if case.exists][::stride]
     # The pairs of point and scenario alone would be as many as the sample should have: each point is in several
     # scenarios, each scenario has several points, and every pair of anything else is there.
-    rows = AllPairs([points, dies, who, LAYOUTS, transports], filter_func=_fits)
     sample = []
-    for index, (point, *rest) in enumerate(rows):
-        possible = [case for s in scenarios if (case := Case(s, point, *rest)).exists]
+    for index, row in enumerate(AllPairs([points, dies, who, LAYOUTS, transports, SCHEMES], filter_func=_fits)):
+        possible = [case for s in scenarios if (case := Case(s, *row)).exists]
         sample.append(possible[index % len(possible)])
     return sample[::stride]
 
 
-def _fits(row: list[object]) -> bool:
-    return len(row) < 4 or row[2] < row[3][0]
+def _fits(row: list[Any]) -> bool:
+    """Whether the values chosen so far, in the order of the parameters, go together."""
+    if len(row) >= 4 and row[2] >= row[3][0]:
+        return False
+    return len(row) < 6 or any(Case(scenario, *row).exists for scenario in SCENARIOS)
+
+
+def _enough_nodes(layout: tuple[int, int], scheme: str) -> bool:
+    return layout[0] // layout[1] >= LEAST_NODES[scheme]
 
 
 class Memories:
@@ -105,13 +141,14 @@ class Memories:
         self._root = root
         self._made: dict[tuple[object, ...], Path] = {}
 
-    def give(self, cluster: Cluster, ranks: int) -> None:
+    def give(self, cluster: Cluster, ranks: int, scheme: str) -> None:
         """Copy the memory of such a job into a cluster."""
-        key = (ranks, cluster.ranks_per_node)
+        key = (ranks, cluster.ranks_per_node, scheme)
         if key not in self._made:
-            first = Cluster(self._root / f"{ranks}x{cluster.ranks_per_node}", cluster.ranks_per_node)
+            first = Cluster(self._root / f"{ranks}x{cluster.ranks_per_node}-{scheme}", cluster.ranks_per_node)
             first.root.mkdir()
-            result = first.run(ranks, "worker.py", json.dumps({"last": 3, "die_at": 3, "die": "all"}), env=CHUNKS)
+            spec = {"last": 3, "die_at": 3, "die": "all", "options": {"redundancy": scheme}}
+            result = first.run(ranks, "worker.py", json.dumps(spec), env=CHUNKS)
             assert [r["step"] for r in result.of("committed")].count(3) == ranks, result.log
             self._made[key] = first.root / f"mlflash-{os.getuid()}"
         shutil.copytree(self._made[key], cluster.root / f"mlflash-{os.getuid()}")
@@ -130,7 +167,7 @@ def steps_allowed(case: Case, gone: set[int]) -> set[int | None]:
     Args:
         gone: nodes whose memory went in the crash.
     """
-    wiped, moved, _, _ = SCENARIOS[case.scenario]
+    wiped, moved, _ = SCENARIOS[case.scenario]
     healing = case.path[0] == "restore.loaded"  # not seen to its end
     if "save" in case.scenario and not healing:
         if case.scenario == "save while the next is staged":
@@ -140,13 +177,14 @@ def steps_allowed(case: Case, gone: set[int]) -> set[int | None]:
         if case.point.startswith("commit"):
             return {newer}
         # The others may have sealed theirs, and so may this rank, once it is past its sending.
-        sealed = case.point in ("transfer.arrived", "transfer.received", "transfer.sealed", "protect.sealed")
+        sealed = case.point in ("transfer.arrived", "transfer.received", "transfer.sealed", "parity.received",
+                                "parity.sealed", "protect.sealed")  # fmt: skip
         return {older, newer} if sealed else {older}
     ranks, per_node = case.layout
     node_of = [rank // per_node for rank in range(ranks)]
-    partner_of = partners(from_node_ids([(node * per_node, f"node{node}") for node in node_of]))
+    topology = from_node_ids([(node * per_node, f"node{node}") for node in node_of])
     lost = set() if moved else gone | set(wiped)  # a move takes own slot and copy of a rank to two other nodes
-    covered = all({node_of[rank], node_of[partner_of[rank]]} - lost for rank in range(ranks))
+    covered = of(topology, place(topology, parse(case.scheme))).survives(lost)
     if covered or case.point in ("heal.copied", "heal.freed", "heal.done"):
         return {3}
     return {None} if case.point in ("restore.listed", "restore.verified", "restore.adopted") else {None, 3}
@@ -155,14 +193,16 @@ def steps_allowed(case: Case, gone: set[int]) -> set[int | None]:
 @pytest.mark.parametrize("case", cases(), ids=str)
 def test_the_relaunch_restores_exactly_what_it_must(shm: Path, memories: Memories, case: Case) -> None:
     ranks, per_node = case.layout
-    wiped, moved, _, _ = SCENARIOS[case.scenario]
+    wiped, moved, _ = SCENARIOS[case.scenario]
     cluster = Cluster(shm, per_node, transport=case.transport)
     if "restore" in case.scenario or "heal" in case.scenario or "after" in case.scenario:
-        memories.give(cluster, ranks)
+        memories.give(cluster, ranks, case.scheme)
     cluster.wipe(*wiped)
     if moved:
         cluster.move({0: 1, 1: 0})
-    state = {"grow_at": 3, "load": True} if case.scenario == "save that grew" else {}
+    state: dict[str, Any] = {"options": {"redundancy": case.scheme}}
+    if case.scenario == "save that grew":
+        state |= {"grow_at": 3, "load": True}
     in_a_row = case.scenario == "save while the next is staged"
     steps = {"last": 9 if in_a_row else 3} if case.path[0] == "commit.seen" else {"more": int("save" in case.scenario)}
     trap = {"path": case.path, "action": case.dies, "rank": case.who}

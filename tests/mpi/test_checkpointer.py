@@ -15,7 +15,7 @@ from mpi4py import MPI
 
 import mlflash
 from mlflash import Checkpointer, errors
-from mlflash.copies import Copies
+from mlflash.protect import Protection
 
 pytestmark = pytest.mark.mpi
 two = pytest.mark.mpi(min_size=2)
@@ -135,19 +135,19 @@ def test_a_heal_that_fails_is_tried_again_and_saving_goes_on_on_ranks_that_moved
     comm.Barrier()
     home.with_name(f"moving{RANK}").rename(home.with_name(f"node{(RANK - 1) % SIZE}"))
     comm.Barrier()
-    really = Copies.protect
+    really = Protection.protect
     calls: list[bool] = []
 
-    def fail_once(copies: Copies, *arguments: Any) -> bool:
-        whole = really(copies, *arguments)
+    def fail_once(protection: Protection, *arguments: Any) -> bool:
+        whole = really(protection, *arguments)
         calls.append(whole)
         if RANK > 0 or len(calls) > 1:
             return whole
-        for slot in copies._targets.values():
+        for slot in protection._copies._targets.values():
             slot.unseal()  # as where the bytes were refused
         return False
 
-    monkeypatch.setattr(Copies, "protect", fail_once)
+    monkeypatch.setattr(Protection, "protect", fail_once)
     with caplog.at_level(logging.WARNING, "mlflash"), Checkpointer(**options) as ckpt:
         state = state_at(0)
         assert ckpt.restore(state) == 1 and same(state, state_at(1))
@@ -369,7 +369,7 @@ def test_survives_and_report_say_what_is_there(options: dict[str, Any]) -> None:
         assert ("no node" in text) == (SIZE == 1)
         report = ckpt.report()
         assert report["node"] == f"node{RANK}"
-        assert (report["partner"] == -1) == (SIZE == 1)
+        assert (report["partners"] == ()) == (SIZE == 1)
         assert report["memory"].endswith(f"/t/node{RANK}")
         ckpt.save(1, state_at(1)).wait()
         counts = MPI.COMM_WORLD.allgather(ckpt.report()["counts"])

@@ -15,7 +15,7 @@ from mlflash.node_memory import NodeMemory
 from mlflash.segment import create
 from mlflash.slot import Slot, read_header
 from mlflash.transfer import Source, receive, send
-from mlflash.window import Poke, SlotWindow
+from mlflash.window import OpenMemory, Poke
 
 pytestmark = pytest.mark.mpi(min_size=2)
 EXTENTS = Extents(manifest_room=4096, payload_nbytes=1_000_000, block_nbytes=65_536)
@@ -49,10 +49,10 @@ class Ring:
             0, 256, EXTENTS.body_nbytes, dtype=np.uint8
         )
         self.to, self.come = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-        self.window: SlotWindow | None = None
+        self.window: OpenMemory | None = None
         if transport == "rma":
             self.world.poke = Poke(self.world)
-            self.window = SlotWindow(self.world, self.world.world, self.inbox)
+            self.window = OpenMemory(self.world, self.world.world, self.inbox.view)
 
     def header(self, check: int) -> Header:
         return Header(ATTEMPT, 7, self.world.rank, self.world.size, 0, 0, 100, EXTENTS, check, 0, "n", "copy", "t", ())
@@ -97,7 +97,7 @@ def test_a_slot_arrives_bit_for_bit_and_both_are_sealed(ring: Ring) -> None:
 def test_a_byte_that_changes_on_the_way_is_found_and_the_copy_is_not_sealed(
     ring: Ring, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mlflash.transfer._ARRIVAL_S", 1.0)  # seconds that a Put byte may take to become visible
+    monkeypatch.setattr("mlflash.transfer.ARRIVAL_S", 1.0)  # seconds that a Put byte may take to become visible
     assert ring.exchange(Damaged(ring.out, EXTENTS, ring.header), ring.come) == [False, False]
     assert ring.inbox.header is None and read_header(ring.inbox.view) is None
 

@@ -11,15 +11,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlflash.header import Attempt
-from mlflash.inventory import FOUND, assign, attempts, choose, file_name
+from mlflash.inventory import FOUND, Inventory, ParityGroup, assign, choose, file_name, join
 
 RUN_A, RUN_B = b"a" * 16, b"b" * 16
 
 
-def table(*rows: tuple[bytes, int, int, int, int, int]) -> np.ndarray:
-    """Rows of (run id, generation, step, rank, node, file), world size 2."""
+def table(*rows: tuple[bytes, int, int, int, int, int], world_size: int = 2) -> Inventory:
+    """Rows of (run id, generation, step, rank, node, file)."""
     run = {RUN_A: int.from_bytes(b"a" * 8, "little"), RUN_B: int.from_bytes(b"b" * 8, "little")}
-    return np.array([(g, run[r], run[r], s, 4096, k, 2, n, f, False) for r, g, s, k, n, f in rows], dtype=FOUND)
+    return Inventory(
+        np.array([(g, run[r], run[r], s, k, world_size, n, f, 0, 0, 0) for r, g, s, k, n, f in rows], dtype=FOUND)
+    )
+
+
+def with_parity(found: Inventory, group: tuple[int, ...], losses: int, *places: tuple[int, int, int]) -> Inventory:
+    """An inventory, and parity files of its only attempt as (rank, node, file)."""
+    rows = np.zeros(len(places), dtype=FOUND)
+    rows[:] = found.rows[0]
+    for row, (rank, node, file) in zip(rows, places, strict=True):
+        row["rank"], row["node"], row["file"], row["parities"] = rank, node, file, losses
+    return join([found, Inventory(rows, (group,))])
 
 
 def test_the_newest_attempt_with_a_slot_for_every_rank_is_chosen() -> None:
@@ -45,11 +56,11 @@ def test_a_step_can_be_asked_for() -> None:
     assert choose(found, (0, 1)).step == 20  # type: ignore[union-attr]
     assert choose(found, (0, 1), step=10).step == 10  # type: ignore[union-attr]
     assert choose(found, (0, 1), step=15) is None
-    assert [(a.generation, s, n) for a, s, n in attempts(found)] == [(2, 20, 2), (1, 10, 2)]
+    assert [(a.generation, s, n) for a, s, n in found.attempts()] == [(2, 20, 2), (1, 10, 2)]
 
 
 def test_nothing_found_is_nothing_chosen() -> None:
-    assert choose(np.array([], dtype=FOUND), (0, 1)) is None
+    assert choose(table(), (0, 1)) is None
 
 
 def names(*numbers: int) -> list[str]:
@@ -58,14 +69,14 @@ def names(*numbers: int) -> list[str]:
 
 def test_ranks_that_stayed_keep_their_files() -> None:
     rows = [(RUN_A, 2, 20, 0, 0, 0), (RUN_A, 1, 10, 0, 0, 1), (RUN_A, 2, 20, 1, 0, 2), (RUN_A, 1, 10, 1, 0, 3)]
-    files, unused = assign(table(*rows), names(0, 1, 2, 3), 0, Attempt(RUN_A, 2), True, [0], [[1], [0]])
+    files, unused = assign(table(*rows), names(0, 1, 2, 3), 0, Attempt(RUN_A, 2), True, {0: [1]})
     assert (files[0].own, files[0].inbox, unused) == ([0, 1], {1: [2, 3]}, [])
 
 
 def test_a_moved_rank_takes_the_free_files_first_and_the_kept_ones_last() -> None:
     # Rank 0's slots and copies of rank 1's are on this node; rank 1 runs here now and holds rank 0's copies.
     rows = [(RUN_A, 2, 20, 0, 0, 0), (RUN_A, 1, 10, 0, 0, 1), (RUN_A, 2, 20, 1, 0, 2), (RUN_A, 1, 10, 1, 0, 3)]
-    files, unused = assign(table(*rows), names(0, 1, 2, 3), 0, Attempt(RUN_A, 2), True, [1], [[1], [0]])
+    files, unused = assign(table(*rows), names(0, 1, 2, 3), 0, Attempt(RUN_A, 2), True, {1: [0]})
     assert (files[1].own, files[1].inbox, unused) == ([2, 3], {0: [0, 1]}, [])  # the copy is its own slot now
 
 
@@ -82,7 +93,7 @@ def test_files_are_shared_out_once_each_and_one_of_each_pair_can_be_written(data
     ]
     found = table(*rows)
     here = sorted(data.draw(st.sets(st.integers(0, ranks - 1), min_size=1)))
-    files, unused = assign(found, names(*range(count)), 0, Attempt(RUN_A, 2), True, here, owners)
+    files, unused = assign(found, names(*range(count)), 0, Attempt(RUN_A, 2), True, {r: owners[r] for r in here})
     kept = {n for _, g, _, _, _, n in rows if g == 2}
     pairs = [pair for f in files.values() for pair in [f.own, *f.inbox.values()]]
     shared = [n for pair in pairs for n in pair if n is not None]
@@ -99,9 +110,57 @@ def test_16384_ranks_choose_within_a_second_from_less_than_4_mb() -> None:
         part["node"], part["file"] = (ranks + shift) % ranks.size // 8, quarter
     assert found.nbytes <= 4 << 20
     start = time.process_time()
-    choice = choose(found, tuple(int(n) for n in ranks // 8))
+    choice = choose(Inventory(found), tuple(int(n) for n in ranks // 8))
     assert choice is not None and choice.attempt.generation == 8
     assert time.process_time() - start < 1.0
+
+
+def test_16384_ranks_with_parity_and_a_lost_node_choose_within_two_seconds() -> None:
+    ranks = 16_384
+    groups = [tuple(range(64 * n + local, 64 * n + 64, 8)) for n in range(ranks // 64) for local in range(8)]
+    number = {rank: n for n, group in enumerate(groups) for rank in group}
+    rows = np.zeros(2 * ranks, dtype=FOUND)
+    rows["rank"], rows["world_size"] = np.tile(np.arange(ranks), 2), ranks
+    rows["node"], rows["file"], rows["generation"] = rows["rank"] // 8, np.arange(2 * ranks) % 32, 3
+    rows["parities"][ranks:] = 2
+    rows["group"][ranks:] = [number[rank] for rank in range(ranks)]
+    found = Inventory(rows, tuple(groups))
+    start = time.process_time()
+    lost = Inventory(rows[(rows["node"] != 5) & (rows["node"] != 6)], found.groups)
+    choice = choose(lost, tuple(rank // 8 for rank in range(ranks)))
+    assert choice is not None and sorted(choice.rebuilt) == list(range(40, 56))
+    assert choose(Inventory(rows[(rows["node"] < 5) | (rows["node"] > 7)], found.groups), (0,) * ranks) is None
+    assert time.process_time() - start < 2.0
+
+
+def slots(world_size: int, *ranks: int) -> Inventory:
+    """Slots of some ranks, each on its own node."""
+    return table(*((RUN_A, 1, 10, rank, rank, 0) for rank in ranks), world_size=world_size)
+
+
+def test_a_rank_without_a_slot_is_rebuilt_where_enough_of_its_group_is_there() -> None:
+    group = (0, 1, 2, 3)
+    found = with_parity(slots(4, 0, 2, 3), group, 1, (0, 0, 1), (2, 2, 1), (3, 3, 1))
+    choice = choose(found, (0, 1, 2, 3))
+    assert choice is not None
+    files = ParityGroup(group, 1, ((0, 1), None, (2, 1), (3, 1)))
+    assert (choice.source, choice.rebuilt) == (((0, 0), None, (2, 0), (3, 0)), {1: files})
+    assert choice.group_of(2) == files
+    two_lost = with_parity(slots(4, 2, 3), group, 1, (2, 2, 1), (3, 3, 1))
+    assert choose(two_lost, (0, 1, 2, 3)) is None
+    assert choose(with_parity(slots(4, 2, 3), group, 2, (2, 2, 1), (3, 3, 1)), (0, 1, 2, 3)) is not None
+    # The slot of one member and the parity of another: one stripe has lost both.
+    assert choose(with_parity(slots(4, 0, 2, 3), group, 1, (0, 0, 1), (1, 1, 1), (3, 3, 1)), (0, 1, 2, 3)) is None
+    # With all slots there, no parity is needed.
+    assert choose(with_parity(slots(4, 0, 1, 2, 3), group, 1, (0, 0, 1)), (0, 1, 2, 3)).rebuilt == {}  # type: ignore[union-attr]
+
+
+def test_parity_files_and_slots_are_not_taken_for_each_other() -> None:
+    found = with_parity(slots(1, 0), (0, 1, 2), 1, (0, 0, 1))
+    files, unused = assign(found, names(0, 1, 2, 3), 0, Attempt(RUN_A, 1), True, {0: [0]})
+    assert (files[0].own, files[0].inbox, unused) == ([0, 2], {0: [1, 3]}, [])
+    files, unused = assign(found, names(0, 1), 0, Attempt(RUN_A, 1), True, {0: [1]})
+    assert (files[0].own, files[0].inbox, unused) == ([0, None], {1: [None, None]}, [1])
 
 
 @pytest.mark.parametrize("number", [0, 7, 9999, 12_345])

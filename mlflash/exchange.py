@@ -1,0 +1,261 @@
+"""Blocks from several ranks to one, coded there, and the results to where they belong: encoding and rebuilding.
+
+All ranks of a group walk through the same list of tasks in the same order; each sends the inputs that it holds,
+codes the tasks that are its own, and takes the outputs that belong to it. A few tasks are on their way at a time,
+in buffers of one block per unit. Every block travels with its checksum and is checked before it is used.
+
+Two transports, as in `transfer`: ``p2p`` (Isend/Irecv) and ``rma`` (Rput into the receiver's buffer, which it names
+when it is free).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import xxhash
+
+from . import erasure
+from .comm import Moves, World, side_by_side
+from .header import MAX_GROUP
+from .points import reach
+from .stripes import Task, Unit
+from .transfer import ARRIVAL_S, done
+from .window import OpenMemory
+
+_BODY, _CHECK, _READY = 0, 1, 2
+_FIRST_TAG, _TAGGED = 100, 64  # tasks end in any order: messages carry the task's number, modulo this, and the unit's
+_DEPTH = 3  # tasks on their way at a time
+
+
+class Blocks(Protocol):
+    """The blocks that the tasks are about, and who has them."""
+
+    def rank_of(self, unit: Unit) -> int:
+        """The rank that reads or writes a block."""
+
+    def nbytes(self, unit: Unit) -> int:
+        """Bytes of a block, on any rank; the last block of a slot may be short."""
+
+    def read(self, unit: Unit) -> tuple[np.ndarray, int]:
+        """Bytes and checksum of a block that this rank holds."""
+
+    def place(self, unit: Unit) -> np.ndarray:
+        """Where the bytes of an output of this rank go."""
+
+    def placed(self, unit: Unit, check: int) -> bool:
+        """Note that an output is in place; whether it is what it must be."""
+
+    def took(self, unit: Unit, check: int) -> None:
+        """Note the checksum of a block that was coded here."""
+
+
+class Exchange:
+    """Buffers, and the window over them.
+
+    Collective over ``comm`` with the transport rma.
+
+    Args:
+        world: the communicators.
+        comm: communicator of all ranks that take part, for the window.
+        ranks: world ranks of that communicator, in its order.
+        transport: "p2p" or "rma".
+        block_nbytes: bytes of the longest block.
+        units: units of a stripe, data and parity.
+    """
+
+    def __init__(self, world: World, comm: Any, ranks: Sequence[int], transport: str, block_nbytes: int, units: int):
+        self.block_nbytes = block_nbytes
+        self._world, self._ranks = world, list(ranks)
+        self._lanes: np.ndarray = np.empty((2 * _DEPTH * units, block_nbytes), dtype=np.uint8)
+        self._free = list(range(len(self._lanes)))
+        self._window = OpenMemory(world, comm, self._lanes.reshape(-1)) if transport == "rma" else None
+
+    def flush(self) -> None:
+        """Complete what this rank has put. No deadline: only once all of it was taken."""
+        if self._window is not None:
+            self._window.flush_all()
+
+    def free(self) -> None:
+        """Free the window. Collective over the communicator with the transport rma."""
+        if self._window is not None:
+            self._window.free()
+
+    def moves(self, tasks: Callable[[], Iterable[Task]], blocks: Blocks) -> list[Moves]:
+        """This rank's part in the tasks, as operations whose result is whether every block was whole.
+
+        Args:
+            tasks: lists the tasks, the same on all ranks.
+            blocks: the blocks that they are about.
+        """
+        me = self._world.rank
+
+        def sends() -> Iterator[Moves]:
+            for number, task in enumerate(tasks()):
+                coder = blocks.rank_of(task.coder)
+                for nth, unit in zip(task.have, task.inputs, strict=True):
+                    if coder != me and unit is not None and blocks.rank_of(unit) == me:
+                        yield self._send_block(coder, _tag(number, nth), unit, blocks)
+
+        def codes() -> Iterator[Moves]:
+            for number, task in enumerate(tasks()):
+                if blocks.rank_of(task.coder) == me:
+                    yield self._code(number, task, blocks)
+
+        def takes() -> Iterator[Moves]:
+            for number, task in enumerate(tasks()):
+                coder = blocks.rank_of(task.coder)
+                for nth, unit in zip(task.want, task.outputs, strict=True):
+                    if coder != me and blocks.rank_of(unit) == me:
+                        yield self._take(coder, _tag(number, nth), unit, blocks)
+
+        return [in_order(sends(), 2 * _DEPTH), in_order(codes(), _DEPTH), in_order(takes(), _DEPTH)]
+
+    def _send_block(self, coder: int, tag: int, unit: Unit, blocks: Blocks) -> Moves:
+        raw, check = blocks.read(unit)
+        yield from self._send(coder, tag, raw, check)
+        return True
+
+    def _take(self, coder: int, tag: int, unit: Unit, blocks: Blocks) -> Moves:
+        into = blocks.place(unit)
+        lane = self._free.pop() if self._window is not None else -1
+        buffer = into if lane < 0 else self._lanes[lane][: into.nbytes]
+        good, check = yield from self._receive(coder, tag, buffer, lane)
+        if lane >= 0:
+            np.copyto(into, buffer)
+            self._free.append(lane)
+        reach("parity.arrived")
+        return good and blocks.placed(unit, check)
+
+    def _code(self, number: int, task: Task, blocks: Blocks) -> Moves:
+        me = self._world.rank
+        lanes = [self._free.pop() for _ in (*task.inputs, *task.outputs)]
+        sources: list[np.ndarray | None] = []
+        arriving: list[tuple[Unit, Moves]] = []
+        good = True
+        for nth, unit, lane in zip(task.have, task.inputs, lanes, strict=False):
+            if unit is None:
+                sources.append(None)
+                continue
+            buffer, nbytes, holder = self._lanes[lane], blocks.nbytes(unit), blocks.rank_of(unit)
+            if holder == me:
+                raw, check = blocks.read(unit)
+                blocks.took(unit, check)
+                if nbytes < self.block_nbytes:
+                    buffer[:nbytes] = raw
+                else:
+                    buffer = raw
+            else:
+                arriving.append((unit, self._receive(holder, _tag(number, nth), buffer[:nbytes], lane)))
+            self._lanes[lane][nbytes:] = 0
+            sources.append(buffer)
+        arrived = yield from side_by_side(operation for _, operation in arriving)
+        for (unit, _), (whole, check) in zip(arriving, arrived, strict=True):
+            good &= whole
+            blocks.took(unit, check)
+        reach("parity.gathered")
+        made = []
+        for unit, lane in zip(task.outputs, lanes[len(task.inputs) :], strict=True):
+            here = blocks.rank_of(unit) == me and blocks.nbytes(unit) == self.block_nbytes
+            made.append(blocks.place(unit) if here else self._lanes[lane])
+        erasure.combine(erasure.matrix(len(task.inputs), task.have, task.want), sources, made)
+        reach("parity.coded")
+        yield True
+        for nth, unit, coded in zip(task.want, task.outputs, made, strict=True):
+            raw = coded[: blocks.nbytes(unit)]
+            check = xxhash.xxh3_64_intdigest(raw.data)
+            if (taker := blocks.rank_of(unit)) != me:
+                yield from self._send(taker, _tag(number, nth), raw, check)
+                continue
+            into = blocks.place(unit)
+            if into.nbytes < self.block_nbytes:
+                np.copyto(into, raw)
+            good &= blocks.placed(unit, check)
+        self._free += lanes
+        return good
+
+    def _send(self, peer: int, tag: int, raw: np.ndarray, check: int) -> Moves:
+        mpi, comm = self._world.mpi, self._world.data
+        digest = np.array([check], dtype="<u8")
+        if self._window is None:
+            body = comm.Isend([raw, mpi.BYTE], peer, tag + _BODY)
+            told = comm.Isend([digest, mpi.BYTE], peer, tag + _CHECK)
+            reach("parity.sent")
+            yield True
+            yield from done(body)
+            yield from done(told)
+            return None
+        lane = np.empty(1, dtype=np.int64)
+        yield from done(comm.Irecv(lane, peer, tag + _READY))
+        at = int(lane[0]) * self.block_nbytes
+        yield from done(self._window.put(raw, self._ranks.index(peer), at))
+        reach("parity.sent")
+        yield from done(comm.Isend([digest, mpi.BYTE], peer, tag + _CHECK))
+        # The receiver polls for the bytes; Flush, which has no deadline, comes when all is acknowledged.
+        return None
+
+    def _receive(self, peer: int, tag: int, into: np.ndarray, lane: int) -> Moves:
+        mpi, comm = self._world.mpi, self._world.data
+        digest = np.empty(1, dtype="<u8")
+        if self._window is None:
+            body = comm.Irecv([into, mpi.BYTE], peer, tag + _BODY)
+            told = comm.Irecv([digest, mpi.BYTE], peer, tag + _CHECK)
+            yield True
+            yield from done(body)
+        else:
+            told = comm.Irecv([digest, mpi.BYTE], peer, tag + _CHECK)
+            yield from done(comm.Isend(np.array([lane], dtype=np.int64), peer, tag + _READY))
+        yield from done(told)
+        check, end = int(digest[0]), time.monotonic() + ARRIVAL_S
+        while xxhash.xxh3_64_intdigest(into.data) != check:
+            if self._window is None or time.monotonic() > end:
+                return False, check
+            self._window.sync()
+            yield False
+        return True, check
+
+
+def _tag(task: int, unit: int) -> int:
+    return _FIRST_TAG + ((task % _TAGGED) * MAX_GROUP + unit) * 3
+
+
+def in_order(operations: Iterator[Moves], width: int) -> Moves:
+    """Begin operations in their order, so many at a time; the result is whether all of them gave True.
+
+    Each makes its first step before the next one begins, so that what it posts is posted in order.
+    """
+    running: list[Moves] = []
+    good = more = True
+    while running or more:
+        moved = False
+        while more and len(running) < width:
+            following = next(operations, None)
+            more = following is not None
+            if following is None:
+                break
+            ended, value = _step(following)
+            if ended:
+                good &= value
+            else:
+                running.append(following)
+            moved = True
+        for operation in list(running):
+            try:
+                moved |= next(operation)
+            except StopIteration as end:
+                good &= end.value
+                running.remove(operation)
+                moved = True
+        if running or more:
+            yield moved
+    return good
+
+
+def _step(operation: Moves) -> tuple[bool, Any]:
+    try:
+        next(operation)
+    except StopIteration as end:
+        return True, end.value
+    return False, None
