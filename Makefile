@@ -1,7 +1,7 @@
 # Everything a fresh machine needs: `make demo` and `make test` make .venv by themselves.
 #
 #   make demo            a small GPT loses a node and ends with the weights of an uninterrupted run
-#   make test            unit, 1 to 5 ranks, lost nodes; MPI=openmpi for Open MPI (its own environment)
+#   make test            unit, 1 to 8 ranks, lost nodes; MPI=openmpi for Open MPI (its own environment)
 #   make test-3          the tests on 3 ranks only
 #   make faults-full     a kill of every rank and node at every point of every save and restore: hours
 #   make cluster         nodes that are really apart: crashed, cables cut (as root, on Linux)
@@ -15,7 +15,7 @@ PYTHON ?= python3
 VENV := $(if $(filter mpich,$(MPI)),.venv,.venv-$(MPI))
 BIN := $(VENV)/bin
 REPORTS := .reports/$(MPI)
-RANKS := 1 2 3 4 5
+RANKS := 1 2 3 4 5 8
 SOURCES := setup.cfg pyproject.toml $(shell find mlflash adapters -name '*.py')
 
 # mpiexec as root, with more ranks than cores; both variables are ignored by MPICH.
@@ -56,7 +56,7 @@ unit: $(VENV)/.installed
 $(RANKS:%=test-%): test-%: $(VENV)/.installed
 	@mkdir -p $(REPORTS)
 	MLFLASH_TEST_RANKS=$* MLFLASH_TEST_REPORTS=$(REPORTS) timeout -k 10 300 \
-	  $(BIN)/mpiexec $(LAUNCH) -n $* $(BIN)/python -m mpi4py tests/on_one_rank.py
+	  $(BIN)/mpiexec $(LAUNCH) -n $* $(BIN)/python -m mpi4py tests/on_one_rank.py $(if $(filter 8,$*),-k parity)
 
 faults: $(VENV)/.installed
 	$(BIN)/pytest tests/faults --junitxml $(REPORTS)/faults.xml

@@ -12,24 +12,20 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-import numpy as np
-
 from . import config, restore
 from .comm import World, find_comm
 from .courier import Courier, Job
 from .errors import Closed, MemoryTooSmall, MlflashError, StateError, StructureMismatch
 from .parts import Parts, make
 from .points import reach
-from .rebuild import Read, compare, fill, materialize
+from .rebuild import fill, materialize, refuse_differences
 from .saves import Saves
 from .slot import Slot
 from .snapshot import Snapshot
-from .state import Entry, flatten
+from .state import flatten
 from .survival import describe, of
 
 log = logging.getLogger("mlflash")
-
-_LISTED = 8  # differences shown in an error
 
 
 class Checkpointer:
@@ -39,7 +35,9 @@ class Checkpointer:
 
     Args:
         directory: directory on the parallel file system; gives the job its name where nothing else does.
-        redundancy: "copy": each rank's slot is also on another node; "none": it is on its own node only.
+        redundancy: how slots are protected on other nodes: "copy", or "copy:k": k copies of each; "xor:n": groups of
+            n nodes, any 1 of which may be lost; "rs:n+k": groups of n + k nodes, any k of which may be lost (k is 1
+            to 3); "none". Default "copy".
         memory: node-local memory file system. Default "/dev/shm".
         job: name that ties a relaunch to the memory of the run before. Default: ``MLFLASH_JOB``, then
             ``SLURM_JOB_ID`` with a digest of ``directory``, then a name made from ``directory``.
@@ -51,6 +49,10 @@ class Checkpointer:
         transport: "rma", "p2p" or "auto"; how copies go to other nodes.
         skip_stuck: restore an older step where the newest one was restored by so many runs already and none of
             them committed a newer one. Default 0: never, only warn.
+        domains: which nodes are lost together: the path of a file with a host (or host list) and its domains,
+            outermost first, in each line; or a mapping from host to domain or tuple of domains. The nodes of a
+            redundancy group are spread over them. Default: ``MLFLASH_DOMAINS``, then what Slurm knows of switches
+            and blocks.
         replicated: the ranks that hold the same state as this one (an mpi4py communicator or group, a
             torch.distributed process group, a list of ranks, or True for all): a warning names the tensors that
             differ between them, and the ranks. Nothing is sent over the group given. Tensors of which a rank has
@@ -79,6 +81,7 @@ class Checkpointer:
         reserve: int | None = None,
         transport: str | None = None,
         skip_stuck: int | None = None,
+        domains: Any = None,
         replicated: Any = None,
         **settings: Any,
     ):
@@ -95,7 +98,7 @@ class Checkpointer:
         self._closed = False
         self._seconds: dict[str, float] = collections.defaultdict(float)
         try:
-            self._parts: Parts = self._courier.call(lambda: make(self._config, self._world, replicated))
+            self._parts: Parts = self._courier.call(lambda: make(self._config, self._world, replicated, domains))
         except BaseException:
             self._courier.stop(abandon=True)
             raise
@@ -205,8 +208,8 @@ class Checkpointer:
             return None
         assert home.header is not None
         start = time.perf_counter()
-        manifest, read = home.manifest(), _reader(home)
-        self._together(home, lambda: _refuse_differences(compare(state, manifest.tree, manifest.entries)))
+        manifest, read = home.manifest(), home.reader()
+        self._together(home, lambda: refuse_differences(state, manifest.tree, manifest.entries))
         reach("restore.loading")
         self._together(home, lambda: fill(state, manifest.tree, manifest.entries, manifest.plain, read))
         self._seconds["load"] += time.perf_counter() - start
@@ -228,7 +231,7 @@ class Checkpointer:
             return None, None
         reach("restore.loading")
         manifest = home.manifest()
-        state = materialize(manifest.tree, manifest.entries, manifest.plain, _reader(home))
+        state = materialize(manifest.tree, manifest.entries, manifest.plain, home.reader())
         return self._restored(home), state
 
     def _find(self, step: int | None) -> Slot | None:
@@ -288,8 +291,15 @@ class Checkpointer:
 
     @property
     def survives(self) -> str:
-        """What may die without a committed step being lost, in words. Not collective."""
-        return describe(of(self._world.topology, self._parts.protection.placement))
+        """What may die without a committed step being lost, in words: computed from who protects whom.
+
+        Not collective.
+
+        Example:
+            "any process; any 1 of 8 nodes; 24 of 28 pairs of nodes; any 1 rack; not: racks A and B together"
+        """
+        survival = of(self._world.topology, self._parts.protection.placement)
+        return describe(survival, self._parts.domains_by_kind)
 
     def report(self) -> dict[str, Any]:
         """Give counters, seconds per verb, and how this rank is placed. Not collective.
@@ -362,22 +372,6 @@ class Checkpointer:
     def _check_open(self) -> None:
         if self._closed:
             raise Closed("this Checkpointer was closed")
-
-
-def _refuse_differences(found: list[str]) -> None:
-    if found:
-        shown = "\n    ".join(found[:_LISTED])
-        raise StructureMismatch(f"the state given differs from the checkpoint in {len(found)} places:\n    {shown}")
-
-
-def _reader(home: Slot) -> Read:
-    assert home.header is not None
-    payload = home.payload(home.header.extents)
-
-    def read(entry: Entry) -> np.ndarray:
-        return payload[entry.start : entry.start + entry.nbytes]
-
-    return read
 
 
 _live: weakref.WeakSet[Checkpointer] = weakref.WeakSet()

@@ -30,6 +30,7 @@ class Config:
     job: str = _setting("", "MLFLASH_JOB", "name that ties a relaunch to the memory of the run before")
     directory: str | None = _setting(None, None, "directory on the parallel file system")
     redundancy: str = _setting("copy", "MLFLASH_REDUNDANCY", "scheme: none | copy | copy:k | xor:n | rs:n+k")
+    domains: str | None = _setting(None, "MLFLASH_DOMAINS", "file of hosts and their failure domains")
     memory: str = _setting("/dev/shm", "MLFLASH_MEMORY", "node-local memory file system")
     strict: bool = _setting(False, "MLFLASH_STRICT", "a failed save raises instead of warning")
     timeout_s: float = _setting(300.0, "MLFLASH_TIMEOUT_S", "deadline of every wait, seconds")
@@ -94,7 +95,7 @@ def from_environment(env: Mapping[str, str], directory: str | os.PathLike[str] |
         if given.get(name) is not None:
             values[name] = given[name]
         elif env_name and env.get(env_name, "") != "":
-            values[name] = _parse(env_name, env[env_name], type(field.default))
+            values[name] = _parse(env_name, env[env_name], str if field.default is None else type(field.default))
     if unknown := given.keys() - {field.name for field in dataclasses.fields(Config)}:
         raise ConfigError(f"unknown settings: {', '.join(sorted(unknown))}")
     values["directory"] = None if directory is None else os.path.abspath(os.fspath(directory))

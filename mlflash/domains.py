@@ -37,6 +37,10 @@ class Domains:
         """
         return self.of.get(host) or self.of.get(short_name(host)) or (f"node {host}",) * len(self.kinds)
 
+    def knows(self, host: str) -> bool:
+        """Whether anything is said of a host, under its full or short name."""
+        return host in self.of or short_name(host) in self.of
+
 
 def join(parts: Sequence[tuple[str, Domains | None]]) -> Domains | None:
     """Put together what all nodes say of themselves; None where no node says anything.

@@ -13,6 +13,8 @@ from . import scheme
 from .board import Board
 from .comm import World, check_torch_rank
 from .config import Config
+from .domains import Domains, from_argument
+from .domains import join as join_domains
 from .errors import MlflashError
 from .header import Attempt
 from .inventory import Choice, Inventory, assign, choose, join, scan
@@ -22,9 +24,13 @@ from .protect import Protection
 from .replicas import Replicas
 from .shelf import Shelf, make_room, needs_room
 from .slot import Slot
+from .slurm_topology import ask_slurm, discover
+from .survival import too_close
 from .window import Poke
 
 log = logging.getLogger("mlflash")
+
+_NAMED = 3  # hosts or domains named in a warning
 
 
 @dataclasses.dataclass
@@ -32,6 +38,7 @@ class Parts:
     """What save and restore work with.
 
     Attributes:
+        domains: where the nodes stand, as far as that is known.
         replicas: compares tensors between ranks that hold the same ones, where the user said so.
         run_id: random number of this run, the same on all ranks.
         generation: number of the newest attempt known; the next one is larger.
@@ -48,6 +55,7 @@ class Parts:
     memory: NodeMemory
     board: Board
     protection: Protection
+    domains: Domains | None
     shelf: Shelf
     replicas: Replicas | None = None
     run_id: bytes = b""
@@ -59,6 +67,14 @@ class Parts:
     restores: int = 0
     counted: Attempt | None = None
     counts: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+
+    @property
+    def domains_by_kind(self) -> dict[str, list[str]]:
+        """For each kind of failure domain, innermost first, the name of each node's."""
+        if self.domains is None:
+            return {}
+        nodes = [self.domains.names(name) for name in self.world.topology.node_names]
+        return {kind: [names[level] for names in nodes] for level, kind in reversed([*enumerate(self.domains.kinds)])}
 
     def take_stock(self) -> Inventory:
         """List what all nodes hold. Collective over the world."""
@@ -133,13 +149,13 @@ class Parts:
         self.world.free()
 
 
-def make(config: Config, world: World, replicated: Any = None) -> Parts:
+def make(config: Config, world: World, replicated: Any = None, domains: Any = None) -> Parts:
     """Lock the job, look what earlier runs left, and take their files over.
 
     Collective over the world.
 
     Raises:
-        ConfigError: on all ranks, where ``replicated`` makes no sense.
+        ConfigError: on all ranks, where ``replicated`` or ``domains`` make no sense.
         JobInUse, UnsafePath, WorldMismatch: on all ranks, where any rank finds it so.
     """
     error: MlflashError | None = None
@@ -156,6 +172,7 @@ def make(config: Config, world: World, replicated: Any = None) -> Parts:
         world.raise_together(error)
         if replicated is not None:
             replicas = Replicas(world, replicated)
+        known = find_domains(world, config.domains if domains is None else domains)
     except MlflashError:
         if memory is not None:
             memory.close()
@@ -165,8 +182,10 @@ def make(config: Config, world: World, replicated: Any = None) -> Parts:
     found = take_stock(world, memory)
     choice = choose(found, world.topology.node_of)
     recorded = [group.ranks for group in choice.parity] if choice is not None else []
-    protection = Protection(world, config, place(world.topology, scheme.parse(config.redundancy), (), recorded))
-    parts = Parts(config, world, memory, Board(world), protection, Shelf(memory, protection.owners), replicas)
+    standing = [] if known is None else [known.names(name) for name in world.topology.node_names]
+    placement = place(world.topology, scheme.parse(config.redundancy), standing, recorded)
+    protection = Protection(world, config, placement)
+    parts = Parts(config, world, memory, Board(world), protection, known, Shelf(memory, protection.owners), replicas)
     if protection.transport == "rma" and world.world is not None:
         parts.poke = world.poke = Poke(world)
     parts.run_id = world.broadcast(os.urandom(16), 0)
@@ -174,7 +193,44 @@ def make(config: Config, world: World, replicated: Any = None) -> Parts:
     parts.adopt(found, choice)
     if config.redundancy != "none" and len(world.topology.node_names) == 1 and world.rank == 0:
         log.warning("redundancy %r needs a second node: with this one alone nothing is protected", config.redundancy)
+    close = too_close(world.topology, placement, parts.domains_by_kind)
+    if close and world.rank == 0:
+        more = f" (and {len(close) - _NAMED} more)" if len(close) > _NAMED else ""
+        log.warning("%s%s: if that is lost, memory cannot restore", "; ".join(close[:_NAMED]), more)
     return parts
+
+
+def find_domains(world: World, given: Any) -> Domains | None:
+    """Find out where the nodes stand: as given, else as Slurm tells each node, else as Slurm tells of all.
+
+    Collective over the world.
+
+    Args:
+        given: see `domains.from_argument`.
+
+    Raises:
+        ConfigError: on all ranks, where ``given`` makes no sense.
+    """
+    error: MlflashError | None = None
+    found: Domains | None = None
+    if world.rank == 0:  # one rank reads the file: the others must not see another version of it
+        try:
+            found = from_argument(given)
+        except MlflashError as problem:
+            error = problem
+    world.raise_together(error)
+    if given is None:
+        own = discover(os.environ, world.node_name) if world.local_rank == 0 else None
+        told = world.gather_nodes(own)
+        found = join_domains(list(zip(world.topology.node_names, told, strict=True)))
+        if found is None and world.rank == 0 and "SLURM_JOB_ID" in os.environ and len(told) > 2:
+            found = ask_slurm()
+    found = world.broadcast(found, 0)
+    unknown = [] if found is None else [name for name in world.topology.node_names if not found.knows(name)]
+    if unknown and given is not None and world.rank == 0:
+        log.warning("nothing is said of the failure domains of %s: each counts as one of its own",
+                    ", ".join(unknown[:_NAMED]) + (" and others" if len(unknown) > _NAMED else ""))  # fmt: skip
+    return found
 
 
 def take_stock(world: World, memory: NodeMemory) -> Inventory:

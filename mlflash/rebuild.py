@@ -24,6 +24,8 @@ from .state import (
 Read = Callable[[Entry], "np.ndarray[Any, np.dtype[np.uint8]]"]
 """Gives the bytes of an entry as a 1-d uint8 array that must not be kept."""
 
+_LISTED = 8  # differences shown in an error
+
 
 def compare(live: Any, tree: Tree, entries: tuple[Entry, ...]) -> list[str]:
     """List how a live state differs in structure from a saved one; empty where it does not.
@@ -33,6 +35,17 @@ def compare(live: Any, tree: Tree, entries: tuple[Entry, ...]) -> list[str]:
     found: list[str] = []
     _compare(live, tree, entries, "", found)
     return found
+
+
+def refuse_differences(live: Any, tree: Tree, entries: tuple[Entry, ...]) -> None:
+    """Compare as `compare` does.
+
+    Raises:
+        StructureMismatch: naming the first differences.
+    """
+    if found := compare(live, tree, entries):
+        shown = "\n    ".join(found[:_LISTED])
+        raise StructureMismatch(f"the state given differs from the checkpoint in {len(found)} places:\n    {shown}")
 
 
 def _compare(live: Any, tree: Tree, entries: tuple[Entry, ...], path: str, found: list[str]) -> None:

@@ -17,7 +17,9 @@ from .errors import CorruptSlot
 from .header import COMMIT_START, HEADER_NBYTES, RESTORES_START, Attempt, Header, pack_record, read_record, unpack
 from .layout import CHECK_NBYTES, PAGE_NBYTES, Extents
 from .manifest import Manifest, decode
+from .rebuild import Read
 from .segment import Segment
+from .state import Entry
 
 _NOTHING: np.ndarray = np.empty(0, dtype=np.uint8)
 
@@ -146,6 +148,16 @@ class Slot:
         assert header is not None
         raw = self.view[PAGE_NBYTES : PAGE_NBYTES + header.manifest_nbytes].tobytes()
         return decode(raw, header.extents.payload_nbytes)
+
+    def reader(self) -> Read:
+        """Give the bytes of entries of a sealed slot: views, which must not outlive its use."""
+        assert self.header is not None
+        payload = self.payload(self.header.extents)
+
+        def read(entry: Entry) -> np.ndarray:
+            return payload[entry.start : entry.start + entry.nbytes]
+
+        return read
 
     @property
     def committed(self) -> bool:

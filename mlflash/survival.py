@@ -160,7 +160,7 @@ def _describe_domains(survival: Survival, kind: str, names: Sequence[str]) -> li
         return []  # one domain of all, or one of each: that says nothing new
     fatal = [name for name, there in members.items() if not survival.survives(there)]
     if fatal:
-        good = [] if len(fatal) == len(members) else [f"{len(members) - len(fatal)} of {len(members)} {kind}s"]
+        good = [] if len(fatal) == len(members) else [f"{len(members) - len(fatal)} of {len(members)} {_plural(kind)}"]
         return [*good, f"not: {_list([f'{kind} {name}' for name in fatal])}"]
     text = [f"any 1 {kind}"]
     if len(members) > _PAIRS:
@@ -168,10 +168,14 @@ def _describe_domains(survival: Survival, kind: str, names: Sequence[str]) -> li
     pairs = list(itertools.combinations(members, 2))
     bad = [pair for pair in pairs if not survival.survives(members[pair[0]] + members[pair[1]])]
     if not bad:
-        return [f"any 2 {kind}s"]
+        return [f"any 2 {_plural(kind)}"]
     if len(bad) < len(pairs):
-        text.append(f"{len(pairs) - len(bad):,} of {len(pairs):,} pairs of {kind}s")
-    return [*text, f"not: {_list([f'{kind}s {a} and {b} together' for a, b in bad])}"]
+        text.append(f"{len(pairs) - len(bad):,} of {len(pairs):,} pairs of {_plural(kind)}")
+    return [*text, f"not: {_list([f'{_plural(kind)} {a} and {b} together' for a, b in bad])}"]
+
+
+def _plural(kind: str) -> str:
+    return kind + ("es" if kind.endswith("ch") else "s")
 
 
 def _list(names: Sequence[str]) -> str:

@@ -1,0 +1,285 @@
+"""Parity: every loss that a scheme covers is restored bit for bit, every other one is refused."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import shutil
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from mlflash import Checkpointer
+from mlflash.header import HEADER_NBYTES, Header, unpack
+from mlflash.layout import PAGE_NBYTES
+from mlflash.stripes import Stripes
+
+COMM = MPI.COMM_WORLD
+RANK, SIZE = COMM.rank, COMM.size
+SCHEMES = {3: ["xor:3", "rs:2+1"], 4: ["xor:4", "rs:2+2"], 5: ["xor:5", "rs:3+2", "rs:2+3"], 8: ["xor:8", "rs:6+2"]}
+LARGE = SIZE > 5  # many ranks for two cores
+
+pytestmark = pytest.mark.mpi(min_size=3)
+
+
+def on(*sizes: int) -> pytest.MarkDecorator:
+    """Run a test on so many ranks only."""
+    return pytest.mark.skipif(SIZE not in sizes, reason=f"runs on {' and '.join(map(str, sizes))} ranks")
+
+
+def schemes(*sizes: int) -> pytest.MarkDecorator:
+    """The schemes of a test that runs on so many ranks."""
+    return pytest.mark.parametrize("scheme", SCHEMES[SIZE if SIZE in sizes else sizes[0]])
+
+
+def state_at(step: int) -> dict[str, Any]:
+    """The state of this rank; slots of different sizes, in blocks of 64 KiB, the last one short."""
+    numbers = np.random.default_rng((RANK, step))
+    return {"w": numbers.standard_normal(40_000 + 9_000 * (RANK % 3)), "step": step, "b": numbers.integers(0, 99, 5)}
+
+
+def restored(options: dict[str, Any], state: dict[str, Any] | None = None, **more: Any) -> tuple[int | None, list[Any]]:
+    """Restore; returns the step, and what all ranks say: whether the bits are right, and what was counted."""
+    with Checkpointer(**options, **more) as ckpt:
+        step, found = ckpt.load()
+        right = step is None or (
+            found["step"] == step
+            and all(np.array_equal(found[key], state_at(step)[key]) for key in ("w", "b"))
+        )  # fmt: skip
+        ckpt.wait()
+        told = COMM.allgather((right, ckpt.report()))
+    assert all(right for right, _ in told), "bits differ"
+    return step, [report for _, report in told]
+
+
+class Nodes:
+    """The memory of emulated nodes, one rank each, and a copy of how it was."""
+
+    def __init__(self, root: Path):
+        self.path = root / f"mlflash-{os.getuid()}" / "t"
+        self._kept = root / "kept"
+
+    def keep(self) -> None:
+        if RANK == 0:
+            shutil.copytree(self.path, self._kept)
+        COMM.Barrier()
+
+    def bring_back(self, but: Iterable[int] = ()) -> None:
+        """Make the memory what it was, but for lost nodes."""
+        if RANK == 0:
+            shutil.rmtree(self.path)
+            shutil.copytree(self._kept, self.path)
+            for node in but:
+                shutil.rmtree(self.path / f"node{node}")
+        COMM.Barrier()
+
+    def lose(self, *lost: int) -> None:
+        COMM.Barrier()
+        if RANK in lost:
+            shutil.rmtree(self.path / f"node{RANK}")
+        COMM.Barrier()
+
+    def sealed(self, node: int, step: int) -> list[tuple[Path, Header]]:
+        """The files of a node that hold a step, slot first."""
+        found = []
+        for path in (self.path / f"node{node}").glob("slot-*"):
+            page = path.read_bytes()[:HEADER_NBYTES]
+            if page[:8] == b"MLFLASH\0" and (header := unpack(page)).step == step:
+                found.append((path, header))
+        return sorted(found, key=lambda item: item[1].parities)
+
+
+@pytest.fixture
+def nodes(root: Path) -> Nodes:
+    return Nodes(root)
+
+
+def save(options: dict[str, Any], *steps: int, **more: Any) -> None:
+    with Checkpointer(**options, **more) as ckpt:
+        for step in steps:
+            ckpt.save(step, state_at(step)).wait()
+
+
+@on(3, 4, 5, 8)
+@schemes(3, 4, 5, 8)
+def test_every_loss_that_is_covered_is_restored_and_one_more_is_refused(
+    options: dict[str, Any], nodes: Nodes, scheme: str
+) -> None:
+    options |= {"redundancy": scheme, "strict": True}
+    losses = int(scheme.partition("+")[2] or 1)
+    save(options, 1, 2)
+    nodes.keep()
+    for count in range(1, losses + 2):
+        subsets = list(itertools.combinations(range(SIZE), count))
+        if LARGE and count > losses:
+            subsets = random.Random(SIZE).sample(subsets, 3)
+        for lost in subsets:
+            nodes.bring_back(but=lost)
+            step, reports = restored(options)
+            assert step == (2 if count <= losses else None), lost
+            if step is not None:
+                rebuilt = [report["counts"].get("slots rebuilt", 0) for report in reports]
+                assert rebuilt == [int(rank in lost) for rank in range(SIZE)]
+    assert {report["scheme"] for report in reports} == {scheme}
+
+
+@on(3, 5, 8)
+@schemes(3, 5, 8)
+def test_after_the_heal_every_other_loss_is_covered_again_and_memory_stays_the_same(
+    options: dict[str, Any], nodes: Nodes, scheme: str
+) -> None:
+    options["redundancy"] = scheme
+    losses = int(scheme.partition("+")[2] or 1)
+    save(options, 1, 2)
+    files = {path.name: path.stat().st_size for path in (nodes.path / f"node{RANK}").glob("slot-*")}
+    for first in range(0, SIZE, 2 if LARGE else 1):  # no save between the losses
+        nodes.lose(*((first + nth) % SIZE for nth in range(losses)))
+        assert restored(options)[0] == 2
+    after = {path.name: path.stat().st_size for path in (nodes.path / f"node{RANK}").glob("slot-*")}
+    assert sorted(after.values()) == sorted(files.values())
+
+
+@on(4, 8)
+@schemes(4, 8)
+def test_parity_takes_the_memory_that_the_scheme_promises(options: dict[str, Any], nodes: Nodes, scheme: str) -> None:
+    with Checkpointer(**options, redundancy=scheme) as ckpt:
+        ckpt.save(1, {"w": np.zeros(8 << 20, dtype=np.uint8)}).wait()
+        held = [slot["nbytes"] for slot in ckpt.report()["slots"]]
+        assert len(held) == 4
+        overhead = sum(held) / (2 * held[0])
+    losses = int(scheme.partition("+")[2] or 1)
+    assert overhead == pytest.approx(1 + losses / (SIZE - losses), rel=0.05)  # heads and whole rows
+
+
+def damage(path: Path, header: Header, blocks: Sequence[int]) -> None:
+    """Flip a bit in the middle of some blocks."""
+    with path.open("r+b") as file:
+        for block in blocks:
+            start = block * header.extents.block_nbytes
+            end = min(start + header.extents.block_nbytes, header.extents.body_nbytes)
+            file.seek(PAGE_NBYTES + (start + end) // 2)
+            byte = file.read(1)[0]
+            file.seek(-1, os.SEEK_CUR)
+            file.write(bytes([byte ^ 4]))
+
+
+@on(3, 4, 5)
+@schemes(3, 4, 5)
+@pytest.mark.parametrize("seed", range(4))
+def test_blocks_damaged_in_all_members_at_once_are_repaired_where_no_stripe_lost_too_many(
+    options: dict[str, Any], nodes: Nodes, scheme: str, seed: int
+) -> None:
+    options["redundancy"] = scheme
+    losses = int(scheme.partition("+")[2] or 1)
+    save(options, 1, 2)
+    (path, header), (parity_path, parity) = nodes.sealed(RANK, 2)
+    stripes = Stripes(tuple(COMM.allgather(header.extents.blocks)), losses)
+    first = parity.extents.manifest_room // parity.extents.block_nbytes
+    rng = random.Random(seed)
+    share = (0.02, 0.05, 0.1, 0.3)[seed]
+    bad = [[b for b in range(stripes.blocks[m]) if rng.random() < share] for m in range(SIZE)]
+    bad_parity = [[b for b in range(stripes.parity_blocks) if rng.random() < share / 2] for _ in range(SIZE)]
+    bad[0] = bad[0] or [0]
+    lost = {stripes.unit(m, False, b) for m in range(SIZE) for b in bad[m]}
+    lost |= {stripes.unit(m, True, b) for m in range(SIZE) for b in bad_parity[m]}
+    damage(path, header, bad[RANK])
+    damage(parity_path, parity, [first + b for b in bad_parity[RANK]])
+    COMM.Barrier()
+    step, reports = restored(options)
+    if stripes.rebuild(lost) is None:
+        assert step == 1
+        return
+    assert step == 2
+    assert sum(report["counts"].get("blocks repaired", 0) for report in reports) == sum(map(len, bad))
+    # Parity was made whole again too: a lost node right away is covered.
+    nodes.lose(seed % SIZE)
+    assert restored(options)[0] == 2
+
+
+@on(4)
+@schemes(4)
+@pytest.mark.parametrize("what", ["header", "table", "heads", "parity header", "parity table", "manifest"])
+def test_damage_at_any_place_of_one_member_is_repaired(
+    options: dict[str, Any], nodes: Nodes, scheme: str, what: str
+) -> None:
+    options["redundancy"] = scheme
+    save(options, 1, 2)
+    if RANK == SIZE - 1:
+        slot, parity = nodes.sealed(RANK, 2)
+        path, header = parity if what in ("heads", "parity header", "parity table") else slot
+        at = {"header": 50, "table": header.extents.table_start + 3, "heads": PAGE_NBYTES + 60,
+              "manifest": PAGE_NBYTES + 10}[what.removeprefix("parity ")]  # fmt: skip
+        with path.open("r+b") as file:
+            file.seek(at)
+            byte = file.read(1)[0]
+            file.seek(at)
+            file.write(bytes([byte ^ 1]))
+    COMM.Barrier()
+    assert restored(options)[0] == 2
+    nodes.lose(0)
+    assert restored(options)[0] == 2
+
+
+@on(4)
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [("copy", "xor:3"), ("xor:3", "copy"), ("xor:3", "rs:2+1"), ("rs:2+1", "none"), ("none", "xor:3"),
+     ("copy:2", "xor:3"), ("xor:3", "copy:2")],
+)  # fmt: skip
+def test_another_scheme_restores_by_the_recorded_one_and_protects_by_the_new(
+    options: dict[str, Any], nodes: Nodes, old: str, new: str
+) -> None:
+    save(options, 1, 2, redundancy=old)
+    if old != "none":
+        nodes.lose(1)
+    step, reports = restored(options, redundancy=new)
+    assert step == 2
+    files = len(list((nodes.path / f"node{RANK}").glob("slot-*")))
+    assert files == {"none": 2, "copy": 4, "copy:2": 6}.get(new, 4)
+    own, inbox = reports[RANK]["slots"][:2], reports[RANK]["slots"][2:]
+    if new.startswith(("xor", "rs")):
+        assert max(slot["nbytes"] for slot in inbox) < 0.8 * own[0]["nbytes"] + 300_000, "a copy's file holds parity"
+    if new != "none":
+        nodes.lose(2)
+        assert restored(options, redundancy=new)[0] == 2
+    with Checkpointer(**options, redundancy=new) as ckpt:
+        assert ckpt.restore(state_at(0)) == 2
+        ckpt.save(3, state_at(3)).wait()
+    if new != "none":
+        nodes.lose(0)
+        assert restored(options, redundancy=new)[0] == 3
+
+
+@on(4)
+@schemes(4)
+def test_state_that_grows_and_shrinks_keeps_its_parity(options: dict[str, Any], nodes: Nodes, scheme: str) -> None:
+    options["redundancy"] = scheme
+    random_of = np.random.default_rng
+    with Checkpointer(**options) as ckpt:
+        for step, n in enumerate((1000, 300_000, 10, 900_000, 900_001), start=1):
+            ckpt.save(step, {"w": random_of((RANK, step)).bytes(n + 77 * RANK)}).wait()
+    nodes.lose(SIZE - 1)
+    with Checkpointer(**options) as ckpt:
+        step, found = ckpt.load()
+        assert (step, found["w"]) == (5, random_of((RANK, 5)).bytes(900_001 + 77 * RANK))
+
+
+@on(3)
+def test_other_block_sizes_restore_what_was_saved_and_protect_it(options: dict[str, Any], nodes: Nodes) -> None:
+    options["redundancy"] = "xor:3"
+    save(options, 1, 2)
+    options |= {"block_nbytes": 131_072}
+    nodes.lose(1)
+    assert restored(options)[0] == 2
+    save_on = {**options, "block_nbytes": 8192}
+    nodes.lose(0)
+    with Checkpointer(**save_on) as ckpt:
+        assert ckpt.load()[0] == 2
+        ckpt.save(3, state_at(3)).wait()
+    nodes.lose(2)
+    assert restored(options)[0] == 3
