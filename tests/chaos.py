@@ -38,13 +38,14 @@ class Chaos:
         ranks: number of ranks.
         ranks_per_node: ranks on each emulated node.
         transport: p2p or rma.
+        redundancy: the scheme.
         root: directory in memory, of this run's own.
     """
 
-    def __init__(self, seed: int, ranks: int, ranks_per_node: int, transport: str, root: Path):
-        self.seed, self.ranks = seed, ranks
+    def __init__(self, seed: int, ranks: int, ranks_per_node: int, transport: str, redundancy: str, root: Path):
+        self.seed, self.ranks, self.redundancy = seed, ranks, redundancy
         self.cluster = Cluster(root, ranks_per_node, transport=transport)
-        self.memory = Memory(ranks, ranks_per_node)
+        self.memory = Memory(ranks, ranks_per_node, redundancy)
         self.truth = Uninterrupted(ranks, EVERY)
         self.account = chaos_report.Account()
         self.usual_start_s = 3.0
@@ -63,7 +64,8 @@ class Chaos:
         self.finish(job or self.start())
 
     def start(self) -> Attacked:
-        job = Attacked(self.cluster, self.ranks, json.dumps({"every": EVERY, "timeout_s": TIMEOUT_S, "pace_s": PACE_S}))
+        given = {"every": EVERY, "timeout_s": TIMEOUT_S, "pace_s": PACE_S, "redundancy": self.redundancy}
+        job = Attacked(self.cluster, self.ranks, json.dumps(given))
         self.account.launches += 1
         return job
 
@@ -84,7 +86,7 @@ class Chaos:
             return job
         kind, hit = what.kind, {what.rank}
         node = self.memory.node(what.rank)
-        nodes = self.memory.group(node) if kind == UNCOVERED else {node}
+        nodes = self.memory.uncovered(node) if kind == UNCOVERED else {node}
         whole = job.whole() is not None
         if kind == UNCOVERED or (kind in (LOSE, POWER, EARLY_LOSE) and self.memory.covers(nodes, whole)):
             hit = {rank for node in nodes for rank in self.memory.ranks_on[node]}
@@ -165,7 +167,7 @@ class Chaos:
         """Before anything is done to a launch its log must be free of what only a fault explains."""
         log = job.log()
         for text in WRONG:
-            if text == DAMAGED and self.memory.broken:  # a bit was flipped: mlflash says so
+            if text in DAMAGED and self.memory.broken:  # a bit was flipped: mlflash says so
                 continue
             if text in log:
                 raise job.failure(f"{text!r} is in its log")
@@ -196,12 +198,13 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--ranks-per-node", type=int, default=1)
     parser.add_argument("--transport", choices=("p2p", "rma"), default="p2p")
+    parser.add_argument("--redundancy", default="copy")
     parser.add_argument("--json", type=Path, help="file for the summary")
     given = parser.parse_args()
     if given.ranks <= given.ranks_per_node:
         parser.error("there must be two nodes or more: a single one has no copies")
     root = Path(tempfile.mkdtemp(prefix="mlflash-chaos-", dir="/dev/shm"))
-    chaos = Chaos(given.seed, given.ranks, given.ranks_per_node, given.transport, root)
+    chaos = Chaos(given.seed, given.ranks, given.ranks_per_node, given.transport, given.redundancy, root)
     failure = ""
     try:
         chaos.run(60 * given.minutes)
@@ -213,7 +216,7 @@ def main() -> int:
     print(chaos.account.table(), flush=True)
     if given.json is not None:
         options = {"seed": given.seed, "ranks": given.ranks, "ranks_per_node": given.ranks_per_node,
-                   "transport": given.transport}  # fmt: skip
+                   "transport": given.transport, "redundancy": given.redundancy}  # fmt: skip
         summary = {**options, **chaos.account.summary(), "failure": failure.partition("\n")[0]}
         given.json.write_text(json.dumps(summary, indent=2) + "\n")
     return int(bool(failure))

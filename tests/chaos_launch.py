@@ -11,8 +11,8 @@ from typing import Any
 
 from harness import Cluster, Launch
 
-DAMAGED = "cannot be restored from"
-WRONG = ("the courier failed", "has no full redundancy", DAMAGED)
+DAMAGED = ("cannot be restored from", "parity is asked for", "parity cannot be used", "is damaged and will be made")
+WRONG = ("the courier failed", "has no full redundancy", *DAMAGED)
 _END_S = 20.0  # how long mpiexec may take to end what is left of a job
 
 

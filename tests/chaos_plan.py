@@ -90,7 +90,7 @@ class Memory:
         self.ranks_on = topology.ranks_on
         placement = place(topology, parse(redundancy))
         self._survival = of(topology, placement)
-        self._group = {node: set(group) for group in placement.node_groups for node in group}
+        self._group = {node: group for group in placement.node_groups for node in group}
         self.broken: set[int] = set()
         self.promised: int | None = None
         self.lost = False
@@ -98,9 +98,13 @@ class Memory:
     def node(self, rank: int) -> int:
         return next(node for node, ranks in enumerate(self.ranks_on) if rank in ranks)
 
-    def group(self, node: int) -> set[int]:
-        """A node and those that hold its redundancy."""
-        return self._group[node]
+    def uncovered(self, node: int) -> set[int]:
+        """A node and as many of its group as may not be lost with it."""
+        lost = [node]
+        for other in self._group[node]:
+            if self._survival.survives(lost) and other != node:
+                lost.append(other)
+        return set(lost)
 
     def covers(self, nodes: set[int], whole: bool = False) -> bool:
         """Whether these nodes may be lost too: every slot is still somewhere, or can be rebuilt.

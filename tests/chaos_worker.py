@@ -47,18 +47,18 @@ def note_ended(pending: list[mlflash.Snapshot]) -> list[mlflash.Snapshot]:
     return [s for s in pending if not s.done]
 
 
-def run(every: int, timeout_s: float, pace_s: float) -> None:
+def run(every: int, timeout_s: float, pace_s: float, redundancy: str) -> None:
     """Restore and train.
 
     Args:
         every: steps between two saves.
-        timeout_s: the Checkpointer's.
+        timeout_s, redundancy: the Checkpointer's.
         pace_s: how long a step sleeps, seconds.
     """
     training = Training(COMM.rank, np.random)
     state = {"training": training, "rng": mlflash.rng()}
     progress = os.open(OUT / f"progress{COMM.rank}", os.O_WRONLY | os.O_CREAT)
-    with mlflash.Checkpointer(timeout_s=timeout_s) as ckpt:
+    with mlflash.Checkpointer(timeout_s=timeout_s, redundancy=redundancy) as ckpt:
         start = ckpt.restore(state)
         note("restored", step=start, digest=training.digest(), of_step=training.step)
         pending: list[mlflash.Snapshot] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import json
 import os
 import signal
@@ -46,7 +47,9 @@ class Cluster:
         self._launches = 0
 
     def start(self, hosts: Sequence[str], program: str = "train", *, per_node: int = 1, **options: object) -> Job:
-        """Start a rank program, ``train`` or one of `programs.py`, with so many ranks on each host."""
+        """Start a rank program, ``train`` or one of `programs.py`, with so many ranks on each host, each time it is
+        named (one after the other).
+        """
         self._launches += 1
         out = self.nodes.path / f"out{self._launches}"
         out.mkdir()
@@ -62,7 +65,7 @@ class Cluster:
     def _mpiexec(self, hosts: Sequence[str], per_node: int) -> list[str]:
         path, vendor = find_mpiexec()
         shell, ranks = str(self.nodes.shell), str(per_node * len(hosts))
-        places = ",".join(f"{host}:{per_node}" for host in hosts)
+        places = ",".join(f"{host}:{count * per_node}" for host, count in collections.Counter(hosts).items())
         if vendor == "openmpi":
             command = [path, "--allow-run-as-root", "--prtemca", "plm_ssh_agent", shell, "--host", places,
                        "--bind-to", "none", "-n", ranks]  # fmt: skip

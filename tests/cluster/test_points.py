@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import pytest
 from cluster.jobs import Cluster
@@ -12,19 +13,21 @@ HOSTS = ("host1", "host2")
 SAVE, HEAL = ["commit.seen", "commit.seen"], ["heal.begun"]
 
 
-def crash_at(nodes: Nodes, cluster: Cluster, path: list[str], victim: int, **options: object) -> None:
+def crash_at(
+    nodes: Nodes, cluster: Cluster, path: list[str], victim: int, hosts: Sequence[str] = HOSTS, **options: object
+) -> None:
     """Start a job; when the victim comes to the end of the path it waits there, and its node goes."""
     trap = {"path": path, "action": "wait", "rank": victim}
-    job = cluster.start(HOSTS, one_by_one=True, traps=[trap], **options)
+    job = cluster.start(hosts, one_by_one=True, traps=[trap], **options)
     end = time.monotonic() + 40
     while not (job.out / f"sprung{victim}").exists():
         if time.monotonic() > end:
             job.kill()
             raise AssertionError(f"rank {victim} never came to {path}:\n{job.result().log}")
         time.sleep(0.005)
-    nodes.crash(HOSTS[victim])
+    nodes.crash(hosts[victim])
     job.wait()
-    nodes.boot(HOSTS[victim])
+    nodes.boot(hosts[victim])
 
 
 def check_restored(cluster: Cluster, allowed: set[int | None]) -> None:

@@ -1,0 +1,100 @@
+"""Parity on nodes that are really apart: every loss that is covered, one more, a spare, fewer nodes."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from cluster.jobs import Cluster
+from cluster.nodes import Nodes
+from cluster.test_node_loss import assert_restored, slot_files, sources
+from cluster.test_points import crash_at
+
+FOUR = ("host1", "host2", "host3", "host4")
+THREE = FOUR[:3]
+
+
+SMALL_BLOCKS = {"block_nbytes": 65_536, "chunk_nbytes": 65_536}  # so that every rank has blocks to code
+
+
+def train_and_die(cluster: Cluster, hosts: tuple[str, ...], scheme: str) -> None:
+    """Train up to step 3, then every process dies at once."""
+    result = cluster.run(hosts, last=3, die_at=3, die="all", options={"redundancy": scheme, **SMALL_BLOCKS})
+    assert {r["step"] for r in result.of("committed")} >= {3}, result.log
+
+
+def crash(nodes: Nodes, *hosts: str) -> None:
+    for host in hosts:
+        nodes.crash(host)
+        nodes.boot(host)
+
+
+@pytest.mark.parametrize(("scheme", "losses", "transport"), [("xor:4", 1, "rma"), ("rs:2+2", 2, "p2p")])
+def test_every_loss_that_is_covered_is_restored_with_no_save_between(
+    nodes: Nodes, scheme: str, losses: int, transport: str
+) -> None:
+    cluster = Cluster(nodes, transport)
+    options = {"redundancy": scheme}
+    train_and_die(cluster, FOUR, scheme)
+    for lost in itertools.combinations(FOUR, losses):
+        crash(nodes, *lost)
+        before = sum(nodes.sent_nbytes(host) for host in FOUR if host not in lost)
+        result = cluster.run(FOUR, last=3, options=options)
+        assert_restored(result, FOUR, 3)
+        assert sources(result) == ["parity" if host in lost else host for host in FOUR]
+        assert sum(nodes.sent_nbytes(host) for host in FOUR if host not in lost) - before > 300_000 * losses
+        assert [slot_files(nodes, host) for host in FOUR] == [4, 4, 4, 4]
+    crash(nodes, *FOUR[: losses + 1])
+    assert_restored(cluster.run(FOUR, last=1, options=options), FOUR, None)
+
+
+def test_a_spare_takes_the_place_of_a_lost_node_and_ranks_may_move(nodes: Nodes) -> None:
+    cluster, options = Cluster(nodes), {"redundancy": "xor:3"}
+    train_and_die(cluster, THREE, "xor:3")
+    nodes.crash("host2")
+    in_its_place = ("host1", "host4", "host3")
+    result = cluster.run(in_its_place, last=4, options=options)
+    assert_restored(result, in_its_place, 3)
+    assert sources(result) == ["host1", "parity", "host3"]
+    nodes.crash("host1")
+    nodes.boot("host2")
+    moved = ("host3", "host2", "host4")  # all ranks change places, and one node is new
+    result = cluster.run(moved, last=5, options=options)
+    assert_restored(result, moved, 4)
+    assert sources(result) == ["parity", "host4", "host3"]
+
+
+def test_the_ranks_of_four_nodes_go_on_with_three(nodes: Nodes) -> None:
+    cluster = Cluster(nodes)
+    train_and_die(cluster, FOUR, "rs:2+2")
+    nodes.crash("host3")
+    fewer = ("host1", "host1", "host2", "host4")
+    result = cluster.run(fewer, last=4, options={"redundancy": "xor:3"})
+    assert_restored(result, fewer, 3)
+    assert sources(result) == ["host1", "host2", "parity", "host4"]
+    crash(nodes, "host1")  # two ranks were there: one is covered by parity, one by a copy, as its node has more ranks
+    assert_restored(cluster.run(fewer, last=5, options={"redundancy": "xor:3"}), fewer, 4)
+
+
+SAVE, HEAL = ["commit.seen", "commit.seen"], ["heal.begun"]
+
+
+@pytest.mark.parametrize(
+    ("path", "allowed", "transport"),
+    [([*SAVE, "parity.coded"], {2}, "rma"), ([*SAVE, "parity.received"], {2, 3}, "p2p"),
+     ([*SAVE, "commit.agreed"], {3}, "rma"), (["restore.verified", "parity.coded"], {3}, "rma"),
+     ([*HEAL, "parity.sent"], {3}, "p2p")],
+)  # fmt: skip
+def test_a_node_that_crashes_at_a_point_of_a_save_a_rebuild_or_a_heal(
+    nodes: Nodes, path: list[str], allowed: set[int], transport: str
+) -> None:
+    cluster, options = Cluster(nodes, transport), {"redundancy": "rs:2+2", **SMALL_BLOCKS}
+    if path[:2] != SAVE:
+        train_and_die(cluster, FOUR, "rs:2+2")
+        crash(nodes, "host1")
+    # Host 2 codes blocks of host 1, or sends it what its parity is made of, when it crashes too.
+    crash_at(nodes, cluster, path, 1, FOUR, last=3, options=options)
+    result = cluster.run(FOUR, last=4, options=options)
+    (step,) = {r["step"] for r in result.of("restored")}
+    assert step in allowed, result.log
+    assert_restored(result, FOUR, step)
