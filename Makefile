@@ -55,7 +55,8 @@ unit: $(VENV)/.installed
 
 $(RANKS:%=test-%): test-%: $(VENV)/.installed
 	@mkdir -p $(REPORTS)
-	MLFLASH_TEST_RANKS=$* MLFLASH_TEST_REPORTS=$(REPORTS) timeout -k 10 300 \
+	tmp=$$(mktemp -d) && trap 'rm -rf "$$tmp"' EXIT && \
+	  TMPDIR=$$tmp MLFLASH_TEST_RANKS=$* MLFLASH_TEST_REPORTS=$(REPORTS) timeout -k 10 300 \
 	  $(BIN)/mpiexec $(LAUNCH) -n $* $(BIN)/python -m mpi4py tests/on_one_rank.py $(if $(filter 8,$*),-k parity)
 
 faults: $(VENV)/.installed

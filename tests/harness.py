@@ -83,6 +83,7 @@ class Cluster:
             "MLFLASH_RANKS_PER_NODE": str(self.ranks_per_node),
             "MLFLASH_TRANSPORT": self.transport,
             "OUT": str(out),
+            "TMPDIR": str(out),  # a killed mpiexec leaves files that the next one with its process number trips over
             "PYTHONWARNINGS": "error",
             **(env or {}),
         }
