@@ -10,8 +10,9 @@ when it is free).
 
 from __future__ import annotations
 
+import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -83,29 +84,30 @@ class Exchange:
         if self._window is not None:
             self._window.free()
 
-    def moves(self, tasks: Callable[[], Iterable[Task]], blocks: Blocks) -> list[Moves]:
+    def moves(self, tasks: Iterable[Task], blocks: Blocks) -> list[Moves]:
         """This rank's part in the tasks, as operations whose result is whether every block was whole.
 
         Args:
-            tasks: lists the tasks, the same on all ranks.
+            tasks: the same on all ranks.
             blocks: the blocks that they are about.
         """
         me = self._world.rank
+        to_send, to_code, to_take = itertools.tee(enumerate(tasks), 3)
 
         def sends() -> Iterator[Moves]:
-            for number, task in enumerate(tasks()):
+            for number, task in to_send:
                 coder = blocks.rank_of(task.coder)
                 for nth, unit in zip(task.have, task.inputs, strict=True):
                     if coder != me and unit is not None and blocks.rank_of(unit) == me:
                         yield self._send_block(coder, _tag(number, nth), unit, blocks)
 
         def codes() -> Iterator[Moves]:
-            for number, task in enumerate(tasks()):
+            for number, task in to_code:
                 if blocks.rank_of(task.coder) == me:
                     yield self._code(number, task, blocks)
 
         def takes() -> Iterator[Moves]:
-            for number, task in enumerate(tasks()):
+            for number, task in to_take:
                 coder = blocks.rank_of(task.coder)
                 for nth, unit in zip(task.want, task.outputs, strict=True):
                     if coder != me and blocks.rank_of(unit) == me:

@@ -131,7 +131,7 @@ class Parity:
         positions = [self.group.index(rank) for rank in self._holders]
         blocks = _GroupBlocks(self.group, self._extents, source, target, self._parity_extents)
         stripes = self._stripes
-        good = all((yield from side_by_side(exchange.moves(lambda: stripes.encode(positions), blocks))))
+        good = all((yield from side_by_side(exchange.moves(stripes.encode(positions), blocks))))
         source.seal()
         heads = yield from self._swap_heads(source)
         if target is None:

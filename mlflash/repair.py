@@ -153,7 +153,7 @@ class Repairs:
         units = max(repair.stripes.members for repair in self._repairs)
         exchange = Exchange(world, world.world, range(world.size), parts.protection.transport, block_nbytes, units)
         blocks = _RepairedBlocks(self._repairs, self._slots, self._parity, home)
-        good = all(world.drive(exchange.moves(self._tasks, blocks)))
+        good = all(world.drive(exchange.moves(self._tasks(), blocks)))
         every = world.gather(good)  # all have received all that was sent to them
         exchange.flush()
         exchange.free()

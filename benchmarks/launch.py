@@ -1,0 +1,54 @@
+"""Start the ranks of a benchmark on this machine, and stop them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from mlflash.demo.launch import mpiexec
+
+KILL_S = 5.0  # between SIGTERM and SIGKILL
+
+
+def launch(ranks: int, script: Path, out: Path, arguments: list[str], timeout_s: float
+           ) -> tuple[str, list[dict[str, Any]]]:  # fmt: skip
+    """Run a script on emulated nodes of one rank each.
+
+    Args:
+        ranks: how many.
+        script: what they run; its first argument is ``out``.
+        out: file that they write lines of JSON to.
+        arguments: the others.
+        timeout_s: they are killed after so many seconds.
+
+    Returns:
+        What went wrong ("": nothing), and the lines they wrote.
+    """
+    # With -m mpi4py an exception on one rank ends the others too.
+    argv = [sys.executable, "-m", "mpi4py", str(script), str(out), *arguments]
+    env = {"MLFLASH_RANKS_PER_NODE": "1", "PYTHONWARNINGS": "error", "TMPDIR": str(out.parent)}
+    command, env = mpiexec(ranks, argv, env)
+    running = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, start_new_session=True)
+    try:
+        status = running.wait(timeout_s)
+        ended = f"the ranks ended with exit status {status}" if status else ""
+    except subprocess.TimeoutExpired:
+        ended = f"not done after {timeout_s:g} s"
+    finally:
+        _stop(running)
+    return ended, [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
+
+
+def _stop(running: subprocess.Popen[bytes]) -> None:
+    for number in (signal.SIGTERM, signal.SIGKILL):  # mpiexec hands SIGTERM on to ranks of other sessions
+        if running.poll() is None:
+            os.killpg(running.pid, number)
+            try:
+                running.wait(KILL_S)
+            except subprocess.TimeoutExpired:
+                pass
