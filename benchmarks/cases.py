@@ -294,8 +294,8 @@ def yardsticks(bench: Bench) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("memory", type=Path)
     parser.add_argument("out", type=Path)
+    parser.add_argument("memory", type=Path)
     parser.add_argument("nbytes", type=int)
     parser.add_argument("repetitions", type=int)
     bench = Bench(MPI.COMM_WORLD, **vars(parser.parse_args()))

@@ -1,4 +1,4 @@
-"""What each rank of parity.py does: parity is made and slots are rebuilt, beside a memcpy, an XOR and a raw exchange."""
+"""What each rank of parity.py does: make parity and rebuild slots, beside a memcpy, an XOR and a raw exchange."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from mpi4py import MPI
 from mlflash import erasure
 from mlflash.comm import World
 from mlflash.config import Config
-
+from mlflash.exchange import Exchange
 from mlflash.header import Attempt, Header
-
+from mlflash.inventory import ParityGroup
 from mlflash.layout import PAGE_NBYTES, Extents
 from mlflash.node_memory import NodeMemory
+from mlflash.parity_file import read_heads
 from mlflash.placement import place
 from mlflash.protect import Protection
-
+from mlflash.repair import Repair, RepairedBlocks
 from mlflash.scheme import parse
 from mlflash.segment import create
 from mlflash.shelf import Shelf
-from mlflash.slot import Slot
-
+from mlflash.slot import Slot, Use
+from mlflash.stripes import Stripes
 from mlflash.transfer import Source
 from mlflash.window import Poke
 
@@ -91,8 +92,8 @@ class Bench:
             requests.append(COMM.Isend([mine[at : at + CHUNK_NBYTES], MPI.BYTE], to))
         MPI.Request.Waitall(requests)
 
-    def scheme(self, text: str) -> Callable[[], None]:
-        """Give what makes the parity of all slots, checksums at both ends and all."""
+    def scheme(self, text: str) -> tuple[Callable[[], None], Callable[[], None] | None]:
+        """Give what protects all slots, checksums at both ends and all; and what rebuilds as many as may be lost."""
         protection = Protection(self.world, self.config, place(self.world.topology, parse(text)))
         shelf = Shelf(self.memory, protection.owners)
         for owner, nbytes in protection.inbox_nbytes([self.extents.nbytes] * COMM.size).items():
@@ -104,34 +105,54 @@ class Bench:
             attempt = Attempt(b"b" * 16, self.generation)
 
             def header(check: int) -> Header:
-                return Header(attempt, 1, COMM.rank, COMM.size, COMM.rank, 0, 100, self.extents, check, 0, "n", text, "p",
-                              protection.group)  # fmt: skip
+                return Header(attempt, 1, COMM.rank, COMM.size, COMM.rank, 0, 100, self.extents, check, 0, "n", text,
+                              "parity", protection.group)  # fmt: skip
 
             protection.offer(shelf, self.extents)
             source = Source(self.slot, self.extents, header)
-            assert protection.protect(shelf, source, attempt)
+            assert protection.protect(shelf, source, attempt), "redundancy did not arrive whole"
             shelf.release(attempt, self.slot, True)
 
-        return protect
+        return protect, self.rebuild(shelf, parse(text).losses) if parse(text).parity else None
 
-    def rebuild(self, losses: int) -> Callable[[], None]:
-        """Give what rebuilds the slots of the first ranks."""
-        group = ParityGroup(tuple(range(COMM.size)), losses, ((0, 0),) * COMM.size)
-        raise NotImplementedError(group)
+    def rebuild(self, shelf: Shelf, losses: int) -> Callable[[], None]:
+        """Give what rebuilds the slots of the first ranks, each at its own."""
+        group, lost_ranks = tuple(range(COMM.size)), range(losses)
+        stripes = Stripes((self.extents.blocks,) * COMM.size, losses)
+        lost = {stripes.unit(rank, False, block) for rank in lost_ranks for block in range(self.extents.blocks)}
+        lost |= {stripes.unit(rank, True, block) for rank in lost_ranks for block in range(stripes.parity_blocks)}
+        known = ParityGroup(group, losses, tuple(None if rank in lost_ranks else (rank, 0) for rank in group))
+        exchange = Exchange(self.world, COMM, group, self.transport, self.extents.block_nbytes, COMM.size)
+
+        def rebuild() -> None:
+            held = next(slot for slot in shelf.inbox[COMM.rank] if slot.use is Use.HOLDS)
+            heads = {header.rank: (header, table) for header, table in read_heads(held) if header.rank in lost_ranks}
+            repair = Repair(known, (self.extents,) * COMM.size, stripes, lost, heads, group, group)
+            blocks = RepairedBlocks([repair], {COMM.rank: self.slot}, {(known, COMM.rank): held}, self.arrived)
+            tasks = stripes.rebuild(lost)
+            assert tasks is not None
+            assert all(self.world.drive(exchange.moves(tasks, blocks))), "a block is not what it was"
+
+        return rebuild
 
 
 def main() -> None:
     out, memory, nbytes, repetitions, transport = sys.argv[1:]
     bench = Bench(Path(memory), int(nbytes), int(repetitions), transport)
-    actions = {"memcpy": bench.memcpy, "XOR loop": bench.xor, "raw exchange": bench.exchange}
-    for text in (f"xor:{COMM.size}", f"rs:{COMM.size - 2}+2", "copy"):
-        actions[text] = bench.scheme(text)
+    actions: dict[str, Callable[[], object]] = {
+        "memcpy": bench.memcpy, "XOR loop": bench.xor, "raw exchange": bench.exchange,
+    }  # fmt: skip
+    for text in ("copy", f"xor:{COMM.size}", f"rs:{COMM.size - 2}+2"):
+        protect, rebuild = bench.scheme(text)
+        actions[text] = protect
+        if rebuild is not None:
+            actions[f"{text}, rebuild"] = rebuild
     seconds = bench.time(actions)
     if COMM.rank == 0:
-        with Path(out).open("a") as file:
-            for name, samples in seconds.items():
-                row = {"what": name, "seconds": samples.tolist(), "library": erasure.library()}
-                file.write(json.dumps(row) + "\n")
+        vendor, version = MPI.get_vendor()
+        header = {"mpi": f"{vendor} {'.'.join(map(str, version))}", "Reed-Solomon by": erasure.library()}
+        rows = [{"what": name, "seconds": samples.tolist()} for name, samples in seconds.items()]
+        Path(out).write_text("".join(json.dumps(line) + "\n" for line in (header, *rows)))
 
 
 if __name__ == "__main__":

@@ -12,23 +12,20 @@ import argparse
 import json
 import os
 import platform
-import signal
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
+from launch import launch
 from rich.console import Console
 from rich.table import Table
 
 from mlflash import __version__
-from mlflash.demo.launch import mpiexec
 
 CASES = Path(__file__).with_name("cases.py")
 QUICK_MIB, QUICK_REPETITIONS = 32, 3
-KILL_S = 5.0  # between SIGTERM and SIGKILL
 
 
 def main() -> int:
@@ -46,7 +43,8 @@ def main() -> int:
     before = os.getloadavg()
     # All that the ranks make in memory lies in this directory, and goes with it.
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="mlflash-bench-") as memory:
-        ended, lines = launch(Path(memory), args.mib << 20, args.repetitions, args.timeout_s)
+        arguments = [memory, str(args.mib << 20), str(args.repetitions)]
+        ended, lines = launch(2, CASES, Path(memory, "out.jsonl"), arguments, args.timeout_s)
     header = {
         "mpi": lines[0]["mpi"] if lines else "unknown",
         "cpus": os.cpu_count(),
@@ -64,33 +62,6 @@ def main() -> int:
     if ended:
         print(f"save_restore: {ended}; the table ends where the ranks did", file=sys.stderr)
     return 1 if ended else 0
-
-
-def launch(memory: Path, nbytes: int, repetitions: int, timeout_s: float) -> tuple[str, list[dict[str, Any]]]:
-    """Run the cases on two emulated nodes; returns what went wrong ("": nothing) and the lines they wrote."""
-    out = memory / "out.jsonl"
-    # With -m mpi4py an exception on one rank ends the other too.
-    argv = [sys.executable, "-m", "mpi4py", *map(str, (CASES, memory, out, nbytes, repetitions))]
-    command, env = mpiexec(2, argv, {"MLFLASH_RANKS_PER_NODE": "1", "PYTHONWARNINGS": "error"})
-    ranks = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, start_new_session=True)
-    try:
-        status = ranks.wait(timeout_s)
-        ended = f"the ranks ended with exit status {status}" if status else ""
-    except subprocess.TimeoutExpired:
-        ended = f"not done after {timeout_s:g} s"
-    finally:
-        stop(ranks)
-    return ended, [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
-
-
-def stop(ranks: subprocess.Popen[bytes]) -> None:
-    for number in (signal.SIGTERM, signal.SIGKILL):  # mpiexec hands SIGTERM on to ranks of other sessions
-        if ranks.poll() is None:
-            os.killpg(ranks.pid, number)
-            try:
-                ranks.wait(KILL_S)
-            except subprocess.TimeoutExpired:
-                pass
 
 
 def show(header: dict[str, Any], rows: list[dict[str, Any]]) -> None:

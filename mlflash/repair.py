@@ -152,7 +152,7 @@ class Repairs:
         block_nbytes = max(repair.extents[0].block_nbytes for repair in self._repairs)
         units = max(repair.stripes.members for repair in self._repairs)
         exchange = Exchange(world, world.world, range(world.size), parts.protection.transport, block_nbytes, units)
-        blocks = _RepairedBlocks(self._repairs, self._slots, self._parity, home)
+        blocks = RepairedBlocks(self._repairs, self._slots, self._parity, home)
         good = all(world.drive(exchange.moves(self._tasks(), blocks)))
         every = world.gather(good)  # all have received all that was sent to them
         exchange.flush()
@@ -187,7 +187,7 @@ def _read_head(packed: tuple[bytes, bytes]) -> Head:
     return unpack(packed[0]), np.frombuffer(packed[1], dtype="<u8")
 
 
-class _RepairedBlocks:
+class RepairedBlocks:
     """The blocks of groups while they are repaired: see `exchange.Blocks`."""
 
     def __init__(self, repairs: Sequence[Repair], slots: Mapping[int, Slot],
