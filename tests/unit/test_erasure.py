@@ -1,0 +1,271 @@
+"""Any n of n + k units give all others, the same bytes with and without ISA-L, and those that other codes make."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlflash import erasure
+from mlflash.errors import ConfigError
+
+KERNELS = ("numpy", "ISA-L")
+
+# Products by the book: shift and add, then take the polynomial away.
+_a, _b = np.arange(256)[:, None], np.arange(256)
+TIMES = np.bitwise_xor.reduce([(_a << bit) * (_b >> bit & 1) for bit in range(8)])
+for _bit in range(14, 7, -1):
+    TIMES ^= (0x11D << _bit - 8) * (TIMES >> _bit & 1)
+
+
+@contextlib.contextmanager
+def using(kernel: str) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setenv("MLFLASH_ISAL", "0" if kernel == "numpy" else "")
+        erasure._isal.cache_clear()
+        if not erasure.library().startswith(kernel):
+            assert find_spec("pyeclib") is None, "pyeclib is installed, so its libisal must be found"
+            pytest.skip("no ISA-L here")
+        yield
+    erasure._isal.cache_clear()
+
+
+@pytest.fixture(params=KERNELS)
+def kernel(request: pytest.FixtureRequest) -> Iterator[str]:
+    with using(request.param):
+        yield request.param
+
+
+def random_units(number: int, nbytes: int, seed: int = 0) -> list[np.ndarray]:
+    return list(np.random.default_rng(seed).integers(0, 256, (number, nbytes), dtype=np.uint8))
+
+
+def made(coefficients: np.ndarray, sources: Sequence[np.ndarray | None], nbytes: int) -> list[np.ndarray]:
+    memory = np.full((len(coefficients), nbytes + 64), 0xA5, dtype=np.uint8)
+    out = [row[33 : 33 + nbytes] for row in memory]
+    erasure.combine(coefficients, sources, out)
+    assert np.all(memory[:, :33] == 0xA5) and np.all(memory[:, 33 + nbytes :] == 0xA5), "written outside of out"
+    return out
+
+
+def with_parity(units: list[np.ndarray], parities: int) -> list[np.ndarray]:
+    n = len(units)
+    return units + made(erasure.matrix(n, range(n), range(n, n + parities)), units, units[0].nbytes)
+
+
+def made_good(units: list[np.ndarray], n: int, have: Sequence[int], lost: Sequence[int]) -> bool:
+    found = made(erasure.matrix(n, have, lost), [units[unit] for unit in have], units[0].nbytes)
+    return all(np.array_equal(units[unit], again) for unit, again in zip(lost, found, strict=True))
+
+
+def by_the_book(coefficients: np.ndarray, sources: Sequence[np.ndarray]) -> np.ndarray:
+    rows = [[TIMES[c, source] for c, source in zip(row, sources, strict=True)] for row in coefficients]
+    return np.bitwise_xor.reduce(np.array(rows, dtype=np.uint8), axis=1)
+
+
+@pytest.mark.parametrize("n", range(1, 9))
+def test_every_loss_of_up_to_k_units_is_made_good_and_one_more_is_refused(n: int, kernel: str) -> None:
+    for k in range(1, erasure.MAX_PARITY + 1):
+        units = with_parity(random_units(n, 67), k)
+        for lost in itertools.chain.from_iterable(itertools.combinations(range(n + k), r) for r in range(k + 1)):
+            left = [unit for unit in range(n + k) if unit not in lost]
+            for have in (left[:n], left[: -n - 1 : -1]):  # as little, and as much, parity as there is
+                assert made_good(units, n, have, lost), (k, have, lost)
+        for lost in itertools.combinations(range(n + k), k + 1):
+            with pytest.raises(ValueError, match=f"{n - 1} units are there, {n} are needed"):
+                erasure.matrix(n, [unit for unit in range(n + k) if unit not in lost], lost)
+
+
+@given(shape=st.data(), nbytes=st.integers(0, 5000), n=st.integers(1, 29), k=st.integers(1, 3), seed=st.integers(0, 99))
+@settings(max_examples=150, deadline=None)
+def test_both_kernels_make_the_same_bytes(shape: st.DataObject, nbytes: int, n: int, k: int, seed: int) -> None:
+    have = shape.draw(st.permutations(range(n + k)))[:n]
+    lost = [unit for unit in range(n + k) if unit not in have]
+    results = []
+    for kernel in KERNELS:
+        with using(kernel):
+            units = with_parity(random_units(n, nbytes, seed), k)
+            assert made_good(units, n, have, lost)
+            results.append(b"".join(unit.tobytes() for unit in units))
+    assert results[0] == results[1]
+
+
+@given(seed=st.integers(0, 999), nbytes=st.integers(0, 200), rows=st.integers(1, 7), columns=st.integers(1, 9))
+@settings(max_examples=60, deadline=None)
+def test_any_coefficients_give_the_sum_by_the_book(seed: int, nbytes: int, rows: int, columns: int) -> None:
+    coefficients = np.array(random_units(rows, columns, seed))
+    sources = random_units(columns, nbytes)
+    for kernel in KERNELS:
+        with using(kernel):
+            assert np.array_equal(made(coefficients, sources, nbytes), by_the_book(coefficients, sources))
+
+
+def test_long_arrays_at_odd_addresses_are_made_good(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(erasure, "_SPAN_NBYTES", 100_001)
+    n, nbytes = 5, 3 * erasure._TILE_NBYTES + 4321
+    memory = np.random.default_rng(1).integers(0, 256, (n + 3, nbytes + 3), dtype=np.uint8)
+    units = [row[i % 3 : i % 3 + nbytes] for i, row in enumerate(memory)]
+    erasure.combine(erasure.matrix(n, range(n), (5, 6, 7)), units[:n], units[n:])
+    assert made_good(units, n, (7, 1, 6, 3, 5), (4, 0, 2))
+
+
+def test_the_matrix_is_that_of_raid_6_and_raidz3() -> None:
+    assert np.array_equal(erasure._times(_a, _b), TIMES)
+    assert erasure.matrix(3, (0, 1, 2), (3, 4, 5)).tolist() == [[1, 1, 1], [1, 2, 4], [1, 4, 16]]
+    assert erasure.matrix(9, range(9), (10,)).tolist() == [[1, 2, 4, 8, 16, 32, 64, 128, 0x1D]]
+    assert erasure.matrix(3, (3, 2, 0), (1, 2)).tolist() == [[1, 1, 1], [0, 1, 0]]
+    assert erasure.matrix(31, range(31), (31,)).tolist() == [[1] * 31]
+    assert erasure.matrix(2, [np.int64(0), np.int64(1)], []).shape == (0, 2)
+
+
+def test_no_square_part_of_29_units_and_3_parities_is_singular() -> None:
+    """So that any n units are enough: a loss of r data units is a system of r equations."""
+    rows = erasure.matrix(29, range(29), (29, 30, 31))
+
+    def minor(r: int, s: int, i: np.ndarray, j: np.ndarray) -> np.ndarray:
+        return TIMES[rows[r, i], rows[s, j]] ^ TIMES[rows[r, j], rows[s, i]]
+
+    assert np.all(rows)
+    i, j = np.array([*itertools.combinations(range(29), 2)]).T
+    assert all(np.all(minor(r, s, i, j)) for r, s in ((0, 1), (0, 2), (1, 2)))
+    i, j, k = np.array([*itertools.combinations(range(29), 3)]).T
+    terms = [TIMES[rows[0, a], minor(1, 2, b, c)] for a, b, c in ((i, j, k), (j, i, k), (k, i, j))]
+    assert np.all(np.bitwise_xor.reduce(terms))
+
+
+@pytest.mark.parametrize(("n", "k"), [(1, 1), (2, 2), (4, 3), (6, 2), (5, 3), (16, 3), (29, 3)])
+def test_the_parities_are_those_of_pyeclib(n: int, k: int, kernel: str) -> None:
+    ec_iface = pytest.importorskip("pyeclib.ec_iface")
+    header_nbytes, nbytes = 80, 4096
+    units = random_units(n, nbytes)
+    driver = ec_iface.ECDriver(k=n, m=k, ec_type="isa_l_rs_vand")
+    fragments = driver.encode(b"".join(unit.tobytes() for unit in units))
+    assert {len(fragment) for fragment in fragments} == {header_nbytes + nbytes}
+    assert [f[header_nbytes:] for f in fragments] == [unit.tobytes() for unit in with_parity(units, k)]
+
+
+@pytest.mark.parametrize(("n", "k"), [(1, 1), (2, 2), (5, 3), (29, 3)])
+def test_the_sums_are_those_of_zfec(n: int, k: int, kernel: str) -> None:
+    """It works in the same field with another matrix, which its parities of unit vectors show."""
+    zfec = pytest.importorskip("zfec")
+    encoder, parities = zfec.Encoder(n, n + k), list(range(n, n + k))
+    shown = [encoder.encode([bytes([i == j]) for j in range(n)], parities) for i in range(n)]
+    coefficients = np.array([[parity[0] for parity in column] for column in shown], dtype=np.uint8).T
+    ours = with_parity(random_units(n, 1021), k)
+    theirs = encoder.encode([unit.tobytes() for unit in ours[:n]])
+    assert [unit.tobytes() for unit in made(coefficients, ours[:n], 1021)] == theirs[n:]
+    have = [*range(k, n), *parities][:n]
+    found = made(erasure.matrix(n, have, range(n)), [ours[unit] for unit in have], 1021)
+    again = zfec.Decoder(n, n + k).decode([theirs[unit] for unit in have], have)
+    assert [unit.tobytes() for unit in found] == again == theirs[:n]
+
+
+def test_a_source_that_is_none_is_all_zeros(kernel: str) -> None:
+    units = random_units(5, 1003)
+    units[0][:] = units[3][:] = 0
+    sources = [None, units[1], units[2], None, units[4]]
+    coefficients = erasure.matrix(5, range(5), (5, 6, 7))
+    assert np.array_equal(made(coefficients, sources, 1003), made(coefficients, units, 1003))
+    assert not np.any(made(coefficients, [None] * 5, 1003))
+    assert not np.any(made(np.array([[0, 0], [0, 7]], dtype=np.uint8), [units[1], None], 1003))
+
+
+@pytest.mark.parametrize(
+    ("data", "have", "want", "text"),
+    [
+        (0, (), (1,), "0 data units; 1 to 31 are possible"),
+        (32, range(32), (32,), "32 data units"),
+        (-1, (), (), "-1 data units"),
+        (2, (0, 1, 2), (1,), "3 units are there, 2 are needed"),
+        (2, (0, 0), (1,), r"units \(0, 0\) are not different numbers from 0 to 4"),
+        (2, (0, 5), (1,), r"units \(0, 5\) are not"),
+        (2, (0, -1), (1,), r"units \(0, -1\) are not"),
+        (2, (0, 1), (5,), r"units \(5,\) are not"),
+        (2, (0, 1), (3, 3), r"units \(3, 3\) are not"),
+        (30, range(30), (32,), r"units \(32,\) are not different numbers from 0 to 31"),
+    ],
+)
+def test_a_matrix_that_cannot_be_is_refused(data: int, have: Sequence[int], want: Sequence[int], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        erasure.matrix(data, have, want)
+
+
+def test_arrays_that_do_not_fit_are_refused() -> None:
+    pq = erasure.matrix(2, (0, 1), (2, 3))
+    with pytest.raises(ValueError, match="read-only"):
+        pq[0, 0] = 7
+    memory = np.zeros(100, dtype=np.uint8)
+    a, b, c, d = (memory[i : i + 16] for i in (0, 16, 32, 48))
+    fixed = d.copy()
+    fixed.flags.writeable = False
+    for coefficients, sources, out, text in (
+        (pq, [a], [c, d], r"coefficients are uint8 \(2, 2\), expected uint8 \(2, 1\)"),
+        (pq, [a, b], [c], r"expected uint8 \(1, 2\)"),
+        (pq.astype(np.int64), [a, b], [c, d], "coefficients are int64"),
+        (pq, [a, b.view(np.int8)], [c, d], r"an array int8 \(16,\)"),
+        (pq, [a, b.reshape(4, 4)], [c, d], r"an array uint8 \(4, 4\)"),
+        (pq, [a, memory[16:48:2]], [c, d], "contiguous"),
+        (pq, [a, b[:15]], [c, d], r"unequal length: \[15, 16\] bytes"),
+        (pq, [None, None], [c, d[:15]], "unequal length"),
+        (pq, [a, b], [c, fixed], r"out\[1\] is read-only"),
+        (pq, [a, b], [a, d], r"out\[0\] shares memory"),
+        (pq, [a, b], [c, memory[40:56]], r"out\[0\] shares memory"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            erasure.combine(coefficients, sources, out)
+    assert not np.any(memory), "nothing is written before all was checked"
+    erasure.combine(pq, [a, a], [c, d])  # sources may be one array
+    erasure.combine(pq[:0], [a, b], [])
+
+
+def test_four_threads_make_what_one_makes(kernel: str) -> None:
+    n, nbytes = 6, 2 * erasure._TILE_NBYTES + 77
+    work = [random_units(n, nbytes, seed) for seed in range(8)]
+    expected = [with_parity(units, 3)[n:] for units in work]
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(3):
+            found = list(pool.map(lambda units: with_parity(units, 3)[n:], work))
+            assert np.array_equal(np.array(found), np.array(expected))
+
+
+PROGRAM = """
+import pathlib, sys
+import numpy as np
+from mlflash import erasure
+def loaded(): return "libisal" in pathlib.Path("/proc/self/maps").read_text()
+units = [np.arange(64, dtype=np.uint8), np.ones(64, dtype=np.uint8), np.empty(64, dtype=np.uint8)]
+before = loaded()
+erasure.combine(erasure.matrix(2, (0, 1), (3,)), units[:2], units[2:])
+print(before, loaded(), "pyeclib" in sys.modules, erasure.library())
+"""
+
+
+def test_a_process_loads_the_named_library_when_first_needed_and_never_pyeclib(kernel: str) -> None:
+    found = erasure.library()
+    for named in ("0",) if kernel == "numpy" else ("", found.removeprefix("ISA-L (").removesuffix(")")):
+        environment = {**os.environ, "MLFLASH_ISAL": named}
+        process = subprocess.run(
+            [sys.executable, "-W", "error", "-c", PROGRAM],
+            env=environment, cwd="/", check=True, timeout=60, capture_output=True, text=True,
+        )  # fmt: skip
+        assert process.stdout == f"False {kernel == 'ISA-L'} False {found}\n"
+
+
+def test_a_named_library_that_cannot_be_used_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    import _ctypes
+
+    for name in ("/no/such/libisal.so.2", _ctypes.__file__):
+        monkeypatch.setenv("MLFLASH_ISAL", name)
+        erasure._isal.cache_clear()
+        with pytest.raises(ConfigError, match=f"MLFLASH_ISAL={name}: "):
+            erasure.library()
