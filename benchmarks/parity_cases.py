@@ -127,11 +127,9 @@ class Bench:
         def rebuild() -> None:
             held = next(slot for slot in shelf.inbox[COMM.rank] if slot.use is Use.HOLDS)
             heads = {header.rank: (header, table) for header, table in read_heads(held) if header.rank in lost_ranks}
-            repair = Repair(known, (self.extents,) * COMM.size, stripes, lost, heads, group, group)
+            repair = Repair(known, (self.extents,) * COMM.size, stripes.rebuild(lost) or [], heads, group, group)
             blocks = RepairedBlocks([repair], {COMM.rank: self.slot}, {(known, COMM.rank): held}, self.arrived)
-            tasks = stripes.rebuild(lost)
-            assert tasks is not None
-            assert all(self.world.drive(exchange.moves(tasks, blocks))), "a block is not what it was"
+            assert all(self.world.drive(exchange.moves(repair.tasks, blocks))), "a block is not what it was"
 
         return rebuild
 

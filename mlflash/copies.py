@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Sequence
 
 from .comm import Moves, World
-from .errors import CorruptSlot
 from .header import Attempt
 from .layout import Extents
 from .placement import Placement
-from .shelf import Shelf
-from .slot import Slot, Use
+from .shelf import Shelf, any_whole
+from .slot import Slot
 from .transfer import Source, offer, receive, send, swap
 from .window import OpenMemory
-
-log = logging.getLogger("mlflash")
 
 
 class Copies:
@@ -113,7 +109,9 @@ class Copies:
 
         Each rank checks every byte of the copies it holds; a bad one is forgotten.
         """
-        have = {owner: (int(self._holds(shelf, owner, attempt)), 0, 0) for owner in self.owners}
+        what = f"rank {self._world.rank}: a copy"
+        whole = {owner: any_whole(_copies_of(shelf, owner, attempt), Slot.verify, what) for owner in self.owners}
+        have = {owner: (int(held), 0, 0) for owner, held in whole.items()}
         answer = swap(self._world, have, self.partners)
         self._lacking = [partner for partner, (held, _, _) in answer.items() if not held]
         return bool(self._lacking)
@@ -122,19 +120,7 @@ class Copies:
         """The inbox slots that hold an attempt for the ranks they belong to."""
         return [slot for owner in self.owners for slot in _copies_of(shelf, owner, attempt)]
 
-    def _holds(self, shelf: Shelf, owner: int, attempt: Attempt) -> bool:
-        for slot in _copies_of(shelf, owner, attempt):
-            try:
-                slot.verify()
-                return True
-            except CorruptSlot as error:
-                log.warning("rank %d: a copy is damaged and will be made again: %s", self._world.rank, error)
-                slot.unseal()
-                slot.use = Use.FREE
-        return False
-
 
 def _copies_of(shelf: Shelf, owner: int, attempt: Attempt) -> list[Slot]:
-    wanted = (owner, attempt)
-    held = [slot for slot in shelf.inbox[owner] if slot.header is not None and not slot.header.parities]
-    return [slot for slot in held if slot.header is not None and (slot.header.rank, slot.header.attempt) == wanted]
+    wanted = (owner, attempt, 0)
+    return [s for s in shelf.inbox[owner] if (h := s.header) is not None and (h.rank, h.attempt, h.parities) == wanted]

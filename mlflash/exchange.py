@@ -229,20 +229,12 @@ def in_order(operations: Iterator[Moves], width: int) -> Moves:
     Each makes its first step before the next one begins, so that what it posts is posted in order.
     """
     running: list[Moves] = []
-    good = more = True
-    while running or more:
+    good = True
+    while True:
+        running += itertools.islice(operations, width - len(running))
+        if not running:
+            return good
         moved = False
-        while more and len(running) < width:
-            following = next(operations, None)
-            more = following is not None
-            if following is None:
-                break
-            ended, value = _step(following)
-            if ended:
-                good &= value
-            else:
-                running.append(following)
-            moved = True
         for operation in list(running):
             try:
                 moved |= next(operation)
@@ -250,14 +242,4 @@ def in_order(operations: Iterator[Moves], width: int) -> Moves:
                 good &= end.value
                 running.remove(operation)
                 moved = True
-        if running or more:
-            yield moved
-    return good
-
-
-def _step(operation: Moves) -> tuple[bool, Any]:
-    try:
-        next(operation)
-    except StopIteration as end:
-        return True, end.value
-    return False, None
+        yield moved

@@ -43,6 +43,10 @@ class Extents:
     def blocks(self) -> int:
         return -(-self.body_nbytes // self.block_nbytes)
 
+    def block(self, number: int) -> slice[int, int, None]:
+        """Where a block is in the body; the last one may be short."""
+        return slice(number * self.block_nbytes, min((number + 1) * self.block_nbytes, self.body_nbytes))
+
     @property
     def table_start(self) -> int:
         return round_up(PAGE_NBYTES + self.body_nbytes, PAGE_NBYTES)

@@ -6,7 +6,6 @@ place, every member gets the heads of all slots, and seals its parity file.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Sequence
 
@@ -20,12 +19,10 @@ from .layout import Extents
 from .parity_file import Head, extents_of, heads_blocks, pack_heads, read_heads
 from .placement import Placement
 from .points import reach
-from .shelf import Shelf
+from .shelf import Shelf, any_whole
 from .slot import Slot, Use, table_check
 from .stripes import Stripes, Unit
 from .transfer import Source, done, offer, swap
-
-log = logging.getLogger("mlflash")
 
 _HEAD, _TABLE = 31, 32
 
@@ -204,23 +201,12 @@ class Parity:
         """
         if not self.group:
             return False
-        mine = (int(self._holds(shelf, attempt)), 0, 0)
+        whole = any_whole(self.kept(shelf, attempt), _verify, f"rank {self._world.rank}: parity")
+        mine = (int(whole), 0, 0)
         answers = swap(self._world, dict.fromkeys(self._others, mine), self._others)
         has = {**answers, self._world.rank: list(mine)}
         self._lacking = [rank for rank in self.group if not has[rank][0]]
         return bool(self._lacking)
-
-    def _holds(self, shelf: Shelf, attempt: Attempt) -> bool:
-        for slot in self.kept(shelf, attempt):
-            try:
-                slot.verify()
-                read_heads(slot)
-                return True
-            except CorruptSlot as error:
-                log.warning("rank %d: parity is damaged and will be made again: %s", self._world.rank, error)
-                slot.unseal()
-                slot.use = Use.FREE
-        return False
 
     def kept(self, shelf: Shelf, attempt: Attempt) -> list[Slot]:
         """The inbox slots that hold this rank's parity of an attempt, for the group of today."""
@@ -248,20 +234,18 @@ class _GroupBlocks:
         return self._group[unit.member]
 
     def nbytes(self, unit: Unit) -> int:
-        size = self._parity.block_nbytes
         if unit.parity:
-            return size
-        return min(size, self._sizes[self._group[unit.member]].body_nbytes - unit.block * size)
+            return self._parity.block_nbytes
+        where = self._sizes[self._group[unit.member]].block(unit.block)
+        return where.stop - where.start
 
     def read(self, unit: Unit) -> tuple[np.ndarray, int]:
         self._source.check_up_to(unit.block + 1)
-        start = unit.block * self._parity.block_nbytes
-        return self._body[start : start + self.nbytes(unit)], int(self._table[unit.block])
+        return self._body[self._source.extents.block(unit.block)], int(self._table[unit.block])
 
     def place(self, unit: Unit) -> np.ndarray:
         assert self._target is not None
-        start = (self._first + unit.block) * self._parity.block_nbytes
-        return self._target.body(self._parity)[start : start + self._parity.block_nbytes]
+        return self._target.body(self._parity)[self._parity.block(self._first + unit.block)]
 
     def placed(self, unit: Unit, check: int) -> bool:
         assert self._target is not None
@@ -274,6 +258,11 @@ class _GroupBlocks:
     def agrees(self, rank: int, table: np.ndarray) -> bool:
         """Whether the blocks of a rank that were coded here are those of its table."""
         return all(int(table[block]) == check for block, check in self._seen[rank].items())
+
+
+def _verify(slot: Slot) -> None:
+    slot.verify()
+    read_heads(slot)
 
 
 def _good_head(page: np.ndarray, table: np.ndarray, rank: int, attempt: Attempt, extents: Extents) -> Header | None:

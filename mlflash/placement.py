@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from functools import cached_property
 
 from .scheme import Scheme
-from .topology import Topology
+from .topology import Topology, tied_together
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,18 +62,7 @@ class Placement:
         """
         ties = [(rank, partner) for rank, partners in enumerate(self.partners) for partner in partners]
         ties += [(group[0], rank) for group in self.parity_groups for rank in group[1:]]
-        number = list(range(len(self.partners)))
-
-        def root(rank: int) -> int:
-            while number[rank] != rank:
-                number[rank] = number[number[rank]]
-                rank = number[rank]
-            return rank
-
-        for a, b in ties:
-            a, b = root(a), root(b)
-            number[max(a, b)] = min(a, b)
-        return tuple(root(rank) for rank in range(len(number)))
+        return tied_together(len(self.partners), ties)
 
 
 def deal(domains: Sequence[tuple[str, ...]], size: int) -> tuple[tuple[int, ...], ...]:

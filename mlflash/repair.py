@@ -8,8 +8,9 @@ rebuilt in a free slot of the rank whose it is, by all members of its group toge
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -35,16 +36,14 @@ class Repair:
     Attributes:
         group: its ranks and parity files.
         extents: parts of the slot of each member.
-        stripes: how its blocks are coded.
-        lost: data and parity blocks that are gone or damaged.
+        tasks: what is to be coded.
         heads: header and block table of the ranks whose slots are rebuilt.
         slot_rank, parity_rank: for each member, the rank that reads its slot, and its parity file.
     """
 
     group: ParityGroup
     extents: tuple[Extents, ...]
-    stripes: Stripes
-    lost: set[Unit]
+    tasks: list[Task]
     heads: dict[int, Head]
     slot_rank: tuple[int, ...]
     parity_rank: tuple[int, ...]
@@ -79,10 +78,8 @@ class Repairs:
     def _look(self, group: ParityGroup) -> None:
         """Verify the parity files of a group, and find out what is lost."""
         world, topology = self._parts.world, self._parts.world.topology
-        readers = []
-        for rank, place in zip(group.ranks, group.files, strict=True):
-            there = () if place is None else topology.ranks_on[place[0]]
-            readers.append(-1 if place is None else rank if rank in there else there[rank % len(there)])
+        places = zip(group.ranks, group.files, strict=True)
+        readers = [-1 if place is None else topology.reader(rank, place[0]) for rank, place in places]
         mine = [(nth, self._verify(group, nth)) for nth, reader in enumerate(readers) if reader == world.rank]
         bad: dict[int, list[int] | None] = dict(pair for pairs in world.gather(mine) for pair in pairs)
         good = [nth for nth in range(len(group.ranks)) if bad.get(nth) is not None]
@@ -104,12 +101,13 @@ class Repairs:
             lost.update(stripes.unit(nth, False, block) for block in blocks)
             gone = bad.get(nth)
             lost.update(stripes.unit(nth, True, b) for b in (range(stripes.parity_blocks) if gone is None else gone))
-        if stripes.rebuild(lost) is None:
+        tasks = stripes.rebuild(lost)
+        if tasks is None:
             self._give_up(group)
             return
         known = {header.rank: (header, table) for header, table in map(_read_head, packed)}
         slot_rank = tuple(self._serves[rank] for rank in group.ranks)
-        self._repairs.append(Repair(group, extents, stripes, lost, known, slot_rank, tuple(readers)))
+        self._repairs.append(Repair(group, extents, tasks, known, slot_rank, tuple(readers)))
 
     def _give_up(self, group: ParityGroup) -> None:
         places = [self._choice.source[rank] for rank in group.ranks if rank in self._damaged]
@@ -150,10 +148,11 @@ class Repairs:
             world.wait_for(home.segment.ready.is_set)
             home.unseal()
         block_nbytes = max(repair.extents[0].block_nbytes for repair in self._repairs)
-        units = max(repair.stripes.members for repair in self._repairs)
+        units = max(len(repair.group.ranks) for repair in self._repairs)
         exchange = Exchange(world, world.world, range(world.size), parts.protection.transport, block_nbytes, units)
         blocks = RepairedBlocks(self._repairs, self._slots, self._parity, home)
-        good = all(world.drive(exchange.moves(self._tasks(), blocks)))
+        tasks = itertools.chain.from_iterable(repair.tasks for repair in self._repairs)
+        good = all(world.drive(exchange.moves(tasks, blocks)))
         every = world.gather(good)  # all have received all that was sent to them
         exchange.flush()
         exchange.free()
@@ -167,20 +166,12 @@ class Repairs:
             parts.counts["slots rebuilt"] += good
         repaired = [len(blocks) for rank, blocks in self._damaged.items() if self._serves[rank] == world.rank]
         parts.counts["blocks repaired"] += sum(repaired)
-        self.close()
         return [] if all(every) else [p for repair in self._repairs for p in repair.group.files if p is not None]
 
     def close(self) -> None:
         """Unmap the parity files. Not collective."""
-        in_use = self._parts.shelf.mapped()
-        for slot in self._parity.values():
-            if slot.segment is not None and slot.segment.inode not in in_use:
-                slot.segment.close()
+        self._parts.shelf.unmap_others(self._parity.values())
         self._parity = {}
-
-    def _tasks(self) -> Iterator[Task]:
-        for repair in self._repairs:
-            yield from repair.stripes.rebuild(repair.lost) or ()
 
 
 def _read_head(packed: tuple[bytes, bytes]) -> Head:
@@ -200,8 +191,8 @@ class RepairedBlocks:
 
     def nbytes(self, unit: Unit) -> int:
         extents = self._repairs[unit.group].extents[unit.member]
-        size = extents.block_nbytes
-        return size if unit.parity else min(size, extents.body_nbytes - unit.block * size)
+        where = extents.block(unit.block)
+        return extents.block_nbytes if unit.parity else where.stop - where.start
 
     def read(self, unit: Unit) -> tuple[np.ndarray, int]:
         if not unit.parity:
@@ -210,16 +201,14 @@ class RepairedBlocks:
         assert slot.header is not None
         extents = slot.header.extents
         block = heads_blocks(extents) + unit.block
-        start = block * extents.block_nbytes
-        return slot.body(extents)[start : start + extents.block_nbytes], int(slot.table(extents)[block])
+        return slot.body(extents)[extents.block(block)], int(slot.table(extents)[block])
 
     def place(self, unit: Unit) -> np.ndarray:
         repair = self._repairs[unit.group]
         extents, rank = repair.extents[unit.member], repair.group.ranks[unit.member]
         slot = self._home if rank in repair.heads else self._slots[rank]
         assert slot is not None
-        start = unit.block * extents.block_nbytes
-        return slot.body(extents)[start : start + extents.block_nbytes]
+        return slot.body(extents)[extents.block(unit.block)]
 
     def placed(self, unit: Unit, check: int) -> bool:
         return check == self._expected(unit)

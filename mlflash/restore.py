@@ -121,10 +121,7 @@ def _bring(parts: Parts, found: Inventory, choice: Choice) -> list[Place]:
         bad = bad or _fetch(parts, choice, serves, slots)
     if repairs is not None:
         repairs.close()
-    in_use = parts.shelf.mapped()
-    for slot in slots.values():
-        if slot.segment is not None and slot.segment.inode not in in_use:
-            slot.segment.close()
+    parts.shelf.unmap_others(slots.values())
     return bad
 
 
@@ -183,12 +180,8 @@ def _servers(parts: Parts, choice: Choice) -> list[int]:
     """For each rank, who reads its slot: the rank itself where it is on its node or is rebuilt, else one of that
     node, in turn.
     """
-    topology = parts.world.topology
-    serves = []
-    for rank, place in enumerate(choice.source):
-        here = topology.ranks_on[place[0]] if place is not None else (rank,)
-        serves.append(rank if rank in here else here[rank % len(here)])
-    return serves
+    reader = parts.world.topology.reader
+    return [rank if place is None else reader(rank, place[0]) for rank, place in enumerate(choice.source)]
 
 
 def _is(slot: Slot, rank: int, attempt: Attempt) -> bool:

@@ -6,8 +6,9 @@ Two of each, because the last committed one is never written: a save goes into t
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 
 from . import segment
 from .board import Board, Word
@@ -20,6 +21,8 @@ from .limits import available
 from .node_memory import NodeMemory
 from .points import reach
 from .slot import Slot, Use
+
+log = logging.getLogger("mlflash")
 
 _HEADROOM_NBYTES = 64 << 20  # what is left to others when the slots are allocated
 
@@ -69,6 +72,13 @@ class Shelf:
     def mapped(self) -> dict[int, segment.Segment]:
         """The mappings of the slots, by inode of their files."""
         return {slot.segment.inode: slot.segment for slot in self.all() if slot.segment is not None}
+
+    def unmap_others(self, slots: Iterable[Slot]) -> None:
+        """Unmap those of some slots whose files are not among this rank's. Not collective."""
+        in_use = self.mapped()
+        for slot in slots:
+            if slot.segment is not None and slot.segment.inode not in in_use:
+                slot.segment.close()
 
     def _judge(self, slot: Slot, kept: Attempt | None, trusted: bool) -> None:
         if slot.header is not None and slot.header.attempt == kept:
@@ -183,6 +193,25 @@ class Shelf:
         """Unmap everything; the files stay."""
         for slot in self.all():
             _unmap(slot)
+
+
+def any_whole(slots: Iterable[Slot], verify: Callable[[Slot], object], what: str) -> bool:
+    """Whether one of some slots, which hold the same, is whole; those found damaged before it are forgotten.
+
+    Args:
+        slots: sealed ones.
+        verify: raises CorruptSlot where one is damaged.
+        what: they hold, and on which rank, for the warning.
+    """
+    for slot in slots:
+        try:
+            verify(slot)
+            return True
+        except CorruptSlot as error:
+            log.warning("%s is damaged and will be made again: %s", what, error)
+            slot.unseal()
+            slot.use = Use.FREE
+    return False
 
 
 def needs_room(slot: Slot, nbytes: int) -> bool:

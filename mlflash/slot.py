@@ -101,8 +101,8 @@ class Slot:
 
     def check_blocks(self, extents: Extents, first: int, last: int) -> np.ndarray:
         """Checksum blocks ``first`` to ``last - 1`` of the body as they are now: ``(last - first,)`` uint64."""
-        body, size = self.body(extents), extents.block_nbytes
-        sums = [xxhash.xxh3_64_intdigest(body[i * size : (i + 1) * size].data) for i in range(first, last)]
+        body = self.body(extents)
+        sums = [xxhash.xxh3_64_intdigest(body[extents.block(i)].data) for i in range(first, last)]
         return np.array(sums, dtype="<u8")
 
     def bad_blocks(self, extents: Extents) -> list[int]:

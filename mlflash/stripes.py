@@ -117,7 +117,7 @@ class Stripes:
                 if outputs:
                     yield Task(outputs[0], tuple(units[: self.data]), outputs, tuple(range(self.data)), want)
 
-    def rebuild(self, lost: Collection[Unit]) -> Iterator[Task] | None:
+    def rebuild(self, lost: Collection[Unit]) -> list[Task] | None:
         """Plan the rebuilding of the data blocks among the lost ones; None where too many are lost for that.
 
         A stripe is decoded by one of those that hold its blocks, in turn, and not where the result is needed: so no
@@ -140,7 +140,7 @@ class Stripes:
             want = tuple(nth for nth in gone if nth < self.data)
             outputs = tuple(unit for nth in want if (unit := units[nth]) is not None)
             tasks.append(Task(coders[(row + stripe) % len(coders)], inputs, outputs, have, want))
-        return iter(tasks)
+        return tasks
 
 
 def recoverable(members: int, losses: int, no_slot: Collection[int], no_parity: Collection[int]) -> bool:

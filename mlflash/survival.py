@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from .placement import Placement
-from .topology import Topology
+from .topology import Topology, tied_together
 
 _ENUMERATED = 20  # nodes tied together by limits that differ, of which every subset is looked at
 _PAIRS = 2000  # domains of which every pair is looked at
@@ -86,23 +86,12 @@ def of(topology: Topology, placement: Placement) -> Survival:
 
 def _components(nodes: int, limits: Iterable[Limit]) -> list[tuple[list[int], list[Limit]]]:
     """Cut the nodes into sets that no limit ties to each other."""
-    root = list(range(nodes))
-
-    def find(node: int) -> int:
-        while root[node] != node:
-            root[node] = root[root[node]]
-            node = root[node]
-        return node
-
-    for limit in limits:
-        first, *others = limit.nodes
-        for other in others:
-            root[find(other)] = find(first)
+    number = tied_together(nodes, ((min(limit.nodes), node) for limit in limits for node in limit.nodes))
     found: dict[int, tuple[list[int], list[Limit]]] = {}
     for node in range(nodes):
-        found.setdefault(find(node), ([], []))[0].append(node)
+        found.setdefault(number[node], ([], []))[0].append(node)
     for limit in limits:
-        found[find(min(limit.nodes))][1].append(limit)
+        found[number[min(limit.nodes)]][1].append(limit)
     return list(found.values())
 
 

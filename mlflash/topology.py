@@ -6,7 +6,7 @@ Pure: every rank computes the same answer from the same list of nodes.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 
 
@@ -34,6 +34,11 @@ class Topology:
         """Name of the node of a rank."""
         return self.node_names[self.node_of[rank]]
 
+    def reader(self, rank: int, node: int) -> int:
+        """Who reads a file of a rank on a node: the rank itself where it is there, else one of that node, in turn."""
+        here = self.ranks_on[node]
+        return rank if rank in here else here[rank % len(here)]
+
 
 def from_node_ids(node_ids: Sequence[tuple[int, str]]) -> Topology:
     """Build the topology from what each rank says of its node.
@@ -48,3 +53,23 @@ def from_node_ids(node_ids: Sequence[tuple[int, str]]) -> Topology:
     names = dict(node_ids)
     index = {leader: i for i, leader in enumerate(leaders)}
     return Topology(tuple(index[leader] for leader, _ in node_ids), tuple(names[leader] for leader in leaders))
+
+
+def tied_together(count: int, ties: Iterable[tuple[int, int]]) -> tuple[int, ...]:
+    """Number the sets that ties make of 0 to ``count - 1``: equal numbers, one set; the number is its lowest member.
+
+    Example:
+        4 and the ties (0, 2), (3, 1) → (0, 1, 0, 1).
+    """
+    number = list(range(count))
+
+    def root(member: int) -> int:
+        while number[member] != member:
+            number[member] = number[number[member]]
+            member = number[member]
+        return member
+
+    for a, b in ties:
+        a, b = root(a), root(b)
+        number[max(a, b)] = min(a, b)
+    return tuple(root(member) for member in range(count))
