@@ -6,6 +6,7 @@ place, every member gets the heads of all slots, and seals its parity file.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 
@@ -23,6 +24,8 @@ from .shelf import Shelf, any_whole
 from .slot import Slot, Use, table_check
 from .stripes import Stripes, Unit
 from .transfer import Source, done, offer, swap
+
+log = logging.getLogger("mlflash")
 
 _HEAD, _TABLE = 31, 32
 
@@ -96,7 +99,8 @@ class Parity:
         if any(size is None for size in known.values()):
             return []
         self._extents = {rank: size for rank, size in known.items() if size is not None}
-        self._prepare(self._extents[self._world.rank].block_nbytes)
+        block_nbytes = max(size.block_nbytes for size in self._extents.values())  # `moves` refuses unequal ones
+        self._prepare(block_nbytes)
         self._holders = self._lacking if again else self.group
         if self._world.rank not in self._holders:
             return []
@@ -119,6 +123,10 @@ class Parity:
         return [self._make(source, attempt)] if self._extents else []
 
     def _make(self, source: Source, attempt: Attempt) -> Moves:
+        units = sorted({size.block_nbytes for size in self._extents.values()})
+        if len(units) > 1:
+            log.warning("the ranks of a parity group have different block_nbytes: %s", ", ".join(map(str, units)))
+            return False
         exchange, target = self._exchange, self._target
         assert exchange is not None
         if target is not None:

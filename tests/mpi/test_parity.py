@@ -15,6 +15,7 @@ import pytest
 from mpi4py import MPI
 
 from mlflash import Checkpointer
+from mlflash.errors import SaveFailed
 from mlflash.header import HEADER_NBYTES, Header, unpack
 from mlflash.layout import PAGE_NBYTES
 from mlflash.stripes import Stripes
@@ -324,3 +325,18 @@ def test_the_parity_in_the_files_is_what_docs_format_says(options: dict[str, Any
             total ^= product[power[c * j]][np.frombuffer(unit, dtype=np.uint8)]
         at = (r * k + j) * block
         assert parity[(s + j) % m][at : at + block] == total.tobytes()
+
+
+@on(3)
+def test_ranks_that_cut_their_slots_differently_are_refused_and_nothing_is_committed(
+    options: dict[str, Any], nodes: Nodes, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(options, 1, redundancy="xor:3")
+    mine = {**options, "block_nbytes": 131_072 if RANK == 1 else 65_536}
+    with Checkpointer(**mine, redundancy="xor:3") as ckpt:
+        assert ckpt.load()[0] == 1
+        with pytest.raises(SaveFailed, match="its redundancy did not arrive whole"):
+            ckpt.save(2, state_at(2)).wait()
+    assert "the ranks of a parity group have different block_nbytes: 65536, 131072" in caplog.text
+    nodes.lose(0)
+    assert restored(options, redundancy="xor:3")[0] == 1
