@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
 import random
@@ -12,13 +13,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import xxhash
 from mpi4py import MPI
 
 from mlflash import Checkpointer
 from mlflash.errors import SaveFailed
 from mlflash.header import HEADER_NBYTES, Header, unpack
 from mlflash.layout import PAGE_NBYTES
-from mlflash.stripes import Stripes
+from mlflash.parity import _GroupBlocks
+from mlflash.slot import Slot, table_check
+from mlflash.stripes import Stripes, Unit
 
 COMM = MPI.COMM_WORLD
 RANK, SIZE = COMM.rank, COMM.size
@@ -155,6 +159,13 @@ def test_parity_takes_the_memory_that_the_scheme_promises(options: dict[str, Any
         overhead = sum(held) / (2 * held[0])
     losses = int(scheme.partition("+")[2] or 1)
     assert overhead == pytest.approx(1 + losses / (SIZE - losses), rel=0.05)  # heads and whole rows
+
+
+class Mapped:
+    """A file, mapped as a slot needs it."""
+
+    def __init__(self, path: Path):
+        self.name, self.view = path.name, np.memmap(path, dtype=np.uint8, mode="r+")
 
 
 def damage(path: Path, header: Header, blocks: Sequence[int]) -> None:
@@ -340,3 +351,50 @@ def test_ranks_that_cut_their_slots_differently_are_refused_and_nothing_is_commi
     assert "the ranks of a parity group have different block_nbytes: 65536, 131072" in caplog.text
     nodes.lose(0)
     assert restored(options, redundancy="xor:3")[0] == 1
+
+
+@on(4)
+@pytest.mark.parametrize("scheme", ["xor:4", "rs:2+2"])
+@pytest.mark.parametrize("told", ["of what was sent", "of what is in the slot"])
+def test_a_byte_that_is_not_the_slots_when_it_is_sent_is_found_and_nothing_is_committed(
+    options: dict[str, Any], nodes: Nodes, scheme: str, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(options, 1, redundancy=scheme)
+    monkeypatch.setattr("mlflash.exchange.ARRIVAL_S", 1.0)  # seconds that a Put byte may take to become visible
+    really = _GroupBlocks.read
+
+    def read(blocks: _GroupBlocks, unit: Unit) -> tuple[np.ndarray, int]:
+        raw, check = really(blocks, unit)
+        if RANK == 1 and unit.block == 2:
+            raw = raw.copy()
+            raw[1000] ^= 1
+            check = xxhash.xxh3_64_intdigest(raw.data) if told == "of what was sent" else check
+        return raw, check
+
+    with Checkpointer(**options, redundancy=scheme) as ckpt:
+        assert ckpt.load()[0] == 1
+        ckpt.wait()
+        monkeypatch.setattr(_GroupBlocks, "read", read)
+        with pytest.raises(SaveFailed, match="its redundancy did not arrive whole"):
+            ckpt.save(2, state_at(2)).wait()
+        monkeypatch.setattr(_GroupBlocks, "read", really)
+    nodes.lose(1)
+    assert restored(options, redundancy=scheme)[0] == 1
+
+
+@on(4)
+@pytest.mark.parametrize("scheme", ["xor:4", "rs:2+2"])
+def test_parity_that_is_wrong_though_its_checksums_match_gives_the_older_step_and_never_wrong_bits(
+    options: dict[str, Any], nodes: Nodes, scheme: str
+) -> None:
+    options["redundancy"] = scheme
+    save(options, 1, 2)
+    _, (path, header) = nodes.sealed(RANK, 2)
+    slot = Slot(Mapped(path))  # type: ignore[arg-type]
+    slot.payload(header.extents)[:] ^= 1
+    table = slot.table(header.extents)
+    table[:] = slot.check_blocks(header.extents, 0, header.extents.blocks)
+    slot.seal(dataclasses.replace(header, table_check=table_check(table)))
+    slot.verify()
+    nodes.lose(1)
+    assert restored(options)[0] == 1
