@@ -9,7 +9,9 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 
 import numpy as np
 
@@ -17,7 +19,6 @@ from .placement import Placement
 from .topology import Topology, tied_together
 
 _ENUMERATED = 20  # nodes tied together by limits that differ, of which every subset is looked at
-_PAIRS = 2000  # domains of which every pair is looked at
 _NAMED = 3  # fatal combinations named
 
 
@@ -44,7 +45,16 @@ class Survival:
     def survives(self, lost: Iterable[int]) -> bool:
         """Whether every rank's slot is still there, or can be rebuilt, once these nodes are lost."""
         gone = frozenset(lost)
-        return all(len(gone & limit.nodes) <= limit.losses for limit in self.limits)
+        return all(len(gone & limit.nodes) <= limit.losses for node in gone for limit in self._limits_on[node])
+
+    @cached_property
+    def _limits_on(self) -> tuple[tuple[Limit, ...], ...]:
+        """The limits that each node is in: the others cannot be broken by its loss."""
+        found: list[list[Limit]] = [[] for _ in range(self.nodes)]
+        for limit in self.limits:
+            for node in limit.nodes:
+                found[node].append(limit)
+        return tuple(tuple(limits) for limits in found)
 
     @property
     def any_nodes(self) -> int:
@@ -147,20 +157,45 @@ def _describe_domains(survival: Survival, kind: str, names: Sequence[str]) -> li
         members.setdefault(name, []).append(node)
     if not 1 < len(members) < survival.nodes:
         return []  # one domain of all, or one of each: that says nothing new
-    fatal = [name for name, there in members.items() if not survival.survives(there)]
+    fatal = {name for (name,) in _crowded(survival.limits, names, 1)}
     if fatal:
         good = [] if len(fatal) == len(members) else [f"{len(members) - len(fatal)} of {len(members)} {_plural(kind)}"]
-        return [*good, f"not: {_list([f'{kind} {name}' for name in fatal])}"]
+        return [*good, f"not: {_list([f'{kind} {name}' for name in members if name in fatal])}"]
     text = [f"any 1 {kind}"]
-    if len(members) > _PAIRS:
-        return text
-    pairs = list(itertools.combinations(members, 2))
-    bad = [pair for pair in pairs if not survival.survives(members[pair[0]] + members[pair[1]])]
+    # A pair that is fatal though neither of it is alone has nodes in one group: no other pair has to be looked at.
+    bad = _crowded(survival.limits, names, 2)
     if not bad:
         return [f"any 2 {_plural(kind)}"]
-    if len(bad) < len(pairs):
-        text.append(f"{len(pairs) - len(bad):,} of {len(pairs):,} pairs of {_plural(kind)}")
-    return [*text, f"not: {_list([f'{_plural(kind)} {a} and {b} together' for a, b in bad])}"]
+    pairs = math.comb(len(members), 2)
+    if len(bad) < pairs:
+        text.append(f"{pairs - len(bad):,} of {pairs:,} pairs of {_plural(kind)}")
+    place = {name: nth for nth, name in enumerate(members)}
+    named = sorted(bad, key=lambda pair: (place[pair[0]], place[pair[1]]))
+    return [*text, f"not: {_list([f'{_plural(kind)} {a} and {b} together' for a, b in named])}"]
+
+
+def _crowded(limits: Iterable[Limit], names: Sequence[str], together: int) -> dict[tuple[str, ...], tuple[int, int]]:
+    """Find the sets of so many domains that hold more nodes of a redundancy group than it may lose.
+
+    Args:
+        limits: the redundancy groups.
+        names: for each node, that of its domain.
+        together: domains lost at once.
+
+    Returns:
+        For each such set, the domain of the lowest node first: the most nodes of a group, and how many may be lost.
+    """
+    first: dict[str, int] = {}
+    for node, name in enumerate(names):
+        first.setdefault(name, node)
+    worst: dict[tuple[str, ...], tuple[int, int]] = {}
+    for limit in limits:
+        counts = Counter(names[node] for node in limit.nodes)
+        for some in itertools.combinations(sorted(counts, key=first.__getitem__), together):
+            count = sum(counts[name] for name in some)
+            if count > limit.losses:
+                worst[some] = max(worst.get(some, (0, 0)), (count, limit.losses))
+    return worst
 
 
 def _plural(kind: str) -> str:
@@ -183,16 +218,9 @@ def too_close(topology: Topology, placement: Placement, domains: Mapping[str, Se
     for kind, names in domains.items():
         if not 1 < len(set(names)) < len(names):
             continue
-        worst: dict[str, tuple[int, int]] = {}
-        for limit in limits:
-            counts: dict[str, int] = {}
-            for node in limit.nodes:
-                counts[names[node]] = counts.get(names[node], 0) + 1
-            for name, count in counts.items():
-                if len(limit.nodes) > 1 and count > limit.losses:
-                    worst[name] = max(worst.get(name, (0, 0)), (count, limit.losses))
+        worst = _crowded((limit for limit in limits if len(limit.nodes) > 1), names, 1)
         found += [
             f"{kind} {name} holds {count} nodes of a group that may lose {losses}"
-            for name, (count, losses) in sorted(worst.items())
+            for (name,), (count, losses) in sorted(worst.items())
         ]
     return found

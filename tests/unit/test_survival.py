@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 
 import pytest
 from hypothesis import given
@@ -65,6 +66,40 @@ def test_survives_names_the_domains_that_may_be_lost_and_those_that_may_not() ->
     assert racks("rs:2+2", "ABCD" * 2) == "any 2 of 8 nodes; 48 of 56 triples of nodes; any 2 racks"
     assert racks("copy", "AAAAAABC").endswith("2 of 3 racks; not: rack A")
     assert racks("copy", "AAAA") == racks("copy", "ABCD")  # one rack, or one per node, says nothing more
+
+
+@given(domains=st.text("ABCDE", min_size=3, max_size=12), scheme=st.sampled_from(SCHEMES))
+def test_the_domains_said_to_be_covered_are_those_found_by_trying_each(domains: str, scheme: str) -> None:
+    topology = layout(*[1] * len(domains))
+    found = of(topology, place(topology, parse(scheme), [(name,) for name in domains]))
+    text = describe(found, {"rack": domains})
+    names = sorted(set(domains), key=domains.index)
+    racks = {name: [node for node, there in enumerate(domains) if there == name] for name in names}
+    fatal = [name for name in names if not found.survives(racks[name])]
+    pairs = list(itertools.combinations(names, 2))
+    bad = [(a, b) for a, b in pairs if not found.survives(racks[a] + racks[b])]
+    if not 1 < len(names) < len(domains):
+        assert "rack" not in text
+    elif fatal:
+        assert f"not: rack {fatal[0]}" in text and "any 1 rack" not in text
+        assert len(fatal) == len(names) or f"{len(names) - len(fatal)} of {len(names)} racks" in text
+    elif not bad:
+        assert text.endswith("; any 2 racks")
+    else:
+        assert f"any 1 rack; not: racks {bad[0][0]} and {bad[0][1]} together" in text.replace(
+            f"any 1 rack; {len(pairs) - len(bad):,} of {len(pairs):,} pairs of racks", "any 1 rack"
+        )
+        assert (f"{len(pairs) - len(bad):,} of {len(pairs):,} pairs of racks" in text) == (len(bad) < len(pairs))
+
+
+def test_domains_of_16384_nodes_are_looked_at_within_two_seconds() -> None:
+    topology = layout(*[1] * 16_384)
+    names = [f"rack{node // 32}" for node in range(16_384)]
+    found = of(topology, place(topology, parse("rs:6+2"), [(name,) for name in names]))
+    start = time.process_time()
+    assert "any 2 racks" in describe(found, {"rack": names})
+    assert all(found.survives(range(node, node + 2)) for node in range(10_000))
+    assert time.process_time() - start < 2.0
 
 
 def test_a_domain_that_holds_more_of_a_group_than_may_be_lost_is_named() -> None:
