@@ -6,8 +6,10 @@ Pure but for `scan`: every rank computes the same choice from the same table.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import struct
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -23,7 +25,9 @@ FOUND = np.dtype(
      ("world_size", "<u4"), ("node", "<u4"), ("file", "<u4"), ("group", "<u4"), ("parities", "u1"), ("restores", "u1")]
 )  # fmt: skip
 """One sealed file, slot or parity: 54 bytes, so that 16,384 ranks with four files each fit into 4 MB."""
+_ATTEMPT = ["generation", "run_0", "run_1", "step", "world_size"]
 _RUN_ID = struct.Struct("<QQ")
+_COUNT = struct.Struct("<Q")
 
 Place = tuple[int, int]
 """Node and file number."""
@@ -43,7 +47,10 @@ class Inventory:
 
     def attempts(self) -> list[tuple[Attempt, int, int]]:
         """List the attempts as ``(attempt, step, world size)``, newest first."""
-        unique = np.unique(self.rows[["generation", "run_0", "run_1", "step", "world_size"]]).tolist()
+        # Sorted by columns: np.unique compares rows of several fields one by one, twenty times slower.
+        order = np.lexsort([self.rows[name] for name in reversed(_ATTEMPT)])
+        rows = self.rows[_ATTEMPT][order]
+        unique = rows[np.concatenate([rows[:1] == rows[:1], rows[1:] != rows[:-1]])].tolist()
         return [(Attempt(_RUN_ID.pack(a, b), g), step, size) for g, a, b, step, size in reversed(unique)]
 
     def of(self, attempt: Attempt) -> Inventory:
@@ -76,6 +83,27 @@ def join(parts: Sequence[Inventory]) -> Inventory:
         mine["group"][parity] = numbers[mine["group"][parity]]
         rows.append(mine)
     return Inventory(np.concatenate(rows), tuple(groups))
+
+
+def encode(found: Inventory) -> bytes:
+    """Encode an inventory for its way to the other nodes. Not collective.
+
+    Column by column and compressed, since most of it repeats: the files of 8 ranks with rs:6+2 take 270 bytes
+    instead of the 2,400 of a pickle, and those of 16,384 ranks 0.5 MB instead of 5.
+    """
+    columns = np.frombuffer(found.rows.tobytes(), dtype=np.uint8).reshape(-1, FOUND.itemsize).T.tobytes()
+    groups = np.array([word for group in found.groups for word in (len(group), *group)], dtype="<u4").tobytes()
+    return zlib.compress(_COUNT.pack(found.rows.size) + columns + groups, 1)
+
+
+def decode(packed: bytes) -> Inventory:
+    """Decode what `encode` gave. Not collective."""
+    raw = zlib.decompress(packed)
+    end = _COUNT.size + FOUND.itemsize * _COUNT.unpack_from(raw)[0]
+    columns = np.frombuffer(raw[_COUNT.size : end], dtype=np.uint8).reshape(FOUND.itemsize, -1)
+    words = iter(np.frombuffer(raw[end:], dtype="<u4").tolist())
+    groups = tuple(tuple(itertools.islice(words, length)) for length in words)
+    return Inventory(np.frombuffer(columns.T.tobytes(), dtype=FOUND), groups)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,8 +216,9 @@ def _sources(found: Inventory, attempt: Attempt, step: int, world_size: int, nod
     """Where each rank's slot of an attempt is, or how it is rebuilt; None where one is nowhere."""
     slots: dict[int, Place] = {}
     parity: dict[tuple[int, int], dict[int, Place]] = {}
-    for row in np.sort(found.rows, order=["rank", "node", "file"]).tolist():
-        _, _, _, _, rank, _, node, file, group, parities, _ = row
+    rows = found.rows[np.lexsort([found.rows[name] for name in ("file", "node", "rank")])]
+    columns = [rows[name].tolist() for name in ("rank", "node", "file", "group", "parities")]
+    for rank, node, file, group, parities in zip(*columns, strict=True):
         at_home = rank < len(node_of) and node_of[rank] == node
         known = parity.setdefault((group, parities), {}) if parities else slots
         if rank not in known or (at_home and known[rank][0] != node):
@@ -202,6 +231,8 @@ def _sources(found: Inventory, attempt: Attempt, step: int, world_size: int, nod
     if missing := set(range(world_size)) - slots.keys():
         for group in groups:
             no_slot = [nth for nth, rank in enumerate(group.ranks) if rank in missing]
+            if not no_slot:
+                continue
             no_parity = [nth for nth, place in enumerate(group.files) if place is None]
             if recoverable(len(group.ranks), group.losses, no_slot, no_parity):
                 rebuilt |= {group.ranks[nth]: group for nth in no_slot if group.ranks[nth] not in rebuilt}

@@ -17,7 +17,7 @@ from .domains import Domains, from_argument
 from .domains import join as join_domains
 from .errors import MlflashError
 from .header import Attempt
-from .inventory import Choice, Inventory, assign, choose, join, scan
+from .inventory import Choice, Inventory, assign, choose, decode, encode, join, scan
 from .node_memory import NodeMemory
 from .placement import place
 from .protect import Protection
@@ -235,4 +235,5 @@ def find_domains(world: World, given: Any) -> Domains | None:
 
 def take_stock(world: World, memory: NodeMemory) -> Inventory:
     """List what all nodes hold. Collective over the world."""
-    return join(world.gather_nodes(scan(memory, world.node_index) if world.local_rank == 0 else None))
+    packed = world.gather_nodes(encode(scan(memory, world.node_index)) if world.local_rank == 0 else None)
+    return join([decode(part) for part in packed])

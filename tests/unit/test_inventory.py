@@ -9,11 +9,15 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from layouts import layout
 
 from mlflash.header import Attempt
-from mlflash.inventory import FOUND, Inventory, ParityGroup, assign, choose, file_name, join
+from mlflash.inventory import FOUND, Inventory, ParityGroup, assign, choose, decode, encode, file_name, join
+from mlflash.placement import place
+from mlflash.scheme import parse
 
 RUN_A, RUN_B = b"a" * 16, b"b" * 16
+RUN_NUMBERS = (0x3F9C_11D7_A6E2_5B48, 0xC471_0E8D_92F3_6AB5)  # no pattern in them, as in a real one
 
 
 def table(*rows: tuple[bytes, int, int, int, int, int], world_size: int = 2) -> Inventory:
@@ -99,6 +103,37 @@ def test_files_are_shared_out_once_each_and_one_of_each_pair_can_be_written(data
     shared = [n for pair in pairs for n in pair if n is not None]
     assert sorted([*shared, *unused]) == list(range(count))
     assert not any(pair[0] in kept and pair[1] in kept for pair in pairs)
+
+
+@given(
+    cells=st.lists(st.tuples(*[st.integers(0, 3)] * 3, *[st.integers(0, 255)] * 8), max_size=30),
+    groups=st.lists(st.lists(st.integers(0, 2**32 - 1), max_size=9).map(tuple), max_size=5).map(tuple),
+)
+def test_an_inventory_comes_back_whole_from_its_way(cells: list[tuple[int, ...]], groups: Any) -> None:
+    found = Inventory(np.array(cells, dtype=FOUND), groups)
+    again = decode(encode(found))
+    assert again.groups == groups and again.rows.dtype == FOUND
+    assert again.rows.tobytes() == found.rows.tobytes()
+    attempts = {(g, a, b, step, size) for g, a, b, step, _, size, *_ in cells}
+    listed = [
+        (a.generation, *(int.from_bytes(half, "little") for half in (a.run_id[:8], a.run_id[8:])), step, size)
+        for a, step, size in found.attempts()
+    ]
+    assert listed == sorted(attempts, reverse=True)
+
+
+def test_what_16384_ranks_tell_each_other_is_less_than_a_megabyte() -> None:
+    placed = place(layout(*[8] * 2048), parse("rs:6+2"))
+    total = 0
+    for node in range(2048):
+        ranks = range(8 * node, 8 * node + 8)
+        rows = np.zeros(48, dtype=FOUND)  # three own slots and three parity files of each rank
+        rows["rank"], rows["world_size"], rows["node"] = np.repeat(ranks, 6), 16_384, node
+        rows["file"], rows["generation"] = np.arange(48), np.tile([41, 41, 42, 42, 43, 43], 8)
+        rows["step"], rows["run_0"], rows["run_1"] = 10 * rows["generation"], *RUN_NUMBERS
+        rows["group"], rows["parities"] = np.repeat(range(8), 6), np.tile([0, 2], 24)
+        total += len(encode(Inventory(rows, tuple(placed.parity_group_of[rank] for rank in ranks))))
+    assert total < 1_000_000
 
 
 def test_16384_ranks_choose_within_a_second_from_less_than_4_mb() -> None:
