@@ -17,12 +17,12 @@ from .errors import CorruptSlot
 from .exchange import Exchange
 from .header import HEADER_NBYTES, Attempt, Header, unpack
 from .layout import Extents
-from .parity_file import Head, extents_of, heads_blocks, pack_heads, read_heads
+from .parity_file import Head, heads_blocks, pack_heads, read_heads
 from .placement import Placement
 from .points import reach
 from .shelf import Shelf, any_whole
 from .slot import Slot, Use, table_check
-from .stripes import Stripes, Unit
+from .stripes import Stripes, Unit, parity_extents
 from .transfer import Source, done, offer, swap
 
 log = logging.getLogger("mlflash")
@@ -73,7 +73,7 @@ class Parity:
         if not self.group:
             return {}
         blocks = [-(-nbytes_of[rank] // self._block_nbytes) for rank in self.group]
-        return {self._world.rank: extents_of(blocks, self.scheme.losses, self._block_nbytes).nbytes}
+        return {self._world.rank: parity_extents(blocks, self.scheme.losses, self._block_nbytes).nbytes}
 
     def free(self) -> None:
         """Free window and communicator. Collective over the group."""
@@ -116,7 +116,7 @@ class Parity:
     @property
     def _parity_extents(self) -> Extents:
         block_nbytes = self._extents[self._world.rank].block_nbytes
-        return extents_of(self._stripes.blocks, self.scheme.losses, block_nbytes)
+        return parity_extents(self._stripes.blocks, self.scheme.losses, block_nbytes)
 
     def moves(self, shelf: Shelf, source: Source, attempt: Attempt) -> list[Moves]:
         """Make the parity, as operations whose result is whether this rank's share is whole and sealed."""

@@ -13,19 +13,11 @@ import numpy as np
 
 from .errors import CorruptSlot
 from .header import HEADER_NBYTES, Header, unpack
-from .layout import CHECK_NBYTES, Extents, round_up
+from .layout import CHECK_NBYTES, Extents
 from .slot import Slot, table_check
-from .stripes import Stripes
 
 Head = tuple[Header, np.ndarray]
 """The header of a slot, and its block table: ``(blocks,)`` uint64."""
-
-
-def extents_of(blocks: Sequence[int], losses: int, block_nbytes: int) -> Extents:
-    """The parts of a parity file of a group whose slots have so many blocks."""
-    heads_nbytes = sum(HEADER_NBYTES + count * CHECK_NBYTES for count in blocks)
-    parity_blocks = Stripes(tuple(blocks), losses).parity_blocks
-    return Extents(round_up(heads_nbytes, block_nbytes), parity_blocks * block_nbytes, block_nbytes)
 
 
 def heads_blocks(extents: Extents) -> int:

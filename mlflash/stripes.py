@@ -18,7 +18,10 @@ Source: RAID-5 and RAID-6 with rotated parity; SCR's XOR scheme (Moody et al., S
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
+
+from .header import HEADER_NBYTES
+from .layout import CHECK_NBYTES, Extents, round_up
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,6 +144,13 @@ class Stripes:
             outputs = tuple(unit for nth in want if (unit := units[nth]) is not None)
             tasks.append(Task(coders[(row + stripe) % len(coders)], inputs, outputs, have, want))
         return tasks
+
+
+def parity_extents(blocks: Sequence[int], losses: int, block_nbytes: int) -> Extents:
+    """The parts of a parity file of a group whose slots have so many blocks: their heads, then parity blocks."""
+    heads_nbytes = sum(HEADER_NBYTES + count * CHECK_NBYTES for count in blocks)
+    parity_blocks = Stripes(tuple(blocks), losses).parity_blocks
+    return Extents(round_up(heads_nbytes, block_nbytes), parity_blocks * block_nbytes, block_nbytes)
 
 
 def recoverable(members: int, losses: int, no_slot: Collection[int], no_parity: Collection[int]) -> bool:
