@@ -308,7 +308,7 @@ class Checkpointer:
             ``rank``, ``node``, ``scheme``, ``group`` (ranks that protect each other), ``partners`` (those that hold
             copies), ``transport``, ``job``, ``memory`` (this job's directory in
             it), ``restored_from`` (node whose memory the last restore took this rank's state from, or ""), ``slots``
-            (file, use, rank, step and bytes of each), ``counts`` and ``seconds``.
+            (file, use, rank, step and bytes of each, own ones first), ``counts`` and ``seconds``.
         """
         parts = self._parts
         slots = [

@@ -7,6 +7,7 @@ import sys
 
 import click
 
+from .plan_command import plan
 from .version import __version__
 
 
@@ -14,6 +15,9 @@ from .version import __version__
 @click.version_option(__version__)
 def main() -> None:
     """Memory-first checkpoints for training on HPC clusters."""
+
+
+main.add_command(plan)
 
 
 @main.command()

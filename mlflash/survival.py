@@ -174,6 +174,11 @@ def _describe_domains(survival: Survival, kind: str, names: Sequence[str]) -> li
     return [*text, f"not: {_list([f'{_plural(kind)} {a} and {b} together' for a, b in named])}"]
 
 
+def any_domain(survival: Survival, names: Sequence[str]) -> bool:
+    """Whether any one failure domain may be lost, where ``names`` are those of each node's."""
+    return not _crowded(survival.limits, names, 1)
+
+
 def _crowded(limits: Iterable[Limit], names: Sequence[str], together: int) -> dict[tuple[str, ...], tuple[int, int]]:
     """Find the sets of so many domains that hold more nodes of a redundancy group than it may lose.
 

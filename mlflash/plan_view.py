@@ -1,0 +1,158 @@
+"""A plan for people and programs: a table with its sentences, and JSON."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from .interval import Costs, daly, young
+from .plan import Job, Prospect, least
+from .plan_inputs import YEAR_S, show_bytes, show_seconds, show_share
+
+_NAMED = 2  # domains that hold too much of a group, of each scheme
+
+
+def show(console: Console, job: Job, costs: Costs | None, prospects: Sequence[Prospect], notes: Sequence[str]) -> None:
+    """Print a plan: what was asked, a line for each scheme, what each survives, warnings, the least memory."""
+    for line in _asked(job, costs):
+        console.print(line, highlight=False, soft_wrap=True)
+    console.print(_table(job, costs, prospects))
+    for p in prospects:
+        console.print(Text.assemble((f"{p.scheme}: ", "bold"), p.survives), highlight=False, soft_wrap=True)
+    for p in prospects:
+        for text in p.too_close[:_NAMED]:
+            console.print(Text(f"warning: {p.scheme}: {text}", style="yellow"), soft_wrap=True)
+        if more := len(p.too_close[_NAMED:]):
+            console.print(Text(f"warning: {p.scheme}: the same goes for {more} more", style="yellow"), soft_wrap=True)
+    for text in notes:
+        console.print(Text(text, style="dim"), soft_wrap=True)
+    for wish, best in least(prospects).items():
+        text = f"least memory for {wish}: {best.scheme}, {show_bytes(best.memory_nbytes)} a node"
+        console.print(Text(f"{text} ({best.memory_nbytes / job.state_nbytes:.2f} x state)", style="green"))
+
+
+def _asked(job: Job, costs: Costs | None) -> Iterator[str]:
+    nodes = len(job.node_names)
+    slots = {2: "two slots", 3: "three slots (it drains)"}[job.own_slots]
+    yield (
+        f"{nodes:,} nodes x {job.ranks_per_node} ranks x {show_bytes(job.nbytes)}: {show_bytes(job.state_nbytes)} of "
+        f"state on a node, {show_bytes(nodes * job.state_nbytes)} in all; {slots} a rank"
+    )
+    if job.memory_nbytes is not None:
+        yield f"a node gives {show_bytes(job.memory_nbytes)} to checkpoints"
+    if costs is None:
+        return
+    yield (
+        f"a node fails every {show_seconds(costs.mtbf_s * nodes)}, the job every {show_seconds(costs.mtbf_s)}; a save "
+        f"stalls {show_seconds(costs.stall_s)} and is committed after {show_seconds(costs.commit_s)}; a restart takes "
+        f"{show_seconds(costs.restart_s)}"
+    )
+    bound = daly(costs.stall_s, costs.mtbf_s)
+    first_order = show_seconds(young(costs.stall_s, costs.mtbf_s))
+    text = f"best interval: {show_seconds(bound)} (Daly 2006; Young 1974: {first_order})"
+    if bound < costs.commit_s:
+        text += f", but a commit takes longer: {show_seconds(costs.commit_s)}"
+    yield text
+    if costs.drain_every_s is None:
+        yield "what a fall to the file system costs is not in the waste: give --drain-every and --pfs-restart"
+    else:
+        yield (
+            f"drained every {show_seconds(costs.drain_every_s)}; a restart from the file system takes "
+            f"{show_seconds(costs.pfs_restart_s)}"
+        )
+
+
+def _table(job: Job, costs: Costs | None, prospects: Sequence[Prospect]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("scheme")
+    if any(p.made != str(p.scheme) for p in prospects):
+        table.add_column("made here")
+    table.add_column("a node", justify="right")
+    table.add_column("x state", justify="right")
+    if job.memory_nbytes is not None:
+        table.add_column("fits")
+    for lost in range(1, len(prospects[0].chances) + 1):
+        table.add_column(f"{lost} lost", justify="right")
+    for name in ("save every", "waste", "falls a year") if costs is not None else ():
+        table.add_column(name, justify="right")
+    for p in prospects:
+        row = [str(p.scheme)]
+        if any(other.made != str(other.scheme) for other in prospects):
+            row.append("" if p.made == str(p.scheme) else p.made)
+        row += [show_bytes(p.memory_nbytes), f"{p.memory_nbytes / job.state_nbytes:.2f}"]
+        if p.fits is not None:
+            row.append("yes" if p.fits else "no")
+        row += [show_chance(chance) for chance in p.chances]
+        if costs is not None:
+            row += ["-" if p.interval_s is None else show_seconds(p.interval_s)]
+            row += ["-" if p.waste is None else show_share(p.waste), _few(_falls(p, costs))]
+        table.add_row(*row, style="dim" if p.fits is False else None)
+    return table
+
+
+def show_chance(chance: float) -> str:
+    """Write a probability, rounded down: only a certainty is 100 %.
+
+    Example:
+        1 → "100 %"; 0.99996 → "99.996 %"; 0.5 → "50.0 %".
+    """
+    if chance >= 1 or chance <= 0:
+        return "100 %" if chance >= 1 else "0 %"
+    digits = min(9, max(1, math.ceil(-math.log10(100 * (1 - chance)))))
+    return f"{math.floor(chance * 100 * 10**digits) / 10**digits:.{digits}f} %"
+
+
+def _few(count: float) -> str:
+    # What the model says of rarer ones is nothing beside the losses that are no accident of single nodes.
+    if 0 < count < 0.001:
+        return "< 0.001"
+    return f"{count:,.0f}" if count >= 10 else f"{count:.2g}"
+
+
+def _falls(p: Prospect, costs: Costs) -> float:
+    return (p.uncovered or 0.0) * YEAR_S / costs.mtbf_s
+
+
+def to_json(job: Job, costs: Costs | None, prospects: Sequence[Prospect], notes: Sequence[str]) -> dict[str, Any]:
+    """Give a plan as plain values; bytes, seconds and shares, whatever units were given."""
+    given = {"nodes": len(job.node_names), "ranks_per_node": job.ranks_per_node, "nbytes_per_rank": job.nbytes,
+             "memory_nbytes": job.memory_nbytes, "own_slots": job.own_slots}  # fmt: skip
+    failures = None
+    if costs is not None:
+        failures = {
+            "node_mtbf_s": costs.mtbf_s * len(job.node_names), "mtbf_s": costs.mtbf_s, "stall_s": costs.stall_s,
+            "commit_s": costs.commit_s, "restart_s": costs.restart_s, "drain_every_s": costs.drain_every_s,
+            "pfs_restart_s": costs.pfs_restart_s, "young_s": young(costs.stall_s, costs.mtbf_s),
+            "daly_s": daly(costs.stall_s, costs.mtbf_s),
+        }  # fmt: skip
+    return {
+        "job": given,
+        "failures": failures,
+        "schemes": [
+            {
+                "scheme": str(p.scheme),
+                "made": p.made,
+                "memory_nbytes_per_node": p.memory_nbytes,
+                "memory_per_state": p.memory_nbytes / job.state_nbytes,
+                "fits": p.fits,
+                "survives": p.survives,
+                "any_nodes": p.any_nodes,
+                "any_domain": list(p.any_domain),
+                "chances": {str(lost): chance for lost, chance in enumerate(p.chances, 1)},
+                "uncovered": p.uncovered,
+                "falls_per_year": None if costs is None else _falls(p, costs),
+                "interval_s": p.interval_s,
+                "waste": p.waste,
+                "warnings": list(p.too_close),
+            }
+            for p in prospects
+        ],
+        "least_memory": {wish: str(p.scheme) for wish, p in least(prospects).items()},
+        "notes": list(notes),
+    }

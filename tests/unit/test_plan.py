@@ -1,0 +1,368 @@
+"""`mlflash plan`: formulas against published numbers and simulation, chances against trying each, the command."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import random
+import re
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlflash import Checkpointer
+from mlflash.cli import main
+from mlflash.errors import ConfigError
+from mlflash.interval import Costs, best_interval, daly, waste, young
+from mlflash.placement import place
+from mlflash.plan import SCHEMES, Job, consider, made, node_nbytes, prospect, share_uncovered
+from mlflash.plan_inputs import measured, read_bytes, read_seconds, show_bytes, show_seconds
+from mlflash.plan_view import show_chance
+from mlflash.scheme import parse
+from mlflash.survival import of
+
+DOC = (Path(__file__).parents[2] / "docs" / "plan.md").read_text()
+GIB = 1 << 30
+FAILURES = ("--mtbf", "264d", "--save", "0.3s", "--commit", "8s", "--restart", "90s")
+
+
+def job(nodes: int, ranks_per_node: int = 2, **given: Any) -> Job:
+    return Job(tuple(f"n{node}" for node in range(nodes)), ranks_per_node, given.pop("nbytes", GIB), **given)
+
+
+def run(*arguments: object, code: int = 0) -> str:
+    result = CliRunner().invoke(main, ["plan", *map(str, arguments)])
+    assert result.exit_code == code, result.output
+    return result.output
+
+
+# How often to save
+
+
+def test_young() -> None:
+    assert young(2, 10_000) == 200
+
+
+@pytest.mark.parametrize(("mtbf_min", "computed_min"), [(24 * 60, 117), (6 * 60, 57), (15, 9.1)])
+def test_daly_gives_what_his_figures_say(mtbf_min: float, computed_min: float) -> None:
+    # Figures 3 to 5 of Daly 2006: dumps of 5 min; his interval is computation alone.
+    assert daly(5, mtbf_min) - 5 == pytest.approx(computed_min, abs=0.5 if computed_min > 10 else 0.05)
+    assert daly(5, 2) == 7
+
+
+@given(stall=st.floats(1e-3, 100), ratio=st.floats(1, 1e8), commit=st.floats(1, 1e4), uncovered=st.floats(0, 0.5))
+def test_no_interval_wastes_much_less_than_the_one_given(
+    stall: float, ratio: float, commit: float, uncovered: float
+) -> None:
+    costs = Costs(stall * ratio, stall, stall * commit, 0.0, 100 * stall * commit)
+    interval = best_interval(costs, uncovered)
+    assert interval is not None and interval >= costs.commit_s
+    others = np.geomspace(costs.commit_s * 1.001, 1e3 * interval, 150)
+    least = min(waste(float(t), costs, 0.0) for t in others)
+    assert waste(interval, costs, 0.0) <= 1.003 * least
+    assert waste(interval, costs, uncovered) <= 1.02 * min(waste(float(t), costs, uncovered) for t in others)
+
+
+@given(
+    st.floats(0.01, 10), st.floats(1e6, 1e8), st.floats(10, 60), st.floats(0, 600), st.floats(0, 1), st.floats(60, 3600)
+)
+def test_where_failures_are_rare_the_waste_is_that_of_the_first_order(
+    stall: float, mtbf: float, commit: float, restart: float, uncovered: float, drain: float
+) -> None:
+    costs = Costs(mtbf, stall, commit, restart, drain, 2 * restart)
+    interval = 100 * stall
+    first = stall / interval + (interval / 2 + commit + restart) / mtbf
+    first += uncovered * (drain / 2 + 2 * restart - restart) / mtbf
+    assert waste(interval, costs, uncovered) == pytest.approx(first, rel=0.02) or uncovered == 1
+
+
+@pytest.mark.parametrize(("interval", "uncovered"), [(100.0, 0.0), (100.0, 0.1), (300.0, 0.3)])
+def test_the_waste_is_that_of_a_simulated_job(interval: float, uncovered: float) -> None:
+    # A failure every 1000 s: many fall into restarts and repeated work.
+    costs = Costs(1000.0, 4.0, 20.0, 60.0, 2000.0, 200.0)
+    assert costs.drain_every_s is not None
+    rng = random.Random(1)
+    now = done = drained = 0.0
+    next_drain = costs.drain_every_s
+
+    def gained(seconds: float) -> float:
+        """Steps committed after so many seconds of training, as seconds of computation."""
+        return max(0, (seconds + costs.stall_s - costs.commit_s) // interval) * (interval - costs.stall_s)
+
+    for _ in range(200_000):
+        up = rng.expovariate(1 / costs.mtbf_s)
+        while now + up > next_drain:
+            drained = done + gained(next_drain - now)
+            next_drain += costs.drain_every_s
+        now, done, fell, back = now + up, done + gained(up), False, False
+        while not back:
+            fell = fell or rng.random() < uncovered
+            restart, up = costs.pfs_restart_s if fell else costs.restart_s, rng.expovariate(1 / costs.mtbf_s)
+            now, back = now + min(up, restart), up >= restart
+        if fell:
+            done, next_drain = drained, now + costs.drain_every_s
+    assert waste(interval, costs, uncovered) == pytest.approx(1 - done / now, rel=0.02)
+
+
+def test_a_job_that_cannot_get_on_wastes_everything() -> None:
+    assert waste(1e6, Costs(1.0, 1.0, 1.0, 1.0), 0.0) == 1.0
+    assert waste(None, Costs(1e6, 2.0, 2.0, 1.0, 1000.0), 1.0) == pytest.approx(0.0025, rel=0.01)
+    assert best_interval(Costs(1e6, 1.0, 30.0, 1.0), 1.0) is None
+
+
+# What a scheme gives
+
+
+@pytest.mark.parametrize("scheme", ["copy", "copy:2", "xor:3", "xor:4", "rs:2+2", "rs:3+2"])
+@pytest.mark.parametrize("nodes", [4, 7, 10])
+def test_chances_are_those_of_trying_each_loss(scheme: str, nodes: int) -> None:
+    here = job(nodes)
+    placed = place(here.topology, parse(scheme))
+    found = of(here.topology, placed)
+    p = prospect(here, parse(scheme), placed, 4, None)
+    for lost, chance in enumerate(p.chances, 1):
+        tried = [found.survives(some) for some in itertools.combinations(range(nodes), lost)]
+        assert chance == sum(tried) / len(tried)
+
+
+def test_chances_agree_with_a_simulation_of_many_nodes() -> None:
+    here, rng, tries = job(96), random.Random(3), 20_000
+    for scheme in ("copy", "rs:6+2"):
+        placed = place(here.topology, parse(scheme))
+        found = of(here.topology, placed)
+        chances = prospect(here, parse(scheme), placed, 5, None).chances
+        for lost in (2, 3, 5):
+            share = sum(found.survives(rng.sample(range(96), lost)) for _ in range(tries)) / tries
+            chance = chances[lost - 1]
+            assert abs(share - chance) <= 4 * math.sqrt(chance * (1 - chance) / tries)
+
+
+@pytest.mark.parametrize("scheme", ["none", "copy", "xor:4", "rs:2+2"])
+def test_the_share_that_memory_cannot_give_back_is_that_of_trying_each(scheme: str) -> None:
+    here = job(8, 1)
+    found = of(here.topology, place(here.topology, parse(scheme)))
+    mean, expected = 7 * 60 / 1000, 0.0
+    for further in range(60):
+        tried = [found.survives(some) for some in itertools.combinations(range(8), further + 1)] or [False]
+        expected += math.exp(-mean) * mean**further / math.factorial(further) * (1 - sum(tried) / len(tried))
+    assert share_uncovered(found, 1000, 60) == pytest.approx(expected, rel=1e-9)
+    assert share_uncovered(found, 1000, 0) == (1.0 if scheme == "none" else 0.0)
+    assert share_uncovered(found, 1e-6, 60) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_memory_is_the_overhead_of_the_scheme_and_headers(scheme: str) -> None:
+    here = job(8 * 10 * 11, nbytes=12 * GIB)  # divides into all groups
+    placed = place(here.topology, parse(scheme))
+    expected = 2 * (1 + parse(scheme).overhead) * here.state_nbytes
+    assert expected < node_nbytes(here, placed) < 1.001 * expected
+    draining = job(8 * 10 * 11, nbytes=12 * GIB, own_slots=3)
+    more = node_nbytes(draining, placed) - node_nbytes(here, placed)
+    assert here.state_nbytes < more < 1.001 * here.state_nbytes
+    two, three = re.findall(rf"^\| {re.escape(scheme)} \| ([\d.]+) \| ([\d.]+) \|$", DOC, re.M)[0]
+    assert (two, three) == (f"{expected / here.state_nbytes:.2f}", f"{expected / here.state_nbytes + 1:.2f}")
+
+
+def test_what_is_made_of_a_scheme_is_named() -> None:
+    def name(scheme: str, nodes: int) -> str:
+        return made(place(job(nodes).topology, parse(scheme)))
+
+    assert [name("xor:4", n) for n in (1, 2, 3, 4, 11, 12)] == [
+        "none", "copy", "xor:3", "xor:4", "xor:6 and xor:5", "xor:4",
+    ]  # fmt: skip
+    assert [name("rs:6+2", n) for n in (2, 3, 4, 10)] == ["copy", "copy:2", "rs:2+2", "rs:8+2"]
+    found, left_out = consider(job(3))
+    assert [str(scheme) for scheme, _ in found] == ["none", "copy", "copy:2", "xor:4"]
+    assert left_out[0] == "xor:8 makes xor:3 here, as xor:4 does"
+    assert [str(scheme) for scheme, _ in consider(job(3), ("rs:6+2", "copy:2"))[0]] == ["rs:6+2", "copy:2"]
+
+
+# What people write and read
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"), [("12GiB", 12 << 30), ("80GB", 80 * 10**9), ("1.5 MiB", 3 << 19), ("512", 512), ("3kB", 3000)]
+)
+def test_bytes_are_read(text: str, nbytes: int) -> None:
+    assert read_bytes(text) == nbytes
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("0.3", 0.3), ("250ms", 0.25), ("2min", 120), ("30000h", 1.08e8), ("1e3 s", 1000), ("2y", 63_115_200)],
+)
+def test_times_are_read(text: str, seconds: float) -> None:
+    assert read_seconds(text) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "12G", "12 GiB GiB", "-1GiB", "nan", "1e999", "12gib", "٣GB"])
+def test_what_is_no_quantity_is_refused_with_examples(text: str) -> None:
+    with pytest.raises(ConfigError, match="12GiB"):
+        read_bytes(text)
+    with pytest.raises(ConfigError, match="30000h"):
+        read_seconds(text.replace("iB", "m"))
+
+
+def test_quantities_are_written_short() -> None:
+    assert [show_bytes(n) for n in (0, 1023, 12 << 30, 1_500_000, 5 << 50)] == [
+        "0 B", "1023 B", "12 GiB", "1.4 MiB", "5 PiB",
+    ]  # fmt: skip
+    assert [show_seconds(s) for s in (0.0005, 0.3, 1, 93, 150, 5400, 40_000, 4e5, 1e9)] == [
+        "0.5 ms", "300 ms", "1 s", "93 s", "2.5 min", "1.5 h", "11 h", "4.6 d", "32 y",
+    ]  # fmt: skip
+    assert [show_chance(p) for p in (0, 0.5, 0.98412, 0.99996, 1 - 1e-12, 1)] == [
+        "0 %", "50.0 %", "98.4 %", "99.996 %", "99.999999999 %", "100 %",
+    ]  # fmt: skip
+
+
+# The command
+
+
+def test_the_examples_of_the_page_are_real(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"^```console\n\$ (.*)\n([^`]*)```", DOC, re.M)
+    assert len(blocks) == 2
+    for command, shown in blocks:
+        program, *arguments = shlex.split(command)
+        if program == "cat":
+            Path(arguments[0]).write_text(shown)
+        else:
+            assert CliRunner().invoke(main, arguments).output == shown
+
+
+def test_json_has_what_the_table_has() -> None:
+    told = json.loads(run("--nodes", 64, "--bytes", "12GiB", "--memory", "300GiB", *FAILURES, "--json"))
+    assert told["job"] == {"nodes": 64, "ranks_per_node": 8, "nbytes_per_rank": 12 * GIB, "memory_nbytes": 300 * GIB,
+                           "own_slots": 2}  # fmt: skip
+    assert told["failures"]["mtbf_s"] == pytest.approx(264 * 86_400 / 64)
+    by_name = {one["scheme"]: one for one in told["schemes"]}
+    assert list(by_name) == list(SCHEMES)
+    one = by_name["rs:6+2"]
+    assert one["survives"].startswith("any process; any 2 of 64 nodes; 41,216 of 41,664 triples")
+    assert one["chances"] == {"1": 1.0, "2": 1.0, "3": 41_216 / 41_664}
+    assert (one["any_nodes"], one["fits"], by_name["copy"]["fits"]) == (2, True, False)
+    assert one["memory_per_state"] == pytest.approx(8 / 3, rel=1e-3)
+    assert one["interval_s"] == pytest.approx(math.sqrt(2 * 0.3 * 264 * 86_400 / 64), rel=0.01)
+    assert 0.001 < one["waste"] < 0.002 and 0 < one["falls_per_year"] < 1e-4
+    assert by_name["none"]["interval_s"] is None and by_name["none"]["waste"] is None
+    assert by_name["none"]["falls_per_year"] == pytest.approx(64 * 365.25 / 264)
+    assert told["least_memory"] == {"any 1 node": "xor:8", "any 2 nodes": "rs:8+2", "any 3 nodes": "rs:8+3"}
+    without = json.loads(run("--nodes", 2, "--bytes", 1, "--json"))
+    assert without["failures"] is None and [len(s["chances"]) for s in without["schemes"]] == [2, 2]
+
+
+def test_an_interval_shorter_than_the_commit_is_not_advised() -> None:
+    text = run("--nodes", 2048, "--bytes", "6GiB", *FAILURES[:4], "--commit", "2min", "--scheme", "copy")
+    assert "best interval: 82 s (Daly 2006; Young 1974: 82 s), but a commit takes longer: 2 min" in text
+    assert re.search(r"copy +192 GiB.* 2 min +\d", text)
+
+
+def test_a_domain_that_holds_too_much_of_a_group_is_warned_about(tmp_path: Path) -> None:
+    file = tmp_path / "racks"
+    file.write_text("levels: row rack\nn[1-4] 1 a\nn[5-8] 1 b\nn[9-10] 2 a\n")
+    text = run("--domains", file, "--bytes", "1GB", "--scheme", "xor:4", "--scheme", "rs:3+2")
+    assert "warning: xor:4: row 1 holds 4 nodes of a group that may lose 1\n" in text
+    assert "warning: xor:4: the same goes for 1 more\n" in text
+    assert "least memory for any 1 rack: rs:3+2" in text and "not: row 1" in text
+    text = run("--domains", file, "--hosts", "n[9-10],m1", "--bytes", "1GB")
+    assert "1 hosts stand nowhere, each counts as a domain of its own: m1" in text
+    text = run("--domains", file, "--nodes", 3, "--bytes", "1GB")
+    assert "the first 3 of 10 hosts: n1 to n3" in text
+    assert "all nodes are in rack 1/a: it takes the job's memory with it" in text
+
+
+def test_domains_and_nodes_come_from_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text(
+        "#!/bin/sh\necho 'SwitchName=s0 Level=0 Nodes=n[1-2]'\necho 'SwitchName=s1 Level=0 Nodes=n[3-9]'"
+    )
+    scontrol.chmod(0o755)
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-4]")
+    text = run("--slurm", "--bytes", "1GiB")
+    assert "copy: any process; any 1 of 4 nodes; 4 of 6 pairs of nodes; any 1 switch; not: switches s0 and s1" in text
+    scontrol.unlink()
+    assert "--domains FILE does as well" in run("--slurm", "--bytes", "1GiB", code=1)
+
+
+def test_a_report_of_a_run_says_what_was_measured(shm: Path, tmp_path: Path) -> None:
+    with Checkpointer(memory=str(shm), job="j", redundancy="none") as ckpt:
+        for step in range(3):
+            ckpt.save(step, {"w": np.zeros(3_000_000, np.uint8)}).wait()
+        report = ckpt.report()
+    file = tmp_path / "report.json"
+    file.write_text(json.dumps(report))
+    told = json.loads(run("--report", file, "--nodes", 4, "--mtbf", "1y", "--json"))
+    assert 3_000_000 < told["job"]["nbytes_per_rank"] == report["slots"][0]["nbytes"] < 3_100_000
+    seconds = report["seconds"]
+    assert told["failures"]["stall_s"] == pytest.approx(seconds["stall"] / 3)
+    assert told["failures"]["commit_s"] == pytest.approx((seconds["stall"] + seconds["protect and commit"]) / 3)
+    file.write_text(json.dumps([report, report, {**report, "node": "other"}]))
+    told = json.loads(run("--report", file, "--bytes", "1GB", "--mtbf", "1y", "--save", "2s", "--json"))
+    assert (told["job"]["nodes"], told["job"]["ranks_per_node"]) == (2, 2)
+    assert (told["job"]["nbytes_per_rank"], told["failures"]["stall_s"]) == (10**9, 2)
+    assert measured(report).nodes is None
+    file.write_text("[]")
+    for text, wrong in (("[]", "no report"), ("{}", "no report"), ("{", "report.json: "), ('[{"node": 1}]', "slots"),
+                        (json.dumps({**report, "counts": {}}), "saved nothing")):  # fmt: skip
+        file.write_text(text)
+        assert wrong in run("--report", file, "--nodes", 4, code=1)
+
+
+@pytest.mark.parametrize("drains", [(), ("--drain-every", "1h", "--pfs-restart", "10min")])
+def test_the_picture_is_drawn(tmp_path: Path, drains: tuple[str, ...]) -> None:
+    file = tmp_path / "waste.png"
+    run("--nodes", 64, "--bytes", "12GiB", *FAILURES, *drains, "--plot", file)
+    assert file.read_bytes().startswith(b"\x89PNG") and file.stat().st_size > 10_000
+
+
+def test_what_cannot_be_drawn_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = ("--nodes", 64, "--bytes", "12GiB", *FAILURES, "--plot")
+    assert "cannot draw to" in run(*drawn, tmp_path / "waste.txt", code=1)
+    assert "memory covers no failure" in run(*drawn, tmp_path / "waste.png", "--scheme", "none", code=1)
+    assert "needs --mtbf" in run("--nodes", 4, "--bytes", "1GiB", "--plot", tmp_path / "waste.png", code=2)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert "pip install 'mlflash[plot]'" in run(*drawn, tmp_path / "waste.png", code=1)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ("--nodes 4", "Give --bytes, or --report"),
+        ("--bytes 1GiB", "Give --nodes, --hosts, --domains"),
+        ("--nodes 4 --bytes 12G", "bytes such as 12GiB"),
+        ("--nodes 4 --bytes 0B", "at least 1 byte"),
+        ("--nodes 4000000 --bytes 1GiB", "1 to 1,048,576 ranks"),
+        ("--nodes 4 --bytes 1GiB --scheme raid", "none, copy, copy:k, xor:n"),
+        ("--nodes 4 --bytes 1GiB --mtbf 5y", "needs --save"),
+        ("--nodes 4 --bytes 1GiB --mtbf 5years --save 1", "30000h, 200d or 5y"),
+        ("--nodes 4 --bytes 1GiB --mtbf 0 --save 1", "more than 0 s"),
+        ("--nodes 4 --bytes 1GiB --mtbf 5y --save 0", "more than 0 s"),
+        ("--nodes 4 --bytes 1GiB --mtbf 5y --save 2 --commit 1", "no shorter than --save"),
+        ("--nodes 4 --bytes 1GiB --mtbf 5y --save 2 --pfs-restart 1h", "with --drain-every"),
+        ("--nodes 4 --hosts n[1-3] --bytes 1GiB", "4 different hosts"),
+        ("--hosts n1,n1 --bytes 1GiB", "different hosts"),
+        ("--hosts n[1- --bytes 1GiB", "node[001-016]"),
+        ("--domains /no/such --bytes 1GiB", "does not exist"),
+        ("--domains /dev/null --slurm --bytes 1GiB", "is a file|either --domains or --slurm|not a"),
+    ],
+)
+def test_what_makes_no_sense_is_refused_with_what_is_possible(arguments: str, text: str) -> None:
+    result = CliRunner().invoke(main, ["plan", *arguments.split()])
+    assert result.exit_code in (1, 2)
+    assert any(part in " ".join(result.output.split()) for part in text.split("|")), result.output
+
+
+def test_losses_beyond_the_nodes_and_waste_beyond_all_time_are_shown() -> None:
+    text = run("--nodes", 2, "--bytes", "1GiB", "--losses", 9, "--mtbf", "1min", "--save", "1h", "--restart", "1s")
+    assert "2 lost" in text and "3 lost" not in text
+    assert "100.0 %" in text
