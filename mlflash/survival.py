@@ -82,15 +82,16 @@ class Survival:
 
 def of(topology: Topology, placement: Placement) -> Survival:
     """What a placement survives. Pure."""
-    limits = {
-        Limit(frozenset(topology.node_of[rank] for rank in group), placement.scheme.losses)
-        for group in placement.parity_groups
+    node_of = topology.node_of
+    # Sets of nodes first: the ranks of a node share theirs.
+    in_parity = {frozenset(node_of[rank] for rank in group) for group in placement.parity_groups}
+    limits = {Limit(nodes, placement.scheme.losses) for nodes in in_parity}
+    copied = {
+        frozenset(node_of[r] for r in (rank, *partners))
+        for rank, partners in enumerate(placement.partners)
+        if not placement.parity_group_of[rank]
     }
-    in_parity = {rank for group in placement.parity_groups for rank in group}
-    for rank, partners in enumerate(placement.partners):
-        if rank not in in_parity:
-            nodes = frozenset(topology.node_of[r] for r in (rank, *partners))
-            limits.add(Limit(nodes, len(nodes) - 1))
+    limits |= {Limit(nodes, len(nodes) - 1) for nodes in copied}
     return Survival(len(topology.node_names), frozenset(limits))
 
 
