@@ -7,7 +7,7 @@
 #   make cluster         nodes that are really apart: crashed, cables cut (as root, on Linux)
 #   make chaos           MINUTES=10 SEED=1: a training job killed at random moments until it ends
 #   make lint type       ruff, codespell, shellcheck; mypy --strict
-#   make bench           benchmarks/save_restore and benchmarks/parity
+#   make bench           benchmarks/save_restore and benchmarks/parity; benchmarks/scale on simulated ranks
 #   make clean           remove the environments and reports
 
 MPI ?= mpich
@@ -83,6 +83,7 @@ type: $(VENV)/.dependencies
 bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/save_restore.py
 	$(BIN)/python benchmarks/parity.py
+	$(BIN)/python benchmarks/scale.py
 
 clean:
 	rm -rf .venv .venv-openmpi .reports build mlflash.egg-info
