@@ -128,7 +128,8 @@ def consider(job: Job, asked: Sequence[str] = ()) -> tuple[list[tuple[Scheme, Pl
 
 
 def _equal(one: Placement, other: Placement) -> bool:
-    return made(one) == made(other) and (one.partners, one.parity_groups) == (other.partners, other.parity_groups)
+    coded = one.parity_groups == other.parity_groups and (not one.parity_groups or made(one) == made(other))
+    return coded and one.partners == other.partners
 
 
 def made(placement: Placement) -> str:
@@ -137,10 +138,11 @@ def made(placement: Placement) -> str:
     Example:
         xor:4 over 11 nodes → "xor:6 and xor:5"; rs:6+2 over 3 nodes → "copy:2".
     """
-    copies = Scheme("copy", 0, 0)
-    forms = [str(placement.scheme.sized(len(group))) for group in placement.parity_groups]
-    forms += [str(dataclasses.replace(copies, losses=len(ranks))) for ranks in placement.partners if ranks]
-    return " and ".join(form for form, _ in Counter(forms).most_common()) or "none"
+    parity = Counter(len(group) for group in placement.parity_groups)
+    forms = [str(placement.scheme.sized(members)) for members, _ in parity.most_common()]
+    copies = Counter(len(ranks) for ranks in placement.partners if ranks)
+    forms += [str(Scheme("copy", 1 + count, count)) for count, _ in copies.most_common()]
+    return " and ".join(forms) or "none"
 
 
 def node_nbytes(job: Job, placement: Placement) -> int:
@@ -152,11 +154,9 @@ def node_nbytes(job: Job, placement: Placement) -> int:
     slot = Extents(2 * PAGE_NBYTES, round_up(job.nbytes, ALIGN_NBYTES), job.block_nbytes)
     sizes = {len(group) for group in placement.parity_groups}
     parity = {n: parity_extents([slot.blocks] * n, placement.scheme.losses, job.block_nbytes).nbytes for n in sizes}
-    nodes = [0] * len(job.node_names)
-    for rank, node in enumerate(job.topology.node_of):
-        group = placement.parity_group_of[rank]
-        nodes[node] += job.own_slots * slot.nbytes + 2 * len(placement.owners[rank]) * slot.nbytes
-        nodes[node] += 2 * parity[len(group)] if group else 0
+    slot_nbytes, nodes = slot.nbytes, [0] * len(job.node_names)
+    for node, owners, group in zip(job.topology.node_of, placement.owners, placement.parity_group_of, strict=True):
+        nodes[node] += (job.own_slots + 2 * len(owners)) * slot_nbytes + 2 * parity.get(len(group), 0)
     return max(nodes)
 
 

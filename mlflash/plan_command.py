@@ -191,5 +191,7 @@ def _places(nodes: int | None, file: str | None, slurm: bool, hosts: str | None
         names = tuple(f"node{number}" for number in range(nodes))
     unknown = [name for name in names if domains and not {name, short_name(name)} & domains.of.keys()]
     if unknown:
-        notes.append(f"{len(unknown)} hosts stand nowhere, each counts as a domain of its own: {unknown[0]}, ...")
+        notes.append(
+            f"{len(unknown)} of {len(names)} hosts stand nowhere and count as domains of their own: {unknown[0]}, ..."
+        )
     return names, domains, notes

@@ -38,11 +38,11 @@ def show(console: Console, job: Job, costs: Costs | None, prospects: Sequence[Pr
 
 
 def _asked(job: Job, costs: Costs | None) -> Iterator[str]:
-    nodes = len(job.node_names)
+    nodes, state = len(job.node_names), job.state_nbytes
     slots = {2: "two slots", 3: "three slots (it drains)"}[job.own_slots]
     yield (
-        f"{nodes:,} nodes x {job.ranks_per_node} ranks x {show_bytes(job.nbytes)}: {show_bytes(job.state_nbytes)} of "
-        f"state on a node, {show_bytes(nodes * job.state_nbytes)} in all; {slots} a rank"
+        f"{nodes:,} node{'s' * (nodes > 1)} x {job.ranks_per_node} ranks x {show_bytes(job.nbytes)}: "
+        f"{show_bytes(state)} of state on a node, {show_bytes(nodes * state)} in all; {slots} a rank"
     )
     if job.memory_nbytes is not None:
         yield f"a node gives {show_bytes(job.memory_nbytes)} to checkpoints"
@@ -69,7 +69,7 @@ def _asked(job: Job, costs: Costs | None) -> Iterator[str]:
 
 
 def _table(job: Job, costs: Costs | None, prospects: Sequence[Prospect]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False)
     table.add_column("scheme")
     if any(p.made != str(p.scheme) for p in prospects):
         table.add_column("made here")

@@ -273,7 +273,7 @@ def test_a_domain_that_holds_too_much_of_a_group_is_warned_about(tmp_path: Path)
     assert "warning: xor:4: the same goes for 1 more\n" in text
     assert "least memory for any 1 rack: rs:3+2" in text and "not: row 1" in text
     text = run("--domains", file, "--hosts", "n[9-10],m1", "--bytes", "1GB")
-    assert "1 hosts stand nowhere, each counts as a domain of its own: m1" in text
+    assert "1 of 3 hosts stand nowhere and count as domains of their own: m1" in text
     text = run("--domains", file, "--nodes", 3, "--bytes", "1GB")
     assert "the first 3 of 10 hosts: n1 to n3" in text
     assert "all nodes are in rack 1/a: it takes the job's memory with it" in text
