@@ -66,8 +66,8 @@ class Job:
 
     @cached_property
     def domains(self) -> dict[str, list[str]]:
-        """For each kind of failure domain, the name of each node's."""
-        return {kind: [place[level] for place in self.places] for level, kind in enumerate(self.kinds)}
+        """For each kind of failure domain, innermost first, the name of each node's."""
+        return {kind: [place[level] for place in self.places] for level, kind in reversed([*enumerate(self.kinds)])}
 
     @property
     def state_nbytes(self) -> int:

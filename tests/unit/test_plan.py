@@ -269,7 +269,7 @@ def test_a_domain_that_holds_too_much_of_a_group_is_warned_about(tmp_path: Path)
     file = tmp_path / "racks"
     file.write_text("levels: row rack\nn[1-4] 1 a\nn[5-8] 1 b\nn[9-10] 2 a\n")
     text = run("--domains", file, "--bytes", "1GB", "--scheme", "xor:4", "--scheme", "rs:3+2")
-    assert "warning: xor:4: row 1 holds 4 nodes of a group that may lose 1\n" in text
+    assert "warning: xor:4: rack 1/b holds 2 nodes of a group that may lose 1\n" in text
     assert "warning: xor:4: the same goes for 1 more\n" in text
     assert "least memory for any 1 rack: rs:3+2" in text and "not: row 1" in text
     text = run("--domains", file, "--hosts", "n[9-10],m1", "--bytes", "1GB")
