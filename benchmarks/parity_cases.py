@@ -14,7 +14,7 @@ from mpi4py import MPI
 from mlflash import erasure
 from mlflash.comm import World
 from mlflash.config import Config
-from mlflash.exchange import Exchange
+from mlflash.exchange import Exchange, parts_of
 from mlflash.header import Attempt, Header
 from mlflash.inventory import ParityGroup
 from mlflash.layout import PAGE_NBYTES, Extents
@@ -129,7 +129,8 @@ class Bench:
             heads = {header.rank: (header, table) for header, table in read_heads(held) if header.rank in lost_ranks}
             repair = Repair(known, (self.extents,) * COMM.size, stripes.rebuild(lost) or [], heads, group, group)
             blocks = RepairedBlocks([repair], {COMM.rank: self.slot}, {(known, COMM.rank): held}, self.arrived)
-            assert all(self.world.drive(exchange.moves(repair.tasks, blocks))), "a block is not what it was"
+            parts = parts_of(COMM.rank, repair.tasks, blocks.rank_of)
+            assert all(self.world.drive(exchange.moves(parts, blocks))), "a block is not what it was"
 
         return rebuild
 

@@ -1,8 +1,9 @@
 """Blocks from several ranks to one, coded there, and the results to where they belong: encoding and rebuilding.
 
-All ranks of a group walk through the same list of tasks in the same order; each sends the inputs that it holds,
-codes the tasks that are its own, and takes the outputs that belong to it. A few tasks are on their way at a time,
-in buffers of one block per unit. Every block travels with its checksum and is checked before it is used.
+All ranks of a group know the same list of tasks; each sends the inputs that it holds, codes the tasks that are its
+own, and takes the outputs that belong to it, in the order of the list. A few tasks are on their way at a time, in
+buffers of one block per unit. Blocks that are coded get a checksum where they arrive, which is compared with the table
+of their slot; coded blocks travel with theirs.
 
 Two transports, as in `transfer`: ``p2p`` (Isend/Irecv) and ``rma`` (Rput into the receiver's buffer, which it names
 when it is free).
@@ -10,9 +11,10 @@ when it is free).
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -32,7 +34,13 @@ _DEPTH = 3  # tasks on their way at a time
 
 
 class Blocks(Protocol):
-    """The blocks that the tasks are about, and who has them."""
+    """The blocks that the tasks are about, and who has them.
+
+    Attributes:
+        compares: whether `took` is to be told the checksums of inputs; else what is coded is known beforehand.
+    """
+
+    compares: bool
 
     def rank_of(self, unit: Unit) -> int:
         """The rank that reads or writes a block."""
@@ -50,7 +58,39 @@ class Blocks(Protocol):
         """Note that an output is in place; whether it is what it must be."""
 
     def took(self, unit: Unit, check: int) -> None:
-        """Note the checksum of a block that was coded here."""
+        """Note the checksum of a block that was coded here, so that it can be compared with its slot's table."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """What one rank does for a list of tasks.
+
+    Attributes:
+        sends: blocks that it sends: to whom, message tag, which.
+        codes: tasks that it codes, by number.
+        takes: blocks that it receives: from whom, message tag, which.
+    """
+
+    sends: list[tuple[int, int, Unit]]
+    codes: list[tuple[int, Task]]
+    takes: list[tuple[int, int, Unit]]
+
+
+def parts_of(rank: int, tasks: Iterable[Task], rank_of: Callable[[Unit], int]) -> Parts:
+    """Pick what one rank has to do out of the tasks, which are the same on all ranks."""
+    parts = Parts([], [], [])
+    for number, task in enumerate(tasks):
+        coder = rank_of(task.coder)
+        if coder == rank:
+            parts.codes.append((number, task))
+            continue
+        for nth, unit in zip(task.have, task.inputs, strict=True):
+            if unit is not None and rank_of(unit) == rank:
+                parts.sends.append((coder, _tag(number, nth), unit))
+        for nth, unit in zip(task.want, task.outputs, strict=True):
+            if rank_of(unit) == rank:
+                parts.takes.append((coder, _tag(number, nth), unit))
+    return parts
 
 
 class Exchange:
@@ -84,47 +124,28 @@ class Exchange:
         if self._window is not None:
             self._window.free()
 
-    def moves(self, tasks: Iterable[Task], blocks: Blocks) -> list[Moves]:
-        """This rank's part in the tasks, as operations whose result is whether every block was whole.
+    def moves(self, parts: Parts, blocks: Blocks) -> list[Moves]:
+        """This rank's part in some tasks, as operations whose result is whether every block was whole.
 
         Args:
-            tasks: the same on all ranks.
+            parts: see `parts_of`.
             blocks: the blocks that they are about.
         """
-        me = self._world.rank
-        to_send, to_code, to_take = itertools.tee(enumerate(tasks), 3)
-
-        def sends() -> Iterator[Moves]:
-            for number, task in to_send:
-                coder = blocks.rank_of(task.coder)
-                for nth, unit in zip(task.have, task.inputs, strict=True):
-                    if coder != me and unit is not None and blocks.rank_of(unit) == me:
-                        yield self._send_block(coder, _tag(number, nth), unit, blocks)
-
-        def codes() -> Iterator[Moves]:
-            for number, task in to_code:
-                if blocks.rank_of(task.coder) == me:
-                    yield self._code(number, task, blocks)
-
-        def takes() -> Iterator[Moves]:
-            for number, task in to_take:
-                coder = blocks.rank_of(task.coder)
-                for nth, unit in zip(task.want, task.outputs, strict=True):
-                    if coder != me and blocks.rank_of(unit) == me:
-                        yield self._take(coder, _tag(number, nth), unit, blocks)
-
-        return [in_order(sends(), 2 * _DEPTH), in_order(codes(), _DEPTH), in_order(takes(), _DEPTH)]
+        sends = (self._send_block(coder, tag, unit, blocks) for coder, tag, unit in parts.sends)
+        codes = (self._code(number, task, blocks) for number, task in parts.codes)
+        takes = (self._take(coder, tag, unit, blocks) for coder, tag, unit in parts.takes)
+        return [in_order(sends, 2 * _DEPTH), in_order(codes, _DEPTH), in_order(takes, _DEPTH)]
 
     def _send_block(self, coder: int, tag: int, unit: Unit, blocks: Blocks) -> Moves:
         raw, check = blocks.read(unit)
-        yield from self._send(coder, tag, raw, check)
+        yield from self._send(coder, tag, raw, check, tell=False)
         return True
 
     def _take(self, coder: int, tag: int, unit: Unit, blocks: Blocks) -> Moves:
         into = blocks.place(unit)
         lane = self._free.pop() if self._window is not None else -1
         buffer = into if lane < 0 else self._lanes[lane][: into.nbytes]
-        good, check = yield from self._receive(coder, tag, buffer, lane)
+        good, check = yield from self._receive(coder, tag, buffer, lane, told=True)
         if lane >= 0:
             np.copyto(into, buffer)
             self._free.append(lane)
@@ -135,8 +156,7 @@ class Exchange:
         me = self._world.rank
         lanes = [self._free.pop() for _ in (*task.inputs, *task.outputs)]
         sources: list[np.ndarray | None] = []
-        arriving: list[tuple[Unit, Moves]] = []
-        good = True
+        arriving: list[Moves] = []
         for nth, unit, lane in zip(task.have, task.inputs, lanes, strict=False):
             if unit is None:
                 sources.append(None)
@@ -150,13 +170,10 @@ class Exchange:
                 else:
                     buffer = raw
             else:
-                arriving.append((unit, self._receive(holder, _tag(number, nth), buffer[:nbytes], lane)))
+                arriving.append(self._input(holder, _tag(number, nth), unit, lane, blocks))
             self._lanes[lane][nbytes:] = 0
             sources.append(buffer)
-        arrived = yield from side_by_side(operation for _, operation in arriving)
-        for (unit, _), (whole, check) in zip(arriving, arrived, strict=True):
-            good &= whole
-            blocks.took(unit, check)
+        good = all((yield from side_by_side(arriving)))
         reach("parity.gathered")
         made = []
         for unit, lane in zip(task.outputs, lanes[len(task.inputs) :], strict=True):
@@ -169,7 +186,7 @@ class Exchange:
             raw = coded[: blocks.nbytes(unit)]
             check = xxhash.xxh3_64_intdigest(raw.data)
             if (taker := blocks.rank_of(unit)) != me:
-                yield from self._send(taker, _tag(number, nth), raw, check)
+                yield from self._send(taker, _tag(number, nth), raw, check, tell=True)
                 continue
             into = blocks.place(unit)
             if into.nbytes < self.block_nbytes:
@@ -178,16 +195,25 @@ class Exchange:
         self._free += lanes
         return good
 
-    def _send(self, peer: int, tag: int, raw: np.ndarray, check: int) -> Moves:
+    def _input(self, holder: int, tag: int, unit: Unit, lane: int, blocks: Blocks) -> Moves:
+        buffer = self._lanes[lane][: blocks.nbytes(unit)]
+        good, check = yield from self._receive(holder, tag, buffer, lane, told=False)
+        if blocks.compares:
+            blocks.took(unit, check or xxhash.xxh3_64_intdigest(buffer.data))
+        return good
+
+    def _send(self, peer: int, tag: int, raw: np.ndarray, check: int, tell: bool) -> Moves:
+        """Send a block; with ``tell`` its checksum too, which a Put needs in any case as its notice."""
         mpi, comm = self._world.mpi, self._world.data
         digest = np.array([check], dtype="<u8")
         if self._window is None:
             body = comm.Isend([raw, mpi.BYTE], peer, tag + _BODY)
-            told = comm.Isend([digest, mpi.BYTE], peer, tag + _CHECK)
+            told = comm.Isend([digest, mpi.BYTE], peer, tag + _CHECK) if tell else None
             reach("parity.sent")
             yield True
             yield from done(body)
-            yield from done(told)
+            if told is not None:
+                yield from done(told)
             return None
         lane = np.empty(1, dtype=np.int64)
         yield from done(comm.Irecv(lane, peer, tag + _READY))
@@ -198,18 +224,21 @@ class Exchange:
         # The receiver polls for the bytes; Flush, which has no deadline, comes when all is acknowledged.
         return None
 
-    def _receive(self, peer: int, tag: int, into: np.ndarray, lane: int) -> Moves:
+    def _receive(self, peer: int, tag: int, into: np.ndarray, lane: int, told: bool) -> Moves:
+        """Receive a block; gives whether it is what was ``told``, where that is, and its checksum."""
         mpi, comm = self._world.mpi, self._world.data
         digest = np.empty(1, dtype="<u8")
         if self._window is None:
             body = comm.Irecv([into, mpi.BYTE], peer, tag + _BODY)
-            told = comm.Irecv([digest, mpi.BYTE], peer, tag + _CHECK)
+            notice = comm.Irecv([digest, mpi.BYTE], peer, tag + _CHECK) if told else None
             yield True
             yield from done(body)
+            if notice is None:
+                return True, 0
         else:
-            told = comm.Irecv([digest, mpi.BYTE], peer, tag + _CHECK)
+            notice = comm.Irecv([digest, mpi.BYTE], peer, tag + _CHECK)
             yield from done(comm.Isend(np.array([lane], dtype=np.int64), peer, tag + _READY))
-        yield from done(told)
+        yield from done(notice)
         check, end = int(digest[0]), time.monotonic() + ARRIVAL_S
         while xxhash.xxh3_64_intdigest(into.data) != check:
             if self._window is None or time.monotonic() > end:

@@ -14,7 +14,7 @@ import numpy as np
 
 from .comm import Moves, World, side_by_side
 from .errors import CorruptSlot
-from .exchange import Exchange
+from .exchange import Exchange, Parts, parts_of
 from .header import HEADER_NBYTES, Attempt, Header, unpack
 from .layout import Extents
 from .parity_file import Head, heads_blocks, pack_heads, read_heads
@@ -53,6 +53,7 @@ class Parity:
         if placement.parity_groups and transport == "rma":
             self._comm = world.split(number.get(self.group, len(number)))
         self._exchange: Exchange | None = None
+        self._planned: tuple[tuple[Stripes, tuple[int, ...]], Parts] | None = None
         self._lacking: Sequence[int] = ()  # ranks without their parity
         self._holders: Sequence[int] = ()  # ranks that get theirs now
         self._extents: dict[int, Extents] = {}
@@ -136,7 +137,7 @@ class Parity:
         positions = [self.group.index(rank) for rank in self._holders]
         blocks = _GroupBlocks(self.group, self._extents, source, target, self._parity_extents)
         stripes = self._stripes
-        good = all((yield from side_by_side(exchange.moves(stripes.encode(positions), blocks))))
+        good = all((yield from side_by_side(exchange.moves(self._parts(stripes, positions), blocks))))
         source.seal()
         heads = yield from self._swap_heads(source)
         if target is None:
@@ -146,6 +147,14 @@ class Parity:
         good = good and self._seal(target, attempt, heads, blocks)
         reach("parity.sealed")
         return good
+
+    def _parts(self, stripes: Stripes, positions: list[int]) -> Parts:
+        """What this rank does to make parity; the same from save to save."""
+        key = (stripes, tuple(positions))
+        if self._planned is None or self._planned[0] != key:
+            parts = parts_of(self._world.rank, stripes.encode(positions), lambda unit: self.group[unit.member])
+            self._planned = (key, parts)
+        return self._planned[1]
 
     def _prepare(self, block_nbytes: int) -> None:
         """Make the buffers, once. Collective over the group."""
@@ -229,6 +238,8 @@ class Parity:
 
 class _GroupBlocks:
     """The blocks of a group while its parity is made: see `exchange.Blocks`."""
+
+    compares = True
 
     def __init__(self, group: Sequence[int], sizes: dict[int, Extents], source: Source, target: Slot | None,
                  parity: Extents):  # fmt: skip

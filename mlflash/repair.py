@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from .errors import CorruptSlot
-from .exchange import Exchange
+from .exchange import Exchange, parts_of
 from .header import unpack
 from .inventory import Choice, ParityGroup, Place, file_name
 from .layout import Extents
@@ -152,7 +152,7 @@ class Repairs:
         exchange = Exchange(world, world.world, range(world.size), parts.protection.transport, block_nbytes, units)
         blocks = RepairedBlocks(self._repairs, self._slots, self._parity, home)
         tasks = itertools.chain.from_iterable(repair.tasks for repair in self._repairs)
-        good = all(world.drive(exchange.moves(tasks, blocks)))
+        good = all(world.drive(exchange.moves(parts_of(world.rank, tasks, blocks.rank_of), blocks)))
         every = world.gather(good)  # all have received all that was sent to them
         exchange.flush()
         exchange.free()
@@ -180,6 +180,8 @@ def _read_head(packed: tuple[bytes, bytes]) -> Head:
 
 class RepairedBlocks:
     """The blocks of groups while they are repaired: see `exchange.Blocks`."""
+
+    compares = False
 
     def __init__(self, repairs: Sequence[Repair], slots: Mapping[int, Slot],
                  parity: Mapping[tuple[ParityGroup, int], Slot], home: Slot | None):  # fmt: skip
