@@ -7,7 +7,7 @@ import sys
 
 import click
 
-from .plan_command import plan
+from .planning.command import plan
 from .version import __version__
 
 

@@ -10,7 +10,7 @@ from mpi4py import MPI
 
 from mlflash import Checkpointer
 from mlflash.placement import place
-from mlflash.plan import Job, node_nbytes
+from mlflash.planning.prospects import Job, node_nbytes
 from mlflash.scheme import parse
 from mlflash.survival import describe, of
 

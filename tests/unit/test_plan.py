@@ -21,11 +21,11 @@ from hypothesis import strategies as st
 from mlflash import Checkpointer
 from mlflash.cli import main
 from mlflash.errors import ConfigError
-from mlflash.interval import Costs, best_interval, daly, waste, young
 from mlflash.placement import place
-from mlflash.plan import SCHEMES, Job, consider, made, node_nbytes, prospect, share_uncovered
-from mlflash.plan_inputs import measured, read_bytes, read_seconds, show_bytes, show_seconds
-from mlflash.plan_view import show_chance
+from mlflash.planning.inputs import measured, read_bytes, read_seconds, show_bytes, show_seconds
+from mlflash.planning.interval import Costs, best_interval, daly, waste, young
+from mlflash.planning.prospects import SCHEMES, Job, consider, made, node_nbytes, prospect, share_uncovered
+from mlflash.planning.view import show_chance
 from mlflash.scheme import parse
 from mlflash.survival import of
 

@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from .inputs import YEAR_S, show_bytes, show_seconds, show_share
 from .interval import Costs, daly, young
-from .plan import Job, Prospect, least
-from .plan_inputs import YEAR_S, show_bytes, show_seconds, show_share
+from .prospects import Job, Prospect, least
 
 _NAMED = 2  # domains that hold too much of a group, of each scheme
 

@@ -12,14 +12,14 @@ from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
 
-from . import survival
-from .errors import ConfigError
+from .. import survival
+from ..errors import ConfigError
+from ..layout import ALIGN_NBYTES, PAGE_NBYTES, Extents, round_up
+from ..placement import Placement, place
+from ..scheme import Scheme, parse
+from ..stripes import parity_extents
+from ..topology import Topology
 from .interval import Costs, best_interval, waste
-from .layout import ALIGN_NBYTES, PAGE_NBYTES, Extents, round_up
-from .placement import Placement, place
-from .scheme import Scheme, parse
-from .stripes import parity_extents
-from .topology import Topology
 
 SCHEMES = ("none", "copy", "copy:2", "xor:4", "xor:8", "rs:6+2", "rs:8+2", "rs:8+3")
 MOST_RANKS = 1 << 20

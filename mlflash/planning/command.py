@@ -11,23 +11,23 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .errors import ConfigError
+from ..errors import ConfigError
 
 if TYPE_CHECKING:
-    from .domains import Domains
+    from ..domains import Domains
+    from .inputs import Measured
     from .interval import Costs
-    from .plan import Job
-    from .plan_inputs import Measured
+    from .prospects import Job
 
 
 def _quantity(name: str) -> Callable[[click.Context, click.Parameter, str | None], Any]:
-    """Read an option by a function of `plan_inputs`, whose error says what is possible."""
+    """Read an option by a function of `inputs`, whose error says what is possible."""
 
     def read(_: click.Context, option: click.Parameter, text: str | None) -> Any:
-        from . import plan_inputs
+        from . import inputs
 
         try:
-            return None if text is None else getattr(plan_inputs, name)(text)
+            return None if text is None else getattr(inputs, name)(text)
         except ConfigError as error:
             raise click.BadParameter(str(error), param=option) from None
 
@@ -75,9 +75,9 @@ def plan(schemes: tuple[str, ...], losses: int, as_json: bool, plot: str | None,
     """
     from rich.console import Console
 
-    from .plan import consider, prospect
-    from .plan_plot import draw
-    from .plan_view import show, to_json
+    from .plot import draw
+    from .prospects import consider, prospect
+    from .view import show, to_json
 
     try:
         job, costs, notes = _understand(**given)
@@ -106,8 +106,8 @@ def plan(schemes: tuple[str, ...], losses: int, as_json: bool, plot: str | None,
 def _understand(nbytes: int | None, memory: int | None, ranks_per_node: int | None, draining: bool,
                 report: str | None, **given: Any) -> tuple[Job, Costs | None, list[str]]:  # fmt: skip
     """Put the options together: the job, what saves and failures cost, and what to mention."""
-    from .plan import Job
-    from .plan_inputs import measured
+    from .inputs import measured
+    from .prospects import Job
 
     run: Measured | None = None
     if report is not None:
@@ -160,9 +160,9 @@ def _costs(nodes: int, run: Measured | None, mtbf: float | None, save: float | N
 def _places(nodes: int | None, file: str | None, slurm: bool, hosts: str | None
             ) -> tuple[tuple[str, ...], Domains | None, list[str]]:  # fmt: skip
     """Name the nodes, and find where they stand; what is worth mentioning besides."""
-    from .domains import from_argument, short_name
-    from .host_list import expand_hosts
-    from .slurm_topology import ask_slurm
+    from ..domains import from_argument, short_name
+    from ..host_list import expand_hosts
+    from ..slurm_topology import ask_slurm
 
     if file is not None and slurm:
         raise click.UsageError("either --domains or --slurm")

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from .errors import ConfigError
+from ..errors import ConfigError
+from .inputs import show_seconds, show_share
 from .interval import Costs, waste, young
-from .plan import Job, Prospect
-from .plan_inputs import show_seconds, show_share
+from .prospects import Job, Prospect
 
 _SAME = 0.01  # curves that are nowhere further apart, as a share of the axis, are drawn as one
 _APART = 0.05  # a line of text, as a share of the axis
