@@ -111,7 +111,7 @@ class Bench:
             protection.offer(shelf, self.extents)
             source = Source(self.slot, self.extents, header)
             assert protection.protect(shelf, source, attempt), "redundancy did not arrive whole"
-            shelf.release(attempt, self.slot, True)
+            shelf.release(attempt, [self.slot], True)
 
         return protect, self.rebuild(shelf, parse(text).losses) if parse(text).parity else None
 

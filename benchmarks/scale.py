@@ -27,6 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mlflash import __version__
+from mlflash.header import Kind
 from mlflash.inventory import FOUND, Inventory, choose, decode, encode, join
 from mlflash.placement import Placement, place
 from mlflash.scheme import parse
@@ -176,7 +177,8 @@ def inventories(topology: Topology, placed: Placement) -> list[Inventory]:
         files += [(rank, groups.index(group), placed.scheme.losses) for rank in ranks
                   if (group := placed.parity_group_of[rank])]  # fmt: skip
         rows = np.zeros(2 * len(files), dtype=FOUND)
-        rows["rank"], rows["group"], rows["parities"] = np.repeat(np.array(files), 2, axis=0).T
+        rows["rank"], rows["group"], rows["number"] = np.repeat(np.array(files), 2, axis=0).T
+        rows["kind"], rows["shared_by"] = np.where(rows["number"] > 0, Kind.PARITY, Kind.SLOT), -1
         rows["generation"], rows["step"] = np.tile([[41, 410], [42, 420]], (len(files), 1)).T
         rows["node"], rows["file"], rows["world_size"] = node, np.arange(rows.size), len(topology.node_of)
         rows["run_0"], rows["run_1"] = RUN

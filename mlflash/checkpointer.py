@@ -6,6 +6,7 @@ import atexit
 import collections
 import logging
 import os
+import sys
 import time
 import weakref
 from collections.abc import Callable
@@ -19,10 +20,12 @@ from .errors import Closed, MemoryTooSmall, MlflashError, StateError, StructureM
 from .parts import Parts, make
 from .points import reach
 from .rebuild import fill, materialize, refuse_differences
+from .report import report_of
+from .reunion import Home
 from .saves import Saves
 from .slot import Slot
 from .snapshot import Snapshot
-from .state import flatten
+from .state import Flat, flatten, flatten_or_none
 from .survival import describe, of
 
 log = logging.getLogger("mlflash")
@@ -153,14 +156,31 @@ class Checkpointer:
             StateError: a leaf cannot be saved.
         """
         self._check_open()
+        self.wait()
+        flat = self._look_at(state)
+        planned = self._saves.plan(flat)
+        self._saves.stage.replan()  # what is shared is settled once more by the first save
+        size = planned.share_extents
+        self._reserve(planned.layout.extents.nbytes, 0 if size is None else size.nbytes)
+
+    def _look_at(self, state: Any) -> Flat:
+        """Take a state apart, and find out what of it the ranks share. Collective over comm."""
         error: MlflashError | None = None
-        nbytes = 0
+        flat: Flat | None = None
         try:
-            nbytes = self._saves.stage.plan(flatten(state)).layout.extents.nbytes
+            flat = flatten(state)
         except MlflashError as problem:
             error = problem
-        self._courier.call(lambda: self._world.raise_together(error))
-        self._reserve(nbytes)
+
+        def work() -> None:
+            self._world.raise_together(error)
+            self._parts.find_replicas(flat)
+            if self._parts.replicas is not None and self._parts.replicas.sharing is not None:
+                self._parts.replicas.settle(flat)
+
+        self._courier.call(work)
+        assert flat is not None
+        return flat
 
     def _prepare_or_warn(self, state: Any) -> None:
         try:
@@ -169,12 +189,13 @@ class Checkpointer:
             if self._world.rank == 0:
                 log.warning("the slots could not be made: %s", error)
 
-    def _reserve(self, nbytes: int) -> None:
+    def _reserve(self, nbytes: int, share_nbytes: int = 0) -> None:
         parts = self._parts
 
         def work() -> None:
             sizes = parts.protection.inbox_nbytes(self._world.gather(nbytes))
             demand = [(slot, nbytes) for slot in parts.shelf.own]
+            demand += [(slot, share_nbytes) for slot in parts.shelf.shares if share_nbytes]
             demand += [(slot, sizes[owner]) for owner, pair in parts.shelf.inbox.items() for slot in pair]
             parts.make_room(demand)
 
@@ -202,13 +223,15 @@ class Checkpointer:
             StepNotFound: there is no such step.
             WorldSizeChanged: it was saved by another number of ranks.
         """
+        self._check_open()
+        placed = flatten_or_none(state) if "torch.distributed.tensor" in sys.modules else None
+        self._courier.call(lambda: self._parts.find_replicas(placed))
         home = self._find(step)
         if home is None:
             self._prepare_or_warn(state)
             return None
-        assert home.header is not None
         start = time.perf_counter()
-        manifest, read = home.manifest(), home.reader()
+        manifest, read = home.manifest, home.reader()
         self._together(home, lambda: refuse_differences(state, manifest.tree, manifest.entries))
         reach("restore.loading")
         self._together(home, lambda: fill(state, manifest.tree, manifest.entries, manifest.plain, read))
@@ -230,22 +253,21 @@ class Checkpointer:
         if home is None:
             return None, None
         reach("restore.loading")
-        manifest = home.manifest()
+        manifest = home.manifest
         state = materialize(manifest.tree, manifest.entries, manifest.plain, home.reader())
         return self._restored(home), state
 
-    def _find(self, step: int | None) -> Slot | None:
+    def _find(self, step: int | None) -> Home | None:
         self._check_open()
         start = time.perf_counter()
         self.wait()
         self._saves.stage.forget()
-        home: Slot | None = self._courier.call(lambda: restore.bring_home(self._parts, step))
+        home: Home | None = self._courier.call(lambda: restore.bring_home(self._parts, step))
         self._seconds["find and fetch"] += time.perf_counter() - start
         return home
 
-    def _together(self, home: Slot, work: Callable[[], None]) -> None:
+    def _together(self, home: Home, work: Callable[[], None]) -> None:
         """Do something with the state on this rank; what goes wrong on any rank is raised on all."""
-        assert home.header is not None
         error: MlflashError | None = None
         try:
             work()
@@ -258,18 +280,18 @@ class Checkpointer:
             error.rank, error.node, error.step = self._world.rank, self._world.node_name, home.header.step
         self._courier.call(lambda: self._world.raise_together(error))
 
-    def _restored(self, home: Slot) -> int:
-        assert home.header is not None
+    def _restored(self, home: Home) -> int:
+        self._parts.shelf.unmap_others(home.shares)
         reach("restore.loaded")
         step = self._saves.last_step = home.header.step
-        restore.count(self._parts, home)
+        restore.count(self._parts, home.slot)
         self._parts.counts["restores"] += 1
         if self._world.rank == 0:
             log.info("restored step %d from memory", step)
         if self._parts.rolled_forward:
             # Until its copies are made, only the step before covers a lost node: no save may write over that.
             self._parts.shelf.hold_older()
-        self._courier.post(Job(lambda: self._heal(home)))
+        self._courier.post(Job(lambda: self._heal(home.slot)))
         return step
 
     def _heal(self, home: Slot) -> None:
@@ -298,7 +320,9 @@ class Checkpointer:
         Example:
             "any process; any 1 of 8 nodes; 24 of 28 pairs of nodes; any 1 rack; not: racks A and B together"
         """
-        survival = of(self._world.topology, self._parts.protection.placement)
+        replicas = self._parts.replicas
+        sharing = {} if replicas is None else replicas.shares
+        survival = of(self._world.topology, self._parts.protection.placement, sharing)
         return describe(survival, self._parts.domains_by_kind)
 
     def report(self) -> dict[str, Any]:
@@ -306,30 +330,12 @@ class Checkpointer:
 
         Returns:
             ``rank``, ``node``, ``scheme``, ``group`` (ranks that protect each other), ``partners`` (those that hold
-            copies), ``transport``, ``job``, ``memory`` (this job's directory in
-            it), ``restored_from`` (node whose memory the last restore took this rank's state from, or ""), ``slots``
-            (file, use, rank, step and bytes of each, own ones first), ``counts`` and ``seconds``.
+            copies), ``shared with`` (ranks that store together what they hold alike), ``transport``, ``job``,
+            ``memory`` (its directory there), ``restored_from`` (node whose memory the last restore took this rank's
+            state from, or ""), ``slots`` (file, use, rank, step and bytes of each, own ones first), ``counts`` and
+            ``seconds``.
         """
-        parts = self._parts
-        slots = [
-            {"file": s.name, "use": s.use.value, "nbytes": s.view.nbytes,
-             "rank": None if s.header is None else s.header.rank, "step": None if s.header is None else s.header.step}
-            for s in parts.shelf.all()
-        ]  # fmt: skip
-        return {
-            "rank": self._world.rank,
-            "node": self._world.node_name,
-            "scheme": parts.protection.scheme,
-            "group": parts.protection.group,
-            "partners": parts.protection.partners,
-            "transport": parts.protection.transport,
-            "job": self._config.job,
-            "memory": parts.memory.path,
-            "restored_from": parts.restored_from,
-            "slots": slots,
-            "counts": dict(parts.counts),
-            "seconds": dict(self._seconds),
-        }
+        return report_of(self._parts, self._seconds)
 
     # Ending
 

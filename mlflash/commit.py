@@ -1,6 +1,8 @@
 """Receipts → agreement → generation: what the courier does for one save.
 
+    settle      what is shared, where ranks share state                                        1 among these
     announce    what each rank sends; whether all can; whether somebody needs larger slots     1 allreduce
+    confirm     whether those that share hold the same; then the shares are sealed             1 among these
     protect     checksum, transfer, verify; the own slot and the copies are sealed
     agree       every slot sealed, every copy verified, on every rank                           1 allreduce
     record      a receipt in each slot; older slots may be written again
@@ -10,6 +12,7 @@ A rank that cannot save still goes through all of it, with a failed receipt, so 
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 from collections.abc import Callable
@@ -21,10 +24,12 @@ from .layout import Extents
 from .parts import Parts
 from .points import reach
 from .segment import Segment
+from .sharing import Piece
 from .shelf import needs_room
 from .slot import Slot
 from .snapshot import Snapshot
-from .stage import Plan
+from .stage import Plan, all_checks
+from .state import Flat
 from .transfer import Source
 
 
@@ -32,10 +37,14 @@ class Save:
     """One save on its way through the courier.
 
     Attributes:
+        slot, share: where the state is staged into; the second gets this rank's share of what several hold alike.
+        unsettled: a state of a structure of which the ranks have not agreed yet what is shared; the main thread waits.
+        lay_out: makes the plan, once they have.
         problem: why this rank cannot take part; it then only sends a failed receipt.
         skip: this rank's slots are busy and the save is to be skipped on all ranks.
-        stage: fills the slot, where the main thread could not because the slot was too small; it then waits.
+        stage: fills the slots, where the main thread could not because they were too small; it then waits.
         segment: the mapping that was staged into.
+        checks: of the pieces of shared state that other ranks of this node store.
         staged: set when the slot is filled, or the save has ended.
     """
 
@@ -43,11 +52,15 @@ class Save:
         self.snapshot = snapshot
         self.attempt = attempt
         self.slot: Slot | None = None
+        self.share: Slot | None = None
+        self.unsettled: Flat | None = None
+        self.lay_out: Callable[[], Plan] | None = None
         self.plan: Plan | None = None
         self.segment: Segment | None = None
         self.problem: MlflashError | None = None
         self.skip = False
         self.stage: Callable[[], None] | None = None
+        self.checks: dict[Piece, int] = {}
         self.staged = threading.Event()
 
     @property
@@ -55,6 +68,11 @@ class Save:
         if self.plan is None or self.problem is not None or self.skip:
             return None
         return self.plan.layout.extents
+
+    @property
+    def taken(self) -> list[Slot]:
+        """The slots that are staged into."""
+        return [slot for slot in (self.slot, self.share) if slot is not None]
 
 
 def run(save: Save, parts: Parts) -> None:
@@ -65,6 +83,7 @@ def run(save: Save, parts: Parts) -> None:
     """
     error: MlflashError | None = None
     try:
+        _settle(save, parts)
         _announce(save, parts)
         if not save.snapshot.skipped:
             _protect(save, parts)
@@ -72,11 +91,11 @@ def run(save: Save, parts: Parts) -> None:
         error = problem
     # After any other exception no slot is released: MPI may still write into some, and the older step is needed.
     committed = error is None and not save.snapshot.skipped
-    if save.slot is not None:
-        parts.shelf.release(save.attempt, save.slot, committed)
+    if save.taken:
+        parts.shelf.release(save.attempt, save.taken, committed)
     if committed:
         reach("commit.released")
-    save.stage = None  # it holds the live state
+    save.stage = save.lay_out = save.unsettled = None  # they hold the live state
     save.snapshot.end(SaveFailed("skipped: both slots of a rank were busy") if save.snapshot.skipped else error)
     save.staged.set()
     if error is not None:
@@ -91,14 +110,30 @@ def refuse(save: Save, error: MlflashError) -> None:
     save.staged.set()
 
 
+def _settle(save: Save, parts: Parts) -> None:
+    """Agree on what is shared, where a structure is new."""
+    if parts.replicas is None or parts.replicas.sharing is None:
+        return
+    able = save.problem is None
+    settled = parts.replicas.settle(save.unsettled if able else None, able, save.snapshot.step)
+    if able and save.lay_out is not None:
+        save.plan = save.lay_out()
+        save.snapshot.nbytes = save.plan.nbytes
+        if not settled:
+            parts.replicas.version += 1  # to be asked again
+
+
 def _announce(save: Save, parts: Parts) -> None:
     world, shelf = parts.world, parts.shelf
     extents = save.extents
     demand = parts.protection.offer(shelf, extents)
     if extents is not None and save.slot is not None:
-        demand.insert(0, (save.slot, extents.nbytes))  # first: the main thread waits for its pages
-        if save.stage is not None:  # both own slots at once, as the main thread waits and uses neither
-            demand += [(slot, extents.nbytes) for slot in shelf.own if slot is not save.slot]
+        mine = [(save.slot, shelf.own, extents)]
+        if save.share is not None and save.plan is not None and save.plan.share_extents is not None:
+            mine.append((save.share, shelf.shares, save.plan.share_extents))
+        demand = [(slot, size.nbytes) for slot, _, size in mine] + demand  # the main thread waits for their pages
+        if save.stage is not None:  # both of a pair at once, as the main thread waits and uses neither
+            demand += [(other, size.nbytes) for slot, pair, size in mine for other in pair if other is not slot]
     failed = world.rank if save.problem is not None else world.size
     grow = any(needs_room(slot, nbytes) for slot, nbytes in demand)
     step = save.snapshot.step
@@ -111,7 +146,7 @@ def _announce(save: Save, parts: Parts) -> None:
     save.snapshot.skipped = not no_skip
     reach("protect.announced")
     if not can_wait and no_skip:
-        parts.make_room(demand, save.slot if save.stage is not None else None)
+        parts.make_room(demand, save.taken if save.stage is not None else [])
 
 
 def _protect(save: Save, parts: Parts) -> None:
@@ -123,6 +158,7 @@ def _protect(save: Save, parts: Parts) -> None:
         except MlflashError as error:
             save.problem = error
         save.staged.set()
+    _confirm(save, parts)
     source = Source(save.slot, save.plan.layout.extents, lambda check: _header(save, parts, check))
     whole = parts.protection.protect(parts.shelf, source, save.attempt)
     reach("protect.sealed")
@@ -136,9 +172,35 @@ def _protect(save: Save, parts: Parts) -> None:
     for slot in parts.protection.kept(parts.shelf, save.attempt):
         slot.record_commit(save.attempt, save.snapshot.step)
     reach("commit.recorded")
-    parts.shelf.drop_spare()
+    parts.shelf.drop_spare(committed=True)
     parts.board.put(Word.COMMITTED_GENERATION, save.attempt.generation)
     parts.board.put(Word.COMMITTED_STEP, save.snapshot.step)
+
+
+def _confirm(save: Save, parts: Parts) -> None:
+    """Seal this rank's share, where all that hold it hold the same."""
+    if parts.replicas is None or parts.replicas.sharing is None:
+        return
+    plan, share = save.plan, save.share
+    checks: dict[int, int] | None = None
+    if save.problem is None and plan is not None and share is not None:
+        checks = all_checks(plan, share, save.checks) if plan.share_extents is not None else {}
+    unlike = parts.replicas.confirm(plan, checks, save.snapshot.step)
+    save.problem = save.problem or unlike
+    reach("share.agreed")
+    if plan is not None and share is not None and (extents := plan.share_extents) is not None:
+        Source(share, extents, lambda check: _share_header(save, parts, check)).seal()
+    reach("share.sealed")
+
+
+def _share_header(save: Save, parts: Parts, check: int) -> Header | None:
+    mine = _header(save, parts, check)
+    plan = save.plan
+    if mine is None or plan is None or plan.sharing is None or plan.share_extents is None:
+        return None
+    return dataclasses.replace(
+        mine, manifest_nbytes=0, extents=plan.share_extents, group=plan.sharing.siblings, share=plan.sharing.share
+    )
 
 
 def _header(save: Save, parts: Parts, check: int) -> Header | None:
@@ -162,4 +224,5 @@ def _header(save: Save, parts: Parts, check: int) -> Header | None:
         scheme=parts.protection.scheme,
         job=parts.config.job,
         group=parts.protection.group,
+        shared_by=-1 if save.plan.sharing is None else save.plan.sharing.by,
     )

@@ -11,7 +11,7 @@ from .layout import Extents
 from .placement import Placement
 from .shelf import Shelf, any_whole
 from .slot import Slot
-from .transfer import Source, offer, receive, send, swap
+from .transfer import Source, offer, receive, send, slot_of, swap
 from .window import OpenMemory
 
 
@@ -92,7 +92,9 @@ class Copies:
             slot = self._targets[owner]
             index = shelf.inbox[owner].index(slot)
             exposed = (index, self._windows[index][self.owners.index(owner)]) if self._transport == "rma" else None
-            work.append(receive(self._world, owner, slot, extents, owner, attempt, self._chunk_nbytes, exposed))
+            work.append(
+                receive(self._world, owner, slot, extents, slot_of(owner, attempt), self._chunk_nbytes, exposed)
+            )
         return work
 
     @property
@@ -122,5 +124,4 @@ class Copies:
 
 
 def _copies_of(shelf: Shelf, owner: int, attempt: Attempt) -> list[Slot]:
-    wanted = (owner, attempt, 0)
-    return [s for s in shelf.inbox[owner] if (h := s.header) is not None and (h.rank, h.attempt, h.parities) == wanted]
+    return [slot for slot in shelf.inbox[owner] if slot.header is not None and slot_of(owner, attempt)(slot.header)]

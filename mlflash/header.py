@@ -9,6 +9,7 @@ is an empty slot. The commit record is a receipt only: it is never asked whether
 from __future__ import annotations
 
 import dataclasses
+import enum
 import struct
 
 import xxhash
@@ -20,9 +21,10 @@ MAGIC = b"MLFLASH\x00"
 VERSION = 1
 MAX_GROUP = 32  # ranks that protect each other, as far as the header can name them
 
-# magic, version, group size, parities | run id, generation, step | rank, world size, node index, local rank |
-# manifest bytes, manifest room, payload bytes, block bytes, table checksum, unix ns | node, scheme, job | group
-_HEADER = struct.Struct("<8sIHH 16sQq IIII QQQQQQ 64s16s64s 32I")
+# magic, version, group size, parities, share + 1 | run id, generation, step | rank, world size, node, local rank |
+# manifest bytes, manifest room, payload bytes, block bytes, table checksum, unix ns | node, scheme, job | group |
+# lowest of the ranks that share state + 1, nothing
+_HEADER = struct.Struct("<8sIHBB 16sQq IIII QQQQQQ 64s16s64s 32I II")
 _SUM = struct.Struct("<Q")
 HEADER_NBYTES = _HEADER.size + _SUM.size
 
@@ -32,6 +34,14 @@ RECORD_NBYTES = 64
 # magic, run id, generation | step or number of restores, unix ns
 _RECORD = struct.Struct("<8s16sQqQ8x")
 _MAGIC_AT = {COMMIT_START: b"MLFCOMIT", RESTORES_START: b"MLFRSTRD"}
+
+
+class Kind(enum.IntEnum):
+    """What a file in node memory holds."""
+
+    SLOT = 0  # a rank's state, or a copy of it
+    PARITY = 1
+    SHARE = 2  # of state that several ranks hold alike
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +59,10 @@ class Header:
     Attributes:
         group: the ranks that protect each other: of a parity group in ascending order; of copies this rank and its
             partners; this rank alone where there is no redundancy.
-        parities: of a parity file, how many of its group may be lost; 0: this is the slot of a rank, or its copy.
+        parities: of a parity file, how many of its group may be lost; else 0.
+        share: of shared state, which share of it this is, see `sharing`; the group is then the rank's siblings; -1:
+            this is the slot of a rank, its copy, or a parity file.
+        shared_by: the lowest of the ranks that share this state, or that share what is missing in this slot; -1: none.
     """
 
     attempt: Attempt
@@ -67,17 +80,25 @@ class Header:
     job: str
     group: tuple[int, ...]
     parities: int = 0
+    share: int = -1
+    shared_by: int = -1
+
+    @property
+    def kind(self) -> Kind:
+        """What the file holds."""
+        return Kind.PARITY if self.parities else Kind.SHARE if self.share >= 0 else Kind.SLOT
 
     def pack(self) -> bytes:
         """Encode; the result is `HEADER_NBYTES` long."""
         group = (*self.group, *(0xFFFFFFFF,) * (MAX_GROUP - len(self.group)))
         body = _HEADER.pack(
-            MAGIC, VERSION, len(self.group), self.parities,
+            MAGIC, VERSION, len(self.group), self.parities, self.share + 1,
             self.attempt.run_id, self.attempt.generation, self.step,
             self.rank, self.world_size, self.node_index, self.local_rank,
             self.manifest_nbytes, self.extents.manifest_room, self.extents.payload_nbytes,
             self.extents.block_nbytes, self.table_check, self.unix_ns,
             self.node.encode()[:64], self.scheme.encode()[:16], self.job.encode()[:64], *group,
+            self.shared_by + 1, 0,
         )  # fmt: skip
         return body + _SUM.pack(xxhash.xxh3_64_intdigest(body))
 
@@ -98,14 +119,18 @@ def unpack(page: bytes) -> Header:
     body, rest = page[: _HEADER.size], page[_HEADER.size : HEADER_NBYTES]
     if len(rest) != _SUM.size or xxhash.xxh3_64_intdigest(body) != _SUM.unpack(rest)[0]:
         raise CorruptSlot("the header of this slot is damaged: its checksum does not match")
-    (_, version, group_size, parities, run_id, generation, step, rank, world_size, node_index, local_rank,
+    (_, version, group_size, parities, share, run_id, generation, step, rank, world_size, node_index, local_rank,
      manifest_nbytes, manifest_room, payload_nbytes, block_nbytes, table_check, unix_ns,
-     node, scheme, job, *group) = _HEADER.unpack(body)  # fmt: skip
+     node, scheme, job, *group, shared_by, _) = _HEADER.unpack(body)  # fmt: skip
     if version != VERSION:
         raise CorruptSlot("this slot was written in another format", expected=VERSION, found=version)
     good = (
         group_size <= MAX_GROUP
         and (parities == 0 or (parities + 2 <= group_size and rank in group[:group_size]))
+        and (
+            share == 0
+            or (parities == 0 and share <= group_size and group[share - 1] == rank and 0 < shared_by <= world_size)
+        )
         and rank < world_size
         and manifest_nbytes <= manifest_room
         and manifest_room % PAGE_NBYTES == 0
@@ -117,7 +142,8 @@ def unpack(page: bytes) -> Header:
     return Header(
         Attempt(run_id, generation), step, rank, world_size, node_index, local_rank, manifest_nbytes,
         Extents(manifest_room, payload_nbytes, block_nbytes), table_check, unix_ns,
-        _text(node), _text(scheme), _text(job), tuple(group[:group_size]), parities,
+        _text(node), _text(scheme), _text(job), tuple(group[:group_size]),
+        parities, share - 1, shared_by - 1,
     )  # fmt: skip
 
 

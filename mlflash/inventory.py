@@ -10,21 +10,25 @@ import itertools
 import os
 import struct
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 
 from .errors import CorruptSlot, UnsafePath
-from .header import RECORD_NBYTES, RESTORES_START, Attempt, read_record, unpack
+from .header import RECORD_NBYTES, RESTORES_START, Attempt, Kind, read_record, unpack
 from .node_memory import NodeMemory
 from .stripes import recoverable
 
 FOUND = np.dtype(
     [("generation", "<u8"), ("run_0", "<u8"), ("run_1", "<u8"), ("step", "<i8"), ("rank", "<u4"),
-     ("world_size", "<u4"), ("node", "<u4"), ("file", "<u4"), ("group", "<u4"), ("parities", "u1"), ("restores", "u1")]
+     ("world_size", "<u4"), ("node", "<u4"), ("file", "<u4"), ("group", "<u4"), ("shared_by", "<i4"), ("kind", "u1"),
+     ("number", "u1"), ("shares", "u1"), ("restores", "u1")]
 )  # fmt: skip
-"""One sealed file, slot or parity: 54 bytes, so that 16,384 ranks with four files each fit into 4 MB."""
+"""One sealed file: 60 bytes, so that 16,384 ranks with four files each fit into 4 MB.
+
+``number``: how many may be lost, of parity; which share, of shared state, and ``shares`` how many there are. ``group``:
+index of a parity group. ``shared_by``: the set of ranks whose shared state it is, or which this slot needs; -1: none.
+"""
 _ATTEMPT = ["generation", "run_0", "run_1", "step", "world_size"]
 _RUN_ID = struct.Struct("<QQ")
 _COUNT = struct.Struct("<Q")
@@ -79,7 +83,7 @@ def join(parts: Sequence[Inventory]) -> Inventory:
     for part in parts:
         numbers = np.array([groups.setdefault(group, len(groups)) for group in part.groups], dtype=np.uint32)
         mine = part.rows.copy()
-        parity = mine["parities"] > 0
+        parity = mine["kind"] == Kind.PARITY
         mine["group"][parity] = numbers[mine["group"][parity]]
         rows.append(mine)
     return Inventory(np.concatenate(rows), tuple(groups))
@@ -129,6 +133,7 @@ class Choice:
         source: of each rank, where its slot is; None: it has to be rebuilt.
         rebuilt: the group of each rank whose slot has to be rebuilt.
         parity: all groups of which there are parity files.
+        shares: of shared state, by number of the set and of the share, where its files are: on several nodes.
         restores: how many runs have restored the attempt so far.
     """
 
@@ -139,6 +144,7 @@ class Choice:
     restores: int = 0
     rebuilt: Mapping[int, ParityGroup] = dataclasses.field(default_factory=dict)
     parity: tuple[ParityGroup, ...] = ()
+    shares: Mapping[tuple[int, int], tuple[Place, ...]] = dataclasses.field(default_factory=dict)
 
     def group_of(self, rank: int) -> ParityGroup | None:
         """The group that can repair a rank's slot; None where there is none."""
@@ -178,10 +184,12 @@ def scan(memory: NodeMemory, node: int) -> Inventory:
             os.close(fd)
         if header.extents.nbytes <= nbytes:
             restores = read_record(page, RESTORES_START, header.attempt) or 0
-            group = groups.setdefault(header.group, len(groups)) if header.parities else 0
+            kind = header.kind
+            group = groups.setdefault(header.group, len(groups)) if kind is Kind.PARITY else 0
             rows.append((
                 header.attempt.generation, *_RUN_ID.unpack(header.attempt.run_id), header.step, header.rank,
-                header.world_size, node, file_number(name), group, min(header.parities, 255), min(restores, 255),
+                header.world_size, node, file_number(name), group, header.shared_by, kind,
+                header.share if kind is Kind.SHARE else header.parities, len(header.group), min(restores, 255),
             ))  # fmt: skip
     return Inventory(np.array(rows, dtype=FOUND), tuple(groups))
 
@@ -217,10 +225,14 @@ def _sources(found: Inventory, attempt: Attempt, step: int, world_size: int, nod
     slots: dict[int, Place] = {}
     parity: dict[tuple[int, int], dict[int, Place]] = {}
     rows = found.rows[np.lexsort([found.rows[name] for name in ("file", "node", "rank")])]
-    columns = [rows[name].tolist() for name in ("rank", "node", "file", "group", "parities")]
-    for rank, node, file, group, parities in zip(*columns, strict=True):
+    shares: dict[tuple[int, int], list[Place]] = {}
+    columns = [rows[name].tolist() for name in ("rank", "node", "file", "group", "shared_by", "kind", "number")]
+    for rank, node, file, group, set_of, kind, number in zip(*columns, strict=True):
+        if kind == Kind.SHARE:
+            shares.setdefault((set_of, number), []).append((node, file))
+            continue
         at_home = rank < len(node_of) and node_of[rank] == node
-        known = parity.setdefault((group, parities), {}) if parities else slots
+        known = parity.setdefault((group, number), {}) if kind == Kind.PARITY else slots
         if rank not in known or (at_home and known[rank][0] != node):
             known[rank] = (node, file)
     groups = tuple(
@@ -236,11 +248,20 @@ def _sources(found: Inventory, attempt: Attempt, step: int, world_size: int, nod
             no_parity = [nth for nth, place in enumerate(group.files) if place is None]
             if recoverable(len(group.ranks), group.losses, no_slot, no_parity):
                 rebuilt |= {group.ranks[nth]: group for nth in no_slot if group.ranks[nth] not in rebuilt}
-    if missing - rebuilt.keys():
+    if missing - rebuilt.keys() or not _shares_complete(rows, shares):
         return None
     restores = int(found.rows["restores"].max())
     source = tuple(slots.get(rank) for rank in range(world_size))
-    return Choice(attempt, step, world_size, source, restores, rebuilt, groups)
+    places = {share: tuple(found) for share, found in shares.items()}
+    return Choice(attempt, step, world_size, source, restores, rebuilt, groups, places)
+
+
+def _shares_complete(rows: np.ndarray, shares: Mapping[tuple[int, int], object]) -> bool:
+    """Whether there is a file of every share of all state that is shared."""
+    files = rows[rows["kind"] == Kind.SHARE]
+    counts = dict(zip(files["shared_by"].tolist(), files["shares"].tolist(), strict=True))
+    needed = set(rows["shared_by"].tolist()) - {-1}
+    return all((number, share) in shares for number in needed for share in range(counts.get(number, 1)))
 
 
 @dataclasses.dataclass
@@ -252,10 +273,12 @@ class Files:
     Attributes:
         own: the rank's slots.
         inbox: by owner, copies of another rank's slots; under the rank's own number, its parity files.
+        share: of shared state.
     """
 
     own: list[int | None]
     inbox: dict[int, list[int | None]]
+    share: list[int | None]
 
 
 def assign(
@@ -265,11 +288,13 @@ def assign(
     chosen: Attempt | None,
     same_ranks: bool,
     inboxes: Mapping[int, Sequence[int]],
+    shares: Mapping[int, tuple[int, int]],
 ) -> tuple[dict[int, Files], list[int]]:
     """Share the files of a node out among its ranks, so that ranks that moved do not double the memory.
 
-    A file of the chosen attempt goes to the rank whose state, whose partner's copy or whose parity it is; the
-    others of that attempt come last, since they must not be written until the redundancy is whole in its new places.
+    A file of the chosen attempt goes to the rank whose state, whose partner's copy, whose parity or whose share of
+    shared state it is; the others of that attempt come last, since they must not be written until the redundancy is
+    whole in its new places.
 
     Args:
         found: all sealed files of all nodes.
@@ -278,37 +303,49 @@ def assign(
         chosen: the attempt that must be kept.
         same_ranks: whether that attempt's ranks are the ranks of today (same world size).
         inboxes: for each rank of this node, the ranks whose copies it holds, and itself where it holds parity.
+        shares: for each rank of this node that stores a share of shared state, the numbers of set and share.
 
     Returns:
         The files of each rank here, and the numbers of those left over (to be deleted once the redundancy is
         whole in its new places).
     """
     here = found.on(node)
-    content = {int(row["file"]): (int(row["rank"]), bool(row["parities"])) for row in here.rows}
+    content: dict[int, tuple[Kind, object]] = {}
+    for row in here.rows:
+        kind = Kind(row["kind"])
+        what = (int(row["shared_by"]), int(row["number"])) if kind is Kind.SHARE else int(row["rank"])
+        content[int(row["file"])] = (kind, what)
     kept = {int(file) for file in here.of(chosen).rows["file"]} if chosen else set()
     unused = sorted(file_number(name) for name in names)
 
-    def take(wanted: tuple[int, bool] | None, allowed: Any) -> int | None:
-        for number in unused:
-            if allowed(number) and (wanted is None or content.get(number) == wanted):
-                unused.remove(number)
-                return number
-        return None
+    def take(allowed: Callable[[int], bool]) -> int | None:
+        number = next(filter(allowed, unused), None)
+        if number is not None:
+            unused.remove(number)
+        return number
 
-    files = {rank: Files([None, None], {owner: [None, None] for owner in inboxes[rank]}) for rank in inboxes}
-    own = [((rank, False), files[rank].own) for rank in inboxes]
-    inbox = [((q, q == rank), pair) for rank in inboxes for q, pair in files[rank].inbox.items()]
+    files = {
+        rank: Files([None, None], {owner: [None, None] for owner in inboxes[rank]}, [None, None]) for rank in inboxes
+    }
+    pairs: list[tuple[tuple[Kind, object], list[int | None]]]
+    pairs = [((Kind.SLOT, rank), files[rank].own) for rank in inboxes]
+    pairs += [
+        ((Kind.PARITY if owner == rank else Kind.SLOT, owner), pair)
+        for rank in inboxes
+        for owner, pair in files[rank].inbox.items()
+    ]
+    pairs += [((Kind.SHARE, shares[rank]), files[rank].share) for rank in inboxes if rank in shares]
     if same_ranks:
-        for wanted, pair in own + inbox:
-            pair[0] = take(wanted, kept.__contains__)
+        for wanted, pair in pairs:
+            pair[0] = take(lambda n, w=wanted: n in kept and content[n] == w)  # type: ignore[misc]
     for index in (0, 1):
-        for wanted, pair in own + inbox:
+        for wanted, pair in pairs:
             if pair[index] is None:
-                pair[index] = take(wanted, lambda n: n not in kept)
-        for (_, parity), pair in own + inbox:
+                pair[index] = take(lambda n, w=wanted: n not in kept and content.get(n) == w)  # type: ignore[misc]
+        for (kind, _), pair in pairs:
             if pair[index] is None:  # a parity file is no place for a slot, nor the other way: the sizes differ
-                pair[index] = take(None, lambda n, p=parity: n not in kept and content.get(n, (0, p))[1] == p)
-    for (_, parity), pair in own + inbox:
+                pair[index] = take(lambda n, k=kind: n not in kept and content.get(n, (k,))[0] is k)  # type: ignore[misc]
+    for (kind, _), pair in pairs:
         if pair[1] is None and pair[0] not in kept:  # one of the two can always be written
-            pair[1] = take(None, lambda n, p=parity: n in kept and content[n][1] == p)
+            pair[1] = take(lambda n, k=kind: n in kept and content[n][0] is k)  # type: ignore[misc]
     return files, unused

@@ -10,6 +10,7 @@ the block table holds one checksum per block of the body. See docs/format.md.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 
 from .state import Entry, Flat
 
@@ -58,10 +59,21 @@ class Extents:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Where each leaf goes. ``entries[i]`` belongs to leaf i; tied leaves share an extent."""
+    """Where each leaf goes. ``entries[i]`` belongs to leaf i; tied leaves share an extent.
+
+    Attributes:
+        extents: of the rank's slot.
+        shared_nbytes: of state that this rank shares with others: it lies in files of its own, and its
+            entries start behind the payload, as if it followed there.
+    """
 
     entries: tuple[Entry, ...]
     extents: Extents
+    shared_nbytes: int = 0
+
+    def is_shared(self, entry: Entry) -> bool:
+        """Whether an entry lies in a file of shared state."""
+        return entry.nbytes > 0 and entry.start >= self.extents.payload_nbytes
 
 
 def fingerprint(flat: Flat) -> tuple[object, ...]:
@@ -69,8 +81,8 @@ def fingerprint(flat: Flat) -> tuple[object, ...]:
     return tuple((leaf.entry, leaf.tie) for leaf in flat.leaves)
 
 
-def plan(flat: Flat, manifest_nbytes: int, block_nbytes: int) -> Layout:
-    """Give each leaf its extent, in the order of the state.
+def plan(flat: Flat, manifest_nbytes: int, block_nbytes: int, shared: Collection[int] = ()) -> Layout:
+    """Give each leaf its extent: those of this rank in the order of the state, shared ones by name.
 
     Not collective. The manifest gets half as much room again as it needs now, so that plain leaves may grow.
 
@@ -78,14 +90,21 @@ def plan(flat: Flat, manifest_nbytes: int, block_nbytes: int) -> Layout:
         flat: the state taken apart.
         manifest_nbytes: bytes of the encoded manifest, now.
         block_nbytes: bytes per checksum.
+        shared: numbers of leaves that other ranks hold too; of tied ones all or none.
     """
-    entries: list[Entry] = []
-    at = 0
-    for leaf in flat.leaves:
-        if leaf.tie >= 0:
-            entries.append(dataclasses.replace(leaf.entry, start=entries[leaf.tie].start))
-            continue
-        entries.append(dataclasses.replace(leaf.entry, start=at))
-        at = round_up(at + leaf.entry.nbytes, ALIGN_NBYTES)
+    own = [i for i, leaf in enumerate(flat.leaves) if leaf.tie < 0 and i not in shared]
+    common = sorted((i for i in shared if flat.leaves[i].tie < 0), key=lambda i: flat.leaves[i].entry.name)
+    starts: dict[int, int] = {}
+    at = payload_nbytes = 0
+    for i in own:
+        starts[i] = at
+        payload_nbytes = at = round_up(at + flat.leaves[i].entry.nbytes, ALIGN_NBYTES)
+    for i in common:
+        starts[i] = at
+        at = round_up(at + flat.leaves[i].entry.nbytes, ALIGN_NBYTES)
+    entries = tuple(
+        dataclasses.replace(leaf.entry, start=starts[i if leaf.tie < 0 else leaf.tie])
+        for i, leaf in enumerate(flat.leaves)
+    )
     room = round_up(manifest_nbytes * 3 // 2 + PAGE_NBYTES, PAGE_NBYTES)
-    return Layout(tuple(entries), Extents(room, at, block_nbytes))
+    return Layout(entries, Extents(room, payload_nbytes, block_nbytes), at - payload_nbytes)

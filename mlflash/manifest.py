@@ -1,7 +1,7 @@
 """What a slot holds ↔ bytes.
 
-The manifest is one JSON document: ``{"entries": [...], "tree": [...], "plain": [...]}``. Everything in it is
-validated before anything is allocated or touched, so that a damaged or hostile file ends in `CorruptSlot`.
+The manifest is one JSON document: ``{"entries": [...], "tree": [...], "plain": [...], "shared": [...]}``. Everything in
+it is validated before anything is allocated or touched, so that a damaged or hostile file ends in `CorruptSlot`.
 """
 
 from __future__ import annotations
@@ -37,12 +37,32 @@ MAX_DEPTH = 200
 
 
 @dataclasses.dataclass(frozen=True)
+class Shared:
+    """State that a slot's rank shares with others, and which lies in files of its own.
+
+    Attributes:
+        by: the lowest of these ranks.
+        shares: how many files it lies in, on each node.
+        nbytes: of it.
+    """
+
+    by: int
+    shares: int
+    nbytes: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Manifest:
-    """What a slot holds: the entries, and the tree that puts them together again."""
+    """What a slot holds: the entries, and the tree that puts them together again.
+
+    Attributes:
+        shared: where the entries are whose start is behind the payload; None where there are none.
+    """
 
     entries: tuple[Entry, ...]
     tree: Tree
     plain: list[Any]
+    shared: Shared | None = None
 
 
 def encode_entries(entries: tuple[Entry, ...]) -> bytes:
@@ -55,9 +75,10 @@ def encode_tree(tree: Tree) -> bytes:
     return _json(tree)
 
 
-def join(entries: bytes, tree: bytes, plain: list[Any]) -> bytes:
+def join(entries: bytes, tree: bytes, plain: list[Any], shared: Shared | None = None) -> bytes:
     """Put a manifest together from its encoded parts and the plain leaves of this save."""
-    return b'{"entries":%s,"tree":%s,"plain":%s}' % (entries, tree, _json(plain))
+    more = b"" if shared is None else b',"shared":%s' % _json(list(dataclasses.astuple(shared)))
+    return b'{"entries":%s,"tree":%s,"plain":%s%s}' % (entries, tree, _json(plain), more)
 
 
 def _json(value: Any) -> bytes:
@@ -78,14 +99,16 @@ def decode(raw: bytes, payload_nbytes: int) -> Manifest:
     """
     try:
         document = json.loads(raw, parse_constant=_refuse)
-        entries = tuple(_entry(fields, payload_nbytes) for fields in document["entries"])
+        listed, shared = document["entries"], _shared(document.get("shared"))
+        nbytes = 0 if shared is None else shared.nbytes
+        entries = tuple(_entry(fields, payload_nbytes, nbytes) for fields in listed)
         plain = document["plain"]
         if not isinstance(plain, list):
             raise ValueError("'plain' is not a list")
         for value in plain:
             _check_plain(value)
         _check_tree(document["tree"], len(entries), len(plain), 0)
-        return Manifest(entries, document["tree"], plain)
+        return Manifest(entries, document["tree"], plain, shared)
     except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError, MemoryError) as error:
         raise CorruptSlot(f"the manifest is damaged: {error!r}") from None
 
@@ -94,7 +117,16 @@ def _refuse(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
 
 
-def _entry(fields: Any, payload_nbytes: int) -> Entry:
+def _shared(fields: Any) -> Shared | None:
+    if fields is None:
+        return None
+    by, shares, nbytes = fields
+    if not all(type(n) is int and n >= 0 for n in fields) or not 1 <= shares <= 255:
+        raise ValueError(f"the shared state is {fields!r}")
+    return Shared(by, shares, nbytes)
+
+
+def _entry(fields: Any, payload_nbytes: int, shared_nbytes: int) -> Entry:
     name, kind, dtype, global_shape, offset, shape, start, nbytes = fields
     entry = Entry(name, kind, dtype, tuple(global_shape), tuple(offset), tuple(shape), start, nbytes)
     numbers = (*entry.global_shape, *entry.offset, *entry.shape, start, nbytes)
@@ -106,7 +138,8 @@ def _entry(fields: Any, payload_nbytes: int) -> Entry:
         raise ValueError(f"the shard of entry {name!r} is not inside its tensor")
     if math.prod(entry.shape) * _item_nbytes(kind, dtype) != nbytes:
         raise ValueError(f"entry {name!r} has {nbytes} bytes, not those of {entry.shape} x {dtype}")
-    if start + nbytes > payload_nbytes:
+    room = payload_nbytes if start < payload_nbytes else payload_nbytes + shared_nbytes
+    if start + nbytes > room:
         raise ValueError(f"entry {name!r} lies outside the payload")
     return entry
 

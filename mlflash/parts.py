@@ -16,15 +16,17 @@ from .config import Config
 from .domains import Domains, from_argument
 from .domains import join as join_domains
 from .errors import MlflashError
-from .header import Attempt
+from .header import Attempt, Kind
 from .inventory import Choice, Inventory, assign, choose, decode, encode, join, scan
 from .node_memory import NodeMemory
 from .placement import place
 from .protect import Protection
 from .replicas import Replicas
+from .scheme import Scheme
 from .shelf import Shelf, make_room, needs_room
 from .slot import Slot
 from .slurm_topology import ask_slurm, discover
+from .state import Flat, replica_ranks
 from .survival import too_close
 from .window import Poke
 
@@ -76,6 +78,31 @@ class Parts:
         nodes = [self.domains.names(name) for name in self.world.topology.node_names]
         return {kind: [names[level] for names in nodes] for level, kind in reversed([*enumerate(self.domains.kinds)])}
 
+    def find_replicas(self, flat: Flat | None) -> None:
+        """Look which ranks hold the same shards of DTensors as this one, where nobody said so.
+
+        Collective over the world.
+
+        Args:
+            flat: the state; None: it cannot be read.
+        """
+        if self.replicas is not None or not self.config.share:
+            return
+        nbytes: collections.Counter[tuple[int, ...]] = collections.Counter()
+        for leaf in flat.leaves if flat is not None else ():
+            if leaf.whole is not None and leaf.tie < 0:
+                nbytes[replica_ranks(leaf.whole)] += leaf.entry.nbytes
+        most = max(sorted(nbytes), key=lambda ranks: nbytes[ranks], default=(self.world.rank,))
+        mine = most if self.world.rank in most else (self.world.rank,)
+        if self.world.agree([int(len(mine) == 1)])[0]:
+            return
+        named = self.world.gather((mine[0], len(mine), hash(mine)))
+        alike = all(named[rank] == named[self.world.rank] for rank in mine)
+        if not self.world.agree([int(alike)])[0]:
+            return  # as with meshes that not all ranks are in: each stores its own
+        self.replicas = Replicas(self.world, list(mine), placed=True)
+        self.replicas.share(_losses(self.protection.placement.scheme, self.world))
+
     def take_stock(self) -> Inventory:
         """List what all nodes hold. Collective over the world."""
         return take_stock(self.world, self.memory)
@@ -88,23 +115,27 @@ class Parts:
         same_ranks = choice is not None and choice.world_size == world.size
         placement = self.protection.placement
         inboxes = {rank: placement.inbox_of(rank) for rank in world.topology.ranks_on[world.node_index]}
-        files, left_over = assign(found, names, world.node_index, kept, same_ranks, inboxes)
+        shares = {} if self.replicas is None else self.replicas.shares
+        files, left_over = assign(found, names, world.node_index, kept, same_ranks, inboxes, shares)
         self.protection.close_windows()
-        trusted = set() if kept is None else set(found.on(world.node_index).of(kept).rows["file"].tolist())
-        self.shelf.adopt(files[world.rank], kept, trusted, left_over if world.local_rank == 0 else [])
+        rows = found.on(world.node_index).of(kept).rows if kept is not None else found.rows[:0]
+        trusted, needed = set(rows["file"].tolist()), set(rows["file"][rows["kind"] == Kind.SHARE].tolist())
+        left_over = left_over if world.local_rank == 0 else []
+        spare, kept_on = [n for n in left_over if n not in needed], [n for n in left_over if n in needed]
+        self.shelf.adopt(files[world.rank], kept, trusted, spare, kept_on)
         self.shelf.post_directory(self.board)
         self.protection.open_windows(self.shelf)
         # No file is deleted or reused before every rank of the node has attached its own.
         world.agree([0])
 
-    def make_room(self, demand: Sequence[tuple[Slot, int]], waiting: Slot | None = None, pairs: bool = True) -> None:
+    def make_room(self, demand: Sequence[tuple[Slot, int]], waiting: Sequence[Slot] = (), pairs: bool = True) -> None:
         """Make room in this rank's slots. Collective over the world.
 
         Slots that are busy are left alone: the main thread may be staging into one at this moment.
 
         Args:
             demand: slots and the bytes each must take.
-            waiting: a busy slot that the main thread waits for, and does not touch.
+            waiting: busy slots that the main thread waits for, and does not touch.
             pairs: also for the other inbox slot of each pair, which will be needed next.
 
         Raises:
@@ -118,7 +149,7 @@ class Parts:
         self.protection.close_windows()
         try:
             with self.shelf.reserved([slot for slot, _ in wanted.values()]) as mine:
-                usable = [(slot, n) for slot, n in wanted.values() if slot is waiting or any(slot is m for m in mine)]
+                usable = [(slot, n) for slot, n in wanted.values() if any(slot is m for m in (*waiting, *mine))]
                 make_room(self.world, self.board, self.memory, usable)
         finally:
             self.protection.open_windows(self.shelf)
@@ -184,6 +215,8 @@ def make(config: Config, world: World, replicated: Any = None, domains: Any = No
     recorded = [group.ranks for group in choice.parity] if choice is not None else []
     standing = [] if known is None else [known.names(name) for name in world.topology.node_names]
     placement = place(world.topology, scheme.parse(config.redundancy), standing, recorded)
+    if replicas is not None and config.share:
+        replicas.share(_losses(placement.scheme, world))
     protection = Protection(world, config, placement)
     parts = Parts(config, world, memory, Board(world), protection, known, Shelf(memory, protection.owners), replicas)
     if protection.transport == "rma" and world.world is not None:
@@ -198,6 +231,11 @@ def make(config: Config, world: World, replicated: Any = None, domains: Any = No
         more = f" (and {len(close) - _NAMED} more)" if len(close) > _NAMED else ""
         log.warning("%s%s: if that is lost, memory cannot restore", "; ".join(close[:_NAMED]), more)
     return parts
+
+
+def _losses(asked: Scheme, world: World) -> int:
+    """How many nodes may be lost, as far as there are nodes for what was asked."""
+    return min(asked.losses, len(world.topology.node_names) - 1)
 
 
 def find_domains(world: World, given: Any) -> Domains | None:

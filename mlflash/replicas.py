@@ -1,27 +1,31 @@
-"""Silent divergence: whether tensors that should be the same on several ranks are.
+"""Ranks that hold the same tensors: what they may share, and whether it is still the same.
 
-The courier has a checksum of every block it sent; one number made of them is compared by one small allreduce.
-Only where it differs is each tensor looked at by itself, and those that differ are named, once. A faulty device
-that computes wrong numbers without a word is found in this way, and so is a forgotten allreduce.
+Where each stores all of its own, the courier has a checksum of every block it sent; one number made of them is
+compared by one small allreduce. Where they share (see `sharing`), each has checksums of all that is shared, and a step
+on which they do not agree is not committed. Only where a number differs is each tensor looked at by itself, and those
+that differ are named, once, and not shared any more. A faulty device that computes wrong numbers without a word is
+found in this way, and so is a forgotten allreduce.
 """
 
 from __future__ import annotations
 
 import collections
+import fnmatch
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import xxhash
 
+from . import sharing
 from .comm import World
-from .errors import ConfigError, MlflashError
+from .errors import ConfigError, MlflashError, SaveFailed
 from .layout import Layout
 from .slot import Slot
 from .stage import Plan
-from .state import Entry
+from .state import Entry, Flat, Leaf, live_bytes, replica_ranks
 
 log = logging.getLogger("mlflash")
 
@@ -33,12 +37,19 @@ def members_of(replicated: Any, world: World) -> list[int]:
     """The ranks that hold the same state as this one, ascending. Not collective; nothing is sent over a given group.
 
     Args:
-        replicated: an mpi4py communicator or group, a torch.distributed process group, ranks, or True for all.
+        replicated: an mpi4py communicator or group, a torch.distributed process group, ranks, or True for all; or a
+            mapping from patterns of names to one of these.
         world: the communicators.
 
     Raises:
         ConfigError: it is none of these, or this rank is not in it.
     """
+    if isinstance(replicated, Mapping):
+        sets = [members_of(group, world) for group in replicated.values()]
+        if not sets or any(members != sets[0] for members in sets) or not all(isinstance(p, str) for p in replicated):
+            raise ConfigError("replicated= names the entries by patterns, and for all of them the same ranks",
+                              expected="{'model.*': ranks, ...}", found=repr(replicated))  # fmt: skip
+        return sets[0]
     if replicated is True:
         return list(range(world.size))
     torch = sys.modules.get("torch")
@@ -66,20 +77,27 @@ def members_of(replicated: Any, world: World) -> list[int]:
 
 
 class Replicas:
-    """Compares what the ranks of a group have saved.
+    """Knows what the ranks of a group hold alike, and compares it.
 
     Collective over the world.
 
     Args:
         world: the communicators.
         replicated: see `members_of`.
+        placed: what is alike is only what DTensors of these ranks are by their placements.
+
+    Attributes:
+        members: the ranks that hold the same state as this one, ascending.
+        sharing: how they share it; None: each stores all of its own.
+        shares: for each rank of the world that shares state, the set and the number of its share.
+        version: grows when less is shared than before.
 
     Raises:
         ConfigError: on all ranks, where the ranks do not name each other.
     """
 
-    def __init__(self, world: World, replicated: Any):
-        self._world = world
+    def __init__(self, world: World, replicated: Any, placed: bool = False):
+        self._world, self._placed = world, placed
         error: MlflashError | None = None
         self.members = [world.rank]
         try:
@@ -88,24 +106,130 @@ class Replicas:
             problem.rank, problem.node = world.rank, world.node_name
             error = problem
         world.raise_together(error)
-        named = world.gather(self.members)
-        if any(named[rank] != self.members for rank in self.members):
+        mine = (self.members[0], len(self.members), xxhash.xxh3_64_intdigest(repr(self.members).encode()))
+        named = world.gather(mine)
+        if any(named[rank] != mine for rank in self.members):
             error = ConfigError("replicated= differs between ranks that name each other", rank=world.rank,
-                                expected=f"ranks {self.members} on each of them", found=str(named))  # fmt: skip
+                                expected=f"ranks {_listed(self.members)} on each of them")  # fmt: skip
         world.raise_together(error)
+        self._patterns = tuple(replicated) if isinstance(replicated, Mapping) else ("*",)
         self._comm = world.split(min(self.members))
         self._apart: set[str] = set()  # tensors not compared: private, not on all ranks, or reported already
         self._blocks: tuple[Layout, np.ndarray, list[tuple[int, int]]] | None = None
+        self._agreed: set[int] = set()  # keys of tensors that all members hold alike
+        self._provisional = False
+        self.sharing: sharing.Sharing | None = None
+        self.shares: dict[int, tuple[int, int]] = {}
+        self.version = 0
+
+    def share(self, losses: int) -> None:
+        """Share what is held alike, where the copies are on more nodes than may be lost. Collective over the world."""
+        world = self._world
+        self.sharing = sharing.find(world.topology, self.members, world.rank, losses)
+        mine = None if self.sharing is None else (self.sharing.by, self.sharing.share)
+        self.shares = {rank: share for rank, share in enumerate(world.gather(mine)) if share is not None}
 
     def free(self) -> None:
         """Free the communicator. Collective over the world."""
         if self._comm is not None:
             self._comm.Free()
 
+    def settle(self, flat: Flat | None, able: bool = True, step: int | None = None) -> bool:
+        """Agree on what of a state is shared: what all members hold, and hold alike now. Collective over the group.
+
+        Args:
+            flat: a state of a structure that was not settled before; None: there is nothing new on this rank.
+            able: False: this rank has no state, so that nothing can be settled.
+            step: named in a warning of what differs. None: it is settled again before the first save, as ranks may
+                still get the same values.
+
+        Returns:
+            Whether it is settled.
+        """
+        if self._world.agree([int(flat is None)], self._comm)[0]:
+            return True
+        if self._provisional:
+            self._agreed.clear()
+        self._provisional = step is None
+        mine: dict[int, int] = {}
+        names: dict[int, str] = {}
+        for leaf in flat.leaves if flat is not None else ():
+            key = _key(leaf.entry)
+            if self._may_share(leaf) and leaf.entry.name not in flat.private and key not in self._agreed:  # type: ignore[union-attr]
+                names[key] = leaf.entry.name
+                mine[key] = xxhash.xxh3_64_intdigest(live_bytes(leaf.value).data)
+        settled = bool(self._world.agree([int(able)], self._comm)[0])
+        holders = self._holders(mine)
+        self._agreed |= {key for key, by in holders.items() if len(by) == 1 and self._on_all(by)}
+        if step is not None:
+            differ = {names[key]: list(holders[key].values()) for key in mine if len(holders[key]) > 1}
+            self._apart |= differ.keys()
+            self._warn(differ, step)
+        return settled
+
+    def is_shared(self, leaf: Leaf) -> bool:
+        """Whether all members hold a leaf alike, as far as they have agreed on it. Not collective."""
+        return _key(leaf.entry) in self._agreed
+
+    def _may_share(self, leaf: Leaf) -> bool:
+        if leaf.tie >= 0 or not leaf.entry.nbytes or leaf.entry.name in self._apart:
+            return False
+        if self._placed:
+            return leaf.whole is not None and replica_ranks(leaf.whole) == tuple(self.members)
+        return any(fnmatch.fnmatchcase(leaf.entry.name, pattern) for pattern in self._patterns)
+
+    def confirm(self, plan: Plan | None, checks: Mapping[int, int] | None, step: int) -> SaveFailed | None:
+        """Compare what is shared before it is sealed: the same on all members, or it must not be committed.
+
+        Collective over the group: one allreduce, as a rule.
+
+        Args:
+            plan: what is shared.
+            checks: a number for each leaf that is shared; None: this rank could not save.
+            step: named in the warning.
+
+        Returns:
+            Why this step cannot be committed.
+        """
+        mine = {}
+        names = {}
+        if plan is not None and checks is not None:
+            names = {_key(entry): entry.name for entry in plan.layout.entries}
+            mine = {_key(plan.layout.entries[leaf]): check for leaf, check in checks.items()}
+        number = xxhash.xxh3_64_intdigest(repr(sorted(mine.items())).encode()) & _POSITIVE
+        low, high, able = self._world.agree([number, -number, int(checks is not None)], self._comm)
+        if low == -high and able:
+            return None
+        if not able:
+            return SaveFailed("a rank that shares state with this one could not save it", step=step)
+        holders = self._holders(mine)
+        unlike = {key for key, by in holders.items() if len(by) > 1 or not self._on_all(by)}
+        self.version += bool(unlike & self._agreed)
+        self._agreed -= unlike
+        differ = {names[key]: list(holders[key].values()) for key in mine if len(holders[key]) > 1}
+        self._warn({name: by for name, by in differ.items() if name not in self._apart}, step)
+        self._apart |= differ.keys()
+        what = ", ".join(sorted(differ)[:_NAMED]) or "what the ranks hold alike"
+        return SaveFailed(f"ranks that share state hold different values of {what}: the step before is kept, and the "
+                          "next save stores each rank's own", step=step)  # fmt: skip
+
+    def _holders(self, mine: Mapping[int, int]) -> dict[int, dict[int, list[int]]]:
+        """For each key and each number that a member has for it, the members. Collective over the group."""
+        table = np.array(list(mine.items()), dtype="<u8").reshape(-1, 2)
+        holders: dict[int, dict[int, list[int]]] = collections.defaultdict(lambda: collections.defaultdict(list))
+        for rank, theirs in zip(self.members, self._world.gather(table, self._comm), strict=True):
+            for key, check in theirs.tolist():
+                holders[key][check].append(rank)
+        return holders
+
+    def _on_all(self, by: Mapping[int, list[int]]) -> bool:
+        return sum(map(len, by.values())) == len(self.members)
+
     def compare(self, slot: Slot, plan: Plan, step: int) -> int:
         """Compare a committed slot with those of the other ranks, and warn of what differs for the first time.
 
-        Collective over the group: one allreduce of two numbers, as a rule.
+        Nothing is done where ranks share: they have compared before. Collective over the group: one allreduce of two
+        numbers, as a rule.
 
         Args:
             slot: the committed slot.
@@ -115,7 +239,7 @@ class Replicas:
         Returns:
             How many tensors of this rank were found to differ.
         """
-        if len(self.members) == 1:
+        if len(self.members) == 1 or self.sharing is not None:
             return 0
         self._world.waiting_for = [rank for rank in self.members if rank != self._world.rank]
         layout = plan.layout
@@ -146,13 +270,9 @@ class Replicas:
                 key = _key(entry)
                 names[key] = entry.name
                 mine[key] = xxhash.xxh3_64_intdigest(payload[entry.start : entry.start + entry.nbytes].data)
-        table = np.array(list(mine.items()), dtype="<u8").reshape(-1, 2)
-        holders: dict[int, dict[int, list[int]]] = collections.defaultdict(lambda: collections.defaultdict(list))
-        for rank, theirs in zip(self.members, self._world.gather(table, self._comm), strict=True):
-            for key, digest in theirs.tolist():
-                holders[key][digest].append(rank)
+        holders = self._holders(mine)
         differ = {names[key]: list(holders[key].values()) for key in mine if len(holders[key]) > 1}
-        alone = {names[key] for key in mine if sum(map(len, holders[key].values())) < len(self.members)}
+        alone = {names[key] for key in mine if not self._on_all(holders[key])}
         self._apart |= alone | differ.keys()
         self._blocks = None
         self._warn(differ, step)

@@ -4,6 +4,7 @@
     verify       every byte of every slot that will be used, on all ranks, before anything is loaded
     repair       lost slots and damaged blocks are made again from parity, where there is some
     fetch        slots that are on another node come to a slot of the rank's own
+    reunite      so do the shares of what several ranks hold alike
     (load)       by the caller, from the own slot; an error there is agreed on too
     heal         copies and parity are checked, and made again where they are missing
 
@@ -14,18 +15,18 @@ attempt.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 
 from .errors import CorruptSlot, MlflashError, StepNotFound, WorldSizeChanged
+from .fetch import fetch
 from .header import Attempt
 from .inventory import Choice, Inventory, Place, choose, file_name
 from .parts import Parts
 from .points import reach
 from .repair import Repairs
+from .reunion import Home, reunite
 from .segment import attach
-from .slot import Slot, Use
-from .transfer import Source, offer, receive, send
-from .window import OpenMemory
+from .slot import Slot
+from .transfer import Source, slot_of
 
 log = logging.getLogger("mlflash")
 
@@ -39,13 +40,13 @@ def restorable_steps(parts: Parts) -> list[int]:
     return sorted(set(whole))
 
 
-def bring_home(parts: Parts, step: int | None) -> Slot | None:
+def bring_home(parts: Parts, step: int | None) -> Home | None:
     """Bring the newest restorable attempt (or that of a step) into this rank's own slot.
 
     Collective over the world.
 
     Returns:
-        The own slot, every byte of it verified on every rank; None where there is nothing.
+        This rank's state, every byte of it verified on every rank; None where there is nothing.
 
     Raises:
         StepNotFound: there is no such step.
@@ -71,6 +72,9 @@ def bring_home(parts: Parts, step: int | None) -> Slot | None:
             )
         bad = _bring(parts, found, choice)
         if not bad:
+            slot = next(slot for slot in parts.shelf.own if _is(slot, parts.world.rank, choice.attempt))
+            home, bad = reunite(parts, choice, slot)
+        if not bad:
             place = choice.source[parts.world.rank]
             parts.restored_from = "parity" if place is None else parts.world.topology.node_names[place[0]]
             parts.restores = choice.restores + 1
@@ -79,8 +83,7 @@ def bring_home(parts: Parts, step: int | None) -> Slot | None:
                     "step %d was restored %d times and nothing newer was committed since: step %d is taken instead "
                     "(skip_stuck=%d)", passed_over.step, passed_over.restores, choice.step, parts.config.skip_stuck,
                 )  # fmt: skip
-            home = next(slot for slot in parts.shelf.own if _is(slot, parts.world.rank, choice.attempt))
-            parts.rolled_forward = bool(parts.world.agree([int(not home.committed)])[0])
+            parts.rolled_forward = bool(parts.world.agree([int(not slot.committed)])[0])
             return home
         found = found.without(bad)
 
@@ -189,52 +192,18 @@ def _is(slot: Slot, rank: int, attempt: Attempt) -> bool:
 
 
 def _fetch(parts: Parts, choice: Choice, serves: list[int], slots: dict[int, Slot]) -> list[Place]:
-    """Bring slots from other nodes; the receiver checks every byte once more."""
-    world, shelf = parts.world, parts.shelf
-    moves = [rank for rank in range(world.size) if serves[rank] != rank]
-    if not moves:
+    """Bring slots from other nodes; returns those that did not arrive whole."""
+    world = parts.world
+    if all(server == rank for rank, server in enumerate(serves)):
         return []
-    mine = [rank for rank in moves if serves[rank] == world.rank]
-    for_me = world.rank in moves
-    # One message per pair of ranks: a rank has one slot to fetch, and a server tells each of its ranks what comes.
-    to = {rank: slots[rank].header.extents for rank in mine}  # type: ignore[union-attr]
-    comes = offer(world, dict(to), [serves[world.rank]] if for_me else [])
-    home: Slot | None = None
-    demand = []
-    if for_me:
-        extents = comes[serves[world.rank]]
-        home = shelf.free_slot(shelf.own)
-        assert extents is not None and home is not None
-        demand = [(home, extents.nbytes)]
-    parts.ensure_room(demand)
-    window = (
-        OpenMemory(world, world.world, None if home is None else home.view)
-        if parts.protection.transport == "rma"
-        else None
-    )
-    exposed = None if window is None else (0, window)
-    chunk = parts.config.chunk_nbytes
-    work = []
-    for rank in mine:
-        target = None if window is None else _fixed(window, rank)
-        work.append(send(world, rank, Source(slots[rank], to[rank], None), chunk, target))
-    if home is not None and extents is not None:
-        work.append(receive(world, serves[world.rank], home, extents, world.rank, choice.attempt, chunk, exposed))
-    world.waiting_for = sorted({*mine, *([serves[world.rank]] if for_me else [])})
-    arrived = world.drive(work)
-    world.waiting_for = ()
-    if window is not None:
-        window.free()
+    mine = {rank: slots[rank] for rank, server in enumerate(serves) if server == world.rank and rank != world.rank}
+    server = serves[world.rank] if serves[world.rank] != world.rank else None
+    home = None if server is None else parts.shelf.free_slot(parts.shelf.own)
+    whole = fetch(parts, mine, server, home, slot_of(world.rank, choice.attempt))
     reach("restore.fetched")
-    parts.counts["slots fetched"] += home is not None
-    if home is not None:
-        home.use = Use.HOLDS if arrived[-1] else Use.FREE
-    failed = [choice.source[world.rank]] if home is not None and not arrived[-1] else []
+    parts.counts["slots fetched"] += server is not None
+    failed = [] if whole else [choice.source[world.rank]]
     return sorted(place for places in world.gather(failed) for place in places if place is not None)
-
-
-def _fixed(window: OpenMemory, rank: int) -> Callable[[int], tuple[OpenMemory, int]]:
-    return lambda number: (window, rank)
 
 
 def heal_or_remember(parts: Parts, home: Slot) -> None:
@@ -253,7 +222,8 @@ def heal_or_remember(parts: Parts, home: Slot) -> None:
                 return  # only a copy that arrived damaged may arrive whole next time
         else:
             parts.unhealed = None
-            parts.shelf.free_older(home)
+            assert home.header is not None
+            parts.shelf.free_older(home.header.attempt)
             return
 
 
@@ -277,11 +247,13 @@ def heal(parts: Parts, home: Slot) -> None:
         _protect_again(parts, home, lacking)
         reach("heal.copied")
     kept = protection.kept(shelf, header.attempt)
-    shelf.keep_only([home, *kept])
+    shares = [slot for slot in shelf.shares if slot.header is not None and slot.header.attempt == header.attempt]
+    shelf.keep_only([home, *shares, *kept])
     shelf.drop_spare()
     reach("heal.freed")
     # The next save shall find room.
     demand = [(slot, header.extents.nbytes) for slot in shelf.own]
+    demand += [(slot, share.header.extents.nbytes) for share in shares if share.header for slot in shelf.shares]
     for owner, pair in shelf.inbox.items():
         sizes = [copy.header.extents.nbytes for copy in kept if copy.header is not None and copy.header.rank == owner]
         demand += [(slot, nbytes) for nbytes in sizes for slot in pair]
@@ -305,6 +277,6 @@ def _protect_again(parts: Parts, home: Slot, lacking: bool) -> None:
     try:
         world.raise_together(error)
     except MlflashError:  # where a copy failed somewhere its slot must be free for the next save
-        shelf.release(header.attempt, home, False)
+        shelf.release(header.attempt, [home], False)
         raise
-    shelf.release(header.attempt, home, True)
+    shelf.release(header.attempt, [home], True)

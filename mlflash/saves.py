@@ -44,6 +44,7 @@ class Saves:
         self._world = parts.world
         self._pending: list[Snapshot] = []
         self._warned_late = False
+        self._version = 0  # of what is shared
         self.last_step: int | None = None
         self.stage = Stage(config.block_nbytes, config.timeout_s)
 
@@ -102,39 +103,60 @@ class Saves:
     def _fill(self, save: commit.Save, state: object) -> None:
         check_torch_rank(self._world)
         flat = flatten(state)
-        save.plan = self.stage.plan(flat)
-        save.snapshot.nbytes = save.plan.layout.extents.nbytes
+        settled = self._is_settled(flat)
+        if settled:
+            save.plan = self.plan(flat)
+            save.snapshot.nbytes = save.plan.nbytes
         if self._stuck:
             raise self._failure(save, "an earlier save is still waiting for other ranks")
-        slot = self._take_slot(save)
-        if slot is None:
+        taken = self._take_slots(save)
+        if taken is None:
             return
         reach("stage.begun")
-        save.slot, planned = slot, save.plan
-        if slot.view.nbytes >= planned.layout.extents.nbytes:
-            save.segment = slot.segment
-            self.stage.copy(flat, planned, slot)
+        save.slot, save.share = taken
+        if not settled:
+            save.unsettled, save.lay_out = flat, lambda: self.plan(flat)
+        if save.plan is not None and _has_room(save.plan, *taken):
+            self._stage(save, flat)
         else:
-            save.stage = lambda: self._stage_later(save, flat, planned, slot)
+            save.stage = lambda: self._stage(save, flat)
 
-    def _stage_later(self, save: commit.Save, flat: Flat, planned: Plan, slot: Slot) -> None:
-        save.segment = slot.segment
-        self.stage.copy(flat, planned, slot)
+    def plan(self, flat: Flat) -> Plan:
+        """Lay a state out, sharing what the ranks have agreed on. Not collective."""
+        replicas = self._parts.replicas
+        if replicas is None or replicas.sharing is None:
+            return self.stage.plan(flat)
+        return self.stage.plan(flat, replicas.sharing, replicas.is_shared)
 
-    def _take_slot(self, save: commit.Save) -> Slot | None:
+    def _is_settled(self, flat: Flat) -> bool:
+        """Whether the ranks have agreed on what they share of a state like this one."""
+        replicas = self._parts.replicas
+        if replicas is None or replicas.sharing is None:
+            return True
+        if replicas.version != self._version:
+            self._version = replicas.version
+            self.stage.replan()
+        return self.stage.knows(flat)
+
+    def _stage(self, save: commit.Save, flat: Flat) -> None:
+        assert save.slot is not None and save.plan is not None
+        save.segment = save.slot.segment
+        save.checks = self.stage.copy(flat, save.plan, save.slot, save.share)
+
+    def _take_slots(self, save: commit.Save) -> tuple[Slot, Slot] | None:
         if self._config.when_busy == "skip":
-            slot = self._parts.shelf.take_own(0)
-            save.skip = slot is None
-            return slot
+            taken = self._parts.shelf.take(0)
+            save.skip = taken is None
+            return taken
         # While a heal fails, slots may be held back until it is done; the job of this save tries again.
         end = time.monotonic() + (self._config.timeout_s if self._parts.unhealed is None else 0.0)
-        while (slot := self._parts.shelf.take_own(0.05)) is None:
+        while (taken := self._parts.shelf.take(0.05)) is None:
             if self._stuck or time.monotonic() > end:
                 held = "both slots are still busy with earlier saves"
                 if self._parts.unhealed is not None:
                     held = "the restored step has no full redundancy yet, and both slots are needed for it"
                 raise self._failure(save, held)
-        return slot
+        return taken
 
     @property
     def _stuck(self) -> bool:
@@ -186,3 +208,8 @@ class Saves:
             snapshot.reported = True
         if wrong and self._config.strict and wrong[0].error is not None:
             raise wrong[0].error
+
+
+def _has_room(plan: Plan, slot: Slot, share: Slot) -> bool:
+    size = plan.share_extents
+    return slot.view.nbytes >= plan.layout.extents.nbytes and (size is None or share.view.nbytes >= size.nbytes)

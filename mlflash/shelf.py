@@ -1,4 +1,6 @@
-"""The slots of this rank: two of its own, two for each rank whose copies it holds, two for its share of parity.
+"""The slots of this rank: two of its own, two for each rank whose copies it holds, two for its part of parity.
+
+Where it shares state with others, two more for its share.
 
 Two of each, because the last committed one is never written: a save goes into the other one.
 """
@@ -38,17 +40,20 @@ class Shelf:
     def __init__(self, memory: NodeMemory, owners: Sequence[int]):
         self._memory = memory
         self.own = [Slot(), Slot()]
+        self.shares = [Slot(), Slot()]  # without files where nothing is shared
         self.inbox = {owner: [Slot(), Slot()] for owner in owners}
         self._distrusted: list[Slot] = []
         self._spare: set[int] = set()  # files to delete once nothing can need them
+        self._kept: set[int] = set()  # files to delete once a newer step is committed
         self._stale: set[int] = set()  # those among them that do not hold the attempt restored
         self.changed = threading.Condition()  # notified when a slot becomes free
 
     def all(self) -> list[Slot]:
         """All slots, own ones first."""
-        return [*self.own, *(slot for pair in self.inbox.values() for slot in pair)]
+        return [*self.own, *self.shares, *(slot for pair in self.inbox.values() for slot in pair)]
 
-    def adopt(self, files: Files, kept: Attempt | None, trusted: Container[int], spare: Sequence[int]) -> None:
+    def adopt(self, files: Files, kept: Attempt | None, trusted: Container[int], spare: Sequence[int],
+              needed: Sequence[int] = ()) -> None:  # fmt: skip
         """Take over files that an earlier process left. Not collective.
 
         Args:
@@ -56,16 +61,22 @@ class Shelf:
             kept: the attempt that must not be overwritten.
             trusted: numbers of this node's files that hold it; others that say so were found damaged.
             spare: files of this node that nobody needs, to be deleted by `drop_spare`.
+            needed: files of this node that nobody will write, but which the attempt needs until a newer is committed.
         """
         before = self.mapped()
         self._distrusted = []
-        for pair, numbers in [(self.own, files.own), *((self.inbox[q], files.inbox[q]) for q in self.inbox)]:
+        for pair, numbers in [
+            (self.own, files.own),
+            (self.shares, files.share),
+            *((self.inbox[q], files.inbox[q]) for q in self.inbox),
+        ]:
             for index, number in enumerate(numbers):
                 pair[index] = self._attach(number, before)
                 self._judge(pair[index], kept, number in trusted)
         for inode, mapping in before.items():
             if inode not in self.mapped():
                 mapping.close()
+        self._kept = set(needed)
         self._spare, self._stale = set(spare), {number for number in spare if number not in trusted}
         segment.prefault_in_background([s.segment for s in self.all() if s.segment is not None])
 
@@ -97,14 +108,21 @@ class Shelf:
             self._memory.remove(file_name(number))
             return Slot()
 
-    def take_own(self, wait_s: float) -> Slot | None:
-        """Take an own slot for a save; None where both hold something or are busy for so long. Not collective."""
+    def take(self, wait_s: float) -> tuple[Slot, Slot] | None:
+        """Take an own slot and one for a share, for a save; None where both hold something or are busy for so long.
+
+        Not collective.
+        """
         with self.changed:
-            self.changed.wait_for(lambda: self.free_slot(self.own) is not None, wait_s)
-            slot = self.free_slot(self.own)
-            if slot is not None:
+            self.changed.wait_for(lambda: self._free_pair() is not None, wait_s)
+            pair = self._free_pair()
+            for slot in pair or ():
                 slot.use = Use.BUSY
-            return slot
+            return pair
+
+    def _free_pair(self) -> tuple[Slot, Slot] | None:
+        own, share = self.free_slot(self.own), self.free_slot(self.shares)
+        return None if own is None or share is None else (own, share)
 
     def free_slot(self, pair: Sequence[Slot]) -> Slot | None:
         """A slot of a pair that may be written; the one with the older content first."""
@@ -126,16 +144,16 @@ class Shelf:
                     slot.use = Use.FREE
                 self.changed.notify_all()
 
-    def release(self, attempt: Attempt, own: Slot, committed: bool) -> None:
+    def release(self, attempt: Attempt, taken: Sequence[Slot], committed: bool) -> None:
         """End an attempt: committed, its slots hold it and all older ones are free; failed, its slots are free.
 
         Args:
             attempt: which.
-            own: the own slot it was staged into; the other one may be busy with the next save already.
+            taken: the slots it was staged into; the others may be busy with the next save already.
             committed: how it ended.
         """
         with self.changed:
-            for slot in [own, *(slot for pair in self.inbox.values() for slot in pair)]:
+            for slot in [*taken, *(slot for pair in self.inbox.values() for slot in pair)]:
                 if slot.use is Use.BUSY:
                     slot.use = Use.HOLDS if committed else Use.FREE
             for slot in self.all():
@@ -157,23 +175,31 @@ class Shelf:
             self.changed.notify_all()
 
     def hold_older(self) -> None:
-        """Keep the own slots besides the restored one from being written, until `free_older`. Not collective."""
+        """Keep what the own slots hold besides the restored step from being written, until `free_older`.
+
+        Not collective.
+        """
         with self.changed:
-            for slot in self.own:
+            for slot in (*self.own, *self.shares):
                 if slot.use is Use.FREE and slot.header is not None:
                     slot.use = Use.HOLDS
 
-    def free_older(self, home: Slot) -> None:
-        """Let saves write the own slots besides the restored one. Not collective."""
+    def free_older(self, kept: Attempt) -> None:
+        """Let saves write the own slots that do not hold the restored attempt. Not collective."""
         with self.changed:
-            for slot in self.own:
-                if slot.use is Use.HOLDS and slot is not home:
+            for slot in (*self.own, *self.shares):
+                if slot.use is Use.HOLDS and (slot.header is None or slot.header.attempt != kept):
                     slot.use = Use.FREE
             self.changed.notify_all()
 
-    def drop_spare(self) -> None:
-        """Delete the files that nobody needs."""
-        self._drop(self._spare)
+    def keep_for_now(self, slot: Slot) -> None:
+        """Unmap a slot that is none of this rank's; its file stays until a newer step is committed. Not collective."""
+        self._kept.add(file_number(slot.name))
+        _unmap(slot)
+
+    def drop_spare(self, committed: bool = False) -> None:
+        """Delete the files that nobody needs; once a newer step is ``committed``, those kept until then too."""
+        self._drop(self._spare | self._kept if committed else self._spare)
 
     def drop_stale(self) -> None:
         """Delete those of them that hold older attempts only, so that a heal finds room."""
@@ -182,7 +208,7 @@ class Shelf:
     def _drop(self, numbers: set[int]) -> None:
         for number in sorted(numbers):
             self._memory.remove(file_name(number))
-        self._spare, self._stale = self._spare - numbers, self._stale - numbers
+        self._spare, self._stale, self._kept = self._spare - numbers, self._stale - numbers, self._kept - numbers
 
     def post_directory(self, board: Board) -> None:
         """Write the file numbers of the own slots on the node's board."""

@@ -55,6 +55,7 @@ class Leaf:
     entry: Entry
     value: Any  # torch.Tensor (local shard) or np.ndarray
     tie: int  # index of an earlier leaf with the same memory, or -1
+    whole: Any = None  # the DTensor whose local shard it is
 
 
 @dataclasses.dataclass
@@ -78,6 +79,14 @@ def flatten(state: Any) -> Flat:
     walk = _Flatten()
     tree = walk.visit(state, "")
     return Flat(walk.leaves, tree, walk.plain, frozenset(walk.private))
+
+
+def flatten_or_none(state: Any) -> Flat | None:
+    """Take a state apart as `flatten` does; None where it cannot be. Not collective."""
+    try:
+        return flatten(state)
+    except Exception:  # state_dict() of an object may raise anything
+        return None
 
 
 class _Flatten:
@@ -124,7 +133,8 @@ class _Flatten:
         if count > 1:  # {"a.b": x, "a": {"b": y}}: the tree keeps them apart, the name says so too
             entry = dataclasses.replace(entry, name=f"{entry.name}~{count}")
         tie = -1 if key is None else self.memory.setdefault(key, len(self.leaves))
-        self.leaves.append(Leaf(entry, local, -1 if tie == len(self.leaves) else tie))
+        whole = value if type(value).__name__ == "DTensor" else None
+        self.leaves.append(Leaf(entry, local, -1 if tie == len(self.leaves) else tie, whole))
         return ["e", len(self.leaves) - 1]
 
 
@@ -173,6 +183,16 @@ def _dtensor_shard(tensor: Any, path: str) -> tuple[Any, tuple[int, ...], tuple[
     return local, tuple(shape), tuple(offset)
 
 
+def replica_ranks(dtensor: Any) -> tuple[int, ...]:
+    """The ranks that hold the same shard of a DTensor as this one, ascending, as its placements say."""
+    mesh = dtensor.device_mesh
+    here = mesh.get_coordinate()
+    if here is None:
+        return ()
+    index = tuple(slice(None) if p.is_replicate() else at for p, at in zip(dtensor.placements, here, strict=True))
+    return tuple(sorted(mesh.mesh[index].reshape(-1).tolist()))
+
+
 def array_entry(array: np.ndarray, path: str) -> tuple[Any, Entry, tuple[Any, ...] | None]:
     """Describe an array, as :func:`tensor_entry` does a tensor."""
     if array.dtype.hasobject or array.dtype.names is not None:
@@ -191,6 +211,13 @@ def as_bytes(value: Any) -> np.ndarray:
 
     raw: np.ndarray = value.reshape(-1).view(torch.uint8).numpy()
     return raw
+
+
+def live_bytes(value: Any) -> np.ndarray:
+    """The bytes of a tensor or array in C order, on the host: a view where they are so already, else a copy."""
+    if isinstance(value, np.ndarray):
+        return as_bytes(np.ascontiguousarray(value))
+    return as_bytes(value.detach().resolve_conj().resolve_neg().cpu().contiguous())
 
 
 def from_bytes(entry: Entry, raw: np.ndarray) -> Any:

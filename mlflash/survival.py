@@ -80,8 +80,14 @@ class Survival:
         return self.surviving(losses)[losses] / math.comb(self.nodes, losses) if losses <= self.nodes else 0.0
 
 
-def of(topology: Topology, placement: Placement) -> Survival:
-    """What a placement survives. Pure."""
+def of(topology: Topology, placement: Placement, shares: Mapping[int, tuple[int, int]] | None = None) -> Survival:
+    """What a placement survives. Pure.
+
+    Args:
+        topology: ranks and nodes.
+        placement: who protects whom.
+        shares: for each rank that shares state, the set and the number of its share: one node of the set has to stay.
+    """
     node_of = topology.node_of
     # Sets of nodes first: the ranks of a node share theirs.
     in_parity = {frozenset(node_of[rank] for rank in group) for group in placement.parity_groups}
@@ -92,6 +98,12 @@ def of(topology: Topology, placement: Placement) -> Survival:
         if not placement.parity_group_of[rank]
     }
     limits |= {Limit(nodes, len(nodes) - 1) for nodes in copied}
+    sharing: dict[int, set[int]] = {}
+    for rank, (by, _) in (shares or {}).items():
+        sharing.setdefault(by, set()).add(node_of[rank])
+    for nodes in set(map(frozenset, sharing.values())):
+        if not any(limit.nodes <= nodes for limit in limits):  # such a limit is broken before
+            limits.add(Limit(nodes, len(nodes) - 1))
     return Survival(len(topology.node_names), frozenset(limits))
 
 

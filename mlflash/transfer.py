@@ -17,7 +17,7 @@ import numpy as np
 
 from .comm import Moves, World
 from .errors import CorruptSlot
-from .header import HEADER_NBYTES, Attempt, Header, unpack
+from .header import HEADER_NBYTES, Attempt, Header, Kind, unpack
 from .layout import PAGE_NBYTES, Extents
 from .points import reach
 from .slot import Slot, Use, table_check
@@ -137,16 +137,15 @@ def send(world: World, peer: int, source: Source, chunk_nbytes: int,
     return bool(whole[0])
 
 
-def receive(world: World, peer: int, slot: Slot, extents: Extents, owner: int, attempt: Attempt, chunk_nbytes: int,
-            window: tuple[int, OpenMemory] | None) -> Moves:  # fmt: skip
+def receive(world: World, peer: int, slot: Slot, extents: Extents, is_wanted: Callable[[Header], bool],
+            chunk_nbytes: int, window: tuple[int, OpenMemory] | None) -> Moves:  # fmt: skip
     """Receive a slot; the operation's result is whether it arrived whole (then it is sealed).
 
     Args:
         peer: the sender.
         slot: where it goes; large enough for ``extents``.
         extents: as offered.
-        owner: the rank whose state it is.
-        attempt: the attempt expected.
+        is_wanted: whether its header is the expected one.
         chunk_nbytes: the sender's bytes per transfer.
         window: for the transport rma: the window that exposes ``slot`` and the number that tells the sender
             which it is; None for p2p.
@@ -175,10 +174,15 @@ def receive(world: World, peer: int, slot: Slot, extents: Extents, owner: int, a
     page = np.empty(HEADER_NBYTES, dtype=np.uint8)
     yield from done(comm.Irecv([page, mpi.BYTE], peer, _HEADER))
     reach("transfer.received")
-    good = good and _accept(slot, extents, page, owner, attempt)
+    good = good and _accept(slot, extents, page, is_wanted)
     reach("transfer.sealed")
     yield from done(comm.Isend(np.array([int(good)], dtype=np.int64), peer, _ACK))
     return good
+
+
+def slot_of(owner: int, attempt: Attempt) -> Callable[[Header], bool]:
+    """Tell the header of a rank's slot."""
+    return lambda header: (header.kind, header.rank, header.attempt) == (Kind.SLOT, owner, attempt)
 
 
 def done(request: Any) -> Moves:
@@ -200,12 +204,12 @@ def _arrived(slot: Slot, extents: Extents, first: int, last: int, window: OpenMe
         yield False
 
 
-def _accept(slot: Slot, extents: Extents, page: np.ndarray, owner: int, attempt: Attempt) -> bool:
+def _accept(slot: Slot, extents: Extents, page: np.ndarray, is_wanted: Callable[[Header], bool]) -> bool:
     try:
         header = unpack(page.tobytes())
     except CorruptSlot:
         return False
-    if (header.rank, header.attempt, header.extents) != (owner, attempt, extents):
+    if header.extents != extents or not is_wanted(header):
         return False
     if table_check(slot.table(extents)) != header.table_check:
         return False

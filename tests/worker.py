@@ -72,7 +72,7 @@ def update(state: dict[str, object], new: dict[str, object]) -> None:
 def train(last: int = 0, more: int = -1, nbytes: int = 300_000, die_at: int = -1, die_rank: int = -1, die: str = "",
           busy: bool = False, pause: float = 0.0, big_rank: int = -1, big_nbytes: int = 0, grow_at: int = 0,
           load: bool = False, one_by_one: bool = False, traps: Sequence[dict[str, object]] = (), strict: bool = True,
-          options: dict[str, object] | None = None) -> None:  # fmt: skip
+          alike: bool = False, options: dict[str, object] | None = None) -> None:  # fmt: skip
     """Restore, check the bits, train to the last step with a save after each, and perhaps die.
 
     Args:
@@ -82,16 +82,20 @@ def train(last: int = 0, more: int = -1, nbytes: int = 300_000, die_at: int = -1
         grow_at: from this step on the state is three times as large.
         load: take the state as fresh arrays, whatever its size, instead of filling one of known size.
         one_by_one: each save waits for its commit.
+        alike: the weights are the same on all ranks, and shared.
         traps: see traps.py.
     """
     set_traps(traps, RANK)
-    nbytes = big_nbytes if big_rank == RANK else nbytes + 1000 * RANK  # slots of different sizes
+    size = big_nbytes if big_rank == RANK else nbytes + 1000 * RANK  # slots of different sizes
 
     def wanted(step: int) -> dict[str, object]:
-        return state_at(RANK, step, nbytes * (3 if grow_at and step % 1000 >= grow_at else 1))
+        times = 3 if grow_at and step % 1000 >= grow_at else 1
+        shared = {"weights": state_at(0, step, nbytes * times)["weights"]} if alike else {}
+        return state_at(RANK, step, size * times) | shared
 
     state = wanted(0)
-    with mlflash.Checkpointer(strict=strict, **(options or {})) as ckpt:
+    replicated = {"weights": True} if alike else None
+    with mlflash.Checkpointer(strict=strict, replicated=replicated, **(options or {})) as ckpt:
         if load:
             start, found = ckpt.load()
             state = wanted(0) if start is None else found

@@ -36,9 +36,10 @@ AT_HOME = [p for p in RESTORE if p not in ("restore.fetched", "restore.rebuilt",
 FETCHED = [p for p in RESTORE if p != "restore.rebuilt"]
 REBUILT = [p for p in RESTORE if p != "restore.fetched"]
 SECOND_SAVE_SEEN = ("commit.seen", "commit.seen")
-SCHEMES = ["copy", "xor:3", "rs:2+2"]
+SHARE = [p for p in ORDER if p.startswith("share.")]
+SCHEMES = ["copy", "xor:3", "rs:2+2", "alike"]  # the last is copy, with most of the state the same on all ranks
 LAYOUTS = [(2, 1), (3, 1), (4, 2), (4, 1)]  # ranks, ranks per node
-LEAST_NODES = {"copy": 2, "xor:3": 3, "rs:2+2": 4}
+LEAST_NODES = {"copy": 2, "alike": 2, "xor:3": 3, "rs:2+2": 4}
 
 # What happens before, as nodes wiped and moved, and the points passed before the one where the crash is.
 SCENARIOS: dict[str, tuple[tuple[int, ...], bool, tuple[str, ...]]] = {
@@ -58,18 +59,20 @@ SCENARIOS: dict[str, tuple[tuple[int, ...], bool, tuple[str, ...]]] = {
 
 def points_of(scenario: str, scheme: str) -> list[str]:
     """The points that are passed in a scenario, where it crashes."""
-    moves = TRANSFER if scheme == "copy" else PARITY
+    copies = scheme in ("copy", "alike")
+    moves = TRANSFER if copies else PARITY
     if scheme.startswith("xor") and scenario != "restore of a lost node":  # who codes the only parity keeps it
         moves = [point for point in PARITY if point != "parity.arrived"]
+    save = SAVE + moves + (SHARE if scheme == "alike" else [])
     return {
-        "first save": SAVE + moves + ROOM,
-        "save that grew": SAVE + moves + ROOM,
+        "first save": save + ROOM,
+        "save that grew": save + ROOM,
         "restore": AT_HOME,
-        "restore of a lost node": (FETCHED if scheme == "copy" else REBUILT) + moves,
+        "restore of a lost node": (FETCHED if copies else REBUILT) + moves,
         "heal of a lost node": moves,
         "restore of moved ranks": FETCHED + TRANSFER,
         "heal of moved ranks": moves,
-    }.get(scenario, SAVE + moves)
+    }.get(scenario, save)
 
 
 # Small chunks, so that there is a middle of a transfer.
@@ -94,7 +97,7 @@ class Case:
     @property
     def exists(self) -> bool:
         # On two nodes each has a slot of every rank; of three, two may change places and still have one.
-        far_enough = self.layout == (4, 1) or self.scheme != "copy" or not SCENARIOS[self.scenario][1]
+        far_enough = self.layout == (4, 1) or self.scheme in ("xor:3", "rs:2+2") or not SCENARIOS[self.scenario][1]
         passed = self.point in points_of(self.scenario, self.scheme)
         return passed and self.who < self.layout[0] and far_enough and _enough_nodes(self.layout, self.scheme)
 
@@ -134,6 +137,12 @@ def _enough_nodes(layout: tuple[int, int], scheme: str) -> bool:
     return layout[0] // layout[1] >= LEAST_NODES[scheme]
 
 
+def state_of(scheme: str) -> dict[str, Any]:
+    """What a worker is told of its state."""
+    alike = scheme == "alike"
+    return {"alike": alike, "options": {"redundancy": "copy" if alike else scheme}}
+
+
 class Memories:
     """What jobs left that committed steps 2 and 3 and died: made once for each layout, copied for each case."""
 
@@ -147,7 +156,7 @@ class Memories:
         if key not in self._made:
             first = Cluster(self._root / f"{ranks}x{cluster.ranks_per_node}-{scheme}", cluster.ranks_per_node)
             first.root.mkdir()
-            spec = {"last": 3, "die_at": 3, "die": "all", "options": {"redundancy": scheme}}
+            spec = {"last": 3, "die_at": 3, "die": "all", **state_of(scheme)}
             result = first.run(ranks, "worker.py", json.dumps(spec), env=CHUNKS)
             assert [r["step"] for r in result.of("committed")].count(3) == ranks, result.log
             self._made[key] = first.root / f"mlflash-{os.getuid()}"
@@ -184,7 +193,7 @@ def steps_allowed(case: Case, gone: set[int]) -> set[int | None]:
     node_of = [rank // per_node for rank in range(ranks)]
     topology = from_node_ids([(node * per_node, f"node{node}") for node in node_of])
     lost = set() if moved else gone | set(wiped)  # a move takes own slot and copy of a rank to two other nodes
-    covered = of(topology, place(topology, parse(case.scheme))).survives(lost)
+    covered = of(topology, place(topology, parse(state_of(case.scheme)["options"]["redundancy"]))).survives(lost)
     if covered or case.point in ("heal.copied", "heal.freed", "heal.done"):
         return {3}
     return {None} if case.point in ("restore.listed", "restore.verified", "restore.adopted") else {None, 3}
@@ -200,7 +209,7 @@ def test_the_relaunch_restores_exactly_what_it_must(shm: Path, memories: Memorie
     cluster.wipe(*wiped)
     if moved:
         cluster.move({0: 1, 1: 0})
-    state: dict[str, Any] = {"options": {"redundancy": case.scheme}}
+    state = state_of(case.scheme)
     if case.scenario == "save that grew":
         state |= {"grow_at": 3, "load": True}
     in_a_row = case.scenario == "save while the next is staged"
@@ -225,7 +234,8 @@ def test_the_relaunch_restores_exactly_what_it_must(shm: Path, memories: Memorie
     assert (start or 0) >= max((r["step"] for r in crashed.of("committed")), default=0), "a committed step was lost"
     assert len(result.of("end")) == ranks, result.log
     assert {r["steps"][-1] for r in result.of("end")} == {(start or 0) + 1}
-    # Nothing piles up: two own slots and two of another rank for each rank, and the lock of each node.
-    assert len(cluster.slot_files()) == 4 * ranks
+    # Nothing piles up: two own slots, two of another rank and two shares for each rank, and the lock of each node.
+    each = 6 if case.scheme == "alike" else 4
+    assert len(cluster.slot_files()) == each * ranks
     files = [f for f in cluster.node(0).parent.rglob("*") if f.is_file() and f.parent.name.startswith("node")]
-    assert len(files) == 4 * ranks + ranks // per_node
+    assert len(files) == each * ranks + ranks // per_node

@@ -468,7 +468,7 @@ def test_a_dtensor_is_saved_by_its_local_shard_with_its_place_in_the_whole(optio
         with Checkpointer(**options) as ckpt:
             ckpt.save(1, state).wait()
             home = ckpt._find(None)
-            entries = {entry.name: entry for entry in home.manifest().entries}
+            entries = {entry.name: entry for entry in home.manifest.entries}
             rows = -(-7 // SIZE)
             start = min(7, rows * RANK)
             assert entries["s"].global_shape == (7, 3)

@@ -12,6 +12,12 @@ import pytest
 import mlflash
 
 
+@pytest.fixture
+def options(options: dict[str, Any]) -> dict[str, Any]:
+    """Ranks that only compare: what they may store together is for test_sharing."""
+    return options | {"share": False}
+
+
 def state_of(seed: int = 0) -> dict[str, Any]:
     """A state that is the same on every rank: small and large tensors, some not a multiple of a block."""
     random = np.random.default_rng(seed)

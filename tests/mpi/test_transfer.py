@@ -14,7 +14,7 @@ from mlflash.layout import Extents
 from mlflash.node_memory import NodeMemory
 from mlflash.segment import create
 from mlflash.slot import Slot, read_header
-from mlflash.transfer import Source, receive, send
+from mlflash.transfer import Source, receive, send, slot_of
 from mlflash.window import OpenMemory, Poke
 
 pytestmark = pytest.mark.mpi(min_size=2)
@@ -64,7 +64,7 @@ class Ring:
         exposed = None if window is None else (0, window)
         return self.world.drive([
             send(self.world, self.to, source, CHUNK_NBYTES, target),
-            receive(self.world, self.come, self.inbox, EXTENTS, owner, attempt, CHUNK_NBYTES, exposed),
+            receive(self.world, self.come, self.inbox, EXTENTS, slot_of(owner, attempt), CHUNK_NBYTES, exposed),
         ])  # fmt: skip
 
     def free(self) -> None:

@@ -203,6 +203,16 @@ def test_a_manifest_with_anything_wrong_in_it_is_refused_or_still_valid(data: st
         (b'{"entries":[],"tree":["p",0],"plain":[["n","<f4",""]]}', "IndexError"),
         (b'{"entries":[],"tree":["d",[[["d"],["p",0]]]],"plain":[1]}', "unknown tag"),
         (b'{"entries":[],"tree":["p",0],"plain":[NaN]}', "not JSON"),
+        (b'{"entries":[],"tree":["p",0],"plain":[1],"shared":[0,-1,0]}', "shared state"),
+        (b'{"entries":[],"tree":["p",0],"plain":[1],"shared":[0,1,9.5]}', "shared state"),
+        (
+            b'{"entries":[["a","array","|u1",[99],[0],[99],512,99]],"tree":["e",0],"plain":[],"shared":[0,1,98]}',
+            "outside",
+        ),
+        (
+            b'{"entries":[["a","array","|u1",[99],[0],[99],500,99]],"tree":["e",0],"plain":[],"shared":[0,1,98]}',
+            "outside",
+        ),
         (b'{"entries":[],"tree":' + b'["o",' * 5000 + b'["p",0]' + b"]" * 5000 + b',"plain":[1]}', ""),
     ],
 )

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from layouts import layout
 
-from mlflash.header import Attempt
+from mlflash.header import Attempt, Kind
 from mlflash.inventory import FOUND, Inventory, ParityGroup, assign, choose, decode, encode, file_name, join
 from mlflash.placement import place
 from mlflash.scheme import parse
@@ -24,7 +24,9 @@ def table(*rows: tuple[bytes, int, int, int, int, int], world_size: int = 2) -> 
     """Rows of (run id, generation, step, rank, node, file)."""
     run = {RUN_A: int.from_bytes(b"a" * 8, "little"), RUN_B: int.from_bytes(b"b" * 8, "little")}
     return Inventory(
-        np.array([(g, run[r], run[r], s, k, world_size, n, f, 0, 0, 0) for r, g, s, k, n, f in rows], dtype=FOUND)
+        np.array(
+            [(g, run[r], run[r], s, k, world_size, n, f, 0, -1, 0, 0, 0, 0) for r, g, s, k, n, f in rows], dtype=FOUND
+        )
     )
 
 
@@ -33,8 +35,16 @@ def with_parity(found: Inventory, group: tuple[int, ...], losses: int, *places: 
     rows = np.zeros(len(places), dtype=FOUND)
     rows[:] = found.rows[0]
     for row, (rank, node, file) in zip(rows, places, strict=True):
-        row["rank"], row["node"], row["file"], row["parities"] = rank, node, file, losses
+        row["rank"], row["node"], row["file"], row["kind"], row["number"] = rank, node, file, Kind.PARITY, losses
     return join([found, Inventory(rows, (group,))])
+
+
+def with_shares(found: Inventory, files: set[int], number: int) -> Inventory:
+    """An inventory in which some files are shares."""
+    rows = found.rows.copy()
+    some = np.isin(rows["file"], list(files))
+    rows["kind"][some], rows["shared_by"][some], rows["number"][some], rows["shares"][some] = Kind.SHARE, 0, number, 4
+    return Inventory(rows, found.groups)
 
 
 def test_the_newest_attempt_with_a_slot_for_every_rank_is_chosen() -> None:
@@ -73,14 +83,14 @@ def names(*numbers: int) -> list[str]:
 
 def test_ranks_that_stayed_keep_their_files() -> None:
     rows = [(RUN_A, 2, 20, 0, 0, 0), (RUN_A, 1, 10, 0, 0, 1), (RUN_A, 2, 20, 1, 0, 2), (RUN_A, 1, 10, 1, 0, 3)]
-    files, unused = assign(table(*rows), names(0, 1, 2, 3), 0, Attempt(RUN_A, 2), True, {0: [1]})
+    files, unused = assign(table(*rows), names(0, 1, 2, 3), 0, Attempt(RUN_A, 2), True, {0: [1]}, {})
     assert (files[0].own, files[0].inbox, unused) == ([0, 1], {1: [2, 3]}, [])
 
 
 def test_a_moved_rank_takes_the_free_files_first_and_the_kept_ones_last() -> None:
     # Rank 0's slots and copies of rank 1's are on this node; rank 1 runs here now and holds rank 0's copies.
     rows = [(RUN_A, 2, 20, 0, 0, 0), (RUN_A, 1, 10, 0, 0, 1), (RUN_A, 2, 20, 1, 0, 2), (RUN_A, 1, 10, 1, 0, 3)]
-    files, unused = assign(table(*rows), names(0, 1, 2, 3), 0, Attempt(RUN_A, 2), True, {1: [0]})
+    files, unused = assign(table(*rows), names(0, 1, 2, 3), 0, Attempt(RUN_A, 2), True, {1: [0]}, {})
     assert (files[1].own, files[1].inbox, unused) == ([2, 3], {0: [0, 1]}, [])  # the copy is its own slot now
 
 
@@ -97,16 +107,24 @@ def test_files_are_shared_out_once_each_and_one_of_each_pair_can_be_written(data
     ]
     found = table(*rows)
     here = sorted(data.draw(st.sets(st.integers(0, ranks - 1), min_size=1)))
-    files, unused = assign(found, names(*range(count)), 0, Attempt(RUN_A, 2), True, {r: owners[r] for r in here})
+    shares = {rank: (0, n) for n, rank in enumerate(here) if data.draw(st.booleans())}
+    found = with_shares(found, data.draw(st.sets(st.integers(0, 17))), data.draw(st.integers(0, 3)))
+    inboxes = {rank: owners[rank] for rank in here}
+    files, unused = assign(found, names(*range(count)), 0, Attempt(RUN_A, 2), True, inboxes, shares)
     kept = {n for _, g, _, _, _, n in rows if g == 2}
-    pairs = [pair for f in files.values() for pair in [f.own, *f.inbox.values()]]
+    pairs = [pair for f in files.values() for pair in [f.own, f.share, *f.inbox.values()]]
     shared = [n for pair in pairs for n in pair if n is not None]
     assert sorted([*shared, *unused]) == list(range(count))
     assert not any(pair[0] in kept and pair[1] in kept for pair in pairs)
 
 
 @given(
-    cells=st.lists(st.tuples(*[st.integers(0, 3)] * 3, *[st.integers(0, 255)] * 8), max_size=30),
+    cells=st.lists(
+        st.tuples(
+            *[st.integers(0, 3)] * 3, *[st.integers(0, 255)] * 6, st.sampled_from([0, 1, 2]), *[st.integers(0, 255)] * 4
+        ),
+        max_size=30,
+    ),
     groups=st.lists(st.lists(st.integers(0, 2**32 - 1), max_size=9).map(tuple), max_size=5).map(tuple),
 )
 def test_an_inventory_comes_back_whole_from_its_way(cells: list[tuple[int, ...]], groups: Any) -> None:
@@ -131,7 +149,8 @@ def test_what_16384_ranks_tell_each_other_is_less_than_a_megabyte() -> None:
         rows["rank"], rows["world_size"], rows["node"] = np.repeat(ranks, 6), 16_384, node
         rows["file"], rows["generation"] = np.arange(48), np.tile([41, 41, 42, 42, 43, 43], 8)
         rows["step"], rows["run_0"], rows["run_1"] = 10 * rows["generation"], *RUN_NUMBERS
-        rows["group"], rows["parities"] = np.repeat(range(8), 6), np.tile([0, 2], 24)
+        rows["group"], rows["number"], rows["shared_by"] = np.repeat(range(8), 6), np.tile([0, 2], 24), -1
+        rows["kind"] = np.tile([Kind.SLOT, Kind.PARITY], 24)
         total += len(encode(Inventory(rows, tuple(placed.parity_group_of[rank] for rank in ranks))))
     assert total < 1_000_000
 
@@ -139,6 +158,7 @@ def test_what_16384_ranks_tell_each_other_is_less_than_a_megabyte() -> None:
 def test_16384_ranks_choose_within_a_second_from_less_than_4_mb() -> None:
     ranks = np.arange(16_384)
     found = np.zeros(4 * ranks.size, dtype=FOUND)
+    found["shared_by"] = -1
     for quarter, (generation, shift) in enumerate([(8, 0), (7, 0), (8, 8), (7, 8)]):
         part = found[quarter * ranks.size : (quarter + 1) * ranks.size]
         part["generation"], part["rank"], part["world_size"] = generation, ranks, ranks.size
@@ -157,7 +177,7 @@ def test_16384_ranks_with_parity_and_a_lost_node_choose_within_two_seconds() -> 
     rows = np.zeros(2 * ranks, dtype=FOUND)
     rows["rank"], rows["world_size"] = np.tile(np.arange(ranks), 2), ranks
     rows["node"], rows["file"], rows["generation"] = rows["rank"] // 8, np.arange(2 * ranks) % 32, 3
-    rows["parities"][ranks:] = 2
+    rows["shared_by"], rows["kind"][ranks:], rows["number"][ranks:] = -1, Kind.PARITY, 2
     rows["group"][ranks:] = [number[rank] for rank in range(ranks)]
     found = Inventory(rows, tuple(groups))
     start = time.process_time()
@@ -166,6 +186,36 @@ def test_16384_ranks_with_parity_and_a_lost_node_choose_within_two_seconds() -> 
     assert choice is not None and sorted(choice.rebuilt) == list(range(40, 56))
     assert choose(Inventory(rows[(rows["node"] < 5) | (rows["node"] > 7)], found.groups), (0,) * ranks) is None
     assert time.process_time() - start < 2.0
+
+
+def test_a_step_needs_every_share_of_what_its_slots_share() -> None:
+    rows = table(*((RUN_A, g, 10 * g, rank, rank, 2 * g) for g in (1, 2) for rank in (0, 1))).rows
+    rows["shared_by"] = 0
+    shares = [(1, 0, 0, 7), (1, 1, 1, 7), (2, 0, 0, 8), (2, 1, 1, 8), (2, 0, 1, 9)]  # generation, number, node, file
+    files = np.repeat(rows[:1], len(shares))
+    for row, (generation, number, node, file) in zip(files, shares, strict=True):
+        row["generation"], row["step"], row["number"], row["node"], row["file"] = (
+            generation,
+            10 * generation,
+            number,
+            node,
+            file,
+        )
+    files["kind"], files["shares"] = Kind.SHARE, 2
+    found = Inventory(np.concatenate([rows, files]))
+    choice = choose(found, (0, 1))
+    assert choice is not None and choice.step == 20
+    assert choice.shares == {(0, 0): ((0, 8), (1, 9)), (0, 1): ((1, 8),)}
+    assert choose(found.without([(0, 8)]), (0, 1)).step == 20  # type: ignore[union-attr]
+    assert choose(found.without([(1, 8)]), (0, 1)).step == 10  # type: ignore[union-attr]
+    assert choose(found.without([(1, 8), (0, 7)]), (0, 1)) is None
+
+
+def test_a_share_goes_to_the_rank_that_stores_it_now() -> None:
+    found = with_shares(table((RUN_A, 2, 20, 5, 0, 0), (RUN_A, 1, 10, 5, 0, 1), (RUN_A, 2, 20, 3, 0, 2)), {0, 1}, 1)
+    files, unused = assign(found, names(0, 1, 2), 0, Attempt(RUN_A, 2), True, {2: [], 3: []}, {2: (0, 0), 3: (0, 1)})
+    assert (files[3].share, files[3].own, unused) == ([0, None], [2, None], [])
+    assert files[2].share == [1, None]  # an older one will do to be written
 
 
 def slots(world_size: int, *ranks: int) -> Inventory:
@@ -192,9 +242,9 @@ def test_a_rank_without_a_slot_is_rebuilt_where_enough_of_its_group_is_there() -
 
 def test_parity_files_and_slots_are_not_taken_for_each_other() -> None:
     found = with_parity(slots(1, 0), (0, 1, 2), 1, (0, 0, 1))
-    files, unused = assign(found, names(0, 1, 2, 3), 0, Attempt(RUN_A, 1), True, {0: [0]})
+    files, unused = assign(found, names(0, 1, 2, 3), 0, Attempt(RUN_A, 1), True, {0: [0]}, {})
     assert (files[0].own, files[0].inbox, unused) == ([0, 2], {0: [1, 3]}, [])
-    files, unused = assign(found, names(0, 1), 0, Attempt(RUN_A, 1), True, {0: [1]})
+    files, unused = assign(found, names(0, 1), 0, Attempt(RUN_A, 1), True, {0: [1]}, {})
     assert (files[0].own, files[0].inbox, unused) == ([0, None], {1: [None, None]}, [1])
 
 

@@ -20,10 +20,10 @@ REPO = Path(__file__).parents[2]
 # The way of the data: each module imports only from those before it.
 ORDER = [
     "version", "errors", "points", "scheme", "config", "state", "rebuild", "layout", "manifest", "header", "host_list",
-    "domains", "slurm_topology", "topology", "placement", "survival", "erasure", "stripes", "limits", "node_memory",
-    "inventory", "segment", "slot", "parity_file", "comm", "board", "window", "transfer", "exchange", "stage", "shelf",
-    "copies", "parity", "protect", "replicas", "parts", "snapshot", "commit", "repair", "restore", "courier", "saves",
-    "rng", "checkpointer", "__init__", "cli", "__main__",
+    "domains", "slurm_topology", "topology", "placement", "survival", "sharing", "erasure", "stripes", "limits",
+    "node_memory", "inventory", "segment", "slot", "parity_file", "comm", "board", "window", "transfer", "exchange",
+    "stage", "shelf", "copies", "parity", "protect", "replicas", "parts", "snapshot", "commit", "repair", "fetch",
+    "reunion", "restore", "courier", "saves", "rng", "report", "checkpointer", "__init__", "cli", "__main__",
 ]  # fmt: skip
 MAY_IMPORT_MPI = {"comm"}
 

@@ -1,0 +1,430 @@
+"""State that ranks hold alike: one copy on each node, nothing sent, bits restored whatever is lost, never a guess."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from mpi4py import MPI
+
+import mlflash
+from mlflash import Checkpointer, errors
+from mlflash.header import HEADER_NBYTES, Header, Kind, unpack
+
+COMM = MPI.COMM_WORLD
+RANK, SIZE = COMM.rank, COMM.size
+MIB = 1 << 20
+
+pytestmark = pytest.mark.mpi(min_size=2)
+on_4 = pytest.mark.skipif(SIZE != 4, reason="runs on 4 ranks")
+
+
+class Own:
+    """State that each rank has its own of."""
+
+    rank_private = True
+
+    def __init__(self, step: int):
+        self.number = np.array([RANK, step])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"number": self.number}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.number[:] = state["number"]
+
+
+def state_at(step: int) -> dict[str, Any]:
+    """The same on all ranks but for ``own``; sizes around those of blocks and shares, types of all kinds."""
+    numbers = np.random.default_rng(step)
+    weight = torch.from_numpy(numbers.standard_normal((300, 500)))
+    return {
+        "model": {
+            "weight": weight, "tied": weight, "turned": torch.from_numpy(numbers.standard_normal((64, 33))).T,
+            "half": torch.from_numpy(numbers.standard_normal(70_001)).bfloat16(), "empty": torch.zeros(0),
+            "one": torch.tensor(float(step)), "mask": torch.from_numpy(numbers.integers(0, 2, 1_000) > 0),
+        },
+        "array": numbers.integers(0, 255, 131_072, dtype=np.uint8), "step": step, "of rank": RANK, "own": Own(step),
+    }  # fmt: skip
+
+
+def zeroed(state: dict[str, Any]) -> dict[str, Any]:
+    """A state of the same structure that holds nothing yet; tied tensors stay tied."""
+    model = {name: torch.zeros_like(value) for name, value in state["model"].items() if name != "tied"}
+    model = {name: model["weight" if name == "tied" else name] for name in state["model"]}
+    return {"model": model, "array": np.zeros_like(state["array"]), "step": 0, "of rank": -1, "own": Own(-1)}
+
+
+def same(state: dict[str, Any], step: int) -> bool:
+    wanted = state_at(step)
+    alike = all(torch.equal(state["model"][name], value) for name, value in wanted["model"].items())
+    return bool(
+        alike and np.array_equal(state["array"], wanted["array"]) and (state["step"], state["of rank"]) == (step, RANK)
+        and np.array_equal(state["own"].number, [RANK, step])
+    )  # fmt: skip
+
+
+def restored(options: dict[str, Any], **more: Any) -> tuple[int | None, list[dict[str, Any]]]:
+    """Restore; returns the step, and the report of each rank, once its bits were compared."""
+    with Checkpointer(**options | {"replicated": True} | more) as ckpt:
+        state = zeroed(state_at(0))
+        step = ckpt.restore(state)
+        right = step is None or same(state, step)
+        ckpt.wait()
+        ckpt.steps()  # the heal is done
+        told = COMM.allgather((right, ckpt.report()))
+    assert all(right for right, _ in told), "bits differ"
+    return step, [report for _, report in told]
+
+
+def save(options: dict[str, Any], *steps: int, **more: Any) -> dict[str, Any]:
+    with Checkpointer(**options | {"replicated": True, "strict": True} | more) as ckpt:
+        for step in steps:
+            ckpt.save(step, state_at(step)).wait()
+        return ckpt.report()
+
+
+class Nodes:
+    """The memory of emulated nodes."""
+
+    def __init__(self, root: Path):
+        self.path = root / f"mlflash-{os.getuid()}" / "t"
+
+    def on_rank_0(self, work: Callable[[], object]) -> None:
+        COMM.Barrier()
+        if RANK == 0:
+            work()
+        COMM.Barrier()
+
+    def lose(self, *nodes: int) -> None:
+        self.on_rank_0(lambda: [shutil.rmtree(self.path / f"node{node}") for node in nodes])
+
+    def files(self, node: int, kind: Kind, step: int | None = None) -> list[tuple[Path, Header]]:
+        found = []
+        for path in sorted((self.path / f"node{node}").glob("slot-*")):
+            page = path.read_bytes()[:HEADER_NBYTES]
+            if page[:8] == b"MLFLASH\0" and (header := unpack(page)).kind is kind and step in (None, header.step):
+                found.append((path, header))
+        return found
+
+    def damage(self, path: Path) -> None:
+        with path.open("r+b") as file:
+            file.seek(5000)
+            byte = file.read(1)[0]
+            file.seek(5000)
+            file.write(bytes([byte ^ 16]))
+
+
+@pytest.fixture
+def nodes(root: Path) -> Nodes:
+    return Nodes(root)
+
+
+def node_nbytes(options: dict[str, Any], report: dict[str, Any]) -> list[int]:
+    """Bytes of all slots of each node."""
+    reports = COMM.allgather(report)
+    names = sorted({one["node"] for one in reports})
+    return [sum(slot["nbytes"] for one in reports if one["node"] == name for slot in one["slots"]) for name in names]
+
+
+@pytest.mark.parametrize("per_node", [1, 2])
+@pytest.mark.parametrize("scheme", ["copy", "xor:3", "none"])
+def test_a_node_holds_what_its_ranks_hold_alike_once_and_nothing_of_it_is_sent(
+    options: dict[str, Any], nodes: Nodes, per_node: int, scheme: str
+) -> None:
+    if SIZE % per_node:
+        pytest.skip("unequal nodes share nothing")
+    options |= {"ranks_per_node": per_node, "redundancy": scheme}
+    state = {"w": np.arange(8 * MIB, dtype=np.uint8), "x": np.arange(8 * MIB, dtype=np.uint8) // 3}
+    with Checkpointer(**options, replicated=True, strict=True) as ckpt:
+        ckpt.prepare(state)
+        prepared = ckpt.report()
+        for step in (1, 2, 3):
+            ckpt.save(step, state).wait()
+        report = ckpt.report()
+        assert [s["nbytes"] for s in report["slots"]] == [s["nbytes"] for s in prepared["slots"]]
+        alone = SIZE // per_node == 1 and scheme != "none"
+        held = node_nbytes(options, report)
+        # Two slots of the state, once for each node; the rest is manifests, and their redundancy.
+        assert all(2 * 16 * MIB <= nbytes <= 2 * 16 * MIB + per_node * 8 * 128 * 1024 for nbytes in held), held
+        assert alone or report["shared with"] == tuple(range(SIZE))
+
+
+@pytest.mark.parametrize("per_node", [1, 2])
+def test_bits_come_back_from_what_any_node_is_left(options: dict[str, Any], nodes: Nodes, per_node: int) -> None:
+    if SIZE % per_node or per_node == SIZE:
+        pytest.skip("needs two equal nodes")
+    options["ranks_per_node"] = per_node
+    report = save(options, 1, 2)
+    assert report["slots"][2]["nbytes"] > 0 and report["slots"][0]["nbytes"] < 100_000
+    assert restored(options)[0] == 2
+    for lost in range(SIZE // per_node):  # no save between the losses: the heal has made each node whole
+        nodes.lose(lost)
+        step, reports = restored(options)
+        assert step == 2
+        assert [r["counts"].get("shares fetched", 0) for r in reports] == [
+            rank // per_node == lost for rank in range(SIZE)
+        ]
+    save(options, 3)
+    assert restored(options)[0] == 3
+
+
+@on_4
+@pytest.mark.parametrize("scheme", ["rs:2+2", "copy:3", "xor:4"])
+def test_all_that_a_scheme_covers_may_be_lost(options: dict[str, Any], nodes: Nodes, scheme: str) -> None:
+    options["redundancy"] = scheme
+    save(options, 1, 2)
+    losses = {"rs:2+2": 2, "copy:3": 3, "xor:4": 1}[scheme]
+    nodes.lose(*range(losses))
+    assert restored(options)[0] == 2
+    nodes.lose(*range(4 - losses, 4))
+    assert restored(options)[0] == 2
+    nodes.lose(*range(losses + 1))
+    assert restored(options)[0] is None
+
+
+def test_a_damaged_share_comes_from_another_node_and_where_all_are_the_older_step_is_taken(
+    options: dict[str, Any], nodes: Nodes
+) -> None:
+    save(options, 1, 2)
+    for node in range(SIZE - 1):
+        nodes.on_rank_0(lambda node=node: nodes.damage(nodes.files(node, Kind.SHARE, 2)[0][0]))
+    step, reports = restored(options)
+    assert step == 2
+    assert [r["counts"].get("shares fetched", 0) for r in reports] == [*[1] * (SIZE - 1), 0]
+    save(options, 3)
+    for node in range(SIZE):
+        nodes.on_rank_0(lambda node=node: nodes.damage(nodes.files(node, Kind.SHARE, 3)[0][0]))
+    assert restored(options)[0] == 2
+
+
+def test_ranks_that_moved_find_their_shares(options: dict[str, Any], nodes: Nodes) -> None:
+    save(options, 1, 2)
+    last = SIZE - 1
+
+    def swap() -> None:
+        (nodes.path / "node0").rename(nodes.path / "aside")
+        (nodes.path / f"node{last}").rename(nodes.path / "node0")
+        (nodes.path / "aside").rename(nodes.path / f"node{last}")
+
+    nodes.on_rank_0(swap)
+    step, reports = restored(options)
+    assert step == 2 and not any("shares fetched" in r["counts"] for r in reports)  # they are the same on all nodes
+    save(options, 3)
+    nodes.lose(0)
+    assert restored(options)[0] == 3
+
+
+@on_4
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 4)])
+def test_other_numbers_of_ranks_on_a_node_put_the_shares_together(
+    options: dict[str, Any], nodes: Nodes, before: int, after: int
+) -> None:
+    save(options | {"ranks_per_node": before}, 1, 2)
+    options["ranks_per_node"] = after
+    if before == 1:
+        nodes.lose(2)
+    for _ in (1, 2):  # a second time from where the first has put them
+        assert restored(options)[0] == 2
+    save(options, 3, 4)
+    kept = [len(nodes.files(node, Kind.SHARE)) for node in range(4 // after)]
+    assert kept == [2 * after] * (4 // after), "shares of the old layout were left behind"
+    assert restored(options)[0] == 4
+
+
+@pytest.mark.parametrize("later", [{"replicated": None}, {"share": False}], ids=["not said any more", "switched off"])
+def test_shares_are_restored_by_a_run_that_shares_nothing(
+    options: dict[str, Any], nodes: Nodes, later: dict[str, Any]
+) -> None:
+    save(options, 1, 2)
+    for _ in (1, 2):
+        assert restored(options, **later)[0] == 2
+    save(options, 3, **later)
+    assert not nodes.files(RANK, Kind.SHARE)
+    assert restored(options, **later)[0] == 3
+    assert restored(options)[0] == 3
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in caplog.records if "though it should be" in r.getMessage()]
+
+
+@pytest.mark.parametrize("per_node", [1, 2])
+@pytest.mark.parametrize("name", ["weight", "mask", "one"])
+def test_a_step_on_which_copies_differ_is_not_committed_and_the_next_stores_each(
+    options: dict[str, Any], caplog: pytest.LogCaptureFixture, per_node: int, name: str
+) -> None:
+    if SIZE % per_node or per_node == SIZE:
+        pytest.skip("needs two equal nodes")
+    options["ranks_per_node"] = per_node
+    odd = SIZE - 1
+
+    def state_of(step: int) -> dict[str, Any]:
+        state = state_at(step)
+        if odd == RANK and step > 1:
+            value = state["model"][name].view(-1)
+            value[-1] = 1 - value[-1].int()
+        return state
+
+    with Checkpointer(**options, replicated=True) as ckpt:
+        assert ckpt.save(1, state_of(1)).wait()
+        snapshot = ckpt.save(2, state_of(2))
+        with pytest.raises(errors.SaveFailed, match=rf"different values of model\.{name}"):
+            snapshot.wait()
+        assert ckpt.steps() == [1]
+        others = f"0-{odd - 1}" if odd > 1 else "0"
+        if RANK == 0:
+            (text,) = said(caplog)
+            assert f"model.{name} (rank {odd} differs from {others})" in text and "step 2 is not the same" in text
+        assert ckpt.save(3, state_of(3)).wait() and ckpt.save(4, state_of(4)).wait()
+        assert len(said(caplog)) == int(RANK == 0)
+    with Checkpointer(**options, replicated=True) as ckpt:
+        step, found = ckpt.load()
+        assert step == 4 and torch.equal(found["model"][name], state_of(4)["model"][name])
+        assert torch.equal(found["model"]["half"], state_of(4)["model"]["half"])
+
+
+def test_what_differs_from_the_start_is_stored_whole_and_said_once(
+    options: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    def state_of(step: int) -> dict[str, Any]:
+        return {"same": np.full(50_000, step), "buffer": np.full(50_000, RANK), f"only on {RANK}": np.ones(9) * RANK}
+
+    with Checkpointer(**options, replicated=True, strict=True) as ckpt:
+        ckpt.prepare({"same": np.full(50_000, RANK), "buffer": np.zeros(50_000)})  # as before a broadcast
+        assert not said(caplog)
+        for step in (1, 2):
+            ckpt.save(step, state_of(step)).wait()
+        assert len(said(caplog)) == int(RANK == 0)
+        assert ckpt.report()["slots"][2]["nbytes"] >= 400_000 and ckpt.report()["slots"][0]["nbytes"] < 900_000
+    with Checkpointer(**options, replicated=True) as ckpt:
+        state = state_of(0)
+        assert ckpt.restore(state) == 2
+        assert all(np.array_equal(state[name], value) for name, value in state_of(2).items())
+
+
+def test_only_what_the_patterns_name_is_shared(options: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    def state_of(step: int) -> dict[str, Any]:
+        return {"model": {"w": np.full(90_000, step)}, "cache": np.full(90_000, RANK), "other": np.full(90_000, 7)}
+
+    with Checkpointer(**options, replicated={"model.*": True}, strict=True) as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, state_of(step)).wait()
+        own, share = ckpt.report()["slots"][0]["nbytes"], ckpt.report()["slots"][2]["nbytes"]
+        assert 720_000 < share < 760_000 and 1_440_000 < own < 1_500_000
+    assert not said(caplog)
+    with Checkpointer(**options, replicated={"model.*": list(range(SIZE))}) as ckpt:
+        step, found = ckpt.load()
+        assert step == 2 and all(np.array_equal(found[name], state_of(2)[name]) for name in ("cache", "other"))
+        assert np.array_equal(found["model"]["w"], state_of(2)["model"]["w"])
+    with pytest.raises(errors.ConfigError, match="for all of them the same ranks"):
+        Checkpointer(**options, replicated={"a": True, "b": [RANK]})
+
+
+def test_a_state_that_grows_is_shared_too(options: dict[str, Any], nodes: Nodes) -> None:
+    """As with an optimizer that makes its state in the first step."""
+    weight = torch.nn.Parameter(torch.arange(120_000, dtype=torch.float32))
+    optimizer = torch.optim.AdamW([weight], lr=0.1)
+    state = {"model": weight, "optimizer": optimizer}
+    with Checkpointer(**options, replicated=True, strict=True) as ckpt:
+        assert ckpt.restore(state) is None
+        for step in (1, 2, 3):
+            ckpt.save(step, state).wait()
+            weight.grad = torch.full_like(weight, step)
+            optimizer.step()
+        ckpt.save(4, state).wait()
+        assert ckpt.report()["slots"][0]["nbytes"] < 60_000 and ckpt.report()["slots"][2]["nbytes"] > 3 * 480_000
+    wanted = weight.detach().clone(), optimizer.state_dict()["state"][0]["exp_avg"].clone()
+    weight.data.zero_()
+    optimizer.state_dict()["state"][0]["exp_avg"].zero_()
+    nodes.lose(1)
+    with Checkpointer(**options, replicated=True) as ckpt:
+        assert ckpt.restore(state) == 4
+    assert torch.equal(weight, wanted[0]) and torch.equal(optimizer.state_dict()["state"][0]["exp_avg"], wanted[1])
+
+
+def test_saves_that_follow_each_other_at_once(options: dict[str, Any], nodes: Nodes) -> None:
+    for when_busy in ("wait", "skip"):
+        with Checkpointer(**options, replicated=True, when_busy=when_busy) as ckpt:
+            base = {"wait": 1, "skip": 100}[when_busy]
+            snapshots = [ckpt.save(step, state_at(step)) for step in range(base, base + 8)]
+            ckpt.wait()
+            done = [snapshot.step for snapshot in snapshots if not snapshot.skipped]
+        assert restored(options)[0] == done[-1]
+        nodes.lose(0)
+        assert restored(options)[0] == done[-1]
+
+
+def test_a_rank_that_cannot_save_fails_the_step_for_all_and_sharing_goes_on(
+    options: dict[str, Any], nodes: Nodes
+) -> None:
+    with Checkpointer(**options, replicated=True) as ckpt:
+        for step in (1, 3):  # before anything was settled, and after
+            if RANK == 0:
+                with pytest.raises(errors.StateError):
+                    ckpt.save(step, {"a": object()})
+            else:
+                with pytest.raises(errors.SaveFailed, match="cannot be saved"):
+                    ckpt.save(step, state_at(step)).wait()
+            ckpt.save(step + 1, state_at(step + 1)).wait()
+    assert restored(options)[0] == 4
+    assert nodes.files(RANK, Kind.SHARE, 4)
+
+
+@on_4
+@pytest.mark.filterwarnings("ignore:.*barrier.*:UserWarning")
+def test_replicas_of_hsdp_are_found_by_their_placements(options: dict[str, Any], root: Path, nodes: Nodes) -> None:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    dist.init_process_group("gloo", store=dist.FileStore(str(root / "store"), SIZE), rank=RANK, world_size=SIZE)
+    try:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        whole = torch.arange(400_000, dtype=torch.float32).reshape(1000, 400)
+
+        def state_of(step: int) -> dict[str, Any]:
+            local = (whole + step)[RANK % 2 * 500 :][:500].contiguous()
+            norm = DTensor.from_local(torch.full((8,), float(step)), mesh, [Replicate(), Replicate()])
+            weight = DTensor.from_local(local, mesh, [Replicate(), Shard(0)])
+            return {"weight": weight, "norm": norm, "plain": torch.arange(5)}
+
+        options["ranks_per_node"] = 2
+        for lost in (None, 0):
+            with Checkpointer(**options, strict=True) as ckpt:
+                state = state_of(0)
+                step = ckpt.restore(state)
+                if lost is None:
+                    assert step is None
+                    for step in (1, 2):
+                        ckpt.save(step, state_of(step)).wait()
+                    report = ckpt.report()
+                    assert report["shared with"] == (RANK % 2, RANK % 2 + 2)
+                    assert report["slots"][0]["nbytes"] < 100_000 and 800_000 < report["slots"][2]["nbytes"] < 900_000
+                    assert "any 1 of 2 nodes" in ckpt.survives
+                else:
+                    assert step == 2
+                    assert torch.equal(state["weight"].to_local(), state_of(2)["weight"].to_local())
+                    assert torch.equal(state["norm"].to_local(), state_of(2)["norm"].to_local())
+            nodes.lose(0)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_the_rng_of_each_rank_stays_its_own(options: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    np.random.seed(RANK)
+    state = {"w": np.arange(1000), "rng": mlflash.rng()}
+    with caplog.at_level(logging.WARNING), Checkpointer(**options, replicated=True, strict=True) as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, state).wait()
+        wanted = np.random.random(3)
+        assert ckpt.restore(state) == 2
+        assert np.array_equal(np.random.random(3), wanted)
+    assert not said(caplog)
