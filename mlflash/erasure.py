@@ -228,11 +228,27 @@ def _isal() -> tuple[str, ctypes.CDLL] | None:
     named = os.environ.get("MLFLASH_ISAL", "")
     for path in [named] if named else ["libisal.so.2", *_in_pyeclib()]:
         try:
-            return (path, _open(path)) if path != "0" else None
+            return (path, _tried(_open(path))) if path != "0" else None
         except (OSError, AttributeError) as error:
             if named:
                 raise ConfigError(f"MLFLASH_ISAL={named}: {error}", expected="libisal.so.2, or 0") from None
     return None
+
+
+def _tried(isal: ctypes.CDLL) -> ctypes.CDLL:
+    """Let a library code a little, and compare: one that computes something else must not be used.
+
+    Raises:
+        OSError: it does.
+    """
+    units = np.arange(6 * 256, dtype=np.uint64).view(np.uint8).reshape(6, -1) * np.uint8(37)
+    theirs, ours = np.empty((3, units.shape[1]), np.uint8), np.empty((3, units.shape[1]), np.uint8)
+    coefficients = matrix(6, range(6), range(6, 9))
+    _by_isal(isal, coefficients, list(units), list(theirs))
+    _by_numpy(coefficients, list(units), list(ours))
+    if not np.array_equal(theirs, ours):
+        raise OSError("it does not compute what ISA-L does")
+    return isal
 
 
 def _open(path: str) -> ctypes.CDLL:
