@@ -9,7 +9,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from . import scheme
+from . import erasure, scheme
 from .board import Board
 from .comm import World, check_torch_rank
 from .config import Config
@@ -19,7 +19,7 @@ from .errors import MlflashError
 from .header import Attempt, Kind
 from .inventory import Choice, Inventory, assign, choose, decode, encode, join, scan
 from .node_memory import NodeMemory
-from .placement import place
+from .placement import Placement, made, place
 from .protect import Protection
 from .replicas import Replicas
 from .scheme import Scheme
@@ -193,6 +193,8 @@ def make(config: Config, world: World, replicated: Any = None, domains: Any = No
     memory: NodeMemory | None = None
     try:
         check_torch_rank(world)
+        if scheme.parse(config.redundancy).parity:
+            erasure.library()
         memory = NodeMemory(config.memory, config.job, world.node_index if world.emulated else None)
         memory.lock(world.local_rank, world.local_size)
     except MlflashError as problem:
@@ -224,13 +226,25 @@ def make(config: Config, world: World, replicated: Any = None, domains: Any = No
     parts.run_id = world.broadcast(os.urandom(16), 0)
     parts.generation = int(found.rows["generation"].max(initial=0))
     parts.adopt(found, choice)
-    if config.redundancy != "none" and len(world.topology.node_names) == 1 and world.rank == 0:
-        log.warning("redundancy %r needs a second node: with this one alone nothing is protected", config.redundancy)
+    if world.rank == 0:
+        _say_what_is_made(placement, len(world.topology.node_names))
     close = too_close(world.topology, placement, parts.domains_by_kind)
     if close and world.rank == 0:
         more = f" (and {len(close) - _NAMED} more)" if len(close) > _NAMED else ""
         log.warning("%s%s: if that is lost, memory cannot restore", "; ".join(close[:_NAMED]), more)
     return parts
+
+
+def _say_what_is_made(placement: Placement, nodes: int) -> None:
+    """Warn where there are too few nodes for what was asked."""
+    asked, copied = placement.scheme, any(placement.partners)
+    if asked.kind == "none":
+        return
+    if nodes == 1:
+        log.warning("redundancy %r needs a second node: with this one alone nothing is protected", str(asked))
+    elif nodes < asked.losses + (2 if asked.parity else 1) or (asked.parity and copied):
+        log.warning("redundancy %r needs more nodes with as many ranks than there are here (%d): %s is made of it",
+                    str(asked), nodes, made(placement))  # fmt: skip
 
 
 def _losses(asked: Scheme, world: World) -> int:

@@ -8,6 +8,7 @@ form a redundancy group. Pure: every rank computes the same answer.
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
 
@@ -149,3 +150,16 @@ def _recorded(topology: Topology, scheme: Scheme, recorded: Sequence[tuple[int, 
             return None
         node_groups.add(tuple(sorted(nodes)))
     return Placement(scheme, tuple(sorted(node_groups)), ((),) * len(ranks), tuple(groups))
+
+
+def made(placement: Placement) -> str:
+    """Name what is made of a scheme: groups grow where the nodes cannot be divided, and shrink where there are few.
+
+    Example:
+        xor:4 over 11 nodes → "xor:6 and xor:5"; rs:6+2 over 3 nodes → "copy:2".
+    """
+    parity = Counter(len(group) for group in placement.parity_groups)
+    forms = [str(placement.scheme.sized(members)) for members, _ in parity.most_common()]
+    copies = Counter(len(ranks) for ranks in placement.partners if ranks)
+    forms += [str(Scheme("copy", 1 + count, count)) for count, _ in copies.most_common()]
+    return " and ".join(forms) or "none"

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
 
 from .. import survival
 from ..errors import ConfigError
 from ..layout import ALIGN_NBYTES, PAGE_NBYTES, Extents, round_up
-from ..placement import Placement, place
+from ..placement import Placement, made, place
 from ..scheme import Scheme, parse
 from ..stripes import parity_extents
 from ..topology import Topology
@@ -130,19 +129,6 @@ def consider(job: Job, asked: Sequence[str] = ()) -> tuple[list[tuple[Scheme, Pl
 def _equal(one: Placement, other: Placement) -> bool:
     coded = one.parity_groups == other.parity_groups and (not one.parity_groups or made(one) == made(other))
     return coded and one.partners == other.partners
-
-
-def made(placement: Placement) -> str:
-    """Name what is made of a scheme: groups grow where the nodes cannot be divided, and shrink where there are few.
-
-    Example:
-        xor:4 over 11 nodes → "xor:6 and xor:5"; rs:6+2 over 3 nodes → "copy:2".
-    """
-    parity = Counter(len(group) for group in placement.parity_groups)
-    forms = [str(placement.scheme.sized(members)) for members, _ in parity.most_common()]
-    copies = Counter(len(ranks) for ranks in placement.partners if ranks)
-    forms += [str(Scheme("copy", 1 + count, count)) for count, _ in copies.most_common()]
-    return " and ".join(forms) or "none"
 
 
 def node_nbytes(job: Job, placement: Placement) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import time
 
 import pytest
@@ -11,6 +12,7 @@ from hypothesis import strategies as st
 from layouts import SCHEMES, layout
 
 from mlflash.errors import ConfigError
+from mlflash.parts import _say_what_is_made
 from mlflash.placement import Placement, deal, place
 from mlflash.scheme import parse
 from mlflash.topology import Topology, from_node_ids
@@ -151,3 +153,19 @@ def test_placing_16384_ranks_takes_less_than_a_second() -> None:
         placed: Placement = place(from_node_ids(ids), parse(scheme), domains)
         assert placed.owners, placed.connected
     assert time.process_time() - start < 1.0
+
+
+@pytest.mark.parametrize(
+    ("nodes", "scheme", "said"),
+    [
+        (1, "copy", "needs a second node"), (1, "none", None), (2, "copy", None), (2, "copy:2", "'copy:2' .* copy is"),
+        (2, "xor:4", "copy is made"), (3, "xor:4", None), (3, "rs:6+2", "copy:2 is made"), (4, "rs:6+2", None),
+        (11, "xor:4", None),
+    ],
+)  # fmt: skip
+def test_too_few_nodes_for_a_scheme_are_said_once(
+    caplog: pytest.LogCaptureFixture, nodes: int, scheme: str, said: str | None
+) -> None:
+    _say_what_is_made(place(layout(*[2] * nodes), parse(scheme)), nodes)
+    assert len(caplog.records) == (said is not None)
+    assert said is None or re.search(said, caplog.records[0].getMessage())

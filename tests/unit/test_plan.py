@@ -21,10 +21,10 @@ from hypothesis import strategies as st
 from mlflash import Checkpointer
 from mlflash.cli import main
 from mlflash.errors import ConfigError
-from mlflash.placement import place
+from mlflash.placement import made, place
 from mlflash.planning.inputs import measured, read_bytes, read_seconds, show_bytes, show_seconds
 from mlflash.planning.interval import Costs, best_interval, daly, waste, young
-from mlflash.planning.prospects import SCHEMES, Job, consider, made, node_nbytes, prospect, share_uncovered
+from mlflash.planning.prospects import SCHEMES, Job, consider, node_nbytes, prospect, share_uncovered
 from mlflash.planning.view import show_chance
 from mlflash.scheme import parse
 from mlflash.survival import of
