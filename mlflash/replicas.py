@@ -159,10 +159,10 @@ class Replicas:
                 names[key] = leaf.entry.name
                 mine[key] = xxhash.xxh3_64_intdigest(live_bytes(leaf.value).data)
         settled = bool(self._world.agree([int(able)], self._comm)[0])
-        holders = self._holders(mine)
-        self._agreed |= {key for key, by in holders.items() if len(by) == 1 and self._on_all(by)}
+        alike, others = self._sort_out(mine)
+        self._agreed |= alike
         if step is not None:
-            differ = {names[key]: list(holders[key].values()) for key in mine if len(holders[key]) > 1}
+            differ = _differing(names, others)
             self._apart |= differ.keys()
             self._warn(differ, step)
         return settled
@@ -202,25 +202,40 @@ class Replicas:
             return None
         if not able:
             return SaveFailed("a rank that shares state with this one could not save it", step=step)
-        holders = self._holders(mine)
-        unlike = {key for key, by in holders.items() if len(by) > 1 or not self._on_all(by)}
-        self.version += bool(unlike & self._agreed)
-        self._agreed -= unlike
-        differ = {names[key]: list(holders[key].values()) for key in mine if len(holders[key]) > 1}
+        _, others = self._sort_out(mine)
+        self.version += bool(others.keys() & self._agreed)
+        self._agreed -= others.keys()
+        differ = _differing(names, others)
         self._warn({name: by for name, by in differ.items() if name not in self._apart}, step)
         self._apart |= differ.keys()
         what = ", ".join(sorted(differ)[:_NAMED]) or "what the ranks hold alike"
         return SaveFailed(f"ranks that share state hold different values of {what}: the step before is kept, and the "
                           "next save stores each rank's own", step=step)  # fmt: skip
 
-    def _holders(self, mine: Mapping[int, int]) -> dict[int, dict[int, list[int]]]:
-        """For each key and each number that a member has for it, the members. Collective over the group."""
-        table = np.array(list(mine.items()), dtype="<u8").reshape(-1, 2)
+    def _sort_out(self, mine: Mapping[int, int]) -> tuple[set[int], dict[int, dict[int, list[int]]]]:
+        """Find the keys for which all members have the same number; and for the others who has which.
+
+        Collective over the group. Where all have the same keys, as a rule, two allreduces are enough, however many
+        members there are; only what differs is gathered.
+        """
+        keys = sorted(mine)
+        number = xxhash.xxh3_64_intdigest(np.array(keys, dtype="<u8").tobytes()) & _POSITIVE
+        low, high = self._world.agree([number, -number], self._comm)
+        alike: set[int] = set()
+        if low == -high:
+            checks = [mine[key] & _POSITIVE for key in keys]
+            found = self._world.agree([*checks, *(-check for check in checks)], self._comm) if keys else []
+            alike = {key for key, least, most in zip(keys, found, found[len(keys) :], strict=False) if least == -most}
+            if len(alike) == len(keys):
+                return alike, {}
+        rest = [(key, check) for key, check in mine.items() if key not in alike]
+        table = np.array(rest, dtype="<u8").reshape(-1, 2)
         holders: dict[int, dict[int, list[int]]] = collections.defaultdict(lambda: collections.defaultdict(list))
         for rank, theirs in zip(self.members, self._world.gather(table, self._comm), strict=True):
             for key, check in theirs.tolist():
                 holders[key][check].append(rank)
-        return holders
+        alike |= {key for key, by in holders.items() if len(by) == 1 and self._on_all(by)}
+        return alike, {key: by for key, by in holders.items() if key not in alike}
 
     def _on_all(self, by: Mapping[int, list[int]]) -> bool:
         return sum(map(len, by.values())) == len(self.members)
@@ -270,9 +285,9 @@ class Replicas:
                 key = _key(entry)
                 names[key] = entry.name
                 mine[key] = xxhash.xxh3_64_intdigest(payload[entry.start : entry.start + entry.nbytes].data)
-        holders = self._holders(mine)
-        differ = {names[key]: list(holders[key].values()) for key in mine if len(holders[key]) > 1}
-        alone = {names[key] for key in mine if not self._on_all(holders[key])}
+        _, others = self._sort_out(mine)
+        differ = _differing(names, others)
+        alone = {names[key] for key, by in others.items() if key in mine and not self._on_all(by)}
         self._apart |= alone | differ.keys()
         self._blocks = None
         self._warn(differ, step)
@@ -323,6 +338,11 @@ def whole_blocks(layout: Layout, apart: set[str]) -> tuple[np.ndarray, list[tupl
 def _key(entry: Entry) -> int:
     same = (entry.name, entry.kind, entry.dtype, entry.global_shape, entry.offset, entry.shape)
     return xxhash.xxh3_64_intdigest(repr(same).encode())
+
+
+def _differing(names: Mapping[int, str], holders: Mapping[int, dict[int, list[int]]]) -> dict[str, list[list[int]]]:
+    """By name, the ranks that have one number for a tensor, and those that have another."""
+    return {names[key]: list(by.values()) for key, by in holders.items() if key in names and len(by) > 1}
 
 
 def _parties(parties: list[list[int]]) -> str:
