@@ -39,6 +39,7 @@ CPU = (MEMCPY, 2.0)  # CPU seconds on both sides
 SMALL_STALL = ("a loop of copy_", 1.2)
 FIRST = ("a warm save", 1.3)
 RESTORE = (MEMCPY, 2.0)
+SHARED = ("no redundancy", 1.5)
 
 Action = Callable[[], Mapping[str, float] | None]
 Pieces = Sequence[np.ndarray]  # of bytes
@@ -188,6 +189,27 @@ def save_large(bench: Bench, redundancy: str, transport: str) -> None:
     bench.row(f"CPU seconds, {title}", cpu, "save", CPU if redundancy == "none" else None)
 
 
+def save_shared(bench: Bench) -> None:
+    """What both ranks hold alike, as under DDP: protected by being there, beside the same save with no redundancy."""
+    state = large_state(bench.nbytes)
+    with (
+        bench.job("alone") as alone,
+        bench.job("shared") as shared,
+        bench.checkpointer(alone, redundancy="none") as bare,
+        bench.checkpointer(shared, redundancy="copy", replicated=True) as ckpt,
+    ):
+        bare.prepare(state)
+        ckpt.prepare(state)
+        actions = {"bare": Saver(bare, state), "save": Saver(ckpt, state)}
+        samples = bench.repeat(bytes_of(state), actions, before=lambda: change(state))
+        held = [sum(slot["nbytes"] for slot in one.report()["slots"]) / 2 / bench.nbytes for one in (bare, ckpt)]
+        assert max(held) < 1.01, "more than one state in each of two slots"
+    bench.row("stall, copy, shared by all", samples, "stall", STALL)
+    bench.row("committed, copy, shared by all", samples, "save", SHARED, over=samples["bare"])
+    cpu = {name.removesuffix(" CPU"): seconds for name, seconds in samples.items() if name.endswith(" CPU")}
+    bench.row("CPU seconds, copy, shared by all", cpu, "save")
+
+
 def save_small(bench: Bench) -> None:
     state = {f"bias{i}": torch.full((SMALL_NBYTES // 4,), float(i)) for i in range(SMALL_COUNT)}
     copies = {name: value.clone() for name, value in state.items()}
@@ -306,6 +328,7 @@ def main() -> None:
     save_large(bench, "copy", "p2p")
     save_large(bench, "copy", "rma")
     save_large(bench, "none", "auto")
+    save_shared(bench)
     save_small(bench)
     save_first(bench)
     restore(bench, wipe=False)

@@ -57,9 +57,12 @@ class Checkpointer:
             redundancy group are spread over them. Default: ``MLFLASH_DOMAINS``, then what Slurm knows of switches
             and blocks.
         replicated: the ranks that hold the same state as this one (an mpi4py communicator or group, a
-            torch.distributed process group, a list of ranks, or True for all): a warning names the tensors that
-            differ between them, and the ranks. Nothing is sent over the group given. Tensors of which a rank has
-            another shard are not compared. Default: nothing is compared.
+            torch.distributed process group, a list of ranks, or True for all), or a mapping from patterns of entry
+            names to them. What they hold alike is stored once per node and not sent, where they are on more nodes
+            than may be lost; they compare it at every step, and where it differs the step fails with a warning that
+            names tensors and ranks. With ``share=False`` it is compared only. Nothing is sent over the group given.
+            Default: the replicas that DTensors have by their placements, in the state of the first `restore` or
+            `prepare`.
         settings: further fields of :class:`mlflash.config.Config`.
 
     Raises:
