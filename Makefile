@@ -29,6 +29,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 MINUTES ?= 10
 SEED ?= 1
 CHAOS ?=
+FAULTS ?= tests/faults
 
 .PHONY: demo test unit faults faults-full cluster chaos lint type bench clean $(RANKS:%=test-%)
 .DELETE_ON_ERROR:
@@ -60,7 +61,7 @@ $(RANKS:%=test-%): test-%: $(VENV)/.installed
 	  $(BIN)/mpiexec $(LAUNCH) -n $* $(BIN)/python -m mpi4py tests/on_one_rank.py $(if $(filter 8,$*),-k parity)
 
 faults: $(VENV)/.installed
-	$(BIN)/pytest tests/faults --junitxml $(REPORTS)/faults.xml
+	$(BIN)/pytest $(FAULTS) --junitxml $(REPORTS)/faults.xml
 
 faults-full: $(VENV)/.installed
 	MLFLASH_FAULTS=full $(BIN)/pytest tests/faults/test_crash_points.py --junitxml $(REPORTS)/faults-full.xml

@@ -53,6 +53,7 @@ class Bench:
         self.slot, self.arrived = (self.filled(self.extents.nbytes) for _ in range(2))
         self.slot.body(self.extents)[:] = np.random.default_rng(COMM.rank).integers(0, 256, nbytes, dtype=np.uint8)
         self.generation = 0
+        self.window = MPI.Win.Create(self.arrived.body(self.extents), 1, comm=COMM)
 
     def filled(self, nbytes: int) -> Slot:
         slot = Slot(create(self.memory, nbytes))
@@ -91,6 +92,26 @@ class Bench:
             requests.append(COMM.Irecv([theirs[at : at + CHUNK_NBYTES], MPI.BYTE], come))
             requests.append(COMM.Isend([mine[at : at + CHUNK_NBYTES], MPI.BYTE], to))
         MPI.Request.Waitall(requests)
+
+    def reduce_scatter(self) -> None:
+        """Let MPI make the XOR of all slots, a share at each rank: no rotation, no checksums."""
+        words = self.slot.body(self.extents).view("<u8")
+        share = words.size // COMM.size
+        COMM.Reduce_scatter_block([words[: share * COMM.size], MPI.UINT64_T],
+                                  [self.arrived.body(self.extents).view("<u8")[:share], MPI.UINT64_T],
+                                  MPI.BXOR)  # fmt: skip
+
+    def accumulate(self) -> None:
+        """Let MPI XOR a share of this rank's slot into the memory of each other rank: no checksums."""
+        words = self.slot.body(self.extents).view("<u8")
+        share, others = words.size // (COMM.size - 1), [rank for rank in range(COMM.size) if rank != COMM.rank]
+        self.window.Fence()
+        for nth, peer in enumerate(others):
+            mine = words[nth * share : (nth + 1) * share]
+            for at in range(0, share, CHUNK_NBYTES // 8):
+                part = mine[at : at + CHUNK_NBYTES // 8]
+                self.window.Accumulate([part, MPI.UINT64_T], peer, [at * 8, part.size, MPI.UINT64_T], MPI.BXOR)
+        self.window.Fence()
 
     def scheme(self, text: str) -> tuple[Callable[[], None], Callable[[], None] | None]:
         """Give what protects all slots, checksums at both ends and all; and what rebuilds as many as may be lost."""
@@ -140,6 +161,7 @@ def main() -> None:
     bench = Bench(Path(memory), int(nbytes), int(repetitions), transport)
     actions: dict[str, Callable[[], object]] = {
         "memcpy": bench.memcpy, "XOR loop": bench.xor, "raw exchange": bench.exchange,
+        "MPI_Reduce_scatter, BXOR": bench.reduce_scatter, "MPI_Accumulate, BXOR": bench.accumulate,
     }  # fmt: skip
     for text in ("copy", f"xor:{COMM.size}", f"rs:{COMM.size - 2}+2"):
         protect, rebuild = bench.scheme(text)

@@ -10,12 +10,8 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 from harness import Cluster
-
-from mlflash.errors import CorruptSlot
-from mlflash.header import HEADER_NBYTES, unpack
 
 
 def train(cluster: Cluster, ranks: int, **options: object) -> object:
@@ -93,97 +89,6 @@ def test_the_same_job_twice_at_once_is_refused(shm: Path) -> None:
     assert cluster.slot_files() == []
     assert (shm / f"mlflash-{os.getuid()}" / "j" / "node0" / "foreign").read_text() == "not ours"
     assert cleaned.returncode == 0 and "bytes freed" in cleaned.stdout
-
-
-def slots_of(cluster: Cluster, rank: int, step: int, nodes: list[int]) -> list[Path]:
-    """The files that hold a rank's state of a step on some nodes."""
-    found = []
-    for file in (file for node in nodes for file in sorted(cluster.node(node).glob("slot-*"))):
-        try:
-            header = unpack(file.read_bytes()[:HEADER_NBYTES])
-        except CorruptSlot:
-            continue
-        if (header.rank, header.step) == (rank, step):
-            found.append(file)
-    return found
-
-
-def damage(cluster: Cluster, rank: int, step: int, nodes: list[int], place: str, bit: int = 1) -> None:
-    """Damage a rank's slots of a step on some nodes."""
-    files = slots_of(cluster, rank, step, nodes)
-    assert len(files) == len(nodes)
-    for file in files:
-        extents = unpack(file.read_bytes()[:HEADER_NBYTES]).extents
-        at = {"header": 40, "manifest": 4100, "payload": extents.payload_start + 1000,
-              "table": extents.table_start + 3}.get(place, 0)  # fmt: skip
-        if place == "truncated":
-            os.truncate(file, 8192)
-            continue
-        raw = np.memmap(file, mode="r+")
-        if place == "zeroed":
-            raw[extents.payload_start : extents.payload_start + 65_536] = 0
-        elif place in ("old header", "old file"):
-            older = slots_of(cluster, rank, step - 1, [int(file.parent.name.removeprefix("node"))])[0].read_bytes()
-            length = 4096 if place == "old header" else min(len(older), raw.size)
-            raw[:length] = np.frombuffer(older[:length], dtype=np.uint8)
-        else:
-            raw[at] ^= bit
-        raw.flush()
-
-
-PLACES = ["header", "manifest", "payload", "table", "truncated", "zeroed"]
-REPLAYS = ["old header", "old file"]  # of the step before, whole and valid in itself
-
-
-# Of one save there is no older slot beside the damaged one, and nothing to replay.
-@pytest.mark.parametrize(("place", "step"), [(p, s) for p in PLACES for s in (1, 3)] + [(p, 3) for p in REPLAYS])
-def test_a_damaged_slot_is_replaced_by_its_copy_and_a_damaged_copy_is_made_again(
-    shm: Path, place: str, step: int
-) -> None:
-    cluster = Cluster(shm)
-    train(cluster, 2, last=step, die_at=step, die="all")
-    damage(cluster, 1, step, [1], place)
-    result = train(cluster, 2, last=0)
-    assert [(r["step"], r["wrong"]) for r in result.of("restored")] == [(step, [])] * 2, result.log
-    assert [r["report"]["counts"].get("slots fetched", 0) for r in result.of("restored")] == [0, 1]
-    result = train(cluster, 2, last=0)
-    assert [(r["step"], r["wrong"]) for r in result.of("restored")] == [(step, [])] * 2, result.log
-    # A copy goes bad: the heal makes it again, saving goes on, and the node of its owner may be lost.
-    damage(cluster, 1, step, [0], place, bit=4)
-    result = train(cluster, 2, last=0)
-    assert [r["report"]["counts"].get("slots healed", 0) for r in result.of("end")] == [0, 1], result.log
-    cluster.wipe(1)
-    result = train(cluster, 2, last=step + 3)
-    assert [(r["step"], r["wrong"]) for r in result.of("restored")] == [(step, [])] * 2, result.log
-    assert [r["steps"] for r in result.of("end")] == [[step + 2, step + 3]] * 2, result.log
-
-
-@pytest.mark.parametrize("place", PLACES + REPLAYS)
-def test_where_slot_and_copy_are_both_damaged_the_step_is_not_restored(shm: Path, place: str) -> None:
-    cluster = Cluster(shm)
-    train(cluster, 2, last=3, die_at=3, die="all")
-    damage(cluster, 1, 3, [0, 1], place)
-    result = train(cluster, 2, last=5)
-    assert [(r["step"], r["wrong"]) for r in result.of("restored")] == [(2, [])] * 2, result.log
-    assert [r["steps"] for r in result.of("end")] == [[4, 5]] * 2
-
-
-@pytest.mark.parametrize("part", ["file", "body"])
-def test_slots_of_two_ranks_that_were_exchanged_are_not_mixed_up(shm: Path, part: str) -> None:
-    cluster = Cluster(shm)
-    train(cluster, 2, last=3, die_at=3, die="all", nbytes=300_000)
-    first, second = (slots_of(cluster, rank, 3, [rank])[0] for rank in (0, 1))
-    a, b = first.read_bytes(), second.read_bytes()
-    keep = 0 if part == "file" else 4096  # each with its own header, on the body of the other
-    first.write_bytes(a[:keep] + b[keep:])
-    second.write_bytes(b[:keep] + a[keep:])
-    result = train(cluster, 2, last=5)
-    assert [(r["step"], r["wrong"]) for r in result.of("restored")] == [(3, [])] * 2, result.log
-    assert [r["report"]["counts"].get("slots fetched", 0) for r in result.of("restored")] == [1, 1]
-    for lost in (0, 1):
-        cluster.wipe(lost)
-        result = train(cluster, 2, last=0)
-        assert [(r["step"], r["wrong"]) for r in result.of("restored")] == [(5, [])] * 2, result.log
 
 
 def test_a_step_restored_again_and_again_is_warned_about_and_skipped_only_when_told(shm: Path) -> None:

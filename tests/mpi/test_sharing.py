@@ -26,6 +26,17 @@ pytestmark = pytest.mark.mpi(min_size=2)
 on_4 = pytest.mark.skipif(SIZE != 4, reason="runs on 4 ranks")
 
 
+@pytest.fixture
+def options(root: Path) -> dict[str, Any]:
+    """Settings of a Checkpointer on emulated nodes of one rank each; sharing does not depend on the transport."""
+    return {"job": "t", "memory": str(root), "ranks_per_node": 1, "transport": "p2p", "timeout_s": 30.0,
+            "block_nbytes": 65_536, "chunk_nbytes": 262_144}  # fmt: skip
+
+
+# Where shares are fetched.
+both_transports = pytest.mark.parametrize("transport", ["p2p", "rma"])
+
+
 class Own:
     """State that each rank has its own of."""
 
@@ -224,9 +235,11 @@ def test_ranks_that_moved_find_their_shares(options: dict[str, Any], nodes: Node
 
 @on_4
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 4)])
+@both_transports
 def test_other_numbers_of_ranks_on_a_node_put_the_shares_together(
-    options: dict[str, Any], nodes: Nodes, before: int, after: int
+    options: dict[str, Any], nodes: Nodes, before: int, after: int, transport: str
 ) -> None:
+    options["transport"] = transport
     save(options | {"ranks_per_node": before}, 1, 2)
     options["ranks_per_node"] = after
     if before == 1:
