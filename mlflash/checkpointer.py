@@ -335,7 +335,7 @@ class Checkpointer:
             ``rank``, ``node``, ``scheme``, ``group`` (ranks that protect each other), ``partners`` (those that hold
             copies), ``shared with`` (ranks that store together what they hold alike), ``transport``, ``job``,
             ``memory`` (its directory there), ``restored_from`` (node whose memory the last restore took this rank's
-            state from, or ""), ``slots`` (file, use, rank, step and bytes of each, own ones first), ``counts`` and
+            state from, or ""), ``slots`` (what they hold, file, use, rank, step and bytes of each), ``counts`` and
             ``seconds``.
         """
         return report_of(self._parts, self._seconds)

@@ -11,8 +11,11 @@ from .parts import Parts
 def report_of(parts: Parts, seconds: Mapping[str, float]) -> dict[str, Any]:
     """Give counters, seconds per verb, and how this rank is placed; see `Checkpointer.report`. Not collective."""
     world, replicas = parts.world, parts.replicas
+    holds = {
+        id(slot): what for what, pair in (("own", parts.shelf.own), ("share", parts.shelf.shares)) for slot in pair
+    }
     slots = [
-        {"file": s.name, "use": s.use.value, "nbytes": s.view.nbytes,
+        {"what": holds.get(id(s), "of others"), "file": s.name, "use": s.use.value, "nbytes": s.view.nbytes,
          "rank": None if s.header is None else s.header.rank, "step": None if s.header is None else s.header.step}
         for s in parts.shelf.all()
         if s.segment is not None or s not in parts.shelf.shares

@@ -42,6 +42,7 @@ _FILE = click.Path(exists=True, dir_okay=False)
 @click.option("--nodes", type=click.IntRange(1), help="Nodes of the job. [those of --hosts, --report or --domains]")
 @click.option("--ranks-per-node", type=click.IntRange(1), help="Ranks on each. [those of --report, or 8]")
 @click.option("--bytes", "nbytes", callback=_BYTES, help="State of a rank, such as 12GiB or 80GB. [--report]")
+@click.option("--alike", callback=_BYTES, help="Of these, what all ranks hold alike, as under DDP. [--report, or 0]")
 @click.option("--memory", callback=_BYTES, help="What a node can give to checkpoints, such as 512GiB.")
 @click.option("--scheme", "schemes", multiple=True, help="Scheme to look at; may be repeated. [those that differ]")
 @click.option(
@@ -103,7 +104,7 @@ def plan(schemes: tuple[str, ...], losses: int, as_json: bool, plot: str | None,
         click.echo(line.rstrip())
 
 
-def _understand(nbytes: int | None, memory: int | None, ranks_per_node: int | None, draining: bool,
+def _understand(nbytes: int | None, alike: int | None, memory: int | None, ranks_per_node: int | None, draining: bool,
                 report: str | None, **given: Any) -> tuple[Job, Costs | None, list[str]]:  # fmt: skip
     """Put the options together: the job, what saves and failures cost, and what to mention."""
     from .inputs import measured
@@ -127,6 +128,7 @@ def _understand(nbytes: int | None, memory: int | None, ranks_per_node: int | No
         tuple(domains.names(name) for name in names) if domains else (),
         memory,
         3 if draining else 2,
+        alike_nbytes=run.alike_nbytes if alike is None and nbytes is None and run is not None else alike or 0,
     )
     for kind, names_of in job.domains.items():
         if len(names) > 1 and len(set(names_of)) == 1:

@@ -7,6 +7,7 @@ placement survives is counted.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 from functools import cached_property
@@ -16,6 +17,7 @@ from ..errors import ConfigError
 from ..layout import ALIGN_NBYTES, PAGE_NBYTES, Extents, round_up
 from ..placement import Placement, made, place
 from ..scheme import Scheme, parse
+from ..sharing import cuts
 from ..stripes import parity_extents
 from ..topology import Topology
 from .interval import Costs, best_interval, waste
@@ -33,6 +35,7 @@ class Job:
         node_names: of its nodes, in their order.
         ranks_per_node: ranks on each.
         nbytes: of state, on each rank.
+        alike_nbytes: of these, what all ranks hold alike: stored once on each node.
         kinds: levels of failure domains, outermost first.
         places: for each node its domain at each level; empty: nothing is known.
         memory_nbytes: what a node can give to checkpoints; None: not known.
@@ -48,6 +51,7 @@ class Job:
     memory_nbytes: int | None = None
     own_slots: int = 2
     block_nbytes: int = 1 << 20
+    alike_nbytes: int = 0
 
     def __post_init__(self) -> None:
         ranks = len(self.node_names) * self.ranks_per_node
@@ -56,6 +60,9 @@ class Job:
                 "there is no such job", expected=f"1 to {MOST_RANKS:,} ranks, and at least 1 byte of state on each",
                 found=f"{len(self.node_names)} nodes x {self.ranks_per_node} ranks x {self.nbytes} bytes",
             )  # fmt: skip
+        if not 0 <= self.alike_nbytes <= self.nbytes:
+            raise ConfigError("what all ranks hold alike is part of the state of each",
+                              expected=f"at most {self.nbytes} bytes", found=f"{self.alike_nbytes}")  # fmt: skip
 
     @cached_property
     def topology(self) -> Topology:
@@ -134,16 +141,19 @@ def _equal(one: Placement, other: Placement) -> bool:
 def node_nbytes(job: Job, placement: Placement) -> int:
     """Count the bytes that a placement takes in the memory of a node, of the one that needs most.
 
-    Own slots, and two of each copy or parity file that its ranks hold for others, with their headers and
-    tables; for the manifest, whose length is that of the names in the state, the least is counted, two pages.
+    Own slots, and two of each copy or parity file that its ranks hold for others, with their headers and tables; and
+    the shares of what all ranks hold alike. For the manifest, whose length is that of the names in the state, the
+    least is counted, two pages.
     """
-    slot = Extents(2 * PAGE_NBYTES, round_up(job.nbytes, ALIGN_NBYTES), job.block_nbytes)
+    slot = Extents(2 * PAGE_NBYTES, round_up(job.nbytes - job.alike_nbytes, ALIGN_NBYTES), job.block_nbytes)
     sizes = {len(group) for group in placement.parity_groups}
     parity = {n: parity_extents([slot.blocks] * n, placement.scheme.losses, job.block_nbytes).nbytes for n in sizes}
     slot_nbytes, nodes = slot.nbytes, [0] * len(job.node_names)
     for node, owners, group in zip(job.topology.node_of, placement.owners, placement.parity_group_of, strict=True):
         nodes[node] += (job.own_slots + 2 * len(owners)) * slot_nbytes + 2 * parity.get(len(group), 0)
-    return max(nodes)
+    bounds = cuts(job.alike_nbytes, job.ranks_per_node) if job.alike_nbytes else []
+    shares = [Extents(0, high - low, job.block_nbytes).nbytes for low, high in itertools.pairwise(bounds)]
+    return max(nodes) + job.own_slots * sum(shares)
 
 
 def share_uncovered(found: survival.Survival, node_mtbf_s: float, window_s: float) -> float:

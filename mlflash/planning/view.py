@@ -44,6 +44,8 @@ def _asked(job: Job, costs: Costs | None) -> Iterator[str]:
         f"{nodes:,} node{'s' * (nodes > 1)} x {job.ranks_per_node} ranks x {show_bytes(job.nbytes)}: "
         f"{show_bytes(state)} of state on a node, {show_bytes(nodes * state)} in all; {slots} a rank"
     )
+    if job.alike_nbytes:
+        yield f"{show_bytes(job.alike_nbytes)} of it all ranks hold alike: stored once on each node, and not sent"
     if job.memory_nbytes is not None:
         yield f"a node gives {show_bytes(job.memory_nbytes)} to checkpoints"
     if costs is None:
@@ -122,6 +124,7 @@ def _falls(p: Prospect, costs: Costs) -> float:
 def to_json(job: Job, costs: Costs | None, prospects: Sequence[Prospect], notes: Sequence[str]) -> dict[str, Any]:
     """Give a plan as plain values; bytes, seconds and shares, whatever units were given."""
     given = {"nodes": len(job.node_names), "ranks_per_node": job.ranks_per_node, "nbytes_per_rank": job.nbytes,
+             "alike_nbytes": job.alike_nbytes,
              "memory_nbytes": job.memory_nbytes, "own_slots": job.own_slots}  # fmt: skip
     failures = None
     if costs is not None:

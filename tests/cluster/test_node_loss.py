@@ -16,9 +16,9 @@ THREE = ("host1", "host2", "host3")
 WAYS = [("p2p", NETMODS_HERE[0]), ("rma", NETMODS_HERE[0]), *(("rma", netmod) for netmod in NETMODS_HERE[1:])]
 
 
-def train_and_die(cluster: Cluster, hosts: Sequence[str], step: int, per_node: int = 1) -> None:
+def train_and_die(cluster: Cluster, hosts: Sequence[str], step: int, per_node: int = 1, **more: object) -> None:
     """Train up to a committed step, then every process dies at once."""
-    result = cluster.run(hosts, last=step, die_at=step, die="all", per_node=per_node)
+    result = cluster.run(hosts, last=step, die_at=step, die="all", per_node=per_node, **more)
     assert len(result.of("committed")) >= per_node * len(hosts), result.log
     assert not result.of("end")
 
@@ -70,6 +70,22 @@ def test_either_of_two_nodes_with_two_ranks_each_may_be_lost(nodes: Nodes, trans
         result = cluster.run(hosts, last=3, per_node=2)
         assert_restored(result, hosts, 3, per_node=2)
         assert set(sources(result)) == {*hosts} - {lost}
+
+
+@pytest.mark.parametrize("per_node", [1, 2])
+def test_what_ranks_hold_alike_is_not_sent_and_comes_from_a_node_that_is_left(nodes: Nodes, per_node: int) -> None:
+    cluster, hosts = Cluster(nodes, "p2p"), ("host1", "host2")
+    before = nodes.sent_nbytes("host1")
+    train_and_die(cluster, hosts, step=9, per_node=per_node, nbytes=3_000_000, alike=True)
+    assert nodes.sent_nbytes("host1") - before < 9 * 300_000, "what is alike was sent"
+    for lost, left in (hosts, hosts[::-1]):
+        nodes.crash(lost)
+        nodes.boot(lost)
+        before = nodes.sent_nbytes(left)
+        result = cluster.run(hosts, last=9, per_node=per_node, nbytes=3_000_000, alike=True)
+        assert_restored(result, hosts, 9, per_node=per_node)
+        assert nodes.sent_nbytes(left) - before > 3_000_000
+        assert [slot_files(nodes, host) for host in hosts] == [6 * per_node] * 2
 
 
 def test_a_lost_node_may_be_replaced_by_another_one_and_ranks_may_move(nodes: Nodes) -> None:

@@ -27,3 +27,21 @@ def test_the_bytes_of_a_plan_are_those_that_the_files_take(options: dict[str, An
         placed = place(job.topology, parse(scheme))
         assert max(taken) == node_nbytes(job, placed)
         assert ckpt.survives == describe(of(job.topology, placed))
+
+
+@pytest.mark.parametrize("per_node", [1, 2])
+def test_so_are_those_of_a_plan_for_ranks_that_share_state(options: dict[str, Any], per_node: int) -> None:
+    comm = MPI.COMM_WORLD
+    if comm.size % per_node or comm.size == 1:
+        pytest.skip("needs nodes of as many ranks")
+    options |= {"ranks_per_node": per_node}
+    with Checkpointer(redundancy="copy", replicated={"w": True}, **options) as ckpt:
+        ckpt.prepare({"w": np.zeros(1_000_000, np.uint8), "x": np.full(500_000, comm.rank, np.uint8)})
+        reports = comm.allgather(ckpt.report())
+    nodes = tuple(sorted({report["node"] for report in reports}))
+    held = [sum(s["nbytes"] for r in reports if r["node"] == node for s in r["slots"]) for node in nodes]
+    kinds = [[slot["what"] for slot in report["slots"]] for report in reports]
+    assert kinds == [["own", "own", "share", "share", *["of others"] * 2 * (len(nodes) > 1)]] * comm.size
+    alike = -(-1_000_000 // 256) * 256
+    job = Job(nodes, per_node, 500_000 + alike, block_nbytes=options["block_nbytes"], alike_nbytes=alike)
+    assert max(held) == node_nbytes(job, place(job.topology, parse("copy")))

@@ -171,6 +171,21 @@ def test_memory_is_the_overhead_of_the_scheme_and_headers(scheme: str) -> None:
     assert (two, three) == (f"{expected / here.state_nbytes:.2f}", f"{expected / here.state_nbytes + 1:.2f}")
 
 
+def test_what_all_ranks_hold_alike_counts_once_on_each_node() -> None:
+    whole, half = (job(16, nbytes=12 * GIB, alike_nbytes=alike) for alike in (12 * GIB, 6 * GIB))
+    for scheme in ("none", "copy", "rs:6+2"):
+        placed = place(whole.topology, parse(scheme))
+        assert 2 * 12 * GIB < node_nbytes(whole, placed) < 1.001 * 2 * 12 * GIB
+        own = 2 * (1 + parse(scheme).overhead) * half.ranks_per_node * 6 * GIB
+        assert node_nbytes(half, placed) == pytest.approx(own + 2 * 6 * GIB, rel=0.001)
+    with pytest.raises(ConfigError, match="part of the state of each"):
+        job(16, nbytes=GIB, alike_nbytes=GIB + 1)
+    text = run("--nodes", 2, "--bytes", "12GiB", "--alike", "11.9GiB", "--scheme", "copy")
+    assert "11.9 GiB of it all ranks hold alike" in text
+    told = json.loads(run("--nodes", 2, "--bytes", "12GiB", "--alike", "12GiB", "--scheme", "copy", "--json"))
+    assert told["schemes"][0]["memory_per_state"] == pytest.approx(0.25, rel=0.001)
+
+
 def test_what_is_made_of_a_scheme_is_named() -> None:
     def name(scheme: str, nodes: int) -> str:
         return made(place(job(nodes).topology, parse(scheme)))
@@ -241,7 +256,7 @@ def test_the_examples_of_the_page_are_real(tmp_path: Path, monkeypatch: pytest.M
 def test_json_has_what_the_table_has() -> None:
     told = json.loads(run("--nodes", 64, "--bytes", "12GiB", "--memory", "300GiB", *FAILURES, "--json"))
     assert told["job"] == {"nodes": 64, "ranks_per_node": 8, "nbytes_per_rank": 12 * GIB, "memory_nbytes": 300 * GIB,
-                           "own_slots": 2}  # fmt: skip
+                           "alike_nbytes": 0, "own_slots": 2}  # fmt: skip
     assert told["failures"]["mtbf_s"] == pytest.approx(264 * 86_400 / 64)
     by_name = {one["scheme"]: one for one in told["schemes"]}
     assert list(by_name) == list(SCHEMES)
@@ -310,6 +325,14 @@ def test_a_report_of_a_run_says_what_was_measured(shm: Path, tmp_path: Path) -> 
     assert (told["job"]["nodes"], told["job"]["ranks_per_node"]) == (2, 2)
     assert (told["job"]["nbytes_per_rank"], told["failures"]["stall_s"]) == (10**9, 2)
     assert measured(report).nodes is None
+    shares = [{"what": "share", "nbytes": nbytes} for nbytes in (10**6, 10**6)]
+    sharing = {**report, "slots": [*report["slots"], *shares], "shared with": [0, 1]}
+    file.write_text(json.dumps([sharing, sharing]))
+    told = json.loads(run("--report", file, "--mtbf", "1y", "--json"))
+    assert told["job"]["alike_nbytes"] == 2 * 10**6
+    assert told["job"]["nbytes_per_rank"] == report["slots"][0]["nbytes"] + 2 * 10**6
+    file.write_text(json.dumps(sharing))
+    assert "those of all 2 ranks" in run("--report", file, "--nodes", 4, code=1)
     file.write_text("[]")
     for text, wrong in (("[]", "no report"), ("{}", "no report"), ("{", "report.json: "), ('[{"node": 1}]', "slots"),
                         (json.dumps({**report, "counts": {}}), "saved nothing")):  # fmt: skip
