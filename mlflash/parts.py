@@ -9,7 +9,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from . import erasure, scheme
+from . import erasure, scheme, sharing
 from .board import Board
 from .comm import World, check_torch_rank
 from .config import Config
@@ -88,12 +88,14 @@ class Parts:
         """
         if self.replicas is not None or not self.config.share:
             return
+        rank, losses = self.world.rank, _losses(self.protection.placement.scheme, self.world)
         nbytes: collections.Counter[tuple[int, ...]] = collections.Counter()
         for leaf in flat.leaves if flat is not None else ():
             if leaf.whole is not None and leaf.tie < 0:
                 nbytes[replica_ranks(leaf.whole)] += leaf.entry.nbytes
-        most = max(sorted(nbytes), key=lambda ranks: nbytes[ranks], default=(self.world.rank,))
-        mine = most if self.world.rank in most else (self.world.rank,)
+        useful = [ranks for ranks in sorted(nbytes) if rank in ranks]
+        useful = [ranks for ranks in useful if sharing.find(self.world.topology, ranks, rank, losses) is not None]
+        mine = max(useful, key=lambda ranks: nbytes[ranks], default=(rank,))
         if self.world.agree([int(len(mine) == 1)])[0]:
             return
         named = self.world.gather((mine[0], len(mine), hash(mine)))
@@ -101,7 +103,7 @@ class Parts:
         if not self.world.agree([int(alike)])[0]:
             return  # as with meshes that not all ranks are in: each stores its own
         self.replicas = Replicas(self.world, list(mine), placed=True)
-        self.replicas.share(_losses(self.protection.placement.scheme, self.world))
+        self.replicas.share(losses)
 
     def take_stock(self) -> Inventory:
         """List what all nodes hold. Collective over the world."""

@@ -243,8 +243,8 @@ class Replicas:
     def compare(self, slot: Slot, plan: Plan, step: int) -> int:
         """Compare a committed slot with those of the other ranks, and warn of what differs for the first time.
 
-        Nothing is done where ranks share: they have compared before. Collective over the group: one allreduce of two
-        numbers, as a rule.
+        Nothing is done where ranks share, as they have compared before, nor where nobody said what is alike.
+        Collective over the group: one allreduce of two numbers, as a rule.
 
         Args:
             slot: the committed slot.
@@ -254,7 +254,7 @@ class Replicas:
         Returns:
             How many tensors of this rank were found to differ.
         """
-        if len(self.members) == 1 or self.sharing is not None:
+        if len(self.members) == 1 or self.sharing is not None or self._placed:
             return 0
         self._world.waiting_for = [rank for rank in self.members if rank != self._world.rank]
         layout = plan.layout

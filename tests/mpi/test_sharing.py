@@ -393,13 +393,21 @@ def test_a_rank_that_cannot_save_fails_the_step_for_all_and_sharing_goes_on(
 
 @on_4
 @pytest.mark.filterwarnings("ignore:.*barrier.*:UserWarning")
-def test_replicas_of_hsdp_are_found_by_their_placements(options: dict[str, Any], root: Path, nodes: Nodes) -> None:
+def test_replicas_of_hsdp_are_found_by_their_placements(
+    options: dict[str, Any], root: Path, nodes: Nodes, caplog: pytest.LogCaptureFixture
+) -> None:
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
     dist.init_process_group("gloo", store=dist.FileStore(str(root / "store"), SIZE), rank=RANK, world_size=SIZE)
     try:
+        tensor_parallel = init_device_mesh("cpu", (2, 2))
+        norm = DTensor.from_local(torch.full((8,), float(RANK)), tensor_parallel, [Shard(0), Replicate()])
+        with Checkpointer(**options | {"ranks_per_node": 2, "job": "tp"}, strict=True) as ckpt:
+            assert ckpt.restore({"norm": norm, "plain": torch.tensor(RANK)}) is None
+            ckpt.save(1, {"norm": norm, "plain": torch.tensor(RANK)}).wait()
+            assert ckpt.report()["shared with"] == ()  # the replicas are on one node: they are no redundancy
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
         whole = torch.arange(400_000, dtype=torch.float32).reshape(1000, 400)
 
@@ -427,6 +435,7 @@ def test_replicas_of_hsdp_are_found_by_their_placements(options: dict[str, Any],
                     assert torch.equal(state["weight"].to_local(), state_of(2)["weight"].to_local())
                     assert torch.equal(state["norm"].to_local(), state_of(2)["norm"].to_local())
             nodes.lose(0)
+        assert not said(caplog)
     finally:
         dist.destroy_process_group()
 
