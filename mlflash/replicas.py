@@ -91,6 +91,7 @@ class Replicas:
         sharing: how they share it; None: each stores all of its own.
         shares: for each rank of the world that shares state, the set and the number of its share.
         version: grows when less is shared than before.
+        diverged: how many tensors were found to differ.
 
     Raises:
         ConfigError: on all ranks, where the ranks do not name each other.
@@ -120,7 +121,7 @@ class Replicas:
         self._provisional = False
         self.sharing: sharing.Sharing | None = None
         self.shares: dict[int, tuple[int, int]] = {}
-        self.version = 0
+        self.version = self.diverged = 0
 
     def share(self, losses: int) -> None:
         """Share what is held alike, where the copies are on more nodes than may be lost. Collective over the world."""
@@ -240,7 +241,7 @@ class Replicas:
     def _on_all(self, by: Mapping[int, list[int]]) -> bool:
         return sum(map(len, by.values())) == len(self.members)
 
-    def compare(self, slot: Slot, plan: Plan, step: int) -> int:
+    def compare(self, slot: Slot, plan: Plan, step: int) -> None:
         """Compare a committed slot with those of the other ranks, and warn of what differs for the first time.
 
         Nothing is done where ranks share, as they have compared before, nor where nobody said what is alike.
@@ -250,12 +251,9 @@ class Replicas:
             slot: the committed slot.
             plan: what is in it.
             step: named in the warning.
-
-        Returns:
-            How many tensors of this rank were found to differ.
         """
         if len(self.members) == 1 or self.sharing is not None or self._placed:
-            return 0
+            return
         self._world.waiting_for = [rank for rank in self.members if rank != self._world.rank]
         layout = plan.layout
         if not plan.private <= self._apart:
@@ -263,9 +261,9 @@ class Replicas:
             self._blocks = None
         mine = self._one_number(slot, layout)
         low, high = self._world.agree([mine, -mine], self._comm)
-        differing = 0 if low == -high else self._compare_each(slot, layout, step)
+        if low != -high:
+            self._compare_each(slot, layout, step)
         self._world.waiting_for = ()
-        return differing
 
     def _one_number(self, slot: Slot, layout: Layout) -> int:
         if self._blocks is None or self._blocks[0] is not layout:
@@ -276,7 +274,7 @@ class Replicas:
         known = np.concatenate([slot.table(layout.extents)[blocks], np.array(sums, dtype="<u8")])
         return xxhash.xxh3_64_intdigest(known.tobytes()) & _POSITIVE
 
-    def _compare_each(self, slot: Slot, layout: Layout, step: int) -> int:
+    def _compare_each(self, slot: Slot, layout: Layout, step: int) -> None:
         payload = slot.payload(layout.extents)
         mine = {}
         names = {}
@@ -291,9 +289,9 @@ class Replicas:
         self._apart |= alone | differ.keys()
         self._blocks = None
         self._warn(differ, step)
-        return len(differ)
 
     def _warn(self, differ: dict[str, list[list[int]]], step: int) -> None:
+        self.diverged += len(differ)
         # Each tensor is named by the first rank that holds it.
         told = {name: parties for name, parties in differ.items() if min(map(min, parties)) == self._world.rank}
         if told:

@@ -32,6 +32,6 @@ def report_of(parts: Parts, seconds: Mapping[str, float]) -> dict[str, Any]:
         "memory": parts.memory.path,
         "restored_from": parts.restored_from,
         "slots": slots,
-        "counts": dict(parts.counts),
+        "counts": dict(parts.counts) | ({} if replicas is None else {"tensors diverged": replicas.diverged}),
         "seconds": dict(seconds),
     }
