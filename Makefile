@@ -58,7 +58,7 @@ $(RANKS:%=test-%): test-%: $(VENV)/.installed
 	@mkdir -p $(REPORTS)
 	tmp=$$(mktemp -d) && trap 'rm -rf "$$tmp"' EXIT && \
 	  TMPDIR=$$tmp MLFLASH_TEST_RANKS=$* MLFLASH_TEST_REPORTS=$(REPORTS) timeout -k 10 300 \
-	  $(BIN)/mpiexec $(LAUNCH) -n $* $(BIN)/python -m mpi4py tests/on_one_rank.py $(if $(filter 8,$*),-k parity)
+	  $(BIN)/mpiexec $(LAUNCH) -n $* $(BIN)/python -m mpi4py tests/on_one_rank.py $(if $(filter 8,$*),-k 'parity and p2p')
 
 faults: $(VENV)/.installed
 	$(BIN)/pytest $(FAULTS) --junitxml $(REPORTS)/faults.xml
