@@ -14,6 +14,7 @@ from .state import (
     Tree,
     array_entry,
     as_bytes,
+    as_shard_like,
     decode_plain,
     from_bytes,
     is_object,
@@ -115,7 +116,8 @@ class _Fill:
 
     def into(self, live: Any, tree: Tree) -> Any:
         if is_object(live):
-            live.load_state_dict(self.make(tree))
+            sharded = "torch.distributed.tensor" in sys.modules
+            live.load_state_dict(self.make(tree, live.state_dict() if sharded else None))
             return live
         tag, rest = tree
         if tag == "o":
@@ -139,22 +141,25 @@ class _Fill:
             return live
         return type(live)(*items) if hasattr(live, "_fields") else type(live)(items)
 
-    def make(self, tree: Tree) -> Any:
+    def make(self, tree: Tree, like: Any = None) -> Any:
+        """Build a state anew; what is a DTensor in the one that it is ``like`` becomes such a one again."""
         tag, rest = tree
         if tag == "o":
-            return self.make(rest)
+            return self.make(rest, like.state_dict() if is_object(like) else like)
         if tag == "e":
             entry = self.entries[rest]
             key = (entry.start, entry.kind, entry.dtype, entry.shape) if entry.nbytes else (rest,)
             if key not in self.fresh:
                 # np.array copies: what is handed out never aliases the slot.
                 self.fresh[key] = from_bytes(entry, np.array(self.read(entry)))
-            return self.fresh[key]
+            return as_shard_like(like, self.fresh[key])
         if tag == "p":
             return decode_plain(self.plain[rest])
         if tag == "d":
-            return {decode_plain(key): self.make(sub) for key, sub in rest}
-        items = [self.make(sub) for sub in rest]
+            there = like if isinstance(like, dict) else {}
+            return {(k := decode_plain(key)): self.make(sub, there.get(k)) for key, sub in rest}
+        those = like if isinstance(like, (list, tuple)) and len(like) == len(rest) else [None] * len(rest)
+        items = [self.make(sub, one) for sub, one in zip(rest, those, strict=True)]
         return items if tag == "l" else tuple(items)
 
 

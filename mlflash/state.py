@@ -193,6 +193,15 @@ def replica_ranks(dtensor: Any) -> tuple[int, ...]:
     return tuple(sorted(mesh.mesh[index].reshape(-1).tolist()))
 
 
+def as_shard_like(live: Any, local: Any) -> Any:
+    """Make a local shard part of a DTensor like a live one; where that is none, or another shard, give it as it is."""
+    if type(live).__name__ != "DTensor" or live.to_local().shape != local.shape:
+        return local
+    on_device = local.to(live.device)
+    return type(live).from_local(on_device, live.device_mesh, live.placements, run_check=False, shape=live.shape,
+                                 stride=live.stride())  # fmt: skip
+
+
 def array_entry(array: np.ndarray, path: str) -> tuple[Any, Entry, tuple[Any, ...] | None]:
     """Describe an array, as :func:`tensor_entry` does a tensor."""
     if array.dtype.hasobject or array.dtype.names is not None:
