@@ -149,7 +149,8 @@ class Bench:
             held = next(slot for slot in shelf.inbox[COMM.rank] if slot.use is Use.HOLDS)
             heads = {header.rank: (header, table) for header, table in read_heads(held) if header.rank in lost_ranks}
             repair = Repair(known, (self.extents,) * COMM.size, stripes.rebuild(lost) or [], heads, group, group)
-            blocks = RepairedBlocks([repair], {COMM.rank: self.slot}, {(known, COMM.rank): held}, self.arrived)
+            slots = {COMM.rank: self.arrived if COMM.rank in lost_ranks else self.slot}
+            blocks = RepairedBlocks([repair], slots, {(known, COMM.rank): held})
             parts = parts_of(COMM.rank, repair.tasks, blocks.rank_of)
             assert all(self.world.drive(exchange.moves(parts, blocks))), "a block is not what it was"
 

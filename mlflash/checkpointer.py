@@ -13,7 +13,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-from . import config, restore
+from . import config, reshard, restore
 from .comm import World, find_comm
 from .courier import Courier, Job
 from .errors import Closed, MemoryTooSmall, MlflashError, StateError, StructureMismatch
@@ -21,11 +21,12 @@ from .parts import Parts, make
 from .points import reach
 from .rebuild import fill, materialize, refuse_differences
 from .report import report_of
+from .reshard import Elsewhere
 from .reunion import Home
 from .saves import Saves
 from .slot import Slot
 from .snapshot import Snapshot
-from .state import Flat, flatten, flatten_or_none
+from .state import flatten_or_none
 from .survival import describe, of
 
 log = logging.getLogger("mlflash")
@@ -160,30 +161,11 @@ class Checkpointer:
         """
         self._check_open()
         self.wait()
-        flat = self._look_at(state)
+        flat = self._saves.look_at(state)
         planned = self._saves.plan(flat)
         self._saves.stage.replan()  # what is shared is settled once more by the first save
         size = planned.share_extents
         self._reserve(planned.layout.extents.nbytes, 0 if size is None else size.nbytes)
-
-    def _look_at(self, state: Any) -> Flat:
-        """Take a state apart, and find out what of it the ranks share. Collective over comm."""
-        error: MlflashError | None = None
-        flat: Flat | None = None
-        try:
-            flat = flatten(state)
-        except MlflashError as problem:
-            error = problem
-
-        def work() -> None:
-            self._world.raise_together(error)
-            self._parts.find_replicas(flat)
-            if self._parts.replicas is not None and self._parts.replicas.sharing is not None:
-                self._parts.replicas.settle(flat)
-
-        self._courier.call(work)
-        assert flat is not None
-        return flat
 
     def _prepare_or_warn(self, state: Any) -> None:
         try:
@@ -213,6 +195,9 @@ class Checkpointer:
         Collective over comm. Every byte is verified on all ranks before anything is changed. Afterwards the
         redundancy is made whole again in the background. Either way the slots are made as :meth:`prepare` does.
 
+        Where it was saved by another number of ranks, or in other shards, each tensor is put together from the old
+        shards; what all old ranks had alike goes to all, and what each had its own of to the rank of its number.
+
         Args:
             state: live tensors and arrays are copied into, plain leaves replaced, objects get copies through
                 ``load_state_dict``.
@@ -224,22 +209,43 @@ class Checkpointer:
         Raises:
             StructureMismatch: the state does not look like the saved one; both sides are named.
             StepNotFound: there is no such step.
-            WorldSizeChanged: it was saved by another number of ranks.
+            MemoryTooSmall: there is no room to put it together.
         """
         self._check_open()
         placed = flatten_or_none(state) if "torch.distributed.tensor" in sys.modules else None
         self._courier.call(lambda: self._parts.find_replicas(placed))
-        home = self._find(step)
-        if home is None:
+        found = self._find(step, reshard=True)
+        if found is None:
             self._prepare_or_warn(state)
             return None
+        if isinstance(found, Home):
+            home = found
+            found = self._courier.call(lambda: reshard.unless_alike(self._parts, home, state))
+        if isinstance(found, Elsewhere):
+            return self._put_together(found, state)
         start = time.perf_counter()
         manifest, read = home.manifest, home.reader()
-        self._together(home, lambda: refuse_differences(state, manifest.tree, manifest.entries))
+        self._together(home.header.step, lambda: refuse_differences(state, manifest.tree, manifest.entries))
         reach("restore.loading")
-        self._together(home, lambda: fill(state, manifest.tree, manifest.entries, manifest.plain, read))
+        self._together(home.header.step, lambda: fill(state, manifest.tree, manifest.entries, manifest.plain, read))
         self._seconds["load"] += time.perf_counter() - start
         return self._restored(home)
+
+    def _put_together(self, old: Elsewhere, state: Any) -> int:
+        """Restore what was saved by other ranks, or in other shards."""
+        start = time.perf_counter()
+        made: reshard.Resharded = self._courier.call(lambda: reshard.reshard(self._parts, old, state))
+        reach("restore.loading")
+        self._together(old.step, lambda: made.load(state))
+        self._seconds["load"] += time.perf_counter() - start
+        reach("restore.loaded")
+        self._courier.call(lambda: reshard.protect(self._parts, old, made))
+        self._saves.last_step = old.step
+        self._parts.counts["restores"] += 1
+        self._parts.counts["resharded"] += 1
+        if self._world.rank == 0:
+            log.info("restored step %d from memory, put together for %d ranks", old.step, self._world.size)
+        return old.step
 
     def load(self, step: int | None = None) -> tuple[int | None, Any]:
         """Give the newest step that memory can give as fresh CPU tensors and arrays.
@@ -250,26 +256,28 @@ class Checkpointer:
             ``(step, state)``, or ``(None, None)`` where there is nothing.
 
         Raises:
-            StepNotFound, WorldSizeChanged: as :meth:`restore`.
+            StepNotFound: there is no such step.
+            WorldSizeChanged: it was saved by another number of ranks: only :meth:`restore` knows what is wanted.
         """
         home = self._find(step)
-        if home is None:
+        if not isinstance(home, Home):
             return None, None
         reach("restore.loading")
         manifest = home.manifest
         state = materialize(manifest.tree, manifest.entries, manifest.plain, home.reader())
         return self._restored(home), state
 
-    def _find(self, step: int | None) -> Home | None:
+    def _find(self, step: int | None, reshard: bool = False) -> Home | Elsewhere | None:
         self._check_open()
         start = time.perf_counter()
         self.wait()
         self._saves.stage.forget()
-        home: Home | None = self._courier.call(lambda: restore.bring_home(self._parts, step))
+        found: Home | Elsewhere | None
+        found = self._courier.call(lambda: restore.bring_home(self._parts, step, reshard))
         self._seconds["find and fetch"] += time.perf_counter() - start
-        return home
+        return found
 
-    def _together(self, home: Home, work: Callable[[], None]) -> None:
+    def _together(self, step: int, work: Callable[[], None]) -> None:
         """Do something with the state on this rank; what goes wrong on any rank is raised on all."""
         error: MlflashError | None = None
         try:
@@ -280,7 +288,7 @@ class Checkpointer:
             error = StructureMismatch(f"loading failed: {problem!r}")
             error.__cause__ = problem
         if error is not None:
-            error.rank, error.node, error.step = self._world.rank, self._world.node_name, home.header.step
+            error.rank, error.node, error.step = self._world.rank, self._world.node_name, step
         self._courier.call(lambda: self._world.raise_together(error))
 
     def _restored(self, home: Home) -> int:
@@ -329,15 +337,7 @@ class Checkpointer:
         return describe(survival, self._parts.domains_by_kind)
 
     def report(self) -> dict[str, Any]:
-        """Give counters, seconds per verb, and how this rank is placed. Not collective.
-
-        Returns:
-            ``rank``, ``node``, ``scheme``, ``group`` (ranks that protect each other), ``partners`` (those that hold
-            copies), ``shared with`` (ranks that store together what they hold alike), ``transport``, ``job``,
-            ``memory`` (its directory there), ``restored_from`` (node whose memory the last restore took this rank's
-            state from, or ""), ``slots`` (what they hold, file, use, rank, step and bytes of each), ``counts`` and
-            ``seconds``.
-        """
+        """Give counters, seconds per verb, and how this rank is placed, see `report.report_of`. Not collective."""
         return report_of(self._parts, self._seconds)
 
     # Ending

@@ -121,7 +121,9 @@ class Parts:
         files, left_over = assign(found, names, world.node_index, kept, same_ranks, inboxes, shares)
         self.protection.close_windows()
         rows = found.on(world.node_index).of(kept).rows if kept is not None else found.rows[:0]
-        trusted, needed = set(rows["file"].tolist()), set(rows["file"][rows["kind"] == Kind.SHARE].tolist())
+        # Shares may belong to no rank of today; nor do the slots of ranks of another world.
+        foreign = (rows["kind"] == Kind.SHARE) | (not same_ranks)
+        trusted, needed = set(rows["file"].tolist()), set(rows["file"][foreign].tolist())
         left_over = left_over if world.local_rank == 0 else []
         spare, kept_on = [n for n in left_over if n not in needed], [n for n in left_over if n in needed]
         self.shelf.adopt(files[world.rank], kept, trusted, spare, kept_on)
@@ -157,14 +159,14 @@ class Parts:
             self.protection.open_windows(self.shelf)
             self.shelf.post_directory(self.board)
 
-    def ensure_room(self, demand: Sequence[tuple[Slot, int]], pairs: bool = True) -> None:
+    def ensure_room(self, demand: Sequence[tuple[Slot, int]], waiting: Sequence[Slot] = (), pairs: bool = True) -> None:
         """Make room where any rank needs it. Collective over the world: one allreduce, as a rule.
 
         Raises:
             MemoryTooSmall: as `make_room`.
         """
         if not self.world.agree([int(not any(needs_room(slot, nbytes) for slot, nbytes in demand))])[0]:
-            self.make_room(demand, pairs=pairs)
+            self.make_room(demand, waiting, pairs)
 
     def next_attempt(self) -> Attempt:
         """Number the next attempt; every rank gets the same one. Not collective."""

@@ -39,6 +39,7 @@ POINTS = {
     "restore.rebuilt": "lost slots and damaged blocks are made again from parity",
     "restore.fetched": "slots from other nodes are here",
     "restore.reunited": "each node has all shares of what its ranks share",
+    "restore.resharded": "the state is put together from those of other ranks, its slot is not sealed",
     "restore.loading": "the state was compared, nothing of it is changed",
     "restore.loaded": "all ranks have loaded",
     "heal.begun": "the ranks know which copies are missing",

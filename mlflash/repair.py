@@ -57,12 +57,13 @@ class Repairs:
     Args:
         parts: of this rank.
         choice: what is to be restored.
-        serves: for each rank, the rank that reads its slot; itself where it is rebuilt.
+        serves: for each rank of the choice, the rank that reads its slot, or has it after it was rebuilt.
         slots: slots that this rank reads, by the rank whose they are.
         damaged: bad blocks of the slots that have some, by rank.
 
     Attributes:
         beyond: the files of groups that have lost too much; where there are any, nothing can be repaired.
+        rebuilt: by rank of the choice, the slots that were rebuilt here.
     """
 
     def __init__(self, parts: Parts, choice: Choice, serves: Sequence[int], slots: Mapping[int, Slot],
@@ -71,6 +72,7 @@ class Repairs:
         self._parity: dict[tuple[ParityGroup, int], Slot] = {}
         self._repairs: list[Repair] = []
         self.beyond: list[Place] = []
+        self.rebuilt: dict[int, Slot] = {}
         affected = {group.ranks: group for rank in (*choice.rebuilt, *damaged) if (group := choice.group_of(rank))}
         for _, group in sorted(affected.items()):
             self._look(group)
@@ -138,30 +140,34 @@ class Repairs:
     def run(self) -> list[Place]:
         """Rebuild and repair; returns the files to do without, where that failed."""
         parts, world, shelf = self._parts, self._parts.world, self._parts.shelf
-        mine = next((repair for repair in self._repairs if world.rank in repair.heads), None)
-        home: Slot | None = None
-        if mine is not None:
-            home = shelf.free_slot(shelf.own)
-            assert home is not None
-        parts.ensure_room([] if mine is None or home is None else [(home, mine.heads[world.rank][0].extents.nbytes)])
-        if home is not None and home.segment is not None:
+        heads = {rank: head for repair in self._repairs for rank, head in repair.heads.items()}
+        heads = {rank: head for rank, head in heads.items() if self._serves[rank] == world.rank}
+        homes: dict[int, Slot] = {}
+        for rank in heads:
+            at_home = rank == world.rank and self._choice.world_size == world.size
+            own = shelf.free_slot(shelf.own) if at_home else None
+            homes[rank] = own or Slot()
+        parts.ensure_room([(homes[rank], header.extents.nbytes) for rank, (header, _) in heads.items()])
+        for home in homes.values():
+            assert home.segment is not None
             world.wait_for(home.segment.ready.is_set)
             home.unseal()
         block_nbytes = max(repair.extents[0].block_nbytes for repair in self._repairs)
         units = max(len(repair.group.ranks) for repair in self._repairs)
         exchange = Exchange(world, world.world, range(world.size), parts.protection.transport, block_nbytes, units)
-        blocks = RepairedBlocks(self._repairs, self._slots, self._parity, home)
+        blocks = RepairedBlocks(self._repairs, {**self._slots, **homes}, self._parity)
         tasks = itertools.chain.from_iterable(repair.tasks for repair in self._repairs)
         good = all(world.drive(exchange.moves(parts_of(world.rank, tasks, blocks.rank_of), blocks)))
         every = world.gather(good)  # all have received all that was sent to them
         exchange.flush()
         exchange.free()
         reach("restore.rebuilt")
-        if home is not None and mine is not None:
-            header, table = mine.heads[world.rank]
+        for rank, home in homes.items():
+            header, table = heads[rank]
             if good:
                 home.table(header.extents)[:] = table
                 home.seal(header)
+                self.rebuilt[rank] = home
             home.use = Use.HOLDS if good else Use.FREE
             parts.counts["slots rebuilt"] += good
         repaired = [len(blocks) for rank, blocks in self._damaged.items() if self._serves[rank] == world.rank]
@@ -184,8 +190,8 @@ class RepairedBlocks:
     compares = False
 
     def __init__(self, repairs: Sequence[Repair], slots: Mapping[int, Slot],
-                 parity: Mapping[tuple[ParityGroup, int], Slot], home: Slot | None):  # fmt: skip
-        self._repairs, self._slots, self._parity, self._home = repairs, slots, parity, home
+                 parity: Mapping[tuple[ParityGroup, int], Slot]):  # fmt: skip
+        self._repairs, self._slots, self._parity = repairs, slots, parity
 
     def rank_of(self, unit: Unit) -> int:
         repair = self._repairs[unit.group]
@@ -208,9 +214,7 @@ class RepairedBlocks:
     def place(self, unit: Unit) -> np.ndarray:
         repair = self._repairs[unit.group]
         extents, rank = repair.extents[unit.member], repair.group.ranks[unit.member]
-        slot = self._home if rank in repair.heads else self._slots[rank]
-        assert slot is not None
-        return slot.body(extents)[extents.block(unit.block)]
+        return self._slots[rank].body(extents)[extents.block(unit.block)]
 
     def placed(self, unit: Unit, check: int) -> bool:
         return check == self._expected(unit)

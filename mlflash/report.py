@@ -9,7 +9,15 @@ from .parts import Parts
 
 
 def report_of(parts: Parts, seconds: Mapping[str, float]) -> dict[str, Any]:
-    """Give counters, seconds per verb, and how this rank is placed; see `Checkpointer.report`. Not collective."""
+    """Give counters, seconds per verb, and how this rank is placed. Not collective.
+
+    Returns:
+        ``rank``, ``node``, ``scheme``, ``group`` (ranks that protect each other), ``partners`` (those that hold
+        copies), ``shared with`` (ranks that store together what they hold alike), ``transport``, ``job``,
+        ``memory`` (its directory there), ``restored_from`` (node whose memory the last restore took this rank's
+        state from, or ""), ``slots`` (what they hold, file, use, rank, step and bytes of each), ``counts`` and
+        ``seconds``.
+    """
     world, replicas = parts.world, parts.replicas
     holds = {
         id(slot): what for what, pair in (("own", parts.shelf.own), ("share", parts.shelf.shares)) for slot in pair

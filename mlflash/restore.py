@@ -23,8 +23,9 @@ from .inventory import Choice, Inventory, Place, choose, file_name
 from .parts import Parts
 from .points import reach
 from .repair import Repairs
-from .reunion import Home, reunite
-from .segment import attach
+from .reshard import Elsewhere
+from .reunion import Home, open_home, reunite
+from .segment import Segment, attach
 from .slot import Slot
 from .transfer import Source, slot_of
 
@@ -40,17 +41,22 @@ def restorable_steps(parts: Parts) -> list[int]:
     return sorted(set(whole))
 
 
-def bring_home(parts: Parts, step: int | None) -> Home | None:
+def bring_home(parts: Parts, step: int | None, reshard: bool = False) -> Home | Elsewhere | None:
     """Bring the newest restorable attempt (or that of a step) into this rank's own slot.
 
     Collective over the world.
 
+    Args:
+        step: this one only.
+        reshard: where it is of another number of ranks, bring it to where it can be read.
+
     Returns:
-        This rank's state, every byte of it verified on every rank; None where there is nothing.
+        This rank's state, every byte of it verified on every rank; or what there is of other ranks here; None where
+        there is nothing.
 
     Raises:
         StepNotFound: there is no such step.
-        WorldSizeChanged: it was saved by another number of ranks.
+        WorldSizeChanged: it was saved by another number of ranks, and is not to be resharded.
     """
     found = parts.take_stock()
     reach("restore.listed")
@@ -62,30 +68,41 @@ def bring_home(parts: Parts, step: int | None) -> Home | None:
                 return None
             steps = sorted({s for _, s, _ in found.attempts()}) or "none"
             raise StepNotFound("this step cannot be restored", step=step, found=f"steps in memory: {steps}")
-        if choice.world_size != parts.world.size:
+        same_ranks = choice.world_size == parts.world.size
+        if not same_ranks and not reshard:
             raise WorldSizeChanged(
-                "the checkpoint in memory was saved by another number of ranks: start with that number again, or leave "
-                "it behind with another job name or `mlflash clean`",
+                "the checkpoint in memory was saved by another number of ranks: restore(state) puts it together for "
+                "this one; or leave it behind with another job name or `mlflash clean`",
                 step=choice.step,
                 expected=f"a world of {choice.world_size} ranks",
                 found=f"{parts.world.size}",
             )
-        bad = _bring(parts, found, choice)
+        slots: dict[int, Slot] = {}
+        bad = _bring(parts, found, choice, slots)
         if not bad:
-            slot = next(slot for slot in parts.shelf.own if _is(slot, parts.world.rank, choice.attempt))
-            home, bad = reunite(parts, choice, slot)
-        if not bad:
-            place = choice.source[parts.world.rank]
-            parts.restored_from = "parity" if place is None else parts.world.topology.node_names[place[0]]
-            parts.restores = choice.restores + 1
-            if passed_over is not None and passed_over.attempt != choice.attempt and parts.world.rank == 0:
-                log.warning(
-                    "step %d was restored %d times and nothing newer was committed since: step %d is taken instead "
-                    "(skip_stuck=%d)", passed_over.step, passed_over.restores, choice.step, parts.config.skip_stuck,
-                )  # fmt: skip
-            parts.rolled_forward = bool(parts.world.agree([int(not slot.committed)])[0])
-            return home
-        found = found.without(bad)
+            if same_ranks:
+                own = next(slot for slot in parts.shelf.own if _is(slot, parts.world.rank, choice.attempt))
+                slots = {parts.world.rank: own}
+            files, bad = reunite(parts, choice, slots)
+        if bad:
+            parts.shelf.unmap_others(slots.values())
+            found = found.without(bad)
+            continue
+        parts.restores = choice.restores + 1
+        if passed_over is not None and passed_over.attempt != choice.attempt and parts.world.rank == 0:
+            log.warning(
+                "step %d was restored %d times and nothing newer was committed since: step %d is taken instead "
+                "(skip_stuck=%d)", passed_over.step, passed_over.restores, choice.step, parts.config.skip_stuck,
+            )  # fmt: skip
+        homes = {rank: open_home(parts, slot, files) for rank, slot in slots.items()}
+        if not same_ranks:
+            parts.restored_from = "other ranks"
+            parts.rolled_forward = False
+            return Elsewhere(choice.attempt, choice.step, parts.restores, homes, files)
+        place = choice.source[parts.world.rank]
+        parts.restored_from = "parity" if place is None else parts.world.topology.node_names[place[0]]
+        parts.rolled_forward = bool(parts.world.agree([int(not own.committed)])[0])
+        return homes[parts.world.rank]
 
 
 def count(parts: Parts, home: Slot) -> None:
@@ -107,25 +124,36 @@ def count(parts: Parts, home: Slot) -> None:
         )  # fmt: skip
 
 
-def _bring(parts: Parts, found: Inventory, choice: Choice) -> list[Place]:
-    """Verify the slots of a choice, rebuild, repair and fetch; returns the files to do without, where it failed."""
+def _bring(parts: Parts, found: Inventory, choice: Choice, slots: dict[int, Slot]) -> list[Place]:
+    """Verify the slots of a choice, rebuild, repair and fetch; returns the files to do without, where it failed.
+
+    Args:
+        slots: gets the slots of other ranks that this rank has, where the ranks of the choice are not those of today.
+    """
+    same_ranks = choice.world_size == parts.world.size
     serves = _servers(parts, choice)
-    slots: dict[int, Slot] = {}
-    damaged, bad = _verify(parts, choice, serves, slots)
+    read: dict[int, Slot] = {}
+    damaged, bad = _verify(parts, choice, serves, read)
     repairs = None
     if not bad and (damaged or choice.rebuilt):
-        repairs = Repairs(parts, choice, serves, slots, damaged)
+        repairs = Repairs(parts, choice, serves, read, damaged)
         bad = repairs.beyond
     if not bad:
         reach("restore.verified")
         parts.adopt(found, choice)
         reach("restore.adopted")
         bad = repairs.run() if repairs is not None else []
-        bad = bad or _fetch(parts, choice, serves, slots)
+        bad = bad or (_fetch(parts, choice, serves, read) if same_ranks else [])
     if repairs is not None:
         repairs.close()
-    parts.shelf.unmap_others(slots.values())
-    return bad
+    if bad or same_ranks:
+        parts.shelf.unmap_others(read.values())
+        return bad
+    slots |= read
+    for rank, slot in (repairs.rebuilt if repairs is not None else {}).items():
+        slots[rank] = slot
+        parts.shelf.keep_for_now(slot)
+    return []
 
 
 def _verify(parts: Parts, choice: Choice, serves: list[int], slots: dict[int, Slot]
@@ -143,7 +171,8 @@ def _verify(parts: Parts, choice: Choice, serves: list[int], slots: dict[int, Sl
     for rank, place in enumerate(choice.source):
         if serves[rank] == world.rank and place is not None:
             try:
-                slots[rank] = _open(parts, choice.attempt, rank, place)
+                mapped = parts.shelf.mapped() if choice.world_size == world.size else {}
+                slots[rank] = _open(parts, choice.attempt, rank, place, mapped)
                 blocks = _bad_blocks(slots[rank], choice.group_of(rank) is not None)
             except (CorruptSlot, FileNotFoundError) as error:
                 log.warning("rank %d: this slot cannot be restored from: %s", world.rank, error)
@@ -155,8 +184,8 @@ def _verify(parts: Parts, choice: Choice, serves: list[int], slots: dict[int, Sl
     return {rank: blocks for rank, blocks in found if blocks is not None}, sorted(bad)
 
 
-def _open(parts: Parts, attempt: Attempt, rank: int, place: Place) -> Slot:
-    slot = Slot(attach(parts.memory, file_name(place[1]), parts.shelf.mapped()))
+def _open(parts: Parts, attempt: Attempt, rank: int, place: Place, mapped: dict[int, Segment]) -> Slot:
+    slot = Slot(attach(parts.memory, file_name(place[1]), mapped))
     if not _is(slot, rank, attempt):
         raise CorruptSlot("the header of a slot changed", rank=rank)
     return slot
@@ -180,11 +209,13 @@ def _bad_blocks(slot: Slot, parity: bool) -> list[int]:
 
 
 def _servers(parts: Parts, choice: Choice) -> list[int]:
-    """For each rank, who reads its slot: the rank itself where it is on its node or is rebuilt, else one of that
-    node, in turn.
+    """For each rank of the choice, who reads its slot: the rank itself where it is on its node, else one of that node,
+    in turn. Where it is rebuilt: the rank itself, or where there is none, any.
     """
-    reader = parts.world.topology.reader
-    return [rank if place is None else reader(rank, place[0]) for rank, place in enumerate(choice.source)]
+    topology, size = parts.world.topology, parts.world.size
+    return [
+        rank % size if place is None else topology.reader(rank, place[0]) for rank, place in enumerate(choice.source)
+    ]
 
 
 def _is(slot: Slot, rank: int, attempt: Attempt) -> bool:

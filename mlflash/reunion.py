@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import itertools
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -33,19 +33,25 @@ Share = tuple[int, int]
 """The set of ranks, by its lowest, and the number of the share."""
 
 
+Files = dict[tuple[int, Share], int]
+"""By node and share, the number of its file there."""
+
+
 @dataclasses.dataclass
 class Home:
-    """A restored checkpoint: this rank's slot, and the shares of what it holds like others.
+    """A rank's checkpoint to be read: its slot, and the shares of what it holds like others.
 
     Attributes:
-        slot: own slot, verified.
+        slot: verified.
         manifest: of the slot.
         shares: files of this node, verified; empty where nothing is shared.
+        files: where those of all nodes are.
     """
 
     slot: Slot
     manifest: Manifest
     shares: list[Slot]
+    files: Files
 
     @property
     def header(self) -> Header:
@@ -93,25 +99,24 @@ class _Errand:
         return self.place[0] != self.node
 
 
-def reunite(parts: Parts, choice: Choice, slot: Slot) -> tuple[Home, list[Place]]:
-    """Bring the shares that this rank's slot needs to its node.
+def reunite(parts: Parts, choice: Choice, slots: Mapping[int, Slot]) -> tuple[Files, list[Place]]:
+    """Bring the shares that slots need to the nodes where these are read.
 
     Collective over the world.
 
     Args:
         choice: what is restored.
-        slot: own slot, verified.
+        slots: those that this rank has or reads, verified, by the rank whose they are.
 
     Returns:
-        The checkpoint; and the files to do without, where that failed.
+        Where the shares are; and the files to do without, where that failed.
     """
-    world = parts.world
-    home = Home(slot, slot.manifest(), [])
-    sets: list[Shared | None] = world.gather(home.manifest.shared)
-    lacking = [rank for rank, shared in enumerate(sets) if shared is not None and not _all_there(choice, shared)]
+    mine = {rank: shared for rank, slot in slots.items() if (shared := slot.manifest().shared) is not None}
+    needs = parts.world.gather(mine)
+    lacking = {rank for theirs in needs for rank, shared in theirs.items() if not _all_there(choice, shared)}
     if lacking:  # their slots came back, but nothing has what they need: this attempt is not whole
-        return home, sorted({place for rank in lacking for place in _files_of(choice, rank)})
-    errands = list(_errands(parts, choice, sets))
+        return {}, sorted({place for rank in lacking for place in _files_of(choice, rank)})
+    errands = list(_errands(parts, choice, [[*theirs.values()] for theirs in needs]))
     bad = _verify(parts, choice.attempt, errands)
     files = {(e.node, e.share): e.place[1] for e in errands if not e.comes}
     pending = [] if bad else [e for e in errands if e.comes]
@@ -121,13 +126,19 @@ def reunite(parts: Parts, choice: Choice, slot: Slot) -> tuple[Home, list[Place]
         arrived, failed = _fetch_some(parts, choice.attempt, now)
         files |= arrived
         bad = failed
-    if not bad and home.manifest.shared is not None:
-        shared = home.manifest.shared
-        for number in range(shared.shares):
-            name = file_name(files[world.node_index, (shared.by, number)])
-            home.shares.append(Slot(attach(parts.memory, name, parts.shelf.mapped())))
     reach("restore.reunited")
-    return home, bad
+    return files, bad
+
+
+def open_home(parts: Parts, slot: Slot, files: Files) -> Home:
+    """Put a slot and its shares on this node together, to be read; the caller unmaps them. Not collective."""
+    home = Home(slot, slot.manifest(), [], files)
+    shared = home.manifest.shared
+    for number in range(0 if shared is None else shared.shares):
+        assert shared is not None
+        name = file_name(files[parts.world.node_index, (shared.by, number)])
+        home.shares.append(Slot(attach(parts.memory, name, parts.shelf.mapped())))
+    return home
 
 
 def _all_there(choice: Choice, shared: Shared) -> bool:
@@ -139,15 +150,15 @@ def _files_of(choice: Choice, rank: int) -> list[Place]:
     return [place] if place is not None else [p for p in (group.files if group else ()) if p is not None]
 
 
-def _errands(parts: Parts, choice: Choice, sets: list[Shared | None]) -> Iterator[_Errand]:
-    """Who does what on each node; the same list on all ranks."""
+def _errands(parts: Parts, choice: Choice, needs: Sequence[Sequence[Shared]]) -> Iterator[_Errand]:
+    """Who does what on each node, where each rank needs these shares; the same list on all ranks."""
     topology = parts.world.topology
     today = {} if parts.replicas is None else parts.replicas.shares
     for node, ranks in enumerate(topology.ranks_on):
         needed = {
             (shared.by, number): high - low
             for rank in ranks
-            if (shared := sets[rank]) is not None
+            for shared in needs[rank]
             for bounds in [cuts(shared.nbytes, shared.shares)]
             for number, (low, high) in enumerate(itertools.pairwise(bounds))
         }
@@ -218,6 +229,7 @@ def _fetch_some(parts: Parts, attempt: Attempt, errands: list[_Errand]
         told = (mine.share, file_number(target.name), whole, mine.place)
         if not any(target is slot for slot in shelf.shares):
             shelf.keep_for_now(target)
+            shelf.unmap_others([target])
     arrived = {}
     for rank, news in enumerate(world.gather(told)):
         if news is not None:

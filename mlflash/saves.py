@@ -128,6 +128,25 @@ class Saves:
             return self.stage.plan(flat)
         return self.stage.plan(flat, replicas.sharing, replicas.is_shared)
 
+    def look_at(self, state: object) -> Flat:
+        """Take a state apart, and find out what of it the ranks share. Collective over comm."""
+        error: MlflashError | None = None
+        flat: Flat | None = None
+        try:
+            flat = flatten(state)
+        except MlflashError as problem:
+            error = problem
+
+        def work() -> None:
+            self._world.raise_together(error)
+            self._parts.find_replicas(flat)
+            if self._parts.replicas is not None and self._parts.replicas.sharing is not None:
+                self._parts.replicas.settle(flat)
+
+        self._courier.call(work)
+        assert flat is not None
+        return flat
+
     def _is_settled(self, flat: Flat) -> bool:
         """Whether the ranks have agreed on what they share of a state like this one."""
         replicas = self._parts.replicas

@@ -193,9 +193,8 @@ class Shelf:
             self.changed.notify_all()
 
     def keep_for_now(self, slot: Slot) -> None:
-        """Unmap a slot that is none of this rank's; its file stays until a newer step is committed. Not collective."""
+        """Keep the file of a slot that is none of this rank's until a newer step is committed. Not collective."""
         self._kept.add(file_number(slot.name))
-        _unmap(slot)
 
     def drop_spare(self, committed: bool = False) -> None:
         """Delete the files that nobody needs; once a newer step is ``committed``, those kept until then too."""

@@ -151,10 +151,10 @@ def test_ranks_that_moved_and_lost_a_node_besides(shm: Path, places: dict[int, i
     assert_restored(train(cluster, ranks, last=4), ranks, 3)
 
 
-def test_another_world_size_is_refused_by_name(shm: Path) -> None:
+def test_another_world_size_without_a_state_is_refused_by_name(shm: Path) -> None:
     cluster = Cluster(shm)
     train_and_die(cluster, 2, step=2)
-    result = train(cluster, 3, last=2)
+    result = train(cluster, 3, last=2, load=True)
     assert result.returncode != 0
     assert "saved by another number of ranks" in result.log
     assert "expected: a world of 2 ranks" in result.log

@@ -1,0 +1,305 @@
+"""A checkpoint of other ranks, or in other shards → this run's: each rank puts its state together in a slot of its own.
+
+    gather     what the old ranks' slots hold: entries, plain leaves, checksums of whole tensors
+    plan       of which parts each tensor is made (see `shards`), and who has them
+    exchange   parts on this node are read from its files; the others are asked for (see `parcels`)
+    commit     the new slot is protected and committed like a save; only then may the old ones go
+
+What each old rank had its own of goes to the rank of its number; where there is none, a rank keeps what it has.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import pickle
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from . import commit, shards
+from .errors import MlflashError, SaveFailed, StructureMismatch
+from .header import Attempt
+from .inventory import file_name, file_number
+from .layout import PAGE_NBYTES
+from .parcels import Parcel, exchange, items
+from .parts import Parts
+from .points import reach
+from .rebuild import Read, compare, fill, refuse_differences
+from .reunion import Files, Home, open_home
+from .segment import attach
+from .shards import Held, box
+from .slot import Slot
+from .snapshot import Snapshot
+from .stage import Plan, Stage
+from .state import Entry, Flat, Leaf, Tree, flatten, flatten_or_none, live_bytes
+
+log = logging.getLogger("mlflash")
+
+_NAMED = 5  # leaves named in a warning
+
+
+@dataclasses.dataclass
+class Elsewhere:
+    """A restorable checkpoint in the slots of its old ranks.
+
+    Attributes:
+        attempt, step: of it.
+        restores: how many runs have restored it, this one included.
+        homes: what this rank has or reads, by old rank; verified.
+        files: where shares are.
+    """
+
+    attempt: Attempt
+    step: int
+    restores: int
+    homes: dict[int, Home]
+    files: Files
+
+
+@dataclasses.dataclass(frozen=True)
+class _Old:
+    """What an old rank's slot holds, and who has it.
+
+    Attributes:
+        server: the rank that reads it.
+        file: number of its file on the node of that rank.
+        checks: of each entry that is whole, a checksum of its bytes.
+    """
+
+    server: int
+    file: int
+    entries: tuple[Entry, ...]
+    tree: Tree
+    plain: dict[str, Any]
+    checks: dict[int, int]
+
+
+@dataclasses.dataclass
+class _Wanted:
+    """The state of a new rank: where it goes, and of what it is made.
+
+    Attributes:
+        flat: its leaves; the values are live ones, or None where there are none yet.
+        parcels: parts of tensors, to be brought.
+        kept: names of what each old rank had its own of, and this rank's number none.
+    """
+
+    flat: Flat
+    made_of: dict[int, list[shards.Fragment]]
+    kept: list[str]
+
+
+@dataclasses.dataclass
+class Resharded:
+    """A state that was put together, and not loaded yet."""
+
+    slot: Slot
+    share: Slot
+    plan: Plan
+    flat: Flat
+    kept: list[str]
+
+    def load(self, state: Any) -> None:
+        """Fill it into a live state, in place. Not collective."""
+        entries = self.plan.layout.entries
+        payload = self.slot.payload(self.plan.layout.extents)
+
+        def read(entry: Entry) -> np.ndarray:
+            return payload[entry.start : entry.start + entry.nbytes]
+
+        given: Read = read
+        fill(state, self.flat.tree, entries, self.flat.plain, given)
+
+
+def reshard(parts: Parts, old: Elsewhere, state: Any) -> Resharded:
+    """Put this rank's state together. Collective over the world; nothing of ``state`` is changed.
+
+    Raises:
+        StructureMismatch: on all ranks, where that of any does not go together with the checkpoint.
+        MemoryTooSmall: on all ranks, where there is no room for it beside the old slots.
+    """
+    world = parts.world
+    olds = _gather(parts, old)
+    error: MlflashError | None = None
+    wanted = Flat([], ["d", []], [])
+    made_of: dict[int, list[shards.Fragment]] = {}
+    kept: list[str] = []
+    try:
+        found = _want(parts, olds, state)
+        wanted, made_of, kept = found.flat, found.made_of, found.kept
+    except MlflashError as problem:
+        problem.rank, problem.node, problem.step = world.rank, world.node_name, old.step
+        error = problem
+    world.raise_together(error)
+    plan = Stage(parts.config.block_nbytes, parts.config.timeout_s).plan(wanted)
+    taken = parts.shelf.take(0)
+    assert taken is not None, "both own slots hold something"
+    slot, share = taken
+    parts.ensure_room([(slot, plan.layout.extents.nbytes)], waiting=[slot])
+    assert slot.segment is not None
+    world.wait_for(slot.segment.ready.is_set)
+    slot.unseal()
+    slot.view[PAGE_NBYTES : PAGE_NBYTES + len(plan.manifest)] = np.frombuffer(plan.manifest, dtype=np.uint8)
+    whole = _fill_slot(parts, old, olds, wanted, made_of, plan, slot)
+    if not world.agree([int(whole)])[0]:
+        parts.shelf.release(old.attempt, [slot, share], False)
+        raise SaveFailed("parts of the checkpoint did not arrive whole from other ranks", step=old.step)
+    reach("restore.resharded")
+    if kept:
+        named = ", ".join(kept[:_NAMED]) + (f" and {len(kept) - _NAMED} more" if len(kept) > _NAMED else "")
+        log.warning("each rank of the checkpoint had its own of %s, and there was no rank %d: it stays as it is",
+                    named, world.rank)  # fmt: skip
+    return Resharded(slot, share, plan, wanted, kept)
+
+
+def protect(parts: Parts, old: Elsewhere, made: Resharded) -> None:
+    """Commit what was put together, as a save of its own; then the old slots may go. Collective over the world.
+
+    Where it cannot be, that is a warning, and the old slots stay until a newer step is committed.
+    """
+    save = commit.Save(Snapshot(old.step, lambda: None), parts.next_attempt())
+    save.slot, save.share, save.plan, save.segment = made.slot, made.share, made.plan, made.slot.segment
+    try:
+        commit.run(save, parts)
+        made.slot.record_restores(save.attempt, old.restores)
+    except MlflashError as error:
+        if parts.world.rank in (0, error.rank):
+            log.warning("the restored step has no redundancy among the ranks of this run: %s", error)
+    for home in old.homes.values():
+        parts.shelf.unmap_others([home.slot, *home.shares])
+
+
+def unless_alike(parts: Parts, home: Home, state: Any) -> Home | Elsewhere:
+    """Tell whether the state of any rank has other shards than its checkpoint; else it can be loaded as it is.
+
+    Collective over the world.
+    """
+    if not parts.world.agree([int(not _only_shards_differ(state, home))])[0]:
+        return Elsewhere(home.header.attempt, home.header.step, parts.restores, {parts.world.rank: home},
+                         home.files)  # fmt: skip
+    return home
+
+
+def _only_shards_differ(state: Any, home: Home) -> bool:
+    flat = flatten_or_none(state)
+    if flat is None:
+        return False
+    live = {leaf.entry.name: leaf.entry for leaf in flat.leaves}
+    entries = home.manifest.entries
+    alike = tuple(_as_live(entry, live) for entry in entries)
+    if all((a.offset, a.shape) == (b.offset, b.shape) for a, b in zip(alike, entries, strict=True)):
+        return False
+    return not compare(state, home.manifest.tree, alike)
+
+
+def _as_live(entry: Entry, live: Mapping[str, Entry]) -> Entry:
+    """An entry of the checkpoint, in the shard that a live tensor of its name is."""
+    mine = live.get(entry.name)
+    same = (entry.kind, entry.dtype, entry.global_shape)
+    return mine if mine is not None and (mine.kind, mine.dtype, mine.global_shape) == same else entry
+
+
+def _gather(parts: Parts, old: Elsewhere) -> dict[int, _Old]:
+    """Tell all ranks what all old slots hold."""
+    mine = {}
+    for rank, home in old.homes.items():
+        read, entries = home.reader(), home.manifest.entries
+        checks = {
+            number: xxhash.xxh3_64_intdigest(np.ascontiguousarray(read(entry)).data)
+            for number, entry in enumerate(entries)
+            if entry.shape == entry.global_shape
+        }
+        paths = shards.plain_leaves(home.manifest.tree)
+        plain = {path: home.manifest.plain[number] for path, number in paths.items()}
+        mine[rank] = _Old(parts.world.rank, file_number(home.slot.name), entries, home.manifest.tree, plain, checks)
+    told = parts.world.gather(zlib.compress(pickle.dumps(mine), 1))
+    return {rank: one for theirs in told for rank, one in pickle.loads(zlib.decompress(theirs)).items()}
+
+
+def _want(parts: Parts, olds: Mapping[int, _Old], state: Any) -> _Wanted:
+    """Say what this rank's state is made of.
+
+    Its structure is that of the old rank of its number, since objects (an optimizer before its first step) may not
+    have theirs yet; its shards are those of the live tensors.
+    """
+    world = parts.world
+    flat = flatten(state)
+    live = {leaf.entry.name: leaf for leaf in flat.leaves}
+    own = olds[world.rank if world.rank in olds else sorted(olds)[world.rank % len(olds)]]
+    near = {rank for rank, one in olds.items() if world.topology.node_of[one.server] == world.node_index}
+    held: dict[str, list[Held]] = {}
+    for rank, one in sorted(olds.items()):
+        for number, entry in enumerate(one.entries):
+            held.setdefault(entry.name, []).append(Held(rank, number, entry, one.checks.get(number)))
+    live_entries = {name: leaf.entry for name, leaf in live.items()}
+    entries = [_as_live(entry, live_entries) for entry in own.entries]
+    if world.rank not in olds:  # what each had its own of may have any shape here
+        entries = [live_entries.get(e.name, e) if shards.is_private(held[e.name]) else e for e in entries]
+    refuse_differences(state, own.tree, tuple(entries))
+    leaves: list[Leaf] = []
+    starts: dict[int, int] = {}
+    made_of: dict[int, list[shards.Fragment]] = {}
+    kept = []
+    for number, (entry, before) in enumerate(zip(entries, own.entries, strict=True)):
+        tie = starts.setdefault(before.start, number) if before.nbytes else number
+        if dataclasses.replace(entries[tie], name=entry.name, start=entry.start) != entry:
+            tie = number  # tied before, but cut into other shards now
+        value = live[entry.name].value if entry.name in live else None
+        leaves.append(Leaf(dataclasses.replace(entry, start=0), value, -1 if tie == number else tie))
+        if tie != number or not entry.nbytes:
+            continue
+        if value is None and any(one.check is None for one in held[entry.name]):
+            raise StructureMismatch(
+                "this tensor was saved in shards, and the state given does not say in which it is wanted: make the "
+                "optimizer's state before (see mlflash.adapters.fsdp.init_optim_state)", tensor=entry.name,
+            )  # fmt: skip
+        found = shards.fragments(entry, held[entry.name], world.rank, near)
+        if found is None:
+            kept.append(entry.name)
+        else:
+            made_of[number] = found
+    paths = shards.plain_leaves(own.tree)
+    here = shards.plain_leaves(flat.tree)
+    values: list[Any] = [None] * len(paths)
+    for path, at in paths.items():
+        values[at] = flat.plain[here[path]] if path in here else own.plain[path]
+    values, private = shards.merge_plain(values, paths, {rank: one.plain for rank, one in olds.items()}, world.rank)
+    return _Wanted(Flat(leaves, own.tree, values), made_of, [*kept, *private])
+
+
+def _fill_slot(parts: Parts, old: Elsewhere, olds: Mapping[int, _Old], wanted: Flat,
+               made_of: Mapping[int, Sequence[shards.Fragment]], plan: Plan, slot: Slot) -> bool:  # fmt: skip
+    """Bring all parts into the new slot; whether they arrived whole."""
+    world = parts.world
+    payload = slot.payload(plan.layout.extents)
+    payload[:] = 0
+    near: dict[int, tuple[Home, Read]] = {}
+    asked: dict[int, list[Parcel]] = {}
+    for number, (entry, leaf) in enumerate(zip(plan.layout.entries, wanted.leaves, strict=True)):
+        room = payload[entry.start : entry.start + entry.nbytes]
+        if leaf.tie < 0 and entry.nbytes and number not in made_of and leaf.value is not None:
+            room[:] = live_bytes(leaf.value)
+        for part in made_of.get(number, ()):
+            one = olds[part.rank]
+            target = items(room, entry)[box(part.target, part.shape)]
+            if world.topology.node_of[one.server] != world.node_index:
+                asked.setdefault(one.server, []).append(Parcel(part.rank, part.number, part.source, part.shape, target))
+                continue
+            if part.rank not in near:
+                home = old.homes.get(part.rank) or open_home(
+                    parts, Slot(attach(parts.memory, file_name(one.file), parts.shelf.mapped())), old.files
+                )
+                near[part.rank] = (home, home.reader())
+            home, read = near[part.rank]
+            source = home.manifest.entries[part.number]
+            target[:] = items(read(source), source)[box(part.source, part.shape)]
+    good = exchange(parts, {rank: (home.reader(), home.manifest.entries) for rank, home in old.homes.items()}, asked)
+    parts.counts["bytes asked of other nodes"] += sum(p.target.nbytes for those in asked.values() for p in those)
+    for rank, (home, _) in near.items():
+        if rank not in old.homes:
+            parts.shelf.unmap_others([home.slot, *home.shares])
+    return good

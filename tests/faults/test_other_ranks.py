@@ -1,0 +1,40 @@
+"""A restart on another number of ranks that is killed on the way: nothing of the checkpoint is lost, bits compared."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from harness import Cluster
+
+CHUNKS = {"MLFLASH_BLOCK_NBYTES": "65536", "MLFLASH_CHUNK_NBYTES": "65536"}
+POINTS = [
+    "restore.verified", "restore.adopted", "restore.resharded", "restore.loading", "restore.loaded",
+    "protect.announced", "transfer.sent", "transfer.sealed", "protect.sealed", "commit.agreed", "commit.recorded",
+    "commit.released",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("point", "dies", "again"), [(p, ("rank", "node", "wipe")[n % 3], (2, 4)[n % 2]) for n, p in enumerate(POINTS)]
+)
+def test_a_crash_while_it_is_put_together_for_other_ranks(shm: Path, point: str, dies: str, again: int) -> None:
+    # Four ranks on two nodes, then two, then two or four again; weights are alike, the rest is each rank's own.
+    cluster = Cluster(shm, 2)
+    state = {"alike": True, "options": {"redundancy": "copy"}}
+    spec = {**state, "last": 3, "die_at": 3, "die": "all"}
+    result = cluster.run(4, "worker.py", json.dumps(spec), env=CHUNKS)
+    assert [r["step"] for r in result.of("committed")].count(3) == 4, result.log
+    cluster.ranks_per_node = 1
+    # No save: it is the restore that passes the points of a commit.
+    trap = {"path": [point], "action": dies, "rank": POINTS.index(point) % 2}
+    job = cluster.start(2, "worker.py", json.dumps({**state, "more": 0, "traps": [trap]}), env=CHUNKS)
+    crashed = job.wait(40)
+    assert any(job.out.glob("sprung*")), crashed.log
+    cluster.ranks_per_node = again // 2
+    result = cluster.run(again, "worker.py", json.dumps({**state, "more": 2}), timeout=40, env=CHUNKS)
+    restored = result.of("restored")
+    assert [(r["step"], r["wrong"]) for r in restored if r["rank"] < 2] == [(3, [])] * 2, crashed.log + result.log
+    assert len(result.of("end")) == again, result.log
+    assert {tuple(r["steps"]) for r in result.of("end")} == {(4, 5)}

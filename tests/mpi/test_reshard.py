@@ -1,0 +1,284 @@
+"""Restarts on other numbers of ranks, and in other shards: every bit of every tensor is where it belongs."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from mpi4py import MPI
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+
+import mlflash
+from mlflash import Checkpointer, errors
+
+COMM = MPI.COMM_WORLD
+RANK, SIZE = COMM.rank, COMM.size
+
+pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.filterwarnings("ignore:.*barrier.*:UserWarning")]
+on_5 = pytest.mark.skipif(SIZE != 5, reason="runs on 5 ranks")
+
+
+@pytest.fixture
+def options(root: Path) -> dict[str, Any]:
+    return {"job": "t", "memory": str(root), "ranks_per_node": 1, "transport": "p2p", "timeout_s": 30.0,
+            "block_nbytes": 65_536, "chunk_nbytes": 65_536, "redundancy": "copy"}  # fmt: skip
+
+
+@contextlib.contextmanager
+def job(size: int, root: Path) -> Iterator[MPI.Comm | None]:
+    """A job of the first so many ranks, with a gloo group of its own; None on the others."""
+    comm = COMM.Split(0 if size > RANK else MPI.UNDEFINED, RANK)
+    name = COMM.bcast(os.urandom(4).hex())
+    if comm == MPI.COMM_NULL:
+        yield None
+    else:
+        store = dist.FileStore(str(root / name), size)
+        dist.init_process_group("gloo", store=store, rank=RANK, world_size=size)
+        try:
+            yield comm
+        finally:
+            dist.destroy_process_group()
+            comm.Free()
+    COMM.Barrier()
+
+
+def wholes(step: int) -> dict[str, torch.Tensor]:
+    """The tensors as they are, whatever their shards: sizes that do not divide, more than a chunk, 0-d."""
+    numbers = np.random.default_rng(step)
+    return {
+        "w": torch.from_numpy(numbers.standard_normal((211, 130))),
+        "b": torch.from_numpy(numbers.standard_normal(3)).bfloat16(),
+        "deep": torch.from_numpy(numbers.standard_normal((5, 7, 3))).float(),
+    }
+
+
+def state_at(step: int, placement: Placement, blank: bool = False) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    tensors = {name: torch.zeros_like(whole) if blank else whole for name, whole in wholes(step).items()}
+    at = {name: Shard(min(placement.dim, w.ndim - 1)) if isinstance(placement, Shard) else placement
+          for name, w in tensors.items()}  # fmt: skip
+    return {
+        "model": {name: distribute_tensor(whole.clone(), mesh, [at[name]]) for name, whole in tensors.items()},
+        "tied": tensors["b"].clone(),
+        "scale": torch.tensor(0.0 if blank else float(step)),
+        "private": torch.full((4,), -1 if blank else dist.get_rank()),
+        "epoch": -1 if blank else step * 10, "of rank": -1 if blank else dist.get_rank(),
+    }  # fmt: skip
+
+
+def check(state: dict[str, Any], step: int, old_size: int) -> None:
+    for name, whole in wholes(step).items():
+        found = state["model"][name]
+        assert torch.equal(found.full_tensor(), whole), name
+    assert torch.equal(state["tied"], wholes(step)["b"]) and state["scale"] == float(step)
+    own = dist.get_rank() if dist.get_rank() < old_size else -1 if old_size > 1 else 0  # one is alike with itself
+    assert state["private"].tolist() == [own] * 4
+    assert (state["epoch"], state["of rank"]) == (step * 10, own)
+
+
+def save(options: dict[str, Any], root: Path, size: int, placement: Placement, *steps: int) -> None:
+    with job(size, root) as comm:
+        if comm is not None:
+            with Checkpointer(comm=comm, strict=True, **options) as ckpt:
+                ckpt.restore(state_at(0, placement, blank=True)) if steps[0] == 1 else None
+                for step in steps:
+                    ckpt.save(step, state_at(step, placement)).wait()
+
+
+def restored(options: dict[str, Any], root: Path, size: int, placement: Placement, old_size: int, **more: Any
+             ) -> tuple[int | None, dict[str, Any] | None]:  # fmt: skip
+    """Restore on so many ranks; check every bit."""
+    with job(size, root) as comm:
+        if comm is None:
+            return None, None
+        with Checkpointer(comm=comm, **options | more) as ckpt:
+            state = state_at(0, placement, blank=True)
+            step = ckpt.restore(state)
+            if step is not None:
+                check(state, step, old_size)
+            assert step is None or ckpt.steps()[-1] == step
+            return step, ckpt.report()
+
+
+def lose(root: Path, *nodes: int) -> None:
+    COMM.Barrier()
+    if RANK == 0:
+        for node in nodes:
+            shutil.rmtree(root / f"mlflash-{os.getuid()}" / "t" / f"node{node}")
+    COMM.Barrier()
+
+
+@on_5
+@pytest.mark.parametrize(
+    ("old", "new"),  # ranks, and ranks of a node: as many nodes, but for the last two
+    [((4, 2), (2, 1)), ((2, 1), (4, 2)), ((4, 2), (3, 2)), ((3, 1), (5, 2)), ((5, 5), (1, 1)), ((1, 1), (5, 1)),
+     ((4, 1), (3, 1))],
+)  # fmt: skip
+@pytest.mark.parametrize("redundancy", ["copy", "xor:3"])
+def test_any_number_of_ranks_goes_on_from_any_other(
+    options: dict[str, Any], root: Path, old: tuple[int, int], new: tuple[int, int], redundancy: str
+) -> None:
+    options["redundancy"] = redundancy
+    save(options | {"ranks_per_node": old[1]}, root, old[0], Shard(0), 1, 2)
+    options["ranks_per_node"] = new[1]
+    step, report = restored(options, root, new[0], Shard(0), old[0])
+    assert step == (2 if new[0] > RANK else None)
+    assert report is None or report["counts"]["resharded"] == 1
+    # It is a checkpoint of the new ranks now, with its own redundancy, and the old slots are gone.
+    nodes = -(-new[0] // new[1])
+    lose(root, *([0] if nodes > 1 else []))
+    step, report = restored(options, root, new[0], Shard(0), old[0])
+    assert step == (2 if new[0] > RANK else None)
+    if report is not None:
+        assert "resharded" not in report["counts"]
+        path = Path(report["memory"])
+        ranks = min(new[1], new[0] - int(path.name[4:]) * new[1])
+        inboxes = 0 if nodes == 1 else 2 if new[0] % new[1] == 0 else 4  # unequal nodes: some hold more
+        assert len(list(path.glob("slot-*"))) <= ranks * (2 + inboxes)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [(Shard(0), Shard(1)), (Shard(0), Replicate()), (Replicate(), Shard(0)), (Shard(1), Shard(0))]
+)
+def test_the_same_ranks_go_on_in_other_shards(
+    options: dict[str, Any], root: Path, before: Placement, after: Placement
+) -> None:
+    save(options, root, SIZE, before, 1, 2)
+    assert restored(options, root, SIZE, after, SIZE)[0] == 2
+    assert restored(options, root, SIZE, after, SIZE)[0] == 2
+    lose(root, 0)
+    assert restored(options, root, SIZE, before, SIZE)[0] == 2
+
+
+@on_5
+@pytest.mark.parametrize(("redundancy", "lost"), [("copy", (1,)), ("xor:4", (3,)), ("rs:2+2", (0, 2))])
+def test_fewer_ranks_go_on_when_nodes_are_lost(
+    options: dict[str, Any], root: Path, redundancy: str, lost: tuple[int, ...]
+) -> None:
+    options["redundancy"] = redundancy
+    save(options, root, 4, Shard(0), 1, 2)
+    lose(root, *lost)
+    # The survivors' nodes are numbered anew.
+    if RANK == 0:
+        path = root / f"mlflash-{os.getuid()}" / "t"
+        for number, node in enumerate(sorted(path.glob("node*"))):
+            node.rename(path / f"node{number}")
+    COMM.Barrier()
+    step, _ = restored(options, root, 4 - len(lost), Shard(0), 4)
+    assert step == (2 if 4 - len(lost) > RANK else None)
+
+
+@on_5
+def test_replicas_that_shared_are_put_together_for_other_ranks(options: dict[str, Any], root: Path) -> None:
+    options["ranks_per_node"] = 2
+    save(options, root, 4, Replicate(), 1, 2)
+    step, _ = restored(options, root, 5, Shard(0), 4, ranks_per_node=1)
+    assert step == 2
+
+
+@on_5
+def test_what_does_not_go_together_is_refused_on_all_ranks(options: dict[str, Any], root: Path) -> None:
+    save(options, root, 4, Shard(0), 1, 2)
+    with job(2, root) as comm:
+        if comm is not None:
+            with Checkpointer(comm=comm, **options) as ckpt:
+                state = state_at(0, Shard(0), blank=True)
+                state["scale"] = torch.zeros(2)
+                with pytest.raises(errors.StructureMismatch, match="scale"):
+                    ckpt.restore(state)
+                with pytest.raises(errors.WorldSizeChanged, match="restore\\(state\\) puts it together"):
+                    ckpt.load()
+                assert ckpt.restore(state_at(0, Shard(0), blank=True)) == 2
+
+
+@on_5
+def test_random_generators_of_new_ranks_stay_and_are_named(
+    options: dict[str, Any], root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for size, steps in ((2, (1, 2)), (3, ())):
+        with job(size, root) as comm:
+            if comm is None:
+                continue
+            np.random.seed(RANK)
+            state = {"w": np.arange(50_000), "rng": mlflash.rng()}
+            with Checkpointer(comm=comm, **options) as ckpt:
+                for step in steps:
+                    ckpt.save(step, state).wait()
+                if not steps:
+                    np.random.seed(70 + RANK)
+                    assert ckpt.restore(state) == 2
+                    seed = RANK if RANK < 2 else 70 + RANK
+                    assert np.random.random() == np.random.RandomState(seed).random_sample()
+                    named = [r.getMessage() for r in caplog.records if "had its own of" in r.getMessage()]
+                    assert len(named) == int(RANK == 2) and all("rng" in text for text in named)
+
+
+@on_5
+def test_an_optimizer_without_state_gets_that_of_replicas_whole(options: dict[str, Any], root: Path) -> None:
+    for size in (2, 3):
+        with job(size, root) as comm:
+            if comm is None:
+                continue
+            weight = torch.nn.Parameter(torch.zeros(1000))
+            optimizer = torch.optim.AdamW([weight], lr=0.1)
+            with Checkpointer(comm=comm, **options) as ckpt:
+                state = {"w": weight, "opt": optimizer}
+                if size == 2:
+                    weight.grad = torch.arange(1000.0)
+                    optimizer.step()
+                    ckpt.save(1, state).wait()
+                else:
+                    assert ckpt.restore(state) == 1
+                    assert torch.equal(optimizer.state[weight]["exp_avg"], 0.1 * torch.arange(1000.0))
+
+
+def test_tied_tensors_may_be_cut_apart(options: dict[str, Any], root: Path) -> None:
+    with job(SIZE, root) as comm:
+        assert comm is not None
+        mesh = init_device_mesh("cpu", (SIZE,))
+        whole = torch.arange(10.0 * SIZE)
+        weight = distribute_tensor(whole, mesh, [Shard(0)])
+        with Checkpointer(comm=comm, **options) as ckpt:
+            ckpt.save(1, {"a": weight, "b": weight}).wait()
+        blank = torch.zeros_like(whole)
+        state = {"a": distribute_tensor(blank, mesh, [Replicate()]), "b": distribute_tensor(blank, mesh, [Shard(0)])}
+        with Checkpointer(comm=comm, **options) as ckpt:
+            assert ckpt.restore(state) == 1
+        assert all(torch.equal(tensor.full_tensor(), whole) for tensor in state.values())
+
+
+def test_a_dtensor_of_the_optimizer_needs_its_state_first(options: dict[str, Any], root: Path) -> None:
+    with job(SIZE, root) as comm:
+        assert comm is not None
+        mesh = init_device_mesh("cpu", (SIZE,))
+
+        class Sharded:
+            def __init__(self, held: dict[str, Any]):
+                self.held = held
+
+            def state_dict(self) -> dict[str, Any]:
+                return self.held
+
+            def load_state_dict(self, held: dict[str, Any]) -> None:
+                self.held = held
+
+        whole = torch.arange(10.0 * SIZE)
+        weight = distribute_tensor(whole, mesh, [Shard(0)])
+        with Checkpointer(comm=comm, **options) as ckpt:
+            ckpt.save(1, {"w": weight, "o": Sharded({"m": 2 * weight})}).wait()
+        replicated = DTensor.from_local(torch.zeros(10 * SIZE), mesh, [Replicate()])
+        with Checkpointer(comm=comm, **options) as ckpt:
+            with pytest.raises(errors.StructureMismatch, match="make the optimizer's state before"):
+                ckpt.restore({"w": replicated, "o": Sharded({})})
+            assert ckpt.restore(state := {"w": replicated, "o": Sharded({"m": replicated.clone()})}) == 1
+            assert torch.equal(state["o"].held["m"].full_tensor(), 2 * whole)
+            assert torch.equal(replicated.full_tensor(), whole)

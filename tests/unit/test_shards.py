@@ -1,0 +1,110 @@
+"""New shards out of old ones: every part is cut from the right place, and what cannot be had is refused."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlflash.errors import StructureMismatch
+from mlflash.shards import Held, cut, fragments, merge_plain, overlap, plain_leaves
+from mlflash.state import Entry, flatten
+
+
+def entry(whole: tuple[int, ...], offset: tuple[int, ...], shape: tuple[int, ...], dtype: str = "<i4") -> Entry:
+    return Entry("w", "array", dtype, whole, offset, shape, 0, 4 * math.prod(shape))
+
+
+def sharding(data: Any, whole: tuple[int, ...]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Cut a tensor into a grid of shards, unequal ones and empty ones too."""
+    boxes: list[tuple[tuple[int, ...], tuple[int, ...]]] = [((), ())]
+    for n in whole:
+        inner = sorted(data.draw(st.lists(st.integers(0, n), max_size=3)))
+        cuts = [0, *inner, n]
+        boxes = [((*o, a), (*s, b - a)) for o, s in boxes for a, b in itertools.pairwise(cuts)]
+    return boxes
+
+
+@given(data=st.data(), whole=st.lists(st.integers(1, 7), max_size=3).map(tuple))
+def test_any_sharding_is_made_of_any_other(data: Any, whole: tuple[int, ...]) -> None:
+    tensor = np.arange(math.prod(whole), dtype="<i4").reshape(whole)
+    old = sharding(data, whole)
+    copies = data.draw(st.integers(1, 2))
+    held = [Held(rank, 0, entry(whole, o, s), None if s != whole else 7) for rank, (o, s) in enumerate(old * copies)]
+    for offset, shape in sharding(data, whole):
+        found = fragments(entry(whole, offset, shape), held, data.draw(st.integers(0, 9)), {0, 1})
+        made = np.full(shape, -1, dtype="<i4")
+        for part in found or ():
+            one = held[part.rank].entry
+            shard = tensor[tuple(slice(a, a + n) for a, n in zip(one.offset, one.shape, strict=True))]
+            box = tuple(slice(a, a + n) for a, n in zip(part.source, part.shape, strict=True))
+            made[tuple(slice(a, a + n) for a, n in zip(part.target, part.shape, strict=True))] = shard[box]
+        wanted = tensor[tuple(slice(a, a + n) for a, n in zip(offset, shape, strict=True))]
+        assert np.array_equal(made, wanted)
+
+
+def test_shards_that_overlap_are_one_tensor_too() -> None:
+    held = [Held(0, 0, entry((10,), (0,), (6,))), Held(1, 0, entry((10,), (4,), (6,)))]
+    assert fragments(entry((10,), (0,), (10,)), held, 0) is not None
+    with pytest.raises(StructureMismatch, match="parts of this tensor are not in the checkpoint"):
+        fragments(entry((10,), (0,), (10,)), [held[0], Held(1, 0, entry((10,), (7,), (3,)))], 0)
+    with pytest.raises(StructureMismatch, match="not in the checkpoint"):
+        fragments(entry((10,), (0,), (10,)), [], 0)
+
+
+def test_the_shards_on_this_node_are_taken_first_and_else_ranks_take_turns() -> None:
+    held = [Held(rank, 0, entry((8,), (0,), (8,)), 5) for rank in range(4)]
+    assert [f.rank for f in fragments(entry((8,), (0,), (8,)), held, 3, {2}) or ()] == [2]
+    assert {fragments(entry((8,), (0,), (8,)), held, rank)[0].rank for rank in range(4)} == {0, 1, 2, 3}  # type: ignore[index]
+
+
+def test_what_each_rank_had_its_own_of_goes_to_the_rank_of_its_number() -> None:
+    held = [Held(rank, 3, entry((8,), (0,), (8,)), 100 + rank) for rank in range(2)]
+    assert [f.rank for f in fragments(entry((8,), (0,), (8,)), held, 1, {0}) or ()] == [1]
+    assert fragments(entry((8,), (0,), (8,)), held, 2) is None
+    with pytest.raises(StructureMismatch, match="cannot be cut into shards"):
+        fragments(entry((8,), (0,), (4,)), held, 1)
+    unequal = [Held(rank, 3, entry((8 + rank,), (0,), (8 + rank,)), 7) for rank in range(2)]
+    assert [f.shape for f in fragments(entry((9,), (0,), (9,)), unequal, 1) or ()] == [(9,)]
+    with pytest.raises(StructureMismatch, match="a tensor differs"):
+        fragments(entry((8,), (0,), (8,)), unequal, 1)
+
+
+def test_another_tensor_of_the_name_is_refused() -> None:
+    held = [Held(0, 0, entry((8,), (0,), (8,)), 5)]
+    for want in (entry((9,), (0,), (9,)), entry((8,), (0,), (8,), "<f4")):
+        with pytest.raises(StructureMismatch, match="a tensor differs"):
+            fragments(want, held, 0)
+
+
+@given(shape=st.lists(st.integers(0, 9), max_size=4).map(tuple), most=st.integers(1, 300))
+def test_a_box_is_cut_into_runs_that_are_all_of_it_once(shape: tuple[int, ...], most: int) -> None:
+    seen = np.zeros(shape, dtype=int)
+    for offset, part in cut(shape, 4, most):
+        seen[tuple(slice(a, a + n) for a, n in zip(offset, part, strict=True))] += 1
+        assert math.prod(part) * 4 <= max(most, 4)
+    assert (seen == 1).all()
+
+
+def test_boxes_overlap_where_they_do() -> None:
+    assert overlap(((0, 0), (4, 4)), ((2, 3), (5, 5))) == ((2, 3), (2, 1))
+    assert overlap(((0,), (4,)), ((4,), (1,))) is None
+    assert overlap(((), ()), ((), ())) == ((), ())
+
+
+def test_plain_leaves_that_all_ranks_have_alike_go_to_all() -> None:
+    flat = flatten({"step": 7, "of": {"rank": 3, "names": ["a", "b"]}, "w": np.zeros(3)})
+    paths = plain_leaves(flat.tree)
+    assert {path: flat.plain[number] for path, number in paths.items()} == {
+        "step": 7, "of.rank": 3, "of.names.0": "a", "of.names.1": "b",
+    }  # fmt: skip
+    held = {old: {"step": 9, "of.rank": old, "of.names.0": "x", "of.names.1": float("nan")} for old in range(2)}
+    values, kept = merge_plain(flat.plain, paths, held, 1)
+    assert [values[paths[path]] for path in ("step", "of.rank", "of.names.0")] == [9, 1, "x"] and kept == []
+    values, kept = merge_plain(flat.plain, paths, held, 3)
+    assert [values[paths[path]] for path in ("step", "of.rank")] == [9, 3] and kept == ["of.rank"]
