@@ -282,3 +282,73 @@ def test_a_dtensor_of_the_optimizer_needs_its_state_first(options: dict[str, Any
             assert ckpt.restore(state := {"w": replicated, "o": Sharded({"m": replicated.clone()})}) == 1
             assert torch.equal(state["o"].held["m"].full_tensor(), 2 * whole)
             assert torch.equal(replicated.full_tensor(), whole)
+
+
+def train_fsdp2(steps: int, state: dict[str, Any], model: Any, optimizer: Any, first: int) -> list[float]:
+    losses = []
+    for step in range(first, first + steps):
+        batch = torch.from_numpy(np.random.default_rng(step).standard_normal((8, 33))).float()
+        loss = model(batch).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def fsdp2(seed: int) -> tuple[Any, Any, dict[str, Any]]:
+    """A model whose sizes do not divide, sharded over all ranks, and its optimizer, with all of its state."""
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(33, 71), torch.nn.Tanh(), torch.nn.Linear(71, 5))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in (model[0], model[2]):
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer, {"model": model, "optimizer": optimizer}
+
+
+@on_5
+def test_fsdp2_on_four_ranks_loses_a_node_and_goes_on_with_two(options: dict[str, Any], root: Path) -> None:
+    options["ranks_per_node"] = 2
+    wholes: dict[str, torch.Tensor] = {}
+    with job(4, root) as comm:
+        if comm is not None:
+            model, optimizer, state = fsdp2(seed=1)
+            with Checkpointer(comm=comm, strict=True, **options) as ckpt:
+                assert ckpt.restore(state) is None
+                train_fsdp2(3, state, model, optimizer, first=1)
+                ckpt.save(3, state).wait()
+            names = [name for name, _ in model.named_parameters()]
+            for name, parameter in model.named_parameters():
+                wholes[name] = parameter.full_tensor().detach().clone()
+                for key in ("exp_avg", "exp_avg_sq"):
+                    wholes[f"{name}.{key}"] = optimizer.state[parameter][key].full_tensor().clone()
+            assert len(wholes) == 3 * len(names)
+    lose(root, 1)
+    with job(2, root) as comm:
+        if comm is not None:
+            curves = []
+            for restored_by in ("mlflash", "hand"):  # the second: what an uninterrupted run of two ranks would have
+                model, optimizer, state = fsdp2(seed=2)
+                if restored_by == "mlflash":
+                    with Checkpointer(comm=comm, strict=True, **options) as ckpt:
+                        assert ckpt.restore(state) == 3
+                for name, parameter in model.named_parameters():
+                    mine = {name: parameter} | {
+                        f"{name}.{k}": optimizer.state[parameter][k] for k in ("exp_avg", "exp_avg_sq")
+                    }
+                    for key, tensor in mine.items():
+                        if restored_by == "hand":
+                            with torch.no_grad():
+                                tensor.copy_(distribute_tensor(wholes[key], tensor.device_mesh, tensor.placements))
+                        assert torch.equal(tensor.full_tensor(), wholes[key]), key
+                    optimizer.state[parameter]["step"].fill_(4)
+                curves.append(train_fsdp2(4, state, model, optimizer, first=4))
+            assert curves[0] == curves[1] and len(set(curves[0])) == 4
