@@ -480,6 +480,8 @@ def test_a_dtensor_is_saved_by_its_local_shard_with_its_place_in_the_whole(optio
             assert ckpt.restore(live) == 1
             assert torch.equal(live["s"].full_tensor(), whole) and torch.equal(live["r"].to_local(), whole)
             other = {"s": distribute_tensor(torch.zeros(7, 3), mesh, [Shard(1)]), "r": live["r"]}
+            assert ckpt.restore(other) == 1 and torch.equal(other["s"].full_tensor(), whole)
+            other = {"s": distribute_tensor(torch.zeros(8, 3), mesh, [Shard(0)]), "r": live["r"]}
             with pytest.raises(errors.StructureMismatch, match="s: tensor float32"):
                 ckpt.restore(other)
             partial = torch.distributed.tensor.DTensor.from_local(whole, mesh, [Partial()])
