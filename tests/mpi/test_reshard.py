@@ -119,11 +119,10 @@ def lose(root: Path, *nodes: int) -> None:
 
 @on_5
 @pytest.mark.parametrize(
-    ("old", "new"),  # ranks, and ranks of a node: as many nodes, but for the last two
-    [((4, 2), (2, 1)), ((2, 1), (4, 2)), ((4, 2), (3, 2)), ((3, 1), (5, 2)), ((5, 5), (1, 1)), ((1, 1), (5, 1)),
-     ((4, 1), (3, 1))],
+    ("old", "new", "redundancy"),  # ranks, and ranks of a node: as many nodes, but for the last three
+    [((4, 2), (2, 1), "copy"), ((2, 1), (4, 2), "copy"), ((4, 2), (3, 2), "copy"), ((3, 1), (5, 2), "xor:3"),
+     ((5, 5), (1, 1), "copy"), ((1, 1), (5, 1), "copy"), ((4, 1), (3, 1), "xor:3")],
 )  # fmt: skip
-@pytest.mark.parametrize("redundancy", ["copy", "xor:3"])
 def test_any_number_of_ranks_goes_on_from_any_other(
     options: dict[str, Any], root: Path, old: tuple[int, int], new: tuple[int, int], redundancy: str
 ) -> None:
