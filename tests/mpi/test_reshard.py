@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -197,6 +198,25 @@ def test_what_does_not_go_together_is_refused_on_all_ranks(options: dict[str, An
                 with pytest.raises(errors.WorldSizeChanged, match="restore\\(state\\) puts it together"):
                     ckpt.load()
                 assert ckpt.restore(state_at(0, Shard(0), blank=True)) == 2
+
+
+@on_5
+def test_parts_that_are_damaged_on_their_way_are_refused(
+    options: dict[str, Any], root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(options, root, 4, Shard(0), 1, 2)
+    with job(3, root) as comm:
+        if comm is not None:
+            with Checkpointer(comm=comm, **options) as ckpt:
+                state = state_at(0, Shard(0), blank=True)
+                if RANK == 1:
+                    monkeypatch.setattr("mlflash.parcels.xxhash", SimpleNamespace(xxh3_64_intdigest=lambda raw: 1))
+                with pytest.raises(errors.SaveFailed, match="did not arrive whole"):
+                    ckpt.restore(state)
+                assert not state["model"]["w"].to_local().any(), "something was loaded"
+                monkeypatch.undo()
+                assert ckpt.restore(state) == 2
+                check(state, 2, 4)
 
 
 @on_5
