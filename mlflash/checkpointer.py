@@ -221,6 +221,8 @@ class Checkpointer:
         if isinstance(found, Home):
             home = found
             found = self._courier.call(lambda: reshard.unless_alike(self._parts, home, state))
+            if isinstance(found, Elsewhere) and self._parts.rolled_forward:  # its slots must not be all there is
+                self._courier.call(lambda: restore.heal_or_remember(self._parts, home.slot))
         if isinstance(found, Elsewhere):
             return self._put_together(found, state)
         start = time.perf_counter()
@@ -236,13 +238,16 @@ class Checkpointer:
         start = time.perf_counter()
         made: reshard.Resharded = self._courier.call(lambda: reshard.reshard(self._parts, old, state))
         reach("restore.loading")
-        self._together(old.step, lambda: made.load(state))
+        try:
+            self._together(old.step, lambda: made.load(state))
+        except MlflashError:
+            reshard.give_up(self._parts, old, made)
+            raise
         self._seconds["load"] += time.perf_counter() - start
         reach("restore.loaded")
         self._courier.call(lambda: reshard.protect(self._parts, old, made))
         self._saves.last_step = old.step
-        self._parts.counts["restores"] += 1
-        self._parts.counts["resharded"] += 1
+        self._parts.counts.update(("restores", "resharded"))
         if self._world.rank == 0:
             log.info("restored step %d from memory, put together for %d ranks", old.step, self._world.size)
         return old.step

@@ -132,28 +132,40 @@ def reshard(parts: Parts, old: Elsewhere, state: Any) -> Resharded:
         found = _want(parts, olds, state)
         wanted, made_of, kept = found.flat, found.made_of, found.kept
     except MlflashError as problem:
-        problem.rank, problem.node, problem.step = world.rank, world.node_name, old.step
         error = problem
+    except Exception as problem:  # state_dict() of an object may raise anything: all ranks must hear of it
+        error = StructureMismatch(f"the state could not be read: {problem!r}")
+    if error is not None:
+        error.rank, error.node, error.step = world.rank, world.node_name, old.step
     world.raise_together(error)
     plan = Stage(parts.config.block_nbytes, parts.config.timeout_s).plan(wanted)
     taken = parts.shelf.take(0)
     assert taken is not None, "both own slots hold something"
     slot, share = taken
-    parts.ensure_room([(slot, plan.layout.extents.nbytes)], waiting=[slot])
-    assert slot.segment is not None
-    world.wait_for(slot.segment.ready.is_set)
-    slot.unseal()
-    slot.view[PAGE_NBYTES : PAGE_NBYTES + len(plan.manifest)] = np.frombuffer(plan.manifest, dtype=np.uint8)
-    whole = _fill_slot(parts, old, olds, wanted, made_of, plan, slot)
-    if not world.agree([int(whole)])[0]:
-        parts.shelf.release(old.attempt, [slot, share], False)
-        raise SaveFailed("parts of the checkpoint did not arrive whole from other ranks", step=old.step)
+    made = Resharded(slot, share, plan, wanted, kept)
+    try:
+        parts.ensure_room([(slot, plan.layout.extents.nbytes)], waiting=[slot])
+        assert slot.segment is not None
+        world.wait_for(slot.segment.ready.is_set)
+        slot.unseal()
+        slot.view[PAGE_NBYTES : PAGE_NBYTES + len(plan.manifest)] = np.frombuffer(plan.manifest, dtype=np.uint8)
+        whole = _fill_slot(parts, old, olds, wanted, made_of, plan, slot)
+        if not world.agree([int(whole)])[0]:
+            raise SaveFailed("parts of the checkpoint did not arrive whole from other ranks", step=old.step)
+    except MlflashError:  # the same on all ranks
+        give_up(parts, old, made)
+        raise
     reach("restore.resharded")
     if kept:
         named = ", ".join(kept[:_NAMED]) + (f" and {len(kept) - _NAMED} more" if len(kept) > _NAMED else "")
         log.warning("each rank of the checkpoint had its own of %s, and there was no rank %d: it stays as it is",
                     named, world.rank)  # fmt: skip
-    return Resharded(slot, share, plan, wanted, kept)
+    return made
+
+
+def give_up(parts: Parts, old: Elsewhere, made: Resharded) -> None:
+    """Let saves write the slots that a state was put together in, as it was not loaded. Not collective."""
+    parts.shelf.release(old.attempt, [made.slot, made.share], False)
 
 
 def protect(parts: Parts, old: Elsewhere, made: Resharded) -> None:

@@ -197,7 +197,20 @@ def test_what_does_not_go_together_is_refused_on_all_ranks(options: dict[str, An
                     ckpt.restore(state)
                 with pytest.raises(errors.WorldSizeChanged, match="restore\\(state\\) puts it together"):
                     ckpt.load()
+                state = state_at(0, Shard(0), blank=True)
+                state["object"] = Stubborn()
+                with pytest.raises(errors.StructureMismatch, match="could not be read"):
+                    ckpt.restore(state)
                 assert ckpt.restore(state_at(0, Shard(0), blank=True)) == 2
+                ckpt.save(3, state_at(3, Shard(0))).wait()
+
+
+class Stubborn:
+    def state_dict(self) -> dict[str, Any]:
+        raise RuntimeError("no")
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise RuntimeError("no")
 
 
 @on_5
