@@ -14,7 +14,7 @@ from mpi4py import MPI
 from mlflash import erasure
 from mlflash.comm import World
 from mlflash.config import Config
-from mlflash.exchange import Exchange, parts_of
+from mlflash.exchange import Exchange, roles_of
 from mlflash.header import Attempt, Header
 from mlflash.inventory import ParityGroup
 from mlflash.layout import PAGE_NBYTES, Extents
@@ -151,8 +151,8 @@ class Bench:
             repair = Repair(known, (self.extents,) * COMM.size, stripes.rebuild(lost) or [], heads, group, group)
             slots = {COMM.rank: self.arrived if COMM.rank in lost_ranks else self.slot}
             blocks = RepairedBlocks([repair], slots, {(known, COMM.rank): held})
-            parts = parts_of(COMM.rank, repair.tasks, blocks.rank_of)
-            assert all(self.world.drive(exchange.moves(parts, blocks))), "a block is not what it was"
+            roles = roles_of(COMM.rank, repair.tasks, blocks.rank_of)
+            assert all(self.world.drive(exchange.moves(roles, blocks))), "a block is not what it was"
 
         return rebuild
 

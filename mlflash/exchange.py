@@ -62,7 +62,7 @@ class Blocks(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class Parts:
+class Roles:
     """What one rank does for a list of tasks.
 
     Attributes:
@@ -76,21 +76,21 @@ class Parts:
     takes: list[tuple[int, int, Unit]]
 
 
-def parts_of(rank: int, tasks: Iterable[Task], rank_of: Callable[[Unit], int]) -> Parts:
+def roles_of(rank: int, tasks: Iterable[Task], rank_of: Callable[[Unit], int]) -> Roles:
     """Pick what one rank has to do out of the tasks, which are the same on all ranks."""
-    parts = Parts([], [], [])
+    roles = Roles([], [], [])
     for number, task in enumerate(tasks):
         coder = rank_of(task.coder)
         if coder == rank:
-            parts.codes.append((number, task))
+            roles.codes.append((number, task))
             continue
         for nth, unit in zip(task.have, task.inputs, strict=True):
             if unit is not None and rank_of(unit) == rank:
-                parts.sends.append((coder, _tag(number, nth), unit))
+                roles.sends.append((coder, _tag(number, nth), unit))
         for nth, unit in zip(task.want, task.outputs, strict=True):
             if rank_of(unit) == rank:
-                parts.takes.append((coder, _tag(number, nth), unit))
-    return parts
+                roles.takes.append((coder, _tag(number, nth), unit))
+    return roles
 
 
 class Exchange:
@@ -124,16 +124,16 @@ class Exchange:
         if self._window is not None:
             self._window.free()
 
-    def moves(self, parts: Parts, blocks: Blocks) -> list[Moves]:
+    def moves(self, roles: Roles, blocks: Blocks) -> list[Moves]:
         """This rank's part in some tasks, as operations whose result is whether every block was whole.
 
         Args:
-            parts: see `parts_of`.
+            roles: see `roles_of`.
             blocks: the blocks that they are about.
         """
-        sends = (self._send_block(coder, tag, unit, blocks) for coder, tag, unit in parts.sends)
-        codes = (self._code(number, task, blocks) for number, task in parts.codes)
-        takes = (self._take(coder, tag, unit, blocks) for coder, tag, unit in parts.takes)
+        sends = (self._send_block(coder, tag, unit, blocks) for coder, tag, unit in roles.sends)
+        codes = (self._code(number, task, blocks) for number, task in roles.codes)
+        takes = (self._take(coder, tag, unit, blocks) for coder, tag, unit in roles.takes)
         return [in_order(sends, 2 * _DEPTH), in_order(codes, _DEPTH), in_order(takes, _DEPTH)]
 
     def _send_block(self, coder: int, tag: int, unit: Unit, blocks: Blocks) -> Moves:

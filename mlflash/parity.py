@@ -14,7 +14,7 @@ import numpy as np
 
 from .comm import Moves, World, side_by_side
 from .errors import CorruptSlot
-from .exchange import Exchange, Parts, parts_of
+from .exchange import Exchange, Roles, roles_of
 from .header import HEADER_NBYTES, Attempt, Header, unpack
 from .layout import Extents
 from .parity_file import Head, heads_blocks, pack_heads, read_heads
@@ -53,7 +53,7 @@ class Parity:
         if placement.parity_groups and transport == "rma":
             self._comm = world.split(number.get(self.group, len(number)))
         self._exchange: Exchange | None = None
-        self._planned: tuple[tuple[Stripes, tuple[int, ...]], Parts] | None = None
+        self._planned: tuple[tuple[Stripes, tuple[int, ...]], Roles] | None = None
         self._lacking: Sequence[int] = ()  # ranks without their parity
         self._holders: Sequence[int] = ()  # ranks that get theirs now
         self._extents: dict[int, Extents] = {}
@@ -137,7 +137,7 @@ class Parity:
         positions = [self.group.index(rank) for rank in self._holders]
         blocks = _GroupBlocks(self.group, self._extents, source, target, self._parity_extents)
         stripes = self._stripes
-        good = all((yield from side_by_side(exchange.moves(self._parts(stripes, positions), blocks))))
+        good = all((yield from side_by_side(exchange.moves(self._roles(stripes, positions), blocks))))
         source.seal()
         heads = yield from self._swap_heads(source)
         if target is None:
@@ -148,12 +148,12 @@ class Parity:
         reach("parity.sealed")
         return good
 
-    def _parts(self, stripes: Stripes, positions: list[int]) -> Parts:
+    def _roles(self, stripes: Stripes, positions: list[int]) -> Roles:
         """What this rank does to make parity; the same from save to save."""
         key = (stripes, tuple(positions))
         if self._planned is None or self._planned[0] != key:
-            parts = parts_of(self._world.rank, stripes.encode(positions), lambda unit: self.group[unit.member])
-            self._planned = (key, parts)
+            roles = roles_of(self._world.rank, stripes.encode(positions), lambda unit: self.group[unit.member])
+            self._planned = (key, roles)
         return self._planned[1]
 
     def _prepare(self, block_nbytes: int) -> None:

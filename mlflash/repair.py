@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from .errors import CorruptSlot
-from .exchange import Exchange, parts_of
+from .exchange import Exchange, roles_of
 from .header import unpack
 from .inventory import Choice, ParityGroup, Place, file_name
 from .layout import Extents
@@ -157,7 +157,7 @@ class Repairs:
         exchange = Exchange(world, world.world, range(world.size), parts.protection.transport, block_nbytes, units)
         blocks = RepairedBlocks(self._repairs, {**self._slots, **homes}, self._parity)
         tasks = itertools.chain.from_iterable(repair.tasks for repair in self._repairs)
-        good = all(world.drive(exchange.moves(parts_of(world.rank, tasks, blocks.rank_of), blocks)))
+        good = all(world.drive(exchange.moves(roles_of(world.rank, tasks, blocks.rank_of), blocks)))
         every = world.gather(good)  # all have received all that was sent to them
         exchange.flush()
         exchange.free()
