@@ -10,7 +10,7 @@ import itertools
 import os
 import struct
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -313,16 +313,19 @@ def assign(
     content: dict[int, tuple[Kind, object]] = {}
     for row in here.rows:
         kind = Kind(row["kind"])
-        what = (int(row["shared_by"]), int(row["number"])) if kind is Kind.SHARE else int(row["rank"])
-        content[int(row["file"])] = (kind, what)
+        of_share = (int(row["shared_by"]), int(row["number"]))
+        content[int(row["file"])] = (kind, of_share if kind is Kind.SHARE else int(row["rank"]))
     kept = {int(file) for file in here.of(chosen).rows["file"]} if chosen else set()
     unused = sorted(file_number(name) for name in names)
 
-    def take(allowed: Callable[[int], bool]) -> int | None:
-        number = next(filter(allowed, unused), None)
-        if number is not None:
-            unused.remove(number)
-        return number
+    def take(is_kept: bool, kind: Kind, what: object = None) -> int | None:
+        """Take the first file of a kind, or one that holds nothing; with ``what``, the one that holds that."""
+        for number in unused:
+            its_kind, holds = content.get(number, (kind, None))
+            if (number in kept) is is_kept and its_kind is kind and what in (None, holds):
+                unused.remove(number)
+                return number
+        return None
 
     files = {
         rank: Files([None, None], {owner: [None, None] for owner in inboxes[rank]}, [None, None]) for rank in inboxes
@@ -336,16 +339,16 @@ def assign(
     ]
     pairs += [((Kind.SHARE, shares[rank]), files[rank].share) for rank in inboxes if rank in shares]
     if same_ranks:
-        for wanted, pair in pairs:
-            pair[0] = take(lambda n, w=wanted: n in kept and content[n] == w)  # type: ignore[misc]
+        for (kind, what), pair in pairs:
+            pair[0] = take(True, kind, what)
     for index in (0, 1):
-        for wanted, pair in pairs:
+        for (kind, what), pair in pairs:
             if pair[index] is None:
-                pair[index] = take(lambda n, w=wanted: n not in kept and content.get(n) == w)  # type: ignore[misc]
+                pair[index] = take(False, kind, what)
         for (kind, _), pair in pairs:
             if pair[index] is None:  # a parity file is no place for a slot, nor the other way: the sizes differ
-                pair[index] = take(lambda n, k=kind: n not in kept and content.get(n, (k,))[0] is k)  # type: ignore[misc]
+                pair[index] = take(False, kind)
     for (kind, _), pair in pairs:
         if pair[1] is None and pair[0] not in kept:  # one of the two can always be written
-            pair[1] = take(lambda n, k=kind: n in kept and content[n][0] is k)  # type: ignore[misc]
+            pair[1] = take(True, kind)
     return files, unused
