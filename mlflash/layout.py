@@ -76,11 +76,6 @@ class Layout:
         return entry.nbytes > 0 and entry.start >= self.extents.payload_nbytes
 
 
-def fingerprint(flat: Flat) -> tuple[object, ...]:
-    """Tell whether two states have the same layout: equal fingerprints, equal extents."""
-    return tuple((leaf.entry, leaf.tie) for leaf in flat.leaves)
-
-
 def plan(flat: Flat, manifest_nbytes: int, block_nbytes: int, shared: Collection[int] = ()) -> Layout:
     """Give each leaf its extent: those of this rank in the order of the state, shared ones by name.
 

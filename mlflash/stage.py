@@ -21,7 +21,7 @@ import xxhash
 
 from . import manifest
 from .errors import SaveFailed
-from .layout import PAGE_NBYTES, Extents, Layout, fingerprint, plan
+from .layout import PAGE_NBYTES, Extents, Layout, plan
 from .points import reach
 from .segment import Segment
 from .sharing import Piece, Sharing, cuts, pieces
@@ -83,7 +83,7 @@ class Stage:
 
     def knows(self, flat: Flat) -> bool:
         """Whether a state is laid out already. Not collective."""
-        return self._layout is not None and fingerprint(flat) == self._fingerprint
+        return self._layout is not None and flat.fingerprint == self._fingerprint
 
     def plan(self, flat: Flat, sharing: Sharing | None = None, is_shared: Callable[[Leaf], bool] | None = None) -> Plan:
         """Lay a state out, or find that it is laid out like the one before. Not collective.
@@ -93,8 +93,7 @@ class Stage:
             sharing: the ranks that hold some of it alike.
             is_shared: which of it these hold alike; asked only for a state that is not known.
         """
-        seen = fingerprint(flat)
-        known = self._layout is not None and seen == self._fingerprint
+        known = self.knows(flat)
         if not known or flat.tree != self._tree:
             self._tree, self._tree_bytes = flat.tree, manifest.encode_tree(flat.tree)
         if known and self._layout is not None:
@@ -112,7 +111,7 @@ class Stage:
         length = len(manifest.join(draft, self._tree_bytes, flat.plain)) + 20 * len(flat.leaves) + 80
         self._layout = plan(flat, length, self._block_nbytes, shared)
         self._pieces = () if sharing is None else tuple(pieces(self._layout, len(sharing.siblings)))
-        self._fingerprint = seen
+        self._fingerprint = flat.fingerprint
         self._entries = manifest.encode_entries(self._layout.entries)
         self._views.clear()
         return self._planned(flat, self._layout, sharing)
@@ -236,9 +235,10 @@ def all_checks(planned: Plan, share: Slot, others: dict[Piece, int]) -> dict[int
         others: the checksums of the pieces that are not in it.
     """
     known = {p: xxhash.xxh3_64_intdigest(room.data) for p, room in _own_pieces(planned, share)}
+    every = others | known
     of_leaf: dict[int, list[int]] = {}
     for piece in planned.pieces:
-        of_leaf.setdefault(piece.leaf, []).append((known if piece in known else others)[piece])
+        of_leaf.setdefault(piece.leaf, []).append(every[piece])
     return {leaf: xxhash.xxh3_64_intdigest(np.array(checks, dtype="<u8").tobytes()) for leaf, checks in of_leaf.items()}
 
 

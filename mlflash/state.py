@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import functools
 import math
 import sys
 from typing import Any
@@ -66,6 +67,11 @@ class Flat:
     tree: Tree
     plain: list[Any]  # values of the plain leaves, each in a form that JSON can hold
     private: frozenset[str] = frozenset()  # names of leaves that each rank has its own of
+
+    @functools.cached_property
+    def fingerprint(self) -> tuple[object, ...]:
+        """Tells whether two states have the same layout: equal fingerprints, equal extents."""
+        return tuple((leaf.entry, leaf.tie) for leaf in self.leaves)
 
 
 def flatten(state: Any) -> Flat:
