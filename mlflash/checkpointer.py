@@ -214,7 +214,7 @@ class Checkpointer:
         self._check_open()
         placed = flatten_or_none(state) if "torch.distributed.tensor" in sys.modules else None
         self._courier.call(lambda: self._parts.find_replicas(placed))
-        found = self._find(step, reshard=True)
+        found = self._find(step, others=True)
         if found is None:
             self._prepare_or_warn(state)
             return None
@@ -272,13 +272,13 @@ class Checkpointer:
         state = materialize(manifest.tree, manifest.entries, manifest.plain, home.reader())
         return self._restored(home), state
 
-    def _find(self, step: int | None, reshard: bool = False) -> Home | Elsewhere | None:
+    def _find(self, step: int | None, others: bool = False) -> Home | Elsewhere | None:
         self._check_open()
         start = time.perf_counter()
         self.wait()
         self._saves.stage.forget()
         found: Home | Elsewhere | None
-        found = self._courier.call(lambda: restore.bring_home(self._parts, step, reshard))
+        found = self._courier.call(lambda: restore.bring_home(self._parts, step, others))
         self._seconds["find and fetch"] += time.perf_counter() - start
         return found
 
@@ -336,9 +336,7 @@ class Checkpointer:
         Example:
             "any process; any 1 of 8 nodes; 24 of 28 pairs of nodes; any 1 rack; not: racks A and B together"
         """
-        replicas = self._parts.replicas
-        sharing = {} if replicas is None else replicas.shares
-        survival = of(self._world.topology, self._parts.protection.placement, sharing)
+        survival = of(self._world.topology, self._parts.protection.placement, self._parts.shares)
         return describe(survival, self._parts.domains_by_kind)
 
     def report(self) -> dict[str, Any]:

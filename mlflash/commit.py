@@ -112,15 +112,16 @@ def refuse(save: Save, error: MlflashError) -> None:
 
 def _settle(save: Save, parts: Parts) -> None:
     """Agree on what is shared, where a structure is new."""
-    if parts.replicas is None or parts.replicas.sharing is None:
+    replicas = parts.sharers
+    if replicas is None:
         return
     able = save.problem is None
-    settled = parts.replicas.settle(save.unsettled if able else None, able, save.snapshot.step)
+    settled = replicas.settle(save.unsettled if able else None, able, save.snapshot.step)
     if able and save.lay_out is not None:
         save.plan = save.lay_out()
         save.snapshot.nbytes = save.plan.nbytes
         if not settled:
-            parts.replicas.version += 1  # to be asked again
+            replicas.version += 1  # to be asked again
 
 
 def _announce(save: Save, parts: Parts) -> None:
@@ -179,13 +180,14 @@ def _protect(save: Save, parts: Parts) -> None:
 
 def _confirm(save: Save, parts: Parts) -> None:
     """Seal this rank's share, where all that hold it hold the same."""
-    if parts.replicas is None or parts.replicas.sharing is None:
+    replicas = parts.sharers
+    if replicas is None:
         return
     plan, share = save.plan, save.share
     checks: dict[int, int] | None = None
     if save.problem is None and plan is not None and share is not None:
         checks = all_checks(plan, share, save.checks) if plan.share_extents is not None else {}
-    unlike = parts.replicas.confirm(plan, checks, save.snapshot.step)
+    unlike = replicas.confirm(plan, checks, save.snapshot.step)
     save.problem = save.problem or unlike
     reach("share.agreed")
     if plan is not None and share is not None and (extents := plan.share_extents) is not None:

@@ -23,6 +23,7 @@ from .placement import Placement, made, place
 from .protect import Protection
 from .replicas import Replicas
 from .scheme import Scheme
+from .sharing import Share
 from .shelf import Shelf, make_room, needs_room
 from .slot import Slot
 from .slurm_topology import ask_slurm, discover
@@ -78,6 +79,16 @@ class Parts:
         nodes = [self.domains.names(name) for name in self.world.topology.node_names]
         return {kind: [names[level] for names in nodes] for level, kind in reversed([*enumerate(self.domains.kinds)])}
 
+    @property
+    def sharers(self) -> Replicas | None:
+        """Who stores together what several ranks hold alike; None: each rank stores all of its own."""
+        return None if self.replicas is None or self.replicas.sharing is None else self.replicas
+
+    @property
+    def shares(self) -> dict[int, Share]:
+        """For each rank that shares state, the set and the number of its share."""
+        return {} if self.replicas is None else self.replicas.shares
+
     def find_replicas(self, flat: Flat | None) -> None:
         """Look which ranks hold the same shards of DTensors as this one, where nobody said so.
 
@@ -117,8 +128,7 @@ class Parts:
         same_ranks = choice is not None and choice.world_size == world.size
         placement = self.protection.placement
         inboxes = {rank: placement.inbox_of(rank) for rank in world.topology.ranks_on[world.node_index]}
-        shares = {} if self.replicas is None else self.replicas.shares
-        files, left_over = assign(found, names, world.node_index, kept, same_ranks, inboxes, shares)
+        files, left_over = assign(found, names, world.node_index, kept, same_ranks, inboxes, self.shares)
         self.protection.close_windows()
         rows = found.on(world.node_index).of(kept).rows if kept is not None else found.rows[:0]
         # Shares may belong to no rank of today; nor do the slots of ranks of another world.

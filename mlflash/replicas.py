@@ -120,7 +120,7 @@ class Replicas:
         self._agreed: set[int] = set()  # keys of tensors that all members hold alike
         self._provisional = False
         self.sharing: sharing.Sharing | None = None
-        self.shares: dict[int, tuple[int, int]] = {}
+        self.shares: dict[int, sharing.Share] = {}
         self.version = self.diverged = 0
 
     def share(self, losses: int) -> None:

@@ -41,14 +41,14 @@ def restorable_steps(parts: Parts) -> list[int]:
     return sorted(set(whole))
 
 
-def bring_home(parts: Parts, step: int | None, reshard: bool = False) -> Home | Elsewhere | None:
+def bring_home(parts: Parts, step: int | None, others: bool = False) -> Home | Elsewhere | None:
     """Bring the newest restorable attempt (or that of a step) into this rank's own slot.
 
     Collective over the world.
 
     Args:
         step: this one only.
-        reshard: where it is of another number of ranks, bring it to where it can be read.
+        others: where it is of another number of ranks, bring it to where it can be read.
 
     Returns:
         This rank's state, every byte of it verified on every rank; or what there is of other ranks here; None where
@@ -69,7 +69,7 @@ def bring_home(parts: Parts, step: int | None, reshard: bool = False) -> Home | 
             steps = sorted({s for _, s, _ in found.attempts()}) or "none"
             raise StepNotFound("this step cannot be restored", step=step, found=f"steps in memory: {steps}")
         same_ranks = choice.world_size == parts.world.size
-        if not same_ranks and not reshard:
+        if not same_ranks and not others:
             raise WorldSizeChanged(
                 "the checkpoint in memory was saved by another number of ranks: restore(state) puts it together for "
                 "this one; or leave it behind with another job name or `mlflash clean`",

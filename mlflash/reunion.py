@@ -23,15 +23,11 @@ from .parts import Parts
 from .points import reach
 from .rebuild import Read
 from .segment import attach
-from .sharing import cuts
+from .sharing import Share, cuts
 from .slot import Slot
 from .state import Entry
 
 log = logging.getLogger("mlflash")
-
-Share = tuple[int, int]
-"""The set of ranks, by its lowest, and the number of the share."""
-
 
 Files = dict[tuple[int, Share], int]
 """By node and share, the number of its file there."""
@@ -153,7 +149,6 @@ def _files_of(choice: Choice, rank: int) -> list[Place]:
 def _errands(parts: Parts, choice: Choice, needs: Sequence[Sequence[Shared]]) -> Iterator[_Errand]:
     """Who does what on each node, where each rank needs these shares; the same list on all ranks."""
     topology = parts.world.topology
-    today = {} if parts.replicas is None else parts.replicas.shares
     for node, ranks in enumerate(topology.ranks_on):
         needed = {
             (shared.by, number): high - low
@@ -166,7 +161,7 @@ def _errands(parts: Parts, choice: Choice, needs: Sequence[Sequence[Shared]]) ->
             places = choice.shares[share]
             here = [place for place in places if place[0] == node]
             place = here[0] if here else places[(node + nth) % len(places)]
-            whose = next((rank for rank in ranks if today.get(rank) == share), ranks[nth % len(ranks)])
+            whose = next((rank for rank in ranks if parts.shares.get(rank) == share), ranks[nth % len(ranks)])
             yield _Errand(share, nbytes, whose, node, place, topology.reader(whose, place[0]))
 
 
@@ -217,7 +212,7 @@ def _fetch_some(parts: Parts, attempt: Attempt, errands: list[_Errand]
         shelf.unmap_others(serves.values())
         return {}, bad
     target = None
-    is_mine = mine is not None and parts.replicas is not None and parts.replicas.shares.get(world.rank) == mine.share
+    is_mine = mine is not None and parts.shares.get(world.rank) == mine.share
     if mine is not None:
         target = (shelf.free_slot(shelf.shares) if is_mine else None) or Slot()
     is_wanted = functools.partial(_is, attempt, mine) if mine is not None else lambda header: False

@@ -123,8 +123,8 @@ class Saves:
 
     def plan(self, flat: Flat) -> Plan:
         """Lay a state out, sharing what the ranks have agreed on. Not collective."""
-        replicas = self._parts.replicas
-        if replicas is None or replicas.sharing is None:
+        replicas = self._parts.sharers
+        if replicas is None:
             return self.stage.plan(flat)
         return self.stage.plan(flat, replicas.sharing, replicas.is_shared)
 
@@ -140,8 +140,8 @@ class Saves:
         def work() -> None:
             self._world.raise_together(error)
             self._parts.find_replicas(flat)
-            if self._parts.replicas is not None and self._parts.replicas.sharing is not None:
-                self._parts.replicas.settle(flat)
+            if (replicas := self._parts.sharers) is not None:
+                replicas.settle(flat)
 
         self._courier.call(work)
         assert flat is not None
@@ -149,8 +149,8 @@ class Saves:
 
     def _is_settled(self, flat: Flat) -> bool:
         """Whether the ranks have agreed on what they share of a state like this one."""
-        replicas = self._parts.replicas
-        if replicas is None or replicas.sharing is None:
+        replicas = self._parts.sharers
+        if replicas is None:
             return True
         if replicas.version != self._version:
             self._version = replicas.version

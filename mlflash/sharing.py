@@ -18,6 +18,9 @@ from .header import MAX_GROUP
 from .layout import ALIGN_NBYTES, Layout, round_up
 from .topology import Topology
 
+Share = tuple[int, int]
+"""A share of what a set of ranks holds alike: the lowest of these ranks, and the number of the share."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Sharing:
