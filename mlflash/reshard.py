@@ -13,8 +13,9 @@ from __future__ import annotations
 import dataclasses
 import logging
 import pickle
+import sys
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -84,7 +85,7 @@ class _Wanted:
 
     Attributes:
         flat: its leaves; the values are live ones, or None where there are none yet.
-        parcels: parts of tensors, to be brought.
+        made_of: for each leaf that is brought, by number, the parts of old shards that make it up.
         kept: names of what each old rank had its own of, and this rank's number none.
     """
 
@@ -95,24 +96,17 @@ class _Wanted:
 
 @dataclasses.dataclass
 class Resharded:
-    """A state that was put together, and not loaded yet."""
+    """A state that was put together in an own slot (its share stays empty), and not loaded yet."""
 
     slot: Slot
     share: Slot
     plan: Plan
     flat: Flat
-    kept: list[str]
 
     def load(self, state: Any) -> None:
         """Fill it into a live state, in place. Not collective."""
-        entries = self.plan.layout.entries
-        payload = self.slot.payload(self.plan.layout.extents)
-
-        def read(entry: Entry) -> np.ndarray:
-            return payload[entry.start : entry.start + entry.nbytes]
-
-        given: Read = read
-        fill(state, self.flat.tree, entries, self.flat.plain, given)
+        layout = self.plan.layout
+        fill(state, self.flat.tree, layout.entries, self.flat.plain, self.slot.reader(layout.extents))
 
 
 def reshard(parts: Parts, old: Elsewhere, state: Any) -> Resharded:
@@ -125,12 +119,9 @@ def reshard(parts: Parts, old: Elsewhere, state: Any) -> Resharded:
     world = parts.world
     olds = _gather(parts, old)
     error: MlflashError | None = None
-    wanted = Flat([], ["d", []], [])
-    made_of: dict[int, list[shards.Fragment]] = {}
-    kept: list[str] = []
+    wanted: _Wanted | None = None
     try:
-        found = _want(parts, olds, state)
-        wanted, made_of, kept = found.flat, found.made_of, found.kept
+        wanted = _want(parts, olds, state)
     except MlflashError as problem:
         error = problem
     except Exception as problem:  # state_dict() of an object may raise anything: all ranks must hear of it
@@ -138,25 +129,26 @@ def reshard(parts: Parts, old: Elsewhere, state: Any) -> Resharded:
     if error is not None:
         error.rank, error.node, error.step = world.rank, world.node_name, old.step
     world.raise_together(error)
-    plan = Stage(parts.config.block_nbytes, parts.config.timeout_s).plan(wanted)
+    assert wanted is not None
+    plan = Stage(parts.config.block_nbytes, parts.config.timeout_s).plan(wanted.flat)
     taken = parts.shelf.take(0)
     assert taken is not None, "both own slots hold something"
     slot, share = taken
-    made = Resharded(slot, share, plan, wanted, kept)
+    made = Resharded(slot, share, plan, wanted.flat)
     try:
         parts.ensure_room([(slot, plan.layout.extents.nbytes)], waiting=[slot])
         assert slot.segment is not None
         world.wait_for(slot.segment.ready.is_set)
         slot.unseal()
         slot.view[PAGE_NBYTES : PAGE_NBYTES + len(plan.manifest)] = np.frombuffer(plan.manifest, dtype=np.uint8)
-        whole = _fill_slot(parts, old, olds, wanted, made_of, plan, slot)
+        whole = _fill_slot(parts, old, olds, wanted, plan, slot)
         if not world.agree([int(whole)])[0]:
             raise SaveFailed("parts of the checkpoint did not arrive whole from other ranks", step=old.step)
     except MlflashError:  # the same on all ranks
         give_up(parts, old, made)
         raise
     reach("restore.resharded")
-    if kept:
+    if kept := wanted.kept:
         named = ", ".join(kept[:_NAMED]) + (f" and {len(kept) - _NAMED} more" if len(kept) > _NAMED else "")
         log.warning("each rank of the checkpoint had its own of %s, and there was no rank %d: it stays as it is",
                     named, world.rank)  # fmt: skip
@@ -197,6 +189,8 @@ def unless_alike(parts: Parts, home: Home, state: Any) -> Home | Elsewhere:
 
 
 def _only_shards_differ(state: Any, home: Home) -> bool:
+    if "torch.distributed.tensor" not in sys.modules and all(e.shape == e.global_shape for e in home.manifest.entries):
+        return False  # nothing on either side is a shard
     flat = flatten_or_none(state)
     if flat is None:
         return False
@@ -283,19 +277,18 @@ def _want(parts: Parts, olds: Mapping[int, _Old], state: Any) -> _Wanted:
     return _Wanted(Flat(leaves, own.tree, values), made_of, [*kept, *private])
 
 
-def _fill_slot(parts: Parts, old: Elsewhere, olds: Mapping[int, _Old], wanted: Flat,
-               made_of: Mapping[int, Sequence[shards.Fragment]], plan: Plan, slot: Slot) -> bool:  # fmt: skip
+def _fill_slot(parts: Parts, old: Elsewhere, olds: Mapping[int, _Old], wanted: _Wanted, plan: Plan, slot: Slot) -> bool:
     """Bring all parts into the new slot; whether they arrived whole."""
     world = parts.world
     payload = slot.payload(plan.layout.extents)
     payload[:] = 0
     near: dict[int, tuple[Home, Read]] = {}
     asked: dict[int, list[Parcel]] = {}
-    for number, (entry, leaf) in enumerate(zip(plan.layout.entries, wanted.leaves, strict=True)):
+    for number, (entry, leaf) in enumerate(zip(plan.layout.entries, wanted.flat.leaves, strict=True)):
         room = payload[entry.start : entry.start + entry.nbytes]
-        if leaf.tie < 0 and entry.nbytes and number not in made_of and leaf.value is not None:
+        if leaf.tie < 0 and entry.nbytes and number not in wanted.made_of and leaf.value is not None:
             room[:] = live_bytes(leaf.value)
-        for part in made_of.get(number, ()):
+        for part in wanted.made_of.get(number, ()):
             one = olds[part.rank]
             target = items(room, entry)[box(part.target, part.shape)]
             if world.topology.node_of[one.server] != world.node_index:

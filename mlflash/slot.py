@@ -149,10 +149,16 @@ class Slot:
         raw = self.view[PAGE_NBYTES : PAGE_NBYTES + header.manifest_nbytes].tobytes()
         return decode(raw, header.extents.payload_nbytes)
 
-    def reader(self) -> Read:
-        """Give the bytes of entries of a sealed slot: views, which must not outlive its use."""
-        assert self.header is not None
-        payload = self.payload(self.header.extents)
+    def reader(self, extents: Extents | None = None) -> Read:
+        """Give the bytes of entries: views, which must not outlive the slot's use.
+
+        Args:
+            extents: of what is being written; None: of the sealed slot.
+        """
+        if extents is None:
+            assert self.header is not None
+            extents = self.header.extents
+        payload = self.payload(extents)
 
         def read(entry: Entry) -> np.ndarray:
             return payload[entry.start : entry.start + entry.nbytes]
