@@ -45,6 +45,7 @@ class Slot:
         self.segment = segment
         self.use = Use.FREE
         self.header: Header | None = None if segment is None else read_header(segment.view)
+        self._decoded: tuple[Header, Manifest] | None = None
 
     @property
     def view(self) -> np.ndarray:
@@ -146,8 +147,10 @@ class Slot:
         """
         header = self.header
         assert header is not None
-        raw = self.view[PAGE_NBYTES : PAGE_NBYTES + header.manifest_nbytes].tobytes()
-        return decode(raw, header.extents.payload_nbytes)
+        if self._decoded is None or self._decoded[0] is not header:
+            raw = self.view[PAGE_NBYTES : PAGE_NBYTES + header.manifest_nbytes].tobytes()
+            self._decoded = (header, decode(raw, header.extents.payload_nbytes))
+        return self._decoded[1]
 
     def reader(self, extents: Extents | None = None) -> Read:
         """Give the bytes of entries: views, which must not outlive the slot's use.
