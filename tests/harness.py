@@ -96,6 +96,10 @@ class Cluster:
         """Start a script and wait for its end."""
         return self.start(ranks, script, *args, env=env).wait(timeout)
 
+    def train(self, ranks: int, **spec: object) -> Result:
+        """Run worker.py to its end; ``spec`` is what its ``train`` takes."""
+        return self.run(ranks, "worker.py", json.dumps(spec))
+
 
 live: set[Launch] = set()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 
@@ -12,10 +11,6 @@ from harness import Cluster
 
 from mlflash.errors import CorruptSlot
 from mlflash.header import HEADER_NBYTES, unpack
-
-
-def train(cluster: Cluster, ranks: int, **options: object) -> object:
-    return cluster.run(ranks, "worker.py", json.dumps(options))
 
 
 def slots_of(cluster: Cluster, rank: int, step: int, nodes: list[int]) -> list[Path]:
@@ -64,19 +59,19 @@ def test_a_damaged_slot_is_replaced_by_its_copy_and_a_damaged_copy_is_made_again
     shm: Path, place: str, step: int
 ) -> None:
     cluster = Cluster(shm)
-    train(cluster, 2, last=step, die_at=step, die="all")
+    cluster.train(2, last=step, die_at=step, die="all")
     damage(cluster, 1, step, [1], place)
-    result = train(cluster, 2, last=0)
+    result = cluster.train(2, last=0)
     assert [(r["step"], r["wrong"]) for r in result.of("restored")] == [(step, [])] * 2, result.log
     assert [r["report"]["counts"].get("slots fetched", 0) for r in result.of("restored")] == [0, 1]
-    result = train(cluster, 2, last=0)
+    result = cluster.train(2, last=0)
     assert [(r["step"], r["wrong"]) for r in result.of("restored")] == [(step, [])] * 2, result.log
     # A copy goes bad: the heal makes it again, saving goes on, and the node of its owner may be lost.
     damage(cluster, 1, step, [0], place, bit=4)
-    result = train(cluster, 2, last=0)
+    result = cluster.train(2, last=0)
     assert [r["report"]["counts"].get("slots healed", 0) for r in result.of("end")] == [0, 1], result.log
     cluster.wipe(1)
-    result = train(cluster, 2, last=step + 3)
+    result = cluster.train(2, last=step + 3)
     assert [(r["step"], r["wrong"]) for r in result.of("restored")] == [(step, [])] * 2, result.log
     assert [r["steps"] for r in result.of("end")] == [[step + 2, step + 3]] * 2, result.log
 
@@ -84,9 +79,9 @@ def test_a_damaged_slot_is_replaced_by_its_copy_and_a_damaged_copy_is_made_again
 @pytest.mark.parametrize("place", PLACES + REPLAYS)
 def test_where_slot_and_copy_are_both_damaged_the_step_is_not_restored(shm: Path, place: str) -> None:
     cluster = Cluster(shm)
-    train(cluster, 2, last=3, die_at=3, die="all")
+    cluster.train(2, last=3, die_at=3, die="all")
     damage(cluster, 1, 3, [0, 1], place)
-    result = train(cluster, 2, last=5)
+    result = cluster.train(2, last=5)
     assert [(r["step"], r["wrong"]) for r in result.of("restored")] == [(2, [])] * 2, result.log
     assert [r["steps"] for r in result.of("end")] == [[4, 5]] * 2
 
@@ -94,16 +89,16 @@ def test_where_slot_and_copy_are_both_damaged_the_step_is_not_restored(shm: Path
 @pytest.mark.parametrize("part", ["file", "body"])
 def test_slots_of_two_ranks_that_were_exchanged_are_not_mixed_up(shm: Path, part: str) -> None:
     cluster = Cluster(shm)
-    train(cluster, 2, last=3, die_at=3, die="all", nbytes=300_000)
+    cluster.train(2, last=3, die_at=3, die="all", nbytes=300_000)
     first, second = (slots_of(cluster, rank, 3, [rank])[0] for rank in (0, 1))
     a, b = first.read_bytes(), second.read_bytes()
     keep = 0 if part == "file" else 4096  # each with its own header, on the body of the other
     first.write_bytes(a[:keep] + b[keep:])
     second.write_bytes(b[:keep] + a[keep:])
-    result = train(cluster, 2, last=5)
+    result = cluster.train(2, last=5)
     assert [(r["step"], r["wrong"]) for r in result.of("restored")] == [(3, [])] * 2, result.log
     assert [r["report"]["counts"].get("slots fetched", 0) for r in result.of("restored")] == [1, 1]
     for lost in (0, 1):
         cluster.wipe(lost)
-        result = train(cluster, 2, last=0)
+        result = cluster.train(2, last=0)
         assert [(r["step"], r["wrong"]) for r in result.of("restored")] == [(5, [])] * 2, result.log

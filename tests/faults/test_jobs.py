@@ -14,10 +14,6 @@ import pytest
 from harness import Cluster
 
 
-def train(cluster: Cluster, ranks: int, **options: object) -> object:
-    return cluster.run(ranks, "worker.py", json.dumps(options))
-
-
 @pytest.mark.parametrize("transport", ["p2p", "rma"])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_a_stopped_rank_is_named_training_goes_on_and_it_catches_up(shm: Path, ranks: int, transport: str) -> None:
@@ -63,7 +59,7 @@ def test_a_with_block_left_by_an_exception_waits_for_nobody(shm: Path) -> None:
     result = cluster.run(2, "worker.py", json.dumps({"program": "leave_by_exception"}), timeout=30)
     assert "training went wrong" in result.log
     assert time.time() - result.of("raised")[0]["at"] < 10
-    again = cluster.run(2, "worker.py", json.dumps({"last": 0, "nbytes": 10}))
+    again = cluster.train(2, last=0, nbytes=10)
     assert "in the checkpoint" in again.log  # other sizes: the step is there, and is not this state
     assert len(cluster.slot_files()) == 8
 
@@ -72,7 +68,7 @@ def test_the_same_job_twice_at_once_is_refused(shm: Path) -> None:
     cluster = Cluster(shm)
     first = cluster.start(2, "worker.py", json.dumps({"last": 100_000, "pause": 0.01}))
     first.wait_for("committed", 2)
-    second = cluster.run(2, "worker.py", json.dumps({"last": 1}))
+    second = cluster.train(2, last=1)
     assert second.returncode != 0
     assert "another job with this name is alive on this node" in second.log
     assert f"held by pid {first.pids()[0]}" in second.log or f"held by pid {first.pids()[1]}" in second.log
@@ -93,10 +89,10 @@ def test_the_same_job_twice_at_once_is_refused(shm: Path) -> None:
 
 def test_a_step_restored_again_and_again_is_warned_about_and_skipped_only_when_told(shm: Path) -> None:
     cluster, stuck = Cluster(shm), "step 3 was restored {} times now and nothing newer was committed since"
-    train(cluster, 2, last=3, die_at=3, die="all")
+    cluster.train(2, last=3, die_at=3, die="all")
 
     def restored(step: int, more: int = 0, **options: object) -> str:
-        result = train(cluster, 2, more=more, options=options)
+        result = cluster.train(2, more=more, options=options)
         assert [(r["step"], r["wrong"]) for r in result.of("restored")] == [(step, [])] * 2, result.log
         return result.log
 
@@ -115,9 +111,9 @@ def test_a_step_restored_again_and_again_is_warned_about_and_skipped_only_when_t
 
 def test_a_stuck_step_is_never_skipped_for_nothing(shm: Path) -> None:
     cluster = Cluster(shm)
-    train(cluster, 2, last=1, die_at=1, die="all")
+    cluster.train(2, last=1, die_at=1, die="all")
     for _ in range(3):
-        result = train(cluster, 2, last=0, options={"skip_stuck": 1})
+        result = cluster.train(2, last=0, options={"skip_stuck": 1})
         assert [(r["step"], r["wrong"]) for r in result.of("restored")] == [(1, [])] * 2, result.log
 
 
@@ -192,7 +188,7 @@ def test_an_error_of_mpi_in_the_courier_frees_no_slot_that_is_needed(shm: Path, 
         (0, 1), (0, 2), (1, 1), (1, 2)}  # fmt: skip
     for lost in (0, 1):
         cluster.wipe(lost)
-        result = train(cluster, 2, last=0)
+        result = cluster.train(2, last=0)
         # Where both slots of step 3 were sealed before, it is whole; step 2 is there in any case.
         assert {r["step"] for r in result.of("restored")} in ({2}, {3}), result.log
         assert [r["wrong"] for r in result.of("restored")] == [[], []]

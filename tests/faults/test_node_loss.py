@@ -14,13 +14,9 @@ from mlflash.header import COMMIT_START, HEADER_NBYTES, RECORD_NBYTES, unpack
 TRANSPORTS = ("p2p", "rma")
 
 
-def train(cluster: Cluster, ranks: int, **options: object) -> Result:
-    return cluster.run(ranks, "worker.py", json.dumps(options))
-
-
 def train_and_die(cluster: Cluster, ranks: int, step: int, **options: object) -> None:
     """Train up to a committed step, then every process dies at once."""
-    result = train(cluster, ranks, last=step, die_at=step, die="all", **options)
+    result = cluster.train(ranks, last=step, die_at=step, die="all", **options)
     assert len(result.of("committed")) >= ranks, result.log
     assert not result.of("end")
 
@@ -42,12 +38,12 @@ def test_any_single_node_may_be_lost_and_after_the_heal_any_other_too(
     for lost in range(nodes):
         cluster.wipe(lost)
         # No save between two losses: it is the heal that makes the copies again. One save after the last.
-        result = train(cluster, ranks, last=3 + (lost == nodes - 1))
+        result = cluster.train(ranks, last=3 + (lost == nodes - 1))
         assert_restored(result, ranks, 3)
         fetched = [r["report"]["counts"].get("slots fetched", 0) for r in result.of("restored")]
         assert fetched == [int(rank // per_node == lost) for rank in range(ranks)], "a slot at home was transferred"
         assert len(cluster.slot_files()) == 4 * ranks
-    assert_restored(train(cluster, ranks, last=4), ranks, 4)
+    assert_restored(cluster.train(ranks, last=4), ranks, 4)
 
 
 def test_one_node_with_a_node_of_fewer_ranks(shm: Path) -> None:
@@ -55,26 +51,26 @@ def test_one_node_with_a_node_of_fewer_ranks(shm: Path) -> None:
     train_and_die(cluster, 5, step=3)
     for lost in (0, 1):
         cluster.wipe(lost)
-        assert_restored(train(cluster, 5, last=3), 5, 3)
+        assert_restored(cluster.train(5, last=3), 5, 3)
 
 
 def test_losing_both_partners_gives_nothing_and_losing_two_others_loses_nothing(shm: Path) -> None:
     cluster = Cluster(shm)
     train_and_die(cluster, 4, step=2)
     cluster.wipe(0, 1)  # partners are 0-2 and 1-3
-    assert_restored(train(cluster, 4, last=3), 4, 2)
+    assert_restored(cluster.train(4, last=3), 4, 2)
     cluster.wipe(1, 3)
-    assert_restored(train(cluster, 4, last=1), 4, None)
+    assert_restored(cluster.train(4, last=1), 4, None)
 
 
 def test_without_redundancy_a_lost_process_loses_nothing_and_a_lost_node_everything(shm: Path) -> None:
     cluster, options = Cluster(shm), {"options": {"redundancy": "none"}}
     train_and_die(cluster, 2, step=2, **options)
-    result = train(cluster, 2, last=2, **options)
+    result = cluster.train(2, last=2, **options)
     assert_restored(result, 2, 2)
     assert len(cluster.slot_files()) == 4
     cluster.wipe(1)
-    assert_restored(train(cluster, 2, last=1, **options), 2, None)
+    assert_restored(cluster.train(2, last=1, **options), 2, None)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -83,9 +79,9 @@ def test_the_node_of_the_first_to_see_its_commit_may_die_in_that_moment(
     shm: Path, ranks: int, per_node: int, die_rank: int, transport: str
 ) -> None:
     cluster = Cluster(shm, per_node, transport=transport)
-    result = train(cluster, ranks, last=9, die_at=3, die_rank=die_rank, die="committed")
+    result = cluster.train(ranks, last=9, die_at=3, die_rank=die_rank, die="committed")
     assert not result.of("end")
-    again = train(cluster, ranks, last=5)
+    again = cluster.train(ranks, last=5)
     steps = {r["step"] for r in again.of("restored")}
     # The others may have gone on, but not past the next commit, which needs the dead node.
     assert steps in ({3}, {4}), result.log + again.log
@@ -109,16 +105,16 @@ def test_a_commit_that_only_one_rank_has_seen_comes_back_when_its_node_is_lost(
         time.sleep(0.01)
     crashed = job.wait()
     assert {r["step"] for r in crashed.of("committed") if r["rank"] > 0} == {1, 2}
-    assert_restored(train(cluster, ranks, more=1), ranks, 3)
+    assert_restored(cluster.train(ranks, more=1), ranks, 3)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_no_rank_sees_its_commit_before_the_slowest_copy_is_in_place(shm: Path, transport: str) -> None:
     cluster = Cluster(shm, ranks_per_node=2, transport=transport)
     sizes = {"nbytes": 1000, "big_rank": 0, "big_nbytes": 60_000_000}  # rank 1 and its partner are done at once
-    result = train(cluster, 4, last=9, die_at=3, die_rank=1, die="committed", **sizes)
+    result = cluster.train(4, last=9, die_at=3, die_rank=1, die="committed", **sizes)
     assert not result.of("end")
-    again = train(cluster, 4, last=0, **sizes)
+    again = cluster.train(4, last=0, **sizes)
     step = again.of("restored")[0]["step"]
     assert step in (3, 4), result.log + again.log
     assert_restored(again, 4, step)
@@ -133,12 +129,12 @@ def test_ranks_that_moved_restore_and_do_not_double_the_memory(
     cluster = Cluster(shm, transport=transport)
     train_and_die(cluster, ranks, step=3)
     cluster.move(places)
-    result = train(cluster, ranks, last=5)
+    result = cluster.train(ranks, last=5)
     assert_restored(result, ranks, 3)
     assert len(cluster.slot_files()) == 4 * ranks
     # And the redundancy is whole in its new places.
     cluster.wipe(places[0])
-    assert_restored(train(cluster, ranks, last=6), ranks, 5)
+    assert_restored(cluster.train(ranks, last=6), ranks, 5)
 
 
 @pytest.mark.parametrize("places", [{0: 1, 1: 0}, {0: 1, 1: 2, 2: 0}])
@@ -148,17 +144,17 @@ def test_ranks_that_moved_and_lost_a_node_besides(shm: Path, places: dict[int, i
     train_and_die(cluster, ranks, step=3)
     cluster.move(places)
     cluster.wipe(0)
-    assert_restored(train(cluster, ranks, last=4), ranks, 3)
+    assert_restored(cluster.train(ranks, last=4), ranks, 3)
 
 
 def test_another_world_size_without_a_state_is_refused_by_name(shm: Path) -> None:
     cluster = Cluster(shm)
     train_and_die(cluster, 2, step=2)
-    result = train(cluster, 3, last=2, load=True)
+    result = cluster.train(3, last=2, load=True)
     assert result.returncode != 0
     assert "saved by another number of ranks" in result.log
     assert "expected: a world of 2 ranks" in result.log
-    assert_restored(train(cluster, 2, last=2), 2, 2)  # and nothing was lost by trying
+    assert_restored(cluster.train(2, last=2), 2, 2)  # and nothing was lost by trying
 
 
 def test_before_the_heal_no_save_overwrites_what_alone_covers_a_lost_node(shm: Path) -> None:
@@ -179,7 +175,7 @@ def test_before_the_heal_no_save_overwrites_what_alone_covers_a_lost_node(shm: P
     time.sleep(1)  # time enough for the save of step 4 to be staged
     job.kill()
     cluster.wipe(0)
-    assert_restored(train(cluster, 4, more=1), 4, 2)
+    assert_restored(cluster.train(4, more=1), 4, 2)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -200,7 +196,7 @@ def test_a_kill_at_any_time_loses_nothing_that_was_committed(shm: Path, seed: in
         committed = max(r["step"] for r in result.of("committed"))
         restored = {r["step"] for r in result.of("restored")}
         assert restored == {step or None}
-        check = train(cluster, 4, last=0, nbytes=2_000_000)
+        check = cluster.train(4, last=0, nbytes=2_000_000)
         step = check.of("restored")[0]["step"]
         assert step >= committed
         assert_restored(check, 4, step)

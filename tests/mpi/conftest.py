@@ -38,6 +38,14 @@ def root(comm: object) -> Iterator[Path]:
         shutil.rmtree(path)
 
 
+@pytest.fixture
+def nodes(root: Path) -> object:
+    """The memory of the emulated nodes under ``root``."""
+    from emulated import Nodes
+
+    return Nodes(root)
+
+
 @pytest.fixture(params=["p2p", "rma"])
 def options(request: pytest.FixtureRequest, root: Path) -> dict[str, object]:
     """Settings of a Checkpointer on emulated nodes of one rank each, for both transports."""

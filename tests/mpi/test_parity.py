@@ -6,19 +6,19 @@ import dataclasses
 import itertools
 import os
 import random
-import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import xxhash
+from emulated import Nodes
 from mpi4py import MPI
 
 from mlflash import Checkpointer
 from mlflash.errors import SaveFailed
-from mlflash.header import HEADER_NBYTES, Header, unpack
+from mlflash.header import Header
 from mlflash.layout import PAGE_NBYTES
 from mlflash.parity import _GroupBlocks
 from mlflash.slot import Slot, table_check
@@ -62,46 +62,9 @@ def restored(options: dict[str, Any], state: dict[str, Any] | None = None, **mor
     return step, [report for _, report in told]
 
 
-class Nodes:
-    """The memory of emulated nodes, one rank each, and a copy of how it was."""
-
-    def __init__(self, root: Path):
-        self.path = root / f"mlflash-{os.getuid()}" / "t"
-        self._kept = root / "kept"
-
-    def keep(self) -> None:
-        if RANK == 0:
-            shutil.copytree(self.path, self._kept)
-        COMM.Barrier()
-
-    def bring_back(self, but: Iterable[int] = ()) -> None:
-        """Make the memory what it was, but for lost nodes."""
-        if RANK == 0:
-            shutil.rmtree(self.path)
-            shutil.copytree(self._kept, self.path)
-            for node in but:
-                shutil.rmtree(self.path / f"node{node}")
-        COMM.Barrier()
-
-    def lose(self, *lost: int) -> None:
-        COMM.Barrier()
-        if RANK in lost:
-            shutil.rmtree(self.path / f"node{RANK}")
-        COMM.Barrier()
-
-    def sealed(self, node: int, step: int) -> list[tuple[Path, Header]]:
-        """The files of a node that hold a step, slot first."""
-        found = []
-        for path in (self.path / f"node{node}").glob("slot-*"):
-            page = path.read_bytes()[:HEADER_NBYTES]
-            if page[:8] == b"MLFLASH\0" and (header := unpack(page)).step == step:
-                found.append((path, header))
-        return sorted(found, key=lambda item: item[1].parities)
-
-
-@pytest.fixture
-def nodes(root: Path) -> Nodes:
-    return Nodes(root)
+def sealed(nodes: Nodes, node: int, step: int) -> list[tuple[Path, Header]]:
+    """The files of a node that hold a step, slot first."""
+    return sorted((file for file in nodes.files(node) if file[1].step == step), key=lambda file: file[1].parities)
 
 
 def save(options: dict[str, Any], *steps: int, **more: Any) -> None:
@@ -189,7 +152,7 @@ def test_blocks_damaged_in_all_members_at_once_are_repaired_where_no_stripe_lost
     options["redundancy"] = scheme
     losses = int(scheme.partition("+")[2] or 1)
     save(options, 1, 2)
-    (path, header), (parity_path, parity) = nodes.sealed(RANK, 2)
+    (path, header), (parity_path, parity) = sealed(nodes, RANK, 2)
     stripes = Stripes(tuple(COMM.allgather(header.extents.blocks)), losses)
     first = parity.extents.manifest_room // parity.extents.block_nbytes
     rng = random.Random(seed)
@@ -222,7 +185,7 @@ def test_damage_at_any_place_of_one_member_is_repaired(
     options["redundancy"] = scheme
     save(options, 1, 2)
     if RANK == SIZE - 1:
-        slot, parity = nodes.sealed(RANK, 2)
+        slot, parity = sealed(nodes, RANK, 2)
         path, header = parity if what in ("heads", "parity header", "parity table") else slot
         at = {"header": 50, "table": header.extents.table_start + 3, "heads": PAGE_NBYTES + 60,
               "manifest": PAGE_NBYTES + 10}[what.removeprefix("parity ")]  # fmt: skip
@@ -318,7 +281,7 @@ def test_the_parity_in_the_files_is_what_docs_format_says(options: dict[str, Any
         return
     bodies, parity = [], []
     for node in range(SIZE):
-        (path, header), (parity_path, parity_header) = nodes.sealed(node, 1)
+        (path, header), (parity_path, parity_header) = sealed(nodes, node, 1)
         extents, raw = header.extents, path.read_bytes()
         bodies.append(raw[PAGE_NBYTES : PAGE_NBYTES + extents.body_nbytes])
         start = PAGE_NBYTES + parity_header.extents.manifest_room
@@ -389,7 +352,7 @@ def test_parity_that_is_wrong_though_its_checksums_match_gives_the_older_step_an
 ) -> None:
     options["redundancy"] = scheme
     save(options, 1, 2)
-    _, (path, header) = nodes.sealed(RANK, 2)
+    _, (path, header) = sealed(nodes, RANK, 2)
     slot = Slot(Mapped(path))  # type: ignore[arg-type]
     slot.payload(header.extents)[:] ^= 1
     table = slot.table(header.extents)

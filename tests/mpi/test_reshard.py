@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from emulated import Nodes
 from mpi4py import MPI
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
@@ -110,14 +110,6 @@ def restored(options: dict[str, Any], root: Path, size: int, placement: Placemen
             return step, ckpt.report()
 
 
-def lose(root: Path, *nodes: int) -> None:
-    COMM.Barrier()
-    if RANK == 0:
-        for node in nodes:
-            shutil.rmtree(root / f"mlflash-{os.getuid()}" / "t" / f"node{node}")
-    COMM.Barrier()
-
-
 @on_5
 @pytest.mark.parametrize(
     ("old", "new", "redundancy"),  # ranks, and ranks of a node: as many nodes, but for the last three
@@ -125,7 +117,7 @@ def lose(root: Path, *nodes: int) -> None:
      ((5, 5), (1, 1), "copy"), ((1, 1), (5, 1), "copy"), ((4, 1), (3, 1), "xor:3")],
 )  # fmt: skip
 def test_any_number_of_ranks_goes_on_from_any_other(
-    options: dict[str, Any], root: Path, old: tuple[int, int], new: tuple[int, int], redundancy: str
+    options: dict[str, Any], root: Path, nodes: Nodes, old: tuple[int, int], new: tuple[int, int], redundancy: str
 ) -> None:
     options["redundancy"] = redundancy
     save(options | {"ranks_per_node": old[1]}, root, old[0], Shard(0), 1, 2)
@@ -134,15 +126,15 @@ def test_any_number_of_ranks_goes_on_from_any_other(
     assert step == (2 if new[0] > RANK else None)
     assert report is None or report["counts"]["resharded"] == 1
     # It is a checkpoint of the new ranks now, with its own redundancy, and the old slots are gone.
-    nodes = -(-new[0] // new[1])
-    lose(root, *([0] if nodes > 1 else []))
+    node_count = -(-new[0] // new[1])
+    nodes.lose(*([0] if node_count > 1 else []))
     step, report = restored(options, root, new[0], Shard(0), old[0])
     assert step == (2 if new[0] > RANK else None)
     if report is not None:
         assert "resharded" not in report["counts"]
         path = Path(report["memory"])
         ranks = min(new[1], new[0] - int(path.name[4:]) * new[1])
-        inboxes = 0 if nodes == 1 else 2 if new[0] % new[1] == 0 else 4  # unequal nodes: some hold more
+        inboxes = 0 if node_count == 1 else 2 if new[0] % new[1] == 0 else 4  # unequal nodes: some hold more
         assert len(list(path.glob("slot-*"))) <= ranks * (2 + inboxes)
 
 
@@ -150,29 +142,29 @@ def test_any_number_of_ranks_goes_on_from_any_other(
     ("before", "after"), [(Shard(0), Shard(1)), (Shard(0), Replicate()), (Replicate(), Shard(0)), (Shard(1), Shard(0))]
 )
 def test_the_same_ranks_go_on_in_other_shards(
-    options: dict[str, Any], root: Path, before: Placement, after: Placement
+    options: dict[str, Any], root: Path, nodes: Nodes, before: Placement, after: Placement
 ) -> None:
     save(options, root, SIZE, before, 1, 2)
     assert restored(options, root, SIZE, after, SIZE)[0] == 2
     assert restored(options, root, SIZE, after, SIZE)[0] == 2
-    lose(root, 0)
+    nodes.lose(0)
     assert restored(options, root, SIZE, before, SIZE)[0] == 2
 
 
 @on_5
 @pytest.mark.parametrize(("redundancy", "lost"), [("copy", (1,)), ("xor:4", (3,)), ("rs:2+2", (0, 2))])
 def test_fewer_ranks_go_on_when_nodes_are_lost(
-    options: dict[str, Any], root: Path, redundancy: str, lost: tuple[int, ...]
+    options: dict[str, Any], root: Path, nodes: Nodes, redundancy: str, lost: tuple[int, ...]
 ) -> None:
     options["redundancy"] = redundancy
     save(options, root, 4, Shard(0), 1, 2)
-    lose(root, *lost)
-    # The survivors' nodes are numbered anew.
-    if RANK == 0:
-        path = root / f"mlflash-{os.getuid()}" / "t"
-        for number, node in enumerate(sorted(path.glob("node*"))):
-            node.rename(path / f"node{number}")
-    COMM.Barrier()
+    nodes.lose(*lost)
+
+    def number_anew() -> None:
+        for number, node in enumerate(sorted(nodes.path.glob("node*"))):
+            node.rename(nodes.path / f"node{number}")
+
+    nodes.on_rank_0(number_anew)
     step, _ = restored(options, root, 4 - len(lost), Shard(0), 4)
     assert step == (2 if 4 - len(lost) > RANK else None)
 
@@ -347,7 +339,9 @@ def fsdp2(seed: int) -> tuple[Any, Any, dict[str, Any]]:
 
 
 @on_5
-def test_fsdp2_on_four_ranks_loses_a_node_and_goes_on_with_two(options: dict[str, Any], root: Path) -> None:
+def test_fsdp2_on_four_ranks_loses_a_node_and_goes_on_with_two(
+    options: dict[str, Any], root: Path, nodes: Nodes
+) -> None:
     options["ranks_per_node"] = 2
     wholes: dict[str, torch.Tensor] = {}
     with job(4, root) as comm:
@@ -363,7 +357,7 @@ def test_fsdp2_on_four_ranks_loses_a_node_and_goes_on_with_two(options: dict[str
                 for key in ("exp_avg", "exp_avg_sq"):
                     wholes[f"{name}.{key}"] = optimizer.state[parameter][key].full_tensor().clone()
             assert len(wholes) == 3 * len(names)
-    lose(root, 1)
+    nodes.lose(1)
     with job(2, root) as comm:
         if comm is not None:
             curves = []

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import logging
-import os
-import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from emulated import Nodes
 from mpi4py import MPI
 
 import mlflash
 from mlflash import Checkpointer, errors
-from mlflash.header import HEADER_NBYTES, Header, Kind, unpack
+from mlflash.header import Kind
 
 COMM = MPI.COMM_WORLD
 RANK, SIZE = COMM.rank, COMM.size
@@ -102,40 +100,17 @@ def save(options: dict[str, Any], *steps: int, **more: Any) -> dict[str, Any]:
         return ckpt.report()
 
 
-class Nodes:
-    """The memory of emulated nodes."""
-
-    def __init__(self, root: Path):
-        self.path = root / f"mlflash-{os.getuid()}" / "t"
-
-    def on_rank_0(self, work: Callable[[], object]) -> None:
-        COMM.Barrier()
-        if RANK == 0:
-            work()
-        COMM.Barrier()
-
-    def lose(self, *nodes: int) -> None:
-        self.on_rank_0(lambda: [shutil.rmtree(self.path / f"node{node}") for node in nodes])
-
-    def files(self, node: int, kind: Kind, step: int | None = None) -> list[tuple[Path, Header]]:
-        found = []
-        for path in sorted((self.path / f"node{node}").glob("slot-*")):
-            page = path.read_bytes()[:HEADER_NBYTES]
-            if page[:8] == b"MLFLASH\0" and (header := unpack(page)).kind is kind and step in (None, header.step):
-                found.append((path, header))
-        return found
-
-    def damage(self, path: Path) -> None:
-        with path.open("r+b") as file:
-            file.seek(5000)
-            byte = file.read(1)[0]
-            file.seek(5000)
-            file.write(bytes([byte ^ 16]))
+def shares(nodes: Nodes, node: int, step: int | None = None) -> list[Path]:
+    """The files of a node that hold shares."""
+    return [path for path, header in nodes.files(node) if header.kind is Kind.SHARE and step in (None, header.step)]
 
 
-@pytest.fixture
-def nodes(root: Path) -> Nodes:
-    return Nodes(root)
+def damage(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.seek(5000)
+        byte = file.read(1)[0]
+        file.seek(5000)
+        file.write(bytes([byte ^ 16]))
 
 
 def node_nbytes(options: dict[str, Any], report: dict[str, Any]) -> list[int]:
@@ -206,13 +181,13 @@ def test_a_damaged_share_comes_from_another_node_and_where_all_are_the_older_ste
 ) -> None:
     save(options, 1, 2)
     for node in range(SIZE - 1):
-        nodes.on_rank_0(lambda node=node: nodes.damage(nodes.files(node, Kind.SHARE, 2)[0][0]))
+        nodes.on_rank_0(lambda node=node: damage(shares(nodes, node, 2)[0]))
     step, reports = restored(options)
     assert step == 2
     assert [r["counts"].get("shares fetched", 0) for r in reports] == [*[1] * (SIZE - 1), 0]
     save(options, 3)
     for node in range(SIZE):
-        nodes.on_rank_0(lambda node=node: nodes.damage(nodes.files(node, Kind.SHARE, 3)[0][0]))
+        nodes.on_rank_0(lambda node=node: damage(shares(nodes, node, 3)[0]))
     assert restored(options)[0] == 2
 
 
@@ -247,7 +222,7 @@ def test_other_numbers_of_ranks_on_a_node_put_the_shares_together(
     for _ in (1, 2):  # a second time from where the first has put them
         assert restored(options)[0] == 2
     save(options, 3, 4)
-    kept = [len(nodes.files(node, Kind.SHARE)) for node in range(4 // after)]
+    kept = [len(shares(nodes, node)) for node in range(4 // after)]
     assert kept == [2 * after] * (4 // after), "shares of the old layout were left behind"
     assert restored(options)[0] == 4
 
@@ -260,7 +235,7 @@ def test_shares_are_restored_by_a_run_that_shares_nothing(
     for _ in (1, 2):
         assert restored(options, **later)[0] == 2
     save(options, 3, **later)
-    assert not nodes.files(RANK, Kind.SHARE)
+    assert not shares(nodes, RANK)
     assert restored(options, **later)[0] == 3
     assert restored(options)[0] == 3
 
@@ -388,7 +363,7 @@ def test_a_rank_that_cannot_save_fails_the_step_for_all_and_sharing_goes_on(
                     ckpt.save(step, state_at(step)).wait()
             ckpt.save(step + 1, state_at(step + 1)).wait()
     assert restored(options)[0] == 4
-    assert nodes.files(RANK, Kind.SHARE, 4)
+    assert shares(nodes, RANK, 4)
 
 
 @on_4
