@@ -6,27 +6,22 @@ import atexit
 import collections
 import logging
 import os
-import sys
-import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from types import TracebackType
 from typing import Any
 
-from . import config, reshard, restore
+from . import config
 from .comm import World, find_comm
-from .courier import Courier, Job
-from .errors import Closed, MemoryTooSmall, MlflashError, StateError, StructureMismatch
+from .courier import Courier
+from .errors import Closed, MemoryTooSmall, StateError
+from .opened import Opened
+from .parcels import Parcel
 from .parts import Parts, make
-from .points import reach
-from .rebuild import fill, materialize, refuse_differences
 from .report import report_of
-from .reshard import Elsewhere
-from .reunion import Home
+from .restores import Restores
 from .saves import Saves
-from .slot import Slot
 from .snapshot import Snapshot
-from .state import flatten_or_none
 from .survival import describe, of
 
 log = logging.getLogger("mlflash")
@@ -110,6 +105,7 @@ class Checkpointer:
             self._courier.stop(abandon=True)
             raise
         self._saves = Saves(self._config, self._parts, self._courier, self._seconds)
+        self._restores = Restores(self._parts, self._courier, self._saves, self._seconds)
         _live.add(self)
         if self._config.reserve:
             self._reserve(self._config.reserve)
@@ -212,45 +208,10 @@ class Checkpointer:
             MemoryTooSmall: there is no room to put it together.
         """
         self._check_open()
-        placed = flatten_or_none(state) if "torch.distributed.tensor" in sys.modules else None
-        self._courier.call(lambda: self._parts.find_replicas(placed))
-        found = self._find(step, others=True)
-        if found is None:
+        restored = self._restores.restore(state, step)
+        if restored is None:
             self._prepare_or_warn(state)
-            return None
-        if isinstance(found, Home):
-            home = found
-            found = self._courier.call(lambda: reshard.unless_alike(self._parts, home, state))
-            if isinstance(found, Elsewhere) and self._parts.rolled_forward:  # its slots must not be all there is
-                self._courier.call(lambda: restore.heal_or_remember(self._parts, home.slot))
-        if isinstance(found, Elsewhere):
-            return self._put_together(found, state)
-        start = time.perf_counter()
-        manifest, read = home.manifest, home.reader()
-        self._together(home.header.step, lambda: refuse_differences(state, manifest.tree, manifest.entries))
-        reach("restore.loading")
-        self._together(home.header.step, lambda: fill(state, manifest.tree, manifest.entries, manifest.plain, read))
-        self._seconds["load"] += time.perf_counter() - start
-        return self._restored(home)
-
-    def _put_together(self, old: Elsewhere, state: Any) -> int:
-        """Restore what was saved by other ranks, or in other shards."""
-        start = time.perf_counter()
-        made: reshard.Resharded = self._courier.call(lambda: reshard.reshard(self._parts, old, state))
-        reach("restore.loading")
-        try:
-            self._together(old.step, lambda: made.load(state))
-        except MlflashError:
-            reshard.give_up(self._parts, old, made)
-            raise
-        self._seconds["load"] += time.perf_counter() - start
-        reach("restore.loaded")
-        self._courier.call(lambda: reshard.protect(self._parts, old, made))
-        self._saves.last_step = old.step
-        self._parts.counts.update(("restores", "resharded"))
-        if self._world.rank == 0:
-            log.info("restored step %d from memory, put together for %d ranks", old.step, self._world.size)
-        return old.step
+        return restored
 
     def load(self, step: int | None = None) -> tuple[int | None, Any]:
         """Give the newest step that memory can give as fresh CPU tensors and arrays.
@@ -264,56 +225,43 @@ class Checkpointer:
             StepNotFound: there is no such step.
             WorldSizeChanged: it was saved by another number of ranks: only :meth:`restore` knows what is wanted.
         """
-        home = self._find(step)
-        if not isinstance(home, Home):
-            return None, None
-        reach("restore.loading")
-        manifest = home.manifest
-        state = materialize(manifest.tree, manifest.entries, manifest.plain, home.reader())
-        return self._restored(home), state
-
-    def _find(self, step: int | None, others: bool = False) -> Home | Elsewhere | None:
         self._check_open()
-        start = time.perf_counter()
-        self.wait()
-        self._saves.stage.forget()
-        found: Home | Elsewhere | None
-        found = self._courier.call(lambda: restore.bring_home(self._parts, step, others))
-        self._seconds["find and fetch"] += time.perf_counter() - start
-        return found
+        return self._restores.load(step)
 
-    def _together(self, step: int, work: Callable[[], None]) -> None:
-        """Do something with the state on this rank; what goes wrong on any rank is raised on all."""
-        error: MlflashError | None = None
-        try:
-            work()
-        except MlflashError as problem:
-            error = problem
-        except Exception as problem:  # load_state_dict of an object may raise anything: all ranks must hear of it
-            error = StructureMismatch(f"loading failed: {problem!r}")
-            error.__cause__ = problem
-        if error is not None:
-            error.rank, error.node, error.step = self._world.rank, self._world.node_name, step
-        self._courier.call(lambda: self._world.raise_together(error))
+    def open(self, step: int | None = None, told: Collection[str] = ()) -> Opened | None:
+        """Open the newest checkpoint that memory can give, saved by whatever ranks, to read any part of any tensor.
 
-    def _restored(self, home: Home) -> int:
-        self._parts.shelf.unmap_others(home.shares)
-        reach("restore.loaded")
-        step = self._saves.last_step = home.header.step
-        restore.count(self._parts, home.slot)
-        self._parts.counts["restores"] += 1
-        if self._world.rank == 0:
-            log.info("restored step %d from memory", step)
-        if self._parts.rolled_forward:
-            # Until its copies are made, only the step before covers a lost node: no save may write over that.
-            self._parts.shelf.hold_older()
-        self._courier.post(Job(lambda: self._heal(home.slot)))
-        return step
+        Collective over comm. For adapters: what reads must do so in :meth:`read`, which closes it.
 
-    def _heal(self, home: Slot) -> None:
-        start = time.perf_counter()
-        restore.heal_or_remember(self._parts, home)
-        self._seconds["heal"] += time.perf_counter() - start
+        Args:
+            step: this one instead of the newest.
+            told: names of small entries whose bytes every rank shall know.
+
+        Returns:
+            It, every byte verified; None where there is nothing.
+
+        Raises:
+            StepNotFound: there is no such step.
+        """
+        self._check_open()
+        return self._restores.open(step, told)
+
+    def read(self, opened: Opened, wanted: Callable[[], Iterable[Parcel]], done: Callable[[], None]) -> None:
+        """Read out of an opened checkpoint, and close it; then its redundancy is made whole in the background.
+
+        Collective over comm.
+
+        Args:
+            opened: what :meth:`open` gave.
+            wanted: says which parts of which entries are wanted, and where.
+            done: called when they are there.
+
+        Raises:
+            StructureMismatch: on all ranks, where ``wanted`` or ``done`` failed on any.
+            CorruptSlot: on all ranks, where a part did not arrive whole.
+        """
+        self._check_open()
+        self._restores.read(opened, wanted, done)
 
     def steps(self) -> list[int]:
         """List the steps that can be restored from memory, ascending.
@@ -321,9 +269,7 @@ class Checkpointer:
         Collective over comm. Looks at headers only; the bytes are verified by :meth:`restore`.
         """
         self._check_open()
-        self.wait()
-        steps: list[int] = self._courier.call(lambda: restore.restorable_steps(self._parts))
-        return steps
+        return self._restores.steps()
 
     # Looking
 

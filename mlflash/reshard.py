@@ -12,71 +12,30 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import pickle
 import sys
-import zlib
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-import xxhash
 
 from . import commit, shards
 from .errors import MlflashError, SaveFailed, StructureMismatch
-from .header import Attempt
-from .inventory import file_name, file_number
 from .layout import PAGE_NBYTES
-from .parcels import Parcel, exchange, items
+from .opened import Elsewhere, Opened
+from .parcels import Parcel, items
 from .parts import Parts
 from .points import reach
-from .rebuild import Read, compare, fill, refuse_differences
-from .reunion import Files, Home, open_home
-from .segment import attach
+from .rebuild import compare, fill, refuse_differences
+from .reunion import Home
 from .shards import Held, box
 from .slot import Slot
 from .snapshot import Snapshot
 from .stage import Plan, Stage
-from .state import Entry, Flat, Leaf, Tree, flatten, flatten_or_none, live_bytes
+from .state import Entry, Flat, Leaf, flatten, flatten_or_none, live_bytes
 
 log = logging.getLogger("mlflash")
 
 _NAMED = 5  # leaves named in a warning
-
-
-@dataclasses.dataclass
-class Elsewhere:
-    """A restorable checkpoint in the slots of its old ranks.
-
-    Attributes:
-        attempt, step: of it.
-        restores: how many runs have restored it, this one included.
-        homes: what this rank has or reads, by old rank; verified.
-        files: where shares are.
-    """
-
-    attempt: Attempt
-    step: int
-    restores: int
-    homes: dict[int, Home]
-    files: Files
-
-
-@dataclasses.dataclass(frozen=True)
-class _Old:
-    """What an old rank's slot holds, and who has it.
-
-    Attributes:
-        server: the rank that reads it.
-        file: number of its file on the node of that rank.
-        checks: of each entry that is whole, a checksum of its bytes.
-    """
-
-    server: int
-    file: int
-    entries: tuple[Entry, ...]
-    tree: Tree
-    plain: dict[str, Any]
-    checks: dict[int, int]
 
 
 @dataclasses.dataclass
@@ -117,11 +76,11 @@ def reshard(parts: Parts, old: Elsewhere, state: Any) -> Resharded:
         MemoryTooSmall: on all ranks, where there is no room for it beside the old slots.
     """
     world = parts.world
-    olds = _gather(parts, old)
+    opened = Opened(parts, old, checks=True)
     error: MlflashError | None = None
     wanted: _Wanted | None = None
     try:
-        wanted = _want(parts, olds, state)
+        wanted = _want(parts, opened, state)
     except MlflashError as problem:
         error = problem
     except Exception as problem:  # state_dict() of an object may raise anything: all ranks must hear of it
@@ -141,7 +100,7 @@ def reshard(parts: Parts, old: Elsewhere, state: Any) -> Resharded:
         world.wait_for(slot.segment.ready.is_set)
         slot.unseal()
         slot.view[PAGE_NBYTES : PAGE_NBYTES + len(plan.manifest)] = np.frombuffer(plan.manifest, dtype=np.uint8)
-        whole = _fill_slot(parts, old, olds, wanted, plan, slot)
+        whole = _fill_slot(opened, wanted, plan, slot)
         if not world.agree([int(whole)])[0]:
             raise SaveFailed("parts of the checkpoint did not arrive whole from other ranks", step=old.step)
     except MlflashError:  # the same on all ranks
@@ -209,34 +168,17 @@ def _as_live(entry: Entry, live: Mapping[str, Entry]) -> Entry:
     return mine if mine is not None and (mine.kind, mine.dtype, mine.global_shape) == same else entry
 
 
-def _gather(parts: Parts, old: Elsewhere) -> dict[int, _Old]:
-    """Tell all ranks what all old slots hold."""
-    mine = {}
-    for rank, home in old.homes.items():
-        read, entries = home.reader(), home.manifest.entries
-        checks = {
-            number: xxhash.xxh3_64_intdigest(np.ascontiguousarray(read(entry)).data)
-            for number, entry in enumerate(entries)
-            if entry.shape == entry.global_shape
-        }
-        paths = shards.plain_leaves(home.manifest.tree)
-        plain = {path: home.manifest.plain[number] for path, number in paths.items()}
-        mine[rank] = _Old(parts.world.rank, file_number(home.slot.name), entries, home.manifest.tree, plain, checks)
-    told = parts.world.gather(zlib.compress(pickle.dumps(mine), 1))
-    return {rank: one for theirs in told for rank, one in pickle.loads(zlib.decompress(theirs)).items()}
-
-
-def _want(parts: Parts, olds: Mapping[int, _Old], state: Any) -> _Wanted:
+def _want(parts: Parts, opened: Opened, state: Any) -> _Wanted:
     """Say what this rank's state is made of.
 
     Its structure is that of the old rank of its number, since objects (an optimizer before its first step) may not
     have theirs yet; its shards are those of the live tensors.
     """
-    world = parts.world
+    world, olds = parts.world, opened.olds
     flat = flatten(state)
     live = {leaf.entry.name: leaf for leaf in flat.leaves}
     own = olds[world.rank if world.rank in olds else sorted(olds)[world.rank % len(olds)]]
-    near = {rank for rank, one in olds.items() if world.topology.node_of[one.server] == world.node_index}
+    near = {rank for rank in olds if opened.is_near(rank)}
     held: dict[str, list[Held]] = {}
     for rank, one in sorted(olds.items()):
         for number, entry in enumerate(one.entries):
@@ -277,34 +219,16 @@ def _want(parts: Parts, olds: Mapping[int, _Old], state: Any) -> _Wanted:
     return _Wanted(Flat(leaves, own.tree, values), made_of, [*kept, *private])
 
 
-def _fill_slot(parts: Parts, old: Elsewhere, olds: Mapping[int, _Old], wanted: _Wanted, plan: Plan, slot: Slot) -> bool:
-    """Bring all parts into the new slot; whether they arrived whole."""
-    world = parts.world
+def _fill_slot(opened: Opened, wanted: _Wanted, plan: Plan, slot: Slot) -> bool:
+    """Bring all parts into the new slot; whether they arrived whole. Collective over the world."""
     payload = slot.payload(plan.layout.extents)
     payload[:] = 0
-    near: dict[int, tuple[Home, Read]] = {}
-    asked: dict[int, list[Parcel]] = {}
+    parcels = []
     for number, (entry, leaf) in enumerate(zip(plan.layout.entries, wanted.flat.leaves, strict=True)):
         room = payload[entry.start : entry.start + entry.nbytes]
         if leaf.tie < 0 and entry.nbytes and number not in wanted.made_of and leaf.value is not None:
             room[:] = live_bytes(leaf.value)
         for part in wanted.made_of.get(number, ()):
-            one = olds[part.rank]
             target = items(room, entry)[box(part.target, part.shape)]
-            if world.topology.node_of[one.server] != world.node_index:
-                asked.setdefault(one.server, []).append(Parcel(part.rank, part.number, part.source, part.shape, target))
-                continue
-            if part.rank not in near:
-                home = old.homes.get(part.rank) or open_home(
-                    parts, Slot(attach(parts.memory, file_name(one.file), parts.shelf.mapped())), old.files
-                )
-                near[part.rank] = (home, home.reader())
-            home, read = near[part.rank]
-            source = home.manifest.entries[part.number]
-            target[:] = items(read(source), source)[box(part.source, part.shape)]
-    good = exchange(parts, {rank: (home.reader(), home.manifest.entries) for rank, home in old.homes.items()}, asked)
-    parts.counts["bytes asked of other nodes"] += sum(p.target.nbytes for those in asked.values() for p in those)
-    for rank, (home, _) in near.items():
-        if rank not in old.homes:
-            parts.shelf.unmap_others([home.slot, *home.shares])
-    return good
+            parcels.append(Parcel(part.rank, part.number, part.source, part.shape, target))
+    return opened.read(parcels)

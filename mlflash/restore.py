@@ -20,10 +20,10 @@ from .errors import CorruptSlot, MlflashError, StepNotFound, WorldSizeChanged
 from .fetch import fetch
 from .header import Attempt
 from .inventory import Choice, Inventory, Place, choose, file_name
+from .opened import Elsewhere
 from .parts import Parts
 from .points import reach
 from .repair import Repairs
-from .reshard import Elsewhere
 from .reunion import Home, open_home, reunite
 from .segment import Segment, attach
 from .slot import Slot

@@ -23,8 +23,8 @@ ORDER = [
     "domains", "slurm_topology", "topology", "placement", "survival", "sharing", "erasure", "stripes", "limits",
     "node_memory", "inventory", "segment", "slot", "parity_file", "comm", "board", "window", "transfer", "exchange",
     "stage", "shelf", "copies", "parity", "protect", "replicas", "parts", "snapshot", "commit", "repair", "fetch",
-    "reunion", "shards", "parcels", "reshard", "restore", "courier", "saves", "rng", "report", "checkpointer",
-    "__init__", "cli", "__main__",
+    "reunion", "shards", "parcels", "opened", "reshard", "restore", "courier", "saves", "restores", "rng", "report",
+    "checkpointer", "__init__", "cli", "__main__",
 ]  # fmt: skip
 MAY_IMPORT_MPI = {"comm"}
 
