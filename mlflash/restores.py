@@ -133,7 +133,7 @@ class Restores:
     def _find(self, step: int | None, others: bool = False) -> Home | Elsewhere | None:
         start = time.perf_counter()
         self._saves.wait()
-        self._saves.stage.forget()
+        self._saves.forget()
         found: Home | Elsewhere | None
         found = self._courier.call(lambda: restore.bring_home(self._parts, step, others))
         self._seconds["find and fetch"] += time.perf_counter() - start

@@ -1,12 +1,15 @@
 """The saves of this run: numbered, staged, posted to the courier, and watched until they end.
 
-Every call of `save` posts exactly one job, whatever goes wrong before: the queues of all ranks must match.
+Every call of `save` posts exactly one job, whatever goes wrong before: the queues of all ranks must match. A save of an
+adapter may be staged before its step is known, and a rank may miss one of them: then the next one ends it (`patient`).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
+from collections.abc import Callable
 
 import numpy as np
 
@@ -17,12 +20,49 @@ from .courier import Courier, Job
 from .errors import DeadlineExceeded, MlflashError, SaveFailed, StateError, StepOrderError
 from .parts import Parts
 from .points import reach
+from .segment import Segment
+from .sharing import Piece
 from .slot import Slot
 from .snapshot import Snapshot
 from .stage import Plan, Stage
 from .state import Flat, flatten
 
 log = logging.getLogger("mlflash")
+
+
+@dataclasses.dataclass(eq=False)
+class Ahead:
+    """A state that was staged before its step is known.
+
+    Attributes:
+        slot, share: where it is.
+        plan: how.
+        segment, checks: as in `commit.Save`.
+        given_up: whether the slot was given to other saves.
+    """
+
+    slot: Slot
+    share: Slot
+    plan: Plan
+    segment: Segment | None
+    checks: dict[Piece, int]
+    given_up: bool = False
+
+    def bytes_of(self, leaf: int) -> np.ndarray | None:
+        """The bytes of a leaf; None where they are shared with other ranks, and may be stored there."""
+        layout = self.plan.layout
+        entry = layout.entries[leaf]
+        if layout.is_shared(entry):
+            return None
+        return self.slot.payload(layout.extents)[entry.start : entry.start + entry.nbytes]
+
+    def write(self, leaf: int, content: bytes) -> bool:
+        """Put bytes into a leaf that was staged as blanks; False where it is too small, or the slot was given up."""
+        room = self.bytes_of(leaf)
+        if room is None or self.given_up or len(content) > room.nbytes:
+            return False
+        room[: len(content)] = np.frombuffer(content, dtype=np.uint8)
+        return True
 
 
 class Saves:
@@ -45,18 +85,82 @@ class Saves:
         self._pending: list[Snapshot] = []
         self._warned_late = False
         self._version = 0  # of what is shared
+        self._aheads: list[Ahead] = []
+        self._last_again: commit.Save | None = None
         self.last_step: int | None = None
         self.stage = Stage(config.block_nbytes, config.timeout_s)
 
     def save(self, step: int, state: object) -> Snapshot:
         """Stage a state and post the rest; see `Checkpointer.save`."""
+        return self._save(step, lambda save: self._fill(save, flatten(state)))
+
+    def save_again(self, step: int, flat: Flat | Ahead | MlflashError) -> Snapshot:
+        """Save a step, which may be the newest one once more; see `Checkpointer.save_again`."""
+
+        def fill(save: commit.Save) -> None:
+            if isinstance(flat, MlflashError):
+                raise flat
+            if isinstance(flat, Ahead):
+                if flat not in self._aheads:
+                    raise self._failure(save, "what was staged for it was given up")
+                self._aheads.remove(flat)
+                save.slot, save.share, save.plan = flat.slot, flat.share, flat.plan
+                save.segment, save.checks = flat.segment, flat.checks
+            else:
+                self._fill(save, flat)
+
+        return self._save(step, fill, again=True)
+
+    def withdraw(self) -> None:
+        """Make sure that the last save of `save_again`, if it has not ended, never will well. Not collective."""
+        save = self._last_again
+        if save is not None and not save.snapshot.done:
+            save.problem = self._failure(save, "other ranks did not come as far, and this one has begun another save")
+
+    def stage_ahead(self, flat: Flat) -> Ahead | None:
+        """Stage a state whose step is not known yet; None where that needs other ranks. Not collective.
+
+        That is so where its slots must be made first, or where what is shared must be agreed on, or where another
+        state is staged ahead.
+        """
+        if self._aheads or not self._is_settled(flat):
+            return None
+        planned = self.plan(flat)
+        taken = self._parts.shelf.take(self._config.timeout_s if self._config.when_busy == "wait" else 0)
+        if taken is None:
+            return None
+        try:
+            if not _has_room(planned, *taken):
+                raise SaveFailed("the slots have to be made first")
+            checks = self.stage.copy(flat, planned, *taken)
+        except MlflashError:
+            self._parts.shelf.give_back(taken)
+            return None
+        ahead = Ahead(*taken, planned, taken[0].segment, checks)
+        self._aheads.append(ahead)
+        return ahead
+
+    def forget(self) -> None:
+        """Forget the slots, which are going to be replaced, and what was staged ahead into them. Not collective."""
+        for ahead in tuple(self._aheads):
+            self.give_up(ahead)
+        self.stage.forget()
+
+    def give_up(self, ahead: Ahead) -> None:
+        """Let other saves use the slots of a state that was staged ahead. Not collective."""
+        if ahead in self._aheads:
+            self._aheads.remove(ahead)
+            ahead.given_up = True
+            self._parts.shelf.give_back((ahead.slot, ahead.share))
+
+    def _save(self, step: int, fill: Callable[[commit.Save], None], again: bool = False) -> Snapshot:
         whole = isinstance(step, (int, np.integer)) and not isinstance(step, bool)
         snapshot = Snapshot(int(step) if whole else -1, lambda: self._courier.late)
-        save = commit.Save(snapshot, self._parts.next_attempt())
+        save = commit.Save(snapshot, self._parts.next_attempt(), patient=again)
         mistake: BaseException | None = None
         try:
-            self._check_step(int(step) if whole else None, step)
-            self._fill(save, state)
+            self._check_step(int(step) if whole else None, step, again)
+            fill(save)
         except (StateError, StepOrderError) as error:
             mistake = save.problem = error
         except MlflashError as error:
@@ -68,11 +172,13 @@ class Saves:
             snapshot.end(save.problem)  # this rank need not hear from the others to know
         late, refused = lambda error: self._note_late(snapshot, error), lambda error: commit.refuse(save, error)
         self._courier.post(Job(lambda: self._bring_to_end(save), late, refused))
-        if save.stage is not None:
+        if save.stage is not None and not again:
             save.staged.wait(self._config.timeout_s)
             if not save.staged.is_set():  # the caller goes on and may change the state: this must not be committed
                 save.problem = self._failure(save, "no room was made in time")
         snapshot.reported = mistake is not None
+        if again:
+            self._last_again = save
         self._pending.append(snapshot)
         snapshot.stalled()
         self._parts.counts["saves"] += 1
@@ -92,17 +198,16 @@ class Saves:
                 pass  # a warning already, or raised below
         self._look_at_pending()
 
-    def _check_step(self, step: int | None, given: object) -> None:
-        least = 0 if self.last_step is None else self.last_step + 1
+    def _check_step(self, step: int | None, given: object, again: bool) -> None:
+        least = 0 if self.last_step is None else self.last_step + (0 if again else 1)
         if step is None or step < least:
             raise StepOrderError(
                 "steps must grow from save to save", expected=f"a whole number, {least} or more", found=repr(given)
             )
         self.last_step = step
 
-    def _fill(self, save: commit.Save, state: object) -> None:
+    def _fill(self, save: commit.Save, flat: Flat) -> None:
         check_torch_rank(self._world)
-        flat = flatten(state)
         settled = self._is_settled(flat)
         if settled:
             save.plan = self.plan(flat)
@@ -129,11 +234,11 @@ class Saves:
         return self.stage.plan(flat, replicas.sharing, replicas.is_shared)
 
     def look_at(self, state: object) -> Flat:
-        """Take a state apart, and find out what of it the ranks share. Collective over comm."""
+        """Take a state apart, if it is not leaves already, and find out what of it is shared. Collective over comm."""
         error: MlflashError | None = None
         flat: Flat | None = None
         try:
-            flat = flatten(state)
+            flat = state if isinstance(state, Flat) else flatten(state)
         except MlflashError as problem:
             error = problem
 
@@ -189,7 +294,8 @@ class Saves:
         try:
             if self._parts.unhealed is not None:
                 restore.heal_or_remember(self._parts, self._parts.unhealed)
-            commit.run(save, self._parts)
+            while not commit.run(save, self._parts):
+                pass  # other ranks are still at a step that this one has missed
             if not save.snapshot.skipped:
                 self._parts.unhealed = None  # a newer step has its redundancy
             self._compare_replicas(save)

@@ -120,6 +120,13 @@ class Shelf:
                 slot.use = Use.BUSY
             return pair
 
+    def give_back(self, taken: Iterable[Slot]) -> None:
+        """Free slots that were taken for a save that does not come. Not collective."""
+        with self.changed:
+            for slot in taken:
+                slot.use = Use.FREE
+            self.changed.notify_all()
+
     def _free_pair(self) -> tuple[Slot, Slot] | None:
         own, share = self.free_slot(self.own), self.free_slot(self.shares)
         return None if own is None or share is None else (own, share)

@@ -164,7 +164,7 @@ def tensor_entry(torch: Any, tensor: Any, path: str) -> tuple[Any, Entry, tuple[
     global_shape = shape = tuple(tensor.shape)
     offset: tuple[int, ...] = (0,) * len(shape)
     if type(tensor).__name__ == "DTensor":
-        tensor, shape, offset = _dtensor_shard(tensor, path)
+        tensor, shape, offset = dtensor_shard(tensor, path)
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta or tensor.is_nested:
         what = "meta" if tensor.is_meta else "quantized" if tensor.is_quantized else str(tensor.layout)
         raise StateError("only dense tensors with memory of their own can be saved", tensor=path, found=what)
@@ -176,7 +176,8 @@ def tensor_entry(torch: Any, tensor: Any, path: str) -> tuple[Any, Entry, tuple[
     return tensor, entry, key
 
 
-def _dtensor_shard(tensor: Any, path: str) -> tuple[Any, tuple[int, ...], tuple[int, ...]]:
+def dtensor_shard(tensor: Any, path: str) -> tuple[Any, tuple[int, ...], tuple[int, ...]]:
+    """The local shard of a DTensor, its shape, and where it begins in the whole."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     if any(placement.is_partial() for placement in tensor.placements):

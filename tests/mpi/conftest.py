@@ -2,48 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from ranks import comm, nodes, require_ranks, root
+
+__all__ = ["comm", "nodes", "root"]
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    from mpi4py import MPI
-
-    wanted = os.environ.get("MLFLASH_TEST_RANKS")
-    if wanted is None or not config.getoption("--only-mpi") or MPI.COMM_WORLD.size != int(wanted):
-        raise pytest.UsageError(f"tests/mpi runs under mpiexec: make test-N (asked for {wanted} ranks, "
-                                f"got {MPI.COMM_WORLD.size})")  # fmt: skip
-
-
-@pytest.fixture
-def comm() -> object:
-    from mpi4py import MPI
-
-    MPI.COMM_WORLD.Barrier()
-    return MPI.COMM_WORLD
-
-
-@pytest.fixture
-def root(comm: object) -> Iterator[Path]:
-    """One directory in /dev/shm for all ranks."""
-    path = comm.bcast(tempfile.mkdtemp(prefix="mlflash-test-", dir="/dev/shm") if comm.rank == 0 else None)
-    yield Path(path)
-    comm.Barrier()
-    if comm.rank == 0:
-        shutil.rmtree(path)
-
-
-@pytest.fixture
-def nodes(root: Path) -> object:
-    """The memory of the emulated nodes under ``root``."""
-    from emulated import Nodes
-
-    return Nodes(root)
+    require_ranks(config)
 
 
 @pytest.fixture(params=["p2p", "rma"])

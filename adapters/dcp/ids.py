@@ -1,0 +1,36 @@
+"""Checkpoint ids ↔ steps."""
+
+from __future__ import annotations
+
+import os
+import re
+
+from mlflash import Checkpointer
+from mlflash.errors import StepNotFound
+
+_STEP = re.compile(r"(?:.*\D)?(\d{1,18})")
+
+
+def step_of(checkpoint_id: str | os.PathLike[str] | int) -> int:
+    """Tell the step that a checkpoint id means: 12 for 12, ``"12"``, ``"step-00000012"`` and ``"/path/to/step-12"``.
+
+    Raises:
+        StepNotFound: it does not end with a number.
+    """
+    if isinstance(checkpoint_id, int):
+        return checkpoint_id
+    name = os.path.basename(os.fspath(checkpoint_id).rstrip("/"))
+    found = _STEP.fullmatch(name)
+    if found is None:
+        raise StepNotFound("a checkpoint id must end with the number of the step", expected="such as step-00000012",
+                           found=repr(checkpoint_id))  # fmt: skip
+    return int(found[1])
+
+
+def latest(checkpointer: Checkpointer) -> str | None:
+    """Name the newest checkpoint in memory, such as ``"step-00000012"``; None where there is none.
+
+    Collective over the Checkpointer's comm.
+    """
+    steps = checkpointer.steps()
+    return f"step-{steps[-1]:08d}" if steps else None

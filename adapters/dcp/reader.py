@@ -1,0 +1,276 @@
+"""Slots → plan: a `StorageReader` of the memory of the nodes.
+
+Each wanted part of a tensor comes from a rank that has it: from a file of this node straight into the destination, else
+asked of another node. Which ranks saved it, and how many, makes no difference.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import io
+import logging
+import math
+import os
+import pickle
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.checkpoint.default_planner import set_element
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from mlflash import Checkpointer
+from mlflash.errors import MlflashError, StepNotFound, StructureMismatch
+from mlflash.opened import Old, Opened
+from mlflash.parcels import Parcel
+from mlflash.state import Entry, decode_plain, from_bytes
+
+from .ids import step_of
+from .leaves import BYTES_NUMBER, INDEX, Index, Key, keys_of
+
+log = logging.getLogger("mlflash")
+
+
+class MemoryReader(StorageReader):
+    """Loads from the memory of the nodes what DCP plans: what a `MemoryWriter` saved, or a Checkpointer itself.
+
+    The step comes from ``checkpoint_id`` (see `step_of`); without one it is the newest.
+
+    Not collective; what DCP does with it is, over the Checkpointer's comm, which must have the ranks of DCP's process
+    group.
+    """
+
+    def __init__(self, checkpointer: Checkpointer):
+        self._checkpointer = checkpointer
+        self._id: str | os.PathLike[str] | int | None = None
+        self._opened: Opened | None = None
+        self._catalog: _Catalog | None = None
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether an id names a step."""
+        try:
+            return step_of(checkpoint_id) >= 0
+        except MlflashError:
+            return False
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin a load."""
+        self._id = checkpoint_id
+
+    def read_metadata(self) -> Metadata:
+        """Find the checkpoint, verify every byte of it, and say what there is. Collective.
+
+        Raises:
+            StepNotFound: there is nothing, or not this step.
+            CorruptSlot: it is not what a `MemoryWriter` writes.
+        """
+        if self._opened is not None:  # a load that failed before it read
+            self._opened.close()
+        checkpoint_id, self._id = self._id, None
+        self._opened = self._checkpointer.open(None if checkpoint_id is None else step_of(checkpoint_id), told=(INDEX,))
+        if self._opened is None:
+            raise StepNotFound("there is no checkpoint in memory")
+        self._catalog = _Catalog(self._opened)
+        return self._catalog.metadata(f"step-{self._opened.found.step:08d}")
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Nothing is left to do."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Leave the plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Leave the plans as they are."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Bring what is planned to where it is wanted. Collective.
+
+        Raises:
+            StructureMismatch: on all ranks, where the planner of any refused something.
+            CorruptSlot: on all ranks, where something did not arrive whole.
+        """
+        assert self._opened is not None and self._catalog is not None, "read_metadata comes first"
+        reading = _Reading(self._catalog, plan, planner)
+        opened, self._opened, self._catalog = self._opened, None, None
+        self._checkpointer.read(opened, reading.parcels, reading.finish)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+
+class SafeLoadPlanner(DefaultLoadPlanner):
+    """DCP's planner, but what it reads as bytes can hold data only: nothing in it is run when it is loaded."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Put a value that is no tensor in its place.
+
+        Raises:
+            UnpicklingError: it holds more than data.
+        """
+        name, loaded = read_item.dest_index.fqn, torch.load(value, weights_only=True)
+        if self.flatten_state_dict:
+            set_element(self.original_state_dict, self.mappings[name], loaded)
+        else:
+            self.state_dict[name] = loaded
+
+
+class _Catalog:
+    """What a checkpoint has, and where."""
+
+    def __init__(self, opened: Opened):
+        self._opened = opened
+        self.chunks: dict[Key, list[tuple[int, int, Entry]]] = {}
+        self.bytes: dict[str, tuple[int, int, int, int]] = {}  # rank, entry, start, end
+        self.plain: dict[str, Any] = {}  # of a checkpoint that was not saved through DCP
+        self._written: dict[Key, None] = {}
+        self._planner_data: Any = None
+        for rank, old in sorted(opened.olds.items()):
+            self._add(rank, old)
+
+    def metadata(self, name: str) -> Metadata:
+        """Say it as DCP does."""
+        tensors: dict[str, TensorStorageMetadata] = {}
+        for key in self._written:
+            _, _, entry = self.chunks[key][0]
+            dtype = getattr(torch, entry.dtype) if entry.kind == "tensor" else torch.from_numpy(
+                np.empty(0, dtype=np.dtype(entry.dtype))).dtype  # fmt: skip
+            known = tensors.setdefault(key[0], TensorStorageMetadata(TensorProperties(dtype=dtype),
+                                                                     torch.Size(entry.global_shape), []))  # fmt: skip
+            known.chunks.append(ChunkStorageMetadata(torch.Size(entry.offset), torch.Size(entry.shape)))
+        for known in tensors.values():
+            known.chunks.sort(key=lambda chunk: tuple(chunk.offsets))
+        others = {name: BytesStorageMetadata() for name in (*self.bytes, *self.plain)}
+        meta = StorageMeta(checkpoint_id=name, load_id=name)
+        return Metadata({**tensors, **others}, planner_data=self._planner_data, storage_meta=meta)
+
+    def source(self, item: ReadItem) -> tuple[int, int, Entry]:
+        """The rank and entry (number first) that a tensor of a plan is read from: of this node, if there is one."""
+        offset = item.storage_index.offset
+        fqn = item.storage_index.fqn
+        key = (fqn, tuple(offset)) if offset is not None else next(key for key in self._written if key[0] == fqn)
+        return min(self.chunks[key], key=lambda place: not self._opened.is_near(place[0]))
+
+    def _add(self, rank: int, old: Old) -> None:
+        if INDEX not in old.told:
+            here = {(entry.name, entry.offset): number for number, entry in enumerate(old.entries)}
+            self.plain |= {path: decode_plain(value) for path, value in old.plain.items() if path not in self.plain}
+            self._written |= dict.fromkeys(here)
+        else:
+            index, here = Index.decode(old.told[INDEX]), keys_of(old.tree)
+            self._written |= dict.fromkeys(index.tensors)
+            self._planner_data = _unpickled(index.planner_data) or self._planner_data
+            self.bytes |= {name: (rank, BYTES_NUMBER, *place) for name, place in index.parts.items()}
+        for key, number in here.items():
+            self.chunks.setdefault(key, []).append((rank, number, old.entries[number]))
+
+
+@dataclasses.dataclass
+class _Wanted:
+    """One item of a plan: where its bytes arrive, and the live tensor, where that is somewhere else."""
+
+    item: ReadItem
+    arrived: np.ndarray | None
+    live: torch.Tensor | None
+    entry: Entry | None
+
+
+class _Reading:
+    """One rank's plan, on its way."""
+
+    def __init__(self, catalog: _Catalog, plan: LoadPlan, planner: LoadPlanner):
+        self._catalog, self._plan, self._planner = catalog, plan, planner
+        self._wanted: list[_Wanted] = []
+
+    def parcels(self) -> Iterator[Parcel]:
+        """Say what is wanted, and where."""
+        for item in self._plan.items:
+            if item.type is LoadItemType.BYTE_IO:
+                yield from self._bytes(item)
+            else:
+                yield from self._tensor(item)
+
+    def finish(self) -> None:
+        """Give the planner what has arrived."""
+        for wanted in self._wanted:
+            name = wanted.item.dest_index.fqn
+            if wanted.item.type is LoadItemType.BYTE_IO:
+                raw = _pickled(self._catalog.plain[name]) if wanted.arrived is None else wanted.arrived.tobytes()
+                self._planner.load_bytes(wanted.item, io.BytesIO(raw))
+                continue
+            assert wanted.live is not None
+            if wanted.arrived is not None and wanted.entry is not None:
+                wanted.live.copy_(from_bytes(wanted.entry, wanted.arrived.reshape(-1)))
+            self._planner.commit_tensor(wanted.item, wanted.live)
+
+    def _bytes(self, item: ReadItem) -> Iterator[Parcel]:
+        name = item.storage_index.fqn
+        if name not in self._catalog.bytes:
+            self._wanted.append(_Wanted(item, None, None, None))
+            return
+        rank, number, start, end = self._catalog.bytes[name]
+        arrived = np.empty((end - start, 1), dtype=np.uint8)
+        self._wanted.append(_Wanted(item, arrived, None, None))
+        yield Parcel(rank, number, (start,), (end - start,), arrived)
+
+    def _tensor(self, item: ReadItem) -> Iterator[Parcel]:
+        rank, number, entry = self._catalog.source(item)
+        live = self._planner.resolve_tensor(item).detach()
+        shape = tuple(item.lengths)
+        if tuple(live.shape) != shape:
+            raise StructureMismatch("the planner gave a tensor of another shape", tensor=entry.name, expected=shape,
+                                    found=tuple(live.shape))  # fmt: skip
+        if not live.numel():
+            self._wanted.append(_Wanted(item, None, live, entry))
+            return
+        target = _as_items(live) if str(live.dtype).removeprefix("torch.") == entry.dtype else None
+        if target is None:  # another device or dtype: through memory of our own
+            item_nbytes = entry.nbytes // math.prod(entry.shape)
+            part = dataclasses.replace(entry, shape=shape, nbytes=live.numel() * item_nbytes)
+            arrived = np.empty((*shape, item_nbytes), dtype=np.uint8)
+            target = arrived
+            self._wanted.append(_Wanted(item, arrived, live, part))
+        else:
+            self._wanted.append(_Wanted(item, None, live, None))
+        yield Parcel(rank, number, tuple(item.storage_offsets), shape, target)
+
+
+def _as_items(live: torch.Tensor) -> np.ndarray | None:
+    """View a tensor's memory as ``(*shape, item bytes)`` uint8; None where that cannot be."""
+    same = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+    if live.device.type != "cpu" or live.is_conj() or live.is_neg() or live.element_size() not in same:
+        return None
+    raw: np.ndarray = live.view(same[live.element_size()]).numpy()
+    return raw[..., None].view(np.uint8)
+
+
+def _unpickled(planner_data: str | None) -> Any:
+    """What a planner kept with the checkpoint; None where it is more than data, which would run when it is loaded."""
+    if planner_data is None:
+        return None
+    try:
+        return torch.load(io.BytesIO(base64.b64decode(planner_data)), weights_only=True)
+    except pickle.UnpicklingError as error:
+        log.warning("what the planner kept with the checkpoint is not loaded: %s", str(error).splitlines()[0])
+        return None
+
+
+def _pickled(value: Any) -> bytes:
+    raw = io.BytesIO()
+    torch.save(value, raw)
+    return raw.getvalue()

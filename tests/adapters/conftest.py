@@ -1,0 +1,21 @@
+"""Adapters to real frameworks, on every rank of a real mpiexec: `make adapters`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from ranks import comm, nodes, require_ranks, root
+
+__all__ = ["comm", "nodes", "root"]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    require_ranks(config)
+
+
+@pytest.fixture
+def options(root: Path) -> dict[str, object]:
+    """Settings of a Checkpointer on emulated nodes of two ranks each."""
+    return {"job": "t", "memory": str(root), "ranks_per_node": 2, "transport": "p2p", "timeout_s": 30.0,
+            "block_nbytes": 65_536, "chunk_nbytes": 65_536}  # fmt: skip
