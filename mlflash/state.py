@@ -176,13 +176,23 @@ def tensor_entry(torch: Any, tensor: Any, path: str) -> tuple[Any, Entry, tuple[
     return tensor, entry, key
 
 
+_SHARD_PLACES = 10_000
+_shard_places: dict[Any, tuple[Any, Any]] = {}  # shape of the shard and where it begins; what they depend on is the key
+
+
 def dtensor_shard(tensor: Any, path: str) -> tuple[Any, tuple[int, ...], tuple[int, ...]]:
     """The local shard of a DTensor, its shape, and where it begins in the whole."""
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    if any(placement.is_partial() for placement in tensor.placements):
+    mesh, placements = tensor.device_mesh, tensor.placements
+    if any(placement.is_partial() for placement in placements):
         raise StateError("a DTensor with a partial placement has no value yet: redistribute it", tensor=path)
-    shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    key = (tuple(tensor.shape), tuple(mesh.shape), tuple(mesh.get_coordinate() or ()), placements)
+    if key not in _shard_places:  # PyTorch takes up to a millisecond to find out
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+        if len(_shard_places) >= _SHARD_PLACES:
+            _shard_places.clear()
+        _shard_places[key] = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
+    shape, offset = _shard_places[key]
     local = tensor.to_local()
     if tuple(local.shape) != tuple(shape):
         raise StateError("the local shard of a DTensor is not where its placement says", tensor=path,
