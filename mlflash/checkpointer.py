@@ -6,6 +6,7 @@ import atexit
 import collections
 import logging
 import os
+import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable
 from types import TracebackType
@@ -20,8 +21,9 @@ from .parcels import Parcel
 from .parts import Parts, make
 from .report import report_of
 from .restores import Restores
-from .saves import Ahead, Saves
+from .saves import Begun, Saves
 from .snapshot import Snapshot
+from .stage import Ahead
 from .state import Flat
 from .survival import describe, of
 
@@ -60,6 +62,8 @@ class Checkpointer:
             names tensors and ranks. With ``share=False`` it is compared only. Nothing is sent over the group given.
             Default: the replicas that DTensors have by their placements, in the state of the first `restore` or
             `prepare`.
+        process_group: the torch.distributed group that has the ranks of ``comm``. Default: its default group. Nothing
+            is sent over it.
         settings: further fields of :class:`mlflash.config.Config`.
 
     Raises:
@@ -86,6 +90,7 @@ class Checkpointer:
         skip_stuck: int | None = None,
         domains: Any = None,
         replicated: Any = None,
+        process_group: Any = None,
         **settings: Any,
     ):
         self._config = config.from_environment(
@@ -94,7 +99,7 @@ class Checkpointer:
         )  # fmt: skip
         if comm is None:
             comm = find_comm(os.environ)
-        self._world = World(comm, self._config.ranks_per_node, self._config.timeout_s)
+        self._world = World(comm, self._config.ranks_per_node, self._config.timeout_s, process_group)
         if not self._world.threads:
             log.warning("MPI was started without MPI_THREAD_MULTIPLE: save() will wait for the commit")
         self._courier = Courier(self._world, threaded=self._world.threads)
@@ -147,27 +152,41 @@ class Checkpointer:
         self._check_open()
         self._saves.wait()
 
-    def save_again(self, step: int, state: Flat | Ahead | MlflashError) -> Snapshot:
-        """Save leaves that an adapter made, as :meth:`save` does; the newest step may be saved once more.
+    def begin(self, step: int, thread: threading.Thread) -> Begun:
+        """Say that a :meth:`save_again` comes, or not: where a thread goes on without it, it fails on all ranks.
 
-        Collective over comm, but a rank may miss a step that the others save: for them it fails when this rank comes
-        with a later one.
+        Collective over comm, in that all ranks begin the same saves in the same order; no rank waits for another.
 
         Args:
-            step: training step, not smaller than the one before.
+            step: training step, not smaller than the one before: the newest one may be saved once more.
+            thread: which calls :meth:`save_again`, or waits for another process that has it called.
+        """
+        self._check_open()
+        return self._saves.begin(step, thread)
+
+    def end_begun(self) -> None:
+        """Let those saves fail that were begun by threads which have gone on without them: this one, and dead ones.
+
+        Not collective. All that is collective does so by itself.
+        """
+        self._check_open()
+        self._saves.end_begun()
+
+    def save_again(self, state: Flat | Ahead | MlflashError, begun: Begun) -> Snapshot:
+        """Save leaves that an adapter made, as :meth:`save` does, as the step that was begun.
+
+        Collective over comm, but a rank may not come to it: for the others it fails when that rank goes on.
+
+        Args:
             state: leaves, which must not change before the snapshot has ended; or what :meth:`stage_ahead` gave; or why
                 this rank cannot save: then no rank does.
+            begun: what :meth:`begin` gave.
+
+        Raises:
+            SaveFailed: its thread had ended before.
         """
         self._check_open()
-        return self._saves.save_again(step, state)
-
-    def withdraw(self) -> None:
-        """Let the last :meth:`save_again` fail, where it has not ended: another one for the same step may begin.
-
-        Not collective.
-        """
-        self._check_open()
-        self._saves.withdraw()
+        return self._saves.save_again(state, begun)
 
     def stage_ahead(self, state: Flat) -> Ahead | None:
         """Copy leaves into a slot before their step is known, for :meth:`save_again`.

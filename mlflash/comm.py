@@ -87,10 +87,11 @@ class World:
         comm: an mpi4py communicator, or None for one process without MPI.
         ranks_per_node: emulate nodes of so many ranks; 0 for real nodes.
         timeout_s: deadline of each job, seconds.
+        torch_group: the process group of torch.distributed that has these ranks; None: its default group.
     """
 
-    def __init__(self, comm: Any, ranks_per_node: int, timeout_s: float):
-        self.timeout_s = timeout_s
+    def __init__(self, comm: Any, ranks_per_node: int, timeout_s: float, torch_group: Any = None):
+        self.timeout_s, self.torch_group = timeout_s, torch_group
         self.emulated = ranks_per_node > 0
         self.deadline = float("inf")
         self.on_late: Callable[[DeadlineExceeded], None] = lambda error: None
@@ -140,6 +141,13 @@ class World:
     @property
     def local_size(self) -> int:
         return len(self.topology.ranks_on[self.node_index])
+
+    def from_torch(self, ranks: Iterable[int]) -> tuple[int, ...]:
+        """Which of these ranks some ranks of torch.distributed are, ascending."""
+        if self.torch_group is None:
+            return tuple(sorted(ranks))
+        known = sys.modules["torch"].distributed.get_process_group_ranks(self.torch_group)
+        return tuple(sorted(known.index(rank) for rank in ranks if rank in known))
 
     def form_groups(self, colors: Sequence[int]) -> None:
         """Make a communicator for each redundancy group. Collective over the world."""
@@ -353,11 +361,20 @@ def check_torch_rank(world: World) -> None:
     torch = sys.modules.get("torch")
     if torch is None or not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return
-    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    group = world.torch_group
+    rank, size = torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
+    if world.size == 1 < size and "TORCHELASTIC_RUN_ID" in os.environ:
+        raise WorldMismatch(
+            "torchrun started this process, and its ranks are no MPI ranks: start with mpiexec -n RANKS or srun "
+            "instead, and let mlflash.adapters.distributed.init_process_group set up torch.distributed",
+            expected="ranks of mpiexec or srun",
+            found=f"rank {rank} of {size} of torchrun, and no MPI launcher",
+        )
     if (rank, size) != (world.rank, world.size):
         raise WorldMismatch(
             "torch.distributed and MPI number the ranks differently: initialise torch.distributed with the MPI "
-            "rank and size, or give Checkpointer a comm ordered like it (comm.Split(0, torch_rank))",
+            "rank and size (mlflash.adapters.distributed.init_process_group does so), give Checkpointer a comm ordered "
+            "like it (comm.Split(0, torch_rank)), or the process group that has the ranks of comm (process_group=)",
             expected=f"torch.distributed rank {world.rank} of {world.size}, as in MPI",
             found=f"torch.distributed rank {rank} of {size}",
         )

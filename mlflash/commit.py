@@ -46,13 +46,11 @@ class Save:
         segment: the mapping that was staged into.
         checks: of the pieces of shared state that other ranks of this node store.
         staged: set when the slot is filled, or the save has ended.
-        patient: where other ranks are at an older step, wait for them to give it up, instead of failing.
     """
 
-    def __init__(self, snapshot: Snapshot, attempt: Attempt, patient: bool = False):
+    def __init__(self, snapshot: Snapshot, attempt: Attempt):
         self.snapshot = snapshot
         self.attempt = attempt
-        self.patient = patient
         self.slot: Slot | None = None
         self.share: Slot | None = None
         self.unsettled: Flat | None = None
@@ -77,11 +75,8 @@ class Save:
         return [slot for slot in (self.slot, self.share) if slot is not None]
 
 
-def run(save: Save, parts: Parts) -> bool:
+def run(save: Save, parts: Parts) -> None:
     """Bring one save to its end. Collective over the world.
-
-    Returns:
-        False where it did not begin, as other ranks are at an older step: to be run again.
 
     Raises:
         SaveFailed: on all ranks; the last committed step is untouched.
@@ -89,8 +84,7 @@ def run(save: Save, parts: Parts) -> bool:
     error: MlflashError | None = None
     try:
         _settle(save, parts)
-        if not _announce(save, parts):
-            return False
+        _announce(save, parts)
         if not save.snapshot.skipped:
             _protect(save, parts)
     except MlflashError as problem:  # all ranks agreed on it, so that nothing is on its way any more
@@ -108,7 +102,6 @@ def run(save: Save, parts: Parts) -> bool:
         raise error
     if committed:
         reach("commit.seen")
-    return True
 
 
 def refuse(save: Save, error: MlflashError) -> None:
@@ -131,8 +124,7 @@ def _settle(save: Save, parts: Parts) -> None:
             replicas.version += 1  # to be asked again
 
 
-def _announce(save: Save, parts: Parts) -> bool:
-    """Agree on what is saved; False where this rank's step is for later."""
+def _announce(save: Save, parts: Parts) -> None:
     world, shelf = parts.world, parts.shelf
     extents = save.extents
     demand = parts.protection.offer(shelf, extents)
@@ -146,12 +138,8 @@ def _announce(save: Save, parts: Parts) -> bool:
     failed = world.rank if save.problem is not None else world.size
     grow = any(needs_room(slot, nbytes) for slot, nbytes in demand)
     step = save.snapshot.step
-    told = [failed, int(not grow), step, -step, int(not save.skip), -save.attempt.generation]
-    first_failed, can_wait, low, high, no_skip, newest = world.agree(told)
-    save.attempt = dataclasses.replace(save.attempt, generation=-newest)  # a rank may have missed a save
-    if low != -high and save.patient and step == -high:
-        return False
-    if first_failed < world.size and (low == -high or not save.patient):
+    first_failed, can_wait, low, high, no_skip = world.agree([failed, int(not grow), step, -step, int(not save.skip)])
+    if first_failed < world.size:
         raise world.broadcast(save.problem, first_failed)
     if low != -high:
         found = f"steps {low} to {-high}, {step} here"
@@ -160,7 +148,6 @@ def _announce(save: Save, parts: Parts) -> bool:
     reach("protect.announced")
     if not can_wait and no_skip:
         parts.make_room(demand, save.taken if save.stage is not None else [])
-    return True
 
 
 def _protect(save: Save, parts: Parts) -> None:

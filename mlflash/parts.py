@@ -103,7 +103,7 @@ class Parts:
         nbytes: collections.Counter[tuple[int, ...]] = collections.Counter()
         for leaf in flat.leaves if flat is not None else ():
             if leaf.whole is not None and leaf.tie < 0:
-                nbytes[replica_ranks(leaf.whole)] += leaf.entry.nbytes
+                nbytes[self.world.from_torch(replica_ranks(leaf.whole))] += leaf.entry.nbytes
         useful = [ranks for ranks in sorted(nbytes) if rank in ranks]
         useful = [ranks for ranks in useful if sharing.find(self.world.topology, ranks, rank, losses) is not None]
         mine = max(useful, key=lambda ranks: nbytes[ranks], default=(rank,))

@@ -61,7 +61,7 @@ def members_of(replicated: Any, world: World) -> list[int]:
         and torch.distributed.is_available()
         and isinstance(replicated, torch.distributed.ProcessGroup)
     ):
-        ranks = torch.distributed.get_process_group_ranks(replicated)
+        ranks = world.from_torch(torch.distributed.get_process_group_ranks(replicated))
     elif isinstance(replicated, Sequence) and all(isinstance(rank, int) for rank in replicated):
         ranks = replicated
     else:
@@ -176,7 +176,7 @@ class Replicas:
         if leaf.tie >= 0 or not leaf.entry.nbytes or leaf.entry.name in self._apart:
             return False
         if self._placed:
-            return leaf.whole is not None and replica_ranks(leaf.whole) == tuple(self.members)
+            return leaf.whole is not None and self._world.from_torch(replica_ranks(leaf.whole)) == tuple(self.members)
         return any(fnmatch.fnmatchcase(leaf.entry.name, pattern) for pattern in self._patterns)
 
     def confirm(self, plan: Plan | None, checks: Mapping[int, int] | None, step: int) -> SaveFailed | None:

@@ -43,6 +43,7 @@ class Restores:
 
     def restore(self, state: Any, step: int | None) -> int | None:
         """Fill a state in place; see `Checkpointer.restore`."""
+        self._saves.await_begun()
         placed = flatten_or_none(state) if "torch.distributed.tensor" in sys.modules else None
         self._courier.call(lambda: self._parts.find_replicas(placed))
         found = self._find(step, others=True)

@@ -1,13 +1,14 @@
 """The saves of this run: numbered, staged, posted to the courier, and watched until they end.
 
 Every call of `save` posts exactly one job, whatever goes wrong before: the queues of all ranks must match. A save of an
-adapter may be staged before its step is known, and a rank may miss one of them: then the next one ends it (`patient`).
+adapter may be staged before its step is known; and it is begun before it is known whether it comes (`Begun`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import logging
+import threading
 import time
 from collections.abc import Callable
 
@@ -20,49 +21,27 @@ from .courier import Courier, Job
 from .errors import DeadlineExceeded, MlflashError, SaveFailed, StateError, StepOrderError
 from .parts import Parts
 from .points import reach
-from .segment import Segment
-from .sharing import Piece
 from .slot import Slot
 from .snapshot import Snapshot
-from .stage import Plan, Stage
+from .stage import Ahead, Plan, Stage
 from .state import Flat, flatten
 
 log = logging.getLogger("mlflash")
 
 
 @dataclasses.dataclass(eq=False)
-class Ahead:
-    """A state that was staged before its step is known.
+class Begun:
+    """A save that was begun on all ranks, and that this rank posts, or fails to come to.
 
     Attributes:
-        slot, share: where it is.
-        plan: how.
-        segment, checks: as in `commit.Save`.
-        given_up: whether the slot was given to other saves.
+        step: of it.
+        thread: works for it, and is through with it when it posts it, begins something else, or ends.
+        aheads: what had been staged ahead when it was begun; nobody else comes for it any more.
     """
 
-    slot: Slot
-    share: Slot
-    plan: Plan
-    segment: Segment | None
-    checks: dict[Piece, int]
-    given_up: bool = False
-
-    def bytes_of(self, leaf: int) -> np.ndarray | None:
-        """The bytes of a leaf; None where they are shared with other ranks, and may be stored there."""
-        layout = self.plan.layout
-        entry = layout.entries[leaf]
-        if layout.is_shared(entry):
-            return None
-        return self.slot.payload(layout.extents)[entry.start : entry.start + entry.nbytes]
-
-    def write(self, leaf: int, content: bytes) -> bool:
-        """Put bytes into a leaf that was staged as blanks; False where it is too small, or the slot was given up."""
-        room = self.bytes_of(leaf)
-        if room is None or self.given_up or len(content) > room.nbytes:
-            return False
-        room[: len(content)] = np.frombuffer(content, dtype=np.uint8)
-        return True
+    step: int
+    thread: threading.Thread
+    aheads: tuple[Ahead, ...]
 
 
 class Saves:
@@ -86,16 +65,66 @@ class Saves:
         self._warned_late = False
         self._version = 0  # of what is shared
         self._aheads: list[Ahead] = []
-        self._last_again: commit.Save | None = None
+        self._begun: list[Begun] = []
+        self._begun_lock = threading.Lock()
         self.last_step: int | None = None
         self.stage = Stage(config.block_nbytes, config.timeout_s)
 
     def save(self, step: int, state: object) -> Snapshot:
         """Stage a state and post the rest; see `Checkpointer.save`."""
+        self.await_begun()
         return self._save(step, lambda save: self._fill(save, flatten(state)))
 
-    def save_again(self, step: int, flat: Flat | Ahead | MlflashError) -> Snapshot:
-        """Save a step, which may be the newest one once more; see `Checkpointer.save_again`."""
+    def begin(self, step: int, thread: threading.Thread) -> Begun:
+        """Say that a save comes; see `Checkpointer.begin`."""
+        self.end_begun()
+        begun = Begun(step, thread, tuple(self._aheads))
+        with self._begun_lock:
+            self._begun.append(begun)
+        self.last_step = step if self.last_step is None else max(step, self.last_step)
+        return begun
+
+    def end_begun(self) -> None:
+        """Post the failure of the saves whose thread is through with them: other ranks may have posted theirs.
+
+        Not collective.
+        """
+        here = threading.current_thread()
+        with self._begun_lock:
+            over = [b for b in self._begun if b.thread is here or not b.thread.is_alive()]
+            self._begun = [begun for begun in self._begun if begun not in over]
+        for begun in over:
+            for ahead in begun.aheads:
+                self.give_up(ahead)
+            try:
+                self._save(begun.step, _fail, again=True)
+            except MlflashError:
+                pass  # it says that of the step, too
+
+    def await_begun(self) -> None:
+        """Wait until this rank has posted the saves that were begun, or their failure. Not collective.
+
+        Raises:
+            DeadlineExceeded: the thread of one is still at it.
+        """
+        end = time.monotonic() + self._config.timeout_s
+        self.end_begun()
+        while self._begun:
+            if time.monotonic() > end:
+                raise DeadlineExceeded("a save of another thread was begun and has not come so far that it is posted",
+                                       rank=self._world.rank, step=self._begun[0].step)  # fmt: skip
+            time.sleep(1e-3)
+            self.end_begun()
+
+    def save_again(self, flat: Flat | Ahead | MlflashError, begun: Begun) -> Snapshot:
+        """Save what was begun, which may be the newest one once more; see `Checkpointer.save_again`."""
+        with self._begun_lock:
+            if begun not in self._begun:
+                raise SaveFailed("it was given up before it came", rank=self._world.rank, step=begun.step)
+            self._begun.remove(begun)
+        for ahead in begun.aheads:
+            if ahead is not flat:
+                self.give_up(ahead)
 
         def fill(save: commit.Save) -> None:
             if isinstance(flat, MlflashError):
@@ -109,13 +138,7 @@ class Saves:
             else:
                 self._fill(save, flat)
 
-        return self._save(step, fill, again=True)
-
-    def withdraw(self) -> None:
-        """Make sure that the last save of `save_again`, if it has not ended, never will well. Not collective."""
-        save = self._last_again
-        if save is not None and not save.snapshot.done:
-            save.problem = self._failure(save, "other ranks did not come as far, and this one has begun another save")
+        return self._save(begun.step, fill, again=True)
 
     def stage_ahead(self, flat: Flat) -> Ahead | None:
         """Stage a state whose step is not known yet; None where that needs other ranks. Not collective.
@@ -156,7 +179,7 @@ class Saves:
     def _save(self, step: int, fill: Callable[[commit.Save], None], again: bool = False) -> Snapshot:
         whole = isinstance(step, (int, np.integer)) and not isinstance(step, bool)
         snapshot = Snapshot(int(step) if whole else -1, lambda: self._courier.late)
-        save = commit.Save(snapshot, self._parts.next_attempt(), patient=again)
+        save = commit.Save(snapshot, self._parts.next_attempt())
         mistake: BaseException | None = None
         try:
             self._check_step(int(step) if whole else None, step, again)
@@ -176,9 +199,7 @@ class Saves:
             save.staged.wait(self._config.timeout_s)
             if not save.staged.is_set():  # the caller goes on and may change the state: this must not be committed
                 save.problem = self._failure(save, "no room was made in time")
-        snapshot.reported = mistake is not None
-        if again:
-            self._last_again = save
+        snapshot.reported = mistake is not None or again  # what waits for it tells all ranks
         self._pending.append(snapshot)
         snapshot.stalled()
         self._parts.counts["saves"] += 1
@@ -191,6 +212,7 @@ class Saves:
 
     def wait(self) -> None:
         """Wait until every save so far has ended or is late; see `Checkpointer.wait`."""
+        self.await_begun()
         for snapshot in self._pending:
             try:
                 snapshot.wait()
@@ -294,8 +316,7 @@ class Saves:
         try:
             if self._parts.unhealed is not None:
                 restore.heal_or_remember(self._parts, self._parts.unhealed)
-            while not commit.run(save, self._parts):
-                pass  # other ranks are still at a step that this one has missed
+            commit.run(save, self._parts)
             if not save.snapshot.skipped:
                 self._parts.unhealed = None  # a newer step has its redundancy
             self._compare_replicas(save)
@@ -332,6 +353,10 @@ class Saves:
             snapshot.reported = True
         if wrong and self._config.strict and wrong[0].error is not None:
             raise wrong[0].error
+
+
+def _fail(save: commit.Save) -> None:
+    raise SaveFailed("it failed on some rank before it came to storage", step=save.snapshot.step)
 
 
 def _has_room(plan: Plan, slot: Slot, share: Slot) -> bool:

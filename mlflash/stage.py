@@ -64,6 +64,41 @@ class Plan:
         return Extents(0, high - low, self.layout.extents.block_nbytes)
 
 
+@dataclasses.dataclass(eq=False)
+class Ahead:
+    """A state that was staged before its step is known.
+
+    Attributes:
+        slot, share: where it is.
+        plan: how.
+        segment, checks: as in `commit.Save`.
+        given_up: whether the slot was given to other saves.
+    """
+
+    slot: Slot
+    share: Slot
+    plan: Plan
+    segment: Segment | None
+    checks: dict[Piece, int]
+    given_up: bool = False
+
+    def bytes_of(self, leaf: int) -> np.ndarray | None:
+        """The bytes of a leaf; None where they are shared with other ranks, and may be stored there."""
+        layout = self.plan.layout
+        entry = layout.entries[leaf]
+        if layout.is_shared(entry):
+            return None
+        return self.slot.payload(layout.extents)[entry.start : entry.start + entry.nbytes]
+
+    def write(self, leaf: int, content: bytes) -> bool:
+        """Put bytes into a leaf that was staged as blanks; False where it is too small, or the slot was given up."""
+        room = self.bytes_of(leaf)
+        if room is None or self.given_up or len(content) > room.nbytes:
+            return False
+        room[: len(content)] = np.frombuffer(content, dtype=np.uint8)
+        return True
+
+
 class Stage:
     """Copies states of (mostly) one structure into slots.
 

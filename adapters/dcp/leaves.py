@@ -62,7 +62,7 @@ class Index:
 
     def encode(self) -> bytes:
         """As JSON."""
-        return json.dumps(dataclasses.asdict(self), separators=(",", ":")).encode()
+        return json.dumps(vars(self), separators=(",", ":")).encode()
 
     @staticmethod
     def decode(text: bytes) -> Index:
@@ -92,7 +92,7 @@ def pack(keys: Iterable[Key], parts: Mapping[str, bytes], planner_data: bytes | 
 
 def cloned(chunk: Chunk) -> Chunk:
     """With a value that nobody else has."""
-    return dataclasses.replace(chunk, value=chunk.value.clone())
+    return dataclasses.replace(chunk, value=chunk.value.to("cpu", copy=True))
 
 
 def key_of(item: WriteItem) -> Key:
@@ -123,7 +123,7 @@ def flat_of(chunks: Iterable[Chunk], index: bytes, blob: bytes) -> Flat:
     leaves = [_bytes_leaf(INDEX, index, b" "), _bytes_leaf(BYTES, blob, b"\0")]
     tree: list[Any] = [[INDEX, ["e", 0]], [BYTES, ["e", 1]]]
     memory: dict[Any, int] = {}
-    names: dict[str, int] = {}
+    names = {INDEX: 1, BYTES: 1}
     for chunk in chunks:
         name, offset = chunk.key
         count = names[name] = names.get(name, 0) + 1

@@ -10,23 +10,22 @@ from __future__ import annotations
 import copy
 import itertools
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.distributed._shard.sharded_tensor import Shard as LocalShard
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor
 
 from mlflash import Checkpointer
 from mlflash.errors import SaveFailed, StateError
-from mlflash.saves import Ahead
+from mlflash.stage import Ahead
 from mlflash.state import Flat, dtensor_shard, from_bytes
 
 from .leaves import Chunk, Key, flat_of, pack
 
 _FIRST = 2  # number of the first tensor among the leaves
-_NAMES_NBYTES = 32 << 10  # set aside for the names of what a planner makes bytes; for its own data, twice the index
+_NAMES_NBYTES = 32 << 10  # set aside for the names of what a planner makes bytes; for its data, four times the index
 
 _tokens = itertools.count(1)
 _in_child: dict[int, dict[Key, torch.Tensor]] = {}  # in a child process: what the planner sees of each state dict
@@ -40,7 +39,7 @@ class Staged:
     Args:
         checkpointer: whose slot they go to, where one can be had now; else they are cloned.
         state_dict: nested dicts and lists of tensors.
-        blob_nbytes: bytes to set aside for what planners make bytes.
+        room: bytes to set aside for the index and for what planners make bytes, at least.
 
     Attributes:
         token: number of it in this process.
@@ -50,11 +49,11 @@ class Staged:
         StateError: a tensor cannot be saved.
     """
 
-    def __init__(self, checkpointer: Checkpointer, state_dict: Mapping[str, Any], blob_nbytes: int):
+    def __init__(self, checkpointer: Checkpointer, state_dict: Mapping[str, Any], room: tuple[int, int]):
         self.token = next(_tokens)
         self._checkpointer = checkpointer
         live = chunks_of(state_dict)
-        self.ahead: Ahead | None = checkpointer.stage_ahead(room_for(live, blob_nbytes))
+        self.ahead: Ahead | None = checkpointer.stage_ahead(room_for(live, room))
         self._chunks = {
             key: Chunk(key, _kept(chunk.value, self.ahead, number), chunk.shape)
             for number, (key, chunk) in enumerate(live.items(), _FIRST)
@@ -62,7 +61,7 @@ class Staged:
         self._memory = {chunk.value.untyped_storage()._cdata for chunk in self._chunks.values()}
         if self.ahead is not None:  # the slot is free again when nobody has the state dict any more
             weakref.finalize(self, checkpointer.give_up, self.ahead).atexit = False
-        self._state_dict = _swap(state_dict, "", lambda chunk: self._chunks[chunk.key].value)
+        self._state_dict = _swap(state_dict, (chunk.value for chunk in self._chunks.values()))
 
     def state_dict(self) -> dict[str, Any]:
         """What a planner is to be given; the slot is kept for as long as somebody has it."""
@@ -111,7 +110,7 @@ class StagedDict(dict[str, Any]):
     staged: Staged
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _arrive, (self.staged.token, _swap(self, "", _meta))
+        return _arrive, (self.staged.token, _swap(self, map(_meta, _chunks(self, ""))))
 
 
 def chunks_of(state_dict: Mapping[str, Any]) -> dict[Key, Chunk]:
@@ -121,20 +120,17 @@ def chunks_of(state_dict: Mapping[str, Any]) -> dict[Key, Chunk]:
         StateError: two have the same name.
     """
     found: dict[Key, Chunk] = {}
-
-    def note(chunk: Chunk) -> torch.Tensor:
-        if found.setdefault(chunk.key, chunk) is not chunk:
-            raise StateError("two tensors of the state dict have this name", tensor=chunk.key[0])
-        return chunk.value
-
-    _swap(state_dict, "", note)
+    with torch.no_grad():  # else autograd notes each shard that is taken out of a DTensor, which takes longer
+        for chunk in _chunks(state_dict, ""):
+            if found.setdefault(chunk.key, chunk) is not chunk:
+                raise StateError("two tensors of the state dict have this name", tensor=chunk.key[0])
     return found
 
 
-def room_for(chunks: Mapping[Key, Chunk], blob_nbytes: int) -> Flat:
-    """Lay a state dict out that is not planned yet, with room for its index, and for as many bytes."""
+def room_for(chunks: Mapping[Key, Chunk], room: tuple[int, int]) -> Flat:
+    """Lay a state dict out that is not planned yet, with room for its index and for what planners make bytes."""
     index, _ = pack(chunks, {}, None)
-    return flat_of(chunks.values(), b" " * (3 * len(index) + _NAMES_NBYTES), bytes(blob_nbytes))
+    return flat_of(chunks.values(), b" " * max(5 * len(index) + _NAMES_NBYTES, room[0]), bytes(room[1]))
 
 
 def in_child(key: Key, tensor: torch.Tensor) -> int | None:
@@ -143,21 +139,14 @@ def in_child(key: Key, tensor: torch.Tensor) -> int | None:
 
 
 def _arrive(token: int, state_dict: dict[str, Any]) -> dict[str, Any]:
-    known: dict[Key, torch.Tensor] = {}
-
-    def note(chunk: Chunk) -> torch.Tensor:
-        known[chunk.key] = chunk.value
-        return chunk.value
-
-    _swap(state_dict, "", note)
     _in_child.clear()
-    _in_child[token] = known
+    _in_child[token] = {chunk.key: chunk.value for chunk in _chunks(state_dict, "")}
     return state_dict
 
 
 def _kept(live: torch.Tensor, ahead: Ahead | None, leaf: int) -> torch.Tensor:
     if ahead is None:
-        return live.clone()
+        return live.to("cpu", copy=True)
     raw = ahead.bytes_of(leaf)
     blank: torch.Tensor = torch.empty(live.shape, dtype=live.dtype, device="meta")
     return blank if raw is None else from_bytes(ahead.plan.layout.entries[leaf], raw)
@@ -176,31 +165,55 @@ def _meta(chunk: Chunk) -> torch.Tensor:
     return torch.empty_like(chunk.value, device="meta")
 
 
-def _swap(value: Any, path: str, new: Callable[[Chunk], torch.Tensor]) -> Any:
-    """Copy a state dict, with other tensors in the place of its local ones."""
+def _chunks(value: Any, path: str) -> Iterator[Chunk]:
+    """The local tensors of a state dict, in its order."""
     prefix = path + "." if path else ""
     if isinstance(value, Mapping):
-        return {key: _swap(sub, f"{prefix}{key}", new) for key, sub in value.items()}
-    if isinstance(value, list):
-        return [_swap(sub, f"{prefix}{i}", new) for i, sub in enumerate(value)]
-    if isinstance(value, DTensor):
-        local, _, offset = dtensor_shard(value.detach(), path)
-        other = new(Chunk((path, offset), local, tuple(value.shape), value))
-        return DTensor.from_local(other, value.device_mesh, value.placements, run_check=False, shape=value.shape,
-                                  stride=value.stride())  # fmt: skip
-    if isinstance(value, ShardedTensor):
+        for key, sub in value.items():
+            yield from _chunks(sub, f"{prefix}{key}")
+    elif isinstance(value, list):
+        for i, sub in enumerate(value):
+            yield from _chunks(sub, f"{prefix}{i}")
+    elif isinstance(value, DTensor):
+        local, _, offset = dtensor_shard(value, path)
+        yield Chunk((path, offset), local.detach(), tuple(value.shape), value)
+    elif isinstance(value, ShardedTensor):
         size = tuple(value.metadata().size)
-        shards = [
-            LocalShard(new(Chunk((path, tuple(s.metadata.shard_offsets)), s.tensor.detach(), size)), s.metadata)
-            for s in value.local_shards()
-        ]
-        return ShardedTensor._init_from_local_shards_and_global_metadata(
-            shards, value.metadata(), process_group=value._process_group, init_rrefs=False
-        )
+        for shard in value.local_shards():
+            yield Chunk((path, tuple(shard.metadata.shard_offsets)), shard.tensor.detach(), size)
+    elif isinstance(value, torch.Tensor):
+        yield Chunk((path, (0,) * value.ndim), value.detach(), tuple(value.shape))
+
+
+def _swap(value: Any, tensors: Iterator[torch.Tensor]) -> Any:
+    """Copy a state dict, with other tensors, in the order of `_chunks`, in the place of its local ones."""
+    if isinstance(value, Mapping):
+        return {key: _swap(sub, tensors) for key, sub in value.items()}
+    if isinstance(value, list):
+        return [_swap(sub, tensors) for sub in value]
+    if isinstance(value, DTensor):
+        # Not from_local: that would bring the tensor to the device of the mesh, and takes ten times as long.
+        return DTensor(next(tensors), value._spec, requires_grad=False)
+    if isinstance(value, ShardedTensor):
+        return _sharded_like(value, tensors)
     if isinstance(value, torch.Tensor):
-        zero = (0,) * value.ndim
-        return new(Chunk((path, zero), value.detach(), tuple(value.shape)))
+        return next(tensors)
     return _copy(value)
+
+
+def _sharded_like(value: ShardedTensor, tensors: Iterator[torch.Tensor]) -> ShardedTensor:
+    """Make a ShardedTensor of other local tensors; its constructors would want them on the same device."""
+    made = ShardedTensor.__new__(
+        ShardedTensor, value.sharding_spec(), value.size(), dtype=value.dtype, layout=value.layout,
+        pin_memory=False, requires_grad=False,
+    )  # fmt: skip
+    made._prepare_init(process_group=value._process_group, init_rrefs=False)
+    made._metadata = value.metadata()
+    for shard in value.local_shards():
+        other = copy.copy(shard)
+        other.tensor = next(tensors)
+        made._local_shards.append(other)
+    return made
 
 
 def _copy(value: Any) -> Any:

@@ -5,8 +5,8 @@
     dcp.async_save, PROCESS   the same; a child plans, with meta tensors, and asks this process for the rest
 
 Ranks do not wait for each other before `finish`, where rank 0 waits for the commit: `dcp.save` gathers and tells all
-ranks what failed before that. A rank that failed has then missed a step that the others have begun; their next save
-ends it.
+ranks what failed before that. Other ranks may have posted the save then, and this one has not: it posts a failure as
+soon as it comes to anything else (see `Checkpointer.begin`), so that the queues of all ranks match.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import os
+import threading
 import weakref
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -26,7 +27,9 @@ from torch.futures import Future
 
 from mlflash import Checkpointer
 from mlflash.errors import MlflashError, SaveFailed, StateError
-from mlflash.snapshot import Snapshot
+from mlflash.saves import Begun
+from mlflash.stage import Ahead
+from mlflash.state import Flat
 
 from .ids import step_of
 from .leaves import Chunk, Key, cloned, flat_of, key_of, pack
@@ -39,18 +42,52 @@ class _Written:
     """What one rank's plan says.
 
     Attributes:
-        step: of the checkpoint; None: the next one.
         keys: the tensors.
         parts: what is bytes, by name.
         chunks: the tensors; none where they were staged, and are as they were.
         token: of what was staged; 0: nothing.
     """
 
-    step: int | None
     keys: list[Key]
     parts: dict[str, bytes]
     chunks: list[Chunk]
     token: int = 0
+
+
+@dataclasses.dataclass
+class _Begin:
+    """Asked when a save begins, of the process that has the Checkpointer; ``thread`` of it works for the save.
+
+    Without a step it is the next one.
+    """
+
+    step: int | None
+    thread: int
+
+
+@dataclasses.dataclass
+class _Post:
+    """Asked when a rank has written; with what the planner keeps, or with why it failed."""
+
+    written: _Written
+    more: bytes | MlflashError | None = None
+    wait: bool = False
+
+
+class _Running(threading.local):
+    """What belongs to the save that this thread is in, as others may overlap it.
+
+    Attributes:
+        id: of the checkpoint.
+        is_coordinator: whether this rank is the one that ends the save.
+        written: by this rank.
+        begun: in the process of the Checkpointer: what it knows of this save.
+    """
+
+    id: str | os.PathLike[str] | int | None = None
+    is_coordinator = False
+    written: _Written | None = None
+    begun: Begun | None = None
 
 
 class MemoryWriter(StorageWriter):
@@ -69,11 +106,10 @@ class MemoryWriter(StorageWriter):
     def __init__(self, checkpointer: Checkpointer):
         self._checkpointer: Checkpointer | None = checkpointer
         self._timeout_s = checkpointer.timeout_s
-        self._id: str | os.PathLike[str] | int | None = None
-        self._is_coordinator = False
+        self._running = _Running()
+        self._sender = 0  # in a child: the thread of the parent that waits for it
         self._staged: weakref.WeakValueDictionary[int, Staged] = weakref.WeakValueDictionary()
-        self._blob_nbytes = 0
-        self._written: _Written | None = None
+        self._room = (0, 0)  # what index and blob have taken so far
         self._door: Door | None = None
 
     def prepare(self, state_dict: Mapping[str, Any]) -> None:
@@ -84,7 +120,7 @@ class MemoryWriter(StorageWriter):
         Raises:
             MemoryTooSmall: they do not fit into the node's memory.
         """
-        self._here.prepare(room_for(chunks_of(state_dict), self._blob_nbytes))
+        self._here.prepare(room_for(chunks_of(state_dict), self._room))
 
     # StorageWriter
 
@@ -100,16 +136,18 @@ class MemoryWriter(StorageWriter):
         """Begin a save."""
         if checkpoint_id is not None:
             step_of(checkpoint_id)
-        self._id = checkpoint_id
+        self._running.id = checkpoint_id
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Learn whether this rank is the one that ends the save, and let go of an earlier one that has not ended."""
-        self._is_coordinator = is_coordinator
-        self._go_on(None, None)
+        """Learn whether this rank is the one that ends the save."""
+        self._running.is_coordinator = is_coordinator
 
     def storage_meta(self) -> StorageMeta:
-        """Name the checkpoint."""
-        return StorageMeta(checkpoint_id=None if self._id is None else str(self._id))
+        """Name the checkpoint; it is what a save asks for first on all ranks, so that it begins here."""
+        name = self._running.id
+        thread = threading.get_ident() if self._checkpointer is not None else self._sender
+        self._ask(_Begin(None if name is None else step_of(name), thread))
+        return StorageMeta(checkpoint_id=None if name is None else str(name))
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Leave the plan as it is."""
@@ -121,17 +159,18 @@ class MemoryWriter(StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Copy what the plan says, where that is not done yet; rank 0 goes on in `finish`."""
-        step = None if self._id is None else step_of(self._id)
+        running = self._running
         try:
             staged = tuple(self._staged.values())
-            self._written = _collect(step, plan, planner, staged, self._checkpointer is None)
+            running.written = _collect(plan, planner, staged, self._checkpointer is None)
         except Exception as error:
-            self._go_on(_Written(step, [], {}, []), SaveFailed(f"what is saved could not be had: {error!r}"))
+            failed = SaveFailed(f"what is saved could not be had: {error!r}")
+            self._ask(_Post(_Written([], {}, []), failed))
             raise
         finally:
-            self._id = None  # the next save may come without one, and then without a call of reset
-        if not self._is_coordinator:
-            self._go_on(self._written, None)
+            running.id = None  # the next save may come without one, and then without a call of reset
+        if not running.is_coordinator:
+            self._ask(_Post(running.written))
         done: Future[list[WriteResult]] = Future()
         done.set_result([WriteResult(item.index, _nbytes(item), None) for item in plan.items])
         return done
@@ -142,11 +181,11 @@ class MemoryWriter(StorageWriter):
         Raises:
             SaveFailed, DeadlineExceeded: it was not committed.
         """
-        assert self._written is not None
+        written, self._running.written = self._running.written, None
+        assert written is not None
         raw = io.BytesIO()
         torch.save(metadata.planner_data, raw)
-        written, self._written = self._written, None
-        self._go_on(written, raw.getvalue(), wait=True)
+        self._ask(_Post(written, raw.getvalue(), wait=True))
 
     # AsyncStager
 
@@ -163,7 +202,8 @@ class MemoryWriter(StorageWriter):
         Raises:
             StateError: a tensor cannot be saved.
         """
-        staged = Staged(self._here, state_dict, self._blob_nbytes)
+        self._here.end_begun()
+        staged = Staged(self._here, state_dict, self._room)
         self._staged[staged.token] = staged
         return staged.state_dict()
 
@@ -184,57 +224,63 @@ class MemoryWriter(StorageWriter):
 
     def __getstate__(self) -> dict[str, Any]:
         if self._door is None:
-            self._door = open_door(lambda asked: self._save(*asked))
-        return {**self.__dict__, "_checkpointer": None, "_staged": {}, "_written": None}
+            self._door = open_door(self._answer)
+        left = dict.fromkeys(("_checkpointer", "_running"))
+        return {**self.__dict__, **left, "_staged": {}, "_sender": threading.get_ident()}
 
-    def _go_on(self, written: _Written | None, more: bytes | MlflashError | None, wait: bool = False) -> None:
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__ |= {**state, "_running": _Running()}
+
+    def _ask(self, question: _Begin | _Post) -> None:
         if self._checkpointer is not None:
-            self._save(written, more, wait)
+            self._answer(question)
         else:
             assert self._door is not None
-            self._door.ask((written, more, wait), 2 * self._timeout_s)
+            self._door.ask(question, 2 * self._timeout_s)
 
-    def _save(self, written: _Written | None, more: bytes | MlflashError | None, wait: bool) -> None:
-        """Post the save, and wait for its commit; without one, let the last one fail if it has not ended."""
-        if written is None:
-            self._here.withdraw()
+    def _answer(self, question: _Begin | _Post) -> None:
+        """Begin a save; or post it, and wait for its commit."""
+        if isinstance(question, _Begin):
+            step, last = question.step, self._here.last_step
+            if step is None:
+                step = 0 if last is None else last + 1
+            threads = {thread.ident: thread for thread in threading.enumerate()}
+            self._running.begun = self._here.begin(step, threads.get(question.thread, threading.Thread()))
             return
-        last = self._here.last_step
-        step = written.step if written.step is not None else 0 if last is None else last + 1
-        if isinstance(more, MlflashError):
-            snapshot = self._here.save_again(step, more)
+        begun, self._running.begun = self._running.begun, None
+        assert begun is not None, "storage_meta comes first"
+        written, staged = question.written, self._staged.get(question.written.token)
+        if isinstance(question.more, MlflashError):
+            snapshot = self._here.save_again(question.more, begun)
         else:
-            snapshot = self._post(step, written, self._staged.get(written.token), more)
-        for token, staged in tuple(self._staged.items()):
-            if token <= written.token:  # earlier ones have failed, or they had been here before
-                staged.give_up()
-        if wait:
+            snapshot = self._here.save_again(self._leaves(written, staged, question.more), begun)
+        if staged is not None:
+            staged.give_up()
+        if question.wait:
             snapshot.wait()
 
-    def _post(self, step: int, written: _Written, staged: Staged | None, planner_data: bytes | None) -> Snapshot:
+    def _leaves(self, written: _Written, staged: Staged | None, planner_data: bytes | None) -> Flat | Ahead:
         index, blob = pack(written.keys, written.parts, planner_data)
-        self._blob_nbytes = max(self._blob_nbytes, len(blob))
+        self._room = (max(self._room[0], len(index)), max(self._room[1], len(blob)))
         if staged is None:
             live = flat_of(written.chunks, index, blob)
             ahead = self._here.stage_ahead(live)
             # Clones, as this rank may be told of a failure, and train on, before room is made and they are copied.
-            return self._here.save_again(step, ahead or flat_of(map(cloned, written.chunks), index, blob))
+            return ahead or flat_of(map(cloned, written.chunks), index, blob)
         if staged.ahead is not None and staged.ahead.write(0, index) and staged.ahead.write(1, blob):
-            return self._here.save_again(step, staged.ahead)
+            return staged.ahead
         chunks = [staged.clone(key) for key in written.keys]
         staged.give_up()
-        return self._here.save_again(step, flat_of(chunks, index, blob))
+        return flat_of(chunks, index, blob)
 
 
-def _collect(
-    step: int | None, plan: SavePlan, planner: SavePlanner, staged: Collection[Staged], child: bool
-) -> _Written:
+def _collect(plan: SavePlan, planner: SavePlanner, staged: Collection[Staged], child: bool) -> _Written:
     """Look what the plan says; what is staged already is not touched.
 
     Raises:
         StateError: a tensor is not what was staged, and this is a child, which does not have it.
     """
-    written = _Written(step, [], {}, [])
+    written = _Written([], {}, [])
     found: list[tuple[Key, torch.Tensor, WriteItem]] = []
     for item in plan.items:
         data = planner.resolve_data(item)
@@ -247,8 +293,8 @@ def _collect(
         tokens = {key: in_child(key, tensor) for key, tensor, _ in found}
         changed = [name for (name, _), token in tokens.items() if token is None]
         if changed:
-            raise StateError("the planner changes tensors, which a checkpoint process does not have: use THREAD",
-                             tensor=changed[0])  # fmt: skip
+            why = "the planner changes or renames tensors, which a checkpoint process does not have: use THREAD"
+            raise StateError(why, tensor=changed[0])
         written.token = next((token for token in tokens.values() if token is not None), 0)
         return written
     for one in staged:

@@ -1,0 +1,83 @@
+"""Torch jobs of any of the ranks, and Checkpointers on them with a writer and a reader."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from mlflash.adapters.dcp import MemoryReader, MemoryWriter
+from mpi4py import MPI
+from torch_jobs import job
+
+from mlflash import Checkpointer
+
+THREAD, PROCESS = dcp.state_dict_saver.AsyncCheckpointerType.THREAD, dcp.state_dict_saver.AsyncCheckpointerType.PROCESS
+QUIET = ("ignore::UserWarning", "ignore::FutureWarning")  # of torch, which warns of how it uses itself
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            for text in QUIET:
+                item.add_marker(pytest.mark.filterwarnings(text))
+
+
+@dataclasses.dataclass
+class Dcp:
+    """A Checkpointer, its writer and reader, and a process group for what is asynchronous."""
+
+    ckpt: Checkpointer
+    writer: MemoryWriter
+    reader: MemoryReader
+    group: Any
+
+    def save(self, state: dict[str, Any], name: Any, how: str = "sync", planner: Any = None) -> Callable[[], Any]:
+        """Save; what comes back waits for the end of it."""
+        more = {} if name is None else {"checkpoint_id": name}
+        if how == "sync":
+            metadata = dcp.save(state, storage_writer=self.writer, planner=planner, **more)
+            return lambda: metadata
+        kind = {"thread": THREAD, "process": PROCESS}[how]
+        future = dcp.async_save(state, storage_writer=self.writer, planner=planner, process_group=self.group,
+                                async_checkpointer_type=kind, **more)  # fmt: skip
+        return lambda: future.result(60)
+
+    def load(self, state: dict[str, Any], name: Any = None, planner: Any = None) -> dict[str, Any]:
+        """Load into a state."""
+        more = {} if name is None else {"checkpoint_id": name}
+        dcp.load(state, storage_reader=self.reader, planner=planner, **more)
+        return state
+
+
+@pytest.fixture
+def started(options: dict[str, Any]) -> Callable[..., Any]:
+    """Start a Checkpointer, its writer and reader, in a torch job that runs."""
+
+    @contextlib.contextmanager
+    def start(comm: MPI.Comm, **more: Any) -> Iterator[Dcp]:
+        with warnings.catch_warnings(), Checkpointer(comm=comm, **options | more) as ckpt:
+            yield Dcp(ckpt, MemoryWriter(ckpt), MemoryReader(ckpt), dist.new_group(backend="gloo"))
+
+    return start
+
+
+@pytest.fixture
+def torch_job() -> Iterator[MPI.Comm]:
+    """All ranks are a torch job."""
+    with job() as comm:
+        assert comm is not None
+        yield comm
+
+
+@pytest.fixture
+def dcp_job(torch_job: MPI.Comm, started: Callable[..., Any]) -> Iterator[Dcp]:
+    """A torch job of all ranks with a Checkpointer."""
+    with started(torch_job) as running:
+        yield running

@@ -1,0 +1,173 @@
+"""A failure in any phase on any rank: raised on all ranks, the older checkpoint loads, and saving goes on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from dcp import FaultyLoad, FaultySave, Kept, spoil
+from mpi4py import MPI
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+pytestmark = [pytest.mark.mpi(min_size=4)]
+
+QUICK_S = 8.0  # far below the Checkpointer's timeout_s of 30
+
+
+def state_at(step: int) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (SIZE,))
+    whole = torch.arange(10.0 * 33).reshape(10, 33) * (step + 1)
+    return {"w": distribute_tensor(whole, mesh, [Shard(0)]), "plain": torch.full((5,), float(step)), "epoch": step,
+            "of": {"this": f"step {step}"}}  # fmt: skip
+
+
+def blank() -> dict[str, Any]:
+    return state_at(-1)
+
+
+def loads(running: Any, step: int, saved_as: int | None = None) -> None:
+    """It gives the content of a step, and none of another."""
+    state = running.load(blank(), f"step-{step}")
+    Kept.of(state_at(step if saved_as is None else saved_as)).check(state)
+
+
+def fails(work: Callable[[], Any], phase: str) -> None:
+    """Every rank hears of it, soon."""
+    start = time.monotonic()
+    with pytest.raises(CheckpointException, match=f"{phase} failed"):
+        work()
+    assert time.monotonic() - start < QUICK_S
+
+
+SAVE_FAULTS = [
+    (phase, rank)
+    for phase in ("set_up_planner", "create_local_plan", "create_global_plan", "finish_plan", "resolve_data")
+    for rank in (0, 2)
+    if phase != "create_global_plan" or rank == 0
+]
+
+
+@pytest.mark.parametrize("how", ["sync", "thread"])
+@pytest.mark.parametrize(("phase", "rank"), SAVE_FAULTS)
+def test_a_save_that_fails_anywhere_fails_everywhere_and_saving_goes_on(
+    dcp_job: Any, phase: str, rank: int, how: str
+) -> None:
+    for step in (1, 2):
+        dcp_job.save(state_at(step), f"step-{step}", how)()
+    state = state_at(3)
+    fails(lambda: dcp_job.save(state, "step-3", how, FaultySave(phase, rank == RANK))(), phase)
+    spoil(state)
+    start = time.monotonic()
+    loads(dcp_job, 2)
+    dcp_job.save(state_at(4), "step-4", how)()
+    dcp_job.save(state_at(5), "step-5", how)()
+    loads(dcp_job, 5)
+    assert time.monotonic() - start < QUICK_S
+
+
+@pytest.mark.parametrize("how", ["sync", "thread"])
+@pytest.mark.parametrize(("phase", "rank"), SAVE_FAULTS)
+def test_a_failed_save_can_be_tried_again_at_once(dcp_job: Any, phase: str, rank: int, how: str) -> None:
+    for step in (1, 2):
+        dcp_job.save(state_at(step), f"step-{step}", how)()
+    for _ in range(2):
+        fails(lambda: dcp_job.save(state_at(30), "step-3", how, FaultySave(phase, rank == RANK))(), phase)
+    start = time.monotonic()
+    dcp_job.save(state_at(3), "step-3", how)()
+    loads(dcp_job, 3)
+    dcp_job.save(state_at(4), "step-4", how)()
+    loads(dcp_job, 4)
+    assert time.monotonic() - start < QUICK_S
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("phase", ["set_up_planner", "finish_plan", "resolve_data"])
+def test_a_save_that_fails_in_checkpoint_processes_can_be_tried_again(dcp_job: Any, phase: str, rank: int) -> None:
+    for step in (1, 2):
+        dcp_job.save(state_at(step), f"step-{step}", "process")()
+    for how in ("process", "thread", "sync"):
+        fails(dcp_job.save(state_at(30), "step-3", "process", FaultySave(phase, rank == RANK)), phase)
+        start = time.monotonic()
+        dcp_job.save(state_at(3), "step-3", how)()
+        loads(dcp_job, 3)
+        assert time.monotonic() - start < QUICK_S
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("rank", [0, 2])
+def test_after_a_failed_save_the_checkpointer_does_all_it_can(
+    started: Callable[..., Any], torch_job: MPI.Comm, rank: int, strict: bool
+) -> None:
+    """Ranks that have posted the save and ranks that have not go on together, whatever comes next."""
+    verbs: list[Callable[[Any], Any]] = [
+        lambda running: running.ckpt.steps(),
+        lambda running: running.ckpt.prepare(state_at(0)),
+        lambda running: running.ckpt.load(),
+        lambda running: running.ckpt.wait(),
+        lambda running: running.writer.prepare(state_at(0)),
+        lambda running: running.ckpt.save(running.ckpt.last_step + 1, state_at(0)).wait(),
+    ]
+    start = time.monotonic()
+    with started(torch_job, strict=strict) as running:
+        for verb in verbs:
+            for how in ("sync", "thread"):
+                step = (running.ckpt.last_step or 0) + 1
+                running.save(state_at(step), step, how)()
+                fault = FaultySave("finish_plan", rank == RANK)
+                fails(running.save(state_at(30), step + 1, "thread", fault), "finish_plan")
+                verb(running)
+                assert step in running.ckpt.steps() and step + 1 not in running.ckpt.steps()
+        fails(lambda: running.save(state_at(30), step + 3, "sync", fault), "finish_plan")  # and it can be closed
+    assert time.monotonic() - start < 3 * QUICK_S
+
+
+def test_a_first_save_that_fails_leaves_nothing(dcp_job: Any) -> None:
+    for how in ("sync", "thread"):
+        for rank in (0, 2):
+            fault = FaultySave("finish_plan", rank == RANK)
+            with pytest.raises(CheckpointException, match="finish_plan failed"):
+                dcp_job.save(state_at(30), "step-3", how, fault)()
+    with pytest.raises(CheckpointException, match="no checkpoint in memory"):
+        dcp_job.load(blank())
+    dcp_job.save(state_at(3), "step-3")()
+    loads(dcp_job, 3)
+
+
+LOAD_FAULTS = [
+    (phase, rank)
+    for phase in ("set_up_planner", "create_local_plan", "create_global_plan", "resolve_tensor", "commit_tensor",
+                  "load_bytes")
+    for rank in (0, 2)
+    if phase != "create_global_plan" or rank == 0
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("phase", "rank"), LOAD_FAULTS)
+def test_a_load_that_fails_anywhere_fails_everywhere_and_can_be_tried_again(
+    dcp_job: Any, phase: str, rank: int
+) -> None:
+    dcp_job.save(state_at(1), "step-1")()
+    fails(lambda: dcp_job.load(blank(), "step-1", FaultyLoad(phase, rank == RANK)), phase)
+    start = time.monotonic()
+    loads(dcp_job, 1)
+    dcp_job.save(state_at(2), "step-2")()
+    loads(dcp_job, 2)
+    assert time.monotonic() - start < QUICK_S
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_load_whose_plan_fails_at_the_end_on_one_rank_is_raised_on_all_of_them(
+    started: Callable[..., Any], torch_job: MPI.Comm, rank: int
+) -> None:
+    with started(torch_job) as running:
+        running.save(state_at(1), "step-1")()
+    with pytest.raises(CheckpointException), started(torch_job, timeout_s=2.0) as running:
+        running.load(blank(), "step-1", FaultyLoad("finish_plan", rank == RANK))
+    with started(torch_job) as running:
+        loads(running, 1)

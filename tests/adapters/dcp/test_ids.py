@@ -1,0 +1,97 @@
+"""Checkpoint ids: overwriting, refusing older steps, finding the newest; and saves that overlap."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from dcp import Kept, spoil
+from mlflash.adapters.dcp import latest
+from mpi4py import MPI
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+pytestmark = [pytest.mark.mpi(min_size=4)]
+
+
+def state_at(step: int) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (SIZE,))
+    whole = torch.arange(50.0 * 33).reshape(50, 33) * (step + 1)
+    return {"w": distribute_tensor(whole, mesh, [Shard(0)]), "plain": torch.full((5,), float(step)), "epoch": step}
+
+
+def loads(running: Any, value: int, name: Any = None) -> None:
+    Kept.of(state_at(value)).check(running.load(state_at(-1), name))
+
+
+@pytest.mark.parametrize("how", ["sync", "thread", "process"])
+def test_the_newest_id_can_be_saved_again(dcp_job: Any, how: str) -> None:
+    for value in (1, 2, 3):
+        dcp_job.save(state_at(value), "run/step-7", how)()
+        loads(dcp_job, value, "other/step-0007")
+    assert dcp_job.ckpt.steps() == [7]
+
+
+@pytest.mark.parametrize("how", ["sync", "thread"])
+def test_an_older_id_is_refused_and_changes_nothing(dcp_job: Any, how: str) -> None:
+    for step in (5, 6):
+        dcp_job.save(state_at(step), step)()
+    for _ in range(2):
+        with pytest.raises(CheckpointException, match="steps must grow"):
+            dcp_job.save(state_at(50), 5, how)()
+    loads(dcp_job, 6)
+    dcp_job.save(state_at(7), 7, how)()
+    loads(dcp_job, 7)
+    with pytest.raises(CheckpointException, match="step 3"):
+        loads(dcp_job, 3, "step-3")
+    loads(dcp_job, 7)
+
+
+def test_the_newest_checkpoint_is_found_and_is_what_a_load_without_an_id_gives(dcp_job: Any) -> None:
+    assert latest(dcp_job.ckpt) is None
+    with pytest.raises(CheckpointException, match="no checkpoint in memory"):
+        dcp_job.load(state_at(-1))
+    for step in (3, 12):
+        dcp_job.save(state_at(step), f"step-{step}")()
+        assert latest(dcp_job.ckpt) == f"step-{step:08d}"
+        loads(dcp_job, step)
+    dcp_job.save(state_at(13), None)()
+    assert latest(dcp_job.ckpt) == "step-00000013"
+    loads(dcp_job, 13)
+    with pytest.raises(CheckpointException, match="step 99"):
+        dcp_job.load(state_at(-1), "step-99")
+
+
+def test_an_id_without_a_number_is_refused_before_anything_begins(dcp_job: Any) -> None:
+    with pytest.raises((ValueError, LookupError, RuntimeError), match="end with the number"):
+        dcp_job.save(state_at(1), "newest")
+    dcp_job.save(state_at(1), "step-1")()
+    loads(dcp_job, 1)
+
+
+def test_overlapping_saves_are_each_whole_or_not_there(dcp_job: Any) -> None:
+    """With a process group each, as torch mixes up the messages of two saves in one."""
+    dcp_job.save(state_at(1), 1)()
+    groups = [dist.new_group(backend="gloo") for _ in range(2)]
+    futures = []
+    for step, group in zip((2, 3), groups, strict=True):
+        state = state_at(step)
+        futures.append(dcp.async_save(state, checkpoint_id=step, storage_writer=dcp_job.writer, process_group=group))
+        spoil(state)
+    ends = []
+    for future in futures:
+        try:
+            future.result(60)
+            ends.append(True)
+        except CheckpointException:
+            ends.append(False)
+    assert len(set(map(tuple, MPI.COMM_WORLD.allgather(ends)))) == 1, "the ranks do not agree"
+    newest = max([1] + [step for step, good in zip((2, 3), ends, strict=True) if good])
+    loads(dcp_job, newest)
+    dcp_job.save(state_at(4), 4, "thread")()
+    loads(dcp_job, 4)

@@ -1,0 +1,76 @@
+"""Nodes that lose their memory, and replicas that share what they hold, under DCP's own saves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from dcp import Kept, spoil
+from emulated import Nodes
+from mpi4py import MPI
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch_jobs import job
+
+SIZE = MPI.COMM_WORLD.size
+pytestmark = [pytest.mark.mpi(min_size=4)]
+
+
+def state_of(seed: int, mesh: Any, *placements: Any) -> dict[str, Any]:
+    whole = torch.arange(64.0 * 129).reshape(64, 129) * (seed + 0.1)
+    tensors = {"w": whole, "b": whole[0] + 1, "half": (whole[:3] * 2).bfloat16()}
+    cut = {name: distribute_tensor(tensor, mesh, placements, src_data_rank=None) for name, tensor in tensors.items()}
+    return {"cut": cut, "step": torch.tensor(float(seed)), "epoch": seed}
+
+
+@pytest.mark.parametrize("how", ["sync", "thread", "process"])
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_lost_node_costs_nothing_on_as_many_ranks_or_fewer(
+    started: Callable[..., Any], nodes: Nodes, lost: int, how: str
+) -> None:
+    with job() as comm, started(comm) as running:
+        mesh = init_device_mesh("cpu", (SIZE,))
+        for step in (1, 2):
+            state = state_of(step, mesh, Shard(0))
+            done = running.save(state, step, how)
+            spoil(state)
+            done()
+    nodes.keep()
+    for size in (4, 2):
+        nodes.bring_back(but=[lost])
+        with job(size) as comm:
+            if comm is None:
+                continue
+            with started(comm, ranks_per_node=size // 2) as running:
+                mesh = init_device_mesh("cpu", (size,))
+                Kept.of(state_of(2, mesh, Shard(0))).check(running.load(state_of(70, mesh, Shard(0))))
+                running.save(state_of(3, mesh, Shard(0)), 3, "thread")()
+                Kept.of(state_of(3, mesh, Replicate())).check(running.load(state_of(70, mesh, Replicate()), 3))
+
+
+@pytest.mark.parametrize("lost", [None, 0, 1])
+def test_replicas_on_other_nodes_share_what_they_hold(
+    started: Callable[..., Any], nodes: Nodes, lost: int | None
+) -> None:
+    with job() as comm, started(comm) as running:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        state = state_of(0, mesh, Replicate(), Shard(0))
+        running.writer.prepare(state)
+        for step in (1, 2, 3):
+            state = state_of(step, mesh, Replicate(), Shard(0))
+            done = running.save(state, step, "thread")
+            spoil(state)
+            done()
+            blank = state_of(70, mesh, Replicate(), Shard(0))
+            Kept.of(state_of(step, mesh, Replicate(), Shard(0))).check(running.load(blank, step))
+        report = running.ckpt.report()
+        assert report["shared with"], "nothing is shared"
+        assert report["counts"].get("tensors diverged", 0) == 0
+    if lost is not None:
+        nodes.lose(lost)
+    with job() as comm, started(comm) as running:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        blank = state_of(70, mesh, Shard(0), Replicate())
+        Kept.of(state_of(3, mesh, Shard(0), Replicate())).check(running.load(blank))

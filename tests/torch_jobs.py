@@ -1,0 +1,28 @@
+"""Jobs of the first ranks of one launch, each with torch.distributed of its own."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch.distributed as dist
+from mlflash.adapters.distributed import init_process_group
+from mpi4py import MPI
+
+COMM = MPI.COMM_WORLD
+
+
+@contextlib.contextmanager
+def job(size: int = COMM.size) -> Iterator[MPI.Comm | None]:
+    """Give a communicator of the first so many ranks, the default process group made of it; None on the others."""
+    comm = COMM.Split(0 if size > COMM.rank else MPI.UNDEFINED, COMM.rank)
+    if comm == MPI.COMM_NULL:
+        yield None
+    else:
+        init_process_group(comm, host="127.0.0.1")
+        try:
+            yield comm
+        finally:
+            dist.destroy_process_group()
+            comm.Free()
+    COMM.Barrier()
