@@ -42,11 +42,11 @@ def init_process_group(
         MpiUnavailable: torchrun started this process: its ranks are no MPI ranks.
     """
     comm = find_comm(os.environ) if comm is None else comm
-    if (comm is None or comm.size == 1) and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if (comm is None or comm.size == 1) and "TORCHELASTIC_RUN_ID" in os.environ:
         raise MpiUnavailable(
             "torchrun started this process, and its ranks are no MPI ranks: start with mpiexec -n RANKS or srun "
             "instead; init_process_group then gives torch.distributed the ranks of MPI",
-            expected="ranks of mpiexec or srun", found=f"WORLD_SIZE={os.environ['WORLD_SIZE']} and no MPI launcher",
+            expected="ranks of mpiexec or srun", found="torchrun (TORCHELASTIC_RUN_ID) and no MPI launcher",
         )  # fmt: skip
     rank, size = (0, 1) if comm is None else (comm.rank, comm.size)
     local_rank, local_size = _on_this_node(comm)
@@ -54,7 +54,7 @@ def init_process_group(
     if rank == 0:
         host = host or socket.gethostname()
         store = dist.TCPStore(host, 0, None, True, timeout, wait_for_workers=False)
-    address = (host, store.port) if rank == 0 else None
+    address: tuple[Any, int] = (host, store.port if rank == 0 else 0)
     host, port = address if comm is None else comm.bcast(address)  # the port is taken already: no race for it
     if rank > 0:
         store = dist.TCPStore(host, port, None, False, timeout)

@@ -1,0 +1,37 @@
+"""Local, sharded and full state of FSDP models, in the calls that SageMaker's SMP library has.
+
+    states        state dicts of model and optimizer: local, sharded, full
+    ids           checkpoint ids → what is saved, and the step
+    groups        the ranks of a process group: their own Checkpointer and gloo group
+    checkpoints   async_save, maybe_finalize_async_calls, load
+
+Example:
+    checkpoints = fsdp.Checkpoints("/scratch/run1", redundancy="copy")
+    init_optim_state(optimizer)
+    state = local_state_dict(model, optimizer)
+    if checkpoints.load(state, f"tp0_ep0_fsdp{shard}", process_group=replicas) is not None:
+        load_local_state_dict(model, optimizer, state)
+    ...
+    checkpoints.async_save(local_state_dict(model, optimizer), f"step-{step}/tp0_ep0_fsdp{shard}", replicas)
+    checkpoints.maybe_finalize_async_calls()
+"""
+
+from .checkpoints import Checkpoints
+from .states import (
+    full_state_dict,
+    init_optim_state,
+    load_local_state_dict,
+    load_sharded_state_dict,
+    local_state_dict,
+    sharded_state_dict,
+)
+
+__all__ = [
+    "Checkpoints",
+    "full_state_dict",
+    "init_optim_state",
+    "load_local_state_dict",
+    "load_sharded_state_dict",
+    "local_state_dict",
+    "sharded_state_dict",
+]

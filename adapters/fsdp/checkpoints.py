@@ -1,0 +1,225 @@
+"""Save and load by checkpoint id and process group."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import logging
+import os
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_saver import _save_state_dict, _stateful_to_state_dict
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
+
+from mlflash import config
+from mlflash.errors import MlflashError, SaveFailed, StepNotFound, StructureMismatch
+
+from . import ids
+from .groups import Group, Member
+from .states import DEGREE
+
+log = logging.getLogger("mlflash")
+
+
+class Checkpoints:
+    """Saves and loads state dicts in the memory of the nodes, or at URLs.
+
+    Each id without its step (see `ids`) is a checkpoint of its own, with two slots on each of its ranks: several groups
+    of ranks may save at the same time under different ids, and each group alone agrees on its commits. An id that is
+    saved once more, or one without a step, is replaced when the new content is committed.
+
+    Needs torch.distributed with the ranks of MPI (see `mlflash.adapters.distributed`).
+
+    Args:
+        directory, settings: as those of a Checkpointer.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str] | None = None, **settings: Any):
+        self._job = config.from_environment(os.environ, directory, job=settings.pop("job", None)).job
+        self._settings = {**settings, "directory": directory}
+        self._groups: dict[tuple[int, ...], Group] = {}
+        self._members: dict[tuple[str, tuple[int, ...]], Member] = {}
+        self._calls: list[tuple[Group, concurrent.futures.Future[Metadata]]] = []
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, "mlflash-fsdp")
+
+    def async_save(
+        self,
+        state_dict: Mapping[str, Any],
+        checkpoint_id: str | os.PathLike[str],
+        process_group: Any = None,
+        coordinator_rank: int | None = None,
+    ) -> concurrent.futures.Future[Metadata]:
+        """Stage a state dict and save it in the background.
+
+        Collective over the process group. ``state_dict`` may be changed when this returns.
+
+        Args:
+            state_dict: nested dicts of tensors and values; local, sharded or full.
+            checkpoint_id: a path, see `ids`; or a URL that fsspec knows.
+            process_group: the ranks that save it; None is the default group.
+            coordinator_rank: the rank of the world that plans; None is the lowest of the group.
+
+        Returns:
+            A future that ends when the checkpoint is committed, with its Metadata; `maybe_finalize_async_calls` raises
+            what it raises.
+        """
+        group = self._group(process_group)
+        coordinator = group.coordinator(coordinator_rank)
+        state_dict = _stateful_to_state_dict(dict(state_dict))
+        writer: StorageWriter
+        step: int | None = None
+        if ids.is_url(checkpoint_id):
+            writer = FsspecWriter(os.fspath(checkpoint_id), overwrite=True)
+            staged = DefaultStager(StagingOptions(False, False, False, False)).stage(state_dict)
+        else:
+            name, step = ids.parse(checkpoint_id)
+            writer = self._member(name, group).writer
+            staged = writer.stage(state_dict)
+        done = self._thread.submit(_save, staged, writer, step, group.planning, coordinator)
+        self._calls.append((group, done))
+        return done
+
+    def maybe_finalize_async_calls(self, blocking: bool = True, process_group: Any = None) -> None:
+        """Forget the saves that have ended, and raise what went wrong in them.
+
+        Collective over the process group.
+
+        Args:
+            blocking: wait for all; else only those count that have ended on all ranks of the group.
+            process_group: whose saves; None is the default group.
+
+        Raises:
+            SaveFailed: one failed; the checkpoint before it is untouched.
+        """
+        group = self._group(process_group)
+        mine = [done for owner, done in self._calls if owner is group]
+        if not blocking and mine:
+            ended = torch.tensor([int(done.done()) for done in mine])
+            dist.all_reduce(ended, dist.ReduceOp.MIN, group=group.status)
+            mine = [done for done, all_ended in zip(mine, ended.tolist(), strict=True) if all_ended]
+        self._calls = [call for call in self._calls if not any(call[1] is done for done in mine)]
+        errors = [error for done in mine if (error := done.exception()) is not None]
+        if errors:
+            raise SaveFailed(f"a checkpoint was not saved: {errors[0]}") from errors[0]
+
+    def load(
+        self,
+        state_dict: dict[str, Any],
+        checkpoint_id: str | os.PathLike[str],
+        process_group: Any = None,
+        coordinator_rank: int | None = None,
+    ) -> int | None:
+        """Fill a state dict in place.
+
+        Collective over the process group. A local state dict goes back to the same number of shards, with any number of
+        replicas; a sharded one to any number of ranks.
+
+        Args:
+            state_dict: as it was given to `async_save`.
+            checkpoint_id: without a step, the newest.
+            process_group: the ranks that load it; None is the default group.
+            coordinator_rank: as in `async_save`.
+
+        Returns:
+            The step; None where memory holds nothing of this name. 0 for a URL.
+
+        Raises:
+            StructureMismatch: it is sharded over another number of ranks, or does not look like the saved one.
+            StepNotFound: there is no such step.
+        """
+        group = self._group(process_group)
+        group.coordinator(coordinator_rank)
+        if ids.is_url(checkpoint_id):
+            _load(state_dict, FsspecReader(os.fspath(checkpoint_id)), group.status)
+            return 0
+        name, step = ids.parse(checkpoint_id)
+        member = self._member(name, group)
+        steps = member.checkpointer.steps()
+        if not steps:
+            return None
+        step = steps[-1] if step is None else step
+        if step not in steps:
+            raise StepNotFound("memory does not hold this step of it", step=step, found=f"steps in memory: {steps}")
+        member.reader.reset(f"step-{step}")
+        _load(state_dict, member.reader, group.status)
+        return step
+
+    def close(self) -> None:
+        """Wait for all saves and free everything but the checkpoints. Collective over all groups that were used."""
+        self._thread.shutdown()
+        for key in sorted(self._members):
+            self._members[key].close()
+        self._members.clear()
+        self._groups.clear()
+
+    def __enter__(self) -> Checkpoints:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close; where an exception is on its way, without waiting for other ranks."""
+        if kind is None:
+            self.close()
+            return
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        for member in self._members.values():
+            member.checkpointer.__exit__(kind, error, trace)
+
+    def _group(self, process_group: Any) -> Group:
+        ranks = tuple(dist.get_process_group_ranks(process_group or dist.group.WORLD))
+        if ranks not in self._groups:
+            self._groups[ranks] = Group.of(process_group)
+        return self._groups[ranks]
+
+    def _member(self, name: str, group: Group) -> Member:
+        key = (name, group.ranks)
+        if key not in self._members:
+            self._members[key] = Member(group, ids.job_of(self._job, name), self._settings)
+        return self._members[key]
+
+
+class _LoadPlanner(DefaultLoadPlanner):
+    """DCP's planner, which says first whether a local state dict is sharded over as many ranks as the saved one."""
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        assert metadata is not None
+        saved, given = _degree(metadata.state_dict_metadata), _degree(state_dict)
+        if saved != given:
+            raise StructureMismatch(
+                "a local state dict goes back to the same number of shards; a sharded one (sharded_state_dict) to any",
+                expected=saved or "no local state dict",
+                found=given or "no local state dict",
+            )
+        super().set_up_planner(state_dict, metadata, is_coordinator)
+
+
+def _degree(state_dict: Mapping[str, Any]) -> str:
+    return next((key for key in state_dict if str(key).startswith(DEGREE)), "")
+
+
+def _save(state_dict: Any, writer: StorageWriter, step: int | None, group: Any, coordinator: int) -> Metadata:
+    if step is not None:
+        writer.reset(f"step-{step}")
+    try:
+        return _save_state_dict(state_dict, writer, process_group=group, coordinator_rank=coordinator)
+    except dcp.api.CheckpointException as error:  # a BaseException, which would end the thread
+        raise SaveFailed(str(error)) from error
+
+
+def _load(state_dict: dict[str, Any], reader: StorageReader, group: Any) -> None:
+    try:
+        dcp.load(state_dict, storage_reader=reader, planner=_LoadPlanner(), process_group=group)
+    except dcp.api.CheckpointException as error:
+        ours = [failure for failure, _ in error.failures.values() if isinstance(failure, MlflashError)]
+        raise (ours[0] if ours else StructureMismatch(str(error))) from error

@@ -1,0 +1,376 @@
+"""Local, sharded and full state of FSDP models: saved by groups of ranks, restored to the bit, refused by name."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+import torch.distributed as dist
+from mlflash.adapters import fsdp
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
+from torch.distributed.fsdp import ShardingStrategy, fully_shard
+from torch.distributed.tensor.debug import CommDebugMode
+from torch_jobs import COMM, job
+
+from mlflash import errors
+
+RANK, SIZE = COMM.rank, COMM.size
+
+pytestmark = [
+    pytest.mark.mpi(min_size=4),
+    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning"),  # torch's
+]
+
+
+@dataclasses.dataclass
+class Run:
+    """A small model in training, sharded over some ranks and replicated over others."""
+
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    replicas: Any
+    shard: int
+    steps: int = 0
+
+    def train(self, steps: int) -> list[float]:
+        """Train on the same batches on all ranks; returns the losses."""
+        losses = []
+        for _ in range(steps):
+            numbers = torch.Generator().manual_seed(self.steps)
+            batch = torch.randn(6, 10, generator=numbers)
+            loss = self.model(batch).square().mean()
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.steps += 1
+            losses.append(loss.item())
+        return losses
+
+
+class Net(torch.nn.Module):
+    """Two layers of sizes that do not divide, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = torch.nn.Linear(10, 13), torch.nn.Linear(13, 3)
+        self.register_buffer("calls", torch.zeros(2))
+        self.register_buffer("scratch", torch.zeros(1), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.calls += 1
+        return self.last(torch.tanh(self.first(x)))
+
+
+def fsdp2(replicas: int, shards: int, seed: int = 0) -> Run:
+    torch.manual_seed(seed)
+    model = Net()
+    mesh = init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replica", "shard"))
+    for layer in (model.first, model.last, model):
+        fully_shard(layer, mesh=mesh)
+    return _run(model, mesh)
+
+
+def fsdp1(replicas: int, shards: int, seed: int = 0, original: bool = True) -> Run:
+    torch.manual_seed(seed)
+    mesh = init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replica", "shard"))
+    model = Net()
+    options: dict[str, Any] = {"device_id": torch.device("cpu"), "use_orig_params": original}
+    if replicas > 1:
+        options |= {"device_mesh": mesh, "sharding_strategy": ShardingStrategy.HYBRID_SHARD}
+    else:
+        options |= {"process_group": mesh["shard"].get_group()}
+    model.first = FSDP1(model.first, **options)
+    return _run(FSDP1(model, **options), mesh)
+
+
+def _run(model: torch.nn.Module, mesh: DeviceMesh) -> Run:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    return Run(model, optimizer, mesh["replica"].get_group(), mesh["shard"].get_local_rank())
+
+
+def settings(root: Path, **more: Any) -> dict[str, Any]:
+    return {"job": "smp", "memory": str(root), "ranks_per_node": 1, "timeout_s": 30.0} | more
+
+
+def saved_local(root: Path, make: Any, replicas: int, shards: int, steps: int = 3) -> list[float]:
+    """Train, save the local state at a step under an id for each shard; returns the losses after it."""
+    with job(), fsdp.Checkpoints(**settings(root)) as checkpoints:
+        run = make(replicas, shards)
+        run.train(steps)
+        state = fsdp.local_state_dict(run.model, run.optimizer)
+        checkpoints.async_save(state, f"run/step-{steps}/tp0_ep0_fsdp{run.shard}", run.replicas)
+        losses = run.train(3)  # changes what was staged, if that were not a copy
+        checkpoints.maybe_finalize_async_calls(process_group=run.replicas)
+        return losses
+
+
+def loaded_local(root: Path, make: Any, replicas: int, shards: int, steps: int = 3) -> list[float] | None:
+    with job(replicas * shards) as comm:
+        if comm is None:
+            return None
+        with fsdp.Checkpoints(**settings(root)) as checkpoints:
+            run = make(replicas, shards, seed=1)
+            fsdp.init_optim_state(run.optimizer)
+            state = fsdp.local_state_dict(run.model, run.optimizer)
+            found = checkpoints.load(state, f"run/tp0_ep0_fsdp{run.shard}", run.replicas)
+            assert found == steps
+            fsdp.load_local_state_dict(run.model, run.optimizer, state)
+            run.steps = steps
+            return run.train(3)
+
+
+@pytest.mark.parametrize("make", [fsdp2, fsdp1])
+@pytest.mark.parametrize("replicas", [2, 1])
+def test_local_state_goes_back_to_any_number_of_replicas(root: Path, make: Any, replicas: int) -> None:
+    expected = saved_local(root, make, 2, 2)
+    found = loaded_local(root, make, replicas, 2)
+    assert found is None or found == pytest.approx(expected, rel=1e-6)
+
+
+def test_local_state_of_one_replica_goes_to_two(root: Path) -> None:
+    with job(2) as comm:
+        losses = None
+        if comm is not None:
+            with fsdp.Checkpoints(**settings(root)) as checkpoints:
+                run = fsdp2(1, 2)
+                run.train(3)
+                checkpoints.async_save(fsdp.local_state_dict(run.model, run.optimizer),
+                                       f"run/step-3/tp0_ep0_fsdp{run.shard}", run.replicas).result(30)  # fmt: skip
+                checkpoints.maybe_finalize_async_calls(process_group=run.replicas)
+                losses = run.train(3)
+    assert loaded_local(root, fsdp2, 2, 2) == pytest.approx(COMM.bcast(losses), rel=1e-6)
+
+
+def test_flat_parameters_alone_go_back_too(root: Path) -> None:
+    def make(replicas: int, shards: int, seed: int = 0) -> Run:
+        return fsdp1(replicas, shards, seed, original=False)
+
+    expected = saved_local(root, make, 2, 2)
+    assert loaded_local(root, make, 2, 2) == expected
+
+
+def test_another_number_of_shards_is_refused_and_both_are_named(root: Path) -> None:
+    saved_local(root, fsdp2, 2, 2)
+    with job(), fsdp.Checkpoints(**settings(root)) as checkpoints:
+        run = fsdp2(1, 4, seed=1)
+        fsdp.init_optim_state(run.optimizer)
+        before = [param.to_local().clone() for param in run.model.parameters()]
+        state = fsdp.local_state_dict(run.model, run.optimizer)
+        group = dist.new_group([rank for rank in range(4) if rank % 2 == RANK % 2], use_local_synchronization=True)
+        with pytest.raises(errors.StructureMismatch, match=r"expected: sharded over 2(.|\n)*found: .*sharded over 4"):
+            checkpoints.load(state, f"run/tp0_ep0_fsdp{RANK % 2}", group)
+        assert all(torch.equal(p.to_local(), old) for p, old in zip(run.model.parameters(), before, strict=True))
+
+
+@pytest.mark.parametrize("make", [fsdp2, fsdp1])
+def test_a_local_state_dict_sends_nothing(make: Any) -> None:
+    with job():
+        run = make(2, 2)
+        run.train(1)
+        with CommDebugMode() as counted:
+            state = fsdp.local_state_dict(run.model, run.optimizer)
+            fsdp.load_local_state_dict(run.model, run.optimizer, state)
+        assert counted.get_total_counts() == 0
+        with CommDebugMode() as counted:
+            run.train(1)
+        assert counted.get_total_counts() > 0, "the counter counts nothing"
+        assert set(state) == {"model", "optimizer", "sharded over 2"} and "calls" in state["model"]
+        assert "scratch" not in state["model"]
+
+
+@pytest.mark.parametrize("make", [fsdp2, fsdp1])
+def test_sharded_state_goes_to_another_number_of_ranks(root: Path, make: Any) -> None:
+    with job(), fsdp.Checkpoints(**settings(root)) as checkpoints:
+        run = make(1, 4)
+        run.train(3)
+        checkpoints.async_save(fsdp.sharded_state_dict(run.model, run.optimizer), "run/step-3/sharded")
+        checkpoints.maybe_finalize_async_calls()
+        full = copy.deepcopy(fsdp.full_state_dict(run.model, run.optimizer))  # on the CPU buffers are the live ones
+        expected = run.train(3)
+    with job(2) as comm:
+        if comm is not None:
+            with fsdp.Checkpoints(**settings(root)) as checkpoints:
+                run = make(1, 2, seed=1)
+                state = fsdp.sharded_state_dict(run.model, run.optimizer)
+                assert checkpoints.load(state, "run/sharded") == 3
+                fsdp.load_sharded_state_dict(run.model, run.optimizer, state)
+                found = fsdp.full_state_dict(run.model, run.optimizer)
+                assert bool(found["model"]) == (RANK == 0)
+                for name, tensor in found["model"].items():
+                    assert torch.equal(tensor, full["model"][name]), name
+                for name, values in found.get("optimizer", {}).get("state", {}).items():
+                    for key, value in values.items():
+                        assert torch.equal(value, full["optimizer"]["state"][name][key]), (name, key)
+                run.steps = 3
+                assert run.train(3) == pytest.approx(expected, rel=1e-5)
+
+
+def test_groups_save_under_their_ids_at_once_and_nothing_is_mixed(root: Path) -> None:
+    ranks = [0, 1] if RANK < 2 else [2, 3]
+    for attempt in (1, 2):
+        with job(), fsdp.Checkpoints(**settings(root)) as checkpoints:
+            group = dist.new_group(ranks, use_local_synchronization=True)
+            mine = f"tp{RANK // 2}_ep0_fsdp1"
+            if attempt == 1:
+                for step in range(3):  # an id without a step gets the next one
+                    value = torch.full((5,), 10.0 * step + RANK // 2)
+                    future = checkpoints.async_save({"w": value, "step": step}, mine, group,
+                                                    coordinator_rank=max(ranks))  # fmt: skip
+                    value.zero_()
+                    assert future.result(30) is not None
+                checkpoints.maybe_finalize_async_calls(process_group=group)
+            state = {"w": torch.zeros(5), "step": -1}
+            assert checkpoints.load(state, mine, group) == 2
+            assert state["w"].tolist() == [20.0 + RANK // 2] * 5 and state["step"] == 2
+            assert checkpoints.load(dict(state), f"elsewhere/{mine}", group) is None
+            with pytest.raises(errors.StepNotFound):
+                checkpoints.load(state, f"step-7/{mine}", group)
+            with pytest.raises(errors.WorldMismatch, match="coordinator"):
+                checkpoints.async_save(state, mine, group, coordinator_rank=(ranks[0] + 2) % 4)
+
+
+def test_an_id_saved_again_is_replaced_only_when_that_is_committed(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with job(), fsdp.Checkpoints(**settings(root)) as checkpoints:
+
+        def loaded() -> list[float]:
+            state = {"w": torch.zeros(3)}
+            assert checkpoints.load(state, "step-5/all") == 5
+            return state["w"].tolist()
+
+        for value in (1.0, 2.0):
+            checkpoints.async_save({"w": torch.full((3,), value)}, "step-5/all")
+            checkpoints.maybe_finalize_async_calls()
+            assert loaded() == [value] * 3
+        with monkeypatch.context() as patch:
+
+            def fail(*args: Any) -> None:
+                raise errors.SaveFailed("the test says so")
+
+            if RANK == 1:
+                patch.setattr("mlflash.saves.Saves._fill", fail)
+                patch.setattr("mlflash.saves.Saves.stage_ahead", lambda *args: None)
+            checkpoints.async_save({"w": torch.full((3,), 3.0)}, "step-5/all")
+            with pytest.raises(errors.SaveFailed, match="the test says so"):
+                checkpoints.maybe_finalize_async_calls()
+        assert loaded() == [2.0] * 3
+        checkpoints.async_save({"w": torch.full((3,), 4.0)}, "step-5/all")
+        checkpoints.maybe_finalize_async_calls()
+        assert loaded() == [4.0] * 3
+
+
+def test_what_has_ended_on_all_ranks_is_finalized_without_waiting(root: Path) -> None:
+    with job(), fsdp.Checkpoints(**settings(root)) as checkpoints:
+        done = checkpoints.async_save({"w": torch.ones(3)}, "step-1/all")
+        done.result(30)
+        COMM.Barrier()
+        checkpoints.maybe_finalize_async_calls(blocking=False)
+        assert checkpoints._calls == []
+        checkpoints._calls.append((checkpoints._group(None), _Never() if RANK == 2 else done))
+        checkpoints.maybe_finalize_async_calls(blocking=False)
+        assert len(checkpoints._calls) == 1, "one rank must not go ahead of the others"
+        checkpoints._calls.clear()
+
+
+class _Never:
+    def done(self) -> bool:
+        return False
+
+
+def test_a_node_of_each_set_of_replicas_may_be_lost(root: Path) -> None:
+    expected = saved_local(root, fsdp2, 2, 2)
+    COMM.Barrier()
+    if RANK == 0:
+        lost = sorted((root / f"mlflash-{os.getuid()}").glob("smp.*/node1"))
+        assert len(lost) == 2, "one job of each shard"
+        for path in lost:
+            for file in path.iterdir():
+                file.unlink()
+    COMM.Barrier()
+    assert loaded_local(root, fsdp2, 2, 2) == expected
+
+
+def test_empty_shards_may_be_left_without_optimizer_state() -> None:
+    with job():
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 2)  # two rows on four ranks
+        fully_shard(model, mesh=init_device_mesh("cpu", (4,)))
+        for skip in (True, False):
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+            before = [param.to_local().clone() for param in model.parameters()]
+            fsdp.init_optim_state(optimizer, skip_empty_param=skip)
+            assert len(optimizer.state) == (2 if RANK < 2 or not skip else 0)
+            assert all(torch.equal(p.to_local(), old) for p, old in zip(model.parameters(), before, strict=True))
+            assert optimizer.param_groups[0]["lr"] == 0.1 and all(p.grad is None for p in model.parameters())
+            state = {param: dict(values) for param, values in optimizer.state.items()}
+            fsdp.init_optim_state(optimizer)  # has its state: nothing happens
+            assert all(optimizer.state[param]["step"] is values["step"] for param, values in state.items())
+
+
+@pytest.fixture(scope="module")
+def bucket() -> Iterator[str]:
+    """A bucket of a real S3 server, in a process of rank 0 on loopback."""
+    server, address = None, None
+    if RANK == 0:
+        program = (
+            "from moto.server import ThreadedMotoServer as S; import sys\n"
+            "s = S(ip_address='127.0.0.1', port=0, verbose=False); s.start(); print(s._server.port, flush=True)\n"
+            "sys.stdin.read(); s.stop()"
+        )
+        server = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                                  stderr=subprocess.DEVNULL, text=True)  # fmt: skip
+        address = f"http://127.0.0.1:{server.stdout.readline().strip()}"
+    settings = {"AWS_ENDPOINT_URL": COMM.bcast(address), "AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test",
+                "AWS_DEFAULT_REGION": "us-east-1", "AWS_MAX_ATTEMPTS": "2"}  # fmt: skip
+    before = {name: os.environ.get(name) for name in settings}
+    os.environ.update(settings)
+    if RANK == 0:
+        fsspec.filesystem("s3").mkdir("checkpoints")
+    COMM.Barrier()
+    yield "s3://checkpoints/run"
+    for name, value in before.items():
+        os.environ.pop(name) if value is None else os.environ.update({name: value})
+    if server is not None:
+        server.communicate("", timeout=30)
+
+
+def test_an_s3_url_is_written_and_read_there(root: Path, bucket: str) -> None:
+    with job(), fsdp.Checkpoints(**settings(root)) as checkpoints:
+        run = fsdp2(1, 4)
+        run.train(2)
+        for _ in range(2):  # the second replaces the first
+            checkpoints.async_save(fsdp.sharded_state_dict(run.model, run.optimizer), f"{bucket}/step-2")
+            expected = run.train(1)
+            checkpoints.maybe_finalize_async_calls()
+        other = fsdp2(1, 4, seed=1)
+        state = fsdp.sharded_state_dict(other.model, other.optimizer)
+        assert checkpoints.load(state, f"{bucket}/step-2") == 0
+        fsdp.load_sharded_state_dict(other.model, other.optimizer, state)
+        other.steps = run.steps - 1
+        assert other.train(1) == expected
+        assert not list(root.rglob("slot-*")), "what goes to S3 does not go to memory"
+        with pytest.raises(errors.StructureMismatch, match=r"step-3|No such|not found|NoSuch"):
+            checkpoints.load(state, f"{bucket}/step-3")
+
+
+def test_an_s3_that_does_not_answer_fails_the_save_and_nothing_else(
+    root: Path, bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    fsspec.filesystem("s3").clear_instance_cache()
+    with job(), fsdp.Checkpoints(**settings(root)) as checkpoints:
+        checkpoints.async_save({"w": torch.ones(3)}, f"{bucket}/step-9")
+        with pytest.raises(errors.SaveFailed):
+            checkpoints.maybe_finalize_async_calls()
+        checkpoints.async_save({"w": torch.ones(3)}, "step-9/all")
+        checkpoints.maybe_finalize_async_calls()
