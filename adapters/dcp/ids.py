@@ -27,6 +27,14 @@ def step_of(checkpoint_id: str | os.PathLike[str] | int) -> int:
     return int(found[1])
 
 
+def names_a_step(checkpoint_id: str | os.PathLike[str] | int) -> bool:
+    """Whether `step_of` knows the step of an id."""
+    try:
+        return step_of(checkpoint_id) >= 0
+    except StepNotFound:
+        return False
+
+
 def latest(checkpointer: Checkpointer) -> str | None:
     """Name the newest checkpoint in memory, such as ``"step-00000012"``; None where there is none.
 

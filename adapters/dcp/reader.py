@@ -33,12 +33,12 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from mlflash import Checkpointer
-from mlflash.errors import MlflashError, StepNotFound, StructureMismatch
+from mlflash.errors import StepNotFound, StructureMismatch
 from mlflash.opened import Old, Opened
 from mlflash.parcels import Parcel
 from mlflash.state import Entry, decode_plain, from_bytes
 
-from .ids import step_of
+from .ids import names_a_step, step_of
 from .leaves import BYTES_NUMBER, INDEX, Index, Key, keys_of
 
 log = logging.getLogger("mlflash")
@@ -62,10 +62,7 @@ class MemoryReader(StorageReader):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether an id names a step."""
-        try:
-            return step_of(checkpoint_id) >= 0
-        except MlflashError:
-            return False
+        return names_a_step(checkpoint_id)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin a load."""

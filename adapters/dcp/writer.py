@@ -31,7 +31,7 @@ from mlflash.saves import Begun
 from mlflash.stage import Ahead
 from mlflash.state import Flat
 
-from .ids import step_of
+from .ids import names_a_step, step_of
 from .leaves import Chunk, Key, cloned, flat_of, key_of, pack
 from .process import Door, open_door
 from .staged import Staged, chunks_of, in_child, room_for
@@ -127,10 +127,7 @@ class MemoryWriter(StorageWriter):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether an id names a step."""
-        try:
-            return step_of(checkpoint_id) >= 0
-        except MlflashError:
-            return False
+        return names_a_step(checkpoint_id)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin a save."""

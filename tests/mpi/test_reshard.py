@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +14,7 @@ from emulated import Nodes
 from mpi4py import MPI
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
+from torch_jobs import job
 
 import mlflash
 from mlflash import Checkpointer, errors
@@ -32,24 +30,6 @@ on_5 = pytest.mark.skipif(SIZE != 5, reason="runs on 5 ranks")
 def options(root: Path) -> dict[str, Any]:
     return {"job": "t", "memory": str(root), "ranks_per_node": 1, "transport": "p2p", "timeout_s": 30.0,
             "block_nbytes": 65_536, "chunk_nbytes": 65_536, "redundancy": "copy"}  # fmt: skip
-
-
-@contextlib.contextmanager
-def job(size: int, root: Path) -> Iterator[MPI.Comm | None]:
-    """A job of the first so many ranks, with a gloo group of its own; None on the others."""
-    comm = COMM.Split(0 if size > RANK else MPI.UNDEFINED, RANK)
-    name = COMM.bcast(os.urandom(4).hex())
-    if comm == MPI.COMM_NULL:
-        yield None
-    else:
-        store = dist.FileStore(str(root / name), size)
-        dist.init_process_group("gloo", store=store, rank=RANK, world_size=size)
-        try:
-            yield comm
-        finally:
-            dist.destroy_process_group()
-            comm.Free()
-    COMM.Barrier()
 
 
 def wholes(step: int) -> dict[str, torch.Tensor]:
@@ -87,7 +67,7 @@ def check(state: dict[str, Any], step: int, old_size: int) -> None:
 
 
 def save(options: dict[str, Any], root: Path, size: int, placement: Placement, *steps: int) -> None:
-    with job(size, root) as comm:
+    with job(size) as comm:
         if comm is not None:
             with Checkpointer(comm=comm, strict=True, **options) as ckpt:
                 ckpt.restore(state_at(0, placement, blank=True)) if steps[0] == 1 else None
@@ -98,7 +78,7 @@ def save(options: dict[str, Any], root: Path, size: int, placement: Placement, *
 def restored(options: dict[str, Any], root: Path, size: int, placement: Placement, old_size: int, **more: Any
              ) -> tuple[int | None, dict[str, Any] | None]:  # fmt: skip
     """Restore on so many ranks; check every bit."""
-    with job(size, root) as comm:
+    with job(size) as comm:
         if comm is None:
             return None, None
         with Checkpointer(comm=comm, **options | more) as ckpt:
@@ -180,7 +160,7 @@ def test_replicas_that_shared_are_put_together_for_other_ranks(options: dict[str
 @on_5
 def test_what_does_not_go_together_is_refused_on_all_ranks(options: dict[str, Any], root: Path) -> None:
     save(options, root, 4, Shard(0), 1, 2)
-    with job(2, root) as comm:
+    with job(2) as comm:
         if comm is not None:
             with Checkpointer(comm=comm, **options) as ckpt:
                 state = state_at(0, Shard(0), blank=True)
@@ -210,7 +190,7 @@ def test_parts_that_are_damaged_on_their_way_are_refused(
     options: dict[str, Any], root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(options, root, 4, Shard(0), 1, 2)
-    with job(3, root) as comm:
+    with job(3) as comm:
         if comm is not None:
             with Checkpointer(comm=comm, **options) as ckpt:
                 state = state_at(0, Shard(0), blank=True)
@@ -229,7 +209,7 @@ def test_random_generators_of_new_ranks_stay_and_are_named(
     options: dict[str, Any], root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     for size, steps in ((2, (1, 2)), (3, ())):
-        with job(size, root) as comm:
+        with job(size) as comm:
             if comm is None:
                 continue
             np.random.seed(RANK)
@@ -249,7 +229,7 @@ def test_random_generators_of_new_ranks_stay_and_are_named(
 @on_5
 def test_an_optimizer_without_state_gets_that_of_replicas_whole(options: dict[str, Any], root: Path) -> None:
     for size in (2, 3):
-        with job(size, root) as comm:
+        with job(size) as comm:
             if comm is None:
                 continue
             weight = torch.nn.Parameter(torch.zeros(1000))
@@ -266,7 +246,7 @@ def test_an_optimizer_without_state_gets_that_of_replicas_whole(options: dict[st
 
 
 def test_tied_tensors_may_be_cut_apart(options: dict[str, Any], root: Path) -> None:
-    with job(SIZE, root) as comm:
+    with job(SIZE) as comm:
         assert comm is not None
         mesh = init_device_mesh("cpu", (SIZE,))
         whole = torch.arange(10.0 * SIZE)
@@ -281,7 +261,7 @@ def test_tied_tensors_may_be_cut_apart(options: dict[str, Any], root: Path) -> N
 
 
 def test_a_dtensor_of_the_optimizer_needs_its_state_first(options: dict[str, Any], root: Path) -> None:
-    with job(SIZE, root) as comm:
+    with job(SIZE) as comm:
         assert comm is not None
         mesh = init_device_mesh("cpu", (SIZE,))
 
@@ -344,7 +324,7 @@ def test_fsdp2_on_four_ranks_loses_a_node_and_goes_on_with_two(
 ) -> None:
     options["ranks_per_node"] = 2
     wholes: dict[str, torch.Tensor] = {}
-    with job(4, root) as comm:
+    with job(4) as comm:
         if comm is not None:
             model, optimizer, state = fsdp2(seed=1)
             with Checkpointer(comm=comm, strict=True, **options) as ckpt:
@@ -358,7 +338,7 @@ def test_fsdp2_on_four_ranks_loses_a_node_and_goes_on_with_two(
                     wholes[f"{name}.{key}"] = optimizer.state[parameter][key].full_tensor().clone()
             assert len(wholes) == 3 * len(names)
     nodes.lose(1)
-    with job(2, root) as comm:
+    with job(2) as comm:
         if comm is not None:
             curves = []
             for restored_by in ("mlflash", "hand"):  # the second: what an uninterrupted run of two ranks would have

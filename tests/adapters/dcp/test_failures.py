@@ -17,7 +17,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 pytestmark = [pytest.mark.mpi(min_size=4)]
 
-QUICK_S = 8.0  # far below the Checkpointer's timeout_s of 30
+QUICK_S = 12.0  # far below the Checkpointer's timeout_s of 30
 
 
 def state_at(step: int) -> dict[str, Any]:

@@ -17,13 +17,13 @@ pytestmark = [pytest.mark.mpi(min_size=SIZE)]
 
 
 class Net(torch.nn.Module):
-    """Sizes that do not divide, a buffer, and weights used twice."""
+    """Sizes that four ranks do not divide (two do, for tensor parallelism), and a buffer."""
 
     def __init__(self, seed: int):
         super().__init__()
         torch.manual_seed(seed)
-        self.first, self.second = torch.nn.Linear(13, 31), torch.nn.Linear(31, 31)
-        self.last = torch.nn.Linear(31, 3, bias=False)
+        self.first, self.second = torch.nn.Linear(13, 30), torch.nn.Linear(30, 30)
+        self.last = torch.nn.Linear(30, 3, bias=False)
         self.register_buffer("calls", torch.zeros(()))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -42,6 +42,14 @@ def make(kind: str, seed: int) -> tuple[Any, torch.optim.Optimizer]:
         mesh = init_device_mesh("cpu", (SIZE,))
         net = FullyShardedDataParallel(net, device_id=torch.device("cpu"), use_orig_params=True, device_mesh=mesh,
                                        auto_wrap_policy=ModuleWrapPolicy({torch.nn.Linear}))  # fmt: skip
+    elif kind == "fsdp2 and tp":
+        from torch.distributed.fsdp import fully_shard
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
+        parallelize_module(net, mesh["tensor"], {"first": ColwiseParallel(), "second": RowwiseParallel()})
+        for layer in (net.first, net.second, net):
+            fully_shard(layer, mesh=mesh["shard"])
     else:
         from torch.distributed.fsdp import fully_shard
 
@@ -71,7 +79,7 @@ def state_of(net: Any, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("how", ["sync", "thread", "process"])
-@pytest.mark.parametrize("kind", ["ddp", "fsdp1", "fsdp2", "hsdp"])
+@pytest.mark.parametrize("kind", ["ddp", "fsdp1", "fsdp2", "hsdp", "fsdp2 and tp"])
 def test_training_goes_on_from_what_was_saved_while_it_went_on(dcp_job: Any, kind: str, how: str) -> None:
     net, optimizer = make(kind, seed=1)
     train(net, optimizer, 1, steps=2)
