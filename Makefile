@@ -42,7 +42,7 @@ FAULTS ?= tests/faults
 $(VENV)/.dependencies: setup.cfg constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q -c constraints.txt torch setuptools wheel
-	$(BIN)/pip install -q -c constraints.txt '.[$(MPI),test,lint$(if $(filter mpich,$(MPI)),$(comma)test_s3)]'
+	$(BIN)/pip install -q -c constraints.txt '.[$(MPI),test,lint$(if $(filter mpich,$(MPI)),$(comma)s3test)]'
 	@touch $@
 
 # The tests run against the installed package, never against the checkout.
