@@ -98,6 +98,10 @@ class Opened:
         topology = self._parts.world.topology
         return topology.node_of[self.olds[rank].server] == self._parts.world.node_index
 
+    def distance(self, rank: int) -> int:
+        """How far the slot of an old rank is: 0 that of this rank's own number, 1 on this node, 2 elsewhere."""
+        return 2 if not self.is_near(rank) else int(rank != self._parts.world.rank)
+
     def read(self, wanted: Iterable[Parcel]) -> bool:
         """Bring parts of tensors to where they are wanted; whether all of them arrived whole.
 

@@ -145,8 +145,8 @@ class _Catalog:
         tensors: dict[str, TensorStorageMetadata] = {}
         for key in self._written:
             _, _, entry = self.chunks[key][0]
-            dtype = getattr(torch, entry.dtype) if entry.kind == "tensor" else torch.from_numpy(
-                np.empty(0, dtype=np.dtype(entry.dtype))).dtype  # fmt: skip
+            dtype = _torch_dtype(entry)
+            assert dtype is not None
             known = tensors.setdefault(key[0], TensorStorageMetadata(TensorProperties(dtype=dtype),
                                                                      torch.Size(entry.global_shape), []))  # fmt: skip
             known.chunks.append(ChunkStorageMetadata(torch.Size(entry.offset), torch.Size(entry.shape)))
@@ -157,15 +157,15 @@ class _Catalog:
         return Metadata({**tensors, **others}, planner_data=self._planner_data, storage_meta=meta)
 
     def source(self, item: ReadItem) -> tuple[int, int, Entry]:
-        """The rank and entry (number first) that a tensor of a plan is read from: of this node, if there is one."""
+        """The rank and entry (number first) that a tensor of a plan is read from: the nearest."""
         offset = item.storage_index.offset
         fqn = item.storage_index.fqn
         key = (fqn, tuple(offset)) if offset is not None else next(key for key in self._written if key[0] == fqn)
-        return min(self.chunks[key], key=lambda place: not self._opened.is_near(place[0]))
+        return min(self.chunks[key], key=lambda place: self._opened.distance(place[0]))
 
     def _add(self, rank: int, old: Old) -> None:
         if INDEX not in old.told:
-            here = {(entry.name, entry.offset): number for number, entry in enumerate(old.entries)}
+            here = {(e.name, e.offset): number for number, e in enumerate(old.entries) if _torch_dtype(e) is not None}
             self.plain |= {path: decode_plain(value) for path, value in old.plain.items() if path not in self.plain}
             self._written |= dict.fromkeys(here)
         else:
@@ -212,7 +212,7 @@ class _Reading:
                 continue
             assert wanted.live is not None
             if wanted.arrived is not None and wanted.entry is not None:
-                wanted.live.copy_(from_bytes(wanted.entry, wanted.arrived.reshape(-1)))
+                wanted.live.copy_(torch.as_tensor(from_bytes(wanted.entry, wanted.arrived.reshape(-1))))
             self._planner.commit_tensor(wanted.item, wanted.live)
 
     def _bytes(self, item: ReadItem) -> Iterator[Parcel]:
@@ -245,6 +245,16 @@ class _Reading:
         else:
             self._wanted.append(_Wanted(item, None, live, None))
         yield Parcel(rank, number, tuple(item.storage_offsets), shape, target)
+
+
+def _torch_dtype(entry: Entry) -> Any:
+    """As what DCP is to know an entry; None where PyTorch has no such arrays."""
+    if entry.kind == "tensor":
+        return getattr(torch, entry.dtype)
+    try:
+        return torch.from_numpy(np.empty(0, dtype=np.dtype(entry.dtype))).dtype
+    except TypeError:
+        return None
 
 
 def _as_items(live: torch.Tensor) -> np.ndarray | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from dcp import Kept, bits, spoil
@@ -173,12 +174,16 @@ def test_all_of_it_can_be_exported_without_knowing_what_it_is(dcp_job: Any) -> N
 def test_what_the_checkpointer_itself_saved_loads(dcp_job: Any) -> None:
     mesh = init_device_mesh("cpu", (SIZE,))
     cut = {name: distribute_tensor(w, mesh, [ROWS], src_data_rank=None) for name, w in wholes(1).items()}
-    dcp_job.ckpt.save(1, {**cut, "scalar": torch.tensor(3.5), "lr": 0.1, "name": "run"}).wait()
+    own = {"array": np.arange(6.0).reshape(2, 3), "dates": np.array(["2026-11-21"], dtype="M8[D]"),
+           "of rank": torch.tensor(RANK)}  # fmt: skip
+    dcp_job.ckpt.save(1, {**cut, **own, "scalar": torch.tensor(3.5), "lr": 0.1, "name": "run"}).wait()
     for placement in (ROWS, COLUMNS, WHOLE):
         blank = {name: distribute_tensor(torch.zeros_like(w), mesh, [placement], src_data_rank=None)
                  for name, w in wholes(1).items()}  # fmt: skip
+        blank |= {"array": torch.zeros(2, 3, dtype=torch.float64), "of rank": torch.tensor(-1)}
         found = dcp_job.load({**blank, "scalar": torch.tensor(0.0), "lr": 0.0, "name": ""}, 1)
         like = {name: distribute_tensor(w, mesh, [placement], src_data_rank=None) for name, w in wholes(1).items()}
+        like |= {"array": torch.from_numpy(own["array"]), "of rank": own["of rank"]}
         wanted = {**like, "scalar": torch.tensor(3.5), "lr": 0.1, "name": "run"}
         Kept.of(wanted).check(found)
 
