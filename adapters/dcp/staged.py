@@ -148,8 +148,10 @@ def _kept(live: torch.Tensor, ahead: Ahead | None, leaf: int) -> torch.Tensor:
     if ahead is None:
         return live.to("cpu", copy=True)
     raw = ahead.bytes_of(leaf)
-    blank: torch.Tensor = torch.empty(live.shape, dtype=live.dtype, device="meta")
-    return blank if raw is None else from_bytes(ahead.plan.layout.entries[leaf], raw)
+    if raw is None:
+        return torch.empty(live.shape, dtype=live.dtype, device="meta")
+    kept: torch.Tensor = from_bytes(ahead.plan.layout.entries[leaf], raw)
+    return kept
 
 
 def _is_same(known: torch.Tensor | None, tensor: torch.Tensor) -> bool:
