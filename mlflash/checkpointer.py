@@ -15,7 +15,7 @@ from typing import Any
 from . import config
 from .comm import World, find_comm
 from .courier import Courier
-from .errors import Closed, MemoryTooSmall, MlflashError, StateError
+from .errors import Closed, MlflashError
 from .opened import Opened
 from .parcels import Parcel
 from .parts import Parts, make
@@ -114,7 +114,7 @@ class Checkpointer:
         self._restores = Restores(self._parts, self._courier, self._saves, self._seconds)
         _live.add(self)
         if self._config.reserve:
-            self._reserve(self._config.reserve)
+            self._saves.reserve(self._config.reserve)
 
     # Saving
 
@@ -214,32 +214,7 @@ class Checkpointer:
             StateError: a leaf cannot be saved.
         """
         self._check_open()
-        self.wait()
-        flat = self._saves.look_at(state)
-        planned = self._saves.plan(flat)
-        self._saves.stage.replan()  # what is shared is settled once more by the first save
-        size = planned.share_extents
-        self._reserve(planned.layout.extents.nbytes, 0 if size is None else size.nbytes)
-
-    def _prepare_or_warn(self, state: Any) -> None:
-        try:
-            self.prepare(state)
-        except (MemoryTooSmall, StateError) as error:  # training may begin; each save will say so again
-            if self._world.rank == 0:
-                log.warning("the slots could not be made: %s", error)
-
-    def _reserve(self, nbytes: int, share_nbytes: int = 0) -> None:
-        parts = self._parts
-
-        def work() -> None:
-            sizes = parts.protection.inbox_nbytes(self._world.gather(nbytes))
-            demand = [(slot, nbytes) for slot in parts.shelf.own]
-            demand += [(slot, share_nbytes) for slot in parts.shelf.shares if share_nbytes]
-            demand += [(slot, sizes[owner]) for owner, pair in parts.shelf.inbox.items() for slot in pair]
-            parts.make_room(demand)
-
-        self.wait()
-        self._courier.call(work)
+        self._saves.prepare(state)
 
     # Restoring
 
@@ -266,10 +241,7 @@ class Checkpointer:
             MemoryTooSmall: there is no room to put it together.
         """
         self._check_open()
-        restored = self._restores.restore(state, step)
-        if restored is None:
-            self._prepare_or_warn(state)
-        return restored
+        return self._restores.restore(state, step)
 
     def load(self, step: int | None = None) -> tuple[int | None, Any]:
         """Give the newest step that memory can give as fresh CPU tensors and arrays.

@@ -13,7 +13,7 @@ from typing import Any
 
 from . import reshard, restore
 from .courier import Courier, Job
-from .errors import CorruptSlot, MlflashError, StructureMismatch
+from .errors import CorruptSlot, MemoryTooSmall, MlflashError, StateError, StructureMismatch
 from .opened import Elsewhere, Opened
 from .parcels import Parcel
 from .parts import Parts
@@ -48,6 +48,7 @@ class Restores:
         self._courier.call(lambda: self._parts.find_replicas(placed))
         found = self._find(step, others=True)
         if found is None:
+            self._prepare_or_warn(state)
             return None
         if isinstance(found, Home):
             home = found
@@ -111,6 +112,13 @@ class Restores:
         self._saves.wait()
         steps: list[int] = self._courier.call(lambda: restore.restorable_steps(self._parts))
         return steps
+
+    def _prepare_or_warn(self, state: Any) -> None:
+        try:
+            self._saves.prepare(state)
+        except (MemoryTooSmall, StateError) as error:  # training may begin; each save will say so again
+            if self._world.rank == 0:
+                log.warning("the slots could not be made: %s", error)
 
     def _put_together(self, old: Elsewhere, state: Any) -> int:
         """Restore what was saved by other ranks, or in other shards."""

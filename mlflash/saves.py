@@ -255,7 +255,33 @@ class Saves:
             return self.stage.plan(flat)
         return self.stage.plan(flat, replicas.sharing, replicas.is_shared)
 
-    def look_at(self, state: object) -> Flat:
+    def prepare(self, state: object) -> None:
+        """Make the slots for a state like this one; see `Checkpointer.prepare`."""
+        self.wait()
+        planned = self.plan(self._look_at(state))
+        self.stage.replan()  # what is shared is settled once more by the first save
+        size = planned.share_extents
+        self.reserve(planned.layout.extents.nbytes, 0 if size is None else size.nbytes)
+
+    def reserve(self, nbytes: int, share_nbytes: int = 0) -> None:
+        """Make slots of at least so many bytes. Collective over comm.
+
+        Raises:
+            MemoryTooSmall: they do not fit into the node's memory.
+        """
+        parts = self._parts
+
+        def work() -> None:
+            sizes = parts.protection.inbox_nbytes(self._world.gather(nbytes))
+            demand = [(slot, nbytes) for slot in parts.shelf.own]
+            demand += [(slot, share_nbytes) for slot in parts.shelf.shares if share_nbytes]
+            demand += [(slot, sizes[owner]) for owner, pair in parts.shelf.inbox.items() for slot in pair]
+            parts.make_room(demand)
+
+        self.wait()
+        self._courier.call(work)
+
+    def _look_at(self, state: object) -> Flat:
         """Take a state apart, if it is not leaves already, and find out what of it is shared. Collective over comm."""
         error: MlflashError | None = None
         flat: Flat | None = None
