@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import io
 import json
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -88,6 +89,13 @@ def pack(keys: Iterable[Key], parts: Mapping[str, bytes], planner_data: bytes | 
         at += len(raw)
     own = None if planner_data is None else base64.b64encode(planner_data).decode()
     return Index(tuple(keys), places, own).encode(), b"".join(parts.values())
+
+
+def saved_bytes(value: Any) -> bytes:
+    """What `torch.save` makes of a value, as DCP's planners do of all that is no tensor."""
+    raw = io.BytesIO()
+    torch.save(value, raw)
+    return raw.getvalue()
 
 
 def cloned(chunk: Chunk) -> Chunk:

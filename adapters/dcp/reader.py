@@ -39,7 +39,7 @@ from mlflash.parcels import Parcel
 from mlflash.state import Entry, decode_plain, from_bytes
 
 from .ids import names_a_step, step_of
-from .leaves import BYTES_NUMBER, INDEX, Index, Key, keys_of
+from .leaves import BYTES_NUMBER, INDEX, Index, Key, keys_of, saved_bytes
 
 log = logging.getLogger("mlflash")
 
@@ -207,7 +207,7 @@ class _Reading:
         for wanted in self._wanted:
             name = wanted.item.dest_index.fqn
             if wanted.item.type is LoadItemType.BYTE_IO:
-                raw = _pickled(self._catalog.plain[name]) if wanted.arrived is None else wanted.arrived.tobytes()
+                raw = saved_bytes(self._catalog.plain[name]) if wanted.arrived is None else wanted.arrived.tobytes()
                 self._planner.load_bytes(wanted.item, io.BytesIO(raw))
                 continue
             assert wanted.live is not None
@@ -275,9 +275,3 @@ def _unpickled(planner_data: str | None) -> Any:
     except pickle.UnpicklingError as error:
         log.warning("what the planner kept with the checkpoint is not loaded: %s", str(error).splitlines()[0])
         return None
-
-
-def _pickled(value: Any) -> bytes:
-    raw = io.BytesIO()
-    torch.save(value, raw)
-    return raw.getvalue()

@@ -12,7 +12,6 @@ soon as it comes to anything else (see `Checkpointer.begin`), so that the queues
 from __future__ import annotations
 
 import dataclasses
-import io
 import os
 import threading
 import weakref
@@ -32,7 +31,7 @@ from mlflash.stage import Ahead
 from mlflash.state import Flat
 
 from .ids import names_a_step, step_of
-from .leaves import Chunk, Key, cloned, flat_of, key_of, pack
+from .leaves import Chunk, Key, cloned, flat_of, key_of, pack, saved_bytes
 from .process import Door, open_door
 from .staged import Staged, chunks_of, in_child, room_for
 
@@ -180,9 +179,7 @@ class MemoryWriter(StorageWriter):
         """
         written, self._running.written = self._running.written, None
         assert written is not None
-        raw = io.BytesIO()
-        torch.save(metadata.planner_data, raw)
-        self._ask(_Post(written, raw.getvalue(), wait=True))
+        self._ask(_Post(written, saved_bytes(metadata.planner_data), wait=True))
 
     # AsyncStager
 
