@@ -123,8 +123,8 @@ class Oops(RuntimeError):
     """What the planners below raise."""
 
 
-class FaultySave(DefaultSavePlanner):
-    """Fails in one phase on one rank."""
+class _Faulty:
+    """Fails in one phase on one rank; before a planner of DCP."""
 
     def __init__(self, phase: str, here: bool, **more: Any):
         super().__init__(**more)
@@ -134,10 +134,6 @@ class FaultySave(DefaultSavePlanner):
         if self.fault == phase:
             raise Oops(f"{phase} failed")
 
-    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
-        self._reach("set_up_planner")
-        super().set_up_planner(state_dict, storage_meta, is_coordinator)
-
     def create_local_plan(self) -> Any:
         self._reach("create_local_plan")
         return super().create_local_plan()
@@ -149,6 +145,14 @@ class FaultySave(DefaultSavePlanner):
     def finish_plan(self, plan: Any) -> Any:
         self._reach("finish_plan")
         return super().finish_plan(plan)
+
+
+class FaultySave(_Faulty, DefaultSavePlanner):
+    """A save that fails in one phase on one rank."""
+
+    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
+        self._reach("set_up_planner")
+        super().set_up_planner(state_dict, storage_meta, is_coordinator)
 
     def resolve_data(self, item: Any) -> Any:
         self._reach("resolve_data")
@@ -157,30 +161,12 @@ class FaultySave(DefaultSavePlanner):
         return super().resolve_data(item)
 
 
-class FaultyLoad(DefaultLoadPlanner):
-    """Fails in one phase on one rank."""
-
-    def __init__(self, phase: str, here: bool, **more: Any):
-        super().__init__(**more)
-        self.fault = phase if here else ""
-
-    _reach = FaultySave._reach
+class FaultyLoad(_Faulty, DefaultLoadPlanner):
+    """A load that fails in one phase on one rank."""
 
     def set_up_planner(self, *args: Any, **more: Any) -> None:
         self._reach("set_up_planner")
         super().set_up_planner(*args, **more)
-
-    def create_local_plan(self) -> Any:
-        self._reach("create_local_plan")
-        return super().create_local_plan()
-
-    def create_global_plan(self, plans: Any) -> Any:
-        self._reach("create_global_plan")
-        return super().create_global_plan(plans)
-
-    def finish_plan(self, plan: Any) -> Any:
-        self._reach("finish_plan")
-        return super().finish_plan(plan)
 
     def resolve_tensor(self, item: Any) -> Any:
         self._reach("resolve_tensor")
