@@ -15,16 +15,14 @@ compared bit by bit with what was saved.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
-import tempfile
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import torch
-from launch import launch
+from launch import keep, launch
 from rich.console import Console
 from rich.table import Table
 
@@ -48,10 +46,8 @@ def main() -> int:
     if args.quick:
         args.large, args.mib, args.small, args.rounds = 16, 1, 100, 1
     before = os.getloadavg()[0]
-    # All that the ranks make in memory lies in this directory, and goes with it.
-    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="mlflash-bench-") as memory:
-        arguments = [memory, str(args.large), str(args.mib << 20), str(args.small), str(args.rounds)]
-        ended, lines = launch(args.ranks, CASES, Path(memory, "out.jsonl"), arguments, args.timeout_s)
+    arguments = [str(args.large), str(args.mib << 20), str(args.small), str(args.rounds)]
+    ended, lines = launch(args.ranks, CASES, arguments, args.timeout_s)
     header = {
         **(lines[0] if lines else {}),
         "cpus": os.cpu_count(),
@@ -61,11 +57,7 @@ def main() -> int:
         **{name: value for name, value in vars(args).items() if name != "json"},
     }
     show(header, lines[1:])
-    if args.json is not None:
-        args.json.write_text(json.dumps({"header": header, "rows": lines[1:]}, indent=1) + "\n")
-    if ended:
-        print(f"dcp: {ended}; the table ends where the ranks did", file=sys.stderr)
-    return 1 if ended else 0
+    return keep(args.json, header, lines[1:], ended)
 
 
 def show(header: dict[str, Any], rows: list[dict[str, Any]]) -> None:

@@ -9,15 +9,13 @@ scheme has the checksums of every block at both ends in it, those of the raw exc
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from launch import launch
+from launch import keep, launch
 from rich.console import Console
 from rich.table import Table
 
@@ -41,17 +39,12 @@ def main() -> int:
     if args.quick:
         args.mib, args.repetitions = 8, 3
     before = os.getloadavg()[0]
-    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="mlflash-bench-") as memory:
-        arguments = [memory, str(args.mib << 20), str(args.repetitions), args.transport]
-        ended, lines = launch(args.ranks, CASES, Path(memory, "out.jsonl"), arguments, args.timeout_s)
+    arguments = [str(args.mib << 20), str(args.repetitions), args.transport]
+    ended, lines = launch(args.ranks, CASES, arguments, args.timeout_s)
     header = {**(lines[0] if lines else {}), "cpus": os.cpu_count(), "load average before": before, **vars(args)}
     header.pop("json")
     show(header, lines[1:], args.ranks * args.mib << 20)
-    if args.json is not None:
-        args.json.write_text(json.dumps({"header": header, "rows": lines[1:]}, indent=1) + "\n")
-    if ended:
-        print(f"parity: {ended}; the table ends where the ranks did", file=sys.stderr)
-    return 1 if ended else 0
+    return keep(args.json, header, lines[1:], ended)
 
 
 def show(header: dict[str, Any], rows: list[dict[str, Any]], nbytes: int) -> None:

@@ -9,16 +9,14 @@ what they do. Seconds depend on the machine and its load, ratios little: they ar
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
-from launch import launch
+from launch import keep, launch
 from rich.console import Console
 from rich.table import Table
 
@@ -41,10 +39,8 @@ def main() -> int:
     if args.quick:
         args.mib, args.repetitions = QUICK_MIB, QUICK_REPETITIONS
     before = os.getloadavg()
-    # All that the ranks make in memory lies in this directory, and goes with it.
-    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="mlflash-bench-") as memory:
-        arguments = [memory, str(args.mib << 20), str(args.repetitions)]
-        ended, lines = launch(2, CASES, Path(memory, "out.jsonl"), arguments, args.timeout_s)
+    arguments = [str(args.mib << 20), str(args.repetitions)]
+    ended, lines = launch(2, CASES, arguments, args.timeout_s)
     header = {
         "mpi": lines[0]["mpi"] if lines else "unknown",
         "cpus": os.cpu_count(),
@@ -57,11 +53,7 @@ def main() -> int:
         "repetitions": args.repetitions,
     }
     show(header, lines[1:])
-    if args.json is not None:
-        args.json.write_text(json.dumps({"header": header, "rows": lines[1:]}, indent=1) + "\n")
-    if ended:
-        print(f"save_restore: {ended}; the table ends where the ranks did", file=sys.stderr)
-    return 1 if ended else 0
+    return keep(args.json, header, lines[1:], ended)
 
 
 def show(header: dict[str, Any], rows: list[dict[str, Any]]) -> None:
