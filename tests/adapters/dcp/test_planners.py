@@ -145,3 +145,13 @@ def test_once_prepared_every_async_save_is_copied_straight_into_a_slot_of_the_sa
     assert len(layouts) == 1
     loaded = dcp_job.load({"model": {name: torch.zeros(3) for name in state["model"]}, "step": 0})
     assert loaded["step"] == 3 and all(tensor.tolist() == [3.0] * 3 for tensor in loaded["model"].values())
+
+
+@pytest.mark.parametrize("how", ["thread", "process"])
+def test_the_first_save_which_finds_no_slot_is_out_of_reach_of_training_too(dcp_job: Any, how: str) -> None:
+    state = state_at(1)
+    kept = Kept.of(state)
+    done = dcp_job.save(state, "step-1", how)
+    spoil(state)
+    done()
+    kept.check(dcp_job.load(state_at(0), "step-1"))
