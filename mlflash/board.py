@@ -23,6 +23,7 @@ class Word(enum.IntEnum):
     HEARTBEAT_NS = 3  # unix time of the last change
     OWN_SLOT_0 = 4  # slot directory: file numbers of the own slots
     OWN_SLOT_1 = 5
+    OWN_SLOT_2 = 6
 
 
 class Board:

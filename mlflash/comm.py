@@ -8,22 +8,20 @@ push MPI's progress, sleep a little. A deadline never cancels an MPI operation (
 from __future__ import annotations
 
 import os
-import pickle
 import socket
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from . import moves
 from .errors import DeadlineExceeded, MlflashError, MpiUnavailable, WorldMismatch
+from .moves import Moves
 from .topology import Topology, from_node_ids
-
-Moves = Generator[bool, None, Any]
-"""A step-by-step operation: yields True when it moved, False when it waits; returns its result."""
 
 _PING, _PONG = 1, 2
 _PING_WAIT_S = 2.0
@@ -99,10 +97,12 @@ class World:
         self.job_number = 0
         self.abandoned = threading.Event()
         self.poke: Callable[[], None] = lambda: None
+        self.go_aside: Callable[[], None] = lambda: None  # advances what goes on beside the jobs
         self._naps = 0
         self._last_ping_look = 0.0
         self._kept: deque[Any] = deque()  # buffers of messages that nobody waits for
         self.group: Any = None  # communicator of the redundancy group, see form_groups
+        self.mpi: Any = None
         if comm is None or comm.size == 1:
             self.world = None
             self.rank, self.size, self.local_rank = 0, 1, 0
@@ -174,7 +174,7 @@ class World:
         self.on_late = on_late
 
     def pause(self) -> None:
-        """Pass a moment inside a wait: push progress, answer pings, watch the deadline, sleep.
+        """Pass a moment inside a wait: push progress, of what is beside too, answer pings, watch the deadline, sleep.
 
         Raises:
             Abandoned: the Checkpointer was left by an exception.
@@ -182,6 +182,7 @@ class World:
         if self.abandoned.is_set():
             raise Abandoned
         self.poke()
+        self.go_aside()
         now = time.monotonic()
         if now - self._last_ping_look > 0.02:
             self.answer_pings()
@@ -209,7 +210,7 @@ class World:
 
     def drive(self, operations: Iterable[Moves]) -> list[Any]:
         """Run step-by-step operations side by side until all are through; returns their results in order."""
-        running = side_by_side(operations)
+        running = moves.side_by_side(operations)
         self._naps = 0
         while True:
             try:
@@ -229,25 +230,26 @@ class World:
         if self.world is None:
             return list(values)
         mine = np.array(values, dtype=np.int64)
-        out = np.empty_like(mine)
-        self.finish((comm or self.world).Iallreduce(mine, out, self.mpi.MIN))
-        return [int(value) for value in out]
+        return [int(value) for value in self._run(moves.agree(self.mpi, comm or self.world, mine))]
 
     def gather(self, value: Any, comm: Any = None) -> list[Any]:
         """Give every rank the (pickled) value of every rank. Collective over ``comm`` (the world)."""
-        return [value] if self.world is None else self._gather(comm or self.world, value)
+        if self.world is None:
+            return [value]
+        values: list[Any] = self._run(moves.gather(self.mpi, comm or self.world, value))
+        return values
 
     def gather_nodes(self, value: Any) -> list[Any]:
         """Give every rank the value of every node's first rank, by node. Collective over the world."""
         if self.world is None:
             return [value]
-        values = self._gather(self.leaders, value) if self.local_rank == 0 else []
-        by_node: list[Any] = self._broadcast(self.node, values, 0)
+        values = self.gather(value, self.leaders) if self.local_rank == 0 else []
+        by_node: list[Any] = self._run(moves.broadcast(self.node, values, 0))
         return by_node
 
     def broadcast(self, value: Any, root: int) -> Any:
         """Give every rank the value of one. Collective over the world."""
-        return value if self.world is None else self._broadcast(self.world, value, root)
+        return self._run(moves.broadcast(self.world, value, root))
 
     def raise_together(self, error: MlflashError | None) -> None:
         """Raise on every rank what went wrong on any. Collective over the world.
@@ -255,26 +257,10 @@ class World:
         Raises:
             MlflashError: that of the lowest rank that brought one.
         """
-        first = self.agree([self.rank if error is not None else self.size])[0]
-        if first < self.size:
-            raise self.broadcast(error, first)
+        self._run(moves.raise_together(self.mpi, self.world, error))
 
-    def _gather(self, comm: Any, value: Any) -> list[Any]:
-        mine = np.frombuffer(pickle.dumps(value), dtype=np.uint8)
-        sizes = np.empty(comm.size, dtype=np.int64)
-        self.finish(comm.Iallgather(np.array([mine.nbytes], dtype=np.int64), sizes))
-        out = np.empty(int(sizes.sum()), dtype=np.uint8)
-        starts = np.concatenate(([0], np.cumsum(sizes)[:-1]))
-        self.finish(comm.Iallgatherv(mine, [out, (sizes, starts), self.mpi.BYTE]))
-        return [pickle.loads(out[a : a + n].tobytes()) for a, n in zip(starts, sizes, strict=True)]
-
-    def _broadcast(self, comm: Any, value: Any, root: int) -> Any:
-        mine = np.frombuffer(pickle.dumps(value) if comm.rank == root else b"", dtype=np.uint8)
-        size = np.array([mine.nbytes], dtype=np.int64)
-        self.finish(comm.Ibcast(size, root))
-        out = mine.copy() if comm.rank == root else np.empty(int(size[0]), dtype=np.uint8)
-        self.finish(comm.Ibcast(out, root))
-        return pickle.loads(out.tobytes())
+    def _run(self, operation: Moves) -> Any:
+        return self.drive([operation])[0]
 
     # Who is missing: asked only when a deadline has passed
 
@@ -332,24 +318,6 @@ class World:
                     behind.discard(status.Get_source())
             time.sleep(1e-3)
         return sorted(behind)
-
-
-def side_by_side(operations: Iterable[Moves]) -> Moves:
-    """Run operations together, as one; its result is the list of theirs."""
-    running = dict(enumerate(operations))
-    results: list[Any] = [None] * len(running)
-    while running:
-        moved = False
-        for i, operation in list(running.items()):
-            try:
-                moved |= next(operation)
-            except StopIteration as end:
-                results[i] = end.value
-                del running[i]
-                moved = True
-        if running:
-            yield moved
-    return results
 
 
 def check_torch_rank(world: World) -> None:

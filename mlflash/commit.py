@@ -45,6 +45,8 @@ class Save:
         stage: fills the slots, where the main thread could not because they were too small; it then waits.
         segment: the mapping that was staged into.
         checks: of the pieces of shared state that other ranks of this node store.
+        drains_idle: whether no drain is on its way: here, and once that was agreed on, anywhere.
+        drain_asked: whether somebody asked for a drain: here, and once that was agreed on, anywhere.
         staged: set when the slot is filled, or the save has ended.
     """
 
@@ -61,6 +63,8 @@ class Save:
         self.skip = False
         self.stage: Callable[[], None] | None = None
         self.checks: dict[Piece, int] = {}
+        self.drains_idle = True
+        self.drain_asked = False
         self.staged = threading.Event()
 
     @property
@@ -75,8 +79,13 @@ class Save:
         return [slot for slot in (self.slot, self.share) if slot is not None]
 
 
-def run(save: Save, parts: Parts) -> None:
+def run(save: Save, parts: Parts, committed_now: Callable[[], None] = lambda: None) -> None:
     """Bring one save to its end. Collective over the world.
+
+    Args:
+        save: which.
+        parts: of this rank.
+        committed_now: done once it is committed, before the snapshot says so.
 
     Raises:
         SaveFailed: on all ranks; the last committed step is untouched.
@@ -95,6 +104,7 @@ def run(save: Save, parts: Parts) -> None:
         parts.shelf.release(save.attempt, save.taken, committed)
     if committed:
         reach("commit.released")
+        committed_now()
     save.stage = save.lay_out = save.unsettled = None  # they hold the live state
     save.snapshot.end(SaveFailed("skipped: both slots of a rank were busy") if save.snapshot.skipped else error)
     save.staged.set()
@@ -138,7 +148,10 @@ def _announce(save: Save, parts: Parts) -> None:
     failed = world.rank if save.problem is not None else world.size
     grow = any(needs_room(slot, nbytes) for slot, nbytes in demand)
     step = save.snapshot.step
-    first_failed, can_wait, low, high, no_skip = world.agree([failed, int(not grow), step, -step, int(not save.skip)])
+    first_failed, can_wait, low, high, no_skip, idle, not_asked = world.agree(
+        [failed, int(not grow), step, -step, int(not save.skip), int(save.drains_idle), int(not save.drain_asked)]
+    )
+    save.drains_idle, save.drain_asked = bool(idle), not not_asked
     if first_failed < world.size:
         raise world.broadcast(save.problem, first_failed)
     if low != -high:

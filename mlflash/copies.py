@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 
-from .comm import Moves, World
+from .comm import World
 from .header import Attempt
 from .layout import Extents
+from .moves import Moves
 from .placement import Placement
 from .shelf import Shelf, any_whole
 from .slot import Slot

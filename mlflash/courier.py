@@ -15,10 +15,12 @@ from typing import Any
 
 from .comm import Abandoned, World
 from .errors import Closed, DeadlineExceeded, MlflashError
+from .moves import Moves
 
 log = logging.getLogger("mlflash")
 
 _IDLE_S = 0.05  # how often an idle courier looks for pings
+_ASIDE_S = 0.001, 0.02  # the same while something beside its jobs gets on; and while it waits
 _GRACE_S = 10.0  # how long after a deadline its error may take to arrive
 
 
@@ -64,6 +66,9 @@ class Courier:
         self.late: DeadlineExceeded | None = None  # of the job that is past its deadline and still running
         self.broken: BaseException | None = None
         self._world = world
+        self._aside: Moves | None = None
+        self._nap = _ASIDE_S[0]
+        world.go_aside = self._advance  # a job may wait for a rank that waits for what goes on here
         self._queue: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         if threaded:
@@ -76,6 +81,7 @@ class Courier:
             self._queue.put(job)
         else:
             self._do(job)
+            self._advance()
 
     def call(self, work: Callable[[], Any]) -> Any:
         """Queue a job and wait for its result.
@@ -97,6 +103,29 @@ class Courier:
             raise self.late
         return job.result
 
+    def begin_aside(self, moves: Moves) -> None:
+        """Let something go on beside the jobs, a little at a time; for a job. Collective as that is."""
+        self._aside, self._nap = moves, _ASIDE_S[0]
+
+    def go_aside(self) -> None:
+        """Advance what goes on beside the jobs, where there is no thread that does. Not collective."""
+        if self._thread is None:
+            self._advance()
+
+    def _advance(self) -> None:
+        self._nap = min(_ASIDE_S[1], 1.3 * self._nap)
+        moved = True
+        while moved and self._aside is not None and self.broken is None:
+            try:
+                moved = next(self._aside)
+                if moved:
+                    self._nap = _ASIDE_S[0]
+            except StopIteration:
+                self._aside = None
+            except Exception as error:
+                log.exception("mlflash stops saving on rank %d: the courier failed", self._world.rank)
+                self._aside, self.broken = None, error
+
     def stop(self, abandon: bool) -> None:
         """End the thread: after the jobs posted so far, or at once, in the middle of whatever it does."""
         if abandon:
@@ -108,15 +137,17 @@ class Courier:
     def _run(self) -> None:
         while True:
             try:
-                job = self._queue.get(timeout=_IDLE_S)
+                job = self._queue.get(timeout=_IDLE_S if self._aside is None else self._nap)
             except queue.Empty:
                 if self._world.abandoned.is_set():
                     return
+                self._advance()
                 self._world.answer_pings()
                 continue
             if job is None:
                 return
             self._do(job)
+            self._advance()
             del job  # while the courier waits for the next one, it must not keep a state alive
 
     def _do(self, job: Job) -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import importlib.metadata
 import operator
 import os
 from collections.abc import Sequence
@@ -260,6 +259,8 @@ def _open(path: str) -> ctypes.CDLL:
 
 
 def _in_pyeclib() -> list[str]:
+    import importlib.metadata  # a tenth of the time that a rank takes to start
+
     try:
         files: Sequence[importlib.metadata.PackagePath] = importlib.metadata.files("pyeclib") or ()
     except importlib.metadata.PackageNotFoundError:

@@ -21,11 +21,12 @@ import numpy as np
 import xxhash
 
 from . import erasure
-from .comm import Moves, World, side_by_side
+from .comm import World
 from .header import MAX_GROUP
+from .moves import Moves, done, side_by_side
 from .points import reach
 from .stripes import Task, Unit
-from .transfer import ARRIVAL_S, done
+from .transfer import ARRIVAL_S
 from .window import OpenMemory
 
 _BODY, _CHECK, _READY = 0, 1, 2

@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from .comm import Moves, World
+from .comm import World
+from .moves import Moves, done
 from .parts import Parts
 from .rebuild import Read
 from .shards import box, cut
 from .state import Entry
-from .transfer import done
 
 _ASK, _BODY, _CHECK = 41, 42, 43
 _DEPTH = 2  # runs of a pair of ranks that are on their way at a time

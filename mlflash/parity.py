@@ -12,18 +12,19 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from .comm import Moves, World, side_by_side
+from .comm import World
 from .errors import CorruptSlot
 from .exchange import Exchange, Roles, roles_of
 from .header import HEADER_NBYTES, Attempt, Header, unpack
 from .layout import Extents
+from .moves import Moves, done, side_by_side
 from .parity_file import Head, heads_blocks, pack_heads, read_heads
 from .placement import Placement
 from .points import reach
 from .shelf import Shelf, any_whole
 from .slot import Slot, Use, table_check
 from .stripes import Stripes, Unit, parity_extents
-from .transfer import Source, done, offer, swap
+from .transfer import Source, offer, swap
 
 log = logging.getLogger("mlflash")
 

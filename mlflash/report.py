@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from .draining.drain import Drain
 from .parts import Parts
 
 
-def report_of(parts: Parts, seconds: Mapping[str, float]) -> dict[str, Any]:
+def report_of(parts: Parts, seconds: Mapping[str, float], drain: Drain | None) -> dict[str, Any]:
     """Give counters, seconds per verb, and how this rank is placed. Not collective.
 
     Returns:
         ``rank``, ``node``, ``scheme``, ``group`` (ranks that protect each other), ``partners`` (those that hold
         copies), ``shared with`` (ranks that store together what they hold alike), ``transport``, ``job``,
         ``memory`` (its directory there), ``restored_from`` (node whose memory the last restore took this rank's
-        state from, or ""), ``slots`` (what they hold, file, use, rank, step and bytes of each), ``counts`` and
+        state from, the folder of the directory, or ""), ``drain`` (step, path, seconds, bytes and error of the newest
+        one, or None), ``slots`` (what they hold, file, use, rank, step and bytes of each), ``counts`` and
         ``seconds``.
     """
     world, replicas = parts.world, parts.replicas
@@ -28,6 +30,10 @@ def report_of(parts: Parts, seconds: Mapping[str, float]) -> dict[str, Any]:
         for s in parts.shelf.all()
         if s.segment is not None or s not in parts.shelf.shares
     ]  # fmt: skip
+    drained = None if drain is None else {
+        "step": drain.step, "path": drain.path, "seconds": drain.seconds, "nbytes": drain.nbytes,
+        "error": None if drain.error is None else str(drain.error),
+    }  # fmt: skip
     return {
         "rank": world.rank,
         "node": world.node_name,
@@ -39,6 +45,7 @@ def report_of(parts: Parts, seconds: Mapping[str, float]) -> dict[str, Any]:
         "job": parts.config.job,
         "memory": parts.memory.path,
         "restored_from": parts.restored_from,
+        "drain": drained,
         "slots": slots,
         "counts": dict(parts.counts) | ({} if replicas is None else {"tensors diverged": replicas.diverged}),
         "seconds": dict(seconds),

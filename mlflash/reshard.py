@@ -19,15 +19,15 @@ from typing import Any
 import numpy as np
 
 from . import commit, shards
-from .errors import MlflashError, SaveFailed, StructureMismatch
+from .errors import CorruptSlot, MlflashError, StructureMismatch
 from .layout import PAGE_NBYTES
-from .opened import Elsewhere, Opened
+from .opened import Elsewhere, Readable, held_by_name
 from .parcels import Parcel, items
 from .parts import Parts
 from .points import reach
 from .rebuild import compare, fill, refuse_differences
 from .reunion import Home
-from .shards import Held, box
+from .shards import box
 from .slot import Slot
 from .snapshot import Snapshot
 from .stage import Plan, Stage
@@ -68,19 +68,19 @@ class Resharded:
         fill(state, self.flat.tree, layout.entries, self.flat.plain, self.slot.reader(layout.extents))
 
 
-def reshard(parts: Parts, old: Elsewhere, state: Any) -> Resharded:
+def reshard(parts: Parts, old: Readable, state: Any) -> Resharded:
     """Put this rank's state together. Collective over the world; nothing of ``state`` is changed.
 
     Raises:
         StructureMismatch: on all ranks, where that of any does not go together with the checkpoint.
         MemoryTooSmall: on all ranks, where there is no room for it beside the old slots.
+        CorruptSlot: on all ranks, where a part did not arrive whole on any.
     """
     world = parts.world
-    opened = Opened(parts, old, checks=True)
     error: MlflashError | None = None
     wanted: _Wanted | None = None
     try:
-        wanted = _want(parts, opened, state)
+        wanted = _want(parts, old, state)
     except MlflashError as problem:
         error = problem
     except Exception as problem:  # state_dict() of an object may raise anything: all ranks must hear of it
@@ -100,11 +100,11 @@ def reshard(parts: Parts, old: Elsewhere, state: Any) -> Resharded:
         world.wait_for(slot.segment.ready.is_set)
         slot.unseal()
         slot.view[PAGE_NBYTES : PAGE_NBYTES + len(plan.manifest)] = np.frombuffer(plan.manifest, dtype=np.uint8)
-        whole = _fill_slot(opened, wanted, plan, slot)
+        whole = _fill_slot(old, wanted, plan, slot)
         if not world.agree([int(whole)])[0]:
-            raise SaveFailed("parts of the checkpoint did not arrive whole from other ranks", step=old.step)
+            raise CorruptSlot("parts of the checkpoint did not arrive whole", step=old.step)
     except MlflashError:  # the same on all ranks
-        give_up(parts, old, made)
+        give_up(parts, made)
         raise
     reach("restore.resharded")
     if kept := wanted.kept:
@@ -114,12 +114,12 @@ def reshard(parts: Parts, old: Elsewhere, state: Any) -> Resharded:
     return made
 
 
-def give_up(parts: Parts, old: Elsewhere, made: Resharded) -> None:
+def give_up(parts: Parts, made: Resharded) -> None:
     """Let saves write the slots that a state was put together in, as it was not loaded. Not collective."""
-    parts.shelf.release(old.attempt, [made.slot, made.share], False)
+    parts.shelf.give_back([made.slot, made.share])
 
 
-def protect(parts: Parts, old: Elsewhere, made: Resharded) -> None:
+def protect(parts: Parts, old: Readable, made: Resharded) -> None:
     """Commit what was put together, as a save of its own; then the old slots may go. Collective over the world.
 
     Where it cannot be, that is a warning, and the old slots stay until a newer step is committed.
@@ -132,8 +132,7 @@ def protect(parts: Parts, old: Elsewhere, made: Resharded) -> None:
     except MlflashError as error:
         if parts.world.rank in (0, error.rank):
             log.warning("the restored step has no redundancy among the ranks of this run: %s", error)
-    for home in old.homes.values():
-        parts.shelf.unmap_others([home.slot, *home.shares])
+    old.close()
 
 
 def unless_alike(parts: Parts, home: Home, state: Any) -> Home | Elsewhere:
@@ -168,7 +167,7 @@ def _as_live(entry: Entry, live: Mapping[str, Entry]) -> Entry:
     return mine if mine is not None and (mine.kind, mine.dtype, mine.global_shape) == same else entry
 
 
-def _want(parts: Parts, opened: Opened, state: Any) -> _Wanted:
+def _want(parts: Parts, opened: Readable, state: Any) -> _Wanted:
     """Say what this rank's state is made of.
 
     Its structure is that of the old rank of its number, since objects (an optimizer before its first step) may not
@@ -179,10 +178,7 @@ def _want(parts: Parts, opened: Opened, state: Any) -> _Wanted:
     live = {leaf.entry.name: leaf for leaf in flat.leaves}
     own = olds[world.rank if world.rank in olds else sorted(olds)[world.rank % len(olds)]]
     near = {rank for rank in olds if opened.is_near(rank)}
-    held: dict[str, list[Held]] = {}
-    for rank, one in sorted(olds.items()):
-        for number, entry in enumerate(one.entries):
-            held.setdefault(entry.name, []).append(Held(rank, number, entry, one.checks.get(number)))
+    held = held_by_name(opened)
     live_entries = {name: leaf.entry for name, leaf in live.items()}
     entries = [_as_live(entry, live_entries) for entry in own.entries]
     if world.rank not in olds:  # what each had its own of may have any shape here
@@ -219,7 +215,7 @@ def _want(parts: Parts, opened: Opened, state: Any) -> _Wanted:
     return _Wanted(Flat(leaves, own.tree, values), made_of, [*kept, *private])
 
 
-def _fill_slot(opened: Opened, wanted: _Wanted, plan: Plan, slot: Slot) -> bool:
+def _fill_slot(opened: Readable, wanted: _Wanted, plan: Plan, slot: Slot) -> bool:
     """Bring all parts into the new slot; whether they arrived whole. Collective over the world."""
     payload = slot.payload(plan.layout.extents)
     payload[:] = 0

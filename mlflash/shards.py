@@ -91,7 +91,7 @@ def fragments(want: Entry, held: Sequence[Held], rank: int, near: Iterable[int] 
             source = tuple(a - b for a, b in zip(both[0], one.entry.offset, strict=True))
             target = tuple(a - b for a, b in zip(both[0], want.offset, strict=True))
             found.append(Fragment(one.rank, one.number, source, target, both[1]))
-    if not _covers(want.shape, found):
+    if not covers(want.shape, [(part.target, part.shape) for part in found]):
         raise StructureMismatch("parts of this tensor are not in the checkpoint", tensor=want.name,
                                 expected=f"all of {want.shape} at {want.offset}",
                                 found=f"{len(found)} parts of it")  # fmt: skip
@@ -128,24 +128,23 @@ def overlap(one: Box, other: Box) -> Box | None:
     return None if any(n <= 0 for n in shape) else (low, shape)
 
 
-def _covers(shape: tuple[int, ...], found: Sequence[Fragment]) -> bool:
-    """Whether some parts together are all of a shard."""
+def covers(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:
+    """Whether some parts together are all of a shard. Not collective."""
     if math.prod(shape) == 0:
         return True
-    if sum(math.prod(part.shape) for part in found) == math.prod(shape) and _disjoint(found):
+    if sum(math.prod(sizes) for _, sizes in boxes) == math.prod(shape) and _disjoint(boxes):
         return True
     # Shards that overlap otherwise than by being equal: look at each cell of the grid that their edges make.
-    edges = [sorted({0, n, *(edge for part in found for edge in (part.target[d], part.target[d] + part.shape[d]))})
+    edges = [sorted({0, n, *(edge for at, sizes in boxes for edge in (at[d], at[d] + sizes[d]))})
              for d, n in enumerate(shape)]  # fmt: skip
     cells = np.zeros(tuple(len(cuts) - 1 for cuts in edges), dtype=bool)
-    for part in found:
-        cells[tuple(slice(edges[d].index(at), edges[d].index(at + n))
-                    for d, (at, n) in enumerate(zip(part.target, part.shape, strict=True)))] = True  # fmt: skip
+    for at, sizes in boxes:
+        cells[tuple(slice(edges[d].index(first), edges[d].index(first + n))
+                    for d, (first, n) in enumerate(zip(at, sizes, strict=True)))] = True  # fmt: skip
     return bool(cells.all())
 
 
-def _disjoint(found: Sequence[Fragment]) -> bool:
-    boxes = [(part.target, part.shape) for part in found]
+def _disjoint(boxes: Sequence[Box]) -> bool:
     if len(boxes) > 64:  # let the grid tell
         return False
     return all(overlap(a, b) is None for i, a in enumerate(boxes) for b in boxes[:i])

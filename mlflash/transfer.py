@@ -15,10 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from .comm import Moves, World
+from .comm import World
 from .errors import CorruptSlot
 from .header import HEADER_NBYTES, Attempt, Header, Kind, unpack
 from .layout import PAGE_NBYTES, Extents
+from .moves import Moves, done
 from .points import reach
 from .slot import Slot, Use, table_check
 from .window import OpenMemory
@@ -183,12 +184,6 @@ def receive(world: World, peer: int, slot: Slot, extents: Extents, is_wanted: Ca
 def slot_of(owner: int, attempt: Attempt) -> Callable[[Header], bool]:
     """Tell the header of a rank's slot."""
     return lambda header: (header.kind, header.rank, header.attempt) == (Kind.SLOT, owner, attempt)
-
-
-def done(request: Any) -> Moves:
-    """Wait for an MPI request, as an operation."""
-    while not request.Test():
-        yield False
 
 
 def _arrived(slot: Slot, extents: Extents, first: int, last: int, window: OpenMemory | None) -> Moves:
