@@ -15,8 +15,11 @@ from typing import Any
 
 from . import scheme
 from .errors import ConfigError
+from .store import is_url
 
 MIB = 1 << 20
+COMPRESSIONS = ("gzip", "zstd", "lz4", "blosc", "blosc2", "bshuf", "bzip2")
+"""HDF5's own, and those of hdf5plugin that give back every bit."""
 
 
 def _setting(default: Any, env: str | None, doc: str) -> Any:
@@ -39,6 +42,13 @@ class Config:
     transport: str = _setting("auto", "MLFLASH_TRANSPORT", "between nodes: auto | rma | p2p")
     skip_stuck: int = _setting(0, "MLFLASH_SKIP_STUCK", "pass over a step restored by so many runs; 0: never")
     share: bool = _setting(True, "MLFLASH_SHARE", "store once per node what ranks hold alike; 0: only compare it")
+    drain_every: int = _setting(0, "MLFLASH_DRAIN_EVERY", "every so many checkpoints go to directory; 0: none do")
+    drain_rate: float = _setting(0.0, "MLFLASH_DRAIN_RATE", "bytes per second that all ranks drain together; 0: all")
+    drain_writers: int = _setting(0, "MLFLASH_DRAIN_WRITERS", "ranks that drain at a time; 0: all")
+    keep_last: int = _setting(0, "MLFLASH_KEEP_LAST", "newest checkpoints to keep in directory; 0: all")
+    keep_every: int = _setting(0, "MLFLASH_KEEP_EVERY", "keep those too whose step is a multiple of this; 0: none")
+    format: str = _setting("hdf5", "MLFLASH_FORMAT", "of drained checkpoints: hdf5 | dcp")
+    compression: str = _setting("", "MLFLASH_COMPRESSION", "of drained HDF5 files: gzip | zstd | lz4 | ...")
     chunk_nbytes: int = _setting(4 * MIB, "MLFLASH_CHUNK_NBYTES", "bytes per transfer, 1 MiB to 1 GiB")
     block_nbytes: int = _setting(MIB, "MLFLASH_BLOCK_NBYTES", "bytes per checksum")
     ranks_per_node: int = _setting(0, "MLFLASH_RANKS_PER_NODE", "emulate nodes of n ranks (0: real nodes)")
@@ -50,6 +60,12 @@ class Config:
         self._check("timeout_s", self.timeout_s > 0, "a number of seconds above 0")
         self._check("reserve", self.reserve >= 0, "a number of bytes, 0 or more")
         self._check("skip_stuck", self.skip_stuck >= 0, "a number of restores, 0 or more")
+        for name in ("drain_every", "drain_rate", "drain_writers", "keep_last", "keep_every"):
+            self._check(name, getattr(self, name) >= 0, "a number, 0 or more")
+        self._check("drain_every", not self.drain_every or self.directory is not None, "a directory to drain to")
+        self._check("format", self.format in ("hdf5", "dcp"), "'hdf5' or 'dcp'")
+        self._check("compression", self.compression in ("", *COMPRESSIONS), f"one of {', '.join(COMPRESSIONS)}")
+        self._check("compression", not self.compression or self.format == "hdf5", "none, but with format='hdf5'")
         self._check("ranks_per_node", self.ranks_per_node >= 0, "a number of ranks, 0 or more")
         whole_pages = self.block_nbytes % 4096 == 0
         self._check("block_nbytes", whole_pages and 4096 <= self.block_nbytes <= 1 << 30, "4 KiB to 1 GiB, whole pages")
@@ -66,6 +82,15 @@ class Config:
                 expected="1 to 64 letters, digits, '.', '_' or '-', not starting with '.', '_' or '-'",
                 found=repr(self.job),
             )
+
+    @property
+    def owner(self) -> str:
+        """Who may delete a checkpoint in ``directory``: this user, with this directory and what the user named the job.
+
+        A chain of Slurm jobs that were not named is one owner.
+        """
+        by_slurm = re.fullmatch(r"slurm-[0-9]+-([0-9a-f]{8})", self.job)
+        return f"{os.getuid()}:{_digest(self.directory or '')}:{by_slurm[1] if by_slurm else self.job}"
 
     def _check(self, name: str, good: bool, expected: str) -> None:
         if not good:
@@ -99,7 +124,8 @@ def from_environment(env: Mapping[str, str], directory: str | os.PathLike[str] |
             values[name] = _parse(env_name, env[env_name], str if field.default is None else type(field.default))
     if unknown := given.keys() - {field.name for field in dataclasses.fields(Config)}:
         raise ConfigError(f"unknown settings: {', '.join(sorted(unknown))}")
-    values["directory"] = None if directory is None else os.path.abspath(os.fspath(directory))
+    given_as = None if directory is None else os.fspath(directory)
+    values["directory"] = given_as if given_as is None or is_url(given_as) else os.path.abspath(given_as)
     if "job" not in values:
         values["job"] = job_name(env, values["directory"])
     return Config(**values)
@@ -114,7 +140,7 @@ def job_name(env: Mapping[str, str], directory: str | None) -> str:
         ``SLURM_JOB_ID=71, directory=/lustre/me/run42`` → ``slurm-71-1c0d5a3e``;
         without Slurm → ``run42-1c0d5a3e``.
     """
-    digest = hashlib.sha256(directory.encode()).hexdigest()[:8] if directory else ""
+    digest = _digest(directory) if directory else ""
     if env.get("SLURM_JOB_ID"):
         return "-".join(filter(None, ("slurm", env["SLURM_JOB_ID"], digest)))
     if directory:
@@ -124,6 +150,10 @@ def job_name(env: Mapping[str, str], directory: str | None) -> str:
         "this job has no name: a relaunch could not find the memory of the run before; "
         "give Checkpointer a directory or job=..., or set MLFLASH_JOB"
     )
+
+
+def _digest(directory: str) -> str:
+    return hashlib.sha256(directory.encode()).hexdigest()[:8]
 
 
 def _is_scheme(text: str) -> bool:

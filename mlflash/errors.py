@@ -13,8 +13,10 @@ __all__ = [
     "ConfigError",
     "CorruptSlot",
     "DeadlineExceeded",
+    "DrainFailed",
     "ForeignNode",
     "JobInUse",
+    "LaunchFailed",
     "MemoryTooSmall",
     "MlflashError",
     "MpiUnavailable",
@@ -150,8 +152,16 @@ class SaveFailed(MlflashError, RuntimeError):
     """A snapshot will not become a checkpoint; the last committed one is untouched."""
 
 
+class DrainFailed(MlflashError, RuntimeError):
+    """A checkpoint did not get into the directory; it is in memory, and those in the directory are untouched."""
+
+
 class DeadlineExceeded(MlflashError, TimeoutError):
     """A wait took longer than ``timeout_s``; ``ranks`` and ``nodes`` are those waited for."""
+
+
+class LaunchFailed(MlflashError, RuntimeError):
+    """Slurm or mpiexec does not do what `mlflash run` needs of it."""
 
 
 class Closed(MlflashError, RuntimeError):

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from .errors import CorruptSlot, UnsafePath
-from .header import RECORD_NBYTES, RESTORES_START, Attempt, Kind, read_record, unpack
+from .header import RECORD_NBYTES, RESTORES_START, Attempt, Header, Kind, read_record, unpack
 from .node_memory import NodeMemory
 from .stripes import recoverable
 
@@ -63,6 +63,10 @@ class Inventory:
         rows = self.rows
         mine = (rows["generation"] == attempt.generation) & (rows["run_0"] == first) & (rows["run_1"] == second)
         return Inventory(rows[mine], self.groups)
+
+    def since(self, generation: int) -> Inventory:
+        """What there is of attempts of this generation and newer ones."""
+        return Inventory(self.rows[self.rows["generation"] >= generation], self.groups)
 
     def on(self, node: int) -> Inventory:
         """What there is on one node."""
@@ -167,8 +171,7 @@ def scan(memory: NodeMemory, node: int) -> Inventory:
 
     Files that are not private files of this user are left alone, as if they were not there.
     """
-    rows = []
-    groups: dict[tuple[int, ...], int] = {}
+    found = []
     for name in memory.slot_names():
         try:
             fd = memory.open(name, os.O_RDONLY)
@@ -183,14 +186,22 @@ def scan(memory: NodeMemory, node: int) -> Inventory:
         finally:
             os.close(fd)
         if header.extents.nbytes <= nbytes:
-            restores = read_record(page, RESTORES_START, header.attempt) or 0
-            kind = header.kind
-            group = groups.setdefault(header.group, len(groups)) if kind is Kind.PARITY else 0
-            rows.append((
-                header.attempt.generation, *_RUN_ID.unpack(header.attempt.run_id), header.step, header.rank,
-                header.world_size, node, file_number(name), group, header.shared_by, kind,
-                header.share if kind is Kind.SHARE else header.parities, len(header.group), min(restores, 255),
-            ))  # fmt: skip
+            found.append((name, header, read_record(page, RESTORES_START, header.attempt) or 0))
+    return of_headers(found, node)
+
+
+def of_headers(found: Iterable[tuple[str, Header, int]], node: int) -> Inventory:
+    """List sealed files of a node, given the name and the header of each, and how many runs have restored it."""
+    rows = []
+    groups: dict[tuple[int, ...], int] = {}
+    for name, header, restores in found:
+        kind = header.kind
+        group = groups.setdefault(header.group, len(groups)) if kind is Kind.PARITY else 0
+        rows.append((
+            header.attempt.generation, *_RUN_ID.unpack(header.attempt.run_id), header.step, header.rank,
+            header.world_size, node, file_number(name), group, header.shared_by, kind,
+            header.share if kind is Kind.SHARE else header.parities, len(header.group), min(restores, 255),
+        ))  # fmt: skip
     return Inventory(np.array(rows, dtype=FOUND), tuple(groups))
 
 
@@ -268,7 +279,7 @@ def _shares_complete(rows: np.ndarray, shares: Mapping[tuple[int, int], object])
 class Files:
     """The files that a rank takes over: numbers, or None where there is none yet.
 
-    The first of each pair is the one for the attempt that was chosen, the second for the next save.
+    The first of each pair is the one for the attempt that was chosen, the next one for the next save.
 
     Attributes:
         own: the rank's slots.
@@ -289,6 +300,7 @@ def assign(
     same_ranks: bool,
     inboxes: Mapping[int, Sequence[int]],
     shares: Mapping[int, tuple[int, int]],
+    own: int = 2,
 ) -> tuple[dict[int, Files], list[int]]:
     """Share the files of a node out among its ranks, so that ranks that moved do not double the memory.
 
@@ -304,6 +316,7 @@ def assign(
         same_ranks: whether that attempt's ranks are the ranks of today (same world size).
         inboxes: for each rank of this node, the ranks whose copies it holds, and itself where it holds parity.
         shares: for each rank of this node that stores a share of shared state, the numbers of set and share.
+        own: how many slots of its own, and for its share, a rank has.
 
     Returns:
         The files of each rank here, and the numbers of those left over (to be deleted once the redundancy is
@@ -328,7 +341,7 @@ def assign(
         return None
 
     files = {
-        rank: Files([None, None], {owner: [None, None] for owner in inboxes[rank]}, [None, None]) for rank in inboxes
+        rank: Files([None] * own, {owner: [None, None] for owner in inboxes[rank]}, [None] * own) for rank in inboxes
     }
     pairs: list[tuple[tuple[Kind, object], list[int | None]]]
     pairs = [((Kind.SLOT, rank), files[rank].own) for rank in inboxes]
@@ -341,11 +354,12 @@ def assign(
     if same_ranks:
         for (kind, what), pair in pairs:
             pair[0] = take(True, kind, what)
-    for index in (0, 1):
-        for (kind, what), pair in pairs:
+    for index in range(max(2, own)):
+        those = [(content, pair) for content, pair in pairs if index < len(pair)]
+        for (kind, what), pair in those:
             if pair[index] is None:
                 pair[index] = take(False, kind, what)
-        for (kind, _), pair in pairs:
+        for (kind, _), pair in those:
             if pair[index] is None:  # a parity file is no place for a slot, nor the other way: the sizes differ
                 pair[index] = take(False, kind)
     for (kind, _), pair in pairs:

@@ -34,6 +34,8 @@ TORCH_ITEM_NBYTES = {
 # What dtype.str of an array without fields can be. np.dtype() must not see anything else: it evaluates parts of it.
 _ARRAY_DTYPE = re.compile(r"[<>|](?:[biufcSUV]\d{1,9}|[mM]8(?:\[\d{0,9}[a-zA-Z]{1,2}\])?)")
 MAX_DEPTH = 200
+BAD_DOCUMENT = (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError, MemoryError)
+"""What reading a damaged or hostile JSON document can raise."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,19 +100,23 @@ def decode(raw: bytes, payload_nbytes: int) -> Manifest:
         CorruptSlot: it is not a manifest; the text says what is wrong first.
     """
     try:
-        document = json.loads(raw, parse_constant=_refuse)
-        listed, shared = document["entries"], _shared(document.get("shared"))
-        nbytes = 0 if shared is None else shared.nbytes
-        entries = tuple(_entry(fields, payload_nbytes, nbytes) for fields in listed)
-        plain = document["plain"]
-        if not isinstance(plain, list):
-            raise ValueError("'plain' is not a list")
-        for value in plain:
-            _check_plain(value)
-        _check_tree(document["tree"], len(entries), len(plain), 0)
-        return Manifest(entries, document["tree"], plain, shared)
-    except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError, MemoryError) as error:
+        return from_document(json.loads(raw, parse_constant=_refuse), payload_nbytes)
+    except BAD_DOCUMENT as error:
         raise CorruptSlot(f"the manifest is damaged: {error!r}") from None
+
+
+def from_document(document: Any, payload_nbytes: int) -> Manifest:
+    """Read a manifest out of a parsed JSON document as `decode` does; anything wrong is one of `BAD_DOCUMENT`."""
+    listed, shared = document["entries"], _shared(document.get("shared"))
+    nbytes = 0 if shared is None else shared.nbytes
+    entries = tuple(decode_entry(fields, payload_nbytes, nbytes) for fields in listed)
+    plain = document["plain"]
+    if not isinstance(plain, list):
+        raise ValueError("'plain' is not a list")
+    for value in plain:
+        _check_plain(value)
+    _check_tree(document["tree"], len(entries), len(plain), 0)
+    return Manifest(entries, document["tree"], plain, shared)
 
 
 def _refuse(name: str) -> None:
@@ -126,7 +132,8 @@ def _shared(fields: Any) -> Shared | None:
     return Shared(by, shares, nbytes)
 
 
-def _entry(fields: Any, payload_nbytes: int, shared_nbytes: int) -> Entry:
+def decode_entry(fields: Any, payload_nbytes: int, shared_nbytes: int = 0) -> Entry:
+    """Make an entry of its fields in a manifest; whatever is wrong with them is one of `BAD_DOCUMENT`."""
     name, kind, dtype, global_shape, offset, shape, start, nbytes = fields
     entry = Entry(name, kind, dtype, tuple(global_shape), tuple(offset), tuple(shape), start, nbytes)
     numbers = (*entry.global_shape, *entry.offset, *entry.shape, start, nbytes)
@@ -136,7 +143,7 @@ def _entry(fields: Any, payload_nbytes: int, shared_nbytes: int) -> Entry:
         raise ValueError(f"entry {name!r} has shapes of different rank")
     if any(o + s > g for o, s, g in zip(entry.offset, entry.shape, entry.global_shape, strict=True)):
         raise ValueError(f"the shard of entry {name!r} is not inside its tensor")
-    if math.prod(entry.shape) * _item_nbytes(kind, dtype) != nbytes:
+    if math.prod(entry.shape) * item_nbytes(kind, dtype) != nbytes:
         raise ValueError(f"entry {name!r} has {nbytes} bytes, not those of {entry.shape} x {dtype}")
     room = payload_nbytes if start < payload_nbytes else payload_nbytes + shared_nbytes
     if start + nbytes > room:
@@ -144,7 +151,8 @@ def _entry(fields: Any, payload_nbytes: int, shared_nbytes: int) -> Entry:
     return entry
 
 
-def _item_nbytes(kind: Any, dtype: Any) -> int:
+def item_nbytes(kind: Any, dtype: Any) -> int:
+    """Bytes of an element; a dtype that a slot cannot hold is one of `BAD_DOCUMENT`."""
     if kind == "tensor":
         return TORCH_ITEM_NBYTES[dtype]
     if kind != "array" or not isinstance(dtype, str) or not _ARRAY_DTYPE.fullmatch(dtype):
@@ -167,7 +175,7 @@ def _check_plain(value: Any, depth: int = 0) -> None:
             for part in rest[0]:
                 _check_plain(part, depth + 1)
         elif tag == "n":
-            _item_nbytes("array", rest[0])
+            item_nbytes("array", rest[0])
         decode_plain(value)
 
 

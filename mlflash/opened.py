@@ -1,4 +1,4 @@
-"""A checkpoint in the slots of its old ranks, open: any rank reads any part of any tensor.
+"""A checkpoint in memory, in the slots of its old ranks, open: any rank reads any part of any tensor.
 
 What lies on a rank's own node is read from its files; the rest is asked of ranks of other nodes (see `parcels`).
 """
@@ -9,7 +9,7 @@ import dataclasses
 import pickle
 import zlib
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import xxhash
@@ -22,7 +22,7 @@ from .parts import Parts
 from .rebuild import Read
 from .reunion import Files, Home, open_home
 from .segment import attach
-from .shards import box
+from .shards import Held, box
 from .slot import Slot
 from .state import Entry, Tree
 
@@ -69,6 +69,27 @@ class Old:
     told: dict[str, bytes]
 
 
+class Readable(Protocol):
+    """A checkpoint of whatever ranks, open, in memory (`Opened`) or in a directory (`drained.Drained`)."""
+
+    step: int
+    restores: int
+    olds: Mapping[int, Old]
+    home: Home | None
+
+    def is_near(self, rank: int) -> bool:
+        """See `Opened`."""
+
+    def distance(self, rank: int) -> int:
+        """See `Opened`."""
+
+    def read(self, wanted: Iterable[Parcel]) -> bool:
+        """See `Opened`."""
+
+    def close(self) -> None:
+        """See `Opened`."""
+
+
 class Opened:
     """Reads parts of tensors of all old ranks.
 
@@ -81,12 +102,16 @@ class Opened:
         told: names of small entries whose bytes all ranks shall know.
 
     Attributes:
-        found: as given.
         olds: what there is, by old rank; the same on all ranks.
+        step: of it.
+        restores: how many runs have restored it, this one included.
+        home: this rank's own slot, where the ranks are those of today; else None.
     """
 
     def __init__(self, parts: Parts, found: Elsewhere, checks: bool = False, told: Collection[str] = ()):
         self.found, self._parts = found, parts
+        self.step, self.restores = found.step, found.restores
+        self.home = found.homes.get(parts.world.rank) if found.same_ranks else None
         mine = {rank: _describe(parts, home, checks, told) for rank, home in found.homes.items()}
         packed = parts.world.gather(zlib.compress(pickle.dumps(mine), 1))
         self.olds: Mapping[int, Old] = {
@@ -142,6 +167,15 @@ class Opened:
 
     def _unmap(self, home: Home) -> None:
         self._parts.shelf.unmap_others([home.slot, *home.shares])
+
+
+def held_by_name(opened: Readable) -> dict[str, list[Held]]:
+    """What the old ranks hold of each tensor. Not collective."""
+    held: dict[str, list[Held]] = {}
+    for rank, old in sorted(opened.olds.items()):
+        for number, entry in enumerate(old.entries):
+            held.setdefault(entry.name, []).append(Held(rank, number, entry, old.checks.get(number)))
+    return held
 
 
 def _describe(parts: Parts, home: Home, checks: bool, told: Collection[str]) -> Old:

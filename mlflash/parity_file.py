@@ -38,19 +38,33 @@ def read_heads(slot: Slot) -> list[Head]:
     """
     assert slot.header is not None
     raw = slot.body(slot.header.extents)[: slot.header.manifest_nbytes].tobytes()
+    return decode_heads(raw, slot.header, slot.name)
+
+
+def decode_heads(raw: bytes, of: Header, name: str) -> list[Head]:
+    """Decode and check the heads of a group.
+
+    Args:
+        raw: the bytes.
+        of: header of the parity file.
+        name: of that file.
+
+    Raises:
+        CorruptSlot: they are not what the header says.
+    """
     heads = []
     at = 0
-    for rank in slot.header.group:
+    for rank in of.group:
         header = unpack(raw[at : at + HEADER_NBYTES])
         at += HEADER_NBYTES
         end = at + header.extents.blocks * CHECK_NBYTES
-        if end > len(raw) or (header.rank, header.attempt) != (rank, slot.header.attempt):
-            raise CorruptSlot(f"the heads in {slot.name} are not those of its group", rank=slot.header.rank)
+        if end > len(raw) or (header.rank, header.attempt) != (rank, of.attempt):
+            raise CorruptSlot(f"the heads in {name} are not those of its group", rank=of.rank)
         table = np.frombuffer(raw[at:end], dtype="<u8")
         if table_check(table) != header.table_check:
-            raise CorruptSlot(f"a block table in {slot.name} is not what its header says", rank=slot.header.rank)
+            raise CorruptSlot(f"a block table in {name} is not what its header says", rank=of.rank)
         heads.append((header, table))
         at = end
     if at != len(raw):
-        raise CorruptSlot(f"the heads in {slot.name} are longer than they say", rank=slot.header.rank)
+        raise CorruptSlot(f"the heads in {name} are longer than they say", rank=of.rank)
     return heads

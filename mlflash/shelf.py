@@ -2,7 +2,8 @@
 
 Where it shares state with others, two more for its share.
 
-Two of each, because the last committed one is never written: a save goes into the other one.
+Two of each, because the last committed one is never written: a save goes into the other one. Where checkpoints are
+drained there is a third own one, as one may be read for long.
 """
 
 from __future__ import annotations
@@ -35,12 +36,13 @@ class Shelf:
     Args:
         memory: this node's directory.
         owners: the ranks whose copies this rank holds, and itself where it holds parity.
+        own: slots of its own; three where checkpoints are drained, as one of them may be read for long.
     """
 
-    def __init__(self, memory: NodeMemory, owners: Sequence[int]):
+    def __init__(self, memory: NodeMemory, owners: Sequence[int], own: int = 2):
         self._memory = memory
-        self.own = [Slot(), Slot()]
-        self.shares = [Slot(), Slot()]  # without files where nothing is shared
+        self.own = [Slot() for _ in range(own)]
+        self.shares = [Slot() for _ in range(own)]  # without files where nothing is shared
         self.inbox = {owner: [Slot(), Slot()] for owner in owners}
         self._distrusted: list[Slot] = []
         self._spare: set[int] = set()  # files to delete once nothing can need them
@@ -131,16 +133,23 @@ class Shelf:
         own, share = self.free_slot(self.own), self.free_slot(self.shares)
         return None if own is None or share is None else (own, share)
 
+    def drained(self, slots: Iterable[Slot]) -> None:
+        """Let saves write slots again that were drained. Not collective."""
+        with self.changed:
+            for slot in slots:
+                slot.drains = False
+            self.changed.notify_all()
+
     def free_slot(self, pair: Sequence[Slot]) -> Slot | None:
         """A slot of a pair that may be written; the one with the older content first."""
-        free = [slot for slot in pair if slot.use is Use.FREE]
+        free = [slot for slot in pair if slot.use is Use.FREE and not slot.drains]
         return min(free, key=lambda slot: slot.generation, default=None)
 
     @contextlib.contextmanager
     def reserved(self, slots: Sequence[Slot]) -> Iterator[list[Slot]]:
         """Keep the free ones of some slots from being taken for a save while their files are replaced; gives these."""
         with self.changed:
-            taken = [slot for slot in slots if slot.use is Use.FREE]
+            taken = [slot for slot in slots if slot.use is Use.FREE and not slot.drains]
             for slot in taken:
                 slot.use = Use.BUSY
         try:
@@ -218,7 +227,7 @@ class Shelf:
 
     def post_directory(self, board: Board) -> None:
         """Write the file numbers of the own slots on the node's board."""
-        for word, slot in zip((Word.OWN_SLOT_0, Word.OWN_SLOT_1), self.own, strict=True):
+        for word, slot in zip((Word.OWN_SLOT_0, Word.OWN_SLOT_1, Word.OWN_SLOT_2), self.own, strict=False):
             board.put(word, file_number(slot.name) if slot.name else -1)
 
     def close(self) -> None:
@@ -248,7 +257,7 @@ def any_whole(slots: Iterable[Slot], verify: Callable[[Slot], object], what: str
 
 def needs_room(slot: Slot, nbytes: int) -> bool:
     """Whether a slot must get a larger file before ``nbytes`` go into it."""
-    return slot.use is not Use.HOLDS and slot.view.nbytes < nbytes
+    return slot.use is not Use.HOLDS and not slot.drains and slot.view.nbytes < nbytes
 
 
 def make_room(world: World, board: Board, memory: NodeMemory, demand: Sequence[tuple[Slot, int]]) -> None:

@@ -39,11 +39,13 @@ class Slot:
         segment: where its bytes are; None until room is made.
         use: whether it may be written.
         header: what it holds, once sealed or adopted; None otherwise.
+        drains: whether it is being drained: it is not to be written then, whatever its use.
     """
 
     def __init__(self, segment: Segment | None = None):
         self.segment = segment
         self.use = Use.FREE
+        self.drains = False
         self.header: Header | None = None if segment is None else read_header(segment.view)
         self._decoded: tuple[Header, Manifest] | None = None
 
