@@ -6,25 +6,24 @@ import atexit
 import collections
 import logging
 import os
-import threading
+import sys
 import weakref
-from collections.abc import Callable, Collection, Iterable
 from types import TracebackType
 from typing import Any
 
 from . import config
+from .adapting import Adapting
 from .comm import World, find_comm
 from .courier import Courier
-from .errors import Closed, MlflashError
-from .opened import Opened
-from .parcels import Parcel
+from .draining.drain import Drain
+from .drains import Drains
+from .errors import Closed, DrainFailed
 from .parts import Parts, make
 from .report import report_of
 from .restores import Restores
-from .saves import Begun, Saves
+from .saves import Saves
+from .scavenge import heal, scavenge
 from .snapshot import Snapshot
-from .stage import Ahead
-from .state import Flat
 from .survival import describe, of
 
 log = logging.getLogger("mlflash")
@@ -36,7 +35,8 @@ class Checkpointer:
     Collective over ``comm``. Use it as a context manager, or call :meth:`close`.
 
     Args:
-        directory: directory on the parallel file system; gives the job its name where nothing else does.
+        directory: directory on the parallel file system, or a URL that fsspec knows, to which checkpoints are drained
+            and from which they are restored; gives the job its name where nothing else does.
         redundancy: how slots are protected on other nodes: "copy", or "copy:k": k copies of each; "xor:n": groups of
             n nodes, any 1 of which may be lost; "rs:n+k": groups of n + k nodes, any k of which may be lost (k is 1
             to 3); "none". Default "copy".
@@ -62,9 +62,19 @@ class Checkpointer:
             names tensors and ranks. With ``share=False`` it is compared only. Nothing is sent over the group given.
             Default: the replicas that DTensors have by their placements, in the state of the first `restore` or
             `prepare`.
+        drain_every: every so many checkpoints are drained to ``directory``, and the newest one at the end; takes a
+            third slot. Default 0: only what :meth:`drain` is called for.
+        keep_last, keep_every: which checkpoints stay in ``directory``: the newest so many, and those whose step is
+            a multiple of it. Default 0 and 0: all.
+        drain_rate, drain_writers: bytes per second of all ranks together; ranks that write at a time. Default 0: no
+            limit.
+        format: "hdf5", or "dcp": what plain `torch.distributed.checkpoint.load` reads.
         process_group: the torch.distributed group that has the ranks of ``comm``. Default: its default group. Nothing
             is sent over it.
         settings: further fields of :class:`mlflash.config.Config`.
+
+    Attributes:
+        adapting: what adapters use besides.
 
     Raises:
         ConfigError: a setting is missing or makes no sense.
@@ -88,6 +98,12 @@ class Checkpointer:
         reserve: int | None = None,
         transport: str | None = None,
         skip_stuck: int | None = None,
+        drain_every: int | None = None,
+        drain_rate: float | None = None,
+        drain_writers: int | None = None,
+        keep_last: int | None = None,
+        keep_every: int | None = None,
+        format: str | None = None,
         domains: Any = None,
         replicated: Any = None,
         process_group: Any = None,
@@ -95,7 +111,9 @@ class Checkpointer:
     ):
         self._config = config.from_environment(
             os.environ, directory, redundancy=redundancy, memory=memory, job=job, strict=strict, timeout_s=timeout_s,
-            when_busy=when_busy, reserve=reserve, transport=transport, skip_stuck=skip_stuck, **settings,
+            when_busy=when_busy, reserve=reserve, transport=transport, skip_stuck=skip_stuck,
+            drain_every=drain_every, drain_rate=drain_rate, drain_writers=drain_writers, keep_last=keep_last,
+            keep_every=keep_every, format=format, **settings,
         )  # fmt: skip
         if comm is None:
             comm = find_comm(os.environ)
@@ -110,9 +128,13 @@ class Checkpointer:
         except BaseException:
             self._courier.stop(abandon=True)
             raise
-        self._saves = Saves(self._config, self._parts, self._courier, self._seconds)
-        self._restores = Restores(self._parts, self._courier, self._saves, self._seconds)
+        self._drains = Drains(self._config, self._parts, self._courier, self._seconds)
+        self._saves = Saves(self._config, self._parts, self._courier, self._drains, self._seconds)
+        self._restores = Restores(self._parts, self._courier, self._saves, self._drains, self._seconds)
+        self.adapting = Adapting(self._world, self._courier, self._saves, self._restores, self._check_open)
         _live.add(self)
+        newest = self._courier.call(self._drains.newest_generation)
+        self._parts.generation = max(self._parts.generation, newest)
         if self._config.reserve:
             self._saves.reserve(self._config.reserve)
 
@@ -152,58 +174,6 @@ class Checkpointer:
         self._check_open()
         self._saves.wait()
 
-    def begin(self, step: int, thread: threading.Thread) -> Begun:
-        """Say that a :meth:`save_again` comes, or not: where a thread goes on without it, it fails on all ranks.
-
-        Collective over comm, in that all ranks begin the same saves in the same order; no rank waits for another.
-
-        Args:
-            step: training step, not smaller than the one before: the newest one may be saved once more.
-            thread: which calls :meth:`save_again`, or waits for another process that has it called.
-        """
-        self._check_open()
-        return self._saves.begin(step, thread)
-
-    def end_begun(self) -> None:
-        """Let those saves fail that were begun by threads which have gone on without them: this one, and dead ones.
-
-        Not collective. All that is collective does so by itself.
-        """
-        self._check_open()
-        self._saves.end_begun()
-
-    def save_again(self, state: Flat | Ahead | MlflashError, begun: Begun) -> Snapshot:
-        """Save leaves that an adapter made, as :meth:`save` does, as the step that was begun.
-
-        Collective over comm, but a rank may not come to it: for the others it fails when that rank goes on.
-
-        Args:
-            state: leaves, which must not change before the snapshot has ended; or what :meth:`stage_ahead` gave; or why
-                this rank cannot save: then no rank does.
-            begun: what :meth:`begin` gave.
-
-        Raises:
-            SaveFailed: its thread had ended before.
-        """
-        self._check_open()
-        return self._saves.save_again(state, begun)
-
-    def stage_ahead(self, state: Flat) -> Ahead | None:
-        """Copy leaves into a slot before their step is known, for :meth:`save_again`.
-
-        Not collective. The snapshot's stall does not count this.
-
-        Returns:
-            What was staged; None where that would need other ranks: the first time, where the state has grown, or
-            where something is staged ahead already.
-        """
-        self._check_open()
-        return self._saves.stage_ahead(state)
-
-    def give_up(self, ahead: Ahead) -> None:
-        """Free the slot of what was staged ahead and is not going to be saved. Not collective."""
-        self._saves.give_up(ahead)
-
     def prepare(self, state: Any) -> None:
         """Allocate the slots for a state like this one, before the first save; their pages are faulted in behind.
 
@@ -218,8 +188,10 @@ class Checkpointer:
 
     # Restoring
 
-    def restore(self, state: Any, step: int | None = None) -> int | None:
-        """Fill the state, in place, with the newest step that memory can give.
+    def restore(
+        self, state: Any, step: int | None = None, *, source: str | os.PathLike[str] | None = None
+    ) -> int | None:
+        """Fill the state, in place, with the newest step that memory or the directory can give.
 
         Collective over comm. Every byte is verified on all ranks before anything is changed. Afterwards the
         redundancy is made whole again in the background. Either way the slots are made as :meth:`prepare` does.
@@ -231,6 +203,7 @@ class Checkpointer:
             state: live tensors and arrays are copied into, plain leaves replaced, objects get copies through
                 ``load_state_dict``.
             step: restore this step instead of the newest.
+            source: another directory that checkpoints were drained to: it is read only, and memory is not looked at.
 
         Returns:
             The step, or None where there is nothing to restore.
@@ -241,10 +214,10 @@ class Checkpointer:
             MemoryTooSmall: there is no room to put it together.
         """
         self._check_open()
-        return self._restores.restore(state, step)
+        return self._restores.restore(state, step, None if source is None else os.fspath(source))
 
-    def load(self, step: int | None = None) -> tuple[int | None, Any]:
-        """Give the newest step that memory can give as fresh CPU tensors and arrays.
+    def load(self, step: int | None = None, *, source: str | os.PathLike[str] | None = None) -> tuple[int | None, Any]:
+        """Give the newest step that memory or the directory can give as fresh CPU tensors and arrays.
 
         Collective over comm. Objects come back as what their ``state_dict`` returned.
 
@@ -256,50 +229,76 @@ class Checkpointer:
             WorldSizeChanged: it was saved by another number of ranks: only :meth:`restore` knows what is wanted.
         """
         self._check_open()
-        return self._restores.load(step)
-
-    def open(self, step: int | None = None, told: Collection[str] = ()) -> Opened | None:
-        """Open the newest checkpoint that memory can give, saved by whatever ranks, to read any part of any tensor.
-
-        Collective over comm. For adapters: what reads must do so in :meth:`read`, which closes it.
-
-        Args:
-            step: this one instead of the newest.
-            told: names of small entries whose bytes every rank shall know.
-
-        Returns:
-            It, every byte verified; None where there is nothing.
-
-        Raises:
-            StepNotFound: there is no such step.
-        """
-        self._check_open()
-        return self._restores.open(step, told)
-
-    def read(self, opened: Opened, wanted: Callable[[], Iterable[Parcel]], done: Callable[[], None]) -> None:
-        """Read out of an opened checkpoint, and close it; then its redundancy is made whole in the background.
-
-        Collective over comm.
-
-        Args:
-            opened: what :meth:`open` gave.
-            wanted: says which parts of which entries are wanted, and where.
-            done: called when they are there.
-
-        Raises:
-            StructureMismatch: on all ranks, where ``wanted`` or ``done`` failed on any.
-            CorruptSlot: on all ranks, where a part did not arrive whole.
-        """
-        self._check_open()
-        self._restores.read(opened, wanted, done)
+        return self._restores.load(step, None if source is None else os.fspath(source))
 
     def steps(self) -> list[int]:
-        """List the steps that can be restored from memory, ascending.
+        """List the steps that can be restored from memory or the directory, ascending.
 
         Collective over comm. Looks at headers only; the bytes are verified by :meth:`restore`.
         """
         self._check_open()
         return self._restores.steps()
+
+    # Draining
+
+    def drain(self) -> Drain:
+        """Write the checkpoint that was committed or restored last to the directory, in the background.
+
+        Collective over comm. Waits for the drain before it and for the saves so far. Where ``drain_every`` is 0 there
+        are two slots only: the next save but one then waits for the drain.
+
+        Returns:
+            The drain; its ``wait()`` ends when the checkpoint is in the directory.
+
+        Raises:
+            DrainFailed: there is no directory, or nothing to drain.
+        """
+        self._check_open()
+        self.wait()
+        return self._drains.drain()
+
+    def wait_drained(self, timeout_s: float | None = None) -> None:
+        """Wait until no drain is on its way; how it ended is in what :meth:`drain` gave, and in the log.
+
+        Not collective.
+
+        Args:
+            timeout_s: seconds; None: for as long as some rank gets on.
+
+        Raises:
+            DeadlineExceeded: it goes on still.
+        """
+        self._check_open()
+        self._drains.wait(timeout_s)
+
+    def scavenge(self) -> Drain | None:
+        """Write the newest checkpoint that memory can give to the directory, with no training.
+
+        Collective over comm, which may be of another number of ranks than the job: one on each node that is left will
+        do. What is lost is rebuilt from copies or parity. What is in memory stays there.
+
+        Returns:
+            The drain; None where memory has nothing that is newer than what is in the directory.
+        """
+        self._check_open()
+        drain: Drain | None = self._courier.call(lambda: scavenge(self._parts, self._drains))
+        return drain
+
+    def heal(self) -> int | None:
+        """Make the redundancy of the newest checkpoint in memory whole again, with no training.
+
+        Collective over comm, which must have as many ranks as the job, on the nodes where they will be.
+
+        Returns:
+            Its step; None where memory has nothing.
+
+        Raises:
+            WorldSizeChanged: this is another number of ranks.
+            MemoryTooSmall, SaveFailed: it could not be made whole; what there was is untouched.
+        """
+        self._check_open()
+        step: int | None = self._courier.call(lambda: heal(self._parts))
+        return step
 
     # Looking
 
@@ -326,28 +325,46 @@ class Checkpointer:
         return describe(survival, self._parts.domains_by_kind)
 
     def report(self) -> dict[str, Any]:
-        """Give counters, seconds per verb, and how this rank is placed, see `report.report_of`. Not collective."""
-        return report_of(self._parts, self._seconds)
+        """Give counters, seconds per verb, how this rank is placed, and the last drain, see `report.report_of`.
+
+        Not collective.
+        """
+        return report_of(self._parts, self._seconds, self._drains.last)
 
     # Ending
 
     def close(self) -> None:
-        """Wait for the saves so far, free windows and communicators; the slots stay in memory.
+        """Wait for the saves and drains so far, free windows and communicators; the slots stay in memory.
 
-        Collective over comm. May be called twice.
+        Collective over comm. May be called twice. With ``drain_every`` the newest checkpoint is drained before.
         """
         if self._closed:
             return
         try:
             self.wait()
+            self._finish_drains()
         finally:
-            stuck = self._courier.late is not None or self._courier.broken is not None
+            stuck = self._courier.late is not None or self._courier.broken is not None or not self._drains.idle
             if not stuck:
-                self._courier.call(self._parts.free)
-            self._end(abandon=stuck)
+                self._courier.call(self._free)
+            self._end(stuck, "ended" if sys.exc_info()[0] is None else "failed")
 
-    def _end(self, abandon: bool) -> None:
+    def _finish_drains(self) -> None:
+        if self._courier.late is not None or self._courier.broken is not None:
+            return
+        try:
+            self._drains.finish()
+        except DrainFailed:
+            pass  # a warning already
+
+    def _free(self) -> None:
+        self._drains.free()
+        self._parts.free()
+
+    def _end(self, abandon: bool, state: str) -> None:
         self._closed = True
+        self._parts.pulse.end(state)
+        self._drains.give_up()
         self._courier.stop(abandon)
         self._saves.stage.forget()
         if not abandon:  # an abandoned courier may still be inside MPI, with the slots as its buffers
@@ -365,7 +382,7 @@ class Checkpointer:
         if kind is None:
             self.close()
         elif not self._closed:
-            self._end(abandon=True)
+            self._end(abandon=True, state="failed")
 
     def _check_open(self) -> None:
         if self._closed:
@@ -379,4 +396,4 @@ _live: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
 def _stop_couriers() -> None:
     """Stop what was never closed: no thread may be inside MPI when mpi4py finalises it."""
     for checkpointer in list(_live):
-        checkpointer._end(abandon=True)
+        checkpointer._end(abandon=True, state="failed" if hasattr(sys, "last_value") else "ended")

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 
-from .errors import CorruptSlot, MlflashError, StepNotFound, WorldSizeChanged
+from .errors import CorruptSlot, MlflashError, WorldSizeChanged
 from .fetch import fetch
 from .header import Attempt
 from .inventory import Choice, Inventory, Place, choose, file_name
@@ -41,33 +41,31 @@ def restorable_steps(parts: Parts) -> list[int]:
     return sorted(set(whole))
 
 
-def bring_home(parts: Parts, step: int | None, others: bool = False) -> Home | Elsewhere | None:
+def bring_home(parts: Parts, step: int | None, others: bool = False, oldest: int = 0) -> Home | Elsewhere | None:
     """Bring the newest restorable attempt (or that of a step) into this rank's own slot.
 
     Collective over the world.
 
     Args:
+        parts: of this rank.
         step: this one only.
         others: where it is of another number of ranks, bring it to where it can be read.
+        oldest: pass over attempts of a smaller generation: there is something newer elsewhere.
 
     Returns:
         This rank's state, every byte of it verified on every rank; or what there is of other ranks here; None where
         there is nothing.
 
     Raises:
-        StepNotFound: there is no such step.
         WorldSizeChanged: it was saved by another number of ranks, and is not to be resharded.
     """
-    found = parts.take_stock()
+    found = parts.take_stock().since(oldest)
     reach("restore.listed")
     while True:
         node_of, skip_stuck = parts.world.topology.node_of, parts.config.skip_stuck if step is None else 0
         choice, passed_over = choose(found, node_of, step, skip_stuck), choose(found, node_of, step)
         if choice is None:
-            if step is None:
-                return None
-            steps = sorted({s for _, s, _ in found.attempts()}) or "none"
-            raise StepNotFound("this step cannot be restored", step=step, found=f"steps in memory: {steps}")
+            return None
         same_ranks = choice.world_size == parts.world.size
         if not same_ranks and not others:
             raise WorldSizeChanged(

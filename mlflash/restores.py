@@ -13,8 +13,19 @@ from typing import Any
 
 from . import reshard, restore
 from .courier import Courier, Job
-from .errors import CorruptSlot, MemoryTooSmall, MlflashError, StateError, StructureMismatch
-from .opened import Elsewhere, Opened
+from .draining.catalog import Listed
+from .draining.drained import Drained
+from .drains import Drains
+from .errors import (
+    CorruptSlot,
+    MemoryTooSmall,
+    MlflashError,
+    StateError,
+    StepNotFound,
+    StructureMismatch,
+    WorldSizeChanged,
+)
+from .opened import Elsewhere, Opened, Readable
 from .parcels import Parcel
 from .parts import Parts
 from .points import reach
@@ -23,30 +34,43 @@ from .reunion import Home
 from .saves import Saves
 from .slot import Slot
 from .state import flatten_or_none
+from .store import open_store
 
 log = logging.getLogger("mlflash")
 
 
 class Restores:
-    """Fills states with what memory holds.
+    """Fills states with what memory or the directory holds.
 
     Args:
         parts: this rank's slots and communicators.
         courier: does all that is collective.
         saves: told of the step that was restored.
+        drains: knows what is in the directory.
         seconds: seconds per verb, added to.
     """
 
-    def __init__(self, parts: Parts, courier: Courier, saves: Saves, seconds: dict[str, float]):
+    def __init__(self, parts: Parts, courier: Courier, saves: Saves, drains: Drains, seconds: dict[str, float]):
         self._parts, self._courier, self._saves, self._seconds = parts, courier, saves, seconds
+        self._drains = drains
         self._world = parts.world
 
-    def restore(self, state: Any, step: int | None) -> int | None:
+    def restore(self, state: Any, step: int | None, source: str | None = None) -> int | None:
         """Fill a state in place; see `Checkpointer.restore`."""
         self._saves.await_begun()
         placed = flatten_or_none(state) if "torch.distributed.tensor" in sys.modules else None
         self._courier.call(lambda: self._parts.find_replicas(placed))
-        found = self._find(step, others=True)
+        bad: list[Listed] = []
+        while True:
+            found = self._find(step, others=True, source=source, bad=bad)
+            if not isinstance(found, Drained):
+                break
+            try:
+                return self._put_together(found, state)
+            except CorruptSlot as error:  # the same on all ranks
+                self._pass_over(found.listed, error, bad)
+            finally:
+                found.close()
         if found is None:
             self._prepare_or_warn(state)
             return None
@@ -56,6 +80,9 @@ class Restores:
             if isinstance(found, Elsewhere):
                 self._heal_first(home)
         if isinstance(found, Elsewhere):
+            elsewhere = found
+            found = self._courier.call(lambda: Opened(self._parts, elsewhere, checks=True))
+        if not isinstance(found, Home):
             return self._put_together(found, state)
         start = time.perf_counter()
         manifest, read = home.manifest, home.reader()
@@ -65,21 +92,28 @@ class Restores:
         self._seconds["load"] += time.perf_counter() - start
         return self._restored(home)
 
-    def load(self, step: int | None) -> tuple[int | None, Any]:
+    def load(self, step: int | None, source: str | None = None) -> tuple[int | None, Any]:
         """Give the state anew; see `Checkpointer.load`."""
-        home = self._find(step)
-        if not isinstance(home, Home):
+        bad: list[Listed] = []
+        while isinstance(found := self._find(step, source=source, bad=bad), Drained):
+            try:
+                return self._load_drained(found)
+            except CorruptSlot as error:  # the same on all ranks
+                self._pass_over(found.listed, error, bad)
+            finally:
+                found.close()
+        if not isinstance(found, Home):
             return None, None
         reach("restore.loading")
-        manifest = home.manifest
-        state = materialize(manifest.tree, manifest.entries, manifest.plain, home.reader())
-        return self._restored(home), state
+        manifest = found.manifest
+        state = materialize(manifest.tree, manifest.entries, manifest.plain, found.reader())
+        return self._restored(found), state
 
-    def open(self, step: int | None, told: Collection[str]) -> Opened | None:
-        """Open a checkpoint to read any part of it; see `Checkpointer.open`."""
-        found = self._find(step, others=True)
-        if found is None:
-            return None
+    def open(self, step: int | None, told: Collection[str]) -> Readable | None:
+        """Open a checkpoint to read any part of it; see `Adapting.open`."""
+        found = self._find(step, others=True, told=told)
+        if found is None or isinstance(found, Drained):
+            return found
         if isinstance(found, Home):
             home = found
             self._heal_first(home)
@@ -89,9 +123,9 @@ class Restores:
         opened: Opened = self._courier.call(lambda: Opened(self._parts, elsewhere, told=told))
         return opened
 
-    def read(self, opened: Opened, wanted: Callable[[], Iterable[Parcel]], done: Callable[[], None]) -> None:
-        """Read out of an opened checkpoint and close it; see `Checkpointer.read`."""
-        start, step = time.perf_counter(), opened.found.step
+    def read(self, opened: Readable, wanted: Callable[[], Iterable[Parcel]], done: Callable[[], None]) -> None:
+        """Read out of an opened checkpoint and close it; see `Adapting.read`."""
+        start, step = time.perf_counter(), opened.step
         parcels: list[Parcel] = []
         try:
             self._together(step, lambda: parcels.extend(wanted()))
@@ -100,17 +134,20 @@ class Restores:
         finally:
             opened.close()
         self._seconds["load"] += time.perf_counter() - start
-        home = opened.found.homes.get(self._world.rank)
-        if opened.found.same_ranks and home is not None:
-            self._restored(home)
+        if opened.home is not None:
+            self._restored(opened.home)
             return
-        self._saves.last_step = step
-        self._parts.counts["restores"] += 1
+        self._count(step, opened)
 
     def steps(self) -> list[int]:
         """List the steps that can be restored; see `Checkpointer.steps`."""
         self._saves.wait()
-        steps: list[int] = self._courier.call(lambda: restore.restorable_steps(self._parts))
+
+        def work() -> list[int]:
+            drained = {listed.step for listed in self._drains.listed()}
+            return sorted(drained.union(restore.restorable_steps(self._parts)))
+
+        steps: list[int] = self._courier.call(work)
         return steps
 
     def _prepare_or_warn(self, state: Any) -> None:
@@ -120,33 +157,94 @@ class Restores:
             if self._world.rank == 0:
                 log.warning("the slots could not be made: %s", error)
 
-    def _put_together(self, old: Elsewhere, state: Any) -> int:
-        """Restore what was saved by other ranks, or in other shards."""
+    def _put_together(self, old: Readable, state: Any) -> int:
+        """Restore what was saved by other ranks, or in other shards, or is not in memory."""
         start = time.perf_counter()
         made: reshard.Resharded = self._courier.call(lambda: reshard.reshard(self._parts, old, state))
         reach("restore.loading")
         try:
             self._together(old.step, lambda: made.load(state))
         except MlflashError:
-            reshard.give_up(self._parts, old, made)
+            reshard.give_up(self._parts, made)
             raise
         self._seconds["load"] += time.perf_counter() - start
         reach("restore.loaded")
         self._courier.call(lambda: reshard.protect(self._parts, old, made))
-        self._saves.last_step = old.step
-        self._parts.counts.update(("restores", "resharded"))
-        if self._world.rank == 0:
+        self._parts.counts["drained restores" if isinstance(old, Drained) else "resharded"] += 1
+        self._count(old.step, old)
+        if self._world.rank == 0 and not isinstance(old, Drained):
             log.info("restored step %d from memory, put together for %d ranks", old.step, self._world.size)
         return old.step
 
-    def _find(self, step: int | None, others: bool = False) -> Home | Elsewhere | None:
+    def _load_drained(self, found: Drained) -> tuple[int, Any]:
+        if found.world_size != self._world.size:
+            raise WorldSizeChanged("the checkpoint was saved by another number of ranks: restore(state) puts it "
+                                   "together for this one", step=found.step, expected=f"{found.world_size} ranks",
+                                   found=self._world.size)  # fmt: skip
+        manifest, read, parcels = found.state(self._world.rank)
+        whole = self._courier.call(lambda: found.read(parcels))
+        self._together(found.step, lambda: _finish(whole, lambda: None))
+        self._count(found.step, found)
+        return found.step, materialize(manifest.tree, manifest.entries, manifest.plain, read)
+
+    def _find(
+        self, step: int | None, others: bool = False, source: str | None = None, told: Collection[str] = (),
+        bad: list[Listed] | None = None,
+    ) -> Home | Elsewhere | Drained | None:  # fmt: skip
         start = time.perf_counter()
         self._saves.wait()
+        self._drains.wait()
         self._saves.forget()
-        found: Home | Elsewhere | None
-        found = self._courier.call(lambda: restore.bring_home(self._parts, step, others))
+        found: Home | Elsewhere | Drained | None
+        found = self._courier.call(lambda: self._newest(step, others, source, told, [] if bad is None else bad))
         self._seconds["find and fetch"] += time.perf_counter() - start
         return found
+
+    def _newest(self, step: int | None, others: bool, source: str | None, told: Collection[str], bad: list[Listed]
+                ) -> Home | Elsewhere | Drained | None:  # fmt: skip
+        """Choose between memory and directory: what was saved last. Collective over the world.
+
+        Args:
+            bad: checkpoints of the directory that are passed over; gets those found so.
+        """
+        store = self._drains.store if source is None else open_store(source)
+        listed = [one for one in self._drains.listed(store) if step in (None, one.step)]
+        while True:
+            left = [one for one in listed if one not in bad]
+            if source is None:
+                oldest = left[0].card.attempt.generation if left else 0
+                found = restore.bring_home(self._parts, step, others, oldest)
+                if found is not None:
+                    return found
+            if not left or store is None:
+                break
+            try:
+                drained = Drained(self._world, store, left[0], told)
+            except CorruptSlot as error:  # the same on all ranks
+                self._pass_over(left[0], error, bad)
+            else:
+                self._say_why(drained, step, source)
+                return drained
+        if step is not None:
+            held = [] if source is not None else restore.restorable_steps(self._parts)
+            there = f", in {store.path}: {sorted({one.step for one in self._drains.listed(store)})}" if store else ""
+            raise StepNotFound("this step cannot be restored", step=step, found=f"steps in memory: {held}{there}")
+        return None
+
+    def _pass_over(self, listed: Listed, error: CorruptSlot, bad: list[Listed]) -> None:
+        bad.append(listed)
+        if self._world.rank == 0:
+            log.warning("%s cannot be restored from, and an older checkpoint is looked for: %s", listed.folder, error)
+
+    def _say_why(self, drained: Drained, step: int | None, source: str | None) -> None:
+        self._parts.restored_from, self._parts.rolled_forward = drained.path, False
+        if source is not None or step is not None:
+            why = "as asked"
+        else:
+            held = restore.restorable_steps(self._parts)
+            why = f"memory has only older steps: {held}" if held else "memory has nothing"
+        if self._world.rank == 0:
+            log.info("restoring step %d from %s: %s", drained.step, drained.path, why)
 
     def _together(self, step: int, work: Callable[[], None]) -> None:
         """Do something with the state on this rank; what goes wrong on any rank is raised on all."""
@@ -165,9 +263,9 @@ class Restores:
     def _restored(self, home: Home) -> int:
         self._parts.shelf.unmap_others(home.shares)
         reach("restore.loaded")
-        step = self._saves.last_step = home.header.step
+        step = home.header.step
         restore.count(self._parts, home.slot)
-        self._parts.counts["restores"] += 1
+        self._count(step, home)
         if self._world.rank == 0:
             log.info("restored step %d from memory", step)
         if self._parts.rolled_forward:
@@ -175,6 +273,13 @@ class Restores:
             self._parts.shelf.hold_older()
         self._courier.post(Job(lambda: self._heal(home.slot)))
         return step
+
+    def _count(self, step: int, source: object) -> None:
+        """Note that a step was restored: out of memory, or of a directory."""
+        self._saves.last_step = step
+        self._parts.counts["restores"] += 1
+        where = source.path if isinstance(source, Drained) else "memory"
+        self._parts.pulse.beat("restored", restored=step, source=where)
 
     def _heal_first(self, home: Home) -> None:
         """Where a step was rolled forward its slots must not be all there is while it is put together or read."""

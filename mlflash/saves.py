@@ -18,6 +18,7 @@ from . import commit, restore
 from .comm import check_torch_rank
 from .config import Config
 from .courier import Courier, Job
+from .drains import Drains
 from .errors import DeadlineExceeded, MlflashError, SaveFailed, StateError, StepOrderError
 from .parts import Parts
 from .points import reach
@@ -51,6 +52,7 @@ class Saves:
         config: when_busy, strict and timeout_s are used here.
         parts: this rank's slots and communicators.
         courier: does everything after staging.
+        drains: told what was committed.
         seconds: seconds per verb, added to.
 
     Attributes:
@@ -58,8 +60,9 @@ class Saves:
         stage: copies states into slots.
     """
 
-    def __init__(self, config: Config, parts: Parts, courier: Courier, seconds: dict[str, float]):
+    def __init__(self, config: Config, parts: Parts, courier: Courier, drains: Drains, seconds: dict[str, float]):
         self._config, self._parts, self._courier, self._seconds = config, parts, courier, seconds
+        self._drains = drains
         self._world = parts.world
         self._pending: list[Snapshot] = []
         self._warned_late = False
@@ -76,7 +79,7 @@ class Saves:
         return self._save(step, lambda save: self._fill(save, flatten(state)))
 
     def begin(self, step: int, thread: threading.Thread) -> Begun:
-        """Say that a save comes; see `Checkpointer.begin`."""
+        """Say that a save comes; see `Adapting.begin`."""
         self.end_begun()
         begun = Begun(step, thread, tuple(self._aheads))
         with self._begun_lock:
@@ -117,7 +120,7 @@ class Saves:
             self.end_begun()
 
     def save_again(self, flat: Flat | Ahead | MlflashError, begun: Begun) -> Snapshot:
-        """Save what was begun, which may be the newest one once more; see `Checkpointer.save_again`."""
+        """Save what was begun, which may be the newest one once more; see `Adapting.save_again`."""
         with self._begun_lock:
             if begun not in self._begun:
                 raise SaveFailed("it was given up before it came", rank=self._world.rank, step=begun.step)
@@ -199,6 +202,7 @@ class Saves:
             save.staged.wait(self._config.timeout_s)
             if not save.staged.is_set():  # the caller goes on and may change the state: this must not be committed
                 save.problem = self._failure(save, "no room was made in time")
+        self._parts.pulse.beat("saved", saved=snapshot.step)
         snapshot.reported = mistake is not None or again  # what waits for it tells all ranks
         self._pending.append(snapshot)
         snapshot.stalled()
@@ -342,11 +346,10 @@ class Saves:
         try:
             if self._parts.unhealed is not None:
                 restore.heal_or_remember(self._parts, self._parts.unhealed)
-            commit.run(save, self._parts)
-            if not save.snapshot.skipped:
-                self._parts.unhealed = None  # a newer step has its redundancy
+            save.drains_idle, save.drain_asked = self._drains.idle, self._drains.asked
+            commit.run(save, self._parts, lambda: self._committed(save))
             self._compare_replicas(save)
-            self._parts.counts["skipped" if save.snapshot.skipped else "committed"] += 1
+            self._parts.counts.update(["skipped"] * save.snapshot.skipped)
             self._warned_late = False
         except MlflashError as error:
             self._parts.counts["failed"] += 1
@@ -358,6 +361,12 @@ class Saves:
             raise
         finally:
             self._seconds["protect and commit"] += time.perf_counter() - start
+
+    def _committed(self, save: commit.Save) -> None:
+        self._parts.unhealed = None  # a newer step has its redundancy
+        self._drains.committed(save)
+        self._parts.counts["committed"] += 1
+        self._parts.pulse.beat("committed", committed=save.snapshot.step)
 
     def _compare_replicas(self, save: commit.Save) -> None:
         replicas = self._parts.replicas

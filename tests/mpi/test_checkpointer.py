@@ -467,7 +467,7 @@ def test_a_dtensor_is_saved_by_its_local_shard_with_its_place_in_the_whole(optio
         state = {"s": distribute_tensor(whole, mesh, [Shard(0)]), "r": distribute_tensor(whole, mesh, [Replicate()])}
         with Checkpointer(**options) as ckpt:
             ckpt.save(1, state).wait()
-            opened = ckpt.open()
+            opened = ckpt.adapting.open()
             entries = {entry.name: entry for entry in opened.olds[RANK].entries}
             opened.close()
             rows = -(-7 // SIZE)

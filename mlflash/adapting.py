@@ -1,0 +1,126 @@
+"""What adapters need of a Checkpointer besides its verbs: a framework plans before it writes, and may fail between."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
+
+from .comm import World
+from .courier import Courier
+from .errors import MlflashError
+from .opened import Readable
+from .parcels import Parcel
+from .restores import Restores
+from .saves import Begun, Saves
+from .snapshot import Snapshot
+from .stage import Ahead
+from .state import Flat
+
+
+class Adapting:
+    """The side of a Checkpointer that adapters use; `Checkpointer.adapting`.
+
+    Attributes:
+        world: its ranks; nothing of it may be called but in `run`.
+    """
+
+    def __init__(self, world: World, courier: Courier, saves: Saves, restores: Restores,
+                 check_open: Callable[[], None]):  # fmt: skip
+        self._saves, self._restores, self._check_open = saves, restores, check_open
+        self.world, self._courier = world, courier
+
+    def run(self, work: Callable[[], Any]) -> Any:
+        """Do something collective where MPI may be called: on the courier's thread.
+
+        Collective over comm.
+        """
+        self._check_open()
+        return self._courier.call(work)
+
+    def begin(self, step: int, thread: threading.Thread) -> Begun:
+        """Say that a :meth:`save_again` comes, or not: where a thread goes on without it, it fails on all ranks.
+
+        Collective over comm, in that all ranks begin the same saves in the same order; no rank waits for another.
+
+        Args:
+            step: training step, not smaller than the one before: the newest one may be saved once more.
+            thread: which calls :meth:`save_again`, or waits for another process that has it called.
+        """
+        self._check_open()
+        return self._saves.begin(step, thread)
+
+    def end_begun(self) -> None:
+        """Let those saves fail that were begun by threads which have gone on without them: this one, and dead ones.
+
+        Not collective. All that is collective does so by itself.
+        """
+        self._check_open()
+        self._saves.end_begun()
+
+    def save_again(self, state: Flat | Ahead | MlflashError, begun: Begun) -> Snapshot:
+        """Save leaves that an adapter made, as :meth:`.Checkpointer.save` does, as the step that was begun.
+
+        Collective over comm, but a rank may not come to it: for the others it fails when that rank goes on.
+
+        Args:
+            state: leaves, which must not change before the snapshot has ended; or what :meth:`stage_ahead` gave; or why
+                this rank cannot save: then no rank does.
+            begun: what :meth:`begin` gave.
+
+        Raises:
+            SaveFailed: its thread had ended before.
+        """
+        self._check_open()
+        return self._saves.save_again(state, begun)
+
+    def stage_ahead(self, state: Flat) -> Ahead | None:
+        """Copy leaves into a slot before their step is known, for :meth:`save_again`.
+
+        Not collective. The snapshot's stall does not count this.
+
+        Returns:
+            What was staged; None where that would need other ranks: the first time, where the state has grown, or
+            where something is staged ahead already.
+        """
+        self._check_open()
+        return self._saves.stage_ahead(state)
+
+    def give_up(self, ahead: Ahead) -> None:
+        """Free the slot of what was staged ahead and is not going to be saved. Not collective."""
+        self._saves.give_up(ahead)
+
+    def open(self, step: int | None = None, told: Collection[str] = ()) -> Readable | None:
+        """Open the newest checkpoint there is, saved by whatever ranks, to read any part of any tensor.
+
+        Collective over comm. For adapters: what reads must do so in :meth:`read`, which closes it.
+
+        Args:
+            step: this one instead of the newest.
+            told: names of small entries whose bytes every rank shall know.
+
+        Returns:
+            It, every byte verified; None where there is nothing.
+
+        Raises:
+            StepNotFound: there is no such step.
+        """
+        self._check_open()
+        return self._restores.open(step, told)
+
+    def read(self, opened: Readable, wanted: Callable[[], Iterable[Parcel]], done: Callable[[], None]) -> None:
+        """Read out of an opened checkpoint, and close it; then its redundancy is made whole in the background.
+
+        Collective over comm.
+
+        Args:
+            opened: what :meth:`open` gave.
+            wanted: says which parts of which entries are wanted, and where.
+            done: called when they are there.
+
+        Raises:
+            StructureMismatch: on all ranks, where ``wanted`` or ``done`` failed on any.
+            CorruptSlot: on all ranks, where a part did not arrive whole.
+        """
+        self._check_open()
+        self._restores.read(opened, wanted, done)

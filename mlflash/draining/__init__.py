@@ -1,0 +1,1 @@
+"""From committed slots to files in a directory, and back."""

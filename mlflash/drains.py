@@ -1,0 +1,246 @@
+"""The drains of this run: when one is due, that one follows the other, and what is in the directory.
+
+One drain goes on at a time; a checkpoint that comes due meanwhile is passed over for the next one. Which one is drained
+is agreed on with the commit (see `commit`), so that no rank waits for another.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+
+from .aside import Aside, in_thread
+from .commit import Save
+from .config import Config
+from .courier import Courier
+from .draining import catalog, drain
+from .draining.cargo import Cargo
+from .draining.catalog import Listed
+from .draining.drain import Drain, Terms
+from .errors import DeadlineExceeded, DrainFailed, MlflashError
+from .header import Attempt, Kind
+from .inventory import scan
+from .moves import Moves
+from .parts import Parts
+from .reunion import Files, Home, open_home
+from .slot import Slot, Use
+from .store import Store, open_store
+
+log = logging.getLogger("mlflash")
+
+_NAP_S = 0.02
+_LOOK_S = 0.001  # how often rank 0 looks whether the directory was read
+
+
+class Drains:
+    """Drains checkpoints to the directory.
+
+    Args:
+        config: of the job.
+        parts: this rank's slots and communicators.
+        courier: makes the MPI calls.
+        seconds: seconds per verb, added to.
+
+    Attributes:
+        last: the newest drain, on its way or ended; None before the first.
+        store: the directory; None where there is none.
+    """
+
+    def __init__(self, config: Config, parts: Parts, courier: Courier, seconds: dict[str, float]):
+        self._config, self._parts, self._courier, self._seconds = config, parts, courier, seconds
+        self.store: Store | None = None if config.directory is None else open_store(config.directory)
+        self.last: Drain | None = None
+        self._aside: Aside | None = None
+        self._since = 0  # checkpoints committed after the newest one that was drained
+        self._asked = False
+        self._clean = False  # what interrupted drains of earlier runs left is deleted
+        self._drained: Attempt | None = None  # the newest attempt that was, or is being
+        self._terms = Terms(
+            config.format, config.owner, config.job, config.block_nbytes * 4, config.compression, config.drain_rate,
+            config.drain_writers, config.keep_last, config.keep_every,
+        )  # fmt: skip
+
+    @property
+    def idle(self) -> bool:
+        """Whether no drain is on its way on this rank."""
+        return self.last is None or self.last.done
+
+    @property
+    def is_on(self) -> bool:
+        """Whether checkpoints are drained by themselves."""
+        return self._config.drain_every > 0
+
+    @property
+    def asked(self) -> bool:
+        """Whether somebody has asked for a drain on this node (`mlflash drain`)."""
+        world, memory = self._parts.world, self._parts.memory
+        self._asked = self._asked or (self.store is not None and world.local_rank == 0 and memory.take_request())
+        return self._asked
+
+    def committed(self, save: Save) -> None:
+        """Count a checkpoint that was committed just now, and begin to drain it where it is due; for the courier.
+
+        Collective over the world.
+        """
+        self._since += 1
+        due = save.drain_asked or (self.is_on and self._since >= self._config.drain_every)
+        if self.store is None or save.slot is None or not due:
+            return
+        if save.drains_idle:
+            self._begin(save.slot, save.share)
+        else:
+            self._parts.counts["drains put off"] += 1
+
+    def drain(self) -> Drain:
+        """Drain the newest checkpoint; see `Checkpointer.drain`."""
+        if self.store is None:
+            raise DrainFailed("this Checkpointer was given no directory to drain to")
+        self.wait()
+
+        def work() -> None:
+            shelf = self._parts.shelf
+            held = [slot for slot in shelf.own if slot.header is not None and slot.use is Use.HOLDS]
+            slot = max(held, key=lambda one: one.generation, default=None)
+            missing = DrainFailed("nothing was committed or restored yet") if slot is None else None
+            self._parts.world.raise_together(missing)
+            assert slot is not None and slot.header is not None
+            if slot.header.attempt == self._drained and self.last is not None and self.last.error is None:
+                return
+            attempt = slot.header.attempt
+            share = next((s for s in shelf.shares if s.header is not None and s.header.attempt == attempt), None)
+            self._begin(slot, share)
+
+        self._courier.call(work)
+        assert self.last is not None
+        return self.last
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Wait until no drain is on its way; see `Checkpointer.wait_drained`."""
+        current, end = self.last, None if timeout_s is None else time.monotonic() + timeout_s
+        patience = self._config.timeout_s
+        while current is not None and not current.done:
+            try:
+                current.wait(_NAP_S)
+            except DeadlineExceeded:
+                pass
+            except MlflashError:
+                return  # a warning already
+            now = time.monotonic()
+            stuck = now - current.moved > patience
+            if stuck or (end is not None and now > end):
+                why = f"no rank got on for {patience:g} s" if stuck else f"not within {timeout_s:g} s"
+                raise DeadlineExceeded(f"the drain of this step has not ended: {why} (it may still)", step=current.step,
+                                       rank=self._parts.world.rank, node=self._parts.world.node_name)  # fmt: skip
+
+    def finish(self) -> None:
+        """Drain what was committed last, where draining is on and it was not, and wait. Collective over the world."""
+        self.wait()
+        if self.is_on and self._since:
+            self.drain()
+            self.wait()
+
+    def give_up(self) -> None:
+        """Let a drain that is on its way end soon, and what it wrote be deleted. Not collective."""
+        if self.last is not None:
+            self.last.given_up.set()
+
+    def newest_generation(self) -> int:
+        """A generation that none in the directory is larger than. Collective over the world."""
+        listed = self._listed(self.store)
+        if listed is None:  # whatever is there was numbered from 1 on, or by an earlier time
+            return int(self._parts.world.broadcast(time.time_ns() // 1_000_000, 0))
+        return max((one.card.attempt.generation for one in listed), default=0)
+
+    def listed(self, store: Store | None = None) -> list[Listed]:
+        """List the committed checkpoints of the directory (or of another), newest first.
+
+        Collective over the world: rank 0 looks. A directory that cannot be read is a warning, and empty.
+        """
+        return self._listed(store or self.store) or []
+
+    def _listed(self, store: Store | None) -> list[Listed] | None:
+        """The same; None where it cannot be read, or not in half the time that the other ranks wait."""
+        if store is None:
+            return []
+        world = self._parts.world
+        found: list[Listed] | None = None
+        if world.rank == 0:
+            looking = in_thread(lambda: catalog.list_checkpoints(store), "mlflash-list")
+            end = time.monotonic() + self._config.timeout_s / 2
+            try:
+                while found is None and time.monotonic() < end:
+                    try:
+                        next(looking)
+                        time.sleep(_LOOK_S)
+                    except StopIteration as through:
+                        found = through.value
+                if found is None:
+                    log.warning("%s does not answer, and nothing is restored from there", store.path)
+            except Exception as error:  # fsspec raises what it likes
+                log.warning("%s cannot be read, and nothing is restored from there: %s", store.path, error)
+        told: list[Listed] | None = world.broadcast(found, 0)
+        return told
+
+    def free(self) -> None:
+        """Free the communicator. Collective over the world."""
+        if self._aside is not None:
+            self._aside.free()
+
+    def begin(self, cargo: Cargo, held: Sequence[Slot] = ()) -> Drain:
+        """Begin to drain what this process hands in.
+
+        Collective over the world; for a job of the courier, while no drain is on its way.
+
+        Args:
+            cargo: it.
+            held: slots of this rank among it, which saves may not write meanwhile.
+        """
+        parts, store = self._parts, self.store
+        if store is None:
+            raise DrainFailed("this Checkpointer was given no directory to drain to")
+        if self._aside is None:
+            self._aside = Aside(parts.world)
+        for slot in held:
+            slot.drains = True
+        self._since, self._asked = 0, False
+        self._drained = cargo.attempt
+        current = self.last = Drain(cargo.step, self._look)
+        parts.counts["drains"] += 1
+        aside = self._aside
+
+        def moves() -> Moves:
+            error = yield from drain.run(current, cargo, parts.world, aside, store, self._terms, not self._clean)
+            self._clean = self._clean or current.clean
+            for home in cargo.homes.values():
+                parts.shelf.unmap_others([home.slot, *home.shares])
+            parts.shelf.drained(held)
+            parts.counts["drained" if error is None else "drains failed"] += 1
+            current.end(error)
+            self._seconds["drain"] += current.seconds or 0.0
+
+        self._courier.begin_aside(moves())
+        return current
+
+    def _look(self) -> None:
+        """Let drains go on where there is no thread for it; for those who wait."""
+        self._courier.go_aside()
+        if self._courier.broken is not None:
+            raise DrainFailed("mlflash stopped after an earlier error", found=self._courier.broken)
+
+    def _begin(self, slot: Slot, share: Slot | None) -> None:
+        """Begin to drain what is in slots of this rank."""
+        parts, header = self._parts, slot.header
+        assert header is not None
+
+        def open_home_of_mine() -> dict[int, Home]:
+            files: Files = {}
+            if slot.manifest().shared is not None:
+                node = parts.world.node_index
+                rows = scan(parts.memory, node).of(header.attempt).rows
+                shares = rows[rows["kind"] == Kind.SHARE]
+                files = {(node, (int(row["shared_by"]), int(row["number"]))): int(row["file"]) for row in shares}
+            return {parts.world.rank: open_home(parts, slot, files)}
+
+        cargo = Cargo(header.attempt, header.step, parts.world.size, open_home_of_mine)
+        self.begin(cargo, [one for one in (slot, share) if one is not None])

@@ -1,0 +1,69 @@
+"""A file without the bytes of its tensors: what a library writes around them, and where they go.
+
+The library (h5py, torch.save) writes into memory, where the places of the tensors are holes that take no memory. What
+goes to the file system is then one stream of plain writes, front to back: these release the GIL, can be paced and
+given up, end in an OSError where the file system fails, and hold none of the library's locks while it is slow.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+Source = Callable[[], np.ndarray]
+"""Gives the bytes of a tensor, ``(nbytes,)`` uint8."""
+
+
+class Skeleton:
+    """A file being put together in memory.
+
+    Attributes:
+        file: what a library may write into, from the start, leaving the places of tensors out.
+    """
+
+    def __init__(self) -> None:
+        self.file = io.FileIO(os.memfd_create("mlflash-skeleton", os.MFD_CLOEXEC), "w+b")
+        self._places: list[tuple[int, int, Source]] = []
+
+    def place(self, start: int, nbytes: int, source: Source) -> None:
+        """Say that a tensor's bytes belong at ``start``; the file is at least so long then."""
+        if nbytes:
+            self._places.append((start, nbytes, source))
+            if self.nbytes < start + nbytes:
+                os.ftruncate(self.file.fileno(), start + nbytes)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the file as it is now, tensors included."""
+        return os.fstat(self.file.fileno()).st_size
+
+    def patch(self, start: int, content: bytes) -> None:
+        """Write something that the library does not know of."""
+        os.pwrite(self.file.fileno(), content, start)
+
+    def stream(self, chunk_nbytes: int) -> Iterator[memoryview]:
+        """Give the whole file, front to back, in pieces of at most so many bytes."""
+        at = 0
+        for start, nbytes, source in sorted(self._places, key=lambda place: place[0]):
+            yield from self._between(at, start, chunk_nbytes)
+            content = source().data
+            if content.nbytes != nbytes:
+                raise AssertionError(f"a tensor has {content.nbytes} bytes, not {nbytes}")
+            for first in range(0, nbytes, chunk_nbytes):
+                yield content[first : first + chunk_nbytes]
+            at = start + nbytes
+            del content  # the next source may need the memory
+        yield from self._between(at, self.nbytes, chunk_nbytes)
+
+    def _between(self, at: int, end: int, chunk_nbytes: int) -> Iterator[memoryview]:
+        while at < end:
+            content = os.pread(self.file.fileno(), min(chunk_nbytes, end - at), at)
+            yield memoryview(content)
+            at += len(content)
+
+    def close(self) -> None:
+        """Free its memory. May be called twice."""
+        self.file.close()

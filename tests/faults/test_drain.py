@@ -1,0 +1,646 @@
+"""Drains into a directory while processes die and the file system fails, and restores of what is left there.
+
+The ranks do what a list of verbs says (see `follow` in worker.py). mlflash's own readers are used here only to find the
+byte that is to be damaged: which checkpoints are committed is told by the files that are there, and their bits are
+compared by ranks that know what they must be.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import os
+import shutil
+import statistics
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from allpairspy import AllPairs
+from harness import Cluster, Result
+
+from mlflash.draining import index
+from mlflash.points import POINTS
+
+# Several blocks and chunks per rank.
+SMALL = {"MLFLASH_BLOCK_NBYTES": "65536", "MLFLASH_CHUNK_NBYTES": "65536"}
+MASTER = "checkpoint.h5"
+MIB = 1 << 20
+
+
+def spec(directory: Path, *verbs: list[object], nbytes: int = 100_000, traps: list[dict[str, Any]] | None = None,
+         **options: object) -> str:  # fmt: skip
+    """What a worker is told; nothing is drained by itself but at the end."""
+    options = {"drain_every": 1000, **options}
+    return json.dumps({"program": "follow", "verbs": verbs, "nbytes": nbytes, "traps": traps or [],
+                       "options": {"directory": str(directory), **options}})  # fmt: skip
+
+
+def files_of(step: int, ranks: int) -> set[str]:
+    """The files of a whole checkpoint."""
+    return {f"step-{step:08d}/{name}" for name in (MASTER, *(f"rank-{rank:05d}.h5" for rank in range(ranks)))}
+
+
+def files_in(directory: Path) -> set[str]:
+    """The files of a directory, temporary ones too."""
+    return {str(path.relative_to(directory)) for path in directory.rglob("*") if path.is_file()}
+
+
+def committed_in(directory: Path) -> set[int]:
+    """The steps whose checkpoints are committed in a directory."""
+    return {int(path.parent.name[5:13]) for path in directory.glob(f"step-*/{MASTER}")}
+
+
+def restored(result: Result) -> set[tuple[int | None, str]]:
+    """What the ranks restored, and which bits were wrong."""
+    return {(r["step"], str(r["wrong"])) for r in result.of("restored")}
+
+
+def lose_memory(cluster: Cluster) -> None:
+    """Lose the memory of all nodes."""
+    shutil.rmtree(cluster.node(0).parent)
+
+
+# Crashes
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    point: str
+    of_master: bool  # while the file that commits the checkpoint is written, not that of a rank
+    dies: str  # rank | node | wipe
+    who: int  # rank that dies, or whose node does; -1: whoever comes first
+    layout: tuple[int, int]  # ranks, ranks per node
+    busy: bool  # saves go on meanwhile
+
+    def __str__(self) -> str:
+        who = "first to come" if self.who < 0 else f"rank {self.who}"
+        what = f"{self.point} of the master" if self.of_master else self.point
+        return f"{what}-{self.dies} of {who}-{self.layout[0]}x{self.layout[1]}" + ("-busy" if self.busy else "")
+
+    @property
+    def path(self) -> list[str]:
+        """The points that lead to the crash, in the second drain."""
+        return ["drain.ended", *(["drain.committing"] if self.of_master else []), self.point]
+
+    @property
+    def is_committed(self) -> bool:
+        """Whether the checkpoint in flight is whole in the directory: where its master is."""
+        late = list(POINTS).index(self.point) >= list(POINTS).index("drain.committed")
+        return late or (self.of_master and self.point == "drain.file_renamed")
+
+
+LAYOUTS = [(2, 1), (3, 1), (2, 2)]
+OF_FILES = [point for point in POINTS if point.startswith("drain.file")]
+ON_RANK_0 = ("drain.committing", "drain.uncommitted")
+
+
+def cases() -> list[Case]:
+    points = [(point, False) for point in POINTS if point.startswith("drain.")]
+    points += [(point, True) for point in OF_FILES]
+    ways = [["rank", "node", "wipe"], [-1, 0, 1], LAYOUTS, [False, True]]
+    if os.environ.get("MLFLASH_FAULTS") == "full":
+        every = (Case(*point, *way) for point, way in itertools.product(points, itertools.product(*ways)))
+        return [case for case in every if case.who == 0 or not (case.of_master or case.point in ON_RANK_0)]
+    pairs = [tuple(row) for row in AllPairs(ways)]
+    sample = [Case(*point, *pairs[number % len(pairs)]) for number, point in enumerate(points)]
+    return [dataclasses.replace(c, who=0) if c.of_master or c.point in ON_RANK_0 else c for c in sample]
+
+
+@pytest.fixture(scope="module")
+def of_another(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A directory that another job drained its step 1 to."""
+    root = Path(tempfile.mkdtemp(prefix="mlflash-test-", dir="/dev/shm"))
+    directory = tmp_path_factory.mktemp("another")
+    result = Cluster(root, job="another").run(2, "worker.py", spec(directory, ["save"]), env=SMALL)
+    shutil.rmtree(root)
+    assert files_in(directory) == files_of(1, 2), result.log
+    return directory
+
+
+def put_foreign_files(directory: Path, of_another: Path) -> None:
+    """Fill a directory with what the job that is tested did not write, some of it much like its own."""
+    shutil.copytree(of_another, directory)
+    shutil.copytree(directory / "step-00000001", directory / "step-00000077")  # interrupted, by another job
+    (directory / "step-00000077" / MASTER).unlink()
+    alike = directory / "step-00000077" / f".rank-00001.h5.{'0' * 32}-3.tmp"
+    for path in (directory / "notes", directory / "step-00000077" / "rank-00007.h5", alike):
+        path.write_text("not written by mlflash")
+    (directory / "step-00000078").mkdir()
+
+
+@pytest.mark.parametrize("case", cases(), ids=str)
+def test_a_crash_while_it_drains_costs_no_checkpoint_in_memory_nor_in_the_directory(
+    shm: Path, of_another: Path, case: Case
+) -> None:
+    ranks, per_node = case.layout
+    cluster, directory = Cluster(shm, per_node), shm / "pfs"
+    put_foreign_files(shm / "foreign", of_another)
+    before = {name: (shm / "foreign" / name).read_bytes() for name in files_in(shm / "foreign")}
+    trap = {"path": case.path, "action": case.dies, "rank": case.who}
+    drain_again = [["begin_drain"], ["save_while_it_drains"]] if case.busy else [["drain"]]
+    put = ["run", f"cp -r {shm}/foreign/. {directory} && touch {directory}/step-00000002/foreign"]
+    verbs = [["save", 2], ["drain"], put, ["save", 2], *drain_again, ["save", 200, 0.05]]
+    job = cluster.start(ranks, "worker.py", spec(directory, *verbs, traps=[trap], keep_last=1), env=SMALL)
+    crashed = job.wait(40)
+    assert any(job.out.glob("sprung*")) and not crashed.of("end"), crashed.log
+    foreign = [directory / f"step-{step:08d}" / "foreign" for step in (2, 4)]
+    if foreign[1].parent.exists() and not case.is_committed:
+        foreign[1].touch()
+    foreign = [path for path in foreign if path.exists()]
+
+    newest = max(r["step"] for r in crashed.of("committed"))
+    in_directory = max(committed_in(directory))
+    assert in_directory == (4 if case.is_committed else 2)
+    kept = shutil.copytree(directory, shm / "kept")
+    wiped = case.dies == "wipe" and per_node == ranks  # there was one node only
+    for is_lost in (False, True):
+        if is_lost:
+            shutil.rmtree(directory)
+            kept.rename(directory)
+            shutil.rmtree(cluster.node(0).parent)
+        expected = {in_directory} if is_lost or wiped else {newest, newest + case.busy}
+        again = spec(directory, ["save"], ["drain"], ["save", 2], keep_last=1)
+        result = cluster.run(ranks, "worker.py", again, timeout=40, env=SMALL)
+        found = {(r["step"], str(r["wrong"])) for r in result.of("restored")}
+        assert len(found) == 1 and found <= {(step, "[]") for step in expected}, crashed.log + result.log
+        assert len(result.of("end")) == ranks and [r["error"] for r in result.of("drain")] == [""] * ranks, result.log
+        # The next drain worked, and the one at the end; nothing else of this job is left, and all that others wrote.
+        step = found.pop()[0] + 3
+        left = {name for name in files_in(directory) if not name.endswith("/foreign")}
+        assert left == files_of(step, ranks) | before.keys(), result.log
+        assert {name: (directory / name).read_bytes() for name in before} == before
+        assert foreign and all(path.exists() for path in [*foreign, directory / "step-00000078"])
+        assert not (directory / f"step-{step - 2:08d}").exists()
+
+
+@pytest.mark.parametrize("call", ["create", "write"])
+def test_a_job_killed_before_its_drain_wrote_a_byte_leaves_no_file_for_long(
+    shm: Path, faulty: Faulty, call: str
+) -> None:
+    cluster, directory = Cluster(shm), faulty.directory
+    verbs = [["save"], ["drain"], ["save"], ["rules", f"* {call} s60000 0 rank"], ["begin_drain"], ["save", 1000, 0.01]]
+    job = cluster.start(2, "worker.py", spec(directory, *verbs), env=faulty.env)
+    job.wait_for("committed", 30)
+    job.kill()
+    assert (directory / "step-00000002").exists() and committed_in(directory) == {1}
+    assert len(files_in(directory)) - 3 == (0 if call == "create" else 2), "it got further"
+    result = cluster.run(2, "worker.py", spec(directory, ["save"], ["drain"]), env=SMALL)
+    step = result.of("drain")[0]["step"]
+    assert files_in(directory) == files_of(1, 2) | files_of(step, 2), result.log
+    # Nothing in an empty folder says whose it is: it stays, until this step is drained.
+    assert (directory / "step-00000002").exists() == (call == "create")
+
+
+def test_every_file_that_comes_and_goes_is_in_the_log(shm: Path) -> None:
+    cluster, directory = Cluster(shm), shm / "pfs"
+    verbs = [["save"], ["drain"], ["look", "first"], ["save"], ["drain"], ["look", "second"]]
+    job = cluster.start(2, "worker.py", spec(directory, *verbs, keep_last=1), env={**SMALL, "LOG_ALL": "1"})
+    result = job.wait()
+    assert set(result.of("first")[0]["files"]) == files_of(1, 2), result.log
+    assert set(result.of("second")[0]["files"]) == files_of(2, 2), result.log
+    said = {line for rank in range(2) for line in (job.out / f"log{rank}").read_text().splitlines()}
+    assert {f"writing {directory / name}" for name in files_of(1, 2) | files_of(2, 2)} <= said
+    assert {line for line in said if line.startswith("deleted")} == {
+        f"deleted {path}" for path in [directory / "step-00000001", *(directory / name for name in files_of(1, 2))]
+    }
+
+
+# File systems that fail
+
+
+class Faulty:
+    """A directory on a file system that fails as it is told."""
+
+    def __init__(self, library: Path, directory: Path, rules: Path):
+        self.directory = directory
+        self.env = {**SMALL, "LD_PRELOAD": str(library), "FAULTY_ROOT": str(directory), "FAULTY_RULES": str(rules)}
+
+
+@pytest.fixture
+def faulty(faulty_files: Path, shm: Path) -> Faulty:
+    return Faulty(faulty_files, shm / "pfs", shm / "rules")
+
+
+IO, DENIED, FULL, READ_ONLY = (
+    "[Errno 5] Input/output error", "[Errno 13] Permission denied", "[Errno 28] No space left on device",
+    "[Errno 30] Read-only file system",
+)  # fmt: skip
+FAULTS: dict[str, tuple[str, int, str]] = {  # rules, the rank that fails, and how
+    "full on rank 0": ("0 write 28 50000 rank", 0, FULL),
+    "full on rank 1": ("1 write 28 50000 rank", 1, FULL),
+    "full for the master": ("* write 28 700 checkpoint", 0, FULL),
+    "eio on write": ("* write 5 0 *", 0, IO),
+    "eio on fsync of rank 1": ("1 fsync 5 0 *", 1, IO),
+    "eio on fsync of the master": ("* fsync 5 0 checkpoint", 0, IO),
+    "eio on rename of rank 1": ("1 rename 5 0 *", 1, IO),
+    "eio on rename of the master": ("* rename 5 0 checkpoint", 0, IO),
+    "eio on fsync of the directory": ("1 fsyncdir 5 0 step", 1, IO),
+    "eio on fsync of the directory with the master": ("* fsyncdir 5 3 step", 0, IO),
+    "no permission to make a folder": ("* mkdir 13 0 *", 0, DENIED),
+    "no permission to make a file on rank 1": ("1 create 13 0 *", 1, DENIED),
+    "read only on rank 1": (r"1 create 30 0 *\n1 mkdir 30 0 *\n1 unlink 30 0 *", 1, READ_ONLY),
+    "eio on everything on rank 0": ("0 all 5 0 *", 0, IO),
+}
+
+
+def check_failed_drains(result: Result, errors: list[list[str]]) -> None:
+    """Check how each drain of a job of two ranks ended: the same on both, and what the error says."""
+    drains = [[r for r in result.of("drain") if r["rank"] == rank] for rank in range(2)]
+    assert [r["error"] for r in drains[0]] == [r["error"] for r in drains[1]]
+    assert len(drains[0]) == len(errors), result.log
+    for drain, wanted in zip(drains[0], errors, strict=True):
+        check_error(result, drain, wanted)
+    assert not result.of("failed") and not any(r["error"] for r in result.of("end")), result.log
+
+
+def check_error(result: Result, drain: dict[str, Any], wanted: list[str]) -> None:
+    """Check that a drain failed with such texts in the error, and was warned of; or that it did not, without any."""
+    step = drain["step"]
+    if not wanted:
+        assert not drain["error"], drain
+        return
+    for text in ["DrainFailed: ", *wanted, f"step {step}]"]:
+        assert text in drain["error"], drain
+    assert f"step {step} was not drained: " in result.log
+
+
+@pytest.fixture(scope="module")
+def failed(faulty_files: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Result, Path]:
+    """A job whose file system failed in one way after the other, twice each; and the directory."""
+    root = Path(tempfile.mkdtemp(prefix="mlflash-test-", dir="/dev/shm"))
+    faulty = Faulty(faulty_files, tmp_path_factory.mktemp("failed") / "pfs", root / "rules")
+    verbs: list[list[object]] = [["save", 2], ["drain"]]
+    for fault, (rules, _, _) in FAULTS.items():
+        verbs += [["save"], ["rules", rules], ["drain"], ["save", 2], ["drain"], ["rules", ""], ["look", fault]]
+        verbs += [["save"], ["drain"]]
+    verbs.append(["check", *range(2, 3 + 4 * len(FAULTS), 4)])
+    result = Cluster(root).run(2, "worker.py", spec(faulty.directory, *verbs), env=faulty.env)
+    shutil.rmtree(root)
+    return result, faulty.directory
+
+
+@pytest.mark.parametrize("number", range(len(FAULTS)), ids=list(FAULTS))
+def test_a_file_system_that_fails_costs_that_drain_only(failed: tuple[Result, Path], number: int) -> None:
+    fault, (_, rank, error) = list(FAULTS.items())[number]
+    result, directory = failed
+    first = 2 + 4 * number
+    for step, wanted in ((1, [error, f"rank {rank} ", str(directory)]), (3, [error, f"rank {rank} "]), (4, [])):
+        drains = [r for r in result.of("drain") if r["step"] == first + step]
+        assert len(drains) == 2 and drains[0]["error"] == drains[1]["error"], result.log
+        check_error(result, drains[0], wanted)
+    committed = [r["step"] for r in result.of("committed") if first < r["step"] <= first + 4]
+    assert sorted(committed) == sorted([*range(first + 1, first + 5)] * 2), "saves stopped"
+    before = set().union(*(files_of(step, 2) for step in range(2, first + 1, 4)))
+    assert set(result.of(fault)[0]["files"]) == before, "something was left behind"
+    checked = {r["step"]: r["wrong"] for r in result.of("checked") if r["rank"] == rank}
+    assert checked[first] == checked[first + 4] == []
+    whole = files_of(first, 2) | files_of(first + 4, 2)
+    assert whole <= files_in(directory) and {path.name for path in directory.iterdir()} >= {"step-00000002"}
+    folders = {path.name for path in directory.iterdir()}
+    assert not folders & {f"step-{step:08d}" for step in range(first + 1, first + 4)}, "a folder was left behind"
+
+
+def test_a_full_file_system_costs_that_drain_only(
+    shm: Path, small_memory: Callable[[int], Path], tmp_path: Path
+) -> None:
+    directory = small_memory(8 * MIB)
+    filler = directory / "filler"
+    verbs: list[list[object]] = [
+        ["save", 2], ["drain"], ["save"],
+        # Room for the file of one rank and a part of the other.
+        ["run", f"fallocate -l $(( $(stat -f -c '%a * %S' {directory}) - 600000 )) {filler}"],
+        ["drain"], ["save"], ["look", "during"], ["run", f"rm {filler}"], ["drain"], ["check", 2, 4],
+    ]  # fmt: skip
+    result = Cluster(shm).run(2, "worker.py", spec(directory, *verbs, nbytes=400_000), env=SMALL)
+    check_failed_drains(result, [[], [FULL, "rank ", str(directory), "step 3"], []])
+    assert set(result.of("during")[0]["files"]) == files_of(2, 2) | {"filler"}
+    assert {(r["step"], str(r["wrong"])) for r in result.of("checked")} == {(2, "[]"), (4, "[]")}, result.log
+    assert files_in(directory) == files_of(2, 2) | files_of(4, 2)
+
+
+def test_a_read_only_file_system_costs_that_drain_only(
+    shm: Path, small_memory: Callable[[int], Path], tmp_path: Path
+) -> None:
+    directory = small_memory(8 * MIB)
+    verbs: list[list[object]] = [
+        ["save", 2], ["drain"], ["save"], ["run", f"mount -o remount,ro {directory}"],
+        ["drain"], ["save"], ["look", "during"], ["run", f"mount -o remount,rw {directory}"],
+        ["drain"], ["check", 2, 4],
+    ]  # fmt: skip
+    result = Cluster(shm).run(2, "worker.py", spec(directory, *verbs), env=SMALL)
+    check_failed_drains(result, [[], [READ_ONLY, "rank 0", str(directory), "step 3"], []])
+    assert set(result.of("during")[0]["files"]) == files_of(2, 2)
+    assert {(r["step"], str(r["wrong"])) for r in result.of("checked")} == {(2, "[]"), (4, "[]")}, result.log
+    assert files_in(directory) == files_of(2, 2) | files_of(4, 2)
+
+
+@pytest.mark.parametrize(("point", "rank"), [("drain.file_made", 1), ("drain.written", 1), ("drain.committing", 0)])
+def test_a_directory_that_disappears_never_gets_half_a_checkpoint(
+    shm: Path, faulty: Faulty, point: str, rank: int
+) -> None:
+    directory, away = faulty.directory, f"{faulty.directory}.away"
+    verbs: list[list[object]] = [
+        ["save", 2], ["drain"], ["save"], ["drain"], ["save"], ["look", "during"],
+        ["run", f"rm -rf {directory} && mv {away} {directory}"], ["save"], ["drain"], ["check", 2, 5],
+    ]  # fmt: skip
+    trap = {"path": ["drain.ended", point], "action": "vanish", "rank": rank}
+    cluster = Cluster(shm)
+    result = cluster.run(2, "worker.py", spec(directory, *verbs, traps=[trap]), env=faulty.env)
+    assert result.of("during")[0]["files"] == [], "half a checkpoint is where the directory was"
+    check_failed_drains(result, [[], [str(directory)], []])
+    assert {(r["step"], str(r["wrong"])) for r in result.of("checked")} == {(2, "[]"), (5, "[]")}, result.log
+    lose_memory(cluster)
+    again = cluster.run(2, "worker.py", spec(directory, ["save"], ["drain"]), env=SMALL)
+    assert restored(again) == {(5, "[]")}, again.log
+    assert files_in(directory) == files_of(2, 2) | files_of(5, 2) | files_of(6, 2), "the next run cleans up"
+
+
+def test_what_could_not_be_deleted_is_deleted_by_the_next_run(shm: Path, faulty: Faulty) -> None:
+    cluster, directory = Cluster(shm), faulty.directory
+    # Of the drain that fails both ranks' files are there, one of them under its temporary name.
+    verbs: list[list[object]] = [
+        ["save", 2], ["drain"], ["save"], ["rules", r"1 rename 30 0 *\n* unlink 30 0 *"], ["drain"], ["look", "during"],
+        ["save"], ["rules", ""], ["drain"],
+    ]  # fmt: skip
+    result = cluster.run(2, "worker.py", spec(directory, *verbs), env=faulty.env)
+    check_failed_drains(result, [[], [READ_ONLY, "rank 1", "step 3"], []])
+    left = set(result.of("during")[0]["files"]) - files_of(2, 2)
+    assert sorted(name.split("/")[1][:11] for name in left) == [".rank-00001", "rank-00000."]
+    assert "what was drained of step 3 could not be deleted" in result.log
+    lose_memory(cluster)
+    result = cluster.run(2, "worker.py", spec(directory, ["save"], ["drain"]), env=SMALL)
+    assert restored(result) == {(4, "[]")}, result.log
+    assert files_in(directory) == files_of(2, 2) | files_of(4, 2) | files_of(5, 2), result.log
+
+
+def test_an_older_checkpoint_that_cannot_be_deleted_stays_or_goes_whole_and_goes_later(
+    shm: Path, faulty: Faulty
+) -> None:
+    cluster, directory = Cluster(shm), faulty.directory
+    verbs: list[list[object]] = [
+        ["save"], ["drain"], ["save"], ["rules", "* unlink 5 0 step"], ["drain"], ["look", "kept"],
+        ["rules", "* unlink 5 0 rank"], ["save"], ["drain"], ["look", "half"], ["rules", ""], ["check", 3],
+    ]  # fmt: skip
+    result = cluster.run(2, "worker.py", spec(directory, *verbs, keep_last=1), env=faulty.env)
+    assert [r["error"] for r in result.of("drain")] == [""] * 6, "the new checkpoint is there"
+    assert result.log.count("older checkpoints could not be deleted: [Errno 5]") == 2, result.log
+    assert set(result.of("kept")[0]["files"]) == files_of(1, 2) | files_of(2, 2)
+    assert files_of(3, 2) <= set(result.of("half")[0]["files"])
+    assert {(r["step"], str(r["wrong"])) for r in result.of("checked")} == {(3, "[]")}
+    lose_memory(cluster)
+    result = cluster.run(2, "worker.py", spec(directory, ["save"], ["drain"], keep_last=1), env=SMALL)
+    assert restored(result) == {(3, "[]")}, result.log
+    assert files_in(directory) == files_of(4, 2), result.log
+
+
+def test_leftovers_are_deleted_by_a_later_drain_where_the_first_one_could_not(shm: Path, faulty: Faulty) -> None:
+    cluster, directory = Cluster(shm), faulty.directory
+    trap = {"path": ["drain.ended", "drain.committing"], "action": "rank", "rank": 0}
+    verbs: list[list[object]] = [["save"], ["drain"], ["save"], ["drain"]]
+    crashed = cluster.run(2, "worker.py", spec(directory, *verbs, traps=[trap]), env=SMALL)
+    assert files_in(directory) - files_of(1, 2) == files_of(2, 2) - {f"step-00000002/{MASTER}"}, crashed.log
+    verbs = [["save"], ["rules", "* unlink 5 0 *"], ["drain"], ["rules", ""], ["save"], ["drain"]]
+    result = cluster.run(2, "worker.py", spec(directory, *verbs), env=faulty.env)
+    assert restored(result) == {(2, "[]")}, result.log
+    assert [r["error"] for r in result.of("drain") if r["step"] == 4] == ["", ""], result.log
+    drained = [files_of(r["step"], 2) for r in result.of("drain") if not r["error"]]
+    assert files_in(directory) == files_of(1, 2).union(*drained), result.log
+
+
+# File systems that are slow, or hang
+
+
+def test_a_slow_file_system_holds_up_no_save_and_gets_the_bits_of_its_step(shm: Path, faulty: Faulty) -> None:
+    verbs: list[list[object]] = [
+        ["save", 2], ["drain"], ["save", 100], ["rules", "* write s150 0 *"],
+        ["begin_drain"], ["save_while_it_drains"], ["rules", ""], ["check", 2, 102],
+    ]  # fmt: skip
+    result = Cluster(shm).run(2, "worker.py", spec(faulty.directory, *verbs), env=faulty.env)
+    assert [(r["step"], r["error"]) for r in result.of("drain")] == [(2, ""), (102, "")] * 2, result.log
+    assert {(r["step"], str(r["wrong"])) for r in result.of("checked")} == {(2, "[]"), (102, "[]")}, result.log
+    saves = [r for r in result.of("committed") if r["rank"] == 0]
+    quick, slow = [r for r in saves if 2 < r["step"] <= 102], [r for r in saves if r["step"] > 102]
+    assert len(slow) >= 30, "saves waited for the drain"
+    for what in ("stall_s", "commit_s"):
+        before, during = (statistics.median(r[what] for r in those) for those in (quick, slow))
+        assert during < 3 * before + 0.01, (what, before, during)
+    assert max(r["commit_s"] for r in slow) < 0.15 * 4, "a commit waited for writes"
+
+
+@pytest.mark.parametrize("verbs", [[["save"]], [["save"], ["wait_drained"], ["look", "then"]]], ids=["close", "wait"])
+def test_a_drain_that_begins_a_little_after_its_commit_is_waited_for(shm: Path, verbs: list[list[object]]) -> None:
+    directory = shm / "pfs"
+    traps = [{"path": ["commit.seen"], "action": "pause", "rank": rank} for rank in range(2)]
+    result = Cluster(shm).run(2, "worker.py", spec(directory, *verbs, traps=traps, drain_every=1), env=SMALL)
+    assert result.returncode == 0 and {r["error"] for r in result.of("end")} == {""}, result.log
+    assert files_in(directory) == files_of(1, 2), result.log
+    for r in result.of("then"):
+        assert set(r["files"]) == files_of(1, 2), "it was not waited for"
+
+
+def test_drains_that_come_due_while_one_is_slow_are_put_off_and_counted(shm: Path, faulty: Faulty) -> None:
+    verbs: list[list[object]] = [
+        ["save"], ["drain"], ["rules", "* write s100 0 *"], ["save", 20], ["look", "during"], ["rules", ""],
+        ["wait_drained"], ["look", "then"],
+    ]  # fmt: skip
+    result = Cluster(shm).run(2, "worker.py", spec(faulty.directory, *verbs, drain_every=1), env=faulty.env)
+    assert set(result.of("then")[0]["files"]) == files_of(1, 2) | files_of(2, 2)
+    assert "step-00000002/checkpoint.h5" not in result.of("during")[0]["files"], "it was not slow"
+    # The one at the end came as well: what was committed last.
+    assert files_in(faulty.directory) == files_of(1, 2) | files_of(2, 2) | files_of(21, 2), result.log
+    for ended in result.of("end"):
+        counts = ended["report"]["counts"]
+        assert (counts["committed"], counts["drained"], counts["drains put off"]) == (21, 3, 19)
+        assert "drains failed" not in counts
+
+
+@pytest.mark.parametrize("drain_every", [0, 1000])
+def test_state_that_grows_while_a_slow_drain_goes_on_leaves_the_drained_slot_alone(
+    shm: Path, faulty: Faulty, drain_every: int
+) -> None:
+    verbs: list[list[object]] = [
+        ["save", 2], ["rules", "* write s60 0 *"], ["begin_drain"], ["save"], ["grow"], ["save", 5], ["end_drain"],
+        ["rules", ""], ["drain"], ["check", 2, 8],
+    ]  # fmt: skip
+    options = {"drain_every": drain_every}
+    result = Cluster(shm).run(2, "worker.py", spec(faulty.directory, *verbs, **options), env=faulty.env)
+    assert [(r["step"], r["error"]) for r in result.of("drain")] == [(2, ""), (8, "")] * 2, result.log
+    assert {(r["step"], str(r["wrong"])) for r in result.of("checked")} == {(2, "[]"), (8, "[]")}, result.log
+    assert not result.of("failed") and len(result.of("committed")) == 16, result.log
+
+
+@pytest.mark.parametrize("call", ["write", "fsync", "list"])
+def test_a_file_system_that_hangs_costs_the_drain_and_ends_every_wait(shm: Path, faulty: Faulty, call: str) -> None:
+    cluster, directory = Cluster(shm), faulty.directory
+    rank = 0 if call == "list" else 1
+    verbs: list[list[object]] = [
+        ["save", 2], ["drain"], ["save"], ["rules", f"{rank} {call} s120000 0 *"],
+        ["begin_drain"], ["save", 3], ["wait_drained", 0.5], ["wait_drained"], ["save", 2],
+    ]  # fmt: skip
+    result = cluster.run(2, "worker.py", spec(directory, *verbs, timeout_s=3), env=faulty.env, timeout=30)
+    assert len(result.of("committed")) == 2 * 8 and not result.of("failed"), result.log
+    waited = result.of("waited")
+    for r in waited:
+        assert r["error"].startswith("DeadlineExceeded: the drain of this step has not ended") and r["seconds"] < 6, r
+        assert "step 3" in r["error"], r
+    assert len(waited) == 4
+    assert {r["seconds"] < 10 for r in result.of("end")} == {True} and len(result.of("end")) == 2
+    assert all("DeadlineExceeded" in r["error"] and "step 3" in r["error"] for r in result.of("end")), result.log
+    assert committed_in(directory) == {2}
+    result = cluster.run(2, "worker.py", spec(directory, ["save"], ["drain"], ["check", 2, 9]), env=SMALL)
+    assert restored(result) == {(8, "[]")}, result.log
+    assert files_in(directory) == files_of(2, 2) | files_of(9, 2), result.log
+
+
+# Files that are damaged
+
+
+@pytest.fixture(scope="module")
+def drained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with steps 2 and 4 of two ranks."""
+    root = Path(tempfile.mkdtemp(prefix="mlflash-test-", dir="/dev/shm"))
+    directory = tmp_path_factory.mktemp("drained")
+    verbs: list[list[object]] = [["save", 2], ["drain"], ["save", 2], ["drain"]]
+    result = Cluster(root).run(2, "worker.py", spec(directory, *verbs), env=SMALL)
+    shutil.rmtree(root)
+    assert files_in(directory) == files_of(2, 2) | files_of(4, 2), result.log
+    return directory
+
+
+def flip(path: Path, at: int) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[at] ^= 1
+    path.write_bytes(raw)
+
+
+def card_of(path: Path) -> index.Card:
+    return index.read_card(path.read_bytes()[: index.CARD_NBYTES])
+
+
+def flip_in(folder: Path, name: str, at: int, only: str = "") -> None:
+    """Change a bit of a tensor, in the file of the first rank that has a part of it."""
+    for path in sorted(folder.glob(f"rank-*{only}.h5")):
+        card = card_of(path)
+        its = index.decode(path.read_bytes()[card.index_start :][: card.index_nbytes], card.file_nbytes)
+        for piece in its.pieces:
+            if piece.entry.name == name and piece.entry.nbytes > at:
+                flip(path, piece.entry.start + at)
+                return
+    raise AssertionError(f"{name} is nowhere")
+
+
+def exchange(one: Path, other: Path) -> None:
+    one.rename(aside := one.with_name("aside"))
+    other.rename(one)
+    aside.rename(other)
+
+
+DAMAGES: dict[str, tuple[str, Callable[[Path], object]]] = {  # the file that is named, and what is done to a folder
+    "rank file cut in half": ("rank-00001.h5", lambda f: os.truncate(f / "rank-00001.h5", 60_000)),
+    "rank file without its last byte": (
+        "rank-00000.h5",
+        lambda f: os.truncate(f / "rank-00000.h5", (f / "rank-00000.h5").stat().st_size - 1),
+    ),
+    "bit in the data": ("rank-00001.h5", lambda f: flip_in(f, "weights", 70_000, only="1")),
+    "bit in what all ranks have": ("rank-0000", lambda f: flip_in(f, "common", 10)),
+    "bit in an index": (
+        "rank-00001.h5",
+        lambda f: flip(f / "rank-00001.h5", card_of(f / "rank-00001.h5").index_start + 20),
+    ),
+    "bit in a card": ("rank-00001.h5", lambda f: flip(f / "rank-00001.h5", 40)),
+    "bit in the index of the master": (MASTER, lambda f: flip(f / MASTER, card_of(f / MASTER).index_start + 20)),
+    "bit in the card of the master": (MASTER, lambda f: flip(f / MASTER, 40)),
+    "master cut in half": (MASTER, lambda f: os.truncate(f / MASTER, 600)),
+    "empty master": (MASTER, lambda f: os.truncate(f / MASTER, 0)),
+    "garbage for a master": (MASTER, lambda f: (f / MASTER).write_bytes(os.urandom(3000))),
+    "a folder for a master": (MASTER, lambda f: ((f / MASTER).unlink(), (f / MASTER).mkdir())),
+    "a link for a master": (MASTER, lambda f: (f / MASTER).rename(f / "m") and (f / MASTER).symlink_to("m")),
+    "rank file missing": ("rank-00000.h5", lambda f: (f / "rank-00000.h5").unlink()),
+    "rank file of another step": (
+        "rank-00001.h5",
+        lambda f: shutil.copy(f.with_name("step-00000002") / "rank-00001.h5", f / "rank-00001.h5"),
+    ),
+    "files of two ranks exchanged": (
+        "rank-0000",
+        lambda f: exchange(f / "rank-00000.h5", f / "rank-00001.h5"),
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def of_damaged(drained: Path, tmp_path_factory: pytest.TempPathFactory) -> Result:
+    """A job that restored from directories whose newest checkpoint was damaged, each in its way."""
+    top, root = tmp_path_factory.mktemp("damaged"), Path(tempfile.mkdtemp(prefix="mlflash-test-", dir="/dev/shm"))
+    directories = [str(top / name.replace(" ", "-")) for name in DAMAGES]
+    for directory, (_, do) in zip(directories, DAMAGES.values(), strict=True):
+        shutil.copytree(drained, directory)
+        do(Path(directory, "step-00000004"))
+    verbs: list[list[object]] = [["restore_from", *directories]]
+    result = Cluster(root).run(2, "worker.py", spec(root / "pfs", *verbs), env=SMALL)
+    shutil.rmtree(root)
+    return result
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_is_named_and_the_older_one_restored(of_damaged: Result, damage: str) -> None:
+    place = "/" + damage.replace(" ", "-")
+    found = {(r["step"], str(r["wrong"])) for r in of_damaged.of("restored from") if r["source"].endswith(place)}
+    assert found == {(2, "[]")}, of_damaged.log
+    assert f"{place}/step-00000004/{DAMAGES[damage][0]}" in of_damaged.log
+
+
+@pytest.mark.parametrize("damage", ["bit in the data", "rank file missing", "a link for a master"])
+def test_a_relaunch_restores_the_older_checkpoint_and_what_it_saves_is_newer_than_the_damaged_one(
+    shm: Path, drained: Path, damage: str
+) -> None:
+    directory = shutil.copytree(drained, shm / "pfs")
+    DAMAGES[damage][1](directory / "step-00000004")
+    cluster = Cluster(shm)
+    result = cluster.run(2, "worker.py", spec(directory, ["save"]), env=SMALL)
+    assert restored(result) == {(2, "[]")} and len(result.of("end")) == 2, result.log
+    lose_memory(cluster)
+    result = cluster.run(2, "worker.py", spec(directory), env=SMALL)
+    assert restored(result) == {(3, "[]")}, result.log
+
+
+@pytest.mark.parametrize(
+    ("rules", "name"),
+    [
+        ("0 open 13 0 step-00000004/checkpoint", MASTER),
+        ("0 read 5 0 step-00000004/checkpoint", MASTER),
+        ("1 read 5 0 step-00000004/rank-00001", "rank-00001.h5"),
+        ("1 read 5 1000 step-00000004/rank-00001", "rank-00001.h5"),
+    ],
+)
+def test_a_checkpoint_that_cannot_be_read_is_named_and_the_older_one_restored(
+    shm: Path, drained: Path, faulty: Faulty, rules: str, name: str
+) -> None:
+    shutil.copytree(drained, faulty.directory)
+    Path(faulty.env["FAULTY_RULES"]).write_text(rules + "\n")
+    result = Cluster(shm).run(2, "worker.py", spec(faulty.directory), env=faulty.env)
+    assert restored(result) == {(2, "[]")} and len(result.of("end")) == 2, result.log
+    assert f"step-00000004/{name}" in result.log
+
+
+def test_nothing_is_restored_where_every_checkpoint_is_damaged(shm: Path, drained: Path) -> None:
+    directory = shutil.copytree(drained, shm / "pfs")
+    DAMAGES["bit in the data"][1](directory / "step-00000002")
+    DAMAGES["rank file missing"][1](directory / "step-00000004")
+    result = Cluster(shm).run(2, "worker.py", spec(directory, ["save"], ["drain"], ["check", 1]), env=SMALL)
+    assert restored(result) == {(None, "[]")}, result.log
+    assert [(r["step"], r["wrong"]) for r in result.of("checked")] == [(1, [])] * 2, result.log
+
+
+def test_memory_that_is_newer_than_a_damaged_directory_is_restored(shm: Path) -> None:
+    cluster, directory = Cluster(shm), shm / "pfs"
+    verbs: list[list[object]] = [["save", 2], ["drain"], ["save", 2], ["drain"], ["save", 2], ["run", "kill -9 $PPID"]]
+    crashed = cluster.run(2, "worker.py", spec(directory, *verbs), env=SMALL)
+    assert committed_in(directory) == {2, 4}, crashed.log
+    for step in (2, 4):
+        DAMAGES["empty master"][1](directory / f"step-{step:08d}")
+    result = cluster.run(2, "worker.py", spec(directory), env=SMALL)
+    assert restored(result) == {(6, "[]")}, result.log

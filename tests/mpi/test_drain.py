@@ -1,0 +1,601 @@
+"""Checkpoints go to a directory while saving goes on, and come back from there, on any number of ranks, bit for bit."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from emulated import Nodes
+from mpi4py import MPI
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch_jobs import job
+
+import mlflash
+from mlflash import Checkpointer, errors
+from mlflash.draining.catalog import list_checkpoints
+from mlflash.store import open_store
+
+COMM = MPI.COMM_WORLD
+RANK, SIZE = COMM.rank, COMM.size
+MIB = 1 << 20
+
+two = pytest.mark.mpi(min_size=2)
+general = pytest.mark.skipif(SIZE not in (1, 3), reason="runs on 1 and 3 ranks")
+on_4 = pytest.mark.skipif(SIZE != 4, reason="runs on 4 ranks")
+on_5 = pytest.mark.skipif(SIZE != 5, reason="runs on 5 ranks")
+pytestmark = pytest.mark.filterwarnings("ignore:.*(barrier|ComplexHalf).*:UserWarning")
+
+
+@pytest.fixture
+def pfs(root: Path) -> Path:
+    """The directory that is drained to."""
+    return root / "pfs"
+
+
+@pytest.fixture
+def options(root: Path, pfs: Path) -> dict[str, Any]:
+    return {"job": "t", "memory": str(root), "ranks_per_node": 1, "transport": "p2p", "timeout_s": 30.0,
+            "block_nbytes": 65_536, "chunk_nbytes": 65_536, "directory": pfs}  # fmt: skip
+
+
+TORCH_DTYPES = [
+    "bool", "uint8", "int8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "float16", "bfloat16", "float32",
+    "float64", "complex32", "complex64", "complex128", "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz",
+    "float8_e5m2fnuz", "float8_e8m0fnu",
+]  # fmt: skip
+NUMPY_DTYPES = ["|b1", "<i2", ">f8", "<f2", "<c8", "<U3", "|S5", "<M8[ns]", "<m8[s]", "<f16", "|u1"]
+
+
+def bits(kind: str, step: int, count: int, nbytes: int) -> np.ndarray:
+    numbers = np.random.default_rng([step, len(kind), RANK if kind == "own" else 1000])
+    return numbers.integers(0, 2 if kind == "bool" else 256, count * nbytes, dtype=np.uint8)
+
+
+def state_at(step: int) -> dict[str, Any]:
+    """State of every kind: alike on all ranks, a rank's own, tied, empty, 0-d, of every dtype; objects; odd names."""
+    alike = torch.from_numpy(bits("alike", step, 600 * 500, 4)).view(torch.float32).reshape(600, 500)
+    kinds = {}
+    for name in TORCH_DTYPES:
+        dtype = getattr(torch, name)
+        raw = bits("bool" if name == "bool" else name, step, 15, dtype.itemsize)
+        kinds[name] = torch.from_numpy(raw).view(dtype).reshape(3, 5)
+    arrays = {name: np.frombuffer(bits("bool" if name == "|b1" else name, step, 6, np.dtype(name).itemsize).tobytes(),
+                                  dtype=name).reshape(2, 3).copy()
+              for name in NUMPY_DTYPES if name != "<U3"}  # fmt: skip
+    arrays["<U3"] = np.array([f"é{step % 10}", "", "abc"])
+    return {
+        "model": {"weight": alike, "tied": alike, "turned": alike[:40, :30].T, "empty": torch.zeros(0, 7),
+                  "number": torch.tensor(step * 1.5), "a/b": torch.full((3,), step), "": torch.full((2,), step),
+                  "%s~%b": torch.full((2,), -step)},
+        "kinds": kinds, "arrays": arrays,
+        "own": torch.from_numpy(bits("own", step, 1000 + RANK, 8)).view(torch.float64),
+        "rng": np.array([RANK, step]),
+        "plain": {"step": step, "of rank": RANK, "inf": float("inf"), "list": [1, (2, "x"), None, b"\0"], 3: 1 + 2j},
+    }  # fmt: skip
+
+
+def blank() -> dict[str, Any]:
+    state = state_at(0)
+    state["own"] = torch.zeros(1000 + RANK, dtype=torch.float64)
+    return state
+
+
+def raw(value: Any) -> bytes:
+    if isinstance(value, np.ndarray):
+        return value.tobytes()
+    value = value.to_local() if isinstance(value, DTensor) else value
+    return value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if value.numel() else b""
+
+
+def same(found: Any, wanted: Any, path: str = "") -> None:
+    if isinstance(wanted, dict):
+        assert found.keys() == wanted.keys(), path
+        for key in wanted:
+            same(found[key], wanted[key], f"{path}.{key}")
+    elif isinstance(wanted, (torch.Tensor, np.ndarray)):
+        assert (found.dtype, found.shape) == (wanted.dtype, wanted.shape), path
+        assert raw(found) == raw(wanted), path
+    else:
+        assert found == wanted and type(found) is type(wanted), path
+
+
+def steps_in(directory: Path) -> list[int]:
+    return [listed.step for listed in list_checkpoints(open_store(directory))]
+
+
+@general
+def test_state_of_every_kind_comes_back_from_the_directory_bit_for_bit(
+    options: dict[str, Any], nodes: Nodes, pfs: Path
+) -> None:
+    with Checkpointer(**options, drain_every=1) as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, state_at(step)).wait()
+            ckpt.drain().wait()
+        assert ckpt.report()["counts"]["drained"] == 2
+    assert steps_in(pfs) == [2, 1]
+    nodes.lose(*range(SIZE))
+    with Checkpointer(**options) as ckpt:
+        assert ckpt.steps() == [1, 2]
+        state = blank()
+        assert ckpt.restore(state) == 2 and ckpt.report()["restored_from"] == str(pfs / "step-00000002")
+        same(state, state_at(2))
+        assert (
+            state["model"]["tied"] is not None
+            and state["model"]["weight"].data_ptr() == state["model"]["tied"].data_ptr()
+        )
+        step, fresh = ckpt.load(step=1)
+        assert step == 1
+        same(fresh, state_at(1))
+        assert fresh["model"]["weight"].data_ptr() == fresh["model"]["tied"].data_ptr()
+        with pytest.raises(errors.StepNotFound, match=r"pfs: \[1, 2\]"):
+            ckpt.restore(blank(), step=7)
+    # It is in memory now, with its redundancy: the directory is not needed any more.
+    COMM.Barrier()
+    nodes.lose(*([0] if SIZE > 1 else []))
+    nodes.on_rank_0(lambda: pfs.rename(pfs.with_name("away")))
+    with Checkpointer(**options) as ckpt:
+        state = blank()
+        assert ckpt.restore(state) == 2
+        same(state, state_at(2))
+
+
+READER = """
+import sys
+sys.modules["mlflash"] = None
+import h5py, numpy as np, pathlib
+path, out = sys.argv[1:]
+with h5py.File(path) as file:
+    tensors = file["tensors"]
+    np.savez(out, weight=tensors["model.weight"][...], tied=tensors["model.tied"][...],
+             part=tensors["model.weight"][37:411, ::7], half=tensors["kinds.bfloat16"][...],
+             e5m2=tensors["kinds.float8_e5m2"][...], e4m3=tensors["kinds.float8_e4m3fn"][...],
+             slash=tensors["model.a%2Fb"][...], empty=tensors["model.empty"][...],
+             number=tensors["model.number"][...], rng=file["ranks/00000/rng"][...])
+    assert tensors["kinds.float8_e4m3fn"].attrs["raw"] and "raw" not in tensors["kinds.bfloat16"].attrs
+    assert (tensors["model.weight"].is_virtual, file.attrs["step"]) == (True, 3)
+    assert ("rng" in tensors) == (len(file["ranks"]) == 1)
+    import json
+    objects = json.loads(file["objects"][()])
+    assert objects["plain"]["step"] == 3 and objects["model"]["weight"] == {"$tensor": "model.weight"}
+"""
+
+
+@general
+def test_plain_h5py_shows_every_tensor_whole(options: dict[str, Any], pfs: Path, root: Path) -> None:
+    with Checkpointer(**options) as ckpt:
+        ckpt.save(3, state_at(3)).wait()
+        ckpt.drain().wait()
+    if RANK == 0:
+        path = pfs / "step-00000003" / "checkpoint.h5"
+        subprocess.run([sys.executable, "-W", "error", "-c", READER, path, root / "read.npz"], check=True, timeout=60)
+        found, state = np.load(root / "read.npz"), state_at(3)
+        weight = state["model"]["weight"].numpy()
+        assert found["weight"].tobytes() == found["tied"].tobytes() == weight.tobytes()
+        assert found["part"].tobytes() == weight[37:411, ::7].tobytes()
+        for name, key in (("bfloat16", "half"), ("float8_e5m2", "e5m2")):
+            np.testing.assert_array_equal(found[key], state["kinds"][name].float().numpy())
+        assert found["e4m3"].tobytes() == raw(state["kinds"]["float8_e4m3fn"])
+        assert found["slash"].tolist() == [3, 3, 3] and found["empty"].shape == (0, 7) and found["number"] == 4.5
+        assert found["rng"].tolist() == [0, 3]
+
+
+@general
+@pytest.mark.parametrize("compression", ["gzip", "zstd", "bshuf"])
+def test_compressed_files_come_back_bit_for_bit(
+    options: dict[str, Any], pfs: Path, nodes: Nodes, compression: str
+) -> None:
+    state = state_at(5)
+    state["half"] = torch.arange(100_000).bfloat16()
+    state["wide"] = np.tile(np.arange(4000.0), (1, 100))
+    with Checkpointer(**options, compression=compression) as ckpt:
+        ckpt.save(5, state).wait()
+        ckpt.drain().wait()
+    nodes.lose(*range(SIZE))
+    with Checkpointer(**options) as ckpt:
+        found = {**blank(), "half": torch.zeros(100_000).bfloat16(), "wide": np.zeros((1, 400_000))}
+        assert ckpt.restore(found) == 5
+        same(found, state)
+    if RANK == 0:
+        import h5py
+        import hdf5plugin  # noqa: F401
+
+        with h5py.File(pfs / "step-00000005" / "checkpoint.h5") as file:
+            assert file["tensors/wide"][0, 3990:4010].tolist() == [*range(3990, 4000), *range(10)]
+        nbytes = sum(path.stat().st_size for path in (pfs / "step-00000005").iterdir())
+        assert nbytes < 1_200_000 + 1_000_000 + SIZE * 100_000
+
+
+LOADER = """
+import sys
+sys.modules["mlflash"] = None
+import numpy as np, torch, torch.distributed.checkpoint as dcp
+path, out = sys.argv[1:]
+zeros = torch.zeros(3, 5)
+state = {"model": {"weight": torch.zeros(600, 500), "tied": torch.zeros(600, 500), "number": torch.tensor(0.0)},
+         "kinds": {"bfloat16": zeros.bfloat16(), "float8_e4m3fn": zeros.to(torch.float8_e4m3fn)},
+         "plain": {"step": 0, "list": None}, "arrays": {"<i2": None}}
+dcp.load(state, checkpoint_id=path, no_dist=True)
+assert state["plain"] == {"step": 3, "list": [1, (2, "x"), None, b"\\0"]}
+assert state["kinds"]["bfloat16"].dtype is torch.bfloat16 and state["model"]["number"] == 4.5
+np.savez(out, weight=state["model"]["weight"], tied=state["model"]["tied"], array=state["arrays"]["<i2"],
+         half=state["kinds"]["bfloat16"].view(torch.int16), e4m3=state["kinds"]["float8_e4m3fn"].view(torch.uint8))
+"""
+
+
+@general
+def test_plain_dcp_loads_what_was_drained_as_dcp_and_mlflash_restores_every_ranks_own(
+    options: dict[str, Any], pfs: Path, root: Path, nodes: Nodes
+) -> None:
+    def state_of(step: int) -> dict[str, Any]:
+        return {**state_at(step), "own": torch.full((100,), RANK + step)}  # DCP takes one shape for a name only
+
+    with Checkpointer(**options, format="dcp", drain_every=1, keep_last=1) as ckpt:
+        for step in (1, 2, 3):
+            ckpt.save(step, state_of(step)).wait()
+            ckpt.drain().wait()
+    assert [path.name for path in pfs.iterdir()] == ["step-00000003"]
+    if RANK == 0:
+        folder = pfs / "step-00000003"
+        subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", LOADER, folder, root / "read.npz"], check=True, timeout=60
+        )
+        found, state = np.load(root / "read.npz"), state_at(3)
+        assert found["weight"].tobytes() == found["tied"].tobytes() == raw(state["model"]["weight"])
+        assert found["half"].tobytes() == raw(state["kinds"]["bfloat16"])
+        assert found["e4m3"].tobytes() == raw(state["kinds"]["float8_e4m3fn"])
+        assert found["array"].tobytes() == state["arrays"]["<i2"].tobytes()
+    nodes.lose(*range(SIZE))
+    with Checkpointer(**options) as ckpt:
+        state = {**state_at(0), "own": torch.zeros(100, dtype=torch.int64)}
+        assert ckpt.restore(state) == 3
+        same(state, state_of(3))
+
+
+@general
+@two
+def test_what_all_ranks_hold_alike_is_written_once(options: dict[str, Any], pfs: Path) -> None:
+    state = {"alike": np.random.default_rng(1).bytes(8 * MIB), "own": np.full(1000, RANK)}
+    state["alike"] = np.frombuffer(state["alike"], dtype=np.float32).reshape(64, -1).copy()
+    for step, replicated in ((1, None), (2, True)):
+        with Checkpointer(**options | {"job": f"t{step}"}, replicated=replicated) as ckpt:
+            ckpt.save(step, state).wait()
+            ckpt.drain().wait()
+        COMM.Barrier()
+        sizes = [path.stat().st_size for path in sorted((pfs / f"step-{step:08d}").glob("rank-*"))]
+        assert len(sizes) == SIZE and sum(sizes) < 8 * MIB + SIZE * 60_000
+        assert max(sizes) < 8 * MIB / SIZE + 300_000
+        with Checkpointer(**options | {"job": "fresh"}) as ckpt:
+            found = {"alike": np.zeros_like(state["alike"]), "own": np.full(1000, -1)}
+            assert ckpt.restore(found, step=step) == step
+            assert found["alike"].tobytes() == state["alike"].tobytes() and (found["own"] == RANK).all()
+
+
+@general
+@two
+def test_shared_state_is_dealt_out_among_those_that_share_it(options: dict[str, Any], pfs: Path, nodes: Nodes) -> None:
+    # Pairs that hold the same: 0 and 1, 2 and 3, and so on.
+    pair = RANK // 2
+    big = np.random.default_rng(pair).standard_normal((512, 1024))
+    with Checkpointer(**options, replicated=[r for r in (2 * pair, 2 * pair + 1) if r < SIZE]) as ckpt:
+        ckpt.save(1, {"big": big, "own": np.full(3, RANK)}).wait()
+        ckpt.drain().wait()
+    COMM.Barrier()
+    size = sum(path.stat().st_size for path in (pfs / "step-00000001").glob("rank-*"))
+    assert size < -(-SIZE // 2) * big.nbytes + SIZE * 60_000
+    nodes.lose(*range(SIZE))
+    with Checkpointer(**options) as ckpt:
+        found = {"big": np.zeros_like(big), "own": np.zeros(3, dtype=int)}
+        assert ckpt.restore(found) == 1
+        assert found["big"].tobytes() == big.tobytes() and (found["own"] == RANK).all()
+
+
+def sharded(step: int, size: int, dim: int, fill: bool = True) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (size,))
+    numbers = np.random.default_rng(step)
+    wholes = {"w": torch.from_numpy(numbers.standard_normal((211, 130))),
+              "b": torch.from_numpy(numbers.standard_normal(3)).bfloat16()}  # fmt: skip
+    placed = {}
+    for name, whole in wholes.items():
+        placement = Replicate() if dim < 0 else Shard(min(dim, whole.ndim - 1))
+        placed[name] = distribute_tensor(whole if fill else torch.zeros_like(whole), mesh, [placement])
+    return {"model": placed, "scale": torch.tensor(float(step) if fill else 0.0), "epoch": step if fill else -1}
+
+
+@on_5
+@pytest.mark.parametrize(("old", "new"), [((4, 0), (2, 0)), ((2, 1), (5, 0)), ((3, 0), (1, -1)), ((1, 0), (4, 1)),
+                                          ((4, 0), (4, 1))])  # fmt: skip
+def test_a_drained_checkpoint_goes_on_any_number_of_ranks_in_any_shards(
+    options: dict[str, Any], pfs: Path, old: tuple[int, int], new: tuple[int, int]
+) -> None:
+    with job(old[0]) as comm:
+        if comm is not None:
+            with Checkpointer(comm=comm, **options, drain_every=1) as ckpt:
+                ckpt.save(4, sharded(4, *old)).wait()
+    if RANK == 0:
+        import h5py
+
+        with h5py.File(pfs / "step-00000004" / "checkpoint.h5") as file:
+            whole = np.random.default_rng(4).standard_normal((211, 130))
+            assert file["tensors/model.w"][...].tobytes() == whole.tobytes()
+            assert file["tensors/model.w"][100:120, 60:70].tobytes() == whole[100:120, 60:70].tobytes()
+    with job(new[0]) as comm:
+        if comm is not None:
+            with Checkpointer(comm=comm, **options | {"job": "new"}) as ckpt:
+                state = sharded(4, *new, fill=False)
+                assert ckpt.restore(state) == 4
+                wanted = sharded(4, *new)
+                for name in ("w", "b"):
+                    assert raw(state["model"][name]) == raw(wanted["model"][name]), name
+                assert state["scale"] == 4.0 and state["epoch"] == 4
+
+
+@general
+def test_saves_go_on_while_a_slow_drain_reads_its_slot_which_is_not_written(
+    options: dict[str, Any], pfs: Path, nodes: Nodes
+) -> None:
+    state = {"w": np.zeros(4 * MIB // 8)}
+    with Checkpointer(**options, drain_every=2, drain_rate=1.3 * MIB * SIZE) as ckpt:
+        for step in range(1, 9):
+            state["w"][:] = step + RANK
+            assert ckpt.save(step, state).wait().stall_s < 1
+        drain = ckpt._drains.last
+        assert not drain.done and drain.step == 2  # it takes three seconds
+        counts = ckpt.report()["counts"]
+        assert counts["drains"] == 1 and counts["drains put off"] == 5
+        assert len(ckpt._parts.shelf.own) == 3
+    assert drain.seconds > 2.5
+    assert steps_in(pfs) == [8, 2]  # the newest one at the end, too
+    nodes.lose(*range(SIZE))
+    with Checkpointer(**options) as ckpt:
+        for wanted in (2, 8):
+            ckpt.restore(state, step=wanted)
+            assert (state["w"] == wanted + RANK).all()
+
+
+@general
+@two
+def test_only_so_many_ranks_write_at_a_time(options: dict[str, Any], pfs: Path) -> None:
+    with Checkpointer(**options, drain_writers=1, drain_rate=20 * MIB) as ckpt:
+        ckpt.save(1, {"w": np.full(MIB, RANK)}).wait()
+        drain = ckpt.drain()
+        most = 0
+        while not drain.done:
+            most = max(most, len(list(pfs.glob("step-*/.rank*.tmp"))))
+            time.sleep(0.005)
+        drain.wait()
+    assert most <= 1
+    assert drain.seconds > SIZE * 8 * MIB / (20 * MIB) * 0.8
+
+
+@general
+def test_the_newest_and_every_mth_stay_and_what_is_foreign_is_never_touched(
+    options: dict[str, Any], pfs: Path, nodes: Nodes, caplog: pytest.LogCaptureFixture
+) -> None:
+    def make_foreign() -> None:
+        (pfs / "step-00000003").mkdir(parents=True)
+        (pfs / "step-00000003" / "rank-00000.h5").write_bytes(b"somebody else's")
+        (pfs / "notes.txt").write_text("mine")
+
+    nodes.on_rank_0(make_foreign)
+    with (
+        caplog.at_level(logging.INFO, "mlflash"),
+        Checkpointer(**options, drain_every=1, keep_last=2, keep_every=4) as ckpt,
+    ):
+        for step in range(1, 8):
+            ckpt.save(step, {"w": np.full(1000, step)}).wait()
+            ckpt.drain().wait()
+            if step == 2:
+                nodes.on_rank_0(lambda: (pfs / "step-00000002" / "README").write_text("mine"))
+    assert steps_in(pfs) == [7, 6, 4]
+    assert sorted(path.name for path in pfs.iterdir()) == [
+        "notes.txt", "step-00000002", "step-00000003", "step-00000004", "step-00000006", "step-00000007",
+    ]  # fmt: skip
+    assert [path.name for path in (pfs / "step-00000002").iterdir()] == ["README"]
+    assert (pfs / "step-00000003" / "rank-00000.h5").read_bytes() == b"somebody else's"
+    assert not (pfs / "step-00000001").exists() and not (pfs / "step-00000003.1").exists()
+    if RANK == 0:
+        deleted = [record.getMessage() for record in caplog.records if record.getMessage().startswith("deleted /")]
+        for step in ("1", "2", "3.1", "5"):
+            for name in ("checkpoint.h5", "rank-00000.h5"):
+                assert any(f"step-0000000{step}/{name}" in text for text in deleted), (step, name)
+
+
+@general
+def test_checkpoints_of_another_job_in_the_same_directory_are_not_deleted(options: dict[str, Any], pfs: Path) -> None:
+    with Checkpointer(**options | {"job": "other"}, drain_every=1) as ckpt:
+        ckpt.save(1, {"w": np.full(1000, 1)}).wait()
+    with Checkpointer(**options, drain_every=1, keep_last=1) as ckpt:
+        assert ckpt.restore({"w": np.zeros(1000, dtype=int)}) == 1
+        for step in (2, 3):
+            ckpt.save(step, {"w": np.full(1000, step)}).wait()
+            ckpt.drain().wait()
+    assert steps_in(pfs) == [3, 1]
+
+
+@general
+def test_what_was_saved_last_is_restored_whether_it_is_in_memory_or_in_the_directory(
+    options: dict[str, Any], pfs: Path, nodes: Nodes, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = {"w": np.zeros(1000)}
+
+    def run(*steps: int) -> int | None:
+        caplog.clear()
+        with caplog.at_level(logging.INFO, "mlflash"), Checkpointer(**options) as ckpt:
+            got = ckpt.restore(state)
+            assert got is None or (state["w"] == got).all()
+            for step in steps:
+                state["w"][:] = step
+                ckpt.save(step, state).wait()
+            if steps:
+                ckpt.drain().wait()
+            return got
+
+    assert run(1, 2) is None
+    nodes.keep()
+    assert run(3) == 2 and (RANK or "from memory" in caplog.text)
+    nodes.bring_back()  # memory has 2, the directory 3
+    assert run() == 3 and (RANK or f"from {pfs}/step-00000003: memory has only older steps: [1, 2]" in caplog.text)
+    assert run() == 3 and (RANK or "from memory" in caplog.text)  # put back into memory by the run before
+    # Training goes back to 1, and comes by 2 and 3 once more: the older 3 is not the newest any more.
+    with Checkpointer(**options) as ckpt:
+        assert ckpt.restore(state, step=2) == 2
+        state["w"][:] = 30
+        ckpt.save(3, state).wait()
+        ckpt.drain().wait()
+    assert sorted(p.name for p in pfs.iterdir()) == ["step-00000002", "step-00000003", "step-00000003.1"]
+    nodes.lose(*range(SIZE))
+    with Checkpointer(**options) as ckpt:
+        assert ckpt.restore(state) == 3 and (state["w"] == 30).all()
+
+
+@general
+def test_another_directory_is_read_and_never_written(
+    options: dict[str, Any], pfs: Path, root: Path, nodes: Nodes
+) -> None:
+    other = root / "other"
+    with Checkpointer(**options | {"directory": other, "job": "before"}, drain_every=1) as ckpt:
+        for step in (10, 20):
+            ckpt.save(step, {"w": np.full(1000, step)}).wait()
+            ckpt.drain().wait()
+    COMM.Barrier()
+    before = {path: path.stat().st_mtime_ns for path in other.rglob("*")}
+    with Checkpointer(**options, drain_every=1, keep_last=1) as ckpt:
+        state = {"w": np.zeros(1000, dtype=int)}
+        ckpt.save(1, state).wait()
+        assert ckpt.restore(state, source=other) == 20 and (state["w"] == 20).all()
+        assert ckpt.restore(state, step=10, source=other) == 10 and (state["w"] == 10).all()
+        assert ckpt.load(source=other)[0] == 20
+        with pytest.raises(errors.StepNotFound):
+            ckpt.restore(state, step=5, source=other)
+        assert ckpt.restore(state, source=root / "nowhere") is None
+        ckpt.save(21, state).wait()
+    COMM.Barrier()
+    assert {path: path.stat().st_mtime_ns for path in other.rglob("*")} == before
+    assert steps_in(pfs) == [21]
+
+
+@general
+def test_a_directory_that_cannot_be_written_costs_the_drain_and_nothing_else(
+    options: dict[str, Any], pfs: Path, nodes: Nodes, caplog: pytest.LogCaptureFixture
+) -> None:
+    nodes.on_rank_0(lambda: pfs.write_text("a file is in the way"))
+    with Checkpointer(**options) as ckpt:
+        ckpt.save(1, {"w": np.full(1000, 1)}).wait()
+        drain = ckpt.drain()
+        ckpt.wait_drained()
+        assert isinstance(drain.error, errors.DrainFailed) and drain.error.step == 1
+        assert str(pfs) in str(drain.error) and "Errno" in str(drain.error)
+        with pytest.raises(errors.DrainFailed):
+            drain.wait()
+        ckpt.save(2, {"w": np.full(1000, 2)}).wait()
+        with pytest.raises(errors.DrainFailed):
+            ckpt.drain().wait()
+        nodes.on_rank_0(pfs.unlink)
+        ckpt.save(3, {"w": np.full(1000, 3)}).wait()
+        ckpt.drain().wait()
+    assert steps_in(pfs) == [3] and (RANK or caplog.text.count("was not drained") == 2)
+
+
+@general
+def test_a_damaged_file_sends_restore_to_the_checkpoint_before(
+    options: dict[str, Any], pfs: Path, nodes: Nodes, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Checkpointer(**options, drain_every=1) as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, {"w": np.random.default_rng([step, RANK]).standard_normal(100_000)}).wait()
+            ckpt.drain().wait()
+
+    def flip() -> None:
+        path = pfs / "step-00000002" / f"rank-{SIZE - 1:05d}.h5"
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+
+    nodes.on_rank_0(flip)
+    nodes.lose(*range(SIZE))
+    with Checkpointer(**options) as ckpt:
+        state = {"w": np.zeros(100_000)}
+        assert ckpt.restore(state) == 1
+        assert state["w"].tobytes() == np.random.default_rng([1, RANK]).standard_normal(100_000).tobytes()
+
+
+@general
+def test_a_second_drain_of_the_same_checkpoint_writes_nothing(options: dict[str, Any], pfs: Path) -> None:
+    with Checkpointer(**options) as ckpt:
+        with pytest.raises(errors.DrainFailed, match="nothing was committed"):
+            ckpt.drain()
+        ckpt.save(1, {"w": np.ones(10)}).wait()
+        first = ckpt.drain().wait()
+        assert ckpt.drain() is first
+    assert steps_in(pfs) == [1]
+    nowhere = Checkpointer(**{key: value for key, value in options.items() if key != "directory"})
+    with nowhere as ckpt, pytest.raises(errors.DrainFailed, match="no directory"):
+        ckpt.drain()
+
+
+@general
+def test_an_exception_in_training_ends_a_drain_without_waiting_for_it(options: dict[str, Any], pfs: Path) -> None:
+    begun = time.monotonic()
+    with pytest.raises(ZeroDivisionError), Checkpointer(**options, drain_every=1, drain_rate=MIB) as ckpt:
+        ckpt.save(1, {"w": np.zeros(4 * MIB)}).wait()
+        raise ZeroDivisionError
+    assert time.monotonic() - begun < 15
+    COMM.Barrier()
+    time.sleep(1.0)  # the thread that wrote tidies up
+    assert not list(pfs.glob("step-*/checkpoint.h5")) and not list(pfs.glob("step-*/.*.tmp"))
+
+
+@on_4
+@pytest.mark.parametrize(("redundancy", "lost", "ranks"), [("copy", (3,), 3), ("rs:2+2", (2, 3), 2), ("copy", (2,), 4)])
+def test_what_is_left_of_a_dead_job_is_scavenged_by_processes_of_any_number(
+    options: dict[str, Any], pfs: Path, nodes: Nodes, redundancy: str, lost: tuple[int, ...], ranks: int
+) -> None:
+    with Checkpointer(**options | {"redundancy": redundancy}) as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, state_at(step)).wait()
+    nodes.lose(*lost)
+    mine = COMM.Split(0 if ranks > RANK else MPI.UNDEFINED, RANK)
+    if mine != MPI.COMM_NULL:
+        with Checkpointer(**options | {"redundancy": "none"}, comm=mine) as ckpt:
+            drain = ckpt.scavenge()
+            assert drain is not None and drain.wait().step == 2
+            assert ckpt.scavenge() is None
+        mine.Free()
+    COMM.Barrier()
+    nodes.on_rank_0(lambda: shutil.rmtree(nodes.path))
+    with Checkpointer(**options) as ckpt:
+        state = blank()
+        assert ckpt.restore(state) == 2
+        same(state, state_at(2))
+
+
+@general
+def test_what_is_made_whole_again_survives_the_next_loss(options: dict[str, Any], nodes: Nodes) -> None:
+    if SIZE < 2:
+        pytest.skip("needs two nodes")
+    with Checkpointer(**options) as ckpt:
+        assert ckpt.heal() is None
+        ckpt.save(1, state_at(1)).wait()
+    nodes.lose(0)
+    with Checkpointer(**options) as ckpt:
+        assert ckpt.heal() == 1
+    nodes.lose(1)
+    with Checkpointer(**options) as ckpt:
+        state = blank()
+        assert ckpt.restore(state) == 1
+        same(state, state_at(1))
+
+
+@general
+def test_the_surface_of_draining_is_documented() -> None:
+    for name in ("drain", "wait_drained", "scavenge", "heal"):
+        assert "ollective" in getattr(mlflash.Checkpointer, name).__doc__
