@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import base64
 import dataclasses
-import io
-import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -18,16 +16,11 @@ import numpy as np
 import torch
 from torch.distributed.checkpoint.planner import WriteItem
 
-from mlflash.errors import CorruptSlot
+from mlflash.exports.planned import BYTES, INDEX, Index, Key
 from mlflash.layout import round_up
-from mlflash.state import Entry, Flat, Leaf, Tree, decode_plain, encode_key, tensor_entry
+from mlflash.state import Entry, Flat, Leaf, encode_key, tensor_entry
 
-INDEX, BYTES = ".dcp.index", ".dcp.bytes"
-BYTES_NUMBER = 1  # the blob is the second leaf, see `flat_of`
 _ROOM_NBYTES = 64 << 10  # index and bytes take a multiple of this, so that the layout stays as it is from save to save
-
-Key = tuple[str, tuple[int, ...]]
-"""Name of a tensor, and where the chunk begins in it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,40 +40,6 @@ class Chunk:
     whole: Any = None
 
 
-@dataclasses.dataclass(frozen=True)
-class Index:
-    """Which of a slot's entries belong to the checkpoint.
-
-    Attributes:
-        tensors: those this rank writes.
-        parts: what is bytes, by name: where it begins and ends in the blob.
-        planner_data: what the planner keeps with the checkpoint, as `torch.save` wrote it, in base64; on one rank.
-    """
-
-    tensors: tuple[Key, ...]
-    parts: dict[str, tuple[int, int]]
-    planner_data: str | None = None
-
-    def encode(self) -> bytes:
-        """As JSON."""
-        return json.dumps(vars(self), separators=(",", ":")).encode()
-
-    @staticmethod
-    def decode(text: bytes) -> Index:
-        """Undo `encode`; blanks may follow.
-
-        Raises:
-            CorruptSlot: it is none.
-        """
-        try:
-            found = json.loads(text)
-            tensors = tuple((str(name), tuple(int(n) for n in offset)) for name, offset in found["tensors"])
-            places = {str(name): (int(start), int(end)) for name, (start, end) in found["parts"].items()}
-            return Index(tensors, places, found["planner_data"])
-        except (ValueError, TypeError, LookupError) as error:
-            raise CorruptSlot(f"the index of a DCP checkpoint is damaged: {error!r}") from None
-
-
 def pack(keys: Iterable[Key], parts: Mapping[str, bytes], planner_data: bytes | None) -> tuple[bytes, bytes]:
     """Make index and blob of what a plan writes."""
     places, at = {}, 0
@@ -89,13 +48,6 @@ def pack(keys: Iterable[Key], parts: Mapping[str, bytes], planner_data: bytes | 
         at += len(raw)
     own = None if planner_data is None else base64.b64encode(planner_data).decode()
     return Index(tuple(keys), places, own).encode(), b"".join(parts.values())
-
-
-def saved_bytes(value: Any) -> bytes:
-    """What `torch.save` makes of a value, as DCP's planners do of all that is no tensor."""
-    raw = io.BytesIO()
-    torch.save(value, raw)
-    return raw.getvalue()
 
 
 def cloned(chunk: Chunk) -> Chunk:
@@ -107,19 +59,6 @@ def key_of(item: WriteItem) -> Key:
     """Of an item that is a tensor or a shard."""
     assert item.tensor_data is not None
     return item.index.fqn, tuple(item.tensor_data.chunk.offsets)
-
-
-def keys_of(tree: Tree) -> dict[Key, int]:
-    """The tensors of a slot, and the numbers of their entries; undoes `flat_of`.
-
-    Raises:
-        CorruptSlot: it does not come from there.
-    """
-    try:
-        keys = [(decode_plain(key), number) for key, (_, number) in tree[1]]
-        return {(str(key[0]), tuple(key[1:])): number for key, number in keys if isinstance(key, tuple)}
-    except (ValueError, TypeError, LookupError) as error:
-        raise CorruptSlot(f"the tree of a DCP checkpoint is damaged: {error!r}") from None
 
 
 def flat_of(chunks: Iterable[Chunk], index: bytes, blob: bytes) -> Flat:

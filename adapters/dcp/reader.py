@@ -6,13 +6,11 @@ asked of another node. Which ranks saved it, and how many, makes no difference.
 
 from __future__ import annotations
 
-import base64
 import dataclasses
 import io
 import logging
 import math
 import os
-import pickle
 from collections.abc import Iterator
 from typing import Any
 
@@ -34,12 +32,13 @@ from torch.futures import Future
 
 from mlflash import Checkpointer
 from mlflash.errors import StepNotFound, StructureMismatch
-from mlflash.opened import Old, Opened
+from mlflash.exports.dcp_files import pickled
+from mlflash.exports.planned import BYTES_NUMBER, INDEX, Index, Key, keys_of
+from mlflash.opened import Old, Readable
 from mlflash.parcels import Parcel
 from mlflash.state import Entry, decode_plain, from_bytes
 
 from .ids import names_a_step, step_of
-from .leaves import BYTES_NUMBER, INDEX, Index, Key, keys_of, saved_bytes
 
 log = logging.getLogger("mlflash")
 
@@ -56,7 +55,7 @@ class MemoryReader(StorageReader):
     def __init__(self, checkpointer: Checkpointer):
         self._checkpointer = checkpointer
         self._id: str | os.PathLike[str] | int | None = None
-        self._opened: Opened | None = None
+        self._opened: Readable | None = None
         self._catalog: _Catalog | None = None
 
     @classmethod
@@ -78,11 +77,12 @@ class MemoryReader(StorageReader):
         if self._opened is not None:  # a load that failed before it read
             self._opened.close()
         checkpoint_id, self._id = self._id, None
-        self._opened = self._checkpointer.open(None if checkpoint_id is None else step_of(checkpoint_id), told=(INDEX,))
+        step = None if checkpoint_id is None else step_of(checkpoint_id)
+        self._opened = self._checkpointer.adapting.open(step, told=(INDEX,))
         if self._opened is None:
             raise StepNotFound("there is no checkpoint in memory")
         self._catalog = _Catalog(self._opened)
-        return self._catalog.metadata(f"step-{self._opened.found.step:08d}")
+        return self._catalog.metadata(f"step-{self._opened.step:08d}")
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Nothing is left to do."""
@@ -105,7 +105,7 @@ class MemoryReader(StorageReader):
         assert self._opened is not None and self._catalog is not None, "read_metadata comes first"
         reading = _Reading(self._catalog, plan, planner)
         opened, self._opened, self._catalog = self._opened, None, None
-        self._checkpointer.read(opened, reading.parcels, reading.finish)
+        self._checkpointer.adapting.read(opened, reading.parcels, reading.finish)
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -130,7 +130,7 @@ class SafeLoadPlanner(DefaultLoadPlanner):
 class _Catalog:
     """What a checkpoint has, and where."""
 
-    def __init__(self, opened: Opened):
+    def __init__(self, opened: Readable):
         self._opened = opened
         self.chunks: dict[Key, list[tuple[int, int, Entry]]] = {}
         self.bytes: dict[str, tuple[int, int, int, int]] = {}  # rank, entry, start, end
@@ -171,7 +171,7 @@ class _Catalog:
         else:
             index, here = Index.decode(old.told[INDEX]), keys_of(old.tree)
             self._written |= dict.fromkeys(index.tensors)
-            self._planner_data = _unpickled(index.planner_data) or self._planner_data
+            self._planner_data = index.kept() or self._planner_data
             self.bytes |= {name: (rank, BYTES_NUMBER, *place) for name, place in index.parts.items()}
         for key, number in here.items():
             self.chunks.setdefault(key, []).append((rank, number, old.entries[number]))
@@ -207,7 +207,7 @@ class _Reading:
         for wanted in self._wanted:
             name = wanted.item.dest_index.fqn
             if wanted.item.type is LoadItemType.BYTE_IO:
-                raw = saved_bytes(self._catalog.plain[name]) if wanted.arrived is None else wanted.arrived.tobytes()
+                raw = pickled(self._catalog.plain[name]) if wanted.arrived is None else wanted.arrived.tobytes()
                 self._planner.load_bytes(wanted.item, io.BytesIO(raw))
                 continue
             assert wanted.live is not None
@@ -264,14 +264,3 @@ def _as_items(live: torch.Tensor) -> np.ndarray | None:
         return None
     raw: np.ndarray = live.view(same[live.element_size()]).numpy()
     return raw[..., None].view(np.uint8)
-
-
-def _unpickled(planner_data: str | None) -> Any:
-    """What a planner kept with the checkpoint; None where it is more than data, which would run when it is loaded."""
-    if planner_data is None:
-        return None
-    try:
-        return torch.load(io.BytesIO(base64.b64decode(planner_data)), weights_only=True)
-    except pickle.UnpicklingError as error:
-        log.warning("what the planner kept with the checkpoint is not loaded: %s", str(error).splitlines()[0])
-        return None

@@ -19,10 +19,11 @@ from torch.distributed.tensor import DTensor
 
 from mlflash import Checkpointer
 from mlflash.errors import SaveFailed, StateError
+from mlflash.exports.planned import Key
 from mlflash.stage import Ahead
 from mlflash.state import Flat, dtensor_shard, from_bytes
 
-from .leaves import Chunk, Key, flat_of, pack
+from .leaves import Chunk, flat_of, pack
 
 _FIRST = 2  # number of the first tensor among the leaves
 _NAMES_NBYTES = 32 << 10  # set aside for the names of what a planner makes bytes; for its data, four times the index
@@ -53,14 +54,14 @@ class Staged:
         self.token = next(_tokens)
         self._checkpointer = checkpointer
         live = chunks_of(state_dict)
-        self.ahead: Ahead | None = checkpointer.stage_ahead(room_for(live, room))
+        self.ahead: Ahead | None = checkpointer.adapting.stage_ahead(room_for(live, room))
         self._chunks = {
             key: Chunk(key, _kept(chunk.value, self.ahead, number), chunk.shape)
             for number, (key, chunk) in enumerate(live.items(), _FIRST)
         }
         self._memory = {chunk.value.untyped_storage()._cdata for chunk in self._chunks.values()}
         if self.ahead is not None:  # the slot is free again when nobody has the state dict any more
-            weakref.finalize(self, checkpointer.give_up, self.ahead).atexit = False
+            weakref.finalize(self, checkpointer.adapting.give_up, self.ahead).atexit = False
         self._state_dict = _swap(state_dict, (chunk.value for chunk in self._chunks.values()))
 
     def state_dict(self) -> dict[str, Any]:
@@ -101,7 +102,7 @@ class Staged:
     def give_up(self) -> None:
         """Let other saves have the slot."""
         if self.ahead is not None:
-            self._checkpointer.give_up(self.ahead)
+            self._checkpointer.adapting.give_up(self.ahead)
 
 
 class StagedDict(dict[str, Any]):

@@ -6,7 +6,7 @@
 
 Ranks do not wait for each other before `finish`, where rank 0 waits for the commit: `dcp.save` gathers and tells all
 ranks what failed before that. Other ranks may have posted the save then, and this one has not: it posts a failure as
-soon as it comes to anything else (see `Checkpointer.begin`), so that the queues of all ranks match.
+soon as it comes to anything else (see `Adapting.begin`), so that the queues of all ranks match.
 """
 
 from __future__ import annotations
@@ -26,12 +26,14 @@ from torch.futures import Future
 
 from mlflash import Checkpointer
 from mlflash.errors import MlflashError, SaveFailed, StateError
+from mlflash.exports.dcp_files import pickled
+from mlflash.exports.planned import Key
 from mlflash.saves import Begun
 from mlflash.stage import Ahead
 from mlflash.state import Flat
 
 from .ids import names_a_step, step_of
-from .leaves import Chunk, Key, cloned, flat_of, key_of, pack, saved_bytes
+from .leaves import Chunk, cloned, flat_of, key_of, pack
 from .process import Door, open_door
 from .staged import Staged, chunks_of, in_child, room_for
 
@@ -179,7 +181,7 @@ class MemoryWriter(StorageWriter):
         """
         written, self._running.written = self._running.written, None
         assert written is not None
-        self._ask(_Post(written, saved_bytes(metadata.planner_data), wait=True))
+        self._ask(_Post(written, pickled(metadata.planner_data), wait=True))
 
     # AsyncStager
 
@@ -196,7 +198,7 @@ class MemoryWriter(StorageWriter):
         Raises:
             StateError: a tensor cannot be saved.
         """
-        self._here.end_begun()
+        self._here.adapting.end_begun()
         staged = Staged(self._here, state_dict, self._room)
         self._staged[staged.token] = staged
         return staged.state_dict()
@@ -239,15 +241,15 @@ class MemoryWriter(StorageWriter):
             if step is None:
                 step = 0 if last is None else last + 1
             threads = {thread.ident: thread for thread in threading.enumerate()}
-            self._running.begun = self._here.begin(step, threads.get(question.thread, threading.Thread()))
+            self._running.begun = self._here.adapting.begin(step, threads.get(question.thread, threading.Thread()))
             return
         begun, self._running.begun = self._running.begun, None
         assert begun is not None, "storage_meta comes first"
         written, staged = question.written, self._staged.get(question.written.token)
         if isinstance(question.more, MlflashError):
-            snapshot = self._here.save_again(question.more, begun)
+            snapshot = self._here.adapting.save_again(question.more, begun)
         else:
-            snapshot = self._here.save_again(self._leaves(written, staged, question.more), begun)
+            snapshot = self._here.adapting.save_again(self._leaves(written, staged, question.more), begun)
         if staged is not None:
             staged.give_up()
         if question.wait:
@@ -258,7 +260,7 @@ class MemoryWriter(StorageWriter):
         self._room = (max(self._room[0], len(index)), max(self._room[1], len(blob)))
         if staged is None:
             live = flat_of(written.chunks, index, blob)
-            ahead = self._here.stage_ahead(live)
+            ahead = self._here.adapting.stage_ahead(live)
             # Clones, as this rank may be told of a failure, and train on, before room is made and they are copied.
             return ahead or flat_of(map(cloned, written.chunks), index, blob)
         if staged.ahead is not None and staged.ahead.write(0, index) and staged.ahead.write(1, blob):

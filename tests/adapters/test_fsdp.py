@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import fsspec
 import pytest
+import s3
 import torch
 import torch.distributed as dist
 from mlflash.adapters import fsdp
@@ -320,28 +320,13 @@ def test_empty_shards_may_be_left_without_optimizer_state() -> None:
 @pytest.fixture(scope="module")
 def bucket() -> Iterator[str]:
     """A bucket of a real S3 server, in a process of rank 0 on loopback."""
-    server, address = None, None
-    if RANK == 0:
-        program = (
-            "from moto.server import ThreadedMotoServer as S; import sys\n"
-            "s = S(ip_address='127.0.0.1', port=0, verbose=False); s.start(); print(s._server.port, flush=True)\n"
-            "sys.stdin.read(); s.stop()"
-        )
-        server = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                  stderr=subprocess.DEVNULL, text=True)  # fmt: skip
-        address = f"http://127.0.0.1:{server.stdout.readline().strip()}"
-    settings = {"AWS_ENDPOINT_URL": COMM.bcast(address), "AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test",
-                "AWS_DEFAULT_REGION": "us-east-1", "AWS_MAX_ATTEMPTS": "2"}  # fmt: skip
-    before = {name: os.environ.get(name) for name in settings}
-    os.environ.update(settings)
-    if RANK == 0:
-        fsspec.filesystem("s3").mkdir("checkpoints")
-    COMM.Barrier()
-    yield "s3://checkpoints/run"
-    for name, value in before.items():
-        os.environ.pop(name) if value is None else os.environ.update({name: value})
-    if server is not None:
-        server.communicate("", timeout=30)
+    with contextlib.ExitStack() as stack:
+        address = stack.enter_context(s3.served()).address if RANK == 0 else None
+        stack.enter_context(s3.used(COMM.bcast(address), AWS_MAX_ATTEMPTS="2"))
+        if RANK == 0:
+            fsspec.filesystem("s3").mkdir("checkpoints")
+        COMM.Barrier()
+        yield "s3://checkpoints/run"
 
 
 def test_an_s3_url_is_written_and_read_there(root: Path, bucket: str) -> None:

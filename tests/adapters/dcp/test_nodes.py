@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from dcp import Kept, spoil
 from emulated import Nodes
 from mpi4py import MPI
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch_jobs import job
@@ -48,6 +51,35 @@ def test_a_lost_node_costs_nothing_on_as_many_ranks_or_fewer(
                 Kept.of(state_of(2, mesh, Shard(0))).check(running.load(state_of(70, mesh, Shard(0))))
                 running.save(state_of(3, mesh, Shard(0)), 3, "thread")()
                 Kept.of(state_of(3, mesh, Replicate())).check(running.load(state_of(70, mesh, Replicate()), 3))
+
+
+@pytest.mark.parametrize("form", ["hdf5", "dcp"])
+def test_with_all_memory_lost_the_directory_is_loaded_on_any_number_of_ranks(
+    started: Callable[..., Any], nodes: Nodes, root: Path, form: str
+) -> None:
+    more = {"directory": root / "pfs", "format": form}
+    with job() as comm, started(comm, drain_every=1, **more) as running:
+        mesh = init_device_mesh("cpu", (SIZE,))
+        for step in (1, 2):
+            running.save(state_of(step, mesh, Shard(0)), step, "thread")()
+            running.ckpt.wait_drained()
+
+    nodes.lose(0, 1)
+    for size in (4, 2):
+        with job(size) as comm:
+            if comm is not None:
+                with started(comm, ranks_per_node=size // 2, **more) as running:
+                    mesh = init_device_mesh("cpu", (size,))
+                    for step in (1, 2):
+                        Kept.of(state_of(step, mesh, Replicate())).check(
+                            running.load(state_of(70, mesh, Replicate()), step)
+                        )
+                    Kept.of(state_of(2, mesh, Shard(0))).check(running.load(state_of(70, mesh, Shard(0))))
+                    found = state_of(70, mesh, Shard(0))
+                    if form == "dcp":
+                        reader = FileSystemReader(root / "pfs" / "step-00000002")
+                        dcp.load(found, storage_reader=reader)
+                        Kept.of(state_of(2, mesh, Shard(0))).check(found)
 
 
 @pytest.mark.parametrize("lost", [None, 0, 1])
