@@ -1,0 +1,137 @@
+"""Tensors made of tensors: parts, transposes, joins.
+
+A formula is a value. Its shape is known without any byte; its bytes are made when they are asked for. Two formulas that
+are equal have equal bytes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+
+Shape = tuple[int, ...]
+Read = Callable[[str], np.ndarray]
+"""Gives a tensor of the checkpoint, in its shape; its elements are opaque."""
+
+
+class Formula(Protocol):
+    """A tensor made of others."""
+
+    @property
+    def shape(self) -> Shape: ...
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Names of the tensors of the checkpoint that it is made of."""
+
+    def make(self, read: Read) -> np.ndarray:
+        """Make it: a view where that is possible, else a copy."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Saved:
+    """A tensor of the checkpoint as it is."""
+
+    name: str
+    shape: Shape
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return (self.name,)
+
+    def make(self, read: Read) -> np.ndarray:
+        return read(self.name)
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """What lies from ``start`` to ``stop`` along a dimension."""
+
+    of: Formula
+    dim: int
+    start: int
+    stop: int
+
+    @property
+    def shape(self) -> Shape:
+        shape = self.of.shape
+        return (*shape[: self.dim], self.stop - self.start, *shape[self.dim + 1 :])
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return self.of.sources
+
+    def make(self, read: Read) -> np.ndarray:
+        part: np.ndarray = self.of.make(read)[(slice(None),) * self.dim + (slice(self.start, self.stop),)]
+        return part
+
+
+@dataclasses.dataclass(frozen=True)
+class Transposed:
+    """With its dimensions in another order: dimension i is ``dims[i]`` of the other."""
+
+    of: Formula
+    dims: tuple[int, ...]
+
+    @property
+    def shape(self) -> Shape:
+        return tuple(self.of.shape[dim] for dim in self.dims)
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return self.of.sources
+
+    def make(self, read: Read) -> np.ndarray:
+        return np.transpose(self.of.make(read), self.dims)
+
+
+@dataclasses.dataclass(frozen=True)
+class Reshaped:
+    """In another shape of as many elements."""
+
+    of: Formula
+    shape: Shape
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return self.of.sources
+
+    def make(self, read: Read) -> np.ndarray:
+        reshaped: np.ndarray = self.of.make(read).reshape(self.shape)
+        return reshaped
+
+
+@dataclasses.dataclass(frozen=True)
+class Joined:
+    """Several, one after the other along a dimension."""
+
+    parts: tuple[Formula, ...]
+    dim: int
+
+    @property
+    def shape(self) -> Shape:
+        first = self.parts[0].shape
+        return (*first[: self.dim], sum(part.shape[self.dim] for part in self.parts), *first[self.dim + 1 :])
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(name for part in self.parts for name in part.sources))
+
+    def make(self, read: Read) -> np.ndarray:
+        return np.concatenate([part.make(read) for part in self.parts], axis=self.dim)
+
+
+def _unit(shape: Shape, dim: int) -> Shape:
+    return (*shape[:dim], 1, *shape[dim:])
+
+
+def stacked(parts: tuple[Formula, ...], dim: int) -> Formula:
+    """Join along a new dimension. Not collective."""
+    return Joined(tuple(Reshaped(part, _unit(part.shape, dim)) for part in parts), dim)
+
+
+def taken(of: Formula, dim: int, index: int) -> Formula:
+    """Take one index of a dimension, which goes away. Not collective."""
+    return Reshaped(Part(of, dim, index, index + 1), (*of.shape[:dim], *of.shape[dim + 1 :]))

@@ -1,0 +1,131 @@
+"""A directory that PyTorch DCP has written → a nested state.
+
+Nothing in the directory is run: ``.metadata`` is a pickle, and is read by an unpickler that knows DCP's own classes and
+no others; tensors and objects are read by ``torch.load(weights_only=True)``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+import os
+import pickle
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint import metadata as dcp
+from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
+
+from ..errors import StateError, StructureMismatch
+from ..shards import box
+from ..store import Store, open_store
+
+_HINT = "read_dcp(..., trust_pickle=True) reads it, and runs what is in it: do so only if you trust who wrote it"
+
+
+def read_dcp(path: str | os.PathLike[str], trust_pickle: bool = False) -> dict[str, Any]:
+    """Read a checkpoint of ``dcp.save``, whatever ranks have written it.
+
+    Not collective. The whole state is in memory afterwards, and one part of a tensor twice while it is read.
+
+    Args:
+        path: the directory, or a URL that fsspec knows.
+        trust_pickle: unpickle whatever is there, which can run code.
+
+    Returns:
+        The state as it was given to ``dcp.save``: nested, tensors whole and on the CPU.
+
+    Raises:
+        StateError: an object needs ``trust_pickle``; its key is named.
+        StructureMismatch: this is no DCP checkpoint, or a damaged one.
+    """
+    store = open_store(path)
+    metadata = _read_metadata(store, trust_pickle)
+    flat: dict[str, Any] = {}
+    for key, described in metadata.state_dict_metadata.items():
+        if isinstance(described, dcp.TensorStorageMetadata):
+            flat[key] = _read_tensor(store, metadata, key, described)
+        else:
+            flat[key] = _read(store, metadata, key, None, trust_pickle)
+    paths = metadata.planner_data
+    return unflatten_state_dict(flat, paths) if isinstance(paths, dict) else flat
+
+
+def _read_tensor(store: Store, metadata: Any, key: str, described: Any) -> torch.Tensor:
+    there = sum(math.prod(tuple(chunk.sizes)) for chunk in described.chunks)
+    if there != math.prod(tuple(described.size)):
+        raise StructureMismatch("parts of this tensor are not in the checkpoint", tensor=key,
+                                expected=f"{math.prod(tuple(described.size))} elements", found=there)  # fmt: skip
+    tensor = torch.empty(described.size, dtype=described.properties.dtype)
+    for chunk in described.chunks:
+        part = _read(store, metadata, key, chunk.offsets, False)
+        if part.shape != chunk.sizes:
+            raise StructureMismatch("a part of this tensor is of another shape than the metadata says", tensor=key,
+                                    expected=tuple(chunk.sizes), found=tuple(part.shape))  # fmt: skip
+        tensor[box(chunk.offsets, chunk.sizes)] = part
+    return tensor
+
+
+def _read(store: Store, metadata: Any, key: str, offset: Any, trust_pickle: bool) -> Any:
+    """Read a part of a tensor, or an object."""
+    info = metadata.storage_data.get(dcp.MetadataIndex(key, offset))
+    name = getattr(info, "relative_path", None)
+    if not isinstance(name, str) or os.path.basename(name) != name:
+        raise StructureMismatch("the metadata does not say in which file of this directory this is", tensor=key,
+                                found=name)  # fmt: skip
+    if info.transform_descriptors:
+        raise StructureMismatch("this checkpoint was written with extensions of DCP, which only DCP can read",
+                                tensor=key, found=info.transform_descriptors)  # fmt: skip
+    raw = store.read(name, info.offset, info.length)
+    if len(raw) != info.length:
+        raise StructureMismatch("a file of this checkpoint is too short", tensor=key,
+                                expected=f"{info.length} bytes at {info.offset} of {name}",
+                                found=len(raw))  # fmt: skip
+    try:
+        with contextlib.nullcontext() if trust_pickle else torch.serialization.safe_globals(_NUMPY):
+            return torch.load(io.BytesIO(raw), map_location="cpu", weights_only=not trust_pickle)
+    except pickle.UnpicklingError as error:
+        reason = next((line for line in str(error).splitlines() if "GLOBAL" in line), str(error))
+        raise StateError(f"this object is more than data; {_HINT}", tensor=key, found=reason[:200]) from None
+
+
+# Arrays and numbers of numpy, as numpy pickles them.
+_NUMPY: list[Any] = [
+    np.ndarray, np.dtype, np.array(0).__reduce__()[0], np.float64(0).__reduce__()[0],
+    *{type(np.dtype(code)) for code in "?bhilqBHILQefdgFDGSUV"},
+]  # fmt: skip
+
+
+class _Unpickler(pickle.Unpickler):
+    """Knows what a ``.metadata`` is made of."""
+
+    _KNOWN = frozenset({
+        *(("torch.distributed.checkpoint.metadata", name) for name in (
+            "ChunkStorageMetadata", "TensorStorageMetadata", "BytesStorageMetadata", "Metadata", "MetadataIndex",
+            "TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING")),
+        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+        ("torch", "Size"), ("torch.serialization", "_get_layout"), ("collections", "OrderedDict"),
+        ("pathlib", "PosixPath"), ("pathlib", "PurePosixPath"), ("pathlib._local", "PosixPath"),
+    })  # fmt: skip
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in self._KNOWN or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
+            return super().find_class(module, name)
+        raise StateError(f"the metadata of this checkpoint is more than data; {_HINT}", found=f"{module}.{name}")
+
+
+def _read_metadata(store: Store, trust_pickle: bool) -> Any:
+    if ".metadata" not in store.names():
+        raise StructureMismatch("this is no checkpoint of PyTorch DCP: there is no .metadata", found=store.path)
+    raw = io.BytesIO(store.read(".metadata"))
+    try:
+        metadata = (pickle.Unpickler if trust_pickle else _Unpickler)(raw).load()
+    except (pickle.UnpicklingError, EOFError, ValueError, LookupError, TypeError, AttributeError) as error:
+        if isinstance(error, StateError):
+            raise
+        raise StructureMismatch("the .metadata of this checkpoint is damaged", found=error) from None
+    if not isinstance(metadata, dcp.Metadata) or not isinstance(metadata.storage_data, dict):
+        raise StructureMismatch("the .metadata of this checkpoint is of another kind", found=type(metadata))
+    return metadata

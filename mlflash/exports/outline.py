@@ -1,0 +1,154 @@
+"""What an open checkpoint holds, every tensor whole: of a state as it was saved, or of what a DCP plan wrote."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+from ..draining.index import first_names
+from ..errors import CorruptSlot
+from ..manifest import item_nbytes
+from ..opened import Old, Readable, held_by_name
+from ..shards import Held
+from ..state import Entry, Tree, encode_key
+from . import planned
+from .planned import Path
+
+
+@dataclasses.dataclass
+class Outline:
+    """A state without the bytes of its tensors.
+
+    Attributes:
+        entries: each tensor or array by its name, whole.
+        held: what the old ranks have of each.
+        ties: name → the earlier name that has the same memory.
+        tree, plain: structure and plain leaves, encoded; their numbers are places in ``entries`` and ``plain``.
+        left_out: names of what has no form outside of its pickle.
+    """
+
+    entries: dict[str, Entry] = dataclasses.field(default_factory=dict)
+    held: dict[str, list[Held]] = dataclasses.field(default_factory=dict)
+    ties: dict[str, str] = dataclasses.field(default_factory=dict)
+    tree: Tree = dataclasses.field(default_factory=lambda: ["d", []])
+    plain: list[Any] = dataclasses.field(default_factory=list)
+    left_out: tuple[str, ...] = ()
+
+
+def outline(opened: Readable) -> Outline:
+    """Say what a checkpoint holds, which was opened with ``told=planned.TOLD``. Not collective."""
+    first = min(opened.olds)
+    return _of_plan(opened) if planned.is_planned(opened.olds[first].tree) else _of_state(opened)
+
+
+def _of_state(opened: Readable) -> Outline:
+    """What ranks had their own of is that of the lowest rank."""
+    found = Outline(held=held_by_name(opened))
+    numbers: dict[str, int] = {}
+    for nth, (_, old) in enumerate(sorted(opened.olds.items())):
+        for entry, first in zip(old.entries, first_names(old.entries), strict=True):
+            if entry.name not in numbers:
+                numbers[entry.name] = len(numbers)
+                found.entries[entry.name] = _whole(entry)
+                if first != entry.name:
+                    found.ties[entry.name] = first
+        tree = _numbered(old.tree, old, numbers, found.plain, "")
+        found.tree = tree if nth == 0 else _merged(found.tree, tree)
+    return found
+
+
+def _of_plan(opened: Readable) -> Outline:
+    """The nested state that a plan was made of, as far as the planner kept where each part of it was."""
+    found = Outline()
+    paths: dict[str, Path] = {}
+    subs: dict[str, Tree] = {}
+    left_out: list[str] = []
+    for rank, old in sorted(opened.olds.items()):
+        index, numbers = planned.Index.decode(old.told[planned.INDEX]), planned.keys_of(old.tree)
+        paths |= index.paths()
+        names, firsts = planned.names_of(old.tree, old.entries), first_names(old.entries)
+        for key in index.tensors:
+            if key not in numbers:
+                raise CorruptSlot("a tensor of the plan is not in the slot", tensor=key[0], step=opened.step, rank=rank)
+            entry = old.entries[numbers[key]]
+            found.entries.setdefault(key[0], dataclasses.replace(_whole(entry), name=key[0]))
+            first = names.get(firsts[numbers[key]], key[0])
+            if first != key[0] and first in found.entries:
+                found.ties.setdefault(key[0], first)
+            found.held.setdefault(key[0], []).append(Held(rank, numbers[key], entry, old.checks.get(numbers[key])))
+        readable = planned.values(index, old.told[planned.BYTES])
+        left_out += [name for name in index.parts if name not in readable]
+        for name, (tree, plain) in readable.items():
+            subs.setdefault(name, _moved(tree, len(found.plain)))
+            found.plain += plain
+    subs |= {name: ["e", number] for number, name in enumerate(found.entries)}
+    found.tree = _nested({paths.get(name, (name,)): subs[name] for name in (*paths, *subs) if name in subs})
+    found.left_out = tuple(sorted(left_out))
+    return found
+
+
+def _whole(entry: Entry) -> Entry:
+    nbytes = item_nbytes(entry.kind, entry.dtype) * math.prod(entry.global_shape)
+    zero = (0,) * len(entry.global_shape)
+    return dataclasses.replace(entry, offset=zero, shape=entry.global_shape, start=0, nbytes=nbytes)
+
+
+def _numbered(tree: Tree, old: Old, numbers: dict[str, int], plain: list[Any], path: str) -> Tree:
+    """A rank's tree, with the numbers of the whole; adds its plain leaves."""
+    tag, rest = tree
+    if tag == "e":
+        return ["e", numbers[old.entries[rest].name]]
+    if tag == "p":
+        plain.append(old.plain[path])
+        return ["p", len(plain) - 1]
+    if tag == "o":
+        return ["o", _numbered(rest, old, numbers, plain, path)]
+    if tag == "d":
+        # Paths as `shards.plain_leaves` makes them.
+        return ["d", [[key, _numbered(sub, old, numbers, plain, _at(path, str(key)))] for key, sub in rest]]
+    return [tag, [_numbered(sub, old, numbers, plain, _at(path, str(i))) for i, sub in enumerate(rest)]]
+
+
+def _moved(tree: Tree, by: int) -> Tree:
+    """A tree whose plain leaves come behind others."""
+    tag, rest = tree
+    if tag == "p":
+        return ["p", rest + by]
+    if tag == "d":
+        return ["d", [[key, _moved(sub, by)] for key, sub in rest]]
+    return [tag, [_moved(sub, by) for sub in rest]]
+
+
+def _nested(parts: dict[Path, Tree]) -> Tree:
+    """Put a state together: names are keys of dicts, numbers places in lists."""
+    inside: dict[str | int, dict[Path, Tree]] = {}
+    for path, tree in parts.items():
+        if not path:
+            return tree
+        inside.setdefault(path[0], {})[path[1:]] = tree
+    if inside and all(type(key) is int for key in inside):
+        return ["l", [_nested(inside[key]) for key in sorted(inside)]]
+    return ["d", [[encode_key(key, ""), _nested(subs)] for key, subs in inside.items()]]
+
+
+def _at(path: str, key: str) -> str:
+    return f"{path}.{key}" if path else key
+
+
+def _merged(one: Tree, other: Tree) -> Tree:
+    """Two ranks' trees as one: where both have something the first counts (pipeline stages have different layers)."""
+    if one[0] == "o":
+        return ["o", _merged(one[1], other[1] if other[0] == "o" else other)]
+    if other[0] == "o":
+        return _merged(one, other[1])
+    if one[0] != "d" or other[0] != "d":
+        return one
+    known = {repr(key): nth for nth, (key, _) in enumerate(one[1])}
+    items = [list(item) for item in one[1]]
+    for key, sub in other[1]:
+        if repr(key) in known:
+            items[known[repr(key)]][1] = _merged(items[known[repr(key)]][1], sub)
+        else:
+            items.append([key, sub])
+    return ["d", items]

@@ -1,0 +1,92 @@
+"""A checkpoint of whatever ranks, in memory or in a directory → `Whole`: every tensor whole, on the rank that exports.
+
+That is the first one; the others read for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from .. import shards
+from ..comm import World
+from ..errors import CorruptSlot, MlflashError
+from ..opened import Readable
+from ..parcels import Parcel, items
+from .outline import outline
+
+Run = Callable[[Callable[[], Any]], Any]
+"""Does something collective where MPI may be called, and gives its result."""
+
+
+class Source:
+    """Whole tensors of an open checkpoint. What ranks had their own of is that of the lowest rank.
+
+    Args:
+        world: the ranks that have it open.
+        opened: the checkpoint, with what `planned.TOLD` names.
+        run: does what is collective.
+
+    Attributes:
+        left_out: names of what has no form outside of its pickle; what else there is, `Whole` says.
+    """
+
+    def __init__(self, world: World, opened: Readable, run: Run = lambda work: work()):
+        self._world, self._opened, self._run = world, opened, run
+        self.step = opened.step
+        its = outline(opened)
+        self._held, self.entries, self.ties = its.held, its.entries, its.ties
+        self.tree, self.plain, self.left_out = its.tree, its.plain, its.left_out
+
+    def bytes_of(self, names: Sequence[str]) -> dict[str, np.ndarray]:
+        """Read tensors, each whole; for the first rank, while the others are in `serve`. Collective over the world."""
+        found = {name: np.empty(self.entries[name].nbytes, dtype=np.uint8) for name in names}
+        parcels = [parcel for name in names for parcel in self._parcels(name, found[name])]
+        self._run(lambda: self._world.broadcast(True, 0))  # from here on the others read, too
+        if not self._run(lambda: self._opened.read(parcels)):
+            raise CorruptSlot("parts of the checkpoint cannot be read", step=self.step)
+        return found
+
+    def export(self, write: Callable[[Source], Any]) -> Any:
+        """Have the first rank export; gives what that gives there, and None elsewhere.
+
+        Collective over the world.
+
+        Raises:
+            MlflashError, OSError: what went wrong, on the first rank; on the others an MlflashError.
+        """
+        if self._world.rank:
+            while self._run(lambda: self._world.broadcast(None, 0)):
+                self._run(lambda: self._opened.read(()))
+            return self._run(lambda: self._world.raise_together(None))
+        error: BaseException | None = None
+        result: Any = None
+        try:
+            result = write(self)
+        except Exception as problem:  # the others must hear of it
+            error = problem
+        self._run(lambda: self._world.broadcast(False, 0))
+        told = error if error is None or isinstance(error, MlflashError) else MlflashError(f"it failed: {error}")
+        try:
+            self._run(lambda: self._world.raise_together(told))
+        except MlflashError:
+            if error is not None:
+                raise error from None
+            raise
+        return result
+
+    def _parcels(self, name: str, raw: np.ndarray) -> list[Parcel]:
+        entry, held = self.entries[name], self._held[name]
+        if not entry.nbytes:
+            return []
+        near = {one.rank for one in held if self._opened.is_near(one.rank)}
+        # Out of memory nobody has compared yet what several ranks hold whole.
+        own = shards.is_private(held) or all(
+            one.check is None and one.entry.shape == one.entry.global_shape for one in held
+        )
+        parts = shards.fragments(entry, held[:1] if own else held, held[0].rank, near)
+        target = items(raw, entry)
+        return [Parcel(part.rank, part.number, part.source, part.shape, target[shards.box(part.target, part.shape)])
+                for part in parts or ()]  # fmt: skip

@@ -1,0 +1,85 @@
+"""One file as ``torch.save`` writes it: of the whole state, or of its tensors by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..shards import plain_leaves
+from ..skeleton import Skeleton
+from ..state import decode_plain
+from ..store import Store
+from .mapping import plan
+from .outputs import Batches, Output
+from .rules import Rule
+from .torch_holes import hollow, save
+from .whole import Whole, Written, build, tensor_dtype
+
+_CHUNK_NBYTES = 64 << 20
+
+
+def write(
+    whole: Whole, store: Store, rules: Sequence[Rule] = (), name: str = "state.pt", flat: bool = False
+) -> Written:
+    """Write a checkpoint as one file for ``torch.load``.
+
+    Collective where reading the checkpoint is. Tied tensors are tied again. Arrays become tensors, and numpy's numbers
+    Python's, so that ``torch.load(weights_only=True)`` takes the file.
+
+    Args:
+        whole: the checkpoint.
+        store: where the file goes.
+        rules: what becomes of the tensors on the way; with rules the file is flat.
+        name: of the file.
+        flat: a dict of the tensors by name, without plain leaves, instead of the nested state.
+
+    Raises:
+        StateError: an array has no torch dtype; it is named.
+        ConfigError: a rule does not fit.
+    """
+    outputs = plan(whole.entries, rules, whole.ties)
+    flat = flat or bool(rules)
+    own = outputs if flat else _in_order_of_tree(whole, outputs)
+    own = [output for output in own if output.tie is None]
+    ties = {output.entry.name: output.tie for output in outputs if output.tie is not None}
+    empty = hollow([(tensor_dtype(output.entry), output.entry.shape) for output in own])
+    tensors = dict(zip((output.entry.name for output in own), empty, strict=True))
+    state = _flat(outputs, tensors) if flat else _nested(whole, ties, tensors)
+    batches = Batches(whole, own)
+    skeleton = Skeleton()
+    try:
+        for start, output in zip(save(state, skeleton), own, strict=True):
+            skeleton.place(start, output.entry.nbytes, batches.source(output))
+        nbytes = store.write(name, skeleton.stream(_CHUNK_NBYTES))
+    finally:
+        skeleton.close()
+    return Written({name: nbytes}, len(own), ties, tuple(plain_leaves(whole.tree)) if flat else ())
+
+
+def _in_order_of_tree(whole: Whole, outputs: Sequence[Output]) -> list[Output]:
+    """The order in which storages are numbered; a tie comes after what it is tied to in either."""
+    numbers: list[int] = []
+    build(whole.tree, numbers.append, lambda _: None)
+    return [outputs[number] for number in numbers]
+
+
+def _flat(outputs: Sequence[Output], tensors: Mapping[str, Any]) -> dict[str, Any]:
+    return {output.entry.name: tensors[output.tie or output.entry.name] for output in outputs}
+
+
+def _nested(whole: Whole, ties: Mapping[str, str], tensors: Mapping[str, Any]) -> Any:
+    names = list(whole.entries)
+
+    def tensor(number: int) -> Any:
+        return tensors[ties.get(names[number], names[number])]
+
+    return build(whole.tree, tensor, lambda number: _python(decode_plain(whole.plain[number])))
+
+
+def _python(value: Any) -> Any:
+    """A number of numpy as one of Python, where there is one."""
+    if isinstance(value, np.generic) and isinstance(item := value.item(), (bool, int, float, complex, str, bytes)):
+        return item
+    return value
