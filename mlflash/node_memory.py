@@ -22,6 +22,8 @@ log = logging.getLogger("mlflash")
 
 SLOT_NAME = re.compile(r"slot-(\d{4,})")
 _LOCK_NAME = "lock"
+_PULSE_NAME = re.compile(r"pulse-\d{4,}")
+_REQUEST_NAME = "drain"
 _FLOCK = struct.Struct("hhlli")  # struct flock on 64-bit Linux
 _locked_here: set[tuple[str, int]] = set()  # POSIX locks do not keep a process from itself
 
@@ -33,12 +35,14 @@ class NodeMemory:
         memory: the memory file system ("/dev/shm").
         job: the job's name.
         emulated_node: index of the node that this rank plays, or None on a real node.
+        make: make the directories where there are none.
 
     Raises:
         UnsafePath: a directory on the way is a link, open to others or somebody else's.
+        FileNotFoundError: there is none, and none is to be made.
     """
 
-    def __init__(self, memory: str, job: str, emulated_node: int | None):
+    def __init__(self, memory: str, job: str, emulated_node: int | None, make: bool = True):
         parts = [f"mlflash-{os.getuid()}", job]
         if emulated_node is not None:
             parts.append(f"node{emulated_node}")
@@ -47,7 +51,7 @@ class NodeMemory:
         for part in parts:
             path, above = os.path.join(path, part), fd
             try:
-                fd = _make_directory(part, above, path)
+                fd = _open_directory(part, above, path, make)
             finally:
                 os.close(above)
         self.path = path
@@ -97,6 +101,22 @@ class NodeMemory:
         asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, start, length, 0)
         return int(_FLOCK.unpack(fcntl.fcntl(self._lock_fd, fcntl.F_GETLK, asked))[4])
 
+    def alive(self) -> int | None:
+        """Process id of a live process of the job on this node; None where there is none. Takes no lock.
+
+        Not collective. A process of another pid namespace is 0. Not for processes that hold the lock themselves.
+        """
+        try:
+            fd = self.open(_LOCK_NAME, os.O_RDONLY)
+        except FileNotFoundError:
+            return None
+        try:
+            asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+            kind, _, _, _, pid = _FLOCK.unpack(fcntl.fcntl(fd, fcntl.F_GETLK, asked))
+        finally:
+            os.close(fd)
+        return None if kind == fcntl.F_UNLCK else max(0, int(pid))
+
     def open(self, name: str, flags: int) -> int:
         """Open a file of this directory (or make it, with O_CREAT) and check that it is ours.
 
@@ -123,6 +143,14 @@ class NodeMemory:
         """List the slot files of this node, sorted."""
         return sorted(name for name in os.listdir(self.fd) if SLOT_NAME.fullmatch(name))
 
+    def pulse_names(self) -> list[str]:
+        """List the files in which ranks say how they are, sorted."""
+        return sorted(name for name in os.listdir(self.fd) if _PULSE_NAME.fullmatch(name))
+
+    def nbytes(self, name: str) -> int:
+        """Size of a file of this node."""
+        return os.stat(name, dir_fd=self.fd, follow_symlinks=False).st_size
+
     def new_slot_name(self) -> tuple[str, int]:
         """Make a new, empty slot file; no two ranks get the same one. Returns name and descriptor."""
         number = 0
@@ -143,13 +171,31 @@ class NodeMemory:
         except FileNotFoundError:
             pass
 
+    def request_drain(self) -> None:
+        """Ask the job that is alive here to drain the next checkpoint it commits. Not collective."""
+        os.close(self.open(_REQUEST_NAME, os.O_WRONLY | os.O_CREAT))
+
+    def has_request(self) -> bool:
+        """Whether that was asked for, and no job has heard it yet. Not collective."""
+        return _REQUEST_NAME in os.listdir(self.fd)
+
+    def take_request(self) -> bool:
+        """Whether that was asked for; it is forgotten by this. Not collective."""
+        try:
+            os.unlink(_REQUEST_NAME, dir_fd=self.fd)
+        except FileNotFoundError:
+            return False
+        return True
+
     def wipe(self) -> int:
         """Delete all slots, the lock and the directory; returns the bytes freed. Hold the lock of all ranks before."""
         nbytes = 0
         for name in self.slot_names():
-            nbytes += os.stat(name, dir_fd=self.fd, follow_symlinks=False).st_size
+            nbytes += self.nbytes(name)
             self.remove(name)
-        os.unlink(_LOCK_NAME, dir_fd=self.fd)
+        for name in (_LOCK_NAME, *self.pulse_names()):
+            os.unlink(name, dir_fd=self.fd)
+        self.take_request()
         try:
             os.rmdir(self.path)
         except OSError:
@@ -183,6 +229,12 @@ def jobs_of(memory: str) -> list[str]:
     return sorted(path.name for path in top.iterdir() if path.is_dir()) if top.is_dir() else []
 
 
+def emulated_nodes(memory: str, job: str) -> list[int]:
+    """List the nodes that are emulated on this one for a job. Not collective."""
+    top = Path(memory, f"mlflash-{os.getuid()}", job)
+    return sorted(int(path.name.removeprefix("node")) for path in top.glob("node*") if _NODE.fullmatch(path.name))
+
+
 def clean(memory: str, job: str) -> int:
     """Delete what a job holds in the memory of this node (of all nodes that are emulated on it).
 
@@ -195,10 +247,8 @@ def clean(memory: str, job: str) -> int:
         JobInUse: the job is alive; nothing of this node was deleted.
         UnsafePath: its directory is not private to this user.
     """
-    top = Path(memory, f"mlflash-{os.getuid()}", job)
-    emulated = [int(path.name.removeprefix("node")) for path in sorted(top.glob("node*")) if _NODE.fullmatch(path.name)]
     freed = 0
-    for node in [*emulated, None]:
+    for node in [*emulated_nodes(memory, job), None]:
         held = NodeMemory(memory, job, node)
         try:
             held.lock(0, 1, wait_s=0)
@@ -216,15 +266,18 @@ def _is_private(status: os.stat_result) -> bool:
     return status.st_uid == os.getuid() and not status.st_mode & 0o077
 
 
-def _make_directory(name: str, above: int, path: str) -> int:
-    """Make a directory where there is none, and open it; returns its descriptor."""
-    try:
-        os.mkdir(name, 0o700, dir_fd=above)
-    except FileExistsError:
-        pass
+def _open_directory(name: str, above: int, path: str, make: bool) -> int:
+    """Open a directory, made where there is none; returns its descriptor."""
+    if make:
+        try:
+            os.mkdir(name, 0o700, dir_fd=above)
+        except FileExistsError:
+            pass
     try:
         fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=above)
     except OSError as error:
+        if isinstance(error, FileNotFoundError):
+            raise
         raise UnsafePath(f"cannot use the directory {path}: {error.strerror}", expected=_PRIVATE,
                          found=_look_at(name, above)) from error  # fmt: skip
     status = os.fstat(fd)

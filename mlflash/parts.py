@@ -21,6 +21,7 @@ from .inventory import Choice, Inventory, assign, choose, decode, encode, join, 
 from .node_memory import NodeMemory
 from .placement import Placement, made, place
 from .protect import Protection
+from .pulse import Pulse
 from .replicas import Replicas
 from .scheme import Scheme
 from .sharing import Share
@@ -42,6 +43,7 @@ class Parts:
 
     Attributes:
         domains: where the nodes stand, as far as that is known.
+        pulse: says to those who look from outside how this rank gets on.
         replicas: compares tensors between ranks that hold the same ones, where the user said so.
         run_id: random number of this run, the same on all ranks.
         generation: number of the newest attempt known; the next one is larger.
@@ -60,6 +62,7 @@ class Parts:
     protection: Protection
     domains: Domains | None
     shelf: Shelf
+    pulse: Pulse
     replicas: Replicas | None = None
     run_id: bytes = b""
     generation: int = 0
@@ -128,7 +131,8 @@ class Parts:
         same_ranks = choice is not None and choice.world_size == world.size
         placement = self.protection.placement
         inboxes = {rank: placement.inbox_of(rank) for rank in world.topology.ranks_on[world.node_index]}
-        files, left_over = assign(found, names, world.node_index, kept, same_ranks, inboxes, self.shares)
+        files, left_over = assign(found, names, world.node_index, kept, same_ranks, inboxes, self.shares,
+                                  len(self.shelf.own))  # fmt: skip
         self.protection.close_windows()
         rows = found.on(world.node_index).of(kept).rows if kept is not None else found.rows[:0]
         # Shares may belong to no rank of today; nor do the slots of ranks of another world.
@@ -234,7 +238,9 @@ def make(config: Config, world: World, replicated: Any = None, domains: Any = No
     if replicas is not None and config.share:
         replicas.share(_losses(placement.scheme, world))
     protection = Protection(world, config, placement)
-    parts = Parts(config, world, memory, Board(world), protection, known, Shelf(memory, protection.owners), replicas)
+    pulse = Pulse(memory, world.rank, world.size, world.local_rank, os.environ.get("MLFLASH_RUN", ""))
+    shelf = Shelf(memory, protection.owners, 3 if config.drain_every else 2)
+    parts = Parts(config, world, memory, Board(world), protection, known, shelf, pulse, replicas)
     if protection.transport == "rma" and world.world is not None:
         parts.poke = world.poke = Poke(world)
     parts.run_id = world.broadcast(os.urandom(16), 0)

@@ -1,0 +1,78 @@
+"""What a rank says of itself to those who look at its node from outside: a small file in the job's memory directory.
+
+`mlflash run` reads it to tell training that goes on from training that hangs, and a run that came to its end from one
+that did not: launchers of MPI return 0 after a lost node. It is written by plain writes to memory, whatever MPI does.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from typing import Any
+
+from .node_memory import NodeMemory
+
+SHOW_STACKS = signal.SIGRTMIN + 7
+"""The signal at which a rank that `mlflash run` has started prints where each of its threads is."""
+
+_NBYTES = 512  # written at once, so that a reader never finds half of two
+
+
+class Pulse:
+    """The file of this rank; not collective.
+
+    Args:
+        memory: where it is.
+        rank, size, local_rank: of the world.
+        run: which start of `mlflash run` this is; "" without it.
+    """
+
+    def __init__(self, memory: NodeMemory, rank: int, size: int, local_rank: int, run: str):
+        self._lock = threading.Lock()  # the courier writes, too
+        self._fd = memory.open(f"pulse-{local_rank:04d}", os.O_RDWR | os.O_CREAT)
+        self._said: dict[str, Any] = {
+            "run": run, "rank": rank, "ranks": size, "pid": os.getpid(), "state": "started", "restored": None,
+            "source": "", "saved": None, "committed": None, "times": {},
+        }  # fmt: skip
+        if run:
+            faulthandler.register(SHOW_STACKS, sys.__stderr__ or 2)
+        self.beat("made")
+
+    def beat(self, event: str, **news: Any) -> None:
+        """Say that the training gets on, and what is new; the first time of each event stays."""
+        with self._lock:
+            if self._fd < 0:
+                return
+            now = round(time.time(), 3)
+            self._said["times"].setdefault(event, now)
+            self._said.update(news, beat=now)
+            text = json.dumps(self._said, separators=(",", ":")).encode()
+            os.pwrite(self._fd, text.ljust(_NBYTES), 0)
+
+    def end(self, state: str) -> None:
+        """Say the last word: "ended", or "failed". May be called twice; the first one counts."""
+        self.beat(state, state=state)
+        with self._lock:
+            if self._fd >= 0:
+                os.close(self._fd)
+            self._fd = -1
+
+
+def read_pulse(memory: NodeMemory, name: str) -> dict[str, Any] | None:
+    """Read the file of some rank; None where it is gone or makes no sense. Not collective."""
+    try:
+        fd = memory.open(name, os.O_RDONLY)
+    except FileNotFoundError:
+        return None
+    try:
+        said: dict[str, Any] = json.loads(os.pread(fd, _NBYTES, 0))
+        return said
+    except ValueError:
+        return None
+    finally:
+        os.close(fd)
