@@ -1,0 +1,107 @@
+"""The command ``mlflash doctor``."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from typing import TYPE_CHECKING
+
+import click
+
+from ..config import from_environment
+from ..errors import ConfigError
+from .options import FINE, WRONG, answer, json_option, memory_option
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ..doctor.findings import Diagnosis
+
+_STYLES = {"ok": "green", "warning": "yellow", "error": "bold red"}
+_GRACE_S = 15.0  # by which the process is watched longer than a wait for other ranks may take
+
+
+def _bytes(_: click.Context, option: click.Parameter, text: str | None) -> int | None:
+    from ..planning.inputs import read_bytes
+
+    try:
+        return None if text is None else read_bytes(text)
+    except ConfigError as error:
+        raise click.BadParameter(str(error), param=option) from None
+
+
+@click.command()
+@click.option("--need", callback=_bytes, help="State of a rank, such as 12GiB or 80GB: is there room for its slots?")
+@click.option("--redundancy", help="Scheme that the room is counted for. [MLFLASH_REDUNDANCY, or copy]")
+@click.option("--draining", is_flag=True, help="Count a third own slot for each rank.")
+@click.option("--nodes", type=click.IntRange(1), help="Nodes of the job. [those it is started on]")
+@click.option("--ranks-per-node", type=click.IntRange(1), help="Ranks on each. [as started]")
+@click.option("--timeout", type=click.FloatRange(1), default=60, show_default=True, metavar="SECONDS",
+              help="How long each check may take.")  # fmt: skip
+@memory_option
+@json_option
+def doctor(need: int | None, redundancy: str | None, draining: bool, nodes: int | None, ranks_per_node: int | None,
+           timeout: float, memory: str, as_json: bool) -> None:  # fmt: skip
+    """Say whether nodes, MPI and Slurm are as mlflash needs them.
+
+    Alone it looks at this node; under srun or mpiexec at all nodes it was started on, and at what is between them:
+    start it as the training will be. It changes nothing, but for a few small files without names in memory. Exits
+    with 1 where something is an error.
+    """
+    from ..doctor import launch
+    from ..doctor.examination import Examination, Job
+    from ..doctor.watch import Watch
+
+    try:
+        given = from_environment(os.environ, None, job="any", memory=memory, redundancy=redundancy, drain_every=0)
+    except ConfigError as error:
+        raise click.UsageError(str(error)) from None
+    started = launch.read(os.environ)
+    watch = Watch(started.rank == 0, as_json, timeout + _GRACE_S * (1 if started.rank == 0 else 2))
+    examination = Examination(given, Job(need, 3 if draining else 2, nodes, ranks_per_node), started, watch, timeout)
+    try:
+        found = examination.run()
+        if examination.prints:
+            show(found, as_json)
+            sys.stdout.flush()
+        code = examination.end(FINE if found.is_well else WRONG)
+    except Exception:
+        traceback.print_exc()
+        code = WRONG
+        examination.abort(code)
+    finally:
+        watch.over()
+    sys.exit(code)
+
+
+def show(found: Diagnosis, as_json: bool) -> None:
+    """Print what was found. Not collective."""
+    answer(as_json, found.to_json(), lambda console: _show(found, console))
+
+
+def _show(found: Diagnosis, console: Console) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    from ..doctor.findings import Level
+
+    ranks, nodes = sum(map(len, found.ranks_on.values())), len(found.ranks_on)
+    console.print(f"{ranks} rank{'s' * (ranks > 1)} on {nodes} node{'s' * (nodes > 1)}, {found.started}")
+    subject, table = "", Table.grid()
+    for line in found.lines:
+        if line.subject != subject:
+            subject = line.subject
+            console.print(table)
+            console.print(f"{subject}", style="bold")
+            table = Table.grid(padding=(0, 2, 0, 0))
+            table.add_column(width=7)
+            table.add_column(width=17)
+            table.add_column(overflow="fold")
+        level, where = line.level.name.lower(), found.where(line)
+        table.add_row(Text(level, style=_STYLES[level]), line.check, line.words + (f" ({where})" if where else ""))
+        if line.advice:
+            table.add_row("", "", f"→ {line.remedy}")
+    console.print(table)
+    errors, warnings = found.count(Level.ERROR), found.count(Level.WARNING)
+    console.print(f"{errors} error{'s' * (errors != 1)}, {warnings} warning{'s' * (warnings != 1)}")

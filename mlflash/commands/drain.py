@@ -1,0 +1,97 @@
+"""The command ``mlflash drain``."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from typing import Any
+
+import click
+
+from ..config import Config
+from ..draining.catalog import Listed, list_checkpoints
+from ..errors import MlflashError
+from ..node_memory import NodeMemory, emulated_nodes, jobs_of
+from ..store import open_store
+from . import jobs
+from .options import FINE, WRONG, answer, job_options, settings
+from .progress import Bar
+
+_LOOK_S = 0.1
+
+
+@click.command()
+@click.option("--wait", "wait_s", type=click.FloatRange(0, min_open=True), metavar="SECONDS",
+              help="Wait so long until it is in the directory; without one, until the job has heard it.")  # fmt: skip
+@job_options
+@click.pass_context
+def drain(context: click.Context, wait_s: float | None, directory: str | None, job: str | None, memory: str,
+          as_json: bool) -> None:  # fmt: skip
+    """Ask the job that is alive on this node to drain the next checkpoint that it commits.
+
+    Start it on one node of the job, without mpiexec. The job does so where it was given a directory. Exits with 1
+    where no such job is alive here, or it was not done in time.
+    """
+    given = settings(memory, job, directory)
+    name = jobs.decide(jobs_of(given.memory), os.environ, job, given.directory, given.memory)
+    try:
+        document = _ask(given, name, wait_s)
+    except (MlflashError, OSError) as error:
+        raise click.ClickException(str(error)) from error
+    answer(as_json, document, lambda console: console.print(_in_words(document, wait_s), soft_wrap=True))
+    context.exit(FINE if wait_s is None or document["heard" if directory is None else "drained"] else WRONG)
+
+
+def _ask(given: Config, job: str, wait_s: float | None) -> dict[str, Any]:
+    """Ask, and wait where that is wanted; what came of it, as plain values."""
+    held, pid = _live(given.memory, job)
+    before = set(_listed(given.directory))
+    try:
+        held.request_drain()
+        document: dict[str, Any] = {"job": job, "pid": pid, "heard": False, "drained": None, "path": None}
+        end = time.monotonic() + (wait_s or 0)
+        with Bar("waiting for the drain") as bar:
+            while time.monotonic() < end:
+                document["heard"] = not held.has_request()
+                new = [one for one in _listed(given.directory) if one not in before] if document["heard"] else []
+                if new or (document["heard"] and given.directory is None):
+                    break
+                bar.at(0, 0)
+                time.sleep(_LOOK_S)
+            else:
+                new = []
+    finally:
+        held.close()
+    if new:
+        document |= {"drained": new[0].step, "path": f"{open_store(given.directory or '').path}/{new[0].folder}"}
+    return document
+
+
+def _live(memory: str, job: str) -> tuple[NodeMemory, int]:
+    """The directory of a node where the job is alive, and one of its processes."""
+    for node in (None, *emulated_nodes(memory, job)):
+        try:
+            held = NodeMemory(memory, job, node, make=False)
+        except FileNotFoundError:
+            continue
+        pid = held.alive()
+        if pid is not None:
+            return held, pid
+        held.close()
+    raise click.ClickException(f"no process of job {job} is alive on {socket.gethostname()}: `mlflash scavenge` drains "
+                               "what a dead job has left")  # fmt: skip
+
+
+def _listed(directory: str | None) -> list[Listed]:
+    return [] if directory is None else list_checkpoints(open_store(directory))
+
+
+def _in_words(document: dict[str, Any], wait_s: float | None) -> str:
+    if wait_s is None:
+        return f"job {document['job']} (pid {document['pid']}) was asked to drain its next checkpoint"
+    if document["drained"] is not None:
+        return f"step {document['drained']} was drained to {document['path']}"
+    if document["heard"]:
+        return f"job {document['job']} has heard it, and will drain the checkpoint it just committed"
+    return f"job {document['job']} was asked, and has not committed a checkpoint within {wait_s:g} s"

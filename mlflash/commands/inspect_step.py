@@ -1,0 +1,113 @@
+"""The command ``mlflash inspect``."""
+
+from __future__ import annotations
+
+import click
+
+from ..comm import World
+from ..config import Config
+from ..errors import CorruptSlot, MlflashError
+from ..planning.inputs import show_seconds
+from . import contents, jobs, on_disk
+from .contents import Contents, Itinerary
+from .contents_view import Shown, show, to_json
+from .looking import Node, look, look_around, places
+from .options import (
+    FINE,
+    answer,
+    gather,
+    job_options,
+    run_together,
+    settings,
+)
+from .outlook import Outlook, Prospect, look_ahead
+from .sealed import Changed
+
+
+@click.command("inspect")
+@click.argument("step", type=click.IntRange(0))
+@click.argument("tensor", required=False)
+@click.option("--from", "source", type=click.Choice(["memory", "directory"]), help="Where to look. [memory first]")
+@job_options
+def inspect_step(step: int, tensor: str | None, source: str | None, directory: str | None, job: str | None,
+                 memory: str, as_json: bool) -> None:  # fmt: skip
+    """Show what the checkpoint of STEP holds: shapes, dtypes, sizes; of TENSOR also statistics and where it lies.
+
+    TENSOR is a name, or a pattern as "model.*.weight". It changes nothing. Exits with 1 where there is no such step
+    or tensor.
+    """
+    given = settings(memory, job, directory)
+    if source == "directory" and directory is None:
+        raise click.UsageError("--from directory needs --directory")
+
+    def work(world: World) -> int:
+        name = jobs.choose(world, given, job, directory)
+        shown = None if source == "directory" else _from_memory(world, given, name, step, tensor)
+        if shown is None and source != "memory":
+            shown = _from_directory(world, given.directory, step, tensor)
+        if shown is None:
+            raise click.ClickException(f"there is no step {step} in {source or 'memory or the directory'}"
+                                       + ("" if directory else " (no --directory was given)"))  # fmt: skip
+        if world.rank:
+            return FINE
+        answer(as_json, to_json(shown), lambda console: show(console, shown, tensor is not None))
+        return FINE
+
+    run_together(given, as_json, work)
+
+
+def _from_memory(world: World, given: Config, job: str, step: int, tensor: str | None) -> Shown | None:
+    """Read a step out of memory; all ranks learn whether it is there, rank 0 what it holds. Collective."""
+    nodes = look_around(world, given.memory, job)
+    plan: tuple[Prospect, Itinerary] | None = None
+    if world.rank == 0:
+        outlook: Outlook = look_ahead(nodes, world.world is not None)
+        one = contents.attempt_to_show(outlook.prospects, step)
+        plan = None if one is None else (one, contents.plan(nodes, one))
+    plan = world.broadcast(plan, 0)
+    if plan is None:
+        return None
+    one, way = plan
+    mine, error = Contents(), None
+    if world.local_rank == 0:
+        try:
+            here: list[Node] = [look(given.memory, job, *place) for place in places(world, given.memory, job)]
+            mine = contents.read_memory(given.memory, job, here, way, tensor, tensor is not None)
+        except (Changed, FileNotFoundError):
+            error = CorruptSlot("it was written over while it was read, as the job goes on: try again", step=step)
+        except MlflashError as problem:
+            error = CorruptSlot(problem.message, node=world.node_name, step=step)
+    told = gather(world, mine)
+    world.raise_together(error)
+    found = Contents([shard for theirs in told for shard in theirs.shards])
+    for theirs in told:
+        found.plain |= theirs.plain
+    found.shards.sort(key=lambda shard: shard.rank)
+    _refuse_unknown(world, tensor, found, step)
+    about = f"{'committed' if one.committed else 'not seen committed'}, {show_seconds(on_disk.age_s(one.unix_ns))} ago"
+    return Shown(step, one.world_size, "memory", f"{about}; {one.scheme}", one.missing, found)
+
+
+def _from_directory(world: World, directory: str | None, step: int, tensor: str | None) -> Shown | None:
+    shelf = on_disk.look_into(world, directory)
+    one = next((listed for listed in shelf.listed if listed.step == step), None) if shelf is not None else None
+    if shelf is None or one is None:
+        return None
+    found, error = Contents(), None
+    if world.rank == 0:
+        try:
+            found = contents.read_directory(shelf.path, one, tensor, tensor is not None)
+        except OSError as problem:
+            error = CorruptSlot(f"{shelf.path}/{one.folder} cannot be read: {problem}", step=step)
+        except CorruptSlot as problem:
+            error = problem
+    world.raise_together(error)
+    _refuse_unknown(world, tensor, found, step)
+    about = f"{show_seconds(on_disk.age_s(one.card.unix_ns))} ago"
+    return Shown(step, one.card.world_size, f"{shelf.path}/{one.folder}", about, (), found)
+
+
+def _refuse_unknown(world: World, tensor: str | None, found: Contents, step: int) -> None:
+    there = world.broadcast(bool(found.shards or found.plain), 0)
+    if tensor is not None and not there:
+        raise click.ClickException(f"step {step} has no {tensor!r}; `mlflash inspect {step}` lists what it has")

@@ -1,0 +1,79 @@
+"""The command ``mlflash list``."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ..comm import World
+from ..planning.inputs import show_seconds
+from . import on_disk
+from .options import (
+    FINE,
+    WRONG,
+    answer,
+    job_options,
+    new_table,
+    run_together,
+    settings,
+)
+from .outlook import Outlook, named
+from .status import attempt_to_json, look
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+@click.command("list")
+@job_options
+def list_steps(directory: str | None, job: str | None, memory: str, as_json: bool) -> None:
+    """List the checkpoints in memory and in the directory, newest first.
+
+    Headers only are read; `mlflash verify` reads every byte. Exits with 1 where nothing can be restored.
+    """
+    given = settings(memory, job, directory)
+
+    def work(world: World) -> int:
+        found = look(world, given, job, directory)
+        if world.rank:
+            return FINE
+        outlook, shelf = found.outlook, found.shelf
+        document = {
+            "job": found.job,
+            "memory": [attempt_to_json(one) for one in outlook.prospects],
+            "unseen": list(outlook.unseen),
+            "directory": None if shelf is None else shelf.to_json(),
+        }
+        answer(as_json, document, lambda console: _show(console, outlook, shelf))
+        something = outlook.newest is not None or bool(outlook.unseen and outlook.prospects)
+        return FINE if something or (shelf is not None and shelf.newest is not None) else WRONG
+
+    run_together(given, as_json, work)
+
+
+def _show(console: Console, outlook: Outlook, shelf: on_disk.Shelf | None) -> None:
+    rows: list[tuple[tuple[int, int], list[str]]] = []
+    for one in outlook.prospects:
+        state = _state(one.choice is not None, bool(outlook.unseen), one.missing, one.committed)
+        row = [str(one.step), "memory", str(one.world_size), show_seconds(on_disk.age_s(one.unix_ns)), state]
+        rows.append(((one.attempt.generation, 1), row))
+    for listed in shelf.listed if shelf is not None else ():
+        age, size = show_seconds(on_disk.age_s(listed.card.unix_ns)), str(listed.card.world_size)
+        rows.append(((listed.card.attempt.generation, 0), [str(listed.step), "directory", size, age, listed.folder]))
+    if not rows:
+        console.print("nothing")
+        return
+    table = new_table(">step", "in", ">ranks", ">age", "what")
+    for _, row in sorted(rows, key=lambda pair: pair[0], reverse=True):
+        table.add_row(*row)
+    console.print(table)
+
+
+def _state(restorable: bool, unseen: bool, missing: Any, committed: bool) -> str:
+    seen = "committed" if committed else "not seen committed"
+    if restorable:
+        return f"{seen}, can be restored" + (f" ({named(missing)} from parity)" if missing else "")
+    if unseen:
+        return f"{seen}, {named(missing)} not on this node"
+    return f"{seen}, cannot be restored: " + (f"no slots of {named(missing)}" if missing else "a share is gone")

@@ -1,0 +1,186 @@
+"""The commands ``mlflash scavenge`` and ``mlflash heal``: without training, memory → the directory, or made whole."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import click
+
+from ..checkpointer import Checkpointer
+from ..comm import World
+from ..config import Config
+from ..draining.drain import Drain
+from ..errors import DeadlineExceeded, DrainFailed
+from ..node_memory import emulated_nodes, jobs_of
+from ..planning.inputs import show_bytes, show_seconds
+from ..store import is_url
+from . import jobs, on_disk
+from .looking import look_around
+from .options import (
+    FINE,
+    WRONG,
+    answer,
+    directory_option,
+    gather_from_all,
+    job_option,
+    json_option,
+    memory_option,
+    run_together,
+    settings,
+)
+from .outlook import Outlook, look_ahead, survival
+from .progress import Bar
+from .status import describe, describe_lost
+
+_LOOK_S = 0.2
+_redundancy_option = click.option(
+    "--redundancy", envvar="MLFLASH_REDUNDANCY", metavar="SCHEME", help="Scheme of the job. [as in memory]"
+)
+
+
+@click.command()
+@click.argument("directory")
+@job_option
+@memory_option
+@json_option
+def scavenge(directory: str, job: str | None, memory: str, as_json: bool) -> None:
+    """Drain the newest checkpoint that memory can give to DIRECTORY, without the job.
+
+    Start it by srun or mpiexec, with one process or more on each node that is left, when no process of the job is
+    alive. What is lost is rebuilt from copies or parity. What is in memory stays there; nothing that is in DIRECTORY
+    is deleted but what an interrupted drain of this job has left. Exits with 1 where the drain fails, or nothing is
+    drained and DIRECTORY has nothing as new as what was committed.
+    """
+    given = settings(memory, job, directory)
+
+    def work(world: World) -> int:
+        started = time.perf_counter()
+        name = jobs.choose(world, given, job, directory)
+        before = _outlook(world, given, name)
+        shelf = on_disk.look_into(world, given.directory)
+        newest, lost = before.newest, before.lost
+        drain, nbytes = None, 0
+        if newest is not None:
+            with _checkpointer(given, name, "none") as checkpointer:  # it protects nothing: any number of nodes will do
+                drain = checkpointer.scavenge()
+                if drain is not None:
+                    _wait(checkpointer, drain, world.rank == 0)
+            nbytes = sum(gather_from_all(world, 0 if drain is None else drain.nbytes))
+        if world.rank:
+            return FINE
+        there = shelf.newest if shelf is not None else None
+        beyond = lost or newest  # if that is not in the directory either, it is gone
+        covered = drain is not None or (
+            there is not None and (beyond is None or there.card.attempt.generation >= beyond.attempt.generation)
+        )
+        lines = [describe_lost(lost)] if lost is not None else []
+        if drain is not None:
+            seconds = show_seconds(time.perf_counter() - started)
+            lines.append(f"step {drain.step} was drained to {drain.path}: {show_bytes(nbytes)} in {seconds}")
+        elif newest is not None and not covered:
+            lines.append(f"step {newest.step} in memory is damaged, and nothing was drained")
+        elif there is not None:
+            lines.append(f"memory has nothing newer than step {there.step}, which is in {shelf and shelf.path} already")
+        else:
+            lines.append("memory has nothing that can be restored, and there is nothing in the directory"
+                         + _elsewhere(world, given, name))  # fmt: skip
+        step, path = (None, None) if drain is None else (drain.step, drain.path)
+        in_directory = step if step is not None else there.step if there is not None else None
+        document: dict[str, Any] = {"job": name, "drained": step, "path": path, "nbytes": nbytes,
+                                    "lost": None if lost is None else lost.step, "newest": in_directory}  # fmt: skip
+        answer(as_json, document, lambda console: console.print("\n".join(lines), soft_wrap=True))
+        return FINE if covered else WRONG
+
+    run_together(given, as_json, work)
+
+
+@click.command()
+@directory_option
+@_redundancy_option
+@job_option
+@memory_option
+@json_option
+def heal(directory: str | None, redundancy: str | None, job: str | None, memory: str, as_json: bool) -> None:
+    """Make the redundancy of the newest checkpoint in memory whole again, without the job.
+
+    Start it by srun or mpiexec as the job was: as many processes, on the nodes where it will be relaunched. It takes
+    what the job's restore would take, and writes nothing to the directory. Exits with 1 where memory has nothing, or
+    it could not be made whole.
+    """
+    given = settings(memory, job, directory)
+
+    def work(world: World) -> int:
+        name = jobs.choose(world, given, job, directory)
+        before = _outlook(world, given, name)
+        newest = before.newest
+        if newest is None:
+            raise click.ClickException("memory has nothing that can be restored" + _elsewhere(world, given, name))
+        if newest.world_size != world.size:
+            raise click.UsageError(
+                f"step {newest.step} is of {newest.world_size} ranks, and redundancy is between these: start as many "
+                f"processes as the job had (srun -n {newest.world_size} or mpiexec -n {newest.world_size}), not "
+                f"{world.size}. `mlflash scavenge` works with any number"
+            )
+        with _checkpointer(given, name, redundancy or newest.scheme) as checkpointer:
+            step, wanted = checkpointer.heal(), checkpointer.survives
+        nodes = look_around(world, given.memory, name, as_restored=True)
+        if world.rank:
+            return FINE
+        after = look_ahead(nodes, world.world is not None)
+        made = after.newest
+        survives = None if made is None else survival(nodes, made)
+        whole = made is not None and made.step == step
+        document = {"job": name, "step": step, "scheme": newest.scheme, "wanted": wanted,
+                    "survives": None if survives is None else str(survives)}  # fmt: skip
+        text = f"healed: {describe(made) if made is not None else 'nothing'}\nsurvives the loss of: any process; "
+        answer(as_json, document, lambda console: console.print(text + str(survives), soft_wrap=True))
+        return FINE if whole else WRONG
+
+    run_together(given, as_json, work)
+
+
+def _elsewhere(world: World, given: Config, job: str) -> str:
+    """Where there is something in the memory of this node all the same, in words."""
+    if emulated_nodes(given.memory, job) and not world.emulated:
+        return f": {job} ran on emulated nodes; set MLFLASH_RANKS_PER_NODE as it was then"
+    others = [other for other in jobs_of(given.memory) if other != job]
+    return f"; nothing of {job} is here, but of {', '.join(others)}: name it with --job" if others else ""
+
+
+def _outlook(world: World, given: Config, job: str) -> Outlook:
+    """What all nodes can give, told to all ranks. Collective."""
+    nodes = look_around(world, given.memory, job, as_restored=True)
+    told = look_ahead(nodes, together=True) if world.rank == 0 else None
+    outlook: Outlook = world.broadcast(told, 0)
+    return outlook
+
+
+def _checkpointer(given: Config, job: str, redundancy: str) -> Checkpointer:
+    """A Checkpointer that drains and deletes nothing by itself, and allocates nothing. Collective."""
+    directory = given.directory
+    return Checkpointer(directory if directory is None or is_url(directory) else str(directory), job=job,
+                        memory=given.memory, redundancy=redundancy, reserve=0, drain_every=0, keep_last=0,
+                        keep_every=0, skip_stuck=0)  # fmt: skip
+
+
+def _wait(checkpointer: Checkpointer, drain: Drain, on: bool) -> None:
+    """Wait for the end of a drain, as long as any rank gets on.
+
+    Raises:
+        DrainFailed: it failed.
+        DeadlineExceeded: no rank gets on.
+    """
+    with Bar("draining", on=on) as bar:
+        while not drain.done:
+            try:
+                checkpointer.wait_drained(_LOOK_S)
+            except DeadlineExceeded:
+                if time.monotonic() - drain.moved > checkpointer.timeout_s:
+                    raise
+            else:
+                break
+            bar.at(drain.written, drain.nbytes)
+    if not drain.done:
+        raise DrainFailed("MPI failed in the background: the log says more", step=drain.step)
+    drain.wait()

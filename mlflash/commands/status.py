@@ -1,0 +1,248 @@
+"""The command ``mlflash status``."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ..comm import World
+from ..config import Config
+from ..header import Attempt, Header, Kind
+from ..planning.inputs import show_bytes, show_seconds
+from . import jobs, on_disk
+from .looking import File, Node, look_around
+from .options import (
+    FINE,
+    WRONG,
+    answer,
+    job_options,
+    new_table,
+    run_together,
+    settings,
+)
+from .outlook import Outlook, Prospect, Survival, look_ahead, named, ranges, survival
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+_STUCK = 2  # restores of one attempt, from which on that is worth mentioning
+
+
+@click.command()
+@job_options
+def status(directory: str | None, job: str | None, memory: str, as_json: bool) -> None:
+    """Say what is in memory, what it survives, and what was drained.
+
+    Alone it looks at this node; under mpiexec or srun at all nodes it was started on. It changes nothing, and the
+    job may be alive. Exits with 1 where something is damaged or nothing can be restored.
+    """
+    given = settings(memory, job, directory)
+
+    def work(world: World) -> int:
+        found = look(world, given, job, directory)
+        if world.rank:
+            return FINE
+        answer(as_json, found.to_json(), found.show)
+        return FINE if found.is_well else WRONG
+
+    run_together(given, as_json, work)
+
+
+def look(world: World, given: Config, job: str | None, directory: str | None) -> Found:
+    """Look at memory and directory of a job. Collective over the world; what is in memory only rank 0 learns."""
+    name = jobs.choose(world, given, job, directory)
+    nodes = look_around(world, given.memory, name)
+    shelf = on_disk.look_into(world, given.directory)
+    return Found(name, nodes, look_ahead(nodes, world.world is not None), shelf)
+
+
+@dataclasses.dataclass
+class Found:
+    """All that the status of a job is made of."""
+
+    job: str
+    nodes: list[Node]
+    outlook: Outlook
+    shelf: on_disk.Shelf | None
+
+    @property
+    def is_well(self) -> bool:
+        """Whether nothing is damaged, no committed step is lost, and there is something to restore."""
+        if any(node.damaged for node in self.nodes) or (self.shelf is not None and self.shelf.damaged):
+            return False
+        if self.outlook.unseen:  # of what is on other nodes nothing is known
+            return bool(self.outlook.prospects)
+        drained = self.shelf.newest if self.shelf is not None else None
+        lost = self.outlook.lost
+        if lost is not None and (drained is None or drained.card.attempt.generation < lost.attempt.generation):
+            return False
+        return self.outlook.newest is not None or drained is not None
+
+    @property
+    def survives(self) -> Survival | None:
+        """What the newest one in memory survives; None where that cannot be told."""
+        newest = self.outlook.newest
+        return None if newest is None or self.outlook.unseen else survival(self.nodes, newest)
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain values."""
+        survives, newest = self.survives, self.outlook.newest
+        return {
+            "job": self.job,
+            "alive": any(node.pid is not None for node in self.nodes),
+            "well": self.is_well,
+            "newest": None if newest is None else newest.step,
+            "survives": None if survives is None else dataclasses.asdict(survives) | {"words": str(survives)},
+            "unseen": list(self.outlook.unseen),
+            "attempts": [attempt_to_json(one) for one in self.outlook.prospects],
+            "nodes": [_node_to_json(node) for node in self.nodes],
+            "directory": None if self.shelf is None else self.shelf.to_json(),
+        }
+
+    def show(self, console: Console) -> None:
+        """For people."""
+        console.print(_nodes_table(self.nodes))
+        for style, text in self._lines():
+            console.print(text, style=style or None)
+
+    def _lines(self) -> Iterator[tuple[str, str]]:
+        alive = [node for node in self.nodes if node.pid is not None]
+        where = f"{alive[0].name}, pid {alive[0].pid}" if alive else ""
+        yield "", f"job {self.job}: " + (f"alive ({where})" if alive else "no process of it is alive here")
+        if any(node.drain_asked for node in self.nodes):
+            yield "", "a drain was asked for: the next checkpoint that is committed will be drained"
+        newest = self.outlook.newest
+        if newest is not None:
+            yield "", "in memory: " + describe(newest)
+            if newest.restores >= _STUCK:
+                yield "yellow", f"restored {newest.restores} times, and nothing newer was committed since"
+        elif not self.outlook.unseen:
+            yield "red", "in memory: nothing that can be restored"
+        if self.outlook.unseen:
+            names = ", ".join(self.outlook.unseen)
+            yield "yellow", (f"not looked at: {names}. What all nodes together can give, and what that survives, is "
+                             "seen under mpiexec or srun, with a process on each node")  # fmt: skip
+        elif (survives := self.survives) is not None:
+            yield "red" if survives.fatal else "", f"survives the loss of: any process; {survives}"
+        if self.outlook.lost is not None and not self.outlook.unseen:
+            yield "red", describe_lost(self.outlook.lost)
+        for node in self.nodes:
+            for file in node.damaged:
+                yield "red", f"damaged: {file.name} on {node.name}: {file.damage}"
+        yield from directory_lines(self.shelf)
+
+
+def directory_lines(shelf: on_disk.Shelf | None) -> Iterator[tuple[str, str]]:
+    """What was drained, for people: style and text."""
+    if shelf is None:
+        yield "", "drained: not looked at (--directory)"
+        return
+    if shelf.newest is None:
+        yield "yellow", f"drained: nothing, in {shelf.path}"
+    else:
+        steps = sorted({one.step for one in shelf.listed})
+        age = show_seconds(on_disk.age_s(shelf.newest.card.unix_ns))
+        count = f"{len(steps)} step{'s' * (len(steps) > 1)}"
+        yield "", f"drained: step {shelf.newest.step}, {age} ago; {count} in {shelf.path}"
+    if shelf.unfinished:
+        yield "yellow", f"not finished, being drained or left by a drain that died: {', '.join(shelf.unfinished)}"
+    if shelf.damaged:
+        yield "red", f"damaged: {', '.join(shelf.damaged)}"
+
+
+def describe(one: Prospect) -> str:
+    """An attempt that can be restored, in words.
+
+    Example:
+        "step 40 of 4 ranks, committed, 12 s ago; xor:4; ranks 2-3 to be rebuilt from parity"
+    """
+    seen = "committed" if one.committed else "not seen committed, but whole"
+    text = f"step {one.step} of {one.world_size} rank{'s' * (one.world_size > 1)}, {seen}, "
+    text += f"{show_seconds(on_disk.age_s(one.unix_ns))} ago; {one.scheme}"
+    if one.missing:
+        text += f"; {named(one.missing)} to be rebuilt from parity"
+    return text
+
+
+def describe_lost(one: Prospect) -> str:
+    """An attempt that was committed and cannot be restored, in words."""
+    what = f"the slots of {named(one.missing)} are gone" if one.missing else "state that ranks share is gone"
+    return f"step {one.step} was committed, and memory cannot give it: {what}"
+
+
+def attempt_to_json(one: Prospect) -> dict[str, Any]:
+    """An attempt in memory as plain values."""
+    return {
+        "step": one.step,
+        "generation": one.attempt.generation,
+        "run": one.attempt.run_id.hex(),
+        "ranks": one.world_size,
+        "scheme": one.scheme,
+        "age_s": on_disk.age_s(one.unix_ns),
+        "committed": one.committed,
+        "restorable": one.choice is not None,
+        "restores": one.restores,
+        "nbytes": one.nbytes,
+        "missing_ranks": list(one.missing),
+    }
+
+
+def _node_to_json(node: Node) -> dict[str, Any]:
+    return {
+        "node": node.name,
+        "path": node.path,
+        "pid": node.pid,
+        "drain_asked": node.drain_asked,
+        "nbytes": sum(file.nbytes for file in node.files),
+        "files": [_file_to_json(file) for file in node.files],
+    }
+
+
+def _file_to_json(file: File) -> dict[str, Any]:
+    header = file.header
+    document: dict[str, Any] = {"file": file.name, "nbytes": file.nbytes, "damage": file.damage or None, "holds": None}
+    if header is None:
+        return document
+    return document | {
+        "holds": header.kind.name.lower(), "step": header.step, "rank": header.rank, "ranks": header.world_size,
+        "generation": header.attempt.generation, "saved_on": header.node, "scheme": header.scheme,
+        "group": list(header.group), "committed": file.committed, "restores": file.restores,
+        "age_s": on_disk.age_s(header.unix_ns), "saved": time.strftime("%Y-%m-%dT%H:%M:%SZ",
+                                                                      time.gmtime(header.unix_ns / 1e9)),
+    }  # fmt: skip
+
+
+def _nodes_table(nodes: Sequence[Node]) -> Table:
+    """A line for each node and step, newest first."""
+    table = new_table("node", ">step", "slots of", "parity of", ">shares", ">size", ">age", "committed")
+    for node in nodes:
+        name = node.name
+        for its in _by_attempt(node):
+            headers = [header for _, header in its]
+            ranks = {kind: [header.rank for header in headers if header.kind is kind] for kind in Kind}
+            table.add_row(
+                name, str(headers[0].step), ranges(ranks[Kind.SLOT]), ranges(ranks[Kind.PARITY]),
+                str(len(ranks[Kind.SHARE]) or "-"), show_bytes(sum(file.nbytes for file, _ in its)),
+                show_seconds(on_disk.age_s(max(header.unix_ns for header in headers))),
+                "yes" if any(file.committed for file, _ in its) else "not seen",
+            )  # fmt: skip
+            name = ""
+        blank = [file for file in node.files if file.header is None and not file.damage]
+        if blank or not node.files:
+            what = "nothing" if not node.files else f"{len(blank)} {'being written or ' * (node.pid is not None)}free"
+            size = show_bytes(sum(file.nbytes for file in blank)) if blank else "-"
+            table.add_row(name, "-", what, "-", "-", size, "-", "-")
+    return table
+
+
+def _by_attempt(node: Node) -> list[list[tuple[File, Header]]]:
+    """The sealed files of a node by what they are of, newest first."""
+    found: dict[Attempt, list[tuple[File, Header]]] = {}
+    for file, header in node.sealed:
+        found.setdefault(header.attempt, []).append((file, header))
+    return [found[attempt] for attempt in sorted(found, key=lambda one: one.generation, reverse=True)]

@@ -1,0 +1,135 @@
+"""Statistics of a tensor, of its bytes as they come; those of its shards put together."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from ..state import Entry
+
+_NUMPY = {
+    "bool": "|u1", "uint8": "|u1", "int8": "|i1", "int16": "<i2", "uint16": "<u2", "float16": "<f2",
+    "int32": "<i4", "uint32": "<u4", "float32": "<f4", "int64": "<i8", "uint64": "<u8", "float64": "<f8",
+    "complex64": "<c8", "complex128": "<c16", "bfloat16": "<u2",
+}  # fmt: skip
+_BY_TORCH = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
+
+
+@dataclasses.dataclass
+class Statistics:
+    """Of numbers; of complex ones, of their magnitudes.
+
+    Attributes:
+        count: of those that are finite.
+        nan, inf, zeros: how many there are.
+        low, high, mean: of the finite ones; None where there is none.
+        squares: sum of the squares of their distances from the mean.
+        check: XXH3-64 of the bytes.
+    """
+
+    count: int = 0
+    nan: int = 0
+    inf: int = 0
+    zeros: int = 0
+    low: float | None = None
+    high: float | None = None
+    mean: float = 0.0
+    squares: float = 0.0
+    check: int = 0
+
+    @property
+    def std(self) -> float | None:
+        """Standard deviation of the finite ones, of the whole population."""
+        return math.sqrt(self.squares / self.count) if self.count else None
+
+    def add(self, values: np.ndarray) -> None:
+        """Count more numbers."""
+        values = values.reshape(-1)
+        wide = np.abs(values) if values.dtype.kind == "c" else values.astype(np.float64)
+        finite = np.isfinite(wide)
+        self.nan += int(np.isnan(wide).sum())
+        self.inf += int(np.isinf(wide).sum())
+        good = wide if finite.all() else wide[finite]
+        if good.size:
+            mean = float(good.mean())
+            self.join(
+                Statistics(int(good.size), 0, 0, int((good == 0).sum()), float(good.min()), float(good.max()), mean,
+                           float(np.square(good - mean).sum()))
+            )  # fmt: skip
+
+    def join(self, other: Statistics) -> None:
+        """Count what others have counted.
+
+        Source: Chan, Golub, LeVeque: Updating formulae for computing sample variances, 1979.
+        """
+        both = self.count + other.count
+        self.nan, self.inf, self.zeros = self.nan + other.nan, self.inf + other.inf, self.zeros + other.zeros
+        if not other.count:
+            return
+        apart = other.mean - self.mean
+        self.squares += other.squares + apart * apart * self.count * other.count / both
+        self.mean += apart * other.count / both
+        assert other.low is not None and other.high is not None
+        self.low = other.low if self.low is None else min(self.low, other.low)
+        self.high = other.high if self.high is None else max(self.high, other.high)
+        self.count = both
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain values."""
+        return {"finite": self.count, "nan": self.nan, "inf": self.inf, "zeros": self.zeros, "min": self.low,
+                "max": self.high, "mean": self.mean if self.count else None, "std": self.std,
+                "check": f"{self.check:016x}"}  # fmt: skip
+
+
+def statistics(entry: Entry, pieces: Iterable[np.ndarray]) -> Statistics:
+    """Make statistics of the bytes of an entry.
+
+    Not collective.
+
+    Args:
+        entry: what they are.
+        pieces: its bytes, in order, ``(n,)`` uint8 each. Where they are no numbers, only their checksum is made.
+    """
+    found, check = Statistics(), xxhash.xxh3_64()
+    for whole in _whole_items(entry, pieces):
+        check.update(whole.data)
+        values = _values(entry, whole)
+        if values is not None and values.size:
+            found.add(values)
+    found.check = check.intdigest()
+    return found
+
+
+def _whole_items(entry: Entry, pieces: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
+    """Cut pieces of bytes between elements."""
+    item = entry.nbytes // max(1, math.prod(entry.shape)) or 1
+    rest = np.empty(0, dtype=np.uint8)
+    for piece in pieces:
+        raw = np.concatenate([rest, piece]) if rest.size else np.ascontiguousarray(piece)
+        end = raw.size // item * item
+        rest = raw[end:]
+        if end:
+            yield raw[:end]
+
+
+def _values(entry: Entry, raw: np.ndarray) -> np.ndarray | None:
+    """The numbers in some bytes; None where they are none."""
+    if entry.kind == "array":
+        dtype = np.dtype(entry.dtype)
+        return raw.view(dtype) if dtype.kind in "biufc" else None
+    if entry.dtype in _BY_TORCH:
+        import torch
+
+        if not hasattr(torch, entry.dtype):
+            return None
+        numbers: np.ndarray = torch.from_numpy(raw.copy()).view(getattr(torch, entry.dtype)).float().numpy()
+        return numbers
+    if entry.dtype not in _NUMPY:
+        return None
+    values = raw.view(_NUMPY[entry.dtype])
+    return (values.astype(np.uint32) << 16).view(np.float32) if entry.dtype == "bfloat16" else values

@@ -1,0 +1,174 @@
+"""The command ``mlflash verify``."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ..comm import World
+from ..config import Config
+from ..errors import CorruptSlot, MlflashError
+from ..node_memory import NodeMemory
+from ..planning.inputs import show_bytes
+from ..store import open_store
+from . import jobs, on_disk
+from .looking import File, look, places
+from .options import (
+    FINE,
+    WRONG,
+    answer,
+    gather_from_all,
+    job_options,
+    run_together,
+    settings,
+)
+from .progress import Bar
+from .sealed import Changed, Sealed
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+@dataclasses.dataclass
+class Checked:
+    """What was read in one place, of a node or of the directory.
+
+    Attributes:
+        where: name of the node, or path of the checkpoint.
+        files, nbytes: that were read.
+        damaged: files and what is wrong with each.
+        written: files that changed while they were read: the job writes them.
+    """
+
+    where: str
+    files: int = 0
+    nbytes: int = 0
+    damaged: list[tuple[str, str]] = dataclasses.field(default_factory=list)
+    written: list[str] = dataclasses.field(default_factory=list)
+
+
+@click.command()
+@job_options
+def verify(directory: str | None, job: str | None, memory: str, as_json: bool) -> None:
+    """Read every byte in memory and in the directory, and compare all checksums.
+
+    Alone it reads this node's memory; under mpiexec or srun that of all nodes, and the processes share the reading.
+    It changes nothing; a slot that the job writes meanwhile is called that, and not damaged. Exits with 1 where
+    something is damaged, or nothing is there.
+    """
+    given = settings(memory, job, directory)
+
+    def work(world: World) -> int:
+        name = jobs.choose(world, given, job, directory)
+        in_memory = _verify_memory(world, given, name)
+        on_its_disk = _verify_directory(world, given.directory)
+        if world.rank:
+            return FINE
+        found = [*in_memory, *on_its_disk]
+        document = {
+            "job": name,
+            "memory": [_to_json(one) for one in in_memory],
+            "directory": [_to_json(one) for one in on_its_disk],
+        }
+        answer(as_json, document, lambda console: _show(console, found))
+        return FINE if any(one.files for one in found) and not any(one.damaged for one in found) else WRONG
+
+    run_together(given, as_json, work)
+
+
+def _verify_memory(world: World, given: Config, job: str) -> list[Checked]:
+    """Verify the memory of all nodes; the processes of a node share its files. Collective; rank 0 gets the result."""
+    mine: dict[str, Checked] = {}
+    error: MlflashError | None = None
+    try:
+        nodes = [look(given.memory, job, number, name) for number, name in places(world, given.memory, job)]
+        total = sum(file.header.extents.body_nbytes for node in nodes for file in node.files if file.header)
+        with Bar("memory", total // world.local_size, world.rank == 0) as bar:
+            for node in nodes:
+                checked = mine[node.name] = Checked(node.name)
+                if not node.path:
+                    continue
+                held = NodeMemory(given.memory, job, node.emulated, make=False)
+                try:
+                    for file in node.files[world.local_rank :: world.local_size]:
+                        _verify_file(held, file, checked, bar)
+                finally:
+                    held.close()
+    except FileNotFoundError:  # the job's memory was deleted meanwhile
+        pass
+    except MlflashError as problem:
+        problem.node = world.node_name
+        error = problem
+    world.raise_together(error)
+    return _join(gather_from_all(world, mine))
+
+
+def _verify_file(held: NodeMemory, file: File, checked: Checked, bar: Bar) -> None:
+    if file.damage:
+        checked.files += 1
+        checked.damaged.append((file.name, file.damage))
+    if file.header is None:
+        return
+    try:
+        with Sealed(held, file.name, file.header) as sealed:
+            sealed.verify(bar.advance)
+    except Changed:
+        checked.written.append(file.name)
+        return
+    except CorruptSlot as error:
+        what = file.header.kind.name.lower()
+        checked.damaged.append((file.name, f"{what} of rank {file.header.rank}, step {file.header.step}: {error}"))
+    checked.files += 1
+    checked.nbytes += file.header.extents.body_nbytes
+
+
+def _verify_directory(world: World, directory: str | None) -> list[Checked]:
+    shelf = on_disk.look_into(world, directory)
+    if shelf is None:
+        return []
+    store = open_store(shelf.path)
+    mine: dict[str, Checked] = {}
+    total = sum(on_disk.stored_nbytes(store, one) for one in shelf.listed) if world.rank == 0 else 0
+    with Bar("directory", total // world.size, world.rank == 0) as bar:
+        for one in shelf.listed:
+            nbytes, wrong = on_disk.verify(world, store, one, bar.advance)
+            where, ranks = f"{shelf.path}/{one.folder}", len(range(world.rank, one.card.world_size, world.size))
+            mine[where] = Checked(where, ranks, nbytes, wrong)
+    for folder in shelf.damaged if world.rank == 0 else ():
+        where = f"{shelf.path}/{folder}"
+        mine[where] = Checked(where, 1, 0, [("the file that commits it", "its first bytes are damaged")])
+    return _join(gather_from_all(world, mine))
+
+
+def _join(told: list[dict[str, Checked]]) -> list[Checked]:
+    """Put together what several processes read in the same places."""
+    found: dict[str, Checked] = {}
+    for theirs in told:
+        for where, one in theirs.items():
+            all_of = found.setdefault(where, Checked(where))
+            all_of.files += one.files
+            all_of.nbytes += one.nbytes
+            all_of.damaged = sorted([*all_of.damaged, *one.damaged])
+            all_of.written = sorted([*all_of.written, *one.written])
+    return list(found.values())
+
+
+def _to_json(one: Checked) -> dict[str, Any]:
+    damaged = [{"file": file, "damage": text} for file, text in one.damaged]
+    return {"where": one.where, "files": one.files, "nbytes": one.nbytes, "damaged": damaged,
+            "being_written": one.written}  # fmt: skip
+
+
+def _show(console: Console, found: list[Checked]) -> None:
+    if not any(one.files or one.written for one in found):
+        console.print("nothing is there")
+        return
+    for one in found:
+        good = one.files - len({file for file, _ in one.damaged})
+        text = f"{one.where}: {good} of {one.files} file{'s' * (one.files != 1)} good, {show_bytes(one.nbytes)}"
+        text += f"; {len(one.written)} being written" if one.written else ""
+        console.print(text, style="red" if one.damaged else None)
+        for file, what in one.damaged:
+            console.print(f"  damaged: {file}: {what}", style="red")

@@ -1,0 +1,251 @@
+"""`mlflash scavenge`, `heal`, `drain` and the looking commands on what real jobs have left, or while they run."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from harness import Cluster, assert_restored, train_and_die
+
+from mlflash.demo.launch import mpiexec
+
+MLFLASH = str(Path(sys.executable).with_name("mlflash"))
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    return tmp_path / "drained"
+
+
+def environment(cluster: Cluster, per_node: int | None = None) -> dict[str, str]:
+    given = {"MLFLASH_MEMORY": str(cluster.root), "MLFLASH_JOB": cluster.job, "PYTHONWARNINGS": "error",
+             "MLFLASH_TRANSPORT": cluster.transport, "TMPDIR": str(cluster.out)}  # fmt: skip
+    return given if per_node is None else {**given, "MLFLASH_RANKS_PER_NODE": str(per_node)}
+
+
+def command(cluster: Cluster, *arguments: object, ranks: int = 0, per_node: int = 1, code: int = 0) -> str:
+    """Run a command under mpiexec, or alone; its stdout."""
+    line = [MLFLASH, *map(str, arguments)]
+    env = {**os.environ, **environment(cluster, per_node if ranks else None)}
+    if ranks:
+        line, env = mpiexec(ranks, line, env)
+    done = subprocess.run(line, env=env, capture_output=True, text=True, timeout=60, check=False,
+                          stdin=subprocess.DEVNULL)  # fmt: skip
+    assert done.returncode == code, f"{done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done.stdout + (done.stderr if code else "")
+
+
+def document(cluster: Cluster, *arguments: object, **how: int) -> Any:
+    """What a command says as JSON."""
+    return json.loads(command(cluster, *arguments, "--json", **how))
+
+
+def wipe_all(cluster: Cluster) -> None:
+    shutil.rmtree(cluster.node(0).parent)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "per_node", "scheme", "alike", "lost", "processes", "per"),
+    [
+        pytest.param(2, 2, "copy", False, [1], 1, 1, id="one process for four ranks"),
+        pytest.param(2, 2, "copy", True, [0], 3, 3, id="shared state, three processes"),
+        pytest.param(3, 1, "copy", False, [], 3, 1, id="as many processes, nothing lost"),
+        pytest.param(4, 1, "xor:4", False, [1], 3, 1, id="parity, a process on each node that is left"),
+        pytest.param(4, 1, "xor:4", True, [2], 3, 1, id="parity and shared state"),
+        pytest.param(4, 1, "rs:2+2", False, [0, 3], 4, 2, id="two nodes lost, two processes on each other one"),
+        pytest.param(2, 2, "none", False, [], 4, 2, id="no redundancy, nothing lost"),
+    ],
+)
+def test_what_is_scavenged_from_the_nodes_that_are_left_comes_back_bit_for_bit(
+    shm: Path, directory: Path, nodes: int, per_node: int, scheme: str, alike: bool, lost: list[int], processes: int,
+    per: int
+) -> None:  # fmt: skip
+    cluster, ranks = Cluster(shm, per_node), nodes * per_node
+    spec = {"alike": alike, "options": {"redundancy": scheme}}
+    train_and_die(cluster, ranks, 3, **spec)
+    cluster.wipe(*lost)
+    left = [node for node in range(nodes) if node not in lost]
+    cluster.move({node: number for number, node in enumerate(left)})
+    found = document(cluster, "scavenge", directory, ranks=processes, per_node=per)
+    assert (found["drained"], found["lost"], found["newest"]) == (3, None, 3)
+    assert found["nbytes"] > 300_000 and Path(found["path"]).parent == directory
+    assert document(cluster, "status", "-d", directory, ranks=processes, per_node=per)["newest"] == 3  # it is there yet
+    wipe_all(cluster)
+    spec["options"] = {"redundancy": scheme, "directory": str(directory)}
+    assert_restored(cluster.train(ranks, last=4, **spec), ranks, 3)
+
+
+@pytest.mark.parametrize(("nodes", "per_node", "scheme", "processes"), [(2, 2, "copy", 2), (4, 1, "xor:4", 3)])
+def test_what_is_left_in_memory_is_exported_whole(
+    shm: Path, tmp_path: Path, nodes: int, per_node: int, scheme: str, processes: int
+) -> None:
+    cluster = Cluster(shm, per_node)
+    train_and_die(cluster, nodes * per_node, 3, options={"redundancy": scheme})
+    cluster.wipe(0)
+    cluster.move({node: node - 1 for node in range(1, nodes)})
+    out = tmp_path / "out"
+    found = document(
+        cluster, "export", "newest", out, "--to", "torch", ranks=processes, per_node=processes // (nodes - 1)
+    )
+    assert (found["step"], found["tensors"], found["path"]) == (3, 3, str(out))
+    numbers = np.random.default_rng((0, 3))  # what rank 0 had, see worker.py; its node is lost
+    weights, moments = numbers.integers(0, 256, 300_000, dtype=np.uint8), numbers.standard_normal(1000)
+    state = torch.load(out / "state.pt")
+    assert state["weights"].numpy().tobytes() == weights.tobytes()
+    assert state["moments"][0].numpy().tobytes() == moments.tobytes()
+    assert state["history"][:3] == [0, 3, "step 3"] and state["lr"] == 1 / 4
+
+
+def test_what_the_directory_has_is_not_drained_again(shm: Path, directory: Path) -> None:
+    cluster = Cluster(shm)
+    train_and_die(cluster, 2, 2)
+    command(cluster, "scavenge", directory, ranks=2)
+    before = sorted(directory.rglob("*"))
+    assert "nothing newer than step 2" in command(cluster, "scavenge", directory, ranks=2)
+    assert sorted(directory.rglob("*")) == before
+    # And a later step goes beside it.
+    train_and_die(cluster, 2, 5)
+    assert document(cluster, "scavenge", directory, ranks=1)["drained"] == 5
+    assert sorted(path.name for path in directory.iterdir()) == ["step-00000002", "step-00000005"]
+
+
+def test_what_is_not_looked_at_is_named(shm: Path, directory: Path) -> None:
+    cluster = Cluster(shm)
+    train_and_die(cluster, 2, 2)
+    text = command(cluster, "scavenge", directory, code=1)
+    assert "j ran on emulated nodes; set MLFLASH_RANKS_PER_NODE" in text
+    text = command(cluster, "scavenge", directory, "--job", "other", ranks=2, code=1)
+    assert "nothing of other is here, but of j: name it with --job" in text
+    assert not directory.exists()
+
+
+def test_where_too_much_is_lost_nothing_is_drained_and_that_is_said(shm: Path, directory: Path) -> None:
+    cluster = Cluster(shm, ranks_per_node=2)
+    train_and_die(cluster, 4, 2, options={"redundancy": "none"})
+    cluster.wipe(1)
+    text = command(cluster, "scavenge", directory, ranks=1, code=1)
+    assert "step 2 was committed, and memory cannot give it: the slots of ranks 2-3 are gone" in text
+    assert not directory.exists()
+    found = document(cluster, "status", ranks=1, code=1)
+    assert (found["newest"], found["well"], found["attempts"][0]["missing_ranks"]) == (None, False, [2, 3])
+    assert "memory has nothing that can be restored" in command(cluster, "heal", ranks=1, code=1)
+    wipe_all(cluster)
+    command(cluster, "scavenge", directory, ranks=1, code=1)
+
+
+def test_a_slot_that_is_damaged_is_not_drained(shm: Path, directory: Path) -> None:
+    cluster = Cluster(shm)
+    train_and_die(cluster, 2, 3, options={"redundancy": "none"})
+    for path in cluster.slot_files():
+        with path.open("r+b") as file:
+            file.seek(200_000)
+            file.write(b"?")
+    assert "step 3 in memory is damaged" in command(cluster, "scavenge", directory, ranks=2, code=1)
+    assert not directory.exists() or not list(directory.rglob("*.h5"))
+    assert len(document(cluster, "verify", code=1)["memory"][0]["damaged"]) == 2
+
+
+def test_a_directory_that_cannot_be_written_leaves_memory_as_it_was(shm: Path, tmp_path: Path) -> None:
+    cluster = Cluster(shm)
+    train_and_die(cluster, 2, 3)
+    text = command(cluster, "scavenge", "/proc/mlflash-cannot-be-made", ranks=2, code=1)
+    assert "this checkpoint is in memory only" in text and "Traceback" not in text
+    (tmp_path / "file").write_text("no directory")
+    assert "cannot be read" in command(cluster, "scavenge", tmp_path / "file" / "below", ranks=2, code=1)
+    assert document(cluster, "scavenge", tmp_path / "other", ranks=2)["drained"] == 3
+
+
+@pytest.mark.parametrize(
+    ("nodes", "per_node", "scheme", "alike"),
+    [(2, 2, "copy", False), (2, 2, "copy", True), (3, 1, "xor:3", False), (3, 1, "xor:3", True)],
+)
+def test_after_a_heal_any_other_node_may_be_lost(
+    shm: Path, directory: Path, nodes: int, per_node: int, scheme: str, alike: bool
+) -> None:
+    cluster, ranks = Cluster(shm, per_node), nodes * per_node
+    spec = {"alike": alike, "options": {"redundancy": scheme}}
+    train_and_die(cluster, ranks, 3, **spec)
+    assert document(cluster, "status")["survives"]["fatal"] == []
+    cluster.wipe(0)
+    assert document(cluster, "status")["survives"]["fatal"] != []
+    found = document(cluster, "heal", ranks=ranks, per_node=per_node)
+    assert (found["step"], found["scheme"]) == (3, scheme)
+    assert found["survives"].startswith(f"any 1 of {nodes} nodes"), found
+    assert document(cluster, "status")["survives"]["fatal"] == []
+    assert not document(cluster, "verify")["memory"][0]["damaged"]
+    cluster.wipe(1)
+    assert_restored(cluster.train(ranks, last=4, **spec), ranks, 3)
+
+
+def test_a_heal_by_another_number_of_processes_says_how_many_it_takes(shm: Path) -> None:
+    cluster = Cluster(shm, ranks_per_node=2)
+    train_and_die(cluster, 4, 2)
+    cluster.wipe(1)
+    text = command(cluster, "heal", ranks=2, per_node=1, code=2)
+    assert "step 2 is of 4 ranks" in text and "mpiexec -n 4" in text
+    document(cluster, "heal", ranks=4, per_node=2)
+
+
+def test_a_job_that_is_alive_is_looked_at_asked_and_not_scavenged(shm: Path, directory: Path) -> None:
+    cluster = Cluster(shm, ranks_per_node=2)
+    spec = {"program": "keep_saving", "last": 5, "busy_until": "enough", "pause": 0.01,
+            "options": {"directory": str(directory)}}  # fmt: skip
+    job = cluster.start(4, "worker.py", json.dumps(spec))
+    job.wait_for("committed", 40)
+    pids = set(job.pids().values())
+    files = set(cluster.node(0).parent.rglob("*"))
+    end = time.monotonic() + 6
+    while time.monotonic() < end:
+        found = document(cluster, "status")
+        assert found["alive"] and found["well"] and {node["pid"] for node in found["nodes"]} <= pids
+        checked = document(cluster, "verify")["memory"]
+        assert [one["damaged"] for one in checked] == [[], []]
+    assert set(cluster.node(0).parent.rglob("*")) == files  # looking makes nothing
+    document(cluster, "list", ranks=4, per_node=2)
+    refused = command(cluster, "scavenge", directory, ranks=2, code=1)
+    assert "another job with this name is alive on this node" in refused
+    assert json.loads(command(cluster, "clean", "--dry-run", "--json", "j", code=1).split("Error")[0])["jobs"][0]["pid"]
+    drained = document(cluster, "drain", "--wait", 20, "-d", directory)
+    assert drained["drained"] > 10 and (Path(drained["path"]) / "checkpoint.h5").exists()
+    (job.out / "enough").touch()
+    result = job.wait()
+    assert len(result.of("end")) == 4, result.log
+    assert [r["report"]["counts"]["drained"] for r in result.of("end")] == [1] * 4
+    assert "no process of job j is alive" in command(cluster, "drain", code=1)
+    good = document(cluster, "verify", "-d", directory, ranks=2)
+    assert good["directory"][0]["files"] == 4 and not good["directory"][0]["damaged"]
+
+
+def test_a_request_that_no_job_takes_is_not_done_in_time(shm: Path, directory: Path) -> None:
+    cluster = Cluster(shm)
+    spec = {"program": "keep_saving", "last": 5, "busy_until": "enough", "pause": 0.01}
+    job = cluster.start(2, "worker.py", json.dumps(spec))  # it was given no directory
+    job.wait_for("committed", 4)
+    assert not document(cluster, "drain")["heard"]
+    assert "has not committed a checkpoint within 0.5 s" in command(cluster, "drain", "--wait", 0.5, code=1)
+    (job.out / "enough").touch()
+    job.wait()
+
+
+def test_each_node_says_what_it_has_of_a_step(shm: Path) -> None:
+    cluster = Cluster(shm)
+    train_and_die(cluster, 3, 2, alike=True)
+    found = document(cluster, "inspect", 2, "weights", ranks=3)
+    (tensor,) = found["tensors"]
+    assert (tensor["shape"], tensor["dtype"], tensor["nbytes"]) == ([300_000], "|u1", 300_000)
+    assert [shard["rank"] for shard in tensor["shards"]] == [0, 1, 2]
+    assert [shard["node"] for shard in tensor["shards"]] == ["node0", "node1", "node2"]
+    assert len({shard["statistics"]["check"] for shard in tensor["shards"]}) == 1
+    alone = document(cluster, "inspect", 2, "weights")
+    assert alone["tensors"] == found["tensors"]
+    private = document(cluster, "inspect", 2, "moments.0", ranks=3)["tensors"]
+    assert [one["shape"] for one in private] == [[1000], [1001], [1002]]
