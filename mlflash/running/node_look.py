@@ -1,0 +1,82 @@
+"""What one node says of itself: ``python -m mlflash.running.node_look MEMORY JOB [INTERFACE]``.
+
+One JSON document: the pulses of the job's ranks here, the newest committed step that is held here, free memory, GPUs.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from ..commands.looking import look
+from ..node_memory import NodeMemory, emulated_nodes
+from ..pulse import read_pulse
+
+_FLAGS_OF, _UP_AND_RUNNING = 0x8913, 0x41  # SIOCGIFFLAGS; IFF_UP | IFF_RUNNING
+_GPU_S = 20.0  # a GPU that fell off the bus can hold nvidia-smi up
+
+
+def main() -> int:
+    """Look at this node and print it."""
+    memory, job, *interface = sys.argv[1:]
+    space = os.statvfs(memory)
+    nodes: list[int | None] = [*emulated_nodes(memory, job), None]
+    found: dict[str, Any] = {
+        "host": socket.gethostname(), "free": space.f_bavail * space.f_frsize, "gpus": _gpus(),
+        "interface": _is_up(interface[0]) if interface else None,
+        "pulses": [pulse for node in nodes for pulse in _pulses(memory, job, node)],
+        "steps": sorted({header.step for node in nodes for file, header in look(memory, job, node, "").sealed}),
+    }  # fmt: skip
+    print(json.dumps(found), flush=True)
+    return 0
+
+
+def _pulses(memory: str, job: str, node: int | None) -> list[dict[str, Any]]:
+    try:
+        held = NodeMemory(memory, job, node, make=False)
+    except FileNotFoundError:
+        return []
+    try:
+        said = [read_pulse(held, name) for name in held.pulse_names()]
+        return [pulse | {"alive": _is_alive(int(pulse["pid"]))} for pulse in said if pulse is not None]
+    finally:
+        held.close()
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in ("Z", "X")
+    except OSError:
+        return False
+
+
+def _gpus() -> int | None:
+    """GPUs that answer; None where there is no program to ask."""
+    try:
+        done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=_GPU_S, check=False)
+    except FileNotFoundError:
+        return None
+    except subprocess.TimeoutExpired:
+        return 0
+    return len(done.stdout.splitlines()) if done.returncode == 0 else 0
+
+
+def _is_up(interface: str) -> bool:
+    """Whether a network interface is there, up, and has a carrier."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        try:
+            answer = fcntl.ioctl(asked, _FLAGS_OF, struct.pack("16sH14x", interface.encode(), 0))
+        except OSError:
+            return False
+    return bool(struct.unpack("16sH14x", answer)[1] & _UP_AND_RUNNING == _UP_AND_RUNNING)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

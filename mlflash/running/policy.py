@@ -1,0 +1,45 @@
+"""Whether a job that failed is to be started again, and when. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
+_SAME_STEP = 2  # failures with no newer checkpoint between them, after which there is no hope
+
+
+@dataclasses.dataclass
+class Restarts:
+    """The failures so far, and what follows from them.
+
+    Args:
+        most: restarts that are allowed.
+    """
+
+    most: int
+    done: int = 0
+    _newest: int | None = None  # newest checkpoint when it failed last
+    _in_vain: int = 0  # failures since that one was committed
+
+    def after_failure(self, newest: int | None, node_lost: bool) -> str:
+        """Say why there is to be no further restart; "" where there is to be one.
+
+        Args:
+            newest: step of the newest committed checkpoint; None: there is none, or nothing is known.
+            node_lost: whether a node was lost: that is no fault of the training.
+        """
+        if newest is not None and (self._newest is None or newest > self._newest):
+            self._newest, self._in_vain = newest, 0
+        self._in_vain += not node_lost
+        if self.done >= self.most:
+            return f"{self.done} of {self.most} restarts are used up"
+        if self._in_vain >= _SAME_STEP:
+            where = "before the first checkpoint" if self._newest is None else f"after step {self._newest}"
+            return f"it failed {self._in_vain} times {where} without a newer checkpoint"
+        self.done += 1
+        return ""
+
+    @property
+    def pause_s(self) -> float:
+        """Seconds to wait before the next start: twice as long after each failure in vain."""
+        return min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0 ** (self._in_vain - 1)) if self._in_vain else 0.0

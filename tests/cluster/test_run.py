@@ -1,0 +1,197 @@
+"""`mlflash run` under mpiexec on nodes that crash: the job goes on with a spare, and ends with the same bits."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cluster.jobs import NETMODS, NETMODS_HERE
+from cluster.nodes import HEAD, Nodes
+
+WORKER = Path(__file__).parents[1] / "run_worker.py"
+MLFLASH = str(Path(sys.executable).with_name("mlflash"))
+ENV = {**NETMODS[NETMODS_HERE[0]], "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error", "OMPI_ALLOW_RUN_AS_ROOT": "1",
+       "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}  # fmt: skip
+LAST = 60
+
+
+class Run:
+    """`mlflash run` on the head."""
+
+    def __init__(self, nodes: Nodes, *options: object, hosts: int = 4, **training: object):
+        self.nodes, self.out, self.directory = nodes, nodes.path / "out", nodes.path / "pfs"
+        self.out.mkdir(exist_ok=True)
+        names = ",".join(f"host{n}" for n in range(1, hosts + 1))
+        training = {"pause": 0.03, **training}
+        told = ["--hosts", names, "--rsh", nodes.shell, "--look-every", 2, "--directory", self.directory, "--journal",
+                self.out / "run.jsonl", *options]  # fmt: skip
+        training_words = [sys.executable, "-m", "mpi4py", WORKER, self.directory, self.out, LAST, json.dumps(training)]
+        words = [MLFLASH, "run", *told, "--", *training_words]
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("SLURM")} | ENV
+        command = nodes.command(HEAD, ["env", f"TMPDIR={self.out}", *map(str, words)])
+        self._log = (self.out / "log").open("w")
+        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log,
+                                         env=environment, start_new_session=True)  # fmt: skip
+
+    def log(self) -> str:
+        return (self.out / "log").read_text()[-20_000:]
+
+    def wait_for_step(self, step: int, timeout: float = 40) -> None:
+        end = time.monotonic() + timeout
+        while time.monotonic() < end:
+            try:
+                if int((self.out / "step0").read_text()) >= step:
+                    return
+            except (FileNotFoundError, ValueError):
+                pass
+            assert self._process.poll() is None, self.log()
+            time.sleep(0.02)
+        raise AssertionError(f"step {step} was not reached:\n{self.log()}")
+
+    def wait(self, timeout: float = 90) -> int:
+        try:
+            return self._process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"it still runs after {timeout} s:\n{self.log()}") from None
+
+    def signal(self, number: int) -> None:
+        self._process.send_signal(number)
+
+    def close(self) -> None:
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait(30)
+        self._log.close()
+
+    def ends(self) -> list[dict[str, Any]]:
+        return [json.loads(path.read_text()) for path in sorted(self.out.glob("end*"))]
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        lines = [json.loads(line) for line in (self.out / "run.jsonl").read_text().splitlines()]
+        return [line for line in lines if line["event"] == name]
+
+    def memory(self, host: str) -> str:
+        return self.nodes.run(host, "find", "/dev/shm", "-name", "slot-*")
+
+
+@pytest.fixture
+def start(nodes: Nodes) -> Iterator[Any]:
+    runs: list[Run] = []
+
+    def begin(*options: object, **training: object) -> Run:
+        runs.append(Run(nodes, *options, **training))
+        return runs[-1]
+
+    yield begin
+    for run in runs:
+        run.close()
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Digests of the state of three ranks that nothing happened to."""
+    from mlflash.demo.launch import mpiexec
+
+    out = tmp_path_factory.mktemp("uninterrupted")
+    line, env = mpiexec(3, [sys.executable, "-m", "mpi4py", str(WORKER), str(out / "pfs"), str(out), str(LAST)],
+                        {"MLFLASH_MEMORY": str(out), "MLFLASH_REDUNDANCY": "none"})  # fmt: skip
+    subprocess.run(line, env=env, check=True, timeout=60)
+    return [json.loads((out / f"end{rank}").read_text())["digest"] for rank in range(3)]
+
+
+def test_a_lost_node_is_replaced_by_a_spare_and_the_job_ends_with_the_same_bits(
+    start: Any, nodes: Nodes, expected: list[str]
+) -> None:
+    run = start("-N", 3)
+    run.wait_for_step(15)
+    nodes.crash("host2")
+    assert run.wait() == 0, run.log()
+    assert [end["digest"] for end in run.ends()] == expected
+    assert [end["node"] for end in run.ends()] == ["host1", "host4", "host3"]
+    assert all(end["start"] >= 14 for end in run.ends())
+    first, second = run.events("start")
+    assert (first["hosts"], second["hosts"]) == (["host1", "host2", "host3"], ["host1", "host4", "host3"])
+    failed, ended = run.events("end")
+    assert failed["why"] and ended["why"] == "" and ended["source"] == "memory" and 0 <= ended["steps_lost"] <= 2
+    assert min(ended[name] for name in ("detect_s", "look_s", "launch_s", "restore_s", "first_step_s", "outage_s")) > 0
+    assert run.events("finish")[0]["scavenged"] is True
+    assert (run.directory / f"step-{LAST:08d}" / "checkpoint.h5").exists()
+    assert not any(run.memory(host) for host in ("host1", "host3", "host4")), "the nodes were not cleaned"
+
+
+@pytest.mark.parametrize("power_cut", [False, True])
+def test_without_a_spare_it_goes_on_with_fewer_nodes_where_that_will_do(
+    start: Any, nodes: Nodes, power_cut: bool
+) -> None:
+    run = start("-N", 3, "--min-nodes", 2, "--hang-timeout", 8, hosts=3)
+    run.wait_for_step(15)
+    nodes.crash("host3", power_cut)
+    assert run.wait() == 0, run.log()
+    assert [end["node"] for end in run.ends()] == ["host1", "host2"]
+    assert run.events("start")[1]["hosts"] == ["host1", "host2"] and run.events("finish")[0]["scavenged"] is True
+
+
+def test_where_too_few_nodes_are_left_it_ends_with_the_reason_and_scavenges(start: Any, nodes: Nodes) -> None:
+    run = start("-N", 3, hosts=3)
+    run.wait_for_step(15)
+    nodes.crash("host3")
+    assert run.wait() == 1, run.log()
+    assert "fewer than 3 nodes are fit to train" in run.log() and "host3 is not fit to train" in run.log()
+    (finish,) = run.events("finish")
+    assert finish["scavenged"] is True and list(run.directory.glob("step-*/checkpoint.h5"))
+
+
+def test_a_run_that_hangs_shows_its_stacks_and_is_started_again(start: Any, expected: list[str]) -> None:
+    run = start("-N", 3, "--hang-timeout", 6, hang_at=20)
+    assert run.wait() == 0, run.log()
+    assert [end["digest"] for end in run.ends()] == expected
+    assert "no rank has saved for 6 s" in run.log() and run.log().count("run_worker.py") >= 3, run.log()
+
+
+def test_a_rank_that_fails_is_started_again(start: Any, expected: list[str]) -> None:
+    run = start("-N", 3, fail_at=20)
+    assert run.wait() == 0, run.log()
+    assert [end["digest"] for end in run.ends()] == expected and len(run.events("start")) == 2
+
+
+def test_what_fails_at_the_same_step_again_ends_with_its_exit_code(start: Any) -> None:
+    run = start("-N", 3, fail_at=20, always=True)
+    code = run.wait()
+    assert code == 7 and len(run.events("start")) == 2, run.log()
+    assert "it failed 2 times after step 19 without a newer checkpoint" in run.log()
+    assert run.events("finish")[0]["scavenged"] is True
+
+
+def test_a_signal_ends_it_with_a_checkpoint_that_the_next_job_restores(start: Any, expected: list[str]) -> None:
+    run = start("-N", 3, pause=0.2)
+    run.wait_for_step(20)
+    run.signal(signal.SIGUSR1)
+    assert run.wait() == 128 + signal.SIGUSR1, run.log()
+    assert run.events("finish")[0]["scavenged"] is True and not run.ends()
+    assert not any(run.memory(host) for host in ("host1", "host2", "host3", "host4"))
+    assert start("-N", 3).wait() == 0
+    assert [end["digest"] for end in run.ends()] == expected and all(end["start"] >= 20 for end in run.ends())
+
+
+def test_a_node_that_is_unfit_to_train_is_replaced_and_what_it_holds_is_fetched_first(
+    start: Any, nodes: Nodes, expected: list[str]
+) -> None:
+    for host in nodes.names:
+        nodes.run(host, "ip", "link", "add", "fast0", "type", "veth", "peer", "name", "fast1")
+        for end in ("fast0", "fast1"):
+            nodes.run(host, "ip", "link", "set", end, "up")
+    run = start("-N", 3, "--interface", "fast0", fail_at=40, settings={"redundancy": "none"})
+    run.wait_for_step(15)
+    nodes.run("host2", "ip", "link", "set", "fast0", "down")
+    assert run.wait() == 0, run.log()
+    assert [end["digest"] for end in run.ends()] == expected
+    assert run.events("start")[1]["hosts"] == ["host1", "host4", "host3"]
+    assert "host2 is not fit to train: fast0 is down" in run.log() and run.events("end")[1]["source"] != "memory"

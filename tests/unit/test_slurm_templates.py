@@ -1,0 +1,249 @@
+"""The sbatch templates: what a user copies parses, says what it must, and does what its comments say."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import click
+import pytest
+
+from mlflash.demo.launch import mpiexec
+from mlflash.running.command import run
+
+REPO = Path(__file__).parents[2]
+GOLDEN = Path(__file__).parent / "golden"
+NAMES = ("array", "megatron", "nemo", "train")
+TEXTS = {name: (REPO / "slurm" / f"{name}.sbatch").read_text() for name in NAMES}
+PAGE = (REPO / "docs" / "slurm.md").read_text()
+
+# What a user fills in, in the three places.
+EXAMPLE = {
+    "--account=CHANGE_ME": "--account=proj42",
+    "--partition=CHANGE_ME": "--partition=gpu",
+    "/CHANGE_ME": "/lustre/me",
+}
+USR1, TERM = 128 + signal.SIGUSR1, 128 + signal.SIGTERM
+
+# In the place of `mlflash`: notes what it was called with; ends as it is told to, or by a signal as `mlflash run` does.
+MLFLASH = """#!/bin/bash
+printf '%s\\0' "$@" > "$OUT/argv"
+trap 'echo USR1 >> "$OUT/signals"; sleep 0.3; exit 138' USR1
+trap 'echo TERM >> "$OUT/signals"; exit 143' TERM
+echo $$ > "$OUT/pid.new" && mv "$OUT/pid.new" "$OUT/pid"
+while [ "$CODE" = wait ]; do sleep 0.05; done
+exit "$CODE"
+"""
+SCONTROL = """#!/bin/bash
+echo "$@" >> "$OUT/asked"
+"""
+SCRIPT = """
+import json, os, sys
+import helper, torch.distributed as dist
+names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+with open(f"{__file__}.{dist.get_rank()}", "w") as file:
+    json.dump([__name__, sys.argv, dist.get_rank(), *[os.environ[name] for name in names]], file)
+"""
+
+
+def fill(name: str, example: dict[str, str] = EXAMPLE) -> str:
+    text = TEXTS[name]
+    for old, new in example.items():
+        assert old in text
+        text = text.replace(old, new)
+    assert "CHANGE_ME" not in text.replace("no CHANGE_ME may be left", "")
+    return text
+
+
+def directives(name: str) -> dict[str, str]:
+    lines = re.findall(r"^#SBATCH --([\w-]+)=?(.*)$", TEXTS[name], re.M)
+    assert len(lines) == TEXTS[name].count("\n#SBATCH") == len(dict(lines))
+    return dict(lines)
+
+
+class Started:
+    """A template, filled in, that runs with other programs in the place of mlflash and scontrol."""
+
+    def __init__(self, name: str, out: Path, code: object, **environment: str):
+        self.out = out
+        for program, text in (("mlflash", MLFLASH), ("scontrol", SCONTROL)):
+            (out / program).write_text(text)
+            (out / program).chmod(0o700)
+        script = out / "job.sbatch"
+        script.write_text(fill(name, {"/CHANGE_ME/venv/bin": str(out), **EXAMPLE, "/CHANGE_ME": str(out)}))
+        slurm = {"SLURM_JOB_ID": "71", "SLURM_ARRAY_TASK_ID": "3", "SLURM_JOB_NODELIST": "n[1-5]"}
+        env = {"PATH": os.environ["PATH"], "OUT": str(out), "CODE": str(code), **slurm, **environment}
+        self.process = subprocess.Popen(["bash", script], env=env, stdout=subprocess.PIPE, text=True)
+
+    def wait(self) -> int:
+        self.process.communicate(timeout=20)
+        return self.process.returncode
+
+    def wait_until_it_runs(self) -> int:
+        end = time.monotonic() + 20
+        while not (self.out / "pid").exists():
+            assert time.monotonic() < end
+            time.sleep(0.02)
+        return int((self.out / "pid").read_text())
+
+    def argv(self) -> list[str]:
+        return (self.out / "argv").read_text().split("\0")[:-1]
+
+    def noted(self, name: str) -> list[str]:
+        path = self.out / name
+        return path.read_text().splitlines() if path.exists() else []
+
+
+def options(argv: list[str]) -> dict[str, object]:
+    """Options that `mlflash run` takes these words for; one that it does not have would be part of the training."""
+    assert argv[0] == "run"
+    params = run.make_context("run", argv[1:]).params
+    assert params["argv"][0] == "python"
+    return params
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_shell_and_shellcheck_find_no_fault(name: str) -> None:
+    path = REPO / "slurm" / f"{name}.sbatch"
+    subprocess.run(["bash", "-n", path], check=True)
+    shellcheck = Path(sys.executable).with_name("shellcheck")
+    if not shellcheck.exists():
+        pytest.skip("shellcheck is not installed here (pip install 'mlflash[lint]')")
+    done = subprocess.run([shellcheck, path], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_slurm_is_told_what_a_job_with_spares_needs(name: str) -> None:
+    found = directives(name)
+    assert {"no-kill": "", "requeue": "", "open-mode": "append", "exclusive": "", "mem": "0"}.items() <= found.items()
+    assert found["signal"] == ("B:USR2@300" if name == "nemo" else "B:USR1@300") and "USR2" in TEXTS[name]
+    assert {"account", "partition", "nodes", "ntasks-per-node", "gpus-per-node", "cpus-per-task", "time"} <= set(found)
+    assert ("array" in found) == (name == "array")
+    first_command = re.search(r"^[^#\s]", TEXTS[name], re.M)
+    assert first_command and "#SBATCH" not in TEXTS[name][first_command.start() :], "sbatch reads none after a command"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_there_are_three_places_to_edit_and_all_that_must_be_changed_is_in_them(name: str) -> None:
+    parts = re.split(r"^# ---- (?:EDIT (\d): .*|end of EDIT (\d)) ----$", TEXTS[name], flags=re.M)
+    assert parts[1::3] == ["1", None, "2", None, "3", None] and parts[2::3] == [None, "1", None, "2", None, "3"]
+    outside, inside = parts[0::6], parts[3::6]
+    assert all("CHANGE_ME" in place for place in inside)
+    assert sum(text.count("CHANGE_ME") for text in outside) == 1, "where it says that none may be left"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_line_is_explained(name: str) -> None:
+    commented = False
+    for line in TEXTS[name].splitlines()[1:]:
+        if not line.strip() or re.match(r"\s*#(?!SBATCH)", line):
+            commented = bool(line.strip())
+        else:
+            assert commented, f"nothing is said of {line!r}"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_left_of_an_example_without_comments_is_this(name: str, tmp_path: Path) -> None:
+    lines = fill(name).splitlines(keepends=True)
+    left = "".join(line for line in lines if line.strip() and not re.match(r"\s*#(?!!|SBATCH)", line))
+    found, golden = tmp_path / f"{name}.sbatch", GOLDEN / f"{name}.sbatch"
+    found.write_text(left)
+    assert golden.exists() and golden.read_text() == left, f"if it is to be so: cp {found} {golden}"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_mlflash_run_understands_what_it_is_given_and_it_fits_what_slurm_is_told(name: str, tmp_path: Path) -> None:
+    started = Started(name, tmp_path, 0)
+    assert started.wait() == 0
+    found, told, directory = options(started.argv()), directives(name), tmp_path / "run42"
+    directory = directory / "3" if name == "array" else directory
+    assert directory.is_dir() and found["journal"] == directory / "run.jsonl" and str(directory) in found["argv"]
+    assert found["nodes"] + found["spares"] == int(told["nodes"]) and found["spares"] == 1
+    assert found["gpus"] == int(told["gpus-per-node"]) == int(told["ntasks-per-node"])
+    assert found["argv"][:3] == ("python", "-m", "mpi4py") and found["mpi"] == "pmix"
+    if name in ("train", "array"):
+        assert found["directory"] == str(directory)
+        assert found["grace"] < int(told["signal"].rpartition("@")[2]) / 2
+    else:  # nothing of these is in memory yet
+        assert found["directory"] is None and found["hang_timeout"] == 0 == found["grace"]
+        mounts = f"--container-mounts=/dev/shm:/dev/shm,{tmp_path}:{tmp_path}"
+        assert found["srun_args"].split()[1:] == [mounts, "--no-container-remap-root"]
+
+
+@pytest.mark.parametrize("name", set(NAMES) - {"array"})
+def test_the_batch_shell_becomes_mlflash_run_so_that_signals_reach_it(name: str, tmp_path: Path) -> None:
+    started = Started(name, tmp_path, "wait")
+    assert started.wait_until_it_runs() == started.process.pid
+    started.process.send_signal(signal.SIGUSR1)
+    assert started.wait() == USR1 and started.noted("signals") == ["USR1"]
+
+
+@pytest.mark.parametrize(
+    ("told", "code", "asked"), [(signal.SIGUSR1, USR1, ["requeue 71"]), (signal.SIGTERM, TERM, [])]
+)
+def test_the_array_hands_signals_on_and_requeues_itself_when_its_time_is_up(
+    told: int, code: int, asked: list[str], tmp_path: Path
+) -> None:
+    started = Started("array", tmp_path, "wait")
+    assert started.wait_until_it_runs() != started.process.pid
+    started.process.send_signal(told)
+    assert started.wait() == code
+    assert started.noted("signals") == [signal.Signals(told).name.removeprefix("SIG")]
+    assert started.noted("asked") == asked
+
+
+@pytest.mark.parametrize(
+    ("code", "restarts", "asked"), [(0, 0, 0), (1, 0, 0), (TERM, 0, 0), (USR1, 19, 1), (USR1, 20, 0)]
+)
+def test_the_array_requeues_itself_for_nothing_else_and_not_for_ever(
+    code: int, restarts: int, asked: int, tmp_path: Path
+) -> None:
+    started = Started("array", tmp_path, code, SLURM_RESTART_COUNT=str(restarts))
+    assert started.wait() == code
+    assert started.noted("asked") == ["requeue 71"] * asked
+
+
+@pytest.mark.parametrize("name", ["megatron", "nemo"])
+def test_ranks_get_torch_distributed_from_mpi_and_then_run_the_script(name: str, tmp_path: Path) -> None:
+    started = Started(name, tmp_path, 0)
+    assert started.wait() == 0
+    words = list(options(started.argv())["argv"])
+    script = Path(words[words.index("-c") + 2])
+    script.parent.mkdir(exist_ok=True)
+    script.write_text(SCRIPT)
+    script.with_name("helper.py").touch()  # what stands beside a script can be imported by it
+    line, env = mpiexec(2, [sys.executable, *words[1:]], {"OMP_NUM_THREADS": "1"})
+    done = subprocess.run(line, env=env, cwd="/", capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    ranks = [json.loads(Path(f"{script}.{rank}").read_text()) for rank in range(2)]
+    arguments = words[words.index("-c") + 2 :]
+    assert [rank[:6] for rank in ranks] == [["__main__", arguments, r, str(r), "2", str(r)] for r in range(2)]
+    assert ranks[0][6:] == ranks[1][6:]
+
+
+def test_the_page_has_every_option_of_mlflash_run_and_no_other() -> None:
+    table = re.findall(r"^\| `(--[\w-]+)", PAGE, re.M)
+    there = [option.opts[0] for option in run.params if isinstance(option, click.Option)]
+    assert table == there
+    for option in run.params:
+        if isinstance(option, click.Option) and option.show_default:
+            (row,) = re.findall(rf"^\| `{option.opts[0]}\b.*$", PAGE, re.M)
+            assert f"`{option.default}`" in row or f" {option.default:g}" in row, row
+
+
+def test_the_page_has_every_event_of_the_journal_and_its_fields() -> None:
+    tree = ast.parse((REPO / "mlflash" / "running" / "supervisor.py").read_text())
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".note")]
+    assert len(calls) > 2
+    for call in calls:
+        (row,) = re.findall(rf"^\| `{ast.literal_eval(call.args[0])}` .*$", PAGE, re.M)
+        for keyword in call.keywords:
+            assert keyword.arg is None or f"`{keyword.arg}`" in row, (keyword.arg, row)
