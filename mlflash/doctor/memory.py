@@ -1,0 +1,153 @@
+"""The memory that a node gives: the memory file system, limits of cgroups, RAM, locked memory."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import resource
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from ..errors import UnsafePath
+from ..limits import available
+from ..node_memory import NodeMemory, jobs_of
+from .findings import Finding, fine, warning, wrong
+from .need import Need
+
+_TRIED_NBYTES = 16 << 20
+_TINY_NBYTES = 1 << 30  # Docker's /dev/shm has 64 MiB where nobody asks for more
+_LOCKED_NBYTES = 1 << 30
+_SHARE = 0.8  # of what a cgroup or RAM has left: the training needs some of it too
+_ROOM = "ranks on more nodes, another scheme (mlflash plan --memory), fewer slots"
+
+
+def free_space(memory: str, need: Need | None) -> Finding:
+    """Compare the free space of the memory file system with what the job takes."""
+    stat = os.statvfs(memory)
+    held = held_by_jobs(memory)
+    return judge_space(memory, stat.f_blocks * stat.f_frsize, stat.f_bavail * stat.f_frsize, held, need)
+
+
+def held_by_jobs(memory: str) -> int:
+    """Bytes of the slots that jobs of this user hold, alive or not. Not collective."""
+    top = Path(memory, f"mlflash-{os.getuid()}")
+    return sum(slot.lstat().st_blocks * 512 for job in jobs_of(memory) for slot in (top / job).rglob("slot-*"))
+
+
+def judge_space(memory: str, size: int, free: int, held: int, need: Need | None) -> Finding:
+    """Compare size and free space with what the job takes.
+
+    Args:
+        memory: the memory file system.
+        size, free: of it, bytes.
+        held: bytes that slots of this user's jobs take of it.
+        need: of the job; None: not known.
+    """
+    text = "{free_nbytes} free of {size_nbytes}" + (", {held_nbytes} held by mlflash jobs" if held else "")
+    values = {"free_nbytes": free, "size_nbytes": size, **({"held_nbytes": held} if held else {})}
+    if need is None:
+        if size < _TINY_NBYTES:
+            return warning("space", text, "that is little: docker run --shm-size, or as root mount -o remount,size=...",
+                           **values)  # fmt: skip
+        return fine("space", text, **values)
+    values["need_nbytes"] = need.nbytes
+    text += "; the job takes {need_nbytes}"
+    if need.nbytes > size:
+        advice = f"as root: mount -o remount,size=... {memory} (docker run --shm-size); or {_ROOM}"
+        return wrong("space", text, advice, **values)
+    if need.nbytes > free + held:
+        return wrong("space", text, f"somebody else's files are in {memory}: delete them; or {_ROOM}", **values)
+    if need.nbytes > free:
+        return warning("space", text, "only a relaunch of the job that holds it can use that: mlflash clean for others",
+                       **values)  # fmt: skip
+    return fine("space", text, **values)
+
+
+def limits(memory: str, need: Need | None) -> Iterator[Finding]:
+    """Compare what cgroups and RAM have left with what the job takes."""
+    left = available(memory)
+    groups = [nbytes for name, nbytes in left.items() if "cgroup" in name]
+    if not groups:
+        yield fine("cgroup", "no memory limit, in v1 or v2")
+    else:
+        more = "ask for more (sbatch --mem=0), as past the limit processes are killed"
+        yield judge_limit("cgroup", min(groups), need, more)
+    if (ram := left.get("MemAvailable of the node")) is not None:
+        yield judge_limit("RAM", ram, need, "take nodes with more memory")
+
+
+def judge_limit(check: str, left: int, need: Need | None, more: str) -> Finding:
+    """Compare what a limit leaves with what the job takes.
+
+    Args:
+        check: what limits.
+        left: bytes.
+        need: of the job; None: not known.
+        more: how to get more.
+    """
+    text = "{left_nbytes} left"
+    if need is None:
+        return fine(check, text, left_nbytes=left)
+    text += "; the job takes {need_nbytes}"
+    if need.nbytes > left:
+        return wrong(check, text, f"{more}; or {_ROOM}", left_nbytes=left, need_nbytes=need.nbytes)
+    if need.nbytes > _SHARE * left:
+        return warning(check, text, f"the training itself needs some too: {more}", left_nbytes=left,
+                       need_nbytes=need.nbytes)  # fmt: skip
+    return fine(check, text, left_nbytes=left, need_nbytes=need.nbytes)
+
+
+def writing(memory: str, nbytes: int = _TRIED_NBYTES) -> Iterator[Finding]:
+    """Write a small file without a name, which is gone when it is closed; and look at this user's directory."""
+    try:
+        NodeMemory(memory, "doctor-looks-only", None, make=False).close()
+    except FileNotFoundError:
+        pass
+    except UnsafePath as error:
+        yield wrong("private directory", "{error}, {found}", "delete it, or let its owner do so", error=error.message,
+                    found=str(error.found))  # fmt: skip
+    with tempfile.TemporaryFile(dir=memory) as file:
+        os.posix_fallocate(file.fileno(), 0, nbytes)
+        target = np.frombuffer(mmap.mmap(file.fileno(), nbytes), dtype=np.uint8)
+        source = np.ones(nbytes, dtype=np.uint8)
+        fresh, warm = (_copy(target, source) for _ in range(2))
+    yield fine("writing", "{tried_nbytes}: {fresh_gbs} into fresh pages, {warm_gbs} into warm ones",
+               tried_nbytes=nbytes, fresh_gbs=fresh, warm_gbs=warm)  # fmt: skip
+
+
+def _copy(target: np.ndarray, source: np.ndarray) -> float:
+    start = time.perf_counter()
+    np.copyto(target, source)
+    return source.nbytes / (time.perf_counter() - start) / 1e9
+
+
+def memlock(rdma: bool, root: bool) -> Finding:
+    """Look at the limit of locked memory, which RDMA takes windows and buffers from."""
+    return judge_memlock(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], rdma, root)
+
+
+def judge_memlock(limit: int, rdma: bool, root: bool) -> Finding:
+    """Judge a limit of locked memory.
+
+    Args:
+        limit: bytes; RLIM_INFINITY: none.
+        rdma: whether the node has an RDMA device.
+        root: whether this is root, for whom there is no limit.
+    """
+    if limit == resource.RLIM_INFINITY:
+        return fine("memlock", "unlimited")
+    text = "{limit_nbytes} of locked memory"
+    if root or not rdma:
+        why = ", which does not count for root" if root else ", which does not matter without an RDMA device"
+        return fine("memlock", text + why, limit_nbytes=limit)
+    if limit >= _LOCKED_NBYTES:
+        return fine("memlock", text, limit_nbytes=limit)
+    return warning(
+        "memlock", text + ", and an RDMA device, which registers memory under that limit",
+        "LimitMEMLOCK=infinity for slurmd, and PropagateResourceLimitsExcept=MEMLOCK in slurm.conf; without Slurm "
+        "ulimit -l unlimited", limit_nbytes=limit,
+    )  # fmt: skip

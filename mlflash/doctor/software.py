@@ -1,0 +1,87 @@
+"""The libraries that mlflash uses, and the threads that compete with it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import re
+from collections.abc import Iterator, Mapping, Sequence
+
+from ..comm import World
+from ..scheme import parse
+from .findings import Finding, fine, warning, wrong
+
+_PACKAGES = ("mlflash", "numpy", "torch", "mpi4py", "h5py", "xxhash")
+
+
+def versions() -> Iterator[Finding]:
+    """Name the packages that are installed."""
+    found, missing = {}, []
+    for name in _PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            missing.append(name)
+    text = ", ".join([f"Python {platform.python_version()}", *(f"{name} {found[name]}" for name in found)])
+    yield fine("versions", "{versions}", versions=text)
+    if missing:
+        yield wrong("versions", f"not installed: {', '.join(missing)}", "pip install mlflash into this environment")
+
+
+def checksums() -> Iterator[Finding]:
+    """Try xxhash, which makes the checksums."""
+    import xxhash
+
+    xxhash.xxh3_64_intdigest(b"mlflash")
+    yield fine("checksums", "XXH3-64 of xxhash {version}", version=xxhash.VERSION)
+
+
+def parity(scheme: str) -> Iterator[Finding]:
+    """Name the library that codes parity."""
+    from ..erasure import library
+
+    by = re.sub(r"/\S*/", "", library())
+    if by == "numpy" and parse(scheme).parity:
+        yield warning("parity", "coded by numpy", "pip install 'mlflash[rs]' brings ISA-L: several times as fast")
+    else:
+        yield fine("parity", "coded by {library}" + f"; {scheme} needs none" * (not parse(scheme).parity), library=by)
+
+
+def compression(method: str) -> Iterator[Finding]:
+    """See whether drained files can be compressed as asked."""
+    if method not in ("", "gzip"):
+        from ..draining.hdf5 import plugin
+
+        plugin()
+    yield fine("compression", f"of drained files: {method or 'none'}")
+
+
+def threads(world: World, env: Mapping[str, str]) -> Iterator[Finding]:
+    """Compare the threads of all ranks of a node with its cores. Collective over the world; of whole nodes."""
+    told = env.get("OMP_NUM_THREADS", "").split(",")[0]
+    mine = (int(told) if told.isdigit() else None, frozenset(os.sched_getaffinity(0)))
+    ranks = [mine] if world.world is None else world.gather(mine, world.node)
+    if world.local_rank == 0:
+        yield judge_threads(ranks)
+
+
+def judge_threads(ranks: Sequence[tuple[int | None, frozenset[int]]]) -> Finding:
+    """Compare the threads of some ranks with their cores.
+
+    Args:
+        ranks: for each what OMP_NUM_THREADS says, if it says something, and the cores it may run on.
+    """
+    cores = len(frozenset().union(*(own for _, own in ranks)))
+    wanted = sum(len(own) if told is None else told for told, own in ranks)
+    text = "{ranks} rank" + "s" * (len(ranks) > 1) + " with {threads} OpenMP threads on {cores} cores"
+    values = {"ranks": len(ranks), "threads": wanted, "cores": cores}
+    if len(ranks) > cores:
+        return warning("threads", text, "start fewer ranks: a rank that waits in MPI takes a core", **values)
+    if wanted <= cores:
+        return fine("threads", text, **values)
+    if any(told is None for told, _ in ranks):
+        advice = "export OMP_NUM_THREADS=(cores / ranks): where it is not set, each rank takes all cores it may run on"
+    else:
+        advice = "lower OMP_NUM_THREADS, or ask for more cores: --cpus-per-task, for srun too (it does not inherit it)"
+    return warning("threads", text, advice, **values)

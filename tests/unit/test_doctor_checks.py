@@ -1,0 +1,366 @@
+"""What the checks of `mlflash doctor` make of what they read on nodes, recorded or made here."""
+
+from __future__ import annotations
+
+import os
+import resource
+from pathlib import Path
+
+import pytest
+
+from mlflash.doctor import gpu, logout, memory, mounts, need, ranks, rma, slurm, software
+from mlflash.doctor.findings import Level
+from mlflash.planning import prospects
+
+GIB = 1 << 30
+
+# /dev/shm is mounted twice, the second time over the first; a directory with a blank in its name.
+MOUNTINFO = r"""24 27 0:6 / /dev rw,relatime - devtmpfs devtmpfs rw,size=12334492k,nr_inodes=3083623,mode=755
+25 24 0:23 / /dev/shm rw,relatime - tmpfs tmpfs rw,size=24684092k
+26 24 0:24 / /dev/pts rw,relatime - devpts devpts rw,mode=600,ptmxmode=000
+27 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda rw,discard,resv_strict
+30 25 0:27 / /dev/shm rw,relatime - tmpfs tmpfs rw,size=24684092k
+31 23 0:28 / /mnt/my\040disk rw,relatime master:1 propagate_from:2 - xfs /dev/vdb rw
+"""
+# Of a step under job_container/tmpfs: a tmpfs without a size of its own, in a mount namespace of the job.
+IN_A_JOB = """500 499 259:2 / / rw,relatime - ext4 /dev/nvme0n1p2 rw
+510 500 0:5 / /dev rw,nosuid - devtmpfs udev rw,size=131072k,mode=755
+523 500 259:2 /var/slurm/71/.71/_tmp /tmp rw,relatime - ext4 /dev/nvme0n1p2 rw
+530 510 0:151 / /dev/shm rw,relatime - tmpfs tmpfs rw
+"""
+# Lines of Slurm 22.05, and of 23.11.
+CONFIG = """Configuration data as of 2025-11-22T03:25:12
+AccountingStorageType   = accounting_storage/none
+Epilog                  = (null)
+EpilogMsgTime           = 2000 usec
+JobContainerType        = job_container/none
+MpiDefault              = none
+TaskEpilog              = (null)
+
+Slurmctld(primary) at head is UP
+"""
+NEWER_CONFIG = """Configuration data as of 2025-11-22T03:25:12
+Epilog[0]               = /etc/slurm/epilog.sh
+Epilog[1]               = /etc/slurm/epilog.d/*
+JobContainerType        = job_container/tmpfs
+TaskEpilog              = (null)
+"""
+
+
+# Memory
+
+
+def test_the_last_of_several_mounts_counts() -> None:
+    found = mounts.find_mount(MOUNTINFO, "/dev/shm")
+    assert found == mounts.Mount("0:27", "/dev/shm", "tmpfs", "rw,size=24684092k")
+    assert mounts.find_mount(MOUNTINFO, "/dev/shm/mlflash-0") == found
+    assert mounts.find_mount(MOUNTINFO, "/dev/shmoo") == mounts.Mount(
+        "0:6", "/dev", "devtmpfs", "rw,size=12334492k,nr_inodes=3083623,mode=755"
+    )
+    other = mounts.find_mount(MOUNTINFO, "/mnt/my disk/x")
+    assert other is not None and (other.point, other.kind, other.device) == ("/mnt/my disk", "xfs", "0:28")
+    assert mounts.find_mount("garbage\n\n1 2 3 - \n", "/dev/shm") is None
+    assert mounts.mounted("/dev/shm") is not None
+
+
+@pytest.mark.parametrize(
+    ("mine", "first", "container", "env", "level", "text"),
+    [
+        (MOUNTINFO, MOUNTINFO, "", {}, Level.OK, "/dev/shm is the node's: it outlives steps and jobs"),
+        (MOUNTINFO, MOUNTINFO, "docker", {}, Level.OK, "/dev/shm is that of process 1 in docker"),
+        (IN_A_JOB, MOUNTINFO, "", {"SLURM_JOB_ID": "71"}, Level.WARNING, "it outlives a step, not the job"),
+        (IN_A_JOB, MOUNTINFO, "docker", {"SLURM_JOB_ID": "71"}, Level.WARNING, "it outlives a step, not the job"),
+        (MOUNTINFO, MOUNTINFO, "apptainer", {}, Level.OK, "/dev/shm is the node's: it outlives steps and jobs"),
+        (IN_A_JOB, MOUNTINFO, "apptainer", {"SLURM_JOB_ID": "71"}, Level.WARNING, "/dev/shm belongs to apptainer"),
+        (IN_A_JOB, MOUNTINFO, "", {}, Level.WARNING, "a mount namespace of its own"),
+        (MOUNTINFO, "", "", {}, Level.OK, "cannot be told"),
+    ],
+)
+def test_whether_memory_outlives_a_step_and_a_job(
+    mine: str, first: str, container: str, env: dict[str, str], level: Level, text: str
+) -> None:
+    here, there = (mounts.find_mount(part, "/dev/shm") for part in (mine, first))
+    found = mounts.lasting(here, there, "/dev/shm", container, env)
+    assert (found.level, text in found.words) == (level, True), found.words
+    assert bool(found.remedy) == (level is Level.WARNING)
+
+
+def test_containers_are_known_by_their_marks(tmp_path: Path) -> None:
+    root = str(tmp_path)
+    assert mounts.container_of({}, root) == ""
+    assert mounts.container_of({"APPTAINER_CONTAINER": "/x.sif"}, root) == "apptainer"
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/.containerenv").touch()
+    assert mounts.container_of({}, root) == "podman"
+    (tmp_path / ".dockerenv").touch()
+    assert mounts.container_of({}, root) == "docker"
+
+
+def test_a_logout_that_deletes_shared_memory_is_worth_a_warning(tmp_path: Path) -> None:
+    def level(uid: int = 1000, memory_: str = "/dev/shm") -> list[Level]:
+        return [one.level for one in logout.removal(memory_, uid, str(tmp_path))]
+
+    assert level() == [], "no logind, no word"
+    (tmp_path / "run/systemd/users").mkdir(parents=True)
+    assert (level(), level(0), level(memory_="/mnt/x")) == ([Level.WARNING], [Level.OK], [])
+    conf = tmp_path / "etc/systemd/logind.conf"
+    conf.parent.mkdir(parents=True)
+    conf.write_text("[Login]\n#RemoveIPC=no\n")  # as Red Hat ships it
+    assert level() == [Level.OK]
+    conf.write_text("[Login]\n#RemoveIPC=no\nRemoveIPC=yes\n")
+    assert level() == [Level.WARNING]
+    own = tmp_path / "etc/systemd/logind.conf.d/10-site.conf"
+    own.parent.mkdir()
+    own.write_text("[Login]\nRemoveIPC = no\n")
+    assert level() == [Level.OK]
+
+
+def test_a_disk_is_no_memory() -> None:
+    found = mounts.kind(mounts.find_mount(MOUNTINFO, "/home"), "/home")
+    assert found.level is Level.WARNING and found.words == "/home is ext4, which is no memory"
+    assert mounts.kind(mounts.find_mount(MOUNTINFO, "/dev/shm"), "/dev/shm").level is Level.OK
+
+
+@pytest.mark.parametrize(
+    ("size", "free", "held", "needed", "level", "text"),
+    [
+        (100 * GIB, 90 * GIB, 0, None, Level.OK, "90 GiB free of 100 GiB"),
+        (64 << 20, 64 << 20, 0, None, Level.WARNING, "64 MiB free of 64 MiB"),
+        (100 * GIB, 90 * GIB, 0, 90 * GIB, Level.OK, "the job takes 90 GiB"),
+        (100 * GIB, 90 * GIB, 5 * GIB, 95 * GIB, Level.WARNING, "5 GiB held by mlflash jobs; the job takes 95 GiB"),
+        (100 * GIB, 90 * GIB, 5 * GIB, 96 * GIB, Level.ERROR, "the job takes 96 GiB"),
+        (100 * GIB, 100 * GIB, 0, 101 * GIB, Level.ERROR, "the job takes 101 GiB"),
+    ],
+)
+def test_free_space_against_what_the_job_takes(
+    size: int, free: int, held: int, needed: int | None, level: Level, text: str
+) -> None:
+    wanted = None if needed is None else need.Need(needed, "")
+    found = memory.judge_space("/dev/shm", size, free, held, wanted)
+    assert (found.level, text in found.words) == (level, True), found.words
+    assert bool(found.remedy) == (level > Level.OK)
+
+
+@pytest.mark.parametrize(("needed", "level"), [(None, 0), (70, 0), (90, 1), (100, 1), (101, 2)])
+def test_what_a_cgroup_leaves_against_what_the_job_takes(needed: int | None, level: int) -> None:
+    found = memory.judge_limit("cgroup", 100 * GIB, None if needed is None else need.Need(needed * GIB, ""), "ask")
+    assert found.level == level
+    assert ("ask" in found.remedy) == (level > 0)
+
+
+def test_slots_of_this_users_jobs_are_counted(shm: Path) -> None:
+    assert memory.held_by_jobs(str(shm)) == 0
+    node = shm / f"mlflash-{os.getuid()}" / "j" / "node0"
+    node.mkdir(parents=True)
+    (node / "slot-0000").write_bytes(b"x" * 8192)
+    (node / "lock").write_bytes(b"x" * 8192)
+    assert memory.held_by_jobs(str(shm)) == 8192
+
+
+def test_writing_leaves_nothing_and_a_directory_open_to_others_is_named(shm: Path) -> None:
+    assert [(one.check, one.level) for one in memory.writing(str(shm), 1 << 20)] == [("writing", Level.OK)]
+    assert list(shm.iterdir()) == []
+    (shm / f"mlflash-{os.getuid()}").mkdir(mode=0o755)
+    found = list(memory.writing(str(shm), 1 << 20))
+    assert [one.level for one in found] == [Level.ERROR, Level.OK] and "not a private directory" in found[0].words
+
+
+@pytest.mark.parametrize(
+    ("limit", "rdma", "root", "level"),
+    [
+        (resource.RLIM_INFINITY, True, False, Level.OK),
+        (8 << 20, False, False, Level.OK),
+        (8 << 20, True, True, Level.OK),
+        (8 << 20, True, False, Level.WARNING),
+        (2 * GIB, True, False, Level.OK),
+    ],
+)
+def test_locked_memory_counts_with_rdma(limit: int, rdma: bool, root: bool, level: Level) -> None:
+    assert memory.judge_memlock(limit, rdma, root).level is level
+
+
+def test_what_a_job_takes_is_what_plan_says() -> None:
+    found = need.count(GIB, "xor:4", 3, nodes=4, ranks_per_node=8)
+    job = prospects.Job(("a", "b", "c", "d"), 8, GIB, own_slots=3)
+    ((scheme, placed),), _ = prospects.consider(job, ["xor:4"])
+    assert found.nbytes == prospects.prospect(job, scheme, placed, 1, None).memory_nbytes > 24 * GIB
+    assert found.words == "8 ranks of 1 GiB, 3 slots each, xor:4 over 4 nodes"
+    assert "makes nothing on one node" in need.count(GIB, "copy", 2, 1, 1).words
+    assert need.shape({}) == (1, 1)
+    assert need.shape({"SLURM_JOB_NUM_NODES": "4", "SLURM_NTASKS_PER_NODE": "8"}) == (4, 8)
+    assert need.shape({"SLURM_JOB_NUM_NODES": "4", "SLURM_NTASKS": "30"}) == (4, 8)
+
+
+# Slurm
+
+
+def test_slurms_configuration_is_read_in_both_forms() -> None:
+    found = slurm.parse(CONFIG)
+    assert (found["Epilog"], found["JobContainerType"], found["TaskEpilog"]) == (
+        "(null)",
+        "job_container/none",
+        "(null)",
+    )
+    assert {one.level for one in slurm.judge_configuration(found)} == {Level.OK}
+    newer = slurm.parse(NEWER_CONFIG)
+    assert newer["Epilog"] == "/etc/slurm/epilog.sh /etc/slurm/epilog.d/*"
+    container, epilog, task = slurm.judge_configuration(newer)
+    assert (container.level, epilog.level, task.level) == (Level.WARNING, Level.WARNING, Level.OK)
+    assert "relaunch inside the job" in container.remedy
+    assert "cannot be read here" in epilog.words and "scontrol show config" in epilog.remedy
+
+
+def test_an_epilog_that_wipes_memory_is_quoted(tmp_path: Path) -> None:
+    script = tmp_path / "epilog.sh"
+    script.write_text("#!/bin/sh\n# spares /dev/shm\nfind /dev/shm -user $SLURM_JOB_UID -delete\n")
+    found = slurm.script("epilog", f"{tmp_path}/*.sh", "at the end of a job", "")
+    assert found.level is Level.WARNING and "find /dev/shm -user $SLURM_JOB_UID -delete" in found.words
+    script.write_text("#!/bin/sh\n# spares /dev/shm\nlogger the end\n")
+    found = slurm.script("epilog", str(script), "at the end of a job", "")
+    assert (found.level, "nothing in it speaks of shm" in found.words) == (Level.OK, True)
+    assert slurm.script("epilog", f"{tmp_path}/none", "at the end of a job", "").level is Level.WARNING
+
+
+def test_no_answer_of_slurm_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "scontrol").write_text("#!/bin/sh\necho 'error: one' >&2\necho 'fatal: no controller' >&2\nexit 1\n")
+    (tmp_path / "scontrol").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert [one.words for one in slurm.configuration({})] == ["not in a Slurm job"]
+    job, answer = slurm.configuration(
+        {"SLURM_JOB_ID": "71", "SLURM_JOB_NODELIST": "n[1-4]", "SLURM_RESTART_COUNT": "2"}
+    )
+    assert job.words == "job 71 on n[1-4], restarted 2 times"
+    assert answer.level is Level.WARNING and answer.words.endswith("no answer: fatal: no controller")
+
+
+# Ranks and nodes
+
+
+def places(*of: tuple[int, str, str, str]) -> list[ranks.Place]:
+    return [ranks.Place(*one) for one in of]
+
+
+@pytest.mark.parametrize(
+    ("of", "level", "text"),
+    [
+        (places((0, "b 1", "a", "")), Level.OK, "1 node by MPI"),
+        (places((0, "b 1", "a", "0"), (1, "c 1", "b", "1")), Level.OK, "2 nodes by MPI, as by Slurm"),
+        (places((0, "b 1", "a", ""), (1, "c 1", "b", "")), Level.OK, "each with a memory of its own"),
+        (places((0, "b 1", "a", "0"), (1, "", "c", "1")), Level.ERROR, "on c there is no /dev/shm"),
+        (places((0, "b 1", "a", "0"), (0, "b 2", "a", "0")), Level.ERROR, "ranks on a do not see the same /dev/shm"),
+        (places((0, "b 1", "a", "0"), (1, "b 1", "a2", "1")), Level.ERROR, "two of them are one: a and a2"),
+        (places((0, "b 1", "a", "0"), (1, "c 1", "b", "0")), Level.WARNING, "SLURM_NODEID tells 1 apart"),
+        (places((0, "b 1", "a", "0"), (0, "b 1", "a", "1")), Level.WARNING, "SLURM_NODEID tells 2 apart"),
+    ],
+)
+def test_nodes_are_told_apart_by_their_memory(of: list[ranks.Place], level: Level, text: str) -> None:
+    found = ranks.judge_nodes(of, "/dev/shm", emulated=False)
+    assert (found.level, text in found.words) == (level, True), found.words
+    assert ranks.judge_nodes(of, "/dev/shm", emulated=True).level is Level.OK
+
+
+def test_clocks_and_unknown_domains() -> None:
+    assert ranks.judge_clocks(0.01).level is Level.OK
+    assert ranks.judge_clocks(61.0).words == "61 s apart" and ranks.judge_clocks(61.0).level is Level.WARNING
+    assert ranks.unknown_domains(2).level is Level.OK and ranks.unknown_domains(3).level is Level.WARNING
+
+
+def test_the_library_is_found_among_the_mapped_files() -> None:
+    maps = (
+        "7f0-7f1 r-xp 00000000 fe:00 13 /usr/lib/libmpdec.so.3\n"
+        "7f1-7f2 r-xp 00000000 fe:00 14 /opt/cray/lib/libmpi_gnu_123.so.12\n"
+        "7f2-7f3 r-xp 00000000 fe:00 15 /opt/cray/lib/libmpi_gnu_123.so.12\n"
+    )
+    assert ranks.loaded_from(maps) == "/opt/cray/lib/libmpi_gnu_123.so.12"
+    assert ranks.loaded_from("x /a/libmpich.so.12\n") == "/a/libmpich.so.12"
+    assert ranks.loaded_from("x /a/libmpifort.so.12\n") == ""
+
+
+@pytest.mark.parametrize(
+    ("of", "level", "text", "advice"),
+    [
+        ([(1, {0, 1}), (1, {0, 1})], Level.OK, "2 ranks with 2 OpenMP threads on 2 cores", ""),
+        ([(2, {0, 1}), (2, {2, 3})], Level.OK, "2 ranks with 4 OpenMP threads on 4 cores", ""),
+        ([(None, {0, 1}), (None, {2, 3})], Level.OK, "4 OpenMP threads on 4 cores", ""),
+        ([(None, {0, 1}), (None, {0, 1})], Level.WARNING, "4 OpenMP threads on 2 cores", "export OMP_NUM_THREADS"),
+        ([(4, {0, 1})], Level.WARNING, "1 rank with 4 OpenMP threads on 2 cores", "lower OMP_NUM_THREADS"),
+        ([(1, {0, 1})] * 3, Level.WARNING, "3 ranks with 3 OpenMP threads on 2 cores", "start fewer ranks"),
+    ],
+)
+def test_threads_against_cores(of: list[tuple[int | None, set[int]]], level: Level, text: str, advice: str) -> None:
+    found = software.judge_threads([(told, frozenset(cores)) for told, cores in of])
+    assert (found.level, text in found.words, advice in found.remedy) == (level, True, True), found
+
+
+@pytest.mark.parametrize(
+    ("put", "get", "same", "rdma", "level"),
+    [
+        (5.0, 5.0, True, False, Level.OK),
+        (1.0, 1.0, True, False, Level.OK),
+        (1.0, 1.0, True, True, Level.WARNING),
+        (0.01, 1.0, True, False, Level.WARNING),
+        (5.0, 5.0, False, False, Level.ERROR),
+    ],
+)
+def test_speeds_are_judged(put: float, get: float, same: bool, rdma: bool, level: Level) -> None:
+    (found,) = rma.judge("RMA between nodes", rma.Measured(put, get, 10.0, same), rdma)
+    assert found.level is level
+    assert list(rma.judge("RMA between nodes", rma.Measured(0.0, 0.0, 0.0, True), rdma)) == []
+
+
+def test_each_rank_has_bytes_of_its_own() -> None:
+    one, other = rma.pattern(0, 1 << 16), rma.pattern(1, 1 << 16)
+    assert not (one == other).any() and len(set(one[:4096].tolist())) > 200
+
+
+# Software and GPUs
+
+
+def test_what_is_installed_is_named() -> None:
+    (versions,) = software.versions()
+    assert versions.level is Level.OK and "mpi4py" in versions.words and "xxhash" in versions.words
+    (checksums,) = software.checksums()
+    assert checksums.level is Level.OK
+
+
+def test_parity_by_numpy_is_worth_a_warning_where_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mlflash import erasure
+
+    monkeypatch.setenv("MLFLASH_ISAL", "0")
+    erasure._isal.cache_clear()
+    try:
+        assert [one.level for one in software.parity("xor:8")] == [Level.WARNING]
+        assert [one.level for one in software.parity("copy")] == [Level.OK]
+    finally:
+        erasure._isal.cache_clear()
+
+
+def test_without_a_gpu_that_is_said(tmp_path: Path, shm: Path) -> None:
+    (tmp_path / "nvram").touch()
+    (found,) = gpu.gpus(str(shm), str(tmp_path))
+    assert (found.level, found.words) == (Level.OK, "no GPU here")
+    (tmp_path / "nvidiactl").touch()
+    found = next(iter(gpu.gpus(str(shm), str(tmp_path))))
+    assert found.level is Level.WARNING or "x" in found.words  # this machine may have one
+
+
+class Cudart:
+    """Stands in for CUDA, which is not here."""
+
+    def __init__(self, status: int):
+        self.status, self.pinned = status, 0
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        self.pinned += nbytes if self.status == 0 else 0
+        return self.status
+
+    def cudaHostUnregister(self, address: int) -> None:
+        self.pinned = 0
+
+
+def test_memory_that_cannot_be_pinned_is_worth_a_warning(shm: Path) -> None:
+    for status, level in ((0, Level.OK), (2, Level.WARNING)):
+        cudart = Cudart(status)
+        found = gpu.pinning(cudart, str(shm))
+        assert (found.level, cudart.pinned, list(shm.iterdir())) == (level, 0, [])
+    assert found.words.endswith("gives CUDA error 2")
