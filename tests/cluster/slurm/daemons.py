@@ -1,0 +1,226 @@
+"""A real Slurm on the nodes of `nodes.py`: slurmctld on the head, a slurmd on every node, and a munged of its own.
+
+Nothing of the machine is used or changed but the programs: no /etc/munge, no /run/munge, no /etc/slurm.
+
+Needs root and Debian's packages slurm-wlm and munge; for ``srun --mpi=pmix`` also libpmix2.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shlex
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+
+from cluster.nodes import HEAD, Nodes
+from cluster.slurm.conf import SPOOL, slurm_conf
+from cluster.slurm.jobs import Job
+
+TOOLS = ("munged", "setpriv", "slurmctld", "slurmd", "srun")
+START_S = 60.0  # takes two seconds on an idle machine
+STEP_S = 30.0
+DOWN_S = 60.0  # Slurm needs 17 to 20 s to notice that a node is silent
+LOOK_S = 0.2  # each look is a process or two
+TAIL_LINES = 10
+
+# Debian's Slurm opens this file by its full path, where no LD_LIBRARY_PATH helps, and only libpmix-dev has it: each
+# node gets a copy of the directory that has it too, mounted over the real one.
+PMIX = Path(f"/usr/lib/{os.uname().machine}-linux-gnu/pmix2/lib")
+PMIX_FILE = PMIX / "libpmix.so"
+
+
+class Slurm:
+    """Slurm on these nodes; all of them are idle.
+
+    It ends with `close`, and by itself when this process dies.
+
+    Args:
+        nodes: nodes that are up and that no other Slurm uses.
+        changes: keys of slurm.conf, with the values that they are to have here.
+
+    Attributes:
+        nodes: the nodes.
+        path: a directory that all nodes see, with the configuration, the logs, and what jobs print.
+    """
+
+    def __init__(self, nodes: Nodes, changes: Mapping[str, object] | None = None):
+        self.nodes = nodes
+        self.path = nodes.path / "slurm"
+        self._environment = {k: v for k, v in os.environ.items() if not k.startswith(("MLFLASH_", "SLURM", "SBATCH_"))}
+        self._environment["SLURM_CONF"] = str(self.path / "slurm.conf")
+        self._daemons: dict[str, subprocess.Popen[bytes]] = {}
+        try:
+            self._write_files(changes or {})
+            self._start_munged()
+            self._furnish(HEAD)
+            self._start("slurmctld", HEAD, ["setpriv", "--pdeathsig", "KILL", "slurmctld", "-D"])
+            for host in nodes.names:
+                self.start_slurmd(host)
+            self.wait_for_nodes("idle", timeout=START_S)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Slurm:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
+        self.close()
+
+    def close(self) -> None:
+        """End Slurm and all else that runs on the nodes, and remove its files. May be called twice."""
+        self.nodes.stop_all()
+        for daemon in self._daemons.values():
+            daemon.wait(STEP_S)
+        self._daemons = {}
+        for host in (HEAD, *self.nodes.names):
+            if self._is_up(host):
+                self.nodes.run(host, "sh", "-c", f"umount {PMIX} 2> /dev/null; rm -rf {SPOOL} {SPOOL}.pid")
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    # Commands and jobs
+
+    def run(self, *argv: str, stdin: str = "", env: Mapping[str, str] | None = None, timeout: float = STEP_S,
+            check: bool = True) -> subprocess.CompletedProcess[str]:  # fmt: skip
+        """Run a command on the head, as a user does on a login node, and wait for its end.
+
+        One that is killed at its deadline may leave on the nodes what it started there, until `close`.
+
+        Args:
+            argv: the command, for instance ``"srun", "-N2", "hostname"``.
+            stdin: what it reads.
+            env: further environment.
+            timeout: deadline, seconds.
+            check: raise where it fails.
+        """
+        command = self.nodes.command(HEAD, ["setpriv", "--pdeathsig", "KILL", *argv])
+        try:
+            done = subprocess.run(command, input=stdin, env={**self._environment, **(env or {})}, timeout=timeout,
+                                  capture_output=True, text=True, check=False)  # fmt: skip
+        except subprocess.TimeoutExpired as error:
+            shown = "\n".join(str(part, "utf-8", "replace") for part in (error.stdout, error.stderr) if part)
+            raise self._late(f"the end of {shlex.join(argv)}\n{shown}", timeout) from None
+        if check and done.returncode:
+            shown = f"{shlex.join(argv)} ended with {done.returncode}:\n{done.stdout}{done.stderr}"
+            raise RuntimeError(f"{shown}\n{self.logs()}")
+        return done
+
+    def sbatch(self, script: Path | str, *options: str, env: Mapping[str, str] | None = None) -> Job:
+        """Submit a job; what it prints goes to a file in ``path`` unless the options say otherwise.
+
+        Args:
+            script: a file, or the text of a script.
+            options: of sbatch; they come before those in the script.
+            env: further environment of the job.
+        """
+        file, text = ([str(script)], "") if isinstance(script, Path) else ([], script)
+        output = f"--output={self.path / 'job%j.out'}"
+        command = ["sbatch", "--parsable", f"--chdir={self.path}", output, "--open-mode=append", *options, *file]
+        return Job(self, self.run(*command, stdin=text, env=env).stdout.strip())
+
+    def wait(self, what: str, done: Callable[[], bool], timeout: float) -> None:
+        """Wait until something is so.
+
+        Raises:
+            TimeoutError: it was not within ``timeout`` seconds; says what, with the daemons' logs.
+        """
+        end = time.monotonic() + timeout
+        while not done():
+            if time.monotonic() > end:
+                raise self._late(what, timeout)
+            time.sleep(LOOK_S)
+
+    # Nodes
+
+    def node_states(self) -> dict[str, str]:
+        """What Slurm says of each node: "idle", "allocated", "down*", ...; the * is for one that does not answer."""
+        lines = self.run("sinfo", "--noheader", "--Node", "--format=%N %T", check=False).stdout.splitlines()
+        return dict(line.split() for line in lines)
+
+    def wait_for_nodes(self, state: str, *hosts: str, timeout: float = DOWN_S) -> None:
+        """Wait until Slurm says this of some nodes, or of all; "down" also of those that do not answer ("down*").
+
+        Slurm looks at a DOWN node only once a minute. One whose cable was plugged in again comes back sooner if its
+        slurmd is started anew, which then reports.
+        """
+        hosts = hosts or self.nodes.names
+
+        def reached() -> bool:
+            for name, daemon in self._daemons.items():
+                if name not in self.nodes.names and daemon.poll() is not None:
+                    raise RuntimeError(f"{name} ended with {daemon.returncode}\n{self.logs()}")
+            found = self.node_states()
+            return {found.get(host, "").removesuffix("*" if state == "down" else "") for host in hosts} == {state}
+
+        self.wait(f"{', '.join(hosts)} {state}", reached, timeout)
+
+    def kill_slurmd(self, host: str) -> None:
+        """Kill the slurmd of a node: its jobs run on, also when the node is DOWN, until there is a slurmd again."""
+        daemon = self._daemons[host]
+        # What we started only waits: it stands outside the node's processes, and its child is the slurmd.
+        (slurmd,) = Path(f"/proc/{daemon.pid}/task/{daemon.pid}/children").read_text().split()
+        os.kill(int(slurmd), signal.SIGKILL)
+        daemon.wait(STEP_S)
+
+    def start_slurmd(self, host: str) -> None:
+        """Start the slurmd of a node that has none, for instance because it was booted; does not wait until idle."""
+        if (before := self._daemons.get(host)) is not None:
+            before.wait(STEP_S)
+        # The uptime that a slurmd sees is the machine's: -b says that this node was booted just now.
+        booted = ["-b"] if self._furnish(host) else []
+        self._start(host, host, ["slurmd", "-D", "-N", host, *booted])
+
+    def logs(self) -> str:
+        """The last lines of each daemon's log."""
+        shown = []
+        for log in sorted(self.path.glob("*.log")):
+            lines = log.read_text(errors="replace").splitlines()
+            shown.append("\n".join([f"--- {log.name}", *lines[-TAIL_LINES:]]))
+        return "\n".join(shown)
+
+    # Starting them
+
+    def _write_files(self, changes: Mapping[str, object]) -> None:
+        (self.path / "state").mkdir(parents=True)
+        (self.path / "slurm.conf").write_text(slurm_conf(self.path, self.nodes.names, changes))
+        key = self.path / "munge.key"
+        key.touch(0o600)
+        key.write_bytes(secrets.token_bytes(128))
+        if PMIX.exists() and not PMIX_FILE.exists():
+            pmix = shutil.copytree(PMIX, self.path / "pmix", symlinks=True)
+            (pmix / PMIX_FILE.name).symlink_to("libpmix.so.2")
+
+    def _furnish(self, host: str) -> bool:
+        """Give a node what Slurm needs there; say whether it had nothing of it, as after a boot."""
+        mount = f"test -e {PMIX_FILE} || mount --bind {self.path}/pmix {PMIX}" if (self.path / "pmix").exists() else ":"
+        script = f"set -e; {mount}; test -d {SPOOL} || {{ mkdir {SPOOL}; echo booted; }}"
+        return self.nodes.run(host, "sh", "-c", script) != ""
+
+    def _start_munged(self) -> None:
+        # One for all nodes: they find its socket by its path, in a directory that is root's alone (hence the force).
+        files = {"key-file": "key", "pid-file": "pid", "seed-file": "seed", "socket": "socket"}
+        options = [f"--{option}={self.path}/munge.{file}" for option, file in files.items()]
+        self._start("munged", HEAD, ["setpriv", "--pdeathsig", "KILL", "munged", "--foreground", "--force", *options])
+        self.wait("munged's socket", (self.path / "munge.socket").exists, STEP_S)
+
+    def _start(self, name: str, host: str, argv: Sequence[str]) -> None:
+        with (self.path / f"{name}.log").open("ab") as log:
+            self._daemons[name] = subprocess.Popen(self.nodes.command(host, argv), env=self._environment, cwd="/",
+                                                   stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                                                   start_new_session=True)  # fmt: skip
+
+    def _is_up(self, host: str) -> bool:
+        try:
+            self.nodes.command(host, [])
+        except KeyError:
+            return False
+        return True
+
+    def _late(self, what: str, timeout: float) -> TimeoutError:
+        return TimeoutError(f"not within {timeout:g} s: {what}\n{self.logs()}")

@@ -1,0 +1,107 @@
+"""Jobs of the Slurm of `daemons.py`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cluster.jobs import NETMODS, NETMODS_HERE, VENDOR
+
+if TYPE_CHECKING:
+    from cluster.slurm.daemons import Slurm
+
+ENDED = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT")
+
+# The --mpi= of srun that the MPI of this environment was built for, and one that gives it worlds of one rank.
+PMI, OTHER_PMI = {"mpich": ("pmi2", "none"), "openmpi": ("pmix", "pmi2")}[VENDOR]
+MPI_ENVIRONMENT = NETMODS[NETMODS_HERE[0]]
+
+
+class Job:
+    """A job that was submitted.
+
+    Attributes:
+        id: Slurm's number of it.
+    """
+
+    def __init__(self, slurm: Slurm, id: str):
+        self.id = id
+        self._slurm = slurm
+
+    def details(self) -> dict[str, str]:
+        """What ``scontrol show job`` says of it: JobState, NodeList, Restarts, ExitCode, ..."""
+        shown = self._slurm.run("scontrol", "--oneliner", "show", "job", self.id).stdout
+        return dict(re.findall(r"(\S+?)=(\S*)", shown))
+
+    def state(self) -> str:
+        """Its state, in Slurm's words: "PENDING", "RUNNING", ..."""
+        return self.details()["JobState"]
+
+    def hosts(self) -> list[str]:
+        """The nodes that it has now."""
+        names = self.details()["NodeList"]
+        return [] if names in ("", "(null)") else self._slurm.run("scontrol", "show", "hostnames", names).stdout.split()
+
+    def output(self) -> str:
+        """What it has printed so far."""
+        path = Path(self.details()["StdOut"])
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def wait(self, *states: str, timeout: float = 60) -> str:
+        """Wait for one of these states, or for its end, and return its state.
+
+        Raises:
+            AssertionError: it ended in another state.
+            TimeoutError: it did not come to that in time.
+        """
+        wanted = states or ENDED
+        state = ""
+
+        def reached() -> bool:
+            nonlocal state
+            state = self.state()
+            assert state in wanted or state not in ENDED, self._shown(f"ended as {state}, not {' or '.join(wanted)}")
+            return state in wanted
+
+        self._wait(" or ".join(wanted), reached, timeout)
+        return state
+
+    def wait_for_output(self, text: str, timeout: float = 60) -> None:
+        """Wait until it has printed a text.
+
+        Raises:
+            AssertionError: it ended without.
+            TimeoutError: it has not in time.
+        """
+
+        def printed() -> bool:
+            state = self.state()
+            found = text in self.output()
+            assert found or state not in ENDED, self._shown(f"ended as {state} without printing {text!r}")
+            return found
+
+        self._wait(f"output {text!r}", printed, timeout)
+
+    def cancel(self) -> None:
+        """End it, as ``scancel`` does."""
+        self._slurm.run("scancel", self.id)
+
+    def signal(self, name: str, *options: str) -> None:
+        """Send it a signal: to its steps; with ``--batch`` to the shell of its script, with ``--full`` to both."""
+        self._slurm.run("scancel", f"--signal={name}", *options, self.id)
+
+    def requeue(self) -> None:
+        """End it and put it back into the queue, as ``scontrol requeue`` does."""
+        self._slurm.run("scontrol", "requeue", self.id)
+
+    def _wait(self, what: str, done: Callable[[], bool], timeout: float) -> None:
+        try:
+            self._slurm.wait(f"job {self.id}: {what}", done, timeout)
+        except TimeoutError as error:
+            raise TimeoutError(self._shown(str(error))) from None
+
+    def _shown(self, what: str) -> str:
+        details = " ".join(f"{key}={value}" for key, value in self.details().items())
+        return f"job {self.id}: {what}\n{details}\n--- what it printed\n{self.output()[-5000:]}"

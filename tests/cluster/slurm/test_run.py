@@ -1,0 +1,164 @@
+"""Jobs from the shipped template lose nodes of a real Slurm, go on with spares, and end with the same bits."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cluster.slurm.daemons import Slurm
+from cluster.slurm.jobs import MPI_ENVIRONMENT, OTHER_PMI, PMI, Job
+
+WORKER = Path(__file__).parents[2] / "run_worker.py"
+LAST = 150
+TEMPLATES = Path(__file__).parents[3] / "slurm"
+
+
+def edited(name: str, changes: dict[str, str]) -> str:
+    """A template as a user edits it: each line that begins so becomes another one, or none."""
+    lines = []
+    for line in (TEMPLATES / name).read_text().splitlines():
+        begin = next((begin for begin in changes if line.strip().startswith(begin)), None)
+        if begin is None or changes[begin]:
+            lines.append(line if begin is None else changes[begin])
+    text = "\n".join(lines) + "\n"
+    assert "=CHANGE_ME" not in text and "/CHANGE_ME" not in text
+    return text
+
+
+class Training:
+    """A job that trains on two nodes; any more are spares."""
+
+    def __init__(self, slurm: Slurm, options: str = "", sbatch: tuple[str, ...] = (), name: str = "out",
+                 nodes: int = 3, **training: object):  # fmt: skip
+        self.slurm, self.out, self.directory = slurm, slurm.path / name, slurm.path / f"{name}-pfs"
+        self.out.mkdir(exist_ok=True)
+        rank = [sys.executable, "-m", "mpi4py", WORKER, self.directory, self.out, LAST,
+                json.dumps({"pause": 0.05, **training})]  # fmt: skip
+        text = edited("train.sbatch", {
+            "#SBATCH --account": "", "#SBATCH --partition": "#SBATCH --partition=main", "#SBATCH --gpus": "",
+            "#SBATCH --nodes": f"#SBATCH --nodes={nodes}", "#SBATCH --ntasks": "#SBATCH --ntasks-per-node=1",
+            "#SBATCH --cpus": "#SBATCH --cpus-per-task=1", "#SBATCH --time": "#SBATCH --time=00:10:00",
+            "export PATH": f'export PATH="{Path(sys.executable).parent}:$PATH"', "mpi=": f"mpi={PMI}",
+            "directory=": f"directory={self.directory}", "training=": f"training=({shlex.join(map(str, rank))})",
+            "--nodes 8": "  --nodes 2", "--spares 1": f"  --spares {nodes - 2} --look-every 3", "--gpus 8": "",
+            "--journal": f"  --journal {self.out}/run.jsonl", '--mpi "$mpi"': f'  --mpi "$mpi" {options}',
+        })  # fmt: skip
+        env = {**MPI_ENVIRONMENT, "PYTHONWARNINGS": "error", "OMP_NUM_THREADS": "1"}
+        self.job: Job = slurm.sbatch(text, *sbatch, env=env)
+
+    def wait_for_step(self, step: int, timeout: float = 60) -> None:
+        end = time.monotonic() + timeout
+        while time.monotonic() < end:
+            try:
+                if int((self.out / "step0").read_text()) >= step:
+                    return
+            except (FileNotFoundError, ValueError):
+                pass
+            time.sleep(0.05)
+        raise AssertionError(f"step {step} was not reached:\n{self.job.output()}\n{self.slurm.logs()}")
+
+    def ends(self) -> list[dict[str, Any]]:
+        return [json.loads(path.read_text()) for path in sorted(self.out.glob("end*"))]
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        lines = [json.loads(line) for line in (self.out / "run.jsonl").read_text().splitlines()]
+        return [line for line in lines if line["event"] == name]
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Digests of the state of two ranks that nothing happened to."""
+    import subprocess
+
+    from mlflash.demo.launch import mpiexec
+
+    out = tmp_path_factory.mktemp("uninterrupted")
+    line, env = mpiexec(2, [sys.executable, "-m", "mpi4py", str(WORKER), str(out / "pfs"), str(out), str(LAST)],
+                        {"MLFLASH_MEMORY": str(out), "MLFLASH_REDUNDANCY": "none"})  # fmt: skip
+    subprocess.run(line, env=env, check=True, timeout=60)
+    return [json.loads((out / f"end{rank}").read_text())["digest"] for rank in range(2)]
+
+
+def test_a_node_that_crashes_is_replaced_by_a_spare(slurm: Slurm, expected: list[str]) -> None:
+    training = Training(slurm)
+    training.wait_for_step(20)
+    slurm.nodes.crash("host2")
+    training.job.wait("COMPLETED", timeout=120)
+    assert [end["digest"] for end in training.ends()] == expected, training.job.output()
+    assert [end["node"] for end in training.ends()] == ["host1", "host3"]
+    assert [event["hosts"] for event in training.events("start")] == [["host1", "host2"], ["host1", "host3"]]
+    assert all(end["start"] >= 19 for end in training.ends())
+    assert training.events("end")[1]["source"] == "memory" and training.events("finish")[0]["scavenged"] is True
+
+
+@pytest.mark.parametrize("how", ["cable", "slurmd"])
+def test_a_node_that_falls_silent_is_replaced(slurm: Slurm, expected: list[str], how: str) -> None:
+    training = Training(slurm)
+    training.wait_for_step(20)
+    if how == "cable":
+        slurm.nodes.cut("host2")
+    else:
+        slurm.kill_slurmd("host2")
+    training.job.wait("COMPLETED", timeout=120)
+    assert [end["digest"] for end in training.ends()] == expected, training.job.output()
+    if how == "cable":
+        assert [end["node"] for end in training.ends()] == ["host1", "host3"]
+
+
+def test_before_the_time_limit_it_is_scavenged_and_the_next_job_goes_on(slurm: Slurm, expected: list[str]) -> None:
+    training = Training(slurm, pause=1.0)
+    training.wait_for_step(5)
+    training.job.signal("USR1", "--batch")  # what --signal=B:USR1@60 does a minute before the end; see test_daemons
+    training.job.wait("FAILED", timeout=60)
+    assert training.job.details()["ExitCode"] == f"{128 + 10}:0" and not training.ends()
+    (finish,) = training.events("finish")
+    assert finish["scavenged"] is True and list(training.directory.glob("step-*/checkpoint.h5"))
+    assert not any(slurm.nodes.run(host, "find", "/dev/shm", "-name", "slot-*") for host in slurm.nodes.names)
+    again = Training(slurm)
+    again.job.wait("COMPLETED", timeout=90)
+    assert [end["digest"] for end in again.ends()] == expected and all(end["start"] >= 5 for end in again.ends())
+
+
+def test_two_jobs_at_once_do_not_touch_each_other(slurm: Slurm, expected: list[str]) -> None:
+    both = [Training(slurm, name=name, nodes=2) for name in ("one", "two")]
+    for training in both:
+        training.job.wait("COMPLETED", timeout=120)
+        assert [end["digest"] for end in training.ends()] == expected, training.job.output()
+
+
+def test_without_a_spare_it_goes_on_with_fewer_nodes_or_ends_with_the_reason(slurm: Slurm) -> None:
+    fewer = Training(slurm, "--min-nodes 1", name="fewer", nodes=2)
+    ends = Training(slurm, name="ends", nodes=2)
+    for training in (fewer, ends):
+        training.wait_for_step(20)
+    for training in (fewer, ends):
+        slurm.nodes.crash(training.job.hosts()[1])
+    fewer.job.wait("COMPLETED", timeout=120)
+    assert len(fewer.ends()) == 1 and len(fewer.events("start")[1]["hosts"]) == 1
+    ends.job.wait("FAILED", timeout=120)
+    assert "fewer than 2 nodes are fit to train" in ends.job.output()
+    assert ends.events("finish")[0]["scavenged"] is True
+
+
+def test_a_requeued_job_goes_on_from_the_memory_of_its_nodes(slurm: Slurm, expected: list[str]) -> None:
+    training = Training(slurm, "--keep-memory")
+    training.wait_for_step(20)
+    training.job.requeue()
+    slurm.wait("the job to wait", lambda: training.job.state() == "PENDING", 30)
+    slurm.run("scontrol", "update", f"jobid={training.job.id}", "nodelist=host1,host2,host3")
+    training.job.wait("COMPLETED", timeout=120)
+    assert training.job.details()["Restarts"] == "1"
+    assert [end["digest"] for end in training.ends()] == expected and all(end["start"] >= 19 for end in training.ends())
+    assert training.events("end")[-1]["source"] == "memory"
+
+
+def test_with_the_wrong_mpi_it_ends_and_says_which_flag_is_meant(slurm: Slurm) -> None:
+    training = Training(slurm, f"--mpi {OTHER_PMI}")
+    training.job.wait("FAILED", timeout=90)
+    assert "WorldMismatch: srun started several tasks" in training.job.output() and "--mpi=" in training.job.output()
+    assert "it failed 2 times before the first checkpoint" in training.job.output() and not training.ends()
