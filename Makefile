@@ -3,12 +3,14 @@
 #   make demo            a small GPT loses a node and ends with the weights of an uninterrupted run
 #   make test            unit, 1 to 8 ranks, lost nodes; MPI=openmpi for Open MPI (its own environment)
 #   make test-3          the tests on 3 ranks only
+#   make files           what draining, exports and commands leave in files, on file systems that fail, on S3
 #   make adapters        the adapters with their frameworks, on 4 ranks
 #   make faults-full     a kill of every rank and node at every point of every save and restore: hours
 #   make cluster         nodes that are really apart: crashed, cables cut (as root, on Linux)
+#   make slurm           jobs of a real Slurm on such nodes (Debian's slurm-wlm, munge, libpmix2)
 #   make chaos           MINUTES=10 SEED=1: a training job killed at random moments until it ends
 #   make lint type       ruff, codespell, shellcheck; mypy --strict
-#   make bench           benchmarks/save_restore, parity and dcp; benchmarks/scale on simulated ranks
+#   make bench           benchmarks/save_restore, parity, dcp and drain; benchmarks/scale on simulated ranks
 #   make clean           remove the environments and reports
 
 MPI ?= mpich
@@ -34,9 +36,12 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 MINUTES ?= 10
 SEED ?= 1
 CHAOS ?=
-FAULTS ?= tests/faults
+CLUSTER ?= tests/cluster --ignore=tests/cluster/slurm
+FILES := tests/unit/test_exports.py tests/unit/test_store.py tests/unit/test_commands.py tests/faults/test_drain.py \
+  tests/faults/test_scavenge.py
+FAULTS ?= tests/faults $(FILES:%=--ignore=%)
 
-.PHONY: demo test unit adapters faults faults-full cluster chaos lint type bench clean $(RANKS:%=test-%)
+.PHONY: demo test unit files adapters faults faults-full cluster slurm chaos lint type bench clean $(RANKS:%=test-%)
 .DELETE_ON_ERROR:
 
 $(VENV)/.dependencies: setup.cfg constraints.txt
@@ -59,7 +64,10 @@ test: export MLFLASH_FAULTS_PART ?= 0,1,2/4
 test: unit $(RANKS:%=test-%) faults
 
 unit: $(VENV)/.installed
-	$(BIN)/pytest tests/unit --junitxml $(REPORTS)/unit.xml
+	$(BIN)/pytest tests/unit $(FILES:%=--ignore=%) --junitxml $(REPORTS)/unit.xml
+
+files: $(VENV)/.installed
+	$(BIN)/pytest $(FILES) --junitxml $(REPORTS)/files.xml
 
 # $(call on_ranks,ranks,folder of tests and pytest arguments)
 define on_ranks
@@ -75,16 +83,19 @@ $(RANKS:%=test-%): test-%: $(VENV)/.installed
 
 adapters: LIMIT := 600
 adapters: $(VENV)/.installed
-	$(call on_ranks,4,adapters $(if $(filter openmpi,$(MPI)),-k 'not s3'))
+	$(call on_ranks,4,adapters $(if $(filter openmpi,$(MPI)),-k 'not s3 and (nodes or training or fsdp or exports)'))
 
 faults: $(VENV)/.installed
 	$(BIN)/pytest $(FAULTS) --junitxml $(REPORTS)/faults.xml
 
 faults-full: $(VENV)/.installed
-	MLFLASH_FAULTS=full $(BIN)/pytest tests/faults/test_crash_points.py --junitxml $(REPORTS)/faults-full.xml
+	MLFLASH_FAULTS=full $(BIN)/pytest tests/faults/test_crash_points.py tests/faults/test_dcp.py --junitxml $(REPORTS)/faults-full.xml
 
 cluster: $(VENV)/.installed
-	$(BIN)/pytest tests/cluster --junitxml $(REPORTS)/cluster.xml
+	$(BIN)/pytest $(CLUSTER) --junitxml $(REPORTS)/cluster.xml
+
+slurm: $(VENV)/.installed
+	$(BIN)/pytest tests/cluster/slurm --junitxml $(REPORTS)/slurm.xml
 
 chaos: $(VENV)/.installed
 	$(BIN)/python tests/chaos.py --minutes $(MINUTES) --seed $(SEED) $(CHAOS)
@@ -93,7 +104,7 @@ lint: $(VENV)/.dependencies
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/codespell
-	git ls-files -z '*.sh' .ci/run | xargs -0 $(BIN)/shellcheck
+	git ls-files -z '*.sh' '*.sbatch' .ci/run | xargs -0 $(BIN)/shellcheck
 
 type: $(VENV)/.dependencies
 	$(BIN)/mypy
@@ -102,6 +113,7 @@ bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/save_restore.py
 	$(BIN)/python benchmarks/parity.py
 	$(BIN)/python benchmarks/dcp.py
+	$(BIN)/python benchmarks/drain.py
 	$(BIN)/python benchmarks/scale.py
 
 clean:

@@ -214,3 +214,17 @@ def _alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except OSError:
         return False
+
+
+def train_and_die(cluster: Cluster, ranks: int, step: int, **options: object) -> None:
+    """Train up to a committed step, then every process dies at once."""
+    result = cluster.train(ranks, last=step, die_at=step, die="all", **options)
+    assert len(result.of("committed")) >= ranks, result.log
+    assert not result.of("end")
+
+
+def assert_restored(result: Result, ranks: int, step: int | None) -> None:
+    restored = result.of("restored")
+    assert [r["step"] for r in restored] == [step] * ranks, result.log
+    assert [r["wrong"] for r in restored] == [[]] * ranks
+    assert len(result.of("end")) == ranks, result.log

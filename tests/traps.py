@@ -48,13 +48,21 @@ def fail() -> None:
     raise RuntimeError("a trap in the courier")
 
 
+def vanish() -> None:
+    """Let the directory that is drained to disappear; it comes back where somebody renames it."""
+    directory = os.environ["FAULTY_ROOT"]
+    os.rename(directory, directory + ".away")
+
+
 ACTIONS: dict[str, Callable[[], None]] = {
     "rank": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "node": lambda: kill_my_node(wipe=False),
     "wipe": lambda: kill_my_node(wipe=True),
     "wait": lambda: time.sleep(60),
+    "pause": lambda: time.sleep(0.5),
     "fill": fill_memory,
     "fail": fail,
+    "vanish": vanish,
 }
 
 

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import faulthandler
 import json
+import logging
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -221,6 +223,154 @@ def courier_fails(traps: Sequence[dict[str, object]]) -> None:
             note("failed", step=step, error=str(error))
     note("through", report=ckpt.report())
     time.sleep(60)  # MPI cannot be ended in this state; the test kills the job
+
+
+def follow(verbs: Sequence[Sequence[object]], nbytes: int = 100_000, traps: Sequence[dict[str, object]] = (),
+           options: dict[str, object] | None = None) -> None:  # fmt: skip
+    """Restore, do what verbs say, one after the other on all ranks, and close; note what becomes of each.
+
+    Args:
+        verbs: with arguments, see `_Follower`.
+    """
+    set_traps(traps, RANK)
+    if os.environ.get("LOG_ALL"):
+        logging.basicConfig(level=logging.DEBUG, filename=OUT / f"log{RANK}", format="%(message)s")
+        logging.getLogger("mlflash").addHandler(logging.lastResort)
+    ckpt = mlflash.Checkpointer(**(options or {}))
+    follower = _Follower(ckpt, nbytes, str((options or {}).get("directory", "")))
+    for verb, *given in [["restore"], *verbs]:
+        getattr(follower, str(verb))(*given)
+    started = time.monotonic()
+    try:
+        ckpt.close()
+        error = ""
+    except mlflash.errors.MlflashError as problem:
+        error = f"{type(problem).__name__}: {problem}"
+    note("end", error=error, seconds=time.monotonic() - started, report=ckpt.report())
+
+
+class _Follower:
+    """Does what `follow` is told. Part of the state is the same on all ranks, so that a drain deals it out."""
+
+    def __init__(self, ckpt: mlflash.Checkpointer, nbytes: int, directory: str):
+        self._ckpt, self._nbytes, self._directory = ckpt, nbytes, directory
+        self._nbytes_at: dict[int, int] = {}  # of the steps saved before the state grew
+        self._state = self._wanted(0)
+        self._step = 0
+
+    def _wanted(self, step: int) -> dict[str, object]:
+        nbytes = self._nbytes_at.get(step, self._nbytes)
+        return {**state_at(RANK, step, nbytes + 1000 * RANK), "common": state_at(0, step, nbytes)["weights"]}
+
+    def _change(self, step: int) -> None:
+        new = self._wanted(step)
+        update(self._state, new)
+        self._state["common"][:] = new["common"]
+
+    def restore(self) -> None:
+        """Restore the newest."""
+        step = self._ckpt.restore(self._state)
+        self._step = step or 0
+        wrong = differences(self._state, self._wanted(self._step))
+        note("restored", step=step, wrong=wrong, source=self._ckpt.report()["restored_from"])
+
+    def restore_from(self, *directories: str) -> None:
+        """Restore the newest of each of some directories."""
+        for directory in directories:
+            self._state = self._wanted(0)
+            try:
+                step = self._ckpt.restore(self._state, source=directory)
+            except mlflash.errors.MlflashError as error:
+                note("restored from", source=directory, step=-1, wrong=[f"{type(error).__name__}: {error}"])
+            else:
+                wrong = differences(self._state, self._wanted(step or 0))
+                note("restored from", source=directory, step=step, wrong=wrong)
+
+    def save(self, times: int = 1, pause: float = 0.0) -> None:
+        """Save the next steps, each waited for."""
+        for _ in range(times):
+            self._step += 1
+            self._change(self._step)
+            snapshot = self._ckpt.save(self._step, self._state)
+            self._change(self._step + 1000)  # at once, as the promise says
+            try:
+                snapshot.wait()
+                note("committed", step=snapshot.step, stall_s=snapshot.stall_s, commit_s=snapshot.commit_s)
+            except mlflash.errors.MlflashError as error:
+                note("failed", step=snapshot.step, error=str(error))
+            time.sleep(pause)
+
+    def grow(self) -> None:
+        """Let the state be three times as large from now on."""
+        self._nbytes_at |= dict.fromkeys(range(self._step + 1), self._nbytes)
+        self._nbytes *= 3
+        self._state = self._wanted(self._step + 1)
+
+    def begin_drain(self) -> None:
+        """Begin a drain and go on."""
+        self._drain = self._ckpt.drain()
+
+    def end_drain(self) -> None:
+        """Wait for that drain."""
+        error = ""
+        try:
+            self._drain.wait(40)
+        except mlflash.errors.MlflashError as problem:
+            error = f"{type(problem).__name__}: {problem}"
+        note("drain", step=self._drain.step, path=self._drain.path, error=error)
+
+    def drain(self) -> None:
+        """Drain what was committed last, to the end."""
+        self.begin_drain()
+        self.end_drain()
+
+    def save_while_it_drains(self) -> None:
+        """Save until that drain has ended on all ranks."""
+        while not COMM.allreduce(self._drain.done, MPI.LAND):
+            self.save()
+        self.end_drain()
+
+    def save_until(self, file: str) -> None:
+        """Save until there is such a file among the records."""
+        while not COMM.bcast((OUT / file).exists()):
+            self.save(pause=0.01)
+
+    def wait_drained(self, timeout_s: float | None = None) -> None:
+        """Wait for whatever drains."""
+        started, error = time.monotonic(), ""
+        try:
+            self._ckpt.wait_drained(timeout_s)
+        except mlflash.errors.MlflashError as problem:
+            error = f"{type(problem).__name__}: {problem}"
+        note("waited", error=error, seconds=time.monotonic() - started)
+
+    def rules(self, text: str) -> None:
+        """Let the file system fail, see faulty_files.c."""
+        self.run(f"printf '{text}\\n' > {os.environ.get('FAULTY_RULES')}")
+
+    def run(self, command: str) -> None:
+        """Run a shell command, while no rank does anything."""
+        COMM.Barrier()
+        if RANK == 0:
+            subprocess.run(command, shell=True, check=True, timeout=30)
+        COMM.Barrier()
+
+    def look(self, name: str) -> None:
+        """Note what is in the directory."""
+        COMM.Barrier()
+        if RANK == 0:
+            top = Path(self._directory)
+            note(name, files=sorted(str(path.relative_to(top)) for path in top.rglob("*") if path.is_file()))
+        COMM.Barrier()
+
+    def check(self, *steps: int) -> None:
+        """Load checkpoints from the directory, and compare every bit."""
+        for step in steps:
+            try:
+                found, state = self._ckpt.load(step, source=self._directory)
+                note("checked", step=found, wrong=differences(state, self._wanted(step)))
+            except mlflash.errors.MlflashError as error:
+                note("checked", step=step, wrong=[str(error)])
 
 
 def inline() -> None:

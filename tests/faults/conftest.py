@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
@@ -36,6 +37,19 @@ def small_memory() -> Iterator[Callable[[int], Path]]:
     for path in mounted:
         subprocess.run(["umount", "-l", path], check=True, timeout=30)
         os.rmdir(path)
+
+
+@pytest.fixture(scope="session")
+def faulty_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The library that makes a file system fail, see faulty_files.c."""
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("needs a C compiler")
+    library = tmp_path_factory.mktemp("faulty") / "faulty_files.so"
+    source = Path(harness.__file__).with_name("faulty_files.c")
+    command = [compiler, "-shared", "-fPIC", "-O1", "-Wall", "-Wextra", "-o", str(library), str(source), "-ldl"]
+    subprocess.run(command, check=True, timeout=60)
+    return library
 
 
 @pytest.fixture

@@ -7,25 +7,11 @@ import time
 from pathlib import Path
 
 import pytest
-from harness import Cluster, Result
+from harness import Cluster, assert_restored, train_and_die
 
 from mlflash.header import COMMIT_START, HEADER_NBYTES, RECORD_NBYTES, unpack
 
 TRANSPORTS = ("p2p", "rma")
-
-
-def train_and_die(cluster: Cluster, ranks: int, step: int, **options: object) -> None:
-    """Train up to a committed step, then every process dies at once."""
-    result = cluster.train(ranks, last=step, die_at=step, die="all", **options)
-    assert len(result.of("committed")) >= ranks, result.log
-    assert not result.of("end")
-
-
-def assert_restored(result: Result, ranks: int, step: int | None) -> None:
-    restored = result.of("restored")
-    assert [r["step"] for r in restored] == [step] * ranks, result.log
-    assert [r["wrong"] for r in restored] == [[]] * ranks
-    assert len(result.of("end")) == ranks, result.log
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

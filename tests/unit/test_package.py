@@ -19,13 +19,16 @@ REPO = Path(__file__).parents[2]
 
 # The way of the data: each module imports only from those before it.
 ORDER = [
-    "version", "errors", "points", "scheme", "config", "state", "rebuild", "layout", "manifest", "header", "host_list",
-    "domains", "slurm_topology", "topology", "placement", "survival", "sharing", "erasure", "stripes", "limits",
-    "node_memory", "inventory", "segment", "slot", "parity_file", "comm", "board", "window", "transfer", "exchange",
-    "stage", "shelf", "copies", "parity", "protect", "replicas", "parts", "snapshot", "commit", "repair", "fetch",
-    "reunion", "shards", "parcels", "opened", "reshard", "restore", "courier", "saves", "restores", "rng", "report",
-    "checkpointer", "__init__", "cli", "__main__",
+    "version", "errors", "points", "skeleton", "store", "scheme", "config", "state", "rebuild", "layout", "manifest",
+    "header", "host_list", "domains", "slurm_topology", "topology", "placement", "survival", "sharing", "erasure",
+    "stripes", "limits", "node_memory", "pulse", "inventory", "segment", "slot", "parity_file", "moves", "comm",
+    "board", "window", "transfer", "aside", "exchange", "stage", "shelf", "copies", "parity", "protect", "replicas",
+    "parts", "snapshot", "commit", "repair", "fetch", "reunion", "shards", "parcels", "opened", "reshard", "restore",
+    "courier", "drains", "scavenge", "saves", "restores", "rng", "report", "adapting", "checkpointer", "__init__",
+    "cli", "__main__",
 ]  # fmt: skip
+# The same of `draining`, which stands before "drains".
+DRAINING = ["__init__", "index", "catalog", "dealing", "hdf5", "cargo", "form", "as_hdf5", "as_dcp", "drain", "drained"]
 MAY_IMPORT_MPI = {"comm"}
 
 
@@ -50,6 +53,15 @@ def test_each_module_imports_only_from_those_before_it() -> None:
         wrong = ours & set(ORDER) - set(ORDER[:index])
         assert not wrong, f"{name} imports {wrong}"
         assert "mpi4py" not in others or name in MAY_IMPORT_MPI, f"{name} imports mpi4py"
+
+
+def test_what_drains_imports_only_from_what_is_before_it() -> None:
+    modules = {path.stem: path for path in (REPO / "mlflash" / "draining").glob("*.py")}
+    assert sorted(modules) == sorted(DRAINING)
+    for index, name in enumerate(DRAINING):
+        ours, _ = imports(modules[name])
+        assert not ours & set(DRAINING) - set(DRAINING[:index]), f"{name} imports what is behind it"
+        assert not ours & set(ORDER[ORDER.index("drains") :]), f"{name} imports what is behind draining"
 
 
 def test_importing_does_nothing() -> None:
