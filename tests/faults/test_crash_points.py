@@ -239,7 +239,7 @@ def test_the_relaunch_restores_exactly_what_it_must(shm: Path, memories: Memorie
     assert (start or 0) >= max((r["step"] for r in crashed.of("committed")), default=0), "a committed step was lost"
     assert len(result.of("end")) == ranks, result.log
     assert {r["steps"][-1] for r in result.of("end")} == {(start or 0) + 1}
-    # Nothing piles up: two own slots, two of another rank and two shares for each rank, its pulse, and the lock of each node.
+    # Nothing piles up: two own slots, two of another rank, two shares and a pulse for each rank, the lock of each node.
     each = 6 if case.scheme == "alike" else 4
     assert len(cluster.slot_files()) == each * ranks
     files = [f for f in cluster.node(0).parent.rglob("*") if f.is_file() and f.parent.name.startswith("node")]
