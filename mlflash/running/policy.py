@@ -19,7 +19,8 @@ class Restarts:
     most: int
     done: int = 0
     _newest: int | None = None  # newest checkpoint when it failed last
-    _in_vain: int = 0  # failures since that one was committed
+    _since: int = 0  # failures since that one was committed
+    _in_vain: int = 0  # of these, those at which no node was lost
 
     def after_failure(self, newest: int | None, node_lost: bool) -> str:
         """Say why there is to be no further restart; "" where there is to be one.
@@ -29,7 +30,8 @@ class Restarts:
             node_lost: whether a node was lost: that is no fault of the training.
         """
         if newest is not None and (self._newest is None or newest > self._newest):
-            self._newest, self._in_vain = newest, 0
+            self._newest, self._since, self._in_vain = newest, 0, 0
+        self._since += 1
         self._in_vain += not node_lost
         if self.done >= self.most:
             return f"{self.done} of {self.most} restarts are used up"
@@ -41,5 +43,5 @@ class Restarts:
 
     @property
     def pause_s(self) -> float:
-        """Seconds to wait before the next start: twice as long after each failure in vain."""
-        return min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0 ** (self._in_vain - 1)) if self._in_vain else 0.0
+        """Seconds to wait before the next start: twice as long after each failure without a newer checkpoint."""
+        return min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2.0 ** (self._since - 2)) if self._since > 1 else 0.0

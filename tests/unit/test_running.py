@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 import pytest
 from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mlflash.running.command import run
-from mlflash.running.on_slurm import is_lost
+from mlflash.running.looks import Looks, Watch
+from mlflash.running.on_slurm import is_lost, own_id
+from mlflash.running.outage import failure, recovery
 from mlflash.running.policy import Restarts
 from mlflash.running.seats import Seats, reseat, take_seats
 
@@ -55,14 +60,18 @@ def test_it_is_started_again_as_long_as_it_gets_on() -> None:
     restarts = Restarts(most=10)
     for newest in (5, 9, 12):
         assert restarts.after_failure(newest, node_lost=False) == ""
-        assert restarts.pause_s == 1
+        assert restarts.pause_s == 0
     assert "failed 2 times after step 12" in restarts.after_failure(12, node_lost=False)
 
 
 def test_a_lost_node_is_no_fault_of_the_training() -> None:
-    restarts = Restarts(most=3)
-    assert [restarts.after_failure(5, node_lost=True) for _ in range(3)] == [""] * 3 and restarts.pause_s == 0
-    assert "3 of 3 restarts" in restarts.after_failure(5, node_lost=True)
+    restarts = Restarts(most=9)
+    pauses = []
+    for _ in range(9):
+        assert restarts.after_failure(5, node_lost=True) == ""
+        pauses.append(restarts.pause_s)
+    assert pauses == [0, 1, 2, 4, 8, 16, 32, 60, 60]
+    assert "9 of 9 restarts" in restarts.after_failure(5, node_lost=True)
 
 
 def test_a_training_that_never_gets_to_a_checkpoint_has_two_tries() -> None:
@@ -81,6 +90,80 @@ def test_a_node_that_is_out_of_service_is_lost(state: str) -> None:
 )
 def test_one_that_trains_goes_on_whatever_else_slurm_says(state: str) -> None:
     assert not is_lost(state)
+
+
+def test_the_number_of_an_array_is_never_taken_for_that_of_a_job() -> None:
+    assert own_id({"SLURM_JOB_ID": "71"}) == "71"
+    assert own_id({"SLURM_JOB_ID": "71", "SLURM_ARRAY_JOB_ID": "71", "SLURM_ARRAY_TASK_ID": "3"}) == "71_3"
+
+
+PULSE = {
+    "run": "r",
+    "state": "started",
+    "alive": True,
+    "saved": 12,
+    "committed": 11,
+    "restored": 10,
+    "source": "memory",
+}
+
+
+def test_an_outage_is_split_into_what_it_was_spent_on() -> None:
+    before = failure([PULSE | {"beat": 100.0}, PULSE | {"beat": 99.0, "saved": 11}], 117.0)
+    assert (before.last_beat, before.noticed, before.saved) == (100.0, 117.0, 12)
+    times = [{"made": 120.0, "restored": 121.0, "saved": 121.5}, {"made": 120.5, "restored": 121.0, "saved": 121.25}]
+    found = recovery([PULSE | {"beat": 122.0, "times": each} for each in times], before, 118.5)
+    spans = {"detect_s": 17, "look_s": 1.5, "launch_s": 2, "restore_s": 0.5, "first_step_s": 0.5}
+    assert found == {"restored": 10, "source": "memory", "steps_lost": 2, "outage_s": 21.5, **spans}
+
+
+class Nodes:
+    """A launcher whose nodes say what a test says."""
+
+    def __init__(self) -> None:
+        self.said: dict[str, str] = {}
+        self.during = lambda: None  # happens while nodes are looked at
+
+    def on_each(self, hosts: list[str], argv: list[str], timeout_s: float) -> dict[str, str]:
+        said = {host: self.said[host] for host in hosts if host in self.said}
+        self.during()
+        return said
+
+
+def say(*pulses: dict[str, Any]) -> str:
+    return json.dumps({"gpus": None, "interface": None, "steps": [], "pulses": pulses})
+
+
+def test_what_a_later_look_has_found_is_not_undone_by_an_earlier_one_that_took_longer() -> None:
+    nodes = Nodes()
+    looks = Looks(nodes, "/dev/shm", "job", 0, "")  # type: ignore[arg-type]
+    nodes.said = {"a": say(PULSE)}
+
+    def meanwhile() -> None:
+        nodes.during, nodes.said = lambda: None, {}
+        looks.look(["a"])
+
+    nodes.during = meanwhile
+    looks.look(["a"])
+    assert looks.silent(["a"]) == ["a"]
+
+
+def test_ranks_are_dead_when_two_looks_in_a_row_say_so() -> None:
+    nodes = Nodes()
+    looks = Looks(nodes, "/dev/shm", "job", 0, "")  # type: ignore[arg-type]
+    watch = Watch(looks, "r", Seats(("a", "b"), 1), 0)
+
+    def look(**said: str) -> str:
+        nodes.said = said
+        looks.look(["a", "b"])
+        return watch.dead()
+
+    zero, one = (PULSE | {"rank": rank} for rank in range(2))
+    assert look(a=say(zero), b=say(one)) == ""
+    assert look(a=say(zero), b=say(one | {"alive": False})) == "" and look(a=say(zero), b=say(one)) == ""
+    assert look(a=say(zero), b=say()) == "" and look(a=say(zero), b=say()) == "ranks [1] died"
+    assert look(a=say(zero)) == "" and look(a=say(zero)) == "b does not answer"
+    assert look(a=say(zero), b=say(one | {"alive": False, "state": "ended"})) == ""
 
 
 def test_a_mistyped_option_is_no_command() -> None:

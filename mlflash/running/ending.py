@@ -1,0 +1,44 @@
+"""The end of a job: what is in memory goes to the directory, then the nodes' memory is cleaned."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+
+from .launcher import Launcher
+from .looks import LOOK_S, Looks
+from .orders import Orders
+from .seats import Seats
+
+_NAP_S = 0.1
+_SCAVENGE_S = 1800.0
+
+
+def wind_up(launcher: Launcher, looks: Looks, orders: Orders, hosts: Sequence[str]) -> bool | None:
+    """Scavenge what nodes hold and clean their memory; no rank may be left there.
+
+    Returns:
+        Whether the directory has it now; None where there was nothing to do, or is no directory.
+    """
+    gone = launcher.gone(hosts)
+    there = [host for host in hosts if host not in gone]
+    looks.look(there)
+    holding = looks.holding(there)
+    scavenged = scavenge(launcher, orders, holding) if orders.directory and holding else None
+    if holding and not orders.keep_memory and scavenged is not False:
+        clean = [sys.executable, "-m", "mlflash", "clean", orders.job, "--memory", orders.memory]
+        launcher.on_each(holding, clean, LOOK_S)
+    return scavenged
+
+
+def scavenge(launcher: Launcher, orders: Orders, hosts: Sequence[str]) -> bool:
+    """Bring the newest checkpoint in the memory of these nodes to the directory; says whether that went well."""
+    argv = [sys.executable, "-m", "mpi4py", "-m", "mlflash", "scavenge", str(orders.directory),
+            "--job", orders.job, "--memory", orders.memory]  # fmt: skip
+    step = launcher.start(Seats(tuple(hosts), 1), argv, {})
+    end = time.monotonic() + _SCAVENGE_S
+    while (code := step.poll()) is None and time.monotonic() < end:
+        time.sleep(_NAP_S)
+    step.end()
+    return code == 0

@@ -1,0 +1,149 @@
+"""What the nodes of a job say of themselves when they are looked at, and what that means for a run.
+
+Whatever goes wrong with a look costs time, never the job: what a node does not say is not known, and no more.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from ..errors import LaunchFailed
+from ..pulse import SHOW_STACKS
+from .launcher import Launcher
+from .outage import Pulse
+from .seats import Seats
+
+log = logging.getLogger("mlflash")
+
+LOOK_S = 20.0
+"""Deadline of a look at the nodes."""
+_STACKS_S = 1.0
+
+
+class Looks:
+    """The last look at each node.
+
+    Args:
+        launcher: reaches the nodes.
+        memory, job: where ranks keep their slots.
+        gpus, interface: what a node must have to train, see `Orders`.
+    """
+
+    def __init__(self, launcher: Launcher, memory: str, job: str, gpus: int, interface: str):
+        self._launcher, self._gpus, self._interface = launcher, gpus, interface
+        self._argv = [sys.executable, "-m", "mlflash.running.node_look", memory, job]
+        self._argv += [interface] if interface else []
+        self._said: dict[str, dict[str, Any]] = {}
+        self._asked = 0  # looks so far
+        self._last: dict[str, int] = {}  # which look was the last at each node: they may overlap
+
+    def look(self, hosts: Sequence[str]) -> None:
+        """Ask nodes how they are; of those that do not answer nothing is known. What a later look found stays."""
+        self._asked += 1
+        this = self._asked
+        try:
+            told = self._launcher.on_each(hosts, self._argv, LOOK_S)
+        except LaunchFailed as error:
+            log.warning("the nodes cannot be looked at: %s", error)
+            told = {}
+        said = dict(self._said)
+        for host in (host for host in hosts if self._last.get(host, 0) < this):
+            self._last[host] = this
+            said.pop(host, None)
+            try:
+                said[host] = json.loads(told[host])
+            except (KeyError, ValueError):
+                continue
+        self._said = said
+
+    def silent(self, hosts: Sequence[str]) -> list[str]:
+        """Which nodes did not answer."""
+        return [host for host in hosts if host not in self._said]
+
+    def wrong_with(self, host: str) -> str:
+        """Why a node is not fit to train; "" where it is."""
+        said = self._said.get(host)
+        if said is None:
+            return "it does not answer"
+        if self._gpus and (said["gpus"] or 0) < self._gpus:
+            return f"{said['gpus'] or 0} of {self._gpus} GPUs answer"
+        return f"{self._interface} is down" if said["interface"] is False else ""
+
+    def holding(self, hosts: Sequence[str]) -> list[str]:
+        """Which nodes hold checkpoints in memory."""
+        return [host for host in hosts if host in self._said and self._said[host]["steps"]]
+
+    def newest(self) -> int | None:
+        """The newest step that was committed or restored, as far as ranks have said so."""
+        steps = [pulse[what] for said in self._said.values() for pulse in said["pulses"]
+                 for what in ("committed", "restored") if pulse[what] is not None]  # fmt: skip
+        return max(steps, default=None)
+
+    def pulses(self, run: str) -> list[Pulse]:
+        """What the ranks of a start have said of themselves."""
+        return [pulse for said in self._said.values() for pulse in said["pulses"] if pulse["run"] == run]
+
+    def show_stacks(self, hosts: Sequence[str], run: str) -> None:
+        """Have every rank of a start print where each of its threads is."""
+        for host in hosts:
+            pulses = self._said[host]["pulses"] if host in self._said else []
+            if pids := [str(pulse["pid"]) for pulse in pulses if pulse["run"] == run and pulse["alive"]]:
+                self._launcher.on_each([host], ["kill", f"-{SHOW_STACKS}", *pids], LOOK_S)
+        time.sleep(_STACKS_S)
+
+
+class Watch:
+    """What the looks at one run that goes on say of it, one after the other.
+
+    Args:
+        looks: at the nodes.
+        run: names the start.
+        seats: its nodes.
+        patience_s: seconds without a sign of life after which it hangs; 0: it never does.
+    """
+
+    def __init__(self, looks: Looks, run: str, seats: Seats, patience_s: float):
+        self._looks, self._run, self._seats, self._patience_s = looks, run, seats, patience_s
+        self._begun = time.time()
+        self._seen = 0  # ranks that have been seen at once
+        self._suspects = ""
+
+    def hangs(self) -> bool:
+        """Whether no rank got on for too long."""
+        last_beat = max((float(pulse["beat"]) for pulse in self._looks.pulses(self._run)), default=self._begun)
+        return self._patience_s > 0 and time.time() - last_beat > self._patience_s
+
+    def dead(self) -> str:
+        """Which nodes or ranks are gone, in words; "" where none is. To be asked once after each look.
+
+        Twice the same: the launcher does not find out by itself, or survivors wait for the dead for ever.
+        """
+        before, self._suspects = self._suspects, self._missing()
+        return before if before == self._suspects else ""
+
+    def not_ended(self) -> str:
+        """Which ranks have not said that they came to their end, in words; "" where all have, or none ever spoke."""
+        pulses = self._looks.pulses(self._run)
+        if not pulses and not self._looks.silent(self._seats.hosts):
+            log.warning("no rank made a Checkpointer: the exit code is all there is to go by")
+            return ""
+        missing = self._others(int(pulse["rank"]) for pulse in pulses if pulse["state"] == "ended")
+        return f"the launcher returned 0, but ranks {missing[:8]} did not come to their end" if missing else ""
+
+    def _missing(self) -> str:
+        if silent := self._looks.silent(self._seats.hosts):
+            return f"{', '.join(silent)} does not answer"
+        pulses = self._looks.pulses(self._run)
+        gone = [int(pulse["rank"]) for pulse in pulses if pulse["state"] == "started" and not pulse["alive"]]
+        if self._seen > len(pulses):  # a node came up again, with nothing in its memory
+            gone += self._others(int(pulse["rank"]) for pulse in pulses)
+        self._seen = max(self._seen, len(pulses))
+        return f"ranks {gone[:8]} died" if gone else ""
+
+    def _others(self, ranks: Iterable[int]) -> list[int]:
+        return sorted({*range(self._seats.ranks)} - {*ranks})
