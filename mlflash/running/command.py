@@ -6,17 +6,20 @@ import os
 import shlex
 import signal
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import click
 
 from ..config import job_name
 from ..errors import ConfigError, LaunchFailed
+from .guard import Guard
 from .journal import Journal
 from .launcher import Launcher
 from .on_hosts import OnHosts
-from .on_slurm import OnSlurm
-from .supervisor import Orders, Supervisor
+from .on_slurm import OnSlurm, own_id
+from .orders import Orders
+from .supervisor import Supervisor
 
 _SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
 
@@ -61,7 +64,7 @@ def run(nodes: int, ranks_per_node: int | None, spares: int | None, min_nodes: i
     if (kind or ("srun" if "SLURM_JOB_ID" in os.environ else "mpiexec")) == "srun":
         if "SLURM_JOB_ID" not in os.environ:
             raise click.UsageError("--launcher srun works inside an allocation of Slurm: in a batch script, or salloc")
-        launcher = OnSlurm(os.environ["SLURM_JOB_ID"], mpi, extra)
+        launcher = OnSlurm(own_id(os.environ), mpi, extra)
     else:
         launcher = OnHosts(hosts.split(",") if hosts else ["localhost"], rsh, extra)
     if directory is not None and "://" not in directory:
@@ -75,7 +78,9 @@ def run(nodes: int, ranks_per_node: int | None, spares: int | None, min_nodes: i
             signal.signal(number, lambda number, frame: setattr(supervisor, "told", number))
         if spares is not None and (there := len(launcher.hosts())) < nodes + spares:
             raise click.UsageError(f"{nodes} nodes and {spares} spares are more than the {there} that there are")
-        sys.exit(supervisor.run())
+        with Guard(launcher, orders, journal) if isinstance(launcher, OnSlurm) else nullcontext():
+            code = supervisor.run()
+        sys.exit(code)
     except ConfigError as error:
         raise click.UsageError(str(error)) from None
     except LaunchFailed as error:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from .seats import Seats
 
 _ASK_S = 30.0  # deadline of a question to Slurm
 _LOST = ("down", "error", "fail", "powered_down", "powering_down", "reboot", "unknown")
+_NAME = "mlflash-"  # of steps, with a number
+_KILL_WAIT_S = 5.0
 _TOLD = "mlflash-told:"  # before each line that a program on a node prints
 
 
@@ -24,22 +27,23 @@ class OnSlurm:
     Args:
         job: id of the allocation.
         mpi: what srun's --mpi is to be; "" leaves it to Slurm.
-        extra: further words for srun, for the training only.
+        extra: further words for srun, where ranks are started.
+
+    Attributes:
+        job, mpi, extra: as given.
     """
 
     def __init__(self, job: str, mpi: str = "", extra: Sequence[str] = ()):
-        self._job, self._mpi, self._extra = job, mpi, list(extra)
+        self.job, self.mpi, self.extra = job, mpi, list(extra)
         self._starts = 0
-        self._folder = tempfile.TemporaryDirectory(prefix="mlflash-run-")
 
     def hosts(self) -> list[str]:
-        return _ask(["scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]]).split()
+        return ask(["scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]]).split()
 
     def gone(self, hosts: Sequence[str]) -> dict[str, str]:
         try:
-            told = _ask(["squeue", "--noheader", "--jobs", self._job, "--format", "%N"]).strip()
-            ours = _ask(["scontrol", "show", "hostnames", told]).split() if told else hosts
-            states = self._states(hosts)
+            ours = hosts_of(self.job) or hosts
+            states = states_of(hosts)
         except LaunchFailed:  # slurmctld does not answer: what it does not say is not so
             return {}
         lost = {host: state for host, state in states.items() if is_lost(state)}
@@ -48,34 +52,36 @@ class OnSlurm:
 
     def unwanted(self, hosts: Sequence[str]) -> dict[str, str]:
         try:
-            return {host: state for host, state in self._states(hosts).items() if state.startswith("drain")}
+            return {host: state for host, state in states_of(hosts).items() if state.startswith("drain")}
         except LaunchFailed:
             return {}
 
-    def _states(self, hosts: Sequence[str]) -> dict[str, str]:
-        text = _ask(["sinfo", "--noheader", "--Node", "--nodes", ",".join(hosts), "--format", "%N %T"])
-        return {host: state for host, state in (line.split() for line in text.splitlines()) if host in hosts}
-
     def start(self, seats: Seats, argv: Sequence[str], env: Mapping[str, str]) -> Step:
         self._starts += 1
-        hosts = Path(self._folder.name, f"hosts{self._starts}")
-        hosts.write_text("".join(f"{host}\n" for host in seats.hosts_of_ranks()))
-        name = f"mlflash-{self._starts}"
+        file, hosts = tempfile.mkstemp(prefix="mlflash-hosts-")
+        with open(file, "w") as lines:
+            lines.writelines(f"{host}\n" for host in seats.hosts_of_ranks())
+        name = f"{_NAME}{self._starts}"
         # Overlapping: of a step that a node died under Slurm does not give the cores back for a while.
         command = ["srun", "--overlap", "--no-kill", "--kill-on-bad-exit=1", "--distribution=arbitrary",
                    "--job-name", name, f"--nodes={len(seats.hosts)}", f"--ntasks={seats.ranks}"]  # fmt: skip
-        command += [f"--mpi={self._mpi}"] if self._mpi else []
-        whole = {**os.environ, **env, "SLURM_HOSTFILE": str(hosts)}
-        process = subprocess.Popen([*command, *self._extra, *argv], env=whole, start_new_session=True,
+        command += [f"--mpi={self.mpi}"] if self.mpi else []
+        whole = {**os.environ, **env, "SLURM_HOSTFILE": hosts}
+        process = subprocess.Popen([*command, *self.extra, *argv], env=whole, start_new_session=True,
                                    stdin=subprocess.DEVNULL)  # fmt: skip
-        return _SlurmStep(process, self._job, name)
+        return _SlurmStep(process, self.job, name, Path(hosts))
+
+    def end_steps(self) -> None:
+        """End all ranks of this job, whoever started them."""
+        for name, wait_s in (("TERM", _KILL_WAIT_S), ("KILL", 1.0)):
+            if ours := [number for number, step in _steps_of(self.job) if step.startswith(_NAME)]:
+                ask(["scancel", f"--signal={name}", *ours], check=False)
+                time.sleep(wait_s)
 
     def on_each(self, hosts: Sequence[str], argv: Sequence[str], timeout_s: float) -> dict[str, str]:
         """Slurm does not say which node a line is from: the program's lines are marked with the node's name."""
         mark = f'"$@" | sed "s/^/{_TOLD}$SLURMD_NODENAME:/"'
-        command = ["srun", "--overlap", "--no-kill", "--kill-on-bad-exit=0", "--mpi=none", "--mem=0",
-                   f"--nodes={len(hosts)}", f"--ntasks={len(hosts)}", "--ntasks-per-node=1",
-                   f"--nodelist={','.join(hosts)}", "sh", "-c", mark, "sh", *argv]  # fmt: skip
+        command = beside(hosts, [], ["sh", "-c", mark, "sh", *argv])
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
                                    stderr=subprocess.DEVNULL, text=True, start_new_session=True)  # fmt: skip
         try:
@@ -94,22 +100,53 @@ class OnSlurm:
 class _SlurmStep(Step):
     """A step of srun: where a node of it is dead, srun itself does not end by a signal."""
 
-    def __init__(self, process: subprocess.Popen[Any], job: str, name: str):
+    def __init__(self, process: subprocess.Popen[Any], job: str, name: str, hosts: Path):
         super().__init__(process)
-        self._job, self._name = job, name
+        self._job, self._name, self._hosts = job, name, hosts
 
     def end(self) -> None:
         if (number := self._number()) is not None:
-            _ask(["scancel", "--signal=TERM", number], check=False)
+            ask(["scancel", "--signal=TERM", number], check=False)
         super().end()
         if (number := self._number()) is not None:
-            _ask(["scancel", "--signal=KILL", number], check=False)
+            ask(["scancel", "--signal=KILL", number], check=False)
+        self._hosts.unlink(missing_ok=True)
 
     def _number(self) -> str | None:
         """Job and step as Slurm names them; None where it has ended."""
-        text = _ask(["squeue", "--noheader", "--steps", "--jobs", self._job, "--format", "%i %j"], check=False)
-        steps = [line.split() for line in text.splitlines()]
-        return next((words[0] for words in steps if words[1:] == [self._name]), None)
+        return next((number for number, name in _steps_of(self._job) if name == self._name), None)
+
+
+def _steps_of(job: str) -> list[list[str]]:
+    """Number and name of each step that has not ended."""
+    text = ask(["squeue", "--noheader", "--steps", "--jobs", job, "--format", "%i %j"], check=False)
+    return [words for line in text.splitlines() if len(words := line.split()) == 2]
+
+
+def own_id(environ: Mapping[str, str]) -> str:
+    """What to call the job of this environment: the number of the last job of an array means the whole array."""
+    if "SLURM_ARRAY_JOB_ID" in environ:
+        return f"{environ['SLURM_ARRAY_JOB_ID']}_{environ['SLURM_ARRAY_TASK_ID']}"
+    return environ["SLURM_JOB_ID"]
+
+
+def beside(hosts: Sequence[str], options: Sequence[str], argv: Sequence[str]) -> list[str]:
+    """The srun that starts a program once on each of some nodes, beside the ranks."""
+    count = len(hosts)
+    return ["srun", "--overlap", "--no-kill", "--kill-on-bad-exit=0", "--mpi=none", "--mem=0", f"--nodes={count}",
+            f"--ntasks={count}", "--ntasks-per-node=1", f"--nodelist={','.join(hosts)}", *options, *argv]  # fmt: skip
+
+
+def hosts_of(job: str) -> list[str]:
+    """The nodes that a job has now; none where it has ended. Raises LaunchFailed where Slurm does not answer."""
+    told = ask(["squeue", "--noheader", "--jobs", job, "--format", "%N"]).strip()
+    return ask(["scontrol", "show", "hostnames", told]).split() if told else []
+
+
+def states_of(hosts: Sequence[str]) -> dict[str, str]:
+    """The state of each node in the words of sinfo; raises LaunchFailed where Slurm does not answer."""
+    text = ask(["sinfo", "--noheader", "--Node", "--nodes", ",".join(hosts), "--format", "%N %T"])
+    return {host: state for host, state in (line.split() for line in text.splitlines()) if host in hosts}
 
 
 def is_lost(state: str) -> bool:
@@ -117,7 +154,12 @@ def is_lost(state: str) -> bool:
     return state.endswith("*") or state.rstrip("*$~#!%@^+-").lower() in _LOST
 
 
-def _ask(command: Sequence[str], check: bool = True) -> str:
+def ask(command: Sequence[str], check: bool = True) -> str:
+    """Ask Slurm by one of its commands; gives what it printed.
+
+    Raises:
+        LaunchFailed: it failed, or took too long; not with ``check=False``, which gives "" then.
+    """
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_ASK_S, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:

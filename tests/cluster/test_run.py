@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -195,3 +196,14 @@ def test_a_node_that_is_unfit_to_train_is_replaced_and_what_it_holds_is_fetched_
     assert [end["digest"] for end in run.ends()] == expected
     assert run.events("start")[1]["hosts"] == ["host1", "host4", "host3"]
     assert "host2 is not fit to train: fast0 is down" in run.log() and run.events("end")[1]["source"] != "memory"
+
+
+def test_what_cannot_be_scavenged_stays_in_memory_and_is_no_success(start: Any) -> None:
+    run = start("-N", 2, hosts=2)
+    run.wait_for_step(15)
+    shutil.rmtree(run.directory, ignore_errors=True)
+    run.directory.write_text("not a directory")
+    assert run.wait() == 1, run.log()
+    assert len(run.ends()) == 2 and run.events("finish")[0]["scavenged"] is False
+    assert "could not be given the newest checkpoint; it is in memory of host1, host2" in run.log()
+    assert all(run.memory(host) for host in ("host1", "host2"))

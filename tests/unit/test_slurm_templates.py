@@ -78,7 +78,12 @@ class Started:
             (out / program).chmod(0o700)
         script = out / "job.sbatch"
         script.write_text(fill(name, {"/CHANGE_ME/venv/bin": str(out), **EXAMPLE, "/CHANGE_ME": str(out)}))
-        slurm = {"SLURM_JOB_ID": "71", "SLURM_ARRAY_TASK_ID": "3", "SLURM_JOB_NODELIST": "n[1-5]"}
+        slurm = {
+            "SLURM_JOB_ID": "71",
+            "SLURM_ARRAY_JOB_ID": "70",
+            "SLURM_ARRAY_TASK_ID": "3",
+            "SLURM_JOB_NODELIST": "n[1-5]",
+        }
         env = {"PATH": os.environ["PATH"], "OUT": str(out), "CODE": str(code), **slurm, **environment}
         self.process = subprocess.Popen(["bash", script], env=env, stdout=subprocess.PIPE, text=True)
 
@@ -187,7 +192,7 @@ def test_the_batch_shell_becomes_mlflash_run_so_that_signals_reach_it(name: str,
 
 
 @pytest.mark.parametrize(
-    ("told", "code", "asked"), [(signal.SIGUSR1, USR1, ["requeue 71"]), (signal.SIGTERM, TERM, [])]
+    ("told", "code", "asked"), [(signal.SIGUSR1, USR1, ["requeue 70_3"]), (signal.SIGTERM, TERM, [])]
 )
 def test_the_array_hands_signals_on_and_requeues_itself_when_its_time_is_up(
     told: int, code: int, asked: list[str], tmp_path: Path
@@ -208,7 +213,7 @@ def test_the_array_requeues_itself_for_nothing_else_and_not_for_ever(
 ) -> None:
     started = Started("array", tmp_path, code, SLURM_RESTART_COUNT=str(restarts))
     assert started.wait() == code
-    assert started.noted("asked") == ["requeue 71"] * asked
+    assert started.noted("asked") == ["requeue 70_3"] * asked
 
 
 @pytest.mark.parametrize("name", ["megatron", "nemo"])
@@ -240,9 +245,10 @@ def test_the_page_has_every_option_of_mlflash_run_and_no_other() -> None:
 
 
 def test_the_page_has_every_event_of_the_journal_and_its_fields() -> None:
-    tree = ast.parse((REPO / "mlflash" / "running" / "supervisor.py").read_text())
-    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".note")]
-    assert len(calls) > 2
+    trees = [ast.parse((REPO / "mlflash" / "running" / name).read_text()) for name in ("supervisor.py", "guard.py")]
+    calls = [node for tree in trees for node in ast.walk(tree)
+             if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".note")]  # fmt: skip
+    assert len(calls) > 4
     for call in calls:
         (row,) = re.findall(rf"^\| `{ast.literal_eval(call.args[0])}` .*$", PAGE, re.M)
         for keyword in call.keywords:

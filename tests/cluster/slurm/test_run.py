@@ -30,26 +30,33 @@ def edited(name: str, changes: dict[str, str]) -> str:
     return text
 
 
-class Training:
-    """A job that trains on two nodes; any more are spares."""
+def submit(slurm: Slurm, template: str, out: str, options: str = "", nodes: int = 3, **training: object) -> Job:
+    """Submit a training on two nodes; any more are spares. ``out``, and ``out``-pfs, are where it writes."""
+    rank = [sys.executable, "-m", "mpi4py", str(WORKER), f"{out}-pfs", out, str(LAST),
+            json.dumps({"pause": 0.05, **training})]  # fmt: skip
+    # Only the shell of the job knows which of an array it is.
+    command = " ".join(word if "$" in word else shlex.quote(word) for word in rank)
+    text = edited(template, {
+        "#SBATCH --account": "", "#SBATCH --partition": "#SBATCH --partition=main", "#SBATCH --gpus": "",
+        "#SBATCH --nodes": f"#SBATCH --nodes={nodes}", "#SBATCH --ntasks": "#SBATCH --ntasks-per-node=1",
+        "#SBATCH --cpus": "#SBATCH --cpus-per-task=1", "#SBATCH --time": "#SBATCH --time=00:10:00",
+        "#SBATCH --array": "#SBATCH --array=0-1",
+        "export PATH": f'export PATH="{Path(sys.executable).parent}:$PATH"', "mpi=": f"mpi={PMI}",
+        "directory=": f"directory={out}-pfs", "training=": f"training=({command})", "--nodes ": "  --nodes 2",
+        "--spares 1": f"  --spares {nodes - 2} --look-every 3", "--gpus 8": "",
+        "--journal": f"  --journal {out}/run.jsonl", '--mpi "$mpi"': f'  --mpi "$mpi" {options}',
+    })  # fmt: skip
+    env = {**MPI_ENVIRONMENT, "PYTHONWARNINGS": "error", "OMP_NUM_THREADS": "1"}
+    return slurm.sbatch(text, env=env)
 
-    def __init__(self, slurm: Slurm, options: str = "", sbatch: tuple[str, ...] = (), name: str = "out",
-                 nodes: int = 3, **training: object):  # fmt: skip
+
+class Training:
+    """A job that trains, by default submitted from train.sbatch, and what it writes."""
+
+    def __init__(self, slurm: Slurm, options: str = "", name: str = "out", job: Job | None = None, **more: Any):
         self.slurm, self.out, self.directory = slurm, slurm.path / name, slurm.path / f"{name}-pfs"
         self.out.mkdir(exist_ok=True)
-        rank = [sys.executable, "-m", "mpi4py", WORKER, self.directory, self.out, LAST,
-                json.dumps({"pause": 0.05, **training})]  # fmt: skip
-        text = edited("train.sbatch", {
-            "#SBATCH --account": "", "#SBATCH --partition": "#SBATCH --partition=main", "#SBATCH --gpus": "",
-            "#SBATCH --nodes": f"#SBATCH --nodes={nodes}", "#SBATCH --ntasks": "#SBATCH --ntasks-per-node=1",
-            "#SBATCH --cpus": "#SBATCH --cpus-per-task=1", "#SBATCH --time": "#SBATCH --time=00:10:00",
-            "export PATH": f'export PATH="{Path(sys.executable).parent}:$PATH"', "mpi=": f"mpi={PMI}",
-            "directory=": f"directory={self.directory}", "training=": f"training=({shlex.join(map(str, rank))})",
-            "--nodes 8": "  --nodes 2", "--spares 1": f"  --spares {nodes - 2} --look-every 3", "--gpus 8": "",
-            "--journal": f"  --journal {self.out}/run.jsonl", '--mpi "$mpi"': f'  --mpi "$mpi" {options}',
-        })  # fmt: skip
-        env = {**MPI_ENVIRONMENT, "PYTHONWARNINGS": "error", "OMP_NUM_THREADS": "1"}
-        self.job: Job = slurm.sbatch(text, *sbatch, env=env)
+        self.job = job or submit(slurm, "train.sbatch", str(self.out), options, **more)
 
     def wait_for_step(self, step: int, timeout: float = 60) -> None:
         end = time.monotonic() + timeout
@@ -124,11 +131,17 @@ def test_before_the_time_limit_it_is_scavenged_and_the_next_job_goes_on(slurm: S
     assert [end["digest"] for end in again.ends()] == expected and all(end["start"] >= 5 for end in again.ends())
 
 
-def test_two_jobs_at_once_do_not_touch_each_other(slurm: Slurm, expected: list[str]) -> None:
-    both = [Training(slurm, name=name, nodes=2) for name in ("one", "two")]
+def test_two_of_an_array_do_not_touch_each_other_and_each_requeues_itself(slurm: Slurm, expected: list[str]) -> None:
+    whole = submit(slurm, "array.sbatch", f"{slurm.path}/$SLURM_ARRAY_TASK_ID", nodes=2)
+    both = [Training(slurm, name=task, job=Job(slurm, f"{whole.id}_{task}")) for task in ("0", "1")]
+    both[1].wait_for_step(20)
+    both[1].job.signal("USR1", "--batch")  # as before the time limit
     for training in both:
         training.job.wait("COMPLETED", timeout=120)
         assert [end["digest"] for end in training.ends()] == expected, training.job.output()
+    assert [training.job.details()["Restarts"] for training in both] == ["0", "1"]
+    assert [event["code"] for event in both[1].events("finish")] == [138, 0]
+    assert both[1].ends()[0]["start"] >= 20 and both[1].events("end")[1]["source"].startswith(str(both[1].directory))
 
 
 def test_without_a_spare_it_goes_on_with_fewer_nodes_or_ends_with_the_reason(slurm: Slurm) -> None:
@@ -162,3 +175,17 @@ def test_with_the_wrong_mpi_it_ends_and_says_which_flag_is_meant(slurm: Slurm) -
     training.job.wait("FAILED", timeout=90)
     assert "WorldMismatch: srun started several tasks" in training.job.output() and "--mpi=" in training.job.output()
     assert "it failed 2 times before the first checkpoint" in training.job.output() and not training.ends()
+
+
+@pytest.mark.timeout(240)
+def test_a_job_that_loses_its_first_node_is_scavenged_and_requeued(slurm: Slurm, expected: list[str]) -> None:
+    training = Training(slurm)
+    training.wait_for_step(20)
+    slurm.wait("the guard", lambda: "running.guard" in slurm.nodes.run("host3", "ps", "-efww"), 20)
+    slurm.nodes.crash("host1")
+    slurm.wait("the job to be requeued", lambda: training.job.details()["Restarts"] == "1", 90)
+    training.job.wait("COMPLETED", timeout=120)
+    assert [end["digest"] for end in training.ends()] == expected and all(end["start"] >= 19 for end in training.ends())
+    (guard,) = training.events("guard")
+    assert guard["scavenged"] is True and guard["requeued"] is True and guard["why"].startswith("host1 died")
+    assert "host1" not in training.job.hosts()
