@@ -71,6 +71,9 @@ def run(nodes: int, ranks_per_node: int | None, spares: int | None, min_nodes: i
         directory = str(Path(directory).absolute())
     try:
         name = job or job_name(os.environ, directory)
+    except ConfigError:
+        raise click.UsageError("nothing names the job: give --directory (where it drains to) or --job") from None
+    try:
         orders = Orders(argv, nodes, ranks_per_node or _tasks_per_node(), min_nodes or 0, max_restarts, name, memory,
                         directory, keep_memory, hang_timeout, look_every, grace, gpus, interface)  # fmt: skip
         supervisor = Supervisor(launcher, orders, Journal(journal))
@@ -81,8 +84,6 @@ def run(nodes: int, ranks_per_node: int | None, spares: int | None, min_nodes: i
         with Guard(launcher, orders, journal) if isinstance(launcher, OnSlurm) else nullcontext():
             code = supervisor.run()
         sys.exit(code)
-    except ConfigError as error:
-        raise click.UsageError(str(error)) from None
     except LaunchFailed as error:
         raise click.ClickException(str(error)) from None
 

@@ -24,6 +24,7 @@ from .policy import Restarts
 from .seats import Seats, reseat, take_seats
 
 _NAP_S = 0.1
+_NAMED = 8  # nodes named in a line
 _GONE_S = 3.0  # between two questions whether nodes are in service
 
 
@@ -84,7 +85,7 @@ class Supervisor:
             if outcome.told:
                 return self._finish(everywhere, 128 + outcome.told, outcome.why)
             newest = self._looks.newest()
-            self._say(f"run {self._restarts.done + 1} failed: {outcome.why}; newest checkpoint: {newest}")
+            self._say(f"start {self._restarts.done + 1} failed: {outcome.why}; newest checkpoint: {newest}")
             hopeless = self._restarts.after_failure(newest, bool(outcome.lost))
             if hopeless:
                 return self._finish(everywhere, outcome.code or 1, hopeless)
@@ -101,6 +102,7 @@ class Supervisor:
         self._journal.note(
             "start", job=self._orders.job, number=self._restarts.done, hosts=list(seats.hosts), ranks=seats.ranks
         )
+        self._say(f"start {self._restarts.done + 1}: {seats.ranks} ranks on {_named(seats.hosts)}")
         started = time.time()
         env = {"MLFLASH_RUN": run, "MLFLASH_JOB": self._orders.job, "MLFLASH_MEMORY": self._orders.memory}
         step = self._launcher.start(seats, self._orders.argv, env)
@@ -208,3 +210,8 @@ class Supervisor:
 
     def _say(self, text: str) -> None:
         print(f"mlflash run: {text}", file=sys.stderr, flush=True)
+
+
+def _named(hosts: Sequence[str]) -> str:
+    more = len(hosts) - _NAMED
+    return ", ".join(hosts[:_NAMED]) + (f" and {more} more" if more > 0 else "")

@@ -169,3 +169,10 @@ def test_ranks_are_dead_when_two_looks_in_a_row_say_so() -> None:
 def test_a_mistyped_option_is_no_command() -> None:
     told = CliRunner().invoke(run, ["-N", "2", "--spare", "1", "--", "true"])
     assert told.exit_code == 2 and "--spare" in told.output
+
+
+def test_a_job_without_a_name_is_asked_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("SLURM_JOB_ID", "MLFLASH_JOB"):
+        monkeypatch.delenv(name, raising=False)
+    told = CliRunner().invoke(run, ["-N", "1", "--", "true"])
+    assert told.exit_code == 2 and "give --directory" in told.output and "--job" in told.output

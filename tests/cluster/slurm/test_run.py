@@ -158,6 +158,19 @@ def test_without_a_spare_it_goes_on_with_fewer_nodes_or_ends_with_the_reason(slu
     assert ends.events("finish")[0]["scavenged"] is True
 
 
+def test_a_hang_shows_its_stacks_and_goes_on_and_without_restarts_a_failure_is_the_end(
+    slurm: Slurm, expected: list[str]
+) -> None:
+    hangs = Training(slurm, "--hang-timeout 6", name="hangs", nodes=2, hang_at=20)
+    fails = Training(slurm, "--max-restarts 0", name="fails", nodes=2, fail_at=20)
+    fails.job.wait("FAILED", timeout=90)
+    assert "0 of 0 restarts are used up" in fails.job.output() and not fails.ends()
+    assert fails.job.details()["ExitCode"] != "0:0" and fails.events("finish")[0]["scavenged"] is True
+    hangs.job.wait("COMPLETED", timeout=120)
+    assert "no rank has saved for 6 s" in hangs.job.output() and "run_worker.py" in hangs.job.output()
+    assert [end["digest"] for end in hangs.ends()] == expected
+
+
 def test_a_requeued_job_goes_on_from_the_memory_of_its_nodes(slurm: Slurm, expected: list[str]) -> None:
     training = Training(slurm, "--keep-memory")
     training.wait_for_step(20)
