@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,20 +15,20 @@ from typing import Any
 import pytest
 from cluster.jobs import NETMODS, NETMODS_HERE
 from cluster.nodes import HEAD, Nodes
+from run_results import WORKER, Results, uninterrupted
 
-WORKER = Path(__file__).parents[1] / "run_worker.py"
 MLFLASH = str(Path(sys.executable).with_name("mlflash"))
 ENV = {**NETMODS[NETMODS_HERE[0]], "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error", "OMPI_ALLOW_RUN_AS_ROOT": "1",
        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}  # fmt: skip
 LAST = 60
 
 
-class Run:
+class Run(Results):
     """`mlflash run` on the head."""
 
     def __init__(self, nodes: Nodes, *options: object, hosts: int = 4, **training: object):
-        self.nodes, self.out, self.directory = nodes, nodes.path / "out", nodes.path / "pfs"
-        self.out.mkdir(exist_ok=True)
+        super().__init__(nodes.path / "out")
+        self.nodes, self.directory = nodes, nodes.path / "pfs"
         names = ",".join(f"host{n}" for n in range(1, hosts + 1))
         training = {"pause": 0.03, **training}
         told = ["--hosts", names, "--rsh", nodes.shell, "--look-every", 2, "--directory", self.directory, "--journal",
@@ -45,18 +44,6 @@ class Run:
     def log(self) -> str:
         return (self.out / "log").read_text()[-20_000:]
 
-    def wait_for_step(self, step: int, timeout: float = 40) -> None:
-        end = time.monotonic() + timeout
-        while time.monotonic() < end:
-            try:
-                if int((self.out / "step0").read_text()) >= step:
-                    return
-            except (FileNotFoundError, ValueError):
-                pass
-            assert self._process.poll() is None, self.log()
-            time.sleep(0.02)
-        raise AssertionError(f"step {step} was not reached:\n{self.log()}")
-
     def wait(self, timeout: float = 90) -> int:
         try:
             return self._process.wait(timeout)
@@ -71,13 +58,6 @@ class Run:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait(30)
         self._log.close()
-
-    def ends(self) -> list[dict[str, Any]]:
-        return [json.loads(path.read_text()) for path in sorted(self.out.glob("end*"))]
-
-    def events(self, name: str) -> list[dict[str, Any]]:
-        lines = [json.loads(line) for line in (self.out / "run.jsonl").read_text().splitlines()]
-        return [line for line in lines if line["event"] == name]
 
     def memory(self, host: str) -> str:
         return self.nodes.run(host, "find", "/dev/shm", "-name", "slot-*")
@@ -99,13 +79,7 @@ def start(nodes: Nodes) -> Iterator[Any]:
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Digests of the state of three ranks that nothing happened to."""
-    from mlflash.demo.launch import mpiexec
-
-    out = tmp_path_factory.mktemp("uninterrupted")
-    line, env = mpiexec(3, [sys.executable, "-m", "mpi4py", str(WORKER), str(out / "pfs"), str(out), str(LAST)],
-                        {"MLFLASH_MEMORY": str(out), "MLFLASH_REDUNDANCY": "none"})  # fmt: skip
-    subprocess.run(line, env=env, check=True, timeout=60)
-    return [json.loads((out / f"end{rank}").read_text())["digest"] for rank in range(3)]
+    return uninterrupted(tmp_path_factory.mktemp("uninterrupted"), 3, LAST)
 
 
 def test_a_lost_node_is_replaced_by_a_spare_and_the_job_ends_with_the_same_bits(

@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 from cluster.slurm.daemons import Slurm
 from cluster.slurm.jobs import MPI_ENVIRONMENT, OTHER_PMI, PMI, Job
+from run_results import WORKER, Results, uninterrupted
 
-WORKER = Path(__file__).parents[2] / "run_worker.py"
 LAST = 150
 TEMPLATES = Path(__file__).parents[3] / "slurm"
 
@@ -50,45 +49,22 @@ def submit(slurm: Slurm, template: str, out: str, options: str = "", nodes: int 
     return slurm.sbatch(text, env=env)
 
 
-class Training:
+class Training(Results):
     """A job that trains, by default submitted from train.sbatch, and what it writes."""
 
     def __init__(self, slurm: Slurm, options: str = "", name: str = "out", job: Job | None = None, **more: Any):
-        self.slurm, self.out, self.directory = slurm, slurm.path / name, slurm.path / f"{name}-pfs"
-        self.out.mkdir(exist_ok=True)
+        super().__init__(slurm.path / name)
+        self.slurm, self.directory = slurm, slurm.path / f"{name}-pfs"
         self.job = job or submit(slurm, "train.sbatch", str(self.out), options, **more)
 
-    def wait_for_step(self, step: int, timeout: float = 60) -> None:
-        end = time.monotonic() + timeout
-        while time.monotonic() < end:
-            try:
-                if int((self.out / "step0").read_text()) >= step:
-                    return
-            except (FileNotFoundError, ValueError):
-                pass
-            time.sleep(0.05)
-        raise AssertionError(f"step {step} was not reached:\n{self.job.output()}\n{self.slurm.logs()}")
-
-    def ends(self) -> list[dict[str, Any]]:
-        return [json.loads(path.read_text()) for path in sorted(self.out.glob("end*"))]
-
-    def events(self, name: str) -> list[dict[str, Any]]:
-        lines = [json.loads(line) for line in (self.out / "run.jsonl").read_text().splitlines()]
-        return [line for line in lines if line["event"] == name]
+    def log(self) -> str:
+        return f"{self.job.output()}\n{self.slurm.logs()}"
 
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Digests of the state of two ranks that nothing happened to."""
-    import subprocess
-
-    from mlflash.demo.launch import mpiexec
-
-    out = tmp_path_factory.mktemp("uninterrupted")
-    line, env = mpiexec(2, [sys.executable, "-m", "mpi4py", str(WORKER), str(out / "pfs"), str(out), str(LAST)],
-                        {"MLFLASH_MEMORY": str(out), "MLFLASH_REDUNDANCY": "none"})  # fmt: skip
-    subprocess.run(line, env=env, check=True, timeout=60)
-    return [json.loads((out / f"end{rank}").read_text())["digest"] for rank in range(2)]
+    return uninterrupted(tmp_path_factory.mktemp("uninterrupted"), 2, LAST)
 
 
 def test_a_node_that_crashes_is_replaced_by_a_spare(slurm: Slurm, expected: list[str]) -> None:

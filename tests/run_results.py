@@ -1,0 +1,59 @@
+"""What the ranks of `run_worker.py`, and `mlflash run`, leave in a folder."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from mlflash.demo.launch import mpiexec
+
+WORKER = Path(__file__).with_name("run_worker.py")
+
+
+class Results:
+    """Reads a folder of results.
+
+    Attributes:
+        out: the folder.
+    """
+
+    def __init__(self, out: Path):
+        self.out = out
+        out.mkdir(exist_ok=True)
+
+    def ends(self) -> list[dict[str, Any]]:
+        """What each rank wrote at its end."""
+        return [json.loads(path.read_text()) for path in sorted(self.out.glob("end*"))]
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        """The lines of the journal with this event."""
+        lines = [json.loads(line) for line in (self.out / "run.jsonl").read_text().splitlines()]
+        return [line for line in lines if line["event"] == name]
+
+    def log(self) -> str:
+        """What the run has printed."""
+        raise NotImplementedError
+
+    def wait_for_step(self, step: int, timeout: float = 60) -> None:
+        """Wait until rank 0 has saved a step."""
+        end = time.monotonic() + timeout
+        while time.monotonic() < end:
+            try:
+                if int((self.out / "step0").read_text()) >= step:
+                    return
+            except (FileNotFoundError, ValueError):
+                pass
+            time.sleep(0.03)
+        raise AssertionError(f"step {step} was not reached:\n{self.log()}")
+
+
+def uninterrupted(out: Path, ranks: int, last: int) -> list[str]:
+    """Train without any trouble; returns the digest of the final state of each rank."""
+    line, env = mpiexec(ranks, [sys.executable, "-m", "mpi4py", str(WORKER), str(out / "pfs"), str(out), str(last)],
+                        {"MLFLASH_MEMORY": str(out), "MLFLASH_REDUNDANCY": "none"})  # fmt: skip
+    subprocess.run(line, env=env, check=True, timeout=60)
+    return [end["digest"] for end in Results(out).ends()]
