@@ -22,12 +22,15 @@ def kill_my_node(wipe: bool) -> None:
     node = next(record["rank"] for record in starts if record["pid"] == os.getpid()) // per_node
     root = Path(os.environ["MLFLASH_MEMORY"], f"mlflash-{os.getuid()}", os.environ["MLFLASH_JOB"])
     siblings = [r["pid"] for r in starts if r["rank"] // per_node == node and r["pid"] != os.getpid()]
-    for pid in siblings:
-        _kill(pid)
     if wipe:
-        while any(_runs(pid) for pid in siblings):  # it must not make a new file in what is deleted here
+        # Stopped, they make no new file in what is deleted here, and their launcher does not yet kill this process.
+        for pid in siblings:
+            _send(signal.SIGSTOP, pid)
+        while any(_runs(pid) for pid in siblings):
             time.sleep(0.001)
         shutil.rmtree(root / f"node{node}")
+    for pid in siblings:
+        _send(signal.SIGKILL, pid)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -107,15 +110,19 @@ def set_traps(specs: list[dict[str, object]], rank: int) -> None:
         points.arm(reached)
 
 
-def _kill(pid: int) -> None:
+def _send(number: int, pid: int) -> None:
     try:
-        os.kill(pid, signal.SIGKILL)
+        os.kill(pid, number)
     except ProcessLookupError:
         pass
 
 
 def _runs(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
-    except OSError:
-        return False
+    """Whether any thread of a process is neither stopped nor dead."""
+    for thread in Path(f"/proc/{pid}/task").glob("*/stat"):
+        try:
+            if thread.read_text().rsplit(")", 1)[1].split()[0] not in "TZX":
+                return True
+        except OSError:
+            continue
+    return False
