@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from .seats import Seats
 
-_KILL_WAIT_S = 10.0
+KILL_WAIT_S = 10.0
 
 
 class Step:
@@ -33,14 +34,41 @@ class Step:
         if self._process.poll() is None:
             self._process.send_signal(number)
 
-    def end(self) -> None:
-        """End all ranks that can be reached, and the launcher. Waits some seconds at most; may be called twice."""
+    def end(self, wait_s: float = KILL_WAIT_S) -> None:
+        """End all ranks that can be reached, and the launcher; may be called twice.
+
+        Args:
+            wait_s: seconds from SIGTERM to SIGKILL.
+        """
         self.signal(signal.SIGTERM)
         try:
-            self._process.wait(_KILL_WAIT_S)
+            self._process.wait(wait_s)
         except subprocess.TimeoutExpired:
             os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait(_KILL_WAIT_S)
+            self._process.wait(KILL_WAIT_S)
+
+
+class Patience:
+    """Until when to wait for answers: to a deadline, or not so long once half of them are there.
+
+    Args:
+        hosts: answers that may come.
+        timeout_s, behind_s: see `Launcher.on_each`.
+    """
+
+    def __init__(self, hosts: int, timeout_s: float, behind_s: float | None):
+        self._half, self._behind_s = (hosts + 1) // 2, behind_s
+        self._end = time.monotonic() + timeout_s
+
+    def answered(self, count: int) -> None:
+        """Note how many have come so far."""
+        if self._behind_s is not None and count >= self._half:
+            self._end, self._behind_s = min(self._end, time.monotonic() + self._behind_s), None
+
+    @property
+    def left_s(self) -> float:
+        """Seconds to wait still."""
+        return self._end - time.monotonic()
 
 
 class Launcher(Protocol):
@@ -62,5 +90,14 @@ class Launcher(Protocol):
     def start(self, seats: Seats, argv: Sequence[str], env: Mapping[str, str]) -> Step:
         """Start a program on all ranks; ``env`` is what it is given besides the own environment."""
 
-    def on_each(self, hosts: Sequence[str], argv: Sequence[str], timeout_s: float) -> dict[str, str]:
-        """Run a program once on each of some nodes, beside the ranks; gives what it printed where it ended in time."""
+    def on_each(self, hosts: Sequence[str], argv: Sequence[str], timeout_s: float, behind_s: float | None = None
+                ) -> dict[str, str]:  # fmt: skip
+        """Run a program once on each of some nodes, beside the ranks; gives what it printed where it ended in time.
+
+        Args:
+            hosts: the nodes.
+            argv: the program.
+            timeout_s: deadline.
+            behind_s: how much longer to wait for the others once half of the nodes have answered; None: no limit but
+                the deadline.
+        """

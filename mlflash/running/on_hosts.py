@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import os
 import shlex
+import signal
 import socket
 import subprocess
-import time
 from collections.abc import Mapping, Sequence
 
 from ..demo.launch import find_mpiexec
-from .launcher import Step
+from .launcher import Patience, Step
 from .seats import Seats
-
-_NAP_S = 0.02
 
 
 class OnHosts:
@@ -54,19 +53,20 @@ class OnHosts:
         return Step(subprocess.Popen([*command, *self._extra, *argv], env=whole, start_new_session=True,
                                      stdin=subprocess.DEVNULL))  # fmt: skip
 
-    def on_each(self, hosts: Sequence[str], argv: Sequence[str], timeout_s: float) -> dict[str, str]:
-        running = {host: self._run_on(host, argv) for host in hosts}
-        end = time.monotonic() + timeout_s
+    def on_each(self, hosts: Sequence[str], argv: Sequence[str], timeout_s: float, behind_s: float | None = None
+                ) -> dict[str, str]:  # fmt: skip
+        patience = Patience(len(hosts), timeout_s, behind_s)
         told: dict[str, str] = {}
-        for host, process in running.items():
-            try:
-                text, _ = process.communicate(timeout=max(_NAP_S, end - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.communicate()
-            else:
-                if process.returncode == 0:
-                    told[host] = text
+        with concurrent.futures.ThreadPoolExecutor(max(1, len(hosts))) as pool:
+            running = {host: self._run_on(host, argv) for host in hosts}
+            texts = {pool.submit(process.communicate): host for host, process in running.items()}
+            waiting = set(texts)
+            while waiting and patience.left_s > 0:
+                ended, waiting = concurrent.futures.wait(waiting, patience.left_s, concurrent.futures.FIRST_COMPLETED)
+                told |= {texts[one]: one.result()[0] for one in ended if running[texts[one]].returncode == 0}
+                patience.answered(len(told))
+            for one in waiting:
+                os.killpg(running[texts[one]].pid, signal.SIGKILL)
         return told
 
     def _run_on(self, host: str, argv: Sequence[str]) -> subprocess.Popen[str]:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
+import queue
 import subprocess
 import tempfile
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ..errors import LaunchFailed
-from .launcher import Step
+from .launcher import KILL_WAIT_S, Patience, Step
 from .seats import Seats
 
 _ASK_S = 30.0  # deadline of a question to Slurm
@@ -78,22 +80,21 @@ class OnSlurm:
                 ask(["scancel", f"--signal={name}", *ours], check=False)
                 time.sleep(wait_s)
 
-    def on_each(self, hosts: Sequence[str], argv: Sequence[str], timeout_s: float) -> dict[str, str]:
+    def on_each(self, hosts: Sequence[str], argv: Sequence[str], timeout_s: float, behind_s: float | None = None
+                ) -> dict[str, str]:  # fmt: skip
         """Slurm does not say which node a line is from: the program's lines are marked with the node's name."""
         mark = f'"$@" | sed "s/^/{_TOLD}$SLURMD_NODENAME:/"'
         command = beside(hosts, [], ["sh", "-c", mark, "sh", *argv])
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
                                    stderr=subprocess.DEVNULL, text=True, start_new_session=True)  # fmt: skip
-        try:
-            text, _ = process.communicate(timeout=timeout_s)
-        except subprocess.TimeoutExpired:  # some node does not answer; the others have
-            Step(process).end()
-            text, _ = process.communicate()
         told: dict[str, str] = {}
-        for line in text.splitlines():
+        patience = Patience(len(hosts), timeout_s, behind_s)
+        for line in _lines(process, patience):
             if line.startswith(_TOLD):
                 host, _, rest = line.removeprefix(_TOLD).partition(":")
-                told[host] = told.get(host, "") + rest + "\n"
+                told[host] = told.get(host, "") + rest
+                patience.answered(len(told))
+        Step(process).end()  # where some node does not answer
         return told
 
 
@@ -104,10 +105,10 @@ class _SlurmStep(Step):
         super().__init__(process)
         self._job, self._name, self._hosts = job, name, hosts
 
-    def end(self) -> None:
+    def end(self, wait_s: float = KILL_WAIT_S) -> None:
         if (number := self._number()) is not None:
             ask(["scancel", "--signal=TERM", number], check=False)
-        super().end()
+        super().end(wait_s)
         if (number := self._number()) is not None:
             ask(["scancel", "--signal=KILL", number], check=False)
         self._hosts.unlink(missing_ok=True)
@@ -121,6 +122,29 @@ def _steps_of(job: str) -> list[list[str]]:
     """Number and name of each step that has not ended."""
     text = ask(["squeue", "--noheader", "--steps", "--jobs", job, "--format", "%i %j"], check=False)
     return [words for line in text.splitlines() if len(words := line.split()) == 2]
+
+
+def _lines(process: subprocess.Popen[str], patience: Patience) -> Iterator[str]:
+    """The lines that a process prints, as long as there is patience."""
+    assert process.stdout is not None
+    source = process.stdout
+    lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+
+    def read() -> None:
+        with source:
+            for line in source:
+                lines.put(line)
+        lines.put(None)
+
+    threading.Thread(target=read, name="mlflash-look-lines", daemon=True).start()
+    while (left := patience.left_s) > 0:
+        try:
+            line = lines.get(timeout=left)
+        except queue.Empty:
+            continue
+        if line is None:
+            return
+        yield line
 
 
 def own_id(environ: Mapping[str, str]) -> str:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from .ending import scavenge, wind_up
 from .journal import Journal
-from .launcher import Launcher, Step
+from .launcher import KILL_WAIT_S, Launcher, Step
 from .looks import Looks, Watch
 from .orders import Orders
 from .outage import Failure, failure, recovery
@@ -24,6 +24,7 @@ from .policy import Restarts
 from .seats import Seats, reseat, take_seats
 
 _NAP_S = 0.1
+_LOST_WAIT_S = 3.0
 _NAMED = 8  # nodes named in a line
 _GONE_S = 3.0  # between two questions whether nodes are in service
 
@@ -107,12 +108,15 @@ class Supervisor:
         env = {"MLFLASH_RUN": run, "MLFLASH_JOB": self._orders.job, "MLFLASH_MEMORY": self._orders.memory}
         step = self._launcher.start(seats, self._orders.argv, env)
         watch = Watch(self._looks, run, seats, self._orders.hang_timeout_s)
+        lost = False
         try:
             outcome = self._watch(step, seats, watch)
+            lost = bool(outcome.lost)
             if outcome.hangs:
                 self._looks.show_stacks(seats.hosts, run)
         finally:
-            step.end()
+            # Where a node is lost the other ranks wait for it, and srun for its end.
+            step.end(_LOST_WAIT_S if lost else KILL_WAIT_S)
         noticed = time.time()
         self._looks.look([host for host in seats.hosts if host not in outcome.lost])
         if outcome.code == 0 and not outcome.why:

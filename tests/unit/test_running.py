@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from hypothesis import strategies as st
 
 from mlflash.running.command import run
 from mlflash.running.looks import Looks, Watch
+from mlflash.running.on_hosts import OnHosts
 from mlflash.running.on_slurm import is_lost, own_id
 from mlflash.running.outage import failure, recovery
 from mlflash.running.policy import Restarts
@@ -124,7 +127,7 @@ class Nodes:
         self.said: dict[str, str] = {}
         self.during = lambda: None  # happens while nodes are looked at
 
-    def on_each(self, hosts: list[str], argv: list[str], timeout_s: float) -> dict[str, str]:
+    def on_each(self, hosts: list[str], argv: list[str], timeout_s: float, behind_s: float) -> dict[str, str]:
         said = {host: self.said[host] for host in hosts if host in self.said}
         self.during()
         return said
@@ -146,6 +149,18 @@ def test_what_a_later_look_has_found_is_not_undone_by_an_earlier_one_that_took_l
     nodes.during = meanwhile
     looks.look(["a"])
     assert looks.silent(["a"]) == ["a"]
+
+
+def test_a_node_far_behind_most_others_is_not_waited_for(tmp_path: Path) -> None:
+    shell = tmp_path / "shell"
+    shell.write_text(
+        '#!/bin/sh\nhost=$1; shift\n[ "$host" != slow ] || sleep 100\n[ "$host" != bad ] || exit 1\neval "$@"\n'
+    )
+    shell.chmod(0o700)
+    launcher = OnHosts(["a", "b", "slow", "bad"], str(shell))
+    start = time.monotonic()
+    told = launcher.on_each(launcher.hosts(), ["echo", "well"], 60, behind_s=1)
+    assert told == {"a": "well\n", "b": "well\n"} and 1 < time.monotonic() - start < 20
 
 
 def test_ranks_are_dead_when_two_looks_in_a_row_say_so() -> None:
