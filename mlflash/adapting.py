@@ -38,6 +38,14 @@ class Adapting:
         self._check_open()
         return self._courier.call(work)
 
+    def steps_alike(self) -> list[int]:
+        """List the steps that can be loaded from memory on as many ranks as have saved them, ascending.
+
+        Collective over comm. Looks at headers only.
+        """
+        self._check_open()
+        return self._restores.steps_alike()
+
     def begin(self, step: int, thread: threading.Thread) -> Begun:
         """Say that a :meth:`save_again` comes, or not: where a thread goes on without it, it fails on all ranks.
 

@@ -34,10 +34,19 @@ log = logging.getLogger("mlflash")
 _HEAL_TRIES = 3
 
 
-def restorable_steps(parts: Parts) -> list[int]:
-    """List the steps of which every rank's slot is somewhere, ascending. Collective over the world."""
+def restorable_steps(parts: Parts, alike: bool = False) -> list[int]:
+    """List the steps of which every rank's slot is somewhere, ascending. Collective over the world.
+
+    Args:
+        parts: of this rank.
+        alike: only those that as many ranks have saved.
+    """
     found = parts.take_stock()
-    whole = [step for a, step, _ in found.attempts() if choose(found.of(a), parts.world.topology.node_of)]
+    whole = [
+        step
+        for attempt, step, size in found.attempts()
+        if (not alike or size == parts.world.size) and choose(found.of(attempt), parts.world.topology.node_of)
+    ]
     return sorted(set(whole))
 
 

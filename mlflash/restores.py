@@ -150,6 +150,12 @@ class Restores:
         steps: list[int] = self._courier.call(work)
         return steps
 
+    def steps_alike(self) -> list[int]:
+        """List the steps in memory that as many ranks have saved; see `Adapting.steps_alike`."""
+        self._saves.wait()
+        steps: list[int] = self._courier.call(lambda: restore.restorable_steps(self._parts, alike=True))
+        return steps
+
     def _prepare_or_warn(self, state: Any) -> None:
         try:
             self._saves.prepare(state)

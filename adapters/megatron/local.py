@@ -1,0 +1,234 @@
+"""The manager of Megatron's local checkpoints, on slots in node memory instead of files.
+
+Megatron and NVRx give it a *tensor-aware state dict*: an object whose tensors can be taken out and put back. The
+tensors go straight into the slot; the rest of the object travels with them, as a pickle that a restricted loader reads.
+
+Behaves as NVRx's ``BaseCheckpointManager`` (nvidia-resiliency-ext 0.4 to 0.7) as its callers see it; what differs is
+written at each method.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from mlflash import Checkpointer, config
+from mlflash.errors import MlflashError
+from mlflash.layout import round_up
+from mlflash.snapshot import Snapshot
+from mlflash.state import Flat, flatten
+
+from . import pickles
+from .nvrx import AsyncRequest, BaseCheckpointManager, CheckpointingException
+from .replication import scheme_of
+
+log = logging.getLogger("mlflash")
+
+CkptID = tuple[int, int, str]
+_ROOM_NBYTES = 64 << 10  # the pickle takes a multiple of this, so that the layout stays as it is from save to save
+
+
+class LocalCheckpoints(BaseCheckpointManager):
+    """Saves and loads tensor-aware state dicts in the memory of the nodes.
+
+    All ranks of torch.distributed have to be the ranks of MPI, see `mlflash.adapters.distributed`. It is made at the
+    first call that is collective, as Megatron makes its manager before its process groups.
+
+    Args:
+        local_ckpt_dir: names the checkpoints; nothing is written there. Two trainings on the same nodes need two.
+        session_id: tells the checkpoints of one training from another's under the same directory.
+        repl_strategy: how they are protected on other nodes: a scheme ("copy", "xor:8", ...), or one of NVRx's
+            strategies: with replication factor F it means F - 1 copies. None: not at all.
+        settings: as those of a Checkpointer.
+
+    Attributes:
+        latest_iteration: what `find_latest` found; -1 before.
+    """
+
+    def __init__(self, local_ckpt_dir: str | os.PathLike[str], session_id: str = "", repl_strategy: Any = None,
+                 **settings: Any):  # fmt: skip
+        self.root_local_ckpt_dir = Path(local_ckpt_dir)
+        self.session_id, self.repl_strategy = session_id, repl_strategy
+        self.latest_iteration = -1
+        named = self.root_local_ckpt_dir / session_id
+        job = config.from_environment(os.environ, named, job=settings.pop("job", None)).job
+        self._settings = {"job": job, "redundancy": scheme_of(repl_strategy), **settings}
+        self._made: Checkpointer | None = None
+
+    @property
+    def rank(self) -> int:
+        """Rank in torch.distributed; 0 without it."""
+        return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+
+    @property
+    def local_ckpt_dir(self) -> Path:
+        """Where a file of this rank would be, for callers that print it."""
+        return self.root_local_ckpt_dir / self.session_id / str(self.rank)
+
+    @property
+    def checkpointer(self) -> Checkpointer:
+        """The Checkpointer underneath. Collective over all ranks, the first time."""
+        if self._made is None:
+            self._made = Checkpointer(**self._settings)
+        return self._made
+
+    def find_latest(self) -> int:
+        """Find the newest iteration of which every rank's checkpoint can be had, from copies or parity too.
+
+        Collective over all ranks. What was found is remembered until the next save.
+
+        Returns:
+            It; -1 where there is none, or where it was saved by another number of ranks.
+        """
+        if self.latest_iteration == -1:
+            self.latest_iteration = max(self.checkpointer.adapting.steps_alike(), default=-1)
+        return self.latest_iteration
+
+    def load(self) -> tuple[Any, CkptID]:
+        """Load what `find_latest` found; every byte of it verified on all ranks. May be called again.
+
+        Collective over all ranks.
+
+        Returns:
+            The tensor-aware state dict, its tensors on the devices where they were, and ``(iteration, rank,
+            session_id)``.
+
+        Raises:
+            CheckpointingException: `find_latest` was not called, or found nothing; on all ranks, where what it found
+                cannot be loaded.
+        """
+        if self.latest_iteration == -1:
+            raise CheckpointingException("The 'find_latest' method must be called before invoking the 'load' function.")
+        try:
+            iteration, state = self.checkpointer.load(self.latest_iteration)
+            loaded = _together(state)
+        except MlflashError as error:
+            raise CheckpointingException(f"iteration {self.latest_iteration} cannot be loaded: {error}") from error
+        assert iteration is not None
+        return loaded, (iteration, self.rank, self.session_id)
+
+    def save(self, state_dict: Any, iteration: int, is_async: bool = False) -> Any:
+        """Save a tensor-aware state dict; when this returns the training may change its tensors.
+
+        Collective over all ranks. Unlike NVRx's, no file is left behind by a save that fails, no tensor of the caller
+        is replaced by a copy or a placeholder, and the checkpoint before the newest one is kept in memory, too.
+
+        Args:
+            state_dict: has ``pop_tensors`` and ``insert_tensors``.
+            iteration: larger than that of the newest checkpoint; one whose save has failed may come again.
+            is_async: do not wait for the commit.
+
+        Returns:
+            None; with ``is_async`` a request whose last finalizing function waits for the commit. It can be scheduled
+            with any queue of NVRx or Megatron, that of the persistent worker too: the worker has nothing to do.
+
+        Raises:
+            CheckpointingException: on all ranks, where it failed on any; the older checkpoint is untouched. With
+                ``is_async`` from the finalizing function.
+        """
+        if iteration < 0:
+            raise CheckpointingException(f"Invalid iteration: expected a non-negative value, got {iteration}.")
+        assert self.latest_iteration < iteration, (
+            f"A newer checkpoint is already available: {self.latest_iteration} (saving {iteration})"
+        )
+        self.latest_iteration = -1
+        failed: MlflashError | None = None
+        snapshot: Snapshot | None = None
+        try:
+            snapshot = self._begin(iteration, _Apart(state_dict))
+        except MlflashError as error:  # the other ranks hear of it by the commit
+            failed = error
+
+        def finalize() -> None:
+            self.latest_iteration = -1
+            try:
+                if failed is not None:
+                    raise failed
+                assert snapshot is not None
+                snapshot.wait()
+            except MlflashError as error:
+                raise CheckpointingException(
+                    f"Failure during saving local checkpoint from iteration {iteration}: {error}"
+                ) from error
+
+        if is_async:
+            return AsyncRequest(None, (), [finalize], async_fn_kwargs={})
+        finalize()
+        return None
+
+    def _begin(self, iteration: int, state: _Apart) -> Snapshot:
+        checkpointer = self.checkpointer
+        if iteration != checkpointer.last_step:
+            return checkpointer.save(iteration, state)
+        # Once more, after it has failed. What is given here must not change before it has ended.
+        begun = checkpointer.adapting.begin(iteration, threading.current_thread())
+        try:
+            leaves: Flat | MlflashError = flatten(state)
+        except MlflashError as error:
+            leaves = error
+        snapshot = checkpointer.adapting.save_again(leaves, begun)
+        try:
+            snapshot.wait()
+        except MlflashError:
+            pass  # said by who waits for it
+        return snapshot
+
+    def close(self) -> None:
+        """Wait for the saves so far and free everything but the checkpoints. Collective over all ranks."""
+        if self._made is not None:
+            self._made.close()
+            self._made = None
+
+    # The hooks of NVRx's class, which it leaves to subclasses: files are what they are for.
+
+    def _my_ckpt_ids(self) -> list[CkptID]:
+        return [(step, self.rank, self.session_id) for step in self.checkpointer.adapting.steps_alike()]
+
+    def _load(self, ckpt_id: CkptID) -> Any:
+        raise CheckpointingException("slots are read by all ranks together: load()")
+
+    def _save(self, state_dict: Any, ckpt_id: CkptID) -> None:
+        raise CheckpointingException("slots are written by all ranks together: save()")
+
+    def _cleanup(self, iteration: int) -> None:
+        """Nothing: an older slot is written over."""
+
+    def _cleanup_failed_save(self, iteration: int) -> None:
+        """Nothing: a slot that was not committed is never looked at."""
+
+
+class _Apart:
+    """A tensor-aware state dict as a state: a pickle that pads to the same length each time, and tensors.
+
+    Args:
+        whole: has ``pop_tensors`` and ``insert_tensors``; is left as it was.
+    """
+
+    def __init__(self, whole: Any):
+        self._whole = whole
+
+    def state_dict(self) -> dict[str, Any]:
+        tensors = list(self._whole.pop_tensors())
+        try:
+            pickled, plain = pickles.dump((self._whole, tensors))
+        finally:
+            self._whole.insert_tensors(tensors)
+        padded = np.frombuffer(pickled.ljust(round_up(len(pickled), _ROOM_NBYTES), b"\0"), dtype=np.uint8)
+        return {"pickled": padded, "tensors": plain}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise NotImplementedError("it is made anew")
+
+
+def _together(state: dict[str, Any]) -> Any:
+    """Make what was taken apart whole again, with its tensors on the devices where they were."""
+    whole, tensors = pickles.load(state["pickled"].tobytes(), state["tensors"])
+    whole.insert_tensors(tensors)
+    whole.restore_tensor_device(non_blocking=False)
+    return whole

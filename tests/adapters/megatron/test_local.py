@@ -1,0 +1,159 @@
+"""The manager of local checkpoints behaves as NVRx's, and where that fails, as it should."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from emulated import Nodes
+from mlflash.adapters.megatron import CheckpointingException, LocalCheckpoints, allow
+from tensor_aware import Aware, Hole, Quantized
+from torch_jobs import COMM, job
+
+RANK, SIZE = COMM.rank, COMM.size
+pytestmark = [pytest.mark.mpi(min_size=4)]
+allow(Aware, Hole, Quantized)
+
+Start = Callable[..., contextlib.AbstractContextManager[LocalCheckpoints]]
+
+
+@pytest.fixture
+def start(options: dict[str, Any]) -> Start:
+    """Give a manager, as a relaunch would have it."""
+
+    @contextlib.contextmanager
+    def started(strategy: Any = "copy", **more: Any) -> Iterator[LocalCheckpoints]:
+        manager = LocalCheckpoints("/local", "s", strategy, **{**options, **more})
+        try:
+            yield manager
+        except BaseException:
+            manager.checkpointer.__exit__(RuntimeError, None, None)
+            raise
+        manager.close()
+
+    return started
+
+
+def state_of(seed: int, rank: int = RANK) -> dict[str, Any]:
+    numbers = torch.Generator().manual_seed(100 * seed + rank)
+    weights = [torch.randn(50, 7, generator=numbers), torch.randn(300, generator=numbers).bfloat16()]
+    scale = torch.full((3,), float("nan"))
+    return {"model": {"weights": weights, "mxfp8": Quantized(torch.arange(12, dtype=torch.uint8) + seed, scale[:1])},
+            "common": {"args": argparse.Namespace(lr=seed / 7), "iteration": seed}}  # fmt: skip
+
+
+def check(loaded: Any, seed: int, rank: int = RANK) -> None:
+    assert type(loaded) is Aware and not loaded.is_hollow and loaded.moved == 1
+    mine, theirs = state_of(seed, rank), loaded.state
+    assert theirs["common"] == mine["common"]
+    for one, other in zip(theirs["model"]["weights"], mine["model"]["weights"], strict=True):
+        assert one.dtype == other.dtype and torch.equal(one, other)
+    one, other = theirs["model"]["mxfp8"], mine["model"]["mxfp8"]
+    assert type(one) is Quantized and torch.equal(one._raw, other._raw)
+    assert torch.equal(one._scale.view(torch.uint8), other._scale.view(torch.uint8))
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_what_was_saved_is_loaded_again_and_again_also_by_a_relaunch(start: Start, is_async: bool) -> None:
+    with job(), start() as manager:
+        assert manager.find_latest() == -1
+        with pytest.raises(CheckpointingException, match="'find_latest' method must be called"):
+            manager.load()
+        for iteration in (3, 5):
+            state = Aware(state_of(iteration))
+            request = manager.save(state, iteration, is_async)
+            for tensor in state.state["model"]["weights"]:  # still the caller's own
+                tensor.zero_()
+            if is_async:
+                assert pickle.loads(pickle.dumps(request._replace(finalize_fns=[]))).async_fn is None
+                request.execute_sync()
+            assert manager.latest_iteration == -1 and manager.find_latest() == iteration == manager.latest_iteration
+        for _ in range(2):
+            loaded, ckpt_id = manager.load()
+            assert ckpt_id == (5, RANK, "s")
+            check(loaded, 5)
+        with pytest.raises(AssertionError, match="newer checkpoint is already available"):
+            manager.save(Aware(state_of(4)), 4)
+        with pytest.raises(CheckpointingException, match="Invalid iteration"):
+            manager.save(Aware(state_of(4)), -1)
+    with job(), start() as manager:
+        assert manager.find_latest() == 5
+        check(manager.load()[0], 5)
+        manager.save(Aware(state_of(6)), 6)
+        assert manager.find_latest() == 6
+
+
+@pytest.mark.parametrize("strategy", ["copy", "xor:3", argparse.Namespace(replication_factor=2)])
+def test_a_lost_node_is_made_up_for_and_its_redundancy_made_whole(start: Start, nodes: Nodes, strategy: Any) -> None:
+    per_node = {"ranks_per_node": 1 if strategy == "xor:3" else 2}
+    with job(), start(strategy, **per_node) as manager:
+        manager.save(Aware(state_of(3)), 3)
+    for lost in (0, 1):  # the second loss is survived only because the first load has healed
+        nodes.lose(lost)
+        with job(), start(strategy, **per_node) as manager:
+            assert manager.find_latest() == 3
+            check(manager.load()[0], 3)
+
+
+def test_without_replication_a_lost_node_is_a_lost_checkpoint(start: Start, nodes: Nodes) -> None:
+    with job(), start(None) as manager:
+        manager.save(Aware(state_of(3)), 3)
+    with job(), start(None) as manager:
+        assert manager.find_latest() == 3
+    nodes.lose(1)
+    with job(), start(None) as manager:
+        assert manager.find_latest() == -1
+        manager.save(Aware(state_of(4)), 4)
+        assert manager.find_latest() == 4
+
+
+class Broken(Aware):
+    """Cannot be pickled."""
+
+    def __init__(self, state: dict[str, Any]):
+        super().__init__(state)
+        self.file = open("/dev/null")  # noqa: SIM115
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_save_that_fails_on_one_rank_fails_on_all_and_the_older_one_stays(start: Start, is_async: bool) -> None:
+    with job(), start() as manager:
+        manager.save(Aware(state_of(3)), 3)
+        state = Broken(state_of(4)) if RANK == 1 else Aware(state_of(4))
+        with pytest.raises(CheckpointingException, match="Failure during saving local checkpoint from iteration 4"):
+            request = manager.save(state, 4, is_async)
+            request.execute_sync()
+        assert not state.is_hollow and manager.find_latest() == 3
+        check(manager.load()[0], 3)
+        if RANK == 1:
+            state.file.close()
+        manager.save(Aware(state_of(4)), 4, is_async=False)  # once more
+        assert manager.find_latest() == 4
+        check(manager.load()[0], 4)
+
+
+def test_a_world_of_other_ranks_finds_nothing(start: Start) -> None:
+    with job(), start() as manager:
+        manager.save(Aware(state_of(3)), 3)
+    with job(2) as comm:
+        if comm is not None:
+            with start(comm=comm, ranks_per_node=1) as manager:
+                assert manager.find_latest() == -1 and dist.get_world_size() == 2
+
+
+def test_another_session_is_another_training(start: Start, options: dict[str, Any]) -> None:
+    names = {**options, "job": None}
+    managers = [LocalCheckpoints("/local", session, "none", **names) for session in ("a", "b")]
+    with job():
+        for number, manager in enumerate(managers):
+            manager.save(Aware(state_of(number + 1)), number + 1)
+        assert [manager.find_latest() for manager in managers] == [1, 2]
+        for manager in managers:
+            manager.close()
+    assert [str(manager.local_ckpt_dir) for manager in managers] == ["/local/a/0", "/local/b/0"]

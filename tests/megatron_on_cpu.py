@@ -1,0 +1,192 @@
+"""A real Megatron Core on CPUs: what it takes for granted of CUDA, and a small GPT in training.
+
+Only the device is pretended: parallel layers, DDP, the distributed optimizer and sharded state dicts are Megatron's
+own, over gloo. Import this before anything of Megatron.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import types
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
+
+_CPU = torch.device("cpu")
+
+
+class _Absent(types.ModuleType):
+    """A module of kernels that need Triton."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return None
+
+
+class _Stream:
+    """A stream of CUDA, in which everything has happened already."""
+
+    device = _CPU
+
+    def wait_stream(self, stream: Any) -> None:
+        """Nothing to wait for."""
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+
+class _OnCpu(TorchFunctionMode):
+    """Makes tensors that are to be on "cuda" on the CPU, and says of them that they are on "cuda"."""
+
+    def __torch_function__(self, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if _is_cuda(kwargs.get("device")):
+            kwargs["device"] = _CPU
+        if function is torch.Tensor.cuda:
+            return args[0]
+        if function is torch.Tensor.to and len(args) > 1 and _is_cuda(args[1]):
+            args = (args[0], _CPU, *args[2:])
+        found = function(*args, **kwargs)
+        if function is torch.Tensor.type and isinstance(found, str):
+            return found.replace("torch.", "torch.cuda.")
+        return found
+
+
+def _is_cuda(device: Any) -> bool:
+    return str(device).startswith("cuda")
+
+
+@contextlib.contextmanager
+def on_cpu() -> Iterator[None]:
+    """Let Megatron run here without CUDA."""
+    random = sys.modules["megatron.core.tensor_parallel.random"]
+    pretended = [
+        (torch.cuda, "current_device", lambda: _CPU),
+        (torch.cuda, "current_stream", lambda device=None: _Stream()),
+        (torch.cuda, "synchronize", lambda device=None: None),
+        (torch.cuda, "manual_seed", torch.manual_seed),
+        (torch.cuda, "get_rng_state", lambda device=None: torch.get_rng_state()),
+        (random, "_get_cuda_rng_state", lambda **kwargs: torch.get_rng_state()),
+        (random, "_set_cuda_rng_state", lambda state, **kwargs: torch.set_rng_state(state)),
+    ]
+    before = [getattr(where, name) for where, name, _ in pretended]
+    for where, name, made in pretended:
+        setattr(where, name, made)
+    try:
+        with _OnCpu():
+            yield
+    finally:
+        for (where, name, _), was in zip(pretended, before, strict=True):
+            setattr(where, name, was)
+
+
+sys.modules.setdefault("megatron.core.transformer.moe.ops.paged_stash", _Absent("paged_stash"))
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    from megatron.core import parallel_state, tensor_parallel
+    from megatron.core.dist_checkpointing import ShardedObject
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.transformer import TransformerConfig
+
+VOCABULARY, LENGTH = 128, 16
+
+
+class Training:
+    """A GPT of two layers in training; collective over all ranks of torch.distributed.
+
+    Args:
+        tensor: ranks that share each layer.
+        sharded: whether the optimizer's state is spread over data-parallel ranks.
+
+    Attributes:
+        step: steps done.
+        losses: loss and gradient norm of each.
+    """
+
+    def __init__(self, tensor: int = 1, sharded: bool = True):
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor)
+        tensor_parallel.model_parallel_cuda_manual_seed(7, force_reset_rng=True)
+        config = TransformerConfig(num_layers=2, hidden_size=64, num_attention_heads=4, use_cpu_initialization=True,
+                                   tensor_model_parallel_size=tensor, attention_dropout=0.1, hidden_dropout=0.1,
+                                   bias_dropout_fusion=False, masked_softmax_fusion=False,
+                                   gradient_accumulation_fusion=False)  # fmt: skip
+        torch.manual_seed(7)
+        gpt = GPTModel(config, get_gpt_layer_local_spec(), vocab_size=VOCABULARY, max_sequence_length=LENGTH,
+                       parallel_output=True)  # fmt: skip
+        ddp = DistributedDataParallelConfig(use_distributed_optimizer=sharded, overlap_grad_reduce=False,
+                                            grad_reduce_in_fp32=True)  # fmt: skip
+        self.model = DistributedDataParallel(config, ddp, gpt)
+        self.optimizer = get_megatron_optimizer(
+            OptimizerConfig(lr=1e-2, clip_grad=0.0, use_distributed_optimizer=sharded, bf16=False), [self.model]
+        )
+        self.replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        self.step = 0
+        self.losses: list[tuple[float, float]] = []
+
+    def train(self, last: int) -> None:
+        """Train to a step, on batches that depend on nothing but the step and the data-parallel rank."""
+        while self.step < last:
+            self.step += 1
+            seed = 1000 * self.step + parallel_state.get_data_parallel_rank()
+            numbers = torch.Generator().manual_seed(seed)
+            tokens = torch.randint(0, VOCABULARY, (2, LENGTH + 1), generator=numbers)
+            positions = torch.arange(LENGTH).repeat(2, 1)
+            mask = torch.ones(LENGTH, LENGTH).tril().logical_not()[None, None]
+            self.model.zero_grad_buffer()
+            self.optimizer.zero_grad()
+            loss = self.model(tokens[:, :-1], positions, mask, labels=tokens[:, 1:].contiguous()).float().mean()
+            loss.backward()
+            finalize_model_grads([self.model])
+            _, norm, _ = self.optimizer.step()
+            self.losses.append((loss.item(), float(norm)))
+
+    def sharded_state(self, is_loading: bool = False) -> dict[str, Any]:
+        """What Megatron saves and loads, as ShardedTensors."""
+        metadata = {"distrib_optim_sharding_type": "dp_reshardable", "singleton_local_shards": False,
+                    "chained_optim_avoid_prefix": True, "dp_cp_group": self.replicas}  # fmt: skip
+        if is_loading and not self.losses:  # the optimizer has no state before its first step
+            with torch.no_grad():
+                for one in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
+                    getattr(one, "_init_optimizer_states_with_dummy_values", lambda: None)()
+        model = self.model.module.sharded_state_dict(metadata=metadata)
+        optimizer = self.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
+        random = {"torch": torch.get_rng_state(), "tracker": tensor_parallel.get_cuda_rng_tracker().get_states()}
+        place = (parallel_state.get_tensor_model_parallel_rank(), dist.get_rank(self.replicas))
+        sizes = (dist.get_world_size() // self.replicas.size(), self.replicas.size())
+        numbers = ShardedObject("rng_state", random, sizes, place)
+        return {"model": model, "optimizer": optimizer, "rng_state": numbers, "iteration": self.step}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Take over what was loaded."""
+        self.model.module.load_state_dict(state["model"])
+        with torch.no_grad():
+            self.optimizer.load_state_dict(state["optimizer"])
+        # Megatron without Apex gives all parameters one tensor as their count of steps, and each adds one to it.
+        for one in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
+            for values in one.optimizer.state.values():
+                values["step"] = values["step"].clone()
+        torch.set_rng_state(state["rng_state"]["torch"])
+        tensor_parallel.get_cuda_rng_tracker().set_states(state["rng_state"]["tracker"])
+        self.step = state["iteration"]
+
+    def close(self) -> None:
+        """Leave the groups."""
+        parallel_state.destroy_model_parallel()
+
+
+def digest(training: Training) -> bytes:
+    """All weights of this rank, as bytes."""
+    tensors = [tensor for _, tensor in sorted(training.model.module.state_dict().items()) if torch.is_tensor(tensor)]
+    return b"".join(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes() for tensor in tensors)
+
+
+__all__ = ["Training", "digest", "dist", "on_cpu"]

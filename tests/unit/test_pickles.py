@@ -1,0 +1,109 @@
+"""What is no tensor in a state of Megatron: pickled without its tensors, loaded without running code."""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import enum
+import io
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from mlflash.adapters.megatron import allow
+from mlflash.adapters.megatron.pickles import dump, load
+from tensor_aware import Quantized
+
+from mlflash.errors import CorruptSlot, StateError
+
+
+class Colour(enum.Enum):
+    RED = 1
+
+
+class Unknown:
+    pass
+
+
+def test_tensors_are_not_pickled_and_the_same_one_stays_one() -> None:
+    tensor = torch.arange(1000.0)
+    pickled, tensors = dump({"a": tensor, "b": [tensor], "c": torch.nn.Parameter(torch.ones(2))})
+    assert len(pickled) < 500 and len(tensors) == 2 and tensors[0] is tensor
+    back = load(pickled, [part.clone() for part in tensors])
+    assert torch.equal(back["a"], tensor) and back["b"][0] is back["a"]
+    assert isinstance(back["c"], torch.nn.Parameter) and back["c"].requires_grad
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        argparse.Namespace(lr=1e-4, betas=(0.9, 0.95), dtype=torch.bfloat16, layout=torch.strided),
+        collections.OrderedDict(a=1),
+        collections.defaultdict(list, a=[1]),
+        {1, 2}, frozenset({3}), b"bytes", bytearray(b"more"), slice(1, 2), complex(1, 2), None, 2**100,
+        torch.Size([1, 2]), torch.device("cpu"), np.float32(1.5), np.dtype("<i4"),
+    ],
+)  # fmt: skip
+def test_what_trainings_keep_comes_back(value: Any) -> None:
+    back = load(dump(value)[0], [])
+    assert back == value and type(back) is type(value)
+
+
+def test_random_states_and_files_in_memory_come_back() -> None:
+    numbers = np.random.RandomState(1).get_state()
+    back = load(dump({"numpy": numbers, "extra": io.BytesIO(b"fp8")})[0], [])
+    assert back["numpy"][0] == numbers[0] and np.array_equal(back["numpy"][1], numbers[1])
+    assert back["extra"].getvalue() == b"fp8"
+
+
+def test_a_quantized_tensor_is_the_bytes_it_is_made_of() -> None:
+    weight = Quantized(torch.arange(12, dtype=torch.uint8).reshape(3, 4), torch.full((3,), float("nan")))
+    allow(Quantized)
+    pickled, tensors = dump([weight])
+    assert len(tensors) == 2
+    (back,) = load(pickled, [part.clone() for part in tensors])
+    assert type(back) is Quantized and torch.equal(back._raw, weight._raw)
+    assert torch.equal(back._scale.view(torch.uint8), weight._scale.view(torch.uint8))
+
+
+def test_a_tensor_of_an_unknown_kind_is_refused_by_name() -> None:
+    class Strange(torch.Tensor):
+        pass
+
+    with pytest.raises(StateError, match="Strange says nowhere what it is made of"):
+        dump(torch.ones(2).as_subclass(Strange))
+    with pytest.raises(StateError, match="cannot be pickled"):
+        dump(lambda: None)
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("os", "system"), ("builtins", "eval"), ("builtins", "getattr"), ("subprocess", "Popen"), ("torch", "load"),
+        ("torch.storage", "_load_from_bytes"), ("torch.hub", "load"), ("numpy", "load"), ("functools", "partial"),
+        ("mlflash.adapters.megatron.pickles", "pickle.loads"), ("mlflash.config", "os.system"),
+        ("mlflash.adapters.megatron.pickles", "load"), ("mlflash.config", "re.Scanner"),
+    ],
+)  # fmt: skip
+def test_nothing_else_is_loaded(module: str, name: str) -> None:
+    evil = pickle.PROTO + bytes([4]) + b"".join(
+        pickle.SHORT_BINUNICODE + bytes([len(word)]) + word.encode() for word in (module, name)
+    ) + pickle.STACK_GLOBAL + pickle.EMPTY_TUPLE + pickle.REDUCE + pickle.STOP  # fmt: skip
+    with pytest.raises(CorruptSlot, match="is not known here"):
+        load(evil, [])
+
+
+def test_a_class_of_the_training_is_loaded_where_it_was_allowed() -> None:
+    pickled, _ = dump(Colour.RED)
+    with pytest.raises(CorruptSlot, match=r"Colour is not known here: mlflash.adapters.megatron.allow"):
+        load(pickled, [])
+    allow(Colour)
+    assert load(pickled, []) is Colour.RED
+
+
+@pytest.mark.parametrize("damage", [b"", b"\x80\x04", b"\x80\x04K\x07Q.", b"\x80\x04(((R.", bytes(range(64))])
+def test_damage_is_said_to_be_that(damage: bytes) -> None:
+    with pytest.raises(CorruptSlot):
+        load(damage, [])
