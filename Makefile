@@ -83,7 +83,7 @@ $(RANKS:%=test-%): test-%: $(VENV)/.installed
 
 adapters: LIMIT := 600
 adapters: $(VENV)/.installed
-	$(call on_ranks,4,adapters $(if $(filter openmpi,$(MPI)),-k 'not s3 and (nodes or training or fsdp or exports)'))
+	$(call on_ranks,4,adapters $(if $(filter openmpi,$(MPI)),-k 'not s3 and (nodes or training or fsdp or exports or megatron)'))
 
 faults: $(VENV)/.installed
 	$(BIN)/pytest $(FAULTS) --junitxml $(REPORTS)/faults.xml
