@@ -18,7 +18,8 @@ class Snapshot:
         step: the training step.
         nbytes: bytes of this rank's slot that it takes.
         stall_s: how long ``save`` kept training waiting, seconds.
-        commit_s: from the call of ``save`` to the commit, seconds; None before.
+        commit_s: from the call of ``save`` to the commit, seconds; None before. A small state may be committed a
+            moment before ``save`` returns.
         skipped: whether it was given up on all ranks because both slots of one were busy.
     """
 
