@@ -33,6 +33,9 @@ export MPIR_CVAR_ENABLE_HEAVY_YIELD := true
 export MPIR_CVAR_POLLS_BEFORE_YIELD := 10
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
+# It asks for a newer Python and for CUDA, and needs neither for what is tested here.
+MEGATRON := megatron-core einops psutil packaging
+
 MINUTES ?= 10
 SEED ?= 1
 CHAOS ?=
@@ -48,6 +51,7 @@ $(VENV)/.dependencies: setup.cfg constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q -c constraints.txt torch setuptools wheel
 	$(BIN)/pip install -q -c constraints.txt '.[$(MPI),test,lint$(if $(filter mpich,$(MPI)),$(comma)s3test)]'
+	$(BIN)/pip install -q --no-deps --ignore-requires-python -c constraints.txt $(MEGATRON)
 	@touch $@
 
 # The tests run against the installed package, never against the checkout.

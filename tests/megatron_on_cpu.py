@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
@@ -86,9 +87,12 @@ def on_cpu() -> Iterator[None]:
             setattr(where, name, was)
 
 
+if not hasattr(np, "product"):  # NumPy 2 does not have it, and Megatron Core 0.13 takes it
+    np.product = np.prod  # type: ignore[attr-defined]
 sys.modules.setdefault("megatron.core.transformer.moe.ops.paged_stash", _Absent("paged_stash"))
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
+    import megatron.core
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.dist_checkpointing import ShardedObject
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
@@ -97,6 +101,9 @@ with warnings.catch_warnings():
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.transformer import TransformerConfig
 
+VERSION = tuple(int(number) for number in megatron.core.__version__.split(".")[:2])
+# How the distributed optimizer cuts its state for a local checkpoint; by buckets, older ones need Transformer Engine.
+CUT = "dp_reshardable" if VERSION >= (0, 15) else "fully_sharded_model_space"
 VOCABULARY, LENGTH = 128, 16
 
 
@@ -114,7 +121,8 @@ class Training:
 
     def __init__(self, tensor: int = 1, sharded: bool = True):
         parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor)
-        tensor_parallel.model_parallel_cuda_manual_seed(7, force_reset_rng=True)
+        tensor_parallel.get_cuda_rng_tracker().reset()
+        tensor_parallel.model_parallel_cuda_manual_seed(7)
         config = TransformerConfig(num_layers=2, hidden_size=64, num_attention_heads=4, use_cpu_initialization=True,
                                    tensor_model_parallel_size=tensor, attention_dropout=0.1, hidden_dropout=0.1,
                                    bias_dropout_fusion=False, masked_softmax_fusion=False,
@@ -128,6 +136,7 @@ class Training:
         self.optimizer = get_megatron_optimizer(
             OptimizerConfig(lr=1e-2, clip_grad=0.0, use_distributed_optimizer=sharded, bf16=False), [self.model]
         )
+        self.sharded = sharded
         self.replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
         self.step = 0
         self.losses: list[tuple[float, float]] = []
@@ -151,7 +160,7 @@ class Training:
 
     def sharded_state(self, is_loading: bool = False) -> dict[str, Any]:
         """What Megatron saves and loads, as ShardedTensors."""
-        metadata = {"distrib_optim_sharding_type": "dp_reshardable", "singleton_local_shards": False,
+        metadata = {"distrib_optim_sharding_type": CUT, "singleton_local_shards": False,
                     "chained_optim_avoid_prefix": True, "dp_cp_group": self.replicas}  # fmt: skip
         if is_loading and not self.losses:  # the optimizer has no state before its first step
             with torch.no_grad():
@@ -170,10 +179,13 @@ class Training:
         self.model.module.load_state_dict(state["model"])
         with torch.no_grad():
             self.optimizer.load_state_dict(state["optimizer"])
-        # Megatron without Apex gives all parameters one tensor as their count of steps, and each adds one to it.
-        for one in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
-            for values in one.optimizer.state.values():
-                values["step"] = values["step"].clone()
+        # Without Apex or Transformer Engine, with which there is no such tensor, the distributed optimizer gives all
+        # parameters one tensor as their count of steps, to which each adds one, and fills it from the new optimizer.
+        if self.sharded:
+            (count,) = {group["step"] for group in state["optimizer"]["optimizer"]["param_groups"]}
+            for one in self.optimizer.chained_optimizers:
+                for values in one.optimizer.state.values():
+                    values["step"] = torch.tensor(float(count))
         torch.set_rng_state(state["rng_state"]["torch"])
         tensor_parallel.get_cuda_rng_tracker().set_states(state["rng_state"]["tracker"])
         self.step = state["iteration"]

@@ -10,7 +10,7 @@ Example:
 """
 
 from .local import LocalCheckpoints
-from .nvrx import CheckpointingException
+from .nvrx import CheckpointingException, work_without_nvrx
 from .pickles import allow
 
-__all__ = ["CheckpointingException", "LocalCheckpoints", "allow"]
+__all__ = ["CheckpointingException", "LocalCheckpoints", "allow", "work_without_nvrx"]

@@ -87,4 +87,12 @@ except ImportError:
             return self.call_idx
 
 
-__all__ = ["HAVE_NVRX", "AsyncRequest", "BaseCheckpointManager", "CheckpointingException", "TensorAwareStateDict"]
+def work_without_nvrx() -> None:
+    """Let Megatron make its tensor-aware state dicts where NVRx, whose base class they would have, is not installed."""
+    from megatron.core.dist_checkpointing import tensor_aware_state_dict
+
+    tensor_aware_state_dict.HAVE_NVRX = True
+
+
+__all__ = ["HAVE_NVRX", "AsyncRequest", "BaseCheckpointManager", "CheckpointingException", "TensorAwareStateDict",
+           "work_without_nvrx"]  # fmt: skip

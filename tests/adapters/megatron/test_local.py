@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import pickle
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -19,25 +17,6 @@ from torch_jobs import COMM, job
 RANK, SIZE = COMM.rank, COMM.size
 pytestmark = [pytest.mark.mpi(min_size=4)]
 allow(Aware, Hole, Quantized)
-
-Start = Callable[..., contextlib.AbstractContextManager[LocalCheckpoints]]
-
-
-@pytest.fixture
-def start(options: dict[str, Any]) -> Start:
-    """Give a manager, as a relaunch would have it."""
-
-    @contextlib.contextmanager
-    def started(strategy: Any = "copy", **more: Any) -> Iterator[LocalCheckpoints]:
-        manager = LocalCheckpoints("/local", "s", strategy, **{**options, **more})
-        try:
-            yield manager
-        except BaseException:
-            manager.checkpointer.__exit__(RuntimeError, None, None)
-            raise
-        manager.close()
-
-    return started
 
 
 def state_of(seed: int, rank: int = RANK) -> dict[str, Any]:
@@ -60,7 +39,7 @@ def check(loaded: Any, seed: int, rank: int = RANK) -> None:
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_what_was_saved_is_loaded_again_and_again_also_by_a_relaunch(start: Start, is_async: bool) -> None:
+def test_what_was_saved_is_loaded_again_and_again_also_by_a_relaunch(start: Any, is_async: bool) -> None:
     with job(), start() as manager:
         assert manager.find_latest() == -1
         with pytest.raises(CheckpointingException, match="'find_latest' method must be called"):
@@ -90,7 +69,7 @@ def test_what_was_saved_is_loaded_again_and_again_also_by_a_relaunch(start: Star
 
 
 @pytest.mark.parametrize("strategy", ["copy", "xor:3", argparse.Namespace(replication_factor=2)])
-def test_a_lost_node_is_made_up_for_and_its_redundancy_made_whole(start: Start, nodes: Nodes, strategy: Any) -> None:
+def test_a_lost_node_is_made_up_for_and_its_redundancy_made_whole(start: Any, nodes: Nodes, strategy: Any) -> None:
     per_node = {"ranks_per_node": 1 if strategy == "xor:3" else 2}
     with job(), start(strategy, **per_node) as manager:
         manager.save(Aware(state_of(3)), 3)
@@ -101,7 +80,7 @@ def test_a_lost_node_is_made_up_for_and_its_redundancy_made_whole(start: Start, 
             check(manager.load()[0], 3)
 
 
-def test_without_replication_a_lost_node_is_a_lost_checkpoint(start: Start, nodes: Nodes) -> None:
+def test_without_replication_a_lost_node_is_a_lost_checkpoint(start: Any, nodes: Nodes) -> None:
     with job(), start(None) as manager:
         manager.save(Aware(state_of(3)), 3)
     with job(), start(None) as manager:
@@ -122,7 +101,7 @@ class Broken(Aware):
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_a_save_that_fails_on_one_rank_fails_on_all_and_the_older_one_stays(start: Start, is_async: bool) -> None:
+def test_a_save_that_fails_on_one_rank_fails_on_all_and_the_older_one_stays(start: Any, is_async: bool) -> None:
     with job(), start() as manager:
         manager.save(Aware(state_of(3)), 3)
         state = Broken(state_of(4)) if RANK == 1 else Aware(state_of(4))
@@ -138,7 +117,7 @@ def test_a_save_that_fails_on_one_rank_fails_on_all_and_the_older_one_stays(star
         check(manager.load()[0], 4)
 
 
-def test_a_world_of_other_ranks_finds_nothing(start: Start) -> None:
+def test_a_world_of_other_ranks_finds_nothing(start: Any) -> None:
     with job(), start() as manager:
         manager.save(Aware(state_of(3)), 3)
     with job(2) as comm:
@@ -147,7 +126,7 @@ def test_a_world_of_other_ranks_finds_nothing(start: Start) -> None:
                 assert manager.find_latest() == -1 and dist.get_world_size() == 2
 
 
-def test_another_session_is_another_training(start: Start, options: dict[str, Any]) -> None:
+def test_another_session_is_another_training(start: Any, options: dict[str, Any]) -> None:
     names = {**options, "job": None}
     managers = [LocalCheckpoints("/local", session, "none", **names) for session in ("a", "b")]
     with job():
