@@ -10,7 +10,10 @@ import contextlib
 import io
 import os
 import sys
+import time
 from pathlib import Path
+
+_SAID_S = 3  # launchers lose what was printed right before an abort, and other ranks may still have to say what failed
 
 
 def main() -> int:
@@ -40,6 +43,7 @@ def main() -> int:
     if rank and code:
         print(f"--- rank {rank} ---\n{printed.getvalue()}", flush=True)
     if code:
+        time.sleep(_SAID_S)
         MPI.COMM_WORLD.Abort(code)
     return code
 

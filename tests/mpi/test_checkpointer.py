@@ -310,8 +310,8 @@ def test_strict_raises_what_failed_in_the_background(options: dict[str, Any]) ->
         with pytest.raises(errors.StateError):
             ckpt.save(2, {"bad": object()})
     else:
-        ckpt.save(2, state_at(2))
-        with pytest.raises(errors.SaveFailed):
+        with pytest.raises(errors.SaveFailed):  # by the save itself, where it has failed so soon
+            ckpt.save(2, state_at(2))
             ckpt.wait()
     ckpt.wait()
     assert ckpt.steps() == [1]
