@@ -99,6 +99,7 @@ def test_a_node_that_reboots_at_once_is_down_where_reboots_are_not_forgiven(may_
         slurm.start_slurmd("host2")
         slurm.wait_for_nodes("down", "host2", timeout=8)
         assert job.state() == "RUNNING" and job.hosts() == ["host1"]
+        time.sleep(2.1)  # its boot, told as now less uptime, may look a second later by the next registration
         slurm.run("scontrol", "update", "nodename=host2", "state=resume")
         slurm.wait_for_nodes("idle", "host2")
 
