@@ -18,6 +18,7 @@ from mlflash.demo.launch import mpiexec
 
 HERE = Path(__file__).parent
 UID = os.getuid()
+_LEFT_S = 2  # for mpiexec to end after its ranks
 
 
 @dataclasses.dataclass
@@ -173,11 +174,19 @@ class Launch:
 
     def wait(self, timeout: float = 60) -> Result:
         """Wait for the end; a job that hangs is killed and fails the test."""
-        try:
-            self._process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            self.kill()
-            raise AssertionError(f"the job still ran after {timeout} s:\n{self._text()}") from None
+        end, dead_since = time.monotonic() + timeout, float("inf")
+        while True:
+            try:
+                self._process.wait(min(_LEFT_S, max(0, end - time.monotonic())))
+                break
+            except subprocess.TimeoutExpired:
+                now = time.monotonic()
+            if now >= end:
+                self.kill()
+                raise AssertionError(f"the job still ran after {timeout} s:\n{self._text()}")
+            dead_since = min(now, dead_since) if self._are_dead() else float("inf")
+            if now >= dead_since + _LEFT_S:
+                self._kill_what_is_left()
         # mpiexec may be gone before its ranks are.
         end = time.monotonic() + 20
         while any(_alive(pid) for pid in self.pids().values()):
@@ -186,6 +195,21 @@ class Launch:
         live.discard(self)
         self._sweep()
         return Result(self._process.returncode, self._text(), self.records())
+
+    def _are_dead(self) -> bool:
+        pids = self.pids()
+        return bool(pids) and not any(map(_alive, pids.values()))
+
+    def _kill_what_is_left(self) -> None:
+        """Kill what the ranks have started; hydra waits for the end of all that could still print."""
+        mine = f"OUT={self.out}".encode()
+        for environ in Path("/proc").glob("[0-9]*/environ"):
+            pid = int(environ.parent.name)
+            try:
+                if pid != self._process.pid and mine in environ.read_bytes().split(b"\0"):
+                    os.kill(pid, signal.SIGKILL)
+            except OSError:  # it ended meanwhile
+                continue
 
     def _sweep(self) -> None:
         """Delete what MPI left in /dev/shm because its processes were killed; nothing that is still mapped."""
