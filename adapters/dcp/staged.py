@@ -1,8 +1,8 @@
 """A state dict staged before it is planned: its tensors lie in a slot, and a planner sees them there.
 
 Staged are the tensors that DCP's planners write one by one: those in nested dicts and lists, the local shards of
-DTensors and ShardedTensors. All else is copied. Where the state dict is sent to a child process, its tensors become
-meta tensors: the child only plans.
+DTensors and ShardedTensors, the parts of what says itself which they are. All else is copied. Where the state dict is
+sent to a child process, its tensors become meta tensors: the child only plans.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from mlflash.exports.planned import Key
 from mlflash.stage import Ahead
 from mlflash.state import Flat, dtensor_shard, from_bytes
 
+from .checkpointable import Parts, is_checkpointable, parts_of
 from .leaves import Chunk, flat_of, pack
 
 _FIRST = 2  # number of the first tensor among the leaves
@@ -184,21 +185,29 @@ def _chunks(value: Any, path: str) -> Iterator[Chunk]:
         size = tuple(value.metadata().size)
         for shard in value.local_shards():
             yield Chunk((path, tuple(shard.metadata.shard_offsets)), shard.tensor.detach(), size)
+    elif is_checkpointable(value):
+        for item, part in parts_of(value, path):
+            assert item.tensor_data is not None
+            yield Chunk((path, tuple(item.tensor_data.chunk.offsets)), part, tuple(item.tensor_data.size))
     elif isinstance(value, torch.Tensor):
         yield Chunk((path, (0,) * value.ndim), value.detach(), tuple(value.shape))
 
 
-def _swap(value: Any, tensors: Iterator[torch.Tensor]) -> Any:
+def _swap(value: Any, tensors: Iterator[torch.Tensor], path: str = "") -> Any:
     """Copy a state dict, with other tensors, in the order of `_chunks`, in the place of its local ones."""
+    prefix = path + "." if path else ""
     if isinstance(value, Mapping):
-        return {key: _swap(sub, tensors) for key, sub in value.items()}
+        return {key: _swap(sub, tensors, f"{prefix}{key}") for key, sub in value.items()}
     if isinstance(value, list):
-        return [_swap(sub, tensors) for sub in value]
+        return [_swap(sub, tensors, f"{prefix}{i}") for i, sub in enumerate(value)]
     if isinstance(value, DTensor):
         # Not from_local: that would bring the tensor to the device of the mesh, and takes ten times as long.
         return DTensor(next(tensors), value._spec, requires_grad=False)
     if isinstance(value, ShardedTensor):
         return _sharded_like(value, tensors)
+    if is_checkpointable(value):
+        items = [item for item, _ in parts_of(value, path)]
+        return Parts(items, [next(tensors) for _ in items]) if items else _copy(value)
     if isinstance(value, torch.Tensor):
         return next(tensors)
     return _copy(value)

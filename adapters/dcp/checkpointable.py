@@ -1,0 +1,59 @@
+"""Tensors that say themselves which parts of them are written: PyTorch's protocol `_Checkpointable`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import WriteItem
+
+
+def is_checkpointable(value: Any) -> bool:
+    """Whether a value follows the protocol."""
+    return hasattr(value, "__create_write_items__") and hasattr(value, "__get_tensor_shard__")
+
+
+def parts_of(value: Any, name: str) -> Iterator[tuple[WriteItem, torch.Tensor]]:
+    """The parts of a value that follows the protocol, and what would be written of each."""
+    for item in value.__create_write_items__(name, value):
+        yield item, value.__get_tensor_shard__(item.index).detach()
+
+
+class Parts(torch.Tensor):
+    """Stands for a tensor of which other tensors are the parts; a planner finds the same in it.
+
+    Args:
+        items: what is written of the tensor.
+        tensors: for each of them.
+    """
+
+    @staticmethod
+    def __new__(cls, items: Sequence[WriteItem], tensors: Sequence[torch.Tensor]) -> Parts:
+        data = items[0].tensor_data
+        assert data is not None
+        made: Parts = torch.Tensor._make_wrapper_subclass(cls, data.size, dtype=data.properties.dtype)
+        return made
+
+    def __init__(self, items: Sequence[WriteItem], tensors: Sequence[torch.Tensor]):
+        self._items, self._tensors = list(items), list(tensors)
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise NotImplementedError("it has parts only")
+
+    def __repr__(self) -> str:
+        return f"Parts({self._items})"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return Parts, (self._items, self._tensors)
+
+    def __create_write_items__(self, fqn: str, value: Any) -> list[WriteItem]:
+        return self._items
+
+    def __create_chunk_list__(self) -> list[Any]:
+        return [item.tensor_data.chunk for item in self._items if item.tensor_data is not None]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        return next(t for i, t in zip(self._items, self._tensors, strict=True) if i.index.offset == index.offset)
