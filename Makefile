@@ -93,7 +93,8 @@ faults: $(VENV)/.installed
 	$(BIN)/pytest $(FAULTS) --junitxml $(REPORTS)/faults.xml
 
 faults-full: $(VENV)/.installed
-	MLFLASH_FAULTS=full $(BIN)/pytest tests/faults/test_crash_points.py tests/faults/test_dcp.py --junitxml $(REPORTS)/faults-full.xml
+	MLFLASH_FAULTS=full $(BIN)/pytest tests/faults/test_crash_points.py tests/faults/test_dcp.py tests/faults/test_megatron.py \
+	  --junitxml $(REPORTS)/faults-full.xml
 
 cluster: $(VENV)/.installed
 	$(BIN)/pytest $(CLUSTER) --junitxml $(REPORTS)/cluster.xml

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import types
+import typing
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+import typing_extensions
 from torch.overrides import TorchFunctionMode
 
 _CPU = torch.device("cpu")
@@ -34,6 +36,9 @@ class _Stream:
     """A stream of CUDA, in which everything has happened already."""
 
     device = _CPU
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        pass
 
     def wait_stream(self, stream: Any) -> None:
         """Nothing to wait for."""
@@ -63,18 +68,51 @@ def _is_cuda(device: Any) -> bool:
     return str(device).startswith("cuda")
 
 
+def _patched(kind: Any) -> list[tuple[Any, str, Any]]:
+    """Let a distributed optimizer use PyTorch's Adam, which counts steps by tensors; Megatron's do without.
+
+    It would have no state before its first step; and Megatron would give all parameters one such tensor, to which each
+    adds one, and fill it from the new optimizer.
+    """
+    tell, fill, load = kind.sharded_state_dict, kind._set_main_param_and_optimizer_states, kind.load_state_dict
+
+    def told(own: Any, model: Any, is_loading: bool = False, **more: Any) -> Any:
+        if is_loading and not own.optimizer.state:
+            with torch.no_grad():
+                own._init_optimizer_states_with_dummy_values()
+        return tell(own, model, is_loading, **more)
+
+    def loaded(own: Any, state: dict[str, Any]) -> None:
+        with torch.no_grad():
+            load(own, state)
+        (count,) = {group["step"] for group in state["optimizer"]["param_groups"]}
+        for values in own.optimizer.state.values():
+            values["step"] = torch.tensor(float(count))
+
+    return [
+        (kind, "sharded_state_dict", told),
+        (kind, "_set_main_param_and_optimizer_states", lambda own, at, found: fill(own, at, {"step": None, **found})),
+        (kind, "load_state_dict", loaded),
+    ]
+
+
 @contextlib.contextmanager
 def on_cpu() -> Iterator[None]:
     """Let Megatron run here without CUDA."""
     random = sys.modules["megatron.core.tensor_parallel.random"]
     pretended = [
         (torch.cuda, "current_device", lambda: _CPU),
+        (torch.cuda, "Stream", _Stream),
+        (torch.cuda, "stream", contextlib.nullcontext),
         (torch.cuda, "current_stream", lambda device=None: _Stream()),
         (torch.cuda, "synchronize", lambda device=None: None),
+        (torch.cuda, "get_device_properties", lambda device=None: types.SimpleNamespace(major=10)),
         (torch.cuda, "manual_seed", torch.manual_seed),
         (torch.cuda, "get_rng_state", lambda device=None: torch.get_rng_state()),
+        (torch.cuda, "set_rng_state", lambda state, device=None: torch.set_rng_state(state)),
         (random, "_get_cuda_rng_state", lambda **kwargs: torch.get_rng_state()),
         (random, "_set_cuda_rng_state", lambda state, **kwargs: torch.set_rng_state(state)),
+        *_patched(DistributedOptimizer),
     ]
     before = [getattr(where, name) for where, name, _ in pretended]
     for where, name, made in pretended:
@@ -87,6 +125,8 @@ def on_cpu() -> Iterator[None]:
             setattr(where, name, was)
 
 
+if not hasattr(typing, "override"):  # Megatron's training loop is for Python 3.12
+    typing.override = typing_extensions.override  # type: ignore[attr-defined]
 if not hasattr(np, "product"):  # NumPy 2 does not have it, and Megatron Core 0.13 takes it
     np.product = np.prod  # type: ignore[attr-defined]
 sys.modules.setdefault("megatron.core.transformer.moe.ops.paged_stash", _Absent("paged_stash"))
@@ -99,6 +139,7 @@ with warnings.catch_warnings():
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.transformer import TransformerConfig
 
 VERSION = tuple(int(number) for number in megatron.core.__version__.split(".")[:2])
@@ -120,6 +161,7 @@ class Training:
     """
 
     def __init__(self, tensor: int = 1, sharded: bool = True):
+        parallel_state.destroy_model_parallel()  # of the training before
         parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor)
         tensor_parallel.get_cuda_rng_tracker().reset()
         tensor_parallel.model_parallel_cuda_manual_seed(7)
@@ -162,10 +204,6 @@ class Training:
         """What Megatron saves and loads, as ShardedTensors."""
         metadata = {"distrib_optim_sharding_type": CUT, "singleton_local_shards": False,
                     "chained_optim_avoid_prefix": True, "dp_cp_group": self.replicas}  # fmt: skip
-        if is_loading and not self.losses:  # the optimizer has no state before its first step
-            with torch.no_grad():
-                for one in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
-                    getattr(one, "_init_optimizer_states_with_dummy_values", lambda: None)()
         model = self.model.module.sharded_state_dict(metadata=metadata)
         optimizer = self.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
         random = {"torch": torch.get_rng_state(), "tracker": tensor_parallel.get_cuda_rng_tracker().get_states()}
@@ -179,20 +217,10 @@ class Training:
         self.model.module.load_state_dict(state["model"])
         with torch.no_grad():
             self.optimizer.load_state_dict(state["optimizer"])
-        # Without Apex or Transformer Engine, with which there is no such tensor, the distributed optimizer gives all
-        # parameters one tensor as their count of steps, to which each adds one, and fills it from the new optimizer.
-        if self.sharded:
-            (count,) = {group["step"] for group in state["optimizer"]["optimizer"]["param_groups"]}
-            for one in self.optimizer.chained_optimizers:
-                for values in one.optimizer.state.values():
-                    values["step"] = torch.tensor(float(count))
-        torch.set_rng_state(state["rng_state"]["torch"])
-        tensor_parallel.get_cuda_rng_tracker().set_states(state["rng_state"]["tracker"])
+        if "rng_state" in state:
+            torch.set_rng_state(state["rng_state"]["torch"])
+            tensor_parallel.get_cuda_rng_tracker().set_states(state["rng_state"]["tracker"])
         self.step = state["iteration"]
-
-    def close(self) -> None:
-        """Leave the groups."""
-        parallel_state.destroy_model_parallel()
 
 
 def digest(training: Training) -> bytes:

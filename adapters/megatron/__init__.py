@@ -1,16 +1,34 @@
-"""Megatron-LM and Megatron Core: local checkpoints in the memory of the nodes.
+"""Megatron-LM and Megatron Core: local checkpoints and sharded states in the memory of the nodes.
 
     nvrx          the classes that Megatron looks for, NVRx's own or ours
     pickles       what is no tensor ↔ bytes, without running code
     replication   NVRx's replication strategies ↔ redundancy schemes
     local         the manager of local checkpoints
+    install       Megatron's own local checkpoints use it
+    shards        `dist_checkpointing.save` and `load`, in any layout
 
 Example:
-    checkpointing_context = {"local_checkpoint_manager": LocalCheckpoints("/dev/shm/run42", repl_strategy="xor:8")}
+    from mlflash.adapters.megatron import install
+
+    install()  # the first lines of pretrain_gpt.py, for --non-persistent-ckpt-type local
 """
 
+import importlib
+from typing import Any
+
+from .install import checkpointing_context, install
 from .local import LocalCheckpoints
 from .nvrx import CheckpointingException, work_without_nvrx
 from .pickles import allow
 
-__all__ = ["CheckpointingException", "LocalCheckpoints", "allow", "work_without_nvrx"]
+_OF_MEGATRON = {"LoadShards": "shards", "SaveShards": "shards"}  # which import Megatron
+
+
+def __getattr__(name: str) -> Any:
+    if name in _OF_MEGATRON:
+        return getattr(importlib.import_module(f"{__name__}.{_OF_MEGATRON[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+__all__ = ["CheckpointingException", "LoadShards", "LocalCheckpoints", "SaveShards", "allow", "checkpointing_context",
+           "install", "work_without_nvrx"]  # fmt: skip

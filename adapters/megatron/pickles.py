@@ -42,6 +42,7 @@ _CLASSES = {
     "collections": {"OrderedDict", "defaultdict", "deque"},
     "datetime": {"date", "datetime", "time", "timedelta", "timezone"},
     "decimal": {"Decimal"},
+    "signal": {"Signals"},
     "pathlib": {"Path", "PosixPath", "PurePath", "PurePosixPath"},
     "numpy": {"dtype", "ndarray"},
     "torch": {"Size", "device"},

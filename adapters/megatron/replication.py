@@ -7,6 +7,22 @@ from typing import Any
 from mlflash.errors import ConfigError
 
 
+class Clique:
+    """Stands for NVRx's clique replication where Megatron makes one of its flags; makes no process groups.
+
+    Attributes:
+        replication_factor: nodes that have each rank's checkpoint.
+    """
+
+    def __init__(self, replication_jump: int | None = None, replication_factor: int = 2):
+        self.replication_factor = replication_factor
+
+    @classmethod
+    def from_replication_params(cls, replication_jump: int | None = None, replication_factor: int = 2) -> Clique:
+        """Make it as NVRx does, of ``--replication-jump`` and ``--replication-factor``."""
+        return cls(replication_jump, replication_factor)
+
+
 def scheme_of(strategy: Any) -> str:
     """The redundancy scheme that a replication strategy asks for.
 

@@ -33,14 +33,12 @@ def test_training_goes_on_after_a_lost_node_as_if_nothing_had_happened(
         whole = Training(tensor, sharded)
         whole.train(6)
         expected = whole.losses[3:], digest(whole)
-        whole.close()
         first = Training(tensor, sharded)
         first.train(3)
         with start() as manager:
             request = manager.save(aware(first, algo), 3, is_async=True)
             first.train(5)  # the checkpoint must not see this
             request.execute_sync()
-        first.close()
     nodes.lose(1)
     with job(), on_cpu():
         again = Training(tensor, sharded)
@@ -51,4 +49,3 @@ def test_training_goes_on_after_a_lost_node_as_if_nothing_had_happened(
             again.load(state)
             again.train(6)
             assert (again.losses, digest(again)) == expected
-        again.close()

@@ -1,0 +1,89 @@
+"""Megatron's own local checkpoints, moved to slots: where Megatron looks for NVRx's manager it finds ours.
+
+Megatron-LM, Megatron Bridge and NeMo make their manager from names of `nvidia_resiliency_ext`, when they need it. Those
+names are given other values here; where NVRx is not installed, modules of its name are made that have these names only.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.machinery
+import os
+import sys
+import types
+from typing import Any
+
+from . import nvrx
+from .local import LocalCheckpoints
+from .replication import Clique
+
+_LOCAL = "nvidia_resiliency_ext.checkpointing.local"
+
+
+def install(redundancy: str | None = None, **settings: Any) -> None:
+    """Let ``--non-persistent-ckpt-type local`` of Megatron use mlflash; to be called before its ``pretrain``.
+
+    Not collective; on all ranks with the same arguments. The flags keep their meaning:
+    ``--non-persistent-save-interval`` and ``--non-persistent-local-ckpt-algo`` are Megatron's;
+    ``--non-persistent-local-ckpt-dir`` names the checkpoints, and nothing is written there; ``--replication
+    --replication-factor F`` asks for F - 1 copies on other nodes, whatever ``--replication-jump`` is.
+
+    Args:
+        redundancy: how they are protected, such as "xor:8", whatever ``--replication`` says.
+        settings: as those of a Checkpointer.
+
+    Example:
+        from mlflash.adapters.megatron import install
+
+        install()  # the first lines of pretrain_gpt.py
+    """
+
+    class Installed(LocalCheckpoints):
+        """What Megatron makes of its flags."""
+
+        def __init__(
+            self, root_local_ckpt_dir: str | os.PathLike[str], session_id: str = "", repl_strategy: Any = None
+        ):
+            super().__init__(root_local_ckpt_dir, session_id, redundancy or repl_strategy, **settings)
+
+    for name, values in {
+        "base_state_dict": {"TensorAwareStateDict": nvrx.TensorAwareStateDict},
+        "ckpt_managers.base_manager": {"BaseCheckpointManager": nvrx.BaseCheckpointManager,
+                                       "CheckpointingException": nvrx.CheckpointingException},
+        "ckpt_managers.local_manager": {"LocalCheckpointManager": Installed},
+        "replication.group_utils": {"GroupWrapper": None, "parse_group_sequence": None},
+        "replication.strategies": {"CliqueReplicationStrategy": Clique, "LazyCliqueReplicationStrategy": Clique},
+    }.items():  # fmt: skip
+        module = _module(f"{_LOCAL}.{name}")
+        for which, value in values.items():
+            if value is not None or not hasattr(module, which):
+                setattr(module, which, value)
+    if "megatron.core.dist_checkpointing.tensor_aware_state_dict" in sys.modules:
+        nvrx.work_without_nvrx()
+
+
+def checkpointing_context(
+    local_ckpt_dir: str | os.PathLike[str], session_id: str = "", repl_strategy: Any = None, **settings: Any
+) -> dict[str, Any]:
+    """Make the ``checkpointing_context`` of a training loop of one's own: for Megatron's load and save_checkpoint.
+
+    Not collective; the arguments are those of `LocalCheckpoints`.
+    """
+    manager = LocalCheckpoints(local_ckpt_dir, session_id, repl_strategy, **settings)
+    nvrx.work_without_nvrx()
+    return {"local_checkpoint_manager": manager}
+
+
+def _module(name: str) -> types.ModuleType:
+    """Import a module; where there is none, make an empty one, and the packages it is in."""
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        made = types.ModuleType(name, "Stands for a module of NVRx, which is not installed.")
+        made.__path__ = []
+        made.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
+        parent, _, own = name.rpartition(".")
+        if parent:
+            setattr(_module(parent), own, made)
+        sys.modules[name] = made
+        return made

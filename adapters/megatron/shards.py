@@ -1,0 +1,204 @@
+"""Megatron's `dist_checkpointing.save` and `load`, from and to slots: ShardedTensors, in any layout.
+
+Megatron translates its ShardedTensors to and from those of PyTorch, and PyTorch plans; what is planned goes through the
+writer and reader of `mlflash.adapters.dcp`. From Core 0.17 on only strategies of Megatron's own class are called; so
+these are its subclasses, in every version.
+
+`dist_checkpointing` wants a directory besides, with its marks of a checkpoint and with what all ranks have in common.
+That travels in a slot, too; the directory is made again on each rank for a load.
+"""
+
+from __future__ import annotations
+
+import inspect
+import io
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.strategies import torch as stock
+from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemWriter
+
+from mlflash import Checkpointer
+from mlflash.errors import StepNotFound
+
+from ..dcp import MemoryReader, MemoryWriter
+from .nvrx import AsyncRequest
+
+_BACKEND, _VERSION = "torch_dist", 1
+_COMMON = "common_state/shard_0_1"  # what ranks have in common, among the objects of a checkpoint
+_COMMON_FILE = "common.pt"
+_AS_FILE = "common_strategy" in inspect.signature(dist_checkpointing.save).parameters  # up to Core 0.18
+
+
+class SaveShards(stock.TorchDistSaveShardedStrategy):
+    """Saves sharded state dicts in the memory of the nodes, protected and committed as any checkpoint.
+
+    Not collective; what `dist_checkpointing.save` does with it is, over all ranks of torch.distributed, which are
+    those of the Checkpointer's comm.
+
+    Args:
+        checkpointer: open for as long as this is used.
+
+    Example:
+        save = SaveShards(ckpt)
+        request = dist_checkpointing.save(sharded_state, save.directory(step), save, async_sharded_save=True)
+        request.execute_sync()  # or give it to Megatron's queue
+    """
+
+    def __init__(self, checkpointer: Checkpointer):
+        super().__init__(_BACKEND, _VERSION)
+        self._writer = MemoryWriter(checkpointer)
+        self._planning: Any = None
+        self._made: tempfile.TemporaryDirectory[str] | None = None
+
+    def directory(self, step: int) -> str:
+        """Make the directory that `dist_checkpointing.save` wants, in this machine's temporary files.
+
+        Not collective. It names the step, and needs not be kept; it goes with the next one. Any other directory will do
+        whose name ends with the step: the shards are not written there.
+        """
+        self._made, path = _temporary(step)
+        return path
+
+    def save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> None:
+        """Save, and wait for the commit. Collective.
+
+        Raises:
+            SaveFailed, DeadlineExceeded: it was not committed.
+        """
+        self.async_save(sharded_state_dict, checkpoint_dir).execute_sync()
+
+    def async_save(self, sharded_state_dict: Any, checkpoint_dir: Any, async_strategy: str = "mcore") -> Any:
+        """Copy into a slot, and let it be protected and committed behind the training. Collective.
+
+        Returns:
+            A request that any queue of Megatron or NVRx takes; its finalizing function waits for the commit.
+        """
+        if self._planning is None:
+            self._planning = dist.new_group(backend="gloo")  # the planning goes on in a thread beside the training
+        renamed, _, _ = stock._replace_state_dict_keys_with_sharded_keys(sharded_state_dict, True)
+        state = stock.mcore_to_pyt_state_dict(renamed, False)
+        if _AS_FILE and dist.get_rank() == 0:  # which has just written it
+            state[_COMMON] = io.BytesIO(Path(checkpoint_dir, _COMMON_FILE).read_bytes())
+        future = dcp.async_save(
+            state,
+            checkpoint_id=os.fspath(checkpoint_dir),
+            storage_writer=self._writer,
+            planner=_planner(),
+            process_group=self._planning,
+        )
+
+        def finalize() -> None:
+            future.result()
+
+        return AsyncRequest(None, (), [finalize], async_fn_kwargs={})
+
+
+class LoadShards(stock.TorchDistLoadShardedStrategy):
+    """Loads sharded state dicts from the memory of the nodes, whatever the layout in which they were saved.
+
+    Not collective; what `dist_checkpointing.load` does with it is, over all ranks of torch.distributed, which are those
+    of the Checkpointer's comm.
+
+    Args:
+        checkpointer: open for as long as this is used.
+
+    Example:
+        load = LoadShards(ckpt)
+        if (directory := load.directory()) is not None:
+            state = dist_checkpointing.load(sharded_state, directory, load)
+    """
+
+    def __init__(self, checkpointer: Checkpointer):
+        super().__init__()
+        self._checkpointer = checkpointer
+        self._reader = MemoryReader(checkpointer)
+        self._made: tempfile.TemporaryDirectory[str] | None = None
+
+    def directory(self, step: int | None = None) -> str | None:
+        """Make the directory that `dist_checkpointing.load` wants, in this machine's temporary files, from the memory.
+
+        Collective over the Checkpointer's comm.
+
+        Args:
+            step: of the checkpoint; None: the newest.
+
+        Returns:
+            Its path, which ends with the step; None where there is no checkpoint.
+
+        Raises:
+            StepNotFound: there is no such step.
+        """
+        steps = self._checkpointer.steps()
+        if step is None and not steps:
+            return None
+        step = steps[-1] if step is None else step
+        if step not in steps:
+            raise StepNotFound("there is no such checkpoint", step=step, found=f"steps {steps}")
+        found = {_COMMON: io.BytesIO()}
+        dcp.load(
+            dict(found), checkpoint_id=str(step), storage_reader=self._reader, planner=_AsBytes(found), no_dist=True
+        )
+        self._made, path = _temporary(step)
+        if _AS_FILE:
+            Path(path, _COMMON_FILE).write_bytes(found[_COMMON].getvalue())
+        else:
+            dcp.save(found, storage_writer=FileSystemWriter(path), planner=_planner(), no_dist=True)
+        save_config(CheckpointingConfig(_BACKEND, _VERSION), path)
+        return path
+
+    def load(self, sharded_state_dict: Any, checkpoint_dir: Any, *args: Any, **kwargs: Any) -> Any:
+        """Load what `dist_checkpointing.load` asks for. Collective.
+
+        Raises:
+            StepNotFound: there is no such step.
+            CheckpointException: a tensor has another global shape, or is not there.
+        """
+        return self._reading(super().load, sharded_state_dict, checkpoint_dir, *args, **kwargs)
+
+    def load_tensors_metadata(self, checkpoint_dir: Any, *args: Any, **kwargs: Any) -> Any:
+        """Tell which tensors there are. Collective."""
+        return self._reading(super().load_tensors_metadata, checkpoint_dir, *args, **kwargs)
+
+    def load_sharded_metadata(self, checkpoint_dir: Any, *args: Any, **kwargs: Any) -> Any:
+        """Tell which tensors and objects there are. Collective."""
+        found = self._reading(super().load_sharded_metadata, checkpoint_dir, *args, **kwargs)
+        return {key: value for key, value in found.items() if key != _COMMON}
+
+    def _reading(self, work: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        def reader(checkpoint_dir: Any, *args: Any, **kwargs: Any) -> MemoryReader:
+            self._reader.reset(os.fspath(checkpoint_dir))
+            return self._reader
+
+        with mock.patch.object(stock, "_get_filesystem_reader", reader):
+            return work(*args, **kwargs)
+
+
+class _AsBytes(DefaultLoadPlanner):
+    """Leaves bytes bytes."""
+
+    def __init__(self, found: dict[str, io.BytesIO]):
+        super().__init__()
+        self._found = found
+
+    def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
+        self._found[read_item.dest_index.fqn] = value
+
+
+def _planner() -> Any:
+    return stock.MCoreSavePlanner(flatten_state_dict=False)
+
+
+def _temporary(step: int) -> tuple[tempfile.TemporaryDirectory[str], str]:
+    made = tempfile.TemporaryDirectory(prefix="mlflash-megatron-")
+    path = os.path.join(made.name, f"iter_{step:07d}")
+    os.mkdir(path)
+    return made, path
