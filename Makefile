@@ -87,7 +87,7 @@ $(RANKS:%=test-%): test-%: $(VENV)/.installed
 
 adapters: LIMIT := 600
 adapters: $(VENV)/.installed
-	$(call on_ranks,4,adapters $(if $(filter openmpi,$(MPI)),-k 'not s3 and (nodes or training or fsdp or exports or megatron)'))
+	$(call on_ranks,4,adapters $(if $(filter openmpi,$(MPI)),-k 'not s3 and (nodes or training or fsdp or exports or test_local)'))
 
 faults: $(VENV)/.installed
 	$(BIN)/pytest $(FAULTS) --junitxml $(REPORTS)/faults.xml
