@@ -8,23 +8,21 @@ import os
 import signal
 import sys
 import time
-from pathlib import Path
 
 import numpy as np
+import records
 from chaos_training import SHARED, Training
 from mpi4py import MPI
+from records import OUT
 
 import mlflash
 
 COMM = MPI.COMM_WORLD
-OUT = Path(os.environ["OUT"])
 
 
 def note(event: str, **fields: object) -> None:
-    """Write one record, so that it is there even if this process is killed in the next instant."""
-    record = {"event": event, "rank": COMM.rank, "pid": os.getpid(), "at": time.time(), **fields}
-    with (OUT / f"rank{COMM.rank}.jsonl").open("a") as file:
-        file.write(json.dumps(record) + "\n")
+    """Write one record, with its time."""
+    records.note(event, COMM.rank, at=time.time(), **fields)
 
 
 def exchange(gift: np.ndarray, last: bool) -> tuple[np.ndarray, bool]:

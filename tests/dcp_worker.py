@@ -3,30 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from mlflash.adapters.dcp import MemoryReader, MemoryWriter, latest
 from mlflash.adapters.distributed import init_process_group
+from records import note
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
 from traps import set_traps
 
 import mlflash
-
-OUT = Path(os.environ["OUT"])
-
-
-def note(event: str, **fields: object) -> None:
-    """Write one record, so that it is there even if this process is killed in the next instant."""
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    with (OUT / f"rank{rank}.jsonl").open("a") as file:
-        file.write(json.dumps({"event": event, "rank": rank, "pid": os.getpid(), **fields}) + "\n")
 
 
 def train(last: int, traps: Sequence[dict[str, object]] = ()) -> None:

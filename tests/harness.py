@@ -174,31 +174,32 @@ class Launch:
 
     def wait(self, timeout: float = 60) -> Result:
         """Wait for the end; a job that hangs is killed and fails the test."""
-        end, dead_since = time.monotonic() + timeout, float("inf")
+        end, were_dead = time.monotonic() + timeout, False
         while True:
             try:
                 self._process.wait(min(_LEFT_S, max(0, end - time.monotonic())))
                 break
             except subprocess.TimeoutExpired:
-                now = time.monotonic()
-            if now >= end:
+                pass
+            if time.monotonic() >= end:
                 self.kill()
                 raise AssertionError(f"the job still ran after {timeout} s:\n{self._text()}")
-            dead_since = min(now, dead_since) if self._are_dead() else float("inf")
-            if now >= dead_since + _LEFT_S:
+            are_dead = bool(self.pids()) and not self._lives()
+            if were_dead and are_dead:
                 self._kill_what_is_left()
+            were_dead = are_dead
         # mpiexec may be gone before its ranks are.
         end = time.monotonic() + 20
-        while any(_alive(pid) for pid in self.pids().values()):
+        while self._lives():
             assert time.monotonic() < end, "ranks outlived mpiexec"
             time.sleep(0.01)
         live.discard(self)
         self._sweep()
         return Result(self._process.returncode, self._text(), self.records())
 
-    def _are_dead(self) -> bool:
-        pids = self.pids()
-        return bool(pids) and not any(map(_alive, pids.values()))
+    def _lives(self) -> bool:
+        """Whether any rank does."""
+        return any(map(_alive, self.pids().values()))
 
     def _kill_what_is_left(self) -> None:
         """Kill what the ranks have started; hydra waits for the end of all that could still print."""

@@ -223,10 +223,20 @@ class Training:
         self.step = state["iteration"]
 
 
+def whole_and_first(tensor: int, sharded: bool) -> tuple[tuple[list[tuple[float, float]], bytes], Training]:
+    """Losses of steps 4 to 6 and the last weights of a training that nothing happens to; and one that is at step 3."""
+    whole = Training(tensor, sharded)
+    whole.train(6)
+    expected = whole.losses[3:], digest(whole)
+    first = Training(tensor, sharded)
+    first.train(3)
+    return expected, first
+
+
 def digest(training: Training) -> bytes:
     """All weights of this rank, as bytes."""
     tensors = [tensor for _, tensor in sorted(training.model.module.state_dict().items()) if torch.is_tensor(tensor)]
     return b"".join(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes() for tensor in tensors)
 
 
-__all__ = ["Training", "digest", "dist", "on_cpu"]
+__all__ = ["Training", "digest", "dist", "on_cpu", "whole_and_first"]

@@ -1,21 +1,19 @@
-"""Rank program for tests that kill and relaunch: a small GPT trained by Megatron, with checkpoints in several ways."""
+"""Rank program for tests that kill and relaunch: a small GPT trained by Megatron."""
 
 from __future__ import annotations
 
 import functools
 import json
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
-from mlflash.adapters import megatron
 from mlflash.adapters.distributed import init_process_group
+from mlflash.adapters.megatron import install
+from records import note
 from traps import set_traps
 
-OUT = Path(os.environ["OUT"])
 LENGTH = 16
 FLAGS = f"""
     --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length {LENGTH} --max-position-embeddings {LENGTH}
@@ -25,13 +23,6 @@ FLAGS = f"""
     --no-persist-layer-norm --no-bias-dropout-fusion --no-masked-softmax-fusion --no-gradient-accumulation-fusion
     --use-cpu-initialization --distributed-backend gloo --ckpt-format torch_dist --save-interval 1000
 """.split()
-
-
-def note(event: str, **fields: object) -> None:
-    """Write one record, so that it is there even if this process is killed in the next instant."""
-    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-    with (OUT / f"rank{rank}.jsonl").open("a") as file:
-        file.write(json.dumps({"event": event, "rank": rank, "pid": os.getpid(), **fields}) + "\n")
 
 
 class Tokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
@@ -97,14 +88,13 @@ def pretrain(last: int, flags: Sequence[str]) -> None:
     note("end")
 
 
-def main(way: str, last: int, flags: Sequence[str] = (), traps: Sequence[dict[str, object]] = ()) -> None:
-    """Train to a step, from the newest checkpoint there is; ``way``: how checkpoints are made."""
+def main(last: int, flags: Sequence[str] = (), traps: Sequence[dict[str, object]] = ()) -> None:
+    """Train to a step, from the newest checkpoint there is."""
     init_process_group(host="127.0.0.1")
     note("start")
     set_traps(traps, torch.distributed.get_rank())
-    if way == "pretrain":
-        megatron.install()
-        pretrain(last, flags)
+    install()
+    pretrain(last, flags)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ It uses numpy only, so that a rank starts in a fraction of a second.
 from __future__ import annotations
 
 import faulthandler
+import functools
 import json
 import logging
 import os
@@ -18,11 +19,13 @@ from pathlib import Path
 
 import mpi4py
 import numpy as np
+import records
 
 if os.environ.get("THREAD_LEVEL"):
     mpi4py.rc.thread_level = os.environ["THREAD_LEVEL"]
 
 from mpi4py import MPI
+from records import OUT
 from traps import kill_my_node, set_traps
 
 import mlflash
@@ -30,13 +33,7 @@ import mlflash
 faulthandler.register(signal.SIGUSR1)
 COMM = MPI.COMM_WORLD
 RANK = COMM.rank
-OUT = Path(os.environ["OUT"])
-
-
-def note(event: str, **fields: object) -> None:
-    """Write one record, so that it is there even if this process is killed in the next instant."""
-    with (OUT / f"rank{RANK}.jsonl").open("a") as file:
-        file.write(json.dumps({"event": event, "rank": RANK, "pid": os.getpid(), **fields}) + "\n")
+note = functools.partial(records.note, rank=RANK)
 
 
 def state_at(rank: int, step: int, nbytes: int) -> dict[str, object]:

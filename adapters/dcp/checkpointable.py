@@ -15,9 +15,15 @@ def is_checkpointable(value: Any) -> bool:
     return hasattr(value, "__create_write_items__") and hasattr(value, "__get_tensor_shard__")
 
 
+def items_of(value: Any, name: str) -> list[WriteItem]:
+    """What would be written of a value that follows the protocol."""
+    items: list[WriteItem] = value.__create_write_items__(name, value)
+    return items
+
+
 def parts_of(value: Any, name: str) -> Iterator[tuple[WriteItem, torch.Tensor]]:
-    """The parts of a value that follows the protocol, and what would be written of each."""
-    for item in value.__create_write_items__(name, value):
+    """The same, each with its tensor."""
+    for item in items_of(value, name):
         yield item, value.__get_tensor_shard__(item.index).detach()
 
 

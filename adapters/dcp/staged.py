@@ -23,7 +23,7 @@ from mlflash.exports.planned import Key
 from mlflash.stage import Ahead
 from mlflash.state import Flat, dtensor_shard, from_bytes
 
-from .checkpointable import Parts, is_checkpointable, parts_of
+from .checkpointable import Parts, is_checkpointable, items_of, parts_of
 from .leaves import Chunk, flat_of, pack
 
 _FIRST = 2  # number of the first tensor among the leaves
@@ -206,7 +206,7 @@ def _swap(value: Any, tensors: Iterator[torch.Tensor], path: str = "") -> Any:
     if isinstance(value, ShardedTensor):
         return _sharded_like(value, tensors)
     if is_checkpointable(value):
-        items = [item for item, _ in parts_of(value, path)]
+        items = items_of(value, path)
         return Parts(items, [next(tensors) for _ in items]) if items else _copy(value)
     if isinstance(value, torch.Tensor):
         return next(tensors)

@@ -19,7 +19,7 @@ from .seats import Seats
 _ASK_S = 30.0  # deadline of a question to Slurm
 _LOST = ("down", "error", "fail", "powered_down", "powering_down", "reboot", "unknown")
 _NAME = "mlflash-"  # of steps, with a number
-_KILL_WAIT_S = 5.0
+_TERM_WAIT_S, _GONE_WAIT_S = 5.0, 1.0  # for ranks of a `mlflash run` that is gone, after each signal
 _TOLD = "mlflash-told:"  # before each line that a program on a node prints
 
 
@@ -75,7 +75,7 @@ class OnSlurm:
 
     def end_steps(self) -> None:
         """End all ranks of this job, whoever started them."""
-        for name, wait_s in (("TERM", _KILL_WAIT_S), ("KILL", 1.0)):
+        for name, wait_s in (("TERM", _TERM_WAIT_S), ("KILL", _GONE_WAIT_S)):
             if ours := [number for number, step in _steps_of(self.job) if step.startswith(_NAME)]:
                 ask(["scancel", f"--signal={name}", *ours], check=False)
                 time.sleep(wait_s)

@@ -39,7 +39,7 @@ def losses(result: Result) -> dict[tuple[int, int], tuple[float, float]]:
 @pytest.fixture(scope="module")
 def uninterrupted() -> Iterator[dict[tuple[int, int], tuple[float, float]]]:
     root = Path(tempfile.mkdtemp(prefix="mlflash-test-", dir="/dev/shm"))
-    result = run(Cluster(root, 2), way="pretrain", last=LAST, flags=TRAINING)
+    result = run(Cluster(root, 2), last=LAST, flags=TRAINING)
     shutil.rmtree(root)
     assert len(losses(result)) == 4 * LAST and len(result.of("end")) == 4, result.log
     yield losses(result)
@@ -53,9 +53,9 @@ def test_pretrain_with_one_line_more_goes_on_where_it_was(
     cluster = Cluster(shm, 2)
     # Step 2 is saved; in the save of step 4 rank 3 dies with its node and its node's memory.
     trap = {"path": ["transfer.sent", "commit.recorded", "transfer.sent"], "action": "wipe", "rank": 3}
-    crashed = run(cluster, way="pretrain", last=LAST, flags=TRAINING + saves, traps=[trap])
+    crashed = run(cluster, last=LAST, flags=TRAINING + saves, traps=[trap])
     assert any(shm.glob("out-*/sprung*")) and not crashed.of("end"), crashed.log
-    result = run(cluster, way="pretrain", last=LAST, flags=TRAINING + saves)
+    result = run(cluster, last=LAST, flags=TRAINING + saves)
     assert len(result.of("end")) == 4, result.log
     found = losses(result)
     assert min(step for _, step in found) in (3, 5), result.log

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from emulated import Nodes
-from megatron_on_cpu import Training, digest, on_cpu
+from megatron_on_cpu import Training, digest, on_cpu, whole_and_first
 from mlflash.adapters.megatron import work_without_nvrx
 from torch_jobs import job
 
@@ -30,11 +30,7 @@ def test_training_goes_on_after_a_lost_node_as_if_nothing_had_happened(
     start: Any, nodes: Nodes, tensor: int, sharded: bool, algo: str
 ) -> None:
     with job(), on_cpu():
-        whole = Training(tensor, sharded)
-        whole.train(6)
-        expected = whole.losses[3:], digest(whole)
-        first = Training(tensor, sharded)
-        first.train(3)
+        expected, first = whole_and_first(tensor, sharded)
         with start() as manager:
             request = manager.save(aware(first, algo), 3, is_async=True)
             first.train(5)  # the checkpoint must not see this

@@ -9,7 +9,7 @@ import pytest
 import torch
 from emulated import Nodes
 from megatron.core import dist_checkpointing
-from megatron_on_cpu import Training, digest, on_cpu
+from megatron_on_cpu import Training, digest, on_cpu, whole_and_first
 from mlflash.adapters.megatron import LoadShards, SaveShards
 from torch_jobs import job
 
@@ -54,11 +54,7 @@ def test_training_goes_on_after_a_lost_node_as_if_nothing_had_happened(
     options: dict[str, Any], nodes: Nodes, tensor: int, sharded: bool
 ) -> None:
     with job(), on_cpu():
-        whole = Training(tensor, sharded)
-        whole.train(6)
-        expected = whole.losses[3:], digest(whole)
-        first = Training(tensor, sharded)
-        first.train(3)
+        expected, first = whole_and_first(tensor, sharded)
         with Checkpointer(**options) as ckpt:
             assert LoadShards(ckpt).directory() is None
             save(ckpt, first, then=5)
