@@ -13,7 +13,9 @@ from __future__ import annotations
 import inspect
 import io
 import os
+import shutil
 import tempfile
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,7 @@ from ..dcp import MemoryReader, MemoryWriter
 from .nvrx import AsyncRequest
 
 _BACKEND, _VERSION = "torch_dist", 1
+_KEPT = 4  # directories; more saves are not on their way at a time
 _COMMON = "common_state/shard_0_1"  # what ranks have in common, among the objects of a checkpoint
 _COMMON_FILE = "common.pt"
 _AS_FILE = "common_strategy" in inspect.signature(dist_checkpointing.save).parameters  # up to Core 0.18
@@ -57,16 +60,15 @@ class SaveShards(stock.TorchDistSaveShardedStrategy):
         super().__init__(_BACKEND, _VERSION)
         self._writer = MemoryWriter(checkpointer)
         self._planning: Any = None
-        self._made: tempfile.TemporaryDirectory[str] | None = None
+        self._directories = _Directories()
 
     def directory(self, step: int) -> str:
         """Make the directory that `dist_checkpointing.save` wants, in this machine's temporary files.
 
-        Not collective. It names the step, and needs not be kept; it goes with the next one. Any other directory will do
-        whose name ends with the step: the shards are not written there.
+        Not collective. It names the step, and needs not be kept. Any other directory will do whose name ends with the
+        step: the shards are not written there.
         """
-        self._made, path = _temporary(step)
-        return path
+        return self._directories.make(step)
 
     def save(self, sharded_state_dict: Any, checkpoint_dir: Any) -> None:
         """Save, and wait for the commit. Collective.
@@ -121,7 +123,7 @@ class LoadShards(stock.TorchDistLoadShardedStrategy):
         super().__init__()
         self._checkpointer = checkpointer
         self._reader = MemoryReader(checkpointer)
-        self._made: tempfile.TemporaryDirectory[str] | None = None
+        self._directories = _Directories()
 
     def directory(self, step: int | None = None) -> str | None:
         """Make the directory that `dist_checkpointing.load` wants, in this machine's temporary files, from the memory.
@@ -147,7 +149,7 @@ class LoadShards(stock.TorchDistLoadShardedStrategy):
         dcp.load(
             dict(found), checkpoint_id=str(step), storage_reader=self._reader, planner=_AsBytes(found), no_dist=True
         )
-        self._made, path = _temporary(step)
+        path = self._directories.make(step)
         if _AS_FILE:
             Path(path, _COMMON_FILE).write_bytes(found[_COMMON].getvalue())
         else:
@@ -197,8 +199,22 @@ def _planner() -> Any:
     return stock.MCoreSavePlanner(flatten_state_dict=False)
 
 
-def _temporary(step: int) -> tuple[tempfile.TemporaryDirectory[str], str]:
-    made = tempfile.TemporaryDirectory(prefix="mlflash-megatron-")
-    path = os.path.join(made.name, f"iter_{step:07d}")
-    os.mkdir(path)
-    return made, path
+class _Directories:
+    """Directories of the newest steps, in this machine's temporary files; they go with this object, or at the end."""
+
+    def __init__(self) -> None:
+        self._root: str | None = None
+        self._paths: list[str] = []
+
+    def make(self, step: int) -> str:
+        """Make an empty one for a step."""
+        if self._root is None:
+            self._root = tempfile.mkdtemp(prefix="mlflash-megatron-")
+            weakref.finalize(self, shutil.rmtree, self._root, ignore_errors=True)
+        path = os.path.join(self._root, f"iter_{step:07d}")
+        self._paths = [one for one in self._paths if one != path]
+        for old in (path, *self._paths[: -_KEPT + 1]):
+            shutil.rmtree(old, ignore_errors=True)
+        self._paths = [*self._paths[-_KEPT + 1 :], path]
+        os.mkdir(path)
+        return path

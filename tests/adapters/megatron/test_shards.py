@@ -71,6 +71,21 @@ def test_training_goes_on_after_a_lost_node_as_if_nothing_had_happened(
             assert (again.losses, digest(again)) == expected
 
 
+def test_a_save_may_begin_before_the_one_before_it_is_finalized(options: dict[str, Any]) -> None:
+    with job(), on_cpu():
+        training = Training()
+        with Checkpointer(**options) as ckpt:
+            to, requests = SaveShards(ckpt), []
+            for step in (1, 2):
+                training.train(step)
+                directory = to.directory(step)
+                state = training.sharded_state()
+                requests.append(dist_checkpointing.save(state, directory, to, async_sharded_save=True))
+            for request in requests:
+                request.execute_sync()
+            assert ckpt.steps() == [1, 2]
+
+
 def test_other_layouts_have_the_same_bits(
     options: dict[str, Any], nodes: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
