@@ -37,6 +37,8 @@ class Snapshot:
         self._committed = False
         self._ended = threading.Event()
         self._woken = threading.Event()  # ended, or late
+        self._waking = threading.Lock()
+        self._callbacks: list[Callable[[Snapshot], None]] = []
 
     @property
     def committed(self) -> bool:
@@ -78,6 +80,18 @@ class Snapshot:
             raise self.error
         return self
 
+    def add_done_callback(self, call: Callable[[Snapshot], None]) -> None:
+        """Have a function called with this snapshot when :meth:`wait` would return or raise: ended, or late.
+
+        Not collective. It is called once, on the courier's thread, where it must not wait for anything; in this call
+        where it is so already.
+        """
+        with self._waking:
+            if not self._woken.is_set():
+                self._callbacks.append(call)
+                return
+        call(self)
+
     def end(self, error: MlflashError | None) -> None:
         """Tell the waiters how it ended, once (for the courier)."""
         if self._ended.is_set():
@@ -88,13 +102,20 @@ class Snapshot:
         else:
             self._error = error if isinstance(error, SaveFailed) else _failed(error, self.step)
         self._ended.set()
-        self._woken.set()
+        self._wake()
 
     def late(self, error: DeadlineExceeded) -> None:
         """Tell the waiters that it takes too long; it may still end well (for the courier)."""
         error.step = self.step
         self._late = error
-        self._woken.set()
+        self._wake()
+
+    def _wake(self) -> None:
+        with self._waking:
+            self._woken.set()
+            calls, self._callbacks = self._callbacks, []
+        for call in calls:
+            call(self)
 
     def stalled(self) -> None:
         """Note that ``save`` returns now."""

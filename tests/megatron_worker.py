@@ -2,90 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
+from megatron_pretrain import pretrain
 from mlflash.adapters.distributed import init_process_group
 from mlflash.adapters.megatron import install
 from records import note
 from traps import set_traps
-
-LENGTH = 16
-FLAGS = f"""
-    --num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length {LENGTH} --max-position-embeddings {LENGTH}
-    --micro-batch-size 2 --train-iters 100 --lr 1e-2 --lr-decay-style constant --eval-iters 0 --eval-interval 1000
-    --tokenizer-type NullTokenizer --vocab-size 127 --mock-data --dataloader-type single --num-workers 0
-    --attention-dropout 0 --hidden-dropout 0 --clip-grad 0 --log-interval 1 --transformer-impl local
-    --no-persist-layer-norm --no-bias-dropout-fusion --no-masked-softmax-fusion --no-gradient-accumulation-fusion
-    --use-cpu-initialization --distributed-backend gloo --ckpt-format torch_dist --save-interval 1000
-""".split()
-
-
-class Tokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """Random text."""
-
-    def __init__(self, count: int):
-        self._count = count
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
-        numbers = torch.Generator().manual_seed(number)
-        return {"tokens": torch.randint(0, 128, (LENGTH + 1,), generator=numbers)}
-
-
-def pretrain(last: int, flags: Sequence[str]) -> None:
-    """Train with Megatron-LM's own `pretrain` to a step, as pretrain_gpt.py does, and note each loss."""
-    from megatron_on_cpu import on_cpu, parallel_state, tensor_parallel
-
-    # isort: split
-    from megatron.core.enums import ModelType
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.training import initialize, training
-    from megatron.training.argument_utils import pretrain_cfg_container_from_args
-    from megatron.training.arguments import core_transformer_config_from_args, parse_and_validate_args
-
-    def model(pre_process: bool = True, post_process: bool = True, **kwargs: Any) -> GPTModel:
-        tensor_parallel.model_parallel_cuda_manual_seed(args.seed)
-        return GPTModel(core_transformer_config_from_args(args), get_gpt_layer_local_spec(), vocab_size=128,
-                        max_sequence_length=LENGTH, pre_process=pre_process, post_process=post_process)  # fmt: skip
-
-    def forward(batches: Iterator[dict[str, torch.Tensor]], model: Callable[..., torch.Tensor]) -> tuple[Any, Any]:
-        tokens = next(batches)["tokens"]
-        positions = torch.arange(LENGTH).repeat(len(tokens), 1)
-        mask = torch.ones(LENGTH, LENGTH).tril().logical_not()[None, None]
-        out = model(tokens[:, :-1], positions, mask, labels=tokens[:, 1:].contiguous())
-        return out, lambda out: (out.float().mean(), {"lm loss": out.float().mean().detach()})
-
-    def logged(log: Any, losses: Any, total: Any, rate: Any, step: int, *more: Any, **named: Any) -> Any:
-        note("loss", step=step, loss=float(losses["lm loss"]), norm=float(more[3]))
-        return log(losses, total, rate, step, *more, **named)
-
-    def data(counts: Sequence[int | None]) -> list[Tokens]:
-        return [Tokens(count or 1) for count in counts]
-
-    data.is_distributed = True  # type: ignore[attr-defined]
-    training.initialize_megatron = functools.partial(training.initialize_megatron, allow_no_cuda=True)
-    training.training_log = functools.partial(logged, training.training_log)
-    training.set_jit_fusion_options = training.report_memory = lambda *args, **kwargs: None
-    initialize._compile_dependencies = lambda: None
-    sys.argv[1:] = [*FLAGS, "--exit-interval", str(last), *flags]
-    with on_cpu():
-        args = parse_and_validate_args()
-        parallel_state.initialize_model_parallel(args.tensor_model_parallel_size)
-        try:
-            training.pretrain(
-                pretrain_cfg_container_from_args(args), data, ModelType.encoder_or_decoder, forward, model
-            )
-        except SystemExit as end:  # at the exit interval
-            assert not end.code
-    note("end")
 
 
 def main(last: int, flags: Sequence[str] = (), traps: Sequence[dict[str, object]] = ()) -> None:
@@ -94,7 +20,7 @@ def main(last: int, flags: Sequence[str] = (), traps: Sequence[dict[str, object]
     note("start")
     set_traps(traps, torch.distributed.get_rank())
     install()
-    pretrain(last, flags)
+    pretrain(["--exit-interval", str(last), *flags])
 
 
 if __name__ == "__main__":

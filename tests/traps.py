@@ -16,7 +16,7 @@ OUT = Path(os.environ["OUT"])
 
 
 def kill_my_node(wipe: bool) -> None:
-    """Die with all ranks of this emulated node, and with its memory."""
+    """Die with all ranks of this emulated node and what they have started, and with its memory."""
     per_node = int(os.environ["MLFLASH_RANKS_PER_NODE"])
     starts = [json.loads(file.read_text().splitlines()[0]) for file in OUT.glob("rank*.jsonl")]
     node = next(record["rank"] for record in starts if record["pid"] == os.getpid()) // per_node
@@ -29,7 +29,7 @@ def kill_my_node(wipe: bool) -> None:
         while any(_runs(pid) for pid in siblings):
             time.sleep(0.001)
         shutil.rmtree(root / f"node{node}")
-    for pid in siblings:
+    for pid in [*siblings, *_started_by({os.getpid(), *siblings})]:
         _send(signal.SIGKILL, pid)
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -115,6 +115,20 @@ def _send(number: int, pid: int) -> None:
         os.kill(pid, number)
     except ProcessLookupError:
         pass
+
+
+def _started_by(pids: set[int]) -> set[int]:
+    """Processes that these have started, and those have."""
+    parents = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parents[int(stat.parent.name)] = int(stat.read_text().rsplit(")", 1)[1].split()[1])
+        except OSError:  # it ended meanwhile
+            continue
+    found: set[int] = set()
+    while more := {pid for pid, parent in parents.items() if parent in pids | found} - found:
+        found |= more
+    return found
 
 
 def _runs(pid: int) -> bool:

@@ -1,0 +1,115 @@
+"""What a worker of Megatron's does for a save: it waits for its end, whichever way that comes."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import pickle
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mlflash.adapters.megatron.request import request, wait_for
+
+from mlflash.errors import DeadlineExceeded
+from mlflash.snapshot import Snapshot
+
+WAITS = "import pickle, sys; one = pickle.load(sys.stdin.buffer); print('waits', flush=True); one[0](*one[1])"
+
+
+class Save:
+    """One that ends when it is told."""
+
+    def __init__(self) -> None:
+        self.snapshot = Snapshot(1, lambda: None)
+        self.finalized = 0
+
+    def finalize(self) -> None:
+        self.snapshot.wait(0)
+        self.finalized += 1
+
+    def request(self, timeout_s: float = 30) -> Any:
+        return request(self.snapshot.add_done_callback, self.finalize, timeout_s)
+
+
+@pytest.fixture(autouse=True)
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    return tmp_path
+
+
+@contextlib.contextmanager
+def worker(made: Any) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that does what a worker does with a request."""
+    with subprocess.Popen([sys.executable, "-c", WAITS], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(pickle.dumps((made.async_fn, made.async_fn_args)))
+        process.stdin.close()
+        assert process.stdout.readline() == b"waits\n"
+        yield process
+
+
+LATE = DeadlineExceeded("late")
+
+
+@pytest.mark.parametrize("end", [lambda save: save.snapshot.end(None), lambda save: save.snapshot.late(LATE)])
+def test_a_worker_waits_for_the_end_and_no_longer(temporary: Path, end: Callable[[Save], None]) -> None:
+    save = Save()
+    with worker(save.request()) as process:
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(0.3)
+        end(save)
+        assert process.wait(10) == 0 and not any(temporary.iterdir())
+
+
+def test_a_save_that_has_ended_before_is_not_waited_for(temporary: Path) -> None:
+    save = Save()
+    made = save.request()
+    save.snapshot.end(None)
+    with worker(made) as process:
+        assert process.wait(10) == 0
+    made = save.request()  # of a snapshot that is committed already
+    wait_for(*made.async_fn_args)
+    assert not any(temporary.iterdir())
+
+
+def test_a_worker_does_not_outlive_the_process_that_saves() -> None:
+    made = "import sys\nfrom mlflash.adapters.megatron.request import request\n"
+    made += "one = request(lambda call: None, print, 60)\nprint(one.async_fn_args[0], flush=True)\nsys.stdin.read()"
+    with subprocess.Popen([sys.executable, "-c", made], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as saver:
+        assert saver.stdout is not None
+        path = saver.stdout.readline().decode().strip()
+        waiter = threading.Thread(target=wait_for, args=(path, 60))
+        waiter.start()
+        waiter.join(0.2)
+        assert waiter.is_alive()
+        saver.kill()
+        waiter.join(10)
+        assert not waiter.is_alive()
+
+
+def test_a_worker_gives_up_at_its_deadline() -> None:
+    made, start = Save().request(timeout_s=0.2), time.monotonic()
+    made.async_fn(*made.async_fn_args)
+    assert 0.1 < time.monotonic() - start < 10
+
+
+def test_the_queues_of_megatron_and_nvrx_make_their_own_request_of_it() -> None:
+    fields = "async_fn async_fn_args finalize_fns async_fn_kwargs preload_fn is_frozen call_idx"
+    theirs = collections.namedtuple("theirs", fields, defaults=(None, None, False, 0))  # type: ignore[misc]  # noqa: PYI024
+    save = Save()
+    made = save.request()
+    made.add_finalize_fn(save.finalize)
+    assert len(made._fields) != len(theirs._fields)
+    queued = theirs(**made._asdict())
+    assert queued.async_fn is wait_for and queued.async_fn_kwargs == {} and queued.preload_fn is None
+    save.snapshot.end(None)
+    queued.async_fn(*queued.async_fn_args, **queued.async_fn_kwargs)
+    for finalize in queued.finalize_fns:
+        finalize()
+    assert save.finalized == 2
