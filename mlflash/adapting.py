@@ -8,6 +8,7 @@ from typing import Any
 
 from .comm import World
 from .courier import Courier
+from .drains import Drains
 from .errors import MlflashError
 from .opened import Readable
 from .parcels import Parcel
@@ -25,9 +26,9 @@ class Adapting:
         world: its ranks; nothing of it may be called but in `run`.
     """
 
-    def __init__(self, world: World, courier: Courier, saves: Saves, restores: Restores,
+    def __init__(self, world: World, courier: Courier, saves: Saves, restores: Restores, drains: Drains,
                  check_open: Callable[[], None]):  # fmt: skip
-        self._saves, self._restores, self._check_open = saves, restores, check_open
+        self._saves, self._restores, self._drains, self._check_open = saves, restores, drains, check_open
         self.world, self._courier = world, courier
 
     def run(self, work: Callable[[], Any]) -> Any:
@@ -39,12 +40,23 @@ class Adapting:
         return self._courier.call(work)
 
     def steps_alike(self) -> list[int]:
-        """List the steps that can be loaded from memory on as many ranks as have saved them, ascending.
+        """List the steps that can be loaded on as many ranks as have saved them, ascending.
 
         Collective over comm. Looks at headers only.
         """
         self._check_open()
         return self._restores.steps_alike()
+
+    def check(self, step: int) -> bool:
+        """Find a step and verify every byte of it, as a load does; what is lost or damaged is made again.
+
+        Collective over comm.
+
+        Returns:
+            Whether it can be loaded.
+        """
+        self._check_open()
+        return self._restores.check(step)
 
     def begin(self, step: int, thread: threading.Thread) -> Begun:
         """Say that a :meth:`save_again` comes, or not: where a thread goes on without it, it fails on all ranks.
@@ -98,7 +110,15 @@ class Adapting:
         """Free the slot of what was staged ahead and is not going to be saved. Not collective."""
         self._saves.give_up(ahead)
 
-    def open(self, step: int | None = None, told: Collection[str] = ()) -> Readable | None:
+    def ask_drain(self) -> None:
+        """Let the checkpoint that is saved next be drained, unlike :meth:`.Checkpointer.drain` without any wait.
+
+        Not collective: the ranks agree on it with the commit. Where a drain is on its way then, a later one is taken.
+        """
+        self._check_open()
+        self._drains.ask()
+
+    def open(self, step: int | None = None, told: Collection[str] = (), source: str | None = None) -> Readable | None:
         """Open the newest checkpoint there is, saved by whatever ranks, to read any part of any tensor.
 
         Collective over comm. For adapters: what reads must do so in :meth:`read`, which closes it.
@@ -106,6 +126,7 @@ class Adapting:
         Args:
             step: this one instead of the newest.
             told: names of small entries whose bytes every rank shall know.
+            source: another directory that checkpoints were drained to: it is read only, and memory is not looked at.
 
         Returns:
             It, every byte verified; None where there is nothing.
@@ -114,7 +135,7 @@ class Adapting:
             StepNotFound: there is no such step.
         """
         self._check_open()
-        return self._restores.open(step, told)
+        return self._restores.open(step, told, source)
 
     def read(self, opened: Readable, wanted: Callable[[], Iterable[Parcel]], done: Callable[[], None]) -> None:
         """Read out of an opened checkpoint, and close it; then its redundancy is made whole in the background.

@@ -115,8 +115,7 @@ class Checkpointer:
             drain_every=drain_every, drain_rate=drain_rate, drain_writers=drain_writers, keep_last=keep_last,
             keep_every=keep_every, format=format, **settings,
         )  # fmt: skip
-        if comm is None:
-            comm = find_comm(os.environ)
+        comm = find_comm(os.environ) if comm is None else comm
         self._world = World(comm, self._config.ranks_per_node, self._config.timeout_s, process_group)
         if not self._world.threads:
             log.warning("MPI was started without MPI_THREAD_MULTIPLE: save() will wait for the commit")
@@ -131,10 +130,11 @@ class Checkpointer:
         self._drains = Drains(self._config, self._parts, self._courier, self._seconds)
         self._saves = Saves(self._config, self._parts, self._courier, self._drains, self._seconds)
         self._restores = Restores(self._parts, self._courier, self._saves, self._drains, self._seconds)
-        self.adapting = Adapting(self._world, self._courier, self._saves, self._restores, self._check_open)
+        self.adapting = Adapting(
+            self._world, self._courier, self._saves, self._restores, self._drains, self._check_open
+        )
         _live.add(self)
-        newest = self._courier.call(self._drains.newest_generation)
-        self._parts.generation = max(self._parts.generation, newest)
+        self._parts.generation = max(self._parts.generation, self._courier.call(self._drains.newest_generation))
         if self._config.reserve:
             self._saves.reserve(self._config.reserve)
 

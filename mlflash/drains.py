@@ -78,6 +78,10 @@ class Drains:
         self._asked = self._asked or (self.store is not None and world.local_rank == 0 and memory.take_request())
         return self._asked
 
+    def ask(self) -> None:
+        """Let the next checkpoint that is committed be drained; agreed on with the commit. Not collective."""
+        self._asked = True
+
     def committed(self, save: Save) -> None:
         """Count a checkpoint that was committed just now, and begin to drain it where it is due; for the courier.
 

@@ -109,9 +109,9 @@ class Restores:
         state = materialize(manifest.tree, manifest.entries, manifest.plain, found.reader())
         return self._restored(found), state
 
-    def open(self, step: int | None, told: Collection[str]) -> Readable | None:
+    def open(self, step: int | None, told: Collection[str], source: str | None = None) -> Readable | None:
         """Open a checkpoint to read any part of it; see `Adapting.open`."""
-        found = self._find(step, others=True, told=told)
+        found = self._find(step, others=True, source=source, told=told)
         if found is None or isinstance(found, Drained):
             return found
         if isinstance(found, Home):
@@ -141,20 +141,34 @@ class Restores:
 
     def steps(self) -> list[int]:
         """List the steps that can be restored; see `Checkpointer.steps`."""
+        return self._steps(alike=False)
+
+    def check(self, step: int) -> bool:
+        """Whether a step can be loaded; see `Adapting.check`."""
+        try:
+            found = self._find(step)
+        except (CorruptSlot, StepNotFound) as error:  # the same on all ranks
+            if self._world.rank == 0:
+                log.warning("step %d cannot be loaded: %s", step, error)
+            return False
+        if isinstance(found, Drained):
+            found.close()
+        return found is not None
+
+    def _steps(self, alike: bool) -> list[int]:
         self._saves.wait()
+        size = self._world.size
 
         def work() -> list[int]:
-            drained = {listed.step for listed in self._drains.listed()}
-            return sorted(drained.union(restore.restorable_steps(self._parts)))
+            drained = {one.step for one in self._drains.listed() if not alike or one.card.world_size == size}
+            return sorted(drained.union(restore.restorable_steps(self._parts, alike=alike)))
 
         steps: list[int] = self._courier.call(work)
         return steps
 
     def steps_alike(self) -> list[int]:
-        """List the steps in memory that as many ranks have saved; see `Adapting.steps_alike`."""
-        self._saves.wait()
-        steps: list[int] = self._courier.call(lambda: restore.restorable_steps(self._parts, alike=True))
-        return steps
+        """List the steps that as many ranks have saved; see `Adapting.steps_alike`."""
+        return self._steps(alike=True)
 
     def _prepare_or_warn(self, state: Any) -> None:
         try:

@@ -50,10 +50,15 @@ class MemoryReader(StorageReader):
 
     Not collective; what DCP does with it is, over the Checkpointer's comm, which must have the ranks of DCP's process
     group.
+
+    Args:
+        checkpointer: open for as long as the reader is used.
+        source: another directory that checkpoints were drained to: it is read only, and memory is not looked at.
     """
 
-    def __init__(self, checkpointer: Checkpointer):
+    def __init__(self, checkpointer: Checkpointer, source: str | os.PathLike[str] | None = None):
         self._checkpointer = checkpointer
+        self._source = None if source is None else os.fspath(source)
         self._id: str | os.PathLike[str] | int | None = None
         self._opened: Readable | None = None
         self._catalog: _Catalog | None = None
@@ -74,15 +79,41 @@ class MemoryReader(StorageReader):
             StepNotFound: there is nothing, or not this step.
             CorruptSlot: it is not what a `MemoryWriter` writes.
         """
-        if self._opened is not None:  # a load that failed before it read
-            self._opened.close()
         checkpoint_id, self._id = self._id, None
-        step = None if checkpoint_id is None else step_of(checkpoint_id)
-        self._opened = self._checkpointer.adapting.open(step, told=(INDEX,))
+        self._opened = self._open(None if checkpoint_id is None else step_of(checkpoint_id))
         if self._opened is None:
             raise StepNotFound("there is no checkpoint in memory")
         self._catalog = _Catalog(self._opened)
         return self._catalog.metadata(f"step-{self._opened.step:08d}")
+
+    def bytes_of(self, name: str, step: int | None = None) -> tuple[int, bytes] | None:
+        """Read a value that is no tensor as its planner made it bytes. Collective.
+
+        Returns:
+            The step, and the bytes; None where there is no checkpoint.
+
+        Raises:
+            StepNotFound: there is no such step.
+            StructureMismatch: there is no such value.
+        """
+        opened = self._open(step)
+        if opened is None:
+            return None
+        place = _Catalog(opened).bytes.get(name)
+        if place is None:
+            opened.close()
+            raise StructureMismatch("the checkpoint does not have this", tensor=name, step=opened.step)
+        rank, number, start, end = place
+        arrived = np.empty((end - start, 1), dtype=np.uint8)
+        parcel = Parcel(rank, number, (start,), (end - start,), arrived)
+        self._checkpointer.adapting.read(opened, lambda: [parcel], lambda: None)
+        return opened.step, arrived.tobytes()
+
+    def _open(self, step: int | None) -> Readable | None:
+        if self._opened is not None:  # a load that failed before it read
+            self._opened.close()
+            self._opened = None
+        return self._checkpointer.adapting.open(step, told=(INDEX,), source=self._source)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Nothing is left to do."""

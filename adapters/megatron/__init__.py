@@ -3,9 +3,11 @@
     nvrx          the classes that Megatron looks for, NVRx's own or ours
     pickles       what is no tensor ↔ bytes, without running code
     replication   NVRx's replication strategies ↔ redundancy schemes
+    request       a save behind the training, for Megatron's queue
     local         the manager of local checkpoints
     install       Megatron's own local checkpoints use it
     shards        `dist_checkpointing.save` and `load`, in any layout
+    easy          saving every so many iterations, by EasyCkpt's calls
 
 Example:
     from mlflash.adapters.megatron import install

@@ -25,8 +25,9 @@ from mlflash.snapshot import Snapshot
 from mlflash.state import Flat, flatten
 
 from . import pickles
-from .nvrx import AsyncRequest, BaseCheckpointManager, CheckpointingException
+from .nvrx import BaseCheckpointManager, CheckpointingException
 from .replication import scheme_of
+from .request import request
 
 log = logging.getLogger("mlflash")
 
@@ -45,6 +46,8 @@ class LocalCheckpoints(BaseCheckpointManager):
         session_id: tells the checkpoints of one training from another's under the same directory.
         repl_strategy: how they are protected on other nodes: a scheme ("copy", "xor:8", ...), or one of NVRx's
             strategies: with replication factor F it means F - 1 copies. None: not at all.
+        directory: where the checkpoints go that are drained or scavenged, and come back from where memory has none
+            that is newer; then it names them, too. Default: none.
         settings: as those of a Checkpointer.
 
     Attributes:
@@ -52,13 +55,14 @@ class LocalCheckpoints(BaseCheckpointManager):
     """
 
     def __init__(self, local_ckpt_dir: str | os.PathLike[str], session_id: str = "", repl_strategy: Any = None,
-                 **settings: Any):  # fmt: skip
+                 directory: str | os.PathLike[str] | None = None, **settings: Any):  # fmt: skip
         self.root_local_ckpt_dir = Path(local_ckpt_dir)
         self.session_id, self.repl_strategy = session_id, repl_strategy
         self.latest_iteration = -1
-        named = self.root_local_ckpt_dir / session_id
+        named = os.path.join(self.root_local_ckpt_dir if directory is None else directory, session_id)
         job = config.from_environment(os.environ, named, job=settings.pop("job", None)).job
-        self._settings = {"job": job, "redundancy": scheme_of(repl_strategy), **settings}
+        own = {"job": job, "redundancy": scheme_of(repl_strategy), "directory": None if directory is None else named}
+        self._settings = {**own, **settings}
         self._made: Checkpointer | None = None
 
     @property
@@ -81,13 +85,16 @@ class LocalCheckpoints(BaseCheckpointManager):
     def find_latest(self) -> int:
         """Find the newest iteration of which every rank's checkpoint can be had, from copies or parity too.
 
-        Collective over all ranks. What was found is remembered until the next save.
+        Collective over all ranks. Every byte of it is verified, unlike NVRx's, so that an older one is found where it
+        is damaged beyond repair. What was found is remembered until the next save.
 
         Returns:
-            It; -1 where there is none, or where it was saved by another number of ranks.
+            It; -1 where there is none, or where it was saved by another number of ranks. Where there is a directory,
+            what was drained there counts, too.
         """
         if self.latest_iteration == -1:
-            self.latest_iteration = max(self.checkpointer.adapting.steps_alike(), default=-1)
+            adapting = self.checkpointer.adapting
+            self.latest_iteration = next(filter(adapting.check, reversed(adapting.steps_alike())), -1)
         return self.latest_iteration
 
     def load(self) -> tuple[Any, CkptID]:
@@ -125,8 +132,8 @@ class LocalCheckpoints(BaseCheckpointManager):
             is_async: do not wait for the commit.
 
         Returns:
-            None; with ``is_async`` a request whose last finalizing function waits for the commit. It can be scheduled
-            with any queue of NVRx or Megatron, that of the persistent worker too: the worker has nothing to do.
+            None; with ``is_async`` a request for any queue of NVRx or Megatron. What its worker does is to wait for the
+            commit, so that its finalizing function need not.
 
         Raises:
             CheckpointingException: on all ranks, where it failed on any; the older checkpoint is untouched. With
@@ -157,10 +164,12 @@ class LocalCheckpoints(BaseCheckpointManager):
                     f"Failure during saving local checkpoint from iteration {iteration}: {error}"
                 ) from error
 
-        if is_async:
-            return AsyncRequest(None, (), [finalize], async_fn_kwargs={})
-        finalize()
-        return None
+        if not is_async:
+            finalize()
+            return None
+        if snapshot is None:
+            return request(lambda call: call(None), finalize, 0.0)
+        return request(snapshot.add_done_callback, finalize, self.checkpointer.timeout_s)
 
     def _begin(self, iteration: int, state: _Apart) -> Snapshot:
         checkpointer = self.checkpointer

@@ -43,6 +43,7 @@ _CLASSES = {
     "datetime": {"date", "datetime", "time", "timedelta", "timezone"},
     "decimal": {"Decimal"},
     "signal": {"Signals"},
+    "types": {"SimpleNamespace"},
     "pathlib": {"Path", "PosixPath", "PurePath", "PurePosixPath"},
     "numpy": {"dtype", "ndarray"},
     "torch": {"Size", "device"},

@@ -26,13 +26,12 @@ import torch.distributed.checkpoint as dcp
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.strategies import torch as stock
-from torch.distributed.checkpoint import DefaultLoadPlanner, FileSystemWriter
+from torch.distributed.checkpoint import FileSystemWriter
 
 from mlflash import Checkpointer
-from mlflash.errors import StepNotFound
 
 from ..dcp import MemoryReader, MemoryWriter
-from .nvrx import AsyncRequest
+from .request import request
 
 _BACKEND, _VERSION = "torch_dist", 1
 _KEPT = 4  # directories; more saves are not on their way at a time
@@ -58,7 +57,7 @@ class SaveShards(stock.TorchDistSaveShardedStrategy):
 
     def __init__(self, checkpointer: Checkpointer):
         super().__init__(_BACKEND, _VERSION)
-        self._writer = MemoryWriter(checkpointer)
+        self._writer, self._timeout_s = MemoryWriter(checkpointer), checkpointer.timeout_s
         self._planning: Any = None
         self._directories = _Directories()
 
@@ -101,7 +100,7 @@ class SaveShards(stock.TorchDistSaveShardedStrategy):
         def finalize() -> None:
             future.result()
 
-        return AsyncRequest(None, (), [finalize], async_fn_kwargs={})
+        return request(future.add_done_callback, finalize, self._timeout_s)
 
 
 class LoadShards(stock.TorchDistLoadShardedStrategy):
@@ -112,6 +111,7 @@ class LoadShards(stock.TorchDistLoadShardedStrategy):
 
     Args:
         checkpointer: open for as long as this is used.
+        source: another directory that checkpoints were drained to: it is read only, and memory is not looked at.
 
     Example:
         load = LoadShards(ckpt)
@@ -119,10 +119,9 @@ class LoadShards(stock.TorchDistLoadShardedStrategy):
             state = dist_checkpointing.load(sharded_state, directory, load)
     """
 
-    def __init__(self, checkpointer: Checkpointer):
+    def __init__(self, checkpointer: Checkpointer, source: str | os.PathLike[str] | None = None):
         super().__init__()
-        self._checkpointer = checkpointer
-        self._reader = MemoryReader(checkpointer)
+        self._reader = MemoryReader(checkpointer, source)
         self._directories = _Directories()
 
     def directory(self, step: int | None = None) -> str | None:
@@ -138,22 +137,17 @@ class LoadShards(stock.TorchDistLoadShardedStrategy):
 
         Raises:
             StepNotFound: there is no such step.
+            StructureMismatch: it was not saved through `SaveShards`.
         """
-        steps = self._checkpointer.steps()
-        if step is None and not steps:
+        found = self._reader.bytes_of(_COMMON, step)
+        if found is None:
             return None
-        step = steps[-1] if step is None else step
-        if step not in steps:
-            raise StepNotFound("there is no such checkpoint", step=step, found=f"steps {steps}")
-        found = {_COMMON: io.BytesIO()}
-        dcp.load(
-            dict(found), checkpoint_id=str(step), storage_reader=self._reader, planner=_AsBytes(found), no_dist=True
-        )
-        path = self._directories.make(step)
+        path = self._directories.make(found[0])
         if _AS_FILE:
-            Path(path, _COMMON_FILE).write_bytes(found[_COMMON].getvalue())
+            Path(path, _COMMON_FILE).write_bytes(found[1])
         else:
-            dcp.save(found, storage_writer=FileSystemWriter(path), planner=_planner(), no_dist=True)
+            common = {_COMMON: io.BytesIO(found[1])}
+            dcp.save(common, storage_writer=FileSystemWriter(path), planner=_planner(), no_dist=True)
         save_config(CheckpointingConfig(_BACKEND, _VERSION), path)
         return path
 
@@ -182,17 +176,6 @@ class LoadShards(stock.TorchDistLoadShardedStrategy):
 
         with mock.patch.object(stock, "_get_filesystem_reader", reader):
             return work(*args, **kwargs)
-
-
-class _AsBytes(DefaultLoadPlanner):
-    """Leaves bytes bytes."""
-
-    def __init__(self, found: dict[str, io.BytesIO]):
-        super().__init__()
-        self._found = found
-
-    def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
-        self._found[read_item.dest_index.fqn] = value
 
 
 def _planner() -> Any:

@@ -122,7 +122,7 @@ def values(index: Index, blob: bytes) -> dict[str, tuple[Tree, list[Any]]]:
         try:
             found[name] = (_tree_of(_load(blob[start:end]), name, plain), plain)
         except (StateError, pickle.UnpicklingError) as error:
-            log.warning("%s is left out: %s", name, str(error).splitlines()[0])
+            log.debug("not for other programs: %s: %s", name, str(error).splitlines()[0])
     return found
 
 

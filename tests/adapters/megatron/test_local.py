@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 from emulated import Nodes
 from mlflash.adapters.megatron import CheckpointingException, LocalCheckpoints, allow
+from mlflash.adapters.megatron.request import wait_for
 from tensor_aware import Aware, Hole, Quantized
 from torch_jobs import COMM, job
 
@@ -50,7 +52,7 @@ def test_what_was_saved_is_loaded_again_and_again_also_by_a_relaunch(start: Any,
             for tensor in state.state["model"]["weights"]:  # still the caller's own
                 tensor.zero_()
             if is_async:
-                assert pickle.loads(pickle.dumps(request._replace(finalize_fns=[]))).async_fn is None
+                assert pickle.loads(pickle.dumps(request._replace(finalize_fns=[]))).async_fn is wait_for
                 request.execute_sync()
             assert manager.latest_iteration == -1 and manager.find_latest() == iteration == manager.latest_iteration
         for _ in range(2):
@@ -115,6 +117,83 @@ def test_a_save_that_fails_on_one_rank_fails_on_all_and_the_older_one_stays(star
         manager.save(Aware(state_of(4)), 4, is_async=False)  # once more
         assert manager.find_latest() == 4
         check(manager.load()[0], 4)
+
+
+def test_the_older_one_is_found_where_the_newer_is_damaged_beyond_repair(start: Any, nodes: Nodes) -> None:
+    with job(), start() as manager:
+        for iteration in (3, 5):
+            manager.save(Aware(state_of(iteration)), iteration)
+
+    def damage() -> None:
+        for path, header in nodes.files(0) + nodes.files(1):
+            if header.step == 5 and header.rank == 1:
+                raw = bytearray(path.read_bytes())
+                raw[header.extents.payload_start + 1000] ^= 1
+                path.write_bytes(raw)
+
+    nodes.on_rank_0(damage)
+    with job(), start() as manager:
+        assert manager.find_latest() == 3
+        check(manager.load()[0], 3)
+        manager.save(Aware(state_of(5)), 5)
+        check(manager.load()[0], 5) if manager.find_latest() == 5 else pytest.fail("5 is not there")
+
+
+def test_an_iteration_that_one_rank_lacks_is_passed_over_and_can_be_saved_again(start: Any, nodes: Nodes) -> None:
+    with job(), start(None) as manager:
+        for iteration in (3, 5):
+            manager.save(Aware(state_of(iteration)), iteration)
+
+    def unseal() -> None:
+        for path, header in nodes.files(0):
+            if header.step == 5 and header.rank == 1:  # as a save leaves it that was killed
+                with path.open("r+b") as file:
+                    file.write(bytes(8))
+
+    nodes.on_rank_0(unseal)
+    with job(), start(None) as manager:
+        assert manager.find_latest() == 3
+        check(manager.load()[0], 3)
+        manager.save(Aware(state_of(5)), 5)
+        assert manager.find_latest() == 5
+
+
+def test_both_copies_lost_is_a_lost_checkpoint(start: Any, nodes: Nodes) -> None:
+    with job(), start(ranks_per_node=1) as manager:
+        for iteration in (3, 5):
+            manager.save(Aware(state_of(iteration)), iteration)
+    nodes.lose(1, 3)
+    with job(), start(ranks_per_node=1) as manager:
+        assert manager.find_latest() == -1
+        manager.save(Aware(state_of(1)), 1)
+        assert manager.find_latest() == 1
+
+
+def test_an_older_iteration_of_a_new_manager_does_not_win(start: Any) -> None:
+    with job(), start() as manager:
+        for iteration in (3, 5):
+            manager.save(Aware(state_of(iteration)), iteration)
+    with job(), start() as manager:  # which has not asked for the newest
+        manager.save(Aware(state_of(4)), 4)
+        assert manager.find_latest() == 5
+        check(manager.load()[0], 5)
+
+
+def test_what_was_drained_is_loaded_where_memory_has_nothing_newer(start: Any, nodes: Nodes, root: Path) -> None:
+    with job(), start(directory=root / "pfs", drain_every=1) as manager:
+        for iteration in (3, 5):
+            manager.save(Aware(state_of(iteration)), iteration)
+    nodes.lose(0, 1)
+    with job(), start(directory=root / "pfs") as manager:
+        assert manager.find_latest() == 5
+        check(manager.load()[0], 5)
+        manager.save(Aware(state_of(7)), 7)
+        assert manager.find_latest() == 7
+        check(manager.load()[0], 7)
+    with job(2) as comm:
+        if comm is not None:
+            with start(directory=root / "pfs", comm=comm, ranks_per_node=1) as manager:
+                assert manager.find_latest() == -1, "saved by other ranks"
 
 
 def test_a_world_of_other_ranks_finds_nothing(start: Any) -> None:

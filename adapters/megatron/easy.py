@@ -1,0 +1,300 @@
+"""Saving every so many iterations, by three calls in a Megatron script of one's own: the calls of EasyCkpt.
+
+Every ``save_mem_interval`` iterations the training is saved in the memory of the nodes; every ``save_storage_interval``
+of them goes on from there to the directory, in the background. Neither Megatron's ``save_checkpoint`` nor its flags for
+local checkpoints are used; what is saved comes from ``sharded_state_dict`` of model and optimizer.
+
+Example:
+    from mlflash.adapters.megatron import easy
+
+    easy.initialize(save_mem_interval=1, save_storage_interval=50, max_ckpt_num=5)
+    iteration = easy.load_checkpoint(model, optimizer, opt_param_scheduler)
+    while iteration < args.train_iters:
+        train_step(...)
+        iteration += 1
+        easy.save_checkpoint_if_needed(iteration, model, optimizer, opt_param_scheduler)
+    easy.close()
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
+from megatron.core.dist_checkpointing import ShardedObject
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch.distributed.checkpoint.api import CheckpointException
+
+from mlflash import Checkpointer, rng
+from mlflash.errors import ConfigError, MlflashError, StructureMismatch
+
+from .shards import LoadShards, SaveShards
+
+log = logging.getLogger("mlflash")
+
+# How a distributed optimizer cuts its state: by the buckets of each rank, where this Core can put them together for
+# another number of data-parallel ranks.
+_CUT = "dp_reshardable" if hasattr(DistributedOptimizer, "get_parameter_state_dp_reshardable") else (
+    "fully_sharded_model_space")  # fmt: skip
+_COUNTED = ("consumed_train_samples", "consumed_valid_samples", "skipped_train_samples",
+            "num_floating_point_operations_so_far")  # fmt: skip
+"""Of Megatron's arguments: how far the training is."""
+_WHEN_ASKED = 1 << 31  # no checkpoint is due for draining by itself; but there is a third slot for it
+
+
+@dataclasses.dataclass
+class _Running:
+    """What belongs to one training.
+
+    Attributes:
+        handler: writes the log to a file of its own.
+        pending: waits for the save on its way.
+        is_first: whether nothing was saved yet.
+    """
+
+    checkpointer: Checkpointer
+    save: SaveShards
+    mem_interval: int
+    storage_interval: int
+    handler: logging.Handler | None = None
+    pending: Callable[[], None] | None = None
+    is_first: bool = True
+
+
+_running: _Running | None = None
+
+
+def initialize(
+    save_mem_interval: int,
+    save_storage_interval: int,
+    max_ckpt_num: int,
+    log_file_path: str | os.PathLike[str] | None = None,
+    **settings: Any,
+) -> None:
+    """Set up saving; after Megatron's process groups are there, before `load_checkpoint`.
+
+    Collective over all ranks.
+
+    Args:
+        save_mem_interval: iterations from one save in memory to the next.
+        save_storage_interval: iterations from one that goes to the directory to the next; 0: none does.
+        max_ckpt_num: how many of them stay there; 0: all.
+        log_file_path: file that rank 0's log goes to, besides.
+        settings: as those of a Checkpointer. ``directory`` is Megatron's ``--save`` by default.
+
+    Raises:
+        ConfigError: the intervals make no sense.
+    """
+    global _running
+    if save_mem_interval < 1 or save_storage_interval < 0 or save_storage_interval % save_mem_interval:
+        raise ConfigError("what goes to the directory goes there from memory: its interval must be a multiple of that",
+                          expected=f"a multiple of {save_mem_interval}", found=save_storage_interval)  # fmt: skip
+    close()
+    handler = None
+    if log_file_path is not None and dist.get_rank() == 0:
+        handler = logging.FileHandler(log_file_path)
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        log.addHandler(handler)
+        log.setLevel(min(log.level or logging.INFO, logging.INFO))
+    directory = settings.pop("directory", getattr(_arguments(), "save", None))
+    drained = {"drain_every": _WHEN_ASKED, "keep_last": max_ckpt_num} if save_storage_interval else {}
+    checkpointer = Checkpointer(directory, **{**drained, **settings})
+    _running = _Running(checkpointer, SaveShards(checkpointer), save_mem_interval, save_storage_interval, handler)
+
+
+def load_checkpoint(
+    model: Any, optimizer: Any, opt_param_scheduler: Any, load_arg: str = "load", strict: bool = True,
+    concat: bool = False,
+) -> int:  # fmt: skip
+    """Load the newest checkpoint that memory, or the directory, can give.
+
+    Collective over all ranks. Where there is none, that of ``--load`` is loaded, if it is another directory: one that
+    these calls have written, or Megatron. So it is where Megatron's own is newer.
+
+    Args:
+        model: one, or the list of them that Megatron makes.
+        optimizer: Megatron's; None: without.
+        opt_param_scheduler: Megatron's; None: without.
+        load_arg: which of Megatron's arguments names that directory.
+        strict: whether the model must have exactly the parameters of the checkpoint.
+        concat: allow another number of data-parallel ranks: what each held of the optimizer's state is put together.
+
+    Returns:
+        The iteration; 0 where there is no checkpoint. Megatron's ``consumed_train_samples`` are set.
+
+    Raises:
+        StructureMismatch: it was saved by another number of ranks, and ``concat`` is False; or with other tensor or
+            pipeline parallelism.
+    """
+    running, arguments = _needed(), _arguments()
+    _end_pending(running)
+    chosen = getattr(arguments, load_arg, None)
+    load = LoadShards(running.checkpointer)
+    directory = load.directory()
+    if directory is None and chosen is not None and chosen != getattr(arguments, "save", None):
+        load = LoadShards(running.checkpointer, chosen)
+        directory = load.directory()
+    theirs = _iteration_of_megatron(chosen)
+    common = {} if directory is None else dist_checkpointing.load_common_state_dict(directory)
+    if theirs > common.get("iteration", 0):
+        from megatron.training.checkpointing import load_checkpoint as of_megatron
+
+        log.info("loading iteration %d of Megatron's from %s", theirs, chosen)
+        found = of_megatron(_listed(model), optimizer, opt_param_scheduler, load_arg, strict)
+        return int(found[0] if isinstance(found, tuple) else found)
+    if directory is None:
+        return 0
+    layout = _layout()
+    _check(common["layout"], layout, concat, common["iteration"])
+    wanted = _state_of(model, optimizer, with_rng=common["layout"] == layout, is_loading=True)
+    state = dist_checkpointing.load(wanted, directory, load)
+    for number, one in enumerate(_listed(model)):
+        _unwrapped(one).load_state_dict(state[f"model{number}"], strict=strict)
+    if optimizer is not None:
+        optimizer.load_state_dict(state["optimizer"])
+    if opt_param_scheduler is not None:
+        opt_param_scheduler.load_state_dict(common["opt_param_scheduler"])
+    if "rng" in state:
+        rng().load_state_dict(state["rng"]["generators"])
+        tensor_parallel.get_cuda_rng_tracker().set_states(state["rng"]["tracker"])
+    for name, value in common["arguments"].items():
+        setattr(arguments, name, value)
+    iteration: int = common["iteration"]
+    return iteration
+
+
+def save_checkpoint_if_needed(iteration: int, model: Any, optimizer: Any, opt_param_scheduler: Any) -> None:
+    """Save an iteration, if it is one of those; to be called after each.
+
+    Collective over all ranks. When it returns the training may go on; what is due for the directory is drained behind.
+    A save that fails is a warning at the next one, and the checkpoint before it stays.
+    """
+    running = _needed()
+    if iteration % running.mem_interval:
+        return
+    _end_pending(running)
+    arguments = _arguments()
+    state = _state_of(model, optimizer, with_rng=True)
+    state |= {
+        "iteration": iteration,
+        "layout": _layout(),
+        "opt_param_scheduler": None if opt_param_scheduler is None else opt_param_scheduler.state_dict(),
+        "arguments": {name: getattr(arguments, name) for name in _COUNTED if hasattr(arguments, name)},
+    }
+    if running.storage_interval and iteration % running.storage_interval == 0:
+        running.checkpointer.adapting.ask_drain()
+    request = dist_checkpointing.save(state, running.save.directory(iteration), running.save, async_sharded_save=True,
+                                      validate_access_integrity=running.is_first)  # fmt: skip
+    running.is_first = False
+    running.pending = request.finalize_fns[0]  # those of Megatron only mark the directory, which is not kept
+
+
+def close() -> None:
+    """Wait for what is on its way to memory and to the directory, and end. Collective over all ranks."""
+    global _running
+    running, _running = _running, None
+    if running is None:
+        return
+    _end_pending(running)
+    running.checkpointer.close()
+    if running.handler is not None:
+        log.removeHandler(running.handler)
+        running.handler.close()
+
+
+def _needed() -> _Running:
+    if _running is None:
+        raise ConfigError("initialize() comes first")
+    return _running
+
+
+def _end_pending(running: _Running) -> None:
+    """Wait for the save on its way."""
+    pending, running.pending = running.pending, None
+    if pending is not None:
+        try:
+            pending()
+        except (MlflashError, CheckpointException) as error:
+            log.warning("%s", error)
+
+
+def _arguments() -> Any:
+    """Megatron's; none where this is a training loop without them."""
+    training = sys.modules.get("megatron.training")
+    return argparse.Namespace() if training is None else training.get_args()
+
+
+def _iteration_of_megatron(directory: Any) -> int:
+    """The newest iteration that Megatron itself has saved in a directory; 0: none. Collective: rank 0 looks."""
+    said = [""]
+    if directory is not None and dist.get_rank() == 0:
+        try:
+            said = [Path(directory, "latest_checkpointed_iteration.txt").read_text().strip()]
+        except OSError:
+            pass
+    dist.broadcast_object_list(said, 0)
+    return int(said[0]) if said[0].isdecimal() else 0
+
+
+def _layout() -> dict[str, int]:
+    return {
+        "ranks": dist.get_world_size(),
+        "tensor parallel": parallel_state.get_tensor_model_parallel_world_size(),
+        "pipeline parallel": parallel_state.get_pipeline_model_parallel_world_size(),
+    }
+
+
+def _check(saved: dict[str, int], here: dict[str, int], concat: bool, iteration: int) -> None:
+    """Refuse a layout that cannot be loaded."""
+    if saved == here:
+        return
+    if not concat:
+        why = "the checkpoint was saved by other ranks; concat=True puts it together"
+    elif {**saved, "ranks": 0} != {**here, "ranks": 0}:
+        why = "another number of data-parallel ranks can be loaded, but no other tensor and pipeline parallelism"
+    else:
+        return
+    raise StructureMismatch(why, step=iteration, expected=saved, found=here)
+
+
+def _state_of(model: Any, optimizer: Any, with_rng: bool, is_loading: bool = False) -> dict[str, Any]:
+    """What is saved of a training, as Megatron's own sharded state."""
+    group = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    metadata = {"distrib_optim_sharding_type": _CUT, "singleton_local_shards": False,
+                "chained_optim_avoid_prefix": True, "dp_cp_group": group}  # fmt: skip
+    chunks = {
+        f"model{number}": _unwrapped(one).sharded_state_dict(
+            prefix=f"model{number}." if number else "", metadata=metadata
+        )
+        for number, one in enumerate(_listed(model))
+    }
+    state: dict[str, Any] = dict(chunks)
+    if optimizer is not None:
+        of = chunks["model0"] if len(chunks) == 1 else chunks
+        state["optimizer"] = optimizer.sharded_state_dict(of, is_loading=is_loading, metadata=metadata)
+    if with_rng:
+        numbers = {
+            "generators": rng().state_dict(),
+            "tracker": tensor_parallel.get_cuda_rng_tracker().get_states(),
+        }
+        state["rng"] = ShardedObject("rng", numbers, (dist.get_world_size(),), (dist.get_rank(),))
+    return state
+
+
+def _listed(model: Any) -> Sequence[Any]:
+    return model if isinstance(model, list) else [model]
+
+
+def _unwrapped(model: Any) -> Any:
+    """The model without what DDP and mixed precision put around it."""
+    while hasattr(model, "module"):
+        model = model.module
+    return model

@@ -1,0 +1,181 @@
+"""A real Megatron Core trains with EasyCkpt's three calls, loses a node, and goes on; also on fewer ranks."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+from emulated import COMM, Nodes
+from megatron_on_cpu import Training, digest, on_cpu
+from torch_jobs import job
+
+from mlflash.errors import ConfigError, StructureMismatch
+
+pytestmark = [
+    pytest.mark.mpi(min_size=4),
+    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning", "ignore::DeprecationWarning"),  # its own
+]
+
+
+class Scheduler:
+    """Counts, as Megatron's does."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"num_steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.steps = state["num_steps"]
+
+
+@pytest.fixture
+def easy() -> Any:
+    from mlflash.adapters.megatron import easy
+
+    yield easy
+    if easy._running is not None:  # the test has failed
+        easy._running.checkpointer.__exit__(RuntimeError, None, None)
+        easy._running = None
+
+
+@pytest.fixture
+def arguments(monkeypatch: pytest.MonkeyPatch, root: Path) -> argparse.Namespace:
+    """Megatron-LM's, of a script that has them."""
+    arguments = argparse.Namespace(save=str(root / "save"), load=str(root / "load"), consumed_train_samples=0)
+    training = types.ModuleType("megatron.training")
+    training.get_args = lambda: arguments
+    monkeypatch.setitem(sys.modules, "megatron.training", training)
+    return arguments
+
+
+def train(easy: Any, training: Training, scheduler: Scheduler, last: int, arguments: Any = None) -> None:
+    while training.step < last:
+        training.train(training.step + 1)
+        scheduler.steps += 8
+        if arguments is not None:
+            arguments.consumed_train_samples += 8
+        easy.save_checkpoint_if_needed(training.step, training.model, training.optimizer, scheduler)
+
+
+@pytest.mark.parametrize(("tensor", "sharded"), [(1, False), (2, True)])
+def test_training_goes_on_after_a_lost_node_as_if_nothing_had_happened(
+    easy: Any, arguments: argparse.Namespace, options: dict[str, Any], root: Path, nodes: Nodes, tensor: int,
+    sharded: bool,
+) -> None:  # fmt: skip
+    with job(), on_cpu():
+        whole = Training(tensor, sharded)
+        whole.train(9)
+        expected = whole.losses[6:], digest(whole)
+        first, scheduler = Training(tensor, sharded), Scheduler()
+        easy.initialize(2, 4, 1, root / "log", **options)
+        assert easy.load_checkpoint([first.model], first.optimizer, scheduler) == 0
+        train(easy, first, scheduler, 7, arguments)
+        easy.close()
+    assert sorted(path.name for path in Path(arguments.save).glob("step-*")) == ["step-00000006"], (
+        "the newest, at the end"
+    )
+    log = (root / "log").read_text()
+    assert "step 4 was drained" in log and "deleted" in log and "WARNING" not in log
+    nodes.lose(1)
+    arguments.consumed_train_samples = 0
+    with job(), on_cpu():
+        again, scheduler = Training(tensor, sharded), Scheduler()
+        easy.initialize(2, 4, 1, **options)
+        again.step = easy.load_checkpoint(again.model, again.optimizer, scheduler)
+        assert (again.step, scheduler.steps, arguments.consumed_train_samples) == (6, 48, 48)
+        train(easy, again, scheduler, 9)
+        assert (again.losses, digest(again)) == expected
+        easy.close()
+
+
+def test_fewer_data_parallel_ranks_load_with_concat_only(
+    easy: Any, options: dict[str, Any], nodes: Nodes, root: Path
+) -> None:
+    with job(), on_cpu():
+        first, scheduler = Training(), Scheduler()
+        easy.initialize(1, 0, 0, directory=None, **options)
+        train(easy, first, scheduler, 3)
+        weights = digest(first)
+        easy.close()
+        first.train(4)
+        expected = first.losses[-1]
+    nodes.lose(1)
+    with job(2) as comm:
+        if comm is not None:
+            with on_cpu():
+                again = Training()
+                easy.initialize(1, 0, 0, directory=None, comm=comm, **options)
+                with pytest.raises(StructureMismatch, match="concat=True"):
+                    easy.load_checkpoint(again.model, again.optimizer, scheduler)
+                assert easy.load_checkpoint(again.model, again.optimizer, scheduler, concat=True) == 3
+                assert digest(again) == weights
+                again.step = 3
+                train(easy, again, scheduler, 4)
+                # Half of the batches: other sums, but the same optimizer's state.
+                assert again.losses[-1][1] == pytest.approx(expected[1], rel=0.5)
+                easy.close()
+    with job(2) as comm:
+        if comm is not None:
+            with on_cpu():
+                other = Training(tensor=2)
+                easy.initialize(1, 0, 0, directory=None, comm=comm, **options)
+                with pytest.raises(StructureMismatch, match="no other tensor"):
+                    easy.load_checkpoint(other.model, other.optimizer, scheduler, concat=True)
+                easy.close()
+
+
+def test_another_directory_is_read_and_never_written(
+    easy: Any, arguments: argparse.Namespace, options: dict[str, Any], root: Path
+) -> None:
+    with job(), on_cpu():
+        first, scheduler = Training(), Scheduler()
+        easy.initialize(1, 2, 0, directory=arguments.load, **options | {"job": "before"})
+        train(easy, first, scheduler, 2)
+        weights = digest(first)
+        easy.close()
+        before = sorted(Path(arguments.load).rglob("*")) if COMM.rank == 0 else None
+        again = Training()
+        easy.initialize(1, 2, 0, **options)
+        again.step = easy.load_checkpoint(again.model, again.optimizer, None)
+        assert again.step == 2 and digest(again) == weights
+        train(easy, again, scheduler, 4)
+        easy.close()
+        if COMM.rank == 0:
+            assert sorted(Path(arguments.load).rglob("*")) == before
+            assert [path.name for path in sorted(Path(arguments.save).glob("step-*"))] == ["step-00000004"]
+
+
+@pytest.mark.parametrize(("theirs", "loaded"), [(2, 3), (3, 3), (4, 40)])
+def test_a_newer_checkpoint_of_megatrons_own_is_loaded_by_megatron(
+    easy: Any, arguments: argparse.Namespace, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, root: Path,
+    theirs: int, loaded: int,
+) -> None:  # fmt: skip
+    checkpointing = types.ModuleType("megatron.training.checkpointing")
+    checkpointing.load_checkpoint = lambda model, optimizer, scheduler, which, strict: (10 * theirs, 0)
+    monkeypatch.setitem(sys.modules, "megatron.training.checkpointing", checkpointing)
+    arguments.load = arguments.save
+    with job(), on_cpu():
+        first = Training()
+        easy.initialize(1, 0, 0, **options)
+        train(easy, first, Scheduler(), 3)
+        if COMM.rank == 0:
+            Path(arguments.save).mkdir(exist_ok=True)
+            Path(arguments.save, "latest_checkpointed_iteration.txt").write_text(f"{theirs}\n")
+        COMM.Barrier()
+        assert easy.load_checkpoint(first.model, first.optimizer, Scheduler()) == loaded
+        easy.close()
+
+
+def test_intervals_that_make_no_sense_are_refused(easy: Any) -> None:
+    with job():
+        for mem, storage in ((0, 10), (3, 10), (2, -2)):
+            with pytest.raises(ConfigError, match="multiple"):
+                easy.initialize(mem, storage, 1)
+        with pytest.raises(ConfigError, match="initialize"):
+            easy.save_checkpoint_if_needed(1, None, None, None)
