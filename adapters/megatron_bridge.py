@@ -1,0 +1,63 @@
+"""Megatron Bridge: its checkpoint manager, with local checkpoints in the memory of the nodes.
+
+Everything but the manager of local checkpoints stays Bridge's own: what a checkpoint has, persistent checkpoints, when
+which is saved, and that the newer of the two is loaded (of equally new ones the local one).
+
+Example:
+    from mlflash.adapters import megatron_bridge
+
+    cfg.checkpoint.non_persistent_ckpt_type = "local"
+    cfg.checkpoint.non_persistent_save_interval = 50
+    cfg.checkpoint.non_persistent_local_ckpt_dir = "run42"  # a name: nothing is written there
+    megatron_bridge.use(cfg.checkpoint, redundancy="copy")
+    pretrain(cfg, forward_step)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.bridge.training.checkpointing import DefaultCheckpointManager
+from megatron.bridge.utils import instantiate_utils
+
+from .megatron import checkpointing_context
+from .megatron.replication import Clique
+
+_settings: dict[str, Any] = {}
+
+
+class MemoryCheckpointManager(DefaultCheckpointManager):
+    """What ``checkpoint.custom_manager_class`` of Megatron Bridge 0.4 and newer names; see `use`.
+
+    Args:
+        checkpoint_config: Bridge's. ``non_persistent_local_ckpt_dir`` names the checkpoints, ``replication`` and
+            ``replication_factor`` F ask for F - 1 copies on other nodes, where `use` was not told otherwise.
+    """
+
+    def __init__(self, checkpoint_config: Any):
+        if checkpoint_config.non_persistent_ckpt_type != "local":
+            super().__init__(checkpoint_config)
+            return
+        self.checkpoint_config = checkpoint_config
+        factor = checkpoint_config.replication_factor if checkpoint_config.replication else 1
+        settings = {"repl_strategy": Clique(replication_factor=factor), **_settings}
+        self._context = checkpointing_context(checkpoint_config.non_persistent_local_ckpt_dir, **settings)
+
+
+def use(checkpoint_config: Any, redundancy: str | None = None, **settings: Any) -> None:
+    """Let Bridge's local checkpoints (``non_persistent_ckpt_type="local"``) use mlflash.
+
+    Not collective; on all ranks with the same arguments, before Bridge's ``pretrain`` or ``finetune``.
+
+    Args:
+        checkpoint_config: ``cfg.checkpoint``.
+        redundancy: how they are protected, such as "xor:8". Default: what ``replication`` of the configuration says.
+        settings: as those of a Checkpointer.
+    """
+    _settings.clear()
+    _settings.update(settings)
+    if redundancy is not None:
+        _settings["repl_strategy"] = redundancy
+    checkpoint_config.custom_manager_class = f"{__name__}.{MemoryCheckpointManager.__name__}"
+    if hasattr(instantiate_utils, "register_allowed_target_prefix"):  # from Bridge 0.5 on, and needed from 0.6 on
+        instantiate_utils.register_allowed_target_prefix("mlflash.adapters.")

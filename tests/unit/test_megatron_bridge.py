@@ -1,0 +1,116 @@
+"""Megatron Bridge's checkpoint manager, as far as it is needed here, in three versions; each in a Python of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+# As in megatron.bridge.training.checkpointing, without what it saves.
+CHECKPOINTING = """
+import inspect
+from typing import Protocol, runtime_checkable
+
+ALLOWED = ["megatron.", "torch."]
+VERSION = (0, {minor})
+
+
+@runtime_checkable
+class CheckpointManager(Protocol):
+    def __init__(self, checkpoint_config): ...
+    def save(self, ctx{callback}): ...
+    def load(self, ctx): ...
+    def finalize_async_saves(self, state, blocking=False, terminate=False): ...
+
+
+class DefaultCheckpointManager:
+    def __init__(self, checkpoint_config):
+        self.checkpoint_config = checkpoint_config
+        assert checkpoint_config.non_persistent_ckpt_type != "local", "NVRx is not installed"
+        self._context = {{}}
+
+    @property
+    def checkpointing_context(self):
+        return self._context
+
+    def save(self, ctx{callback}):
+        return "saved by Bridge"
+
+    def load(self, ctx):
+        return 0, 0
+
+    def finalize_async_saves(self, state, blocking=False, terminate=False):
+        pass
+
+
+def create_checkpoint_manager(config):
+    if config.custom_manager_class is None:
+        return DefaultCheckpointManager(config)
+    module, _, name = config.custom_manager_class.rpartition(".")
+    if VERSION >= (0, 6) and not any(config.custom_manager_class.startswith(prefix) for prefix in ALLOWED):
+        raise ValueError("not in the allowlist")
+    import importlib
+    manager = getattr(importlib.import_module(module), name)(config)
+    assert isinstance(manager, CheckpointManager)
+    return manager
+"""
+REGISTER = """
+from megatron.bridge.training.checkpointing import ALLOWED
+
+def register_allowed_target_prefix(prefix):
+    ALLOWED.append(prefix)
+"""
+USE = """
+import types
+from megatron.bridge.training.checkpointing import create_checkpoint_manager
+from mlflash.adapters import megatron_bridge
+
+config = types.SimpleNamespace(non_persistent_ckpt_type={kind!r}, non_persistent_local_ckpt_dir="run42",
+                               replication={replication}, replication_jump=4, replication_factor=3,
+                               custom_manager_class=None)
+megatron_bridge.use(config, {arguments})
+made = create_checkpoint_manager(config)
+manager = made.checkpointing_context.get("local_checkpoint_manager")
+assert made.save(None, *[None] * {callbacks}) == "saved by Bridge"
+print(manager and (manager._settings["redundancy"], manager._settings.get("timeout_s"), str(manager.local_ckpt_dir)))
+"""
+
+
+@pytest.mark.parametrize("minor", [4, 5, 6])
+@pytest.mark.parametrize(
+    ("kind", "replication", "arguments", "made"),
+    [
+        ("local", True, "", "('copy:2', None, 'run42/0')"),
+        ("local", False, "", "('none', None, 'run42/0')"),
+        ("local", False, "redundancy='xor:4', timeout_s=9", "('xor:4', 9, 'run42/0')"),
+        ("global", False, "", "None"),
+        (None, False, "redundancy='copy'", "None"),
+    ],
+)
+def test_bridge_makes_a_manager_with_our_local_checkpoints(
+    tmp_path: Path, minor: int, kind: str | None, replication: bool, arguments: str, made: str
+) -> None:
+    callbacks = int(minor >= 5)
+    files = {
+        "megatron/__init__.py": "",
+        "megatron/core/__init__.py": "",
+        "megatron/core/dist_checkpointing/__init__.py": "",
+        "megatron/core/dist_checkpointing/tensor_aware_state_dict.py": "HAVE_NVRX = False\n",
+        "megatron/bridge/__init__.py": "",
+        "megatron/bridge/training/__init__.py": "",
+        "megatron/bridge/training/checkpointing.py": CHECKPOINTING.format(
+            minor=minor, callback=", callback_manager" if callbacks else ""
+        ),
+        "megatron/bridge/utils/__init__.py": "",
+        "megatron/bridge/utils/instantiate_utils.py": REGISTER if minor >= 5 else "",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    code = USE.format(kind=kind, replication=replication, arguments=arguments, callbacks=callbacks)
+    command = [sys.executable, "-W", "error", "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == made
