@@ -17,6 +17,19 @@ ENDED = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL
 # The --mpi= of srun that the MPI of this environment was built for, and one that gives it worlds of one rank.
 PMI, OTHER_PMI = {"mpich": ("pmi2", "none"), "openmpi": ("pmix", "pmi2")}[VENDOR]
 MPI_ENVIRONMENT = NETMODS[NETMODS_HERE[0]]
+TEMPLATES = Path(__file__).parents[3] / "slurm"
+
+
+def edited(name: str, changes: dict[str, str]) -> str:
+    """A template as a user edits it: each line that begins so becomes another one, or none."""
+    lines = []
+    for line in (TEMPLATES / name).read_text().splitlines():
+        begin = next((begin for begin in changes if line.strip().startswith(begin)), None)
+        if begin is None or changes[begin]:
+            lines.append(line if begin is None else changes[begin])
+    text = "\n".join(lines) + "\n"
+    assert "=CHANGE_ME" not in text and "/CHANGE_ME" not in text
+    return text
 
 
 class Job:

@@ -10,23 +10,10 @@ from typing import Any
 
 import pytest
 from cluster.slurm.daemons import Slurm
-from cluster.slurm.jobs import MPI_ENVIRONMENT, OTHER_PMI, PMI, Job
+from cluster.slurm.jobs import MPI_ENVIRONMENT, OTHER_PMI, PMI, Job, edited
 from run_results import WORKER, Results, uninterrupted
 
 LAST = 150
-TEMPLATES = Path(__file__).parents[3] / "slurm"
-
-
-def edited(name: str, changes: dict[str, str]) -> str:
-    """A template as a user edits it: each line that begins so becomes another one, or none."""
-    lines = []
-    for line in (TEMPLATES / name).read_text().splitlines():
-        begin = next((begin for begin in changes if line.strip().startswith(begin)), None)
-        if begin is None or changes[begin]:
-            lines.append(line if begin is None else changes[begin])
-    text = "\n".join(lines) + "\n"
-    assert "=CHANGE_ME" not in text and "/CHANGE_ME" not in text
-    return text
 
 
 def submit(slurm: Slurm, template: str, out: str, options: str = "", nodes: int = 3, **training: object) -> Job:
