@@ -43,10 +43,15 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def started(program: str) -> subprocess.Popen[bytes]:
+    """A Python that runs it, outside of the checkout."""
+    return subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd="/")
+
+
 @contextlib.contextmanager
 def worker(made: Any) -> Iterator[subprocess.Popen[bytes]]:
     """A process that does what a worker does with a request."""
-    with subprocess.Popen([sys.executable, "-c", WAITS], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+    with started(WAITS) as process:
         assert process.stdin is not None and process.stdout is not None
         process.stdin.write(pickle.dumps((made.async_fn, made.async_fn_args)))
         process.stdin.close()
@@ -81,7 +86,7 @@ def test_a_save_that_has_ended_before_is_not_waited_for(temporary: Path) -> None
 def test_a_worker_does_not_outlive_the_process_that_saves() -> None:
     made = "import sys\nfrom mlflash.adapters.megatron.request import request\n"
     made += "one = request(lambda call: None, print, 60)\nprint(one.async_fn_args[0], flush=True)\nsys.stdin.read()"
-    with subprocess.Popen([sys.executable, "-c", made], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as saver:
+    with started(made) as saver:
         assert saver.stdout is not None
         path = saver.stdout.readline().decode().strip()
         waiter = threading.Thread(target=wait_for, args=(path, 60))
