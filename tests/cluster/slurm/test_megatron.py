@@ -42,7 +42,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Losses:
     start += "sys.argv = sys.argv[1:]; import runpy; runpy.run_path(sys.argv[0], run_name='__main__')"
     program = [sys.executable, "-m", "mpi4py", "-c", start, str(TESTS / "megatron_pretrain.py"), *FLAGS.split()]
     line, env = mpiexec(2, program, {**ENV, "OUT": str(out), "PYTHONPATH": str(TESTS)})
-    subprocess.run(line, env=env, check=True, timeout=100, capture_output=True)
+    subprocess.run(line, env=env, check=True, timeout=100, capture_output=True, cwd=out)  # not in the checkout
     found = losses(out)
     assert len(found) == 2 * LAST
     return found
