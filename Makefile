@@ -10,7 +10,7 @@
 #   make slurm           jobs of a real Slurm on such nodes (Debian's slurm-wlm, munge, libpmix2)
 #   make chaos           MINUTES=10 SEED=1: a training job killed at random moments until it ends
 #   make lint type       ruff, codespell, shellcheck; mypy --strict
-#   make bench           benchmarks/save_restore, parity, dcp and drain; benchmarks/scale on simulated ranks
+#   make bench           benchmarks/save_restore, parity, dcp, megatron and drain; benchmarks/scale on simulated ranks
 #   make clean           remove the environments and reports
 
 MPI ?= mpich
@@ -118,6 +118,7 @@ bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/save_restore.py
 	$(BIN)/python benchmarks/parity.py
 	$(BIN)/python benchmarks/dcp.py
+	$(BIN)/python benchmarks/megatron.py
 	$(BIN)/python benchmarks/drain.py
 	$(BIN)/python benchmarks/scale.py
 

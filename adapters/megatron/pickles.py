@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import pickle
 import sys
+import types
 from collections.abc import Sequence
 from typing import Any
 
@@ -63,10 +64,10 @@ _FUNCTIONS = {
 _allowed: set[tuple[str, str]] = set()
 
 
-def allow(*classes: type) -> None:
-    """Let classes be loaded that are of no package known here: of what a training keeps in its checkpoint's arguments.
+def allow(*classes: Any) -> None:
+    """Let classes, or functions, be saved and loaded that are of no package known here: of a training's own arguments.
 
-    Not collective; to be called before a load.
+    Not collective; to be called before a save or a load. What is allowed may be called by any checkpoint.
     """
     _allowed.update((one.__module__, one.__qualname__) for one in classes)
 
@@ -78,7 +79,7 @@ def dump(value: Any) -> tuple[bytes, list[torch.Tensor]]:
         The pickle, and the tensors, in the order in which it names them.
 
     Raises:
-        StateError: something in it cannot be pickled.
+        StateError: something in it cannot be pickled, or `load` would refuse it.
     """
     file = io.BytesIO()
     pickler = _Pickler(file)
@@ -117,6 +118,10 @@ class _Pickler(pickle.Pickler):
 
     def reducer_override(self, value: Any) -> Any:
         """Take tensors of other classes apart into plain ones: quantized weights (FP8, MXFP8) are made of several."""
+        if isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)):
+            module = pickle.whichmodule(value, value.__qualname__)  # type: ignore[attr-defined]
+            if not _knows(module, value.__qualname__, value):
+                raise pickle.PicklingError(_unknown(module, value.__qualname__))
         if not isinstance(value, torch.Tensor):
             return NotImplemented
         kind = type(value)
@@ -150,20 +155,29 @@ class _Unpickler(pickle.Unpickler):
         return self._tensors[number]
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == (__name__, "_rebuild"):
-            return _rebuild
-        if (module, name) in _FUNCTIONS or (module, name) in _allowed or name in _CLASSES.get(module, ()):
+        if _knows(module, name):
             return super().find_class(module, name)
         top = module.partition(".")[0]
-        if top == "torch" and "." not in name:
-            found = getattr(sys.modules.get(module), name, None)
-            if isinstance(found, (torch.dtype, torch.layout, torch.memory_format)):
-                return found
-        if top in _PACKAGES:
-            found = super().find_class(module, name)
-            if name.endswith("._make_in_reduce_ex"):  # of a tensor of Transformer Engine
-                return found
-            # A class found by way of a package may be of another one: "megatron.core.utils.subprocess.Popen".
-            if isinstance(found, type) and found.__module__.partition(".")[0] in _PACKAGES:
-                return found
-        raise pickle.UnpicklingError(f"{module}.{name} is not known here: mlflash.adapters.megatron.allow(CLASS)")
+        found = super().find_class(module, name) if top in _PACKAGES else getattr(sys.modules.get(module), name, None)
+        if not _knows(module, name, found):
+            raise pickle.UnpicklingError(_unknown(module, name))
+        return found
+
+
+def _knows(module: str, name: str, found: Any = None) -> bool:
+    """Whether something may be loaded: by its name, or by what it is."""
+    if (module, name) in _FUNCTIONS or (module, name) in _allowed or name in _CLASSES.get(module, ()):
+        return True
+    top = module.partition(".")[0]
+    if top == "torch" and "." not in name:
+        return isinstance(found, (torch.dtype, torch.layout, torch.memory_format))
+    if top not in _PACKAGES or found is None:
+        return False
+    if (module, name) == (__name__, "_rebuild") or name.endswith("._make_in_reduce_ex"):  # of Transformer Engine's
+        return True
+    # A class found by way of a package may be of another one: "megatron.core.utils.subprocess.Popen".
+    return isinstance(found, type) and found.__module__.partition(".")[0] in _PACKAGES
+
+
+def _unknown(module: str, name: str) -> str:
+    return f"{module}.{name} is not known here: mlflash.adapters.megatron.allow({name})"

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from mlflash.adapters.megatron import allow
+from mlflash.adapters.megatron import allow, pickles
 from mlflash.adapters.megatron.pickles import dump, load
 from tensor_aware import Quantized
 
@@ -23,8 +23,8 @@ class Colour(enum.Enum):
     RED = 1
 
 
-class Unknown:
-    pass
+def twice(number: int) -> int:
+    return 2 * number
 
 
 def test_tensors_are_not_pickled_and_the_same_one_stays_one() -> None:
@@ -95,12 +95,19 @@ def test_nothing_else_is_loaded(module: str, name: str) -> None:
         load(evil, [])
 
 
-def test_a_class_of_the_training_is_loaded_where_it_was_allowed() -> None:
-    pickled, _ = dump(Colour.RED)
-    with pytest.raises(CorruptSlot, match=r"Colour is not known here: mlflash.adapters.megatron.allow"):
-        load(pickled, [])
-    allow(Colour)
-    assert load(pickled, []) is Colour.RED
+def test_a_class_of_the_training_is_loaded_where_it_was_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    allowed: set[tuple[str, str]] = set()
+    monkeypatch.setattr(pickles, "_allowed", allowed)
+    unknown = "is not known here: mlflash.adapters.megatron.allow"
+    for value, which in ((Colour.RED, Colour), ([twice], twice)):
+        with pytest.raises(StateError, match=rf"\.{which.__name__} {unknown}"):  # at the save, not first at the load
+            dump(value)
+        allow(which)
+        pickled, _ = dump(value)
+        assert load(pickled, []) == value
+        allowed.clear()
+        with pytest.raises(CorruptSlot, match=rf"\.{which.__name__} {unknown}"):
+            load(pickled, [])
 
 
 @pytest.mark.parametrize("damage", [b"", b"\x80\x04", b"\x80\x04K\x07Q.", b"\x80\x04(((R.", bytes(range(64))])
