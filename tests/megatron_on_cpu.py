@@ -129,6 +129,7 @@ def on_cpu() -> Iterator[None]:
 if getattr(multiprocessing.current_process(), "_inheriting", False):  # Megatron's worker, which imports the main module
     torch.cuda.device_count = lambda: 1
     torch.cuda.set_device = lambda device: None  # type: ignore[assignment]
+    torch.cuda.synchronize = lambda device=None: None
 if not hasattr(typing, "override"):  # Megatron's training loop is for Python 3.12
     typing.override = typing_extensions.override  # type: ignore[attr-defined]
 if not hasattr(np, "product"):  # NumPy 2 does not have it, and Megatron Core 0.13 takes it
