@@ -79,8 +79,11 @@ def _patched(kind: Any) -> list[tuple[Any, str, Any]]:
 
     def told(own: Any, model: Any, is_loading: bool = False, **more: Any) -> Any:
         if is_loading and not own.optimizer.state:
+            make = getattr(own, "_init_optimizer_states_with_dummy_values", lambda: own.init_state_fn(own.optimizer))
             with torch.no_grad():
-                own._init_optimizer_states_with_dummy_values()
+                make()
+            for values in own.optimizer.state.values():
+                values.setdefault("step", torch.zeros(()))
         return tell(own, model, is_loading, **more)
 
     def loaded(own: Any, state: dict[str, Any]) -> None:
@@ -92,9 +95,10 @@ def _patched(kind: Any) -> list[tuple[Any, str, Any]]:
 
     return [
         (kind, "sharded_state_dict", told),
-        (kind, "_set_main_param_and_optimizer_states", lambda own, at, found: fill(own, at, {"step": None, **found})),
+        (kind, "_set_main_param_and_optimizer_states",
+         lambda own, at, found: fill(own, at, {"step": torch.zeros(()), **found})),
         (kind, "load_state_dict", loaded),
-    ]
+    ]  # fmt: skip
 
 
 @contextlib.contextmanager

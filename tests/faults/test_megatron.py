@@ -22,8 +22,8 @@ LOCAL = ["--non-persistent-ckpt-type", "local", "--non-persistent-save-interval"
          "--non-persistent-local-ckpt-dir", "run", "--replication", "--replication-jump", "2"]  # fmt: skip
 # Megatron's worker waits for the commit of local checkpoints, and writes persistent ones.
 ASYNC = [*LOCAL, "--async-save", "--use-persistent-ckpt-worker", "--async-strategy", "mcore"]
-# Each with the interval of persistent checkpoints, if there are any. Half a minute each, most of it until the ranks have
-# imported Megatron; the Slurm test has one that is not async.
+# Each with the interval of persistent checkpoints, if there are any. Half a minute each, most of it until the ranks
+# have imported Megatron; the Slurm test has one that is not async.
 SAVES = [(ASYNC, 3), *([(LOCAL, None), (ASYNC, None)] if os.environ.get("MLFLASH_FAULTS") == "full" else [])]
 
 
