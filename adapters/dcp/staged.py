@@ -225,6 +225,8 @@ def _sharded_like(value: ShardedTensor, tensors: Iterator[torch.Tensor]) -> Shar
         other = copy.copy(shard)
         other.tensor = next(tensors)
         made._local_shards.append(other)
+    for name in vars(value).keys() - vars(made).keys():  # Megatron Core hangs things on them, up to 0.15
+        setattr(made, name, getattr(value, name))
     return made
 
 

@@ -27,6 +27,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.strategies import torch as stock
 from torch.distributed.checkpoint import FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
 
 from mlflash import Checkpointer
 
@@ -35,6 +36,7 @@ from .request import request
 
 _BACKEND, _VERSION = "torch_dist", 1
 _KEPT = 4  # directories; more saves are not on their way at a time
+_NOTED = "mcore_data"
 _COMMON = "common_state/shard_0_1"  # what ranks have in common, among the objects of a checkpoint
 _COMMON_FILE = "common.pt"
 _AS_FILE = "common_strategy" in inspect.signature(dist_checkpointing.save).parameters  # up to Core 0.18
@@ -121,7 +123,7 @@ class LoadShards(stock.TorchDistLoadShardedStrategy):
 
     def __init__(self, checkpointer: Checkpointer, source: str | os.PathLike[str] | None = None):
         super().__init__()
-        self._reader = MemoryReader(checkpointer, source)
+        self._reader = _Reader(checkpointer, source)
         self._directories = _Directories()
 
     def directory(self, step: int | None = None) -> str | None:
@@ -179,7 +181,27 @@ class LoadShards(stock.TorchDistLoadShardedStrategy):
 
 
 def _planner() -> Any:
-    return stock.MCoreSavePlanner(flatten_state_dict=False)
+    return _Planner(flatten_state_dict=False)
+
+
+class _Planner(stock.MCoreSavePlanner):
+    """Keeps what Core up to 0.15 notes of its tensors among what a planner keeps: that is saved."""
+
+    def create_global_plan(self, all_plans: Any) -> Any:
+        plans, metadata = super().create_global_plan(all_plans)
+        if hasattr(metadata, _NOTED):
+            metadata.planner_data = {**(metadata.planner_data or {}), _NOTED: getattr(metadata, _NOTED)}
+        return plans, metadata
+
+
+class _Reader(MemoryReader):
+    """Gives back what `_Planner` has kept."""
+
+    def read_metadata(self) -> Metadata:
+        metadata = super().read_metadata()
+        if _NOTED in (metadata.planner_data or {}):
+            setattr(metadata, _NOTED, metadata.planner_data.pop(_NOTED))
+        return metadata
 
 
 class _Directories:
