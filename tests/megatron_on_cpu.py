@@ -134,6 +134,8 @@ if getattr(multiprocessing.current_process(), "_inheriting", False):  # Megatron
     torch.cuda.device_count = lambda: 1
     torch.cuda.set_device = lambda device: None  # type: ignore[assignment]
     torch.cuda.synchronize = lambda device=None: None
+# What Megatron compiles stays as it is: else each process would import the compiler, for two seconds.
+torch.compile = lambda function=None, **options: function or (lambda other: other)  # type: ignore[assignment]
 if not hasattr(typing, "override"):  # Megatron's training loop is for Python 3.12
     typing.override = typing_extensions.override  # type: ignore[attr-defined]
 if not hasattr(np, "product"):  # NumPy 2 does not have it, and Megatron Core 0.13 takes it

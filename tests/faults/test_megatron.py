@@ -28,7 +28,7 @@ SAVES = [(ASYNC, 3), *([(LOCAL, None), (ASYNC, None)] if os.environ.get("MLFLASH
 
 
 def run(cluster: Cluster, **spec: Any) -> Result:
-    return cluster.run(4, "megatron_worker.py", json.dumps(spec), env=ENV, timeout=110)
+    return cluster.run(4, "megatron_worker.py", json.dumps(spec), env=ENV, timeout=200)
 
 
 def losses(result: Result) -> dict[tuple[int, int], tuple[float, float]]:
@@ -44,7 +44,7 @@ def uninterrupted() -> Iterator[dict[tuple[int, int], tuple[float, float]]]:
     yield losses(result)
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(("saves", "persistent"), SAVES)
 def test_pretrain_with_one_line_more_goes_on_where_it_was(
     shm: Path,
