@@ -10,6 +10,7 @@ That travels in a slot, too; the directory is made again on each rank for a load
 
 from __future__ import annotations
 
+import concurrent.futures
 import inspect
 import io
 import os
@@ -61,6 +62,7 @@ class SaveShards(stock.TorchDistSaveShardedStrategy):
         super().__init__(_BACKEND, _VERSION)
         self._writer, self._timeout_s = MemoryWriter(checkpointer), checkpointer.timeout_s
         self._planning: Any = None
+        self._before: concurrent.futures.Future[Any] | None = None
         self._directories = _Directories()
 
     def directory(self, step: int) -> str:
@@ -85,6 +87,8 @@ class SaveShards(stock.TorchDistSaveShardedStrategy):
         Returns:
             A request that any queue of Megatron or NVRx takes; its finalizing function waits for the commit.
         """
+        if self._before is not None:  # both would plan over the same group, each rank in an order of its own
+            concurrent.futures.wait([self._before], 2 * self._timeout_s)
         if self._planning is None:
             self._planning = dist.new_group(backend="gloo")  # the planning goes on in a thread beside the training
         renamed, _, _ = stock._replace_state_dict_keys_with_sharded_keys(sharded_state_dict, True)
@@ -98,6 +102,7 @@ class SaveShards(stock.TorchDistSaveShardedStrategy):
             planner=_planner(),
             process_group=self._planning,
         )
+        self._before = future
 
         def finalize() -> None:
             future.result()
