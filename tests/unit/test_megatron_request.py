@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import os
 import pickle
 import subprocess
 import sys
@@ -70,6 +71,17 @@ def test_a_worker_waits_for_the_end_and_no_longer(temporary: Path, end: Callable
             process.wait(0.3)
         end(save)
         assert process.wait(10) == 0 and not any(temporary.iterdir())
+
+
+def test_a_child_of_the_training_that_has_the_fifo_open_does_not_hold_a_worker_up() -> None:
+    save = Save()
+    made = save.request()
+    held = os.open(made.async_fn_args[0], os.O_RDWR)  # as a data loader's worker has it that was forked meanwhile
+    with worker(made) as process:
+        time.sleep(0.3)  # it has it open
+        save.snapshot.end(None)
+        assert process.wait(10) == 0
+    os.close(held)
 
 
 def test_a_save_that_has_ended_before_is_not_waited_for(temporary: Path) -> None:
