@@ -1,7 +1,6 @@
 """Megatron-LM and Megatron Core: local checkpoints and sharded states in the memory of the nodes.
 
     nvrx          the classes that Megatron looks for, NVRx's own or ours
-    pickles       what is no tensor ↔ bytes, without running code
     replication   NVRx's replication strategies ↔ redundancy schemes
     request       a save behind the training, for Megatron's queue
     local         the manager of local checkpoints
@@ -18,10 +17,10 @@ Example:
 import importlib
 from typing import Any
 
+from ..pickles import allow
 from .install import checkpointing_context, install
 from .local import LocalCheckpoints
 from .nvrx import CheckpointingException, work_without_nvrx
-from .pickles import allow
 
 _OF_MEGATRON = {"LoadShards": "shards", "SaveShards": "shards"}  # which import Megatron
 

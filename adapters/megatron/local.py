@@ -24,7 +24,7 @@ from mlflash.layout import round_up
 from mlflash.snapshot import Snapshot
 from mlflash.state import Flat, flatten
 
-from . import pickles
+from .. import pickles
 from .nvrx import BaseCheckpointManager, CheckpointingException
 from .replication import scheme_of
 from .request import request

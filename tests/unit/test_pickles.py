@@ -1,4 +1,4 @@
-"""What is no tensor in a state of Megatron: pickled without its tensors, loaded without running code."""
+"""What is no tensor in a state of a framework: pickled without its tensors, loaded without running code."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from mlflash.adapters.megatron import allow, pickles
-from mlflash.adapters.megatron.pickles import dump, load
+from mlflash.adapters import pickles
+from mlflash.adapters.pickles import allow, dump, load
 from tensor_aware import Quantized
 
 from mlflash.errors import CorruptSlot, StateError
@@ -83,8 +83,8 @@ def test_a_tensor_of_an_unknown_kind_is_refused_by_name() -> None:
     [
         ("os", "system"), ("builtins", "eval"), ("builtins", "getattr"), ("subprocess", "Popen"), ("torch", "load"),
         ("torch.storage", "_load_from_bytes"), ("torch.hub", "load"), ("numpy", "load"), ("functools", "partial"),
-        ("mlflash.adapters.megatron.pickles", "pickle.loads"), ("mlflash.config", "os.system"),
-        ("mlflash.adapters.megatron.pickles", "load"), ("mlflash.config", "re.Scanner"),
+        ("mlflash.adapters.pickles", "pickle.loads"), ("mlflash.config", "os.system"),
+        ("mlflash.adapters.pickles", "load"), ("mlflash.config", "re.Scanner"),
     ],
 )  # fmt: skip
 def test_nothing_else_is_loaded(module: str, name: str) -> None:
@@ -98,7 +98,7 @@ def test_nothing_else_is_loaded(module: str, name: str) -> None:
 def test_a_class_of_the_training_is_loaded_where_it_was_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     allowed: set[tuple[str, str]] = set()
     monkeypatch.setattr(pickles, "_allowed", allowed)
-    unknown = "is not known here: mlflash.adapters.megatron.allow"
+    unknown = "is not known here: mlflash.adapters.pickles.allow"
     for value, which in ((Colour.RED, Colour), ([twice], twice)):
         with pytest.raises(StateError, match=rf"\.{which.__name__} {unknown}"):  # at the save, not first at the load
             dump(value)

@@ -1,6 +1,6 @@
-"""Objects of Megatron ↔ bytes and tensors: what is no tensor is pickled, and unpickled by a loader that runs no code.
+"""Objects of frameworks ↔ bytes and tensors: what is no tensor is pickled, and unpickled by a loader that runs no code.
 
-Megatron's states hold objects of its own (ShardedTensor, ReplicaId, argparse's Namespace, ...), which only pickle can
+Their states hold objects of their own (Megatron's ShardedTensor, argparse's Namespace, ...), which only pickle can
 bring back. A pickle may name any function to be called; this loader knows classes of a few packages, and the functions
 by which NumPy's arrays are made. Tensors are not pickled: they go into the slot as tensors do.
 """
@@ -19,7 +19,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from mlflash.errors import CorruptSlot, StateError
 
-_PACKAGES = {"megatron", "nvidia_resiliency_ext", "mlflash", "transformer_engine"}
+_PACKAGES = {"megatron", "nvidia_resiliency_ext", "mlflash", "transformer_engine", "lightning", "pytorch_lightning",
+             "lightning_fabric", "lightning_utilities", "transformers", "accelerate", "deepspeed", "torchtitan"}  # fmt: skip
 """Whose classes may be made."""
 _CLASSES = {
     "argparse": {"Namespace"},
@@ -180,4 +181,4 @@ def _knows(module: str, name: str, found: Any = None) -> bool:
 
 
 def _unknown(module: str, name: str) -> str:
-    return f"{module}.{name} is not known here: mlflash.adapters.megatron.allow({name})"
+    return f"{module}.{name} is not known here: mlflash.adapters.pickles.allow({name})"
