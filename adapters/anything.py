@@ -1,0 +1,81 @@
+"""States of frameworks that hold more than the core saves: ↔ tensors and plain values by name, and one pickle.
+
+A framework's checkpoint is a nest of dicts and lists with tensors, numbers and strings, and here and there an object of
+some class. What the core saves stays as it is, under its name; the objects go into a pickle that a restricted loader
+reads, and leave a mark in their place.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from mlflash.errors import CorruptSlot, StateError
+from mlflash.state import encode_plain
+
+from . import pickles
+
+_MARK = "object of mlflash.adapters.anything"
+
+
+def apart(value: Any) -> dict[str, Any]:
+    """Make a state for `Checkpointer.save` of any nest; tensors stay the same ones.
+
+    Not collective. Dicts, lists and tuples come back as these; what is a subclass of dict and holds tensors, as a dict.
+
+    Raises:
+        StateError: an object cannot be pickled, no load would take it (see `pickles.allow`), or a dict looks like the
+            mark of an object.
+    """
+    objects: list[Any] = []
+    tree = _without(value, objects, "")
+    pickled, tensors = pickles.dump(objects)
+    return {"tree": tree, "pickled": pickled, "tensors": tensors}
+
+
+def together(state: dict[str, Any]) -> Any:
+    """Undo `apart`, with the tensors that are in the state.
+
+    Raises:
+        CorruptSlot: this was not made by it, or the pickle names what may not be loaded.
+    """
+    try:
+        return _with(state["tree"], pickles.load(state["pickled"], state["tensors"]))
+    except (LookupError, TypeError) as error:
+        raise CorruptSlot(f"this is no state of an adapter: {error!r}") from error
+
+
+def _without(value: Any, objects: list[Any], path: str) -> Any:
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        return value
+    if type(value) is dict or (isinstance(value, dict) and _holds_tensors(value)):
+        if value.keys() == {_MARK}:
+            raise StateError("this stands for an object, and would come back as one", tensor=path)
+        return {key: _without(sub, objects, f"{path}.{key}") for key, sub in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_without(sub, objects, f"{path}.{number}") for number, sub in enumerate(value))
+    try:
+        encode_plain(value, path)
+    except StateError:
+        objects.append(value)
+        return {_MARK: len(objects) - 1}
+    return value
+
+
+def _holds_tensors(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return True
+    subs = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return any(map(_holds_tensors, subs))
+
+
+def _with(value: Any, objects: list[Any]) -> Any:
+    if isinstance(value, dict):
+        if value.keys() == {_MARK}:
+            return objects[value[_MARK]]
+        return {key: _with(sub, objects) for key, sub in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_with(sub, objects) for sub in value)
+    return value
