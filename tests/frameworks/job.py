@@ -1,0 +1,122 @@
+"""Rank program of the tests of frameworks: trainings of one framework, one after the other, as the test says.
+
+A training notes the loss of each step and, at its end, a digest of its weights and its optimizer's state.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib
+import json
+import os
+import shutil
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from mlflash.adapters.distributed import init_process_group
+from records import OUT, note
+from traps import set_traps
+
+from mlflash import points
+from mlflash.errors import StateError
+
+
+@dataclasses.dataclass
+class Run:
+    """One training.
+
+    Attributes:
+        name: of what it notes.
+        last: step after which it ends.
+        job: ties it to the trainings before it: to their memory, and to what they wrote to disk.
+        every, skip: a checkpoint in memory every so many steps, but not every so many; `skip` None: no such.
+        disk: the framework writes a checkpoint of its own to disk every so many steps; 0: never.
+        kept: so many of those stay there; 0: all.
+        enabled: whether mlflash is.
+        variant: of the framework: how it is parallel.
+        refused: the save of this step fails on rank 1.
+        wiped: its memory is deleted before it starts.
+        settings: of the Checkpointer.
+    """
+
+    name: str
+    last: int
+    job: str = ""
+    every: int = 2
+    skip: int | None = None
+    disk: int = 0
+    kept: int = 0
+    enabled: bool = True
+    variant: str = ""
+    refused: int = 0
+    wiped: bool = False
+    settings: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def directory(self) -> Path:
+        """Where the framework writes."""
+        return OUT.parent / f"disk-{self.job or os.environ['MLFLASH_JOB']}"
+
+    @property
+    def checkpointing(self) -> dict[str, Any]:
+        """Settings of the Checkpointer."""
+        return {**({"job": self.job} if self.job else {}), **self.settings}
+
+    def loss(self, step: int, loss: float) -> None:
+        """Note the loss of a step: the first is 1."""
+        note("loss", run=self.name, step=step, loss=loss)
+
+    def end(self, model: torch.nn.Module, optimizers: Iterable[Any], more: Any = ()) -> None:
+        """Note what has become of the weights, of the optimizers' state, and of more. Collective."""
+        digest = hashlib.sha256()
+        for tensor in _tensors([model.state_dict(), [one.state_dict() for one in optimizers], more]):
+            digest.update(tensor.cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        note("end", run=self.name, digest=digest.hexdigest())
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [(value.full_tensor() if hasattr(value, "full_tensor") else value).detach().reshape(-1)]
+    subs = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
+    return [tensor for sub in subs for tensor in _tensors(sub)]
+
+
+def _refuse(rank: int, count: int) -> None:
+    """Let a rank fail at the so manieth save from now on."""
+    seen = 0
+
+    def reached(point: str) -> None:
+        nonlocal seen
+        seen += point == "stage.begun"
+        if point == "stage.begun" and seen == count:
+            raise StateError("a trap")
+
+    points.arm(reached if torch.distributed.get_rank() == rank else None)
+
+
+def main(framework: str, runs: list[dict[str, Any]], traps: list[dict[str, object]]) -> None:
+    """Do the trainings."""
+    init_process_group(host="127.0.0.1")
+    rank = torch.distributed.get_rank()
+    note("start")
+    set_traps(traps, rank)
+    train = importlib.import_module(f"{framework}_job").train
+    for spec in runs:
+        run = Run(**spec)
+        if run.wiped and rank == 0:
+            shutil.rmtree(Path(os.environ["MLFLASH_MEMORY"], f"mlflash-{os.getuid()}", run.job))
+        torch.distributed.barrier()
+        if run.refused:
+            _refuse(1, run.refused // run.every)
+        train(run)
+        if run.refused:
+            points.arm(None)
+        note("done", run=run.name)
+
+
+if __name__ == "__main__":
+    main(**json.loads(sys.argv[1]))

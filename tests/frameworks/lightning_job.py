@@ -1,0 +1,148 @@
+"""A small model that Lightning trains: DDP, or sharded by FSDP2; two batches to a step, or validation in between."""
+
+from __future__ import annotations
+
+import os
+import signal
+import warnings
+from typing import Any
+from unittest import mock
+
+import torch
+from job import Run
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.utils.data import TensorDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    import lightning.pytorch as pl
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
+from mlflash.adapters.lightning import MLFlashCallback, MLFlashCheckpointIO
+
+
+class Model(pl.LightningModule):
+    """Two layers and dropout; it counts its batches in a hook that comes after those of all callbacks."""
+
+    def __init__(self, run: Run):
+        super().__init__()
+        self.run = run
+        self.net = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.Dropout(0.1), torch.nn.Linear(64, 8))
+        self.register_buffer("batches", torch.zeros(()))
+
+    def configure_model(self) -> None:
+        """Shard it, where the strategy does that."""
+        if isinstance(self.trainer.strategy, ModelParallelStrategy):
+            torch.distributed.fsdp.fully_shard(self.net, mesh=self.device_mesh["data_parallel"])
+
+    def training_step(self, batch: Any, number: int) -> torch.Tensor:
+        """The loss of a batch; also noted."""
+        loss: torch.Tensor = (self.net(batch[0]) ** 2).mean()
+        step = self.trainer.global_step + 1
+        self.run.loss(step, loss.item())
+        if self.run.variant == "signal" and step == 3 and self.global_rank == 1:
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return loss
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        """Count."""
+        self.batches += 1
+
+    def validation_step(self, batch: Any, number: int) -> None:
+        """A metric that the schedule listens to, and random numbers that are drawn."""
+        self.log("metric", (self.net(batch[0]) ** 2).mean() + torch.rand(()), sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        """Adam, with a schedule."""
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        if self.run.variant == "validate":
+            plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+            return [optimizer], [{"scheduler": plateau, "interval": "epoch", "monitor": "metric"}]
+        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 3), "interval": "step"}]
+
+
+class FSDP1Strategy(FSDPStrategy):
+    """On CPUs, which Lightning refuses to the class itself."""
+
+    def _setup_model(self, model: Any) -> Any:
+        init = FullyShardedDataParallel.__init__
+
+        def on_cpu(own: Any, *args: Any, **kwargs: Any) -> None:
+            init(own, *args, **{**kwargs, "device_id": torch.device("cpu")})
+
+        with mock.patch.object(FullyShardedDataParallel, "__init__", on_cpu):
+            return super()._setup_model(model)
+
+
+class Average(pl.Callback):
+    """A mean of the weights: the state of a callback, changed after each batch."""
+
+    def __init__(self) -> None:
+        self.mean: torch.Tensor | float = 0.0
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+        """Update it."""
+        weight = module.net[0].weight.detach()
+        if hasattr(weight, "full_tensor"):
+            weight = weight.full_tensor()
+        elif isinstance(trainer.strategy, FSDPStrategy):
+            weight = weight.sum()  # of this rank's shard: from disk all ranks get what rank 0 had
+        self.mean = 0.9 * self.mean + 0.1 * weight
+
+    def state_dict(self) -> dict[str, Any]:
+        """Give it."""
+        return {"mean": self.mean}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take it."""
+        self.mean = state["mean"]
+
+
+def strategy(run: Run, size: int) -> Any:
+    """Make the strategy of a variant."""
+    if run.variant == "fsdp2":
+        return ModelParallelStrategy(size, 1)
+    if run.variant == "fsdp1":
+        mesh = torch.distributed.init_device_mesh("cpu", (size,))
+        return FSDP1Strategy(device_mesh=mesh, auto_wrap_policy={torch.nn.Linear}, state_dict_type="sharded")
+    return DDPStrategy()
+
+
+def train(run: Run) -> None:
+    """Train to a step, from the newest checkpoint there is, or the one that the variant names; or only validate it."""
+    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    torch.manual_seed(1)
+    model, average = Model(run), Average()
+    torch.manual_seed(100 + rank)
+    signals = [signal.SIGUSR1] if run.variant == "signal" else []
+    flash = MLFlashCallback(run.every, run.skip, run.enabled, signals=signals, **run.checkpointing)
+    callbacks: list[Any] = [flash, average]
+    if run.disk:
+        callbacks.append(ModelCheckpoint(run.directory, every_n_train_steps=run.disk, save_last=True,
+                                         save_top_k=run.kept or -1))  # fmt: skip
+    data = TensorDataset(torch.randn(8 * size, 16, generator=torch.Generator().manual_seed(3)))
+    trainer = pl.Trainer(
+        strategy=strategy(run, size),
+        accelerator="cpu", devices=size, max_steps=run.last, callbacks=callbacks, logger=False,
+        enable_checkpointing=bool(run.disk), enable_progress_bar=False, enable_model_summary=False,
+        default_root_dir=run.directory, use_distributed_sampler=False,
+        accumulate_grad_batches=2 if run.variant == "accumulate" else 1, num_sanity_val_steps=1,
+        val_check_interval=2 if run.variant == "validate" else None,
+        plugins=[MLFlashCheckpointIO(**run.checkpointing)] if run.variant == "only validate" else None,
+    )  # fmt: skip
+    loader = StatefulDataLoader(data, batch_size=2, sampler=StatefulDistributedSampler(data, size, rank))
+    valid = torch.utils.data.DataLoader(data, batch_size=16)
+    path = run.variant if run.variant.startswith("mlflash:") else "last" if run.disk else None
+    if run.variant == "only validate":
+        trainer.validate(model, valid, ckpt_path="mlflash:newest", verbose=False)
+    else:
+        trainer.fit(model, loader, valid if run.variant == "validate" else None, ckpt_path=path)
+    if run.variant == "twice":
+        trainer.fit_loop.epoch_loop.max_steps += 1
+        trainer.fit(model, loader)
+    if run.name.endswith("validated"):
+        run.end(model, [])
+    else:
+        run.end(model, trainer.optimizers, average.mean)

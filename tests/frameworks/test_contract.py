@@ -1,0 +1,160 @@
+"""What every adapter to a framework keeps: real trainings, killed and begun again, end with the same bits."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import HERE, UID, Cluster, Result
+
+RANKS, LAST = 2, 7
+ENV = {"PYTHONPATH": str(HERE), "PYTHONWARNINGS": "ignore", "MLFLASH_BLOCK_NBYTES": "65536",
+       "MLFLASH_CHUNK_NBYTES": "65536", "TOKENIZERS_PARALLELISM": "false"}  # fmt: skip
+VARIANTS = {"lightning": ["ddp", "fsdp1", "fsdp2", "accumulate", "validate"]}
+# Their own checkpoints on disk lack random numbers: nobody goes on from them with the same bits.
+NO_RNG_ON_DISK = {"lightning"}
+
+pytestmark = pytest.mark.timeout(300)  # the first test of each variant waits for all of its trainings
+
+Losses = dict[tuple[int, int], list[float]]
+
+
+def run(
+    cluster: Cluster, framework: str, *runs: dict[str, Any], traps: Sequence[dict[str, object]] = (), ranks: int = RANKS
+) -> Result:
+    spec = {"framework": framework, "runs": runs, "traps": traps}
+    return cluster.run(ranks, "frameworks/job.py", json.dumps(spec), env=ENV, timeout=200)
+
+
+def losses(result: Result, name: str) -> Losses:
+    """What a training has noted: by rank and step, one loss for each batch."""
+    found: Losses = {}
+    for record in result.of("loss"):
+        if record["run"] == name:
+            found.setdefault((record["rank"], record["step"]), []).append(record["loss"])
+    return found
+
+
+def digests(result: Result, name: str) -> list[str]:
+    """What has become of each rank's weights and optimizer."""
+    return [record["digest"] for record in result.of("end") if record["run"] == name]
+
+
+class Alone:
+    """Trainings in one launch: what needs no process to die. Those of one job go on from one another."""
+
+    def __init__(self, framework: str, variant: str, root: Path):
+        common = {"variant": variant}
+        drained = {"directory": str(root / "drained"), "drain_every": 1, "keep_last": 1}
+        first = {"job": "interval", "every": 2}
+        disk = {"job": "disk", "every": 2, "disk": 5}
+        memory = {"job": "memory", "every": 2, "disk": 3}
+        failed = {"job": "failed", "every": 2}
+        kept = {"job": "kept", "every": 1, "settings": drained}
+        runs = [
+            {"name": "reference", "last": LAST, "job": "reference", "enabled": False},
+            {"name": "first", "last": 5, **first},
+            {"name": "second", "last": LAST, **first},
+            {"name": "skips", "last": LAST, "job": "skips", "skip": 3},
+            {"name": "after skips", "last": LAST, "job": "skips"},
+            {"name": "to disk", "last": 5, **disk},
+            {"name": "from disk", "last": LAST, **disk},
+            {"name": "to memory", "last": 5, **memory},
+            {"name": "from memory", "last": LAST, **memory},
+            {"name": "failed save", "last": 5, "refused": 4, **failed},
+            {"name": "after failed", "last": LAST, **failed},
+            {"name": "kept", "last": 6, **kept},
+            {"name": "all lost", "last": LAST, "wiped": True, **kept},
+        ]
+        self.root = root
+        self.result = run(Cluster(root), framework, *(common | one for one in runs))
+        assert len(self.result.of("done")) == len(runs) * RANKS, self.result.log
+
+    def goes_on(self, name: str, first: int, last: int = LAST) -> None:
+        """Assert that a training took these steps, and that each bit of them is that of the reference."""
+        expected = {key: loss for key, loss in losses(self.result, "reference").items() if first <= key[1] <= last}
+        assert losses(self.result, name) == expected, (name, self.result.log)
+        if last == LAST:
+            assert digests(self.result, name) == digests(self.result, "reference"), name
+
+
+@pytest.fixture(scope="module", params=[(name, variant) for name, variants in VARIANTS.items() for variant in variants],
+                ids="-".join)  # fmt: skip
+def trained(request: pytest.FixtureRequest) -> Iterator[tuple[str, str, Alone]]:
+    framework, variant = request.param
+    root = Path(tempfile.mkdtemp(prefix="mlflash-test-", dir="/dev/shm"))
+    yield framework, variant, Alone(framework, variant, root)
+    shutil.rmtree(root)
+
+
+@pytest.fixture
+def alone(trained: tuple[str, str, Alone]) -> Alone:
+    return trained[2]
+
+
+def test_disabled_it_does_nothing(alone: Alone) -> None:
+    steps = {step for _, step in losses(alone.result, "reference")}
+    assert steps == set(range(1, LAST + 1)) and len(digests(alone.result, "reference")) == RANKS
+    assert not (alone.root / f"mlflash-{UID}" / "reference").exists()
+
+
+def test_where_there_is_nothing_training_starts_at_the_first_step(alone: Alone) -> None:
+    alone.goes_on("first", 1, 5)
+
+
+def test_a_new_trainer_goes_on_from_memory_with_the_same_bits(alone: Alone) -> None:
+    alone.goes_on("second", 5)
+
+
+def test_steps_that_go_to_disk_can_be_left_out(alone: Alone) -> None:
+    alone.goes_on("after skips", 5)  # 6 is a multiple of 3
+
+
+def test_a_newer_checkpoint_on_disk_is_taken(trained: tuple[str, str, Alone]) -> None:
+    framework, _, alone = trained
+    assert {step for _, step in losses(alone.result, "from disk")} == {6, 7}
+    if framework not in NO_RNG_ON_DISK:
+        alone.goes_on("from disk", 6)
+
+
+def test_a_newer_checkpoint_in_memory_is_taken(alone: Alone) -> None:
+    alone.goes_on("from memory", 5)
+
+
+def test_a_save_that_fails_on_one_rank_stops_no_training(alone: Alone) -> None:
+    alone.goes_on("failed save", 1, 5)
+    assert "step 4 was not saved" in alone.result.log
+    alone.goes_on("after failed", 3)
+
+
+def test_memory_and_directory_keep_what_was_asked_for(alone: Alone) -> None:
+    files = list(alone.root.glob(f"mlflash-{UID}/kept/node*/slot-*"))
+    # Of six steps: two slots, two shares of what ranks have alike, a third of each to drain from, two copies.
+    assert 0 < len(files) <= RANKS * (3 + 3 + 2)
+    assert len(list((alone.root / "drained").glob("step-*"))) == 1
+
+
+def test_with_all_memory_lost_it_goes_on_from_what_was_drained(alone: Alone) -> None:
+    alone.goes_on("all lost", 7)
+
+
+def test_killed_in_a_save_with_a_node_lost_it_goes_on_with_the_same_bits(
+    trained: tuple[str, str, Alone], shm: Path
+) -> None:
+    framework, variant, alone = trained
+    cluster = Cluster(shm)
+    # Step 2 is saved; in the save of step 4 rank 1 dies with its node and its node's memory.
+    trap = {"path": ["commit.recorded", "transfer.sent"], "action": "wipe", "rank": 1}
+    crashed = run(cluster, framework, {"name": "killed", "last": LAST, "variant": variant}, traps=[trap])
+    assert any(shm.glob("out-*/sprung*")) and not crashed.of("done"), crashed.log
+    result = run(cluster, framework, {"name": "killed", "last": LAST, "variant": variant})
+    assert len(result.of("done")) == RANKS, result.log
+    found = losses(result, "killed")
+    assert min(step for _, step in found) == 3, result.log
+    assert losses(crashed, "killed") | found == losses(alone.result, "reference")
+    assert digests(result, "killed") == digests(alone.result, "reference")

@@ -1,0 +1,41 @@
+"""What is special to Lightning: other numbers of ranks, signals, paths of checkpoints in memory, `fit` called twice."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from frameworks.test_contract import digests, losses, run
+from harness import Cluster
+
+
+@pytest.mark.parametrize(("variant", "before", "after"), [("ddp", 2, 1), ("fsdp2", 1, 2)])
+def test_another_number_of_ranks_goes_on_with_the_same_bits(shm: Path, variant: str, before: int, after: int) -> None:
+    cluster, common = Cluster(shm), {"variant": variant}
+    saved = run(cluster, "lightning", {"name": "saved", "last": 4, **common}, ranks=before)
+    runs = [{"name": "loaded", "last": 4, **common}, {"name": "goes on", "last": 6, **common}]
+    result = run(cluster, "lightning", *runs, ranks=after)
+    assert not losses(result, "loaded"), result.log  # all four steps are done
+    assert set(digests(result, "loaded")) == set(digests(saved, "saved")) != set()
+    assert {step for _, step in losses(result, "goes on")} == {5, 6}, result.log
+
+
+def test_paths_signals_and_a_second_fit(shm: Path) -> None:
+    common = {"job": "paths", "last": 5}
+    result = run(
+        Cluster(shm), "lightning",
+        {"name": "saves", **common},
+        {"name": "older", "variant": "mlflash:2", **common},
+        {"name": "stopped", "variant": "signal", "job": "signal", "last": 9, "every": 100},
+        {"name": "after signal", "job": "signal", "last": 4},
+        {"name": "one more", "variant": "twice", "job": "twice", "last": 4},
+        {"name": "to be validated", "job": "validated", "last": 4},
+        {"name": "validated", "variant": "only validate", "job": "validated", "last": 4},
+    )  # fmt: skip
+    assert len(result.of("done")) == 7 * 2, result.log
+    first = {name: sorted({step for _, step in losses(result, name)}) for name in
+             ("older", "stopped", "after signal", "one more")}  # fmt: skip
+    assert first == {"older": [3, 4, 5], "stopped": [1, 2, 3], "after signal": [4], "one more": [1, 2, 3, 4, 5]}
+    assert digests(result, "older") == digests(result, "saves")
+    assert digests(result, "validated") == digests(result, "to be validated")
+    assert "a signal has come: training stops after step 3" in result.log
