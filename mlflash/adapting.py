@@ -9,7 +9,7 @@ from typing import Any
 from .comm import World
 from .courier import Courier
 from .drains import Drains
-from .errors import MlflashError
+from .errors import MlflashError, StateError, StepOrderError
 from .opened import Readable
 from .parcels import Parcel
 from .restores import Restores
@@ -27,9 +27,9 @@ class Adapting:
     """
 
     def __init__(self, world: World, courier: Courier, saves: Saves, restores: Restores, drains: Drains,
-                 check_open: Callable[[], None]):  # fmt: skip
+                 strict: bool, check_open: Callable[[], None]):  # fmt: skip
         self._saves, self._restores, self._drains, self._check_open = saves, restores, drains, check_open
-        self.world, self._courier = world, courier
+        self.world, self._courier, self._strict = world, courier, strict
 
     def run(self, work: Callable[[], Any]) -> Any:
         """Do something collective where MPI may be called: on the courier's thread.
@@ -38,6 +38,39 @@ class Adapting:
         """
         self._check_open()
         return self._courier.call(work)
+
+    def save_or_warn(self, step: int, state: Any) -> Snapshot | None:
+        """Save as :meth:`.Checkpointer.save` does, from a framework's callback, where an exception would end training.
+
+        Collective over comm, in that all ranks save the same steps in the same order; no rank waits for another.
+
+        Returns:
+            The snapshot. None where this rank cannot save this state or step: then no rank does, and it is a warning.
+
+        Raises:
+            StateError, StepOrderError, SaveFailed: only with ``strict``.
+        """
+        self._check_open()
+        try:
+            return self._saves.save(step, state)
+        except (StateError, StepOrderError):  # its job is posted all the same, and says so
+            if self._strict:
+                raise
+            return None
+
+    def newest_step(self) -> int | None:
+        """Find the newest checkpoint, saved by whatever ranks, and verify every byte of it.
+
+        Collective over comm. The newest is the one saved last: training may have gone back, and its step be smaller.
+
+        Returns:
+            Its step; None where there is nothing.
+        """
+        opened = self.open()
+        if opened is None:
+            return None
+        opened.close()
+        return opened.step
 
     def steps_alike(self) -> list[int]:
         """List the steps that can be loaded on as many ranks as have saved them, ascending.

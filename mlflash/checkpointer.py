@@ -131,7 +131,7 @@ class Checkpointer:
         self._saves = Saves(self._config, self._parts, self._courier, self._drains, self._seconds)
         self._restores = Restores(self._parts, self._courier, self._saves, self._drains, self._seconds)
         self.adapting = Adapting(
-            self._world, self._courier, self._saves, self._restores, self._drains, self._check_open
+            self._world, self._courier, self._saves, self._restores, self._drains, self._config.strict, self._check_open
         )
         _live.add(self)
         self._parts.generation = max(self._parts.generation, self._courier.call(self._drains.newest_generation))

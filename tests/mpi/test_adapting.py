@@ -1,0 +1,62 @@
+"""What frameworks' callbacks need of a Checkpointer besides its verbs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from mlflash import Checkpointer, errors
+
+pytestmark = pytest.mark.mpi
+RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+
+
+def state_at(step: int, bad_rank: int | None = None) -> dict[str, Any]:
+    return {"w": np.full(1000, step), "more": object() if bad_rank == RANK else step}
+
+
+def test_what_one_rank_cannot_save_is_a_warning_and_the_next_step_is_saved(
+    options: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    with Checkpointer(**options) as ckpt:
+        ckpt.adapting.save_or_warn(1, state_at(1))
+        snapshot = ckpt.adapting.save_or_warn(2, state_at(2, bad_rank=SIZE - 1))
+        assert (snapshot is None) == (RANK == SIZE - 1)
+        ckpt.wait()
+        assert ckpt.steps() == [1]
+        assert ("step 2 was not saved" in caplog.text) == (RANK in (0, SIZE - 1))
+        assert ckpt.adapting.save_or_warn(2, state_at(2)) is None  # the step does not grow
+        ckpt.adapting.save_or_warn(3, state_at(3))
+        ckpt.wait()
+        assert ckpt.steps() == [1, 3]
+
+
+@pytest.mark.parametrize("by_environment", [False, True])
+def test_with_strict_it_is_an_exception(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch, by_environment: bool
+) -> None:
+    if by_environment:
+        monkeypatch.setenv("MLFLASH_STRICT", "1")
+    else:
+        options["strict"] = True
+    ckpt = Checkpointer(**options)
+    with pytest.raises(errors.StateError):
+        ckpt.adapting.save_or_warn(1, state_at(1, bad_rank=RANK))
+    ckpt.close()
+
+
+def test_the_newest_is_what_was_saved_last_and_not_what_has_the_largest_step(options: dict[str, Any]) -> None:
+    with Checkpointer(**options) as ckpt:
+        assert ckpt.adapting.newest_step() is None
+        for step in (4, 8):
+            ckpt.save(step, state_at(step)).wait()
+        assert ckpt.adapting.newest_step() == 8
+    with Checkpointer(**options) as ckpt:  # training goes back to step 4
+        state = state_at(0)
+        assert ckpt.restore(state, 4) == 4
+        ckpt.save(5, state_at(5)).wait()
+        assert ckpt.adapting.newest_step() == 5
+        assert ckpt.restore(state) == 5 and state["more"] == 5
