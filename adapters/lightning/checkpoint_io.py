@@ -25,12 +25,17 @@ def step_of_path(checkpointer: Checkpointer, path: str) -> int:
         StepNotFound: there is no such step.
         ConfigError: this is no path.
     """
-    asked, steps = path[len(PREFIX) :], checkpointer.steps()
+    asked = path[len(PREFIX) :]
     if asked != "newest" and not asked.isdecimal():
         raise ConfigError("no path of a checkpoint in memory", expected="mlflash:newest or mlflash:STEP", found=path)
-    if not steps or (asked != "newest" and int(asked) not in steps):
+    if asked == "newest":
+        newest = checkpointer.adapting.newest_step()
+        if newest is None:
+            raise StepNotFound("neither memory nor the directory has any checkpoint", expected=asked)
+        return newest
+    if int(asked) not in (steps := checkpointer.steps()):
         raise StepNotFound("neither memory nor the directory has it", expected=asked, found=steps)
-    return steps[-1] if asked == "newest" else int(asked)
+    return int(asked)
 
 
 class MemoryIO:

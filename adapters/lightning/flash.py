@@ -17,7 +17,7 @@ import fsspec  # Lightning has it
 import torch
 
 from mlflash import Checkpointer
-from mlflash.errors import ConfigError, MlflashError
+from mlflash.errors import ConfigError
 
 from .checkpoint_io import PREFIX, step_of_path
 from .resume import go_on
@@ -130,12 +130,7 @@ class Flash:
         is_last = bool(self._signals) and trainer.strategy.reduce_boolean_decision(self._told, all=False)
         is_due = step % self._every == 0 and (self._skip is None or step % self._skip != 0)
         if is_due or is_last:
-            try:
-                self.checkpointer.save(step, state_of(trainer, epoch_has_ended))
-            except MlflashError as error:  # the other ranks hear of it by the commit
-                if self._settings.get("strict"):
-                    raise
-                log.warning("step %d was not saved: %s", step, error)
+            self.checkpointer.adapting.save_or_warn(step, state_of(trainer, epoch_has_ended))
         if is_last:
             log.warning("a signal has come: training stops after step %d", step)
             trainer.should_stop = True
@@ -168,7 +163,7 @@ def _choose(trainer: Any, checkpointer: Checkpointer, path: Any) -> int | None:
     """Find the step in memory to go on from; None: Lightning shall do what it would. Collective."""
     if path is not None and str(path).startswith(PREFIX):
         return step_of_path(checkpointer, str(path))
-    newest = max(checkpointer.steps(), default=None)
+    newest = checkpointer.adapting.newest_step()
     if newest is None or newest <= trainer.global_step:  # a second call of `fit` goes on with what there is
         return None
     on_disk = _step_of_file(trainer, path) if path else None

@@ -122,7 +122,9 @@ def train(run: Run) -> None:
     if run.disk:
         callbacks.append(ModelCheckpoint(run.directory, every_n_train_steps=run.disk, save_last=True,
                                          save_top_k=run.kept or -1))  # fmt: skip
-    data = TensorDataset(torch.randn(8 * size, 16, generator=torch.Generator().manual_seed(3)))
+    # Four batches to the epoch; or five, two to the step, so that the last one makes a step by itself.
+    rows = 10 if run.variant == "accumulate" else 8
+    data = TensorDataset(torch.randn(rows * size, 16, generator=torch.Generator().manual_seed(3)))
     trainer = pl.Trainer(
         strategy=strategy(run, size),
         accelerator="cpu", devices=size, max_steps=run.last, callbacks=callbacks, logger=False,
@@ -145,4 +147,6 @@ def train(run: Run) -> None:
     if run.name.endswith("validated"):
         run.end(model, [])
     else:
-        run.end(model, trainer.optimizers, average.mean)
+        loop = trainer.fit_loop.epoch_loop  # a logger's step, and whether the epoch has ended
+        counted = torch.tensor([loop._batches_that_stepped, loop.batch_progress.is_last_batch])
+        run.end(model, trainer.optimizers, [average.mean, counted])

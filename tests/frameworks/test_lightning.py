@@ -29,13 +29,19 @@ def test_paths_signals_and_a_second_fit(shm: Path) -> None:
         {"name": "stopped", "variant": "signal", "job": "signal", "last": 9, "every": 100},
         {"name": "after signal", "job": "signal", "last": 4},
         {"name": "one more", "variant": "twice", "job": "twice", "last": 4},
+        {"name": "tie", "disk": 2, "job": "tie", "last": 4},
+        {"name": "after tie", "disk": 2, "job": "tie", "last": 5},
+        {"name": "half an epoch", "job": "epoch", "last": 2},
+        {"name": "an epoch", "job": "epoch", "last": 4},
         {"name": "to be validated", "job": "validated", "last": 4},
         {"name": "validated", "variant": "only validate", "job": "validated", "last": 4},
     )  # fmt: skip
-    assert len(result.of("done")) == 7 * 2, result.log
+    assert len(result.of("done")) == 11 * 2, result.log
     first = {name: sorted({step for _, step in losses(result, name)}) for name in
              ("older", "stopped", "after signal", "one more")}  # fmt: skip
     assert first == {"older": [3, 4, 5], "stopped": [1, 2, 3], "after signal": [4], "one more": [1, 2, 3, 4, 5]}
     assert digests(result, "older") == digests(result, "saves")
+    assert digests(result, "after tie") == digests(result, "saves")  # from memory, which has random numbers
+    assert digests(result, "an epoch") == digests(result, "tie")  # it knows its last batch
     assert digests(result, "validated") == digests(result, "to be validated")
     assert "a signal has come: training stops after step 3" in result.log
