@@ -1,0 +1,275 @@
+"""What a DeepSpeed engine writes to files ↔ a state for the slots.
+
+DeepSpeed hands each file to its CheckpointEngine as a nest of dicts, with the live tensors in it, and a name. These
+nests are the state of the rank; nothing is written. All ranks take part, also those that would write no file: what rank
+0 writes for all of them (the weights of ZeRO 0 to 2) is each rank's own here, so that no rank needs another's to load.
+
+Of DeepSpeed's `save_checkpoint` only the parts are called that make the files. Around them it waits at barriers, and
+where one rank fails the others would wait there for it. Its `load_checkpoint` is called as a whole. It looks for its
+files by name before it loads them, so it is given a directory with empty ones: that needs none of its own methods to be
+replaced, and leaves nothing where the user's checkpoints are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import pickle
+import re
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
+from deepspeed.runtime.pipe.engine import PipelineEngine
+
+from mlflash.errors import ConfigError, StructureMismatch, WorldSizeChanged
+
+from ..anything import apart, together
+
+log = logging.getLogger("mlflash")
+
+TAG = re.compile(r"global_step(\d+)")
+"""How DeepSpeed names a checkpoint that the user gives no tag."""
+OTHER_RANKS = (
+    "DeepSpeed's partitions go back to as many ranks as have saved them. For another number convert a checkpoint in "
+    "storage (ds_to_universal.py) and set load_universal: memory is not looked at then; or leave it behind with "
+    "another job name or `mlflash clean`"
+)
+
+
+class MemoryCheckpointEngine(CheckpointEngine):
+    """Takes what DeepSpeed would write to files, by their names, and gives it back.
+
+    Not collective. DeepSpeed goes on with the tensors that `load` gives: they must be nobody else's.
+
+    Attributes:
+        files: what was taken, or is to be given.
+    """
+
+    def __init__(self, files: dict[str, Any] | None = None):
+        super().__init__()
+        self.name = "mlflash"
+        self.files: dict[str, Any] = {} if files is None else files
+
+    def create(self, info: Any) -> None:
+        """Begin a checkpoint."""
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        """Make no directory: there will be no file."""
+
+    def save(self, state_dict: Any, path: str) -> None:
+        """Take what would be written; the tensors stay the same ones."""
+        self.files[os.path.basename(path)] = state_dict
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        """Give what was taken, on the CPU."""
+        return self.files[os.path.basename(path)]
+
+    def commit(self, info: Any) -> bool:
+        """End a checkpoint."""
+        return True
+
+    def is_data_parallel_writer(self, dp_rank: int) -> bool:
+        """Let all ranks write."""
+        return True
+
+    def preserves_storage_sharing(self) -> bool:
+        """Let no tensor be cloned: of a view of a larger one only what it shows is saved."""
+        return False
+
+
+class EngineState:
+    """What an engine goes on from, as an object of a state for `Checkpointer.save`.
+
+    Args:
+        engine: DeepSpeed's.
+        tag: of the checkpoint. Default: as DeepSpeed names it.
+        client_state: what the user adds; each rank's own is saved.
+        exclude_frozen_parameters: leave out parameters that are not trained.
+
+    Attributes:
+        client_state: as given; after a load as DeepSpeed returns it.
+
+    Raises:
+        ConfigError: the engine keeps state where it cannot be taken from.
+    """
+
+    def __init__(
+        self, engine: Any, tag: str | None = None, client_state: Mapping[str, Any] | None = None,
+        exclude_frozen_parameters: bool = False,
+    ):  # fmt: skip
+        refuse_what_is_elsewhere(engine)
+        self._engine = engine
+        self._tag = f"global_step{engine.global_steps}" if tag is None else str(tag)
+        self.client_state: dict[str, Any] = dict(client_state or {})
+        self._exclude = exclude_frozen_parameters
+
+    def state_dict(self) -> dict[str, Any]:
+        """Take the files. Collective over all ranks with ZeRO-3, which partitions parameters and gathers them again."""
+        engine, taking = self._engine, MemoryCheckpointEngine()
+        has_events = engine._optimizer_has_ckpt_event_prologue()
+        if has_events:
+            engine.optimizer.checkpoint_event_prologue()
+        try:
+            with _in_use(engine, taking):
+                engine._save_checkpoint("", self._tag, self.client_state, exclude_frozen_parameters=self._exclude)
+                if _is_partitioned(engine):
+                    engine._save_zero_checkpoint("", self._tag)
+        finally:  # on all ranks, whatever has failed on this one
+            if has_events:
+                engine.optimizer.checkpoint_event_epilogue()
+        return {"tag": self._tag, "ranks": torch.distributed.get_world_size(), "files": apart(taking.files)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load all that was not left out. Collective over all ranks. See `load`."""
+        self.load(state, load_module_strict=not self._exclude)
+
+    def load(self, state: dict[str, Any], **options: Any) -> dict[str, Any]:
+        """Let DeepSpeed load what `state_dict` gave. Collective over all ranks.
+
+        Args:
+            state: DeepSpeed goes on with its tensors.
+            options: as those of ``engine.load_checkpoint``.
+
+        Returns:
+            The client state, as DeepSpeed returns it.
+
+        Raises:
+            WorldSizeChanged: it was saved by another number of ranks.
+            StructureMismatch: it was saved by another kind of engine.
+            ConfigError: the options would load nothing.
+        """
+        engine, tag, ranks = self._engine, state["tag"], torch.distributed.get_world_size()
+        if state["ranks"] != ranks:
+            raise WorldSizeChanged(OTHER_RANKS, expected=f"{state['ranks']} ranks", found=ranks)
+        if engine.zero_optimization_partition_weights() and options.get("load_module_only"):
+            raise ConfigError("with ZeRO-3 load_module_only=True loads no weights: load_optimizer_states=False does")
+        files = together(state["files"])
+        if files.keys() != (names := self._names(tag)):
+            raise StructureMismatch("this engine is of another ZeRO stage or precision than the one that was saved",
+                                    expected=sorted(names), found=sorted(files))  # fmt: skip
+        for number in range(engine.mp_world_size):  # DeepSpeed counts these, and looks for that number in the first
+            name = os.path.basename(engine._get_ckpt_name("", tag, f"{number:02d}"))
+            files.setdefault(name, {"mp_world_size": engine.mp_world_size})
+        with contextlib.ExitStack() as stack:
+            directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="mlflash-deepspeed-"))
+            stack.enter_context(_in_use(engine, MemoryCheckpointEngine(files)))
+            os.makedirs(os.path.join(directory, tag))
+            for name in files:
+                Path(directory, tag, name).touch()
+            if engine.zero_optimization_partition_weights() and not options.get("load_optimizer_states", True):
+                # DeepSpeed would put the weights together out of the files of all ranks; each has its shard here.
+                options = {**options, "load_optimizer_states": True}
+                stack.enter_context(_weights_only(engine.optimizer))
+            # Of the class: `attach` replaces it in the engine.
+            _, self.client_state = type(engine).load_checkpoint(engine, directory, tag, **options)
+        return self.client_state
+
+    def _names(self, tag: str) -> set[str]:
+        """The names of the files of this rank."""
+        engine = self._engine
+        paths = [engine._get_ckpt_name("", tag)]
+        if _is_partitioned(engine):
+            paths.append(engine._get_zero_ckpt_name("", tag))
+        return {os.path.basename(path) for path in paths}
+
+
+def alike(engine: Any, name: str) -> dict[str, Any]:
+    """Say which entries of an `EngineState` all data-parallel ranks hold alike: for ``Checkpointer(replicated=...)``.
+
+    Not collective.
+
+    Args:
+        engine: DeepSpeed's.
+        name: of the `EngineState` in the state.
+
+    Returns:
+        The group by patterns of names: of the weights, without ZeRO-3, and with ZeRO 0 of the optimizer. Empty where
+        there is nothing.
+    """
+    group = engine.seq_data_parallel_group
+    if engine.zero_optimization_partition_weights() or torch.distributed.get_world_size(group) == 1:
+        return {}
+    parts = ("module",) if _is_partitioned(engine) else ("module", "optimizer")
+    return {f"{name}.files.tree.mp_rank_*.{part}.*": group for part in parts}
+
+
+def step_on_disk(engine: Any, load_dir: str | os.PathLike[str], tag: str | None) -> int | None:
+    """Give the step of a checkpoint that DeepSpeed has written; None: there is none, or it cannot be read.
+
+    Not collective.
+
+    Args:
+        engine: DeepSpeed's.
+        load_dir: where.
+        tag: which; None: the one that DeepSpeed calls the latest.
+    """
+    try:
+        tag = Path(load_dir, "latest").read_text().strip() if tag is None else str(tag)
+    except OSError:
+        return None
+    names = engine._get_all_ckpt_names(load_dir, tag)
+    if not names:
+        return None
+    if named := TAG.fullmatch(tag):
+        return int(named[1])
+    try:
+        try:
+            return int(torch.load(names[0], map_location="cpu", mmap=True, weights_only=False)["global_steps"])
+        except RuntimeError:  # not in the format that can be mapped
+            return int(engine.checkpoint_engine.load(names[0], map_location="cpu")["global_steps"])
+    except (OSError, EOFError, KeyError, RuntimeError, pickle.UnpicklingError) as error:
+        log.warning("the step of %s is not known (%s): memory is taken to be newer", names[0], error)
+        return None
+
+
+def refuse_what_is_elsewhere(engine: Any) -> None:
+    """Refuse an engine of which a rank does not write all that it loads. Not collective.
+
+    Raises:
+        ConfigError: saying why.
+    """
+    if isinstance(engine, PipelineEngine):
+        raise ConfigError("the ranks of a pipeline share out the files of its layers: none has all that it loads")
+    if engine.has_moe_layers:
+        raise ConfigError("the ranks share out the files of experts: none has all that it loads")
+    if engine.zero_nvme_offload_optimizer():
+        raise ConfigError("the optimizer's state is on NVMe: DeepSpeed copies it from file to file")
+    if (offload := engine.zero_offload_param()) is not None and offload.device == "nvme":
+        raise ConfigError("the parameters are on NVMe")
+    if engine.zero_elastic_checkpoint():
+        raise ConfigError("with elastic_checkpoint a rank loads what all have saved: leave it out")
+    if engine.checkpoint_engine is None:
+        raise ConfigError("this engine has no optimizer, and DeepSpeed saves no checkpoint of it")
+
+
+def _is_partitioned(engine: Any) -> bool:
+    """Whether each rank has a part of the optimizer's state, in a file of its own."""
+    return hasattr(engine.optimizer, "dp_process_group")
+
+
+@contextlib.contextmanager
+def _in_use(engine: Any, checkpoint_engine: MemoryCheckpointEngine) -> Iterator[None]:
+    with (
+        mock.patch.object(engine, "checkpoint_engine", checkpoint_engine),
+        mock.patch.object(engine, "save_non_zero_checkpoint", True),
+        mock.patch.object(engine, "_copy_recovery_script", lambda path: None),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _weights_only(optimizer: Any) -> Iterator[None]:
+    """Let a ZeRO-3 optimizer load its shard of the weights, and no state of its own."""
+    load = optimizer.load_state_dict
+
+    def load_weights(*args: Any, **options: Any) -> None:
+        load(*args, **{**options, "load_optimizer_states": False})
+
+    with mock.patch.object(optimizer, "load_state_dict", load_weights):
+        yield

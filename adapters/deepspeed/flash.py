@@ -1,0 +1,268 @@
+"""When a DeepSpeed engine is saved, and where: in memory, in storage, or both; and which checkpoint it starts from."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any
+from unittest import mock
+
+from deepspeed.runtime.activation_checkpointing.checkpointing import get_cuda_rng_tracker
+
+from mlflash import Checkpointer, rng
+from mlflash.errors import (
+    ConfigError,
+    StepNotFound,
+    StructureMismatch,
+    WorldSizeChanged,
+)
+
+from .files import OTHER_RANKS, TAG, EngineState, alike, refuse_what_is_elsewhere, step_on_disk
+
+
+def attach(
+    engine: Any,
+    every_n_steps: int = 1,
+    skip_every_n_steps: int | None = None,
+    storage_every: int | None = None,
+    enabled: bool = True,
+    directory: str | os.PathLike[str] | None = None,
+    **settings: Any,
+) -> Flash:
+    """Give an engine checkpoints in memory; before its `load_checkpoint`.
+
+    Collective over all ranks. From here on ``engine.load_checkpoint`` takes the newest of memory and disk.
+
+    Args:
+        engine: what ``deepspeed.initialize`` returned.
+        every_n_steps: `Flash.save_if_needed` saves every so many steps (``engine.global_steps``).
+        skip_every_n_steps: but not where the step is a multiple of this.
+        storage_every: see `Flash`.
+        enabled: False: nothing is done.
+        directory: where checkpoints are drained or scavenged to. Default: none.
+        settings: as those of a Checkpointer.
+
+    Raises:
+        ConfigError: the intervals make no sense, or the engine keeps state where it cannot be taken from.
+    """
+    return Flash(engine, every_n_steps, skip_every_n_steps, storage_every, enabled, directory, settings)
+
+
+class Flash:
+    """Checkpoints of a DeepSpeed engine in memory; `attach` makes it. Use it as a context manager, or call `close`.
+
+    Args:
+        engine, every_n_steps, skip_every_n_steps, enabled, directory, settings: see `attach`.
+        storage_every: what ``engine.save_checkpoint`` does. None: it writes to storage, as without mlflash. A number:
+            it saves in memory, and at every so manieth call to storage besides; 0: never to storage.
+
+    Attributes:
+        storage_every: may be changed at any time, on all ranks alike.
+        checkpointer: None where nothing is done.
+    """
+
+    def __init__(self, engine: Any, every_n_steps: int, skip_every_n_steps: int | None, storage_every: int | None,
+                 enabled: bool, directory: Any, settings: dict[str, Any]):  # fmt: skip
+        if every_n_steps < 1 or (skip_every_n_steps is not None and skip_every_n_steps < 1) or (storage_every or 0) < 0:
+            raise ConfigError("intervals are 1 or more, storage_every may be 0",
+                              found=f"{every_n_steps}, {skip_every_n_steps}, {storage_every}")  # fmt: skip
+        self.storage_every = storage_every
+        self.checkpointer: Checkpointer | None = None
+        self._engine, self._every, self._skip = engine, every_n_steps, skip_every_n_steps
+        self._step = engine.global_steps
+        self._calls = 0  # of engine.save_checkpoint since one of them wrote to storage
+        self._methods = contextlib.ExitStack()  # of the engine, which are replaced
+        if not enabled:
+            return
+        refuse_what_is_elsewhere(engine)
+        shared = alike(engine, "engine")
+        settings = {**({"replicated": shared} if shared else {}), **settings}
+        self._open = functools.partial(Checkpointer, directory, **settings)
+        self.checkpointer = self._open()
+        self._save, self._load = engine.save_checkpoint, engine.load_checkpoint
+        for name, mine in (("save_checkpoint", self._save_checkpoint), ("load_checkpoint", self._load_checkpoint)):
+            self._methods.enter_context(mock.patch.object(engine, name, mine))
+
+    # Saving
+
+    def save_if_needed(
+        self, client_state: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None = None, tag: str | None = None
+    ) -> bool:
+        """Save in memory, where a step has ended that is one of those; to be called after each ``engine.step()``.
+
+        Collective over all ranks.
+
+        Args:
+            client_state: see `save`; or a function that gives it, called where it is needed.
+            tag: see `save`.
+
+        Returns:
+            Whether it was due.
+        """
+        step = self._engine.global_steps
+        if self.checkpointer is None or step == self._step:  # gradients are still summed up
+            return False
+        self._step = step
+        if step % self._every or (self._skip is not None and step % self._skip == 0):
+            return False
+        self.save(client_state() if callable(client_state) else client_state, tag)
+        return True
+
+    def save(
+        self, client_state: Mapping[str, Any] | None = None, tag: str | None = None,
+        exclude_frozen_parameters: bool = False,
+    ) -> None:  # fmt: skip
+        """Save in memory now.
+
+        Collective over all ranks, but none waits for another. Where it fails on any, that is a warning, and the
+        checkpoint before it stays.
+
+        Args:
+            client_state: each rank's own is saved, and what ``load_checkpoint`` returns.
+            tag: name of the checkpoint. Default: as DeepSpeed names it.
+            exclude_frozen_parameters: leave out parameters that are not trained.
+        """
+        if self.checkpointer is None:
+            return
+        self._step = step = self._engine.global_steps
+        state = {
+            "engine": EngineState(self._engine, tag, client_state, exclude_frozen_parameters),
+            "rng": rng(),
+            "tracker": get_cuda_rng_tracker().get_states(),
+            "calls": self._calls,
+        }
+        self.checkpointer.adapting.save_or_warn(step, state)
+
+    def _save_checkpoint(
+        self, save_dir: str, tag: str | None = None, client_state: Any = None, save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:  # fmt: skip
+        """What `engine.save_checkpoint` is."""
+        to_storage = self.storage_every is None
+        if self.storage_every is not None:
+            self._calls += 1
+            to_storage = self.storage_every > 0 and self._calls >= self.storage_every
+            self._calls = 0 if to_storage else self._calls
+            self.save(client_state, tag, exclude_frozen_parameters)
+        if to_storage:
+            self._save(save_dir, tag, client_state or {}, save_latest, exclude_frozen_parameters)
+        return True
+
+    # Loading
+
+    def steps(self) -> list[int]:
+        """List the steps that can be loaded from memory or the directory, ascending. Collective over all ranks."""
+        return [] if self.checkpointer is None else self.checkpointer.steps()
+
+    def load(self, step: int | None = None, **options: Any) -> tuple[str | None, dict[str, Any] | None]:
+        """Load from memory or the directory, whatever there is on disk.
+
+        Collective over all ranks.
+
+        Args:
+            step: this one instead of the newest.
+            options: as those of ``engine.load_checkpoint``.
+
+        Returns:
+            As ``engine.load_checkpoint``; what would be a path says where the checkpoint came from.
+
+        Raises:
+            StepNotFound: there is no such step.
+            WorldSizeChanged: it was saved by another number of ranks.
+        """
+        found = self._read(step)
+        return (None, None) if found is None else self._give(*found, options)
+
+    def _load_checkpoint(self, load_dir: str, tag: str | None = None, *args: Any, **options: Any) -> Any:
+        """What `engine.load_checkpoint` is."""
+        names = ("load_module_strict", "load_optimizer_states", "load_lr_scheduler_states", "load_module_only",
+                 "custom_load_fn")  # fmt: skip
+        options |= dict(zip(names, args, strict=False))
+        if not self._engine.load_universal_checkpoint():
+            on_disk = self._step_on_disk(load_dir, tag)
+            try:
+                found = self._read() if tag is None else self._read_tag(str(tag))
+            except WorldSizeChanged as error:
+                if on_disk is None or error.step is None or on_disk <= error.step:
+                    raise
+                found = None
+            if found is not None and (on_disk is None or on_disk <= found[0]):
+                return self._give(*found, options)
+        result = self._load(load_dir, tag, **options)
+        self._calls = 0
+        self._go_on()
+        return result
+
+    def _read(self, step: int | None = None) -> tuple[int, dict[str, Any]] | None:
+        """Read a step, or the newest, of memory or the directory. Collective over all ranks."""
+        if self.checkpointer is None:
+            return None
+        try:
+            step, state = self.checkpointer.load(step)
+        except WorldSizeChanged as error:
+            raise WorldSizeChanged(OTHER_RANKS, step=error.step, expected=error.expected, found=error.found) from error
+        if step is None:
+            return None
+        if not isinstance(state, dict) or state.keys() != {"engine", "rng", "tracker", "calls"}:
+            raise StructureMismatch("this checkpoint was not saved through mlflash.adapters.deepspeed: give this "
+                                    "training a job name of its own", step=step)  # fmt: skip
+        return step, state
+
+    def _read_tag(self, tag: str) -> tuple[int, dict[str, Any]] | None:
+        """Read the newest checkpoint of a tag. Collective over all ranks."""
+        named = TAG.fullmatch(tag)
+        for step in reversed(self.steps()):
+            if named is not None and step != int(named[1]):
+                continue
+            try:
+                found = self._read(step)
+            except StepNotFound:  # it was damaged
+                continue
+            if found is not None and found[1]["engine"]["tag"] == tag:
+                return found
+        return None
+
+    def _give(self, step: int, state: dict[str, Any], options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+        """Let the engine go on from what was read. Collective over all ranks."""
+        client_state = EngineState(self._engine).load(state["engine"], **options)
+        rng().load_state_dict(state["rng"])
+        get_cuda_rng_tracker().set_states(state["tracker"])
+        self._calls = state["calls"]
+        self._go_on()
+        return f"step {step} of mlflash", client_state
+
+    def _go_on(self) -> None:
+        """Go on from the step that was loaded."""
+        self._step = self._engine.global_steps
+        assert self.checkpointer is not None
+        if (self.checkpointer.last_step or 0) > self._step:  # within one Checkpointer steps only grow
+            self.checkpointer.close()
+            self.checkpointer = self._open()
+
+    def _step_on_disk(self, load_dir: str, tag: str | None) -> int | None:
+        """The step of a checkpoint of DeepSpeed's own, as rank 0 finds it; None: there is none. Collective."""
+        assert self.checkpointer is not None
+        adapting = self.checkpointer.adapting
+        step = step_on_disk(self._engine, load_dir, tag) if adapting.world.rank == 0 else None
+        steps: list[int | None] = adapting.run(lambda: adapting.world.gather(step))
+        return steps[0]
+
+    # Ending
+
+    def close(self) -> None:
+        """Wait for what is on its way, and give the engine its own methods back. Collective. May be called twice."""
+        self.__exit__(None, None, None)
+
+    def __enter__(self) -> Flash:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close; where an exception is on its way, without waiting for other ranks."""
+        self._methods.close()
+        if self.checkpointer is not None:
+            self.checkpointer.__exit__(kind, error, trace)

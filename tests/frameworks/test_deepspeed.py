@@ -1,0 +1,188 @@
+"""What is special to DeepSpeed: tags, storage beside memory, parts of a checkpoint, and what is refused."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import HERE, UID, Cluster, Result
+
+RANKS = 2
+ENV = {"PYTHONPATH": f"{HERE / 'frameworks'}:{HERE}", "PYTHONWARNINGS": "ignore"}
+OF_A_STAGE = ["tags", "weights_only", "storage", "failed", "again", "back", "newer_on_disk"]
+ONCE = ["closed", "universal", "refused", "tracker", "other_stage", "strict", "in_a_state"]
+HAS_LLAMA = importlib.util.find_spec("transformers") is not None
+
+
+def run_all(cluster: Cluster, cases: Sequence[tuple[str, str]], ranks: int = RANKS) -> Result:
+    result = cluster.run(ranks, "frameworks/deepspeed_cases.py", json.dumps(cases), env=ENV, timeout=120)
+    assert len(result.of("done")) == len(cases) * ranks, result.log
+    return result
+
+
+def launched(stage: str, *cases: str) -> Iterator[Result]:
+    root = Path(tempfile.mkdtemp(prefix="mlflash-test-", dir="/dev/shm"))
+    try:
+        yield run_all(Cluster(root), [(stage, case) for case in cases])
+    finally:
+        shutil.rmtree(root)
+
+
+@pytest.fixture(scope="module", params=["zero0", "zero1", "fp16", "zero3", "bf16"])
+def staged(request: pytest.FixtureRequest) -> Iterator[Result]:
+    yield from launched(request.param, *OF_A_STAGE)
+
+
+@pytest.fixture(scope="module")
+def once() -> Iterator[Result]:
+    yield from launched("zero1", *ONCE, *(["tensor_parallel"] if HAS_LLAMA else []))
+
+
+def each(result: Result, event: str, *names: str) -> list[tuple[Any, ...]]:
+    """What all ranks have noted of an event, alike."""
+    by_rank = [
+        [tuple(one[name] for name in names) for one in result.of(event) if one["rank"] == r] for r in range(RANKS)
+    ]
+    assert by_rank[0] == by_rank[1], result.log
+    return by_rank[0]
+
+
+def test_a_tag_names_a_checkpoint_in_memory(staged: Result) -> None:
+    assert each(staged, "loaded", "tag", "step", "path") == [
+        ("first", 1, "step 1 of mlflash"),
+        ("second", 2, "step 2 of mlflash"),
+        (None, 2, "step 2 of mlflash"),
+    ]
+    assert all(record["same"] for record in staged.of("loaded")), staged.log
+    assert each(staged, "listed", "steps") == [([1, 2],)]
+
+
+def test_a_tag_that_is_nowhere_is_not_replaced_by_another(staged: Result) -> None:
+    assert each(staged, "unknown", "text") == [("",)]  # DeepSpeed asserts that there are files
+
+
+def test_each_rank_gets_its_own_client_state(staged: Result) -> None:
+    assert all(record["rank_said"] == record["rank"] for record in staged.of("loaded"))
+    assert {record["args"] for record in staged.of("loaded")} == {"Namespace(lr=0.1)"}
+
+
+def test_checkpoints_in_memory_leave_nothing_where_those_on_disk_are(staged: Result) -> None:
+    assert each(staged, "nothing written", "there") == [(False,)]
+
+
+def test_without_optimizer_state_or_schedule_memory_gives_what_disk_gives(staged: Result) -> None:
+    for rank in range(RANKS):
+        found: dict[str, list[Any]] = {}
+        for record in staged.of("weights"):
+            if record["rank"] == rank:
+                found.setdefault(record["way"], []).append(record["of"])
+        assert len(found) >= 2 and all(disk == memory for disk, memory in found.values()), staged.log
+
+
+def test_with_zero_3_a_load_that_would_load_no_weights_is_refused(staged: Result) -> None:
+    ((stage, text),) = each(staged, "module only", "stage", "text")
+    assert text.endswith("load_optimizer_states=False does") == (stage == "zero3")
+
+
+def test_deepspeed_alone_goes_on_from_storage_with_the_same_bits(staged: Result) -> None:
+    assert each(staged, "plain", "step", "same", "seen") == [(4, True, 4), (5, True, 5)]
+
+
+def test_each_second_checkpoint_goes_to_storage_over_a_relaunch_too(staged: Result) -> None:
+    disk = ["again", "global_step2", "global_step4", "global_step7", "of 6"]  # from 7 on all, as was asked for
+    found = each(staged, "storage", "memory", "disk", "at", "same", "seen", "later")
+    assert found == [([4, 5], disk, 5, True, 5, [5, 6])]
+
+
+def test_what_was_loaded_stays_what_it_was(staged: Result) -> None:
+    assert each(staged, "again", "same") == [(True,), (True,)]
+
+
+def test_where_training_went_back_the_newest_is_what_it_saved_then(staged: Result) -> None:
+    assert each(staged, "back", "at") == [(2,)]
+    assert each(staged, "from there", "step", "same") == [(3, True)]
+
+
+def test_the_newer_of_memory_and_disk_is_taken_whatever_its_tag(staged: Result) -> None:
+    assert each(staged, "newer", "last", "step", "memory") == [(3, 3, False), (4, 4, True)]
+
+
+def test_what_one_rank_cannot_save_is_a_warning_and_a_later_step_is_saved(staged: Result) -> None:
+    assert staged.log.count("step 2 was not saved: what is no tensor in the state cannot be pickled") == RANKS
+    assert each(staged, "so far", "steps") == [([1],), ([1],), ([1],), ([1, 4],)]
+    assert each(staged, "failed", "step", "same") == [(4, True)]
+
+
+def test_what_fails_in_deepspeed_on_one_rank_is_raised_there_and_holds_up_no_other(staged: Result) -> None:
+    texts = [record["text"] for record in staged.of("trapped")]
+    assert texts == ["nothing was raised", "division by zero"]
+    assert "step 3 was not saved: the state could not be read: ZeroDivisionError" in staged.log
+
+
+def test_closed_the_engine_is_as_it_was(once: Result) -> None:
+    found = each(once, "closed", "written", "left", "engine", "nothing", "leftovers")
+    assert found == [([False, True], [], "TorchCheckpointEngine", [None, None], [])]
+    assert each(once, "closed", "text") == [("this Checkpointer was closed",)]
+
+
+def test_universal_checkpoints_are_deepspeeds_own(once: Result) -> None:
+    assert all("latest_universal does not exist" in record["text"] for record in once.of("universal"))
+
+
+def test_engines_whose_ranks_share_out_files_are_refused(once: Result) -> None:
+    for record in once.of("refused"):
+        for text, expected in zip(
+            record["texts"],
+            ("1 or more", "pipeline", "experts", "state is on NVMe", "parameters are on NVMe", "elastic_checkpoint"),
+            strict=True,
+        ):
+            assert expected in text
+
+
+def test_the_generators_of_activation_checkpointing_come_back(once: Result) -> None:
+    assert each(once, "tracker", "same") == [(True,)]
+
+
+@pytest.mark.skipif(not HAS_LLAMA, reason="needs transformers")
+def test_tensor_parallel_ranks_get_their_own_parts(once: Result) -> None:
+    assert each(once, "parallel", "of", "step", "same") == [(2, 2, True)]
+
+
+def test_an_engine_of_another_kind_is_refused(once: Result) -> None:
+    texts = [record["text"] for record in once.of("other stage")]
+    assert ["ZeRO stage or precision" in text for text in texts] == [True, True, True, False] * RANKS, texts
+    assert all("not saved through mlflash.adapters.deepspeed" in text for text in texts[3::4])
+
+
+def test_an_engine_is_part_of_any_state(once: Result) -> None:
+    assert each(once, "in a state", "same", "seen", "shares") == [(True, True, True)] * 2, once.log
+
+
+def test_strict_raises_a_failed_save_on_all_ranks(once: Result) -> None:
+    assert ["cannot be pickled" in record["text"] for record in once.of("strict")] == [True, True], once.log
+
+
+def test_what_all_ranks_hold_is_stored_once_and_another_number_of_ranks_is_refused(shm: Path) -> None:
+    cluster, stages = Cluster(shm), ("zero0", "zero1", "zero3")
+    saved = run_all(cluster, [(stage, "save_shared") for stage in stages])
+    weights = [f"module.{number}.{name}" for number in (0, 2) for name in ("weight", "bias")]
+    moments = [f"optimizer.state.{i}.{name}" for i in range(4) for name in ("exp_avg", "exp_avg_sq", "step")]
+    for stage, names in zip(stages, ([*weights, *moments], weights, []), strict=True):
+        found = [one["shared"] for one in saved.of("saved") if one["stage"] == stage]
+        expected = sorted(f"engine.files.tree.mp_rank_00_model_states.pt.{name}" for name in names)
+        assert [sorted(one) for one in found] == [expected] * RANKS, saved.log
+        shutil.rmtree(shm / f"mlflash-{UID}" / f"shared-{stage}" / "node1")
+    assert each(saved, "not shared", "shared") == [([],)] * len(stages)
+    loaded = run_all(cluster, [(stage, "load_shared") for stage in stages])
+    assert each(loaded, "loaded", "step") == [(2,)] * len(stages), loaded.log
+    assert [one["whole"] for one in loaded.of("loaded")] == [one["whole"] for one in saved.of("saved")]
+    alone = run_all(cluster, [("zero1", "other_ranks")], ranks=1)
+    for record in alone.of("other ranks"):
+        assert "ds_to_universal.py" in record["text"] and "2 ranks\n" in record["text"], record
+    assert [record["step"] for record in alone.of("from disk")] == [3]
