@@ -1,0 +1,87 @@
+"""Which checkpoint a training starts from: the newest of memory, the directory, and those that the Trainer writes."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import re
+from pathlib import Path
+
+from transformers.trainer import TRAINER_STATE_NAME
+
+from mlflash import Checkpointer
+from mlflash.errors import StructureMismatch
+from mlflash.state import decode_plain
+
+from .states import Found
+
+log = logging.getLogger("mlflash")
+
+
+@dataclasses.dataclass(frozen=True)
+class OnDisk:
+    """What the Trainer has written.
+
+    Attributes:
+        step, path: of the newest checkpoint that is whole; None: there is none.
+        is_empty: whether there is not even the beginning of one.
+    """
+
+    step: int | None
+    path: str | None
+    is_empty: bool
+
+
+def start_from(checkpointer: Checkpointer, output_dir: str, whole: str) -> Found | str | bool | None:
+    """Find the newest checkpoint; of equally new ones that of mlflash.
+
+    Collective over all ranks.
+
+    Args:
+        checkpointer: open.
+        output_dir: the Trainer's.
+        whole: what else than the file that it writes last a checkpoint there has, if it has an optimizer.
+
+    Returns:
+        That of mlflash; or what to resume from, as the Trainer takes it: a path, True to let it fail in its own words,
+        None to start afresh.
+    """
+    found, disk = _in_memory(checkpointer), _on_disk(checkpointer, output_dir, whole)
+    if found is not None and (disk.step is None or disk.step <= found.step):
+        return found
+    if disk.path is not None:
+        log.info("starting from %s: mlflash has %s", disk.path, "nothing" if found is None else f"step {found.step}")
+        return disk.path
+    return None if disk.is_empty else True
+
+
+def _in_memory(checkpointer: Checkpointer) -> Found | None:
+    """Open the newest checkpoint, every byte of which is verified by that, and read what is small."""
+    opened = checkpointer.adapting.open()
+    if opened is None:
+        return None
+    try:
+        first = opened.olds[min(opened.olds)]
+        text = decode_plain(first.plain.get("trainer"))
+        if not isinstance(text, str):
+            raise StructureMismatch("the checkpoint is not of a Trainer", step=opened.step)
+        return Found(opened.step, text, frozenset(entry.name for entry in first.entries))
+    finally:
+        opened.close()
+
+
+def _on_disk(checkpointer: Checkpointer, output_dir: str, whole: str) -> OnDisk:
+    """Look at a Trainer's directory, on rank 0: others may see another state of it. Collective over all ranks."""
+    world = checkpointer.adapting.world
+    mine = _look(Path(output_dir), whole) if world.rank == 0 else None
+    disk: OnDisk = checkpointer.adapting.run(lambda: world.gather(mine))[0]
+    return disk
+
+
+def _look(directory: Path, whole: str) -> OnDisk:
+    there = {int(path.name[len("checkpoint-") :]): path for path in directory.glob("checkpoint-*")
+             if re.fullmatch(r"checkpoint-[0-9]+", path.name) and path.is_dir()}  # fmt: skip
+    # Without an optimizer the Trainer would go on without saying so.
+    ended = [step for step, path in there.items() if (path / TRAINER_STATE_NAME).is_file() and any(path.glob(whole))]
+    newest = max(ended, default=None)
+    return OnDisk(newest, None if newest is None else str(there[newest]), not there)

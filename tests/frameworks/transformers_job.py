@@ -1,0 +1,133 @@
+"""A tiny GPT-2 that the Trainer of Hugging Face trains: DDP, or sharded by FSDP2; one or two batches to a step."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from accelerate.state import DistributedType, PartialState
+from job import Run
+from mlflash.adapters.transformers import MLFlashCallback
+from torch.distributed.tensor import DTensor
+from torch.utils.data import Dataset
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+
+
+class Rows(Dataset):
+    """Rows of random tokens, always the same."""
+
+    def __init__(self, count: int):
+        self.tokens = torch.randint(0, 64, (count, 12), generator=torch.Generator().manual_seed(3))
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self.tokens[index], "labels": self.tokens[index]}
+
+
+class NotingTrainer(Trainer):
+    """Notes the loss of each batch."""
+
+    run: Run
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Train on a batch."""
+        loss: torch.Tensor = super().training_step(*args, **kwargs)
+        self.run.loss(self.state.global_step + 1, loss.item())
+        return loss
+
+
+class Stop(TrainerCallback):
+    """Ends a training before the step that its arguments, and so its schedule, are made for."""
+
+    def __init__(self, last: int):
+        self.last = last
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop |= state.global_step >= self.last
+
+
+class TinyForCausalLM(GPT2LMHeadModel):
+    """Dropout, a weight that is both the first and the last, one too small to shard, and maybe one that is not used."""
+
+    def __init__(self, config: GPT2Config, idle: bool, gains: int):
+        super().__init__(config)
+        self.gain = torch.nn.Parameter(torch.ones(gains))
+        if idle:
+            self.idle = torch.nn.Parameter(torch.ones(8))
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, **kwargs: Any) -> Any:
+        """Find the loss."""
+        output = super().forward(input_ids, labels=labels, **kwargs)
+        output.loss = output.loss * self.gain.mean()
+        return output
+
+
+def tiny(idle: bool, gains: int = 1) -> TinyForCausalLM:
+    """Make one, always the same."""
+    torch.manual_seed(1)
+    config = GPT2Config(vocab_size=64, n_positions=12, n_embd=16, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
+    return TinyForCausalLM(config, idle, gains)
+
+
+@contextlib.contextmanager
+def fsdp_on_cpus() -> Iterator[None]:
+    """Let accelerate take these processes for such with GPUs, as it shards (and asks no more) on these only."""
+    with (
+        mock.patch.object(PartialState, "_prepare_backend", lambda *_: ("gloo", DistributedType.MULTI_GPU)),
+        mock.patch.dict(os.environ, ACCELERATE_TORCH_DEVICE="cpu"),
+    ):
+        yield
+
+
+def deepspeed_config(stage: int) -> dict[str, Any]:
+    """Of ZeRO, with the Trainer's optimizer and schedule."""
+    return {
+        "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",
+        "zero_optimization": {"stage": stage}, "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+    }  # fmt: skip
+
+
+def make_trainer(run: Run, callbacks: list[Any] | None = None, **arguments: Any) -> NotingTrainer:
+    """Make a trainer of four batches to the epoch, or of five, two to the step; each rank draws numbers of its own."""
+    rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    given = {
+        "output_dir": str(run.directory), "per_device_train_batch_size": 2, "max_steps": 20, "learning_rate": 1e-2,
+        "save_strategy": "steps" if run.disk else "no", "save_steps": run.disk or 500, "logging_strategy": "no",
+        "save_total_limit": run.kept or None, "gradient_accumulation_steps": 2 if run.variant == "accumulate" else 1,
+        "data_seed": 5, "report_to": "none", "disable_tqdm": True, "use_cpu": run.variant != "fsdp2",
+        "ddp_backend": "gloo", "dataloader_pin_memory": False,
+    }  # fmt: skip
+    sharded: dict[str, Any] = {}
+    if run.variant == "fsdp2":
+        sharded = {"fsdp": True, "fsdp_config": {"state_dict_type": "SHARDED_STATE_DICT"}}
+    if run.variant.startswith("zero"):
+        import deepspeed_job  # noqa: F401  # what stands in for its compiler
+
+        sharded = {"deepspeed": deepspeed_config(int(run.variant[-1]))}
+    gains = size if run.variant == "zero3" else 1  # ZeRO-3 would fill up a share of one with what happens to be there
+    with fsdp_on_cpus() if run.variant == "fsdp2" else contextlib.nullcontext():
+        trainer = NotingTrainer(
+            model=tiny(not sharded, gains), args=TrainingArguments(**{**given, **sharded, **arguments}),
+            train_dataset=Rows(2 * size * (5 if run.variant == "accumulate" else 4)),
+            eval_dataset=Rows(8), callbacks=[Stop(run.last), *(callbacks or [])],
+        )  # fmt: skip
+    trainer.run = run
+    torch.manual_seed(100 + rank)
+    return trainer
+
+
+def train(run: Run) -> None:
+    """Train to a step, from the newest checkpoint there is."""
+    flash = MLFlashCallback(run.every, run.skip, run.enabled, **run.checkpointing)
+    trainer = make_trainer(run, [flash])
+    trainer.train(resume_from_checkpoint=run.enabled)
+    assert any(isinstance(param, DTensor) for param in trainer.model.parameters()) is (run.variant == "fsdp2")
+    engine = trainer.deepspeed
+    run.end(trainer.model, [trainer.optimizer if engine is None else engine.optimizer])
