@@ -1,0 +1,248 @@
+"""TorchTitan: checkpoints in the memory of the nodes, between those that its checkpointer writes to disk.
+
+`MemoryCheckpointManager` is TorchTitan's `CheckpointManager`, with all of its options, which are about the disk as
+before. Every ``memory_interval`` steps it saves in memory besides; a load takes the newest of memory and disk.
+
+What is saved is what TorchTitan's manager holds (model parts, optimizers, schedulers, data loader, step) and the random
+numbers of this rank; by `Checkpointer.save` and `restore`, and not through DCP, which would plan each save anew: for
+thousands of DTensors that takes seconds, and messages between all ranks. Of models the parameters and buffers go as
+they are, as hooks of their `state_dict` may gather weights from all ranks to take them apart (`FusedQKVLinear`). Those
+and the optimizers' tensors are filled in place, on any number of ranks, as they are DTensors; and where one is missing
+on either side `restore` refuses it, of which the objects themselves would say nothing.
+
+Example:
+    from torchtitan.models.llama3.config_registry import llama3_8b
+    from mlflash.adapters.torchtitan import MemoryCheckpointManager
+
+    def llama3_8b_in_memory():
+        config = llama3_8b()
+        config.checkpoint = MemoryCheckpointManager.Config.beside(config.checkpoint, memory_interval=10)
+        return config
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from typing import Any
+
+import torch
+from torchtitan.components.checkpointer import DATALOADER, MODEL, OPTIMIZER, CheckpointManager
+from torchtitan.components.checkpointer.utils import canonical_fqn
+from torchtitan.tools import filesystem
+
+from mlflash import Checkpointer, rng
+from mlflash.errors import ConfigError, StructureMismatch
+
+_NUMBERS = "random numbers"
+
+
+class MemoryCheckpointManager(CheckpointManager):
+    """TorchTitan's checkpointer, which saves in memory besides; TorchTitan builds it from its `Config`.
+
+    All methods are collective over all ranks.
+
+    Args:
+        config: TorchTitan's options, and those of memory.
+        objects: what TorchTitan's manager takes.
+    """
+
+    @dataclasses.dataclass(kw_only=True, slots=True)
+    class Config(CheckpointManager.Config):
+        """TorchTitan's options, and those of memory."""
+
+        memory_enable: bool = True
+        """Whether to save in memory, and to load from there. Without TorchTitan's ``enable`` nothing is done."""
+
+        memory_interval: int = 10
+        """Steps from one checkpoint in memory to the next."""
+
+        memory_skip: int | None = None
+        """None in memory where the step is a multiple of this, such as ``interval``: it goes to disk."""
+
+        memory_directory: str | None = None
+        """Where checkpoints are drained or scavenged to. Default: nowhere."""
+
+        memory_settings: dict[str, Any] = dataclasses.field(default_factory=dict)
+        """Further settings of a Checkpointer."""
+
+        def __post_init__(self) -> None:
+            CheckpointManager.Config.__post_init__(self)
+            if self.memory_interval < 1 or (self.memory_skip is not None and self.memory_skip < 1):
+                raise ConfigError("intervals are 1 or more", found=f"{self.memory_interval}, {self.memory_skip}")
+
+        @classmethod
+        def beside(cls, disk: CheckpointManager.Config, **memory: Any) -> MemoryCheckpointManager.Config:
+            """Add the options of memory to those of TorchTitan's own manager."""
+            return cls(**{field.name: getattr(disk, field.name) for field in dataclasses.fields(disk)}, **memory)
+
+    _flash: Checkpointer | None = None
+
+    def __init__(self, config: Config, **objects: Any):
+        super().__init__(config, **objects)
+        self._every, self._skip = config.memory_interval, config.memory_skip
+        if config.enable and config.memory_enable and not config.create_seed_checkpoint:
+            self._flash = Checkpointer(config.memory_directory, **config.memory_settings)
+
+    def __del__(self) -> None:
+        """Abandon what was never closed: a finalizer runs on each rank when it likes, and may wait for no other."""
+        self._end(RuntimeError)
+        super().__del__()
+
+    def _save(self, curr_step: int, last_step: bool = False) -> bool:
+        is_due = curr_step > 0 and curr_step % self._every == 0 and (self._skip is None or curr_step % self._skip != 0)
+        if self._flash is not None and is_due and not self.load_only:
+            with torch.no_grad():
+                self._flash.adapting.save_or_warn(curr_step, {**self._state(), _NUMBERS: rng()})
+        saved: bool = super()._save(curr_step, last_step)
+        return saved
+
+    def _load(self, step: int = -1) -> bool:
+        if self._flash is None:
+            return bool(super()._load(step))
+        on_disk = self._step_on_disk(self._flash, step)
+        held = [found for found in self._flash.steps() if step in (-1, found)]
+        # Who names a step means the one in the folder; else that in memory, which has the random numbers, too.
+        if held and (max(held) > on_disk or (step == -1 and max(held) == on_disk)):
+            found = self._restore(self._flash, None if step == -1 else step)
+            if found is not None and found >= on_disk:  # the newest in memory may have been damaged
+                return True
+        self._draw_from(None)
+        return bool(super()._load(on_disk if step == -1 else step))
+
+    def _step_on_disk(self, flash: Checkpointer, step: int) -> int:
+        """The newest step on disk, or the given one, as the rank says that sees most; -1: none. Collective."""
+        if step == -1:
+            found = self._find_load_step()
+        else:
+            found = step if filesystem.isfile(filesystem.join(self._create_checkpoint_id(step), ".metadata")) else -1
+        adapting = flash.adapting
+        return -int(adapting.run(lambda: adapting.world.agree([-found]))[0])
+
+    def _restore(self, flash: Checkpointer, step: int | None) -> int | None:
+        """Restore a step, or the newest, from memory or what was drained."""
+        numbers, optimizers, excluded = _Numbers(), self.states[OPTIMIZER], set(self.exclude_from_loading)
+        if unknown := excluded - self.states.keys():
+            raise ConfigError("exclude_from_loading", expected=sorted(self.states), found=sorted(unknown))
+        new = [optimizer for optimizer in optimizers.optimizers if not optimizer.state]
+        with torch.no_grad():
+            state = self._state()
+            if state[DATALOADER] is not None:
+                state[DATALOADER] = _Position(state[DATALOADER])
+            for key in excluded:
+                state[key] = _Unread(state[key] if key == OPTIMIZER else {})
+            found = flash.restore({**state, _NUMBERS: numbers}, step)
+            if found is not None and OPTIMIZER not in excluded:
+                # Its tensors are filled, but not the numbers beside them.
+                optimizers.load_state_dict(state[OPTIMIZER])
+            else:
+                for optimizer in new:  # to be read it has made a step with gradients of zero, which counts
+                    optimizer.state.clear()
+        self._draw_from(numbers.held)
+        return found
+
+    def _state(self) -> dict[str, Any]:
+        """What TorchTitan's manager holds; model parts and optimizers as dicts of their live tensors."""
+        parts = [_tensors(part) for part in self.states[MODEL].model]
+        return {**self.states, MODEL: parts, OPTIMIZER: self.states[OPTIMIZER].state_dict()}
+
+    def _draw_from(self, numbers: dict[str, Any] | None) -> None:
+        """Set random numbers' states, but only when the data loader has drawn from them for its new iterator.
+
+        In a run that nothing happened to it did so before the first step. None: leave them alone after all.
+        """
+        loader = self.states[DATALOADER]
+        make = getattr(type(loader), "_get_iterator", None)
+        if make is None:
+            if numbers is not None:
+                rng().load_state_dict(numbers)
+            return
+        vars(loader).pop("_get_iterator", None)
+        if numbers is None:
+            return
+
+        def get_iterator() -> Any:
+            del loader._get_iterator
+            iterator = make(loader)
+            rng().load_state_dict(numbers)
+            return iterator
+
+        loader._get_iterator = get_iterator
+
+    def _close(self) -> None:
+        try:
+            super()._close()
+        finally:
+            self._end(sys.exc_info()[0])
+
+    def _end(self, error: type[BaseException] | None) -> None:
+        """Close what saves in memory; where an error is on its way, without waiting for other ranks."""
+        flash, self._flash = self._flash, None
+        if flash is not None:
+            flash.__exit__(error, None, None)
+
+
+def _tensors(part: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and persistent buffers by name, as TorchTitan names them."""
+    tensors = dict(part.named_parameters())
+    for prefix, module in part.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                tensors[f"{prefix}.{name}".lstrip(".")] = buffer
+    return {canonical_fqn(name): tensor for name, tensor in tensors.items()}
+
+
+class _Numbers:
+    """This rank's random numbers, noted for later."""
+
+    rank_private = True
+
+    def __init__(self) -> None:
+        self.held: dict[str, Any] | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return rng().state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.held = state
+
+
+class _Unread:
+    """A part of the state that stays as it is.
+
+    Args:
+        like: live tensors that say in which shards those of the checkpoint would be wanted.
+    """
+
+    def __init__(self, like: dict[str, Any]):
+        self._like = like
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._like
+
+    def load_state_dict(self, state: Any) -> None:
+        """Leave it."""
+
+
+class _Position:
+    """TorchTitan's data loader, to be loaded: which begins anew with no more than a warning where it cannot go on.
+
+    Args:
+        loader: it.
+    """
+
+    def __init__(self, loader: Any):
+        self._loader = loader
+
+    def state_dict(self) -> dict[str, Any]:
+        """Do not ask it, as it would start an iterator, with workers and random numbers."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        mine, size = getattr(self._loader, "_rank_id", None), getattr(self._loader, "dp_world_size", None)
+        if state and mine is not None and (mine not in state or state.get("world_size") != size):
+            raise StructureMismatch(
+                'the data was dealt to other ranks: exclude_from_loading=["dataloader"] begins it anew',
+                expected=f"{mine} of {size}", found=f"{min(state)} of {state.get('world_size')}",
+            )  # fmt: skip
+        self._loader.load_state_dict(state)
