@@ -36,8 +36,9 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 # It asks for a newer Python and for CUDA, and needs neither for what is tested here.
 MEGATRON := megatron-core einops psutil packaging
-# Large, and the same under both MPIs.
-FRAMEWORKS := s3test,lightning
+# Large, and the same under both MPIs. The setup of DeepSpeed asks for torch; TorchTitan for data sets and trackers.
+FRAMEWORKS := s3test,lightning,transformers
+TORCHTITAN := torchtitan spmd_types tyro docstring_parser typeguard
 
 MINUTES ?= 10
 SEED ?= 1
@@ -55,6 +56,10 @@ $(VENV)/.dependencies: setup.cfg constraints.txt
 	$(BIN)/pip install -q -c constraints.txt torch setuptools wheel
 	$(BIN)/pip install -q -c constraints.txt '.[$(MPI),test,lint$(if $(filter mpich,$(MPI)),$(comma)$(FRAMEWORKS))]'
 	$(BIN)/pip install -q --no-deps --ignore-requires-python -c constraints.txt $(MEGATRON)
+ifeq ($(MPI),mpich)
+	DS_BUILD_OPS=0 $(BIN)/pip install -q --no-build-isolation -c constraints.txt deepspeed
+	$(BIN)/pip install -q --no-deps -c constraints.txt $(TORCHTITAN)
+endif
 	@touch $@
 
 # The tests run against the installed package, never against the checkout.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import subprocess
 import sys
@@ -11,26 +12,64 @@ import pytest
 
 from mlflash.demo.launch import mpiexec
 
-DOCS = Path(__file__).parents[2] / "docs"
-
-# What the framework, or mlflash, says of a start from memory.
-FROM_MEMORY = {"lightning": "from the checkpoint at mlflash:20"}
+HERE = Path(__file__).parent
+DOCS = HERE.parents[1] / "docs"
 
 
-def start(script: Path, last: int, memory: Path) -> str:
-    program = [sys.executable, "-W", "ignore", "-m", "mpi4py", str(script), str(last)]
-    environment = {"MLFLASH_MEMORY": str(memory), "MLFLASH_RANKS_PER_NODE": "1", "TMPDIR": str(memory)}
-    line, env = mpiexec(2, program, environment)
-    result = subprocess.run(line, env=env, cwd=script.parent, timeout=100, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stdout + result.stderr
-    return result.stdout + result.stderr
+@dataclasses.dataclass(frozen=True)
+class Page:
+    """How a page's script is started, and what is said then.
+
+    Attributes:
+        restored: by the framework, or mlflash, of a start from memory.
+        begins: by each rank, of the step it begins after, plus `ahead`.
+        steps: after which the two runs end; the first one's last is in memory.
+        before: what stands in for a GPU, where the framework wants one: started with the script as its argument.
+        arguments: before the last step.
+    """
+
+    restored: str
+    begins: str = "begins after step {}"
+    ahead: int = 0
+    steps: tuple[int, int] = (20, 25)
+    before: tuple[str, ...] = ()
+    arguments: str = ""
+
+    def start(self, script: Path, last: int, memory: Path) -> str:
+        """Run it on two ranks, to a step."""
+        arguments = [*self.before, str(script), *self.arguments.split(), str(last)]
+        program = [sys.executable, "-W", "ignore", "-m", "mpi4py", *arguments]
+        environment = {"MLFLASH_MEMORY": str(memory), "MLFLASH_RANKS_PER_NODE": "1", "TMPDIR": str(memory)}
+        line, env = mpiexec(2, program, environment)
+        result = subprocess.run(
+            line, env=env, cwd=script.parent, timeout=100, capture_output=True, text=True, check=False
+        )
+        assert result.returncode == 0, result.stdout + result.stderr
+        return result.stdout + result.stderr
+
+    def beginnings(self, printed: str, step: int) -> int:
+        """How many ranks said that they begin after a step."""
+        return len(re.findall(self.begins.format(step + self.ahead) + r"\b", printed))
 
 
-@pytest.mark.parametrize("page", FROM_MEMORY)
+PAGES = {
+    "lightning": Page("from the checkpoint at mlflash:20"),
+    "transformers": Page("restored step 20 from memory"),
+    "deepspeed": Page("step 20 of mlflash"),
+    "torchtitan": Page(
+        "restored step 4 from memory", "Training starts at step {}", 1, (4, 5), (str(HERE / "titan_on_cpu.py"),),
+        "--module train --config small --parallelism.spmd_backend partial_dtensor --checkpoint.memory_interval 4 "
+        "--training.steps",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("page", PAGES)
 def test_a_script_goes_on_from_memory_when_it_is_started_again(page: str, shm: Path, tmp_path: Path) -> None:
     (block,) = re.findall(r"^```python\n(.*?)^```", (DOCS / f"{page}.md").read_text(), re.M | re.S)
     script = tmp_path / "train.py"
     script.write_text(block)
-    assert start(script, 20, shm).count("begins after step 0\n") == 2
-    again = start(script, 25, shm)
-    assert again.count("begins after step 20\n") == 2 and FROM_MEMORY[page] in again
+    first, second = PAGES[page].steps
+    assert PAGES[page].beginnings(PAGES[page].start(script, first, shm), 0) == 2
+    again = PAGES[page].start(script, second, shm)
+    assert PAGES[page].beginnings(again, first) == 2 and PAGES[page].restored in again
