@@ -34,6 +34,8 @@ from torchtitan.tools import filesystem
 from mlflash import Checkpointer, rng
 from mlflash.errors import ConfigError, StructureMismatch
 
+from . import intervals
+
 _NUMBERS = "random numbers"
 
 
@@ -68,8 +70,7 @@ class MemoryCheckpointManager(CheckpointManager):
 
         def __post_init__(self) -> None:
             CheckpointManager.Config.__post_init__(self)
-            if self.memory_interval < 1 or (self.memory_skip is not None and self.memory_skip < 1):
-                raise ConfigError("intervals are 1 or more", found=f"{self.memory_interval}, {self.memory_skip}")
+            intervals.check(self.memory_interval, self.memory_skip)
 
         @classmethod
         def beside(cls, disk: CheckpointManager.Config, **memory: Any) -> MemoryCheckpointManager.Config:
@@ -90,7 +91,7 @@ class MemoryCheckpointManager(CheckpointManager):
         super().__del__()
 
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
-        is_due = curr_step > 0 and curr_step % self._every == 0 and (self._skip is None or curr_step % self._skip != 0)
+        is_due = intervals.is_due(curr_step, self._every, self._skip)
         if self._flash is not None and is_due and not self.load_only:
             with torch.no_grad():
                 self._flash.adapting.save_or_warn(curr_step, {**self._state(), _NUMBERS: rng()})

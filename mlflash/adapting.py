@@ -39,6 +39,17 @@ class Adapting:
         self._check_open()
         return self._courier.call(work)
 
+    def seen_by_first(self, look: Callable[[], Any]) -> Any:
+        """Let rank 0 look at what other ranks may see in another state, such as files, and tell all of them.
+
+        Collective over comm.
+
+        Args:
+            look: called on rank 0 only, where this is called; what it returns is pickled.
+        """
+        seen = look() if self.world.rank == 0 else None
+        return self.run(lambda: self.world.broadcast(seen, 0))
+
     def save_or_warn(self, step: int, state: Any) -> Snapshot | None:
         """Save as :meth:`.Checkpointer.save` does, from a framework's callback, where an exception would end training.
 

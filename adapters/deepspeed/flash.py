@@ -20,6 +20,7 @@ from mlflash.errors import (
     WorldSizeChanged,
 )
 
+from .. import intervals
 from .files import OTHER_RANKS, TAG, EngineState, alike, refuse_what_is_elsewhere, step_on_disk
 
 
@@ -66,9 +67,9 @@ class Flash:
 
     def __init__(self, engine: Any, every_n_steps: int, skip_every_n_steps: int | None, storage_every: int | None,
                  enabled: bool, directory: Any, settings: dict[str, Any]):  # fmt: skip
-        if every_n_steps < 1 or (skip_every_n_steps is not None and skip_every_n_steps < 1) or (storage_every or 0) < 0:
-            raise ConfigError("intervals are 1 or more, storage_every may be 0",
-                              found=f"{every_n_steps}, {skip_every_n_steps}, {storage_every}")  # fmt: skip
+        intervals.check(every_n_steps, skip_every_n_steps)
+        if storage_every is not None and storage_every < 0:
+            raise ConfigError("storage_every is 0 or more", found=storage_every)
         self.storage_every = storage_every
         self.checkpointer: Checkpointer | None = None
         self._engine, self._every, self._skip = engine, every_n_steps, skip_every_n_steps
@@ -106,7 +107,7 @@ class Flash:
         if self.checkpointer is None or step == self._step:  # gradients are still summed up
             return False
         self._step = step
-        if step % self._every or (self._skip is not None and step % self._skip == 0):
+        if not intervals.is_due(step, self._every, self._skip):
             return False
         self.save(client_state() if callable(client_state) else client_state, tag)
         return True
@@ -182,7 +183,8 @@ class Flash:
                  "custom_load_fn")  # fmt: skip
         options |= dict(zip(names, args, strict=False))
         if not self._engine.load_universal_checkpoint():
-            on_disk = self._step_on_disk(load_dir, tag)
+            assert self.checkpointer is not None
+            on_disk = self.checkpointer.adapting.seen_by_first(lambda: step_on_disk(self._engine, load_dir, tag))
             try:
                 found = self._read() if tag is None else self._read_tag(str(tag))
             except WorldSizeChanged as error:
@@ -241,14 +243,6 @@ class Flash:
         if (self.checkpointer.last_step or 0) > self._step:  # within one Checkpointer steps only grow
             self.checkpointer.close()
             self.checkpointer = self._open()
-
-    def _step_on_disk(self, load_dir: str, tag: str | None) -> int | None:
-        """The step of a checkpoint of DeepSpeed's own, as rank 0 finds it; None: there is none. Collective."""
-        assert self.checkpointer is not None
-        adapting = self.checkpointer.adapting
-        step = step_on_disk(self._engine, load_dir, tag) if adapting.world.rank == 0 else None
-        steps: list[int | None] = adapting.run(lambda: adapting.world.gather(step))
-        return steps[0]
 
     # Ending
 

@@ -19,6 +19,7 @@ import torch
 from mlflash import Checkpointer
 from mlflash.errors import ConfigError
 
+from .. import intervals
 from .checkpoint_io import PREFIX, step_of_path
 from .resume import go_on
 from .states import ALIKE, state_of
@@ -51,8 +52,7 @@ class Flash:
         signals: Sequence[int] = (),
         **settings: Any,
     ):
-        if every_n_steps < 1 or (skip_every_n_steps is not None and skip_every_n_steps < 1):
-            raise ConfigError("intervals are 1 or more", found=f"{every_n_steps}, {skip_every_n_steps}")
+        intervals.check(every_n_steps, skip_every_n_steps)
         super().__init__()
         self.checkpointer: Checkpointer | None = None
         self._every, self._skip, self._enabled = every_n_steps, skip_every_n_steps, enabled
@@ -128,8 +128,7 @@ class Flash:
             return
         self._step = step
         is_last = bool(self._signals) and trainer.strategy.reduce_boolean_decision(self._told, all=False)
-        is_due = step % self._every == 0 and (self._skip is None or step % self._skip != 0)
-        if is_due or is_last:
+        if is_last or intervals.is_due(step, self._every, self._skip):
             self.checkpointer.adapting.save_or_warn(step, state_of(trainer, epoch_has_ended))
         if is_last:
             log.warning("a signal has come: training stops after step %d", step)
@@ -166,22 +165,18 @@ def _choose(trainer: Any, checkpointer: Checkpointer, path: Any) -> int | None:
     newest = checkpointer.adapting.newest_step()
     if newest is None or newest <= trainer.global_step:  # a second call of `fit` goes on with what there is
         return None
-    on_disk = _step_of_file(trainer, path) if path else None
+    on_disk = checkpointer.adapting.seen_by_first(lambda: _step_of_file(path)) if path else None
     return None if on_disk is not None and on_disk > newest else newest
 
 
-def _step_of_file(trainer: Any, path: Any) -> int | None:
-    """The step of a checkpoint on disk, as rank 0 finds it; None where it does not say. Collective."""
-    step: int | None = None
-    if trainer.is_global_zero:
-        try:
-            if os.path.exists(path):
-                file = Path(path, "meta.pt") if os.path.isdir(path) else path
-                step = torch.load(file, map_location="cpu", mmap=True, weights_only=False)["global_step"]
-            else:
-                with fsspec.open(str(path), "rb") as remote:
-                    step = torch.load(remote, map_location="meta", weights_only=False)["global_step"]
-        except (OSError, KeyError, RuntimeError, ImportError, ValueError) as error:
-            log.warning("the step of %s is not known (%s): memory is taken to be newer", path, error)
-    found: int | None = trainer.strategy.broadcast(step)
-    return found
+def _step_of_file(path: Any) -> int | None:
+    """The step of a checkpoint on disk; None where it does not say. Not collective."""
+    try:
+        if os.path.exists(path):
+            file = Path(path, "meta.pt") if os.path.isdir(path) else path
+            return int(torch.load(file, map_location="cpu", mmap=True, weights_only=False)["global_step"])
+        with fsspec.open(str(path), "rb") as remote:
+            return int(torch.load(remote, map_location="meta", weights_only=False)["global_step"])
+    except (OSError, KeyError, RuntimeError, ImportError, ValueError) as error:
+        log.warning("the step of %s is not known (%s): memory is taken to be newer", path, error)
+        return None

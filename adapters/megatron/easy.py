@@ -142,7 +142,7 @@ def load_checkpoint(
     if directory is None and chosen is not None and chosen != getattr(arguments, "save", None):
         load = LoadShards(running.checkpointer, chosen)
         directory = load.directory()
-    theirs = _iteration_of_megatron(chosen)
+    theirs = running.checkpointer.adapting.seen_by_first(lambda: _iteration_of_megatron(chosen))
     common = {} if directory is None else dist_checkpointing.load_common_state_dict(directory)
     if theirs > common.get("iteration", 0):
         from megatron.training.checkpointing import load_checkpoint as of_megatron
@@ -233,15 +233,12 @@ def _arguments() -> Any:
 
 
 def _iteration_of_megatron(directory: Any) -> int:
-    """The newest iteration that Megatron itself has saved in a directory; 0: none. Collective: rank 0 looks."""
-    said = [""]
-    if directory is not None and dist.get_rank() == 0:
-        try:
-            said = [Path(directory, "latest_checkpointed_iteration.txt").read_text().strip()]
-        except OSError:
-            pass
-    dist.broadcast_object_list(said, 0)
-    return int(said[0]) if said[0].isdecimal() else 0
+    """The newest iteration that Megatron itself has saved in a directory; 0: none. Not collective."""
+    try:
+        said = "" if directory is None else Path(directory, "latest_checkpointed_iteration.txt").read_text().strip()
+    except OSError:
+        return 0
+    return int(said) if said.isdecimal() else 0
 
 
 def _layout() -> dict[str, int]:

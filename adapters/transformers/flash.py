@@ -22,6 +22,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from mlflash import Checkpointer
 from mlflash.errors import ConfigError
 
+from .. import intervals
 from .start import start_from
 from .states import Found, State, has_ended, state_of
 
@@ -50,8 +51,7 @@ class MLFlashCallback(TrainerCallback):
 
     def __init__(self, every_n_steps: int | None = None, skip_every_n_steps: int | None = None, enabled: bool = True,
                  directory: str | os.PathLike[str] | None = None, **settings: Any):  # fmt: skip
-        if any(number is not None and number < 1 for number in (every_n_steps, skip_every_n_steps)):
-            raise ConfigError("intervals are 1 or more", found=f"{every_n_steps}, {skip_every_n_steps}")
+        intervals.check(every_n_steps, skip_every_n_steps)
         self.checkpointer: Checkpointer | None = None
         self._every, self._skip, self._enabled = every_n_steps, skip_every_n_steps, enabled
         self._directory, self._settings = directory, settings
@@ -110,8 +110,7 @@ class MLFlashCallback(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, *more: Any, **kwargs: Any) -> None:
         """Note whether the step is one to save. Not collective."""
-        every, step = self._every or int(state.save_steps), state.global_step
-        self._is_due = every > 0 and step % every == 0 and (self._skip is None or step % self._skip != 0)
+        self._is_due = intervals.is_due(state.global_step, self._every or int(state.save_steps), self._skip)
         self._epoch_has_ended = False
 
     def on_epoch_end(self, *args: Any, **kwargs: Any) -> None:

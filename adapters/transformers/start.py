@@ -46,7 +46,8 @@ def start_from(checkpointer: Checkpointer, output_dir: str, whole: str) -> Found
         That of mlflash; or what to resume from, as the Trainer takes it: a path, True to let it fail in its own words,
         None to start afresh.
     """
-    found, disk = _in_memory(checkpointer), _on_disk(checkpointer, output_dir, whole)
+    found = _in_memory(checkpointer)
+    disk: OnDisk = checkpointer.adapting.seen_by_first(lambda: _look(Path(output_dir), whole))
     if found is not None and (disk.step is None or disk.step <= found.step):
         return found
     if disk.path is not None:
@@ -70,15 +71,8 @@ def _in_memory(checkpointer: Checkpointer) -> Found | None:
         opened.close()
 
 
-def _on_disk(checkpointer: Checkpointer, output_dir: str, whole: str) -> OnDisk:
-    """Look at a Trainer's directory, on rank 0: others may see another state of it. Collective over all ranks."""
-    world = checkpointer.adapting.world
-    mine = _look(Path(output_dir), whole) if world.rank == 0 else None
-    disk: OnDisk = checkpointer.adapting.run(lambda: world.gather(mine))[0]
-    return disk
-
-
 def _look(directory: Path, whole: str) -> OnDisk:
+    """Look at a Trainer's directory. Not collective."""
     there = {int(path.name[len("checkpoint-") :]): path for path in directory.glob("checkpoint-*")
              if re.fullmatch(r"checkpoint-[0-9]+", path.name) and path.is_dir()}  # fmt: skip
     # Without an optimizer the Trainer would go on without saying so.

@@ -60,3 +60,15 @@ def test_the_newest_is_what_was_saved_last_and_not_what_has_the_largest_step(opt
         ckpt.save(5, state_at(5)).wait()
         assert ckpt.adapting.newest_step() == 5
         assert ckpt.restore(state) == 5 and state["more"] == 5
+
+
+def test_all_ranks_hear_what_the_first_one_sees(options: dict[str, Any]) -> None:
+    looked = []
+
+    def look() -> dict[str, int]:
+        looked.append(RANK)
+        return {"seen by": RANK}
+
+    with Checkpointer(**options) as ckpt:
+        assert ckpt.adapting.seen_by_first(look) == {"seen by": 0}
+    assert looked == [0] * (RANK == 0)
