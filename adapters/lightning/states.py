@@ -32,8 +32,8 @@ ALIKE = ("checkpoint.tree.state_dict.*", "checkpoint.tree.optimizer_states.*")
 """Names of what all ranks of DDP have alike in a `Whole` state."""
 
 
-class Whole:
-    """The state of a training of which each rank holds all.
+class _State:
+    """What both kinds of state have: where they are read from.
 
     Args:
         trainer: Lightning's.
@@ -43,13 +43,22 @@ class Whole:
     def __init__(self, trainer: Any, epoch_has_ended: bool):
         self._trainer, self._epoch_has_ended = trainer, epoch_has_ended
 
-    def state_dict(self) -> dict[str, Any]:
-        """Take what Lightning saves; the tensors are those in use."""
-        checkpoint, at = _read(self._trainer, self._epoch_has_ended)
-        return {"checkpoint": apart(checkpoint), "position": apart(at)}
+    def _read(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What Lightning would write to disk, and where it is."""
+        checkpoint: dict[str, Any] = self._trainer._checkpoint_connector.dump_checkpoint(False)
+        return checkpoint, position(self._trainer, checkpoint, self._epoch_has_ended)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        raise NotImplementedError("it is made anew")
+        raise NotImplementedError("`load` does it")
+
+
+class Whole(_State):
+    """The state of a training of which each rank holds all."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Take what Lightning saves; the tensors are those in use."""
+        checkpoint, at = self._read()
+        return {"checkpoint": apart(checkpoint), "position": apart(at)}
 
     def load(self, checkpointer: Checkpointer, step: int) -> tuple[dict[str, Any], dict[str, Any]]:
         """Load a step. Collective over all ranks.
@@ -87,29 +96,18 @@ class _Taken:
         self.state = state
 
 
-class Sharded:
-    """The state of a training whose model is sharded over the ranks.
-
-    Args:
-        trainer: Lightning's.
-        epoch_has_ended: whether the step that is saved was the last one of an epoch.
-    """
-
-    def __init__(self, trainer: Any, epoch_has_ended: bool):
-        self._trainer, self._epoch_has_ended = trainer, epoch_has_ended
+class Sharded(_State):
+    """The state of a training whose model is sharded over the ranks."""
 
     def state_dict(self) -> dict[str, Any]:
         """Take the shards in use, and what else Lightning saves."""
         with self._shards_only():
-            checkpoint, at = _read(self._trainer, self._epoch_has_ended)
+            checkpoint, at = self._read()
         parts = {"model": checkpoint.pop("state_dict"), "optimizers": checkpoint.pop("optimizer_states")}
         pickled, tensors = pickles.dump((checkpoint, at))
         file = io.BytesIO()
         torch.save([tensor.detach().cpu() for tensor in tensors], file)
         return {**parts, "pickled": pickled, "tensors": file.getvalue()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        raise NotImplementedError("it is loaded into what there is")
 
     def load(self, checkpointer: Checkpointer, step: int) -> tuple[dict[str, Any], dict[str, Any]]:
         """Load a step into model and optimizers. Collective over all ranks.
@@ -146,12 +144,6 @@ class Sharded:
             mock.patch.object(strategy, "optimizer_state", optimizer_state),
         ):
             yield
-
-
-def _read(trainer: Any, epoch_has_ended: bool) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What Lightning would write to disk, and where it is."""
-    checkpoint: dict[str, Any] = trainer._checkpoint_connector.dump_checkpoint(False)
-    return checkpoint, position(trainer, checkpoint, epoch_has_ended)
 
 
 def state_of(trainer: Any, epoch_has_ended: bool = False) -> Whole | Sharded:
