@@ -196,7 +196,12 @@ def alike(engine: Any, name: str) -> dict[str, Any]:
     if engine.zero_optimization_partition_weights() or torch.distributed.get_world_size(group) == 1:
         return {}
     parts = ("module",) if _is_partitioned(engine) else ("module", "optimizer")
-    return {f"{name}.files.tree.mp_rank_*.{part}.*": group for part in parts}
+    return {part_of(name, part): group for part in parts}
+
+
+def part_of(name: str, part: str) -> str:
+    """Give the pattern of names of a part of an `EngineState`, such as ``module``. Not collective."""
+    return f"{name}.files.tree.mp_rank_*.{part}.*"
 
 
 def step_on_disk(engine: Any, load_dir: str | os.PathLike[str], tag: str | None) -> int | None:

@@ -16,7 +16,7 @@ from transformers.trainer import _is_peft_model
 
 from mlflash import Checkpointer
 
-from ..deepspeed.files import EngineState
+from ..deepspeed.files import EngineState, part_of
 from .states import Found, State
 
 
@@ -35,7 +35,7 @@ class StateOfEngine(State):
         state = self._trainer.accelerator.state
         if state.num_processes == 1 or state.deepspeed_plugin.zero_stage == 3:
             return {}
-        return {"replicated": {"engine.files.tree.mp_rank_*.module.*": True}}
+        return {"replicated": {part_of("engine", "module"): True}}
 
     def state_dict(self) -> dict[str, Any]:
         """Take what is in use; no tensor is copied. Collective over all ranks with ZeRO-3.
