@@ -20,8 +20,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from mlflash.errors import CorruptSlot, StateError
 
 _PACKAGES = {"megatron", "nvidia_resiliency_ext", "mlflash", "transformer_engine", "lightning", "pytorch_lightning",
-             "lightning_fabric", "lightning_utilities", "transformers", "accelerate", "deepspeed",
-             "torchtitan"}  # fmt: skip
+             "lightning_fabric", "lightning_utilities", "transformers", "deepspeed"}  # fmt: skip
 """Whose classes may be made."""
 _CLASSES = {
     "argparse": {"Namespace"},
