@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from harness import own_memory
 
 
 @pytest.fixture
 def shm() -> Iterator[Path]:
     """A directory of our own in /dev/shm, removed afterwards."""
-    path = Path(tempfile.mkdtemp(prefix="mlflash-test-", dir="/dev/shm"))
-    yield path
-    shutil.rmtree(path)
+    with own_memory() as path:
+        yield path

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -9,8 +10,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,16 @@ from mlflash.demo.launch import mpiexec
 HERE = Path(__file__).parent
 UID = os.getuid()
 _LEFT_S = 2  # for mpiexec to end after its ranks
+
+
+@contextlib.contextmanager
+def own_memory() -> Iterator[Path]:
+    """A directory of our own in /dev/shm, removed afterwards, also when its test fails."""
+    path = Path(tempfile.mkdtemp(prefix="mlflash-test-", dir="/dev/shm"))
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path)
 
 
 @dataclasses.dataclass

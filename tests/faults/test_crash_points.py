@@ -12,14 +12,13 @@ import itertools
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from allpairspy import AllPairs
-from harness import Cluster
+from harness import Cluster, own_memory
 
 from mlflash.placement import place
 from mlflash.points import POINTS
@@ -170,9 +169,8 @@ class Memories:
 
 @pytest.fixture(scope="module")
 def memories() -> Iterator[Memories]:
-    root = Path(tempfile.mkdtemp(prefix="mlflash-test-", dir="/dev/shm"))
-    yield Memories(root)
-    shutil.rmtree(root)
+    with own_memory() as root:
+        yield Memories(root)
 
 
 def steps_allowed(case: Case, gone: set[int]) -> set[int | None]:

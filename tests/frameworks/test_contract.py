@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-import shutil
-import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import HERE, UID, Cluster, Result
+from harness import HERE, UID, Cluster, Result, own_memory
 
 RANKS, LAST = 2, 7
 ENV = {"PYTHONPATH": str(HERE), "PYTHONWARNINGS": "ignore", "MLFLASH_BLOCK_NBYTES": "65536",
@@ -30,10 +28,11 @@ Losses = dict[tuple[int, int], list[float]]
 
 
 def run(
-    cluster: Cluster, framework: str, *runs: dict[str, Any], traps: Sequence[dict[str, object]] = (), ranks: int = RANKS
-) -> Result:
+    cluster: Cluster, framework: str, *runs: dict[str, Any], traps: Sequence[dict[str, object]] = (),
+    ranks: int = RANKS, timeout: float = 200,
+) -> Result:  # fmt: skip
     spec = {"framework": framework, "runs": runs, "traps": traps}
-    return cluster.run(ranks, "frameworks/job.py", json.dumps(spec), env=ENV, timeout=200)
+    return cluster.run(ranks, "frameworks/job.py", json.dumps(spec), env=ENV, timeout=timeout)
 
 
 def losses(result: Result, name: str) -> Losses:
@@ -92,9 +91,8 @@ class Alone:
                 ids="-".join)  # fmt: skip
 def trained(request: pytest.FixtureRequest) -> Iterator[tuple[str, str, Alone]]:
     framework, variant = request.param
-    root = Path(tempfile.mkdtemp(prefix="mlflash-test-", dir="/dev/shm"))
-    yield framework, variant, Alone(framework, variant, root)
-    shutil.rmtree(root)
+    with own_memory() as root:
+        yield framework, variant, Alone(framework, variant, root)
 
 
 @pytest.fixture

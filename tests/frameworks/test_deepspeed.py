@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import shutil
-import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import HERE, UID, Cluster, Result
+from harness import HERE, UID, Cluster, Result, own_memory
 
 RANKS = 2
 ENV = {"PYTHONPATH": f"{HERE / 'frameworks'}:{HERE}", "PYTHONWARNINGS": "ignore"}
 OF_A_STAGE = ["tags", "weights_only", "storage", "failed", "again", "back", "newer_on_disk"]
 ONCE = ["closed", "universal", "refused", "tracker", "other_stage", "strict", "in_a_state"]
-HAS_LLAMA = importlib.util.find_spec("transformers") is not None
 
 
 def run_all(cluster: Cluster, cases: Sequence[tuple[str, str]], ranks: int = RANKS) -> Result:
@@ -27,11 +24,8 @@ def run_all(cluster: Cluster, cases: Sequence[tuple[str, str]], ranks: int = RAN
 
 
 def launched(stage: str, *cases: str) -> Iterator[Result]:
-    root = Path(tempfile.mkdtemp(prefix="mlflash-test-", dir="/dev/shm"))
-    try:
+    with own_memory() as root:
         yield run_all(Cluster(root), [(stage, case) for case in cases])
-    finally:
-        shutil.rmtree(root)
 
 
 @pytest.fixture(scope="module", params=["zero0", "zero1", "fp16", "zero3", "bf16"])
@@ -41,7 +35,7 @@ def staged(request: pytest.FixtureRequest) -> Iterator[Result]:
 
 @pytest.fixture(scope="module")
 def once() -> Iterator[Result]:
-    yield from launched("zero1", *ONCE, *(["tensor_parallel"] if HAS_LLAMA else []))
+    yield from launched("zero1", *ONCE, "tensor_parallel")
 
 
 def each(result: Result, event: str, *names: str) -> list[tuple[Any, ...]]:
@@ -149,7 +143,6 @@ def test_the_generators_of_activation_checkpointing_come_back(once: Result) -> N
     assert each(once, "tracker", "same") == [(True,)]
 
 
-@pytest.mark.skipif(not HAS_LLAMA, reason="needs transformers")
 def test_tensor_parallel_ranks_get_their_own_parts(once: Result) -> None:
     assert each(once, "parallel", "of", "step", "same") == [(2, 2, True)]
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from harness import HERE, UID, Cluster, Result
+from harness import HERE, UID, Cluster, Result, own_memory
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 ENV = {"PYTHONPATH": f"{HERE}:{HERE / 'frameworks'}", "PYTHONWARNINGS": "ignore", "MLFLASH_BLOCK_NBYTES": "65536",
@@ -98,9 +96,8 @@ class Trained:
 
 @pytest.fixture(scope="module")
 def trained() -> Iterator[Trained]:
-    root = Path(tempfile.mkdtemp(prefix="mlflash-test-", dir="/dev/shm"))
-    yield Trained(root)
-    shutil.rmtree(root)
+    with own_memory() as root:
+        yield Trained(root)
 
 
 def on_disk(folder: Path) -> dict[str, dict[str, Any]]:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
-import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from frameworks.test_contract import ENV, Losses, digests, losses
-from harness import Cluster, Result
+from frameworks.test_contract import Losses, digests, losses
+from frameworks.test_contract import run as run_contract
+from harness import Cluster, Result, own_memory
 
 LAST = 7
 TIMES = {"train_runtime", "eval_runtime", "train_samples_per_second", "eval_samples_per_second",
@@ -20,8 +18,7 @@ TIMES = {"train_runtime", "eval_runtime", "train_samples_per_second", "eval_samp
 
 def run(cluster: Cluster, ranks: int, *runs: dict[str, Any]) -> Result:
     """Do trainings in one launch."""
-    spec = {"framework": "transformers_more", "runs": runs, "traps": []}
-    result = cluster.run(ranks, "frameworks/job.py", json.dumps(spec), env=ENV, timeout=110)
+    result = run_contract(cluster, "transformers_more", *runs, ranks=ranks, timeout=110)
     assert len(result.of("done")) == len(runs) * ranks, result.log
     return result
 
@@ -57,39 +54,38 @@ def of(result: Result, event: str, name: str) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def result() -> Iterator[Result]:
-    root = Path(tempfile.mkdtemp(prefix="mlflash-test-", dir="/dev/shm"))
     path, afresh, short = {"job": "path"}, {"job": "afresh"}, {"job": "short", "variant": "short"}
     alike, apart = {"job": "alike"}, {"job": "apart", "settings": {"replicated": None}}
     beginning = {"job": "beginning", "variant": "beginning"}
     strategies = [{"name": f"{strategy} {kind}", "job": f"files-{strategy}-{kind}", "variant": f"files {strategy}",
                    "enabled": kind == "flash", "every": 1, "last": LAST}
                   for strategy in ("no", "epoch", "steps") for kind in ("plain", "flash")]  # fmt: skip
-    yield run(
-        Cluster(root), 2,
-        {"name": "reference", "job": "reference", "last": LAST, "enabled": False},
-        *twice("history steps", 4), *twice("history epoch", 4), *strategies,
-        *twice("sampler of the rank", 6), *twice("sampler of lengths", 6), *twice("scaled", 4),
-        {"name": "broken callback", "job": "broken", "variant": "broken callback", "last": LAST},
-        {"name": "path, begun", "last": 5, "disk": 3, **path},
-        {"name": "path, gone on", "last": LAST, "variant": "path", "disk": 9, **path},
-        {"name": "afresh, long", "last": 6, **afresh},
-        {"name": "afresh, again", "last": 3, "variant": "afresh", **afresh},
-        {"name": "afresh, gone on", "last": LAST, **afresh},
-        {"name": "short, ended", "last": LAST, "every": 1, **short},
-        {"name": "short, again", "last": LAST, "every": 1, **short},
-        {"name": "wrapped, begun", "job": "wrapped", "variant": "wrapped", "last": 5},
-        {"name": "wrapped, gone on", "job": "wrapped", "variant": "wrapped", "last": LAST},
-        {"name": "alike, begun", "last": 4, "variant": "slots", **alike},
-        {"name": "alike, gone on", "last": LAST, **alike},
-        {"name": "apart, begun", "last": 4, "variant": "slots", **apart},
-        {"name": "apart, gone on", "last": LAST, **apart},
-        {"name": "beginning, nothing", "last": LAST, **beginning},
-        {"name": "beginning, begun", "last": 4, "job": "beginning", "variant": "afresh"},
-        {"name": "beginning, gone on", "last": LAST, **beginning},
-        {"name": "refused", "last": LAST, "job": "refused", "variant": "refused"},
-        {"name": "strict", "last": LAST, "job": "strict", "variant": "strict", "settings": {"strict": True}},
-    )  # fmt: skip
-    shutil.rmtree(root)
+    with own_memory() as root:
+        yield run(
+            Cluster(root), 2,
+            {"name": "reference", "job": "reference", "last": LAST, "enabled": False},
+            *twice("history steps", 4), *twice("history epoch", 4), *strategies,
+            *twice("sampler of the rank", 6), *twice("sampler of lengths", 6), *twice("scaled", 4),
+            {"name": "broken callback", "job": "broken", "variant": "broken callback", "last": LAST},
+            {"name": "path, begun", "last": 5, "disk": 3, **path},
+            {"name": "path, gone on", "last": LAST, "variant": "path", "disk": 9, **path},
+            {"name": "afresh, long", "last": 6, **afresh},
+            {"name": "afresh, again", "last": 3, "variant": "afresh", **afresh},
+            {"name": "afresh, gone on", "last": LAST, **afresh},
+            {"name": "short, ended", "last": LAST, "every": 1, **short},
+            {"name": "short, again", "last": LAST, "every": 1, **short},
+            {"name": "wrapped, begun", "job": "wrapped", "variant": "wrapped", "last": 5},
+            {"name": "wrapped, gone on", "job": "wrapped", "variant": "wrapped", "last": LAST},
+            {"name": "alike, begun", "last": 4, "variant": "slots", **alike},
+            {"name": "alike, gone on", "last": LAST, **alike},
+            {"name": "apart, begun", "last": 4, "variant": "slots", **apart},
+            {"name": "apart, gone on", "last": LAST, **apart},
+            {"name": "beginning, nothing", "last": LAST, **beginning},
+            {"name": "beginning, begun", "last": 4, "job": "beginning", "variant": "afresh"},
+            {"name": "beginning, gone on", "last": LAST, **beginning},
+            {"name": "refused", "last": LAST, "job": "refused", "variant": "refused"},
+            {"name": "strict", "last": LAST, "job": "strict", "variant": "strict", "settings": {"strict": True}},
+        )  # fmt: skip
 
 
 def reference(result: Result, first: int) -> Losses:
