@@ -21,6 +21,7 @@ from mlflash.errors import ConfigError
 
 from .. import intervals
 from .checkpoint_io import PREFIX, step_of_path
+from .loops import at_step_ends
 from .resume import go_on
 from .states import ALIKE, state_of
 
@@ -37,6 +38,7 @@ class Flash:
         directory: where checkpoints are drained or scavenged to. Default: none.
         signals: at one of these, such as SIGUSR1 before Slurm's time limit, the ranks agree at the end of a step to
             save it, and stop. Default: none, as `mlflash run` sees to it.
+        async_save: training goes on while a checkpoint is protected; False: each save waits for its commit.
         settings: as those of a Checkpointer.
 
     Attributes:
@@ -50,6 +52,7 @@ class Flash:
         enabled: bool = True,
         directory: str | os.PathLike[str] | None = None,
         signals: Sequence[int] = (),
+        async_save: bool = True,
         **settings: Any,
     ):
         intervals.check(every_n_steps, skip_every_n_steps)
@@ -57,6 +60,7 @@ class Flash:
         self.checkpointer: Checkpointer | None = None
         self._every, self._skip, self._enabled = every_n_steps, skip_every_n_steps, enabled
         self._directory, self._signals, self._settings = directory, tuple(signals), settings
+        self._waits = not async_save
         self._before: dict[int, Any] = {}
         self._undo: list[Callable[[], None]] = []
         self._told = False
@@ -72,7 +76,7 @@ class Flash:
             raise ConfigError("FSDPStrategy needs a device_mesh: without one its shards do not say what they are")
         self.checkpointer = Checkpointer(self._directory, **{**_shared(trainer), **self._settings})
         self._take_over_start(trainer, trainer._checkpoint_connector)
-        self._take_over_ends(trainer, trainer.fit_loop, trainer.fit_loop.epoch_loop)
+        self._undo.append(at_step_ends(trainer, lambda has_ended: self._end_step(trainer, has_ended)))
         for number in self._signals:
             self._before[number] = signal.signal(number, self._note_signal)
 
@@ -105,22 +109,6 @@ class Flash:
         connector.resume_start = resume_start
         self._undo.append(lambda: delattr(connector, "resume_start"))
 
-    def _take_over_ends(self, trainer: Any, loop: Any, inner: Any) -> None:
-        """Save when all is done that belongs to a step: later than any hook of Lightning's."""
-        end_epoch, end_batch = loop.on_advance_end, inner.on_advance_end
-
-        def on_epoch_end() -> None:
-            end_epoch()
-            self._end_step(trainer, epoch_has_ended=inner._num_ready_batches_reached())
-
-        def on_batch_end(*args: Any) -> None:
-            end_batch(*args)
-            if not inner._num_ready_batches_reached():  # else the end of the epoch follows
-                self._end_step(trainer, epoch_has_ended=False)
-
-        loop.on_advance_end, inner.on_advance_end = on_epoch_end, on_batch_end
-        self._undo += [lambda: delattr(loop, "on_advance_end"), lambda: delattr(inner, "on_advance_end")]
-
     def _end_step(self, trainer: Any, epoch_has_ended: bool) -> None:
         """Save, where a step has ended that is one of those. Collective."""
         step, before = trainer.global_step, self._step
@@ -130,6 +118,8 @@ class Flash:
         is_last = bool(self._signals) and trainer.strategy.reduce_boolean_decision(self._told, all=False)
         if is_last or intervals.is_due(step, self._every, self._skip):
             self.checkpointer.adapting.save_or_warn(step, state_of(trainer, epoch_has_ended))
+            if self._waits:
+                self.checkpointer.wait()
         if is_last:
             log.warning("a signal has come: training stops after step %d", step)
             trainer.should_stop = True

@@ -20,8 +20,8 @@ def test_another_number_of_ranks_goes_on_with_the_same_bits(shm: Path, variant: 
     assert {step for _, step in losses(result, "goes on")} == {5, 6}, result.log
 
 
-def test_paths_signals_and_a_second_fit(shm: Path) -> None:
-    common = {"job": "paths", "last": 5}
+def test_paths_signals_a_second_fit_and_saves_that_wait(shm: Path) -> None:
+    common, slow = {"job": "paths", "last": 5}, {"variant": "slow commits", "every": 1}
     result = run(
         Cluster(shm), "lightning",
         {"name": "saves", **common},
@@ -35,8 +35,10 @@ def test_paths_signals_and_a_second_fit(shm: Path) -> None:
         {"name": "an epoch", "job": "epoch", "last": 4},
         {"name": "to be validated", "job": "validated", "last": 4},
         {"name": "validated", "variant": "only validate", "job": "validated", "last": 4},
+        {"name": "waits", "job": "waits", "last": 5, "settings": {"async_save": False}, **slow},
+        {"name": "goes along", "job": "along", "last": 5, **slow},
     )  # fmt: skip
-    assert len(result.of("done")) == 11 * 2, result.log
+    assert len(result.of("done")) == 13 * 2, result.log
     first = {name: sorted({step for _, step in losses(result, name)}) for name in
              ("older", "stopped", "after signal", "one more")}  # fmt: skip
     assert first == {"older": [3, 4, 5], "stopped": [1, 2, 3], "after signal": [4], "one more": [1, 2, 3, 4, 5]}
@@ -44,4 +46,9 @@ def test_paths_signals_and_a_second_fit(shm: Path) -> None:
     assert digests(result, "after tie") == digests(result, "saves")  # from memory, which has random numbers
     assert digests(result, "an epoch") == digests(result, "tie")  # it knows its last batch
     assert digests(result, "validated") == digests(result, "to be validated")
+    for rank in range(2):
+        order = {name: "".join(record["event"][0] for record in result.records if record["rank"] == rank and
+                               record["event"] in ("loss", "commit") and record["run"] == name)
+                 for name in ("waits", "goes along")}  # fmt: skip
+        assert order["waits"] == "lc" * 5 and order["goes along"].startswith("ll"), order
     assert "a signal has come: training stops after step 3" in result.log

@@ -1,0 +1,40 @@
+"""Where a step ends in Lightning's loops: later than any of its hooks is called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+
+def at_step_ends(trainer: Any, end_step: Callable[[bool], None]) -> Callable[[], None]:
+    """Let Lightning's fit loop call a function when all is done that belongs to a batch.
+
+    Not collective. After the last batch of an epoch it is called when all is done that belongs to the epoch, too;
+    where training stops within an epoch, once more for the last batch.
+
+    Args:
+        trainer: Lightning's.
+        end_step: called with whether an epoch has ended.
+
+    Returns:
+        Undoes it.
+    """
+    loop = trainer.fit_loop
+    inner = loop.epoch_loop
+    end_epoch, end_batch = loop.on_advance_end, inner.on_advance_end
+
+    def on_epoch_end() -> None:
+        end_epoch()
+        end_step(inner._num_ready_batches_reached())
+
+    def on_batch_end(*args: Any) -> None:
+        end_batch(*args)
+        if not inner._num_ready_batches_reached():  # else the end of the epoch follows
+            end_step(False)
+
+    loop.on_advance_end, inner.on_advance_end = on_epoch_end, on_batch_end
+
+    def undo() -> None:
+        del loop.on_advance_end, inner.on_advance_end
+
+    return undo
