@@ -40,6 +40,7 @@ class Run:
         variant: of the framework: how it is parallel.
         refused: the save of this step fails on rank 1.
         wiped: its memory is deleted before it starts.
+        traps: into which ranks step in it, see `traps`.
         settings: of the Checkpointer.
     """
 
@@ -54,6 +55,7 @@ class Run:
     variant: str = ""
     refused: int = 0
     wiped: bool = False
+    traps: list[dict[str, object]] = dataclasses.field(default_factory=list)
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
@@ -86,24 +88,26 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 def _refuse(rank: int, count: int) -> None:
-    """Let a rank fail at the so manieth save from now on."""
-    seen = 0
+    """Let a rank fail at the so manieth save from now on; also where it would copy before the step is known."""
+    seen = {"stage.begun": 0, "stage.copied": 0}
 
     def reached(point: str) -> None:
-        nonlocal seen
-        seen += point == "stage.begun"
-        if point == "stage.begun" and seen == count:
+        if point not in seen:
+            return
+        seen[point] += 1
+        if seen[point] == count:
+            if point == "stage.begun":
+                points.arm(None)
             raise StateError("a trap")
 
     points.arm(reached if torch.distributed.get_rank() == rank else None)
 
 
-def main(framework: str, runs: list[dict[str, Any]], traps: list[dict[str, object]]) -> None:
+def main(framework: str, runs: list[dict[str, Any]]) -> None:
     """Do the trainings."""
     init_process_group(host="127.0.0.1")
     rank = torch.distributed.get_rank()
     note("start")
-    set_traps(traps, rank)
     train = importlib.import_module(f"{framework}_job").train
     for spec in runs:
         run = Run(**spec)
@@ -112,6 +116,8 @@ def main(framework: str, runs: list[dict[str, Any]], traps: list[dict[str, objec
         torch.distributed.barrier()
         if run.refused:
             _refuse(1, run.refused // run.every)
+        if run.traps:
+            set_traps(run.traps, rank)
         train(run)
         if run.refused:
             points.arm(None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +27,8 @@ pytestmark = pytest.mark.timeout(300)  # the first test of each variant waits fo
 Losses = dict[tuple[int, int], list[float]]
 
 
-def run(
-    cluster: Cluster, framework: str, *runs: dict[str, Any], traps: Sequence[dict[str, object]] = (),
-    ranks: int = RANKS, timeout: float = 200,
-) -> Result:  # fmt: skip
-    spec = {"framework": framework, "runs": runs, "traps": traps}
+def run(cluster: Cluster, framework: str, *runs: dict[str, Any], ranks: int = RANKS, timeout: float = 200) -> Result:
+    spec = {"framework": framework, "runs": runs}
     return cluster.run(ranks, "frameworks/job.py", json.dumps(spec), env=ENV, timeout=timeout)
 
 
@@ -49,8 +46,8 @@ def digests(result: Result, name: str) -> list[str]:
     return [record["digest"] for record in result.of("end") if record["run"] == name]
 
 
-class Alone:
-    """Trainings in one launch: what needs no process to die. Those of one job go on from one another."""
+class Trainings:
+    """Trainings in one launch, in the last of which a node dies. Those of one job go on from one another."""
 
     def __init__(self, framework: str, variant: str, root: Path):
         common = {"variant": variant}
@@ -75,8 +72,11 @@ class Alone:
             {"name": "kept", "last": 6, **kept},
             {"name": "all lost", "last": LAST, "wiped": True, **kept},
         ]
-        self.root = root
-        self.result = run(Cluster(root), framework, *(common | one for one in runs))
+        # Step 2 is saved; in the save of step 4 rank 1 dies with its node and its node's memory.
+        trap = {"path": ["commit.recorded", "transfer.sent"], "action": "wipe", "rank": 1}
+        self.killed = {"name": "killed", "last": LAST, **common}
+        self.root, self.cluster = root, Cluster(root)
+        self.result = run(self.cluster, framework, *(common | one for one in runs), {**self.killed, "traps": [trap]})
         assert len(self.result.of("done")) == len(runs) * RANKS, self.result.log
 
     def goes_on(self, name: str, first: int, last: int = LAST) -> None:
@@ -89,75 +89,70 @@ class Alone:
 
 @pytest.fixture(scope="module", params=[(name, variant) for name, variants in VARIANTS.items() for variant in variants],
                 ids="-".join)  # fmt: skip
-def trained(request: pytest.FixtureRequest) -> Iterator[tuple[str, str, Alone]]:
+def trained(request: pytest.FixtureRequest) -> Iterator[tuple[str, str, Trainings]]:
     framework, variant = request.param
     with own_memory() as root:
-        yield framework, variant, Alone(framework, variant, root)
+        yield framework, variant, Trainings(framework, variant, root)
 
 
 @pytest.fixture
-def alone(trained: tuple[str, str, Alone]) -> Alone:
+def trainings(trained: tuple[str, str, Trainings]) -> Trainings:
     return trained[2]
 
 
-def test_disabled_it_does_nothing(alone: Alone) -> None:
-    steps = {step for _, step in losses(alone.result, "reference")}
-    assert steps == set(range(1, LAST + 1)) and len(digests(alone.result, "reference")) == RANKS
-    assert not (alone.root / f"mlflash-{UID}" / "reference").exists()
+def test_disabled_it_does_nothing(trainings: Trainings) -> None:
+    steps = {step for _, step in losses(trainings.result, "reference")}
+    assert steps == set(range(1, LAST + 1)) and len(digests(trainings.result, "reference")) == RANKS
+    assert not (trainings.root / f"mlflash-{UID}" / "reference").exists()
 
 
-def test_where_there_is_nothing_training_starts_at_the_first_step(alone: Alone) -> None:
-    alone.goes_on("first", 1, 5)
+def test_where_there_is_nothing_training_starts_at_the_first_step(trainings: Trainings) -> None:
+    trainings.goes_on("first", 1, 5)
 
 
-def test_a_new_trainer_goes_on_from_memory_with_the_same_bits(alone: Alone) -> None:
-    alone.goes_on("second", 5)
+def test_a_new_trainer_goes_on_from_memory_with_the_same_bits(trainings: Trainings) -> None:
+    trainings.goes_on("second", 5)
 
 
-def test_steps_that_go_to_disk_can_be_left_out(alone: Alone) -> None:
-    alone.goes_on("after skips", 5)  # 6 is a multiple of 3
+def test_steps_that_go_to_disk_can_be_left_out(trainings: Trainings) -> None:
+    trainings.goes_on("after skips", 5)  # 6 is a multiple of 3
 
 
-def test_a_newer_checkpoint_on_disk_is_taken(trained: tuple[str, str, Alone]) -> None:
-    framework, _, alone = trained
-    assert {step for _, step in losses(alone.result, "from disk")} == {6, 7}
+def test_a_newer_checkpoint_on_disk_is_taken(trained: tuple[str, str, Trainings]) -> None:
+    framework, _, trainings = trained
+    assert {step for _, step in losses(trainings.result, "from disk")} == {6, 7}
     if framework not in NO_RNG_ON_DISK:
-        alone.goes_on("from disk", 6)
+        trainings.goes_on("from disk", 6)
 
 
-def test_a_newer_checkpoint_in_memory_is_taken(alone: Alone) -> None:
-    alone.goes_on("from memory", 5)
+def test_a_newer_checkpoint_in_memory_is_taken(trainings: Trainings) -> None:
+    trainings.goes_on("from memory", 5)
 
 
-def test_a_save_that_fails_on_one_rank_stops_no_training(alone: Alone) -> None:
-    alone.goes_on("failed save", 1, 5)
-    assert "step 4 was not saved" in alone.result.log
-    alone.goes_on("after failed", 3)
+def test_a_save_that_fails_on_one_rank_stops_no_training(trainings: Trainings) -> None:
+    trainings.goes_on("failed save", 1, 5)
+    assert "step 4 was not saved" in trainings.result.log
+    trainings.goes_on("after failed", 3)
 
 
-def test_memory_and_directory_keep_what_was_asked_for(alone: Alone) -> None:
-    files = list(alone.root.glob(f"mlflash-{UID}/kept/node*/slot-*"))
+def test_memory_and_directory_keep_what_was_asked_for(trainings: Trainings) -> None:
+    files = list(trainings.root.glob(f"mlflash-{UID}/kept/node*/slot-*"))
     # Of six steps: two slots, two shares of what ranks have alike, a third of each to drain from, two copies.
     assert 0 < len(files) <= RANKS * (3 + 3 + 2)
-    assert len(list((alone.root / "drained").glob("step-*"))) == 1
+    assert len(list((trainings.root / "drained").glob("step-*"))) == 1
 
 
-def test_with_all_memory_lost_it_goes_on_from_what_was_drained(alone: Alone) -> None:
-    alone.goes_on("all lost", 7)
+def test_with_all_memory_lost_it_goes_on_from_what_was_drained(trainings: Trainings) -> None:
+    trainings.goes_on("all lost", 7)
 
 
-def test_killed_in_a_save_with_a_node_lost_it_goes_on_with_the_same_bits(
-    trained: tuple[str, str, Alone], shm: Path
-) -> None:
-    framework, variant, alone = trained
-    cluster = Cluster(shm)
-    # Step 2 is saved; in the save of step 4 rank 1 dies with its node and its node's memory.
-    trap = {"path": ["commit.recorded", "transfer.sent"], "action": "wipe", "rank": 1}
-    crashed = run(cluster, framework, {"name": "killed", "last": LAST, "variant": variant}, traps=[trap])
-    assert any(shm.glob("out-*/sprung*")) and not crashed.of("done"), crashed.log
-    result = run(cluster, framework, {"name": "killed", "last": LAST, "variant": variant})
+def test_killed_in_a_save_with_a_node_lost_it_goes_on_with_the_same_bits(trained: tuple[str, str, Trainings]) -> None:
+    framework, _, trainings = trained
+    crashed = trainings.result
+    assert any(trainings.root.glob("out-*/sprung*")), crashed.log
+    result = run(trainings.cluster, framework, trainings.killed)
     assert len(result.of("done")) == RANKS, result.log
     found = losses(result, "killed")
     assert min(step for _, step in found) == 3, result.log
-    assert losses(crashed, "killed") | found == losses(alone.result, "reference")
-    assert digests(result, "killed") == digests(alone.result, "reference")
+    assert losses(crashed, "killed") | found == losses(crashed, "reference")
+    assert digests(result, "killed") == digests(crashed, "reference")

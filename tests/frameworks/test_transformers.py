@@ -206,16 +206,20 @@ def test_what_is_not_known_is_refused(result: Result) -> None:
         assert all(part in why for part, why in zip(expected, found, strict=True)), found
 
 
-@pytest.mark.parametrize("variant", ["ddp whole", "fsdp2 whole"])
-def test_another_number_of_ranks_goes_on(shm: Path, variant: str) -> None:
-    cluster = Cluster(shm)
-    two = run(cluster, 2, {"name": "two", "variant": variant, "last": 6})
-    one = run(cluster, 1, {"name": "one", "variant": variant, "last": 8})
-    noted = {record["digest"] for record in of(two, "whole", "two") if record["step"] == 6}
-    begun = [record for record in of(one, "whole", "one") if record["step"] == 6]
-    assert len(noted) == 1 and begun and begun[0]["digest"] in noted, one.log
-    assert min(step for _, step in losses(one, "one")) == 7
-    again = run(cluster, 2, {"name": "again", "variant": variant, "last": 10})
-    noted = {record["digest"] for record in of(one, "whole", "one") if record["step"] == 8}
-    assert {record["digest"] for record in of(again, "whole", "again") if record["step"] == 8} == noted, again.log
-    assert {rank for rank, step in losses(again, "again") if step == 9} == {0, 1}
+def test_another_number_of_ranks_goes_on(shm: Path) -> None:
+    cluster, variants = Cluster(shm), ("ddp whole", "fsdp2 whole")
+
+    def train(ranks: int, name: str, last: int) -> Result:
+        runs = [{"name": f"{name} {one}", "job": one.split()[0], "variant": one, "last": last} for one in variants]
+        return run(cluster, ranks, *runs)
+
+    two, one, again = train(2, "two", 6), train(1, "one", 8), train(2, "again", 10)
+    for variant in variants:
+        noted = {record["digest"] for record in of(two, "whole", f"two {variant}") if record["step"] == 6}
+        begun = [record for record in of(one, "whole", f"one {variant}") if record["step"] == 6]
+        assert len(noted) == 1 and begun and begun[0]["digest"] in noted, one.log
+        assert min(step for _, step in losses(one, f"one {variant}")) == 7
+        noted = {record["digest"] for record in of(one, "whole", f"one {variant}") if record["step"] == 8}
+        begun = [record for record in of(again, "whole", f"again {variant}") if record["step"] == 8]
+        assert {record["digest"] for record in begun} == noted, again.log
+        assert {rank for rank, step in losses(again, f"again {variant}") if step == 9} == {0, 1}
