@@ -6,6 +6,7 @@
 #   make files           what draining, exports and commands leave in files, on file systems that fail, on S3
 #   make adapters        the adapters to PyTorch and Megatron, on 4 ranks
 #   make frameworks      trainings of other frameworks, killed and begun again
+#   make nemo            the same of NeMo, which wants older packages; a job of it under a real Slurm
 #   make faults-full     a kill of every rank and node at every point of every save and restore: hours
 #   make cluster         nodes that are really apart: crashed, cables cut (as root, on Linux)
 #   make slurm           jobs of a real Slurm on such nodes (Debian's slurm-wlm, munge, libpmix2)
@@ -48,7 +49,7 @@ FILES := tests/unit/test_exports.py tests/unit/test_store.py tests/unit/test_com
   tests/faults/test_scavenge.py
 FAULTS ?= tests/faults $(FILES:%=--ignore=%)
 
-.PHONY: demo test unit files adapters frameworks faults faults-full cluster slurm chaos lint type bench clean $(RANKS:%=test-%)
+.PHONY: demo test unit files adapters frameworks nemo faults faults-full cluster slurm chaos lint type bench clean $(RANKS:%=test-%)
 .DELETE_ON_ERROR:
 
 $(VENV)/.dependencies: setup.cfg constraints.txt
@@ -65,6 +66,16 @@ endif
 # The tests run against the installed package, never against the checkout.
 $(VENV)/.installed: $(VENV)/.dependencies $(SOURCES)
 	$(BIN)/pip install -q --no-deps --no-build-isolation --force-reinstall .
+	@rm -rf build mlflash.egg-info
+	@touch $@
+
+# In front of the packages of .venv; launchers and what looks for its MPI beside itself must be its own.
+.venv-nemo/.installed: tests/nemo.txt .venv/.installed
+	$(PYTHON) -m venv --clear .venv-nemo
+	.venv-nemo/bin/pip install -q --no-deps -r tests/nemo.txt mpich mpi4py pytest
+	site() { $$1/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))"; } && \
+	  site "$$PWD/.venv" > "$$(site .venv-nemo)/others.pth"
+	.venv-nemo/bin/pip install -q --no-deps --no-build-isolation --force-reinstall .
 	@rm -rf build mlflash.egg-info
 	@touch $@
 
@@ -98,7 +109,10 @@ adapters: $(VENV)/.installed
 	$(call on_ranks,4,adapters $(if $(filter openmpi,$(MPI)),-k 'not s3 and (nodes or training or fsdp or exports or test_local)'))
 
 frameworks: $(VENV)/.installed
-	$(BIN)/pytest tests/frameworks --junitxml $(REPORTS)/frameworks.xml
+	$(BIN)/pytest tests/frameworks -k 'not nemo' --junitxml $(REPORTS)/frameworks.xml
+
+nemo: .venv-nemo/.installed
+	.venv-nemo/bin/pytest tests/frameworks tests/cluster/slurm/test_nemo.py -k nemo --junitxml .reports/nemo/frameworks.xml
 
 faults: $(VENV)/.installed
 	$(BIN)/pytest $(FAULTS) --junitxml $(REPORTS)/faults.xml
@@ -111,7 +125,7 @@ cluster: $(VENV)/.installed
 	$(BIN)/pytest $(CLUSTER) --junitxml $(REPORTS)/cluster.xml
 
 slurm: $(VENV)/.installed
-	$(BIN)/pytest tests/cluster/slurm --junitxml $(REPORTS)/slurm.xml
+	$(BIN)/pytest tests/cluster/slurm --ignore=tests/cluster/slurm/test_nemo.py --junitxml $(REPORTS)/slurm.xml
 
 chaos: $(VENV)/.installed
 	$(BIN)/python tests/chaos.py --minutes $(MINUTES) --seed $(SEED) $(CHAOS)
@@ -134,4 +148,4 @@ bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/scale.py
 
 clean:
-	rm -rf .venv .venv-openmpi .reports build mlflash.egg-info
+	rm -rf .venv .venv-openmpi .venv-nemo .reports build mlflash.egg-info

@@ -55,6 +55,7 @@ class _OnCpu(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if _is_cuda(kwargs.get("device")):
             kwargs["device"] = _CPU
+        kwargs.pop("pin_memory", None)
         if function is torch.Tensor.cuda:
             return args[0]
         if function is torch.Tensor.to and len(args) > 1 and _is_cuda(args[1]):
@@ -76,6 +77,7 @@ def _patched(kind: Any) -> list[tuple[Any, str, Any]]:
     adds one, and fill it from the new optimizer.
     """
     tell, fill, load = kind.sharded_state_dict, kind._set_main_param_and_optimizer_states, kind.load_state_dict
+    take = kind._get_main_param_and_optimizer_states
 
     def told(own: Any, model: Any, is_loading: bool = False, **more: Any) -> Any:
         if is_loading and not own.optimizer.state:
@@ -93,7 +95,12 @@ def _patched(kind: Any) -> list[tuple[Any, str, Any]]:
         for values in own.optimizer.state.values():
             values["step"] = torch.tensor(float(count))
 
+    def taken(own: Any, param: Any) -> dict[str, Any]:
+        return {name: value for name, value in take(own, param).items() if name != "step"}
+
+    at_all = [(kind, "_get_main_param_and_optimizer_states", taken)] if VERSION < (0, 16) else []
     return [
+        *at_all,
         (kind, "sharded_state_dict", told),
         (kind, "_set_main_param_and_optimizer_states",
          lambda own, at, found: fill(own, at, {"step": torch.zeros(()), **found})),

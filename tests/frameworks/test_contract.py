@@ -18,9 +18,10 @@ VARIANTS = {
     "transformers": ["ddp", "fsdp2", "accumulate", "zero1", "zero2", "zero3"],
     "deepspeed": ["zero1", "zero3", "accumulate"],
     "torchtitan": ["fsdp2"],
+    "nemo": ["megatron"],
 }
 # Their own checkpoints on disk lack random numbers: nobody goes on from them with the same bits.
-NO_RNG_ON_DISK = {"lightning"}
+NO_RNG_ON_DISK = {"lightning", "nemo"}
 
 pytestmark = pytest.mark.timeout(300)  # the first test of each variant waits for all of its trainings
 

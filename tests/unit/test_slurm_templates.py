@@ -174,11 +174,8 @@ def test_mlflash_run_understands_what_it_is_given_and_it_fits_what_slurm_is_told
     assert found["nodes"] + found["spares"] == int(told["nodes"]) and found["spares"] == 1
     assert found["gpus"] == int(told["gpus-per-node"]) == int(told["ntasks-per-node"])
     assert found["argv"][:3] == ("python", "-m", "mpi4py") and found["mpi"] == "pmix"
-    if name == "nemo":  # nothing of it is in memory yet
-        assert found["directory"] is None and found["hang_timeout"] == 0 == found["grace"]
-    else:
-        assert found["directory"] == str(directory / "mlflash" if name == "megatron" else directory)
-        assert found["grace"] < int(told["signal"].rpartition("@")[2]) / 2
+    assert found["directory"] == str(directory / "mlflash" if name in ("nemo", "megatron") else directory)
+    assert found["grace"] < int(told["signal"].rpartition("@")[2]) / 2
     if name in ("nemo", "megatron"):
         mounts = f"--container-mounts=/dev/shm:/dev/shm,{tmp_path}:{tmp_path}"
         assert found["srun_args"].split()[1:] == [mounts, "--no-container-remap-root"]

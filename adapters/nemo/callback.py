@@ -1,0 +1,140 @@
+"""When a training of NeMo is saved in memory, and what becomes of that at its end."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback
+from nemo.lightning.io.pl import TrainerContext
+
+from mlflash.comm import check_torch_rank
+from mlflash.errors import ConfigError
+
+from .. import intervals
+from ..lightning.loops import at_step_ends
+from .checkpoint_io import MLFlashCheckpointIO
+from .memory import OF_RANK, Memory, delete
+from .position import go_on
+
+
+class MLFlashCheckpointCallback(Callback):
+    """Saves in memory every so many steps, once `wrap_trainer_and_auto_resume_with_mlflash` has wrapped its trainer.
+
+    Args:
+        checkpoint_base_container: names the checkpoints, as for the wrap: another one for each job, and the same one
+            when a job starts again. It is no directory; nothing is written there.
+        every_n_steps: a checkpoint in memory every so many steps (``trainer.global_step``).
+        skip_every_n_steps: but not where the step is a multiple of this: there NeMo writes one to disk. 0: none.
+        enabled: False: nothing is done.
+        keep_mlflash_checkpoint_on_train_end: whether checkpoints stay in memory when training has come to its end.
+
+    Attributes:
+        memory: those of a `MegatronStrategy`, once its trainer is wrapped.
+    """
+
+    def __init__(self, checkpoint_base_container: str | os.PathLike[str], every_n_steps: int,
+                 skip_every_n_steps: int | None = None, enabled: bool = True,
+                 keep_mlflash_checkpoint_on_train_end: bool = False):  # fmt: skip
+        intervals.check(every_n_steps, skip_every_n_steps or None)
+        self.base, self.enabled = os.fspath(checkpoint_base_container), enabled
+        self.every, self.skip = every_n_steps, skip_every_n_steps or None
+        self.keep = keep_mlflash_checkpoint_on_train_end
+        self.memory: Memory | None = None
+        self._place: tuple[str, str] | None = None
+        self._with_context = False
+        self._undo: list[Callable[[], None]] = []
+        self._step = 0
+
+    def save_through(self, memory: Memory, with_context: bool) -> None:
+        """Let `Trainer.save_checkpoint` save, by paths below the base. Not collective."""
+        self.memory, self._place, self._with_context = memory, memory.place, with_context
+
+    def stand_by(self, place: tuple[str, str]) -> None:
+        """Leave saving to Lightning's callback, which comes before this one. Not collective."""
+        self._place = place
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Open the Checkpointer, if it is not open yet. Collective.
+
+        Raises:
+            ConfigError: the trainer was not wrapped.
+            WorldMismatch: torch.distributed has other ranks than MPI.
+        """
+        if stage != "fit" or not self.enabled:
+            return
+        if self._place is None:
+            raise ConfigError("wrap_trainer_and_auto_resume_with_mlflash(trainer, ...) has to come before fit")
+        if self.memory is not None:
+            check_torch_rank(self.memory.checkpointer.adapting.world)
+            self._undo.append(at_step_ends(trainer, lambda has_ended: self._end_step(trainer, has_ended)))
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Take the training's context, where that is to be saved.
+
+        Raises:
+            ConfigError: something has replaced the CheckpointIO, as PEFT does.
+        """
+        if self.memory is None:
+            return
+        checkpoint_io = trainer.strategy.unwrapped_checkpoint_io
+        if not isinstance(checkpoint_io, MLFlashCheckpointIO):
+            raise ConfigError("the strategy has another CheckpointIO since it was wrapped, as PEFT brings one: its "
+                              "checkpoints cannot be kept in memory", found=type(checkpoint_io).__name__)  # fmt: skip
+        if self._with_context and trainer.is_global_zero:
+            self.memory.context = _context_of(trainer)
+
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Go on where this rank was, if the checkpoint is from memory."""
+        at = checkpoint.pop(OF_RANK, None)
+        if at is not None:
+            self._undo.append(go_on(trainer, checkpoint, at))
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Note where training begins."""
+        self._step = trainer.global_step
+
+    def _end_step(self, trainer: Any, epoch_has_ended: bool) -> None:
+        """Save, where a step has ended that is one of those. Collective."""
+        step, before = trainer.global_step, self._step
+        self._step = step
+        if step == before or not intervals.is_due(step, self.every, self.skip):
+            return
+        assert self.memory is not None
+        self.memory.epoch_has_ended = epoch_has_ended
+        try:
+            trainer.save_checkpoint(self.memory.path_of(step))
+        finally:
+            self.memory.epoch_has_ended = None
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Close; then delete what is in memory, if it is not to be kept. Collective."""
+        if stage != "fit" or self._place is None:
+            return
+        self._let_loops_be()
+        if self.memory is not None:
+            self.memory.close()
+        if not self.keep:
+            delete(*self._place)
+
+    def on_exception(self, *args: Any, **kwargs: Any) -> None:
+        """Close without waiting for other ranks; what is in memory stays."""
+        self._let_loops_be()
+        if self.memory is not None:
+            self.memory.abandon()
+
+    def _let_loops_be(self) -> None:
+        for undo in self._undo:
+            undo()
+        self._undo.clear()
+
+
+def _context_of(trainer: Any) -> dict[str, bytes]:
+    """What NeMo saves as a training's context (its model, its trainer), by file name."""
+    with tempfile.TemporaryDirectory(prefix="mlflash-nemo-") as directory:
+        TrainerContext.from_trainer(trainer).io_dump(Path(directory), yaml_attrs=["model"])
+        files = [path for path in Path(directory).rglob("*") if path.is_file()]
+        return {str(path.relative_to(directory)): path.read_bytes() for path in files}

@@ -1,0 +1,219 @@
+"""The checkpoints of one training in the memory of the nodes: what a `MegatronStrategy` gives to save ↔ slots."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import ShardedObject
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+from megatron.core.dist_checkpointing.validation import StrictHandling
+from torch.distributed.checkpoint.api import CheckpointException
+
+from mlflash import Checkpointer, config
+from mlflash.errors import MlflashError
+from mlflash.node_memory import clean
+
+from ..dcp.ids import step_of
+from ..megatron.shards import LoadShards, SaveShards
+from .position import position
+
+log = logging.getLogger("mlflash")
+
+_ALIKE = "mlflash"
+OF_RANK = "mlflash of this rank"
+"""Where a checkpoint has what a rank has saved for itself."""
+
+
+class Memory:
+    """The checkpoints of a training, under paths below a base that is no directory.
+
+    Its Checkpointer is opened by the first call that is collective: NeMo looks for a checkpoint before it sets up its
+    process groups.
+
+    Args:
+        base: names the checkpoints; where each seems to be, see `path_of`.
+        is_constant: what is saved has the same structure each time.
+        is_dealt: what several ranks hold alike is dealt out among them to be saved.
+        settings: as those of a Checkpointer.
+
+    Attributes:
+        settings: of the Checkpointer.
+        place: the memory file system, and the job's name there.
+        epoch_has_ended: whether the step that is saved was the last one of an epoch; None: it is not at its end yet.
+        context: files of the training's context by name, saved with each checkpoint; None: they are not.
+    """
+
+    def __init__(self, base: str | os.PathLike[str], is_constant: bool, is_dealt: bool, settings: dict[str, Any]):
+        self.base = Path(os.path.abspath(base))
+        named = settings.get("directory") or self.base
+        given = {name: settings.get(name) for name in ("job", "memory")}
+        known = config.from_environment(os.environ, named, **given)
+        self.place = known.memory, known.job
+        self.settings = {**settings, "job": known.job}
+        self._is_constant, self._is_dealt = is_constant, is_dealt
+        self._checkpointer: Checkpointer | None = None
+        self._is_first = True
+        self._save: Any = None
+        self._strategy: Any = None
+        self._load: LoadShards | None = None
+        self._found: tuple[int, str] | None = None
+        self._pending: tuple[int, Callable[[], None]] | None = None
+        self.epoch_has_ended: bool | None = None
+        self.context: dict[str, bytes] | None = None
+
+    @property
+    def checkpointer(self) -> Checkpointer:
+        """The Checkpointer underneath. Collective over all ranks, the first time."""
+        if self._checkpointer is None:
+            self._checkpointer = Checkpointer(**self.settings)
+        return self._checkpointer
+
+    def path_of(self, step: int) -> Path:
+        """Where the checkpoint of a step seems to be."""
+        return self.base / f"step-{step:08d}"
+
+    def holds(self, path: Any) -> bool:
+        """Whether a path is one below the base; ``/job-10`` is not below ``/job-1``."""
+        return self.base in Path(path).parents
+
+    # Saving
+
+    def save(self, checkpoint: dict[str, Any], path: Any, content_metadata: Any) -> None:
+        """Copy a checkpoint into a slot and let it be protected and committed in the background.
+
+        Collective over all ranks. A failure is a warning at the next save, or at the end.
+        """
+        self.wait()
+        step = step_of(path)
+        if self._save is None:
+            self._save = SaveShards(self.checkpointer)
+            self._strategy = self._save
+            if self._is_dealt:
+                self._strategy = FullyParallelSaveStrategyWrapper(self._save, None, self._is_constant)
+        is_first, self._is_first = self._is_first, False
+        checkpoint[_ALIKE] = {"ranks": dist.get_world_size(), "context": self.context if dist.get_rank() == 0 else None}
+        checkpoint[OF_RANK] = _sharded(position(checkpoint, self.epoch_has_ended))
+        request = dist_checkpointing.save(
+            checkpoint, self._save.directory(step), self._strategy, validate_access_integrity=is_first,
+            async_sharded_save=True, content_metadata=content_metadata,
+            preprocess_common_before_consistancy_check=lambda common: {**common, _ALIKE: None},
+        )  # fmt: skip
+        self._pending = step, request.finalize_fns[0]  # Megatron's own only marks the directory, which is not kept
+
+    def wait(self) -> None:
+        """Wait for the save on its way, and warn where it has failed. Not collective.
+
+        Raises:
+            SaveFailed, CheckpointException: only with ``strict``: it has failed.
+        """
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        step, finalize = pending
+        try:
+            finalize()
+        except (MlflashError, CheckpointException) as error:
+            if self.settings.get("strict"):
+                raise
+            log.warning("step %d was not saved: %s", step, error)
+
+    # Loading
+
+    def find(self) -> int | None:
+        """Find the newest checkpoint that memory, or the directory, can give; every byte of it is verified.
+
+        Collective over all ranks.
+        """
+        path = self._loading().directory()
+        if path is None:
+            return None
+        self._found = step_of(path), path
+        return self._found[0]
+
+    def directory(self, path: Any) -> str:
+        """Make the directory that Megatron wants to see of a checkpoint. Collective over all ranks, the first time."""
+        step = step_of(path)
+        if self._found is None or self._found[0] != step:
+            directory = self._loading().directory(step)
+            assert directory is not None
+            self._found = step, directory
+        return self._found[1]
+
+    def load(self, path: Any, wanted: dict[str, Any], strict: Any) -> dict[str, Any]:
+        """Load what is wanted of a checkpoint, and what each rank has saved for itself.
+
+        Collective over all ranks.
+        """
+        directory = self.directory(path)
+        alike = dist_checkpointing.load_common_state_dict(directory)[_ALIKE]
+        if alike["ranks"] == dist.get_world_size():
+            wanted = {**wanted, OF_RANK: _sharded(None)}
+        else:
+            log.warning("%s is of %d ranks: random numbers begin anew", path, alike["ranks"])
+        strict = strict if isinstance(strict, StrictHandling) else StrictHandling.ASSUME_OK_UNEXPECTED
+        loaded: dict[str, Any] = dist_checkpointing.load(wanted, directory, self._loading(), strict=strict)
+        return loaded
+
+    def context_of(self, path: Any) -> Path | None:
+        """Write the files of a checkpoint's context; None where it has none. Collective over all ranks."""
+        directory = self.directory(path)
+        files = dist_checkpointing.load_common_state_dict(directory)[_ALIKE]["context"]
+        if files is None:
+            return None
+        for name, content in files.items():
+            file = Path(directory, "context", name)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(content)
+        return Path(directory, "context")
+
+    def _loading(self) -> LoadShards:
+        if self._load is None:
+            self._load = LoadShards(self.checkpointer)
+        return self._load
+
+    # Ending
+
+    def close(self) -> None:
+        """Wait for what is on its way, and free everything but the checkpoints. Collective over all ranks."""
+        checkpointer, self._checkpointer = self._checkpointer, None
+        if checkpointer is None:
+            return
+        self.wait()
+        self._save = self._strategy = self._load = self._found = None
+        checkpointer.close()
+
+    def abandon(self) -> None:
+        """Close without waiting for other ranks; the checkpoints stay. Not collective."""
+        checkpointer, self._checkpointer = self._checkpointer, None
+        if checkpointer is not None:
+            checkpointer.__exit__(RuntimeError, None, None)
+
+
+def delete(memory: str, job: str) -> None:
+    """Delete what a job holds in the memory of all nodes, when all its ranks have closed it.
+
+    Collective over the ranks of torch.distributed. What cannot be deleted is a warning.
+    """
+    host = socket.gethostname()
+    hosts: list[Any] = [host]
+    rank = 0
+    if dist.is_initialized():
+        hosts, rank = [None] * dist.get_world_size(), dist.get_rank()
+        dist.all_gather_object(hosts, host)  # none is here before it has closed
+    if hosts.index(host) != rank:
+        return
+    try:
+        log.info("training has ended: %d bytes of %s are deleted from memory on %s", clean(memory, job), job, host)
+    except MlflashError as error:
+        log.warning("what %s holds in memory on %s was not deleted: %s", job, host, error)
+
+
+def _sharded(value: Any) -> ShardedObject:
+    return ShardedObject("mlflash.rank", value, (dist.get_world_size(),), (dist.get_rank(),))

@@ -1,0 +1,116 @@
+"""Puts checkpoints in memory into a trainer of NeMo and its AutoResume."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from nemo.lightning.pytorch.strategies import MegatronStrategy
+from nemo.lightning.pytorch.strategies.utils import init_model_parallel
+from nemo.lightning.resume import AutoResume
+from nemo.utils.callbacks.dist_ckpt_io import AsyncFinalizableCheckpointIO
+
+from mlflash.errors import ConfigError
+
+from ..lightning import MLFlashCallback
+from .auto_resume import MLFlashAutoResume
+from .callback import MLFlashCheckpointCallback
+from .checkpoint_io import MLFlashAsyncFinalizableCheckpointIO, MLFlashCheckpointIO
+from .memory import Memory
+
+
+def wrap_trainer_and_auto_resume_with_mlflash(
+    trainer: Any,
+    flash_base_container: str | os.PathLike[str],
+    async_save: bool,
+    default_auto_resume: AutoResume | None = None,
+    always_save_context: bool = False,
+    write_thread_count: int = 1,
+    initial_write_buffer_size_bytes: int | None = None,
+    use_optimized_save: bool = True,
+    use_cached_ckpt_structure: bool = False,
+    use_fully_parallel_wrapper: bool = True,
+    **settings: Any,
+) -> AutoResume:
+    """Let a trainer that has a `MLFlashCheckpointCallback` keep its checkpoints in the memory of the nodes.
+
+    Not collective. Before or after ``trainer.strategy.setup_environment()``, and before ``fit``.
+
+    Args:
+        trainer: NeMo's.
+        flash_base_container: that of the callback. Paths below it mean memory.
+        async_save: training goes on while a checkpoint is protected; False: it waits for the commit.
+        default_auto_resume: which checkpoint on disk to start from. Default: the newest, if there is one.
+        always_save_context: save NeMo's context with each checkpoint (`MegatronStrategy` only).
+        write_thread_count, use_optimized_save: of ML Flashpoint; they mean nothing here.
+        initial_write_buffer_size_bytes: bytes of state per rank to allocate at once, ``reserve`` of a Checkpointer.
+        use_cached_ckpt_structure: what is saved has the same structure each time: the ranks agree once on who saves
+            what.
+        use_fully_parallel_wrapper: deal out what several ranks hold alike among them to be saved, instead of having the
+            first of them save it.
+        settings: as those of a Checkpointer.
+
+    Returns:
+        What to use as AutoResume.
+
+    Raises:
+        ConfigError: the trainer, or the strategy, cannot be wrapped.
+    """
+    resume = default_auto_resume or AutoResume(resume_if_exists=True, resume_ignore_no_checkpoint=True)
+    if isinstance(trainer.strategy, MegatronStrategy):
+        _set_up_groups_always(trainer.strategy)
+    callbacks = [one for one in trainer.callbacks if isinstance(one, MLFlashCheckpointCallback) and one.enabled]
+    if not callbacks:
+        return resume
+    callback = callbacks[0]
+    if os.path.abspath(callback.base) != os.path.abspath(flash_base_container):
+        raise ConfigError("the callback has another base container", expected=os.fspath(flash_base_container),
+                          found=callback.base)  # fmt: skip
+    if callback.memory is not None:  # wrapped before
+        return MLFlashAutoResume(resume, callback.memory)
+    settings = {"reserve": initial_write_buffer_size_bytes, **settings}
+    memory = Memory(flash_base_container, use_cached_ckpt_structure, use_fully_parallel_wrapper, settings)
+    if not isinstance(trainer.strategy, MegatronStrategy):
+        _add_flash(trainer, callback, memory, async_save)
+        return resume
+    _wrap_checkpoint_io(trainer, memory, async_save)
+    callback.save_through(memory, always_save_context)
+    return MLFlashAutoResume(resume, memory)
+
+
+def _wrap_checkpoint_io(trainer: Any, memory: Memory, async_save: bool) -> None:
+    strategy = trainer.strategy
+    if strategy.save_ckpt_format == "fsdp_dtensor":
+        raise ConfigError("Megatron FSDP saves past the CheckpointIO: such checkpoints cannot be kept in memory",
+                          found='save_ckpt_format="fsdp_dtensor"')  # fmt: skip
+    checkpoint_io = strategy.checkpoint_io
+    if isinstance(checkpoint_io, AsyncFinalizableCheckpointIO):
+        inner = MLFlashCheckpointIO(checkpoint_io.checkpoint_io, memory, async_save)
+        strategy.checkpoint_io = MLFlashAsyncFinalizableCheckpointIO(inner)
+    else:
+        strategy.checkpoint_io = MLFlashCheckpointIO(checkpoint_io, memory, async_save)
+
+
+def _set_up_groups_always(strategy: Any) -> None:
+    """Let NeMo make Megatron's process groups where torch.distributed is there before it; else it leaves them out."""
+    setup_distributed = strategy.setup_distributed
+
+    def set_up() -> None:
+        setup_distributed()
+        init_model_parallel(strategy.model)  # does nothing where they are there
+
+    strategy.setup_distributed = set_up
+
+
+def _add_flash(trainer: Any, callback: MLFlashCheckpointCallback, memory: Memory, async_save: bool) -> None:
+    """Let Lightning's callback save and load: these strategies give not all of the state to a CheckpointIO."""
+    flash = MLFlashCallback(callback.every, callback.skip, async_save=async_save, **memory.settings)
+    trainer.callbacks.insert(trainer.callbacks.index(callback), flash)
+    callback.stand_by(memory.place)
+    load, strategy = trainer.strategy.load_model_state_dict, trainer.strategy
+
+    def load_model_state_dict(checkpoint: Any, *args: Any, **kwargs: Any) -> None:
+        if checkpoint["state_dict"]:  # else it is loaded already, as NeMo's FSDP2Strategy does not expect
+            load(checkpoint, *args, **kwargs)
+
+    strategy.load_model_state_dict = load_model_state_dict

@@ -1,0 +1,122 @@
+"""What is special to NeMo: how a trainer is wrapped, which checkpoint AutoResume takes, other strategies and ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from frameworks.test_contract import UID, digests, losses, run
+from harness import Cluster, Result
+
+
+def steps(result: Result, name: str) -> list[int]:
+    return sorted({step for _, step in losses(result, name)})
+
+
+def refused(result: Result, name: str) -> set[str]:
+    return {record["error"] for record in result.of("refused") if record["run"] == name}
+
+
+@pytest.mark.parametrize("variant", ["tensor", "fsdp2"])
+def test_other_strategies_go_on_with_the_same_bits(shm: Path, variant: str) -> None:
+    common = {"variant": variant, "job": "other"}
+    result = run(
+        Cluster(shm), "nemo",
+        {"name": "reference", "last": 7, "variant": variant, "enabled": False},
+        {"name": "first", "last": 5, **common},
+        {"name": "second", "last": 7, **common},
+        {"name": "deleted", "last": 4, "job": "deleted", "variant": f"{variant} delete, sync"},
+    )  # fmt: skip
+    assert steps(result, "first") == [1, 2, 3, 4, 5] and steps(result, "second") == [5, 6, 7], result.log
+    assert losses(result, "reference") == losses(result, "first") | losses(result, "second"), result.log
+    assert digests(result, "second") == digests(result, "reference") != []
+    memory = shm / f"mlflash-{UID}"
+    assert list(memory.glob("other/node*/slot-*")) and not list(memory.glob("deleted/node*/slot-*"))
+    assert steps(result, "deleted") == [1, 2, 3, 4]
+
+
+def test_saves_to_disk_may_be_asynchronous_and_those_to_memory_not(shm: Path) -> None:
+    result = run(
+        Cluster(shm), "nemo",
+        {"name": "first", "last": 5, "disk": 2, "every": 1, "skip": 2, "variant": "async", "job": "async"},
+        {"name": "second", "last": 6, "disk": 2, "every": 1, "skip": 2, "variant": "sync", "job": "async"},
+        {"name": "third", "last": 7, "disk": 2, "every": 1, "skip": 2, "variant": "async", "job": "async"},
+    )  # fmt: skip
+    assert len(result.of("done")) == 3 * 2, result.log
+    assert [steps(result, name) for name in ("first", "second", "third")] == [[1, 2, 3, 4, 5], [6], [7]], result.log
+    # NeMo counts steps from 0 here.
+    assert {"step=1", "step=3", "step=5"} <= {path.name for path in (shm / "disk-async" / "checkpoints").iterdir()}
+
+
+def test_a_training_goes_on_behind_an_epoch_with_the_same_bits(shm: Path) -> None:
+    common = {"variant": "epochs", "job": "epochs", "every": 8}  # an epoch is 8 steps long
+    result = run(
+        Cluster(shm), "nemo",
+        {"name": "reference", "last": 15, "variant": "epochs", "enabled": False},
+        {"name": "first", "last": 9, **common},
+        {"name": "second", "last": 15, **common},
+    )  # fmt: skip
+    assert steps(result, "second") == list(range(9, 16)), result.log
+    assert losses(result, "reference") == losses(result, "first") | losses(result, "second"), result.log
+    assert digests(result, "second") == digests(result, "reference") != []
+
+
+def test_memory_is_kept_or_removed_at_the_end_as_asked_and_mistakes_are_told(shm: Path) -> None:
+    cluster = Cluster(shm)
+    memory = shm / f"mlflash-{UID}"
+    result = run(
+        cluster, "nemo",
+        {"name": "kept", "last": 4, "job": "kept"},
+        {"name": "deleted", "last": 4, "job": "deleted", "variant": "delete"},
+        {"name": "nothing", "last": 4, "job": "nothing", "variant": "must resume"},
+        {"name": "goes on", "last": 5, "job": "kept", "variant": "must resume"},
+        {"name": "context", "last": 4, "job": "context", "variant": "context"},
+        {"name": "from context", "last": 5, "job": "context", "variant": "context"},
+        {"name": "by hand", "last": 4, "job": "by-hand", "variant": "by hand", "every": 100},
+        {"name": "after hand", "last": 5, "job": "by-hand", "every": 100},
+        {"name": "not wrapped", "last": 4, "job": "mistake", "variant": "not wrapped"},
+        {"name": "other io", "last": 4, "job": "mistake", "variant": "other io"},
+    )  # fmt: skip
+    assert len(result.of("done")) == 10 * 2, result.log
+    assert steps(result, "kept") == steps(result, "deleted") == [1, 2, 3, 4]
+    assert list(memory.glob("kept/node*/slot-*")) and steps(result, "goes on") == [5]
+    assert not list(memory.glob("deleted/node*/slot-*"))
+    contexts: dict[str, Any] = {record["run"]: record for record in result.of("context")}
+    assert contexts["context"]["files"] is None
+    assert {"io.json", "model.yaml"} <= set(contexts["from context"]["files"]) and contexts["from context"][
+        "hidden"
+    ] == 64
+    assert steps(result, "from context") == [5]
+    assert steps(result, "after hand") == [4, 5] and (shm / "disk-by-hand-flash10" / "step-3").is_dir()
+    assert not (shm / "disk-by-hand-flash1").exists()
+    (nothing,) = refused(result, "nothing")
+    assert nothing.startswith("NotFoundError"), nothing
+    (not_wrapped,) = refused(result, "not wrapped")
+    assert "has to come before fit" in not_wrapped
+    (other_io,) = refused(result, "other io")
+    assert "the strategy has another CheckpointIO" in other_io and "MegatronCheckpointIO" in other_io
+
+
+def test_other_ranks_go_on_where_megatron_can_reshard_the_optimizer_and_are_told_where_not(shm: Path) -> None:
+    cluster = Cluster(shm)
+    replicas = {"name": "replicas", "job": "replicas"}
+    whole = {"name": "whole", "job": "whole", "variant": "tensor, reshardable"}
+    parts = {"name": "parts", "job": "parts", "variant": "tensor"}
+    both = run(cluster, "nemo", {"last": 4, **replicas})  # NeMo keeps its groups: others need other processes
+    saved = run(cluster, "nemo", {"last": 4, **whole}, {"last": 4, **parts})
+    result = run(
+        cluster, "nemo",
+        {"last": 4, **replicas},
+        {"last": 6, **replicas, "name": "fewer"},
+        {"last": 6, **whole, "variant": "reshardable"},
+        {"last": 6, "name": "parts", "job": "parts"},
+        ranks=1,
+    )  # fmt: skip
+    assert steps(saved, "whole") == steps(saved, "parts") == [1, 2, 3, 4], saved.log
+    assert set(digests(both, "weights of replicas")) == set(digests(result, "weights of replicas")) != set()
+    assert steps(result, "fewer") == steps(result, "whole") == [5, 6], result.log
+    assert "is of 2 ranks: random numbers begin anew" in result.log
+    assert steps(result, "parts") == []
+    (error,) = refused(result, "parts")
+    assert "RuntimeError" in error and "ckpt_optim_fully_reshardable" in error, error
