@@ -1,7 +1,7 @@
 """PyTorch Lightning: checkpoints in the memory of the nodes, between those that Lightning writes.
 
     flash      when to save and what, and which checkpoint to start from: the hooks of a callback
-    loops      where a step ends
+    loops      where a step ends, and how to go on behind one
     resume     random numbers and data loaders, as they were
     states     what a strategy holds ↔ a state for the slots
     checkpoint_io   memory under paths of its own, as for a test of the model

@@ -1,4 +1,4 @@
-"""Where a step ends in Lightning's loops: later than any of its hooks is called."""
+"""Lightning's loops: where a step ends, later than any of its hooks is called; and how to go on behind one."""
 
 from __future__ import annotations
 
@@ -36,5 +36,43 @@ def at_step_ends(trainer: Any, end_step: Callable[[bool], None]) -> Callable[[],
 
     def undo() -> None:
         del loop.on_advance_end, inner.on_advance_end
+
+    return undo
+
+
+def before_first_step(loop: Any, has_ended: bool | None, prepare: Callable[[Any], None]) -> Callable[[], None]:
+    """Let Lightning's fit loop, restored from what was saved behind a step, look for nothing of that step.
+
+    Not collective.
+
+    Args:
+        loop: the trainer's fit loop.
+        has_ended: whether an epoch had ended with the step; None: it was saved within the step, in a hook, and the loop
+            goes on there by itself.
+        prepare: called before the first step, with the data fetcher.
+
+    Returns:
+        Undoes it, where no step was made.
+    """
+    inner = loop.epoch_loop
+
+    def reset() -> None:
+        del inner.reset
+        if has_ended:
+            loop._restarting = inner.restarting = False
+        inner.reset()
+
+    def advance(fetcher: Any) -> None:
+        del inner.advance
+        if has_ended is not None:
+            loop._restarting = inner.restarting = False
+        prepare(fetcher)
+        inner.advance(fetcher)
+
+    inner.reset, inner.advance = reset, advance
+
+    def undo() -> None:
+        for name in ("reset", "advance"):
+            inner.__dict__.pop(name, None)
 
     return undo

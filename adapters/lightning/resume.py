@@ -12,6 +12,8 @@ from typing import Any
 
 from mlflash import rng
 
+from .loops import before_first_step
+
 
 def position(trainer: Any, checkpoint: dict[str, Any], epoch_has_ended: bool) -> dict[str, Any]:
     """Take out of a checkpoint of Lightning where its data loaders are; add random numbers. Not collective."""
@@ -27,31 +29,16 @@ def go_on(loop: Any, at: dict[str, Any]) -> Callable[[], None]:
     Returns:
         Undoes it, where no step was made.
     """
-    inner, has_ended = loop.epoch_loop, at["epoch has ended"]
+    has_ended = at["epoch has ended"]
     is_own = at["rank"] == loop.trainer.global_rank  # a rank that was not there before goes on with its own numbers
 
-    def reset() -> None:
-        del inner.reset
-        if has_ended:
-            loop._restarting = inner.restarting = False
-        inner.reset()
-
-    def advance(fetcher: Any) -> None:
-        del inner.advance
-        loop._restarting = inner.restarting = False
+    def prepare(fetcher: Any) -> None:
         if has_ended and is_own:  # then data loaders draw random numbers for the new epoch
             rng().load_state_dict(at["rng"])
         loop._combined_loader._load_state_dicts(at["loaders"])
         iter(fetcher)
-        fetcher.fetched += inner.batch_progress.current.ready
+        fetcher.fetched += loop.epoch_loop.batch_progress.current.ready
         if not has_ended and is_own:
             rng().load_state_dict(at["rng"])
-        inner.advance(fetcher)
 
-    inner.reset, inner.advance = reset, advance
-
-    def undo() -> None:
-        for name in ("reset", "advance"):
-            inner.__dict__.pop(name, None)
-
-    return undo
+    return before_first_step(loop, has_ended, prepare)

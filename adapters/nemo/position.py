@@ -14,6 +14,8 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from mlflash import rng
 
+from ..lightning.loops import before_first_step
+
 
 def position(checkpoint: dict[str, Any], epoch_has_ended: bool | None) -> dict[str, Any]:
     """Take this rank's position; its data loaders' states are taken out of the checkpoint. Not collective."""
@@ -33,7 +35,6 @@ def go_on(trainer: Any, checkpoint: dict[str, Any], at: dict[str, Any]) -> Calla
         Undoes it, where no step was made.
     """
     loop, has_ended = trainer.fit_loop, at["epoch has ended"]
-    inner = loop.epoch_loop
     if at["loaders"]:
         checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"] = at["loaders"]
 
@@ -41,19 +42,9 @@ def go_on(trainer: Any, checkpoint: dict[str, Any], at: dict[str, Any]) -> Calla
         rng().load_state_dict(at["rng"])
         get_cuda_rng_tracker().set_states(at["tracker"])
 
-    def reset() -> None:
-        del inner.reset
-        if has_ended:
-            loop._restarting = inner.restarting = False
-        inner.reset()
-
-    def advance(fetcher: Any) -> None:
-        del inner.advance
-        if has_ended is not None:
-            loop._restarting = inner.restarting = False
+    def prepare(fetcher: Any) -> None:
         if not has_ended:  # data loaders have drawn some for what is left of the epoch
             set_numbers()
-        inner.advance(fetcher)
 
     def begin_epoch() -> None:
         del loop.on_advance_start
@@ -62,10 +53,10 @@ def go_on(trainer: Any, checkpoint: dict[str, Any], at: dict[str, Any]) -> Calla
 
     if has_ended:
         loop.on_advance_start = begin_epoch
-    inner.reset, inner.advance = reset, advance
+    let_steps_be = before_first_step(loop, has_ended, prepare)
 
     def undo() -> None:
-        for owner, name in ((inner, "reset"), (inner, "advance"), (loop, "on_advance_start")):
-            owner.__dict__.pop(name, None)
+        loop.__dict__.pop("on_advance_start", None)
+        let_steps_be()
 
     return undo
