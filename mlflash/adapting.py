@@ -46,9 +46,22 @@ class Adapting:
 
         Args:
             look: called on rank 0 only, where this is called; what it returns is pickled.
+
+        Raises:
+            StateError: on the other ranks, where ``look`` has raised something on rank 0.
         """
-        seen = look() if self.world.rank == 0 else None
-        return self.run(lambda: self.world.broadcast(seen, 0))
+        seen, problem = None, None
+        if self.world.rank == 0:
+            try:
+                seen = look()
+            except Exception as error:  # the others must not wait for us
+                problem = error
+        found, why = self.run(lambda: self.world.broadcast((seen, problem and repr(problem)), 0))
+        if problem is not None:
+            raise problem
+        if why is not None:
+            raise StateError(f"rank 0 could not look at what all ranks go by: {why}", rank=0)
+        return found
 
     def save_or_warn(self, step: int, state: Any) -> Snapshot | None:
         """Save as :meth:`.Checkpointer.save` does, from a framework's callback, where an exception would end training.

@@ -69,6 +69,12 @@ def test_all_ranks_hear_what_the_first_one_sees(options: dict[str, Any]) -> None
         looked.append(RANK)
         return {"seen by": RANK}
 
+    def fail() -> None:
+        raise EOFError("the file is cut off")
+
     with Checkpointer(**options) as ckpt:
         assert ckpt.adapting.seen_by_first(look) == {"seen by": 0}
+        with pytest.raises(EOFError if RANK == 0 else errors.StateError, match="cut off"):
+            ckpt.adapting.seen_by_first(fail)
+        assert ckpt.adapting.seen_by_first(lambda: 5) == 5
     assert looked == [0] * (RANK == 0)
