@@ -64,10 +64,14 @@ endif
 	@touch $@
 
 # The tests run against the installed package, never against the checkout.
-$(VENV)/.installed: $(VENV)/.dependencies $(SOURCES)
-	$(BIN)/pip install -q --no-deps --no-build-isolation --force-reinstall .
+define install_mlflash
+	$(@D)/bin/pip install -q --no-deps --no-build-isolation --force-reinstall .
 	@rm -rf build mlflash.egg-info
 	@touch $@
+endef
+
+$(VENV)/.installed: $(VENV)/.dependencies $(SOURCES)
+	$(install_mlflash)
 
 # In front of the packages of .venv; launchers and what looks for its MPI beside itself must be its own.
 .venv-nemo/.installed: tests/nemo.txt .venv/.installed
@@ -75,9 +79,7 @@ $(VENV)/.installed: $(VENV)/.dependencies $(SOURCES)
 	.venv-nemo/bin/pip install -q --no-deps -r tests/nemo.txt mpich mpi4py pytest
 	site() { $$1/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))"; } && \
 	  site "$$PWD/.venv" > "$$(site .venv-nemo)/others.pth"
-	.venv-nemo/bin/pip install -q --no-deps --no-build-isolation --force-reinstall .
-	@rm -rf build mlflash.egg-info
-	@touch $@
+	$(install_mlflash)
 
 demo: $(VENV)/.installed
 	$(BIN)/mlflash demo
