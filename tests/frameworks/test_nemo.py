@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +43,13 @@ def test_saves_to_disk_may_be_asynchronous_and_those_to_memory_not(shm: Path) ->
         {"name": "first", "last": 5, "disk": 2, "every": 1, "skip": 2, "variant": "async", "job": "async"},
         {"name": "second", "last": 6, "disk": 2, "every": 1, "skip": 2, "variant": "sync", "job": "async"},
         {"name": "third", "last": 7, "disk": 2, "every": 1, "skip": 2, "variant": "async", "job": "async"},
+        {"name": "tie", "last": 4, "disk": 2, "job": "tie"},
+        {"name": "after tie", "last": 5, "disk": 2, "job": "tie"},
     )  # fmt: skip
-    assert len(result.of("done")) == 3 * 2, result.log
+    assert len(result.of("done")) == 5 * 2, result.log
     assert [steps(result, name) for name in ("first", "second", "third")] == [[1, 2, 3, 4, 5], [6], [7]], result.log
+    assert steps(result, "after tie") == [5]
+    assert re.search(r"Restored all states from the checkpoint at \S*disk-tie-flash1/step-00000004", result.log), result.log
     # NeMo counts steps from 0 here.
     assert {"step=1", "step=3", "step=5"} <= {path.name for path in (shm / "disk-async" / "checkpoints").iterdir()}
 
