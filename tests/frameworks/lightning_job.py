@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 import warnings
 from typing import Any
 from unittest import mock
@@ -22,9 +21,6 @@ with warnings.catch_warnings():
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
 from mlflash.adapters.lightning import MLFlashCallback, MLFlashCheckpointIO
-from records import note
-
-from mlflash import points
 
 
 class Model(pl.LightningModule):
@@ -114,17 +110,6 @@ def strategy(run: Run, size: int) -> Any:
     return DDPStrategy()
 
 
-def _commit_slowly(run: Run) -> None:
-    """Let commits take longer than steps, and note them."""
-
-    def reached(point: str) -> None:
-        if point == "commit.recorded":
-            time.sleep(0.3)
-            note("commit", run=run.name)
-
-    points.arm(reached)
-
-
 def train(run: Run) -> None:
     """Train to a step, from the newest checkpoint there is, or the one that the variant names; or only validate it."""
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
@@ -134,7 +119,7 @@ def train(run: Run) -> None:
     signals = [signal.SIGUSR1] if run.variant == "signal" else []
     flash = MLFlashCallback(run.every, run.skip, run.enabled, signals=signals, **run.checkpointing)
     if run.variant == "slow commits":
-        _commit_slowly(run)
+        run.commit_slowly()
     callbacks: list[Any] = [flash, average]
     if run.disk:
         callbacks.append(ModelCheckpoint(run.directory, every_n_train_steps=run.disk, save_last=True,

@@ -47,6 +47,12 @@ def digests(result: Result, name: str) -> list[str]:
     return [record["digest"] for record in result.of("end") if record["run"] == name]
 
 
+def order(result: Result, name: str, rank: int) -> str:
+    """In which order a rank of a training noted losses and commits: their first letters."""
+    noted = (record for record in result.records if record["rank"] == rank and record["event"] in ("loss", "commit"))
+    return "".join(record["event"][0] for record in noted if record["run"] == name)
+
+
 class Trainings:
     """Trainings in one launch, in the last of which a node dies. Those of one job go on from one another."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from frameworks.test_contract import digests, losses, run
+from frameworks.test_contract import digests, losses, order, run
 from harness import Cluster
 
 
@@ -47,8 +47,7 @@ def test_paths_signals_a_second_fit_and_saves_that_wait(shm: Path) -> None:
     assert digests(result, "an epoch") == digests(result, "tie")  # it knows its last batch
     assert digests(result, "validated") == digests(result, "to be validated")
     for rank in range(2):
-        order = {name: "".join(record["event"][0] for record in result.records if record["rank"] == rank and
-                               record["event"] in ("loss", "commit") and record["run"] == name)
-                 for name in ("waits", "goes along")}  # fmt: skip
-        assert order["waits"] == "lc" * 5 and order["goes along"].startswith("ll"), order
+        assert order(result, "waits", rank) == "lc" * 5 and order(result, "goes along", rank).startswith("ll"), (
+            result.log
+        )
     assert "a signal has come: training stops after step 3" in result.log

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from frameworks.test_contract import UID, digests, losses, run
+from frameworks.test_contract import UID, digests, losses, order, run
 from harness import Cluster, Result
 
 
@@ -45,11 +45,18 @@ def test_saves_to_disk_may_be_asynchronous_and_those_to_memory_not(shm: Path) ->
         {"name": "third", "last": 7, "disk": 2, "every": 1, "skip": 2, "variant": "async", "job": "async"},
         {"name": "tie", "last": 4, "disk": 2, "job": "tie"},
         {"name": "after tie", "last": 5, "disk": 2, "job": "tie"},
+        {"name": "waits", "last": 4, "every": 1, "variant": "sync, slow commits", "job": "waits"},
+        {"name": "goes along", "last": 4, "every": 1, "variant": "slow commits", "job": "along"},
     )  # fmt: skip
-    assert len(result.of("done")) == 5 * 2, result.log
+    assert len(result.of("done")) == 7 * 2, result.log
+    for rank in range(2):
+        assert order(result, "waits", rank) == "lc" * 4 and order(result, "goes along", rank).startswith("ll"), (
+            result.log
+        )
     assert [steps(result, name) for name in ("first", "second", "third")] == [[1, 2, 3, 4, 5], [6], [7]], result.log
     assert steps(result, "after tie") == [5]
-    assert re.search(r"Restored all states from the checkpoint at \S*disk-tie-flash1/step-00000004", result.log), result.log
+    path = r"\S*disk-tie-flash1/step-00000004"
+    assert re.search(f"Restored all states from the checkpoint at {path}", result.log), result.log
     # NeMo counts steps from 0 here.
     assert {"step=1", "step=3", "step=5"} <= {path.name for path in (shm / "disk-async" / "checkpoints").iterdir()}
 
@@ -82,8 +89,9 @@ def test_memory_is_kept_or_removed_at_the_end_as_asked_and_mistakes_are_told(shm
         {"name": "after hand", "last": 5, "job": "by-hand", "every": 100},
         {"name": "not wrapped", "last": 4, "job": "mistake", "variant": "not wrapped"},
         {"name": "other io", "last": 4, "job": "mistake", "variant": "other io"},
+        {"name": "after it", "last": 4, "job": "mistake"},
     )  # fmt: skip
-    assert len(result.of("done")) == 10 * 2, result.log
+    assert len(result.of("done")) == 11 * 2, result.log
     assert steps(result, "kept") == steps(result, "deleted") == [1, 2, 3, 4]
     assert list(memory.glob("kept/node*/slot-*")) and steps(result, "goes on") == [5]
     assert not list(memory.glob("deleted/node*/slot-*"))
@@ -99,6 +107,7 @@ def test_memory_is_kept_or_removed_at_the_end_as_asked_and_mistakes_are_told(shm
     assert nothing.startswith("NotFoundError"), nothing
     (not_wrapped,) = refused(result, "not wrapped")
     assert "has to come before fit" in not_wrapped
+    assert steps(result, "after it") == [1, 2, 3, 4] and refused(result, "after it") == set()
     (other_io,) = refused(result, "other io")
     assert "the strategy has another CheckpointIO" in other_io and "MegatronCheckpointIO" in other_io
 
