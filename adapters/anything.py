@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from mlflash.errors import CorruptSlot, StateError
-from mlflash.state import encode_plain
+from mlflash.plain import encode_plain
 
 from . import pickles
 

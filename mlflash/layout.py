@@ -87,19 +87,20 @@ def plan(flat: Flat, manifest_nbytes: int, block_nbytes: int, shared: Collection
         block_nbytes: bytes per checksum.
         shared: numbers of leaves that other ranks hold too; of tied ones all or none.
     """
-    own = [i for i, leaf in enumerate(flat.leaves) if leaf.tie < 0 and i not in shared]
-    common = sorted((i for i in shared if flat.leaves[i].tie < 0), key=lambda i: flat.leaves[i].entry.name)
+    entries, ties = flat.structure.entries, flat.structure.ties
+    own = [i for i, tie in enumerate(ties) if tie < 0 and i not in shared]
+    common = sorted((i for i in shared if ties[i] < 0), key=lambda i: entries[i].name)
     starts: dict[int, int] = {}
     at = payload_nbytes = 0
     for i in own:
         starts[i] = at
-        payload_nbytes = at = round_up(at + flat.leaves[i].entry.nbytes, ALIGN_NBYTES)
+        payload_nbytes = at = round_up(at + entries[i].nbytes, ALIGN_NBYTES)
     for i in common:
         starts[i] = at
-        at = round_up(at + flat.leaves[i].entry.nbytes, ALIGN_NBYTES)
-    entries = tuple(
-        dataclasses.replace(leaf.entry, start=starts[i if leaf.tie < 0 else leaf.tie])
-        for i, leaf in enumerate(flat.leaves)
+        at = round_up(at + entries[i].nbytes, ALIGN_NBYTES)
+    placed = tuple(
+        dataclasses.replace(entry, start=starts[i if tie < 0 else tie])
+        for i, (entry, tie) in enumerate(zip(entries, ties, strict=True))
     )
     room = round_up(manifest_nbytes * 3 // 2 + PAGE_NBYTES, PAGE_NBYTES)
-    return Layout(entries, Extents(room, payload_nbytes, block_nbytes), at - payload_nbytes)
+    return Layout(placed, Extents(room, payload_nbytes, block_nbytes), at - payload_nbytes)

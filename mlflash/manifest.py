@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from .errors import CorruptSlot
-from .state import Entry, Tree, decode_plain
+from .plain import decode_plain
+from .state import Entry, Tree
 
 TORCH_ITEM_NBYTES = {
     **dict.fromkeys(("bool", "uint8", "int8"), 1),

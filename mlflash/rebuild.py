@@ -9,18 +9,9 @@ from typing import Any
 import numpy as np
 
 from .errors import StructureMismatch
-from .state import (
-    Entry,
-    Tree,
-    array_entry,
-    as_bytes,
-    as_shard_like,
-    decode_plain,
-    from_bytes,
-    is_object,
-    is_tensor,
-    tensor_entry,
-)
+from .flatten import is_object
+from .plain import decode_plain
+from .state import Entry, Tree, array_entry, as_bytes, as_shard_like, from_bytes, is_tensor, tensor_entry
 
 Read = Callable[[Entry], "np.ndarray[Any, np.dtype[np.uint8]]"]
 """Gives the bytes of an entry as a 1-d uint8 array that must not be kept."""

@@ -156,7 +156,7 @@ class Replicas:
         names: dict[int, str] = {}
         for leaf in flat.leaves if flat is not None else ():
             key = _key(leaf.entry)
-            if self._may_share(leaf) and leaf.entry.name not in flat.private and key not in self._agreed:  # type: ignore[union-attr]
+            if self._may_share(leaf) and leaf.entry.name not in flat.structure.private and key not in self._agreed:  # type: ignore[union-attr]
                 names[key] = leaf.entry.name
                 mine[key] = xxhash.xxh3_64_intdigest(live_bytes(leaf.value).data)
         settled = bool(self._world.agree([int(able)], self._comm)[0])

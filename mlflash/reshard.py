@@ -20,6 +20,7 @@ import numpy as np
 
 from . import commit, shards
 from .errors import CorruptSlot, MlflashError, StructureMismatch
+from .flatten import flatten, flatten_or_none
 from .layout import PAGE_NBYTES
 from .opened import Elsewhere, Readable, held_by_name
 from .parcels import Parcel, items
@@ -31,7 +32,7 @@ from .shards import box
 from .slot import Slot
 from .snapshot import Snapshot
 from .stage import Plan, Stage
-from .state import Entry, Flat, Leaf, flatten, flatten_or_none, live_bytes
+from .state import Entry, Flat, Leaf, live_bytes
 
 log = logging.getLogger("mlflash")
 
@@ -65,7 +66,7 @@ class Resharded:
     def load(self, state: Any) -> None:
         """Fill it into a live state, in place. Not collective."""
         layout = self.plan.layout
-        fill(state, self.flat.tree, layout.entries, self.flat.plain, self.slot.reader(layout.extents))
+        fill(state, self.flat.structure.tree, layout.entries, self.flat.plain, self.slot.reader(layout.extents))
 
 
 def reshard(parts: Parts, old: Readable, state: Any) -> Resharded:
@@ -207,12 +208,12 @@ def _want(parts: Parts, opened: Readable, state: Any) -> _Wanted:
         else:
             made_of[number] = found
     paths = shards.plain_leaves(own.tree)
-    here = shards.plain_leaves(flat.tree)
+    here = shards.plain_leaves(flat.structure.tree)
     values: list[Any] = [None] * len(paths)
     for path, at in paths.items():
         values[at] = flat.plain[here[path]] if path in here else own.plain[path]
     values, private = shards.merge_plain(values, paths, {rank: one.plain for rank, one in olds.items()}, world.rank)
-    return _Wanted(Flat(leaves, own.tree, values), made_of, [*kept, *private])
+    return _Wanted(Flat.of(leaves, own.tree, values), made_of, [*kept, *private])
 
 
 def _fill_slot(opened: Readable, wanted: _Wanted, plan: Plan, slot: Slot) -> bool:

@@ -25,6 +25,7 @@ from .errors import (
     StructureMismatch,
     WorldSizeChanged,
 )
+from .flatten import flatten_or_none
 from .opened import Elsewhere, Opened, Readable
 from .parcels import Parcel
 from .parts import Parts
@@ -33,7 +34,6 @@ from .rebuild import fill, materialize, refuse_differences
 from .reunion import Home
 from .saves import Saves
 from .slot import Slot
-from .state import flatten_or_none
 from .store import open_store
 
 log = logging.getLogger("mlflash")

@@ -20,12 +20,13 @@ from .config import Config
 from .courier import Courier, Job
 from .drains import Drains
 from .errors import DeadlineExceeded, MlflashError, SaveFailed, StateError, StepOrderError
+from .flatten import Flattener
 from .parts import Parts
 from .points import reach
 from .slot import Slot
 from .snapshot import Snapshot
 from .stage import Ahead, Plan, Stage
-from .state import Flat, flatten
+from .state import Flat
 
 log = logging.getLogger("mlflash")
 
@@ -71,12 +72,13 @@ class Saves:
         self._begun: list[Begun] = []
         self._begun_lock = threading.Lock()
         self.last_step: int | None = None
+        self._flattener = Flattener()
         self.stage = Stage(config.block_nbytes, config.timeout_s)
 
     def save(self, step: int, state: object) -> Snapshot:
         """Stage a state and post the rest; see `Checkpointer.save`."""
         self.await_begun()
-        return self._save(step, lambda save: self._fill(save, flatten(state)))
+        return self._save(step, lambda save: self._fill(save, self._flattener.flatten(state)))
 
     def begin(self, step: int, thread: threading.Thread) -> Begun:
         """Say that a save comes; see `Adapting.begin`."""
@@ -197,12 +199,12 @@ class Saves:
             save.problem.rank, save.problem.node = self._world.rank, self._world.node_name
             snapshot.end(save.problem)  # this rank need not hear from the others to know
         late, refused = lambda error: self._note_late(snapshot, error), lambda error: commit.refuse(save, error)
+        self._parts.pulse.beat("saved", saved=snapshot.step)  # a write, in which the courier would take the interpreter
         self._courier.post(Job(lambda: self._bring_to_end(save), late, refused))
         if save.stage is not None and not again:
             save.staged.wait(self._config.timeout_s)
             if not save.staged.is_set():  # the caller goes on and may change the state: this must not be committed
                 save.problem = self._failure(save, "no room was made in time")
-        self._parts.pulse.beat("saved", saved=snapshot.step)
         snapshot.reported = mistake is not None or again  # what waits for it tells all ranks
         self._pending.append(snapshot)
         snapshot.stalled()
@@ -290,7 +292,7 @@ class Saves:
         error: MlflashError | None = None
         flat: Flat | None = None
         try:
-            flat = state if isinstance(state, Flat) else flatten(state)
+            flat = state if isinstance(state, Flat) else self._flattener.flatten(state)
         except MlflashError as problem:
             error = problem
 

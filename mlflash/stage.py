@@ -1,7 +1,7 @@
 """Tensors → slot: the only part of a save that training waits for.
 
-In the steady state nothing is planned, allocated or faulted in: the layout is cached by a fingerprint of the
-structure, the destination views by slot. Large contiguous CPU tensors go through ``np.copyto`` (memcpy on one
+In the steady state nothing is planned, allocated or faulted in: the layout is cached by the structure of the state,
+where each leaf goes, and how, by slot. Large contiguous CPU tensors go through ``np.copyto`` (memcpy on one
 thread; torch's OpenMP copy is up to 26 times slower where ranks fight for cores), small ones and those on
 other devices through one ``torch._foreach_copy_`` per dtype and device.
 
@@ -26,7 +26,7 @@ from .points import reach
 from .segment import Segment
 from .sharing import Piece, Sharing, cuts, pieces
 from .slot import Slot
-from .state import Flat, Leaf, as_bytes, from_bytes, live_bytes
+from .state import Flat, Leaf, Structure, as_bytes, from_bytes, live_bytes
 
 _SMALL_NBYTES = 64 << 10
 
@@ -109,16 +109,19 @@ class Stage:
 
     def __init__(self, block_nbytes: int, timeout_s: float):
         self._block_nbytes, self._timeout_s = block_nbytes, timeout_s
-        self._fingerprint: tuple[object, ...] | None = None
+        self._structure: Structure | None = None
         self._tree: Any = None
         self._layout: Layout | None = None
         self._pieces: tuple[Piece, ...] = ()
         self._entries = self._tree_bytes = b""
-        self._views: dict[tuple[str, str], tuple[Layout, list[Segment], list[Any]]] = {}
+        self._ways: dict[tuple[str, str], _Way] = {}
 
     def knows(self, flat: Flat) -> bool:
         """Whether a state is laid out already. Not collective."""
-        return self._layout is not None and flat.fingerprint == self._fingerprint
+        its, mine = flat.structure, self._structure
+        if self._layout is None or mine is None:
+            return False
+        return its is mine or (its.entries, its.ties) == (mine.entries, mine.ties)
 
     def plan(self, flat: Flat, sharing: Sharing | None = None, is_shared: Callable[[Leaf], bool] | None = None) -> Plan:
         """Lay a state out, or find that it is laid out like the one before. Not collective.
@@ -128,10 +131,13 @@ class Stage:
             sharing: the ranks that hold some of it alike.
             is_shared: which of it these hold alike; asked only for a state that is not known.
         """
-        known = self.knows(flat)
-        if not known or flat.tree != self._tree:
-            self._tree, self._tree_bytes = flat.tree, manifest.encode_tree(flat.tree)
+        its, known = flat.structure, self.knows(flat)
+        if not known or its.tree is not self._tree:
+            if its.tree != self._tree:
+                self._tree_bytes = manifest.encode_tree(its.tree)
+            self._tree = its.tree
         if known and self._layout is not None:
+            self._structure = its
             planned = self._planned(flat, self._layout, sharing)
             if len(planned.manifest) <= self._layout.extents.manifest_room:
                 return planned
@@ -142,21 +148,21 @@ class Stage:
                 if leaf.tie in shared or (leaf.tie < 0 and is_shared is not None and is_shared(leaf)):
                     shared.add(i)
         # The entries' text depends on their places; twice the text of unplaced ones is room enough.
-        draft = manifest.encode_entries(tuple(leaf.entry for leaf in flat.leaves))
-        length = len(manifest.join(draft, self._tree_bytes, flat.plain)) + 20 * len(flat.leaves) + 80
+        draft = manifest.encode_entries(its.entries)
+        length = len(manifest.join(draft, self._tree_bytes, flat.plain)) + 20 * len(its.entries) + 80
         self._layout = plan(flat, length, self._block_nbytes, shared)
         self._pieces = () if sharing is None else tuple(pieces(self._layout, len(sharing.siblings)))
-        self._fingerprint = flat.fingerprint
+        self._structure = its
         self._entries = manifest.encode_entries(self._layout.entries)
-        self._views.clear()
+        self._ways.clear()
         return self._planned(flat, self._layout, sharing)
 
     def _planned(self, flat: Flat, layout: Layout, sharing: Sharing | None) -> Plan:
         if sharing is None or not layout.shared_nbytes:
-            return Plan(layout, manifest.join(self._entries, self._tree_bytes, flat.plain), flat.private)
+            return Plan(layout, manifest.join(self._entries, self._tree_bytes, flat.plain), flat.structure.private)
         shared = manifest.Shared(sharing.by, len(sharing.siblings), layout.shared_nbytes)
         whole = manifest.join(self._entries, self._tree_bytes, flat.plain, shared)
-        return Plan(layout, whole, flat.private, sharing, self._pieces)
+        return Plan(layout, whole, flat.structure.private, sharing, self._pieces)
 
     def copy(self, flat: Flat, planned: Plan, slot: Slot, share: Slot | None = None) -> dict[Piece, int]:
         """Copy a state into a slot; returns once the live tensors may be changed again.
@@ -184,59 +190,108 @@ class Stage:
             target.unseal()
         reach("stage.unsealed")
         slot.view[PAGE_NBYTES : PAGE_NBYTES + len(planned.manifest)] = np.frombuffer(planned.manifest, dtype=np.uint8)
-        small: dict[tuple[Any, Any], tuple[list[Any], list[Any]]] = {}
-        for leaf, target in zip(flat.leaves, self._targets(planned, slot, share, flat), strict=True):
-            value = leaf.value
-            if target is None:
-                continue
-            if isinstance(value, np.ndarray):
-                np.copyto(target, value)
-            elif value.device.type == "cpu" and leaf.entry.nbytes >= _SMALL_NBYTES and _is_plain(value):
-                np.copyto(as_bytes(target), as_bytes(value))
-            else:
-                targets, values = small.setdefault((value.dtype, value.device), ([], []))
-                targets.append(target)
-                values.append(value)
-        if small:
-            if any(device.type == "cuda" for _, device in small):
-                for part in (slot, share):
-                    if part is not None and part.segment is not None:
-                        part.segment.pin()
-            _copy_groups(small)
+        way = self._way(planned, slot, share, flat)
+        if any(device.type == "cuda" for device, _, _ in way.groups):
+            for part in way.segments:
+                part.pin()
+        way.copy(flat.values)
         checks = {} if share is None else _copy_pieces(flat, planned, share)
         reach("stage.copied")
         return checks
 
-    def _targets(self, planned: Plan, slot: Slot, share: Slot | None, flat: Flat) -> list[Any]:
-        """For each leaf, where the whole of it goes; None: it goes nowhere, or in pieces."""
+    def _way(self, planned: Plan, slot: Slot, share: Slot | None, flat: Flat) -> _Way:
+        """Where each leaf that goes anywhere as a whole goes, and how."""
         layout = planned.layout
         key = (slot.name, "" if share is None else share.name)
         segments = [part.segment for part in (slot, share) if part is not None and part.segment is not None]
-        cached = self._views.get(key)
+        way = self._ways.get(key)
         # A new file may have the name of an old one: the views belong to the mapping, not to the name.
-        if cached is None or cached[0] is not layout or cached[1] != segments:
+        if way is None or way.layout is not layout or way.segments != segments:
             payload = slot.payload(layout.extents)
             _clear_gaps(layout, payload)
             targets: list[Any] = [
                 from_bytes(entry, payload[entry.start : entry.start + entry.nbytes])
-                if entry.nbytes and leaf.tie < 0 and not layout.is_shared(entry)
+                if entry.nbytes and tie < 0 and not layout.is_shared(entry)
                 else None
-                for entry, leaf in zip(layout.entries, flat.leaves, strict=True)
+                for entry, tie in zip(layout.entries, flat.structure.ties, strict=True)
             ]
             if share is not None:
                 for piece, room in _own_pieces(planned, share):
                     if room.nbytes == layout.entries[piece.leaf].nbytes:
                         targets[piece.leaf] = from_bytes(layout.entries[piece.leaf], room)
-            cached = self._views[key] = (layout, segments, targets)
-        return cached[2]
+            way = self._ways[key] = _Way(layout, segments, targets)
+        way.lead(flat)
+        return way
 
     def replan(self) -> None:
         """Lay the next state out anew: what is shared may have changed. Not collective."""
-        self._fingerprint = None
+        self._structure = None
 
     def forget(self) -> None:
         """Drop the cached views (the slots were replaced)."""
-        self._views.clear()
+        self._ways.clear()
+
+
+class _Way:
+    """Where the leaves go in one slot, and how.
+
+    Args:
+        layout: of the slot.
+        segments: of the slot, and of the share.
+        targets: for each leaf a view of the slot; None: it goes nowhere, or in pieces.
+
+    Attributes:
+        arrays: numbers and targets of those that numpy copies.
+        large: numbers of tensors, their targets, and the bytes of these, where memcpy does.
+        groups: for each dtype and device, targets and numbers of those that torch copies together.
+    """
+
+    def __init__(self, layout: Layout, segments: list[Segment], targets: list[Any]):
+        self.layout, self.segments, self._targets = layout, segments, targets
+        self._structure: Structure | None = None
+
+    def lead(self, flat: Flat) -> None:
+        """Choose how each leaf of a state is copied; states of the very same structure are copied the same way."""
+        if flat.structure is self._structure:
+            return
+        self._structure = flat.structure
+        self.arrays: list[tuple[int, Any]] = []
+        self.large: list[tuple[int, Any, np.ndarray]] = []
+        groups: dict[Any, tuple[Any, list[Any], list[int]]] = {}
+        for number, (value, target) in enumerate(zip(flat.values, self._targets, strict=True)):
+            if target is None:
+                continue
+            if isinstance(value, np.ndarray):
+                self.arrays.append((number, target))
+            elif value.device.type == "cpu" and target.nbytes >= _SMALL_NBYTES and value.is_contiguous():
+                self.large.append((number, target, as_bytes(target)))
+            else:
+                _, targets, numbers = groups.setdefault((value.dtype, value.device), (value.device, [], []))
+                targets.append(target)
+                numbers.append(number)
+        self.groups = list(groups.values())
+
+    def copy(self, values: list[Any]) -> None:
+        """Copy; returns once the values may be changed again."""
+        for number, target in self.arrays:
+            np.copyto(target, values[number])
+        if not self.large and not self.groups:
+            return
+        torch = sys.modules["torch"]
+        devices = set()
+        with torch.no_grad():
+            for number, target, raw in self.large:
+                value = values[number]
+                if value.is_conj() or value.is_neg():
+                    target.copy_(value)
+                else:
+                    np.copyto(raw, as_bytes(value.detach()))
+            for device, targets, numbers in self.groups:
+                torch._foreach_copy_(targets, [values[n] for n in numbers], non_blocking=device.type != "cpu")
+                if device.type != "cpu":
+                    devices.add(device)
+        for device in devices:
+            getattr(torch, device.type).synchronize(device)
 
 
 def _own_pieces(planned: Plan, share: Slot) -> list[tuple[Piece, np.ndarray]]:
@@ -250,13 +305,12 @@ def _copy_pieces(flat: Flat, planned: Plan, share: Slot) -> dict[Piece, int]:
     """Copy the leaves of which only a piece is in this rank's share; returns the checksums of the other pieces."""
     assert planned.sharing is not None
     for piece, room in _own_pieces(planned, share):
-        leaf = flat.leaves[piece.leaf]
-        if room.nbytes < leaf.entry.nbytes:
-            np.copyto(room, live_bytes(leaf.value)[piece.start : piece.end])
+        if room.nbytes < flat.structure.entries[piece.leaf].nbytes:
+            np.copyto(room, live_bytes(flat.values[piece.leaf])[piece.start : piece.end])
     checks = {}
     for piece in planned.pieces:
         if piece.share != planned.sharing.share:
-            raw = live_bytes(flat.leaves[piece.leaf].value)[piece.start : piece.end]
+            raw = live_bytes(flat.values[piece.leaf])[piece.start : piece.end]
             checks[piece] = xxhash.xxh3_64_intdigest(raw.data)
     return checks
 
@@ -287,19 +341,3 @@ def _clear_gaps(layout: Layout, payload: np.ndarray) -> None:
             payload[at : entry.start] = 0
         at = max(at, entry.start + entry.nbytes)
     payload[at:] = 0
-
-
-def _is_plain(tensor: Any) -> bool:
-    return bool(tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg())
-
-
-def _copy_groups(groups: dict[tuple[Any, Any], tuple[list[Any], list[Any]]]) -> None:
-    torch = sys.modules["torch"]
-    devices = set()
-    with torch.no_grad():
-        for (_, device), (targets, values) in groups.items():
-            torch._foreach_copy_(targets, values, non_blocking=device.type != "cpu")
-            if device.type != "cpu":
-                devices.add(device)
-    for device in devices:
-        getattr(torch, device.type).synchronize(device)

@@ -1,7 +1,5 @@
-"""State of the training ↔ leaves and a tree.
-
-``flatten`` takes a nested state apart: tensors and arrays become *leaves* (bytes for the slot), everything
-else a *tree* that JSON can hold. The way back is in `rebuild`.
+"""What a state is once it is taken apart: tensors and arrays are *leaves* (bytes for the slot), all else is a *tree*
+that JSON can hold. `flatten` makes it, the way back is in `rebuild`.
 
 The core must not pay for torch where there are only arrays, so torch is looked up in ``sys.modules`` and
 never imported to ask whether something is a tensor.
@@ -9,11 +7,11 @@ never imported to ask whether something is a tensor.
 
 from __future__ import annotations
 
-import base64
 import dataclasses
 import functools
 import math
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -49,7 +47,7 @@ class Entry:
     nbytes: int
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class Leaf:
     """A live tensor or array found in the state; ``entry.start`` is not known yet."""
 
@@ -59,94 +57,54 @@ class Leaf:
     whole: Any = None  # the DTensor whose local shard it is
 
 
+@dataclasses.dataclass(frozen=True)
+class Structure:
+    """What does not change from save to save, as a rule: equal structures, equal extents.
+
+    Attributes:
+        entries: of the leaves.
+        ties: of each leaf the number of an earlier one with the same memory, or -1.
+        tree: of the state.
+        private: names of leaves that each rank has its own of.
+    """
+
+    entries: tuple[Entry, ...]
+    ties: tuple[int, ...]
+    tree: Tree
+    private: frozenset[str] = frozenset()
+
+
 @dataclasses.dataclass
 class Flat:
-    """A state taken apart."""
+    """A state taken apart.
 
-    leaves: list[Leaf]
-    tree: Tree
-    plain: list[Any]  # values of the plain leaves, each in a form that JSON can hold
-    private: frozenset[str] = frozenset()  # names of leaves that each rank has its own of
+    Attributes:
+        structure: all but the values.
+        values: of the leaves.
+        plain: values of the plain leaves, each in a form that JSON can hold.
+        wholes: the DTensors whose local shards some leaves are, by number of the leaf.
+    """
+
+    structure: Structure
+    values: list[Any]
+    plain: list[Any]
+    wholes: dict[int, Any] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def of(cls, leaves: Sequence[Leaf], tree: Tree, plain: list[Any], private: frozenset[str] = frozenset()) -> Flat:
+        """Put a flat state together from leaves."""
+        structure = Structure(tuple(leaf.entry for leaf in leaves), tuple(leaf.tie for leaf in leaves), tree, private)
+        wholes = {number: leaf.whole for number, leaf in enumerate(leaves) if leaf.whole is not None}
+        return cls(structure, [leaf.value for leaf in leaves], plain, wholes)
 
     @functools.cached_property
-    def fingerprint(self) -> tuple[object, ...]:
-        """Tells whether two states have the same layout: equal fingerprints, equal extents."""
-        return tuple((leaf.entry, leaf.tie) for leaf in self.leaves)
-
-
-def flatten(state: Any) -> Flat:
-    """Take a state apart without copying any tensor.
-
-    Not collective. The leaves alias the live tensors.
-
-    Raises:
-        StateError: a leaf cannot be saved (its path is named), or a container holds itself.
-    """
-    walk = _Flatten()
-    tree = walk.visit(state, "")
-    return Flat(walk.leaves, tree, walk.plain, frozenset(walk.private))
-
-
-def flatten_or_none(state: Any) -> Flat | None:
-    """Take a state apart as `flatten` does; None where it cannot be. Not collective."""
-    try:
-        return flatten(state)
-    except Exception:  # state_dict() of an object may raise anything
-        return None
-
-
-class _Flatten:
-    def __init__(self) -> None:
-        self.leaves: list[Leaf] = []
-        self.plain: list[Any] = []
-        self.names: dict[str, int] = {}
-        self.memory: dict[tuple[Any, ...], int] = {}
-        self.open: set[int] = set()
-        self.private: list[str] = []
-        self.torch = sys.modules.get("torch")
-
-    def visit(self, value: Any, path: str) -> Tree:
-        if self.torch is not None and isinstance(value, self.torch.Tensor):
-            return self.leaf(value, *tensor_entry(self.torch, value, path))
-        if isinstance(value, np.ndarray):
-            return self.leaf(value, *array_entry(value, path))
-        if isinstance(value, (dict, list, tuple)) or is_object(value):
-            if id(value) in self.open:
-                raise StateError("the state contains itself", tensor=path)
-            self.open.add(id(value))
-            tree = self.container(value, path)
-            self.open.remove(id(value))
-            return tree
-        self.plain.append(encode_plain(value, path))
-        return ["p", len(self.plain) - 1]
-
-    def container(self, value: Any, path: str) -> Tree:
-        prefix = path + "." if path else ""
-        if isinstance(value, dict):
-            items = [[encode_key(k, path), self.visit(v, f"{prefix}{k}")] for k, v in value.items()]
-            return ["d", items]
-        if isinstance(value, (list, tuple)):
-            tag = "l" if isinstance(value, list) else "t"
-            return [tag, [self.visit(v, f"{prefix}{i}") for i, v in enumerate(value)]]
-        before = len(self.leaves)
-        tree = self.visit(value.state_dict(), path)
-        if getattr(value, "rank_private", False):
-            self.private += [leaf.entry.name for leaf in self.leaves[before:]]
-        return ["o", tree]
-
-    def leaf(self, value: Any, local: Any, entry: Entry, key: tuple[Any, ...] | None) -> Tree:
-        count = self.names[entry.name] = self.names.get(entry.name, 0) + 1
-        if count > 1:  # {"a.b": x, "a": {"b": y}}: the tree keeps them apart, the name says so too
-            entry = dataclasses.replace(entry, name=f"{entry.name}~{count}")
-        tie = -1 if key is None else self.memory.setdefault(key, len(self.leaves))
-        whole = value if type(value).__name__ == "DTensor" else None
-        self.leaves.append(Leaf(entry, local, -1 if tie == len(self.leaves) else tie, whole))
-        return ["e", len(self.leaves) - 1]
-
-
-def is_object(value: Any) -> bool:
-    """Tell an object that saves and loads itself by ``state_dict`` and ``load_state_dict``."""
-    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+    def leaves(self) -> list[Leaf]:
+        """Each leaf by itself."""
+        its = self.structure
+        return [
+            Leaf(entry, value, tie, self.wholes.get(number))
+            for number, (entry, value, tie) in enumerate(zip(its.entries, self.values, its.ties, strict=True))
+        ]
 
 
 def is_tensor(value: Any) -> bool:
@@ -255,55 +213,3 @@ def from_bytes(entry: Entry, raw: np.ndarray) -> Any:
     dtype = getattr(torch, entry.dtype)
     flat = torch.from_numpy(raw) if entry.nbytes else torch.zeros(0, dtype=torch.uint8)  # numpy's empty has stride 0
     return flat.view(dtype).view(entry.shape)
-
-
-# Plain leaves and keys: JSON that keeps Python's types apart
-
-
-def encode_plain(value: Any, path: str) -> Any:
-    """Put a plain leaf into a form that JSON can hold, exactly."""
-    kind = type(value)
-    if value is None or kind is bool or kind is str:
-        return value
-    if kind is int:
-        return value if abs(value) < 1 << 53 else ["i", hex(value)]
-    if kind is float:
-        return value if math.isfinite(value) else ["f", repr(value)]
-    if kind is complex:
-        return ["c", value.real.hex(), value.imag.hex()]
-    if kind is bytes:
-        return ["b", base64.b64encode(value).decode()]
-    if isinstance(value, np.generic) and not value.dtype.hasobject and value.dtype.names is None:
-        return ["n", value.dtype.str, base64.b64encode(value.tobytes()).decode()]
-    name = f"{kind.__module__}.{kind.__qualname__}"
-    raise StateError(
-        "this leaf cannot be saved; save tensors, arrays, None, bool, int, float, complex, str, bytes, "
-        "containers of them, or objects with state_dict and load_state_dict",
-        tensor=path or "(the state itself)",
-        found=name,
-    )
-
-
-def decode_plain(value: Any) -> Any:
-    """Undo :func:`encode_plain`."""
-    if not isinstance(value, list):
-        return value
-    tag, *rest = value
-    if tag == "i":
-        return int(rest[0], 16)
-    if tag == "f":
-        return float(rest[0])
-    if tag == "c":
-        return complex(float.fromhex(rest[0]), float.fromhex(rest[1]))
-    if tag == "b":
-        return base64.b64decode(rest[0])
-    if tag == "k":
-        return tuple(decode_plain(v) for v in rest[0])
-    return np.frombuffer(base64.b64decode(rest[1]), dtype=np.dtype(rest[0]))[0]
-
-
-def encode_key(key: Any, path: str) -> Any:
-    """Put a dict key (a plain leaf or a tuple of them) into a form that JSON can hold."""
-    if isinstance(key, tuple):
-        return ["k", [encode_plain(part, path) for part in key]]
-    return encode_plain(key, f"{path} (a key)")

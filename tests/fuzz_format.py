@@ -14,7 +14,7 @@ import numpy as np
 
 with atheris.instrument_imports(include=["mlflash"]):
     from mlflash import errors, header, layout, manifest, rebuild
-    from mlflash.state import flatten
+    from mlflash.flatten import flatten
 
 PAYLOAD_NBYTES = 512
 
@@ -45,7 +45,7 @@ def seeds(directory: Path) -> None:
     for index, state in enumerate(states):
         flat = flatten(state)
         entries = manifest.encode_entries(layout.plan(flat, 100, 4096).entries)
-        (directory / str(index)).write_bytes(manifest.join(entries, manifest.encode_tree(flat.tree), flat.plain))
+        (directory / str(index)).write_bytes(manifest.join(entries, manifest.encode_tree(flat.structure.tree), flat.plain))
 
 
 if __name__ == "__main__":

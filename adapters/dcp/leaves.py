@@ -18,7 +18,8 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from mlflash.exports.planned import BYTES, INDEX, Index, Key
 from mlflash.layout import round_up
-from mlflash.state import Entry, Flat, Leaf, encode_key, tensor_entry
+from mlflash.plain import encode_key
+from mlflash.state import Entry, Flat, Leaf, tensor_entry
 
 _ROOM_NBYTES = 64 << 10  # index and bytes take a multiple of this, so that the layout stays as it is from save to save
 
@@ -79,7 +80,7 @@ def flat_of(chunks: Iterable[Chunk], index: bytes, blob: bytes) -> Flat:
         tie = -1 if place is None else memory.setdefault((place, chunk.shape, offset), len(leaves))
         tree.append([encode_key((name, *offset), name), ["e", len(leaves)]])
         leaves.append(Leaf(entry, value, -1 if tie == len(leaves) else tie, chunk.whole))
-    return Flat(leaves, ["d", tree], [], frozenset((INDEX, BYTES)))
+    return Flat.of(leaves, ["d", tree], [], frozenset((INDEX, BYTES)))
 
 
 def _bytes_leaf(name: str, content: bytes, blank: bytes) -> Leaf:

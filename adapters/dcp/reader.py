@@ -36,7 +36,8 @@ from mlflash.exports.dcp_files import pickled
 from mlflash.exports.planned import BYTES_NUMBER, INDEX, Index, Key, keys_of
 from mlflash.opened import Old, Readable
 from mlflash.parcels import Parcel
-from mlflash.state import Entry, decode_plain, from_bytes
+from mlflash.plain import decode_plain
+from mlflash.state import Entry, from_bytes
 
 from .ids import names_a_step, step_of
 

@@ -20,9 +20,10 @@ import torch
 
 from mlflash import Checkpointer, config
 from mlflash.errors import MlflashError
+from mlflash.flatten import flatten
 from mlflash.layout import round_up
 from mlflash.snapshot import Snapshot
-from mlflash.state import Flat, flatten
+from mlflash.state import Flat
 
 from .. import pickles
 from .nvrx import BaseCheckpointManager, CheckpointingException

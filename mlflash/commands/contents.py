@@ -18,8 +18,9 @@ from ..draining.drained import Drained
 from ..header import Header, Kind
 from ..manifest import Manifest
 from ..node_memory import NodeMemory
+from ..plain import decode_plain
 from ..sharing import cuts
-from ..state import Entry, decode_plain
+from ..state import Entry
 from ..store import open_store
 from .looking import Node
 from .outlook import Prospect

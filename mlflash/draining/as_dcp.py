@@ -18,9 +18,10 @@ from ..exports import planned
 from ..exports.dcp_files import METADATA, Contents, metadata, pickled, rank_file
 from ..exports.dcp_keys import Keys, Path, keys_of
 from ..exports.whole import build
+from ..plain import decode_plain
 from ..reunion import Home
 from ..skeleton import Skeleton
-from ..state import Entry, decode_plain, from_bytes
+from ..state import Entry, from_bytes
 from . import catalog
 from .cargo import Cargo, Load, Receipt
 from .catalog import Stored

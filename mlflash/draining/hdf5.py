@@ -25,9 +25,10 @@ import numpy as np
 
 from ..errors import ConfigError
 from ..manifest import TORCH_ITEM_NBYTES
+from ..plain import decode_plain
 from ..shards import covers, cut
 from ..skeleton import Skeleton, Source
-from ..state import Entry, Tree, decode_plain
+from ..state import Entry, Tree
 from .index import CARD_NBYTES
 
 MASTER = "checkpoint.h5"

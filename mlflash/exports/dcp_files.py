@@ -23,8 +23,9 @@ from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from ..errors import StructureMismatch
+from ..plain import decode_plain
 from ..skeleton import Skeleton, Source
-from ..state import Entry, Tree, decode_plain, from_bytes
+from ..state import Entry, Tree, from_bytes
 from ..store import Store
 from .dcp_keys import Keys, Path, keys_of
 from .formulas import Formula

@@ -12,7 +12,8 @@ import dataclasses
 from collections.abc import Sequence
 
 from ..errors import StateError
-from ..state import Entry, Tree, decode_plain
+from ..plain import decode_plain
+from ..state import Entry, Tree
 
 Path = tuple[str | int, ...]
 

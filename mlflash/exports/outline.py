@@ -10,8 +10,9 @@ from ..draining.index import first_names
 from ..errors import CorruptSlot
 from ..manifest import item_nbytes
 from ..opened import Old, Readable, held_by_name
+from ..plain import encode_key
 from ..shards import Held
-from ..state import Entry, Tree, encode_key
+from ..state import Entry, Tree
 from . import planned
 from .planned import Path
 

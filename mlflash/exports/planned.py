@@ -16,7 +16,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from ..errors import CorruptSlot, StateError
-from ..state import Entry, Tree, decode_plain, encode_key, encode_plain
+from ..plain import decode_plain, encode_key, encode_plain
+from ..state import Entry, Tree
 
 log = logging.getLogger("mlflash")
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from ..plain import decode_plain
 from ..shards import plain_leaves
 from ..skeleton import Skeleton
-from ..state import decode_plain
 from ..store import Store
 from .mapping import plan
 from .outputs import Batches, Output

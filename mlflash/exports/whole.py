@@ -10,7 +10,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from ..errors import StateError
-from ..state import Entry, Tree, decode_plain
+from ..plain import decode_plain
+from ..state import Entry, Tree
 
 
 class Whole(Protocol):

@@ -28,10 +28,11 @@ from mlflash.config import Config
 from mlflash.draining import catalog, dealing, hdf5, index
 from mlflash.draining.catalog import Listed, Stored
 from mlflash.draining.index import CARD_NBYTES, Card, Piece
+from mlflash.flatten import flatten
 from mlflash.header import Attempt
 from mlflash.manifest import TORCH_ITEM_NBYTES
 from mlflash.skeleton import Skeleton, Source
-from mlflash.state import Entry, array_entry, flatten, live_bytes, tensor_entry
+from mlflash.state import Entry, array_entry, live_bytes, tensor_entry
 from mlflash.store import Directory
 
 H5DUMP = shutil.which("h5dump")
@@ -128,7 +129,7 @@ def example() -> tuple[bytes, int, list[int], list[Piece], np.ndarray]:
     """A manifest of some entries, and the pieces that a rank's file may have of them."""
     flat = flatten({"w": np.zeros((8, 100)), "tied": np.zeros(3), "e": np.zeros(0), "n": {"x": 1.5, 3: b"\0"}})
     entries = layout.plan(flat, 100, 4096).entries
-    text = manifest.join(manifest.encode_entries(entries), manifest.encode_tree(flat.tree), flat.plain)
+    text = manifest.join(manifest.encode_entries(entries), manifest.encode_tree(flat.structure.tree), flat.plain)
     w, tied, empty = entries
     part = dataclasses.replace(w, offset=(4, 0), shape=(2, 100), start=1000, nbytes=1600)
     pieces = [

@@ -34,8 +34,9 @@ from mlflash.exports.outputs import Batches
 from mlflash.exports.torch_holes import hollow
 from mlflash.exports.torch_holes import save as save_hollow
 from mlflash.exports.whole import Written
+from mlflash.flatten import flatten
 from mlflash.skeleton import Skeleton
-from mlflash.state import Entry, flatten, live_bytes
+from mlflash.state import Entry, live_bytes
 from mlflash.store import open_store
 
 pytestmark = [
@@ -50,7 +51,7 @@ class InMemory:
     def __init__(self, state: Any):
         flat = flatten(state)
         names = [leaf.entry.name for leaf in flat.leaves]
-        self.step, self.tree, self.plain = 3, flat.tree, flat.plain
+        self.step, self.tree, self.plain = 3, flat.structure.tree, flat.plain
         self.entries = {leaf.entry.name: leaf.entry for leaf in flat.leaves}
         self.ties = {name: names[leaf.tie] for name, leaf in zip(names, flat.leaves, strict=True) if leaf.tie >= 0}
         self.values = {leaf.entry.name: leaf.value for leaf in flat.leaves}

@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlflash import errors, header, layout, manifest
+from mlflash.flatten import flatten
 from mlflash.header import Attempt, Header
 from mlflash.layout import Extents
 from mlflash.segment import create
 from mlflash.slot import Slot, read_header
 from mlflash.stage import Stage
-from mlflash.state import flatten
 from mlflash.transfer import Source, chunks
 
 GOLDEN = Path(__file__).with_name("golden-slot-v1.bin")

@@ -19,7 +19,7 @@ REPO = Path(__file__).parents[2]
 
 # The way of the data: each module imports only from those before it.
 ORDER = [
-    "version", "errors", "points", "skeleton", "store", "scheme", "config", "state", "rebuild", "layout", "manifest",
+    "version", "errors", "points", "skeleton", "store", "scheme", "config", "plain", "state", "flatten", "rebuild", "layout", "manifest",
     "header", "host_list", "domains", "slurm_topology", "topology", "placement", "survival", "sharing", "erasure",
     "stripes", "limits", "node_memory", "pulse", "inventory", "segment", "slot", "parity_file", "moves", "comm",
     "board", "window", "transfer", "aside", "exchange", "stage", "shelf", "copies", "parity", "protect", "replicas",

@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlflash.errors import StructureMismatch
+from mlflash.flatten import flatten
 from mlflash.shards import Held, cut, fragments, merge_plain, overlap, plain_leaves
-from mlflash.state import Entry, flatten
+from mlflash.state import Entry
 
 
 def entry(whole: tuple[int, ...], offset: tuple[int, ...], shape: tuple[int, ...], dtype: str = "<i4") -> Entry:
@@ -99,7 +100,7 @@ def test_boxes_overlap_where_they_do() -> None:
 
 def test_plain_leaves_that_all_ranks_have_alike_go_to_all() -> None:
     flat = flatten({"step": 7, "of": {"rank": 3, "names": ["a", "b"]}, "w": np.zeros(3)})
-    paths = plain_leaves(flat.tree)
+    paths = plain_leaves(flat.structure.tree)
     assert {path: flat.plain[number] for path, number in paths.items()} == {
         "step": 7, "of.rank": 3, "of.names.0": "a", "of.names.1": "b",
     }  # fmt: skip

@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from mlflash import errors, manifest
+from mlflash.flatten import flatten
 from mlflash.layout import Extents
 from mlflash.rebuild import compare, fill, materialize
 from mlflash.segment import create
 from mlflash.slot import Slot
 from mlflash.stage import Stage
-from mlflash.state import flatten
 
 
 class Store:
