@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
+from .aheads import Ahead
 from .comm import World
 from .courier import Courier
 from .drains import Drains
@@ -15,7 +16,6 @@ from .parcels import Parcel
 from .restores import Restores
 from .saves import Begun, Saves
 from .snapshot import Snapshot
-from .stage import Ahead
 from .state import Flat
 
 
@@ -165,7 +165,7 @@ class Adapting:
 
     def give_up(self, ahead: Ahead) -> None:
         """Free the slot of what was staged ahead and is not going to be saved. Not collective."""
-        self._saves.give_up(ahead)
+        self._saves.aheads.give_up(ahead)
 
     def ask_drain(self) -> None:
         """Let the checkpoint that is saved next be drained, unlike :meth:`.Checkpointer.drain` without any wait.

@@ -63,18 +63,17 @@ class Checkpointer:
             Default: the replicas that DTensors have by their placements, in the state of the first `restore` or
             `prepare`.
         drain_every: every so many checkpoints are drained to ``directory``, and the newest one at the end; takes a
-            third slot. Default 0: only what :meth:`drain` is called for.
+            third slot. Default 0: none.
         keep_last, keep_every: which checkpoints stay in ``directory``: the newest so many, and those whose step is
             a multiple of it. Default 0 and 0: all.
         drain_rate, drain_writers: bytes per second of all ranks together; ranks that write at a time. Default 0: no
             limit.
         format: "hdf5", or "dcp": what plain `torch.distributed.checkpoint.load` reads.
-        process_group: the torch.distributed group that has the ranks of ``comm``. Default: its default group. Nothing
-            is sent over it.
+        process_group: the torch.distributed group that has the ranks of ``comm``; nothing is sent. Default: all.
         settings: further fields of :class:`mlflash.config.Config`.
 
     Attributes:
-        adapting: what adapters use besides.
+        adapting: for adapters.
 
     Raises:
         ConfigError: a setting is missing or makes no sense.
@@ -140,7 +139,7 @@ class Checkpointer:
 
     # Saving
 
-    def save(self, step: int, state: Any) -> Snapshot:
+    def save(self, step: int, state: Any, *, until: Any = None) -> Snapshot:
         """Copy the state into this rank's slot and let it be protected and committed in the background.
 
         Collective over comm, in that all ranks save the same steps in the same order; but no rank waits for
@@ -151,6 +150,8 @@ class Checkpointer:
             step: training step, 0 or more, larger than the one before.
             state: nested dicts, lists and tuples of tensors, arrays, plain values, and objects with
                 ``state_dict`` and ``load_state_dict``.
+            until: torch optimizers: what they hold is copied while training goes on, until one of them steps; the
+                save fails where something else has written to it.
 
         Returns:
             The snapshot; its ``wait()`` ends when it is committed.
@@ -161,7 +162,7 @@ class Checkpointer:
             SaveFailed: only with ``strict``: this save, or an earlier one in the background, failed.
         """
         self._check_open()
-        return self._saves.save(step, state)
+        return self._saves.save(step, state, until)
 
     def wait(self) -> None:
         """Wait until every save so far is committed or has failed.
@@ -366,7 +367,7 @@ class Checkpointer:
         self._parts.pulse.end(state)
         self._drains.give_up()
         self._courier.stop(abandon)
-        self._saves.stage.forget()
+        self._saves.end()
         if not abandon:  # an abandoned courier may still be inside MPI, with the slots as its buffers
             self._parts.shelf.close()
         self._parts.memory.close()

@@ -21,6 +21,7 @@ from .board import Word
 from .errors import MlflashError, SaveFailed, StepOrderError
 from .header import Attempt, Header
 from .layout import Extents
+from .lazy import Later
 from .parts import Parts
 from .points import reach
 from .segment import Segment
@@ -45,6 +46,7 @@ class Save:
         stage: fills the slots, where the main thread could not because they were too small; it then waits.
         segment: the mapping that was staged into.
         checks: of the pieces of shared state that other ranks of this node store.
+        later: what is copied after `save` has returned; None: all is there.
         drains_idle: whether no drain is on its way: here, and once that was agreed on, anywhere.
         drain_asked: whether somebody asked for a drain: here, and once that was agreed on, anywhere.
         staged: set when the slot is filled, or the save has ended.
@@ -63,6 +65,7 @@ class Save:
         self.skip = False
         self.stage: Callable[[], None] | None = None
         self.checks: dict[Piece, int] = {}
+        self.later: Later | None = None
         self.drains_idle = True
         self.drain_asked = False
         self.staged = threading.Event()
@@ -91,6 +94,8 @@ def run(save: Save, parts: Parts, committed_now: Callable[[], None] = lambda: No
         SaveFailed: on all ranks; the last committed step is untouched.
     """
     error: MlflashError | None = None
+    if save.later is not None:
+        save.later.help()
     try:
         _settle(save, parts)
         _announce(save, parts)
@@ -100,6 +105,8 @@ def run(save: Save, parts: Parts, committed_now: Callable[[], None] = lambda: No
         error = problem
     # After any other exception no slot is released: MPI may still write into some, and the older step is needed.
     committed = error is None and not save.snapshot.skipped
+    if save.later is not None:
+        save.later.cancel()
     if save.taken:
         parts.shelf.release(save.attempt, save.taken, committed)
     if committed:
@@ -172,6 +179,9 @@ def _protect(save: Save, parts: Parts) -> None:
         except MlflashError as error:
             save.problem = error
         save.staged.set()
+    if save.later is not None and save.problem is None:
+        save.later.finish()
+        save.problem = save.later.error
     _confirm(save, parts)
     source = Source(save.slot, save.plan.layout.extents, lambda check: _header(save, parts, check))
     whole = parts.protection.protect(parts.shelf, source, save.attempt)
@@ -219,6 +229,9 @@ def _share_header(save: Save, parts: Parts, check: int) -> Header | None:
 
 
 def _header(save: Save, parts: Parts, check: int) -> Header | None:
+    if save.later is not None:
+        save.later.look()
+        save.problem = save.problem or save.later.error
     if save.problem is not None or save.plan is None or save.slot is None:
         return None  # staging failed: this slot must never look whole
     if save.slot.segment is not save.segment:

@@ -15,17 +15,19 @@ from collections.abc import Callable
 import numpy as np
 
 from . import commit, restore
+from .aheads import Ahead, Aheads
 from .comm import check_torch_rank
 from .config import Config
 from .courier import Courier, Job
 from .drains import Drains
 from .errors import DeadlineExceeded, MlflashError, SaveFailed, StateError, StepOrderError
 from .flatten import Flattener
+from .lazy import Steps, Unchanging
 from .parts import Parts
 from .points import reach
 from .slot import Slot
 from .snapshot import Snapshot
-from .stage import Ahead, Plan, Stage
+from .stage import Plan, Stage, has_room
 from .state import Flat
 
 log = logging.getLogger("mlflash")
@@ -59,6 +61,7 @@ class Saves:
     Attributes:
         last_step: the newest step saved or restored; the next one must be larger.
         stage: copies states into slots.
+        aheads: states that were staged before their step was known.
     """
 
     def __init__(self, config: Config, parts: Parts, courier: Courier, drains: Drains, seconds: dict[str, float]):
@@ -68,22 +71,23 @@ class Saves:
         self._pending: list[Snapshot] = []
         self._warned_late = False
         self._version = 0  # of what is shared
-        self._aheads: list[Ahead] = []
         self._begun: list[Begun] = []
         self._begun_lock = threading.Lock()
         self.last_step: int | None = None
         self._flattener = Flattener()
+        self._unchanging, self._steps = Unchanging(), Steps()
         self.stage = Stage(config.block_nbytes, config.timeout_s)
+        self.aheads = Aheads(self.stage, parts.shelf)
 
-    def save(self, step: int, state: object) -> Snapshot:
+    def save(self, step: int, state: object, until: object = None) -> Snapshot:
         """Stage a state and post the rest; see `Checkpointer.save`."""
         self.await_begun()
-        return self._save(step, lambda save: self._fill(save, self._flattener.flatten(state)))
+        return self._save(step, lambda save: self._fill(save, self._flattener.flatten(state), until))
 
     def begin(self, step: int, thread: threading.Thread) -> Begun:
         """Say that a save comes; see `Adapting.begin`."""
         self.end_begun()
-        begun = Begun(step, thread, tuple(self._aheads))
+        begun = Begun(step, thread, self.aheads.all)
         with self._begun_lock:
             self._begun.append(begun)
         self.last_step = step if self.last_step is None else max(step, self.last_step)
@@ -100,7 +104,7 @@ class Saves:
             self._begun = [begun for begun in self._begun if begun not in over]
         for begun in over:
             for ahead in begun.aheads:
-                self.give_up(ahead)
+                self.aheads.give_up(ahead)
             try:
                 self._save(begun.step, _fail, again=True)
             except MlflashError:
@@ -129,15 +133,14 @@ class Saves:
             self._begun.remove(begun)
         for ahead in begun.aheads:
             if ahead is not flat:
-                self.give_up(ahead)
+                self.aheads.give_up(ahead)
 
         def fill(save: commit.Save) -> None:
             if isinstance(flat, MlflashError):
                 raise flat
             if isinstance(flat, Ahead):
-                if flat not in self._aheads:
+                if not self.aheads.take(flat):
                     raise self._failure(save, "what was staged for it was given up")
-                self._aheads.remove(flat)
                 save.slot, save.share, save.plan = flat.slot, flat.share, flat.plan
                 save.segment, save.checks = flat.segment, flat.checks
             else:
@@ -151,35 +154,21 @@ class Saves:
         That is so where its slots must be made first, or where what is shared must be agreed on, or where another
         state is staged ahead.
         """
-        if self._aheads or not self._is_settled(flat):
+        if self.aheads.all or not self._is_settled(flat):
             return None
-        planned = self.plan(flat)
-        taken = self._parts.shelf.take(self._config.timeout_s if self._config.when_busy == "wait" else 0)
-        if taken is None:
-            return None
-        try:
-            if not _has_room(planned, *taken):
-                raise SaveFailed("the slots have to be made first")
-            checks = self.stage.copy(flat, planned, *taken)
-        except MlflashError:
-            self._parts.shelf.give_back(taken)
-            return None
-        ahead = Ahead(*taken, planned, taken[0].segment, checks)
-        self._aheads.append(ahead)
-        return ahead
+        return self.aheads.stage(
+            flat, self.plan(flat), self._config.timeout_s if self._config.when_busy == "wait" else 0
+        )
 
     def forget(self) -> None:
         """Forget the slots, which are going to be replaced, and what was staged ahead into them. Not collective."""
-        for ahead in tuple(self._aheads):
-            self.give_up(ahead)
+        self.aheads.give_up_all()
         self.stage.forget()
 
-    def give_up(self, ahead: Ahead) -> None:
-        """Let other saves use the slots of a state that was staged ahead. Not collective."""
-        if ahead in self._aheads:
-            self._aheads.remove(ahead)
-            ahead.given_up = True
-            self._parts.shelf.give_back((ahead.slot, ahead.share))
+    def end(self) -> None:
+        """Let slots and optimizers be: nothing is saved any more. Not collective."""
+        self.stage.forget()
+        self._steps.close()
 
     def _save(self, step: int, fill: Callable[[commit.Save], None], again: bool = False) -> Snapshot:
         whole = isinstance(step, (int, np.integer)) and not isinstance(step, bool)
@@ -234,8 +223,9 @@ class Saves:
             )
         self.last_step = step
 
-    def _fill(self, save: commit.Save, flat: Flat) -> None:
+    def _fill(self, save: commit.Save, flat: Flat, until: object = None) -> None:
         check_torch_rank(self._world)
+        lazy = frozenset[int]() if until is None else self._unchanging.find(flat, until)
         settled = self._is_settled(flat)
         if settled:
             save.plan = self.plan(flat)
@@ -249,8 +239,8 @@ class Saves:
         save.slot, save.share = taken
         if not settled:
             save.unsettled, save.lay_out = flat, lambda: self.plan(flat)
-        if save.plan is not None and _has_room(save.plan, *taken):
-            self._stage(save, flat)
+        if save.plan is not None and has_room(save.plan, *taken):
+            self._stage(save, flat, lazy)
         else:
             save.stage = lambda: self._stage(save, flat)
 
@@ -316,10 +306,13 @@ class Saves:
             self.stage.replan()
         return self.stage.knows(flat)
 
-    def _stage(self, save: commit.Save, flat: Flat) -> None:
+    def _stage(self, save: commit.Save, flat: Flat, lazy: frozenset[int] = frozenset()) -> None:
         assert save.slot is not None and save.plan is not None
         save.segment = save.slot.segment
-        save.checks = self.stage.copy(flat, save.plan, save.slot, save.share)
+        save.checks, later = self.stage.copy(flat, save.plan, save.slot, save.share, lazy)
+        if not later.is_empty:
+            save.later = save.snapshot.later = later
+            self._steps.before_next(later)
 
     def _take_slots(self, save: commit.Save) -> tuple[Slot, Slot] | None:
         if self._config.when_busy == "skip":
@@ -394,8 +387,3 @@ class Saves:
 
 def _fail(save: commit.Save) -> None:
     raise SaveFailed("it failed on some rank before it came to storage", step=save.snapshot.step)
-
-
-def _has_room(plan: Plan, slot: Slot, share: Slot) -> bool:
-    size = plan.share_extents
-    return slot.view.nbytes >= plan.layout.extents.nbytes and (size is None or share.view.nbytes >= size.nbytes)

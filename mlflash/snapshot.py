@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 
 from .errors import DeadlineExceeded, MlflashError, SaveFailed
+from .lazy import Later
 
 _LOOK_S = 0.5  # how often a waiting snapshot looks whether the courier is held up
 
@@ -31,6 +32,7 @@ class Snapshot:
         self.commit_s: float | None = None
         self.skipped = False
         self.reported = False  # its error was raised to the caller
+        self.later: Later | None = None  # what is copied after `save` has returned
         self._start = time.perf_counter()
         self._error: MlflashError | None = None
         self._late: DeadlineExceeded | None = None
@@ -79,6 +81,15 @@ class Snapshot:
         if self.error is not None:
             raise self.error
         return self
+
+    def wait_staged(self) -> None:
+        """Copy what is left to be copied: then the state may be changed by whatever there is.
+
+        Not collective. Only a save with ``until=`` leaves anything. Where something fails, `wait` says so.
+        """
+        if self.later is not None:
+            self.later.finish()
+            self.later.hold_back()
 
     def add_done_callback(self, call: Callable[[Snapshot], None]) -> None:
         """Have a function called with this snapshot when :meth:`wait` would return or raise: ended, or late.

@@ -1,9 +1,7 @@
 """Tensors → slot: the only part of a save that training waits for.
 
 In the steady state nothing is planned, allocated or faulted in: the layout is cached by the structure of the state,
-where each leaf goes, and how, by slot. Large contiguous CPU tensors go through ``np.copyto`` (memcpy on one
-thread; torch's OpenMP copy is up to 26 times slower where ranks fight for cores), small ones and those on
-other devices through one ``torch._foreach_copy_`` per dtype and device.
+where each leaf goes, and how, by slot.
 
 Of state that this rank shares with others it copies its own share, and makes checksums of the rest: with them the
 courier finds out whether all that hold it hold the same.
@@ -12,8 +10,8 @@ courier finds out whether all that hold it hold the same.
 from __future__ import annotations
 
 import dataclasses
-import sys
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -22,13 +20,12 @@ import xxhash
 from . import manifest
 from .errors import SaveFailed
 from .layout import PAGE_NBYTES, Extents, Layout, plan
+from .lazy import Later
 from .points import reach
-from .segment import Segment
 from .sharing import Piece, Sharing, cuts, pieces
 from .slot import Slot
-from .state import Flat, Leaf, Structure, as_bytes, from_bytes, live_bytes
-
-_SMALL_NBYTES = 64 << 10
+from .state import Flat, Leaf, Structure, from_bytes, live_bytes
+from .ways import Way
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,41 +61,6 @@ class Plan:
         return Extents(0, high - low, self.layout.extents.block_nbytes)
 
 
-@dataclasses.dataclass(eq=False)
-class Ahead:
-    """A state that was staged before its step is known.
-
-    Attributes:
-        slot, share: where it is.
-        plan: how.
-        segment, checks: as in `commit.Save`.
-        given_up: whether the slot was given to other saves.
-    """
-
-    slot: Slot
-    share: Slot
-    plan: Plan
-    segment: Segment | None
-    checks: dict[Piece, int]
-    given_up: bool = False
-
-    def bytes_of(self, leaf: int) -> np.ndarray | None:
-        """The bytes of a leaf; None where they are shared with other ranks, and may be stored there."""
-        layout = self.plan.layout
-        entry = layout.entries[leaf]
-        if layout.is_shared(entry):
-            return None
-        return self.slot.payload(layout.extents)[entry.start : entry.start + entry.nbytes]
-
-    def write(self, leaf: int, content: bytes) -> bool:
-        """Put bytes into a leaf that was staged as blanks; False where it is too small, or the slot was given up."""
-        room = self.bytes_of(leaf)
-        if room is None or self.given_up or len(content) > room.nbytes:
-            return False
-        room[: len(content)] = np.frombuffer(content, dtype=np.uint8)
-        return True
-
-
 class Stage:
     """Copies states of (mostly) one structure into slots.
 
@@ -114,7 +76,7 @@ class Stage:
         self._layout: Layout | None = None
         self._pieces: tuple[Piece, ...] = ()
         self._entries = self._tree_bytes = b""
-        self._ways: dict[tuple[str, str], _Way] = {}
+        self._ways: dict[tuple[str, str], Way] = {}
 
     def knows(self, flat: Flat) -> bool:
         """Whether a state is laid out already. Not collective."""
@@ -164,8 +126,10 @@ class Stage:
         whole = manifest.join(self._entries, self._tree_bytes, flat.plain, shared)
         return Plan(layout, whole, flat.structure.private, sharing, self._pieces)
 
-    def copy(self, flat: Flat, planned: Plan, slot: Slot, share: Slot | None = None) -> dict[Piece, int]:
-        """Copy a state into a slot; returns once the live tensors may be changed again.
+    def copy(
+        self, flat: Flat, planned: Plan, slot: Slot, share: Slot | None = None, lazy: frozenset[int] = frozenset()
+    ) -> tuple[dict[Piece, int], Later]:
+        """Copy a state into a slot; returns once the live tensors may be changed again, but for lazy ones.
 
         Not collective. The slots are unsealed by this and stay so.
 
@@ -174,9 +138,10 @@ class Stage:
             planned: where it goes.
             slot: of this rank.
             share: gets this rank's share of what it holds like others.
+            lazy: numbers of the leaves that are copied later.
 
         Returns:
-            The checksums of the pieces of other shares.
+            The checksums of the pieces of other shares, once all is copied; and what is copied later.
 
         Raises:
             SaveFailed: the pages of a slot are not there in time.
@@ -190,16 +155,26 @@ class Stage:
             target.unseal()
         reach("stage.unsealed")
         slot.view[PAGE_NBYTES : PAGE_NBYTES + len(planned.manifest)] = np.frombuffer(planned.manifest, dtype=np.uint8)
+        if share is not None:  # what is cut is copied, and checked, by the host
+            shared = planned.layout.is_shared
+            of_host = [value.device.type == "cpu" for value in flat.values]
+            lazy = frozenset(n for n in lazy if of_host[n] or not shared(planned.layout.entries[n]))
         way = self._way(planned, slot, share, flat)
-        if any(device.type == "cuda" for device, _, _ in way.groups):
-            for part in way.segments:
-                part.pin()
+        way.lead(flat, lazy)
         way.copy(flat.values)
-        checks = {} if share is None else _copy_pieces(flat, planned, share)
+        later, transfers = way.begin(flat.values)
+        checks: dict[Piece, int] = {}
+        if share is not None:
+            for leaf, work in _pieces_of(flat, planned, share, checks):
+                if leaf in lazy:
+                    later.append(work)
+                else:
+                    work()
         reach("stage.copied")
-        return checks
+        tensors = ((flat.structure.entries[n].name, flat.values[n]) for n in lazy)
+        return checks, Later(later, transfers, tensors, self._timeout_s)
 
-    def _way(self, planned: Plan, slot: Slot, share: Slot | None, flat: Flat) -> _Way:
+    def _way(self, planned: Plan, slot: Slot, share: Slot | None, flat: Flat) -> Way:
         """Where each leaf that goes anywhere as a whole goes, and how."""
         layout = planned.layout
         key = (slot.name, "" if share is None else share.name)
@@ -219,8 +194,7 @@ class Stage:
                 for piece, room in _own_pieces(planned, share):
                     if room.nbytes == layout.entries[piece.leaf].nbytes:
                         targets[piece.leaf] = from_bytes(layout.entries[piece.leaf], room)
-            way = self._ways[key] = _Way(layout, segments, targets)
-        way.lead(flat)
+            way = self._ways[key] = Way(layout, segments, targets, self._timeout_s)
         return way
 
     def replan(self) -> None:
@@ -232,66 +206,10 @@ class Stage:
         self._ways.clear()
 
 
-class _Way:
-    """Where the leaves go in one slot, and how.
-
-    Args:
-        layout: of the slot.
-        segments: of the slot, and of the share.
-        targets: for each leaf a view of the slot; None: it goes nowhere, or in pieces.
-
-    Attributes:
-        arrays: numbers and targets of those that numpy copies.
-        large: numbers of tensors, their targets, and the bytes of these, where memcpy does.
-        groups: for each dtype and device, targets and numbers of those that torch copies together.
-    """
-
-    def __init__(self, layout: Layout, segments: list[Segment], targets: list[Any]):
-        self.layout, self.segments, self._targets = layout, segments, targets
-        self._structure: Structure | None = None
-
-    def lead(self, flat: Flat) -> None:
-        """Choose how each leaf of a state is copied; states of the very same structure are copied the same way."""
-        if flat.structure is self._structure:
-            return
-        self._structure = flat.structure
-        self.arrays: list[tuple[int, Any]] = []
-        self.large: list[tuple[int, Any, np.ndarray]] = []
-        groups: dict[Any, tuple[Any, list[Any], list[int]]] = {}
-        for number, (value, target) in enumerate(zip(flat.values, self._targets, strict=True)):
-            if target is None:
-                continue
-            if isinstance(value, np.ndarray):
-                self.arrays.append((number, target))
-            elif value.device.type == "cpu" and target.nbytes >= _SMALL_NBYTES and value.is_contiguous():
-                self.large.append((number, target, as_bytes(target)))
-            else:
-                _, targets, numbers = groups.setdefault((value.dtype, value.device), (value.device, [], []))
-                targets.append(target)
-                numbers.append(number)
-        self.groups = list(groups.values())
-
-    def copy(self, values: list[Any]) -> None:
-        """Copy; returns once the values may be changed again."""
-        for number, target in self.arrays:
-            np.copyto(target, values[number])
-        if not self.large and not self.groups:
-            return
-        torch = sys.modules["torch"]
-        devices = set()
-        with torch.no_grad():
-            for number, target, raw in self.large:
-                value = values[number]
-                if value.is_conj() or value.is_neg():
-                    target.copy_(value)
-                else:
-                    np.copyto(raw, as_bytes(value.detach()))
-            for device, targets, numbers in self.groups:
-                torch._foreach_copy_(targets, [values[n] for n in numbers], non_blocking=device.type != "cpu")
-                if device.type != "cpu":
-                    devices.add(device)
-        for device in devices:
-            getattr(torch, device.type).synchronize(device)
+def has_room(planned: Plan, slot: Slot, share: Slot) -> bool:
+    """Whether a state fits into slots as large as they are."""
+    size = planned.share_extents
+    return slot.view.nbytes >= planned.layout.extents.nbytes and (size is None or share.view.nbytes >= size.nbytes)
 
 
 def _own_pieces(planned: Plan, share: Slot) -> list[tuple[Piece, np.ndarray]]:
@@ -301,18 +219,28 @@ def _own_pieces(planned: Plan, share: Slot) -> list[tuple[Piece, np.ndarray]]:
     return [(p, payload[p.at : p.at + p.end - p.start]) for p in planned.pieces if p.share == number]
 
 
-def _copy_pieces(flat: Flat, planned: Plan, share: Slot) -> dict[Piece, int]:
-    """Copy the leaves of which only a piece is in this rank's share; returns the checksums of the other pieces."""
+def _pieces_of(
+    flat: Flat, planned: Plan, share: Slot, checks: dict[Piece, int]
+) -> Iterator[tuple[int, Callable[[], None]]]:
+    """Of leaves that are cut: what copies the pieces of this rank's share; and what checks those of others."""
     assert planned.sharing is not None
+
+    def copy(room: np.ndarray, value: Any, piece: Piece) -> None:
+        np.copyto(room, live_bytes(value, piece.start, piece.end))
+
+    def check(value: Any, piece: Piece) -> None:
+        checks[piece] = xxhash.xxh3_64_intdigest(live_bytes(value, piece.start, piece.end).data)
+
+    def now(leaf: int) -> Any:
+        value = flat.values[leaf]  # it may get other memory later
+        return value if isinstance(value, np.ndarray) else value.detach()
+
     for piece, room in _own_pieces(planned, share):
         if room.nbytes < flat.structure.entries[piece.leaf].nbytes:
-            np.copyto(room, live_bytes(flat.values[piece.leaf])[piece.start : piece.end])
-    checks = {}
+            yield piece.leaf, functools.partial(copy, room, now(piece.leaf), piece)
     for piece in planned.pieces:
         if piece.share != planned.sharing.share:
-            raw = live_bytes(flat.values[piece.leaf])[piece.start : piece.end]
-            checks[piece] = xxhash.xxh3_64_intdigest(raw.data)
-    return checks
+            yield piece.leaf, functools.partial(check, now(piece.leaf), piece)
 
 
 def all_checks(planned: Plan, share: Slot, others: dict[Piece, int]) -> dict[int, int]:

@@ -197,11 +197,15 @@ def as_bytes(value: Any) -> np.ndarray:
     return raw
 
 
-def live_bytes(value: Any) -> np.ndarray:
-    """The bytes of a tensor or array in C order, on the host: a view where they are so already, else a copy."""
+def live_bytes(value: Any, start: int = 0, end: int | None = None) -> np.ndarray:
+    """Some of the bytes of a tensor or array in C order, on the host: a view where they are so already, else a copy."""
     if isinstance(value, np.ndarray):
-        return as_bytes(np.ascontiguousarray(value))
-    return as_bytes(value.detach().resolve_conj().resolve_neg().cpu().contiguous())
+        return as_bytes(np.ascontiguousarray(value))[start:end]
+    import torch
+
+    value = value.detach().resolve_conj().resolve_neg().contiguous()
+    raw: np.ndarray = value.reshape(-1).view(torch.uint8)[start:end].cpu().numpy()
+    return raw
 
 
 def from_bytes(entry: Entry, raw: np.ndarray) -> Any:

@@ -45,7 +45,9 @@ def seeds(directory: Path) -> None:
     for index, state in enumerate(states):
         flat = flatten(state)
         entries = manifest.encode_entries(layout.plan(flat, 100, 4096).entries)
-        (directory / str(index)).write_bytes(manifest.join(entries, manifest.encode_tree(flat.structure.tree), flat.plain))
+        (directory / str(index)).write_bytes(
+            manifest.join(entries, manifest.encode_tree(flat.structure.tree), flat.plain)
+        )
 
 
 if __name__ == "__main__":

@@ -18,9 +18,9 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor
 
 from mlflash import Checkpointer
+from mlflash.aheads import Ahead
 from mlflash.errors import SaveFailed, StateError
 from mlflash.exports.planned import Key
-from mlflash.stage import Ahead
 from mlflash.state import Flat, dtensor_shard, from_bytes
 
 from .checkpointable import Parts, is_checkpointable, items_of, parts_of

@@ -25,11 +25,11 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from mlflash import Checkpointer
+from mlflash.aheads import Ahead
 from mlflash.errors import MlflashError, SaveFailed, StateError
 from mlflash.exports.dcp_files import pickled
 from mlflash.exports.planned import Key
 from mlflash.saves import Begun
-from mlflash.stage import Ahead
 from mlflash.state import Flat
 
 from .ids import names_a_step, step_of

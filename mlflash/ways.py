@@ -1,0 +1,137 @@
+"""Where the leaves of a state go in one slot, and how: at once, or later.
+
+Large contiguous CPU tensors go through ``np.copyto`` (memcpy on one thread; torch's OpenMP copy is up to 26 times
+slower where ranks fight for cores), small ones through one ``torch._foreach_copy_`` per dtype, those on other devices
+through a `Transfer`.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from typing import Any
+
+import numpy as np
+
+from .devices import Transfer
+from .errors import SaveFailed
+from .layout import Layout
+from .lazy import LARGE_NBYTES, Work
+from .segment import Segment
+from .state import Flat, Structure, as_bytes
+
+_PIECE_NBYTES = 8 << 20  # what training waits for at most, where the courier is in the middle of a piece
+
+
+class Way:
+    """Where the leaves go in one slot, and how.
+
+    Args:
+        layout: of the slot.
+        segments: of the slot, and of the share.
+        targets: for each leaf a view of the slot; None: it goes nowhere, or in pieces.
+        timeout_s: how long devices may take, seconds.
+    """
+
+    def __init__(self, layout: Layout, segments: list[Segment], targets: list[Any], timeout_s: float):
+        self.layout, self.segments, self._targets, self._timeout_s = layout, segments, targets, timeout_s
+        self._structure: Structure | None = None
+        self._lazy: frozenset[int] = frozenset()
+
+    def lead(self, flat: Flat, lazy: frozenset[int]) -> None:
+        """Choose how each leaf of a state is copied; states of the very same structure are copied the same way.
+
+        Args:
+            flat: the state.
+            lazy: numbers of the leaves that are copied later.
+        """
+        if flat.structure is self._structure and lazy == self._lazy:
+            return
+        self._structure, self._lazy = flat.structure, lazy
+        self._at_once, self._later = _Kinds(), _Kinds()
+        for number, (value, target) in enumerate(zip(flat.values, self._targets, strict=True)):
+            if target is not None:
+                (self._later if number in lazy else self._at_once).add(number, value, target)
+        if self._at_once.on_devices or self._later.on_devices:
+            for segment in self.segments:
+                segment.pin()
+
+    def copy(self, values: list[Any]) -> None:
+        """Copy what is copied at once; returns when that may be changed again.
+
+        Raises:
+            SaveFailed: a device takes too long.
+        """
+        kinds = self._at_once
+        transfers = kinds.transfers(values)
+        for number, target in kinds.arrays:
+            np.copyto(target, values[number])
+        for number, target, raw in kinds.large:
+            value = values[number]
+            if value.is_conj() or value.is_neg():
+                _copy_together([target], [value])
+            else:
+                np.copyto(raw, as_bytes(value.detach()))
+        for targets, numbers in kinds.small.values():
+            _copy_together(targets, [values[n] for n in numbers])
+        for transfer in transfers:
+            if not transfer.wait(self._timeout_s):
+                raise SaveFailed(f"a device had not made its copies after {self._timeout_s:g} s")
+
+    def begin(self, values: list[Any]) -> tuple[list[Work], list[Transfer]]:
+        """Begin what is copied later: the pieces that are to be made, and what devices are at.
+
+        Both know where the bytes are now: a parameter may get other memory meanwhile (FSDP does that).
+        """
+        pieces: list[Work] = []
+        for number, _, raw in self._later.large:
+            source = as_bytes(values[number].detach())
+            for at in range(0, raw.nbytes, _PIECE_NBYTES):
+                part = slice(at, at + _PIECE_NBYTES)
+                pieces.append(functools.partial(np.copyto, raw[part], source[part]))
+        return pieces, self._later.transfers(values)
+
+
+class _Kinds:
+    """Leaves by how they are copied.
+
+    Attributes:
+        arrays: numbers and targets of those that numpy copies.
+        large: numbers of tensors, their targets, and the bytes of these, where memcpy does.
+        small: for each dtype: targets and numbers of those that torch copies together.
+        on_devices: for each device: targets and numbers.
+    """
+
+    def __init__(self) -> None:
+        self.arrays: list[tuple[int, Any]] = []
+        self.large: list[tuple[int, Any, np.ndarray]] = []
+        self.small: dict[Any, tuple[list[Any], list[int]]] = {}
+        self.on_devices: dict[Any, tuple[list[Any], list[int]]] = {}
+
+    def add(self, number: int, value: Any, target: Any) -> None:
+        if isinstance(value, np.ndarray):
+            self.arrays.append((number, target))
+        elif value.device.type == "cpu" and target.nbytes >= LARGE_NBYTES and value.is_contiguous():
+            self.large.append((number, target, as_bytes(target)))
+        else:
+            on_host = value.device.type == "cpu"
+            targets, numbers = (
+                self.small.setdefault(value.dtype, ([], []))
+                if on_host
+                else self.on_devices.setdefault(value.device, ([], []))
+            )
+            targets.append(target)
+            numbers.append(number)
+
+    def transfers(self, values: list[Any]) -> list[Transfer]:
+        """Let devices begin their copies."""
+        return [
+            Transfer(device, targets, [values[n] for n in numbers])
+            for device, (targets, numbers) in self.on_devices.items()
+        ]
+
+
+def _copy_together(targets: list[Any], values: list[Any]) -> None:
+    torch = sys.modules["torch"]
+    with torch.no_grad():
+        torch._foreach_copy_(targets, values)

@@ -1,0 +1,293 @@
+"""Saves that copy while training goes on: the bits are those of the moment of the save, or there is no checkpoint."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from mpi4py import MPI
+
+from mlflash import Checkpointer, errors, points
+from mlflash.flatten import flatten
+
+pytestmark = pytest.mark.mpi
+two = pytest.mark.mpi(min_size=2)
+RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+
+
+class Training:
+    """A model with a buffer, its optimizer, and an average of its weights, all different on each rank."""
+
+    averaging = True
+
+    def __init__(self, width: int = 400, seed: int = RANK, **options: Any) -> None:
+        torch.manual_seed(seed)
+        self.model = torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.BatchNorm1d(width),
+                                         torch.nn.Linear(width, 3))  # fmt: skip
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1, **options)
+        self.average = {name: p.detach().clone() for name, p in self.model.named_parameters()}
+        self.steps, self.width = 0, width
+
+    @property
+    def state(self) -> dict[str, Any]:
+        return {"model": self.model, "optimizer": self.optimizer, "average": self.average, "steps": self.steps}
+
+    def step(self) -> None:
+        """Forward, which writes buffers; backward; the step; an average."""
+        self.model(torch.randn(8, self.width)).square().sum().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        for name, parameter in self.model.named_parameters() if self.averaging else ():
+            self.average[name].lerp_(parameter.detach(), 0.5)
+        self.steps += 1
+
+    def copy(self) -> dict[str, Any]:
+        """What a save has to keep."""
+        tensors = {f"model.{k}": v.clone() for k, v in self.model.state_dict().items()}
+        tensors |= {f"average.{k}": v.clone() for k, v in self.average.items()}
+        moments = {
+            f"{i}.{k}": v.clone() for i, vs in self.optimizer.state_dict()["state"].items() for k, v in vs.items()
+        }
+        return {**tensors, **moments, "steps": torch.tensor(self.steps)}
+
+
+def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.fixture
+def slow_at() -> Iterator[Any]:
+    """Lets the courier come late, or never before it is told to."""
+
+    def set_up(point: str, seconds: float) -> None:
+        def reached(name: str) -> None:
+            if name == point and threading.current_thread() is not threading.main_thread():
+                time.sleep(seconds)
+
+        points.arm(reached)
+
+    yield set_up
+    points.arm(None)
+
+
+@pytest.mark.parametrize("point", [None, "commit.released", "protect.announced", "transfer.sent", "commit.seen"])
+@pytest.mark.parametrize("how", [{}, {"fused": True}, {"foreach": False}], ids=str)
+def test_what_is_restored_is_the_state_at_the_save_however_early_training_goes_on(
+    options: dict[str, Any], slow_at: Any, point: str | None, how: dict[str, Any]
+) -> None:
+    training = Training(**how)
+    training.step()
+    if point is not None:
+        slow_at(point, 0.05)
+    with Checkpointer(**options) as ckpt:
+        ckpt.prepare(training.state)
+        kept = {}
+        for _ in range(6):
+            kept[training.steps] = training.copy()
+            ckpt.save(training.steps, training.state, until=training.optimizer)
+            training.step()  # writes to all there is, as early as it may
+        ckpt.wait()
+        points.arm(None)
+        steps = ckpt.steps()
+        assert steps == [5, 6]
+        for step in steps:
+            again = Training(**how)
+            again.step()
+            state = again.state
+            assert ckpt.restore(state, step=step) == step
+            again.steps = state["steps"]
+            assert same(again.copy(), kept[step]), step
+
+
+def in_backward(model: torch.nn.Module) -> list[torch.optim.Optimizer]:
+    """An optimizer for each parameter, which steps as soon as backward has its gradient."""
+    optimizers = {parameter: torch.optim.AdamW([parameter], lr=0.1) for parameter in model.parameters()}
+
+    def step(parameter: torch.Tensor) -> None:
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(step)
+    return list(optimizers.values())
+
+
+def of_two_on_shared_weights(model: torch.nn.Module) -> list[torch.optim.Optimizer]:
+    return [torch.optim.SGD(model.parameters(), lr=1e-6, momentum=0.9), torch.optim.SGD(model[0].parameters(), lr=1e-6)]
+
+
+@pytest.mark.parametrize("make", [in_backward, of_two_on_shared_weights])
+def test_any_of_several_optimizers_may_be_the_first_to_step(options: dict[str, Any], slow_at: Any, make: Any) -> None:
+    def train() -> None:
+        model(torch.randn(8, 400)).square().sum().backward()
+        for optimizer in reversed(optimizers) if make is of_two_on_shared_weights else ():
+            optimizer.step()
+
+    model = torch.nn.Sequential(torch.nn.Linear(400, 400), torch.nn.Linear(400, 300))
+    optimizers = make(model)
+    train()
+    state = {"model": model, "optimizers": optimizers}
+    slow_at("commit.released", 0.05)
+    with Checkpointer(**options) as ckpt:
+        ckpt.prepare(state)
+        for step in range(1, 5):
+            flat = flatten(state)
+            kept = [value.clone() for value in flat.values]
+            assert ckpt.save(step, state, until=optimizers if step % 2 else optimizers[:1]).later is not None
+            train()
+        ckpt.wait()
+        assert ckpt.restore(state) == 4
+        assert all(map(torch.equal, flatten(state).values, kept))
+
+
+class Parallel(Training):
+    """The same, over all ranks: by DDP, all hold the same; by FSDP2, each a shard.
+
+    Forward and backward put other tensors in the place of FSDP2's shards, and write to these.
+    """
+
+    def __init__(self, how: str) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        super().__init__(seed=0)
+        self.averaging = False
+        if how == "fsdp2":
+            mesh = init_device_mesh("cpu", (SIZE,))
+            for layer in (self.model[0], self.model[2]):
+                fully_shard(layer, mesh=mesh)
+            fully_shard(self.model, mesh=mesh)
+        else:
+            self.model = torch.nn.parallel.DistributedDataParallel(self.model)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+
+    def copy(self) -> dict[str, Any]:
+        flat = flatten(self.state)
+        return {entry.name: value.clone() for entry, value in zip(flat.structure.entries, flat.values, strict=True)}
+
+
+@pytest.fixture
+def process_group(root: Path) -> Iterator[None]:
+    store = torch.distributed.FileStore(str(root / "store"), SIZE)
+    torch.distributed.init_process_group("gloo", store=store, rank=RANK, world_size=SIZE)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@two
+@pytest.mark.parametrize("how", ["ddp", "fsdp2"])
+@pytest.mark.filterwarnings("ignore:.*barrier.*:UserWarning")
+def test_nothing_of_ddp_or_fsdp2_writes_to_what_is_copied_late(
+    options: dict[str, Any], process_group: None, slow_at: Any, how: str
+) -> None:
+    training = Parallel(how)
+    training.step()
+    replicated = True if how == "ddp" else None
+    with Checkpointer(**options, replicated=replicated, strict=True) as ckpt:
+        ckpt.prepare(training.state)
+        slow_at("commit.released", 0.05)
+        kept, lazy = {}, 0
+        for _ in range(5):
+            kept[training.steps] = training.copy()
+            snapshot = ckpt.save(training.steps, training.state, until=training.optimizer)
+            lazy += snapshot.later is not None
+            training.step()
+        ckpt.wait()
+        points.arm(None)
+        assert lazy >= 4  # the first may be the one that agrees on what is shared
+        for step in (4, 5):
+            again = Parallel(how)
+            again.step()
+            state = again.state
+            assert ckpt.restore(state, step=step) == step
+            again.steps = state["steps"]
+            assert same(again.copy(), kept[step]), step
+
+
+@two
+def test_a_step_that_was_written_to_too_early_is_on_no_rank_a_checkpoint(options: dict[str, Any]) -> None:
+    training = Training()
+    training.step()
+    with Checkpointer(**options) as ckpt:
+        ckpt.prepare(training.state)
+        ckpt.save(1, training.state, until=training.optimizer).wait()
+        kept = training.copy()
+        training.steps = 2
+        hold = threading.Event()
+        ckpt.adapting._courier.post(_job(lambda: hold.wait(10)))  # the courier is busy with something else
+        snapshot = ckpt.save(2, training.state, until=training.optimizer)
+        if RANK == 0:
+            with torch.no_grad():
+                training.model[0].weight.mul_(2)  # by hand, not by an optimizer
+        hold.set()
+        with pytest.raises(errors.SaveFailed, match="changed before it was copied"):
+            snapshot.wait()
+        assert ckpt.steps() == [1]
+        ckpt.save(3, training.state, until=training.optimizer).wait()
+        snapshot = ckpt.save(4, training.state, until=training.optimizer)
+        snapshot.wait_staged()
+        with torch.no_grad():
+            training.model[0].weight.mul_(2)  # now it may
+        snapshot.wait()
+        assert ckpt.restore(Training().state, step=3) == 3
+    assert kept["steps"] == 1
+
+
+@two
+def test_a_failed_save_writes_nothing_into_the_slot_that_the_next_one_gets(options: dict[str, Any]) -> None:
+    training = Training()
+    training.step()
+    with Checkpointer(**options) as ckpt:
+        ckpt.prepare(training.state)
+        ckpt.save(1, training.state, until=training.optimizer).wait()
+        bad = training.state | ({"bad": object()} if RANK == SIZE - 1 else {})
+        try:
+            snapshot = ckpt.save(2, bad, until=training.optimizer)
+        except errors.StateError:
+            snapshot = None
+        ckpt.wait()
+        assert snapshot is None or isinstance(snapshot.error, errors.SaveFailed)
+        kept = training.copy()
+        good = ckpt.save(3, training.state, until=training.optimizer)
+        training.step()  # what was left of step 2 must not be copied by this
+        good.wait()
+        again = Training()
+        again.step()
+        state = again.state
+        assert ckpt.restore(state) == 3
+        again.steps = state["steps"]
+        assert same(again.copy(), kept)
+
+
+def test_a_restore_and_the_next_save_do_not_come_between(options: dict[str, Any]) -> None:
+    training = Training()
+    training.step()
+    with Checkpointer(**options) as ckpt:
+        ckpt.prepare(training.state)
+        ckpt.save(1, training.state, until=training.optimizer)
+        kept = training.copy()
+        ckpt.save(2, training.state, until=training.optimizer)
+        assert ckpt.restore(training.state) == 2  # writes to what is saved
+        assert same(training.copy(), kept)
+        training.step()
+        ckpt.save(3, training.state, until=[training.optimizer])
+        kept = training.copy()
+    training.step()
+    again = Training()
+    again.step()
+    with Checkpointer(**options) as ckpt:
+        state = again.state
+        assert ckpt.restore(state) == 3
+        again.steps = state["steps"]
+        assert same(again.copy(), kept)
+
+
+def _job(work: Any) -> Any:
+    from mlflash.courier import Job
+
+    return Job(work)

@@ -1,0 +1,207 @@
+"""Lazy copies: what may wait, who makes them, and that a torn one is never taken for good."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from mlflash.devices import Transfer
+from mlflash.errors import DeadlineExceeded, StateError
+from mlflash.flatten import Flattener
+from mlflash.lazy import Later, Steps, Unchanging
+
+DEADLINE = 10.0
+
+
+def model_and_optimizer(**options: Any) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    model = torch.nn.Sequential(torch.nn.Linear(128, 256), torch.nn.BatchNorm1d(256),
+                                torch.nn.Linear(256, 128, bias=False))  # fmt: skip
+    optimizer = torch.optim.AdamW(model.parameters(), **options)
+    model(torch.randn(5, 128)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def names(flattener: Flattener, unchanging: Unchanging, state: Any, until: Any) -> set[str]:
+    flat = flattener.flatten(state)
+    return {flat.structure.entries[number].name for number in unchanging.find(flat, until)}
+
+
+def test_what_the_optimizer_holds_may_wait_and_nothing_else() -> None:
+    model, optimizer = model_and_optimizer()
+    other = torch.nn.Linear(200, 200)
+    weight = model[0].weight.detach()
+    ema = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    state = {"model": model, "optimizer": optimizer, "ema": ema, "other": other, "tied": weight, "part": weight[:200],
+             "rng": torch.get_rng_state()}  # fmt: skip
+    found = names(Flattener(), Unchanging(), state, optimizer)
+    moments = {f"optimizer.state.{i}.{name}" for i in (0, 4) for name in ("exp_avg", "exp_avg_sq")}
+    assert found == {"model.0.weight", "model.2.weight", "tied"} | moments  # small ones are copied at once
+
+
+def test_several_optimizers_and_new_tensors_are_seen() -> None:
+    model, optimizer = model_and_optimizer()
+    other, second = model_and_optimizer()
+    state = {"model": model, "other": other}
+    flattener, unchanging = Flattener(), Unchanging()
+    assert len(names(flattener, unchanging, state, optimizer)) == 2
+    assert len(names(flattener, unchanging, state, [optimizer, second])) == 4
+    with torch.no_grad():
+        model[0].weight.data = torch.zeros(256, 128)  # still the optimizer's parameter
+    assert len(names(flattener, unchanging, state, [optimizer, second])) == 4
+    model[0].weight = torch.nn.Parameter(torch.zeros(256, 128))  # not any more
+    found = names(flattener, unchanging, state, [optimizer, second])
+    assert len(found) == 3 and "model.0.weight" not in found
+
+
+def test_steps_of_cuda_graphs_and_of_others_are_not_waited_for() -> None:
+    model, optimizer = model_and_optimizer()
+    optimizer.param_groups[0]["capturable"] = True
+    assert names(Flattener(), Unchanging(), {"model": model}, optimizer) == set()
+    with pytest.raises(StateError, match="torch optimizers"):
+        names(Flattener(), Unchanging(), {"model": model}, model)
+
+
+def test_each_piece_is_copied_once_however_many_help() -> None:
+    counts = [0] * 500
+
+    def work(number: int) -> Any:
+        def copy() -> None:
+            counts[number] += 1
+            time.sleep(1e-5)
+
+        return copy
+
+    later = Later([work(number) for number in range(500)], [], [], DEADLINE)
+    threads = [threading.Thread(target=later.help) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    later.finish()
+    assert counts == [1] * 500 and later.error is None
+    for thread in threads:
+        thread.join(DEADLINE)
+    assert counts == [1] * 500 and later.error is None
+
+
+def test_when_it_is_cancelled_nothing_is_written_any_more() -> None:
+    begun, go_on, written = threading.Event(), threading.Event(), []
+
+    def slow() -> None:
+        begun.set()
+        assert go_on.wait(DEADLINE)
+        written.append("slow")
+
+    later = Later([slow, lambda: written.append("never")], [], [], DEADLINE)
+    helper = threading.Thread(target=later.help)
+    helper.start()
+    assert begun.wait(DEADLINE)
+    threading.Timer(0.05, go_on.set).start()
+    later.cancel()
+    assert written == ["slow"]
+    helper.join(DEADLINE)
+    later.help()
+    assert written == ["slow"]
+
+
+def test_a_tensor_that_was_written_to_before_all_was_copied_is_named() -> None:
+    model, _ = model_and_optimizer()
+    weight = model[0].weight.detach()  # as a state_dict gives it: another object, the same memory
+    later = Later([lambda: None], [], [("weight", weight)], DEADLINE)
+    with torch.no_grad():
+        model[0].weight.add_(1)
+    later.finish()
+    assert later.error is not None and later.error.tensor == "weight"
+
+
+def test_a_tensor_whose_change_is_told_late_is_found_when_it_is_looked_at_again() -> None:
+    model, _ = model_and_optimizer()
+    later = Later([lambda: None], [], [("weight", model[0].weight)], DEADLINE)
+    later.finish()
+    assert later.error is None
+    with torch.no_grad():
+        model[0].weight.add_(1)  # may have begun while it was copied
+    later.look()
+    assert later.error is not None
+    later = Later([lambda: None], [], [("weight", model[0].weight)], DEADLINE)
+    later.finish()
+    later.hold_back()
+    with torch.no_grad():
+        model[0].weight.add_(1)
+    later.look()
+    assert later.error is None  # it was told that it may be
+
+
+def test_a_copy_that_takes_too_long_fails_the_save_and_a_step_goes_on() -> None:
+    _, optimizer = model_and_optimizer()
+    begun, go_on = threading.Event(), threading.Event()
+
+    def stuck() -> None:
+        begun.set()
+        assert go_on.wait(DEADLINE)
+
+    later, steps = Later([stuck], [], [], 0.05), Steps()
+    courier = threading.Thread(target=later.help)
+    courier.start()
+    assert begun.wait(DEADLINE)
+    steps.before_next(later)
+    optimizer.step()
+    assert "not made after 0.05 s" in str(later.error)
+    with pytest.raises(DeadlineExceeded):
+        later.cancel()
+    go_on.set()
+    courier.join(DEADLINE)
+    later.cancel()
+    steps.close()
+
+
+def test_copies_of_a_device_come_before_what_it_is_given_later() -> None:
+    """On torch's stand-in for a device, whose streams do nothing: all calls are there, and the bits."""
+    values = [torch.randn(5 << 20), torch.randn(7, 3).t(), torch.randn(9, dtype=torch.cfloat).conj()]
+    targets = [torch.zeros_like(value.resolve_conj()) for value in values]
+    kept = [value.clone() for value in values]
+    transfer = Transfer(torch.device("cpu"), targets, values)
+    later = Later([], [transfer], [("first", values[0])], DEADLINE)
+    assert not later.is_empty
+    later.hold_back()
+    values[0].add_(1)
+    later.finish()
+    assert later.error is None
+    assert all(map(torch.equal, targets, kept))
+
+
+def test_what_fails_is_told_and_ends_the_wait() -> None:
+    def fail() -> None:
+        raise RuntimeError("no")
+
+    later = Later([fail, lambda: None], [], [], DEADLINE)
+    later.finish()
+    assert "no" in str(later.error)
+
+
+@pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}])
+def test_any_optimizer_waits_before_it_steps(options: dict[str, Any]) -> None:
+    model, optimizer = model_and_optimizer(**options)
+    _, other = model_and_optimizer()
+    steps = Steps()
+    for one in (optimizer, other):
+        before = model[0].weight.detach().clone()
+        seen: list[Any] = []
+        copy = functools.partial(_append_clone, seen, model[0].weight)
+        later = Later([copy], [], [("w", model[0].weight)], DEADLINE)
+        steps.before_next(later)
+        one.step()
+        assert torch.equal(seen[0], before) and later.error is None
+    steps.close()
+    seen = []
+    steps._laters.append(Later([lambda: seen.append(1)], [], [], DEADLINE))
+    optimizer.step()
+    assert not seen
+
+
+def _append_clone(seen: list[Any], tensor: torch.Tensor) -> None:
+    seen.append(tensor.detach().clone())
