@@ -118,7 +118,7 @@ class Checkpointer:
         self._world = World(comm, self._config.ranks_per_node, self._config.timeout_s, process_group)
         if not self._world.threads:
             log.warning("MPI was started without MPI_THREAD_MULTIPLE: save() will wait for the commit")
-        self._courier = Courier(self._world, threaded=self._world.threads)
+        self._courier = Courier(self._world, threaded=self._world.threads, nice=self._config.nice)
         self._closed = False
         self._seconds: dict[str, float] = collections.defaultdict(float)
         try:

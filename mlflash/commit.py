@@ -183,8 +183,12 @@ def _protect(save: Save, parts: Parts) -> None:
         save.later.finish()
         save.problem = save.later.error
     _confirm(save, parts)
-    source = Source(save.slot, save.plan.layout.extents, lambda check: _header(save, parts, check))
-    whole = parts.protection.protect(parts.shelf, source, save.attempt)
+    source = Source(save.slot, save.plan.layout.extents, lambda check: _header(save, parts, check), parts.pace)
+    parts.pace.begin()
+    try:
+        whole = parts.protection.protect(parts.shelf, source, save.attempt)
+    finally:
+        parts.pace.end()
     reach("protect.sealed")
     if save.problem is None and not whole:
         save.problem = SaveFailed("its redundancy did not arrive whole", rank=world.rank, node=world.node_name,

@@ -49,6 +49,9 @@ class Config:
     keep_every: int = _setting(0, "MLFLASH_KEEP_EVERY", "keep those too whose step is a multiple of this; 0: none")
     format: str = _setting("hdf5", "MLFLASH_FORMAT", "of drained checkpoints: hdf5 | dcp")
     compression: str = _setting("", "MLFLASH_COMPRESSION", "of drained HDF5 files: gzip | zstd | lz4 | ...")
+    send_rate: float = _setting(0.0, "MLFLASH_SEND_RATE", "bytes per second that a rank sends to protect; 0: all")
+    max_slowdown: float = _setting(0.0, "MLFLASH_MAX_SLOWDOWN", "of steps, such as 0.03: it sends slower; 0: no look")
+    nice: int = _setting(0, "MLFLASH_NICE", "niceness of the courier's thread, 0 to 19")
     chunk_nbytes: int = _setting(4 * MIB, "MLFLASH_CHUNK_NBYTES", "bytes per transfer, 1 MiB to 1 GiB")
     block_nbytes: int = _setting(MIB, "MLFLASH_BLOCK_NBYTES", "bytes per checksum")
     ranks_per_node: int = _setting(0, "MLFLASH_RANKS_PER_NODE", "emulate nodes of n ranks (0: real nodes)")
@@ -62,6 +65,9 @@ class Config:
         self._check("skip_stuck", self.skip_stuck >= 0, "a number of restores, 0 or more")
         for name in ("drain_every", "drain_rate", "drain_writers", "keep_last", "keep_every"):
             self._check(name, getattr(self, name) >= 0, "a number, 0 or more")
+        for name in ("send_rate", "max_slowdown"):
+            self._check(name, getattr(self, name) >= 0, "a number, 0 or more")
+        self._check("nice", 0 <= self.nice <= 19, "a number, 0 to 19")
         self._check("drain_every", not self.drain_every or self.directory is not None, "a directory to drain to")
         self._check("format", self.format in ("hdf5", "dcp"), "'hdf5' or 'dcp'")
         self._check("compression", self.compression in ("", *COMPRESSIONS), f"one of {', '.join(COMPRESSIONS)}")

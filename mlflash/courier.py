@@ -8,6 +8,7 @@ it.
 from __future__ import annotations
 
 import logging
+import os
 import queue
 import threading
 from collections.abc import Callable
@@ -60,9 +61,10 @@ class Courier:
     Args:
         world: the communicators; from here on only the courier uses them.
         threaded: whether there is a thread, or jobs run inside `post`.
+        nice: niceness of the thread.
     """
 
-    def __init__(self, world: World, threaded: bool):
+    def __init__(self, world: World, threaded: bool, nice: int = 0):
         self.late: DeadlineExceeded | None = None  # of the job that is past its deadline and still running
         self.broken: BaseException | None = None
         self._world = world
@@ -72,7 +74,7 @@ class Courier:
         self._queue: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         if threaded:
-            self._thread = threading.Thread(target=self._run, name="mlflash-courier", daemon=True)
+            self._thread = threading.Thread(target=self._run, args=(nice,), name="mlflash-courier", daemon=True)
             self._thread.start()
 
     def post(self, job: Job) -> None:
@@ -134,7 +136,10 @@ class Courier:
             self._queue.put(None)
             self._thread.join(2.0 if abandon else self._world.timeout_s + _GRACE_S)
 
-    def _run(self) -> None:
+    def _run(self, nice: int) -> None:
+        here = threading.get_native_id()  # on Linux niceness is of a thread
+        if nice > os.getpriority(os.PRIO_PROCESS, here):
+            os.setpriority(os.PRIO_PROCESS, here, nice)
         while True:
             try:
                 job = self._queue.get(timeout=_IDLE_S if self._aside is None else self._nap)

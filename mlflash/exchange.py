@@ -24,6 +24,7 @@ from . import erasure
 from .comm import World
 from .header import MAX_GROUP
 from .moves import Moves, done, side_by_side
+from .pace import Pace
 from .points import reach
 from .stripes import Task, Unit
 from .transfer import ARRIVAL_S
@@ -39,9 +40,11 @@ class Blocks(Protocol):
 
     Attributes:
         compares: whether `took` is to be told the checksums of inputs; else what is coded is known beforehand.
+        pace: how fast they are sent.
     """
 
     compares: bool
+    pace: Pace
 
     def rank_of(self, unit: Unit) -> int:
         """The rank that reads or writes a block."""
@@ -138,6 +141,7 @@ class Exchange:
         return [in_order(sends, 2 * _DEPTH), in_order(codes, _DEPTH), in_order(takes, _DEPTH)]
 
     def _send_block(self, coder: int, tag: int, unit: Unit, blocks: Blocks) -> Moves:
+        yield from blocks.pace.send(blocks.nbytes(unit))
         raw, check = blocks.read(unit)
         yield from self._send(coder, tag, raw, check, tell=False)
         return True
@@ -187,6 +191,7 @@ class Exchange:
             raw = coded[: blocks.nbytes(unit)]
             check = xxhash.xxh3_64_intdigest(raw.data)
             if (taker := blocks.rank_of(unit)) != me:
+                yield from blocks.pace.send(raw.nbytes)
                 yield from self._send(taker, _tag(number, nth), raw, check, tell=True)
                 continue
             into = blocks.place(unit)

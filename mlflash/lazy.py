@@ -142,26 +142,23 @@ class Later:
 
 
 class Steps:
-    """Makes optimizers wait, before they step, for copies that are still to be made."""
+    """Hears of the steps of all torch optimizers there are, before they are made."""
 
     def __init__(self) -> None:
         self._laters: list[Later] = []
         self._handle: Any = None
+        self._told: Callable[[], None] | None = None
+        self._counted: Callable[[], Any] = lambda: None  # one of several optimizers: a training step is a step of it
 
     def before_next(self, later: Later) -> None:
         """Make any optimizer's next step wait for copies. Not collective."""
         self._laters.append(later)
-        if self._handle is None:
-            from torch.optim.optimizer import register_optimizer_step_pre_hook
+        self._listen()
 
-            here = weakref.ref(self)  # the hook is torch's, for all optimizers there are
-
-            def hook(*args: Any) -> None:
-                steps = here()
-                if steps is not None:
-                    steps.hold_back()
-
-            self._handle = register_optimizer_step_pre_hook(hook)
+    def tell(self, told: Callable[[], None]) -> None:
+        """Call a function before each training step of an optimizer. Not collective."""
+        self._told = told
+        self._listen()
 
     def hold_back(self) -> None:
         """Let what changes the state from now on come after the copies. Not collective."""
@@ -174,6 +171,30 @@ class Steps:
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
+
+    def _listen(self) -> None:
+        if self._handle is not None:
+            return
+        from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+        here = weakref.ref(self)  # the hook is torch's, for all optimizers there are
+
+        def hook(optimizer: Any, *args: Any) -> None:
+            steps = here()
+            if steps is not None:
+                steps._before_step(optimizer)
+
+        self._handle = register_optimizer_step_pre_hook(hook)
+
+    def _before_step(self, optimizer: Any) -> None:
+        self.hold_back()
+        if self._told is None:
+            return
+        counted = self._counted()
+        if counted is None:
+            self._counted = weakref.ref(optimizer)
+        if counted in (None, optimizer):
+            self._told()
 
 
 class Unchanging:

@@ -245,6 +245,7 @@ class _GroupBlocks:
     def __init__(self, group: Sequence[int], sizes: dict[int, Extents], source: Source, target: Slot | None,
                  parity: Extents):  # fmt: skip
         self._group, self._sizes, self._source, self._target, self._parity = group, sizes, source, target, parity
+        self.pace = source.pace
         self._body = source.slot.body(source.extents)
         self._table = source.slot.table(source.extents)
         self._first = heads_blocks(parity)

@@ -19,6 +19,7 @@ from .errors import MlflashError
 from .header import Attempt, Kind
 from .inventory import Choice, Inventory, assign, choose, decode, encode, join, scan
 from .node_memory import NodeMemory
+from .pace import Pace
 from .placement import Placement, made, place
 from .protect import Protection
 from .pulse import Pulse
@@ -44,6 +45,7 @@ class Parts:
     Attributes:
         domains: where the nodes stand, as far as that is known.
         pulse: says to those who look from outside how this rank gets on.
+        pace: how fast the courier sends while training goes on.
         replicas: compares tensors between ranks that hold the same ones, where the user said so.
         run_id: random number of this run, the same on all ranks.
         generation: number of the newest attempt known; the next one is larger.
@@ -63,6 +65,7 @@ class Parts:
     domains: Domains | None
     shelf: Shelf
     pulse: Pulse
+    pace: Pace
     replicas: Replicas | None = None
     run_id: bytes = b""
     generation: int = 0
@@ -240,7 +243,8 @@ def make(config: Config, world: World, replicated: Any = None, domains: Any = No
     protection = Protection(world, config, placement)
     pulse = Pulse(memory, world.rank, world.size, world.local_rank, os.environ.get("MLFLASH_RUN", ""))
     shelf = Shelf(memory, protection.owners, 3 if config.drain_every else 2)
-    parts = Parts(config, world, memory, Board(world), protection, known, shelf, pulse, replicas)
+    pace = Pace(config.send_rate, config.max_slowdown, config.timeout_s)
+    parts = Parts(config, world, memory, Board(world), protection, known, shelf, pulse, pace, replicas)
     if protection.transport == "rma" and world.world is not None:
         parts.poke = world.poke = Poke(world)
     parts.run_id = world.broadcast(os.urandom(16), 0)

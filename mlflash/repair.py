@@ -19,6 +19,7 @@ from .exchange import Exchange, roles_of
 from .header import unpack
 from .inventory import Choice, ParityGroup, Place, file_name
 from .layout import Extents
+from .pace import AT_ONCE
 from .parity_file import Head, heads_blocks, read_heads
 from .parts import Parts
 from .points import reach
@@ -188,6 +189,7 @@ class RepairedBlocks:
     """The blocks of groups while they are repaired: see `exchange.Blocks`."""
 
     compares = False
+    pace = AT_ONCE
 
     def __init__(self, repairs: Sequence[Repair], slots: Mapping[int, Slot],
                  parity: Mapping[tuple[ParityGroup, int], Slot]):  # fmt: skip

@@ -17,7 +17,9 @@ def report_of(parts: Parts, seconds: Mapping[str, float], drain: Drain | None) -
         copies), ``shared with`` (ranks that store together what they hold alike), ``transport``, ``job``,
         ``memory`` (its directory there), ``restored_from`` (node whose memory the last restore took this rank's
         state from, the folder of the directory, or ""), ``drain`` (step, path, seconds, bytes and error of the newest
-        one, or None), ``slots`` (what they hold, file, use, rank, step and bytes of each), ``counts`` and
+        one, or None), ``send rate`` (bytes per second at most; None: no limit), ``slowdown`` (of the last steps
+        beside the courier, where ``max_slowdown`` is set), ``slots`` (what they hold, file, use, rank, step and bytes
+        of each), ``counts`` and
         ``seconds``.
     """
     world, replicas = parts.world, parts.replicas
@@ -46,6 +48,8 @@ def report_of(parts: Parts, seconds: Mapping[str, float], drain: Drain | None) -
         "memory": parts.memory.path,
         "restored_from": parts.restored_from,
         "drain": drained,
+        "send rate": None if parts.pace.rate == float("inf") else parts.pace.rate,
+        "slowdown": parts.pace.slowdown,
         "slots": slots,
         "counts": dict(parts.counts) | ({} if replicas is None else {"tensors diverged": replicas.diverged}),
         "seconds": dict(seconds),

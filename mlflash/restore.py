@@ -306,7 +306,7 @@ def _protect_again(parts: Parts, home: Slot, lacking: bool) -> None:
     parts.counts["slots healed"] += lacking
     demand = protection.offer(shelf, header.extents if lacking else None, again=True)
     parts.ensure_room(demand, pairs=False)  # the other slot of a pair may hold the last copy of the step before
-    whole = protection.protect(shelf, Source(home, header.extents, None), header.attempt)
+    whole = protection.protect(shelf, Source(home, header.extents, None, parts.pace), header.attempt)
     error: MlflashError | None = None
     if not whole:
         error = CorruptSlot(

@@ -76,6 +76,8 @@ class Saves:
         self.last_step: int | None = None
         self._flattener = Flattener()
         self._unchanging, self._steps = Unchanging(), Steps()
+        if config.max_slowdown:
+            self._steps.tell(parts.pace.step)
         self.stage = Stage(config.block_nbytes, config.timeout_s)
         self.aheads = Aheads(self.stage, parts.shelf)
 

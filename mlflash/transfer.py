@@ -20,6 +20,7 @@ from .errors import CorruptSlot
 from .header import HEADER_NBYTES, Attempt, Header, Kind, unpack
 from .layout import PAGE_NBYTES, Extents
 from .moves import Moves, done
+from .pace import AT_ONCE, Pace
 from .points import reach
 from .slot import Slot, Use, table_check
 from .window import OpenMemory
@@ -37,10 +38,11 @@ class Source:
         extents: its parts.
         seal: called with the checksum of the finished table; makes the header, or None where the slot must stay
             unsealed (then the receiver refuses it too). None for a slot that is sealed already.
+        pace: how fast it is sent.
     """
 
-    def __init__(self, slot: Slot, extents: Extents, seal: Callable[[int], Header | None] | None):
-        self.slot, self.extents = slot, extents
+    def __init__(self, slot: Slot, extents: Extents, seal: Callable[[int], Header | None] | None, pace: Pace = AT_ONCE):
+        self.slot, self.extents, self.pace = slot, extents, pace
         self._seal = seal
         self._checked = 0 if seal is not None else extents.blocks
 
@@ -114,6 +116,7 @@ def send(world: World, peer: int, source: Source, chunk_nbytes: int,
         source.check_up_to(last)
         raw = body[first * extents.block_nbytes : min(last * extents.block_nbytes, body.nbytes)]
         checks = [table[first:last], mpi.BYTE]
+        yield from source.pace.send(raw.nbytes)
         if target is None:
             sent.append(comm.Isend([raw, mpi.BYTE], peer, _BODY))
             sent.append(comm.Isend(checks, peer, _CHECKS))

@@ -21,11 +21,11 @@ REPO = Path(__file__).parents[2]
 ORDER = [
     "version", "errors", "points", "skeleton", "store", "scheme", "config", "plain", "state", "flatten", "rebuild",
     "layout", "manifest", "header", "host_list", "domains", "slurm_topology", "topology", "placement", "survival",
-    "sharing", "erasure", "stripes", "limits", "node_memory", "pulse", "inventory", "segment", "slot", "parity_file",
-    "moves", "comm", "board", "window", "transfer", "aside", "exchange", "lazy", "ways", "stage", "shelf", "aheads",
-    "copies", "parity", "protect", "replicas", "parts", "snapshot", "commit", "repair", "fetch", "reunion", "shards",
-    "parcels", "opened", "reshard", "restore", "courier", "drains", "scavenge", "saves", "restores", "rng", "report",
-    "adapting", "checkpointer", "__init__", "cli", "__main__",
+    "sharing", "erasure", "stripes", "limits", "node_memory", "pulse", "inventory", "segment", "slot",
+    "parity_file", "moves", "comm", "board", "window", "pace", "transfer", "aside", "exchange", "devices", "lazy",
+    "ways", "stage", "shelf", "aheads", "copies", "parity", "protect", "replicas", "parts", "snapshot", "commit",
+    "repair", "fetch", "reunion", "shards", "parcels", "opened", "reshard", "restore", "courier", "drains",
+    "scavenge", "saves", "restores", "rng", "report", "adapting", "checkpointer", "__init__", "cli", "__main__",
 ]  # fmt: skip
 # The same of `draining`, which stands before "drains".
 DRAINING = ["__init__", "index", "catalog", "dealing", "hdf5", "cargo", "form", "as_hdf5", "as_dcp", "drain", "drained"]

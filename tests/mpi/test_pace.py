@@ -1,0 +1,72 @@
+"""The courier's share of the network and of the cores: as small as it was asked to be, and no bit the worse for it."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from mpi4py import MPI
+
+from mlflash import Checkpointer
+
+pytestmark = pytest.mark.mpi(min_size=2)
+RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+NBYTES = 4 << 20
+RATE = 8 << 20
+
+
+@pytest.mark.parametrize("redundancy", ["copy", pytest.param("xor:3", marks=pytest.mark.mpi(min_size=3))])
+def test_a_save_takes_as_long_as_its_bytes_do_at_the_rate_and_a_restore_does_not(
+    options: dict[str, Any], redundancy: str
+) -> None:
+    state = {"w": np.random.default_rng(RANK).integers(0, 255, NBYTES, np.uint8)}
+    kept = state["w"].copy()
+    with Checkpointer(**options, redundancy=redundancy, send_rate=RATE) as ckpt:
+        ckpt.prepare(state)
+        start = time.monotonic()
+        snapshot = ckpt.save(1, state)
+        assert time.monotonic() - start < 0.25
+        snapshot.wait()
+        seconds = time.monotonic() - start
+        assert seconds > 0.8 * NBYTES / RATE
+        assert ckpt.report()["send rate"] == RATE
+        state["w"][:] = 0
+        assert ckpt.restore(state) == 1
+        assert np.array_equal(state["w"], kept)
+
+
+def test_the_courier_is_as_nice_as_asked_and_nobody_else(options: dict[str, Any]) -> None:
+    before = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    for nice in (min(19, before + 3), 0):  # a smaller one than it has is nothing that a user may ask for
+        with Checkpointer(**options, nice=nice) as ckpt:
+            assert ckpt.steps() == []
+            (courier,) = (thread for thread in threading.enumerate() if thread.name == "mlflash-courier")
+            assert os.getpriority(os.PRIO_PROCESS, courier.native_id or 0) == max(before, nice)
+            assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == before
+
+
+def test_steps_of_one_of_the_optimizers_are_timed_where_they_may_not_be_slowed(options: dict[str, Any]) -> None:
+    model = torch.nn.Linear(300, 300)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=1e-6) for _ in range(2)]
+
+    def step() -> None:
+        model(torch.ones(1, 300)).sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+        time.sleep(2e-3)
+
+    with Checkpointer(**options, max_slowdown=0.03) as ckpt:
+        ckpt.prepare({"model": model})
+        for number in range(1, 100):
+            step()
+            if number % 10 == 0:
+                ckpt.save(number, {"model": model}, until=optimizers).wait()
+        slowdown = ckpt.report()["slowdown"]
+        assert slowdown is not None and slowdown > -0.5
+    for _ in range(3):
+        step()  # no hook is left that would hold a closed Checkpointer
