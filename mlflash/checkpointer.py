@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import atexit
 import collections
 import logging
 import os
 import sys
-import weakref
 from types import TracebackType
 from typing import Any
 
-from . import config
+from . import at_exit, config
 from .adapting import Adapting
 from .comm import World, find_comm
 from .courier import Courier
@@ -132,7 +130,7 @@ class Checkpointer:
         self.adapting = Adapting(
             self._world, self._courier, self._saves, self._restores, self._drains, self._config.strict, self._check_open
         )
-        _live.add(self)
+        at_exit.add(self, lambda me, state: me._end(abandon=True, state=state))
         self._parts.generation = max(self._parts.generation, self._courier.call(self._drains.newest_generation))
         if self._config.reserve:
             self._saves.reserve(self._config.reserve)
@@ -217,10 +215,18 @@ class Checkpointer:
         self._check_open()
         return self._restores.restore(state, step, None if source is None else os.fspath(source))
 
-    def load(self, step: int | None = None, *, source: str | os.PathLike[str] | None = None) -> tuple[int | None, Any]:
+    def load(
+        self, step: int | None = None, *, source: str | os.PathLike[str] | None = None, copy: bool = True
+    ) -> tuple[int | None, Any]:
         """Give the newest step that memory or the directory can give as fresh CPU tensors and arrays.
 
         Collective over comm. Objects come back as what their ``state_dict`` returned.
+
+        Args:
+            step: this one instead of the newest.
+            source: see :meth:`restore`.
+            copy: False gives views of what is in memory, at once and unverified. What is written to them stays in this
+                process; as long as any is there, saves have one slot less, and wait for each other.
 
         Returns:
             ``(step, state)``, or ``(None, None)`` where there is nothing.
@@ -230,7 +236,7 @@ class Checkpointer:
             WorldSizeChanged: it was saved by another number of ranks: only :meth:`restore` knows what is wanted.
         """
         self._check_open()
-        return self._restores.load(step, None if source is None else os.fspath(source))
+        return self._restores.load(step, None if source is None else os.fspath(source), copy)
 
     def steps(self) -> list[int]:
         """List the steps that can be restored from memory or the directory, ascending.
@@ -371,7 +377,7 @@ class Checkpointer:
         if not abandon:  # an abandoned courier may still be inside MPI, with the slots as its buffers
             self._parts.shelf.close()
         self._parts.memory.close()
-        _live.discard(self)
+        at_exit.discard(self)
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -388,13 +394,3 @@ class Checkpointer:
     def _check_open(self) -> None:
         if self._closed:
             raise Closed("this Checkpointer was closed")
-
-
-_live: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
-
-
-@atexit.register
-def _stop_couriers() -> None:
-    """Stop what was never closed: no thread may be inside MPI when mpi4py finalises it."""
-    for checkpointer in list(_live):
-        checkpointer._end(abandon=True, state="failed" if hasattr(sys, "last_value") else "ended")

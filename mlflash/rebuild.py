@@ -101,7 +101,8 @@ def fill(live: Any, tree: Tree, entries: tuple[Entry, ...], plain: list[Any], re
 
 
 class _Fill:
-    def __init__(self, tree: Tree, entries: tuple[Entry, ...], plain: list[Any], read: Read):
+    def __init__(self, tree: Tree, entries: tuple[Entry, ...], plain: list[Any], read: Read, copy: bool = True):
+        self.copy = copy
         self.entries, self.plain, self.read = entries, plain, read
         self.fresh: dict[tuple[Any, ...], Any] = {}  # tied leaves stay tied
 
@@ -141,8 +142,8 @@ class _Fill:
             entry = self.entries[rest]
             key = (entry.start, entry.kind, entry.dtype, entry.shape) if entry.nbytes else (rest,)
             if key not in self.fresh:
-                # np.array copies: what is handed out never aliases the slot.
-                self.fresh[key] = from_bytes(entry, np.array(self.read(entry)))
+                raw = self.read(entry)
+                self.fresh[key] = from_bytes(entry, np.array(raw) if self.copy else raw)
             return as_shard_like(like, self.fresh[key])
         if tag == "p":
             return decode_plain(self.plain[rest])
@@ -154,12 +155,17 @@ class _Fill:
         return items if tag == "l" else tuple(items)
 
 
-def materialize(tree: Tree, entries: tuple[Entry, ...], plain: list[Any], read: Read) -> Any:
-    """Build the saved state anew from copies: CPU tensors, arrays, dicts, lists, tuples.
+def materialize(tree: Tree, entries: tuple[Entry, ...], plain: list[Any], read: Read, copy: bool = True) -> Any:
+    """Build the saved state anew: CPU tensors, arrays, dicts, lists, tuples.
 
     Not collective. Objects come back as what their ``state_dict`` returned; tied tensors are tied again.
+
+    Args:
+        tree, entries, plain: of the manifest.
+        read: gives the bytes.
+        copy: whether what is handed out is copied, or what ``read`` gives.
     """
-    return _Fill(tree, entries, plain, read).make(tree)
+    return _Fill(tree, entries, plain, read, copy).make(tree)
 
 
 def copy_into(live: Any, entry: Entry, raw: np.ndarray) -> None:

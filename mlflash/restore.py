@@ -50,7 +50,9 @@ def restorable_steps(parts: Parts, alike: bool = False) -> list[int]:
     return sorted(set(whole))
 
 
-def bring_home(parts: Parts, step: int | None, others: bool = False, oldest: int = 0) -> Home | Elsewhere | None:
+def bring_home(
+    parts: Parts, step: int | None, others: bool = False, oldest: int = 0, checked: bool = True
+) -> Home | Elsewhere | None:
     """Bring the newest restorable attempt (or that of a step) into this rank's own slot.
 
     Collective over the world.
@@ -60,6 +62,7 @@ def bring_home(parts: Parts, step: int | None, others: bool = False, oldest: int
         step: this one only.
         others: where it is of another number of ranks, bring it to where it can be read.
         oldest: pass over attempts of a smaller generation: there is something newer elsewhere.
+        checked: verify every byte, not only headers and tables.
 
     Returns:
         This rank's state, every byte of it verified on every rank; or what there is of other ranks here; None where
@@ -85,12 +88,12 @@ def bring_home(parts: Parts, step: int | None, others: bool = False, oldest: int
                 found=f"{parts.world.size}",
             )
         slots: dict[int, Slot] = {}
-        bad = _bring(parts, found, choice, slots)
+        bad = _bring(parts, found, choice, slots, checked)
         if not bad:
             if same_ranks:
                 own = next(slot for slot in parts.shelf.own if _is(slot, parts.world.rank, choice.attempt))
                 slots = {parts.world.rank: own}
-            files, bad = reunite(parts, choice, slots)
+            files, bad = reunite(parts, choice, slots, checked)
         if bad:
             parts.shelf.unmap_others(slots.values())
             found = found.without(bad)
@@ -131,7 +134,7 @@ def count(parts: Parts, home: Slot) -> None:
         )  # fmt: skip
 
 
-def _bring(parts: Parts, found: Inventory, choice: Choice, slots: dict[int, Slot]) -> list[Place]:
+def _bring(parts: Parts, found: Inventory, choice: Choice, slots: dict[int, Slot], checked: bool) -> list[Place]:
     """Verify the slots of a choice, rebuild, repair and fetch; returns the files to do without, where it failed.
 
     Args:
@@ -140,7 +143,7 @@ def _bring(parts: Parts, found: Inventory, choice: Choice, slots: dict[int, Slot
     same_ranks = choice.world_size == parts.world.size
     serves = _servers(parts, choice)
     read: dict[int, Slot] = {}
-    damaged, bad = _verify(parts, choice, serves, read)
+    damaged, bad = _verify(parts, choice, serves, read, checked)
     repairs = None
     if not bad and (damaged or choice.rebuilt):
         repairs = Repairs(parts, choice, serves, read, damaged)
@@ -163,12 +166,13 @@ def _bring(parts: Parts, found: Inventory, choice: Choice, slots: dict[int, Slot
     return []
 
 
-def _verify(parts: Parts, choice: Choice, serves: list[int], slots: dict[int, Slot]
+def _verify(parts: Parts, choice: Choice, serves: list[int], slots: dict[int, Slot], checked: bool
             ) -> tuple[dict[int, list[int]], list[Place]]:  # fmt: skip
     """Verify every byte of the slots of a choice, on all ranks.
 
     Args:
         slots: gets those that this rank reads.
+        checked: every byte, not only table and manifest.
 
     Returns:
         Bad blocks that parity may repair, by rank; files that cannot be restored from.
@@ -180,7 +184,10 @@ def _verify(parts: Parts, choice: Choice, serves: list[int], slots: dict[int, Sl
             try:
                 mapped = parts.shelf.mapped() if choice.world_size == world.size else {}
                 slots[rank] = _open(parts, choice.attempt, rank, place, mapped)
-                blocks = _bad_blocks(slots[rank], choice.group_of(rank) is not None)
+                blocks = _bad_blocks(slots[rank], choice.group_of(rank) is not None) if checked else []
+                if not checked:
+                    slots[rank].verify_table()
+                    slots[rank].manifest()
             except (CorruptSlot, FileNotFoundError) as error:
                 log.warning("rank %d: this slot cannot be restored from: %s", world.rank, error)
                 mine.append((rank, None))

@@ -92,10 +92,10 @@ class Restores:
         self._seconds["load"] += time.perf_counter() - start
         return self._restored(home)
 
-    def load(self, step: int | None, source: str | None = None) -> tuple[int | None, Any]:
+    def load(self, step: int | None, source: str | None = None, copy: bool = True) -> tuple[int | None, Any]:
         """Give the state anew; see `Checkpointer.load`."""
         bad: list[Listed] = []
-        while isinstance(found := self._find(step, source=source, bad=bad), Drained):
+        while isinstance(found := self._find(step, source=source, bad=bad, checked=copy), Drained):
             try:
                 return self._load_drained(found)
             except CorruptSlot as error:  # the same on all ranks
@@ -105,9 +105,12 @@ class Restores:
         if not isinstance(found, Home):
             return None, None
         reach("restore.loading")
-        manifest = found.manifest
-        state = materialize(manifest.tree, manifest.entries, manifest.plain, found.reader())
-        return self._restored(found), state
+        manifest, home = found.manifest, found
+        if not copy:
+            lend = self._parts.shelf.lend
+            found = Home(lend(home.slot), manifest, [lend(share) for share in home.shares], home.files)
+        state = materialize(manifest.tree, manifest.entries, manifest.plain, found.reader(), copy)
+        return self._restored(home), state
 
     def open(self, step: int | None, told: Collection[str], source: str | None = None) -> Readable | None:
         """Open a checkpoint to read any part of it; see `Adapting.open`."""
@@ -209,23 +212,25 @@ class Restores:
 
     def _find(
         self, step: int | None, others: bool = False, source: str | None = None, told: Collection[str] = (),
-        bad: list[Listed] | None = None,
+        bad: list[Listed] | None = None, checked: bool = True,
     ) -> Home | Elsewhere | Drained | None:  # fmt: skip
         start = time.perf_counter()
         self._saves.wait()
         self._drains.wait()
         self._saves.forget()
         found: Home | Elsewhere | Drained | None
-        found = self._courier.call(lambda: self._newest(step, others, source, told, [] if bad is None else bad))
+        passed_over = [] if bad is None else bad
+        found = self._courier.call(lambda: self._newest(step, others, source, told, passed_over, checked))
         self._seconds["find and fetch"] += time.perf_counter() - start
         return found
 
-    def _newest(self, step: int | None, others: bool, source: str | None, told: Collection[str], bad: list[Listed]
-                ) -> Home | Elsewhere | Drained | None:  # fmt: skip
+    def _newest(self, step: int | None, others: bool, source: str | None, told: Collection[str], bad: list[Listed],
+                checked: bool) -> Home | Elsewhere | Drained | None:  # fmt: skip
         """Choose between memory and directory: what was saved last. Collective over the world.
 
         Args:
             bad: checkpoints of the directory that are passed over; gets those found so.
+            checked: verify every byte of what is in memory.
         """
         store = self._drains.store if source is None else open_store(source)
         listed = [one for one in self._drains.listed(store) if step in (None, one.step)]
@@ -233,7 +238,7 @@ class Restores:
             left = [one for one in listed if one not in bad]
             if source is None:
                 oldest = left[0].card.attempt.generation if left else 0
-                found = restore.bring_home(self._parts, step, others, oldest)
+                found = restore.bring_home(self._parts, step, others, oldest, checked)
                 if found is not None:
                     return found
             if not left or store is None:

@@ -95,7 +95,7 @@ class _Errand:
         return self.place[0] != self.node
 
 
-def reunite(parts: Parts, choice: Choice, slots: Mapping[int, Slot]) -> tuple[Files, list[Place]]:
+def reunite(parts: Parts, choice: Choice, slots: Mapping[int, Slot], checked: bool = True) -> tuple[Files, list[Place]]:
     """Bring the shares that slots need to the nodes where these are read.
 
     Collective over the world.
@@ -103,6 +103,7 @@ def reunite(parts: Parts, choice: Choice, slots: Mapping[int, Slot]) -> tuple[Fi
     Args:
         choice: what is restored.
         slots: those that this rank has or reads, verified, by the rank whose they are.
+        checked: verify every byte of the shares, not only their headers and tables.
 
     Returns:
         Where the shares are; and the files to do without, where that failed.
@@ -113,7 +114,7 @@ def reunite(parts: Parts, choice: Choice, slots: Mapping[int, Slot]) -> tuple[Fi
     if lacking:  # their slots came back, but nothing has what they need: this attempt is not whole
         return {}, sorted({place for rank in lacking for place in _files_of(choice, rank)})
     errands = list(_errands(parts, choice, [[*theirs.values()] for theirs in needs]))
-    bad = _verify(parts, choice.attempt, errands)
+    bad = _verify(parts, choice.attempt, errands, checked)
     files = {(e.node, e.share): e.place[1] for e in errands if not e.comes}
     pending = [] if bad else [e for e in errands if e.comes]
     while pending and not bad:
@@ -165,15 +166,18 @@ def _errands(parts: Parts, choice: Choice, needs: Sequence[Sequence[Shared]]) ->
             yield _Errand(share, nbytes, whose, node, place, topology.reader(whose, place[0]))
 
 
-def _verify(parts: Parts, attempt: Attempt, errands: list[_Errand]) -> list[Place]:
-    """Read every byte of the files that are here; returns those that cannot be used."""
+def _verify(parts: Parts, attempt: Attempt, errands: list[_Errand], checked: bool) -> list[Place]:
+    """Verify the files that are here, every byte where asked; returns those that cannot be used."""
     bad = []
     for errand in errands:
         if errand.rank == parts.world.rank and not errand.comes:
             try:
                 slot = _open(parts, attempt, errand)
                 try:
-                    slot.verify()
+                    if checked:
+                        slot.verify()
+                    else:
+                        slot.verify_table()
                 finally:
                     parts.shelf.unmap_others([slot])
             except (CorruptSlot, FileNotFoundError) as error:

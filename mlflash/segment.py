@@ -35,7 +35,7 @@ class Segment:
         ready: set once the pages are there.
     """
 
-    def __init__(self, name: str, fd: int, nbytes: int, fresh: bool):
+    def __init__(self, name: str, fd: int, nbytes: int, fresh: bool, private: bool = False):
         self.name = name
         self.nbytes = nbytes
         self.inode = os.fstat(fd).st_ino  # not given to another file while this mapping is there
@@ -43,7 +43,8 @@ class Segment:
         self._fresh = fresh
         self._lock = threading.Lock()
         self._pinned = False
-        self.view: np.ndarray = np.frombuffer(mmap.mmap(fd, nbytes), dtype=np.uint8)
+        mapped = mmap.mmap(fd, nbytes, mmap.MAP_PRIVATE if private else mmap.MAP_SHARED)
+        self.view: np.ndarray = np.frombuffer(mapped, dtype=np.uint8)
 
     def prefault(self) -> None:
         """Fault the pages in and pin them where there is CUDA. Not collective; done once."""
@@ -99,7 +100,9 @@ def create(memory: NodeMemory, nbytes: int) -> Segment:
         os.close(fd)
 
 
-def attach(memory: NodeMemory, name: str, mapped: Mapping[int, Segment] | None = None) -> Segment:
+def attach(
+    memory: NodeMemory, name: str, mapped: Mapping[int, Segment] | None = None, private: bool = False
+) -> Segment:
     """Map a segment that an earlier process left.
 
     Not collective.
@@ -109,6 +112,7 @@ def attach(memory: NodeMemory, name: str, mapped: Mapping[int, Segment] | None =
         name: its file.
         mapped: mappings that are there already, by inode: one of the same file is given back instead of a new
             one, whose pages would have to be faulted in again (which takes longer than to read them).
+        private: what is written to it stays here: pages that are written to are copied first.
 
     Raises:
         CorruptSlot: the file is shorter than a page.
@@ -125,7 +129,7 @@ def attach(memory: NodeMemory, name: str, mapped: Mapping[int, Segment] | None =
             return known
         if status.st_blocks * 512 < nbytes:  # a hole in the file would be SIGBUS on a full tmpfs
             os.posix_fallocate(fd, 0, nbytes)
-        return Segment(name, fd, nbytes, fresh=False)
+        return Segment(name, fd, nbytes, fresh=False, private=private)
     finally:
         os.close(fd)
 

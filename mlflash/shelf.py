@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 
 from . import segment
@@ -140,16 +141,31 @@ class Shelf:
                 slot.drains = False
             self.changed.notify_all()
 
+    def lend(self, slot: Slot) -> Slot:
+        """Give a slot to be read for as long as anybody has views of it; what is written to these stays here.
+
+        Not collective. Until then no save gets the slot that is lent.
+        """
+        lent = Slot(segment.attach(self._memory, slot.name, private=True))
+        slot.lent += 1
+        weakref.finalize(lent.view, self._returned, slot).atexit = False
+        return lent
+
+    def _returned(self, slot: Slot) -> None:
+        with self.changed:
+            slot.lent -= 1
+            self.changed.notify_all()
+
     def free_slot(self, pair: Sequence[Slot]) -> Slot | None:
         """A slot of a pair that may be written; the one with the older content first."""
-        free = [slot for slot in pair if slot.use is Use.FREE and not slot.drains]
+        free = [slot for slot in pair if slot.is_free]
         return min(free, key=lambda slot: slot.generation, default=None)
 
     @contextlib.contextmanager
     def reserved(self, slots: Sequence[Slot]) -> Iterator[list[Slot]]:
         """Keep the free ones of some slots from being taken for a save while their files are replaced; gives these."""
         with self.changed:
-            taken = [slot for slot in slots if slot.use is Use.FREE and not slot.drains]
+            taken = [slot for slot in slots if slot.is_free]
             for slot in taken:
                 slot.use = Use.BUSY
         try:

@@ -40,12 +40,14 @@ class Slot:
         use: whether it may be written.
         header: what it holds, once sealed or adopted; None otherwise.
         drains: whether it is being drained: it is not to be written then, whatever its use.
+        lent: how many have views of it: it is not to be written then either.
     """
 
     def __init__(self, segment: Segment | None = None):
         self.segment = segment
         self.use = Use.FREE
         self.drains = False
+        self.lent = 0
         self.header: Header | None = None if segment is None else read_header(segment.view)
         self._decoded: tuple[Header, Manifest] | None = None
 
@@ -58,6 +60,11 @@ class Slot:
     def name(self) -> str:
         """Name of its file."""
         return "" if self.segment is None else self.segment.name
+
+    @property
+    def is_free(self) -> bool:
+        """Whether it may be written."""
+        return self.use is Use.FREE and not self.drains and not self.lent
 
     @property
     def generation(self) -> int:

@@ -156,9 +156,8 @@ class Stage:
         reach("stage.unsealed")
         slot.view[PAGE_NBYTES : PAGE_NBYTES + len(planned.manifest)] = np.frombuffer(planned.manifest, dtype=np.uint8)
         if share is not None:  # what is cut is copied, and checked, by the host
-            shared = planned.layout.is_shared
-            of_host = [value.device.type == "cpu" for value in flat.values]
-            lazy = frozenset(n for n in lazy if of_host[n] or not shared(planned.layout.entries[n]))
+            shared, entries = planned.layout.is_shared, planned.layout.entries
+            lazy = frozenset(n for n in lazy if flat.values[n].device.type == "cpu" or not shared(entries[n]))
         way = self._way(planned, slot, share, flat)
         way.lead(flat, lazy)
         way.copy(flat.values)

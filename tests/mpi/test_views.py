@@ -1,0 +1,104 @@
+"""Loading without copies: the bits are those that were saved, and what is done to the views never reaches the slot."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from emulated import Nodes
+from mpi4py import MPI
+
+from mlflash import Checkpointer, errors
+
+pytestmark = pytest.mark.mpi
+RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+
+
+def state_of(step: int) -> dict[str, Any]:
+    shared = torch.arange(50_000, dtype=torch.float32) + step
+    return {"own": torch.full((300, 1000), 100.0 * RANK + step, dtype=torch.bfloat16), "shared": shared, "tied": shared,
+            "array": np.arange(step + 7, dtype="<i2"), "none": torch.empty(0, 3), "step": step}  # fmt: skip
+
+
+def is_of(state: dict[str, Any], step: int) -> bool:
+    wanted = state_of(step)
+    return all(np.array_equal(np.asarray(one), np.asarray(other)) if isinstance(other, np.ndarray)
+               else torch.equal(one, other) if isinstance(other, torch.Tensor) else one == other
+               for one, other in zip(state.values(), wanted.values(), strict=True))  # fmt: skip
+
+
+@pytest.fixture(params=[None, True], ids=["own", "shared"])
+def settings(request: pytest.FixtureRequest, options: dict[str, Any]) -> dict[str, Any]:
+    """Each rank stores all of its own; or its share of what all have."""
+    replicated = {"shared*": True, "tied*": True, "array*": True} if request.param and SIZE > 1 else None
+    return {**options, "replicated": replicated}
+
+
+def test_views_are_what_was_saved_and_what_is_written_to_them_stays_here(settings: dict[str, Any]) -> None:
+    with Checkpointer(**settings) as ckpt:
+        ckpt.save(1, state_of(1)).wait()
+    with Checkpointer(**settings) as ckpt:
+        step, views = ckpt.load(copy=False)
+        assert step == 1 and is_of(views, 1)
+        assert views["tied"].data_ptr() == views["shared"].data_ptr()
+        views["own"].zero_()
+        views["array"][:] = 0
+        assert ckpt.load()[0] == 1 and is_of(ckpt.load()[1], 1)  # every byte verified
+
+
+def test_a_slot_is_not_written_as_long_as_anybody_has_a_view_of_it(settings: dict[str, Any]) -> None:
+    with Checkpointer(**settings, when_busy="skip") as ckpt:
+        ckpt.save(1, state_of(1)).wait()
+        step, views = ckpt.load(copy=False)
+        assert step == 1
+        assert ckpt.save(2, state_of(2)).wait().committed
+        kept = views["own"][3:]
+        tail = views["shared"][-5:]
+        del views
+        gc.collect()
+        ckpt.save(3, state_of(3))
+        ckpt.wait()
+        assert ckpt.report()["counts"]["skipped"] == 1  # the one holds step 2, the other is looked at
+        assert torch.equal(kept, state_of(1)["own"][3:]) and torch.equal(tail, state_of(1)["shared"][-5:])
+        MPI.COMM_WORLD.Barrier()
+        del kept, tail
+        gc.collect()
+        MPI.COMM_WORLD.Barrier()
+        assert ckpt.save(4, state_of(4)).wait().committed
+        assert is_of(ckpt.load(copy=False)[1], 4)
+
+
+def test_headers_and_tables_are_verified_and_bytes_are_not(options: dict[str, Any], nodes: Nodes) -> None:
+    with Checkpointer(**options, redundancy="none") as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, state_of(step)).wait()
+        newest = next(slot for slot in ckpt.report()["slots"] if slot["step"] == 2)
+        file = Path(ckpt.report()["memory"], newest["file"])
+    with Checkpointer(**options, redundancy="none") as ckpt:
+        with file.open("r+b") as raw:
+            raw.seek(100_000)
+            raw.write(b"damaged")
+        step, views = ckpt.load(copy=False)
+        assert step == 2 and not is_of(views, 2)
+        del views
+        assert ckpt.load()[0] == 1
+        with file.open("r+b") as raw:
+            raw.write(bytes(4096))
+        step, views = ckpt.load(copy=False)
+        assert step == 1 and is_of(views, 1)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_what_has_to_come_from_another_node_is_verified_on_its_way(options: dict[str, Any], nodes: Nodes) -> None:
+    with Checkpointer(**options) as ckpt:
+        ckpt.save(1, state_of(1)).wait()
+    nodes.lose(SIZE - 1)
+    with Checkpointer(**options) as ckpt:
+        step, views = ckpt.load(copy=False)
+        assert step == 1 and is_of(views, 1)
+        with pytest.raises(errors.StepNotFound):
+            ckpt.load(7, copy=False)
