@@ -13,6 +13,7 @@ from . import erasure, scheme, sharing
 from .board import Board
 from .comm import World, check_torch_rank
 from .config import Config
+from .crew import Crew, crew_of
 from .domains import Domains, from_argument
 from .domains import join as join_domains
 from .errors import MlflashError
@@ -45,6 +46,7 @@ class Parts:
     Attributes:
         domains: where the nodes stand, as far as that is known.
         pulse: says to those who look from outside how this rank gets on.
+        crew: threads for copies and checks.
         pace: how fast the courier sends while training goes on.
         replicas: compares tensors between ranks that hold the same ones, where the user said so.
         run_id: random number of this run, the same on all ranks.
@@ -65,6 +67,7 @@ class Parts:
     domains: Domains | None
     shelf: Shelf
     pulse: Pulse
+    crew: Crew
     pace: Pace
     replicas: Replicas | None = None
     run_id: bytes = b""
@@ -191,7 +194,8 @@ class Parts:
         return Attempt(self.run_id, self.generation)
 
     def free(self) -> None:
-        """Free windows and communicators. Collective over the world."""
+        """Free windows, communicators and threads. Collective over the world."""
+        self.crew.close()
         self.protection.free()
         self.board.free()
         if self.replicas is not None:
@@ -243,8 +247,9 @@ def make(config: Config, world: World, replicated: Any = None, domains: Any = No
     protection = Protection(world, config, placement)
     pulse = Pulse(memory, world.rank, world.size, world.local_rank, os.environ.get("MLFLASH_RUN", ""))
     shelf = Shelf(memory, protection.owners, 3 if config.drain_every else 2)
+    crew = crew_of(config.copy_threads, world.size if world.emulated else world.local_size, world.agree)
     pace = Pace(config.send_rate, config.max_slowdown, config.timeout_s)
-    parts = Parts(config, world, memory, Board(world), protection, known, shelf, pulse, pace, replicas)
+    parts = Parts(config, world, memory, Board(world), protection, known, shelf, pulse, crew, pace, replicas)
     if protection.transport == "rma" and world.world is not None:
         parts.poke = world.poke = Poke(world)
     parts.run_id = world.broadcast(os.urandom(16), 0)

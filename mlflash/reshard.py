@@ -90,7 +90,7 @@ def reshard(parts: Parts, old: Readable, state: Any) -> Resharded:
         error.rank, error.node, error.step = world.rank, world.node_name, old.step
     world.raise_together(error)
     assert wanted is not None
-    plan = Stage(parts.config.block_nbytes, parts.config.timeout_s).plan(wanted.flat)
+    plan = Stage(parts.config.block_nbytes, parts.crew, parts.config.timeout_s).plan(wanted.flat)
     taken = parts.shelf.take(0)
     assert taken is not None, "both own slots hold something"
     slot, share = taken

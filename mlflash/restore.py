@@ -184,7 +184,7 @@ def _verify(parts: Parts, choice: Choice, serves: list[int], slots: dict[int, Sl
             try:
                 mapped = parts.shelf.mapped() if choice.world_size == world.size else {}
                 slots[rank] = _open(parts, choice.attempt, rank, place, mapped)
-                blocks = _bad_blocks(slots[rank], choice.group_of(rank) is not None) if checked else []
+                blocks = _bad_blocks(parts, slots[rank], choice.group_of(rank) is not None) if checked else []
                 if not checked:
                     slots[rank].verify_table()
                     slots[rank].manifest()
@@ -205,15 +205,15 @@ def _open(parts: Parts, attempt: Attempt, rank: int, place: Place, mapped: dict[
     return slot
 
 
-def _bad_blocks(slot: Slot, parity: bool) -> list[int]:
+def _bad_blocks(parts: Parts, slot: Slot, parity: bool) -> list[int]:
     """Read every byte of a slot; returns the bad blocks where there is parity to repair them."""
     if not parity:
-        slot.verify()
+        slot.verify(parts.crew)
         slot.manifest()
         return []
     assert slot.header is not None
     slot.verify_table()
-    bad = slot.bad_blocks(slot.header.extents)
+    bad = slot.bad_blocks(slot.header.extents, parts.crew)
     if bad:
         log.warning("%d of %d blocks of %s are damaged, first block %d: parity is asked for them",
                     len(bad), slot.header.extents.blocks, slot.name, bad[0])  # fmt: skip

@@ -175,7 +175,7 @@ def _verify(parts: Parts, attempt: Attempt, errands: list[_Errand], checked: boo
                 slot = _open(parts, attempt, errand)
                 try:
                     if checked:
-                        slot.verify()
+                        slot.verify(parts.crew)
                     else:
                         slot.verify_table()
                 finally:

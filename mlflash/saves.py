@@ -78,7 +78,7 @@ class Saves:
         self._unchanging, self._steps = Unchanging(), Steps()
         if config.max_slowdown:
             self._steps.tell(parts.pace.step)
-        self.stage = Stage(config.block_nbytes, config.timeout_s)
+        self.stage = Stage(config.block_nbytes, parts.crew, config.timeout_s)
         self.aheads = Aheads(self.stage, parts.shelf)
 
     def save(self, step: int, state: object, until: object = None) -> Snapshot:

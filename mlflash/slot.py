@@ -8,11 +8,13 @@ along with a transfer.
 from __future__ import annotations
 
 import enum
+import functools
 import time
 
 import numpy as np
 import xxhash
 
+from .crew import ALONE, Crew
 from .errors import CorruptSlot
 from .header import COMMIT_START, HEADER_NBYTES, RESTORES_START, Attempt, Header, pack_record, read_record, unpack
 from .layout import CHECK_NBYTES, PAGE_NBYTES, Extents
@@ -21,6 +23,7 @@ from .rebuild import Read
 from .segment import Segment
 from .state import Entry
 
+_RUN = 16  # blocks that one thread checks at a time
 _NOTHING: np.ndarray = np.empty(0, dtype=np.uint8)
 
 
@@ -115,10 +118,18 @@ class Slot:
         sums = [xxhash.xxh3_64_intdigest(body[extents.block(i)].data) for i in range(first, last)]
         return np.array(sums, dtype="<u8")
 
-    def bad_blocks(self, extents: Extents) -> list[int]:
+    def bad_blocks(self, extents: Extents, crew: Crew = ALONE) -> list[int]:
         """List the blocks whose bytes are not what the table says. Reads the whole body."""
-        differ = self.check_blocks(extents, 0, extents.blocks) != self.table(extents)
-        return [int(i) for i in np.flatnonzero(differ)]
+        table = self.table(extents)
+        bad: list[int] = []
+
+        def compare(first: int) -> None:
+            last = min(first + _RUN, extents.blocks)
+            differ = self.check_blocks(extents, first, last) != table[first:last]
+            bad.extend(first + int(i) for i in np.flatnonzero(differ))
+
+        crew.run([functools.partial(compare, first) for first in range(0, extents.blocks, _RUN)])
+        return sorted(bad)
 
     def verify_table(self) -> None:
         """Check the block table of a sealed slot against its header.
@@ -132,7 +143,7 @@ class Slot:
             raise CorruptSlot(f"the block table of {self.name} is damaged", rank=header.rank,
                               step=header.step)  # fmt: skip
 
-    def verify(self) -> None:
+    def verify(self, crew: Crew = ALONE) -> None:
         """Check table and body of a sealed slot against its header, every byte.
 
         Raises:
@@ -141,7 +152,7 @@ class Slot:
         self.verify_table()
         header = self.header
         assert header is not None
-        if bad := self.bad_blocks(header.extents):
+        if bad := self.bad_blocks(header.extents, crew):
             raise CorruptSlot(
                 f"{len(bad)} of {header.extents.blocks} blocks of {self.name} are damaged, first block {bad[0]}",
                 rank=header.rank,

@@ -18,6 +18,7 @@ import numpy as np
 import xxhash
 
 from . import manifest
+from .crew import Crew
 from .errors import SaveFailed
 from .layout import PAGE_NBYTES, Extents, Layout, plan
 from .lazy import Later
@@ -66,11 +67,12 @@ class Stage:
 
     Args:
         block_nbytes: bytes per checksum, for the layout.
-        timeout_s: how long the pages of a new slot may take to be there, seconds.
+        crew: copies together.
+        timeout_s: how long the pages of a new slot, or devices, may take, seconds.
     """
 
-    def __init__(self, block_nbytes: int, timeout_s: float):
-        self._block_nbytes, self._timeout_s = block_nbytes, timeout_s
+    def __init__(self, block_nbytes: int, crew: Crew, timeout_s: float):
+        self._block_nbytes, self._crew, self._timeout_s = block_nbytes, crew, timeout_s
         self._structure: Structure | None = None
         self._tree: Any = None
         self._layout: Layout | None = None
@@ -193,7 +195,7 @@ class Stage:
                 for piece, room in _own_pieces(planned, share):
                     if room.nbytes == layout.entries[piece.leaf].nbytes:
                         targets[piece.leaf] = from_bytes(layout.entries[piece.leaf], room)
-            way = self._ways[key] = Way(layout, segments, targets, self._timeout_s)
+            way = self._ways[key] = Way(layout, segments, targets, self._crew, self._timeout_s)
         return way
 
     def replan(self) -> None:

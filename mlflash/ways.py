@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from .crew import Crew
 from .devices import Transfer
 from .errors import SaveFailed
 from .layout import Layout
@@ -30,11 +31,13 @@ class Way:
         layout: of the slot.
         segments: of the slot, and of the share.
         targets: for each leaf a view of the slot; None: it goes nowhere, or in pieces.
+        crew: copies together.
         timeout_s: how long devices may take, seconds.
     """
 
-    def __init__(self, layout: Layout, segments: list[Segment], targets: list[Any], timeout_s: float):
-        self.layout, self.segments, self._targets, self._timeout_s = layout, segments, targets, timeout_s
+    def __init__(self, layout: Layout, segments: list[Segment], targets: list[Any], crew: Crew, timeout_s: float):
+        self.layout, self.segments, self._targets = layout, segments, targets
+        self._crew, self._timeout_s = crew, timeout_s
         self._structure: Structure | None = None
         self._lazy: frozenset[int] = frozenset()
 
@@ -66,12 +69,16 @@ class Way:
         transfers = kinds.transfers(values)
         for number, target in kinds.arrays:
             np.copyto(target, values[number])
+        works: list[Work] = []
         for number, target, raw in kinds.large:
             value = values[number]
             if value.is_conj() or value.is_neg():
                 _copy_together([target], [value])
-            else:
+            elif self._crew.threads == 1:
                 np.copyto(raw, as_bytes(value.detach()))
+            else:
+                works += _in_pieces(raw, as_bytes(value.detach()))
+        self._crew.run(works)
         for targets, numbers in kinds.small.values():
             _copy_together(targets, [values[n] for n in numbers])
         for transfer in transfers:
@@ -85,10 +92,7 @@ class Way:
         """
         pieces: list[Work] = []
         for number, _, raw in self._later.large:
-            source = as_bytes(values[number].detach())
-            for at in range(0, raw.nbytes, _PIECE_NBYTES):
-                part = slice(at, at + _PIECE_NBYTES)
-                pieces.append(functools.partial(np.copyto, raw[part], source[part]))
+            pieces += _in_pieces(raw, as_bytes(values[number].detach()))
         return pieces, self._later.transfers(values)
 
 
@@ -129,6 +133,11 @@ class _Kinds:
             Transfer(device, targets, [values[n] for n in numbers])
             for device, (targets, numbers) in self.on_devices.items()
         ]
+
+
+def _in_pieces(target: np.ndarray, source: np.ndarray) -> list[Work]:
+    parts = (slice(at, at + _PIECE_NBYTES) for at in range(0, target.nbytes, _PIECE_NBYTES))
+    return [functools.partial(np.copyto, target[part], source[part]) for part in parts]
 
 
 def _copy_together(targets: list[Any], values: list[Any]) -> None:

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlflash import errors, header, layout, manifest
+from mlflash.crew import ALONE
 from mlflash.flatten import flatten
 from mlflash.header import Attempt, Header
 from mlflash.layout import Extents
@@ -33,7 +34,7 @@ def golden_state() -> dict[str, Any]:
 
 
 def write_slot(memory: Any, state: Any, block_nbytes: int = 4096) -> Slot:
-    stage = Stage(block_nbytes, 10.0)
+    stage = Stage(block_nbytes, ALONE, 10.0)
     flat = flatten(state)
     plan = stage.plan(flat)
     slot = Slot(create(memory, plan.layout.extents.nbytes))

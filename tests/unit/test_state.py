@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from mlflash import errors, manifest
+from mlflash.crew import ALONE
 from mlflash.flatten import flatten
 from mlflash.layout import Extents
 from mlflash.rebuild import compare, fill, materialize
@@ -27,7 +28,7 @@ class Store:
 
     def __init__(self, memory: Any):
         self.memory = memory
-        self.stage = Stage(4096, 10.0)
+        self.stage = Stage(4096, ALONE, 10.0)
 
     def write(self, state: Any) -> None:
         flat = flatten(state)

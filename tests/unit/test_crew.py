@@ -1,0 +1,86 @@
+"""Threads that copy and check together."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from mlflash import crew
+from mlflash.crew import Crew, crew_of
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_every_work_is_done_once_and_is_done_when_run_returns(threads: int) -> None:
+    counts = [0] * 300
+    who = set()
+
+    def work(number: int) -> Callable[[], None]:
+        def do() -> None:
+            who.add(threading.get_ident())
+            time.sleep(1e-4)
+            counts[number] += 1
+
+        return do
+
+    one = Crew(threads)
+    for times in (1, 2):
+        one.run([work(number) for number in range(300)])
+        assert counts == [times] * 300
+    one.run([])
+    one.close()
+    one.close()
+    assert len(who) == threads
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_what_goes_wrong_is_raised_when_nobody_is_at_work_any_more(threads: int) -> None:
+    running = []
+
+    def good() -> None:
+        running.append(1)
+        time.sleep(0.01)
+        running.pop()
+
+    def bad() -> None:
+        raise ValueError("bad")
+
+    one = Crew(threads)
+    with pytest.raises(ValueError, match="bad"):
+        one.run([good, bad, *[good] * 50])
+    assert not running
+    one.run([good] * 5)
+    one.close()
+
+
+@pytest.mark.parametrize(
+    ("cores", "ranks", "seconds", "found"),
+    [
+        (1, 1, {}, 1),
+        (16, 8, {1: 1.0, 2: 0.6}, 2),
+        (16, 16, {}, 1),
+        (64, 1, {1: 1.0, 2: 0.6, 4: 0.4, 8: 0.38}, 4),
+        (64, 1, {1: 1.0, 2: 0.95}, 1),
+    ],
+)
+def test_a_crew_grows_as_long_as_that_is_worth_it(
+    monkeypatch: pytest.MonkeyPatch, cores: int, ranks: int, seconds: dict[int, float], found: int
+) -> None:
+    monkeypatch.setattr(crew.os, "sched_getaffinity", lambda pid: set(range(cores)))
+    monkeypatch.setattr(crew, "_copy_s", lambda number: seconds[number])
+    asked: list[Any] = []
+
+    def agree(numbers: list[int]) -> list[int]:
+        asked.append(numbers)
+        return numbers
+
+    assert crew_of(0, ranks, agree).threads == found
+    assert len(asked) <= 4
+    assert crew_of(3, ranks, agree).threads == 3
+
+
+def test_measuring_takes_a_moment_and_gives_a_number() -> None:
+    assert 1 <= crew_of(0, 1, lambda numbers: numbers).threads <= 8
