@@ -34,6 +34,7 @@ class Later:
 
     Attributes:
         is_empty: whether there were none.
+        is_over: whether the save has ended: nobody need wait any more.
         error: why what was copied is of no use.
     """
 
@@ -52,7 +53,7 @@ class Later:
         self._versions = [(name, tensor, tensor._version) for name, tensor in tensors]
         self._made = threading.Event()  # all pieces
         self.error: StateError | None = None
-        self.is_empty = not self._pieces and not self._transfers
+        self.is_empty = self.is_over = not self._pieces and not self._transfers
         if not self._pieces:
             self._made.set()
 
@@ -120,6 +121,7 @@ class Later:
             raise DeadlineExceeded(f"a copy is not made after {self._timeout_s:g} s")
         with self._lock:
             self._versions.clear()
+        self.is_over = True
 
     def _count(self, number: int) -> None:
         with self._lock:
@@ -152,7 +154,7 @@ class Steps:
 
     def before_next(self, later: Later) -> None:
         """Make any optimizer's next step wait for copies. Not collective."""
-        self._laters.append(later)
+        self._laters = [*(one for one in self._laters if not one.is_over), later]
         self._listen()
 
     def tell(self, told: Callable[[], None]) -> None:

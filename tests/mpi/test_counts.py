@@ -1,0 +1,131 @@
+"""What one save takes once it is in its stride, in numbers that do not vary: a guard against getting slower unseen."""
+
+from __future__ import annotations
+
+import gc
+import resource
+import threading
+import tracemalloc
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import xxhash
+from mpi4py import MPI
+
+from mlflash import Checkpointer
+
+pytestmark = pytest.mark.mpi
+SIZE = MPI.COMM_WORLD.size
+LARGE, SMALL = 4, 200
+STATE_NBYTES = LARGE * (6 << 20) + SMALL * 4096
+WARM_UP, SAVES = 4, 5
+
+
+class Counting:
+    """A communicator that counts which collectives are begun on it."""
+
+    def __init__(self, comm: Any, counts: Counter[str]):
+        self._comm, self._counts = comm, counts
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("Iallreduce", "Iallgather", "Iallgatherv", "Ibcast", "Ibarrier", "Barrier", "Allreduce"):
+            self._counts[name] += 1
+        return getattr(self._comm, name)
+
+
+@pytest.fixture
+def counts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
+    """Bytes that are copied and checked, by any thread."""
+    counted: Counter[str] = Counter()
+    copy, together, digest = np.copyto, torch._foreach_copy_, xxhash.xxh3_64_intdigest
+
+    def counting_copy(target: np.ndarray, source: Any, *args: Any) -> None:
+        counted["copied"] += target.nbytes
+        copy(target, source, *args)
+
+    def counting_together(targets: list[torch.Tensor], values: list[torch.Tensor]) -> None:
+        counted["copied"] += sum(target.nbytes for target in targets)
+        together(targets, values)
+
+    def counting_digest(data: Any, *args: Any) -> int:
+        counted["checked"] += memoryview(data).nbytes
+        return digest(data, *args)
+
+    monkeypatch.setattr(np, "copyto", counting_copy)
+    monkeypatch.setattr(torch, "_foreach_copy_", counting_together)
+    monkeypatch.setattr(xxhash, "xxh3_64_intdigest", counting_digest)
+    yield counted
+
+
+def state_and_optimizer() -> tuple[dict[str, Any], torch.optim.Optimizer]:
+    large = [torch.nn.Parameter(torch.full((6 << 18,), float(i))) for i in range(LARGE)]
+    small = [torch.nn.Parameter(torch.full((1024,), float(i))) for i in range(SMALL)]
+    return {"large": large, "small": small, "step": 0}, torch.optim.SGD(large + small, lr=0.1)
+
+
+def faults() -> int:
+    """Page faults of this thread."""
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+
+
+@pytest.mark.parametrize("lazy", [False, True], ids=["at once", "until"])
+@pytest.mark.parametrize("redundancy", ["none", pytest.param("copy", marks=pytest.mark.mpi(min_size=2))])
+def test_a_save_copies_once_checks_once_at_each_end_and_agrees_three_times(
+    options: dict[str, Any], counts: Counter[str], redundancy: str, lazy: bool
+) -> None:
+    if options["transport"] == "rma" and redundancy == "none":
+        options["transport"] = "p2p"  # nothing is sent
+    state, optimizer = state_and_optimizer()
+    until = optimizer if lazy else None
+    with Checkpointer(**options, redundancy=redundancy, copy_threads=1) as ckpt:
+        world = ckpt._parts.world
+        agreed: Counter[str] = Counter()
+        if world.world is not None:
+            world.world = Counting(world.world, agreed)
+        ckpt.prepare(state)
+        for step in range(WARM_UP):
+            ckpt.save(step, state, until=until).wait()
+        for step in range(WARM_UP, WARM_UP + SAVES):
+            counts.clear()
+            agreed.clear()
+            before = faults()
+            snapshot = ckpt.save(step, state, until=until)
+            at_save = faults() - before
+            snapshot.wait()
+            assert at_save <= 8, "pages of the slot, or of new buffers, were faulted in"
+            assert counts["copied"] == STATE_NBYTES
+            ends = 1 if redundancy == "none" else 2
+            # Manifest, gaps and block tables are checked, too.
+            assert ends * STATE_NBYTES <= counts["checked"] <= ends * (STATE_NBYTES + (300 << 10))
+            assert sum(agreed.values()) <= 3 and agreed["Iallreduce"] == sum(agreed.values())
+
+
+@pytest.mark.parametrize("lazy", [False, True], ids=["at once", "until"])
+def test_a_save_keeps_no_memory_and_takes_little_for_a_while(options: dict[str, Any], lazy: bool) -> None:
+    state, optimizer = state_and_optimizer()
+    until = optimizer if lazy else None
+    threads = threading.active_count()
+    with Checkpointer(**options, redundancy="none", copy_threads=1) as ckpt:
+        ckpt.prepare(state)
+        for step in range(WARM_UP):
+            ckpt.save(step, state, until=until).wait()
+        tracemalloc.start()
+        try:
+            ckpt.save(WARM_UP, state, until=until).wait()
+            gc.collect()
+            before, _ = tracemalloc.get_traced_memory()
+            for step in range(WARM_UP + 1, WARM_UP + 1 + SAVES):
+                tracemalloc.reset_peak()
+                ckpt.save(step, state, until=until).wait()
+                peak = tracemalloc.get_traced_memory()[1]
+                assert peak - before < 200 << 10, "a save of 200 tensors takes more than 200 KiB of Python's memory"
+            gc.collect()
+            now, _ = tracemalloc.get_traced_memory()
+            assert now - before < 4 << 10, "saves leave something behind"
+        finally:
+            tracemalloc.stop()
+        assert threading.active_count() <= threads + 1
