@@ -15,7 +15,7 @@ from typing import Any
 from ..comm import World, find_comm, has_rdma, load_mpi
 from ..config import Config
 from ..errors import DeadlineExceeded, MlflashError, MpiUnavailable, WorldMismatch
-from . import gpu, logout, memory, mounts, ranks, rma, slurm, software
+from . import copying, gpu, logout, memory, mounts, ranks, rma, slurm, software
 from .findings import Diagnosis, Finding, fine, merge, warning, wrong
 from .launch import Launch, judge_size, tidy_version
 from .need import Need, count, shape
@@ -143,6 +143,8 @@ class Examination:
         self._look("memory", "logout", lambda: logout.removal(given.memory, os.geteuid()))
         self._look("memory", "writing", lambda: memory.writing(given.memory), f"make {given.memory} writable, or name "
                    "another memory file system with --memory")  # fmt: skip
+        self._look("memory", "pages", lambda: copying.pages(mine))
+        self._look("memory", "copying", copying.copying)
         self._look("memory", "memlock", lambda: memory.memlock(has_rdma(), os.geteuid() == 0))
 
     def _look_at_room(self, nodes: int, ranks_per_node: int) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mlflash.doctor import gpu, logout, memory, mounts, need, ranks, rma, slurm, software
+from mlflash.doctor import copying, gpu, logout, memory, mounts, need, ranks, rma, slurm, software
 from mlflash.doctor.findings import Level
 from mlflash.planning import prospects
 
@@ -364,3 +364,26 @@ def test_memory_that_cannot_be_pinned_is_worth_a_warning(shm: Path) -> None:
         found = gpu.pinning(cudart, str(shm))
         assert (found.level, cudart.pinned, list(shm.iterdir())) == (level, 0, [])
     assert found.words.endswith("gives CUDA error 2")
+
+
+@pytest.mark.parametrize(
+    ("options", "huge"),
+    [("rw,size=1g", False), ("rw,huge=never", False), ("rw,huge=advise", False), ("rw,huge=within_size", True),
+     ("rw,huge=always,size=1g", True)],
+)  # fmt: skip
+def test_huge_pages_are_recommended_where_there_are_none(options: str, huge: bool) -> None:
+    found = copying.pages(mounts.Mount("0:27", "/dev/shm", "tmpfs", options))
+    assert found.level is Level.OK
+    assert ("remount,huge=within_size /dev/shm" in found.words) is not huge
+
+
+def test_copies_past_the_caches_are_recommended_where_they_are_faster() -> None:
+    assert copying.judge_copying(10.0, 11.0).words == "10.0 GB/s in pieces of 8 MiB"
+    assert "GLIBC_TUNABLES=glibc.cpu.x86_non_temporal_threshold=1048576" in copying.judge_copying(5.0, 10.0).words
+
+
+def test_copies_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.check=0")
+    found = copying.copying()
+    low, high = found.values["now_gbs"]
+    assert 0.1 < low <= high < 1000
