@@ -16,6 +16,7 @@ from typing import Any
 
 from .devices import Transfer
 from .errors import DeadlineExceeded, StateError
+from .points import reach
 from .state import Flat, Structure
 
 Work = Callable[[], None]
@@ -68,6 +69,7 @@ class Later:
                 piece()
             except Exception as error:
                 self._fail(StateError(f"the state could not be copied: {error!r}"))
+            reach("lazy.piece")
             self._count(1)
 
     def hold_back(self) -> None:

@@ -11,7 +11,8 @@ from collections.abc import Callable
 POINTS = {
     "stage.begun": "a free slot is taken; it still holds an older step",
     "stage.unsealed": "the slot's old header is gone, nothing is copied yet",
-    "stage.copied": "the state is in the slot",
+    "stage.copied": "the state is in the slot, but for what is copied later",
+    "lazy.piece": "a piece of that was copied",
     "protect.announced": "all ranks know what comes",
     "room.removed": "a slot that is too small is gone, the larger one is not there yet",
     "room.created": "the larger slot is there, its pages are not",

@@ -26,7 +26,7 @@ from mlflash.scheme import parse
 from mlflash.survival import of
 from mlflash.topology import from_node_ids
 
-ORDER = [point for point in POINTS if not point.startswith("drain.")]  # see test_drain
+ORDER = [point for point in POINTS if not point.startswith(("drain.", "lazy."))]  # see test_drain, test_lazy
 SAVE = [p for p in ORDER if p.split(".")[0] in ("stage", "protect", "commit")]
 ROOM = ["room.removed", "room.created"]
 RESTORE = [p for p in ORDER if p.split(".")[0] in ("restore", "heal") and p != "restore.resharded"]

@@ -1,0 +1,52 @@
+"""Training dies while its state is being copied behind `save`: what is restored is the state of a save, bit for bit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import Cluster, Result
+
+LAST = 6
+ENV = {"MLFLASH_BLOCK_NBYTES": "65536", "MLFLASH_CHUNK_NBYTES": "65536"}
+
+
+def run(cluster: Cluster, **spec: Any) -> Result:
+    return cluster.run(2, "lazy_worker.py", json.dumps({"last": LAST, **spec}), env=ENV, timeout=90)
+
+
+def saved(result: Result) -> dict[tuple[int, int], str]:
+    """By rank and step."""
+    return {(record["rank"], record["step"]): record["digest"] for record in result.of("saved")}
+
+
+@pytest.mark.parametrize(
+    ("path", "dies"),
+    [
+        (["lazy.piece"] * 16, "rank"),
+        (["lazy.piece"] * 16, "wipe"),
+        (["stage.copied"] * 4, "wipe"),
+        (["protect.announced"] * 4, "rank"),
+        (["commit.seen"] * 2 + ["transfer.sent"] * 10, "wipe"),
+        (["commit.half_recorded"] * 4, "wipe"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else value,
+)
+def test_killed_while_it_copies_it_goes_on_from_a_save_with_the_same_bits(
+    shm: Path, path: list[str], dies: str
+) -> None:
+    cluster = Cluster(shm, 1)
+    crashed = run(cluster, traps=[{"path": path, "action": dies, "rank": 1}])
+    assert not crashed.of("end"), crashed.log
+    committed = max((record["step"] for record in crashed.of("committed")), default=0)
+    assert committed, crashed.log
+    result = run(cluster)
+    (step,) = {record["step"] for record in result.of("restored")}
+    assert committed <= step < LAST, crashed.log + result.log
+    for record in result.of("restored"):
+        assert record["digest"] == saved(crashed)[record["rank"], step], result.log
+    whole = run(Cluster(shm, 1, job="uninterrupted"))
+    assert len(whole.of("end")) == len(result.of("end")) == 2, result.log + whole.log
+    assert {r["rank"]: r["digest"] for r in result.of("end")} == {r["rank"]: r["digest"] for r in whole.of("end")}
