@@ -24,6 +24,7 @@ from .moves import Moves
 from .topology import Topology, from_node_ids
 
 _PING, _PONG = 1, 2
+NO_TAG = 3  # of no message
 _PING_WAIT_S = 2.0
 _PING_ALL = 256  # in larger worlds only rank 0 asks, and only the first rank of each node
 

@@ -72,7 +72,6 @@ class Parts:
     replicas: Replicas | None = None
     run_id: bytes = b""
     generation: int = 0
-    poke: Any = None
     restored_from: str = ""
     rolled_forward: bool = False
     unhealed: Slot | None = None
@@ -200,8 +199,6 @@ class Parts:
         self.board.free()
         if self.replicas is not None:
             self.replicas.free()
-        if self.poke is not None:
-            self.poke.free()
         self.world.free()
 
 
@@ -251,7 +248,7 @@ def make(config: Config, world: World, replicated: Any = None, domains: Any = No
     pace = Pace(config.send_rate, config.max_slowdown, config.timeout_s)
     parts = Parts(config, world, memory, Board(world), protection, known, shelf, pulse, crew, pace, replicas)
     if protection.transport == "rma" and world.world is not None:
-        parts.poke = world.poke = Poke(world)
+        world.poke = Poke(world)
     parts.run_id = world.broadcast(os.urandom(16), 0)
     parts.generation = int(found.rows["generation"].max(initial=0))
     parts.adopt(found, choice)

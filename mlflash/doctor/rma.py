@@ -111,7 +111,7 @@ class Trial:
         if self._nbytes == 0:
             raise MlflashError(f"there is no {self._memory} on one of the nodes")
         self._source = pattern(world.rank, self._nbytes if self.target is not None else 0)
-        poke = world.poke = Poke(world)
+        world.poke = Poke(world)
         puts, is_put = self.target is not None, self.origin is not None
         for step, mine in (
             (self._map, is_put), (self._open, self._comm is not None), (self._put, puts),
@@ -132,7 +132,6 @@ class Trial:
                 world.finish(world.world.Ibarrier())
             world.raise_together(error)
         world.poke = lambda: None
-        poke.free()
         return Measured(self._put_gbs, self._get_gbs, self._copy_gbs, self._is_same)
 
     def _map(self) -> None:

@@ -70,7 +70,6 @@ class Ring:
     def free(self) -> None:
         if self.window is not None:
             self.window.free()
-            self.world.poke.free()
         self.world.free()
         self.memory.close()
 
