@@ -1,0 +1,58 @@
+"""What the main thread does while a second one drives MPI: wait, or what a training does to it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+IDLE, PYTHON, MATMUL = "idle", "python", "matmul"
+MAINS = (IDLE, PYTHON, MATMUL)
+ALONE_S = 0.3
+
+
+class Computing:
+    """A main thread's work, in loops of about a tenth of a millisecond to a millisecond.
+
+    Args:
+        kind: ``idle``; ``python``, a loop that never lets go of the interpreter by itself; ``matmul``, small products
+            of torch, each of which lets go of it.
+
+    Attributes:
+        alone: loops per second when nothing else runs in this process; 0: it was not measured, or there are none.
+    """
+
+    def __init__(self, kind: str):
+        self.alone = 0.0
+        self._loop: Callable[[], object] | None = {IDLE: lambda: None, PYTHON: _python, MATMUL: _matmul}[kind]()
+
+    def until(self, done: threading.Event, at_most_s: float) -> int:
+        """Compute until something is done, and not longer than so many seconds; returns how many loops."""
+        if self._loop is None:
+            done.wait(at_most_s)
+            return 0
+        end, loops = time.monotonic() + at_most_s, 0
+        while not done.is_set() and time.monotonic() < end:
+            self._loop()
+            loops += 1
+        return loops
+
+    def measure_alone(self) -> None:
+        start = time.monotonic()
+        self.alone = self.until(threading.Event(), ALONE_S if self._loop else 0) / (time.monotonic() - start)
+
+
+def _python() -> Callable[[], object]:
+    def loop() -> None:
+        for _ in range(10_000):
+            pass
+
+    return loop
+
+
+def _matmul() -> Callable[[], object]:
+    import torch  # here, since it takes seconds
+
+    torch.set_num_threads(1)
+    a, out = torch.rand(256, 256), torch.empty(256, 256)
+    return lambda: torch.mm(a, a, out=out)

@@ -1,0 +1,184 @@
+"""What each of the two ranks of run.py does: every way to send, timed beside memcpy, a raw Sendrecv and a raw Put.
+
+The way runs in a second thread, as mlflash's courier does, while the main thread waits or computes. The yardsticks are
+always taken while it waits. A way that is not done within its deadline ends this process: MPI cannot be interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from computing import Computing
+from exchange import Exchange, mapped
+from mpi4py import MPI
+from saves import SAVES, Saves
+from ways import WAYS
+
+WARM_UP = 2
+LINGER_S = 1.0  # the other rank reaches its deadline too before MPI hears of our end
+MEMCPY, SENDRECV, PUT = "memcpy", "Sendrecv", "Put"
+
+
+class Clock:
+    """Times the ways and writes what it finds.
+
+    Args:
+        out: rank 0 adds lines of JSON to it.
+        memory: a directory in memory.
+        nbytes: per rank and direction.
+        chunk_nbytes: per transfer.
+        repetitions: how often; the median counts.
+        main: what the main thread does meanwhile, see `computing`.
+        deadline_s: of one exchange.
+    """
+
+    def __init__(
+        self, out: Path, memory: Path, nbytes: int, chunk_nbytes: int, repetitions: int, main: str, deadline_s: float
+    ):
+        self.comm = MPI.COMM_WORLD
+        self._out, self._memory, self._nbytes, self._chunk_nbytes = out, memory, nbytes, chunk_nbytes
+        self._repetitions, self._deadline_s = repetitions, deadline_s
+        self._computing = Computing(main)
+        self._source = np.random.default_rng(self.comm.rank).integers(0, 256, nbytes, dtype=np.uint8)
+        self._target = np.ones_like(self._source)
+        self._exposed = mapped(memory, nbytes)
+        self._window = MPI.Win.Create(self._exposed, 1, comm=self.comm)
+
+    def write(self, **line: Any) -> None:
+        if self.comm.rank == 0:
+            with self._out.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+
+    def time(self, way: str) -> None:
+        """Time one way and write its line."""
+        timed = self._make(way)
+        rounds = []
+        for i in range(WARM_UP + self._repetitions):
+            seconds = [self._timed(yardstick) for yardstick in (self._memcpy, self._sendrecv, self._put)]
+            timed.forget()
+            self.comm.Barrier()
+            start, cpu_start = time.perf_counter(), time.process_time()
+            loops = self._in_second_thread(timed, way)
+            seconds += [time.perf_counter() - start, time.process_time() - cpu_start]
+            rounds.append([*self._slowest(seconds), self.comm.allreduce(loops / seconds[3]) / self.comm.size])
+            if i == 0 and seconds[3] > self._deadline_s / 2:
+                break  # slow enough to be known from one
+        timed.free()
+        taken = np.array(rounds[WARM_UP:] or rounds).T
+        memcpy, sendrecv, put, whole, cpu, speed = taken
+        over = {MEMCPY: memcpy, f"{MEMCPY} + {PUT}": memcpy + put, f"{MEMCPY} + {SENDRECV}": memcpy + sendrecv}
+        ratios = {name: whole / yardstick for name, yardstick in over.items()}
+        self.write(
+            what=way,
+            seconds=float(np.median(whole)),
+            samples=whole.tolist(),
+            over={name: float(np.median(ratio)) for name, ratio in ratios.items()},
+            spread={name: np.quantile(ratio, (0.25, 0.75)).tolist() for name, ratio in ratios.items()},
+            aim=None,
+            cpu_seconds=float(np.median(cpu)),
+            kept=float(np.median(speed)) / self._computing.alone if self._computing.alone else None,
+        )
+
+    def _make(self, way: str) -> Exchange | Saves:
+        if way in SAVES:
+            return Saves(self.comm, self._memory, self._source, self._chunk_nbytes, SAVES[way])
+        return Exchange(self.comm, self._memory, self._source, self._chunk_nbytes, way)
+
+    def _in_second_thread(self, timed: Exchange | Saves, way: str) -> int:
+        failed: list[BaseException] = []
+        done = threading.Event()
+
+        def courier() -> None:
+            try:
+                if isinstance(timed, Saves):
+                    timed.wait()
+                else:
+                    WAYS[way](timed)
+            except BaseException as error:
+                failed.append(error)
+            done.set()
+
+        if isinstance(timed, Saves):
+            timed.save()
+        thread = threading.Thread(target=courier, name="courier", daemon=True)
+        thread.start()
+        loops = self._computing.until(done, self._deadline_s)
+        if not done.is_set():
+            self.write(what=way, never=True, seconds=self._deadline_s, arrived=timed.arrived())
+            time.sleep(LINGER_S)
+            os._exit(0)
+        thread.join()
+        if failed:
+            raise failed[0]
+        return loops
+
+    def measure_alone(self) -> None:
+        """See how fast the main threads compute when nothing is sent. Collective."""
+        self.comm.Barrier()
+        self._computing.measure_alone()
+        self._computing.alone = self.comm.allreduce(self._computing.alone) / self.comm.size
+
+    def _timed(self, action: Any) -> float:
+        self.comm.Barrier()
+        start = time.perf_counter()
+        action()
+        return time.perf_counter() - start
+
+    def _slowest(self, seconds: list[float]) -> list[float]:
+        most = np.empty(len(seconds))
+        self.comm.Allreduce(np.array(seconds), most, MPI.MAX)
+        return [float(value) for value in most]
+
+    # Yardsticks: the main thread alone, no checksums
+
+    def _memcpy(self) -> None:
+        np.copyto(self._target, self._source)
+
+    def _sendrecv(self) -> None:
+        peer = 1 - self.comm.rank
+        for at in range(0, self._nbytes, self._chunk_nbytes):
+            there = slice(at, at + self._chunk_nbytes)
+            self.comm.Sendrecv([self._target[there], MPI.BYTE], peer, 0, [self._exposed[there], MPI.BYTE], peer, 0)
+
+    def _put(self) -> None:
+        peer = 1 - self.comm.rank
+        self._window.Lock(peer)
+        for at in range(0, self._nbytes, self._chunk_nbytes):
+            raw = self._target[at : at + self._chunk_nbytes]
+            self._window.Put([raw, MPI.BYTE], peer, [at, raw.nbytes, MPI.BYTE])
+        self._window.Unlock(peer)
+
+    def free(self) -> None:
+        self._window.Free()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("out", type=Path)
+    parser.add_argument("memory", type=Path)
+    parser.add_argument("nbytes", type=int)
+    parser.add_argument("chunk_nbytes", type=int)
+    parser.add_argument("repetitions", type=int)
+    parser.add_argument("main")
+    parser.add_argument("deadline_s", type=float)
+    parser.add_argument("ways", help="with | between them")
+    arguments = vars(parser.parse_args())
+    ways = arguments.pop("ways").split("|")
+    clock = Clock(**arguments)
+    name, version = MPI.get_vendor()
+    clock.write(mpi=f"{name} {'.'.join(map(str, version))}")
+    clock.measure_alone()
+    for way in ways:
+        clock.time(way)
+    clock.free()
+
+
+if __name__ == "__main__":
+    main()
