@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 IDLE, PYTHON, MATMUL = "idle", "python", "matmul"
 MAINS = (IDLE, PYTHON, MATMUL)
-ALONE_S = 0.3
+ALONE_S = 0.1
 
 
 class Computing:
@@ -17,13 +17,9 @@ class Computing:
     Args:
         kind: ``idle``; ``python``, a loop that never lets go of the interpreter by itself; ``matmul``, small products
             of torch, each of which lets go of it.
-
-    Attributes:
-        alone: loops per second when nothing else runs in this process; 0: it was not measured, or there are none.
     """
 
     def __init__(self, kind: str):
-        self.alone = 0.0
         self._loop: Callable[[], object] | None = {IDLE: lambda: None, PYTHON: _python, MATMUL: _matmul}[kind]()
 
     def until(self, done: threading.Event, at_most_s: float) -> int:
@@ -37,9 +33,10 @@ class Computing:
             loops += 1
         return loops
 
-    def measure_alone(self) -> None:
+    def loops_per_s(self) -> float:
+        """See how fast it is when nothing else runs in this process."""
         start = time.monotonic()
-        self.alone = self.until(threading.Event(), ALONE_S if self._loop else 0) / (time.monotonic() - start)
+        return self.until(threading.Event(), ALONE_S if self._loop else 0.0) / (time.monotonic() - start)
 
 
 def _python() -> Callable[[], object]:

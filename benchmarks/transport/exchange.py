@@ -106,7 +106,8 @@ class Exchange:
 
     def arrived(self) -> int:
         """How many bytes have been checked, of an exchange that did not end."""
-        return self.source.nbytes - sum(self._sums[i].size for i, _ in self._notices) * BLOCK_NBYTES
+        waiting = sum(self._sums[i].size for i, _ in self._notices)
+        return int(self.source.nbytes - waiting * BLOCK_NBYTES)
 
     def _check(self, i: int) -> None:
         end = time.monotonic() + VISIBLE_S

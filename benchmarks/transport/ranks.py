@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import threading
 import time
 from pathlib import Path
@@ -17,12 +16,12 @@ from typing import Any
 import numpy as np
 from computing import Computing
 from exchange import Exchange, mapped
+from leaving import leave
 from mpi4py import MPI
 from saves import SAVES, Saves
 from ways import WAYS
 
 WARM_UP = 2
-LINGER_S = 1.0  # the other rank reaches its deadline too before MPI hears of our end
 MEMCPY, SENDRECV, PUT = "memcpy", "Sendrecv", "Put"
 
 
@@ -62,17 +61,20 @@ class Clock:
         rounds = []
         for i in range(WARM_UP + self._repetitions):
             seconds = [self._timed(yardstick) for yardstick in (self._memcpy, self._sendrecv, self._put)]
+            self.comm.Barrier()
+            alone = self._computing.loops_per_s()
             timed.forget()
             self.comm.Barrier()
             start, cpu_start = time.perf_counter(), time.process_time()
             loops = self._in_second_thread(timed, way)
             seconds += [time.perf_counter() - start, time.process_time() - cpu_start]
-            rounds.append([*self._slowest(seconds), self.comm.allreduce(loops / seconds[3]) / self.comm.size])
+            kept = loops / seconds[3] / alone if alone else 0.0
+            rounds.append([*self._slowest(seconds), self.comm.allreduce(kept) / self.comm.size])
             if i == 0 and seconds[3] > self._deadline_s / 2:
                 break  # slow enough to be known from one
         timed.free()
         taken = np.array(rounds[WARM_UP:] or rounds).T
-        memcpy, sendrecv, put, whole, cpu, speed = taken
+        memcpy, sendrecv, put, whole, cpu, kept = taken
         over = {MEMCPY: memcpy, f"{MEMCPY} + {PUT}": memcpy + put, f"{MEMCPY} + {SENDRECV}": memcpy + sendrecv}
         ratios = {name: whole / yardstick for name, yardstick in over.items()}
         self.write(
@@ -83,7 +85,7 @@ class Clock:
             spread={name: np.quantile(ratio, (0.25, 0.75)).tolist() for name, ratio in ratios.items()},
             aim=None,
             cpu_seconds=float(np.median(cpu)),
-            kept=float(np.median(speed)) / self._computing.alone if self._computing.alone else None,
+            kept=float(np.median(kept)) if kept.any() else None,
         )
 
     def _make(self, way: str) -> Exchange | Saves:
@@ -112,18 +114,11 @@ class Clock:
         loops = self._computing.until(done, self._deadline_s)
         if not done.is_set():
             self.write(what=way, never=True, seconds=self._deadline_s, arrived=timed.arrived())
-            time.sleep(LINGER_S)
-            os._exit(0)
+            leave()
         thread.join()
         if failed:
             raise failed[0]
         return loops
-
-    def measure_alone(self) -> None:
-        """See how fast the main threads compute when nothing is sent. Collective."""
-        self.comm.Barrier()
-        self._computing.measure_alone()
-        self._computing.alone = self.comm.allreduce(self._computing.alone) / self.comm.size
 
     def _timed(self, action: Any) -> float:
         self.comm.Barrier()
@@ -174,7 +169,6 @@ def main() -> None:
     clock = Clock(**arguments)
     name, version = MPI.get_vendor()
     clock.write(mpi=f"{name} {'.'.join(map(str, version))}")
-    clock.measure_alone()
     for way in ways:
         clock.time(way)
     clock.free()

@@ -115,7 +115,7 @@ def show(header: dict[str, Any], rows: Sequence[dict[str, Any]]) -> None:
         here = [row for row in rows if (row["case"], row["chunk MiB"]) == (place, chunk_mib)]
         mains = list(dict.fromkeys(row["column"] for row in here))
         table = Table("main thread:", *mains, title=f"{place}, chunks of {chunk_mib} MiB: seconds / ({YARDSTICK}) "
-                      "[quartiles], / (memcpy + Put); what the main thread keeps of its speed")  # fmt: skip
+                      "\\[quartiles], / (memcpy + Put); what the main thread keeps of its speed")  # fmt: skip
         for what in dict.fromkeys(row["what"] for row in here):
             cells = {row["column"]: cell(row) for row in here if row["what"] == what}
             table.add_row(what, *(cells.get(name, "") for name in mains))

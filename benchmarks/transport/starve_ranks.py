@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import threading
 import time
@@ -13,11 +12,11 @@ from pathlib import Path
 import numpy as np
 from computing import Computing
 from exchange import mapped
+from leaving import leave
 from mpi4py import MPI
 
 PAGE_NBYTES = 4096
 MARK = 7
-LINGER_S = 1.0
 
 
 def main() -> None:
@@ -79,8 +78,11 @@ def main() -> None:
         with args.out.open("a") as file:
             line = {"seconds": seconds, "never": not done.is_set(), "polls": polls[0], "arrived": arrived}
             file.write(json.dumps(line) + "\n")
-    time.sleep(LINGER_S)
-    os._exit(0)  # what hangs inside MPI cannot be ended otherwise
+    if not done.is_set():
+        leave()
+    window.Unlock_all()
+    window.Free()
+    own.Free()
 
 
 if __name__ == "__main__":
