@@ -128,7 +128,7 @@ def mapped(memory: Path, nbytes: int) -> np.ndarray:
 
 
 def _blocks(chunk: slice) -> int:
-    return -(-(chunk.stop - chunk.start) // BLOCK_NBYTES)
+    return int(-(-(chunk.stop - chunk.start) // BLOCK_NBYTES))
 
 
 def _sums(raw: np.ndarray) -> np.ndarray:
