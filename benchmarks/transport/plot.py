@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +27,18 @@ def draw(header: dict[str, Any], rows: list[dict[str, Any]], path: Path) -> None
     edge = 2 * max(row["over"][YARDSTICK] for row in rows if "over" in row)
     figure, panels = plt.subplots(1, len(cases), figsize=(2 + 3.2 * len(cases), 3.6), sharey=True, squeeze=False)
     for panel, case in zip(panels[0], cases, strict=True):
-        for row in (row for row in rows if row["case"] == case):
-            shift = 0.2 * (list(COLORS).index(row["column"]) - 1)
-            y, color = ways.index(row["what"]) - shift, COLORS[row["column"]]
-            if row.get("never"):
-                panel.plot([edge], [y], "x", color=color)
-                continue
-            panel.plot(row["spread"][YARDSTICK], [y, y], "-", color=color)
-            panel.plot([row["over"][YARDSTICK]], [y], "o", color=color, markersize=4)
+        for shift, (main_does, color) in zip((-0.2, 0, 0.2), COLORS.items(), strict=True):
+            here = [row for row in rows if (row["case"], row["column"]) == (case, main_does)]
+            ended = [row for row in here if "over" in row]
+            heights = [ways.index(row["what"]) - shift for row in ended]
+            lows, highs = ([row["spread"][YARDSTICK][end] for row in ended] for end in (0, 1))
+            panel.hlines(heights, lows, highs, colors=color)
+            panel.plot([row["over"][YARDSTICK] for row in ended], heights, "o", color=color, markersize=4)
+            never = [ways.index(row["what"]) - shift for row in here if row.get("never")]
+            panel.plot([edge] * len(never), never, "x", color=color)
         panel.axvline(1, color=GREY, linewidth=0.7, linestyle=":")
         panel.set(xscale="log", title=case, xlabel=f"time / ({YARDSTICK}); x: never")
+        panel.minorticks_off()
         panel.set_yticks(range(len(ways)), ways)
     for name, color in COLORS.items():
         panels[0][0].plot([], [], "o", color=color, label=f"main thread: {name}")
@@ -42,3 +46,17 @@ def draw(header: dict[str, Any], rows: list[dict[str, Any]], path: Path) -> None
     figure.legend(loc="lower center", ncols=3, frameon=False)
     figure.tight_layout(rect=(0, 0.07, 1, 1))
     figure.savefig(path, transparent=True, metadata={"Date": None})
+
+
+def main() -> None:
+    """Draw what several runs wrote: ``plot.py FILE.svg RUN.json...``."""
+    rows = []
+    for path in map(Path, sys.argv[2:]):
+        run = json.loads(path.read_text())
+        mpi = run["header"]["mpi"].rpartition(" ")[0]
+        rows += [{**row, "case": f"{mpi}, {row['case']}"} for row in run["rows"]]
+    draw({}, sorted(rows, key=lambda row: row["case"]), Path(sys.argv[1]))
+
+
+if __name__ == "__main__":
+    main()
