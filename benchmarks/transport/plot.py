@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -32,13 +33,17 @@ def draw(header: dict[str, Any], rows: list[dict[str, Any]], path: Path) -> None
             ended = [row for row in here if "over" in row]
             heights = [ways.index(row["what"]) - shift for row in ended]
             lows, highs = ([row["spread"][YARDSTICK][end] for row in ended] for end in (0, 1))
-            panel.hlines(heights, lows, highs, colors=color)
-            panel.plot([row["over"][YARDSTICK] for row in ended], heights, "o", color=color, markersize=4)
+            panel.hlines(heights, lows, highs, colors=color, clip_on=False)
+            panel.plot(
+                [row["over"][YARDSTICK] for row in ended], heights, "o", color=color, markersize=4, clip_on=False
+            )
             never = [ways.index(row["what"]) - shift for row in here if row.get("never")]
-            panel.plot([edge] * len(never), never, "x", color=color)
+            panel.plot([edge] * len(never), never, "x", color=color, clip_on=False)
         panel.axvline(1, color=GREY, linewidth=0.7, linestyle=":")
         panel.set(xscale="log", title=case, xlabel=f"time / ({YARDSTICK}); x: never")
         panel.minorticks_off()
+        panel.tick_params(left=False)
+        panel.spines[["top", "right"]].set_visible(False)
         panel.set_yticks(range(len(ways)), ways)
     for name, color in COLORS.items():
         panels[0][0].plot([], [], "o", color=color, label=f"main thread: {name}")
@@ -46,6 +51,8 @@ def draw(header: dict[str, Any], rows: list[dict[str, Any]], path: Path) -> None
     figure.legend(loc="lower center", ncols=3, frameon=False)
     figure.tight_layout(rect=(0, 0.07, 1, 1))
     figure.savefig(path, transparent=True, metadata={"Date": None})
+    drawn = re.sub(r"<!--.*?-->|(?<=\d\.\d\d)\d+|(?<=\n)\s+", "", path.read_text())
+    path.write_text(re.sub(r"\s+(?=/?>)", "", drawn))  # as small without comments and with two digits
 
 
 def main() -> None:
