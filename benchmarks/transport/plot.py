@@ -49,7 +49,8 @@ def draw(header: dict[str, Any], rows: list[dict[str, Any]], path: Path) -> None
         panels[0][0].plot([], [], "o", color=color, label=f"main thread: {name}")
     figure.suptitle(header.get("mpi", ""))
     figure.legend(loc="lower center", ncols=3, frameon=False)
-    figure.tight_layout(rect=(0, 0.07, 1, 1))
+    width = figure.get_figwidth()
+    figure.subplots_adjust(left=1.3 / width, right=1 - 0.2 / width, bottom=0.25, top=0.88, wspace=0.1)
     figure.savefig(path, transparent=True, metadata={"Date": None})
     drawn = re.sub(r"<!--.*?-->|(?<=\d\.\d\d)\d+|(?<=\n)\s+", "", path.read_text())
     path.write_text(re.sub(r"\s+(?=/?>)", "", drawn))  # as small without comments and with two digits
