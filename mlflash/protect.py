@@ -109,9 +109,9 @@ class Protection:
         self._parity.free()
 
 
-# What "auto" is, by what lies between the nodes; from the tables of benchmarks/transport. There Isend and Irecv were as
-# fast as any Put, or faster, and the only ones that got on everywhere while the main thread computed. RDMA was not
-# measured: there a Put needs nothing of its target's CPU, and two-sided needs both couriers.
+# What "auto" is, by what lies between the nodes; from the tables of benchmarks/transport. There Isend and Irecv were by
+# far the fastest on one host, and on a network within an eighth of the best Put, or faster while the main thread
+# computed. RDMA was not measured: there a Put needs nothing of its target's CPU, and two-sided needs both couriers.
 _AUTO = {"one host": "p2p", "network": "p2p", "RDMA": "rma"}
 
 
