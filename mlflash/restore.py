@@ -75,7 +75,8 @@ def bring_home(
     reach("restore.listed")
     while True:
         node_of, skip_stuck = parts.world.topology.node_of, parts.config.skip_stuck if step is None else 0
-        choice, passed_over = choose(found, node_of, step, skip_stuck), choose(found, node_of, step)
+        choice = choose(found, node_of, step, skip_stuck)
+        passed_over = choose(found, node_of, step) if skip_stuck else choice
         if choice is None:
             return None
         same_ranks = choice.world_size == parts.world.size
