@@ -245,8 +245,12 @@ class World:
         if self.world is None:
             return [value]
         values = self.gather(value, self.leaders) if self.local_rank == 0 else []
-        by_node: list[Any] = self._run(moves.broadcast(self.node, values, 0))
+        by_node: list[Any] = self.tell_node(values)
         return by_node
+
+    def tell_node(self, value: Any) -> Any:
+        """Give every rank of each node the value of the node's first rank. Collective over the node."""
+        return self._run(moves.broadcast(self.node, value, 0))
 
     def broadcast(self, value: Any, root: int) -> Any:
         """Give every rank the value of one. Collective over the world."""

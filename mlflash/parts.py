@@ -131,7 +131,7 @@ class Parts:
     def adopt(self, found: Inventory, choice: Choice | None) -> None:
         """Take over this node's files, keeping those of the choice from being written. Collective over the world."""
         world = self.world
-        names = self.world.gather_nodes(self.memory.slot_names() if world.local_rank == 0 else None)[world.node_index]
+        names: list[str] = self.world.tell_node(self.memory.slot_names() if world.local_rank == 0 else None)
         kept = choice.attempt if choice is not None else None
         same_ranks = choice is not None and choice.world_size == world.size
         placement = self.protection.placement
