@@ -1,7 +1,7 @@
 """Receipts → agreement → generation: what the courier does for one save.
 
-    settle      what is shared, where ranks share state                                        1 among these
     announce    what each rank sends; whether all can; whether somebody needs larger slots     1 allreduce
+    settle      only where a structure is new: what of it is shared; then it is announced again
     confirm     whether those that share hold the same; then the shares are sealed             1 among these
     protect     checksum, transfer, verify; the own slot and the copies are sealed
     agree       every slot sealed, every copy verified, on every rank                           1 allreduce
@@ -97,8 +97,9 @@ def run(save: Save, parts: Parts, committed_now: Callable[[], None] = lambda: No
     if save.later is not None:
         save.later.help()
     try:
-        _settle(save, parts)
-        _announce(save, parts)
+        if not _announce(save, parts):
+            _settle(save, parts)
+            _announce(save, parts)
         if not save.snapshot.skipped:
             _protect(save, parts)
     except MlflashError as problem:  # all ranks agreed on it, so that nothing is on its way any more
@@ -128,7 +129,7 @@ def refuse(save: Save, error: MlflashError) -> None:
 
 
 def _settle(save: Save, parts: Parts) -> None:
-    """Agree on what is shared, where a structure is new."""
+    """Agree on what is shared of a new structure."""
     replicas = parts.sharers
     if replicas is None:
         return
@@ -139,9 +140,11 @@ def _settle(save: Save, parts: Parts) -> None:
         save.snapshot.nbytes = save.plan.nbytes
         if not settled:
             replicas.version += 1  # to be asked again
+    save.unsettled = None
 
 
-def _announce(save: Save, parts: Parts) -> None:
+def _announce(save: Save, parts: Parts) -> bool:
+    """Tell the others; whether it was heard. Else some rank's structure is new, and it has to be settled first."""
     world, shelf = parts.world, parts.shelf
     extents = save.extents
     demand = parts.protection.offer(shelf, extents)
@@ -155,9 +158,13 @@ def _announce(save: Save, parts: Parts) -> None:
     failed = world.rank if save.problem is not None else world.size
     grow = any(needs_room(slot, nbytes) for slot, nbytes in demand)
     step = save.snapshot.step
-    first_failed, can_wait, low, high, no_skip, idle, not_asked = world.agree(
-        [failed, int(not grow), step, -step, int(not save.skip), int(save.drains_idle), int(not save.drain_asked)]
-    )
+    settled = save.unsettled is None or save.problem is not None
+    all_settled, first_failed, can_wait, low, high, no_skip, idle, not_asked = world.agree([
+        int(settled), failed, int(not grow), step, -step, int(not save.skip), int(save.drains_idle),
+        int(not save.drain_asked),
+    ])  # fmt: skip
+    if not all_settled:
+        return False
     save.drains_idle, save.drain_asked = bool(idle), not not_asked
     if first_failed < world.size:
         raise world.broadcast(save.problem, first_failed)
@@ -168,6 +175,7 @@ def _announce(save: Save, parts: Parts) -> None:
     reach("protect.announced")
     if not can_wait and no_skip:
         parts.make_room(demand, save.taken if save.stage is not None else [])
+    return True
 
 
 def _protect(save: Save, parts: Parts) -> None:
