@@ -147,7 +147,7 @@ bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/dcp.py
 	$(BIN)/python benchmarks/megatron.py
 	$(BIN)/python benchmarks/drain.py
-	$(BIN)/python benchmarks/scale.py
+	$(BIN)/python benchmarks/scale/run.py
 
 clean:
 	rm -rf .venv .venv-openmpi .venv-nemo .reports build mlflash.egg-info

@@ -1,0 +1,114 @@
+"""What ranks agree on and send: counted call by call, while Checkpointers start, commit, are relaunched and restore."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable
+
+from scale.jobs import COMMITS, STATE_NBYTES, Phase, simulated
+from scale.meeting import Call
+from scale.model import sent_per_byte
+
+from mlflash.scheme import parse
+
+ALLREDUCES = 3  # aim for a commit
+JOBS = (("copy", "p2p", False), ("copy", "rma", False), ("xor:8", "p2p", False), ("rs:6+2", "p2p", False),
+        ("rs:6+2", "rma", False), ("copy", "p2p", True))  # fmt: skip
+"""Scheme, transport, and whether all ranks hold the same state."""
+MOST_LIVE_RANKS = 300_000  # live ranks times ranks of the job: each live rank has the tables of a real one
+_MESSAGES = ("Isend", "Rput")
+_WORLD, _SET = "world", "all"
+_NEAR = 0.03  # headers, tables and the last, partly filled row of stripes
+
+
+@dataclasses.dataclass
+class Row:
+    """What one rank did, the one that sent most where that differs; seconds of processor time, simulation included.
+
+    Attributes:
+        live: ranks that ran.
+        allreduces, of_sharers: collectives of one commit, over the world and among those that share; their bytes.
+        messages, sent_nbytes: of one commit, to other ranks of the redundancy group.
+        per_byte: bytes sent for each of the state.
+        steps: messages that an allreduce of recursive doubling is made of, on each rank.
+        start_s, commit_s, restart_s, restore_s, lost_s: a rank's start; a commit; start and restore after a relaunch;
+            restore where the files of one rank are lost.
+        restore_collectives, restore_received_mb: of a restore, and what a rank gets by them.
+        lost_collectives: as many where the files of one rank are lost.
+        wrong: what contradicts what; "": nothing.
+    """
+
+    ranks: int
+    scheme: str
+    transport: str
+    alike: bool
+    live: int = 0
+    allreduces: int = 0
+    of_sharers: int = 0
+    allreduce_nbytes: int = 0
+    messages: int = 0
+    sent_nbytes: int = 0
+    per_byte: float = 0.0
+    steps: int = 0
+    start_s: float = 0.0
+    commit_s: float = 0.0
+    restart_s: float = 0.0
+    restore_s: float = 0.0
+    lost_s: float = 0.0
+    restore_collectives: int = 0
+    restore_received_mb: float = 0.0
+    lost_collectives: int = 0
+    wrong: str = ""
+
+
+def measure(ranks: int, scheme: str, transport: str, alike: bool) -> Row | None:
+    """Run a job of so many ranks; None where its live ranks would need more memory than there is."""
+    row = Row(ranks, scheme, transport, alike, steps=math.ceil(math.log2(ranks)))
+    with simulated(ranks, scheme, transport, alike) as job:
+        row.live = len(job.live)
+        if row.live * ranks > MOST_LIVE_RANKS:
+            return None
+        row.start_s = job.start().cpu_s
+        for step in range(1, COMMITS + 1):
+            commit = job.commit(step)
+        _count_commit(row, commit)
+        job.stop()
+        if alike:  # the shares of phantoms are nowhere: there is nothing to restore from
+            return row
+        row.restart_s = job.start().cpu_s
+        restore, right = job.restore(COMMITS)
+        row.restore_s, row.restore_collectives = restore.cpu_s, len(collectives(restore.calls))
+        row.restore_received_mb = sum(call.received for call in collectives(restore.calls)) / 1e6
+        job.stop()
+        job.lose(job.live[-1])
+        job.start()
+        lost, still_right = job.restore(COMMITS)
+        row.lost_s, row.lost_collectives = lost.cpu_s, len(collectives(lost.calls))
+        job.stop()
+        if not (right and still_right):
+            row.wrong = "a restore did not give back the step that was saved"
+    return row
+
+
+def collectives(calls: Iterable[Call]) -> list[Call]:
+    """All but messages."""
+    return [call for call in calls if call.what not in _MESSAGES]
+
+
+def _count_commit(row: Row, commit: Phase) -> None:
+    together = collectives(commit.calls)
+    row.allreduces = sum(call.comm == _WORLD for call in together)
+    row.of_sharers = sum(call.comm == _SET for call in together)
+    row.allreduce_nbytes = sum(call.nbytes for call in together)
+    sent = [call for call in commit.busiest if call.what in _MESSAGES]
+    row.messages, row.sent_nbytes = len(sent), sum(call.nbytes for call in sent)
+    row.per_byte = row.sent_nbytes / STATE_NBYTES
+    row.commit_s = commit.cpu_s
+    expected = 0.0 if row.alike else sent_per_byte(parse(row.scheme))
+    if abs(row.per_byte - expected) > _NEAR:
+        row.wrong = f"a rank sent {row.per_byte:.3f} bytes for each of its state, the model says {expected:.3f}"
+    if any(call.what != "Iallreduce" for call in together):
+        row.wrong = f"a commit has other collectives than allreduces: {sorted({call.what for call in together})}"
+    if row.allreduces + row.of_sharers > ALLREDUCES:
+        row.wrong = row.wrong or f"{row.allreduces} + {row.of_sharers} allreduces, aim {ALLREDUCES}"

@@ -1,0 +1,130 @@
+"""Where live ranks of a simulated world meet: collectives by what each brings, messages, and requests for both.
+
+What is a live rank and what a phantom is said in `simulated_mpi`.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+Phantoms = Callable[[str, int], Sequence[bytes] | None]
+"""What each rank brings to a gather, live ones too, from the name of the communicator and the bytes that the lowest
+live rank wants to bring; None: live ranks bring what they have, and phantoms what the lowest of these has.
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A call of a live rank that sends something.
+
+    Attributes:
+        comm: name of the communicator.
+        what: name of the function; "Isend" and "Rput" are messages, all others are collective.
+        nbytes: that this rank brings.
+        received: bytes that it gets, of a gather or broadcast.
+    """
+
+    rank: int
+    comm: str
+    what: str
+    nbytes: int
+    received: int = 0
+
+
+class Fabric:
+    """What the live ranks of one world have in common.
+
+    Args:
+        size: ranks of the world.
+        per_node: ranks on each node.
+        live: the ranks that run.
+        splits: what the world is split into, in the order of the calls: "node", "leaders", "all" or "group", which is
+            the live ranks.
+        phantoms: what phantoms bring to a gather.
+    """
+
+    def __init__(self, size: int, per_node: int, live: Sequence[int], splits: Sequence[str], phantoms: Phantoms):
+        self.size, self.per_node, self.live, self.splits = size, per_node, tuple(live), tuple(splits)
+        self.phantoms = phantoms
+        self.calls: list[Call] = []
+        self.lock = threading.RLock()
+        self.met: dict[tuple[object, ...], dict[int, Any]] = {}
+        self.results: dict[tuple[object, ...], Any] = {}
+        self.mail: dict[tuple[object, ...], collections.deque[bytes]] = collections.defaultdict(collections.deque)
+        self.posted: dict[tuple[object, ...], collections.deque[Receive]] = collections.defaultdict(collections.deque)
+
+    def members(self, kind: str, rank: int) -> Sequence[int]:
+        """Name the ranks of a communicator, in its order."""
+        node = rank - rank % self.per_node
+        return {"node": range(node, node + self.per_node), "leaders": range(0, self.size, self.per_node),
+                "all": range(self.size), "group": self.live}[kind]  # fmt: skip
+
+    def meet(self, key: tuple[object, ...], rank: int, value: Any) -> None:
+        """Bring something to a collective."""
+        with self.lock:
+            self.met.setdefault(key, {})[rank] = value
+
+    def outcome(self, key: tuple[object, ...], due: int, work: Callable[[dict[int, Any]], Any]) -> Any:
+        """Give the result of a collective, worked out once; None while live ranks are missing."""
+        with self.lock:
+            if len(self.met[key]) < due:
+                return None
+            if key not in self.results:
+                self.results[key] = work(self.met[key])
+            return self.results[key]
+
+
+class Done:
+    """A request that is through."""
+
+    def Test(self) -> bool:
+        """Whether it is."""
+        return True
+
+
+class Later:
+    """A request of a collective: through once all live ranks have come."""
+
+    def __init__(self, finish: Callable[[], bool]):
+        self._finish, self._through = finish, False
+
+    def Test(self) -> bool:
+        """Whether it is through."""
+        self._through = self._through or self._finish()
+        return self._through
+
+
+class Receive:
+    """A request of a receive; messages of one sender and tag go to receives in the order in which these were posted."""
+
+    def __init__(self, fabric: Fabric, key: tuple[object, ...], into: np.ndarray):
+        self._fabric, self._key, self._into, self._through = fabric, key, into, False
+        with fabric.lock:
+            fabric.posted[key].append(self)
+
+    def Test(self) -> bool:
+        """Whether it is through."""
+        with self._fabric.lock:
+            mail, posted = self._fabric.mail[self._key], self._fabric.posted[self._key]
+            while mail and posted:
+                posted.popleft().take(mail.popleft())
+        return self._through
+
+    def take(self, message: bytes) -> None:
+        """Put a message where it belongs."""
+        raw = raw_bytes(self._into)
+        raw[: len(message)] = np.frombuffer(message, dtype=np.uint8)
+        self._through = True
+
+
+def raw_bytes(message: Any) -> np.ndarray:
+    """The bytes of an array, or of the pair of one and its type."""
+    array = message[0] if isinstance(message, list) else message
+    raw: np.ndarray = array.reshape(-1).view(np.uint8)
+    return raw

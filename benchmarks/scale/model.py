@@ -1,0 +1,151 @@
+"""How long a commit and a restore take on a machine of so many GPUs, and what share of the time a job loses.
+
+Formulas, sources and what is left out are in README.md. What a job loses is not modelled here a second time: it is
+`mlflash.planning`, what `mlflash plan` prints, given the times of this model in place of measured ones.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from scale.parameters import DRAIN_EVERY_S, NODE_MTBF_S, RELAUNCH_S, STATE_NBYTES, Fabric, FileSystem, Node
+
+from mlflash.placement import place
+from mlflash.planning.interval import Costs, best_interval, waste
+from mlflash.planning.prospects import Job, share_uncovered
+from mlflash.scheme import Scheme, parse
+from mlflash.survival import of
+
+COMMIT_ALLREDUCES = 2  # counted by run.py; three where ranks share state
+RESTORE_COLLECTIVES = (
+    45  # counted: a start 15, a restore with a lost slot up to 30, those among the ranks of a node too
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """What a job runs on.
+
+    Attributes:
+        gpus: of the job, one rank each.
+        nbytes: of state, on each.
+    """
+
+    gpus: int
+    node: Node
+    fabric: Fabric
+    nbytes: float = STATE_NBYTES
+
+    @property
+    def nodes(self) -> int:
+        """Nodes of the job; the last one may be partly used."""
+        return -(-self.gpus // self.node.gpus)
+
+    @property
+    def wire_Bps(self) -> float:
+        """Bytes per second that a rank may send, its share of the ports of its node, while all others send too."""
+        return self.fabric.beta_Bps * self.fabric.loaded * self.node.nics / self.node.gpus
+
+    @property
+    def stall_s(self) -> float:
+        """From the call of ``save`` to its return: the copy from the GPU to host memory, nothing of it overlapped."""
+        return self.nbytes / self.node.copy_Bps
+
+
+def sent_per_byte(scheme: Scheme) -> float:
+    """Bytes that a rank sends to protect one byte of its state.
+
+    Example:
+        copy → 1, copy:2 → 2, xor:8 → 1 (to the rank that codes its stripe), rs:6+2 → 7/6 (and the second parity on).
+    """
+    if scheme.kind == "none":
+        return 0.0
+    if not scheme.parity:
+        return float(scheme.losses)
+    return 1 + (scheme.losses - 1) / (scheme.members - scheme.losses)
+
+
+def collective_s(machine: Machine, ranks: int, nbytes: float = 0.0) -> float:
+    """A collective over so many ranks: alpha log2 P, what all receive of it, and until the courier sees its end."""
+    steps = math.ceil(math.log2(ranks))
+    return machine.fabric.alpha_s * steps + nbytes / machine.wire_Bps + machine.node.poll_s
+
+
+def committed_s(machine: Machine, scheme: Scheme) -> float:
+    """From the call of ``save`` to the commit on all ranks; wire, checksums and coding one after the other."""
+    node, nbytes, sent = machine.node, machine.nbytes, sent_per_byte(scheme)
+    wire = sent * nbytes / machine.wire_Bps
+    checks = (1 + sent) * nbytes / node.check_Bps  # of what is sent, and of what arrives
+    coding = nbytes / (node.xor_Bps if scheme.losses == 1 else node.rs_Bps) if scheme.parity else 0.0
+    return machine.stall_s + wire + checks + coding + COMMIT_ALLREDUCES * collective_s(machine, machine.gpus)
+
+
+def restored_s(machine: Machine, scheme: Scheme, node_lost: bool = True) -> float:
+    """From the start of the new ranks to a state on the GPU, checked; what a spare node lacks comes from others."""
+    node, ranks, nbytes = machine.node, machine.gpus, machine.nbytes
+    code = (node.start_s + node.restore_s) * ranks
+    tables = 2 * collective_s(machine, machine.nodes, machine.nodes * node.inventory_nbytes)
+    agreements = RESTORE_COLLECTIVES * collective_s(machine, ranks)
+    verify = nbytes / node.check_Bps
+    fetch = 0.0
+    if node_lost:
+        fetch = nbytes / machine.wire_Bps + nbytes / node.check_Bps
+        if scheme.parity:  # survivors gather the blocks of a stripe and decode in turn, then send on what was lost
+            data, survivors = scheme.members - scheme.losses, scheme.members - 1
+            share = data / survivors * nbytes
+            fetch += share / machine.wire_Bps + share / (node.xor_Bps if scheme.losses == 1 else node.rs_Bps)
+    load = nbytes / node.copy_Bps
+    return code + tables + agreements + verify + fetch + load
+
+
+def pfs_s(machine: Machine, pfs: FileSystem, aggregate_Bps: float) -> float:
+    """All ranks write or read a file each: what the slower of node and file system allows, and their metadata."""
+    of_node = machine.node.gpus * machine.nbytes / pfs.client_Bps
+    of_all = machine.gpus * machine.nbytes / aggregate_Bps
+    return max(of_node, of_all) + machine.gpus / pfs.creates_per_s
+
+
+def pfs_committed_s(machine: Machine, pfs: FileSystem) -> float:
+    """From the call to a checkpoint in the file system, written from host memory."""
+    return machine.stall_s + pfs_s(machine, pfs, pfs.write_Bps)
+
+
+def pfs_restored_s(machine: Machine, pfs: FileSystem) -> float:
+    """From the start of the new ranks to a state on the GPU, out of the file system."""
+    return pfs_s(machine, pfs, pfs.read_Bps) + machine.nbytes / machine.node.copy_Bps
+
+
+def memory_waste(machine: Machine, text: str, pfs: FileSystem, node_mtbf_s: float = NODE_MTBF_S) -> float:
+    """Share of the time that a job loses with checkpoints in memory, drained now and then to the file system."""
+    scheme = parse(text)
+    costs = Costs(
+        mtbf_s=node_mtbf_s / machine.nodes,
+        stall_s=machine.stall_s,
+        commit_s=committed_s(machine, scheme),
+        restart_s=RELAUNCH_S + restored_s(machine, scheme),
+        drain_every_s=DRAIN_EVERY_S,
+        pfs_restart_s=RELAUNCH_S + pfs_restored_s(machine, pfs),
+    )
+    job = Job(tuple(f"n{number}" for number in range(machine.nodes)), machine.node.gpus, int(machine.nbytes))
+    found = of(job.topology, place(job.topology, scheme))
+    uncovered = share_uncovered(found, node_mtbf_s, costs.restart_s)
+    lost: float = waste(best_interval(costs, uncovered), costs, uncovered)
+    return lost
+
+
+def pfs_waste(machine: Machine, pfs: FileSystem, waits: bool, node_mtbf_s: float = NODE_MTBF_S) -> float:
+    """Share of the time that a job loses with checkpoints in the file system only.
+
+    Args:
+        waits: whether training waits until a checkpoint is there, or only until it is copied to host memory.
+    """
+    commit = pfs_committed_s(machine, pfs)
+    costs = Costs(
+        mtbf_s=node_mtbf_s / machine.nodes,
+        stall_s=commit if waits else machine.stall_s,
+        commit_s=commit,
+        restart_s=RELAUNCH_S + pfs_restored_s(machine, pfs),
+    )
+    lost: float = waste(best_interval(costs, 0.0), costs, 0.0)
+    return lost

@@ -1,0 +1,105 @@
+"""The numbers that the model takes: machines, fabrics, file systems, failures; each with where it comes from.
+
+"Measured" are those of a run of `run.py` (see README.md); "published" ones name their source; all else is an
+"assumption", and says so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+GB, TB, DAY_S = 1e9, 1e12, 86_400.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Node:
+    """A node and what its ranks can do, bytes per second unless said otherwise.
+
+    Attributes:
+        gpus: ranks on the node, one for each.
+        nics: ports of the fabric that these share.
+        copy_Bps: from a GPU to host memory and back, all GPUs of the node at once, each.
+        check_Bps: checksums on one core.
+        xor_Bps, rs_Bps: data coded on one core, for one and for two parities.
+        poll_s: how long the end of a collective may go unseen: the courier sleeps up to this between two looks.
+        start_s, restore_s: what a rank computes at its start, and to restore, in seconds for each rank of the job.
+        inventory_nbytes: what a node tells of its files.
+    """
+
+    gpus: int = 8
+    nics: int = 4  # published: Frontier, 4 ports of 200 Gb/s for 8 GCDs (OLCF, Frontier User Guide)
+    # Published: 26 GB/s for one A100 over PCIe 4 (github.com/jdh4/della-gpu-A100). Assumption: half of it where all
+    # eight GPUs of a node copy at once, as 8 x 26 GB/s are what the memory of the host gives.
+    copy_Bps: float = 13 * GB
+    check_Bps: float = 13.0 * GB  # measured: XXH3-64 over blocks of 1 MiB
+    xor_Bps: float = 8.0 * GB  # measured
+    rs_Bps: float = 6.0 * GB  # measured
+    poll_s: float = 1e-3  # mlflash.comm.World.pause
+    start_s: float = 15e-6  # measured: relaunched Checkpointers of 131,072 ranks
+    restore_s: float = 12e-6  # measured: the same
+    inventory_nbytes: float = 323.0  # counted: rs:6+2, 8 ranks
+
+
+@dataclasses.dataclass(frozen=True)
+class Fabric:
+    """The network between nodes, as alpha and beta.
+
+    Attributes:
+        name: of it.
+        alpha_s: latency of a small message.
+        beta_Bps: bytes per second of one port between two nodes that are otherwise idle.
+        loaded: the share of this that is left where all nodes send to nodes far away at once.
+    """
+
+    name: str
+    alpha_s: float
+    beta_Bps: float
+    # Assumption. Aurora's global links carry 1.38 PB/s, its 85,000 ports of 25 GB/s inject 2.1 (arXiv:2512.04291): 0.65
+    # at best.
+    loaded: float = 0.5
+
+
+# Published: CSCS, regression tests of Alps: osu_latency of 256 bytes 2.3 us, osu_bw of 4 MiB 24,000 MB/s, one port
+# (github.com/eth-cscs/cscs-reframe-tests, checks/microbenchmarks/mpi/osu/osu_run.py).
+SLINGSHOT_11 = Fabric("Slingshot-11, 200 Gb/s", 2.3e-6, 24.0 * GB)
+# Published: all-reduce of 16 GiB over 4 nodes of 8 B200: 376.7 GB/s of bus bandwidth, 47 for each of 8 ports
+# (github.com/stas00/ml-engineering, network/benchmarks). Assumption: its latency is that of the other one.
+PORTS_400G = Fabric("InfiniBand or RoCE, 400 Gb/s", 2.3e-6, 47.0 * GB)
+
+
+@dataclasses.dataclass(frozen=True)
+class FileSystem:
+    """A parallel file system that one job has to itself.
+
+    Attributes:
+        name: of it.
+        write_Bps, read_Bps: all clients together.
+        client_Bps: of one node.
+        creates_per_s: files made or opened in a second, by all.
+    """
+
+    name: str
+    write_Bps: float
+    read_Bps: float
+    client_Bps: float
+    # Published: mdtest on Lustre with one metadata server, 29,000 creates/s at 240 threads (Dell HPC Lustre Storage
+    # with Mellanox EDR, white paper, figure 12). Assumption: it is the same elsewhere.
+    creates_per_s: float = 29_000.0
+
+
+# Published: IOR on all of it, 1,024 nodes x 4 processes, 64 MiB transfers: 4,435,971 MiB/s, which is 4.54 GB/s a node
+# (G. K. Lockwood, glennklockwood.com/garden/IOR). Assumption: it reads as fast as it writes, and a node alone is not
+# faster.
+PERLMUTTER = FileSystem("all-flash Lustre, 4.65 TB/s", 4.65 * TB, 4.65 * TB, 4.54 * GB)
+# Published: Tectonic under Llama 3, 2 TB/s sustained, 7 TB/s at its peak (arXiv:2407.21783, 3.3.1). Assumption: a node
+# alone gets what one of Perlmutter's gets.
+TECTONIC = FileSystem("2 TB/s, as under Llama 3", 2.0 * TB, 2.0 * TB, 4.54 * GB)
+
+# Published: "1 MB to 4 GB per GPU" (arXiv:2407.21783, 3.3.1): the upper end.
+STATE_NBYTES = 4.0 * GB
+# Published: 419 unexpected interruptions in 54 days on 16,384 GPUs, 8 a node (arXiv:2407.21783, 3.3.4).
+NODE_MTBF_S = 54 * DAY_S * 16_384 / 8 / 419
+# Published: 1.8 h on 16,384 GPUs (projected from smaller jobs; Kokolis et al., arXiv:2410.21680).
+NODE_MTBF_RSC_S = 1.8 * 3600 * 16_384 / 8
+RELAUNCH_S = 120.0  # assumption: from a failure until the new ranks run; the same for all that is compared
+DRAIN_EVERY_S = 3600.0  # assumption: how often a checkpoint also goes to the file system

@@ -1,0 +1,110 @@
+"""The plots: seconds and bytes against ranks; committed, restored and wasted time against GPUs, beside file systems."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from scale import agreement, planning
+from scale.forecast import Line, Point
+
+_SHADES = ("#1f6fb4", "#c2571a", "#2e8b57", "#8a5fbf", "0.45", "0.6")  # readable on white and on black
+_GREY = "0.5"
+_STYLE = {"svg.fonttype": "none", "axes.edgecolor": _GREY, "axes.labelcolor": _GREY, "xtick.color": _GREY,
+          "ytick.color": _GREY, "text.color": _GREY, "axes.titlecolor": _GREY, "font.size": 9}  # fmt: skip
+
+
+def draw_ranks(path: Path, plans: Sequence[planning.Row], jobs: Sequence[agreement.Row]) -> None:
+    """Draw what the code takes on one rank: a band for each quantity, from the scheme with least to that with most."""
+    with _figure(path, 2) as (left, right):
+        aims = [
+            (left, planning.PLANNING_S, "aim for planning"),
+            (right, planning.INVENTORY_MB, "aim for the inventory"),
+        ]
+        for axes, most, text in aims:
+            axes.plot([plans[0].ranks, planning.AIMED_RANKS], [most, most], color=_GREY, alpha=0.4, linewidth=5)
+            axes.annotate(text, (plans[0].ranks, most), (0, 6), textcoords="offset points", fontsize=8)
+        seconds = {"planning_s": "planning", "join_s": "inventory", "choose_s": "choice"}
+        for shade, (name, label) in zip(_SHADES, seconds.items(), strict=False):
+            _band(left, plans, name, label, shade)
+        _band(left, jobs, "commit_s", "agreement and transfer of 4 MiB", _SHADES[3])
+        _band(left, [job for job in jobs if not job.alike], "restore_s", "restore of 4 MiB", _SHADES[4])
+        _band(right, plans, "table_mb", "table of a rank", _SHADES[0])
+        _band(right, plans, "received_mb", "inventory, to each node", _SHADES[1])
+        for axes, title in ((left, "seconds of processor time on a rank"), (right, "megabytes")):
+            _scales(axes, sorted({row.ranks for row in plans}), "ranks, 8 on a node", title)
+
+
+def draw_model(path: Path, points: Sequence[Point]) -> None:
+    """Draw seconds to a commit and to a restored state against GPUs."""
+    with _figure(path, 2) as (left, right):
+        for axes, name, title in ((left, "committed_s", "seconds to committed"), (right, "restored_s", "to restored")):
+            _lines(axes, points, name)
+            _scales(axes, sorted({point.gpus for point in points}), "GPUs", title)
+
+
+def draw_waste(path: Path, points: Sequence[Point]) -> None:
+    """Draw the share of time that a job loses against GPUs, for two rates of failures."""
+    with _figure(path, 2) as (left, right):
+        for axes, name, title in ((left, "waste", "% of time lost, a node fails every 264 days"),
+                                  (right, "waste_rsc", "% of time lost, every 154 days")):  # fmt: skip
+            _lines(axes, points, name, 100.0)
+            _scales(axes, sorted({point.gpus for point in points}), "GPUs", title)
+
+
+def _lines(axes: Any, points: Sequence[Point], name: str, factor: float = 1.0) -> None:
+    lines: dict[Line, list[Point]] = {}
+    for point in points:
+        lines.setdefault(point.line, []).append(point)
+    for shade, (line, those) in zip(_SHADES, lines.items(), strict=False):
+        style = "-" if line.in_memory else "--"
+        axes.loglog([p.gpus for p in those], [factor * getattr(p, name) for p in those], style, color=shade,
+                    linewidth=1.6, marker="o", markersize=3, label=line.label)  # fmt: skip
+
+
+def _band(axes: Any, rows: Sequence[Any], name: str, label: str, shade: str) -> None:
+    ranks = sorted({row.ranks for row in rows})
+    values = [[getattr(row, name) for row in rows if row.ranks == n] for n in ranks]
+    axes.fill_between(ranks, [min(some) for some in values], [max(some) for some in values], color=shade, alpha=0.2,
+                      linewidth=0)  # fmt: skip
+    axes.loglog(ranks, [max(some) for some in values], color=shade, linewidth=1.6, marker="o", markersize=3,
+                label=label)  # fmt: skip
+
+
+def _scales(axes: Any, across: Sequence[int], label: str, title: str) -> None:
+    axes.set_xticks(across, [f"{n:,}" for n in across], rotation=30, ha="right")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.minorticks_off()
+    axes.set_xlabel(label)
+    axes.set_title(title, fontsize=10, loc="left")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="y", color=_GREY, alpha=0.2)
+    axes.legend(fontsize=8, frameon=False, labelcolor="linecolor")
+
+
+class _figure:
+    """A transparent figure of some panels, written where the block ends."""
+
+    def __init__(self, path: Path, panels: int):
+        self._path, self._panels = path, panels
+
+    def __enter__(self) -> Any:
+        import matplotlib
+        from matplotlib.figure import Figure
+
+        self._style = matplotlib.rc_context(_STYLE)
+        self._style.__enter__()
+        self._drawn = Figure(figsize=(10, 4.4), layout="constrained")
+        self._drawn.patch.set_alpha(0)
+        axes = self._drawn.subplots(1, self._panels)
+        for one in axes:
+            one.patch.set_alpha(0)
+        return axes
+
+    def __exit__(self, kind: Any, *more: Any) -> None:
+        try:
+            if kind is None:
+                self._drawn.savefig(self._path, metadata={"Date": None} if self._path.suffix == ".svg" else None)
+        finally:
+            self._style.__exit__(kind, *more)

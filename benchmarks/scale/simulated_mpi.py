@@ -1,0 +1,217 @@
+"""MPI for a few live ranks of a world of many: what they send is counted, what the others would send is made up.
+
+Live ranks are threads of this process. They run the code of mlflash as it is, on a module and communicators that look
+like those of mpi4py as far as mlflash calls them. All other ranks are *phantoms*: in a reduction they bring what the
+live ranks bring, in a gather what `meeting.Fabric.phantoms` says; nobody sends a message to them. The live ranks must be
+whole redundancy groups of first ranks of their nodes, rank 0 among them.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from scale.meeting import Call, Done, Fabric, Later, Receive, raw_bytes
+
+
+class Comm:
+    """One live rank's view of a communicator."""
+
+    def __init__(self, fabric: Fabric, name: str, key: tuple[object, ...], members: Sequence[int], rank: int):
+        self.fabric, self.name, self._key, self._members, self._me = fabric, name, key, members, rank
+        self.rank, self.size = members.index(rank), len(members)
+        self.live = [one for one in fabric.live if one in members]
+        self._count = 0
+        self._splits = iter(fabric.splits)
+        self._names = iter(("world", "data", "control"))
+
+    def _next(self) -> tuple[object, ...]:
+        self._count += 1
+        return (*self._key, self._count)
+
+    def Dup(self) -> Comm:
+        """Make another one of the same ranks."""
+        name = self.name if self._key == ("world",) else next(self._names)
+        dup = Comm(self.fabric, name, self._next(), self._members, self._me)
+        if self._key == ("world",):
+            next(dup._names)
+        return dup
+
+    def Split(self, color: int, key: int) -> Comm:
+        """Make the next one of `Fabric.splits`."""
+        kind = next(self._splits)
+        members = self.fabric.members(kind, self._me)
+        return Comm(self.fabric, kind, (*self._next(), kind, members[0]), members, self._me)
+
+    def Free(self) -> None:
+        """Do nothing."""
+
+    # Collectives
+
+    def _note(self, what: str, nbytes: int, received: int = 0) -> None:
+        self.fabric.calls.append(Call(self._me, self.name, what, nbytes, received))
+
+    def allreduce(self, value: int, op: str) -> int:
+        """Give the lowest rank of the node, which is what it is asked for."""
+        self._note("allreduce", 8)
+        return self._members[0]
+
+    def allgather(self, value: tuple[int, str]) -> list[tuple[int, str]]:
+        """Tell where all ranks are, which is what it is asked for."""
+        per = self.fabric.per_node
+        every = [(rank - rank % per, f"node{rank // per}") for rank in self._members]
+        self._note("allgather", len(pickle.dumps(value)), len(pickle.dumps(every)))
+        return every
+
+    def Iallreduce(self, values: np.ndarray, out: np.ndarray, op: str) -> Later:
+        """Begin taking the minimum of each number."""
+        assert op == "MIN"
+        key = self._next()
+        self._note("Iallreduce", values.nbytes)
+        self.fabric.meet(key, self._me, values.copy())
+
+        def finish() -> bool:
+            least = self.fabric.outcome(key, len(self.live), lambda met: np.minimum.reduce(list(met.values())))
+            if least is not None:
+                out[:] = least
+            return least is not None
+
+        return Later(finish)
+
+    def Iallgather(self, mine: np.ndarray, out: np.ndarray) -> Later:
+        """Begin telling all ranks how many bytes each will bring to the next gather."""
+        key = self._next()
+        self._note("Iallgather", mine.nbytes, out.nbytes)
+        self.fabric.meet(key, self.rank, int(mine[0]))
+
+        def made_up(met: dict[int, int]) -> tuple[np.ndarray, Sequence[bytes] | None]:
+            every = self.fabric.phantoms(self.name, met[min(met)])
+            if every is not None:
+                return np.array([len(one) for one in every], dtype=np.int64), every
+            sizes = np.full(self.size, met[min(met)], dtype=np.int64)
+            sizes[list(met)] = list(met.values())
+            return sizes, None
+
+        def finish() -> bool:
+            found = self.fabric.outcome(key, len(self.live), made_up)
+            if found is not None:
+                out[:] = found[0]
+            return found is not None
+
+        return Later(finish)
+
+    def Iallgatherv(self, mine: np.ndarray, into: list[Any]) -> Later:
+        """Begin giving everybody what everybody brings, of the sizes that were told before."""
+        told = (*self._key, self._count)
+        _, every = self.fabric.results[told]
+        key = self._next()
+        out = into[0]
+        self._note("Iallgatherv", mine.nbytes, out.nbytes)
+        self.fabric.meet(key, self.rank, mine.copy())
+
+        def together(met: dict[int, np.ndarray]) -> np.ndarray:
+            if every is not None:
+                return np.frombuffer(b"".join(every), dtype=np.uint8)
+            first = met[min(met)].tobytes()
+            live = {rank: value.tobytes() for rank, value in met.items()}
+            return np.frombuffer(b"".join(live.get(rank, first) for rank in range(self.size)), dtype=np.uint8)
+
+        def finish() -> bool:
+            found = self.fabric.outcome(key, len(self.live), together)
+            if found is not None:
+                out[:] = found
+            return found is not None
+
+        return Later(finish)
+
+    def Ibcast(self, buffer: np.ndarray, root: int) -> Later:
+        """Begin giving everybody what one live rank has."""
+        key = self._next()
+        mine = self.rank == root
+        self._note("Ibcast", buffer.nbytes if mine else 0, 0 if mine else buffer.nbytes)
+        if mine:
+            self.fabric.meet(key, -1, buffer.copy())
+
+        def finish() -> bool:
+            with self.fabric.lock:
+                found = self.fabric.met.get(key)
+            if found is not None and not mine:
+                raw_bytes(buffer)[:] = raw_bytes(found[-1])
+            return found is not None
+
+        return Later(finish)
+
+    # Messages
+
+    def Isend(self, message: Any, to: int, tag: int) -> Done:
+        """Send, buffered."""
+        raw = raw_bytes(message).tobytes()
+        self._note("Isend", len(raw))
+        key = (*self._key, self.rank, to, tag)
+        with self.fabric.lock:
+            self.fabric.mail[key].append(raw)
+        return Done()
+
+    def Irecv(self, into: Any, source: int, tag: int) -> Receive:
+        """Begin to receive."""
+        return Receive(self.fabric, (*self._key, source, self.rank, tag), into[0] if isinstance(into, list) else into)
+
+    def Iprobe(self, *_: object) -> bool:
+        """Nobody asks who is alive."""
+        return False
+
+
+class Window:
+    """Memory of the ranks of a communicator, open to Put; or that of a node, as `Allocate_shared` gives it."""
+
+    def __init__(self, memory: np.ndarray | None, comm: Comm | None):
+        self._memory, self._comm = memory, comm
+        if comm is not None:
+            self._key = (*comm._next(), "window")
+            comm._note("Win.Create", 0)
+            comm.fabric.meet(self._key, comm.rank, memory)
+
+    def Rput(self, message: list[Any], target: int, where: list[Any]) -> Later:
+        """Put, as soon as the target has its window."""
+        assert self._comm is not None
+        comm, raw, key = self._comm, raw_bytes(message).copy(), self._key
+        comm._note("Rput", raw.nbytes)
+
+        def finish() -> bool:
+            memory = comm.fabric.met[key].get(target)
+            if memory is not None:
+                raw_bytes(memory)[where[0] : where[0] + raw.nbytes] = raw
+            return memory is not None
+
+        return Later(finish)
+
+    def Shared_query(self, rank: int) -> tuple[Any, int]:
+        """The memory of a node."""
+        assert self._memory is not None
+        return self._memory.data, 8
+
+    def nothing(self, *_: object) -> None:
+        """Do nothing: locks, and completion of what is complete."""
+
+    Lock = Unlock = Lock_all = Unlock_all = Flush = Flush_all = Sync = Free = nothing
+
+
+def module() -> Any:
+    """Make what mlflash takes for the module mpi4py.MPI."""
+    windows = SimpleNamespace(
+        Create=lambda memory, unit, comm: Window(memory, comm),
+        Allocate=lambda nbytes, unit, comm: Window(np.zeros(nbytes, np.uint8), None),
+        Allocate_shared=lambda nbytes, unit, comm: Window(np.zeros(nbytes, np.uint8), None),
+    )
+    return SimpleNamespace(
+        MIN="MIN", BYTE="BYTE", UNDEFINED=-1, ANY_SOURCE=-2, MODE_NOCHECK=0, THREAD_MULTIPLE=3, COMM_NULL=None,
+        COMM_SELF=None, COMM_TYPE_SHARED=0, Win=windows, Status=lambda: None, Query_thread=lambda: 3,
+    )  # fmt: skip
+
+
+def world(fabric: Fabric, rank: int) -> Comm:
+    """Give a live rank its COMM_WORLD."""
+    return Comm(fabric, "world", ("world",), range(fabric.size), rank)

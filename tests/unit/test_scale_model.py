@@ -1,0 +1,111 @@
+"""The model of benchmarks/scale: a case by hand, what more of something does, what nothing costs; and simulated MPI."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+from scale import agreement, forecast, model
+from scale.parameters import PERLMUTTER, SLINGSHOT_11, Fabric, FileSystem, Node
+
+from mlflash.planning.interval import daly, inflation
+from mlflash.scheme import parse
+
+SCHEMES = ("copy", "copy:2", "xor:8", "rs:6+2", "rs:8+3")
+NODE = Node(gpus=4, nics=2, copy_Bps=10e9, check_Bps=10e9, xor_Bps=5e9, rs_Bps=4e9, poll_s=1e-3, start_s=1e-6,
+            restore_s=2e-6, inventory_nbytes=250.0)  # fmt: skip
+FABRIC = Fabric("by hand", alpha_s=1e-6, beta_Bps=20e9, loaded=0.5)
+MACHINE = model.Machine(1024, NODE, FABRIC, nbytes=1e9)
+"""A rank has 20e9 x 0.5 x 2 / 4 = 5e9 bytes per second of the fabric."""
+
+
+def test_a_commit_by_hand() -> None:
+    # Copied 0.1 s; sent 0.2 s; checked where it leaves and where it arrives 0.2 s; two allreduces of 10 steps.
+    assert model.committed_s(MACHINE, parse("copy")) == pytest.approx(0.1 + 0.2 + 0.2 + 2 * (10 * 1e-6 + 1e-3))
+    # Sent 7/6 of 0.2 s; checked 0.1 s and 7/6 of it; coded 0.25 s.
+    by_parity = 0.1 + 0.2 * 7 / 6 + 0.1 * 13 / 6 + 0.25 + 2 * (10 * 1e-6 + 1e-3)
+    assert model.committed_s(MACHINE, parse("rs:6+2")) == pytest.approx(by_parity)
+
+
+def test_a_restore_by_hand() -> None:
+    # 256 nodes: 8 steps and 64 kB of tables, twice; the code 3 us a rank; checked 0.1 s; loaded 0.1 s.
+    here = 3e-6 * 1024 + 2 * (8e-6 + 256 * 250 / 5e9 + 1e-3) + model.RESTORE_COLLECTIVES * (10e-6 + 1e-3) + 0.1 + 0.1
+    assert model.restored_s(MACHINE, parse("copy"), node_lost=False) == pytest.approx(here)
+    # From another node: 0.2 s, and checked once more.
+    assert model.restored_s(MACHINE, parse("copy")) == pytest.approx(here + 0.3)
+    # And before that each of 7 survivors gathers 6/7 of a slot and decodes it.
+    assert model.restored_s(MACHINE, parse("rs:6+2")) == pytest.approx(here + 0.3 + 6 / 7 * (0.2 + 0.25))
+
+
+def test_a_file_system_by_hand() -> None:
+    pfs = FileSystem("by hand", write_Bps=100e9, read_Bps=200e9, client_Bps=2e9, creates_per_s=10_000.0)
+    # All: 1024 GB at 100 GB/s; a node alone: 4 GB at 2 GB/s; 1024 files.
+    assert model.pfs_committed_s(MACHINE, pfs) == pytest.approx(0.1 + 10.24 + 0.1024)
+    assert model.pfs_restored_s(MACHINE, pfs) == pytest.approx(5.12 + 0.1024 + 0.1)
+    few = dataclasses.replace(MACHINE, gpus=8)
+    assert model.pfs_committed_s(few, pfs) == pytest.approx(0.1 + 2.0 + 0.0008)  # the node is what limits
+
+
+@pytest.mark.parametrize("text", SCHEMES)
+def test_more_gpus_and_more_bytes_take_no_less(text: str) -> None:
+    scheme = parse(text)
+    for work in (model.committed_s, model.restored_s):
+        sizes = [work(dataclasses.replace(MACHINE, gpus=gpus), scheme) for gpus in (64, 1024, 16_384, 131_072)]
+        assert sizes == sorted(sizes)
+        bytes_of = [work(dataclasses.replace(MACHINE, nbytes=nbytes), scheme) for nbytes in (0, 1e6, 1e9, 1e12)]
+        assert bytes_of == sorted(bytes_of)
+
+
+@pytest.mark.parametrize("text", SCHEMES)
+def test_a_commit_takes_no_longer_with_a_faster_fabric(text: str) -> None:
+    faster = dataclasses.replace(MACHINE, fabric=dataclasses.replace(FABRIC, beta_Bps=2 * FABRIC.beta_Bps))
+    assert model.committed_s(faster, parse(text)) < model.committed_s(MACHINE, parse(text))
+
+
+def test_no_bytes_leave_what_is_agreed_on() -> None:
+    empty = dataclasses.replace(MACHINE, nbytes=0.0)
+    for text in SCHEMES:
+        assert model.committed_s(empty, parse(text)) == pytest.approx(2 * model.collective_s(empty, 1024))
+
+
+def test_a_commit_of_large_states_is_bound_by_bytes_not_by_ranks() -> None:
+    large = [model.committed_s(model.Machine(gpus, Node(), SLINGSHOT_11), parse("copy")) for gpus in (1000, 100_000)]
+    assert large[1] / large[0] < 1.001
+
+
+def test_what_is_sent_grows_with_losses() -> None:
+    sent = [model.sent_per_byte(parse(text)) for text in ("none", "copy", "copy:2", "xor:8", "rs:6+2", "rs:8+3")]
+    assert sent == pytest.approx([0, 1, 2, 1, 7 / 6, 10 / 8])
+
+
+def test_waste_is_that_of_the_interval_module() -> None:
+    machine = model.Machine(16_384, Node(), SLINGSHOT_11)
+    commit, mtbf = model.pfs_committed_s(machine, PERLMUTTER), model.NODE_MTBF_S / machine.nodes
+    recovery = model.RELAUNCH_S + model.pfs_restored_s(machine, PERLMUTTER)
+    by_hand = 1 - 1 / inflation(daly(commit, mtbf), commit, recovery, mtbf)
+    assert model.pfs_waste(machine, PERLMUTTER, waits=True) == pytest.approx(by_hand)
+
+
+def test_waste_grows_with_failures_and_waiting_is_worst() -> None:
+    for gpus in forecast.FEW:
+        machine = model.Machine(gpus, Node(), SLINGSHOT_11)
+        memory = model.memory_waste(machine, "copy", PERLMUTTER)
+        behind, waits = (model.pfs_waste(machine, PERLMUTTER, wait) for wait in (False, True))
+        assert 0 < memory < behind < waits < 1
+        assert memory < model.memory_waste(machine, "copy", PERLMUTTER, model.NODE_MTBF_S / 2)
+
+
+@pytest.mark.parametrize("job", agreement.JOBS, ids=lambda job: "-".join(map(str, job)))
+def test_simulated_ranks_commit_and_restore(job: tuple[str, str, bool]) -> None:
+    rows = [agreement.measure(ranks, *job) for ranks in (128, 1024)]
+    for row in rows:
+        assert row is not None and not row.wrong
+        assert row.allreduces == 2 and row.allreduces + row.of_sharers <= agreement.ALLREDUCES
+    small, large = rows
+    assert small is not None and large is not None
+    assert (small.messages, small.allreduce_nbytes) == (large.messages, large.allreduce_nbytes)
