@@ -75,8 +75,9 @@ class SimulatedJob:
         """Make the Checkpointers."""
         all_ranks = ("all",) if self.alike else ()
         splits = ("node", "leaders", *all_ranks, "group", "group")
-        self._made = None
         fabric = self._fabric = Fabric(self.ranks, PER_NODE, self.live, splits, self._phantoms)
+
+        self._make_phantoms()
 
         def make(rank: int) -> mlflash.Checkpointer:
             return mlflash.Checkpointer(
@@ -113,11 +114,14 @@ class SimulatedJob:
         self.lost = {rank}
 
     def restore(self, step: int) -> tuple[Phase, bool]:
-        """Restore; also gives whether every live rank has every byte of the step."""
+        """Restore, and heal; also gives whether every live rank has every byte of the step."""
         found: dict[int, Any] = {rank: _state(-1, 0) for rank in self.live}
 
         def restore(rank: int) -> int | None:
-            return self._checkpointers[self.live.index(rank)].restore(found[rank])
+            checkpointer = self._checkpointers[self.live.index(rank)]
+            restored = checkpointer.restore(found[rank])
+            checkpointer._courier.call(lambda: None)  # healing goes on behind; nothing public waits for it
+            return restored
 
         phase, steps = self._together(restore)
         right = all(np.array_equal(found[r]["weights"], _state(r, step)["weights"]) for r in self.live)
@@ -135,14 +139,16 @@ class SimulatedJob:
         by_rank = [[call for call in calls if call.rank == rank] for rank in self.live]
         return Phase(by_rank[0], max(by_rank, key=lambda some: sum(c.nbytes for c in some)), cpu_s), results
 
-    def _phantoms(self, comm: str, nbytes: int) -> Sequence[bytes] | None:
-        """Inventories of all nodes, in place of those of the few where there are files."""
-        if comm != "leaders" or nbytes <= len(pickle.dumps(None)) or not any(self.memory.rglob("slot-*")):
-            return None
-        if self._made is None:
+    def _make_phantoms(self) -> None:
+        """Make the inventories of all nodes, before anything is timed."""
+        self._made = None
+        if any(self.memory.rglob("slot-*")):
             parts = tables.whole_inventories(self.topology, self.placed, self.memory, self.live)
             self._made = [pickle.dumps(encode(part)) for part in parts]
-        return self._made
+
+    def _phantoms(self, comm: str, nbytes: int) -> Sequence[bytes] | None:
+        """Inventories of all nodes, in place of those of the few where there are files."""
+        return self._made if comm == "leaders" and nbytes > len(pickle.dumps(None)) else None
 
 
 def _state(rank: int, step: int) -> dict[str, Any]:

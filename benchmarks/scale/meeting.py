@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 Phantoms = Callable[[str, int], Sequence[bytes] | None]
-"""What each rank brings to a gather, live ones too, from the name of the communicator and the bytes that the lowest
-live rank wants to bring; None: live ranks bring what they have, and phantoms what the lowest of these has.
+"""What each rank brings to a gather, live ones too, from the name of the communicator and the least bytes that a live
+rank wants to bring; None: live ranks bring what they have, and phantoms what the one with the least has.
 """
 
 

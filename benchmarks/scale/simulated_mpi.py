@@ -87,13 +87,14 @@ class Comm:
         self._note("Iallgather", mine.nbytes, out.nbytes)
         self.fabric.meet(key, self.rank, int(mine[0]))
 
-        def made_up(met: dict[int, int]) -> tuple[np.ndarray, Sequence[bytes] | None]:
-            every = self.fabric.phantoms(self.name, met[min(met)])
+        def made_up(met: dict[int, int]) -> tuple[np.ndarray, Sequence[bytes] | None, int]:
+            least = min(met, key=lambda rank: met[rank])
+            every = self.fabric.phantoms(self.name, met[least])
             if every is not None:
-                return np.array([len(one) for one in every], dtype=np.int64), every
-            sizes = np.full(self.size, met[min(met)], dtype=np.int64)
+                return np.array([len(one) for one in every], dtype=np.int64), every, least
+            sizes = np.full(self.size, met[least], dtype=np.int64)
             sizes[list(met)] = list(met.values())
-            return sizes, None
+            return sizes, None, least
 
         def finish() -> bool:
             found = self.fabric.outcome(key, len(self.live), made_up)
@@ -106,7 +107,7 @@ class Comm:
     def Iallgatherv(self, mine: np.ndarray, into: list[Any]) -> Later:
         """Begin giving everybody what everybody brings, of the sizes that were told before."""
         told = (*self._key, self._count)
-        _, every = self.fabric.results[told]
+        _, every, least = self.fabric.results[told]
         key = self._next()
         out = into[0]
         self._note("Iallgatherv", mine.nbytes, out.nbytes)
@@ -115,9 +116,8 @@ class Comm:
         def together(met: dict[int, np.ndarray]) -> np.ndarray:
             if every is not None:
                 return np.frombuffer(b"".join(every), dtype=np.uint8)
-            first = met[min(met)].tobytes()
             live = {rank: value.tobytes() for rank, value in met.items()}
-            return np.frombuffer(b"".join(live.get(rank, first) for rank in range(self.size)), dtype=np.uint8)
+            return np.frombuffer(b"".join(live.get(rank, live[least]) for rank in range(self.size)), dtype=np.uint8)
 
         def finish() -> bool:
             found = self.fabric.outcome(key, len(self.live), together)
