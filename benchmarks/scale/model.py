@@ -18,9 +18,8 @@ from mlflash.scheme import Scheme, parse
 from mlflash.survival import of
 
 COMMIT_ALLREDUCES = 2  # counted by run.py; three where ranks share state
-RESTORE_COLLECTIVES = (
-    45  # counted: a start 15, a restore with a lost slot up to 30, those among the ranks of a node too
-)
+# Counted by run.py: about 15 of a relaunched start, up to 30 of a restore with a lost slot, those of one node too.
+RESTORE_COLLECTIVES = 45
 
 
 @dataclasses.dataclass(frozen=True)

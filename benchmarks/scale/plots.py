@@ -24,11 +24,11 @@ def draw_ranks(path: Path, plans: Sequence[planning.Row], jobs: Sequence[agreeme
         ]
         for axes, most, text in aims:
             axes.plot([plans[0].ranks, planning.AIMED_RANKS], [most, most], color=_GREY, alpha=0.4, linewidth=5)
-            axes.annotate(text, (plans[0].ranks, most), (0, 6), textcoords="offset points", fontsize=8)
+            axes.annotate(text, (planning.AIMED_RANKS, most), (8, -3), textcoords="offset points", fontsize=8)
         seconds = {"planning_s": "planning", "join_s": "inventory", "choose_s": "choice"}
         for shade, (name, label) in zip(_SHADES, seconds.items(), strict=False):
             _band(left, plans, name, label, shade)
-        _band(left, jobs, "commit_s", "agreement and transfer of 4 MiB", _SHADES[3])
+        _band(left, jobs, "commit_s", "commit of 4 MiB", _SHADES[3])
         _band(left, [job for job in jobs if not job.alike], "restore_s", "restore of 4 MiB", _SHADES[4])
         _band(right, plans, "table_mb", "table of a rank", _SHADES[0])
         _band(right, plans, "received_mb", "inventory, to each node", _SHADES[1])
@@ -80,6 +80,7 @@ def _scales(axes: Any, across: Sequence[int], label: str, title: str) -> None:
     axes.set_title(title, fontsize=10, loc="left")
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", color=_GREY, alpha=0.2)
+    axes.set_ylim(top=20 * axes.get_ylim()[1])  # room for the legend
     axes.legend(fontsize=8, frameon=False, labelcolor="linecolor")
 
 

@@ -2,8 +2,8 @@
 
 Live ranks are threads of this process. They run the code of mlflash as it is, on a module and communicators that look
 like those of mpi4py as far as mlflash calls them. All other ranks are *phantoms*: in a reduction they bring what the
-live ranks bring, in a gather what `meeting.Fabric.phantoms` says; nobody sends a message to them. The live ranks must be
-whole redundancy groups of first ranks of their nodes, rank 0 among them.
+live ranks bring, in a gather what `meeting.Fabric.phantoms` says; nobody sends a message to them. The live ranks must
+be whole redundancy groups of first ranks of their nodes, rank 0 among them.
 """
 
 from __future__ import annotations
