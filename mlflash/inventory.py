@@ -86,7 +86,8 @@ def join(parts: Sequence[Inventory]) -> Inventory:
     # As bytes, in one go: numpy takes longer to look at the fields of 16,384 small arrays than to copy all they hold.
     rows = np.frombuffer(bytearray(b"".join([part.rows.tobytes() for part in parts])), dtype=FOUND)
     groups: dict[tuple[int, ...], int] = {}
-    number_of = np.array([groups.setdefault(group, len(groups)) for part in parts for group in part.groups], dtype="<u4")
+    every = itertools.chain.from_iterable(part.groups for part in parts)
+    number_of = np.array([groups.setdefault(group, len(groups)) for group in every], dtype="<u4")
     first = np.cumsum([0, *(len(part.groups) for part in parts)])[:-1]
     parity = rows["kind"] == Kind.PARITY
     first_of_row = np.repeat(first, [part.rows.size for part in parts])[parity]
