@@ -1,0 +1,23 @@
+"""CPU seconds of this process and of all that it has started."""
+
+from __future__ import annotations
+
+import os
+import resource
+import time
+
+from memory import descendants
+
+
+def cpu_s() -> float:
+    """CPU seconds of this process, of its children that have ended, and of its descendants that run."""
+    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.process_time() + ended.ru_utime + ended.ru_stime + sum(map(_of, descendants(os.getpid())))
+
+
+def _of(pid: int) -> float:
+    # As clock_getcpuclockid gives it: finer than the hundredths of a second in /proc.
+    try:
+        return time.clock_gettime((~pid << 3) | 2)
+    except OSError:  # ended just now
+        return 0.0

@@ -1,0 +1,82 @@
+"""Which libraries there are, how each is installed, and what its checkpoint is worth: what must be said beside a time."""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+NONE, COPY = "mlflash, none", "mlflash, copy"  # ours without redundancy, and with a copy on the other node
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A library.
+
+    Attributes:
+        name: on the command line and in tables.
+        module: beside this file; has a class ``Library``, a `Peer`.
+        package: that must be importable.
+        distribution: whose version is told.
+        install: arguments of pip.
+        writes: what it writes, and where to.
+        whole: what is true when it says that a checkpoint is whole.
+        beside: which of ours does the same: `NONE` or `COPY`.
+    """
+
+    name: str
+    module: str
+    package: str
+    distribution: str
+    install: str
+    writes: str
+    whole: str
+    beside: str = NONE
+
+    def version(self) -> str:
+        """Give the version; "" where it is not installed."""
+        if importlib.util.find_spec(self.package) is None:
+            return ""
+        try:
+            return version(self.distribution)
+        except PackageNotFoundError:
+            return "unknown"
+
+
+_TORCH = ("torch", "torch", "torch==2.13.0")
+_FILES = "one file per rank and .metadata in one directory in /dev/shm"
+_AGREED = "all ranks have closed their files, rank 0 has renamed .metadata; no checksums of tensors, no copy elsewhere"
+_OURS = ("mlflash", "mlflash", "mlflash")
+
+OURS = (
+    Listed(NONE, "ours_alone", *_OURS, "two slots per rank in /dev/shm",
+           "all ranks have agreed on it; every byte checksummed in its slot"),
+    Listed(COPY, "ours_copied", *_OURS, "two slots per rank in /dev/shm, two more on the other node",
+           "all ranks have agreed on it; slot and copy on the other node checksummed at both ends", COPY),
+)  # fmt: skip
+
+PEERS = (
+    Listed("torch.save", "torch_save", *_TORCH, "one zip file per rank in /dev/shm",
+           "the file is renamed on this rank; CRC-32 of each record; the ranks do not agree, no copy elsewhere"),
+    Listed("dcp.save", "dcp_sync", *_TORCH, _FILES, _AGREED),
+    Listed("dcp.async_save, thread", "dcp_thread", *_TORCH, f"a staged copy in memory; {_FILES}", _AGREED),
+    Listed("dcp.async_save, process", "dcp_process", *_TORCH, f"a staged copy in shared memory; {_FILES}", _AGREED),
+    Listed("torchsnapshot", "torchsnapshot_async", "torchsnapshot", "torchsnapshot",
+           "--no-deps torchsnapshot==0.1.0 aiofiles==25.1.0 nest-asyncio==1.6.0 importlib-metadata==8.7.1 zipp==3.23.0",
+           "files of up to 128 MiB, with small tensors in common, in /dev/shm",
+           "all ranks have closed their files, rank 0 has written .snapshot_metadata; no checksums, no copy elsewhere"),
+    Listed("DLRover", "dlrover_flash", "dlrover", "dlrover",
+           "--no-deps dlrover==0.6.1 grpcio==1.80.0 protobuf==6.33.5 deprecated==1.3.1 wrapt==2.0.1 nvidia-ml-py",
+           "one segment of shared memory per rank, overwritten in place",
+           "copied on this rank; one copy of one step, no checksums, no agreement, no copy elsewhere"),
+    Listed("NVRx, clique of 2", "nvrx_local", "nvidia_resiliency_ext", "nvidia-resiliency-ext",
+           "see README.md: nvidia-resiliency-ext==0.7.0, unpacked",
+           "one file per rank in /dev/shm, and one of the other rank's",
+           "all ranks have agreed on both files of each; no checksums", COPY),
+    Listed("ML Flashpoint", "flashpoint", "ml_flashpoint", "ml-flashpoint",
+           "see README.md: ml-flashpoint==0.0.10, built",
+           "one file per rank in /dev/shm, and one of the other rank's",
+           "all ranks have agreed on their own files and the replicas were acknowledged; no checksums", COPY),
+)  # fmt: skip
+
+BY_NAME = {one.name: one for one in OURS + PEERS}

@@ -1,0 +1,74 @@
+"""How much memory a tree of processes holds: what is private to them, and what lies in /dev/shm.
+
+Run as a program it looks again and again until its input ends, and then prints the most that it saw: a process of its
+own sees also what happens while the ranks hold the GIL.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from select import select
+
+INTERVAL_S = 0.005
+
+
+def held(root: int, besides: int = 0) -> int:
+    """Bytes that the descendants of a process hold, but for one of them, and /dev/shm.
+
+    Pages that a forked child shares with its parent count once: the kernel tells shares of them.
+    """
+    private = sum(_private(pid) for pid in descendants(root) if pid != besides)
+    shm = os.statvfs("/dev/shm")
+    return private + (shm.f_blocks - shm.f_bfree) * shm.f_frsize
+
+
+def descendants(root: int) -> list[int]:
+    children: dict[int, list[int]] = {}
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            with contextlib.suppress(OSError):  # ended just now
+                fields = Path("/proc", entry, "stat").read_text().rpartition(")")[2].split()
+                children.setdefault(int(fields[1]), []).append(int(entry))
+    found, todo = [], [root]
+    while todo:
+        some = children.get(todo.pop(), [])
+        found += some
+        todo += some
+    return found
+
+
+def _private(pid: int) -> int:
+    try:
+        lines = Path("/proc", str(pid), "smaps_rollup").read_text().splitlines()
+    except OSError:  # ended just now
+        return 0
+    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("Pss_Anon:"))
+
+
+@contextlib.contextmanager
+def watching(root: int, most: list[int]) -> Iterator[None]:
+    """Append the most that is held while the block runs."""
+    argv = [sys.executable, "-S", __file__, str(root)]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as watcher:
+        assert watcher.stdout is not None
+        watcher.stdout.readline()  # it has looked once
+        yield
+        most.append(int(watcher.communicate(timeout=60)[0]))
+
+
+def main() -> None:
+    root = int(sys.argv[1])
+    most = held(root, os.getpid())
+    print(flush=True)
+    while not select([sys.stdin], [], [], INTERVAL_S)[0]:
+        most = max(most, held(root, os.getpid()))
+    print(max(most, held(root, os.getpid())))
+
+
+if __name__ == "__main__":
+    main()
