@@ -1,19 +1,23 @@
 """DLRover's flash checkpoint in memory: DdpCheckpointer with a shard per rank, saved with StorageType.MEMORY.
 
-dlrover-run would start the saver of a node; where it has not, the checkpointer starts one, in a process of its own. Each
-rank is a node, so each has its own name for sockets and segments.
+dlrover-run starts the saver of a node before training; here it is started by the function that the checkpointer would
+call by itself, and given a second: its queue takes requests before it can answer (SharedQueue.__init__ of 0.6.1 makes
+the socket, then the queue), loses the one that comes in between, and the rank would wait for a minute and fail. Each
+rank is a node, so each has its own name for segments and its own directory for sockets: a saver that starts deletes
+all that is in the common one, those of other jobs on the node too.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
-import shutil
-from pathlib import Path
+import time
 
+from dlrover.python.common import multi_process
+from dlrover.trainer.torch.flash_checkpoint.ddp import DdpCheckpointer, StorageType
+from dlrover.trainer.torch.flash_checkpoint.engine import CheckpointEngine, start_saver_process
 from interface import Peer, Place, State
 
-SOCKETS = Path("/tmp/ckpt_sock")  # as DLRover has it, fixed
+SAVER_S = 1.0
 
 
 class Library(Peer):
@@ -22,22 +26,21 @@ class Library(Peer):
     replicas = 0
 
     def __init__(self, place: Place, state: State):
-        self._run = f"mlflash-{place.comm.bcast(os.getpid())}-node{place.rank}"
+        multi_process.SOCKET_TMP_DIR = f"{place.memory}/node{place.rank}/"
         node, nodes = str(place.rank), str(place.comm.size)
         os.environ |= {
-            "TORCHELASTIC_RUN_ID": self._run, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": node,
-            "GROUP_WORLD_SIZE": nodes, "NODE_RANK": node, "NODE_NUM": nodes, "DLROVER_LOG_LEVEL": "ERROR",
+            "TORCHELASTIC_RUN_ID": f"run-{place.rank}", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": node,
+            "GROUP_WORLD_SIZE": nodes, "NODE_RANK": node, "NODE_NUM": nodes,
         }  # fmt: skip
-        from dlrover.trainer.torch.flash_checkpoint.ddp import DdpCheckpointer, StorageType
-
-        self._memory = StorageType.MEMORY
+        CheckpointEngine.saver_proc = start_saver_process()
+        time.sleep(SAVER_S)
         self._checkpointer = DdpCheckpointer(
             str(place.memory / "dlrover"), local_shard_num=1, global_shard_num=place.comm.size,
             replica_count=self.replicas,
         )  # fmt: skip
 
     def save(self, step: int, state: State) -> None:
-        self._checkpointer.save_checkpoint(step, dict(state), storage_type=self._memory)
+        self._checkpointer.save_checkpoint(step, dict(state), storage_type=StorageType.MEMORY)
         assert self._checkpointer._engine._cached_step == step, "skipped"  # which it only logs
 
     def load(self, state: State) -> State:
@@ -49,5 +52,3 @@ class Library(Peer):
         engine.saver_proc.terminate()
         engine.saver_proc.join(10)
         engine._shm_handler.shared_memory.unlink()
-        with contextlib.suppress(FileNotFoundError):
-            shutil.rmtree(SOCKETS / self._run)

@@ -44,7 +44,7 @@ class Peer(ABC):
     def save(self, step: int, state: State) -> None:
         """Begin a checkpoint; training is kept waiting until this returns, and may then change the state."""
 
-    def wait(self) -> None:
+    def wait(self) -> None:  # noqa: B027  nothing to do for most
         """Return once the checkpoint is whole on this rank, in the words of the library; sync ones have it by now."""
 
     @abstractmethod
@@ -55,8 +55,8 @@ class Peer(ABC):
             Its tensors, or None where they were put into ``state``.
         """
 
-    def tidy(self) -> None:
+    def tidy(self) -> None:  # noqa: B027  nothing to do for most
         """Delete what is older than the newest checkpoint, for those that leave that to their user; not timed."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027  nothing to do for most
         """End processes and threads."""

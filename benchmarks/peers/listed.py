@@ -1,4 +1,4 @@
-"""Which libraries there are, how each is installed, and what its checkpoint is worth: what must be said beside a time."""
+"""Which libraries there are, how each is installed, and what its checkpoint is worth: to be said beside a time."""
 
 from __future__ import annotations
 

@@ -16,11 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).parents[1])]
-
-import torch
-from launch import launch
-from listed import BY_NAME, OURS, PEERS, Listed
+from listed import BY_NAME, OURS, PEERS
 from rows import rows_of
 from show import markdown, show
 
@@ -35,7 +31,12 @@ def main() -> int:
     args = arguments()
     if args.list:
         return list_peers()
+    if args.again:
+        return finish(args, *joined(args.again))
     own_shm()
+    sys.path[:0] = [str(Path(__file__).parents[1])]
+    from launch import launch
+
     before = os.getloadavg()[0]
     lines: list[dict[str, Any]] = []
     mpi, failed, missing = "unknown", [], []
@@ -61,7 +62,11 @@ def main() -> int:
         "MiB per rank": args.mib, "rounds": args.rounds, "own /dev/shm": OWN in os.environ,
         "not installed": missing, "failed": failed,
     }  # fmt: skip
-    rows = rows_of(lines)
+    return finish(args, header, rows_of(lines))
+
+
+def finish(args: argparse.Namespace, header: dict[str, Any], rows: list[dict[str, Any]]) -> int:
+    """Show and write everything; gives the exit status."""
     show(header, rows)
     if args.json:
         args.json.write_text(json.dumps({"header": header, "rows": rows}, indent=1) + "\n")
@@ -71,7 +76,19 @@ def main() -> int:
         from plot import draw
 
         draw(rows, args.plot)
-    return 1 if failed else 0
+    return 1 if header["failed"] else 0
+
+
+def joined(paths: list[Path]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Put what several runs wrote together; what only one of them can say is a list."""
+    written = [json.loads(path.read_text()) for path in paths]
+    header = {key: [one["header"][key] for one in written] for key in written[0]["header"]}
+    header = {
+        key: values[0] if all(value == values[0] for value in values) else values for key, values in header.items()
+    }
+    for key in ("failed", "not installed"):
+        header[key] = [text for one in written for text in one["header"][key]]
+    return header, [row for one in written for row in one["rows"]]
 
 
 def arguments() -> argparse.Namespace:
@@ -83,6 +100,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5, help="how often; the median counts")
     parser.add_argument("--timeout-s", type=float, default=240, help="a launch is killed after so many seconds")
     parser.add_argument("--quick", action="store_true", help="small, and torch's own only, in under 30 s")
+    parser.add_argument("--again", type=Path, nargs="+", metavar="FILE", help="show what --json wrote, measure nothing")
     parser.add_argument("--list", action="store_true", help="say what is installed, and how to install the rest")
     parser.add_argument("--json", type=Path, help="write all numbers to this file")
     parser.add_argument("--markdown", type=Path, help="write the tables to this file")

@@ -1,0 +1,186 @@
+"""What each of the two ranks does: one library beside memcpy and beside mlflash, with one state.
+
+A round does all one after the other, both ranks at once; the slowest rank counts. Ratios are made within a round.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from clocks import cpu_s
+from interface import Peer, Place, State
+from listed import BY_NAME, OURS
+from memory import held, watching
+from mpi4py import MPI
+
+from mlflash.adapters.distributed import init_process_group
+
+COMM = MPI.COMM_WORLD
+MEMCPY = "memcpy"
+UNTIMED = 2  # saves of each after its first, before those that are timed
+
+Seconds = dict[str, float]
+
+
+class Bench:
+    """This rank's state, its copy, and what is measured."""
+
+    def __init__(self, out: Path, root: int, count: int, nbytes: int):
+        bits = torch.Generator().manual_seed(COMM.rank)
+        self.state: State = {
+            f"layer{i}": torch.randint(-(1 << 31), 1 << 31, (nbytes // 4 // count,), generator=bits, dtype=torch.int32)
+            .view(torch.float32) for i in range(count)
+        }  # fmt: skip
+        self.kept = {name: value.clone() for name, value in self.state.items()}
+        self.nbytes = sum(value.nbytes for value in self.state.values())
+        self.out, self.root, self.step = out, root, 0
+
+    def memcpy(self) -> None:
+        for name, value in self.state.items():
+            self.kept[name].copy_(value)
+
+    def change(self) -> None:
+        """Do what a training step does: every tensor is new."""
+        torch._foreach_add_([value.view(torch.int32) for value in self.state.values()], 1)
+
+    def save(self, peer: Peer) -> Seconds:
+        """Save the state and wait until that is whole."""
+        self.step += 1
+        COMM.Barrier()
+        cpu, start = cpu_s(), time.perf_counter()
+        peer.save(self.step, self.state)
+        stall = time.perf_counter() - start
+        peer.wait()
+        whole = time.perf_counter() - start
+        COMM.Barrier()  # what it does for the other rank counts too
+        return {"stall": stall, "whole": whole, "CPU": cpu_s() - cpu}
+
+    def restore(self, peer: Peer, what: str) -> Seconds:
+        """Lose the state, load it into the same tensors, compare bits."""
+        for value in self.state.values():
+            value.view(torch.int32).fill_(-1)
+        COMM.Barrier()
+        start = time.perf_counter()
+        loaded = peer.load(self.state)
+        load = time.perf_counter() - start
+        if loaded is not None:
+            for name, value in self.state.items():
+                value.copy_(loaded[name])
+        restore = time.perf_counter() - start
+        COMM.Barrier()
+        wrong = sum(
+            not torch.equal(value.view(torch.int32), self.kept[name].view(torch.int32))
+            for name, value in self.state.items()
+        )
+        if wrong:
+            raise RuntimeError(f"{what}: {wrong} of {len(self.state)} tensors of rank {COMM.rank} have wrong bits")
+        return {"load": load, "restore": restore}
+
+    def opened(self, name: str, place: Place) -> Peer:
+        """Open a library and do its first saves: timed apart; its memory; and whether what it saved was frozen."""
+        before = self.level()
+        start = time.perf_counter()
+        peer: Peer = importlib.import_module(BY_NAME[name].module).Library(place, self.state)
+        opened_s = time.perf_counter() - start
+        COMM.Barrier()
+        self.memcpy()
+        first = slowest(lambda: self.save(peer))
+        self.restore(peer, f"{name}, first save")
+        most: list[int] = []
+        for _ in range(UNTIMED):
+            self.change()
+            self.memcpy()
+            peer.tidy()
+            with self.peak(most):
+                self.step += 1
+                peer.save(self.step, self.state)
+                self.change()  # at once: what is saved must not see it
+                peer.wait()
+        COMM.Barrier()
+        peer.tidy()
+        rest = self.level()
+        loads: list[int] = []
+        with self.peak(loads):
+            self.restore(peer, f"{name}, changed as soon as save returned")
+        sizes = {"at rest": rest, "save": max(most, default=0), "restore": max(loads, default=0)}
+        ratios = {key: (value - before) / (COMM.size * self.nbytes) for key, value in sizes.items()}
+        self.say({"who": name, "first": {**first, "open": opened_s}, "memory": ratios})
+        return peer
+
+    def rounds(self, peers: dict[str, Peer], rounds: int) -> None:
+        """Time everything, and write all samples."""
+        samples: dict[str, list[Seconds]] = {who: [] for who in (MEMCPY, *peers)}
+        for _ in range(rounds):
+            self.change()
+            samples[MEMCPY].append(slowest(self.time_memcpy))
+            for who, peer in peers.items():
+                seconds = slowest(lambda: self.save(peer))  # noqa: B023
+                peer.tidy()
+                seconds |= slowest(lambda: self.restore(peer, who))  # noqa: B023
+                samples[who].append(seconds)
+        for who, all in samples.items():
+            self.say({"who": who, "samples": {key: [one[key] for one in all] for key in all[0]}})
+
+    def time_memcpy(self) -> Seconds:
+        cpu, start = cpu_s(), time.perf_counter()
+        self.memcpy()
+        return {MEMCPY: time.perf_counter() - start, "CPU": cpu_s() - cpu}
+
+    def level(self) -> int:
+        COMM.Barrier()
+        level: int = COMM.bcast(held(self.root) if COMM.rank == 0 else 0)
+        return level
+
+    @contextlib.contextmanager
+    def peak(self, most: list[int]) -> Any:
+        """Let rank 0 watch the memory of both."""
+        with watching(self.root, most) if COMM.rank == 0 else contextlib.nullcontext():
+            COMM.Barrier()
+            yield
+            COMM.Barrier()
+
+    def say(self, line: dict[str, Any]) -> None:
+        if COMM.rank == 0:
+            with self.out.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+
+
+def slowest(action: Callable[[], Seconds]) -> Seconds:
+    """Do it on all ranks at once; gives the largest of each number, and the mean of CPU seconds."""
+    COMM.Barrier()
+    mine = action()
+    most, total = np.empty(len(mine)), np.empty(len(mine))
+    numbers = np.array(list(mine.values()))
+    COMM.Allreduce(numbers, most, MPI.MAX)
+    COMM.Allreduce(numbers, total, MPI.SUM)
+    return {key: float(total[i] / COMM.size if key == "CPU" else most[i]) for i, key in enumerate(mine)}
+
+
+def main() -> None:
+    out, memory, name = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+    root, count, nbytes, rounds = map(int, sys.argv[4:])
+    bench = Bench(out, root, count, nbytes)
+    bench.say({"mpi": MPI.Get_library_version().split("\n")[0].strip("\0 ")})
+    init_process_group(COMM)
+    place = Place(COMM, memory)
+    peers = {one.name: bench.opened(one.name, place) for one in OURS}
+    warnings.resetwarnings()  # from here on they are those of the library: not ours to mend, and not to be errors
+    warnings.simplefilter("ignore")
+    os.environ["PYTHONWARNINGS"] = "ignore"
+    peers[name] = bench.opened(name, place)
+    bench.rounds(peers, rounds)
+    for peer in peers.values():
+        peer.close()
+    COMM.Barrier()
+    torch.distributed.destroy_process_group()
