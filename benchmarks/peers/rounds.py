@@ -38,10 +38,9 @@ class Bench:
 
     def __init__(self, out: Path, root: int, count: int, nbytes: int):
         bits = torch.Generator().manual_seed(COMM.rank)
-        self.state: State = {
-            f"layer{i}": torch.randint(-(1 << 31), 1 << 31, (nbytes // 4 // count,), generator=bits, dtype=torch.int32)
-            .view(torch.float32) for i in range(count)
-        }  # fmt: skip
+        self.state: State = {f"layer{i}": torch.empty(nbytes // 4 // count) for i in range(count)}
+        for value in self.state.values():
+            value.view(torch.int32).random_(-(1 << 31), 1 << 31, generator=bits)  # any bits, NaN as well
         self.kept = {name: value.clone() for name, value in self.state.items()}
         self.nbytes = sum(value.nbytes for value in self.state.values())
         self.out, self.root, self.step = out, root, 0
@@ -119,16 +118,19 @@ class Bench:
         return peer
 
     def rounds(self, peers: dict[str, Peer], rounds: int) -> None:
-        """Time everything, and write all samples."""
+        """Time everything, and write all samples: first saves, one after the other as in a training, then restores."""
         samples: dict[str, list[Seconds]] = {who: [] for who in (MEMCPY, *peers)}
         for _ in range(rounds):
             self.change()
             samples[MEMCPY].append(slowest(self.time_memcpy))
             for who, peer in peers.items():
-                seconds = slowest(lambda: self.save(peer))  # noqa: B023
+                samples[who].append(slowest(lambda: self.save(peer)))  # noqa: B023
                 peer.tidy()
-                seconds |= slowest(lambda: self.restore(peer, who))  # noqa: B023
-                samples[who].append(seconds)
+        for i in range(rounds):  # of what was saved last: all of them have the same
+            again = slowest(self.time_memcpy)
+            samples[MEMCPY][i]["memcpy, restoring"] = again[MEMCPY]
+            for who, peer in peers.items():
+                samples[who][i] |= slowest(lambda: self.restore(peer, who))  # noqa: B023
         for who, all in samples.items():
             self.say({"who": who, "samples": {key: [one[key] for one in all] for key in all[0]}})
 

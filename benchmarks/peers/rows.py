@@ -10,6 +10,7 @@ from listed import BY_NAME, COPY, NONE
 
 MEMCPY = "memcpy"
 TIMES = ("stall", "whole", "CPU", "load", "restore")
+YARDSTICKS = {"CPU": "CPU", "load": "memcpy, restoring", "restore": "memcpy, restoring"}  # of the same round
 
 Row = dict[str, Any]
 Samples = Mapping[str, Mapping[str, Sequence[float]]]
@@ -39,7 +40,7 @@ def _of_rounds(who: str, samples: Samples) -> list[Row]:
     made = []
     for time in TIMES:
         values = np.array(samples[who][time])
-        yardsticks = {MEMCPY: samples[MEMCPY]["CPU" if time == "CPU" else MEMCPY]}
+        yardsticks = {MEMCPY: samples[MEMCPY][YARDSTICKS.get(time, MEMCPY)]}
         ours = "restore" if time == "load" else time
         yardsticks |= {name: samples[name][ours] for name in (NONE, COPY) if name in samples and name != who}
         ratios = {name: values / np.array(yardstick) for name, yardstick in yardsticks.items()}
