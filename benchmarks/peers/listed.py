@@ -18,7 +18,7 @@ class Listed:
         module: beside this file; has a class ``Library``, a `Peer`.
         package: that must be importable.
         distribution: whose version is told.
-        install: arguments of pip.
+        install: how, in words for a shell.
         writes: what it writes, and where to.
         whole: what is true when it says that a checkpoint is whole.
         beside: which of ours does the same: `NONE` or `COPY`.
@@ -43,10 +43,10 @@ class Listed:
             return "unknown"
 
 
-_TORCH = ("torch", "torch", "torch==2.13.0")
+_TORCH = ("torch", "torch", "pip install torch==2.13.0")
 _FILES = "one file per rank and .metadata in one directory in /dev/shm"
 _AGREED = "all ranks have closed their files, rank 0 has renamed .metadata; no checksums of tensors, no copy elsewhere"
-_OURS = ("mlflash", "mlflash", "mlflash")
+_OURS = ("mlflash", "mlflash", "pip install mlflash")
 
 OURS = (
     Listed(NONE, "ours_alone", *_OURS, "two slots per rank in /dev/shm",
@@ -62,20 +62,21 @@ PEERS = (
     Listed("dcp.async_save, thread", "dcp_thread", *_TORCH, f"a staged copy in memory; {_FILES}", _AGREED),
     Listed("dcp.async_save, process", "dcp_process", *_TORCH, f"a staged copy in shared memory; {_FILES}", _AGREED),
     Listed("torchsnapshot", "torchsnapshot_async", "torchsnapshot", "torchsnapshot",
-           "--no-deps torchsnapshot==0.1.0 aiofiles==25.1.0 nest-asyncio==1.6.0 importlib-metadata==8.7.1 zipp==4.1.2",
+           "pip install --no-deps torchsnapshot==0.1.0 aiofiles==25.1.0 nest-asyncio==1.6.0 importlib-metadata==8.7.1 "
+           "zipp==4.1.2",
            "files of up to 128 MiB, with small tensors in common, in /dev/shm",
            "all ranks have closed their files, rank 0 has written .snapshot_metadata; no checksums, no copy elsewhere"),
     Listed("DLRover", "dlrover_flash", "dlrover", "dlrover",
-           "--no-deps dlrover==0.6.1 grpcio==1.85.1 protobuf==7.36.2 deprecated==1.3.1 wrapt==2.5.2 "
+           "pip install --no-deps dlrover==0.6.1 grpcio==1.85.1 protobuf==7.36.2 deprecated==1.3.1 wrapt==2.5.2 "
            "nvidia-ml-py==13.615.71",
            "one segment of shared memory per rank, overwritten in place",
            "copied on this rank; one copy of one step, no checksums, no agreement, no copy elsewhere"),
     Listed("NVRx, clique of 2", "nvrx_local", "nvidia_resiliency_ext", "nvidia-resiliency-ext",
-           "see README.md: nvidia-resiliency-ext==0.7.0, unpacked",
+           "nvidia-resiliency-ext==0.7.0, unpacked: see README.md",
            "one file per rank in /dev/shm, and one of the other rank's",
            "all ranks have agreed on both files of each; no checksums", COPY),
     Listed("ML Flashpoint", "flashpoint", "ml_flashpoint", "ml-flashpoint",
-           "see README.md: ml-flashpoint==0.0.10, built",
+           "ml-flashpoint==0.0.10, built: see README.md",
            "one file per rank in /dev/shm, and one of the other rank's",
            "all ranks have agreed on their own files and the replicas were acknowledged; no checksums", COPY),
 )  # fmt: skip

@@ -42,7 +42,7 @@ def main() -> int:
     mpi, failed, missing = "unknown", [], []
     for peer in [BY_NAME[name] for name in args.peers]:
         if not peer.version():
-            missing.append(f"{peer.name} is not installed: pip install {peer.install}")
+            missing.append(f"{peer.name} is not installed: {peer.install}")
             continue
         for shape in args.shapes:
             each, count = SHAPES[shape]
@@ -117,7 +117,7 @@ def arguments() -> argparse.Namespace:
 
 def list_peers() -> int:
     for peer in OURS + PEERS:
-        print(f"{peer.name}: {peer.version() or 'not installed'}; pip install {peer.install}")
+        print(f"{peer.name}: {peer.version() or 'not installed'}; {peer.install}")
     return 0
 
 
