@@ -13,6 +13,7 @@ matplotlib.use("svg")
 import matplotlib.pyplot as plt
 
 INK = "#808080"  # readable on white and on black
+LEAST = 0.5  # multiples of memcpy: where bars begin
 STALL, WHOLE = "#d9822b", "#3f8fd2"
 
 
@@ -29,12 +30,12 @@ def draw(rows: Sequence[Row], path: Path) -> None:
             whole, stall = ([of[time]["over"][MEMCPY] for of in found.values()] for time in ("whole", "stall"))
             axis.barh(names, whole, color=WHOLE, label="until whole", height=0.7)
             axis.barh(names, stall, color=STALL, label="training waits", height=0.35)
-            axis.set(xscale="log", xlabel="multiples of memcpy", title=shape)
+            axis.set(xscale="log", xlabel="multiples of memcpy", title=shape, xlim=(LEAST, 2 * max(whole)))
             axis.axvline(1, color=INK, linewidth=0.8)
             axis.spines[["top", "right"]].set_visible(False)
         axes[0][0].invert_yaxis()
-        axes[0][-1].legend(frameon=False, fontsize=8)
+        figure.legend(*axes[0][0].get_legend_handles_labels(), loc="lower right", ncols=2, frameon=False, fontsize=8)
         figure.text(0.01, 0.01, "* with a copy on the other node", fontsize=8)
-        figure.tight_layout(rect=(0, 0.03, 1, 1))
+        figure.tight_layout(rect=(0, 0.05, 1, 1))
         figure.savefig(path, transparent=True, metadata={"Date": None})
         plt.close(figure)
