@@ -3,8 +3,8 @@
 dlrover-run starts the saver of a node before training; here it is started by the function that the checkpointer would
 call by itself, and given a second: its queue takes requests before it can answer (SharedQueue.__init__ of 0.6.1 makes
 the socket, then the queue), loses the one that comes in between, and the rank would wait for a minute and fail. Each
-rank is a node, so each has its own name for segments and its own directory for sockets: a saver that starts deletes
-all that is in the common one, those of other jobs on the node too.
+rank is a node, so each has its own name for segments; sockets go into the memory of the run, for nothing removes
+those in /tmp.
 """
 
 from __future__ import annotations
