@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import platform
 import subprocess
 import sys
+import tempfile
 
+from .. import huge_pages
 from .findings import Finding, fine
-from .mounts import Mount
 
 TUNABLE = "glibc.cpu.x86_non_temporal_threshold=1048576"
 _WORTH = 1.25
@@ -27,15 +29,19 @@ print(target.nbytes / sorted(seconds)[3] / 1e9)
 """
 
 
-def pages(mount: Mount | None) -> Finding:
-    """Say how large the pages of the memory file system are."""
-    options = [] if mount is None else mount.options.split(",")
-    huge = next((option.removeprefix("huge=") for option in options if option.startswith("huge=")), "never")
-    if huge in ("always", "within_size"):
-        return fine("pages", "huge ones, where they fit")
-    where = "/dev/shm" if mount is None else mount.point
-    how = f"mount -o remount,huge=within_size {where}"
-    return fine("pages", "of 4 KiB: restoring is faster with huge ones (as root: {how})", how=how)
+def pages(memory: str) -> Finding:
+    """Try whether slots in the memory file system get huge pages. Not collective."""
+    step = huge_pages.huge_nbytes()
+    with tempfile.TemporaryFile(dir=memory) as file:
+        file.truncate(max(step, mmap.PAGESIZE))
+        return judge_pages(huge_pages.fill(file.fileno(), huge_pages.map_file(file.fileno(), step)) if step else False)
+
+
+def judge_pages(huge: bool) -> Finding:
+    """Say what it means whether slots get huge pages."""
+    if huge:
+        return fine("pages", "huge ones")
+    return fine("pages", "of 4 KiB: slots are made and read in half the time with huge ones, from Linux 6.1 on")
 
 
 def copying() -> Finding:

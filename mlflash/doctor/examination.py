@@ -143,7 +143,7 @@ class Examination:
         self._look("memory", "logout", lambda: logout.removal(given.memory, os.geteuid()))
         self._look("memory", "writing", lambda: memory.writing(given.memory), f"make {given.memory} writable, or name "
                    "another memory file system with --memory")  # fmt: skip
-        self._look("memory", "pages", lambda: copying.pages(mine))
+        self._look("memory", "pages", lambda: copying.pages(given.memory))
         self._look("memory", "copying", copying.copying)
         self._look("memory", "memlock", lambda: memory.memlock(has_rdma(), os.geteuid() == 0))
 

@@ -21,12 +21,12 @@ REPO = Path(__file__).parents[2]
 ORDER = [
     "version", "errors", "points", "skeleton", "store", "scheme", "config", "plain", "state", "flatten", "rebuild",
     "layout", "manifest", "header", "host_list", "domains", "slurm_topology", "topology", "placement", "survival",
-    "sharing", "erasure", "stripes", "limits", "node_memory", "pulse", "inventory", "crew", "segment", "slot",
-    "parity_file", "moves", "comm", "board", "window", "pace", "transfer", "aside", "exchange", "devices", "lazy",
-    "ways", "stage", "shelf", "aheads", "copies", "parity", "protect", "replicas", "parts", "snapshot", "commit",
-    "repair", "fetch", "reunion", "shards", "parcels", "opened", "reshard", "restore", "courier", "drains",
-    "scavenge", "saves", "restores", "rng", "report", "adapting", "at_exit", "checkpointer", "__init__", "cli",
-    "__main__",
+    "sharing", "erasure", "stripes", "limits", "node_memory", "pulse", "inventory", "crew", "huge_pages", "segment",
+    "slot", "parity_file", "moves", "comm", "board", "window", "pace", "transfer", "aside", "exchange", "devices",
+    "lazy", "ways", "stage", "shelf", "aheads", "copies", "parity", "protect", "replicas", "parts", "snapshot",
+    "commit", "repair", "fetch", "reunion", "shards", "parcels", "opened", "reshard", "restore", "courier",
+    "drains", "scavenge", "saves", "restores", "rng", "report", "adapting", "at_exit", "checkpointer", "__init__",
+    "cli", "__main__",
 ]  # fmt: skip
 # The same of `draining`, which stands before "drains".
 DRAINING = ["__init__", "index", "catalog", "dealing", "hdf5", "cargo", "form", "as_hdf5", "as_dcp", "drain", "drained"]

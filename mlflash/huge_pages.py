@@ -1,0 +1,120 @@
+"""A file of tmpfs mapped where huge pages fit, and filled with them before anything is in it.
+
+A page of 4 KiB costs a fault in each process that maps it, and a walk of the page tables at every other turn: a slot
+of huge pages is made in half the time, and a relaunched job reads it in half the time. Most clusters mount /dev/shm
+without them, but since Linux 6.1 a process may ask for them by itself, with MADV_COLLAPSE.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import functools
+import mmap
+import os
+import weakref
+from typing import Any
+
+import numpy as np
+
+_MADV_COLLAPSE = 25  # Linux 6.1; not a constant of Python's mmap
+_MAP_FIXED = 0x10
+_SIZE_FILE = "/sys/kernel/mm/transparent_hugepage/hpage_pmd_size"
+_AT_ONCE_NBYTES = 64 << 20  # per system call, so that other threads that map something need not wait long
+_FAILED = ctypes.c_void_p(-1).value
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64)
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+class _Mapping:
+    """Memory that is unmapped when nobody has a view of it any more; NumPy asks for its interface."""
+
+    def __init__(self, address: int, nbytes: int):
+        self.__array_interface__ = {"data": (address, False), "shape": (nbytes,), "typestr": "|u1", "version": 3}
+        # Not at exit: threads may still write then.
+        weakref.finalize(self, _libc.munmap, address, nbytes).atexit = False
+
+
+def map_file(fd: int, nbytes: int, private: bool = False) -> np.ndarray:
+    """Map the first bytes of a file, readable and writable, so that a huge page of the file is one in memory.
+
+    Not collective.
+
+    Args:
+        fd: may be closed afterwards.
+        nbytes: whole pages, at least one.
+        private: what is written stays in this process.
+
+    Returns:
+        Its bytes, shape ``(nbytes,)``, uint8. They are unmapped when the last view of them goes.
+
+    Raises:
+        OSError: as by mmap.
+    """
+    step = huge_nbytes()
+    if not step:
+        return np.frombuffer(mmap.mmap(fd, nbytes, mmap.MAP_PRIVATE if private else mmap.MAP_SHARED), dtype=np.uint8)
+    # Its address must be as far from a whole huge page as the place in the file is: room is reserved first.
+    reserved = _mapped(None, nbytes + step, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
+    start = -(-reserved // step) * step
+    kind = (mmap.MAP_PRIVATE if private else mmap.MAP_SHARED) | _MAP_FIXED
+    try:
+        _mapped(start, nbytes, mmap.PROT_READ | mmap.PROT_WRITE, kind, fd)
+    except OSError:
+        _libc.munmap(reserved, nbytes + step)
+        raise
+    if start > reserved:
+        _libc.munmap(reserved, start - reserved)
+    if reserved + step > start:
+        _libc.munmap(start + nbytes, reserved + step - start)
+    return np.asarray(_Mapping(start, nbytes))
+
+
+def fill(fd: int, view: np.ndarray) -> bool:
+    """Give an empty file huge pages where the kernel has them; the rest of the file stays a hole. Not collective.
+
+    Args:
+        fd: of tmpfs, of its full size.
+        view: the file, from `map_file`.
+
+    Returns:
+        Whether the kernel gives any.
+
+    Raises:
+        OSError: ENOSPC, the file system is full.
+    """
+    step, start = huge_nbytes(), view.ctypes.data
+    if not step:
+        return False
+    end = view.nbytes // step * step
+    for at in range(0, end, _AT_ONCE_NBYTES):
+        length = min(_AT_ONCE_NBYTES, end - at)
+        for place in range(at, at + length, step):
+            os.pwrite(
+                fd, b"\0", place
+            )  # a range without any page is refused; a write through the mapping may be SIGBUS
+        if _libc.madvise(start + at, length, _MADV_COLLAPSE) != 0 and ctypes.get_errno() == errno.EINVAL:
+            return False  # an older kernel, or one told never to
+    return end > 0
+
+
+@functools.cache
+def huge_nbytes() -> int:
+    """Bytes of a huge page; 0 where there are none, or such large ones that slots would hardly have any."""
+    try:
+        with open(_SIZE_FILE, encoding="ascii") as file:
+            nbytes = int(file.read())
+    except (OSError, ValueError):
+        return 0
+    return nbytes if nbytes <= _AT_ONCE_NBYTES and _AT_ONCE_NBYTES % nbytes == 0 else 0
+
+
+def _mapped(address: int | None, nbytes: int, may: int, kind: int, fd: int) -> Any:
+    at = _libc.mmap(address, nbytes, may, kind, fd, 0)
+    if at == _FAILED:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+    return at

@@ -1,0 +1,112 @@
+"""Files of tmpfs in huge pages, and without."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+import pytest
+
+from mlflash import huge_pages
+
+SHM = "/dev/shm"
+NBYTES = 5 << 20  # two huge pages and a half, where these are of 2 MiB
+
+
+@pytest.fixture
+def file() -> Iterator[IO[bytes]]:
+    with tempfile.TemporaryFile(dir=SHM) as opened:
+        opened.truncate(NBYTES)
+        yield opened
+
+
+def mappings(inode: int) -> int:
+    return sum(line.split()[4] == str(inode) for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+def huge_kib(address: int) -> int:
+    """KiB of the mapping that begins there which are huge pages, as the kernel says."""
+    lines = iter(Path("/proc/self/smaps").read_text().splitlines())
+    for line in lines:
+        if line.startswith(f"{address:x}-"):
+            break
+    return next(int(line.split()[1]) for line in lines if line.startswith("ShmemPmdMapped:"))
+
+
+def test_a_file_begins_where_a_huge_page_does(file: IO[bytes]) -> None:
+    view = huge_pages.map_file(file.fileno(), NBYTES)
+    assert (view.shape, view.dtype, view.flags.writeable) == ((NBYTES,), np.uint8, True)
+    assert view.ctypes.data % (huge_pages.huge_nbytes() or 4096) == 0
+    view[:] = np.arange(NBYTES, dtype=np.uint8)
+    assert os.pread(file.fileno(), 3, 257) == bytes([1, 2, 3])
+    assert np.array_equal(huge_pages.map_file(file.fileno(), NBYTES), view)
+
+
+def test_it_is_unmapped_when_the_last_view_goes(file: IO[bytes]) -> None:
+    inode = os.fstat(file.fileno()).st_ino
+    view = huge_pages.map_file(file.fileno(), NBYTES)
+    part = view[100:200].view(np.int32)
+    del view
+    gc.collect()
+    assert mappings(inode) == 1
+    assert part.sum() == 0
+    del part
+    gc.collect()
+    assert mappings(inode) == 0
+
+
+def test_nothing_but_the_file_stays_mapped(file: IO[bytes]) -> None:
+    lines = len(Path("/proc/self/maps").read_text().splitlines())
+    views = [huge_pages.map_file(file.fileno(), NBYTES) for _ in range(20)]
+    assert len(Path("/proc/self/maps").read_text().splitlines()) <= lines + 2 * len(views)
+    del views
+    gc.collect()
+    assert len(Path("/proc/self/maps").read_text().splitlines()) <= lines + 2
+
+
+def test_what_is_written_to_a_private_mapping_stays_here(file: IO[bytes]) -> None:
+    huge_pages.map_file(file.fileno(), NBYTES, private=True)[:] = 1
+    assert not huge_pages.map_file(file.fileno(), NBYTES).any()
+
+
+def test_an_empty_file_gets_huge_pages_where_the_kernel_gives_them(file: IO[bytes]) -> None:
+    view = huge_pages.map_file(file.fileno(), NBYTES)
+    if not huge_pages.fill(file.fileno(), view):
+        assert not huge_pages.huge_nbytes() or tuple(map(int, os.uname().release.split(".")[:2])) < (6, 1)
+        return
+    assert not view.any()
+    assert huge_kib(view.ctypes.data) << 10 == NBYTES // huge_pages.huge_nbytes() * huge_pages.huge_nbytes()
+    os.posix_fallocate(file.fileno(), 0, NBYTES)
+    assert os.fstat(file.fileno()).st_blocks * 512 >= NBYTES
+
+
+def test_a_kernel_without_them_leaves_the_rest_of_the_file_a_hole(
+    file: IO[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(huge_pages, "_MADV_COLLAPSE", 12345)  # unknown: EINVAL, as older kernels say
+    view = huge_pages.map_file(file.fileno(), NBYTES)
+    assert not huge_pages.fill(file.fileno(), view)
+    assert not view.any()
+    monkeypatch.setattr(huge_pages, "huge_nbytes", lambda: 0)
+    view = huge_pages.map_file(file.fileno(), NBYTES)
+    assert not huge_pages.fill(file.fileno(), view)
+    view[-1] = 7
+    assert os.pread(file.fileno(), 1, NBYTES - 1) == b"\x07"
+
+
+def test_a_file_that_cannot_be_mapped_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
+    lines = len(Path("/proc/self/maps").read_text().splitlines())
+    fd = os.open(tmp_path, os.O_RDONLY)
+    try:
+        with pytest.raises(OSError) as info:
+            huge_pages.map_file(fd, NBYTES)
+    finally:
+        os.close(fd)
+    assert info.value.errno in (errno.ENODEV, errno.EACCES)
+    assert len(Path("/proc/self/maps").read_text().splitlines()) <= lines + 2
