@@ -1,26 +1,23 @@
-"""What each rank of dcp.py does: save and load a state through DCP, into memory and into files, beside a memcpy.
-
-A round runs everything one after the other, all ranks at once; the slowest rank counts. Ratios are made within a round
-and their median is taken, so that a load that comes and goes hits both sides alike.
-"""
+"""What each rank does: save and load a state through DCP, into memory and into files, beside a memcpy."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from bench.aims import MEMCPY
+from bench.clock import Action, Bench, Seconds
+from bench.rows import Samples, row
 from mlflash.adapters.dcp import MemoryReader, MemoryWriter
 from mlflash.adapters.distributed import init_process_group
 from mpi4py import MPI
@@ -34,20 +31,25 @@ COMM = MPI.COMM_WORLD
 ROW = 1024  # numbers of 4 bytes: a small tensor on each rank, and a row of a large one
 ROW_NBYTES = ROW * 4
 TIMEOUT_S = 120.0
+COLUMNS = ("stall", "total", "CPU", "sync", "load")
 
 Tensors = dict[str, torch.Tensor]
 State = dict[str, Tensors]
-Seconds = dict[str, float]
 
 
-class Bench:
-    """This rank's clock, and what all ranks share."""
+class Ways:
+    """Ways to save and load a state, timed.
 
-    def __init__(self, out: Path, memory: Path, rounds: int):
-        self.out, self.memory, self.rounds = out, memory, rounds
+    Args:
+        bench: the clock.
+    """
+
+    def __init__(self, bench: Bench):
+        self.bench, self.memory = bench, bench.memory
         init_process_group(COMM)
         self.mesh: DeviceMesh = init_device_mesh("cpu", (COMM.size,))
         self.group = dist.new_group(backend="gloo")  # an asynchronous save talks while training does
+        self.step = 0
 
     def case(self, case: str, tensors: Tensors, targets: Tensors) -> None:
         """Time all ways to save and load a state.
@@ -61,11 +63,14 @@ class Bench:
         state, blank = {"model": tensors}, {"model": targets}  # DCP wraps and logs each key of the outermost dict
         copies = [value.clone() for value in live]
 
-        def memcpy() -> Seconds:
-            start, cpu_start = time.perf_counter(), time.process_time()
+        def memcpy() -> None:
             for copy, value in zip(copies, live, strict=True):
                 copy.copy_(value)
-            return {"stall": time.perf_counter() - start, "CPU": time.process_time() - cpu_start}
+
+        def before() -> None:
+            self.forget_files()
+            self.step += 2
+            change(live)
 
         with contextlib.ExitStack() as stack:
             ways: dict[str, Way] = {
@@ -74,44 +79,48 @@ class Bench:
                 "FileSystemWriter": Way(lambda step: self.in_files("plain", step)),
                 "FileSystemWriter, DefaultStager": Way(lambda step: self.in_files("staged", step), reused_stager()),
             }
-            samples: dict[str, list[Seconds]] = {"memcpy": [], **{what: [] for what in ways}}
-            for step in range(0, 2 * (1 + self.rounds), 2):
-                change(live)
-                samples["memcpy"].append(slowest(memcpy))
-                for what, way in ways.items():
-                    samples[what].append(slowest(lambda: self.save_async(way, state, step)))  # noqa: B023
-                    self.load(way, blank, step)
-                    check(live, loaded, f"{case}, {what}, dcp.async_save")
-                    samples[what][-1] |= slowest(lambda: self.save(way, state, step + 1))  # noqa: B023
-                    samples[what][-1] |= slowest(lambda: self.load(way, blank, step + 1))  # noqa: B023
-                    check(live, loaded, f"{case}, {what}, dcp.save")
-                self.forget_files()
-        self.write(case, {what: rounds[1:] for what, rounds in samples.items()})
+            actions: dict[str, Action] = {MEMCPY: memcpy}
+            for what, way in ways.items():
+                actions |= self.actions(
+                    f"{case}, {what}", what, way, state, blank, lambda what: check(live, loaded, what)
+                )
+            samples = self.bench.repeat(actions, before)
+            self.forget_files()
+        self.write(case, samples, list(ways))
 
-    def save_async(self, way: Way, state: State, step: int) -> Seconds:
-        writer, _, checkpoint_id = way.open(step)
-        start, cpu_start = time.perf_counter(), time.process_time()
-        future = dcp.async_save(state, checkpoint_id=checkpoint_id, storage_writer=writer, process_group=self.group,
-                                async_stager=way.stager)  # fmt: skip
-        stall_s = time.perf_counter() - start
-        future.result()
-        total_s, cpu_s = time.perf_counter() - start, time.process_time() - cpu_start
-        return {"stall": stall_s, "total": total_s, "CPU": cpu_s}
+    def actions(
+        self, title: str, what: str, way: Way, state: State, blank: State, check: Callable[[str], None]
+    ) -> dict[str, Action]:
+        """What is done one way in a repetition, by name: two saves, of each a load."""
 
-    def save(self, way: Way, state: State, step: int) -> Seconds:
-        writer, _, checkpoint_id = way.open(step)
-        start = time.perf_counter()
-        dcp.save(state, checkpoint_id=checkpoint_id, storage_writer=writer)
-        return {"sync": time.perf_counter() - start}
+        def save_async() -> Seconds:
+            writer, _, checkpoint_id = way.open(self.step)
+            start = time.perf_counter()
+            future = dcp.async_save(state, checkpoint_id=checkpoint_id, storage_writer=writer, process_group=self.group,
+                                    async_stager=way.stager)  # fmt: skip
+            stall_s = time.perf_counter() - start
+            future.result()
+            return {f"{what} stall": stall_s, f"{what} total": time.perf_counter() - start}
 
-    def load(self, way: Way, blank: State, step: int) -> Seconds:
-        for value in blank["model"].values():
-            local(value).zero_()
-        _, reader, checkpoint_id = way.open(step)
-        COMM.Barrier()
-        start = time.perf_counter()
-        dcp.load(blank, checkpoint_id=checkpoint_id, storage_reader=reader)
-        return {"load": time.perf_counter() - start}
+        def save() -> Seconds:
+            writer, _, checkpoint_id = way.open(self.step + 1)
+            start = time.perf_counter()
+            dcp.save(state, checkpoint_id=checkpoint_id, storage_writer=writer)
+            return {f"{what} sync": time.perf_counter() - start}
+
+        def load(how: str, step: int) -> Seconds:
+            for value in blank["model"].values():
+                local(value).zero_()
+            _, reader, checkpoint_id = way.open(step)
+            COMM.Barrier()
+            start = time.perf_counter()
+            dcp.load(blank, checkpoint_id=checkpoint_id, storage_reader=reader)
+            seconds = time.perf_counter() - start
+            check(f"{title}, {how}")
+            return {f"{what} load": seconds} if how == "dcp.save" else {}
+
+        return {f"{what}, async": save_async, f"{what}, checked": lambda: load("dcp.async_save", self.step),
+                f"{what}, again": save, f"{what}, loaded": lambda: load("dcp.save", self.step + 1)}  # fmt: skip
 
     @contextlib.contextmanager
     def in_memory(self, redundancy: str, state: State) -> Iterator[Way]:
@@ -134,25 +143,19 @@ class Bench:
     def forget_files(self) -> None:
         COMM.Barrier()
         if COMM.rank == 0:
-            shutil.rmtree(self.memory / "files")
+            shutil.rmtree(self.memory / "files", ignore_errors=True)
         COMM.Barrier()
 
-    def write(self, case: str, samples: Mapping[str, Sequence[Seconds]]) -> None:
-        """Write the rows of a table."""
-        if COMM.rank:
-            return
-        memcpy = np.array([seconds["stall"] for seconds in samples["memcpy"]])
-        with self.out.open("a") as file:
-            for what, rounds in samples.items():
-                by_name = {name: np.array([seconds[name] for seconds in rounds]) for name in rounds[0]}
-                row = {
-                    "case": case,
-                    "what": what,
-                    "seconds": {name: float(np.median(values)) for name, values in by_name.items()},
-                    "over memcpy": {name: float(np.median(values / memcpy)) for name, values in by_name.items()},
-                    "samples": {name: values.tolist() for name, values in by_name.items()},
-                }
-                file.write(json.dumps(row) + "\n")
+    def write(self, case: str, samples: Samples, ways: Sequence[str]) -> None:
+        """Write the rows of a table: a column for each of a way's times."""
+        over = {MEMCPY: samples[MEMCPY]}
+        used = {"stall": samples[MEMCPY], "CPU": samples[f"{MEMCPY} CPU"]}
+        self.bench.rows(*(row("memcpy", values, over, case=case, column=column) for column, values in used.items()))
+        for what in ways:
+            for column in COLUMNS:
+                values = samples[f"{what}, async CPU" if column == "CPU" else f"{what} {column}"]
+                shows = "dcp" if column == "load" and what.startswith("mlflash") else ""
+                self.bench.rows(row(what, values, over, shows, case=case, column=column))
 
 
 Open = tuple[Any, Any, Any]  # a writer, a reader and the checkpoint_id of a step
@@ -173,15 +176,6 @@ class Way:
 def reused_stager() -> DefaultStager:
     return DefaultStager(StagingOptions(use_pinned_memory=False, use_shared_memory=True, use_async_staging=False,
                                         use_non_blocking_copy=False))  # fmt: skip
-
-
-def slowest(action: Callable[[], Seconds]) -> Seconds:
-    """Run it on all ranks at once; gives the largest of each of its numbers."""
-    COMM.Barrier()
-    seconds = action()
-    most = np.empty(len(seconds))
-    COMM.Allreduce(np.array(list(seconds.values())), most, MPI.MAX)
-    return dict(zip(seconds, most.tolist(), strict=True))
 
 
 def local(value: torch.Tensor) -> torch.Tensor:
@@ -220,17 +214,16 @@ def sharded(tensors: Tensors, mesh: DeviceMesh) -> Tensors:
 
 def main() -> None:
     out, memory = Path(sys.argv[1]), Path(sys.argv[2])
-    large, large_nbytes, small, rounds = map(int, sys.argv[3:])
-    bench = Bench(out, memory, rounds)
-    if COMM.rank == 0:
-        vendor, version = MPI.get_vendor()
-        out.write_text(json.dumps({"mpi": f"{vendor} {'.'.join(map(str, version))}"}) + "\n")
+    large, large_nbytes, small, repetitions = map(int, sys.argv[3:])
+    bench = Bench(COMM, out, memory, repetitions, warm_up=1)
+    bench.header()
+    ways = Ways(bench)
     for count, shape in ((large, (large_nbytes // ROW_NBYTES, ROW)), (small, (ROW,))):
         what = f"{count} DTensors of {math.prod(shape) * 4 >> 10} KiB per rank"
         mine = tensors_of(count, shape, COMM.rank)
-        bench.case(what, sharded(mine, bench.mesh), sharded(cloned(mine), bench.mesh))
+        ways.case(what, sharded(mine, ways.mesh), sharded(cloned(mine), ways.mesh))
     alike = tensors_of(small, (ROW,), 0)
-    bench.case(f"{small} plain tensors of {ROW_NBYTES >> 10} KiB, the same on all ranks", alike, cloned(alike))
+    ways.case(f"{small} plain tensors of {ROW_NBYTES >> 10} KiB, the same on all ranks", alike, cloned(alike))
     dist.destroy_process_group()
 
 

@@ -9,15 +9,19 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from mlflash.demo.launch import mpiexec
 
 KILL_S = 5.0  # between SIGTERM and SIGKILL
+HOME = Path(__file__).parents[1]
 
 
-def launch(ranks: int, script: Path, arguments: list[str], timeout_s: float) -> tuple[str, list[dict[str, Any]]]:
-    """Run a script on emulated nodes of one rank each.
+def launch(
+    ranks: int, script: Path, arguments: list[str], timeout_s: float, per_node: int = 1
+) -> tuple[str, list[dict[str, Any]]]:
+    """Run a script on emulated nodes.
 
     Args:
         ranks: how many.
@@ -25,6 +29,7 @@ def launch(ranks: int, script: Path, arguments: list[str], timeout_s: float) -> 
             memory for all they make there, which goes with them.
         arguments: the others.
         timeout_s: they are killed after so many seconds.
+        per_node: ranks on each node.
 
     Returns:
         What went wrong ("": nothing), and the lines they wrote.
@@ -33,26 +38,24 @@ def launch(ranks: int, script: Path, arguments: list[str], timeout_s: float) -> 
         out = Path(memory, "out.jsonl")
         # With -m mpi4py an exception on one rank ends the others too.
         argv = [sys.executable, "-m", "mpi4py", str(script), str(out), memory, *arguments]
-        env = {"MLFLASH_RANKS_PER_NODE": "1", "PYTHONWARNINGS": "error", "TMPDIR": memory}
+        path = os.pathsep.join(filter(None, (str(HOME), os.environ.get("PYTHONPATH"))))
+        env = {"MLFLASH_RANKS_PER_NODE": str(per_node), "PYTHONWARNINGS": "error", "TMPDIR": memory, "PYTHONPATH": path}
         command, env = mpiexec(ranks, argv, env)
+        before = signal.signal(signal.SIGTERM, _end)  # else ranks and memory would stay behind
         running = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, start_new_session=True)
         try:
             status = running.wait(timeout_s)
-            ended = f"the ranks ended with exit status {status}" if status else ""
+            ended = f"{script.parent.name}/{script.name} ended with exit status {status}" if status else ""
         except subprocess.TimeoutExpired:
-            ended = f"not done after {timeout_s:g} s"
+            ended = f"{script.parent.name}/{script.name} was not done after {timeout_s:g} s"
         finally:
             _stop(running)
+            signal.signal(signal.SIGTERM, before)
         return ended, [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
 
 
-def keep(path: Path | None, header: dict[str, Any], rows: list[dict[str, Any]], ended: str) -> int:
-    """Write the numbers to a file, if one is wanted, and say what went wrong; returns the exit status."""
-    if path is not None:
-        path.write_text(json.dumps({"header": header, "rows": rows}, indent=1) + "\n")
-    if ended:
-        print(f"{Path(sys.argv[0]).stem}: {ended}; the table ends where the ranks did", file=sys.stderr)
-    return 1 if ended else 0
+def _end(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)
 
 
 def _stop(running: subprocess.Popen[bytes]) -> None:

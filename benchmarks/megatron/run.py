@@ -1,8 +1,8 @@
 """What local checkpoints of Megatron cost training: LocalCheckpoints beside NVRx's manager, both with copies.
 
-    python benchmarks/megatron.py [--ranks 2] [--mib 256] [--rounds 5] [--quick] [--json FILE]
+    python benchmarks/megatron/run.py [--ranks 2] [--mib 256] [--repetitions 5] [--quick] [--json FILE] ...
 
-Starts itself under mpiexec, each rank an emulated node of its own; megatron_cases.py holds what they do. NVRx's manager
+Starts itself under mpiexec, each rank an emulated node of its own; ranks.py holds what they do. NVRx's manager
 writes to /dev/shm and replicates to the other rank (clique of 2). Its wheel is for one version of Python only, but its
 checkpointing is not: what `pip download --no-deps nvidia-resiliency-ext` gave, unpacked and on PYTHONPATH, will do.
 Without it that part is left out. What is loaded is compared bit by bit with what was saved.
@@ -18,13 +18,13 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from by_case import parser_of, run
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
-CASES = Path(__file__).with_name("megatron_cases.py")
+from bench.question import Part, parser_of, run  # noqa: E402
 
 
 def main() -> int:
-    parser = parser_of(__doc__)
+    parser = parser_of(__doc__, timeout_s=240, repetitions=5)
     parser.add_argument("--ranks", type=int, default=2, help="an even number")
     parser.add_argument("--mib", type=int, default=256, help="MiB of each rank")
     parser.add_argument("--tensors", type=int, nargs="+", default=[64, 1024], help="how many tensors that is")
@@ -32,9 +32,10 @@ def main() -> int:
     if args.ranks < 2 or args.ranks % 2:
         parser.error("--ranks must be an even number")
     if args.quick:
-        args.mib, args.tensors, args.rounds = 8, [16], 1
-    arguments = [args.mib << 20, args.rounds, *args.tensors]
-    return run(args, CASES, arguments, ("stall", "total", "load", "after loss"), peer="NVRx")
+        args.mib, args.tensors, args.repetitions = 8, [16], 1
+    arguments = [args.mib << 20, args.repetitions, *args.tensors]
+    return run(args, [Part(args.ranks, Path(__file__).with_name("ranks.py"), arguments)],
+               drawn=lambda row: row["what"] != "memcpy")  # fmt: skip
 
 
 if __name__ == "__main__":

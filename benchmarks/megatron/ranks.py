@@ -1,24 +1,21 @@
-"""What each rank of megatron.py does: save and load tensor-aware state dicts, by mlflash and by NVRx, beside a memcpy.
-
-A round runs everything one after the other, all ranks at once; the slowest rank counts. Ratios are made within a round
-and their median is taken, so that a load that comes and goes hits both sides alike.
-"""
+"""What each rank does: save and load tensor-aware state dicts, by mlflash and by NVRx, beside a memcpy."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import shutil
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
+from bench.aims import MEMCPY
+from bench.clock import Action, Bench, Seconds
+from bench.rows import Samples, row
 from mlflash.adapters.distributed import init_process_group
 from mlflash.adapters.megatron import LocalCheckpoints, allow
 from mlflash.adapters.megatron.nvrx import HAVE_NVRX
@@ -27,8 +24,7 @@ from torch.overrides import TorchFunctionMode
 
 COMM = MPI.COMM_WORLD
 TIMEOUT_S = 120.0
-
-Seconds = dict[str, float]
+OURS, THEIRS = "mlflash, copy", "NVRx, clique of 2"
 
 
 class Aware:
@@ -60,11 +56,15 @@ class Aware:
         """They stay where they are."""
 
 
-class Bench:
-    """This rank's clock, and what all ranks share."""
+class Rivals:
+    """Both managers, timed.
 
-    def __init__(self, out: Path, memory: Path, rounds: int):
-        self.out, self.memory, self.rounds = out, memory, rounds
+    Args:
+        bench: the clock.
+    """
+
+    def __init__(self, bench: Bench):
+        self.bench, self.memory = bench, bench.memory
         init_process_group(COMM)
         self.queue: Any = None
         if HAVE_NVRX:
@@ -73,38 +73,46 @@ class Bench:
             self.queue = AsyncCallsQueue(persistent=False)
 
     def case(self, count: int, nbytes: int) -> None:
-        """Time both managers with a state of so many tensors."""
+        """Time both managers with a state of so many tensors; then again, how they load after a loss."""
         live = [torch.full((nbytes // 4 // count,), float(COMM.rank)) for _ in range(count)]
         copies = [tensor.clone() for tensor in live]
-        made: dict[str, Callable[[], Any]] = {"mlflash, copy": lambda: self.ours(count)}
+        made: dict[str, Callable[[], Any]] = {OURS: lambda: self.ours(count)}
         if HAVE_NVRX:
-            made["NVRx, clique of 2"] = lambda: self.theirs(count)
-        lose = {"mlflash, copy": self.lose_ours, "NVRx, clique of 2": self.lose_theirs}
-        samples: dict[str, list[Seconds]] = {"memcpy": [], **{what: [] for what in made}}
+            made[THEIRS] = lambda: self.theirs(count)
+        lose = {OURS: self.lose_ours, THEIRS: self.lose_theirs}
         managers = {what: make() for what, make in made.items()}
-        for step in range(1, 2 + self.rounds):
-            for tensor in live:
-                tensor += 1.0
-            samples["memcpy"].append(slowest(lambda: self.memcpy(copies, live)))
-            for what, manager in managers.items():
-                samples[what].append(slowest(lambda: self.save(manager, live, step)))  # noqa: B023
-                samples[what][-1] |= slowest(lambda: self.load(manager, live, "load"))  # noqa: B023
-        for what in made:
-            for sample in samples[what]:
+        step = 0
+
+        def change() -> None:
+            nonlocal step
+            step += 1
+            torch._foreach_add_(live, 1.0)
+
+        def memcpy() -> None:
+            for copy, tensor in zip(copies, live, strict=True):
+                copy.copy_(tensor)
+
+        def renew() -> None:
+            for what in made:
                 close(managers[what])
                 lose[what](count)
                 managers[what] = made[what]()
-                sample |= slowest(lambda: self.load(managers[what], live, "after loss"))  # noqa: B023
-            close(managers[what])
-        self.write(f"{count} tensors of {nbytes // count >> 10} KiB", {what: all[1:] for what, all in samples.items()})
 
-    def memcpy(self, copies: list[torch.Tensor], live: list[torch.Tensor]) -> Seconds:
-        start = time.perf_counter()
-        for copy, tensor in zip(copies, live, strict=True):
-            copy.copy_(tensor)
-        return {"stall": time.perf_counter() - start}
+        actions: dict[str, Action] = {MEMCPY: memcpy}
+        after: dict[str, Action] = {MEMCPY: memcpy}
+        for what in made:
+            actions[what] = lambda what=what: self.save(what, managers[what], live, step)  # type: ignore[misc]
+            actions[f"{what}, loaded"] = lambda what=what: self.load(what, managers[what], live, "load")  # type: ignore[misc]
+            after[what] = lambda what=what: self.load(what, managers[what], live, "after loss")  # type: ignore[misc]
+        case = f"{count} tensors of {nbytes // count >> 10} KiB"
+        samples = self.bench.repeat(actions, before=change)
+        self.bench.rows(row("memcpy", samples[MEMCPY], {MEMCPY: samples[MEMCPY]}, case=case, column="stall"))
+        self.write(case, samples, ("stall", "total", "load"), list(made))
+        self.write(case, self.bench.repeat(after, before=renew), ("after loss",), list(made))
+        for manager in managers.values():
+            close(manager)
 
-    def save(self, manager: Any, live: list[torch.Tensor], step: int) -> Seconds:
+    def save(self, what: str, manager: Any, live: list[torch.Tensor], step: int) -> Seconds:
         start = time.perf_counter()
         request = manager.save(Aware(list(live)), step, is_async=True)
         if self.queue is not None:
@@ -114,17 +122,17 @@ class Bench:
             self.queue.maybe_finalize_async_calls(blocking=True)
         else:
             request.execute_sync()
-        return {"stall": stall_s, "total": time.perf_counter() - start}
+        return {f"{what} stall": stall_s, f"{what} total": time.perf_counter() - start}
 
-    def load(self, manager: Any, live: list[torch.Tensor], what: str) -> Seconds:
+    def load(self, what: str, manager: Any, live: list[torch.Tensor], column: str) -> Seconds:
         COMM.Barrier()
         start = time.perf_counter()
         assert manager.find_latest() > 0
         loaded, _ = manager.load()
         seconds = time.perf_counter() - start
-        assert all(map(torch.equal, loaded.tensors, live)), what
+        assert all(map(torch.equal, loaded.tensors, live)), column
         manager.latest_iteration = -1  # what was found is not remembered
-        return {what: seconds}
+        return {f"{what} {column}": seconds}
 
     def ours(self, count: int) -> LocalCheckpoints:
         manager = LocalCheckpoints(f"of {count}", "", "copy", job=f"of-{count}", memory=str(self.memory), comm=COMM,
@@ -148,32 +156,12 @@ class Bench:
         if COMM.rank == 0:
             shutil.rmtree(self.memory / f"nvrx-{count}" / "0")
 
-    def write(self, case: str, samples: dict[str, list[Seconds]]) -> None:
-        """Hand medians to the program that started the ranks."""
-        memcpy = np.array([sample["stall"] for sample in samples["memcpy"]])
-        for what, rounds in samples.items():
-            of = {name: np.array([sample[name] for sample in rounds]) for name in rounds[0]}
-            peer = {} if what == "memcpy" else samples.get("NVRx, clique of 2", [])
-            theirs = {name: np.array([sample[name] for sample in peer]) for name in (of if peer else ())}
-            row = {
-                "case": case, "what": what,
-                "seconds": {name: float(np.median(values)) for name, values in of.items()},
-                "over memcpy": {name: float(np.median(values / memcpy)) for name, values in of.items()},
-                "over NVRx": {name: float(np.median(of[name] / values)) for name, values in theirs.items()},
-            }  # fmt: skip
-            self.say(row)
-
-    def say(self, line: dict[str, Any]) -> None:
-        if COMM.rank == 0:
-            with self.out.open("a") as file:
-                file.write(json.dumps(line) + "\n")
-
-
-def slowest(work: Callable[[], Seconds]) -> Seconds:
-    """Do it on all ranks at once, and take the time of the slowest."""
-    COMM.Barrier()
-    seconds = work()
-    return {name: COMM.allreduce(value, MPI.MAX) for name, value in seconds.items()}
+    def write(self, case: str, samples: Samples, columns: Sequence[str], made: Sequence[str]) -> None:
+        for column in columns:
+            theirs = {"NVRx": samples[f"{THEIRS} {column}"]} if THEIRS in made else {}
+            for what in made:
+                over = {MEMCPY: samples[MEMCPY], **(theirs if what == OURS else {})}
+                self.bench.rows(row(what, samples[f"{what} {column}"], over, case=case, column=column))
 
 
 def close(manager: Any) -> None:
@@ -205,15 +193,16 @@ def on_cpu() -> Iterator[None]:
 
 
 def main() -> None:
-    out, memory, nbytes, rounds, *counts = sys.argv[1:]
-    bench = Bench(Path(out), Path(memory), int(rounds))
+    out, memory, nbytes, repetitions, *counts = sys.argv[1:]
+    bench = Bench(COMM, Path(out), Path(memory), int(repetitions), warm_up=1)
+    rivals = Rivals(bench)
     allow(Aware)
-    bench.say({"mpi": MPI.Get_library_version().split("\n")[0], "NVRx": "found" if HAVE_NVRX else "not installed"})
+    bench.header(NVRx="found" if HAVE_NVRX else "not installed")
     with on_cpu() if not torch.cuda.is_available() else contextlib.nullcontext():
         for count in counts:
-            bench.case(int(count), int(nbytes))
-        if bench.queue is not None:
-            bench.queue.close()
+            rivals.case(int(count), int(nbytes))
+        if rivals.queue is not None:
+            rivals.queue.close()
     dist.destroy_process_group()
 
 

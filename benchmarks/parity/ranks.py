@@ -1,14 +1,15 @@
-"""What each rank of parity.py does: make parity and rebuild slots, beside a memcpy, an XOR and a raw exchange."""
+"""What each rank does: make parity and rebuild slots, beside a memcpy, an XOR and a raw exchange."""
 
 from __future__ import annotations
 
-import json
 import sys
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+from bench.aims import MEMCPY, REDSET
+from bench.clock import Bench
+from bench.rows import Samples, row
 from mpi4py import MPI
 
 from mlflash import erasure
@@ -32,15 +33,16 @@ from mlflash.transfer import Source
 from mlflash.window import Poke
 
 COMM = MPI.COMM_WORLD
-WARM_UP = 2
+EXCHANGE, XOR = "raw exchange", "xor"
+REDSET_RATE = {"xor": 1.20e9, "rs": 0.46e9}  # bytes a second of all slots together: what LLNL's redset reaches here
+EXCHANGES, XORS = 2.0, 1.5  # of xor over a raw exchange, of rs over xor: at most
 CHUNK_NBYTES = 4 << 20
 
 
-class Bench:
+class Slots:
     """A slot of this rank, and everything that is done with it."""
 
-    def __init__(self, memory: Path, nbytes: int, repetitions: int, transport: str):
-        self.repetitions = repetitions
+    def __init__(self, memory: Path, nbytes: int, transport: str):
         self.world = World(COMM, 1, 60.0)
         self.world.start_job(lambda error: None)
         self.memory = NodeMemory(str(memory), f"parity-{transport}", COMM.rank)
@@ -60,21 +62,6 @@ class Bench:
         assert slot.segment is not None
         slot.segment.prefault()
         return slot
-
-    def time(self, actions: Mapping[str, Callable[[], object]]) -> dict[str, np.ndarray]:
-        """Seconds of the slowest rank, by name; all actions in turn, again and again."""
-        rounds = []
-        for _ in range(WARM_UP + self.repetitions):
-            seconds = []
-            for action in actions.values():
-                COMM.Barrier()
-                start = time.perf_counter()
-                action()
-                seconds.append(time.perf_counter() - start)
-            slowest = np.empty(len(seconds))
-            COMM.Allreduce(np.array(seconds), slowest, MPI.MAX)
-            rounds.append(slowest)
-        return dict(zip(actions, np.array(rounds[WARM_UP:]).T, strict=True))
 
     def memcpy(self) -> None:
         np.copyto(self.arrived.body(self.extents), self.slot.body(self.extents))
@@ -157,24 +144,40 @@ class Bench:
         return rebuild
 
 
+def write(bench: Bench, samples: Samples, slot_nbytes: int) -> None:
+    """Write a row of each action; its rate is that of all slots, of a rebuild that of the lost ones."""
+    xor = next(values for name, values in samples.items() if name == f"xor:{COMM.size}")
+    over = {MEMCPY: samples[MEMCPY], EXCHANGE: samples[EXCHANGE], XOR: xor}
+    nbytes = slot_nbytes * COMM.size
+    for what, seconds in samples.items():
+        if what.endswith(" CPU"):
+            continue
+        scheme, rebuilds = what.split(":")[0], what.endswith("rebuild")
+        share = (1 if scheme == "xor" else 2) / COMM.size if rebuilds else 1.0
+        rate = f"{share * nbytes / np.median(seconds) / 1e9:.2f} GB/s"
+        if scheme in REDSET_RATE and not rebuilds:
+            published = {REDSET: np.array(nbytes / REDSET_RATE[scheme])}
+            also = [(EXCHANGE, EXCHANGES) if scheme == "xor" else (XOR, XORS)]
+            bench.rows(row(what, seconds, {**over, **published}, scheme, also=also, note=rate))
+        else:
+            bench.rows(row(what, seconds, over, note=rate))
+
+
 def main() -> None:
     out, memory, nbytes, repetitions, transport = sys.argv[1:]
-    bench = Bench(Path(memory), int(nbytes), int(repetitions), transport)
-    actions: dict[str, Callable[[], object]] = {
-        "memcpy": bench.memcpy, "XOR loop": bench.xor, "raw exchange": bench.exchange,
-        "MPI_Reduce_scatter, BXOR": bench.reduce_scatter, "MPI_Accumulate, BXOR": bench.accumulate,
+    bench = Bench(COMM, Path(out), Path(memory), int(repetitions))
+    slots = Slots(Path(memory), int(nbytes), transport)
+    actions: dict[str, Callable[[], None]] = {
+        MEMCPY: slots.memcpy, "XOR loop": slots.xor, EXCHANGE: slots.exchange,
+        "MPI_Reduce_scatter, BXOR": slots.reduce_scatter, "MPI_Accumulate, BXOR": slots.accumulate,
     }  # fmt: skip
     for text in ("copy", f"xor:{COMM.size}", f"rs:{COMM.size - 2}+2"):
-        protect, rebuild = bench.scheme(text)
+        protect, rebuild = slots.scheme(text)
         actions[text] = protect
         if rebuild is not None:
             actions[f"{text}, rebuild"] = rebuild
-    seconds = bench.time(actions)
-    if COMM.rank == 0:
-        vendor, version = MPI.get_vendor()
-        header = {"mpi": f"{vendor} {'.'.join(map(str, version))}", "Reed-Solomon by": erasure.library()}
-        rows = [{"what": name, "seconds": samples.tolist()} for name, samples in seconds.items()]
-        Path(out).write_text("".join(json.dumps(line) + "\n" for line in (header, *rows)))
+    bench.header(**{"Reed-Solomon by": erasure.library()})
+    write(bench, bench.repeat(actions), int(nbytes))
 
 
 if __name__ == "__main__":

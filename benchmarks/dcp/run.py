@@ -1,8 +1,8 @@
 """What PyTorch DCP costs training through mlflash and through files in /dev/shm, as multiples of a memcpy.
 
-    python benchmarks/dcp.py [--ranks 2] [--mib 4] [--small 3000] [--rounds 5] [--quick] [--json FILE]
+    python benchmarks/dcp/run.py [--ranks 2] [--mib 4] [--small 3000] [--repetitions 5] [--quick] [--json FILE] ...
 
-Starts itself under mpiexec, each rank an emulated node of its own; dcp_cases.py holds what they do. What is loaded is
+Starts itself under mpiexec, each rank an emulated node of its own; ranks.py holds what they do. What is loaded is
 compared bit by bit with what was saved.
 
     stall   until dcp.async_save returns and training goes on
@@ -17,13 +17,14 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from by_case import parser_of, run
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
-CASES = Path(__file__).with_name("dcp_cases.py")
+from bench.question import Part, parser_of, run  # noqa: E402
+from bench.rows import Row  # noqa: E402
 
 
 def main() -> int:
-    parser = parser_of(__doc__)
+    parser = parser_of(__doc__, timeout_s=240, repetitions=5)
     parser.add_argument("--ranks", type=int, default=2, help="2 or more")
     parser.add_argument("--large", type=int, default=64, help="how many large tensors")
     parser.add_argument("--mib", type=int, default=4, help="MiB of each large tensor on each rank")
@@ -32,9 +33,13 @@ def main() -> int:
     if args.ranks < 2:
         parser.error("--ranks must be 2 or more")
     if args.quick:
-        args.large, args.mib, args.small, args.rounds = 16, 1, 100, 1
-    arguments = [args.large, args.mib << 20, args.small, args.rounds]
-    return run(args, CASES, arguments, ("stall", "total", "CPU", "sync", "load"))
+        args.large, args.mib, args.small, args.repetitions = 16, 1, 100, 1
+    arguments = [args.large, args.mib << 20, args.small, args.repetitions]
+    return run(args, [Part(args.ranks, Path(__file__).with_name("ranks.py"), arguments)], drawn=is_drawn)
+
+
+def is_drawn(row: Row) -> bool:
+    return row["what"] != "memcpy" and row.get("column") in ("stall", "load")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,56 @@
+"""What to reach: the table of the design, in this one place. Every aim is "at most so many times a yardstick".
+
+What is written as "at least so fast" is a time that is at most part of another's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Aim:
+    """A line of the table.
+
+    Attributes:
+        what: in the words of the design.
+        peer: the best of others, when the aim was set.
+        over: the yardstick; "1 ms", "1 s", "1 MB" and "one" where it is a plain number.
+        most: how many of it at most.
+        question: the folder that asks.
+    """
+
+    what: str
+    peer: str
+    over: str
+    most: float
+    question: str
+
+
+MEMCPY, MEMCPY_AND_PUT = "memcpy", "memcpy + Put"
+LOOP, WARM, REDSET = "a loop of copy_", "a warm save", "redset, published"
+
+AIMS = {
+    "stall": Aim("stall of `save`, into warm memory", "1.0 (DLRover; DCP with a reused stager)", MEMCPY, 1.1, "save"),
+    "lazy": Aim("stall of a lazy copy, where a step is longer than the copy", "", MEMCPY, 0.1, "save"),
+    "small": Aim("many small tensors (3000 x 4 KiB): stall", "DCP 15 to 40", LOOP, 1.2, "sizes"),
+    "first": Aim("first save", "1.6 to 6", WARM, 1.3, "sizes"),
+    "committed": Aim(
+        "committed on two nodes of one host, checksums at both ends, main thread idle",
+        "ml-flashpoint about 5 memcpys, no checksum", MEMCPY_AND_PUT, 1.6, "save",
+    ),
+    "committed between hosts": Aim("the same between hosts", "", MEMCPY_AND_PUT, 1.4, "transport"),
+    "cpu": Aim(
+        "CPU seconds of a save, no redundancy, checksums in", "DCP 7 to 12, no checksum of content", MEMCPY, 2.0, "save"
+    ),
+    "restore": Aim(
+        "restore on the same node into live tensors, every byte checked", "DCP 3 to 15", MEMCPY, 2.0, "restore"
+    ),
+    "views": Aim("restore on the same node, views, unchecked", "DLRover 2 to 12 ms, 512 MiB", "1 ms", 5.0, "restore"),
+    "dcp": Aim("restore through DCP", "3 to 15", MEMCPY, 2.5, "dcp"),
+    "xor": Aim("XOR encoding (4 ranks): twice as fast", "redset 1.20 GB/s", REDSET, 1 / 2, "parity"),
+    "rs": Aim("Reed-Solomon encoding, k=2 (4 ranks): four times as fast", "redset 0.46 GB/s", REDSET, 1 / 4, "parity"),
+    "planning": Aim("planning at 16,384 ranks (simulated)", "not published", "1 s", 1.0, "scale"),
+    "commit": Aim("allreduces of a commit at 16,384 ranks", "not published", "one", 3.0, "scale"),
+    "inventory": Aim("inventory at 16,384 ranks, per node", "not published", "1 MB", 4.0, "scale"),
+}  # fmt: skip

@@ -1,0 +1,111 @@
+"""The clock of all ranks: what runs at once on all of them takes as long as on the slowest.
+
+A repetition runs its actions one after the other, the yardsticks among them. Ratios are made within a repetition and
+their median is taken, so that a load that comes and goes hits both sides alike.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from mlflash import Checkpointer
+
+from .rows import Row, Samples
+
+Seconds = Mapping[str, float]
+Action = Callable[[], Seconds | None]  # gives further seconds by name
+
+WARM_UP = 2
+
+
+class Bench:
+    """The clock, and where its ranks write what they find.
+
+    Args:
+        comm: its ranks.
+        out: a file; rank 0 adds lines to it.
+        memory: a directory in memory.
+        repetitions: how often; the median counts.
+        warm_up: how often before.
+    """
+
+    def __init__(self, comm: MPI.Comm, out: Path, memory: Path, repetitions: int, warm_up: int = WARM_UP):
+        self.comm, self.memory, self.repetitions, self.warm_up = comm, memory, repetitions, warm_up
+        self._out = out
+
+    def header(self, **more: Any) -> None:
+        """Write where this runs."""
+        name, version = MPI.get_vendor()
+        self._write({"mpi": f"{name} {'.'.join(map(str, version))}", **more})
+
+    def rows(self, *rows: Row) -> None:
+        """Write rows of tables."""
+        for one in rows:
+            self._write(one)
+
+    def _write(self, line: Mapping[str, Any]) -> None:
+        if self.comm.rank == 0:
+            with self._out.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+
+    def repeat(self, actions: Mapping[str, Action], before: Callable[[], object] = lambda: None) -> Samples:
+        """Time actions in their order, again and again. Collective.
+
+        Args:
+            actions: by name.
+            before: what comes before each repetition, not timed.
+
+        Returns:
+            Seconds of the slowest rank by name, shape ``(repetitions,)``, and CPU seconds by name + " CPU".
+        """
+        rounds = []
+        for _ in range(self.warm_up + self.repetitions):
+            before()
+            seconds: dict[str, float] = {}
+            for name, action in actions.items():
+                seconds |= self._timed(name, action)
+            rounds.append(slowest(self.comm, seconds))
+        return {name: np.array([one[name] for one in rounds[self.warm_up :]]) for name in rounds[0]}
+
+    def _timed(self, name: str, action: Action) -> dict[str, float]:
+        self.comm.Barrier()
+        start, cpu_start = time.perf_counter(), time.process_time()
+        more = action()
+        wall_s, cpu_s = time.perf_counter() - start, time.process_time() - cpu_start
+        return {name: wall_s, f"{name} CPU": cpu_s, **(more or {})}
+
+    @contextlib.contextmanager
+    def job(self, name: str) -> Iterator[str]:
+        """Give a job name of its own; at the end remove what the job left in memory. Collective."""
+        yield name
+        self.comm.Barrier()
+        if self.comm.rank == 0:
+            shutil.rmtree(self.memory / f"mlflash-{os.getuid()}" / name)
+        self.comm.Barrier()
+
+    def checkpointer(self, job: str, **settings: Any) -> Checkpointer:
+        """Make one that raises what goes wrong. Collective."""
+        settings = {"strict": True, "timeout_s": 60, **settings}
+        return Checkpointer(memory=str(self.memory), job=job, comm=self.comm, **settings)
+
+
+def slowest(comm: MPI.Comm, seconds: Seconds) -> dict[str, float]:
+    """The largest of each number, over all ranks. Collective."""
+    most = np.empty(len(seconds))
+    comm.Allreduce(np.array(list(seconds.values())), most, MPI.MAX)
+    return dict(zip(seconds, most.tolist(), strict=True))
+
+
+def cpu(samples: Samples) -> Samples:
+    """The CPU seconds, by the names that the seconds have."""
+    return {name.removesuffix(" CPU"): values for name, values in samples.items() if name.endswith(" CPU")}

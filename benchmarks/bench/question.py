@@ -1,0 +1,101 @@
+"""What every run.py does: read arguments, start ranks, and print, draw and keep what these found."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from .aims import MEMCPY
+from .launch import launch
+from .plots import draw
+from .results import Result, fill_readme, keep, machine
+from .rows import Row
+from .table import show
+
+OUTPUTS = ("json", "plot", "readme")
+
+
+class Part(NamedTuple):
+    """One launch.
+
+    Attributes:
+        ranks: how many.
+        script: what they run.
+        arguments: of it.
+        per_node: ranks on each emulated node.
+    """
+
+    ranks: int
+    script: Path
+    arguments: Sequence[object]
+    per_node: int = 1
+
+
+def parser_of(doc: str | None, timeout_s: float, repetitions: int) -> argparse.ArgumentParser:
+    """Make a parser with the arguments that all questions take."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repetitions", type=int, default=repetitions, help="how often; the median counts")
+    parser.add_argument("--timeout-s", type=float, default=timeout_s, help="the ranks are killed after so many seconds")
+    parser.add_argument("--quick", action="store_true", help="small and few: see whether it works, in under 30 s")
+    parser.add_argument("--json", type=Path, help="write all numbers to this file")
+    parser.add_argument("--plot", type=Path, help="draw the ratios to this file (needs matplotlib)")
+    parser.add_argument("--readme", action="store_true", help="write table and plot into the folder of the question")
+    return parser
+
+
+def run(
+    args: argparse.Namespace,
+    parts: Iterable[Part],
+    yardstick: str = MEMCPY,
+    drawn: Callable[[Row], bool] = lambda row: True,
+) -> int:
+    """Start the ranks, one launch after the other, and print what they wrote.
+
+    Args:
+        args: from `parser_of`; ``timeout_s`` is for all launches together.
+        parts: the launches.
+        yardstick: of the plot.
+        drawn: which rows are.
+
+    Returns:
+        The exit status.
+    """
+    folder = Path(sys.argv[0]).resolve().parent
+    if args.readme and args.quick:
+        sys.exit("a quick run is not worth being written down: --readme without --quick")
+    before, start = os.getloadavg()[0], time.monotonic()
+    lines: list[dict[str, Any]] = []
+    ended: list[str] = []
+    for part in parts:
+        left_s = args.timeout_s - (time.monotonic() - start)
+        arguments = list(map(str, part.arguments))
+        why, found = launch(part.ranks, part.script, arguments, max(1.0, left_s), part.per_node)
+        lines += found
+        ended += [why] * bool(why)
+    rows: list[Row] = [line for line in lines if "what" in line]  # type: ignore[misc]
+    header = machine()
+    for line in lines:
+        header |= {} if "what" in line else line
+    header |= {name.replace("_", " "): _plain(value) for name, value in vars(args).items() if name not in OUTPUTS}
+    header |= {"load average before": before, "load average after": os.getloadavg()[0],
+               "seconds": round(time.monotonic() - start), "went wrong": "; ".join(ended)}  # fmt: skip
+    show({name: value for name, value in header.items() if value != ""}, rows)
+    if args.json is not None:
+        keep(args.json, header, rows)
+    plot = folder / "plot.svg" if args.readme else args.plot
+    if plot is not None:
+        draw(plot, [row for row in rows if drawn(row)], yardstick)
+    if args.readme:
+        fill_readme(folder / "README.md", Result(header, rows))
+    for why in ended:
+        print(f"{folder.name}: {why}; the table ends where its ranks did", file=sys.stderr)
+    return 1 if ended or not rows else 0
+
+
+def _plain(value: Any) -> Any:
+    return value if isinstance(value, (bool, int, float, str)) else str(value)

@@ -1,0 +1,82 @@
+"""The one form that all numbers have: a row is what was timed, over yardsticks of the same repetition, and its aim."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypedDict
+
+import numpy as np
+
+from .aims import AIMS
+
+Samples = Mapping[str, np.ndarray]  # seconds of the slowest rank, shape (repetitions,), by name
+
+
+class Row(TypedDict, total=False):
+    """A line of a table.
+
+    Attributes:
+        what: its title.
+        seconds: the median.
+        samples: of each repetition.
+        over: median ratio, by yardstick.
+        spread: quartiles of that ratio, by yardstick.
+        aim: a yardstick, and how much of it at most; or None.
+        also: further aims.
+        shows: which aim of bench/aims.py it is measured against.
+        case: which table it belongs to; "": there is one only.
+        column: of a table that has several times in a line.
+        note: what else there is to say.
+    """
+
+    what: str
+    seconds: float
+    samples: list[float]
+    over: dict[str, float]
+    spread: dict[str, list[float]]
+    aim: tuple[str, float] | None
+    also: list[tuple[str, float]]
+    shows: str
+    case: str
+    column: str
+    note: str
+
+
+def row(
+    what: str, samples: np.ndarray, over: Samples, shows: str = "", aim: tuple[str, float] | None = None, **more: Any
+) -> Row:
+    """Make a row.
+
+    Args:
+        what: its title.
+        samples: seconds, shape ``(repetitions,)``.
+        over: yardsticks by name: seconds of the same repetitions, or a number.
+        shows: name of an aim of the design; its yardstick must be in ``over``.
+        aim: another aim.
+        more: other fields.
+    """
+    ratios = {name: samples / yardstick for name, yardstick in over.items()}
+    made = Row(
+        what=what,
+        seconds=float(np.median(samples)),
+        samples=samples.tolist(),
+        over={name: float(np.median(values)) for name, values in ratios.items()},
+        spread={name: np.quantile(values, (0.25, 0.75)).tolist() for name, values in ratios.items()},
+        aim=(AIMS[shows].over, AIMS[shows].most) if shows else aim,
+    )
+    if shows:
+        made["shows"] = shows
+    made.update(more)  # type: ignore[typeddict-item]
+    return made
+
+
+def aims_of(one: Row) -> list[tuple[str, float]]:
+    """All aims of a row."""
+    first = one.get("aim")
+    return ([first] if first else []) + one.get("also", [])
+
+
+def reached(one: Row) -> bool | None:
+    """Whether all its aims are reached; None where it has none."""
+    aims = aims_of(one)
+    return all(one["over"][of] <= most for of, most in aims) if aims else None

@@ -1,0 +1,44 @@
+"""States to save, and what saves them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from mlflash import Checkpointer
+
+MIB = 1 << 20
+LARGE_NBYTES = 8 * MIB  # per tensor
+
+State = dict[str, torch.Tensor]
+
+
+def large_state(nbytes: int) -> State:
+    return {f"layer{i}": torch.full((LARGE_NBYTES // 4,), float(i)) for i in range(nbytes // LARGE_NBYTES)}
+
+
+def bytes_of(state: State) -> Sequence[np.ndarray]:
+    return [tensor.reshape(-1).view(torch.uint8).numpy() for tensor in state.values()]
+
+
+def change(state: State) -> None:
+    """Do what a training step does to a state: every tensor of it is new."""
+    torch._foreach_add_(list(state.values()), 1.0)
+
+
+class Saver:
+    """Saves a state of growing steps and waits until it is committed; an action that gives the stall."""
+
+    def __init__(self, ckpt: Checkpointer, state: State):
+        self._ckpt, self._state, self._step = ckpt, state, 0
+
+    def __call__(self) -> dict[str, float]:
+        self._step += 1
+        start = time.perf_counter()
+        snapshot = self._ckpt.save(self._step, self._state)
+        stall_s = time.perf_counter() - start
+        snapshot.wait()
+        return {"stall": stall_s}

@@ -1,0 +1,155 @@
+"""What each of the two ranks does: make a new Checkpointer, as a relaunch does, and restore, beside a memcpy."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import torch.distributed.checkpoint as dcp
+from bench.aims import MEMCPY
+from bench.clock import Action, Bench
+from bench.rows import Samples, row
+from bench.states import Saver, State, bytes_of, change, large_state
+from bench.yardsticks import Yardsticks, both
+from mpi4py import MPI
+
+from mlflash import Checkpointer
+from mlflash.inventory import choose, file_name
+from mlflash.segment import attach
+from mlflash.slot import Slot
+from mlflash.state import from_bytes
+
+MS = {"1 ms": 1e-3}
+Work = Callable[[Checkpointer], dict[str, float]]
+
+
+def relaunched(bench: Bench, beside: Yardsticks, state: State, work: Work, wipe: bool = False) -> Samples:
+    """Save a state; then, again and again, do something with a new Checkpointer of the same job.
+
+    Args:
+        bench: the clock.
+        beside: the yardsticks.
+        state: of the job; what is restored into.
+        work: is timed; gives further seconds by name.
+        wipe: whether the second node has lost its slots each time.
+    """
+    with bench.job("restore") as job:
+        with bench.checkpointer(job, redundancy="copy") as ckpt:
+            Saver(ckpt, state)()
+
+        def relaunch() -> dict[str, float]:
+            if wipe and bench.comm.rank == 1:
+                for file in (bench.memory / f"mlflash-{os.getuid()}" / job / "node1").glob("slot-*"):
+                    file.unlink()
+            bench.comm.Barrier()
+            made = time.perf_counter()
+            with bench.checkpointer(job, redundancy="copy") as ckpt:  # its end waits until all is healed
+                made = time.perf_counter() - made
+                bench.comm.Barrier()
+                start = time.perf_counter()
+                more = work(ckpt)
+                return {"work": time.perf_counter() - start, "made": made, **more}
+
+        actions: dict[str, Action] = {**beside.of(bytes_of(state)), "relaunch": relaunch}
+        return bench.repeat(actions, before=lambda: change(state))
+
+
+def in_place(bench: Bench, beside: Yardsticks, nbytes: int, wipe: bool) -> None:
+    """Restore into live tensors; its parts are what the Checkpointer itself has counted."""
+    state = large_state(nbytes)
+
+    def restore(ckpt: Checkpointer) -> dict[str, float]:
+        assert ckpt.restore(state) == 1
+        seconds = ckpt.report()["seconds"]
+        return {"find": seconds["find and fetch"], "load": seconds["load"]}
+
+    samples = relaunched(bench, beside, state, restore, wipe)
+    assert all(bool((value == i).all()) for i, value in enumerate(state.values())), "restored something else"
+    over, fetch = both(samples), " and fetch" if wipe else ""
+    where = "one node wiped" if wipe else "on the same node"
+    bench.rows(
+        row(f"restore, {where}", samples["work"], over, "" if wipe else "restore"),
+        row(f"of it: find, check every byte{fetch}, {where}", samples["find"], over),
+        row(f"of it: copy into live tensors, {where}", samples["load"], over),
+        row(f"Checkpointer(...) before it, {where}", samples["made"], over),
+    )
+
+
+def anew(bench: Bench, beside: Yardsticks, nbytes: int) -> None:
+    """`Checkpointer.load`: fresh tensors, so that every page of them is faulted in."""
+    state = large_state(nbytes)
+
+    def load(ckpt: Checkpointer) -> dict[str, float]:
+        step, found = ckpt.load()
+        assert step == 1 and found["layer1"][0] == 1
+        return {"find": ckpt.report()["seconds"]["find and fetch"]}
+
+    samples = relaunched(bench, beside, state, load)
+    bench.rows(
+        row("load, as fresh tensors", samples["work"], both(samples)),
+        row("of it: find and check every byte", samples["find"], both(samples)),
+    )
+
+
+def views(bench: Bench, beside: Yardsticks, nbytes: int) -> None:
+    """What `load` does besides checking and copying: take stock, choose, map the own slot, view its tensors."""
+    state = large_state(nbytes)
+
+    def view(ckpt: Checkpointer) -> dict[str, float]:
+        parts, rank = ckpt._parts, bench.comm.rank
+        start = time.perf_counter()
+        choice = choose(ckpt._courier.call(parts.take_stock), parts.world.topology.node_of)
+        place = choice.source[rank] if choice else None
+        assert place is not None and place[0] == parts.world.topology.node_of[rank]
+        slot = Slot(attach(parts.memory, file_name(place[1]), parts.shelf.mapped()))
+        manifest, read = slot.manifest(), slot.reader()
+        found = [from_bytes(entry, read(entry)) for entry in manifest.entries]
+        seconds = time.perf_counter() - start
+        assert len(found) == len(state) and float(found[1][0]) == 1
+        return {"view": seconds}
+
+    samples = relaunched(bench, beside, state, view)
+    bench.rows(
+        row("find and view, unchecked", samples["view"], {MEMCPY: samples[MEMCPY], **MS}, "views",
+            note="by parts of the library: it has no call for that")
+    )  # fmt: skip
+
+
+def peer(bench: Bench, beside: Yardsticks, nbytes: int) -> None:
+    """PyTorch's DCP, each rank for itself, out of /dev/shm: no checksum of the content."""
+    state = large_state(nbytes)
+    path = bench.memory / f"dcp-{bench.comm.rank}"
+
+    def load() -> None:
+        dcp.load(state, checkpoint_id=path, no_dist=True)
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is", UserWarning)  # said even with no_dist=True
+        dcp.save(state, checkpoint_id=path, no_dist=True)
+        samples = bench.repeat({**beside.of(bytes_of(state)), "load": load}, before=lambda: change(state))
+    shutil.rmtree(path)
+    bench.rows(row("peer: torch DCP load", samples["load"], both(samples)))
+
+
+def main() -> None:
+    out, memory, nbytes, repetitions = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
+    bench = Bench(MPI.COMM_WORLD, out, memory, repetitions)
+    beside = Yardsticks(bench.comm, memory, nbytes)
+    bench.header()
+    logging.getLogger("mlflash").setLevel("ERROR")  # it warns of a step that is restored again and again
+    in_place(bench, beside, nbytes, wipe=False)
+    in_place(bench, beside, nbytes, wipe=True)
+    anew(bench, beside, nbytes)
+    views(bench, beside, nbytes)
+    peer(bench, beside, nbytes)
+    beside.free()
+
+
+if __name__ == "__main__":
+    main()

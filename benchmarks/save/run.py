@@ -1,0 +1,36 @@
+"""How long a save keeps training waiting, how long until it is committed, and what it costs in CPU seconds.
+
+    python benchmarks/save/run.py [--mib 256] [--repetitions 9] [--quick] [--json FILE] [--plot FILE] [--readme]
+
+Starts itself under mpiexec on two ranks of this machine, each an emulated node of its own (ranks.py), and once more on
+one rank, so that a core is left to the copies that are made while training goes on (lazy.py).
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from bench.question import Part, parser_of, run  # noqa: E402
+
+HERE = Path(__file__).parent
+
+
+def main() -> int:
+    parser = parser_of(__doc__, timeout_s=240, repetitions=9)
+    parser.add_argument("--mib", type=int, default=256, help="MiB of tensors per rank, a multiple of 8")
+    args = parser.parse_args()
+    if args.mib < 8 or args.mib % 8:
+        parser.error("--mib must be a multiple of 8")
+    if args.quick:
+        args.mib, args.repetitions = 32, 3
+    sizes = [args.mib << 20, args.repetitions]
+    return run(args, [
+        Part(2, HERE / "ranks.py", sizes), Part(1, HERE / "lazy.py", sizes), Part(2, HERE / "lazy.py", sizes)
+    ])  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,140 @@
+"""What each of two ranks does: states of awkward sizes, and the first saves of jobs."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from bench.aims import LOOP, WARM
+from bench.clock import Action, Bench
+from bench.rows import row
+from bench.states import LARGE_NBYTES, Saver, State, bytes_of, change, large_state
+from bench.yardsticks import Yardsticks, both
+from mpi4py import MPI
+
+SMALL_COUNT, SMALL_NBYTES = 3000, 4096
+GROWS_EVERY, GROWTHS = 3, 3
+
+
+def small(bench: Bench, beside: Yardsticks) -> None:
+    state = {f"bias{i}": torch.full((SMALL_NBYTES // 4,), float(i)) for i in range(SMALL_COUNT)}
+    copies = {name: value.clone() for name, value in state.items()}
+
+    def loop() -> None:
+        for name, value in state.items():
+            copies[name].copy_(value)
+
+    with bench.job("small") as job, bench.checkpointer(job, redundancy="copy") as ckpt:
+        ckpt.prepare(state)
+        in_one_piece = np.concatenate(bytes_of(state))
+        actions: dict[str, Action] = {**beside.of([in_one_piece]), "loop": loop, "save": Saver(ckpt, state)}
+        samples = bench.repeat(actions, before=lambda: change(state))
+    over = {**both(samples), LOOP: samples["loop"]}
+    case = f"{SMALL_COUNT} tensors of {SMALL_NBYTES >> 10} KiB"
+    bench.rows(
+        row("a loop of copy_", samples["loop"], over, case=case),
+        row("stall", samples["stall"], over, "small", case=case),
+        row("committed", samples["save"], over, case=case),
+    )
+
+
+def huge(bench: Bench, beside: Yardsticks, nbytes: int) -> None:
+    state = {"embedding": torch.zeros(nbytes // 4)}
+    with bench.job("huge") as job, bench.checkpointer(job, redundancy="copy") as ckpt:
+        ckpt.prepare(state)
+        actions: dict[str, Action] = {**beside.of(bytes_of(state)), "save": Saver(ckpt, state)}
+        samples = bench.repeat(actions, before=lambda: change(state))
+    case = f"One tensor of {nbytes >> 20} MiB"
+    bench.rows(
+        row("stall", samples["stall"], both(samples), "stall", case=case),
+        row("committed", samples["save"], both(samples), "committed", case=case),
+    )
+
+
+def growing(bench: Bench, beside: Yardsticks, nbytes: int) -> None:
+    """A job whose state grows by an eighth at every third save, as an optimizer's does, or a cache."""
+    whole = large_state(nbytes)
+    half = len(whole) // 2
+    step = max(1, nbytes // LARGE_NBYTES // 8)
+
+    def job() -> dict[str, float]:
+        found: dict[str, list[float]] = {"grown": [], "grown committed": [], "same": [], "same committed": []}
+        with bench.job("growing") as name, bench.checkpointer(name, redundancy="copy") as ckpt:
+            state = dict(list(whole.items())[:half])
+            ckpt.prepare(state)
+            saver = Saver(ckpt, state)
+            for number in range(1 + GROWS_EVERY * (1 + GROWTHS)):
+                change(state)
+                grows = number > 1 and number % GROWS_EVERY == 1
+                if grows:
+                    state |= dict(list(whole.items())[len(state) : len(state) + step])
+                bench.comm.Barrier()
+                start = time.perf_counter()
+                stall_s = saver()["stall"]
+                if number > GROWS_EVERY:  # of the first ones both slots are new
+                    found["grown" if grows else "same"].append(stall_s)
+                    found["grown committed" if grows else "same committed"].append(time.perf_counter() - start)
+        return {name: float(np.mean(values)) for name, values in found.items()}
+
+    samples = bench.repeat({**beside.of(bytes_of(whole)), "job": job})
+    case = f"A state that grows from {half * 8} to {nbytes >> 20} MiB, by {step} tensors at every {GROWS_EVERY} saves"
+    same = "a save between"
+    bench.rows(
+        row("stall, between", samples["same"], both(samples), case=case),
+        row("stall, grown", samples["grown"], {**both(samples), same: samples["same"]}, case=case,
+            note="training waits until all ranks have made room"),
+        row("committed, between", samples["same committed"], both(samples), case=case),
+        row("committed, grown", samples["grown committed"], {**both(samples), same: samples["same committed"]},
+            case=case),
+    )  # fmt: skip
+
+
+def first(bench: Bench, beside: Yardsticks, nbytes: int) -> None:
+    """Time the first save of a job against its fourth; prepared or not, at once or a while before."""
+    state = large_state(nbytes)
+    pauses = {"unprepared": None, "just prepared": 0.0, "prepared": 8 * nbytes / 1e9}  # eight slots, at 1 GB/s
+    for when, pause_s in pauses.items():
+        actions: dict[str, Action] = {**beside.of(bytes_of(state)), "job": lambda: four(bench, state, pause_s)}  # noqa: B023
+        samples = bench.repeat(actions, before=lambda: change(state))
+        for what in ("stall", "committed"):
+            over = {**both(samples), WARM: samples[f"warm {what}"]}
+            bench.rows(row(f"{what}, {when}", samples[f"first {what}"], over, "first", case="The first save of a job"))
+
+
+def four(bench: Bench, state: State, pause_s: float | None) -> dict[str, float]:
+    """Save four times in a new job; gives times of the first and the last.
+
+    Args:
+        bench: the clock.
+        state: what is saved.
+        pause_s: between `prepare` and the first save; None: not prepared.
+    """
+    with bench.job("first") as job, bench.checkpointer(job, redundancy="copy") as ckpt:
+        if pause_s is not None:
+            ckpt.prepare(state)
+            time.sleep(pause_s)
+        saver, seconds = Saver(ckpt, state), []
+        for _ in range(4):
+            bench.comm.Barrier()
+            start = time.perf_counter()
+            seconds.append({**saver(), "committed": time.perf_counter() - start})
+    return {f"{name} {key}": s[key] for name, s in (("first", seconds[0]), ("warm", seconds[-1])) for key in s}
+
+
+def main() -> None:
+    out, memory, nbytes, repetitions = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
+    bench = Bench(MPI.COMM_WORLD, out, memory, repetitions, warm_up=1)
+    beside = Yardsticks(bench.comm, memory, max(nbytes, SMALL_COUNT * SMALL_NBYTES))
+    bench.header()
+    small(bench, beside)
+    huge(bench, beside, nbytes)
+    growing(bench, beside, nbytes)
+    first(bench, beside, nbytes)
+    beside.free()
+
+
+if __name__ == "__main__":
+    main()
