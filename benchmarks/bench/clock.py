@@ -39,7 +39,7 @@ class Bench:
         warm_up: how often before.
     """
 
-    def __init__(self, comm: MPI.Comm, out: Path, memory: Path, repetitions: int, warm_up: int = WARM_UP):
+    def __init__(self, comm: MPI.Intracomm, out: Path, memory: Path, repetitions: int, warm_up: int = WARM_UP):
         self.comm, self.memory, self.repetitions, self.warm_up = comm, memory, repetitions, warm_up
         self._out = out
 

@@ -18,7 +18,7 @@ def draw(path: Path, rows: Sequence[Row], yardstick: str) -> None:
     import matplotlib
     from matplotlib.figure import Figure
 
-    bars = [one for one in rows if yardstick in one["over"]][:MOST]
+    bars = [one for one in rows if yardstick in one.get("over", ())][:MOST]
     if not bars:
         return
     style = {"svg.fonttype": "none", "svg.hashsalt": "mlflash", "text.color": INK, "axes.edgecolor": INK,

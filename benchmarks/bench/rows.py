@@ -79,4 +79,4 @@ def aims_of(one: Row) -> list[tuple[str, float]]:
 def reached(one: Row) -> bool | None:
     """Whether all its aims are reached; None where it has none."""
     aims = aims_of(one)
-    return all(one["over"][of] <= most for of, most in aims) if aims else None
+    return all(one["over"].get(of, np.inf) <= most for of, most in aims) if aims else None

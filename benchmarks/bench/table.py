@@ -33,33 +33,35 @@ def grids(rows: Sequence[Row]) -> list[Grid]:
 
 def _long(case: str, rows: Sequence[Row]) -> Grid:
     """One row, one line: a column for each yardstick."""
-    yardsticks = list(dict.fromkeys(name for one in rows for name in one["over"]))
+    yardsticks = list(dict.fromkeys(name for one in rows for name in one.get("over", ())))
     has_aims, has_notes = any(map(aims_of, rows)), any(one.get("note") for one in rows)
     heads = ["what", "median, s", *(f"/ {name}" for name in yardsticks)]
     heads += ["aim", "reached"] * has_aims + ["note"] * has_notes
     lines = []
     for one in rows:
-        line = [one["what"], seconds(one["seconds"]), *(ratio(one, name) for name in yardsticks)]
+        line = [one["what"], seconds(one), *(ratio(one, name) for name in yardsticks)]
         line += [aim(one), verdict(one)] * has_aims + [one.get("note", "")] * has_notes
         lines.append(line)
     return Grid(case, heads, lines)
 
 
 def _wide(case: str, rows: Sequence[Row]) -> Grid:
-    """Several times of one thing in a line; the ratios below the seconds."""
+    """Several times of one thing in a line: seconds and ratios; what the ratios of all are over is in the title."""
     columns = list(dict.fromkeys(one.get("column", "") for one in rows))
+    common = [name for name in rows[0].get("over", ()) if all(name in one.get("over", ()) for one in rows)]
     cells: dict[str, dict[str, str]] = {}
     for one in rows:
-        text = [f"{seconds(one['seconds'])} s", *(f"{ratio(one, name)} x {name}" for name in one["over"])]
+        text = [f"{seconds(one)} s"]
+        text += [ratio(one, name) + ("" if name in common else f" x {name}") for name in one.get("over", ())]
         text += [f"aim {aim(one)}: {verdict(one)}"] if aims_of(one) else []
         cells.setdefault(one["what"], {})[one.get("column", "")] = "; ".join(text)
-    return Grid(
-        case, ["what", *columns], [[what, *(of.get(name, "") for name in columns)] for what, of in cells.items()]
-    )
+    lines = [[what, *(of.get(name, "") for name in columns)] for what, of in cells.items()]
+    return Grid(", / ".join([f"{case}: seconds", *common]), ["what", *columns], lines)
 
 
-def seconds(value: float) -> str:
-    return f"{value:.4f}" if value < 1 else f"{value:.3f}"
+def seconds(one: Row) -> str:
+    value = one.get("seconds")
+    return "" if value is None else f"{value:.4f}" if value < 1 else f"{value:.3f}"
 
 
 def number(value: float) -> str:
@@ -68,7 +70,7 @@ def number(value: float) -> str:
 
 def ratio(one: Row, name: str) -> str:
     """Median and quartiles."""
-    if name not in one["over"]:
+    if name not in one.get("over", ()):  # some count, and time nothing
         return ""
     spread = one.get("spread", {}).get(name)
     return number(one["over"][name]) + (f" ({number(spread[0])}–{number(spread[1])})" if spread else "")

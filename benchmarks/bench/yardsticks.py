@@ -30,7 +30,7 @@ class Yardsticks:
         nbytes: of the largest copy.
     """
 
-    def __init__(self, comm: MPI.Comm, memory: Path, nbytes: int):
+    def __init__(self, comm: MPI.Intracomm, memory: Path, nbytes: int):
         self._peer = (comm.rank + 1) % comm.size
         self._target = np.full(nbytes, 1, dtype=np.uint8)
         with tempfile.TemporaryFile(dir=memory) as file:

@@ -67,7 +67,7 @@ def slowdown(bench: Bench, state: Any, disk: Path, step_s: float, quick: bool) -
         COMM.Barrier()
         before = training.steps(window_s)
         directory.mkdir(exist_ok=True)
-        arguments = [directory / str(COMM.rank), str(nbytes), str(rate / COMM.size)]
+        arguments = [str(directory / str(COMM.rank)), str(nbytes), str(rate / COMM.size)]
         writer = subprocess.Popen([sys.executable, "-c", WRITER, *arguments])
         during = training.until(lambda: writer.poll() is not None)  # noqa: B023
         bench.rows(compared(f"a process that writes zeros, {name}", before + training.steps(window_s), during))

@@ -187,7 +187,7 @@ def on_cpu() -> Iterator[None]:
     """Let NVRx work where there is no GPU."""
     warnings.filterwarnings("ignore", module="nvidia_resiliency_ext")  # of what it calls in torch
     torch.cuda.synchronize = lambda device=None: None
-    torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment]
+    torch.cuda.current_device = lambda: torch.device("cpu")
     with _OnCpu():
         yield
 

@@ -176,7 +176,7 @@ def main() -> None:
         actions[text] = protect
         if rebuild is not None:
             actions[f"{text}, rebuild"] = rebuild
-    bench.header(**{"Reed-Solomon by": erasure.library()})
+    bench.header(**{"Reed-Solomon by": erasure.library().split(" (")[0]})
     write(bench, bench.repeat(actions), int(nbytes))
 
 

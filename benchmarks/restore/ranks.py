@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import torch.distributed.checkpoint as dcp
 from bench.aims import MEMCPY
 from bench.clock import Action, Bench
@@ -25,7 +26,7 @@ from mlflash.segment import attach
 from mlflash.slot import Slot
 from mlflash.state import from_bytes
 
-MS = {"1 ms": 1e-3}
+MS = {"1 ms": np.array(1e-3)}
 Work = Callable[[Checkpointer], dict[str, float]]
 
 

@@ -50,14 +50,15 @@ class Training:
     def _end(self, *args: Any) -> None:
         self.waited_s = time.perf_counter() - self._asked
 
-    def last(self, seconds: float) -> int:
+    def lasting(self, seconds: float) -> int:
         """Choose the batch so that forward and backward take about so long; gives its size."""
+        size = 1
         for _ in range(4):
             start = time.perf_counter()
             self.compute()
             took = time.perf_counter() - start
-            size = min(4096, max(1, round(self._batch.shape[0] * seconds / took)))
-            self._batch = torch.randn(size, self._batch.shape[1])
+            size = min(4096, max(1, round(size * seconds / took)))
+            self.resize(size)
         return size
 
     def resize(self, size: int) -> None:
@@ -103,7 +104,7 @@ def main() -> None:
     pieces = bytes_of(training.tensors())
     beside = Yardsticks(comm, memory, sum(piece.nbytes for piece in pieces))
     copies_s = np.median(bench.repeat({MEMCPY: lambda: beside.memcpy(pieces)})[MEMCPY])
-    training.resize(comm.allreduce(training.last(COPIES * float(copies_s)), MPI.MAX))
+    training.resize(comm.allreduce(training.lasting(COPIES * float(copies_s)), MPI.MAX))
 
     def plain() -> None:
         training.compute()

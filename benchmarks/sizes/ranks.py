@@ -17,6 +17,7 @@ from mpi4py import MPI
 
 SMALL_COUNT, SMALL_NBYTES = 3000, 4096
 GROWS_EVERY, GROWTHS = 3, 3
+GROWN, NEXT, SAME = "grown", "the next", "the third"  # saves from one growth to the next
 
 
 def small(bench: Bench, beside: Yardsticks) -> None:
@@ -55,41 +56,39 @@ def huge(bench: Bench, beside: Yardsticks, nbytes: int) -> None:
 
 
 def growing(bench: Bench, beside: Yardsticks, nbytes: int) -> None:
-    """A job whose state grows by an eighth at every third save, as an optimizer's does, or a cache."""
-    whole = large_state(nbytes)
-    half = len(whole) // 2
-    step = max(1, nbytes // LARGE_NBYTES // 8)
+    """A job whose state grows at every third save, as an optimizer's does in its first steps, or a cache."""
+    begins = nbytes // LARGE_NBYTES // 2
+    by = max(1, begins // GROWTHS - 1)
+    whole = large_state((begins + GROWTHS * by) * LARGE_NBYTES)
 
     def job() -> dict[str, float]:
-        found: dict[str, list[float]] = {"grown": [], "grown committed": [], "same": [], "same committed": []}
+        found: dict[str, list[float]] = {}
         with bench.job("growing") as name, bench.checkpointer(name, redundancy="copy") as ckpt:
-            state = dict(list(whole.items())[:half])
+            state = dict(list(whole.items())[:begins])
             ckpt.prepare(state)
             saver = Saver(ckpt, state)
-            for number in range(1 + GROWS_EVERY * (1 + GROWTHS)):
+            for number in range(GROWS_EVERY * (1 + GROWTHS)):
                 change(state)
-                grows = number > 1 and number % GROWS_EVERY == 1
-                if grows:
-                    state |= dict(list(whole.items())[len(state) : len(state) + step])
+                if number % GROWS_EVERY == 0 and number:
+                    state |= dict(list(whole.items())[len(state) : len(state) + by])
                 bench.comm.Barrier()
                 start = time.perf_counter()
                 stall_s = saver()["stall"]
-                if number > GROWS_EVERY:  # of the first ones both slots are new
-                    found["grown" if grows else "same"].append(stall_s)
-                    found["grown committed" if grows else "same committed"].append(time.perf_counter() - start)
+                committed_s = time.perf_counter() - start
+                if number >= GROWS_EVERY:  # the first ones are those of a new job
+                    which = (GROWN, NEXT, SAME)[number % GROWS_EVERY]
+                    found.setdefault(f"stall, {which}", []).append(stall_s)
+                    found.setdefault(f"committed, {which}", []).append(committed_s)
         return {name: float(np.mean(values)) for name, values in found.items()}
 
     samples = bench.repeat({**beside.of(bytes_of(whole)), "job": job})
-    case = f"A state that grows from {half * 8} to {nbytes >> 20} MiB, by {step} tensors at every {GROWS_EVERY} saves"
-    same = "a save between"
-    bench.rows(
-        row("stall, between", samples["same"], both(samples), case=case),
-        row("stall, grown", samples["grown"], {**both(samples), same: samples["same"]}, case=case,
-            note="training waits until all ranks have made room"),
-        row("committed, between", samples["same committed"], both(samples), case=case),
-        row("committed, grown", samples["grown committed"], {**both(samples), same: samples["same committed"]},
-            case=case),
-    )  # fmt: skip
+    case = f"A state of {begins * 8} MiB that grows by {by * 8} MiB at every third save; mean of {GROWTHS}"
+    notes = {GROWN: "room is made by all ranks, which training waits for", NEXT: "into the other slot"}
+    for what in ("stall", "committed"):
+        over = {**both(samples), "that of the third": samples[f"{what}, {SAME}"]}
+        for which in (GROWN, NEXT, SAME):
+            note = notes.get(which, "")
+            bench.rows(row(f"{what}, {which}", samples[f"{what}, {which}"], over, case=case, note=note))
 
 
 def first(bench: Bench, beside: Yardsticks, nbytes: int) -> None:

@@ -1,0 +1,65 @@
+"""Results of all questions → RESULTS.md."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from .aims import AIMS, Aim
+from .launch import HOME
+from .results import Result
+from .rows import Row, aims_of
+from .table import Grid, grids, header_in_words, markdown, ratio, verdict
+from .why_not import NOT_MEASURED, why_not
+
+QUICK = "**A quick run, which only shows that everything works. Not to be kept as RESULTS.md.**\n"
+HEADS = ["what", "best of others", "aim", "measured", "median (quartiles)", "reached", "why not"]
+
+
+def report(header: Mapping[str, Any], results: Mapping[str, Result], missing: Mapping[str, str], quick: bool) -> str:
+    """Write all of it.
+
+    Args:
+        header: of the whole run.
+        results: by question.
+        missing: why a question has none, by question.
+        quick: whether the numbers are worth nothing.
+    """
+    rows = [(question, one) for question, result in results.items() for one in result.rows]
+    parts = [
+        "# Results\n",
+        "Written by `make bench` (benchmarks/run_all.py), not by hand. Ratios are made within one repetition of one "
+        "run; given are their median and quartiles. What each question means, and how it is measured, is in the "
+        "README.md of its folder.\n",
+        *([QUICK] if quick else []),
+        header_in_words(header),
+        "## What was to be reached\n",
+        markdown(Grid("", HEADS, list(aims(rows, missing)))),
+    ]
+    for question, result in results.items():
+        parts += [f"## {question}\n", header_in_words(result.header)]
+        if (HOME / question / "plot.svg").exists() and not quick:
+            parts.append(f"![plot]({question}/plot.svg)\n")
+        parts += map(markdown, grids(result.rows))
+    parts += [f"## {question}\n\n{why}\n" for question, why in missing.items()]
+    return "\n".join(parts)
+
+
+def aims(rows: Sequence[tuple[str, Row]], missing: Mapping[str, str]) -> Iterable[list[str]]:
+    """A line for each row that shows an aim; one for an aim that none shows."""
+    for name, one in AIMS.items():
+        first = [one.what, one.peer, in_words(one)]
+        shown = [(question, row) for question, row in rows if row.get("shows") == name]
+        if not shown:
+            why = NOT_MEASURED.get(name) or missing.get(one.question) or "no row of this run shows it"
+            yield [*first, "not measured", "", "", why]
+        for question, row in shown:
+            what = f"{question}: " + ", ".join(filter(None, (row.get("case"), row["what"])))
+            figures = "; ".join(f"{ratio(row, of)} x {of}" for of, _ in aims_of(row))
+            good = verdict(row)
+            yield [*first, what, figures, good, "" if good == "yes" else why_not(row)]
+            first = ["", "", ""]
+
+
+def in_words(aim: Aim) -> str:
+    return f"≤ {aim.most:g} x {aim.over}"

@@ -1,0 +1,118 @@
+"""Run every benchmark that has a folder, one after the other, and write benchmarks/RESULTS.md.
+
+    python benchmarks/run_all.py [--only NAME ...] [--quick] [--out FILE]
+
+Each question is a program of its own (benchmarks/NAME/run.py) with a time limit of its own; its README.md gets
+the tables, and its folder plot.svg.
+Its numbers are kept in benchmarks/results, which is not under version control: with --only the others' are taken from
+there where they are of the same commit, so that a long run can be made in pieces (--only alone runs nothing).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from bench.launch import HOME  # noqa: E402
+from bench.report import report  # noqa: E402
+from bench.results import KEPT, Result, commit, fill_readme, machine, read  # noqa: E402
+
+FIRST = ("save", "sizes", "restore", "dcp", "megatron", "parity", "drain", "transport", "peers", "scale")
+LIMIT_S, QUICK_LIMIT_S = 300.0, 200.0  # of a question; its ranks have less
+END_S = 20.0  # between SIGTERM and SIGKILL
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="*", metavar="NAME", help="these questions; default: all")
+    parser.add_argument("--quick", action="store_true", help="see whether all works; does not write RESULTS.md")
+    parser.add_argument("--out", type=Path, help="instead of benchmarks/RESULTS.md")
+    args = parser.parse_args()
+    known = questions()
+    if unknown := set(args.only or ()) - set(known):
+        parser.error(f"no such question: {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+    out = args.out or (None if args.quick else HOME / "RESULTS.md")
+    if args.quick and out is not None and out.resolve() == HOME / "RESULTS.md":
+        parser.error("a quick run must not be kept as RESULTS.md")
+    chosen = known if args.only is None else args.only
+    before, start, status = os.getloadavg()[0], time.monotonic(), 0
+    results: dict[str, Result] = {}
+    missing: dict[str, str] = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch) if args.quick else KEPT
+        for name in known:
+            file = folder / f"{name}.json"
+            if name in chosen:
+                file.unlink(missing_ok=True)
+                why = run(name, file, args.quick)
+                status |= bool(why)
+                missing |= {name: why} if why else {}
+            if name in chosen or is_current(file):
+                results |= {name: read(file)} if file.exists() else {}
+            if name not in results:
+                missing.setdefault(name, "Not run.")
+    header = {**machine(), "load average before": before, "load average after": os.getloadavg()[0],
+              "seconds": round(sum(result.header.get("seconds", 0) for result in results.values()))}  # fmt: skip
+    print(f"{time.monotonic() - start:.0f} s")
+    for name, why in missing.items():
+        print(f"{name}: {why}")
+    if out is not None:
+        out.write_text(report(header, results, missing, args.quick))
+    if args.quick:
+        print("A quick run: its numbers must not be kept as RESULTS.md.")
+    return status
+
+
+def questions() -> list[str]:
+    """Name the folders that have a run.py, the first ones first."""
+    found = sorted(path.parent.name for path in HOME.glob("*/run.py"))
+    return sorted(found, key=lambda name: FIRST.index(name) if name in FIRST else len(FIRST))
+
+
+def run(name: str, file: Path, quick: bool) -> str:
+    """Ask a question; says what went wrong. What it found until then is kept."""
+    file.parent.mkdir(exist_ok=True)
+    script, plot = HOME / name / "run.py", HOME / name / "plot.svg"
+    arguments = ["--json", str(file), *(["--quick"] if quick else ["--plot", str(plot)])]
+    print(f"--- {name}", flush=True)
+    start, limit_s = time.monotonic(), QUICK_LIMIT_S if quick else LIMIT_S
+    running = subprocess.Popen([sys.executable, str(script), *arguments], stdin=subprocess.DEVNULL)
+    try:
+        status = running.wait(limit_s)
+        why = f"run.py ended with exit status {status}." if status else ""
+    except subprocess.TimeoutExpired:
+        why = f"It was not done after {limit_s:g} s."
+    finally:
+        end(running)
+    print(f"--- {name}: {time.monotonic() - start:.0f} s {why}", flush=True)
+    readme = script.with_name("README.md")
+    if file.exists() and readme.exists() and not quick and not why:
+        fill_readme(readme, read(file))
+    return why
+
+
+def end(running: subprocess.Popen[bytes]) -> None:
+    if running.poll() is None:
+        running.terminate()  # it then ends its ranks
+        try:
+            running.wait(END_S)
+        except subprocess.TimeoutExpired:
+            running.kill()
+            running.wait()
+
+
+def is_current(file: Path) -> bool:
+    """Whether what was kept is of this very commit."""
+    now = commit()
+    return file.exists() and bool(now) and not now.endswith("+") and read(file).header.get("commit") == now
+
+
+if __name__ == "__main__":
+    sys.exit(main())
