@@ -12,7 +12,7 @@
 #   make slurm           jobs of a real Slurm on such nodes (Debian's slurm-wlm, munge, libpmix2)
 #   make chaos           MINUTES=10 SEED=1: a training job killed at random moments until it ends
 #   make lint type       ruff, codespell, shellcheck; mypy --strict
-#   make bench           benchmarks/save_restore, parity, dcp, megatron and drain; benchmarks/scale on simulated ranks
+#   make bench           every question of benchmarks/, one after the other, and benchmarks/RESULTS.md: a quarter of an hour
 #   make clean           remove the environments and reports
 
 MPI ?= mpich
@@ -142,11 +142,7 @@ type: $(VENV)/.dependencies
 	$(BIN)/mypy
 
 bench: $(VENV)/.installed
-	$(BIN)/python benchmarks/save_restore.py
-	$(BIN)/python benchmarks/parity.py
-	$(BIN)/python benchmarks/dcp.py
-	$(BIN)/python benchmarks/megatron.py
-	$(BIN)/python benchmarks/drain.py
+	$(BIN)/python benchmarks/run_all.py
 	$(BIN)/python benchmarks/scale/run.py
 
 clean:

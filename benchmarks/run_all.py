@@ -57,7 +57,7 @@ def main() -> int:
             if name in chosen or is_current(file):
                 results |= {name: read(file)} if file.exists() else {}
             if name not in results:
-                missing.setdefault(name, "Not run.")
+                missing.setdefault(name, "not run")
     header = {**machine(), "load average before": before, "load average after": os.getloadavg()[0],
               "seconds": round(sum(result.header.get("seconds", 0) for result in results.values()))}  # fmt: skip
     print(f"{time.monotonic() - start:.0f} s")
@@ -86,9 +86,9 @@ def run(name: str, file: Path, quick: bool) -> str:
     running = subprocess.Popen([sys.executable, str(script), *arguments], stdin=subprocess.DEVNULL)
     try:
         status = running.wait(limit_s)
-        why = f"run.py ended with exit status {status}." if status else ""
+        why = f"run.py ended with exit status {status}" if status else ""
     except subprocess.TimeoutExpired:
-        why = f"It was not done after {limit_s:g} s."
+        why = f"it was not done after {limit_s:g} s"
     finally:
         end(running)
     print(f"--- {name}: {time.monotonic() - start:.0f} s {why}", flush=True)

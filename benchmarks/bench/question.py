@@ -17,7 +17,7 @@ from .results import Result, fill_readme, keep, machine
 from .rows import Row
 from .table import show
 
-OUTPUTS = ("json", "plot", "readme")
+UNTOLD = ("json", "plot", "readme", "timeout_s")
 
 
 class Part(NamedTuple):
@@ -81,7 +81,11 @@ def run(
     header = machine()
     for line in lines:
         header |= {} if "what" in line else line
-    header |= {name.replace("_", " "): _plain(value) for name, value in vars(args).items() if name not in OUTPUTS}
+    header |= {
+        name.replace("_", " "): _plain(value)
+        for name, value in vars(args).items()
+        if name not in UNTOLD and value is not False
+    }
     header |= {"load average before": before, "load average after": os.getloadavg()[0],
                "seconds": round(time.monotonic() - start), "went wrong": "; ".join(ended)}  # fmt: skip
     show({name: value for name, value in header.items() if value != ""}, rows)

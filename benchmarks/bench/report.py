@@ -25,6 +25,8 @@ def report(header: Mapping[str, Any], results: Mapping[str, Result], missing: Ma
         missing: why a question has none, by question.
         quick: whether the numbers are worth nothing.
     """
+    asked = {one.question for one in AIMS.values()} - set(results)
+    missing = {**{question: f"`{question}` was not asked" for question in asked}, **missing}
     rows = [(question, one) for question, result in results.items() for one in result.rows]
     parts = [
         "# Results\n",
@@ -41,7 +43,7 @@ def report(header: Mapping[str, Any], results: Mapping[str, Result], missing: Ma
         if (HOME / question / "plot.svg").exists() and not quick:
             parts.append(f"![plot]({question}/plot.svg)\n")
         parts += map(markdown, grids(result.rows))
-    parts += [f"## {question}\n\n{why}\n" for question, why in missing.items()]
+    parts += [f"## {question}\n\n{why}.\n" for question, why in missing.items() if question not in results]
     return "\n".join(parts)
 
 

@@ -41,9 +41,9 @@ def machine() -> dict[str, Any]:
 
 
 def commit() -> str:
-    """Name the commit; with a + where the code differs from it; "" where there is no git."""
+    """Name the commit that changed the code last; with a + where there are changes since; "" where there is no git."""
     try:
-        name = _git("rev-parse", "--short=10", "HEAD")
+        name = _git("log", "-1", "--abbrev=10", "--format=%h", "--", *CODE)
         return name + ("+" if _git("status", "--porcelain", "--", *CODE) else "")
     except (OSError, subprocess.SubprocessError):
         return ""

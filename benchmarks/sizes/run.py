@@ -39,7 +39,7 @@ def main() -> int:
 
 
 def is_stall(row: Row) -> bool:
-    return "stall" in row["what"] or "step" in row["what"]
+    return "stall" in row["what"] or row["what"].startswith("steps")
 
 
 if __name__ == "__main__":
