@@ -26,7 +26,7 @@ def report(header: Mapping[str, Any], results: Mapping[str, Result], missing: Ma
         quick: whether the numbers are worth nothing.
     """
     asked = {one.question for one in AIMS.values()} - set(results)
-    missing = {**{question: f"`{question}` was not asked" for question in asked}, **missing}
+    missing = {**{question: f"`{question}` was not asked" for question in sorted(asked)}, **missing}
     rows = [(question, one) for question, result in results.items() for one in result.rows]
     parts = [
         "# Results\n",
