@@ -8,8 +8,8 @@ from typing import Any
 from .aims import AIMS, Aim
 from .launch import HOME
 from .results import Result
-from .rows import Row, aims_of
-from .table import Grid, grids, header_in_words, markdown, ratio, verdict
+from .rows import Row
+from .table import Grid, grids, header_in_words, markdown, ratio
 from .why_not import NOT_MEASURED, why_not
 
 QUICK = "**A quick run, which only shows that everything works. Not to be kept as RESULTS.md.**\n"
@@ -57,9 +57,9 @@ def aims(rows: Sequence[tuple[str, Row]], missing: Mapping[str, str]) -> Iterabl
             yield [*first, "not measured", "", "", why]
         for question, row in shown:
             what = f"{question}: " + ", ".join(filter(None, (row.get("case"), row["what"])))
-            figures = "; ".join(f"{ratio(row, of)} x {of}" for of, _ in aims_of(row))
-            good = verdict(row)
-            yield [*first, what, figures, good, "" if good == "yes" else why_not(row)]
+            good = row["over"][one.over] <= one.most  # a row may have further aims, which are not the design's
+            figures = f"{ratio(row, one.over)} x {one.over}"
+            yield [*first, what, figures, "yes" if good else "no", "" if good else why_not(row)]
             first = ["", "", ""]
 
 

@@ -1,7 +1,7 @@
 """What each of two ranks does that saves at every step, while the courier still works on the save before.
 
-A step computes for as long as a memcpy of the state takes; a commit takes longer. What training does then,
-``when_busy`` says: wait for a slot, or skip the save.
+A step computes for as long as a memcpy of the state takes, and changes it all; a commit takes longer. What training
+does then, ``when_busy`` says: wait for a slot, or skip the save.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from mpi4py import MPI
 
 from mlflash import Checkpointer
 
-STEPS = 12
+STEPS = 8
 WITHOUT = "steps without saves"
 
 
