@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -35,6 +36,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="see whether all works; does not write RESULTS.md")
     parser.add_argument("--out", type=Path, help="instead of benchmarks/RESULTS.md")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # the question that runs is ended too
     known = questions()
     if unknown := set(args.only or ()) - set(known):
         parser.error(f"no such question: {', '.join(sorted(unknown))}; there are {', '.join(known)}")

@@ -1,6 +1,6 @@
 """What PyTorch DCP costs training through mlflash and through files in /dev/shm, as multiples of a memcpy.
 
-    python benchmarks/dcp/run.py [--ranks 2] [--mib 4] [--small 3000] [--repetitions 5] [--quick] [--json FILE] ...
+    python benchmarks/dcp/run.py [--ranks 2] [--mib 4] [--small 3000] [--repetitions 3] [--quick] [--json FILE] ...
 
 Starts itself under mpiexec, each rank an emulated node of its own; ranks.py holds what they do. What is loaded is
 compared bit by bit with what was saved.
@@ -24,7 +24,7 @@ from bench.rows import Row  # noqa: E402
 
 
 def main() -> int:
-    parser = parser_of(__doc__, timeout_s=240, repetitions=5)
+    parser = parser_of(__doc__, timeout_s=240, repetitions=3)
     parser.add_argument("--ranks", type=int, default=2, help="2 or more")
     parser.add_argument("--large", type=int, default=64, help="how many large tensors")
     parser.add_argument("--mib", type=int, default=4, help="MiB of each large tensor on each rank")
