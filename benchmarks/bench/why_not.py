@@ -19,7 +19,7 @@ NOT_REACHED: dict[tuple[str, str], str] = {
     ("first", "stall, just prepared"): "prepare(state) faults the pages in behind, and the save comes before it is "
     "through",
     ("first", "committed, just prepared"): "as its stall",
-    ("dcp", "3000"): "thousands of small tensors cost DCP's and Python's handling of each, not their bytes",
+    ("dcp", "1000"): "many small tensors cost DCP's and Python's handling of each, not their bytes",
 }
 
 

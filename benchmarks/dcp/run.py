@@ -1,6 +1,6 @@
 """What PyTorch DCP costs training through mlflash and through files in /dev/shm, as multiples of a memcpy.
 
-    python benchmarks/dcp/run.py [--ranks 2] [--mib 4] [--small 3000] [--repetitions 3] [--quick] [--json FILE] ...
+    python benchmarks/dcp/run.py [--ranks 2] [--mib 4] [--small 1000] [--repetitions 3] [--quick] [--json FILE] ...
 
 Starts itself under mpiexec, each rank an emulated node of its own; ranks.py holds what they do. What is loaded is
 compared bit by bit with what was saved.
@@ -28,7 +28,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=2, help="2 or more")
     parser.add_argument("--large", type=int, default=64, help="how many large tensors")
     parser.add_argument("--mib", type=int, default=4, help="MiB of each large tensor on each rank")
-    parser.add_argument("--small", type=int, default=3000, help="how many small tensors")
+    parser.add_argument("--small", type=int, default=1000, help="how many small tensors")
     args = parser.parse_args()
     if args.ranks < 2:
         parser.error("--ranks must be 2 or more")
