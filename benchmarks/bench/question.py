@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from .results import Result, fill_readme, keep, machine
 from .rows import Row
 from .table import show
 
-UNTOLD = ("json", "plot", "readme", "timeout_s")
+UNTOLD = ("json", "plot", "readme", "timeout_s", "again", "list")
 
 
 class Part(NamedTuple):
@@ -36,16 +36,32 @@ class Part(NamedTuple):
     per_node: int = 1
 
 
-def parser_of(doc: str | None, timeout_s: float, repetitions: int) -> argparse.ArgumentParser:
-    """Make a parser with the arguments that all questions take."""
+def parser_of(doc: str | None, timeout_s: float | None, repetitions: int | None) -> argparse.ArgumentParser:
+    """Make a parser with the arguments that all questions take; None: those that this one has no use for."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repetitions", type=int, default=repetitions, help="how often; the median counts")
-    parser.add_argument("--timeout-s", type=float, default=timeout_s, help="the ranks are killed after so many seconds")
+    if repetitions is not None:
+        parser.add_argument("--repetitions", type=int, default=repetitions, help="how often; the median counts")
+    if timeout_s is not None:
+        parser.add_argument("--timeout-s", type=float, default=timeout_s, help="ranks are killed after so many seconds")
     parser.add_argument("--quick", action="store_true", help="small and few: see whether it works, in under 30 s")
     parser.add_argument("--json", type=Path, help="write all numbers to this file")
     parser.add_argument("--plot", type=Path, help="draw the ratios to this file (needs matplotlib)")
     parser.add_argument("--readme", action="store_true", help="write table and plot into the folder of the question")
     return parser
+
+
+class Begun(NamedTuple):
+    """When a question was begun, by the monotonic clock, and under which load."""
+
+    start_s: float
+    load: float
+
+
+def begin(args: argparse.Namespace) -> Begun:
+    """Take note of both, before anything is timed."""
+    if args.readme and args.quick:
+        sys.exit("a quick run is not worth being written down: --readme without --quick")
+    return Begun(time.monotonic(), os.getloadavg()[0])
 
 
 def run(
@@ -65,41 +81,69 @@ def run(
     Returns:
         The exit status.
     """
-    folder = Path(sys.argv[0]).resolve().parent
-    if args.readme and args.quick:
-        sys.exit("a quick run is not worth being written down: --readme without --quick")
-    before, start = os.getloadavg()[0], time.monotonic()
+    begun = begin(args)
     lines: list[dict[str, Any]] = []
     ended: list[str] = []
     for part in parts:
-        left_s = args.timeout_s - (time.monotonic() - start)
+        left_s = args.timeout_s - (time.monotonic() - begun.start_s)
         arguments = list(map(str, part.arguments))
         why, found = launch(part.ranks, part.script, arguments, max(1.0, left_s), part.per_node)
         lines += found
-        ended += [why] * bool(why)
+        ended += [f"{why}; the table ends where its ranks did"] * bool(why)
     rows: list[Row] = [line for line in lines if "what" in line]  # type: ignore[misc]
-    header = machine()
+    said: dict[str, Any] = {}
     for line in lines:
-        header |= {} if "what" in line else line
-    header |= {
-        name.replace("_", " "): _plain(value)
-        for name, value in vars(args).items()
-        if name not in UNTOLD and value is not False
-    }
-    header |= {"load average before": before, "load average after": os.getloadavg()[0],
-               "seconds": round(time.monotonic() - start), "went wrong": "; ".join(ended)}  # fmt: skip
+        said |= {} if "what" in line else line
+    return finish(args, begun, said, rows, ended, lambda path: draw(path, list(filter(drawn, rows)), yardstick))
+
+
+def finish(
+    args: argparse.Namespace,
+    begun: Begun,
+    said: Mapping[str, Any],
+    rows: Sequence[Row],
+    wrong: Sequence[str],
+    plot: Callable[[Path], object],
+) -> int:
+    """Print what was found, draw it and keep it.
+
+    Args:
+        args: from `parser_of`.
+        begun: from `begin`.
+        said: what else belongs into the header.
+        rows: what was found.
+        wrong: what did not run, or contradicts something.
+        plot: draws into a file.
+
+    Returns:
+        The exit status.
+    """
+    folder = Path(sys.argv[0]).resolve().parent
+    header = (
+        machine()
+        | dict(said)
+        | {
+            name.replace("_", " "): _plain(value)
+            for name, value in vars(args).items()
+            if name not in UNTOLD and value is not False and value is not None
+        }
+    )
+    header |= {"load average before": begun.load, "load average after": os.getloadavg()[0],
+               "seconds": round(time.monotonic() - begun.start_s), "went wrong": "; ".join(wrong)}  # fmt: skip
     show({name: value for name, value in header.items() if value != ""}, rows)
     if args.json is not None:
         keep(args.json, header, rows)
-    plot = folder / "plot.svg" if args.readme else args.plot
-    if plot is not None:
-        draw(plot, [row for row in rows if drawn(row)], yardstick)
+    path = folder / "plot.svg" if args.readme else args.plot
+    if path is not None:
+        plot(path)
     if args.readme:
-        fill_readme(folder / "README.md", Result(header, rows))
-    for why in ended:
-        print(f"{folder.name}: {why}; the table ends where its ranks did", file=sys.stderr)
-    return 1 if ended or not rows else 0
+        fill_readme(folder / "README.md", Result(header, list(rows)))
+    for why in wrong:
+        print(f"{folder.name}: {why}", file=sys.stderr)
+    return 1 if wrong or not rows else 0
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(str, value))
     return value if isinstance(value, (bool, int, float, str)) else str(value)

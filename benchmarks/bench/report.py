@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -57,8 +58,9 @@ def aims(rows: Sequence[tuple[str, Row]], missing: Mapping[str, str]) -> Iterabl
             yield [*first, "not measured", "", "", why]
         for question, row in shown:
             what = f"{question}: " + ", ".join(filter(None, (row.get("case"), row["what"])))
-            good = row["over"][one.over] <= one.most  # a row may have further aims, which are not the design's
-            figures = f"{ratio(row, one.over)} x {one.over}"
+            # A row may have further aims, which are not the design's; and none of it where it never came to an end.
+            good = row.get("over", {}).get(one.over, math.inf) <= one.most
+            figures = f"{ratio(row, one.over)} x {one.over}" if row.get("over") else row.get("note", "")
             yield [*first, what, figures, "yes" if good else "no", "" if good else why_not(row)]
             first = ["", "", ""]
 

@@ -26,7 +26,7 @@ class Row(TypedDict, total=False):
         shows: which aim of bench/aims.py it is measured against.
         case: which table it belongs to; "": there is one only.
         column: of a table that has several times in a line.
-        note: what else there is to say.
+        note: what else there is to say; all that a row has which never ended, or failed.
     """
 
     what: str
@@ -79,4 +79,4 @@ def aims_of(one: Row) -> list[tuple[str, float]]:
 def reached(one: Row) -> bool | None:
     """Whether all its aims are reached; None where it has none."""
     aims = aims_of(one)
-    return all(one["over"].get(of, np.inf) <= most for of, most in aims) if aims else None
+    return all(one.get("over", {}).get(of, np.inf) <= most for of, most in aims) if aims else None

@@ -48,15 +48,18 @@ def _long(case: str, rows: Sequence[Row]) -> Grid:
 def _wide(case: str, rows: Sequence[Row]) -> Grid:
     """Several times of one thing in a line: seconds and ratios; what the ratios of all are over is in the title."""
     columns = list(dict.fromkeys(one.get("column", "") for one in rows))
-    common = [name for name in rows[0].get("over", ()) if all(name in one.get("over", ()) for one in rows)]
+    timed = [one["over"] for one in rows if one.get("over")]  # some count, or never came to an end
+    common = [name for name in timed[0] if all(name in over for over in timed)] if timed else []
     cells: dict[str, dict[str, str]] = {}
     for one in rows:
-        text = [f"{seconds(one)} s"]
+        text = [f"{seconds(one)} s"] if "seconds" in one else []
         text += [ratio(one, name) + ("" if name in common else f" x {name}") for name in one.get("over", ())]
         text += [f"aim {aim(one)}: {verdict(one)}"] if aims_of(one) else []
+        text += [one["note"]] if one.get("note") else []
         cells.setdefault(one["what"], {})[one.get("column", "")] = "; ".join(text)
     lines = [[what, *(of.get(name, "") for name in columns)] for what, of in cells.items()]
-    return Grid(", / ".join([f"{case}: seconds", *common]), ["what", *columns], lines)
+    seconds_of = f"{case}: seconds" if any("seconds" in one for one in rows) else case
+    return Grid(", / ".join([seconds_of, *common]), ["what", *columns], lines)
 
 
 def seconds(one: Row) -> str:
