@@ -145,5 +145,5 @@ def finish(
 
 def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
-        return ", ".join(map(str, value))
+        return "; ".join(map(str, value))
     return value if isinstance(value, (bool, int, float, str)) else str(value)

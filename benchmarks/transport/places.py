@@ -8,15 +8,15 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from mlflash.demo.launch import find_mpiexec, mpiexec
+from bench.launch import HOME, launch
 
-HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parents[1] / "tests"))  # the project's model of several nodes
+from mlflash.demo.launch import find_mpiexec
+
+sys.path.insert(0, str(HOME.parent / "tests"))  # the project's model of several nodes
 
 from cluster.nodes import HEAD, TOOLS, Nodes  # noqa: E402
 
@@ -30,7 +30,8 @@ NETMODS = {
     },
     "openmpi": {"ob1": {"OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "self,sm,tcp", "OMPI_MCA_osc": "^ucx"}},
 }
-Launch = Callable[[Path, list[str], float], tuple[str, list[dict[str, Any]]]]
+Lines = list[dict[str, Any]]
+Launch = Callable[[Path, list[str], float], tuple[str, Lines]]
 """Runs a script with arguments (after a file for lines of JSON and a directory in memory) on two ranks, at most so
 many seconds; returns what went wrong ("": nothing) and the lines."""
 
@@ -44,18 +45,8 @@ def places() -> dict[str, Callable[[], contextlib.AbstractContextManager[Launch]
     return found
 
 
-@contextlib.contextmanager
-def _one_host() -> Iterator[Launch]:
-    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="mlflash-bench-") as memory:
-
-        def launch(script: Path, arguments: list[str], timeout_s: float) -> tuple[str, list[dict[str, Any]]]:
-            out = Path(memory, "out.jsonl")
-            out.unlink(missing_ok=True)
-            env = {**_environment(), "MLFLASH_RANKS_PER_NODE": "1"}
-            command, env = mpiexec(2, _argv(script, out, memory, arguments), env)
-            return _run(command, env, timeout_s), _lines(out)
-
-        yield launch
+def _one_host() -> contextlib.AbstractContextManager[Launch]:
+    return contextlib.nullcontext(lambda script, arguments, timeout_s: launch(2, script, arguments, timeout_s))
 
 
 def _two_nodes_over(environment: Mapping[str, str]) -> Callable[[], contextlib.AbstractContextManager[Launch]]:
@@ -63,21 +54,22 @@ def _two_nodes_over(environment: Mapping[str, str]) -> Callable[[], contextlib.A
     def two_nodes() -> Iterator[Launch]:
         with Nodes(HOSTS, shm="4g") as nodes:
 
-            def launch(script: Path, arguments: list[str], timeout_s: float) -> tuple[str, list[dict[str, Any]]]:
+            def launch_on_nodes(script: Path, arguments: list[str], timeout_s: float) -> tuple[str, Lines]:
                 out = nodes.path / "out.jsonl"
                 out.unlink(missing_ok=True)
-                env = {**_environment(), **environment, "OMP_NUM_THREADS": "1"}
+                path = os.pathsep.join(filter(None, (str(HOME), os.environ.get("PYTHONPATH"))))
+                env = {**environment, "PYTHONPATH": path, "PYTHONWARNINGS": "error", "OMP_NUM_THREADS": "1"}
                 assignments = [f"{name}={value}" for name, value in env.items()]
-                argv = _argv(script, out, "/dev/shm", arguments)
+                argv = [sys.executable, "-m", "mpi4py", str(script), str(out), "/dev/shm", *arguments]
                 command = nodes.command(HEAD, [*_mpiexec(nodes), "env", *assignments, *argv])
                 try:
-                    return _run(command, {**os.environ}, timeout_s), _lines(out)
+                    return _run(command, timeout_s), _lines(out)
                 finally:
                     nodes.stop_all()
                     for name in HOSTS:
                         nodes.run(name, "find", "/dev/shm", "-mindepth", "1", "-delete")
 
-            yield launch
+            yield launch_on_nodes
 
     return two_nodes
 
@@ -91,18 +83,9 @@ def _mpiexec(nodes: Nodes) -> list[str]:
     return [path, "-launcher", "ssh", "-launcher-exec", shell, "-hosts", hosts, "-n", "2"]
 
 
-def _argv(script: Path, out: Path, memory: str, arguments: list[str]) -> list[str]:
-    return [sys.executable, "-m", "mpi4py", str(script), str(out), memory, *arguments]
-
-
-def _environment() -> dict[str, str]:
-    path = os.pathsep.join(filter(None, (str(HERE.parents[1]), os.environ.get("PYTHONPATH"))))
-    return {"PYTHONPATH": path, "PYTHONWARNINGS": "error"}
-
-
-def _run(command: list[str], env: Mapping[str, str], timeout_s: float) -> str:
+def _run(command: list[str], timeout_s: float) -> str:
     nothing = subprocess.DEVNULL
-    running = subprocess.Popen(command, env=env, stdin=nothing, stdout=nothing, stderr=subprocess.PIPE,
+    running = subprocess.Popen(command, stdin=nothing, stdout=nothing, stderr=subprocess.PIPE,
                                start_new_session=True, text=True, errors="replace")  # fmt: skip
     try:
         _, said = running.communicate(timeout=timeout_s)
@@ -119,5 +102,5 @@ def _run(command: list[str], env: Mapping[str, str], timeout_s: float) -> str:
                 running.wait(KILL_S)
 
 
-def _lines(out: Path) -> list[dict[str, Any]]:
+def _lines(out: Path) -> Lines:
     return [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from bench.results import read  # noqa: E402
+from bench.rows import Row  # noqa: E402
 
 YARDSTICK = "memcpy + Sendrecv"
 COLORS = {"idle": "#2a9d5c", "python": "#d9822b", "matmul": "#3f7fd0"}
 GREY = "#808080"
 
 
-def draw(header: dict[str, Any], rows: list[dict[str, Any]], path: Path) -> None:
+def draw(title: str, rows: Sequence[Row], path: Path) -> None:
     """Draw ratios with their quartiles; what never ended stands at the right edge as a cross."""
     import matplotlib
 
@@ -22,7 +26,6 @@ def draw(header: dict[str, Any], rows: list[dict[str, Any]], path: Path) -> None
 
     plt.rcParams.update({"svg.fonttype": "none", "font.size": 9, "axes.edgecolor": GREY, "text.color": GREY,
                          "axes.labelcolor": GREY, "xtick.color": GREY, "ytick.color": GREY})  # fmt: skip
-    rows = [row for row in rows if not row.get("failed") and row["chunk MiB"] == rows[0]["chunk MiB"]]
     cases = list(dict.fromkeys(row["case"] for row in rows))
     ways = list(dict.fromkeys(row["what"] for row in rows))[::-1]
     edge = 2 * max(row["over"][YARDSTICK] for row in rows if "over" in row)
@@ -37,17 +40,17 @@ def draw(header: dict[str, Any], rows: list[dict[str, Any]], path: Path) -> None
             panel.plot(
                 [row["over"][YARDSTICK] for row in ended], heights, "o", color=color, markersize=4, clip_on=False
             )
-            never = [ways.index(row["what"]) - shift for row in here if row.get("never")]
+            never = [ways.index(row["what"]) - shift for row in here if row.get("note", "").startswith("never")]
             panel.plot([edge] * len(never), never, "x", color=color, clip_on=False)
         panel.axvline(1, color=GREY, linewidth=0.7, linestyle=":")
-        panel.set(xscale="log", title=case, xlabel=f"time / ({YARDSTICK}); x: never")
+        panel.set(xscale="log", title=case.partition(", chunks")[0], xlabel=f"time / ({YARDSTICK}); x: never")
         panel.minorticks_off()
         panel.tick_params(left=False)
         panel.spines[["top", "right"]].set_visible(False)
         panel.set_yticks(range(len(ways)), ways)
     for name, color in COLORS.items():
         panels[0][0].plot([], [], "o", color=color, label=f"main thread: {name}")
-    figure.suptitle(header.get("mpi", ""))
+    figure.suptitle(title)
     figure.legend(loc="lower center", ncols=3, frameon=False)
     width = figure.get_figwidth()
     figure.subplots_adjust(left=1.3 / width, right=1 - 0.2 / width, bottom=0.25, top=0.88, wspace=0.1)
@@ -58,12 +61,14 @@ def draw(header: dict[str, Any], rows: list[dict[str, Any]], path: Path) -> None
 
 def main() -> None:
     """Draw what several runs wrote: ``plot.py FILE.svg RUN.json...``."""
-    rows = []
+    rows: list[Row] = []
     for path in map(Path, sys.argv[2:]):
-        run = json.loads(path.read_text())
-        mpi = run["header"]["mpi"].rpartition(" ")[0]
-        rows += [{**row, "case": f"{mpi}, {row['case']}"} for row in run["rows"]]
-    draw({}, sorted(rows, key=lambda row: row["case"]), Path(sys.argv[1]))
+        run = read(path)
+        mpi = run.header["mpi"].rpartition(" ")[0]
+        for row in run.rows:
+            row["case"] = f"{mpi}, {row['case']}"
+        rows += run.rows
+    draw("", sorted(rows, key=lambda row: row["case"]), Path(sys.argv[1]))
 
 
 if __name__ == "__main__":

@@ -7,13 +7,15 @@ always taken while it waits. A way that is not done within its deadline ends thi
 from __future__ import annotations
 
 import argparse
-import json
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from bench.aims import MEMCPY, MEMCPY_AND_PUT
+from bench.clock import WARM_UP, Bench, slowest
+from bench.rows import Row, row
 from computing import Computing
 from exchange import Exchange, mapped
 from leaving import leave
@@ -21,8 +23,8 @@ from mpi4py import MPI
 from saves import SAVES, Saves
 from ways import WAYS
 
-WARM_UP = 2
-MEMCPY, SENDRECV, PUT = "memcpy", "Sendrecv", "Put"
+SENDRECV, PUT, WHOLE = "Sendrecv", "Put", "whole"
+MEMCPY_AND_SENDRECV = "memcpy + Sendrecv"
 
 
 class Clock:
@@ -42,7 +44,9 @@ class Clock:
         self, out: Path, memory: Path, nbytes: int, chunk_nbytes: int, repetitions: int, main: str, deadline_s: float
     ):
         self.comm = MPI.COMM_WORLD
-        self._out, self._memory, self._nbytes, self._chunk_nbytes = out, memory, nbytes, chunk_nbytes
+        self._bench = Bench(self.comm, out, memory, repetitions, WARM_UP)
+        self._bench.header()
+        self._memory, self._nbytes, self._chunk_nbytes = memory, nbytes, chunk_nbytes
         self._repetitions, self._deadline_s = repetitions, deadline_s
         self._computing = Computing(main)
         self._source = np.random.default_rng(self.comm.rank).integers(0, 256, nbytes, dtype=np.uint8)
@@ -50,43 +54,34 @@ class Clock:
         self._exposed = mapped(memory, nbytes)
         self._window = MPI.Win.Create(self._exposed, 1, comm=self.comm)
 
-    def write(self, **line: Any) -> None:
-        if self.comm.rank == 0:
-            with self._out.open("a") as file:
-                file.write(json.dumps(line) + "\n")
-
     def time(self, way: str) -> None:
         """Time one way and write its line."""
         timed = self._make(way)
         rounds = []
         for i in range(WARM_UP + self._repetitions):
-            seconds = [self._timed(yardstick) for yardstick in (self._memcpy, self._sendrecv, self._put)]
+            actions = {MEMCPY: self._memcpy, SENDRECV: self._sendrecv, PUT: self._put}
+            seconds = {name: self._timed(action) for name, action in actions.items()}
             self.comm.Barrier()
             alone = self._computing.loops_per_s()
             timed.forget()
             self.comm.Barrier()
             start, cpu_start = time.perf_counter(), time.process_time()
             loops = self._in_second_thread(timed, way)
-            seconds += [time.perf_counter() - start, time.process_time() - cpu_start]
-            kept = loops / seconds[3] / alone if alone else 0.0
-            rounds.append([*self._slowest(seconds), self.comm.allreduce(kept) / self.comm.size])
-            if i == 0 and seconds[3] > self._deadline_s / 2:
+            seconds |= {WHOLE: time.perf_counter() - start, "CPU": time.process_time() - cpu_start}
+            kept = loops / seconds[WHOLE] / alone if alone else 0.0
+            rounds.append({**slowest(self.comm, seconds), "kept": self.comm.allreduce(kept) / self.comm.size})
+            if i == 0 and rounds[0][WHOLE] > self._deadline_s / 2:
                 break  # slow enough to be known from one
         timed.free()
-        taken = np.array(rounds[WARM_UP:] or rounds).T
-        memcpy, sendrecv, put, whole, cpu, kept = taken
-        over = {MEMCPY: memcpy, f"{MEMCPY} + {PUT}": memcpy + put, f"{MEMCPY} + {SENDRECV}": memcpy + sendrecv}
-        ratios = {name: whole / yardstick for name, yardstick in over.items()}
-        self.write(
-            what=way,
-            seconds=float(np.median(whole)),
-            samples=whole.tolist(),
-            over={name: float(np.median(ratio)) for name, ratio in ratios.items()},
-            spread={name: np.quantile(ratio, (0.25, 0.75)).tolist() for name, ratio in ratios.items()},
-            aim=None,
-            cpu_seconds=float(np.median(cpu)),
-            kept=float(np.median(kept)) if kept.any() else None,
-        )
+        counted = rounds[WARM_UP:] or rounds
+        taken = {name: np.array([one[name] for one in counted]) for name in rounds[0]}
+        over = {MEMCPY: taken[MEMCPY], MEMCPY_AND_PUT: taken[MEMCPY] + taken[PUT],
+                MEMCPY_AND_SENDRECV: taken[MEMCPY] + taken[SENDRECV]}  # fmt: skip
+        notes = ["once"] * (len(counted) == 1)
+        if taken["kept"].any():
+            notes.append(f"the main thread keeps {np.median(taken['kept']):.2f} of its speed")
+        cpu_s = float(np.median(taken["CPU"]))
+        self._bench.rows(row(way, taken[WHOLE], over, cpu_seconds=cpu_s, note="; ".join(notes)))
 
     def _make(self, way: str) -> Exchange | Saves:
         if way in SAVES:
@@ -113,7 +108,9 @@ class Clock:
         thread.start()
         loops = self._computing.until(done, self._deadline_s)
         if not done.is_set():
-            self.write(what=way, never=True, seconds=self._deadline_s, arrived=timed.arrived())
+            came = f", {timed.arrived() >> 20} MiB came" if timed.arrived() >= 0 else ""
+            note = f"never: not done after {self._deadline_s:g} s{came}"
+            self._bench.rows(Row(what=way, note=note))
             leave()
         thread.join()
         if failed:
@@ -125,11 +122,6 @@ class Clock:
         start = time.perf_counter()
         action()
         return time.perf_counter() - start
-
-    def _slowest(self, seconds: list[float]) -> list[float]:
-        most = np.empty(len(seconds))
-        self.comm.Allreduce(np.array(seconds), most, MPI.MAX)
-        return [float(value) for value in most]
 
     # Yardsticks: the main thread alone, no checksums
 
@@ -167,8 +159,6 @@ def main() -> None:
     arguments = vars(parser.parse_args())
     ways = arguments.pop("ways").split("|")
     clock = Clock(**arguments)
-    name, version = MPI.get_vendor()
-    clock.write(mpi=f"{name} {'.'.join(map(str, version))}")
     for way in ways:
         clock.time(way)
     clock.free()
