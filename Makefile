@@ -143,7 +143,6 @@ type: $(VENV)/.dependencies
 
 bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/run_all.py
-	$(BIN)/python benchmarks/scale/run.py
 
 clean:
 	rm -rf .venv .venv-openmpi .venv-nemo .reports build mlflash.egg-info

@@ -28,6 +28,12 @@ from bench.results import KEPT, Result, commit, fill_readme, machine, read  # no
 FIRST = ("save", "sizes", "restore", "dcp", "megatron", "parity", "drain", "transport", "peers", "scale")
 LIMIT_S, QUICK_LIMIT_S = 300.0, 200.0  # of a question; its ranks have less
 END_S = 20.0  # between SIGTERM and SIGKILL
+# What takes minutes by itself is asked less, so that all is done within a quarter of an hour.
+LESS = {
+    "transport": ["--main", "idle", "matmul", "--repetitions", "3", "--deadline-s", "3"],
+    "peers": ["--shapes", "8 MiB tensors", "3000 x 4 KiB", "--repetitions", "3"],
+    "scale": ["--ranks", "1024", "16384", "--samples", "5000"],
+}
 
 
 def main() -> int:
@@ -82,7 +88,7 @@ def run(name: str, file: Path, quick: bool) -> str:
     """Ask a question; says what went wrong. What it found until then is kept."""
     file.parent.mkdir(exist_ok=True)
     script, plot = HOME / name / "run.py", HOME / name / "plot.svg"
-    arguments = ["--json", str(file), *(["--quick"] if quick else ["--plot", str(plot)])]
+    arguments = ["--json", str(file), *(["--quick"] if quick else ["--plot", str(plot), *LESS.get(name, ())])]
     print(f"--- {name}", flush=True)
     start, limit_s = time.monotonic(), QUICK_LIMIT_S if quick else LIMIT_S
     running = subprocess.Popen([sys.executable, str(script), *arguments], stdin=subprocess.DEVNULL)

@@ -110,7 +110,7 @@ def finish(
     Args:
         args: from `parser_of`.
         begun: from `begin`.
-        said: what else belongs into the header.
+        said: what else belongs into the header, or is known better.
         rows: what was found.
         wrong: what did not run, or contradicts something.
         plot: draws into a file.
@@ -119,17 +119,12 @@ def finish(
         The exit status.
     """
     folder = Path(sys.argv[0]).resolve().parent
-    header = (
-        machine()
-        | dict(said)
-        | {
-            name.replace("_", " "): _plain(value)
-            for name, value in vars(args).items()
-            if name not in UNTOLD and value is not False and value is not None
-        }
-    )
-    header |= {"load average before": begun.load, "load average after": os.getloadavg()[0],
-               "seconds": round(time.monotonic() - begun.start_s), "went wrong": "; ".join(wrong)}  # fmt: skip
+    asked = {name.replace("_", " "): _plain(value) for name, value in vars(args).items()
+             if name not in UNTOLD and value is not False and value is not None}  # fmt: skip
+    header = machine() | asked | {
+        "load average before": begun.load, "load average after": os.getloadavg()[0],
+        "seconds": round(time.monotonic() - begun.start_s), "went wrong": "; ".join(wrong), **said,
+    }  # fmt: skip
     show({name: value for name, value in header.items() if value != ""}, rows)
     if args.json is not None:
         keep(args.json, header, rows)

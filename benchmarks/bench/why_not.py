@@ -8,7 +8,7 @@ from __future__ import annotations
 from .rows import Row
 
 NOT_MEASURED = {
-    "committed between hosts": "there is one machine only",
+    "committed between hosts": "needs root: between hosts means network namespaces of one machine here",
 }
 
 # (aim, beginning of case or what): why. The longest that fits counts.

@@ -1,6 +1,6 @@
 """How fast checkpoints get from memory to a disk, beside dd and PyTorch's writer; and what training notices of it.
 
-    python benchmarks/drain/run.py [--disk DIR] [--ranks 2] [--mib 256] [--repetitions 3] [--quick] [--json FILE] ...
+    python benchmarks/drain/run.py [--disk DIR] [--ranks 2] [--mib 128] [--repetitions 3] [--quick] [--json FILE] ...
 
 Starts itself under mpiexec, each rank an emulated node of its own; ranks.py holds what they do, steps.py how training
 is slowed. All write the same number of bytes to the same disk, and wait until the disk has them. dd writes zeros, which
@@ -24,7 +24,7 @@ def main() -> int:
     parser = parser_of(__doc__, timeout_s=240, repetitions=3)
     parser.add_argument("--disk", type=Path, default=Path("/var/tmp"), help="a directory on it")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--mib", type=int, default=256, help="MiB of each rank, in 64 tensors")
+    parser.add_argument("--mib", type=int, default=128, help="MiB of each rank, in 64 tensors")
     parser.add_argument("--step-ms", type=float, default=50, help="of training")
     args = parser.parse_args()
     if args.quick:

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from bench.aims import MEMCPY
 from clocks import cpu_s
 from interface import Peer, Place, State
 from listed import BY_NAME, OURS
@@ -27,7 +28,6 @@ from mpi4py import MPI
 from mlflash.adapters.distributed import init_process_group
 
 COMM = MPI.COMM_WORLD
-MEMCPY = "memcpy"
 UNTIMED = 2  # saves of each after its first, before those that are timed
 
 Seconds = dict[str, float]
@@ -173,7 +173,8 @@ def main() -> None:
     out, memory, name = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
     root, count, nbytes, rounds = map(int, sys.argv[4:])
     bench = Bench(out, root, count, nbytes)
-    bench.say({"mpi": MPI.Get_library_version().split("\n")[0].strip("\0 ")})
+    vendor, version = MPI.get_vendor()
+    bench.say({"mpi": f"{vendor} {'.'.join(map(str, version))}"})
     init_process_group(COMM)
     place = Place(COMM, memory)
     peers = {one.name: bench.opened(one.name, place) for one in OURS}

@@ -1,97 +1,71 @@
-"""Make rows of what the launches said: seconds, and ratios to memcpy and to mlflash in the same rounds."""
+"""What the launches said → rows: a table for each state, a line for each library, a column for each time."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from bench.aims import MEMCPY
+from bench.rows import Row, Samples, row
 from listed import BY_NAME, COPY, NONE
 
-MEMCPY = "memcpy"
 TIMES = ("stall", "whole", "CPU", "load", "restore")
 YARDSTICKS = {"CPU": "CPU", "load": "memcpy, restoring", "restore": "memcpy, restoring"}  # of the same round
+FIRST, HELD = "stall of the first save", "bytes held per byte of state: at rest, saving, restoring"
+OURS = "mlflash"  # the one of ours that does the same
 
-Row = dict[str, Any]
-Samples = Mapping[str, Mapping[str, Sequence[float]]]
+Line = Mapping[str, Any]
 
 
-def rows_of(lines: Sequence[Mapping[str, Any]]) -> list[Row]:
-    """Make all rows.
+def rows_of(lines: Sequence[Line]) -> Iterator[Row]:
+    """Make all rows; those of ours are of all launches with this state.
 
     Args:
-        lines: of all launches; each has "peer" and "shape", and "who" it is about: "samples", or "first" and "memory".
+        lines: of all launches; each has "launch" and "shape", and of whom ("who") it says "samples", or "first" and
+            "memory".
     """
-    rows: list[Row] = []
-    for peer, shape in dict.fromkeys((line["peer"], line["shape"]) for line in lines):
-        mine = [line for line in lines if (line["peer"], line["shape"]) == (peer, shape)]
-        place = {"peer": peer, "shape": shape}
-        samples: Samples = {line["who"]: line["samples"] for line in mine if "samples" in line}
-        for line in mine:
-            if "first" in line:
-                rows += [{**place, **row} for row in _of_first(line)]
-        for who in samples:
-            if who != MEMCPY:
-                rows += [{**place, **row} for row in _of_rounds(who, samples)]
-    return rows
+    for shape in dict.fromkeys(line["shape"] for line in lines):
+        mine = [line for line in lines if line["shape"] == shape]
+        for who in (name for name in BY_NAME if any(line["who"] == name for line in mine)):
+            what = f"{who} *" if BY_NAME[who].beside == COPY else who
+            case = f"{shape} (*: with a copy on the other node)"
+            rounds = [line for line in mine if "samples" in line and line["who"] == who]
+            for time in TIMES if rounds else ():
+                values, over = _of(time, rounds, mine)
+                yield row(what, values, over, case=case, column=time)
+            firsts = [line for line in mine if "first" in line and line["who"] == who]
+            yield row(what, np.array([line["first"]["stall"] for line in firsts]), {}, case=case, column=FIRST)
+            held = [f"{np.median([line['memory'][key] for line in firsts]):.2f}" for key in firsts[0]["memory"]]
+            yield Row(what=what, case=case, column=HELD, note=", ".join(held))
 
 
-def _of_rounds(who: str, samples: Samples) -> list[Row]:
-    made = []
-    for time in TIMES:
-        values = np.array(samples[who][time])
-        yardsticks = {MEMCPY: samples[MEMCPY][YARDSTICKS.get(time, MEMCPY)]}
-        ours = "restore" if time == "load" else time
-        yardsticks |= {name: samples[name][ours] for name in (NONE, COPY) if name in samples and name != who}
-        ratios = {name: values / np.array(yardstick) for name, yardstick in yardsticks.items()}
-        made.append({
-            "who": who, "time": time, "what": f"{who}: {time}", "seconds": float(np.median(values)),
-            "samples": values.tolist(), "aim": None,
-            "over": {name: float(np.median(ratio)) for name, ratio in ratios.items()},
-            "spread": {name: np.quantile(ratio, (0.25, 0.75)).tolist() for name, ratio in ratios.items()},
-        })  # fmt: skip
+def _of(time: str, rounds: Sequence[Line], mine: Sequence[Line]) -> tuple[np.ndarray, Samples]:
+    """Give the seconds of one library, and the yardsticks of the same rounds."""
+    who = rounds[0]["who"]
+    over = {MEMCPY: _beside(MEMCPY, YARDSTICKS.get(time, MEMCPY), rounds, mine)}
+    if who not in (NONE, COPY):
+        over[OURS] = _beside(BY_NAME[who].beside, "restore" if time == "load" else time, rounds, mine)
+    return np.concatenate([line["samples"][time] for line in rounds]), over
+
+
+def _beside(who: str, time: str, rounds: Sequence[Line], mine: Sequence[Line]) -> np.ndarray:
+    said = {line["launch"]: line["samples"][time] for line in mine if "samples" in line and line["who"] == who}
+    return np.concatenate([said[line["launch"]] for line in rounds])
+
+
+def together(runs: Sequence[Sequence[Row]]) -> list[Row]:
+    """Put the rows of several runs together; where two have the same, it gets the medians of their numbers."""
+    same: dict[tuple[str, str, str], list[Row]] = {}
+    for one in (one for rows in runs for one in rows):
+        same.setdefault((one.get("case", ""), one["what"], one.get("column", "")), []).append(one)
+    return [_median(rows) if "over" in rows[0] else rows[0] for rows in same.values()]
+
+
+def _median(rows: Sequence[Row]) -> Row:
+    made = rows[0].copy()
+    made["seconds"] = float(np.median([one["seconds"] for one in rows]))
+    made["samples"] = [value for one in rows for value in one["samples"]]
+    made["over"] = {name: float(np.median([one["over"][name] for one in rows])) for name in made["over"]}
+    made["spread"] = {name: np.median([one["spread"][name] for one in rows], axis=0).tolist() for name in made["over"]}
     return made
-
-
-def _of_first(line: Mapping[str, Any]) -> list[Row]:
-    who, first, memory = line["who"], line["first"], line["memory"]
-    times = [
-        {"who": who, "time": f"first {key}", "what": f"{who}: first {key}", "seconds": first[key],
-         "samples": [first[key]], "over": {}, "spread": {}, "aim": None}
-        for key in ("open", "stall", "whole")
-    ]  # fmt: skip
-    return [*times, {"who": who, "what": f"{who}: bytes held per byte of state", "held": memory}]
-
-
-def cells_of(rows: Sequence[Row], shape: str) -> dict[str, dict[str, Any]]:
-    """Gather what a table says of each library with one state; ours is the median over all launches.
-
-    Returns:
-        By library and then by column: a ratio to memcpy with its spread, to the one of ours that does the same, and
-        what its memory was.
-    """
-    found: dict[str, dict[str, Any]] = {}
-    for who in (NONE, COPY, *(name for name in BY_NAME if name not in (NONE, COPY))):
-        mine = [row for row in rows if row["shape"] == shape and row["who"] == who]
-        if not any(row.get("time") == "whole" for row in mine):
-            continue
-        found[who] = {time: _merged([row for row in mine if row.get("time") == time]) for time in TIMES}
-        firsts = ("first open", "first stall", "first whole")
-        for first in firsts:
-            found[who][first] = float(np.median([row["seconds"] for row in mine if row.get("time") == first]))
-        held = [row["held"] for row in mine if "held" in row]
-        found[who]["held"] = {key: float(np.median([one[key] for one in held])) for key in held[0]}
-        beside = BY_NAME[who].beside
-        found[who]["ours"] = {
-            time: found[who][time]["over"].get(beside) for time in TIMES
-        }  # fmt: skip
-    return found
-
-
-def _merged(rows: Sequence[Row]) -> dict[str, Any]:
-    names = dict.fromkeys(name for row in rows for name in row["over"])
-    return {
-        "seconds": float(np.median([row["seconds"] for row in rows])),
-        "over": {name: float(np.median([row["over"][name] for row in rows if name in row["over"]])) for name in names},
-        "spread": [float(np.median([row["spread"][MEMCPY][i] for row in rows])) for i in (0, 1)],
-    }

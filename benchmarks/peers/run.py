@@ -1,6 +1,6 @@
 """Other checkpoint libraries beside mlflash: how long training waits, until when it is whole, and what it takes.
 
-    python benchmarks/peers/run.py [--peers NAME ...] [--shapes NAME ...] [--mib 256] [--rounds 5] [--quick] [--list]
+    python benchmarks/peers/run.py [--peers NAME ...] [--shapes NAME ...] [--mib 256] [--repetitions 5] [--quick] ...
 
 Each library and each state is a launch of its own on two ranks, emulated nodes, with memcpy and mlflash in the same
 rounds; all of them write into /dev/shm. Those that are not installed are named, with what pip wants, and left out.
@@ -9,18 +9,22 @@ rounds; all of them write into /dev/shm. Those that are not installed are named,
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from listed import BY_NAME, OURS, PEERS
-from rows import rows_of
-from show import markdown, show
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from mlflash import __version__
+from bench.aims import MEMCPY  # noqa: E402
+from bench.launch import launch  # noqa: E402
+from bench.plots import draw  # noqa: E402
+from bench.question import begin, finish, parser_of  # noqa: E402
+from bench.results import read  # noqa: E402
+from bench.rows import Row  # noqa: E402
+from listed import BY_NAME, OURS, PEERS  # noqa: E402
+from rows import rows_of, together  # noqa: E402
 
 RANKS_PY = Path(__file__).with_name("ranks.py")
 SHAPES = {"8 MiB tensors": (8 << 20, None), "1024 tensors": (None, 1024), "3000 x 4 KiB": (4096, 3000)}
@@ -31,85 +35,59 @@ def main() -> int:
     args = arguments()
     if args.list:
         return list_peers()
+    begun = begin(args)
     if args.again:
-        return finish(args, *joined(args.again))
+        runs = [read(path) for path in args.again]
+        rows = together([run.rows for run in runs])
+        said = {
+            name: "; ".join(dict.fromkeys(str(run.header.get(name, "")) for run in runs)) for name in runs[0].header
+        }
+        return finish(args, begun, said, rows, (), lambda path: plot(path, rows))
     own_shm()
-    sys.path[:0] = [str(Path(__file__).parents[1])]
-    from launch import launch
+    lines, said, wrong = measure(args)
+    said["versions"] = "; ".join(dict.fromkeys(f"{one.distribution} {one.version()}" for one in PEERS if one.version()))
+    missing = [Row(what=one.name, case="Not measured", note=f"not installed: {one.install}")
+               for one in PEERS if one.name in args.peers and not one.version()]  # fmt: skip
+    rows = [*rows_of(lines), *missing]
+    return finish(args, begun, said, rows, wrong, lambda path: plot(path, rows))
 
-    before = os.getloadavg()[0]
+
+def measure(args: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, Any], list[str]]:
+    """Start all launches; gives what they said, what of it is for the header, and what went wrong."""
     lines: list[dict[str, Any]] = []
-    mpi, failed, missing = "unknown", [], []
+    said: dict[str, Any] = {}
+    wrong: list[str] = []
     for peer in [BY_NAME[name] for name in args.peers]:
-        if not peer.version():
-            missing.append(f"{peer.name} is not installed: {peer.install}")
-            continue
-        for shape in args.shapes:
+        for shape in args.shapes if peer.version() else ():
             each, count = SHAPES[shape]
             count = count or (args.mib << 20) // each
             nbytes = each * count if each else args.mib << 20
             print(f"{peer.name}: {shape}", file=sys.stderr)
-            numbers = [os.getpid(), count, nbytes, args.rounds]
-            ended, said = launch(2, RANKS_PY, [peer.name, *map(str, numbers)], args.timeout_s)
-            mpi = said[0]["mpi"] if said else mpi
-            if ended:
-                failed.append(f"{peer.name}, {shape}: {ended}")
-            lines += [{"peer": peer.name, "shape": shape, **line} for line in said[1:]]
-    header = {
-        "mpi": mpi, "cpus": os.cpu_count(), "machine": platform.machine(), "python": platform.python_version(),
-        "load average before": before, "load average after": os.getloadavg()[0], "mlflash": __version__,
-        "versions": {one.distribution: one.version() for one in PEERS if one.version()},
-        "MiB per rank": args.mib, "rounds": args.rounds, "own /dev/shm": OWN in os.environ,
-        "not installed": missing, "failed": failed,
-    }  # fmt: skip
-    return finish(args, header, rows_of(lines))
+            numbers = [os.getpid(), count, nbytes, args.repetitions]
+            ended, found = launch(2, RANKS_PY, [peer.name, *map(str, numbers)], args.timeout_s)
+            wrong += [f"{peer.name}, {shape}: {ended}"] * bool(ended)
+            said |= found[0] if found else {}
+            lines += [{"launch": peer.name, "shape": shape, **line} for line in found[1:]]
+    return lines, said, wrong
 
 
-def finish(args: argparse.Namespace, header: dict[str, Any], rows: list[dict[str, Any]]) -> int:
-    """Show and write everything; gives the exit status."""
-    show(header, rows)
-    if args.json:
-        args.json.write_text(json.dumps({"header": header, "rows": rows}, indent=1) + "\n")
-    if args.markdown:
-        args.markdown.write_text(markdown(rows))
-    if args.plot:
-        from plot import draw
-
-        draw(rows, args.plot)
-    return 1 if header["failed"] else 0
-
-
-def joined(paths: list[Path]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Put what several runs wrote together; what only one of them can say is a list."""
-    written = [json.loads(path.read_text()) for path in paths]
-    header = {key: [one["header"][key] for one in written] for key in written[0]["header"]}
-    header = {
-        key: values[0] if all(value == values[0] for value in values) else values for key, values in header.items()
-    }
-    for key in ("failed", "not installed"):
-        header[key] = [text for one in written for text in one["header"][key]]
-    return header, [row for one in written for row in one["rows"]]
+def plot(path: Path, rows: Sequence[Row]) -> None:
+    draw(path, [row for row in rows if row.get("column") in ("stall", "whole")], MEMCPY)
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, timeout_s=240, repetitions=5)
     names = [peer.name for peer in PEERS]
     parser.add_argument("--peers", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES), help="of the state")
     parser.add_argument("--mib", type=int, default=256, help="MiB per rank, a multiple of 8")
-    parser.add_argument("--rounds", type=int, default=5, help="how often; the median counts")
-    parser.add_argument("--timeout-s", type=float, default=240, help="a launch is killed after so many seconds")
-    parser.add_argument("--quick", action="store_true", help="small, and torch's own only, in under 30 s")
     parser.add_argument("--again", type=Path, nargs="+", metavar="FILE", help="show what --json wrote, measure nothing")
     parser.add_argument("--list", action="store_true", help="say what is installed, and how to install the rest")
-    parser.add_argument("--json", type=Path, help="write all numbers to this file")
-    parser.add_argument("--markdown", type=Path, help="write the tables to this file")
-    parser.add_argument("--plot", type=Path, help="draw them into this file")
     args = parser.parse_args()
     if args.mib < 8 or args.mib % 8:
         parser.error("--mib must be a multiple of 8")
     if args.quick:
-        args.mib, args.rounds, args.shapes = 16, 2, ["8 MiB tensors"]
+        args.mib, args.repetitions, args.shapes = 16, 2, ["8 MiB tensors"]
         if args.peers == names:
             args.peers = [peer.name for peer in PEERS if peer.package == "torch"]
     return args

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import numpy as np
 import torch.distributed.checkpoint as dcp
-from bench.aims import MEMCPY
 from bench.clock import Action, Bench
 from bench.rows import Samples, row
 from bench.states import Saver, State, bytes_of, change, large_state
@@ -21,10 +20,6 @@ from bench.yardsticks import Yardsticks, both
 from mpi4py import MPI
 
 from mlflash import Checkpointer
-from mlflash.inventory import choose, file_name
-from mlflash.segment import attach
-from mlflash.slot import Slot
-from mlflash.state import from_bytes
 
 MS = {"1 ms": np.array(1e-3)}
 Work = Callable[[Checkpointer], dict[str, float]]
@@ -99,27 +94,17 @@ def anew(bench: Bench, beside: Yardsticks, nbytes: int) -> None:
 
 
 def views(bench: Bench, beside: Yardsticks, nbytes: int) -> None:
-    """What `load` does besides checking and copying: take stock, choose, map the own slot, view its tensors."""
+    """`Checkpointer.load(copy=False)`: views of what is in memory, unchecked."""
     state = large_state(nbytes)
 
     def view(ckpt: Checkpointer) -> dict[str, float]:
-        parts, rank = ckpt._parts, bench.comm.rank
-        start = time.perf_counter()
-        choice = choose(ckpt._courier.call(parts.take_stock), parts.world.topology.node_of)
-        place = choice.source[rank] if choice else None
-        assert place is not None and place[0] == parts.world.topology.node_of[rank]
-        slot = Slot(attach(parts.memory, file_name(place[1]), parts.shelf.mapped()))
-        manifest, read = slot.manifest(), slot.reader()
-        found = [from_bytes(entry, read(entry)) for entry in manifest.entries]
-        seconds = time.perf_counter() - start
-        assert len(found) == len(state) and float(found[1][0]) == 1
-        return {"view": seconds}
+        step, found = ckpt.load(copy=False)
+        assert step == 1 and len(found) == len(state)
+        return {"last": float(found["layer1"][-1])}
 
     samples = relaunched(bench, beside, state, view)
-    bench.rows(
-        row("find and view, unchecked", samples["view"], {MEMCPY: samples[MEMCPY], **MS}, "views",
-            note="by parts of the library: it has no call for that")
-    )  # fmt: skip
+    assert (samples["last"] == 1).all(), "views of something else"
+    bench.rows(row("load(copy=False): views, unchecked", samples["work"], {**both(samples), **MS}, "views"))
 
 
 def peer(bench: Bench, beside: Yardsticks, nbytes: int) -> None:

@@ -1,6 +1,6 @@
 """How long a relaunched job takes to have its state back: on the same node, with a node wiped, and in which parts.
 
-    python benchmarks/restore/run.py [--mib 256] [--repetitions 9] [--quick] [--json FILE] [--plot FILE] [--readme]
+    python benchmarks/restore/run.py [--mib 256] [--repetitions 6] [--quick] [--json FILE] [--plot FILE] [--readme]
 
 Starts itself under mpiexec on two ranks of this machine, each an emulated node of its own; ranks.py holds what they do.
 """
@@ -16,7 +16,7 @@ from bench.question import Part, parser_of, run  # noqa: E402
 
 
 def main() -> int:
-    parser = parser_of(__doc__, timeout_s=180, repetitions=9)
+    parser = parser_of(__doc__, timeout_s=180, repetitions=6)
     parser.add_argument("--mib", type=int, default=256, help="MiB of tensors per rank, a multiple of 8")
     args = parser.parse_args()
     if args.mib < 8 or args.mib % 8:

@@ -51,12 +51,12 @@ def arguments() -> argparse.Namespace:
 
 
 def draw(path: Path, plans: list[planning.Row], jobs: list[agreement.Row], points: list[forecast.Point]) -> None:
-    """Draw three plots: to the path, and to two beside it."""
+    """Draw three plots: to the path, and two beside it that are the same for any --ranks."""
     from scale import plots
 
     plots.draw_ranks(path, plans, jobs)
-    plots.draw_model(path.with_stem(f"{path.stem}-model"), points)
-    plots.draw_waste(path.with_stem(f"{path.stem}-waste"), points)
+    plots.draw_model(path.with_name("plot-model.svg"), points)
+    plots.draw_waste(path.with_name("plot-waste.svg"), points)
 
 
 if __name__ == "__main__":

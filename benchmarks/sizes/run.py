@@ -1,6 +1,6 @@
 """The sizes that hurt: small tensors, a huge one, a state that grows, a save at every step, 8 ranks, the first save.
 
-    python benchmarks/sizes/run.py [--mib 128] [--repetitions 5] [--quick] [--json FILE] [--plot FILE] [--readme]
+    python benchmarks/sizes/run.py [--mib 128] [--repetitions 4] [--quick] [--json FILE] [--plot FILE] [--readme]
 
 Starts itself under mpiexec on two ranks of this machine, each an emulated node of its own (ranks.py, busy.py), and on
 eight: as one node, and as two nodes of four (ranks_of_a_node.py).
@@ -20,7 +20,7 @@ HERE = Path(__file__).parent
 
 
 def main() -> int:
-    parser = parser_of(__doc__, timeout_s=240, repetitions=5)
+    parser = parser_of(__doc__, timeout_s=240, repetitions=4)
     parser.add_argument(
         "--mib", type=int, default=128, help="MiB of tensors per rank, a multiple of 8; of 8 ranks an eighth"
     )
