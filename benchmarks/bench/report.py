@@ -57,7 +57,7 @@ def aims(rows: Sequence[tuple[str, Row]], missing: Mapping[str, str]) -> Iterabl
             why = NOT_MEASURED.get(name) or missing.get(one.question) or "no row of this run shows it"
             yield [*first, "not measured", "", "", why]
         for question, row in shown:
-            what = f"{question}: " + ", ".join(filter(None, (row.get("case"), row["what"])))
+            what = f"{question}: " + ", ".join(filter(None, (row.get("case"), row["what"], row.get("column"))))
             # A row may have further aims, which are not the design's; and none of it where it never came to an end.
             good = row.get("over", {}).get(one.over, math.inf) <= one.most
             figures = f"{ratio(row, one.over)} x {one.over}" if row.get("over") else row.get("note", "")
