@@ -54,7 +54,7 @@ def aims(rows: Sequence[tuple[str, Row]], missing: Mapping[str, str]) -> Iterabl
         first = [one.what, one.peer, in_words(one)]
         shown = [(question, row) for question, row in rows if row.get("shows") == name]
         if not shown:
-            why = NOT_MEASURED.get(name) or missing.get(one.question) or "no row of this run shows it"
+            why = missing.get(one.question) or NOT_MEASURED.get(name) or "no row of this run shows it"
             yield [*first, "not measured", "", "", why]
         for question, row in shown:
             what = f"{question}: " + ", ".join(filter(None, (row.get("case"), row["what"], row.get("column"))))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from .rows import Row
 
 NOT_MEASURED = {
-    "committed between hosts": "needs root: between hosts means network namespaces of one machine here",
+    "committed between hosts": "this run had no two nodes: those of transport are network namespaces, which need root",
 }
 
 # (aim, beginning of case or what): why. The longest that fits counts.
