@@ -31,7 +31,7 @@ END_S = 20.0  # between SIGTERM and SIGKILL
 # What takes minutes by itself is asked less, so that all is done within a quarter of an hour.
 LESS = {
     "transport": ["--main", "idle", "matmul", "--repetitions", "3", "--deadline-s", "3"],
-    "peers": ["--shapes", "8 MiB tensors", "3000 x 4 KiB", "--repetitions", "3"],
+    "peers": ["--shapes", "8 MiB tensors", "1024 tensors", "--mib", "128", "--repetitions", "3"],
     "scale": ["--ranks", "1024", "16384", "--samples", "5000"],
 }
 
