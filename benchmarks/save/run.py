@@ -1,6 +1,6 @@
 """How long a save keeps training waiting, how long until it is committed, and what it costs in CPU seconds.
 
-    python benchmarks/save/run.py [--mib 256] [--repetitions 6] [--quick] [--json FILE] [--plot FILE] [--readme]
+    python benchmarks/save/run.py [--mib 256] [--repetitions 5] [--quick] [--json FILE] [--plot FILE] [--readme]
 
 Starts itself under mpiexec on two ranks of this machine, each an emulated node of its own (ranks.py), and once more on
 one rank, so that a core is left to the copies that are made while training goes on (lazy.py).
@@ -19,7 +19,7 @@ HERE = Path(__file__).parent
 
 
 def main() -> int:
-    parser = parser_of(__doc__, timeout_s=240, repetitions=6)
+    parser = parser_of(__doc__, timeout_s=240, repetitions=5)
     parser.add_argument("--mib", type=int, default=256, help="MiB of tensors per rank, a multiple of 8")
     args = parser.parse_args()
     if args.mib < 8 or args.mib % 8:
