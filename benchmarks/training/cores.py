@@ -1,0 +1,45 @@
+"""Which cores training and courier run on: the same on a machine with two cores and on one with a hundred."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+
+ONE_CORE, OWN_CORE = "each rank has one core for both", "the couriers have a core of their own"
+
+
+class Cores:
+    """The cores of a rank.
+
+    Args:
+        kind: one core for training and courier of each rank; or training on one core, by rank 0 alone, and the
+            couriers of all ranks on others.
+        rank: 0 or 1.
+
+    Attributes:
+        trains: whether this rank does.
+    """
+
+    def __init__(self, kind: str, rank: int):
+        allowed = sorted(os.sched_getaffinity(0))
+        self.trains = kind == ONE_CORE or rank == 0
+        # Two cores: {0: training, 1: couriers}; more: a core for each courier.
+        alone = kind == OWN_CORE and rank == 0
+        self._main = allowed[0] if rank == 0 else allowed[-1]
+        self._courier = allowed[1] if alone else self._main
+        os.sched_setaffinity(0, {self._main})
+
+    @contextlib.contextmanager
+    def of_courier(self) -> Iterator[None]:
+        """Threads that are made in here stay on the courier's core."""
+        os.sched_setaffinity(0, {self._courier})
+        try:
+            yield
+        finally:
+            os.sched_setaffinity(0, {self._main})
+
+
+def enough() -> bool:
+    """Whether there are two cores."""
+    return len(os.sched_getaffinity(0)) > 1

@@ -1,0 +1,101 @@
+"""What the ranks at both ends of a slow cable do: train, with an allreduce in every step, and save now and then."""
+
+from __future__ import annotations
+
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from bench.aims import ALONE
+from bench.clock import Bench, slowest
+from bench.rows import row
+from bench.states import State
+from mlflash.adapters.distributed import init_process_group
+from mpi4py import MPI
+
+COMM = MPI.COMM_WORLD
+COMPUTES_S = 0.04  # of a step: on a device, so that nothing but the cable is shared
+GRADIENT_NBYTES = 256 << 10
+STATE_NBYTES = 8 << 20
+EVERY = 100  # steps: so long that a tenth of the cable would do for a save
+LAST = 5  # saves that count: until then the rate is found
+AIMS = (0.0, 0.1, 0.03)  # max_slowdown=; 0: nobody looks
+
+
+class Training:
+    """Steps of a training whose gradients go over the cable."""
+
+    def __init__(self) -> None:
+        self._gradient = torch.ones(GRADIENT_NBYTES // 4)
+        self._optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+
+    def step(self) -> float:
+        """Make one; gives its seconds."""
+        start = time.perf_counter()
+        time.sleep(COMPUTES_S)
+        dist.all_reduce(self._gradient)
+        self._gradient /= COMM.size
+        self._optimizer.step()
+        return time.perf_counter() - start
+
+
+def saved(training: Training, ckpt: Any, state: State, number: int, every: int) -> dict[str, float]:
+    """Save, and train for so many steps; gives the means of those beside the save and of the others."""
+    snapshot = ckpt.save(number, state)
+    beside: list[float] = []
+    without: list[float] = []
+    for _ in range(every):
+        step_s = training.step()
+        (without if snapshot.done else beside).append(step_s)
+    snapshot.wait()
+    report = ckpt.report()
+    return slowest(COMM, {
+        "beside": float(np.mean(beside or without)), ALONE: float(np.median(without or beside)),
+        "committed": snapshot.commit_s or 0.0, "rate": report["send rate"] or 0.0,
+        "slowdown": report["slowdown"] or 0.0, "steps": len(beside),
+    })  # fmt: skip
+
+
+def trained(bench: Bench, training: Training, aim: float, every: int, saves: int) -> None:
+    """Train with one setting, and say how steps are slowed when the rate is found."""
+    state = {f"layer{i}": torch.full((1 << 18,), float(i)) for i in range(STATE_NBYTES >> 20)}
+    with bench.job(f"link{aim}") as job, bench.checkpointer(job, redundancy="copy", max_slowdown=aim) as ckpt:
+        ckpt.prepare(state)
+        for _ in range(10):
+            training.step()
+        found = [saved(training, ckpt, state, number, every) for number in range(1, saves + 1)]
+    samples = {name: np.array([one[name] for one in found]) for name in found[0]}
+    late = {name: values[-LAST:] for name, values in samples.items()}
+    rates = ", ".join(f"{rate / 1e6:.1f}" if rate else "all" for rate in samples["rate"])
+    steps = ", ".join(f"{value:.2f}" for value in samples["beside"] / samples[ALONE])
+    of = {name: float(np.median(values)) for name, values in late.items()}
+    note = f"committed after {of['committed']:.2f} s ({of['steps']:.0f} steps)"
+    if aim:
+        note += f"; report: slowdown {of['slowdown']:.3f}, send rate MB/s after each save: {rates}"
+    note += f"; steps: {steps}"
+    bench.rows(row("as fast as it goes" if not aim else f"max_slowdown={aim}", late["beside"], {ALONE: late[ALONE]},
+                   case="A step while a save is in flight", note=note))  # fmt: skip
+
+
+def main() -> None:
+    out, memory, how = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+    torch.set_num_threads(1)
+    init_process_group(COMM, host=COMM.bcast(socket.gethostname()))
+    bench = Bench(COMM, out, memory, repetitions=1)
+    bench.header(every=EVERY, gradient=GRADIENT_NBYTES, state=STATE_NBYTES)
+    training = Training()
+    for _ in range(5):
+        training.step()
+    for aim in AIMS if how == "whole" else AIMS[:2]:
+        every, saves = (EVERY, 3 * LAST if aim else LAST) if how == "whole" else (EVERY // 4, 3)
+        trained(bench, training, aim, every, saves)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+"""How much a step of a training is slowed while the courier works.
+
+    python benchmarks/training/run.py [--mib 64] [--repetitions 5] [--quick] [--json FILE] [--plot FILE] [--readme]
+    python benchmarks/training/run.py --link [--mbit 200] [--json FILE]
+
+Starts itself under mpiexec on two ranks of this machine, each an emulated node (ranks.py, interpreter.py); with --link,
+as root, on two nodes made of namespaces that a slow cable joins (link.py).
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+sys.path[:0] = [str(HERE), str(HERE.parent)]
+
+import link  # noqa: E402
+from bench.aims import ALONE  # noqa: E402
+from bench.question import Part, parser_of, run  # noqa: E402
+from cores import ONE_CORE, OWN_CORE, enough  # noqa: E402
+
+WINDOW_S, QUICK_WINDOW_S = 0.5, 0.1  # of steps without a save
+
+
+def main() -> int:
+    parser = parser_of(__doc__, timeout_s=240, repetitions=5)
+    parser.add_argument("--link", action="store_true", help="ask about a slow link instead")
+    parser.add_argument("--mbit", type=int, default=200, help="Mbit/s of that link, each way")
+    parser.add_argument("--mib", type=int, default=64, help="MiB of tensors per rank, a multiple of 8")
+    args = parser.parse_args()
+    if args.mib < 8 or args.mib % 8:
+        parser.error("--mib must be a multiple of 8")
+    if args.link:
+        return link.run(args)
+    if not enough():
+        sys.exit("this needs two cores: one for training and one for the courier, and one for each of two ranks")
+    window_s = WINDOW_S
+    if args.quick:
+        args.mib, args.repetitions, window_s = 16, 1, QUICK_WINDOW_S
+    sizes = [args.mib << 20, args.repetitions]
+    return run(args, [
+        *(Part(2, HERE / "ranks.py", [kind, *sizes, window_s]) for kind in (ONE_CORE, OWN_CORE)),
+        Part(2, HERE / "interpreter.py", sizes),
+    ], yardstick=ALONE)  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(main())
