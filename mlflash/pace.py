@@ -14,7 +14,7 @@ from collections.abc import Callable
 from .moves import Moves
 
 _IDLE_STEPS, _LEAST_IDLE = 32, 5  # steps without courier that the others are compared with
-_BUSY_STEPS = 8  # steps with it after which the rate is thought over, where a save takes so many
+_BUSY_STEPS, _SENDS = 8, 4  # steps with it, and transfers, after which the rate is thought over in a long save
 _DOWN, _UP = 0.7, 1.1
 _SHARE_OF_INTERVAL = 0.8  # of the time between two saves: a save that is not through by then makes training wait
 
@@ -38,12 +38,14 @@ class Pace:
         self._began: float | None = None  # when the save was, that is being sent or was last
         self._interval_s = float("inf")  # between the last two
         self._sending = False
-        self._sent = self._nbytes = 0  # by this save, and by the one before
+        self._sent = self._nbytes = 0  # bytes, by this save, and by the one before
+        self._sends = self._seen = 0  # transfers so far, and when the rate was thought over
         self._fastest = 0.0  # bytes per second that were reached
         self._step_at: float | None = None
         self._was_sending = False  # since then
         self._idle: deque[float] = deque(maxlen=_IDLE_STEPS)
         self._busy: list[float] = []
+        self._thought = False  # whether the rate was thought over since this save began
 
     def begin(self) -> None:
         """Note that a save is being sent from now on."""
@@ -51,45 +53,60 @@ class Pace:
         if self._began is not None:
             self._interval_s = now - self._began
         self._began, self._sent = now, 0
+        self._thought = False
         self._sending = self._was_sending = True
 
     def end(self) -> None:
         """Note that it is sent."""
         assert self._began is not None
-        seconds = self._clock() - self._began
-        if self._sent and seconds > 0:
-            self._fastest = max(self._fastest, self._sent / seconds)
+        self._fastest = max(self._fastest, self._reached())
         self._nbytes, self._sending = self._sent, False
 
     def send(self, nbytes: int) -> Moves:
         """Wait until bytes may be sent; for the courier."""
         self._sent += nbytes
-        if self.rate == float("inf"):
-            return
-        while self._clock() < self._free_at:
-            yield False
-        self._free_at = max(self._free_at, self._clock() - 1e-3) + nbytes / self.rate
+        if self.rate < float("inf"):
+            while self._clock() < self._free_at:
+                yield False
+            self._free_at = max(self._free_at, self._clock() - 1e-3) + nbytes / self.rate
+        self._sends += 1
+
+    def stalled(self, seconds: float) -> None:
+        """Note that training waited in `save`: that is none of what sending does to a step; on its thread."""
+        if self._step_at is not None:
+            self._step_at += seconds
 
     def step(self) -> None:
-        """Note that training comes to a step's end; on its thread, in a microsecond."""
+        """Note that training comes to a step's end; on its thread, in a microsecond.
+
+        A transfer slows the steps that it falls on, and none between two of them. So a long save is looked at in spans
+        of several transfers, what is left of it together with the next one, and a short one as a whole.
+        """
         now, before, busy = self._clock(), self._step_at, self._was_sending
         self._step_at, self._was_sending = now, self._sending
         if before is None or not self._aim:
             return
         if not busy:
             self._idle.append(now - before)
-            if self._busy and len(self._idle) >= _LEAST_IDLE:
-                self._think_over()
-            return
-        self._busy.append(now - before)
-        if len(self._busy) >= _BUSY_STEPS and len(self._idle) >= _LEAST_IDLE:
+            enough = not self._thought
+        else:
+            self._busy.append(now - before)
+            enough = len(self._busy) >= _BUSY_STEPS and self._sends - self._seen >= _SENDS
+        if enough and self._busy and len(self._idle) >= _LEAST_IDLE:
             self._think_over()
+
+    def _reached(self) -> float:
+        """Bytes per second of the save in flight so far: a little too many, as some are on their way only."""
+        seconds = self._clock() - (self._began or 0.0)
+        return self._sent / seconds if seconds > 0 else 0.0
 
     def _think_over(self) -> None:
         self.slowdown = statistics.fmean(self._busy) / statistics.median(self._idle) - 1
         self._busy.clear()
+        self._seen, self._thought = self._sends, True
         if self.slowdown > self._aim:
-            self.rate = max(self._floor(), min(self.rate, self._fastest or self.rate) * _DOWN)
+            fastest = self._fastest or self._reached() or self.rate  # the very first save may take long
+            self.rate = max(self._floor(), min(self.rate, fastest) * _DOWN)
         elif self.slowdown < self._aim / 2 and self.rate < self._most:
             self.rate *= _UP
             if self._fastest and self.rate > 2 * self._fastest:

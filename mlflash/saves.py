@@ -199,6 +199,8 @@ class Saves:
         snapshot.reported = mistake is not None or again  # what waits for it tells all ranks
         self._pending.append(snapshot)
         snapshot.stalled()
+        if not again:  # that may be another thread than training's
+            self._parts.pace.stalled(snapshot.stall_s)
         self._parts.counts["saves"] += 1
         self._parts.counts["bytes staged"] += snapshot.nbytes
         self._seconds["stall"] += snapshot.stall_s

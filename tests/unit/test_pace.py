@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -70,6 +70,7 @@ class Training:
                 if left > 0:
                     steps.append(step_s)
                     self.pace._sent += int(min(left, rate * step_s))
+                    self.pace._sends += 1
                     left -= rate * step_s
                     if left <= 0:
                         self.clock.now += step_s / 2
@@ -136,3 +137,84 @@ def test_a_save_that_never_ends_or_sends_nothing_does_no_harm(end: Callable[[Pac
         clock.now += 1
         pace.step()
     assert pace.rate > 0
+
+
+STEP_S = 0.045
+
+
+class SlowLink:
+    """Steps on a link that is slow: while a transfer occupies it, for several steps, training has half its speed.
+
+    Args:
+        pace: what is tested.
+        clock: its clock.
+        chunk: bytes of a transfer.
+        link: bytes per second.
+    """
+
+    def __init__(self, pace: Pace, clock: Clock, chunk: int, link: float = 25e6):
+        self.pace, self.clock, self.chunk, self.link = pace, clock, chunk, link
+        self.stall_s = 0.0  # of a save
+
+    def save(self, chunks: int, every: int) -> tuple[float, float]:
+        """Make so many steps, and a save with the first; gives its slowdown and the seconds that it took."""
+        self.clock.now += self.stall_s
+        self.pace.stalled(self.stall_s)
+        start, free_at, ended = self.clock.now, 0.0, 0.0
+        self.pace.begin()
+        sending, work = self.courier(chunks), 0.0
+        beside = steps = 0
+        while steps < every:
+            self.clock.now += 1e-3
+            if not ended and self.clock.now >= free_at:
+                moved = next(sending, None)
+                if moved is None:
+                    ended = self.clock.now
+                    self.pace.end()
+                elif moved:
+                    free_at = self.clock.now + self.chunk / self.link
+            work += 1e-3 * (0.5 if self.clock.now < free_at else 1.0)
+            if work >= STEP_S:
+                work -= STEP_S
+                steps += 1
+                beside += not ended
+                self.pace.step()
+        return (ended - start) / max(1, beside) / STEP_S - 1, ended - start
+
+    def courier(self, chunks: int) -> Iterator[bool]:
+        for _ in range(chunks):
+            yield from self.pace.send(self.chunk)
+            yield True
+
+
+@pytest.mark.parametrize("aim", [0.03, 0.1])
+@pytest.mark.parametrize("chunk", [1 << 18, 1 << 20, CHUNK])
+def test_transfers_that_take_longer_than_a_step_slow_training_no_more_than_asked(chunk: int, aim: float) -> None:
+    clock = Clock()
+    link = SlowLink(Pace(0, aim, 300, clock), clock, chunk)
+    assert link.save(8 * CHUNK // chunk, 1000)[0] > aim
+    late = [link.save(8 * CHUNK // chunk, 1000) for _ in range(30)][20:]
+    slowdown = sum(one for one, _ in late) / len(late)
+    assert 0.2 * aim < slowdown < 1.3 * aim
+    assert max(seconds for _, seconds in late) < 0.9 * 1000 * STEP_S
+
+
+def test_the_first_save_is_slowed_too_where_it_takes_long() -> None:
+    clock = Clock()
+    pace = Pace(0, 0.03, 300, clock)
+    link = SlowLink(pace, clock, CHUNK)
+    for _ in range(10):
+        clock.now += STEP_S
+        pace.step()
+    assert link.save(40, 2000)[0] < 0.3  # as fast as it goes: 1.0
+    assert pace.rate < 5e6
+
+
+def test_what_save_itself_takes_is_not_put_down_to_the_courier() -> None:
+    clock = Clock()
+    pace = Pace(0, 0.1, 300, clock)
+    link = SlowLink(pace, clock, 1 << 10)  # too small to slow anything
+    link.stall_s = 0.5
+    for _ in range(20):
+        link.save(1, 100)
+    assert pace.rate == float("inf") and pace.slowdown is not None and pace.slowdown < 0.1
