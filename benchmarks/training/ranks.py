@@ -21,7 +21,7 @@ from mlflash import Checkpointer
 
 SLOWDOWN = 0.03  # that max_slowdown= asks for
 NICE = 10
-ADAPTS = 8  # saves until max_slowdown= has found its rate
+ADAPTS = 6  # saves until max_slowdown= has found its rate
 
 
 class Settled:

@@ -20,7 +20,7 @@ from bench.aims import ALONE  # noqa: E402
 from bench.question import Part, parser_of, run  # noqa: E402
 from cores import ONE_CORE, OWN_CORE, enough  # noqa: E402
 
-WINDOW_S, QUICK_WINDOW_S = 0.5, 0.1  # of steps without a save
+WINDOW_S, QUICK_WINDOW_S = 0.3, 0.1  # of steps without a save, before and after one
 
 
 def main() -> int:
