@@ -1,0 +1,115 @@
+"""What could change bits that were saved: memory that is given to others at once, and steps in a CUDA graph."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import torch
+from bench.clock import Bench
+from bench.rows import Row
+from device import Device
+from model import Training
+
+CASE = "Bits that were saved, compared after a restore into a fresh model"
+
+
+def compare(bench: Bench, device: Device, nbytes: int) -> None:
+    """Try all of it; an assertion fails where bits differ."""
+    for name, lazy in (("eager", False), ("lazy", True)):
+        freed(bench, device, nbytes, lazy)
+        _note(bench, f"{name}: model and optimizer dropped right after save, their memory written by others")
+    for name, lazy in (("eager", False), ("lazy", True)):
+        if device.is_cuda:
+            replayed(bench, device, nbytes, lazy)
+            _note(bench, f"{name}: a captured step (AdamW, capturable) replayed right after save")
+        else:
+            _note(bench, f"{name}: a captured step", "needs CUDA")
+    if device.is_cuda:
+        replayed_sgd(bench, device, nbytes)
+    _note(bench, "lazy: a captured step of SGD replayed after snapshot.wait_staged()",
+          "bits equal" if device.is_cuda else "needs CUDA")  # fmt: skip
+
+
+def freed(bench: Bench, device: Device, nbytes: int, lazy: bool) -> None:
+    """Drop what is being saved, and let the allocator give its memory to tensors of other numbers."""
+    fresh = Training(device, nbytes)
+    with bench.job("freed") as job, bench.checkpointer(job, redundancy="none") as ckpt:
+        ckpt.prepare(fresh.state)
+        training = Training(device, nbytes)
+        kept = [tensor.cpu() for tensor in training.kept()]
+        sizes = [tensor.shape for tensor in training.tensors()]
+        torch.cuda._sleep(50_000_000) if device.is_cuda else None  # so that copies are still to come when it is dropped
+        snapshot = ckpt.save(1, training.state, until=training.optimizer if lazy else None)
+        del training
+        gc.collect()
+        others = [torch.full(size, 7.0, device=device.torch_device) for size in sizes for _ in range(2)]
+        device.sync()
+        snapshot.wait()
+        _assert_restored(ckpt, fresh, kept)
+        del others
+
+
+def replayed(bench: Bench, device: Device, nbytes: int, lazy: bool) -> None:
+    """Save, and replay a captured step at once: a lazy copy of what it writes must be made before, or not be lazy."""
+    training, fresh = (Training(device, nbytes, capturable=True) for _ in range(2))
+    graph = _captured(training.step)
+    with bench.job("graph") as job, bench.checkpointer(job, redundancy="none") as ckpt:
+        ckpt.prepare(training.state)
+        for number in range(1, 4):
+            graph.replay()
+            kept = [tensor.cpu() for tensor in training.kept()]
+            snapshot = ckpt.save(number, training.state, until=training.optimizer if lazy else None)
+            for _ in range(3):
+                graph.replay()
+            device.sync()
+            snapshot.wait()
+            assert training.differing([tensor.to(device.torch_device) for tensor in kept]), "the graph changed nothing"
+            _assert_restored(ckpt, fresh, kept)
+
+
+def replayed_sgd(bench: Bench, device: Device, nbytes: int) -> None:
+    """Do the same with an optimizer that does not say that it may be captured, as the documentation asks."""
+    training, fresh = (Training(device, nbytes) for _ in range(2))
+    parameters = list(training.model.parameters())
+    sgd = torch.optim.SGD(parameters, lr=1e-3, foreach=True)
+
+    def step() -> None:
+        training.compute()
+        sgd.step()
+
+    graph = _captured(step)
+    with bench.job("sgd") as job, bench.checkpointer(job, redundancy="none") as ckpt:
+        ckpt.prepare(training.state)
+        kept = [tensor.cpu() for tensor in training.kept()]
+        snapshot = ckpt.save(1, training.state, until=sgd)
+        snapshot.wait_staged()
+        graph.replay()
+        device.sync()
+        snapshot.wait()
+        _assert_restored(ckpt, fresh, kept)
+
+
+def _captured(step: Any) -> Any:
+    """Capture a step, after it was made on a stream of its own, as torch's documentation asks."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph
+
+
+def _assert_restored(ckpt: Any, fresh: Training, kept: list[torch.Tensor]) -> None:
+    fresh.forget()
+    ckpt.restore(fresh.state)
+    found = fresh.differing([tensor.to(fresh.device.torch_device) for tensor in kept])
+    assert found == 0, f"{found} of {len(kept)} tensors have other bits than when they were saved"
+
+
+def _note(bench: Bench, what: str, found: str = "bits equal") -> None:
+    bench.rows(Row(what=what, case=CASE, over={}, aim=None, note=found))

@@ -1,0 +1,41 @@
+"""What saves and restores of a state on one CUDA GPU cost, beside what its own copies take.
+
+    python benchmarks/gpu/run.py [--mib 2048] [--repetitions 9] [--on cpu] [--quick] [--json FILE] [--plot FILE]
+
+Starts itself under mpiexec on one rank (ranks.py): times (speed.py), and bits that could be torn (bits.py). Without
+CUDA it says so and ends well; --on cpu runs all that needs none, small, to see whether the benchmark works.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent))
+
+import torch  # noqa: E402
+from bench.aims import D2H  # noqa: E402
+from bench.question import Part, parser_of, run  # noqa: E402
+from bench.results import keep, machine  # noqa: E402
+
+
+def main() -> int:
+    parser = parser_of(__doc__, timeout_s=280, repetitions=9)
+    parser.add_argument("--mib", type=int, default=2048, help="MiB of parameters and moments")
+    parser.add_argument("--on", choices=["cuda", "cpu"], default="cuda", help="cpu: a dry run")
+    args = parser.parse_args()
+    if args.on == "cuda" and not torch.cuda.is_available():
+        print("gpu: needs CUDA, and torch sees none here: nothing was measured")
+        if args.json is not None:
+            keep(args.json, {**machine(), "status": "needs CUDA"}, [])
+        return 0
+    if args.on == "cpu" and args.readme:
+        parser.error("a dry run is not worth being written down")
+    if args.quick or args.on == "cpu":
+        args.mib, args.repetitions = min(args.mib, 64), 3
+    return run(args, [Part(1, HERE / "ranks.py", [args.on, args.mib << 20, args.repetitions])], yardstick=D2H)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,146 @@
+"""Stall of eager and lazy saves, a step beside them, and a restore, each beside the device's own copies."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import torch
+from bench.aims import ALONE, D2H
+from bench.clock import Bench
+from bench.rows import Samples, row
+from device import Device
+from model import Training, Waits
+
+from mlflash import Checkpointer
+
+H2D = "cudaMemcpyAsync to the device"
+COPIES = 4.0  # a step takes so many times the copy
+
+
+class Copies:
+    """What the device's own copies take, to and from pinned memory: all tensors in one go, in one stream.
+
+    Args:
+        device: whose.
+        tensors: on it.
+    """
+
+    def __init__(self, device: Device, tensors: list[torch.Tensor]):
+        self._device, self._tensors = device, [tensor.reshape(-1).view(torch.uint8) for tensor in tensors]
+        self.nbytes = sum(tensor.numel() for tensor in self._tensors)
+        self._room = device.warm_host(self.nbytes).split([tensor.numel() for tensor in self._tensors])
+        self._targets = [torch.empty_like(tensor) for tensor in self._tensors]
+
+    def to_host(self) -> dict[str, float]:
+        return {D2H: self._timed(list(self._room), self._tensors)}
+
+    def to_device(self) -> dict[str, float]:
+        return {H2D: self._timed(self._targets, list(self._room))}
+
+    def _timed(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> float:
+        self._device.sync()
+        start = self._device.mark()
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source, non_blocking=True)
+        end = self._device.mark()
+        self._device.sync()
+        return self._device.between(start, end)
+
+
+def measure(bench: Bench, device: Device, nbytes: int) -> None:
+    """Time all of it, and compare the bits after each save."""
+    training = Training(device, nbytes)
+    waits = Waits(training)
+    copies = Copies(device, training.tensors())
+    copy_s = min(copies.to_host()[D2H] for _ in range(5))
+    step_s = training.lasting(COPIES * copy_s)
+    bench.header(**{"MiB saved": copies.nbytes >> 20, "D2H GB/s": round(copies.nbytes / copy_s / 1e9, 1),
+                    "step, ms": round(step_s * 1e3, 1)})  # fmt: skip
+    with bench.job("gpu") as job, bench.checkpointer(job, redundancy="none") as ckpt:
+        ckpt.prepare(training.state)
+        timed = _Timed(ckpt, training, waits)
+        first = timed.save("first", None)["first stall"]
+        ckpt.wait()
+        samples = bench.repeat({
+            "D2H": copies.to_host, "H2D": copies.to_device, "alone": timed.alone,
+            "eager": lambda: timed.save("eager", None), "lazy": lambda: timed.save("lazy", training.optimizer),
+            "restore": timed.restore,
+        })  # fmt: skip
+    waits.close()
+    for one in _rows(samples, first, device.is_cuda):
+        bench.rows(one)
+
+
+class _Timed:
+    """Saves and restores whose bits are compared each time.
+
+    Args:
+        ckpt: what saves.
+        training: what is saved.
+        waits: of its optimizer.
+    """
+
+    def __init__(self, ckpt: Checkpointer, training: Training, waits: Waits):
+        self._ckpt, self._training, self._waits = ckpt, training, waits
+        self._number = 0
+        self._fresh = Training(training.device, sum(tensor.nbytes for tensor in training.tensors()))
+
+    def alone(self) -> dict[str, float]:
+        """A step without a save."""
+        device = self._training.device
+        device.sync()
+        start = time.perf_counter()
+        self._training.step()
+        device.sync()
+        return {ALONE: time.perf_counter() - start}
+
+    def save(self, name: str, until: Any) -> dict[str, float]:
+        """Save, make a step at once, and one more while the save is in flight; compare what was saved."""
+        self._number += 1
+        device, kept = self._training.device, self._training.kept()
+        start = time.perf_counter()
+        snapshot = self._ckpt.save(self._number, self._training.state, until=until)
+        stall_s = time.perf_counter() - start
+        self._training.step()
+        device.sync()
+        step_s = time.perf_counter() - start
+        waited_s = self._waits.seconds()
+        snapshot.wait()
+        self._training.forget()
+        self._ckpt.restore(self._fresh.state)
+        assert self._fresh.differing(kept) == 0, f"{name}: other bits were saved"
+        self._ckpt.restore(self._training.state)
+        assert self._training.differing(kept) == 0, f"{name}: other bits were restored in place"
+        return {f"{name} stall": stall_s, f"{name} wait": waited_s, f"{name} both": stall_s + waited_s,
+                f"{name} step": step_s, f"{name} committed": snapshot.commit_s or 0.0}  # fmt: skip
+
+    def restore(self) -> dict[str, float]:
+        """Restore straight to the device, every byte checked."""
+        device = self._training.device
+        device.sync()
+        start = time.perf_counter()
+        self._ckpt.restore(self._fresh.state)
+        device.sync()
+        return {"restored": time.perf_counter() - start}
+
+
+def _rows(samples: Samples, first_s: float, is_cuda: bool) -> list[Any]:
+    stall, lazy = ("gpu stall", "gpu lazy") if is_cuda else ("", "")  # a dry run shows no aim of the design
+    over = {D2H: samples[D2H], ALONE: samples[ALONE]}
+    eager_s = float(np.median(samples["eager stall"]))
+    return [
+        row(D2H, samples[D2H], over),
+        row(ALONE, samples[ALONE], over),
+        row("stall of an eager save", samples["eager stall"], over, stall,
+            note=f"the first one after prepare: {first_s / eager_s:.2f} times as long"),
+        row("lazy: stall of save, and wait of the device in optimizer.step()", samples["lazy both"], over, lazy),
+        row("lazy: of it in save", samples["lazy stall"], over),
+        row("a step with an eager save", samples["eager step"], over),
+        row("a step with a lazy save", samples["lazy step"], over),
+        row("committed, eager", samples["eager committed"], over),
+        row("committed, lazy", samples["lazy committed"], over),
+        row("restore straight to the device, every byte checked", samples["restored"],
+            {H2D: samples[H2D], D2H: samples[D2H]}),
+    ]  # fmt: skip
