@@ -88,7 +88,7 @@ class _Timed:
         self._fresh = Training(training.device, sum(tensor.nbytes for tensor in training.tensors()))
 
     def alone(self) -> dict[str, float]:
-        """A step without a save."""
+        """A step, timed."""
         device = self._training.device
         device.sync()
         start = time.perf_counter()
@@ -97,7 +97,7 @@ class _Timed:
         return {ALONE: time.perf_counter() - start}
 
     def save(self, name: str, until: Any) -> dict[str, float]:
-        """Save, make a step at once, and one more while the save is in flight; compare what was saved."""
+        """Save, make a step at once, and further ones while the save is in flight; compare what was saved."""
         self._number += 1
         device, kept = self._training.device, self._training.kept()
         start = time.perf_counter()
@@ -107,6 +107,9 @@ class _Timed:
         device.sync()
         step_s = time.perf_counter() - start
         waited_s = self._waits.seconds()
+        further = []
+        while not snapshot.done:
+            further.append(self.alone()[ALONE])
         snapshot.wait()
         self._training.forget()
         self._ckpt.restore(self._fresh.state)
@@ -114,7 +117,8 @@ class _Timed:
         self._ckpt.restore(self._training.state)
         assert self._training.differing(kept) == 0, f"{name}: other bits were restored in place"
         return {f"{name} stall": stall_s, f"{name} wait": waited_s, f"{name} both": stall_s + waited_s,
-                f"{name} step": step_s, f"{name} committed": snapshot.commit_s or 0.0}  # fmt: skip
+                f"{name} step": step_s, f"{name} committed": snapshot.commit_s or 0.0,
+                f"{name} further": float(np.mean(further)) if further else np.nan}  # fmt: skip
 
     def restore(self) -> dict[str, float]:
         """Restore straight to the device, every byte checked."""
@@ -139,6 +143,8 @@ def _rows(samples: Samples, first_s: float, is_cuda: bool) -> list[Any]:
         row("lazy: of it in save", samples["lazy stall"], over),
         row("a step with an eager save", samples["eager step"], over),
         row("a step with a lazy save", samples["lazy step"], over),
+        *(row(f"a step while the courier works, {name}", samples[f"{name} further"], over)
+          for name in ("eager", "lazy") if not np.isnan(samples[f"{name} further"]).any()),
         row("committed, eager", samples["eager committed"], over),
         row("committed, lazy", samples["lazy committed"], over),
         row("restore straight to the device, every byte checked", samples["restored"],

@@ -22,10 +22,11 @@ COMM = MPI.COMM_WORLD
 COMPUTES_S = 0.02  # of a step: on a device, so that nothing but the cable is shared
 GRADIENT_NBYTES = 128 << 10
 STATE_NBYTES = 4 << 20
-CHUNK_NBYTES = 1 << 20  # which takes a cable of 200 Mbit/s 42 ms
+LARGE, SMALL = 1 << 20, 1 << 17  # transfers, which take a cable of 200 Mbit/s 42 ms and 5 ms
 EVERY = 320  # steps: so long that a 50th of the cable would do for a save
-LAST = 4  # saves that count: until then the rate is found
-AIMS = (0.0, 0.1, 0.03)  # max_slowdown=; 0: nobody looks
+LAST = 3  # saves that count: until then the rate is found
+# max_slowdown= (0: nobody looks), chunk_nbytes=, saves
+SETTINGS = ((0.0, LARGE, 2), (0.0, SMALL, 2), (0.1, LARGE, 10), (0.1, SMALL, 6), (0.03, SMALL, 7))
 
 
 class Training:
@@ -62,10 +63,10 @@ def saved(training: Training, ckpt: Any, state: State, number: int, every: int) 
     })  # fmt: skip
 
 
-def trained(bench: Bench, training: Training, aim: float, every: int, saves: int) -> None:
+def trained(bench: Bench, training: Training, aim: float, chunk: int, every: int, saves: int) -> None:
     """Train with one setting, and say how steps are slowed when the rate is found."""
     state = {f"layer{i}": torch.full((1 << 18,), float(i)) for i in range(STATE_NBYTES >> 20)}
-    settings = {"redundancy": "copy", "max_slowdown": aim, "chunk_nbytes": CHUNK_NBYTES}
+    settings = {"redundancy": "copy", "max_slowdown": aim, "chunk_nbytes": chunk, "block_nbytes": SMALL}
     with bench.job(f"link{aim}") as job, bench.checkpointer(job, **settings) as ckpt:
         ckpt.prepare(state)
         for _ in range(10):
@@ -80,8 +81,9 @@ def trained(bench: Bench, training: Training, aim: float, every: int, saves: int
     if aim:
         note += f"; report: slowdown {of['slowdown']:.3f}, send rate MB/s after each save: {rates}"
     note += f"; steps: {steps}"
-    bench.rows(row("as fast as it goes" if not aim else f"max_slowdown={aim}", late["beside"], {ALONE: late[ALONE]},
-                   case="A step while a save is in flight", note=note))  # fmt: skip
+    what = f"{f'max_slowdown={aim}' if aim else 'as fast as it goes'}, transfers of {chunk >> 10} KiB"
+    case = "A step while a save is in flight, on a slow cable"
+    bench.rows(row(what, late["beside"], {ALONE: late[ALONE]}, case=case, note=note))
 
 
 def main() -> None:
@@ -90,13 +92,15 @@ def main() -> None:
     init_process_group(COMM, host=COMM.bcast(socket.gethostname()))
     bench = Bench(COMM, out, memory, repetitions=1)
     bench.header(**{"gradient, KiB": GRADIENT_NBYTES >> 10, "state, MiB": STATE_NBYTES >> 20,
-                    "chunk, KiB": CHUNK_NBYTES >> 10, "steps between saves": EVERY})  # fmt: skip
+                    "steps between saves": EVERY})  # fmt: skip
     training = Training()
     for _ in range(5):
         training.step()
-    for aim in AIMS if how == "whole" else AIMS[:2]:
-        every, saves = (EVERY, 3 * LAST if aim else 2) if how == "whole" else (EVERY // 8, 3)
-        trained(bench, training, aim, every, saves)
+    for aim, chunk, saves in SETTINGS:
+        if how == "whole":
+            trained(bench, training, aim, chunk, EVERY, saves)
+        elif chunk == SMALL:
+            trained(bench, training, aim, chunk, EVERY // 8, saves=3)
     dist.destroy_process_group()
 
 
