@@ -24,9 +24,10 @@ INTERVALS_S = (5e-3, 5e-4, 5e-5)  # Python's own first
 
 
 def main() -> None:
-    out, memory, nbytes, repetitions = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
+    out, memory, kind = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+    nbytes, repetitions = int(sys.argv[4]), int(sys.argv[5])
     bench = Bench(MPI.COMM_WORLD, out, memory, repetitions, warm_up=1)
-    cores = Cores(OWN_CORE, bench.comm.rank)
+    cores = Cores(kind, bench.comm.rank)
     measured, state = Measured(step_of(PYTHON), cores.trains, window_s=0.3), large_state(nbytes)
     with bench.job("python") as job:
         with cores.of_courier():
@@ -48,16 +49,14 @@ def main() -> None:
                 return {IDLE: ckpt.save(measured.saves, state).wait().commit_s or 0.0}
 
             samples = bench.repeat({"idle": waited, **{str(each): at(each) for each in INTERVALS_S}})
-    bench.rows(row(IDLE, samples[IDLE], {IDLE: samples[IDLE]}, case=title(nbytes)))
+    loops = "rank 0 is in a Python loop" if kind == OWN_CORE else "both ranks are in a Python loop"
+    title = f"Until {nbytes >> 20} MiB are committed while {loops}; {kind}"
+    bench.rows(row(IDLE, samples[IDLE], {IDLE: samples[IDLE]}, case=title))
     for each in INTERVALS_S:
         step = float(np.median(samples[f"{each} beside"] / samples[f"{each} {ALONE}"]))
         bench.rows(row(f"beside a Python loop, switch interval {each * 1e3:g} ms", samples[f"{each} committed"],
-                       {IDLE: samples[IDLE]}, case=title(nbytes),
+                       {IDLE: samples[IDLE]}, case=title,
                        note=f"a step takes {step:.2f} times as long"))  # fmt: skip
-
-
-def title(nbytes: int) -> str:
-    return f"Until {nbytes >> 20} MiB are committed; the couriers have a core of their own"
 
 
 if __name__ == "__main__":

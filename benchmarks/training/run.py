@@ -41,7 +41,7 @@ def main() -> int:
     sizes = [args.mib << 20, args.repetitions]
     return run(args, [
         *(Part(2, HERE / "ranks.py", [kind, *sizes, window_s]) for kind in (ONE_CORE, OWN_CORE)),
-        Part(2, HERE / "interpreter.py", sizes),
+        *(Part(2, HERE / "interpreter.py", [kind, *sizes]) for kind in (ONE_CORE, OWN_CORE)),
     ], yardstick=ALONE)  # fmt: skip
 
 
