@@ -194,7 +194,7 @@ class World:
         # Spin a little, then sleep up to 1 ms: with more ranks than cores a spinning rank starves the others.
         self._naps += 1
         if self._naps > 8:
-            time.sleep(min(1e-3, 2e-5 * self._naps))
+            time.sleep(min(1e-3, 2e-5 * (self._naps - 8)))
 
     def finish(self, *requests: Any) -> None:
         """Wait for MPI requests."""
