@@ -9,6 +9,8 @@ from .rows import Row
 
 NOT_MEASURED = {
     "committed between hosts": "this run had no two nodes: those of transport are network namespaces, which need root",
+    "gpu stall": "no GPU was there",
+    "gpu lazy": "no GPU was there",
 }
 
 # (aim, beginning of case or what): why. The longest that fits counts.

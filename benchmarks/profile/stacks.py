@@ -1,0 +1,68 @@
+"""Stacks as py-spy counts them → seconds by function."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+from collections.abc import Iterable, Iterator, Mapping
+
+_SOURCE = re.compile(r"^(?P<function>.+) \((?:[^()]*/)?(?P<file>[^()/]+?)(?:\.py)?(?::[0-9]+)?\)$")
+_FIRST = ("(checkpointer)", "(courier)")  # modules that training, and the courier, come into the library by
+
+
+@dataclasses.dataclass
+class Stacks:
+    """What was seen of one thread: a tree of functions.
+
+    Attributes:
+        name: of the function, with its file.
+        seen: how often it was on the stack.
+        itself: how often it was the last of it.
+        calls: the functions that it called, by name.
+    """
+
+    name: str
+    seen: int = 0
+    itself: int = 0
+    calls: dict[str, Stacks] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def from_lines(cls, lines: Iterable[str]) -> Stacks:
+        """Read ``outer (file:line);inner (file:line) 17`` and the like; what is not in mlflash is left out."""
+        tree = cls("")
+        for line in lines:
+            frames, _, count = line.rpartition(" ")
+            names = list(itertools.dropwhile(lambda name: not name.endswith(_FIRST), map(_tidy, frames.split(";"))))
+            if names:
+                tree.add(names, int(count))
+        return tree
+
+    def add(self, names: list[str], count: int) -> None:
+        self.seen += count
+        if names:
+            self.calls.setdefault(names[0], Stacks(names[0])).add(names[1:], count)
+        else:
+            self.itself += count
+
+    def walk(self, least: float, depth: int = 0) -> Iterator[tuple[int, Stacks]]:
+        """Depth and function of all that were seen ``least`` times or more, callers first, the most seen first."""
+        for one in sorted(self.calls.values(), key=lambda one: -one.seen):
+            if one.seen >= least:
+                yield depth, one
+                yield from one.walk(least, depth + 1)
+
+
+def _tidy(frame: str) -> str:
+    """``Way.copy (ways.py:62)`` → ``Way.copy (ways)``."""
+    found = _SOURCE.match(frame)
+    return f"{found['function'].replace('.<locals>', '')} ({found['file']})" if found else frame
+
+
+def by_thread(text: str) -> Mapping[str, list[str]]:
+    """Split what ``py-spy record --format raw`` wrote by thread: "courier", and "training" for all others."""
+    threads: dict[str, list[str]] = {}
+    for line in text.splitlines():
+        inside = "(mlflash/courier.py" in line or "Courier._run" in line
+        threads.setdefault("courier" if inside else "training", []).append(line)
+    return threads
