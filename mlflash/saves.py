@@ -258,10 +258,13 @@ class Saves:
     def prepare(self, state: object) -> None:
         """Make the slots for a state like this one; see `Checkpointer.prepare`."""
         self.wait()
-        planned = self.plan(self._look_at(state))
+        flat = self._look_at(state)
+        planned = self.plan(flat)
         self.stage.replan()  # what is shared is settled once more by the first save
         size = planned.share_extents
         self.reserve(planned.layout.extents.nbytes, 0 if size is None else size.nbytes)
+        if flat.is_on_device:
+            self._parts.shelf.pin_own()
 
     def reserve(self, nbytes: int, share_nbytes: int = 0) -> None:
         """Make slots of at least so many bytes. Collective over comm.

@@ -7,6 +7,7 @@ other pages are faulted in once, in the background, with MADV_POPULATE_WRITE: a 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import mmap
@@ -23,6 +24,7 @@ from .layout import PAGE_NBYTES, round_up
 from .node_memory import NodeMemory
 
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; not a constant of Python's mmap
+_PORTABLE = 1  # cudaHostRegisterPortable: for all devices of the process
 _PREFAULT_NBYTES = 64 << 20  # per system call, so that close() need not wait long
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -44,7 +46,7 @@ class Segment:
         self.ready = threading.Event()
         self._fresh = fresh
         self._lock = threading.Lock()
-        self._pinned = False
+        self._asked_to_pin = self._pinned = False
         self.view = huge_pages.map_file(fd, nbytes, private)
 
     def prefault(self) -> None:
@@ -62,12 +64,19 @@ class Segment:
         self.ready.set()
 
     def pin(self) -> None:
-        """Page-lock the segment for copies from CUDA devices; nothing happens without CUDA."""
+        """Page-lock the segment for copies from CUDA devices; nothing happens without CUDA. Any thread; done once."""
         torch = sys.modules.get("torch")
-        if self._pinned or torch is None or not torch.cuda.is_available():
+        if self._asked_to_pin or torch is None or not torch.cuda.is_available():
             return
-        status = torch.cuda.cudart().cudaHostRegister(self.view.ctypes.data, self.nbytes, 0)
-        self._pinned = int(status) == 0
+        with self._lock:
+            if self._asked_to_pin or not self.view.nbytes:
+                return
+            self._asked_to_pin = True
+            status = torch.cuda.cudart().cudaHostRegister(self.view.ctypes.data, self.nbytes, _PORTABLE)
+            self._pinned = int(status) == 0
+        if not self._pinned:  # copies are slower, that is all; but the next kernel would be told of this error
+            with contextlib.suppress(RuntimeError):
+                torch.zeros(1, device="cuda")
 
     def close(self) -> None:
         """Unmap; the file stays. May be called twice."""
@@ -141,13 +150,20 @@ def attach(
         os.close(fd)
 
 
-def prefault_in_background(segments: Sequence[Segment]) -> None:
-    """Fault in the pages of some segments, one after the other, on a thread of its own."""
-    todo = [segment for segment in segments if not segment.ready.is_set()]
+def prefault_in_background(segments: Sequence[Segment], pin: bool = False) -> None:
+    """Fault in the pages of some segments, one after the other, on a thread of its own.
+
+    Args:
+        segments: which.
+        pin: page-lock them, too.
+    """
+    todo = [segment for segment in segments if pin or not segment.ready.is_set()]
 
     def run() -> None:
         for segment in todo:
             segment.prefault()
+            if pin:
+                segment.pin()
 
     if todo:
         threading.Thread(target=run, name="mlflash-prefault", daemon=True).start()

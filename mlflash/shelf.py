@@ -241,6 +241,11 @@ class Shelf:
             self._memory.remove(file_name(number))
         self._spare, self._stale, self._kept = self._spare - numbers, self._stale - numbers, self._kept - numbers
 
+    def pin_own(self) -> None:
+        """Page-lock, behind, the slots that this rank copies its state into. Not collective."""
+        own = [slot.segment for slot in (*self.own, *self.shares) if slot.segment is not None]
+        segment.prefault_in_background(own, pin=True)
+
     def post_directory(self, board: Board) -> None:
         """Write the file numbers of the own slots on the node's board."""
         for word, slot in zip((Word.OWN_SLOT_0, Word.OWN_SLOT_1, Word.OWN_SLOT_2), self.own, strict=False):

@@ -97,6 +97,11 @@ class Flat:
         wholes = {number: leaf.whole for number, leaf in enumerate(leaves) if leaf.whole is not None}
         return cls(structure, [leaf.value for leaf in leaves], plain, wholes)
 
+    @property
+    def is_on_device(self) -> bool:
+        """Whether any of it is not in the host's memory."""
+        return any(is_tensor(value) and value.device.type != "cpu" for value in self.values)
+
     @functools.cached_property
     def leaves(self) -> list[Leaf]:
         """Each leaf by itself."""

@@ -148,15 +148,18 @@ def test_prefaulting_does_not_change_what_a_segment_holds(node_memory: NodeMemor
     assert int(again.view.min()) == int(again.view.max()) == 7
 
 
-@pytest.mark.skipif(UID != 0, reason="needs root: mounts a tmpfs of 1 MiB")
-def test_a_full_tmpfs_is_an_error_that_leaves_nothing_behind(shm: Path) -> None:
+@pytest.mark.skipif(UID != 0, reason="needs root: mounts a tmpfs of few MiB")
+@pytest.mark.parametrize("mib", [1, 5])
+def test_a_full_tmpfs_is_an_error_that_leaves_nothing_behind(shm: Path, mib: int) -> None:
     small = shm / "small"
     small.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m,mode=0700", "tmpfs", str(small)], check=True, timeout=30)
+    subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", f"size={mib}m,mode=0700", "tmpfs", str(small)], check=True, timeout=30
+    )
     try:
         memory = NodeMemory(str(small), "j", None)
         with pytest.raises(errors.MemoryTooSmall, match="is full"):
-            create(memory, 2 << 20)
+            create(memory, 12 << 20)
         assert memory.slot_names() == []
         create(memory, 500_000)
         memory.close()

@@ -1,0 +1,83 @@
+"""Slots that CUDA page-locks; CUDA itself is played, as it is not here."""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from mlflash.node_memory import NodeMemory
+from mlflash.segment import create, prefault_in_background
+
+PORTABLE = 1
+
+
+class Cudart:
+    """What torch.cuda.cudart() gives.
+
+    Args:
+        status: of cudaHostRegister; 0: it works.
+    """
+
+    def __init__(self, status: int):
+        self.status = status
+        self.asked: list[tuple[int, int, int]] = []
+        self.pinned: list[int] = []
+        self.launches = 0
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:
+        self.asked.append((address, nbytes, flags))
+        self.pinned += [address] * (self.status == 0)
+        return self.status
+
+    def cudaHostUnregister(self, address: int) -> None:
+        self.pinned.remove(address)
+
+
+@pytest.fixture(params=[0, 2])
+def cudart(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Cudart:
+    played = Cudart(request.param)
+
+    def zeros(*shape: int, device: str) -> None:
+        played.launches += 1
+        raise RuntimeError("CUDA error: out of memory")  # that of the call before, as torch says it at a launch
+
+    cuda = SimpleNamespace(is_available=lambda: True, cudart=lambda: played)
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=cuda, zeros=zeros))
+    return played
+
+
+def test_a_segment_is_pinned_once_for_all_devices(node_memory: NodeMemory, cudart: Cudart) -> None:
+    segment = create(node_memory, 10_000)
+    address = segment.view.ctypes.data
+    segment.pin()
+    segment.pin()
+    assert cudart.asked == [(address, 12_288, PORTABLE)]
+    assert cudart.pinned == ([address] if cudart.status == 0 else [])
+    segment.close()
+    assert cudart.pinned == []
+
+
+def test_an_error_of_pinning_does_not_stay_for_the_next_kernel(node_memory: NodeMemory, cudart: Cudart) -> None:
+    create(node_memory, 10_000).pin()
+    assert cudart.launches == (1 if cudart.status else 0)
+
+
+def test_segments_are_pinned_behind(node_memory: NodeMemory, cudart: Cudart) -> None:
+    segments = [create(node_memory, nbytes) for nbytes in (10_000, 3 << 20)]
+    segments[0].prefault()  # those whose pages are there already, too
+    prefault_in_background(segments, pin=True)
+    end = time.monotonic() + 10
+    while len(cudart.asked) < 2 and time.monotonic() < end:
+        time.sleep(0.01)
+    assert [nbytes for _, nbytes, _ in cudart.asked] == [12_288, 3 << 20]
+    assert all(segment.ready.is_set() for segment in segments)
+
+
+def test_a_closed_segment_is_not_pinned(node_memory: NodeMemory, cudart: Cudart) -> None:
+    segment = create(node_memory, 10_000)
+    segment.close()
+    segment.pin()
+    assert cudart.asked == []
