@@ -109,6 +109,18 @@ def reunite(parts: Parts, choice: Choice, slots: Mapping[int, Slot], checked: bo
         Where the shares are; and the files to do without, where that failed.
     """
     mine = {rank: shared for rank, slot in slots.items() if (shared := slot.manifest().shared) is not None}
+    nothing = parts.world.agree([int(not mine)])[0]
+    files, bad = ({}, []) if nothing else _reunite(parts, choice, mine, checked)
+    reach("restore.reunited")
+    return files, bad
+
+
+def _reunite(parts: Parts, choice: Choice, mine: Mapping[int, Shared], checked: bool) -> tuple[Files, list[Place]]:
+    """Do that; see `reunite`.
+
+    Args:
+        mine: what is shared of the slots that this rank has or reads.
+    """
     needs = parts.world.gather(mine)
     lacking = {rank for theirs in needs for rank, shared in theirs.items() if not _all_there(choice, shared)}
     if lacking:  # their slots came back, but nothing has what they need: this attempt is not whole
@@ -123,7 +135,6 @@ def reunite(parts: Parts, choice: Choice, slots: Mapping[int, Slot], checked: bo
         arrived, failed = _fetch_some(parts, choice.attempt, now)
         files |= arrived
         bad = failed
-    reach("restore.reunited")
     return files, bad
 
 
