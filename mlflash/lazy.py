@@ -2,7 +2,7 @@
 
 The courier copies while training computes; training copies what is left when it comes to the step (the idea is
 DataStates-LLM's, Maurya et al., HPDC 2024). A tensor that was written to in between all the same has
-another version, and then the save fails: no torn copy is committed.
+another version, or other bytes than were noted (`spots`), and then the save fails: no torn copy is committed.
 """
 
 from __future__ import annotations
@@ -17,10 +17,15 @@ from typing import Any
 from .devices import Transfer
 from .errors import DeadlineExceeded, StateError
 from .points import reach
+from .spots import Spots
 from .state import Flat, Structure
 
 Work = Callable[[], None]
 
+_CHANGED = (
+    "it was changed before it was copied, and not by an optimizer's step: call wait_staged() before that, or save "
+    "without until="
+)
 LARGE_NBYTES = 64 << 10  # to remember where a smaller tensor is takes as long as to copy it
 
 
@@ -32,6 +37,7 @@ class Later:
         transfers: copies that devices are making.
         tensors: names and tensors that must not change before all is copied.
         timeout_s: how long anything here waits at most; after it the save fails.
+        spots: bytes that the copies must have.
 
     Attributes:
         is_empty: whether there were none.
@@ -45,7 +51,9 @@ class Later:
         transfers: Sequence[Transfer],
         tensors: Iterable[tuple[str, Any]],
         timeout_s: float,
+        spots: Spots | None = None,
     ):
+        self._spots = spots or Spots()
         self._pieces = collections.deque(pieces)
         self._left = len(self._pieces)
         self._transfers = list(transfers)
@@ -93,6 +101,8 @@ class Later:
             if not transfer.wait(self._timeout_s):
                 self._fail(StateError(f"a device had not made its copies after {self._timeout_s:g} s"))
         self.look()
+        if self.error is None and (name := self._spots.changed()) is not None:
+            self._fail(StateError(_CHANGED + " (by a write that torch does not count, such as to .data)", tensor=name))
 
     def look(self) -> None:
         """Look whether something else than an optimizer's step has changed a tensor.
@@ -138,8 +148,7 @@ class Later:
     def _check(self) -> None:
         changed = [name for name, tensor, version in self._versions if tensor._version != version]
         if changed:
-            why = "it was changed before it was copied, and not by an optimizer's step: save without until="
-            self._fail(StateError(why, tensor=changed[0]))
+            self._fail(StateError(_CHANGED, tensor=changed[0]))
 
     def _fail(self, error: StateError) -> None:
         self.error = self.error or error
@@ -260,7 +269,7 @@ def _is_lazy(value: Any) -> bool:
     if not isinstance(value, torch.Tensor) or value.is_inference() or value.is_conj() or value.is_neg():
         return False
     nbytes: int = value.numel() * value.element_size()
-    return nbytes > 0 and (value.device.type != "cpu" or (nbytes >= LARGE_NBYTES and value.is_contiguous()))
+    return nbytes > 0 and value.is_contiguous() and (value.device.type != "cpu" or nbytes >= LARGE_NBYTES)
 
 
 def _place(tensor: Any) -> tuple[Any, ...]:

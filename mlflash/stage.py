@@ -25,6 +25,7 @@ from .lazy import Later
 from .points import reach
 from .sharing import Piece, Sharing, cuts, pieces
 from .slot import Slot
+from .spots import Spots
 from .state import Flat, Leaf, Structure, from_bytes, live_bytes
 from .ways import Way
 
@@ -163,17 +164,21 @@ class Stage:
         way = self._way(planned, slot, share, flat)
         way.lead(flat, lazy)
         way.copy(flat.values)
-        later, transfers = way.begin(flat.values)
+        spots = Spots()
+        later, transfers = way.begin(flat.values, spots)
         checks: dict[Piece, int] = {}
         if share is not None:
+            if lazy:
+                _note_pieces(flat, planned, share, lazy, spots)
             for leaf, work in _pieces_of(flat, planned, share, checks):
                 if leaf in lazy:
                     later.append(work)
                 else:
                     work()
+        spots.note()
         reach("stage.copied")
         tensors = ((flat.structure.entries[n].name, flat.values[n]) for n in lazy)
-        return checks, Later(later, transfers, tensors, self._timeout_s)
+        return checks, Later(later, transfers, tensors, self._timeout_s, spots)
 
     def _way(self, planned: Plan, slot: Slot, share: Slot | None, flat: Flat) -> Way:
         """Where each leaf that goes anywhere as a whole goes, and how."""
@@ -242,6 +247,14 @@ def _pieces_of(
     for piece in planned.pieces:
         if piece.share != planned.sharing.share:
             yield piece.leaf, functools.partial(check, now(piece.leaf), piece)
+
+
+def _note_pieces(flat: Flat, planned: Plan, share: Slot, lazy: frozenset[int], spots: Spots) -> None:
+    """Note bytes of the pieces of this rank's share that are parts of leaves, and copied later."""
+    for piece, room in _own_pieces(planned, share):
+        entry = flat.structure.entries[piece.leaf]
+        if piece.leaf in lazy and room.nbytes < entry.nbytes:
+            spots.add(entry.name, live_bytes(flat.values[piece.leaf].detach(), piece.start, piece.end), room)
 
 
 def all_checks(planned: Plan, share: Slot, others: dict[Piece, int]) -> dict[int, int]:

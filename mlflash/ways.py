@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,10 @@ from .errors import SaveFailed
 from .layout import Layout
 from .lazy import LARGE_NBYTES, Work
 from .segment import Segment
+from .spots import Spots
 from .state import Flat, Structure, as_bytes
+
+Noting = Callable[[Any, list[Any], list[int], list[Any]], tuple[Any, Any]]
 
 _PIECE_NBYTES = 8 << 20  # what training waits for at most, where the courier is in the middle of a piece
 
@@ -85,15 +89,28 @@ class Way:
             if not transfer.wait(self._timeout_s):
                 raise SaveFailed(f"a device had not made its copies after {self._timeout_s:g} s")
 
-    def begin(self, values: list[Any]) -> tuple[list[Work], list[Transfer]]:
+    def begin(self, values: list[Any], spots: Spots) -> tuple[list[Work], list[Transfer]]:
         """Begin what is copied later: the pieces that are to be made, and what devices are at.
 
         Both know where the bytes are now: a parameter may get other memory meanwhile (FSDP does that).
+
+        Args:
+            values: the leaves.
+            spots: gets bytes of these.
         """
         pieces: list[Work] = []
         for number, _, raw in self._later.large:
-            pieces += _in_pieces(raw, as_bytes(values[number].detach()))
-        return pieces, self._later.transfers(values)
+            live = as_bytes(values[number].detach())
+            spots.add(self.layout.entries[number].name, live, raw)
+            pieces += _in_pieces(raw, live)
+        return pieces, self._later.transfers(values, self._noted_on(spots))
+
+    def _noted_on(self, spots: Spots) -> Noting:
+        def note(device: Any, targets: list[Any], numbers: list[int], values: list[Any]) -> tuple[Any, Any]:
+            names = [self.layout.entries[number].name for number in numbers]
+            return spots.note_on(device, names, values, [as_bytes(target) for target in targets])
+
+        return note
 
 
 class _Kinds:
@@ -127,12 +144,19 @@ class _Kinds:
             targets.append(target)
             numbers.append(number)
 
-    def transfers(self, values: list[Any]) -> list[Transfer]:
-        """Let devices begin their copies."""
-        return [
-            Transfer(device, targets, [values[n] for n in numbers])
-            for device, (targets, numbers) in self.on_devices.items()
-        ]
+    def transfers(self, values: list[Any], note: Noting | None = None) -> list[Transfer]:
+        """Let devices begin their copies.
+
+        Args:
+            values: the leaves.
+            note: gives one copy more for each device.
+        """
+        found = []
+        for device, (targets, numbers) in self.on_devices.items():
+            its = [values[n] for n in numbers]
+            more = [] if note is None else [note(device, targets, numbers, its)]
+            found.append(Transfer(device, [*targets, *(t for t, _ in more)], [*its, *(v for _, v in more)]))
+        return found
 
 
 def _in_pieces(target: np.ndarray, source: np.ndarray) -> list[Work]:

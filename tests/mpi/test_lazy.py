@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -209,9 +209,18 @@ def test_nothing_of_ddp_or_fsdp2_writes_to_what_is_copied_late(
             assert same(again.copy(), kept[step]), step
 
 
+def _by_numpy(weight: torch.Tensor) -> None:
+    weight.detach().numpy()[:] *= 2
+
+
 @two
-def test_a_step_that_was_written_to_too_early_is_on_no_rank_a_checkpoint(options: dict[str, Any]) -> None:
-    training = Training()
+@pytest.mark.parametrize("write", [lambda weight: weight.mul_(2), lambda weight: weight.data.mul_(2), _by_numpy])
+@pytest.mark.parametrize("replicated", [None, True])
+def test_a_step_that_was_written_to_too_early_is_on_no_rank_a_checkpoint(
+    options: dict[str, Any], write: Callable[[torch.Tensor], object], replicated: bool | None
+) -> None:
+    options["replicated"] = replicated
+    training = Training(seed=0)
     training.step()
     with Checkpointer(**options) as ckpt:
         ckpt.prepare(training.state)
@@ -221,9 +230,9 @@ def test_a_step_that_was_written_to_too_early_is_on_no_rank_a_checkpoint(options
         hold = threading.Event()
         ckpt.adapting._courier.post(_job(lambda: hold.wait(10)))  # the courier is busy with something else
         snapshot = ckpt.save(2, training.state, until=training.optimizer)
-        if RANK == 0:
+        if RANK == 0 or replicated:
             with torch.no_grad():
-                training.model[0].weight.mul_(2)  # by hand, not by an optimizer
+                write(training.model[0].weight)  # by hand, not by an optimizer
         hold.set()
         with pytest.raises(errors.SaveFailed, match="changed before it was copied"):
             snapshot.wait()

@@ -23,10 +23,10 @@ ORDER = [
     "layout", "manifest", "header", "host_list", "domains", "slurm_topology", "topology", "placement", "survival",
     "sharing", "erasure", "stripes", "limits", "node_memory", "pulse", "inventory", "crew", "huge_pages", "segment",
     "slot", "parity_file", "moves", "comm", "board", "window", "pace", "transfer", "aside", "exchange", "devices",
-    "lazy", "ways", "stage", "shelf", "aheads", "copies", "parity", "protect", "replicas", "parts", "snapshot",
-    "commit", "repair", "fetch", "reunion", "shards", "parcels", "opened", "reshard", "restore", "courier",
-    "drains", "scavenge", "saves", "restores", "rng", "report", "adapting", "at_exit", "checkpointer", "__init__",
-    "cli", "__main__",
+    "spots", "lazy", "ways", "stage", "shelf", "aheads", "copies", "parity", "protect", "replicas", "parts",
+    "snapshot", "commit", "repair", "fetch", "reunion", "shards", "parcels", "opened", "reshard", "restore",
+    "courier", "drains", "scavenge", "saves", "restores", "rng", "report", "adapting", "at_exit", "checkpointer",
+    "__init__", "cli", "__main__",
 ]  # fmt: skip
 # The same of `draining`, which stands before "drains".
 DRAINING = ["__init__", "index", "catalog", "dealing", "hdf5", "cargo", "form", "as_hdf5", "as_dcp", "drain", "drained"]
