@@ -12,6 +12,7 @@ import errno
 import functools
 import mmap
 import os
+import time
 import weakref
 from typing import Any
 
@@ -21,6 +22,7 @@ _MADV_COLLAPSE = 25  # Linux 6.1; not a constant of Python's mmap
 _MAP_FIXED = 0x10
 _SIZE_FILE = "/sys/kernel/mm/transparent_hugepage/hpage_pmd_size"
 _AT_ONCE_NBYTES = 64 << 20  # per system call, so that other threads that map something need not wait long
+_SLOW_S = 0.5  # for that many bytes (10 to 70 ms are usual): the kernel has to move memory about, and is let be
 _FAILED = ctypes.c_void_p(-1).value
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -96,8 +98,11 @@ def fill(fd: int, view: np.ndarray) -> bool:
             os.pwrite(
                 fd, b"\0", place
             )  # a range without any page is refused; a write through the mapping may be SIGBUS
+        began = time.monotonic()
         if _libc.madvise(start + at, length, _MADV_COLLAPSE) != 0 and ctypes.get_errno() == errno.EINVAL:
             return False  # an older kernel, or one told never to
+        if time.monotonic() - began > _SLOW_S:
+            break
     return end > 0
 
 

@@ -86,6 +86,16 @@ def test_an_empty_file_gets_huge_pages_where_the_kernel_gives_them(file: IO[byte
     assert os.fstat(file.fileno()).st_blocks * 512 >= NBYTES
 
 
+def test_a_kernel_that_is_slow_at_it_is_let_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huge_pages, "_SLOW_S", -1.0)
+    monkeypatch.setattr(huge_pages, "_AT_ONCE_NBYTES", 2 << 20)
+    with tempfile.TemporaryFile(dir=SHM) as file:
+        file.truncate(NBYTES)
+        view = huge_pages.map_file(file.fileno(), NBYTES)
+        if huge_pages.huge_nbytes() == 2 << 20 and huge_pages.fill(file.fileno(), view):
+            assert os.fstat(file.fileno()).st_blocks * 512 == 2 << 20  # the first, and no more
+
+
 def test_a_kernel_without_them_leaves_the_rest_of_the_file_a_hole(
     file: IO[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
