@@ -117,8 +117,11 @@ class _Known:
         try:
             self._gather(self._root, state, values, plain, taken)
             wholes = self._compare(values)
+        except _Changed:  # and not what a state_dict() raises: that may be collective, and is not called once more
+            return None
+        try:
             return Flat(self._structure, values, [encode_plain(value, "") for value in plain], wholes)
-        except (_Changed, StateError):  # such as of a tensor where a number was
+        except StateError:  # such as of a tensor where a number was
             return None
 
     def _gather(self, node: Any, value: Any, values: list[Any], plain: list[Any], taken: dict[int, list[Any]]) -> None:

@@ -114,6 +114,25 @@ def test_what_cannot_be_saved_is_refused_as_the_first_time(value: Any) -> None:
     assert flattener.flatten(state).structure == flatten(state).structure
 
 
+@pytest.mark.parametrize("error", [StateError("this cannot be saved"), ZeroDivisionError()], ids=repr)
+def test_an_object_that_raises_is_not_asked_again(error: Exception) -> None:
+    class Trap(Counted):
+        trapped = False
+
+        def state_dict(self) -> dict[str, Any]:
+            found = super().state_dict()
+            if self.trapped:
+                raise error
+            return found
+
+    flattener, trap = Flattener(), Trap({"x": torch.zeros(2)})
+    flattener.flatten({"first": trap})
+    trap.trapped = True
+    with pytest.raises(type(error)):
+        flattener.flatten({"first": trap})
+    assert trap.asked == 2  # other ranks may be in a collective of it, once each
+
+
 def test_tensors_of_classes_of_their_own_are_described_each_time() -> None:
     class Own(torch.Tensor):
         pass
