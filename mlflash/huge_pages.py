@@ -95,15 +95,19 @@ def fill(fd: int, view: np.ndarray) -> bool:
     for at in range(0, end, _AT_ONCE_NBYTES):
         length = min(_AT_ONCE_NBYTES, end - at)
         for place in range(at, at + length, step):
-            os.pwrite(
-                fd, b"\0", place
-            )  # a range without any page is refused; a write through the mapping may be SIGBUS
+            # A range without any page is refused; a write through the mapping may be SIGBUS.
+            os.pwrite(fd, b"\0", place)
         began = time.monotonic()
-        if _libc.madvise(start + at, length, _MADV_COLLAPSE) != 0 and ctypes.get_errno() == errno.EINVAL:
+        if advise(start + at, length, _MADV_COLLAPSE) == errno.EINVAL:
             return False  # an older kernel, or one told never to
         if time.monotonic() - began > _SLOW_S:
             break
     return end > 0
+
+
+def advise(address: int, nbytes: int, advice: int) -> int:
+    """Call madvise, with advice that Python's mmap need not know; 0, or the number of the error. Not collective."""
+    return 0 if _libc.madvise(address, nbytes, advice) == 0 else ctypes.get_errno()
 
 
 @functools.cache

@@ -8,7 +8,6 @@ other pages are faulted in once, in the background, with MADV_POPULATE_WRITE: a 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import mmap
 import os
@@ -26,8 +25,6 @@ from .node_memory import NodeMemory
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; not a constant of Python's mmap
 _PORTABLE = 1  # cudaHostRegisterPortable: for all devices of the process
 _PREFAULT_NBYTES = 64 << 20  # per system call, so that close() need not wait long
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class Segment:
@@ -57,7 +54,7 @@ class Segment:
                 if not self.view.nbytes:
                     break
                 length = min(_PREFAULT_NBYTES, self.nbytes - at)
-                failed = _libc.madvise(self.view.ctypes.data + at, length, _MADV_POPULATE_WRITE) != 0
+                failed = huge_pages.advise(self.view.ctypes.data + at, length, _MADV_POPULATE_WRITE)
                 if failed and self._fresh:  # an older kernel: touch each page; nobody uses the slot before `ready`
                     self.view[at : at + length : mmap.PAGESIZE] = 0
                 at += length
