@@ -21,7 +21,7 @@ from . import manifest
 from .crew import Crew
 from .errors import SaveFailed
 from .layout import PAGE_NBYTES, Extents, Layout, plan
-from .lazy import Later
+from .lazy import Later, Work
 from .points import reach
 from .sharing import Piece, Sharing, cuts, pieces
 from .slot import Slot
@@ -168,9 +168,7 @@ class Stage:
         later, transfers = way.begin(flat.values, spots)
         checks: dict[Piece, int] = {}
         if share is not None:
-            if lazy:
-                _note_pieces(flat, planned, share, lazy, spots)
-            for leaf, work in _pieces_of(flat, planned, share, checks):
+            for leaf, work in _pieces_of(flat, planned, share, checks, lazy, spots):
                 if leaf in lazy:
                     later.append(work)
                 else:
@@ -226,13 +224,16 @@ def _own_pieces(planned: Plan, share: Slot) -> list[tuple[Piece, np.ndarray]]:
 
 
 def _pieces_of(
-    flat: Flat, planned: Plan, share: Slot, checks: dict[Piece, int]
-) -> Iterator[tuple[int, Callable[[], None]]]:
-    """Of leaves that are cut: what copies the pieces of this rank's share; and what checks those of others."""
-    assert planned.sharing is not None
+    flat: Flat, planned: Plan, share: Slot, checks: dict[Piece, int], lazy: frozenset[int], spots: Spots
+) -> Iterator[tuple[int, Work]]:
+    """Of leaves that are cut: what copies the pieces of this rank's share; and what checks those of others.
 
-    def copy(room: np.ndarray, value: Any, piece: Piece) -> None:
-        np.copyto(room, live_bytes(value, piece.start, piece.end))
+    Args:
+        checks: gets the checksums of the others' pieces.
+        lazy: leaves of which the work is done later.
+        spots: gets bytes of their pieces.
+    """
+    assert planned.sharing is not None
 
     def check(value: Any, piece: Piece) -> None:
         checks[piece] = xxhash.xxh3_64_intdigest(live_bytes(value, piece.start, piece.end).data)
@@ -242,19 +243,15 @@ def _pieces_of(
         return value if isinstance(value, np.ndarray) else value.detach()
 
     for piece, room in _own_pieces(planned, share):
-        if room.nbytes < flat.structure.entries[piece.leaf].nbytes:
-            yield piece.leaf, functools.partial(copy, room, now(piece.leaf), piece)
+        entry = flat.structure.entries[piece.leaf]
+        if room.nbytes < entry.nbytes:
+            live = live_bytes(flat.values[piece.leaf], piece.start, piece.end)
+            if piece.leaf in lazy:
+                spots.add(entry.name, live, room)
+            yield piece.leaf, functools.partial(np.copyto, room, live)
     for piece in planned.pieces:
         if piece.share != planned.sharing.share:
             yield piece.leaf, functools.partial(check, now(piece.leaf), piece)
-
-
-def _note_pieces(flat: Flat, planned: Plan, share: Slot, lazy: frozenset[int], spots: Spots) -> None:
-    """Note bytes of the pieces of this rank's share that are parts of leaves, and copied later."""
-    for piece, room in _own_pieces(planned, share):
-        entry = flat.structure.entries[piece.leaf]
-        if piece.leaf in lazy and room.nbytes < entry.nbytes:
-            spots.add(entry.name, live_bytes(flat.values[piece.leaf].detach(), piece.start, piece.end), room)
 
 
 def all_checks(planned: Plan, share: Slot, others: dict[Piece, int]) -> dict[int, int]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -22,8 +22,6 @@ from .lazy import LARGE_NBYTES, Work
 from .segment import Segment
 from .spots import Spots
 from .state import Flat, Structure, as_bytes
-
-Noting = Callable[[Any, list[Any], list[int], list[Any]], tuple[Any, Any]]
 
 _PIECE_NBYTES = 8 << 20  # what training waits for at most, where the courier is in the middle of a piece
 
@@ -70,7 +68,7 @@ class Way:
             SaveFailed: a device takes too long.
         """
         kinds = self._at_once
-        transfers = kinds.transfers(values)
+        transfers = kinds.transfers(values, {})
         for number, target in kinds.arrays:
             np.copyto(target, values[number])
         works: list[Work] = []
@@ -103,14 +101,11 @@ class Way:
             live = as_bytes(values[number].detach())
             spots.add(self.layout.entries[number].name, live, raw)
             pieces += _in_pieces(raw, live)
-        return pieces, self._later.transfers(values, self._noted_on(spots))
-
-    def _noted_on(self, spots: Spots) -> Noting:
-        def note(device: Any, targets: list[Any], numbers: list[int], values: list[Any]) -> tuple[Any, Any]:
-            names = [self.layout.entries[number].name for number in numbers]
-            return spots.note_on(device, names, values, [as_bytes(target) for target in targets])
-
-        return note
+        noted = {}
+        for device, (targets, numbers) in self._later.on_devices.items():
+            names, its = [self.layout.entries[n].name for n in numbers], [values[n] for n in numbers]
+            noted[device] = spots.note_on(device, names, its, [as_bytes(target) for target in targets])
+        return pieces, self._later.transfers(values, noted)
 
 
 class _Kinds:
@@ -144,18 +139,20 @@ class _Kinds:
             targets.append(target)
             numbers.append(number)
 
-    def transfers(self, values: list[Any], note: Noting | None = None) -> list[Transfer]:
+    def transfers(self, values: list[Any], more: Mapping[Any, tuple[Any, Any]]) -> list[Transfer]:
         """Let devices begin their copies.
 
         Args:
             values: the leaves.
-            note: gives one copy more for each device.
+            more: a further target and value, by device.
         """
         found = []
         for device, (targets, numbers) in self.on_devices.items():
             its = [values[n] for n in numbers]
-            more = [] if note is None else [note(device, targets, numbers, its)]
-            found.append(Transfer(device, [*targets, *(t for t, _ in more)], [*its, *(v for _, v in more)]))
+            if device in more:
+                target, value = more[device]
+                targets, its = [*targets, target], [*its, value]
+            found.append(Transfer(device, targets, its))
         return found
 
 
