@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -21,7 +20,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from bench.launch import HOME  # noqa: E402
+from bench.launch import HOME, run_until  # noqa: E402
 from bench.report import report  # noqa: E402
 from bench.results import KEPT, Result, commit, fill_readme, machine, read  # noqa: E402
 
@@ -92,29 +91,13 @@ def run(name: str, file: Path, quick: bool) -> str:
     arguments = ["--json", str(file), *(["--quick"] if quick else ["--plot", str(plot), *LESS.get(name, ())])]
     print(f"--- {name}", flush=True)
     start, limit_s = time.monotonic(), QUICK_LIMIT_S if quick else LIMIT_S
-    running = subprocess.Popen([sys.executable, str(script), *arguments], stdin=subprocess.DEVNULL)
-    try:
-        status = running.wait(limit_s)
-        why = f"run.py ended with exit status {status}" if status else ""
-    except subprocess.TimeoutExpired:
-        why = f"it was not done after {limit_s:g} s"
-    finally:
-        end(running)
+    why = run_until([sys.executable, str(script), *arguments], limit_s, END_S)
+    why = f"run.py {why}" if why else ""
     print(f"--- {name}: {time.monotonic() - start:.0f} s {why}", flush=True)
     readme = script.with_name("README.md")
     if file.exists() and readme.exists() and not quick and not why:
         fill_readme(readme, read(file))
     return why
-
-
-def end(running: subprocess.Popen[bytes]) -> None:
-    if running.poll() is None:
-        running.terminate()  # it then ends its ranks
-        try:
-            running.wait(END_S)
-        except subprocess.TimeoutExpired:
-            running.kill()
-            running.wait()
 
 
 def is_current(file: Path) -> bool:

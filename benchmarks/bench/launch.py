@@ -8,19 +8,20 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from mlflash.demo.launch import mpiexec
 
+Lines = list[dict[str, Any]]
+
 KILL_S = 5.0  # between SIGTERM and SIGKILL
 HOME = Path(__file__).parents[1]
 
 
-def launch(
-    ranks: int, script: Path, arguments: list[str], timeout_s: float, per_node: int = 1
-) -> tuple[str, list[dict[str, Any]]]:
+def launch(ranks: int, script: Path, arguments: list[str], timeout_s: float, per_node: int = 1) -> tuple[str, Lines]:
     """Run a script on emulated nodes.
 
     Args:
@@ -42,27 +43,51 @@ def launch(
         env = {"MLFLASH_RANKS_PER_NODE": str(per_node), "PYTHONWARNINGS": "error", "TMPDIR": memory, "PYTHONPATH": path}
         command, env = mpiexec(ranks, argv, env)
         before = signal.signal(signal.SIGTERM, _end)  # else ranks and memory would stay behind
-        running = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, start_new_session=True)
         try:
-            status = running.wait(timeout_s)
-            ended = f"{script.parent.name}/{script.name} ended with exit status {status}" if status else ""
-        except subprocess.TimeoutExpired:
-            ended = f"{script.parent.name}/{script.name} was not done after {timeout_s:g} s"
+            why = run_until(command, timeout_s, KILL_S, env=env)
         finally:
-            _stop(running)
             signal.signal(signal.SIGTERM, before)
-        return ended, [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
+        return f"{script.parent.name}/{script.name} {why}" if why else "", lines_of(out)
+
+
+def run_until(command: Sequence[str], timeout_s: float, kill_s: float, **options: Any) -> str:
+    """Run a program, and end it, with what is in its session, when its time is over or this one is interrupted.
+
+    Args:
+        command: of it.
+        timeout_s: how long it may take.
+        kill_s: between SIGTERM and SIGKILL: mpiexec hands SIGTERM on to ranks of other sessions.
+        options: of `subprocess.Popen`; with ``stderr=PIPE`` what it said last is told.
+
+    Returns:
+        What went wrong ("": nothing).
+    """
+    running = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, text=True, errors="replace",
+                               **options)  # fmt: skip
+    try:
+        _, said = running.communicate(timeout=timeout_s)
+        status = running.returncode
+        return f"ended with exit status {status}" + (f": {said[-2000:]}" if said else "") if status else ""
+    except subprocess.TimeoutExpired:
+        return f"was not done after {timeout_s:g} s"
+    finally:
+        _stop(running, kill_s)
+
+
+def lines_of(out: Path) -> Lines:
+    """The lines of JSON that ranks wrote to a file."""
+    return [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
 
 
 def _end(number: int, frame: FrameType | None) -> None:
     raise SystemExit(128 + number)
 
 
-def _stop(running: subprocess.Popen[bytes]) -> None:
-    for number in (signal.SIGTERM, signal.SIGKILL):  # mpiexec hands SIGTERM on to ranks of other sessions
+def _stop(running: subprocess.Popen[str], kill_s: float) -> None:
+    for number in (signal.SIGTERM, signal.SIGKILL):
         if running.poll() is None:
             os.killpg(running.pid, number)
             try:
-                running.wait(KILL_S)
+                running.wait(kill_s)
             except subprocess.TimeoutExpired:
                 pass

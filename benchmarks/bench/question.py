@@ -64,6 +64,14 @@ def begin(args: argparse.Namespace) -> Begun:
     return Begun(time.monotonic(), os.getloadavg()[0])
 
 
+def in_eights(text: str) -> int:
+    """Read MiB of tensors of 8 MiB."""
+    mib = int(text)
+    if mib < 8 or mib % 8:
+        raise argparse.ArgumentTypeError("must be a multiple of 8")
+    return mib
+
+
 def run(
     args: argparse.Namespace,
     parts: Iterable[Part],

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import shutil
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,45 +14,16 @@ import torch
 import torch.distributed as dist
 from bench.aims import MEMCPY
 from bench.clock import Action, Bench, Seconds
+from bench.nvrx import Aware, on_cpu
 from bench.rows import Samples, row
 from mlflash.adapters.distributed import init_process_group
 from mlflash.adapters.megatron import LocalCheckpoints, allow
 from mlflash.adapters.megatron.nvrx import HAVE_NVRX
 from mpi4py import MPI
-from torch.overrides import TorchFunctionMode
 
 COMM = MPI.COMM_WORLD
 TIMEOUT_S = 120.0
 OURS, THEIRS = "mlflash, copy", "NVRx, clique of 2"
-
-
-class Aware:
-    """A list of tensors that can be taken out and put back, as both managers want it."""
-
-    def __init__(self, tensors: list[torch.Tensor]):
-        self.tensors = tensors
-        self.shapes = [tensor.shape for tensor in tensors]
-
-    @property
-    def is_hollow(self) -> bool:
-        return not self.tensors
-
-    def pop_tensors(self) -> list[torch.Tensor]:
-        taken, self.tensors = self.tensors, []
-        return taken
-
-    def insert_tensors(self, tensors: Iterable[torch.Tensor]) -> None:
-        self.tensors = list(tensors)
-
-    def init_tensors(self) -> None:
-        self.tensors = [torch.empty(shape) for shape in self.shapes]
-
-    def copy_tensors_to_cpu(self, non_blocking: bool = False) -> None:
-        """Copy, as from a GPU."""
-        self.tensors = [tensor.clone() for tensor in self.tensors]
-
-    def restore_tensor_device(self, non_blocking: bool = True) -> None:
-        """They stay where they are."""
 
 
 class Rivals:
@@ -170,35 +140,14 @@ def close(manager: Any) -> None:
     COMM.Barrier()
 
 
-class _OnCpu(TorchFunctionMode):
-    """NVRx sends replicas through "cuda"."""
-
-    def __torch_function__(self, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if str(kwargs.get("device")).startswith("cuda"):
-            kwargs["device"] = torch.device("cpu")
-        if function is torch.Tensor.cuda:
-            return args[0]
-        return function(*args, **kwargs)
-
-
-@contextlib.contextmanager
-def on_cpu() -> Iterator[None]:
-    """Let NVRx work where there is no GPU."""
-    warnings.filterwarnings("ignore", module="nvidia_resiliency_ext")  # of what it calls in torch
-    torch.cuda.synchronize = lambda device=None: None
-    torch.cuda.current_device = lambda: torch.device("cpu")
-    with _OnCpu():
-        yield
-
-
 def main() -> None:
     out, memory, nbytes, repetitions, *counts = sys.argv[1:]
     bench = Bench(COMM, Path(out), Path(memory), int(repetitions), warm_up=1)
     rivals = Rivals(bench)
     allow(Aware)
     bench.header(NVRx="found" if HAVE_NVRX else "not installed")
-    with on_cpu() if not torch.cuda.is_available() else contextlib.nullcontext():
+    warnings.filterwarnings("ignore", module="nvidia_resiliency_ext")  # of what it calls in torch
+    with on_cpu():
         for count in counts:
             rivals.case(int(count), int(nbytes))
         if rivals.queue is not None:

@@ -6,13 +6,11 @@ of asynchronous checkpoints do it; files are not synced, since memory has no dis
 
 from __future__ import annotations
 
-import shutil
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from interface import Peer, Place, State
+from interface import Directories, Peer, Place, State
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -21,31 +19,24 @@ class Library(Peer):
     """Files of a step are a directory; the one before is deleted by the user."""
 
     def __init__(self, place: Place, state: State):
-        self._place = place
         mesh = init_device_mesh("cpu", (place.comm.size,))
         self._model = {"model": {name: DTensor.from_local(value, mesh, [Shard(0)], run_check=False)
                                  for name, value in state.items()}}  # fmt: skip
         self._group = dist.new_group(backend="gloo")  # an asynchronous save talks while training does
-        self._paths: list[Path] = []
+        self._directories = Directories(place, "dcp")
 
     def save(self, step: int, state: State) -> None:
         dcp.save(self._model, **self._arguments(step))
 
     def load(self, state: State) -> None:
-        dcp.load(self._model, storage_reader=dcp.FileSystemReader(self._paths[-1]), process_group=self._group)
+        dcp.load(self._model, storage_reader=dcp.FileSystemReader(self._directories.newest), process_group=self._group)
 
     def tidy(self) -> None:
-        self._place.comm.Barrier()
-        while len(self._paths) > 1:
-            path = self._paths.pop(0)
-            if self._place.rank == 0:
-                shutil.rmtree(path)
-        self._place.comm.Barrier()
+        self._directories.tidy()
 
     def _arguments(self, step: int) -> dict[str, Any]:
-        self._paths.append(self._place.memory / f"dcp-{step}")
         return {
-            "storage_writer": dcp.FileSystemWriter(self._paths[-1], sync_files=False),
+            "storage_writer": dcp.FileSystemWriter(self._directories.add(step), sync_files=False),
             "planner": dcp.DefaultSavePlanner(enable_plan_caching=True),
             "process_group": self._group,
         }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,32 @@ class Place:
     @property
     def rank(self) -> int:
         return int(self.comm.rank)
+
+
+class Directories:
+    """A directory in memory for each checkpoint, for libraries that leave it to their user to delete the older ones."""
+
+    def __init__(self, place: Place, name: str):
+        self._place, self._name = place, name
+        self._paths: list[Path] = []
+
+    def add(self, step: int) -> Path:
+        """Name that of the next checkpoint; nobody has made it yet."""
+        self._paths.append(self._place.memory / f"{self._name}-{step}")
+        return self._paths[-1]
+
+    @property
+    def newest(self) -> Path:
+        return self._paths[-1]
+
+    def tidy(self) -> None:
+        """Delete all but the newest. Collective."""
+        self._place.comm.Barrier()
+        while len(self._paths) > 1:
+            path = self._paths.pop(0)
+            if self._place.rank == 0:
+                shutil.rmtree(path)
+        self._place.comm.Barrier()
 
 
 class Peer(ABC):

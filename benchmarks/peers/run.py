@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from bench.aims import MEMCPY  # noqa: E402
 from bench.launch import launch  # noqa: E402
 from bench.plots import draw  # noqa: E402
-from bench.question import begin, finish, parser_of  # noqa: E402
+from bench.question import begin, finish, in_eights, parser_of  # noqa: E402
 from bench.results import read  # noqa: E402
 from bench.rows import Row  # noqa: E402
 from listed import BY_NAME, OURS, PEERS  # noqa: E402
@@ -80,12 +80,10 @@ def arguments() -> argparse.Namespace:
     names = [peer.name for peer in PEERS]
     parser.add_argument("--peers", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))
     parser.add_argument("--shapes", nargs="+", choices=list(SHAPES), default=list(SHAPES), help="of the state")
-    parser.add_argument("--mib", type=int, default=256, help="MiB per rank, a multiple of 8")
+    parser.add_argument("--mib", type=in_eights, default=256, help="MiB per rank, a multiple of 8")
     parser.add_argument("--again", type=Path, nargs="+", metavar="FILE", help="show what --json wrote, measure nothing")
     parser.add_argument("--list", action="store_true", help="say what is installed, and how to install the rest")
     args = parser.parse_args()
-    if args.mib < 8 or args.mib % 8:
-        parser.error("--mib must be a multiple of 8")
     if args.quick:
         args.mib, args.repetitions, args.shapes = 16, 2, ["8 MiB tensors"]
         if args.peers == names:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
-from pathlib import Path
-
-from interface import Peer, Place, State
+from interface import Directories, Peer, Place, State
 from torchsnapshot import Snapshot, StateDict
 
 
@@ -13,24 +10,17 @@ class Library(Peer):
     """A snapshot is a directory that must not exist; the one before is deleted by the user."""
 
     def __init__(self, place: Place, state: State):
-        self._place = place
         self._app = {"state": StateDict(**state)}  # of each rank its own: nothing is replicated
-        self._paths: list[Path] = []
+        self._directories = Directories(place, "snapshot")
 
     def save(self, step: int, state: State) -> None:
-        self._paths.append(self._place.memory / f"snapshot-{step}")
-        self._pending = Snapshot.async_take(str(self._paths[-1]), self._app)
+        self._pending = Snapshot.async_take(str(self._directories.add(step)), self._app)
 
     def wait(self) -> None:
         self._pending.wait()
 
     def load(self, state: State) -> None:
-        Snapshot(str(self._paths[-1])).restore(self._app)
+        Snapshot(str(self._directories.newest)).restore(self._app)
 
     def tidy(self) -> None:
-        self._place.comm.Barrier()
-        while len(self._paths) > 1:
-            path = self._paths.pop(0)
-            if self._place.rank == 0:
-                shutil.rmtree(path)
-        self._place.comm.Barrier()
+        self._directories.tidy()

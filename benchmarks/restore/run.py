@@ -12,15 +12,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from bench.question import Part, parser_of, run  # noqa: E402
+from bench.question import Part, in_eights, parser_of, run  # noqa: E402
 
 
 def main() -> int:
     parser = parser_of(__doc__, timeout_s=180, repetitions=6)
-    parser.add_argument("--mib", type=int, default=256, help="MiB of tensors per rank, a multiple of 8")
+    parser.add_argument("--mib", type=in_eights, default=256, help="MiB of tensors per rank, a multiple of 8")
     args = parser.parse_args()
-    if args.mib < 8 or args.mib % 8:
-        parser.error("--mib must be a multiple of 8")
     if args.quick:
         args.mib, args.repetitions = 32, 3
     return run(args, [Part(2, Path(__file__).with_name("ranks.py"), [args.mib << 20, args.repetitions])])

@@ -17,7 +17,7 @@ sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 import link  # noqa: E402
 from bench.aims import ALONE  # noqa: E402
-from bench.question import Part, parser_of, run  # noqa: E402
+from bench.question import Part, in_eights, parser_of, run  # noqa: E402
 from cores import ONE_CORE, OWN_CORE, enough  # noqa: E402
 
 WINDOW_S, QUICK_WINDOW_S = 0.3, 0.1  # of steps without a save, before and after one
@@ -27,10 +27,8 @@ def main() -> int:
     parser = parser_of(__doc__, timeout_s=240, repetitions=5)
     parser.add_argument("--link", action="store_true", help="ask about a slow link instead")
     parser.add_argument("--mbit", type=int, default=200, help="Mbit/s of that link, each way")
-    parser.add_argument("--mib", type=int, default=64, help="MiB of tensors per rank, a multiple of 8")
+    parser.add_argument("--mib", type=in_eights, default=64, help="MiB of tensors per rank, a multiple of 8")
     args = parser.parse_args()
-    if args.mib < 8 or args.mib % 8:
-        parser.error("--mib must be a multiple of 8")
     if args.link:
         return link.run(args)
     if not enough():

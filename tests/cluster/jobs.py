@@ -32,6 +32,19 @@ VENDOR = find_mpiexec()[1]
 NETMODS_HERE = ("ob1",) if VENDOR == "openmpi" else ("ucx", "ofi")  # the first is what users get
 
 
+def mpiexec_on(nodes: Nodes, hosts: Sequence[str], per_node: int, argv: Sequence[str]) -> list[str]:
+    """The command that starts a program with so many ranks on each host, each time it is named."""
+    path, vendor = find_mpiexec()
+    shell, ranks = str(nodes.shell), str(per_node * len(hosts))
+    places = ",".join(f"{host}:{count * per_node}" for host, count in collections.Counter(hosts).items())
+    if vendor == "openmpi":
+        command = [path, "--allow-run-as-root", "--prtemca", "plm_ssh_agent", shell, "--host", places,
+                   "--bind-to", "none", "-n", ranks]  # fmt: skip
+    else:
+        command = [path, "-launcher", "ssh", "-launcher-exec", shell, "-hosts", places, "-n", ranks]
+    return nodes.command(HEAD, [*command, *argv])
+
+
 class Cluster:
     """Jobs with one job name on some nodes, one after the other.
 
@@ -55,23 +68,12 @@ class Cluster:
         out.mkdir()
         script = TRAIN if program == "train" else OTHERS
         argv = [sys.executable, "-m", "mpi4py", str(script), json.dumps({"program": program, **options})]
-        return Job(self.nodes, [*self._mpiexec(hosts, per_node), *self._environment(out), *argv], out)
+        return Job(self.nodes, mpiexec_on(self.nodes, hosts, per_node, [*self._environment(out), *argv]), out)
 
     def run(self, hosts: Sequence[str], program: str = "train", *, per_node: int = 1, timeout: float = 60,
             **options: object) -> Result:  # fmt: skip
         """Start a rank program and wait for its end."""
         return self.start(hosts, program, per_node=per_node, **options).wait(timeout)
-
-    def _mpiexec(self, hosts: Sequence[str], per_node: int) -> list[str]:
-        path, vendor = find_mpiexec()
-        shell, ranks = str(self.nodes.shell), str(per_node * len(hosts))
-        places = ",".join(f"{host}:{count * per_node}" for host, count in collections.Counter(hosts).items())
-        if vendor == "openmpi":
-            command = [path, "--allow-run-as-root", "--prtemca", "plm_ssh_agent", shell, "--host", places,
-                       "--bind-to", "none", "-n", ranks]  # fmt: skip
-        else:
-            command = [path, "-launcher", "ssh", "-launcher-exec", shell, "-hosts", places, "-n", ranks]
-        return self.nodes.command(HEAD, command)
 
     def _environment(self, out: Path) -> list[str]:
         """What the ranks need, as a command: Open MPI hands on its own variables only."""

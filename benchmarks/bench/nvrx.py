@@ -1,0 +1,63 @@
+"""What NVRx's local checkpoints want of those who use them, and how they work where there is no GPU."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+
+class Aware:
+    """A list of tensors that can be taken out and put back, which is how they want a state."""
+
+    def __init__(self, tensors: list[torch.Tensor]):
+        self.tensors = tensors
+        self.shapes = [tensor.shape for tensor in tensors]
+
+    @property
+    def is_hollow(self) -> bool:
+        return not self.tensors
+
+    def pop_tensors(self) -> list[torch.Tensor]:
+        taken, self.tensors = self.tensors, []
+        return taken
+
+    def insert_tensors(self, tensors: Iterable[torch.Tensor]) -> None:
+        self.tensors = list(tensors)
+
+    def init_tensors(self) -> None:
+        self.tensors = [torch.empty(shape) for shape in self.shapes]
+
+    def copy_tensors_to_cpu(self, non_blocking: bool = False) -> None:
+        """Copy, as from a GPU."""
+        self.tensors = [tensor.to("cpu", copy=True) for tensor in self.tensors]
+
+    def restore_tensor_device(self, non_blocking: bool = True) -> None:
+        """They stay where they are."""
+
+
+class _OnCpu(TorchFunctionMode):
+    """What is asked of "cuda", which replicas are sent through, is given by the CPU."""
+
+    def __torch_function__(self, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if str(kwargs.get("device")).startswith("cuda"):
+            kwargs["device"] = torch.device("cpu")
+        if function is torch.Tensor.cuda:
+            return args[0]
+        return function(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def on_cpu() -> Iterator[None]:
+    """Let NVRx work where there is no GPU; where there is one, nothing is done."""
+    if torch.cuda.is_available():
+        yield
+        return
+    torch.cuda.synchronize = lambda device=None: None
+    torch.cuda.current_device = lambda: torch.device("cpu")
+    with _OnCpu():
+        yield

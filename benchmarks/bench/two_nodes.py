@@ -1,0 +1,50 @@
+"""Two nodes made of namespaces, each with a network of its own, and a rank on each; only root may make them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from .launch import HOME, Lines, lines_of, run_until
+
+sys.path.insert(0, str(HOME.parent / "tests"))  # the project's model of several nodes
+
+from cluster.jobs import NETMODS, NETMODS_HERE, mpiexec_on  # noqa: E402
+from cluster.nodes import TOOLS, Nodes  # noqa: E402
+
+HOSTS = ("host1", "host2")
+KILL_S = 10.0  # between SIGTERM and SIGKILL
+NETWORKS: dict[str, dict[str, str]] = {name: NETMODS[name] for name in NETMODS_HERE}
+"""By name, what sends MPI over the cables between the nodes; the first is what users get."""
+
+__all__ = ["HOSTS", "NETWORKS", "Nodes", "launch_on", "why_not_here"]
+
+
+def why_not_here() -> str:
+    """Say why this machine cannot make such nodes; "": it can."""
+    if os.geteuid() != 0:
+        return "nodes are made of namespaces, and only root may: run it as root, on Linux"
+    missing = [tool for tool in TOOLS if shutil.which(tool) is None]
+    return f"it needs {', '.join(missing)} (packages hostname, iproute2, mount, util-linux)" if missing else ""
+
+
+def launch_on(
+    nodes: Nodes, script: Path, arguments: list[str], timeout_s: float, environment: Mapping[str, str]
+) -> tuple[str, Lines]:
+    """Run a script on one rank of each node, as `bench.launch.launch` does on this host; then all there is stopped."""
+    out = nodes.path / "out.jsonl"
+    out.unlink(missing_ok=True)
+    path = os.pathsep.join(filter(None, (str(HOME), os.environ.get("PYTHONPATH"))))
+    env = {**environment, "PYTHONPATH": path, "PYTHONWARNINGS": "error", "OMP_NUM_THREADS": "1"}
+    assignments = [f"{name}={value}" for name, value in env.items()]
+    argv = [sys.executable, "-m", "mpi4py", str(script), str(out), "/dev/shm", *arguments]
+    command = mpiexec_on(nodes, HOSTS, 1, ["env", *assignments, *argv])
+    try:
+        why = run_until(command, timeout_s, KILL_S, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        return why, lines_of(out)
+    finally:
+        nodes.stop_all()
