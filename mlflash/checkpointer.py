@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import collections
-import logging
 import os
 import sys
 from types import TracebackType
@@ -17,14 +15,12 @@ from .draining.drain import Drain
 from .drains import Drains
 from .errors import Closed, DrainFailed
 from .parts import Parts, make
-from .report import report_of
+from .report import facts_of, report_of
 from .restores import Restores
 from .saves import Saves
 from .scavenge import heal, scavenge
 from .snapshot import Snapshot
 from .survival import describe, of
-
-log = logging.getLogger("mlflash")
 
 
 class Checkpointer:
@@ -67,6 +63,7 @@ class Checkpointer:
         drain_rate, drain_writers: bytes per second of all ranks together; ranks that write at a time. Default 0: no
             limit.
         format: "hdf5", or "dcp": what plain `torch.distributed.checkpoint.load` reads.
+        log: a file that gets a line of JSON for each event, see docs/events.md; each other node has one beside it.
         process_group: the torch.distributed group that has the ranks of ``comm``; nothing is sent. Default: all.
         settings: further fields of :class:`mlflash.config.Config`.
 
@@ -101,6 +98,7 @@ class Checkpointer:
         keep_last: int | None = None,
         keep_every: int | None = None,
         format: str | None = None,
+        log: str | os.PathLike[str] | None = None,
         domains: Any = None,
         replicated: Any = None,
         process_group: Any = None,
@@ -110,28 +108,26 @@ class Checkpointer:
             os.environ, directory, redundancy=redundancy, memory=memory, job=job, strict=strict, timeout_s=timeout_s,
             when_busy=when_busy, reserve=reserve, transport=transport, skip_stuck=skip_stuck,
             drain_every=drain_every, drain_rate=drain_rate, drain_writers=drain_writers, keep_last=keep_last,
-            keep_every=keep_every, format=format, **settings,
+            keep_every=keep_every, format=format, log=None if log is None else os.fspath(log), **settings,
         )  # fmt: skip
         comm = find_comm(os.environ) if comm is None else comm
         self._world = World(comm, self._config.ranks_per_node, self._config.timeout_s, process_group)
-        if not self._world.threads:
-            log.warning("MPI was started without MPI_THREAD_MULTIPLE: save() will wait for the commit")
         self._courier = Courier(self._world, threaded=self._world.threads, nice=self._config.nice)
         self._closed = False
-        self._seconds: dict[str, float] = collections.defaultdict(float)
         try:
             self._parts: Parts = self._courier.call(lambda: make(self._config, self._world, replicated, domains))
         except BaseException:
             self._courier.stop(abandon=True)
             raise
-        self._drains = Drains(self._config, self._parts, self._courier, self._seconds)
-        self._saves = Saves(self._config, self._parts, self._courier, self._drains, self._seconds)
-        self._restores = Restores(self._parts, self._courier, self._saves, self._drains, self._seconds)
+        self._drains = Drains(self._config, self._parts, self._courier)
+        self._saves = Saves(self._config, self._parts, self._courier, self._drains)
+        self._restores = Restores(self._parts, self._courier, self._saves, self._drains)
         self.adapting = Adapting(
             self._world, self._courier, self._saves, self._restores, self._drains, self._config.strict, self._check_open
         )
         at_exit.add(self, lambda me, state: me._end(abandon=True, state=state))
         self._parts.generation = max(self._parts.generation, self._courier.call(self._drains.newest_generation))
+        self._parts.journal.started(facts_of(self._parts), lambda: self.survives)
         if self._config.reserve:
             self._saves.reserve(self._config.reserve)
 
@@ -336,7 +332,7 @@ class Checkpointer:
 
         Not collective.
         """
-        return report_of(self._parts, self._seconds, self._drains.last)
+        return report_of(self._parts, self._drains.last)
 
     # Ending
 
@@ -370,7 +366,7 @@ class Checkpointer:
 
     def _end(self, abandon: bool, state: str) -> None:
         self._closed = True
-        self._parts.pulse.end(state)
+        self._parts.journal.end(state)
         self._drains.give_up()
         self._courier.stop(abandon)
         self._saves.end()

@@ -193,10 +193,13 @@ def _protect(save: Save, parts: Parts) -> None:
     _confirm(save, parts)
     source = Source(save.slot, save.plan.layout.extents, lambda check: _header(save, parts, check), parts.pace)
     parts.pace.begin()
+    start = time.perf_counter()
     try:
         whole = parts.protection.protect(parts.shelf, source, save.attempt)
     finally:
         parts.pace.end()
+    peers = [rank for rank in parts.protection.group if rank != world.rank]
+    parts.journal.protected(save.snapshot.step, time.perf_counter() - start, save.plan.layout.extents.nbytes, peers)
     reach("protect.sealed")
     if save.problem is None and not whole:
         save.problem = SaveFailed("its redundancy did not arrive whole", rank=world.rank, node=world.node_name,

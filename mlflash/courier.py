@@ -76,6 +76,8 @@ class Courier:
         if threaded:
             self._thread = threading.Thread(target=self._run, args=(nice,), name="mlflash-courier", daemon=True)
             self._thread.start()
+        else:
+            log.warning("MPI was started without MPI_THREAD_MULTIPLE: save() will wait for the commit")
 
     def post(self, job: Job) -> None:
         """Queue a job. Not collective, but every rank must post the same jobs in the same order."""

@@ -40,15 +40,14 @@ class Drains:
         config: of the job.
         parts: this rank's slots and communicators.
         courier: makes the MPI calls.
-        seconds: seconds per verb, added to.
 
     Attributes:
         last: the newest drain, on its way or ended; None before the first.
         store: the directory; None where there is none.
     """
 
-    def __init__(self, config: Config, parts: Parts, courier: Courier, seconds: dict[str, float]):
-        self._config, self._parts, self._courier, self._seconds = config, parts, courier, seconds
+    def __init__(self, config: Config, parts: Parts, courier: Courier):
+        self._config, self._parts, self._courier = config, parts, courier
         self.store: Store | None = None if config.directory is None else open_store(config.directory)
         self.last: Drain | None = None
         self._aside: Aside | None = None
@@ -94,7 +93,7 @@ class Drains:
         if save.drains_idle:
             self._begin(save.slot, save.share)
         else:
-            self._parts.counts["drains put off"] += 1
+            self._parts.journal.counts["drains put off"] += 1
 
     def drain(self) -> Drain:
         """Drain the newest checkpoint; see `Checkpointer.drain`."""
@@ -210,7 +209,7 @@ class Drains:
         self._since, self._asked = 0, False
         self._drained = cargo.attempt
         current = self.last = Drain(cargo.step, self._look)
-        parts.counts["drains"] += 1
+        parts.journal.counts["drains"] += 1
         aside = self._aside
 
         def moves() -> Moves:
@@ -219,9 +218,8 @@ class Drains:
             for home in cargo.homes.values():
                 parts.shelf.unmap_others([home.slot, *home.shares])
             parts.shelf.drained(held)
-            parts.counts["drained" if error is None else "drains failed"] += 1
             current.end(error)
-            self._seconds["drain"] += current.seconds or 0.0
+            parts.journal.drained(current.step, current.seconds or 0.0, current.nbytes, current.path, error)
 
         self._courier.begin_aside(moves())
         return current

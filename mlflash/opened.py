@@ -153,7 +153,9 @@ class Opened:
         finally:
             for rank in homes.keys() - self.found.homes.keys():
                 self._unmap(homes[rank])
-        self._parts.counts["bytes asked of other nodes"] += sum(p.target.nbytes for ps in asked.values() for p in ps)
+        self._parts.journal.counts["bytes asked of other nodes"] += sum(
+            p.target.nbytes for ps in asked.values() for p in ps
+        )
         return good
 
     def close(self) -> None:

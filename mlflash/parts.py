@@ -17,8 +17,10 @@ from .crew import Crew, crew_of
 from .domains import Domains, from_argument
 from .domains import join as join_domains
 from .errors import MlflashError
+from .events import EventLog, file_of_node
 from .header import Attempt, Kind
 from .inventory import Choice, Inventory, assign, choose, decode, encode, join, scan
+from .journal import Journal
 from .node_memory import NodeMemory
 from .pace import Pace
 from .placement import Placement, made, place
@@ -45,7 +47,7 @@ class Parts:
 
     Attributes:
         domains: where the nodes stand, as far as that is known.
-        pulse: says to those who look from outside how this rank gets on.
+        journal: told what happens to this rank.
         crew: threads for copies and checks.
         pace: how fast the courier sends while training goes on.
         replicas: compares tensors between ranks that hold the same ones, where the user said so.
@@ -56,7 +58,6 @@ class Parts:
         restored_from: node whose memory held what this rank restored; "" before.
         restores: how many runs have restored the attempt that this one restored, itself included.
         counted: the attempt that this run was counted for.
-        counts: what happened, by name, for reports.
     """
 
     config: Config
@@ -66,7 +67,7 @@ class Parts:
     protection: Protection
     domains: Domains | None
     shelf: Shelf
-    pulse: Pulse
+    journal: Journal
     crew: Crew
     pace: Pace
     replicas: Replicas | None = None
@@ -77,7 +78,6 @@ class Parts:
     unhealed: Slot | None = None
     restores: int = 0
     counted: Attempt | None = None
-    counts: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
 
     @property
     def domains_by_kind(self) -> dict[str, list[str]]:
@@ -246,10 +246,13 @@ def make(config: Config, world: World, replicated: Any = None, domains: Any = No
     shelf = Shelf(memory, protection.owners, 3 if config.drain_every else 2)
     crew = crew_of(config.copy_threads, world.size if world.emulated else world.local_size, world.agree)
     pace = Pace(config.send_rate, config.max_slowdown, config.timeout_s)
-    parts = Parts(config, world, memory, Board(world), protection, known, shelf, pulse, crew, pace, replicas)
+    run_id: bytes = world.broadcast(os.urandom(16), 0)
+    events = EventLog(file_of_node(config.log, world.node_index) if config.log else None,
+                      run=run_id.hex()[:8], rank=world.rank, node=world.node_name)  # fmt: skip
+    journal = Journal(world.rank, pulse, events)
+    parts = Parts(config, world, memory, Board(world), protection, known, shelf, journal, crew, pace, replicas, run_id)
     if protection.transport == "rma" and world.world is not None:
         world.poke = Poke(world)
-    parts.run_id = world.broadcast(os.urandom(16), 0)
     parts.generation = int(found.rows["generation"].max(initial=0))
     parts.adopt(found, choice)
     if world.rank == 0:

@@ -20,7 +20,7 @@ from .node_memory import NodeMemory
 SHOW_STACKS = signal.SIGRTMIN + 7
 """The signal at which a rank that `mlflash run` has started prints where each of its threads is."""
 
-_NBYTES = 512  # written at once, so that a reader never finds half of two
+_NBYTES = 1024  # written at once, so that a reader never finds half of two
 
 
 class Pulse:
@@ -42,6 +42,16 @@ class Pulse:
         if run:
             faulthandler.register(SHOW_STACKS, sys.__stderr__ or 2)
         self.beat("made")
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the last word was said."""
+        return self._fd < 0
+
+    def note(self, **news: Any) -> None:
+        """Have something new to say with the next beat."""
+        with self._lock:
+            self._said.update(news)
 
     def beat(self, event: str, **news: Any) -> None:
         """Say that the training gets on, and what is new; the first time of each event stays."""

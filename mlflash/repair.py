@@ -170,9 +170,9 @@ class Repairs:
                 home.seal(header)
                 self.rebuilt[rank] = home
             home.use = Use.HOLDS if good else Use.FREE
-            parts.counts["slots rebuilt"] += good
+            parts.journal.counts["slots rebuilt"] += good
         repaired = [len(blocks) for rank, blocks in self._damaged.items() if self._serves[rank] == world.rank]
-        parts.counts["blocks repaired"] += sum(repaired)
+        parts.journal.counts["blocks repaired"] += sum(repaired)
         return [] if all(every) else [p for repair in self._repairs for p in repair.group.files if p is not None]
 
     def close(self) -> None:

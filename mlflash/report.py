@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
 from typing import Any
 
 from .draining.drain import Drain
 from .parts import Parts
+from .version import __version__
 
 
-def report_of(parts: Parts, seconds: Mapping[str, float], drain: Drain | None) -> dict[str, Any]:
+def report_of(parts: Parts, drain: Drain | None) -> dict[str, Any]:
     """Give counters, seconds per verb, and how this rank is placed. Not collective.
 
     Returns:
@@ -51,6 +52,23 @@ def report_of(parts: Parts, seconds: Mapping[str, float], drain: Drain | None) -
         "send rate": None if parts.pace.rate == float("inf") else parts.pace.rate,
         "slowdown": parts.pace.slowdown,
         "slots": slots,
-        "counts": dict(parts.counts) | ({} if replicas is None else {"tensors diverged": replicas.diverged}),
-        "seconds": dict(seconds),
+        "counts": dict(parts.journal.counts) | ({} if replicas is None else {"tensors diverged": replicas.diverged}),
+        "seconds": dict(parts.journal.seconds),
+    }
+
+
+def facts_of(parts: Parts) -> dict[str, Any]:
+    """Give what does not change while this run goes on, for its journal. Not collective."""
+    world = parts.world
+    return {
+        "ranks": world.size,
+        "nodes": list(world.topology.node_names),
+        "redundancy": parts.protection.scheme,
+        "transport": parts.protection.transport,
+        "partners": list(parts.protection.partners),
+        "job": parts.config.job,
+        "directory": parts.config.directory,
+        "drain_every": parts.config.drain_every,
+        "pid": os.getpid(),
+        "version": __version__,
     }

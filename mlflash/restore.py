@@ -247,7 +247,7 @@ def _fetch(parts: Parts, choice: Choice, serves: list[int], slots: dict[int, Slo
     home = None if server is None else parts.shelf.free_slot(parts.shelf.own)
     whole = fetch(parts, mine, server, home, slot_of(world.rank, choice.attempt))
     reach("restore.fetched")
-    parts.counts["slots fetched"] += server is not None
+    parts.journal.counts["slots fetched"] += server is not None
     failed = [] if whole else [choice.source[world.rank]]
     return sorted(place for places in world.gather(failed) for place in places if place is not None)
 
@@ -311,7 +311,7 @@ def _protect_again(parts: Parts, home: Slot, lacking: bool) -> None:
     world, shelf, protection = parts.world, parts.shelf, parts.protection
     header = home.header
     assert header is not None
-    parts.counts["slots healed"] += lacking
+    parts.journal.counts["slots healed"] += lacking
     demand = protection.offer(shelf, header.extents if lacking else None, again=True)
     parts.ensure_room(demand, pairs=False)  # the other slot of a pair may hold the last copy of the step before
     whole = protection.protect(shelf, Source(home, header.extents, None, parts.pace), header.attempt)

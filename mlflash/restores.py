@@ -47,13 +47,12 @@ class Restores:
         courier: does all that is collective.
         saves: told of the step that was restored.
         drains: knows what is in the directory.
-        seconds: seconds per verb, added to.
     """
 
-    def __init__(self, parts: Parts, courier: Courier, saves: Saves, drains: Drains, seconds: dict[str, float]):
-        self._parts, self._courier, self._saves, self._seconds = parts, courier, saves, seconds
-        self._drains = drains
-        self._world = parts.world
+    def __init__(self, parts: Parts, courier: Courier, saves: Saves, drains: Drains):
+        self._parts, self._courier, self._saves, self._drains = parts, courier, saves, drains
+        self._world, self._journal = parts.world, parts.journal
+        self._began = time.perf_counter()  # the restore that goes on
 
     def restore(self, state: Any, step: int | None, source: str | None = None) -> int | None:
         """Fill a state in place; see `Checkpointer.restore`."""
@@ -89,7 +88,7 @@ class Restores:
         self._together(home.header.step, lambda: refuse_differences(state, manifest.tree, manifest.entries))
         reach("restore.loading")
         self._together(home.header.step, lambda: fill(state, manifest.tree, manifest.entries, manifest.plain, read))
-        self._seconds["load"] += time.perf_counter() - start
+        self._journal.seconds["load"] += time.perf_counter() - start
         return self._restored(home)
 
     def load(self, step: int | None, source: str | None = None, copy: bool = True) -> tuple[int | None, Any]:
@@ -136,7 +135,7 @@ class Restores:
             self._together(step, lambda: _finish(whole, done))
         finally:
             opened.close()
-        self._seconds["load"] += time.perf_counter() - start
+        self._journal.seconds["load"] += time.perf_counter() - start
         if opened.home is not None:
             self._restored(opened.home)
             return
@@ -190,13 +189,11 @@ class Restores:
         except MlflashError:
             reshard.give_up(self._parts, made)
             raise
-        self._seconds["load"] += time.perf_counter() - start
+        self._journal.seconds["load"] += time.perf_counter() - start
         reach("restore.loaded")
         self._courier.call(lambda: reshard.protect(self._parts, old, made))
-        self._parts.counts["drained restores" if isinstance(old, Drained) else "resharded"] += 1
+        self._journal.counts["drained restores" if isinstance(old, Drained) else "resharded"] += 1
         self._count(old.step, old)
-        if self._world.rank == 0 and not isinstance(old, Drained):
-            log.info("restored step %d from memory, put together for %d ranks", old.step, self._world.size)
         return old.step
 
     def _load_drained(self, found: Drained) -> tuple[int, Any]:
@@ -214,14 +211,14 @@ class Restores:
         self, step: int | None, others: bool = False, source: str | None = None, told: Collection[str] = (),
         bad: list[Listed] | None = None, checked: bool = True,
     ) -> Home | Elsewhere | Drained | None:  # fmt: skip
-        start = time.perf_counter()
+        start = self._began = time.perf_counter()
         self._saves.wait()
         self._drains.wait()
         self._saves.forget()
         found: Home | Elsewhere | Drained | None
         passed_over = [] if bad is None else bad
         found = self._courier.call(lambda: self._newest(step, others, source, told, passed_over, checked))
-        self._seconds["find and fetch"] += time.perf_counter() - start
+        self._journal.seconds["find and fetch"] += time.perf_counter() - start
         return found
 
     def _newest(self, step: int | None, others: bool, source: str | None, told: Collection[str], bad: list[Listed],
@@ -291,8 +288,6 @@ class Restores:
         step = home.header.step
         restore.count(self._parts, home.slot)
         self._count(step, home)
-        if self._world.rank == 0:
-            log.info("restored step %d from memory", step)
         if self._parts.rolled_forward:
             # Until its copies are made, only the step before covers a lost node: no save may write over that.
             self._parts.shelf.hold_older()
@@ -302,9 +297,11 @@ class Restores:
     def _count(self, step: int, source: object) -> None:
         """Note that a step was restored: out of memory, or of a directory."""
         self._saves.last_step = step
-        self._parts.counts["restores"] += 1
         where = source.path if isinstance(source, Drained) else "memory"
-        self._parts.pulse.beat("restored", restored=step, source=where)
+        how = "" if isinstance(source, Home) else f", put together for {self._world.size} ranks"
+        nbytes = source.slot.header.extents.nbytes if isinstance(source, Home) and source.slot.header else 0
+        seconds = time.perf_counter() - self._began
+        self._journal.restored(step, seconds, where, self._parts.restored_from, nbytes, how)
 
     def _heal_first(self, home: Home) -> None:
         """Where a step was rolled forward its slots must not be all there is while it is put together or read."""
@@ -312,9 +309,11 @@ class Restores:
             self._courier.call(lambda: restore.heal_or_remember(self._parts, home.slot))
 
     def _heal(self, home: Slot) -> None:
-        start = time.perf_counter()
+        start, step = time.perf_counter(), 0 if home.header is None else home.header.step
+        before = self._journal.counts["slots healed"]
         restore.heal_or_remember(self._parts, home)
-        self._seconds["heal"] += time.perf_counter() - start
+        self._journal.healed(step, time.perf_counter() - start, self._journal.counts["slots healed"] > before)
+        self._journal.holds(self._parts.shelf.nbytes)
 
 
 def _finish(whole: bool, done: Callable[[], None]) -> None:

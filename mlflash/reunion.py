@@ -232,7 +232,7 @@ def _fetch_some(parts: Parts, attempt: Attempt, errands: list[_Errand]
         target = (shelf.free_slot(shelf.shares) if is_mine else None) or Slot()
     is_wanted = functools.partial(_is, attempt, mine) if mine is not None else lambda header: False
     whole = fetch(parts, serves, None if mine is None else mine.server, target, is_wanted)
-    parts.counts["shares fetched"] += mine is not None
+    parts.journal.counts["shares fetched"] += mine is not None
     shelf.unmap_others(serves.values())
     told = None
     if mine is not None and target is not None:

@@ -7,7 +7,6 @@ adapter may be staged before its step is known; and it is begun before it is kno
 from __future__ import annotations
 
 import dataclasses
-import logging
 import threading
 import time
 from collections.abc import Callable
@@ -29,8 +28,6 @@ from .slot import Slot
 from .snapshot import Snapshot
 from .stage import Plan, Stage, has_room
 from .state import Flat
-
-log = logging.getLogger("mlflash")
 
 
 @dataclasses.dataclass(eq=False)
@@ -56,7 +53,6 @@ class Saves:
         parts: this rank's slots and communicators.
         courier: does everything after staging.
         drains: told what was committed.
-        seconds: seconds per verb, added to.
 
     Attributes:
         last_step: the newest step saved or restored; the next one must be larger.
@@ -64,12 +60,10 @@ class Saves:
         aheads: states that were staged before their step was known.
     """
 
-    def __init__(self, config: Config, parts: Parts, courier: Courier, drains: Drains, seconds: dict[str, float]):
-        self._config, self._parts, self._courier, self._seconds = config, parts, courier, seconds
-        self._drains = drains
-        self._world = parts.world
+    def __init__(self, config: Config, parts: Parts, courier: Courier, drains: Drains):
+        self._config, self._parts, self._courier, self._drains = config, parts, courier, drains
+        self._world, self._journal = parts.world, parts.journal
         self._pending: list[Snapshot] = []
-        self._warned_late = False
         self._version = 0  # of what is shared
         self._begun: list[Begun] = []
         self._begun_lock = threading.Lock()
@@ -190,7 +184,7 @@ class Saves:
             save.problem.rank, save.problem.node = self._world.rank, self._world.node_name
             snapshot.end(save.problem)  # this rank need not hear from the others to know
         late, refused = lambda error: self._note_late(snapshot, error), lambda error: commit.refuse(save, error)
-        self._parts.pulse.beat("saved", saved=snapshot.step)  # a write, in which the courier would take the interpreter
+        self._journal.posting(snapshot.step)
         self._courier.post(Job(lambda: self._bring_to_end(save), late, refused))
         if save.stage is not None and not again:
             save.staged.wait(self._config.timeout_s)
@@ -201,9 +195,8 @@ class Saves:
         snapshot.stalled()
         if not again:  # that may be another thread than training's
             self._parts.pace.stalled(snapshot.stall_s)
-        self._parts.counts["saves"] += 1
-        self._parts.counts["bytes staged"] += snapshot.nbytes
-        self._seconds["stall"] += snapshot.stall_s
+        staged = save.slot is not None and save.problem is None
+        self._journal.saved(snapshot.step, snapshot.stall_s, snapshot.nbytes, snapshot.later is not None, staged)
         if mistake is not None:
             raise mistake
         self._look_at_pending()
@@ -351,24 +344,21 @@ class Saves:
             save.drains_idle, save.drain_asked = self._drains.idle, self._drains.asked
             commit.run(save, self._parts, lambda: self._committed(save))
             self._compare_replicas(save)
-            self._parts.counts.update(["skipped"] * save.snapshot.skipped)
-            self._warned_late = False
+            self._journal.ended(save.snapshot.step, save.snapshot.skipped)
         except MlflashError as error:
-            self._parts.counts["failed"] += 1
-            if self._world.rank == 0 or error.rank == self._world.rank:
-                log.warning("step %d was not saved: %s", save.snapshot.step, error)
+            self._journal.failed(save.snapshot.step, error)
             raise
         except BaseException as error:
             commit.refuse(save, self._failure(save, f"the courier failed: {error!r}"))
             raise
         finally:
-            self._seconds["protect and commit"] += time.perf_counter() - start
+            self._journal.seconds["protect and commit"] += time.perf_counter() - start
 
     def _committed(self, save: commit.Save) -> None:
         self._parts.unhealed = None  # a newer step has its redundancy
         self._drains.committed(save)
-        self._parts.counts["committed"] += 1
-        self._parts.pulse.beat("committed", committed=save.snapshot.step)
+        self._journal.holds(self._parts.shelf.nbytes)
+        self._journal.committed(save.snapshot.step, save.snapshot.age_s, save.attempt.generation)
 
     def _compare_replicas(self, save: commit.Save) -> None:
         replicas = self._parts.replicas
@@ -376,11 +366,8 @@ class Saves:
             replicas.compare(save.slot, save.plan, save.snapshot.step)
 
     def _note_late(self, snapshot: Snapshot, error: DeadlineExceeded) -> None:
-        self._parts.counts["late"] += 1
         snapshot.late(error)
-        if not self._warned_late:
-            self._warned_late = True
-            log.warning("step %d is late, and steps are not saved until it has caught up: %s", snapshot.step, error)
+        self._journal.late(snapshot.step, error)
 
     def _look_at_pending(self) -> None:
         """Forget the snapshots that have ended; with ``strict``, raise what failed, once."""

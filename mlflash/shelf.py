@@ -55,6 +55,11 @@ class Shelf:
         """All slots, own ones first."""
         return [*self.own, *self.shares, *(slot for pair in self.inbox.values() for slot in pair)]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the node's memory that the files of this rank take."""
+        return sum(slot.segment.nbytes for slot in self.all() if slot.segment is not None)
+
     def adopt(self, files: Files, kept: Attempt | None, trusted: Container[int], spare: Sequence[int],
               needed: Sequence[int] = ()) -> None:  # fmt: skip
         """Take over files that an earlier process left. Not collective.

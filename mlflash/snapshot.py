@@ -48,6 +48,11 @@ class Snapshot:
         return self._committed
 
     @property
+    def age_s(self) -> float:
+        """Seconds since ``save`` was called."""
+        return time.perf_counter() - self._start
+
+    @property
     def done(self) -> bool:
         """Whether it was committed or has failed."""
         return self._ended.is_set()
@@ -108,7 +113,7 @@ class Snapshot:
         if self._ended.is_set():
             return
         if error is None:
-            self.commit_s = time.perf_counter() - self._start
+            self.commit_s = self.age_s
             self._committed = True
         else:
             self._error = error if isinstance(error, SaveFailed) else _failed(error, self.step)
@@ -130,7 +135,7 @@ class Snapshot:
 
     def stalled(self) -> None:
         """Note that ``save`` returns now."""
-        self.stall_s = time.perf_counter() - self._start
+        self.stall_s = self.age_s
 
 
 def _failed(error: MlflashError, step: int) -> SaveFailed:

@@ -1,0 +1,132 @@
+"""What happens to a rank, as lines of JSON in a file; docs/events.md has each kind.
+
+A thread of its own opens the file and writes: a parallel file system that hangs holds up neither training nor saves.
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+log = logging.getLogger("mlflash")
+
+_WAITING = 10_000  # events that wait to be written; what comes on top of them is counted only
+_CLOSE_S = 2.0  # for what is still to be written at the end
+
+
+class EventLog:
+    """The events of this rank; not collective.
+
+    Whatever is logged as a warning is an event, too, until `close`.
+
+    Args:
+        path: the file of this node, see `file_of_node`; None: nothing is written.
+        common: fields of each event: run, rank and node.
+    """
+
+    def __init__(self, path: str | None, **common: Any):
+        self._path, self._common = path, common
+        self._lines: queue.Queue[str | None] = queue.Queue(_WAITING)
+        self._dropped = 0
+        self._thread: threading.Thread | None = None
+        if path is not None:
+            self._thread = threading.Thread(target=self._write, name="mlflash-events", daemon=True)
+            self._thread.start()
+            log.addFilter(self._see)
+
+    @property
+    def is_on(self) -> bool:
+        """Whether anything is written."""
+        return self._thread is not None
+
+    def add(self, event: str, **fields: Any) -> None:
+        """Note an event that has just ended; returns at once."""
+        if self._thread is None:
+            return
+        document = {"event": event, "time": round(time.time(), 6), **self._common, **fields}
+        try:
+            self._lines.put_nowait(json.dumps(document, separators=(",", ":"), default=str) + "\n")
+        except queue.Full:
+            self._dropped += 1
+
+    def close(self) -> None:
+        """Wait a moment until all is written. May be called twice."""
+        if self._thread is None:
+            return
+        log.removeFilter(self._see)
+        try:
+            self._lines.put(None, timeout=_CLOSE_S)
+        except queue.Full:
+            pass  # the file system hangs; the thread goes with the process
+        self._thread.join(_CLOSE_S)
+        self._thread = None
+
+    def _see(self, record: logging.LogRecord) -> bool:
+        if record.levelno >= logging.WARNING:
+            self.add("warning", level=record.levelname, text=record.getMessage())
+        return True
+
+    def _write(self) -> None:
+        try:
+            assert self._path is not None
+            Path(self._path).parent.mkdir(parents=True, exist_ok=True)
+            fd = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            try:
+                while (lines := self._next()) is not None:
+                    _write_whole(fd, lines)
+            finally:
+                os.close(fd)
+        except OSError as error:
+            log.removeFilter(self._see)
+            log.warning("events are not written any more, to %s: %s", self._path, error)
+
+    def _next(self) -> bytes | None:
+        """What is to be written at once; None at the end."""
+        lines = [self._lines.get()]
+        while lines[-1] is not None and not self._lines.empty():
+            lines.append(self._lines.get())
+        if lines == [None]:
+            return None
+        if lines[-1] is None:
+            self._lines.put(None)
+        dropped, self._dropped = self._dropped, 0
+        if dropped:
+            text = f"{dropped} events are missing: they came faster than they could be written"
+            self.add("warning", level="WARNING", text=text)
+        return "".join(line for line in lines if line is not None).encode()
+
+
+def _write_whole(fd: int, lines: bytes) -> None:
+    """In one write as a rule, as ranks of one node append to one file."""
+    while lines:
+        lines = lines[os.write(fd, lines) :]
+
+
+def file_of_node(path: str, node_index: int) -> str:
+    """Name the file that the ranks of a node append to: machines must not append to one file of a shared file system.
+
+    Example:
+        ``run.jsonl`` is that of the first node, ``run.node1.jsonl`` that of the second.
+    """
+    stem, suffix = os.path.splitext(path)
+    return path if node_index == 0 else f"{stem}.node{node_index}{suffix}"
+
+
+def files_of(paths: Sequence[str | os.PathLike[str]]) -> list[Path]:
+    """Give the files of all nodes, by the names of some, without any twice. Not collective."""
+    found: dict[Path, None] = {}
+    for path in paths:
+        stem, suffix = os.path.splitext(os.fspath(path))
+        others = glob.glob(f"{glob.escape(stem)}.node[0-9]*{glob.escape(suffix)}")
+        numbered = sorted((int(number), name) for name in others
+                          if (number := name[len(stem) + 5 : len(name) - len(suffix)]).isdecimal())  # fmt: skip
+        found |= dict.fromkeys(map(Path, [os.fspath(path), *(name for _, name in numbered)]))
+    return list(found)

@@ -1,0 +1,123 @@
+"""The event log of real ranks: every verb has its line, and the numbers are those that the verbs gave."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from mlflash import Checkpointer, errors
+
+pytestmark = pytest.mark.mpi
+two = pytest.mark.mpi(min_size=2)
+RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+
+
+def state_at(step: int) -> dict[str, Any]:
+    return {"w": np.full(100_000 + RANK, float(step))}
+
+
+def own_events(path: Path) -> list[dict[str, Any]]:
+    """This rank's, from the file of its node; nodes have one rank each."""
+    mine = path.with_suffix(f".node{RANK}.jsonl") if RANK else path
+    found = [json.loads(line) for line in mine.read_text().splitlines()]
+    assert {line["rank"] for line in found} == {RANK}
+    return found
+
+
+def of(events: list[dict[str, Any]], *kinds: str) -> list[dict[str, Any]]:
+    return [line for line in events if line["event"] in kinds]
+
+
+def test_each_verb_has_its_line_and_a_relaunch_appends(options: dict[str, Any], root: Path) -> None:
+    path, directory = root / "log" / "run.jsonl", root / "drained"
+    with Checkpointer(directory, log=path, drain_every=2, **options) as ckpt:
+        ckpt.restore(state_at(0))
+        snapshots = []
+        for step in (1, 2):
+            snapshots.append(ckpt.save(step, state_at(step)).wait())
+            ckpt.wait_drained()
+        ckpt.wait()
+        report, survives = ckpt.report(), ckpt.survives
+    events = own_events(path)
+    (start,) = of(events, "start")
+    assert (start["ranks"], start["nodes"]) == (SIZE, [f"node{rank}" for rank in range(SIZE)])
+    assert (start["job"], start["redundancy"], start["partners"]) == ("t", report["scheme"], list(report["partners"]))
+    assert start["survives"] == (survives if RANK == 0 else "")
+    for kind in ("save", "protect", "commit"):
+        assert [line["step"] for line in of(events, kind)] == [1, 2]
+    for snapshot, save, commit in zip(snapshots, of(events, "save"), of(events, "commit"), strict=True):
+        assert (save["seconds"], save["nbytes"]) == (snapshot.stall_s, snapshot.nbytes)
+        assert 0 < commit["seconds"] <= snapshot.commit_s
+    assert [line["peers"] for line in of(events, "protect")] == [[r for r in report["group"] if r != RANK]] * 2
+    (drain,) = of(events, "drain")
+    assert (drain["step"], drain["path"], drain["error"]) == (2, report["drain"]["path"], None)
+    assert drain["nbytes"] == report["drain"]["nbytes"] > 0
+    held = sum(file.stat().st_size for file in Path(report["memory"]).glob("slot-*"))
+    assert of(events, "memory")[-1]["nbytes"] == held
+    assert [line["state"] for line in of(events, "end")] == ["ended"] and events[-1]["event"] == "end"
+
+    with Checkpointer(directory, log=path, **options) as ckpt:
+        assert ckpt.restore(state_at(0)) == 2
+        ckpt.steps()  # behind the heal
+    again = own_events(path)
+    assert again[: len(events)] == events
+    (restore,) = of(again, "restore")
+    assert (restore["step"], restore["source"], restore["from"]) == (2, "memory", f"node{RANK}")
+    assert restore["seconds"] > 0 and restore["nbytes"] > 800_000
+    (heal,) = of(again, "heal")
+    assert heal["step"] == 2 and not heal["made"]
+    assert len({line["run"] for line in again}) == 2
+    assert len(set(MPI.COMM_WORLD.allgather(again[-1]["run"]))) == 1, "all ranks name a launch alike"
+
+
+@two
+def test_what_does_not_become_a_checkpoint_says_why_on_all_ranks(options: dict[str, Any], root: Path) -> None:
+    path = root / "run.jsonl"
+    with Checkpointer(log=path, **options) as ckpt:
+        ckpt.save(1, state_at(1)).wait()
+        snapshot = None
+        try:
+            snapshot = ckpt.save(2, {"w": object() if RANK == SIZE - 1 else state_at(2)["w"]})
+        except errors.StateError:
+            assert RANK == SIZE - 1
+        if snapshot is not None:
+            with pytest.raises(errors.SaveFailed):
+                snapshot.wait()
+        ckpt.wait()
+    events = own_events(path)
+    (fail,) = of(events, "fail")
+    assert fail["step"] == 2 and f"rank {SIZE - 1}" in fail["why"]
+    assert [line["step"] for line in of(events, "commit")] == [1]
+    warned = [line["text"] for line in of(events, "warning")]
+    assert any("step 2 was not saved" in text for text in warned) == (RANK in (0, SIZE - 1))
+
+
+def test_a_run_that_is_left_by_an_exception_has_failed(options: dict[str, Any], root: Path) -> None:
+    path = root / "run.jsonl"
+    with pytest.raises(ZeroDivisionError), Checkpointer(log=path, **options) as ckpt:
+        ckpt.save(1, state_at(1)).wait()
+        raise ZeroDivisionError
+    MPI.COMM_WORLD.Barrier()
+    assert own_events(path)[-1]["state"] == "failed"
+
+
+def test_the_first_rank_says_one_line_for_each_checkpoint_and_restore(
+    options: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "mlflash")
+    for start in (None, 2):
+        with Checkpointer(**options) as ckpt:
+            state = state_at(0)
+            assert ckpt.restore(state) == start
+            for step in (1, 2) if start is None else ():
+                ckpt.save(step, state).wait()
+    said = [record.getMessage().split(",")[0].split(" in ")[0] for record in caplog.records
+            if record.levelno == logging.INFO and "deleted" not in record.getMessage()]  # fmt: skip
+    expected = ["committed step 1", "committed step 2", "restored step 2 from memory"]
+    assert said == (expected if RANK == 0 else [])
