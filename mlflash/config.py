@@ -56,6 +56,7 @@ class Config:
     chunk_nbytes: int = _setting(4 * MIB, "MLFLASH_CHUNK_NBYTES", "bytes per transfer, 1 MiB to 1 GiB")
     block_nbytes: int = _setting(MIB, "MLFLASH_BLOCK_NBYTES", "bytes per checksum")
     log: str = _setting("", "MLFLASH_LOG", "file that gets a line of JSON for each event; '': none")
+    metrics: str = _setting("", "MLFLASH_METRICS", "for Prometheus: file, or ':PORT' on loopback; '': none")
     ranks_per_node: int = _setting(0, "MLFLASH_RANKS_PER_NODE", "emulate nodes of n ranks (0: real nodes)")
 
     def __post_init__(self) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 from .errors import MlflashError
 from .events import EventLog
+from .metrics import Metrics
 from .pulse import Pulse
 
 log = logging.getLogger("mlflash")
@@ -26,14 +27,15 @@ class Journal:
     Args:
         rank: of the world.
         pulse, events: told what happens.
+        metrics: shown by this rank for all of its node; None: another one does, or none.
 
     Attributes:
         counts: what happened, by name.
         seconds: that verbs took, by name.
     """
 
-    def __init__(self, rank: int, pulse: Pulse, events: EventLog):
-        self._rank, self._pulse, self._events = rank, pulse, events
+    def __init__(self, rank: int, pulse: Pulse, events: EventLog, metrics: Metrics | None = None):
+        self._rank, self._pulse, self._events, self._metrics = rank, pulse, events, metrics
         self._nbytes: int | None = None
         self._warned_late = False
         self.counts: collections.Counter[str] = collections.Counter()
@@ -41,7 +43,7 @@ class Journal:
 
     def started(self, facts: Mapping[str, Any], survives: Callable[[], str]) -> None:
         """Say what this run is like; what it survives takes time to find out, and rank 0 is enough to do so."""
-        self._pulse.beat("made", redundancy=facts["redundancy"], nodes=len(facts["nodes"]))
+        self._pulse.beat("made", redundancy=facts["redundancy"], nodes=len(facts["nodes"]), saves=0, failed=0)
         if self._events.is_on:
             self._events.add("start", **facts, survives=survives() if self._rank == 0 else "")
 
@@ -54,20 +56,21 @@ class Journal:
         self.counts["saves"] += 1
         self.counts["bytes staged"] += nbytes
         self.seconds["stall"] += stall_s
-        self._pulse.note(stall_s=round(stall_s, 6), nbytes=nbytes)
+        total_s = round(self.seconds["stall"], 6)
+        self._pulse.note(stall_s=round(stall_s, 6), stalled_s=total_s, nbytes=nbytes)
         if staged:
-            self._events.add("save", step=step, seconds=stall_s, nbytes=nbytes, lazy=lazy)
+            self._events.add("save", step=step, seconds=round(stall_s, 6), nbytes=nbytes, lazy=lazy)
 
     def protected(self, step: int, seconds: float, nbytes: int, peers: Sequence[int]) -> None:
         """The redundancy of a slot is in place."""
         self._pulse.note(protect_s=round(seconds, 6))
-        self._events.add("protect", step=step, seconds=seconds, nbytes=nbytes, peers=list(peers))
+        self._events.add("protect", step=step, seconds=round(seconds, 6), nbytes=nbytes, peers=list(peers))
 
     def committed(self, step: int, seconds: float, generation: int) -> None:
         """All ranks agree that a step is a checkpoint, so many seconds after the call of `save`."""
         self.counts["committed"] += 1
         self._pulse.beat("committed", committed=step, commit_s=round(seconds, 6), saves=self.counts["committed"])
-        self._events.add("commit", step=step, seconds=seconds, generation=generation)
+        self._events.add("commit", step=step, seconds=round(seconds, 6), generation=generation)
         self._tell("committed step %d, %.3g s after it was saved", step, seconds)
 
     def ended(self, step: int, skipped: bool) -> None:
@@ -95,21 +98,23 @@ class Journal:
     def restored(self, step: int, seconds: float, source: str, node: str, nbytes: int, how: str = "") -> None:
         """A step was loaded: ``source`` is "memory" or a folder of the directory."""
         self.counts["restores"] += 1
-        self._pulse.beat("restored", restored=step, source=source)
-        self._events.add("restore", step=step, seconds=seconds, nbytes=nbytes, source=source, **{"from": node})
+        self._pulse.beat("restored", restored=step, source=source[:512])
+        self._events.add(
+            "restore", step=step, seconds=round(seconds, 6), nbytes=nbytes, source=source, **{"from": node}
+        )
         self._tell("restored step %d from %s in %.3g s%s", step, source, seconds, how)
 
     def healed(self, step: int, seconds: float, made: bool) -> None:
         """The redundancy of the restored step was looked at, and made again where it was missing."""
         self.seconds["heal"] += seconds
-        self._events.add("heal", step=step, seconds=seconds, made=made)
+        self._events.add("heal", step=step, seconds=round(seconds, 6), made=made)
 
     def drained(self, step: int, seconds: float, nbytes: int, path: str, error: MlflashError | None) -> None:
         """A drain has ended."""
         self.counts["drained" if error is None else "drains failed"] += 1
         self.seconds["drain"] += seconds
         self._pulse.note(**({"drained": step} if error is None else {}))
-        self._events.add("drain", step=step, seconds=seconds, nbytes=nbytes, path=path,
+        self._events.add("drain", step=step, seconds=round(seconds, 6), nbytes=nbytes, path=path,
                          error=None if error is None else str(error))  # fmt: skip
 
     def holds(self, nbytes: int) -> None:
@@ -125,6 +130,8 @@ class Journal:
             self._events.add("end", state=state)
         self._pulse.end(state)
         self._events.close()
+        if self._metrics is not None:
+            self._metrics.close()
 
     def _tell(self, text: str, *values: object) -> None:
         if self._rank == 0:

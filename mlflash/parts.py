@@ -21,11 +21,12 @@ from .events import EventLog, file_of_node
 from .header import Attempt, Kind
 from .inventory import Choice, Inventory, assign, choose, decode, encode, join, scan
 from .journal import Journal
+from .metrics import Metrics
 from .node_memory import NodeMemory
 from .pace import Pace
 from .placement import Placement, made, place
 from .protect import Protection
-from .pulse import Pulse
+from .pulse import Pulse, read_pulses
 from .replicas import Replicas
 from .scheme import Scheme
 from .sharing import Share
@@ -242,14 +243,14 @@ def make(config: Config, world: World, replicated: Any = None, domains: Any = No
     if replicas is not None and config.share:
         replicas.share(_losses(placement.scheme, world))
     protection = Protection(world, config, placement)
-    pulse = Pulse(memory, world.rank, world.size, world.local_rank, os.environ.get("MLFLASH_RUN", ""))
+    pulse = Pulse(memory, world.rank, world.size, world.local_rank, world.node_name, os.environ.get("MLFLASH_RUN", ""))
     shelf = Shelf(memory, protection.owners, 3 if config.drain_every else 2)
     crew = crew_of(config.copy_threads, world.size if world.emulated else world.local_size, world.agree)
     pace = Pace(config.send_rate, config.max_slowdown, config.timeout_s)
     run_id: bytes = world.broadcast(os.urandom(16), 0)
     events = EventLog(file_of_node(config.log, world.node_index) if config.log else None,
                       run=run_id.hex()[:8], rank=world.rank, node=world.node_name)  # fmt: skip
-    journal = Journal(world.rank, pulse, events)
+    journal = Journal(world.rank, pulse, events, _metrics(config, world))
     parts = Parts(config, world, memory, Board(world), protection, known, shelf, journal, crew, pace, replicas, run_id)
     if protection.transport == "rma" and world.world is not None:
         world.poke = Poke(world)
@@ -262,6 +263,14 @@ def make(config: Config, world: World, replicated: Any = None, domains: Any = No
         more = f" (and {len(close) - _NAMED} more)" if len(close) > _NAMED else ""
         log.warning("%s%s: if that is lost, memory cannot restore", "; ".join(close[:_NAMED]), more)
     return parts
+
+
+def _metrics(config: Config, world: World) -> Metrics | None:
+    """Show the metrics of this node, where that is wanted: its first rank does."""
+    if not config.metrics or world.local_rank:
+        return None
+    node = world.node_index if world.emulated else None
+    return Metrics(config.metrics, config.job, lambda: read_pulses(config.memory, config.job, node))
 
 
 def _say_what_is_made(placement: Placement, nodes: int) -> None:

@@ -1,7 +1,8 @@
 """What a rank says of itself to those who look at its node from outside: a small file in the job's memory directory.
 
 `mlflash run` reads it to tell training that goes on from training that hangs, and a run that came to its end from one
-that did not: launchers of MPI return 0 after a lost node. It is written by plain writes to memory, whatever MPI does.
+that did not: launchers of MPI return 0 after a lost node. `mlflash top` and metrics show it. It is written by plain
+writes to memory, whatever MPI does.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import signal
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 from .node_memory import NodeMemory
@@ -20,7 +22,7 @@ from .node_memory import NodeMemory
 SHOW_STACKS = signal.SIGRTMIN + 7
 """The signal at which a rank that `mlflash run` has started prints where each of its threads is."""
 
-_NBYTES = 1024  # written at once, so that a reader never finds half of two
+_NBYTES = 2048  # written at once, so that a reader never finds half of two
 
 
 class Pulse:
@@ -29,15 +31,16 @@ class Pulse:
     Args:
         memory: where it is.
         rank, size, local_rank: of the world.
+        node: name of the node.
         run: which start of `mlflash run` this is; "" without it.
     """
 
-    def __init__(self, memory: NodeMemory, rank: int, size: int, local_rank: int, run: str):
+    def __init__(self, memory: NodeMemory, rank: int, size: int, local_rank: int, node: str, run: str):
         self._lock = threading.Lock()  # the courier writes, too
         self._fd = memory.open(f"pulse-{local_rank:04d}", os.O_RDWR | os.O_CREAT)
         self._said: dict[str, Any] = {
-            "run": run, "rank": rank, "ranks": size, "pid": os.getpid(), "state": "started", "restored": None,
-            "source": "", "saved": None, "committed": None, "times": {},
+            "run": run, "rank": rank, "ranks": size, "node": node, "pid": os.getpid(), "state": "started",
+            "restored": None, "source": "", "saved": None, "committed": None, "times": {},
         }  # fmt: skip
         if run:
             faulthandler.register(SHOW_STACKS, sys.__stderr__ or 2)
@@ -71,6 +74,33 @@ class Pulse:
             if self._fd >= 0:
                 os.close(self._fd)
             self._fd = -1
+
+
+def read_pulses(memory: str, job: str, node: int | None) -> list[dict[str, Any]]:
+    """Read what the ranks of a node say, and whether each is alive; nothing where the job has no memory there.
+
+    Not collective.
+
+    Args:
+        memory, job: where.
+        node: number of an emulated node; None: the real one.
+    """
+    try:
+        held = NodeMemory(memory, job, node, make=False)
+    except FileNotFoundError:
+        return []
+    try:
+        said = [read_pulse(held, name) for name in held.pulse_names()]
+        return [pulse | {"alive": _is_alive(int(pulse["pid"]))} for pulse in said if pulse is not None]
+    finally:
+        held.close()
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in ("Z", "X")
+    except OSError:
+        return False
 
 
 def read_pulse(memory: NodeMemory, name: str) -> dict[str, Any] | None:

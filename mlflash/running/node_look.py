@@ -12,12 +12,11 @@ import socket
 import struct
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 from ..commands.looking import look
-from ..node_memory import NodeMemory, emulated_nodes
-from ..pulse import read_pulse
+from ..node_memory import emulated_nodes
+from ..pulse import read_pulses
 
 _FLAGS_OF, _UP_AND_RUNNING = 0x8913, 0x41  # SIOCGIFFLAGS; IFF_UP | IFF_RUNNING
 _GPU_S = 20.0  # a GPU that fell off the bus can hold nvidia-smi up
@@ -31,30 +30,11 @@ def main() -> int:
     found: dict[str, Any] = {
         "host": socket.gethostname(), "free": space.f_bavail * space.f_frsize, "gpus": _gpus(),
         "interface": _is_up(interface[0]) if interface else None,
-        "pulses": [pulse for node in nodes for pulse in _pulses(memory, job, node)],
+        "pulses": [pulse for node in nodes for pulse in read_pulses(memory, job, node)],
         "steps": sorted({header.step for node in nodes for file, header in look(memory, job, node, "").sealed}),
     }  # fmt: skip
     print(json.dumps(found), flush=True)
     return 0
-
-
-def _pulses(memory: str, job: str, node: int | None) -> list[dict[str, Any]]:
-    try:
-        held = NodeMemory(memory, job, node, make=False)
-    except FileNotFoundError:
-        return []
-    try:
-        said = [read_pulse(held, name) for name in held.pulse_names()]
-        return [pulse | {"alive": _is_alive(int(pulse["pid"]))} for pulse in said if pulse is not None]
-    finally:
-        held.close()
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in ("Z", "X")
-    except OSError:
-        return False
 
 
 def _gpus() -> int | None:

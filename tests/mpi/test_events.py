@@ -52,7 +52,7 @@ def test_each_verb_has_its_line_and_a_relaunch_appends(options: dict[str, Any], 
     for kind in ("save", "protect", "commit"):
         assert [line["step"] for line in of(events, kind)] == [1, 2]
     for snapshot, save, commit in zip(snapshots, of(events, "save"), of(events, "commit"), strict=True):
-        assert (save["seconds"], save["nbytes"]) == (snapshot.stall_s, snapshot.nbytes)
+        assert (save["seconds"], save["nbytes"]) == (round(snapshot.stall_s, 6), snapshot.nbytes)
         assert 0 < commit["seconds"] <= snapshot.commit_s
     assert [line["peers"] for line in of(events, "protect")] == [[r for r in report["group"] if r != RANK]] * 2
     (drain,) = of(events, "drain")

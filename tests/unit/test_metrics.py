@@ -1,0 +1,102 @@
+"""Metrics of real ranks: Prometheus reads them, nobody from outside can, and nothing they need stops training."""
+
+from __future__ import annotations
+
+import re
+import socket
+import threading
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from mlflash.adapters.tensorboard import Scalars
+from prometheus_client.parser import text_string_to_metric_families
+
+from mlflash import Checkpointer
+
+
+def samples(text: str) -> dict[str, float]:
+    """Values by name; each sample must have the labels that say whose it is."""
+    found: dict[str, float] = {}
+    for family in text_string_to_metric_families(text):
+        assert family.documentation.endswith(".")
+        for sample in family.samples:
+            assert sample.labels.keys() == {"job_name", "node", "rank"} and sample.labels["job_name"] == "j"
+            found[sample.name] = sample.value
+    return found
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def saved(ckpt: Checkpointer, steps: range) -> dict[str, Any]:
+    for step in steps:
+        ckpt.save(step, {"w": np.zeros(10_000)}).wait()
+    return ckpt.report()
+
+
+def test_the_endpoint_says_what_the_report_says_and_is_on_loopback_only(shm: Path) -> None:
+    port = free_port()
+    with Checkpointer(job="j", memory=str(shm), redundancy="none", metrics=f":{port}") as ckpt:
+        report = saved(ckpt, range(3))
+        url = f"http://127.0.0.1:{port}/metrics"
+        found = samples(urllib.request.urlopen(url, timeout=10).read().decode())
+        listening = {line.split()[1] for line in Path("/proc/net/tcp").read_text().splitlines()[1:]
+                     if line.split()[3] == "0A"}  # fmt: skip
+        assert f"0100007F:{port:04X}" in listening and f"00000000:{port:04X}" not in listening
+    assert found["mlflash_up"] == 1 and found["mlflash_checkpoints_total"] == 3
+    assert found["mlflash_committed_step"] == found["mlflash_saved_step"] == 2
+    assert found["mlflash_failed_saves_total"] == 0
+    assert found["mlflash_stalled_seconds_total"] == pytest.approx(report["seconds"]["stall"], abs=1e-5)
+    assert found["mlflash_memory_bytes"] == sum(slot["nbytes"] for slot in report["slots"])
+    assert {"mlflash_stall_seconds", "mlflash_commit_seconds", "mlflash_slot_bytes"} <= found.keys()
+    with pytest.raises(OSError):
+        urllib.request.urlopen(url, timeout=2)
+
+
+def test_the_file_is_whole_at_any_time_and_there_at_the_end(shm: Path, tmp_path: Path) -> None:
+    file = tmp_path / "mlflash.prom"
+    with Checkpointer(job="j", memory=str(shm), redundancy="none", metrics=str(file)) as ckpt:
+        saved(ckpt, range(5, 8))
+    assert samples(file.read_text())["mlflash_committed_step"] == 7
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_a_port_that_is_taken_and_a_folder_that_is_gone_are_warnings(
+    shm: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        for where in (f":{taken.getsockname()[1]}", str(tmp_path / "gone" / "mlflash.prom")):
+            with Checkpointer(job="j", memory=str(shm), redundancy="none", metrics=where) as ckpt:
+                assert saved(ckpt, range(1))["counts"]["committed"] == 1
+    assert re.search(r"no metrics at 127\.0\.0\.1:\d+: .*Address already in use", caplog.text)
+    assert caplog.text.count("metrics cannot be written") == 1
+    assert not [thread for thread in threading.enumerate() if thread.name == "mlflash-metrics"]
+
+
+def test_tensorboard_has_the_scalars_of_each_checkpoint(shm: Path, tmp_path: Path) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    from torch.utils.tensorboard import SummaryWriter
+
+    writer, snapshots = SummaryWriter(str(tmp_path)), []
+    with Checkpointer(job="j", memory=str(shm), redundancy="none") as ckpt:
+        scalars = Scalars(writer)
+        for step in (3, 4):
+            snapshots.append(ckpt.save(step, {"w": np.zeros(10_000)}))
+            scalars.add(snapshots[-1])
+        ckpt.wait()
+        scalars.write()
+    writer.close()
+    found = accumulator.EventAccumulator(str(tmp_path)).Reload()
+    assert sorted(found.Tags()["scalars"]) == [
+        f"mlflash/{name}" for name in ("commit_s", "failed", "nbytes", "stall_s")
+    ]
+    stalls = found.Scalars("mlflash/stall_s")
+    assert [(one.step, one.value) for one in stalls] == [(s.step, pytest.approx(s.stall_s)) for s in snapshots]
