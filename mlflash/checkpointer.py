@@ -63,7 +63,7 @@ class Checkpointer:
         drain_rate, drain_writers: bytes per second of all ranks together; ranks that write at a time. Default 0: no
             limit.
         format: "hdf5", or "dcp": what plain `torch.distributed.checkpoint.load` reads.
-        log: a file that gets a line of JSON for each event, see docs/events.md; each other node has one beside it.
+        log: a file that gets a line of JSON for each event, see docs/watching.md; each other node has one beside it.
         process_group: the torch.distributed group that has the ranks of ``comm``; nothing is sent. Default: all.
         settings: further fields of :class:`mlflash.config.Config`.
 

@@ -11,6 +11,7 @@ from .version import __version__
 _COMMANDS = {
     "run": "running.command:run",
     "status": "commands.status:status",
+    "top": "top.command:top",
     "list": "commands.listing:list_steps",
     "inspect": "commands.inspect_step:inspect_step",
     "verify": "commands.verify:verify",

@@ -1,4 +1,4 @@
-"""What happens to a rank, as lines of JSON in a file; docs/events.md has each kind.
+"""What happens to a rank, as lines of JSON in a file; docs/watching.md has each kind.
 
 A thread of its own opens the file and writes: a parallel file system that hangs holds up neither training nor saves.
 """

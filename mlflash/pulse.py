@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from .node_memory import NodeMemory
+from .node_memory import NodeMemory, emulated_nodes, jobs_of
 
 SHOW_STACKS = signal.SIGRTMIN + 7
 """The signal at which a rank that `mlflash run` has started prints where each of its threads is."""
@@ -94,6 +94,16 @@ def read_pulses(memory: str, job: str, node: int | None) -> list[dict[str, Any]]
         return [pulse | {"alive": _is_alive(int(pulse["pid"]))} for pulse in said if pulse is not None]
     finally:
         held.close()
+
+
+def live_jobs(memory: str) -> list[str]:
+    """List the jobs of this user that are alive on this node. Not collective."""
+
+    def is_alive(job: str) -> bool:
+        nodes = [*emulated_nodes(memory, job), None]
+        return any(pulse["alive"] for node in nodes for pulse in read_pulses(memory, job, node))
+
+    return [job for job in jobs_of(memory) if is_alive(job)]
 
 
 def _is_alive(pid: int) -> bool:

@@ -1,6 +1,7 @@
-"""What one node says of itself: ``python -m mlflash.running.node_look MEMORY JOB [INTERFACE]``.
+"""What one node says of itself: ``python -m mlflash.running.node_look MEMORY [JOB [INTERFACE]]``.
 
-One JSON document: the pulses of the job's ranks here, the newest committed step that is held here, free memory, GPUs.
+One JSON document: the pulses of the job's ranks here, the newest committed step that is held here, free memory, GPUs;
+without a job, which jobs are alive here.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 
 from ..commands.looking import look
 from ..node_memory import emulated_nodes
-from ..pulse import read_pulses
+from ..pulse import live_jobs, read_pulses
 
 _FLAGS_OF, _UP_AND_RUNNING = 0x8913, 0x41  # SIOCGIFFLAGS; IFF_UP | IFF_RUNNING
 _GPU_S = 20.0  # a GPU that fell off the bus can hold nvidia-smi up
@@ -24,6 +25,9 @@ _GPU_S = 20.0  # a GPU that fell off the bus can hold nvidia-smi up
 
 def main() -> int:
     """Look at this node and print it."""
+    if len(sys.argv) == 2:
+        print(json.dumps({"jobs": live_jobs(sys.argv[1])}), flush=True)
+        return 0
     memory, job, *interface = sys.argv[1:]
     space = os.statvfs(memory)
     nodes: list[int | None] = [*emulated_nodes(memory, job), None]

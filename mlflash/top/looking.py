@@ -1,0 +1,112 @@
+"""What the ranks of a running job say of themselves: those of this node, or of all nodes that can be asked."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ..errors import LaunchFailed
+from ..node_memory import emulated_nodes
+from ..pulse import read_pulses
+from ..running.launcher import Launcher
+from ..running.looks import LOOK_S
+
+Pulse = dict[str, Any]
+
+_BEHIND_S = 8.0  # a node that answers so much later than most others is as one that does not
+
+
+@dataclasses.dataclass(frozen=True)
+class Look:
+    """What was seen at one time.
+
+    Attributes:
+        at: seconds since 1970.
+        pulses: of ranks, by rank.
+        free: bytes of memory that nodes have left, by host.
+        silent: hosts that did not answer.
+        wrong: why nobody could be asked; "" where all is well.
+    """
+
+    at: float
+    pulses: tuple[Pulse, ...] = ()
+    free: tuple[tuple[str, int], ...] = ()
+    silent: tuple[str, ...] = ()
+    wrong: str = ""
+
+
+def look_here(memory: str, job: str) -> Look:
+    """Look at this node, and at all that are emulated on it. Not collective."""
+    at = time.time()
+    space = os.statvfs(memory)
+    nodes: list[int | None] = [*emulated_nodes(memory, job), None]
+    pulses = [pulse for node in nodes for pulse in read_pulses(memory, job, node)]
+    return Look(at, _newest(pulses), ((socket.gethostname(), space.f_bavail * space.f_frsize),))
+
+
+def look_everywhere(launcher: Launcher, hosts: Sequence[str], memory: str, job: str) -> Look:
+    """Ask nodes, as `mlflash run` does. Not collective."""
+    at = time.time()
+    try:
+        said = _ask(launcher, hosts, memory, job)
+    except LaunchFailed as error:
+        return Look(at, silent=tuple(hosts), wrong=str(error))
+    pulses = [pulse for document in said.values() for pulse in document["pulses"]]
+    free = tuple((host, int(document["free"])) for host, document in said.items())
+    return Look(at, _newest(pulses), free, tuple(host for host in hosts if host not in said))
+
+
+def jobs_everywhere(launcher: Launcher, hosts: Sequence[str], memory: str) -> list[str]:
+    """Ask nodes which jobs of this user are alive there. Not collective. Raises LaunchFailed: nobody can be asked."""
+    return sorted({job for document in _ask(launcher, hosts, memory).values() for job in document["jobs"]})
+
+
+def _ask(launcher: Launcher, hosts: Sequence[str], *words: str) -> dict[str, Any]:
+    """What nodes say of themselves, by host; those that say nothing, or nonsense, are not there."""
+    told = launcher.on_each(hosts, [sys.executable, "-m", "mlflash.running.node_look", *words], LOOK_S, _BEHIND_S)
+    said: dict[str, Any] = {}
+    for host, text in told.items():
+        try:
+            said[host] = json.loads(text)
+        except ValueError:
+            continue
+    return said
+
+
+def _newest(pulses: Sequence[Pulse]) -> tuple[Pulse, ...]:
+    """By rank; a rank that has moved is where its last beat came from."""
+    found: dict[int, Pulse] = {}
+    for pulse in sorted(pulses, key=lambda one: float(one["beat"])):
+        found[int(pulse["rank"])] = pulse
+    size = max(found.values(), key=lambda one: float(one["beat"]))["ranks"] if found else 0
+    return tuple(found[rank] for rank in sorted(found) if rank < size)  # a relaunch may have fewer ranks
+
+
+class Watch:
+    """Looks again and again, on a thread of its own: a node that does not answer must not hold up the terminal.
+
+    Args:
+        look: does so once.
+        every_s: seconds from the end of a look to the next.
+    """
+
+    def __init__(self, look: Callable[[], Look], every_s: float):
+        self._look, self._every_s = look, every_s
+        self._over = threading.Event()
+        self.last = look()
+        threading.Thread(target=self._keep_looking, name="mlflash-top", daemon=True).start()
+
+    def _keep_looking(self) -> None:
+        while not self._over.wait(self._every_s):
+            self.last = self._look()
+
+    def end(self) -> None:
+        """Look no more."""
+        self._over.set()

@@ -1,0 +1,171 @@
+"""A look and what came by before → what the terminal shows."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from ..commands.options import new_table
+from ..planning.inputs import show_bytes, show_seconds
+from .history import History, committed, spark
+from .looking import Look, Pulse
+
+_QUIET_S = 60.0  # without a beat, from which on that is worth a colour
+_STYLES = {"training": "green", "starting": "cyan", "ended": "dim", "failed": "red", "gone": "bold red"}
+_AROUND = 12  # lines that are not ranks
+
+
+def page(job: str, look: Look, history: History, width: int = 80, height: int = 40) -> RenderableType:
+    """Lay out one page.
+
+    Args:
+        job: name of it.
+        look: the last one.
+        history: of all.
+        width, height: of the terminal; where there are more ranks than lines, a line is a node.
+    """
+    parts: list[RenderableType] = [_headline(job, look), Text(), _figures(look, history, width), Text()]
+    if not look.pulses:
+        parts.append(Text("no rank of this job has made a Checkpointer here", style="yellow"))
+    elif len(look.pulses) <= max(4, height - _AROUND):
+        parts.append(_ranks(look))
+    else:
+        parts.append(_nodes(look))
+    for text in _warnings(look):
+        parts.append(Text(text, style="yellow"))
+    return Group(*parts)
+
+
+def state_of(pulse: Pulse) -> str:
+    """How a rank is, in a word: training, starting, ended, failed, or gone (its process died without a word)."""
+    if pulse["state"] != "started":
+        return str(pulse["state"])
+    if not pulse["alive"]:
+        return "gone"
+    return "starting" if pulse["saved"] is None and pulse["restored"] is None else "training"
+
+
+def _headline(job: str, look: Look) -> Text:
+    pulses = look.pulses
+    alive = sum(bool(pulse["alive"]) and pulse["state"] == "started" for pulse in pulses)
+    ranks = pulses[0]["ranks"] if pulses else 0
+    nodes = {pulse["node"] for pulse in pulses}
+    of = max((int(pulse.get("nodes", 0)) for pulse in pulses), default=0)
+    text = Text.assemble(("mlflash ", "bold"), job, "   ")
+    text.append(f"{alive} of {ranks} ranks alive", style="" if alive == ranks else "bold red")
+    text.append(f" on {len(nodes)} of {of} node{'s' * (of != 1)}")
+    schemes = sorted({str(pulse.get("redundancy", "")) for pulse in pulses} - {""})
+    text.append(f"   {', '.join(schemes)}" if schemes else "")
+    text.append(time.strftime("   %H:%M:%S", time.localtime(look.at)), style="dim")
+    return text
+
+
+def _figures(look: Look, history: History, width: int) -> Table:
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim")
+    grid.add_column(justify="right")
+    grid.add_column(style="cyan", no_wrap=True, overflow="crop")
+    bars = max(8, min(60, width - 40))
+    step, every_s = committed(look), history.every_s
+    age = max((float(p["beat"]) for p in look.pulses if p["committed"] == step), default=look.at)
+    often = f"every {show_seconds(every_s)}" if every_s else ""
+    grid.add_row("checkpoint", "none yet" if step is None else f"step {step}", Text(often, style="default"))
+    if step is not None:
+        grid.add_row("last sign", f"{_age(look.at - age)} ago", "")
+    if restored := next((pulse for pulse in look.pulses if pulse["restored"] is not None), None):
+        ago = _age(look.at - float(restored["times"]["restored"]))
+        source = Text(f"from {restored['source']}, {ago} ago", style="dim")
+        grid.add_row("restored", f"step {restored['restored']}", source)
+    for name, values in (("stall", history.stalls), ("commit", history.commits)):
+        if values:
+            grid.add_row(name, show_seconds(values[-1]), spark(values, bars))
+    if speed := _speed(look.pulses):
+        grid.add_row("protect", f"{show_bytes(speed)}/s", Text("the slowest rank", style="dim"))
+    for host, free in look.free[:4]:
+        held = sum(int(pulse.get("held", 0)) for pulse in look.pulses if _on(pulse, host, look))
+        grid.add_row("memory", show_bytes(held), Text(f"of {host}; {show_bytes(free)} free", style="dim"))
+    return grid
+
+
+def _on(pulse: Pulse, host: str, look: Look) -> bool:
+    """Whether a rank is on a host; where only one was looked at all are: emulated nodes have names of their own."""
+    return len(look.free) == 1 or pulse["node"] == host
+
+
+def _speed(pulses: Sequence[Pulse]) -> float:
+    speeds = [
+        pulse["nbytes"] / pulse["protect_s"] for pulse in pulses if pulse.get("protect_s") and pulse.get("nbytes")
+    ]
+    return min(speeds, default=0.0)
+
+
+def _ranks(look: Look) -> Table:
+    table = new_table("node", ">rank", "state", ">saved", ">checkpoint", ">last sign", ">stall", ">commit", ">memory")
+    node = ""
+    for pulse in sorted(look.pulses, key=lambda one: (str(one["node"]), int(one["rank"]))):
+        name = "" if pulse["node"] == node else str(pulse["node"])
+        table.add_row(name, str(pulse["rank"]), *_cells(look, [pulse]))
+        node = pulse["node"]
+    return table
+
+
+def _nodes(look: Look) -> Table:
+    """A line for each node: the rank that is furthest behind in each column."""
+    table = new_table("node", ">ranks", "state", ">saved", ">checkpoint", ">last sign", ">stall", ">commit", ">memory")
+    by_node: dict[str, list[Pulse]] = {}
+    for pulse in look.pulses:
+        by_node.setdefault(str(pulse["node"]), []).append(pulse)
+    for name, pulses in sorted(by_node.items()):
+        table.add_row(name, str(len(pulses)), *_cells(look, pulses))
+    return table
+
+
+def _cells(look: Look, pulses: Sequence[Pulse]) -> list[Text]:
+    states = [state_of(pulse) for pulse in pulses]
+    worst = next(state for state in ("gone", "failed", "starting", "training", "ended") if state in states)
+    count = states.count(worst)
+    text = worst if count == len(pulses) else f"{count} {worst}"
+    quiet = look.at - min(float(pulse["beat"]) for pulse in pulses)
+    alive = worst in ("training", "starting")
+    return [
+        Text(text, style=_STYLES[worst]),
+        Text(_step(pulses, "saved")),
+        Text(_step(pulses, "committed")),
+        Text(_age(quiet), style="yellow" if alive and quiet > _QUIET_S else ""),
+        Text(_longest(pulses, "stall_s")),
+        Text(_longest(pulses, "commit_s")),
+        Text(show_bytes(sum(int(pulse.get("held", 0)) for pulse in pulses))),
+    ]
+
+
+def _step(pulses: Sequence[Pulse], key: str) -> str:
+    steps = [pulse[key] for pulse in pulses]
+    return "-" if None in steps else str(min(steps))
+
+
+def _longest(pulses: Sequence[Pulse], key: str) -> str:
+    values = [float(pulse[key]) for pulse in pulses if pulse.get(key) is not None]
+    return show_seconds(max(values)) if values else "-"
+
+
+def _age(seconds: float) -> str:
+    return show_seconds(max(0.0, seconds)) if seconds >= 1 else "0 s"
+
+
+def _warnings(look: Look) -> list[str]:
+    found = [look.wrong] if look.wrong else []
+    if look.silent:
+        found.append(f"no answer from {', '.join(look.silent)}")
+    if failed := sum(int(pulse.get("failed", 0)) for pulse in look.pulses if pulse["rank"] == 0):
+        found.append(f"{failed} save{'s' * (failed != 1)} of this run did not become checkpoints; the log says why")
+    seen = {pulse["node"] for pulse in look.pulses}
+    of = max((int(pulse.get("nodes", 0)) for pulse in look.pulses), default=0)
+    if len(seen) < of and not look.silent:
+        found.append(
+            f"{of - len(seen)} other node{'s' * (of - len(seen) != 1)}: --slurm-job ID or --hosts A,B asks them"
+        )
+    return found

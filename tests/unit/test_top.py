@@ -1,0 +1,169 @@
+"""`mlflash top`: what the page says of looks, and the command in a real terminal, beside a real job that is killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from harness import own_memory
+from rich.console import Console
+
+from mlflash.demo.launch import mpiexec
+from mlflash.top.history import History, committed, spark
+from mlflash.top.looking import Look, look_everywhere
+from mlflash.top.view import page, state_of
+
+MLFLASH = str(Path(sys.executable).with_name("mlflash"))
+RANKS = 4
+
+
+def pulse(rank: int, **changes: Any) -> dict[str, Any]:
+    said = {"rank": rank, "ranks": 4, "node": f"n{rank // 2}", "nodes": 2, "pid": 7, "alive": True, "state": "started",
+            "restored": None, "source": "", "saved": 20, "committed": 10, "beat": 100.0, "redundancy": "xor:4",
+            "times": {"made": 1.0, "restored": 40.0}, "saves": 2, "failed": 0, "stall_s": 0.02, "commit_s": 0.5,
+            "nbytes": 1 << 30, "protect_s": 0.5, "held": 4 << 30}  # fmt: skip
+    return {**said, **changes}
+
+
+def shown(look: Look, history: History | None = None, height: int = 40, width: int = 100) -> str:
+    console = Console(width=width, highlight=False)
+    with console.capture() as captured:
+        console.print(page("job", look, history or History(), width, height))
+    return captured.get()
+
+
+def test_the_page_says_who_is_alive_how_far_they_are_and_what_it_costs() -> None:
+    history = History()
+    for at, step, stall in ((100.0, 10, 0.02), (102.0, 20, 0.04)):
+        news = {"committed": step, "beat": at, "saves": step // 10, "stall_s": stall}
+        look = Look(at, tuple(pulse(rank, **news) for rank in range(4)), (("vm", 1 << 34),))
+        history.add(look)
+        history.add(look)
+    text = shown(look, history)
+    for part in ("4 of 4 ranks alive on 2 of 2 nodes", "xor:4", "step 20", "every 2 s", "40 ms  ▄█", "500 ms  ██",
+                 "2 GiB/s", "16 GiB  of vm; 16 GiB free"):  # fmt: skip
+        assert part in text, text
+    assert text.count("training") == 4 and "restored" not in text
+
+
+def test_what_needs_a_person_is_said() -> None:
+    pulses = (pulse(0, failed=3, restored=7, source="memory"), pulse(1, alive=False), pulse(2, state="failed"))
+    text = shown(Look(200.0, pulses, silent=("n9",), wrong="Slurm does not answer"))
+    for part in ("1 of 4 ranks alive", "gone", "failed", "Slurm does not answer", "no answer from n9",
+                 "3 saves of this run did not become checkpoints", "step 7  from memory, 2.7 min ago"):  # fmt: skip
+        assert part in text, text
+    assert "no rank of this job" in shown(Look(1.0))
+    assert "1 other node: --slurm-job ID or --hosts A,B asks them" in shown(Look(1.0, (pulse(0), pulse(1))))
+
+
+def test_where_there_are_more_ranks_than_lines_a_line_is_a_node_and_shows_its_worst_rank() -> None:
+    pulses = tuple(pulse(rank, node=f"n{rank // 64}", ranks=512, nodes=8, alive=rank != 100) for rank in range(512))
+    text = shown(Look(100.0, pulses), height=30)
+    lines = [line.split() for line in text.splitlines() if line.strip().startswith("n")]
+    assert [line[:2] for line in lines if line[1:2] == ["64"]] == [[f"n{node}", "64"] for node in range(8)]
+    assert text.count("1 gone") == 1 and len(text.splitlines()) <= 30
+
+
+def test_words_and_bars() -> None:
+    assert [state_of(pulse(0, **change)) for change in ({"saved": None}, {}, {"alive": False}, {"state": "ended"})] == [
+        "starting", "training", "gone", "ended",
+    ]  # fmt: skip
+    assert committed(Look(1.0, (pulse(0), pulse(1, committed=None)))) is None
+    assert committed(Look(1.0, (pulse(0), pulse(1, committed=5)))) == 5
+    assert (spark([1, 2, 4], 10), spark([0, 0], 5), spark([], 5), spark(range(9), 2)) == ("▂▄█", "▁▁", "", "▇█")
+
+
+def test_nodes_that_say_nonsense_or_nothing_are_named() -> None:
+    class Nodes:
+        def on_each(self, hosts: Any, argv: Any, timeout_s: float, behind_s: float) -> dict[str, str]:
+            good = {"pulses": [pulse(0, beat=5.0, node="a"), pulse(1)], "free": 3}
+            moved = {"pulses": [pulse(0, beat=9.0, node="b")], "free": 4}
+            return {"a": json.dumps(good), "b": json.dumps(moved), "c": "Killed"}
+
+    look = look_everywhere(Nodes(), ["a", "b", "c", "d"], "/dev/shm", "j")  # type: ignore[arg-type]
+    assert look.silent == ("c", "d") and look.free == (("a", 3), ("b", 4))
+    assert [(one["rank"], one["node"]) for one in look.pulses] == [(0, "b"), (1, "n0")]
+
+
+@pytest.fixture
+def terminal(tmp_path: Path) -> Iterator[Callable[..., str]]:
+    """A terminal of 110 columns and 30 lines; the function types, and gives what it shows."""
+    if shutil.which("tmux") is None:
+        pytest.skip("tmux is not installed")
+    socket = str(tmp_path / "tmux")
+
+    def tmux(*words: str) -> str:
+        return subprocess.run(
+            ["tmux", "-S", socket, *words], capture_output=True, text=True, timeout=20, check=True
+        ).stdout
+
+    def use(*typed: str, start: str = "") -> str:
+        if start:
+            tmux("-f", "/dev/null", "new-session", "-d", "-x", "110", "-y", "30", start)
+        if typed:
+            tmux("send-keys", *typed)
+        return tmux("capture-pane", "-p")
+
+    yield use
+    tmux("kill-server")
+
+
+def wait_for(text: str, show: Callable[[], str], timeout_s: float = 30) -> str:
+    end = time.monotonic() + timeout_s
+    while text not in (seen := show()):
+        assert time.monotonic() < end, f"{text!r} did not come:\n{seen}"
+        time.sleep(0.2)
+    return seen
+
+
+def step_of(page: str) -> int:
+    return int(page.split("step ")[1].split()[0])
+
+
+@pytest.mark.slow
+def test_in_a_terminal_beside_a_job_that_saves_and_then_is_killed(terminal: Callable[..., str], tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("""
+import sys, time
+import numpy as np
+import mlflash
+with mlflash.Checkpointer(job="watched", memory=sys.argv[1], ranks_per_node=2) as ckpt:
+    for step in range(10_000):
+        ckpt.save(step, {"w": np.zeros(100_000)})
+        time.sleep(0.1)
+""")
+    with own_memory() as memory:
+        command, env = mpiexec(RANKS, [sys.executable, "-m", "mpi4py", str(script), str(memory)])
+        job = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                               stderr=subprocess.DEVNULL, start_new_session=True, cwd=tmp_path)  # fmt: skip
+        try:
+            ready = tmp_path / "ended"
+            wait_for(f"{RANKS}", lambda: str(len(list(memory.rglob("pulse-*")))))
+            terminal(start=f"{MLFLASH} top --memory {memory} && touch {ready}; sleep 60")
+            page = wait_for("every ", terminal)
+            assert "mlflash watched" in page and "4 of 4 ranks alive on 2 of 2 nodes" in page and "copy" in page
+            assert page.count("training") == RANKS
+            assert step_of(terminal()) >= step_of(page)
+            end = time.monotonic() + 20
+            while step_of(terminal()) < step_of(page) + 10:
+                assert time.monotonic() < end, "the page stands still"
+                time.sleep(0.2)
+        finally:
+            os.killpg(job.pid, signal.SIGKILL)
+            job.wait(20)
+        page = wait_for("0 of 4 ranks alive", terminal)
+        assert page.count("gone") == RANKS
+        terminal("q")
+        wait_for("True", lambda: str(ready.exists()))
+        done = subprocess.run([MLFLASH, "top", "--memory", str(memory)], capture_output=True, text=True, timeout=30,
+                              check=True)  # fmt: skip
+        assert done.stdout.count("gone") == RANKS and "\x1b" not in done.stdout, "no terminal: one page, no colours"
