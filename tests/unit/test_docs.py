@@ -17,7 +17,6 @@ import pytest
 from mlflash import errors
 from mlflash.config import Config
 from mlflash.placement import place
-from mlflash.planning.inputs import show_bytes
 from mlflash.planning.prospects import Job, node_nbytes
 from mlflash.scheme import parse
 
@@ -143,6 +142,10 @@ def parameters(model: str) -> float:
     return float(model[:-1]) * {"B": 1e9, "T": 1e12}[model[-1]]
 
 
+def gib(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.1f}"
+
+
 def test_the_table_of_sizes_is_what_mlflash_plan_would_say() -> None:
     rows = table(DOCS / "tuning.md", "How much memory", "model")
     assert len(rows) > 5
@@ -154,7 +157,7 @@ def test_the_table_of_sizes_is_what_mlflash_plan_would_say() -> None:
         job = Job(tuple(f"n{number}" for number in range(hosts)), GPUS_PER_NODE, nbytes)
         schemes = [place(job.topology, parse(scheme)) for scheme in ("none", "copy", "xor:8", "rs:6+2")]
         counted = [nbytes, job.state_nbytes, *(node_nbytes(job, placed) for placed in schemes)]
-        assert sizes == [show_bytes(count) for count in counted], model
+        assert sizes == [gib(count) for count in counted], model
 
 
 def test_the_table_of_sizes_under_ddp_is_what_mlflash_plan_would_say() -> None:
@@ -162,5 +165,5 @@ def test_the_table_of_sizes_under_ddp_is_what_mlflash_plan_would_say() -> None:
     for model, rank, node in rows:
         nbytes = round(parameters(model) * BYTES_PER_PARAMETER)
         job = Job(tuple(f"n{number}" for number in range(8)), GPUS_PER_NODE, nbytes, alike_nbytes=nbytes)
-        taken = {show_bytes(node_nbytes(job, place(job.topology, parse(s)))) for s in ("copy", "copy:2")}
-        assert [rank, {node}] == [show_bytes(nbytes), taken], model
+        taken = {gib(node_nbytes(job, place(job.topology, parse(s)))) for s in ("copy", "copy:2")}
+        assert [rank, {node}] == [gib(nbytes), taken], model

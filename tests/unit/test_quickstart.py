@@ -17,9 +17,8 @@ def section(title: str) -> str:
 
 
 def commands(title: str) -> list[str]:
-    """The commands in the console blocks of a section."""
-    blocks = re.findall(r"^```console\n(.*?)^```", section(title), re.M | re.S)
-    return [line.removeprefix("$ ") for block in blocks for line in block.splitlines()]
+    """The commands in the shell blocks of a section."""
+    return [line for block in re.findall(r"^```sh\n(.*?)^```", section(title), re.M | re.S) for line in block.splitlines()]
 
 
 def test_on_a_laptop_it_is_killed_loses_a_node_and_goes_on(shm: Path, tmp_path: Path) -> None:
