@@ -15,6 +15,7 @@ from typing import Any
 
 REPO = Path(__file__).parents[1]
 HOME = "README.md"
+NOT_SEARCHED = "---\nsearch:\n  exclude: true\n---\n\n"
 PICTURES = {".svg", ".png"}
 LANGUAGES = {".py": "python", ".sbatch": "bash", ".sh": "bash", ".yml": "yaml", ".toml": "toml", ".cmake": "cmake"}
 
@@ -119,7 +120,7 @@ def on_files(files: Any, config: Any) -> Any:
             files.append(File.generated(config, uri, abs_src_path=str(REPO / path)))
         else:
             language = LANGUAGES.get(Path(path).suffix, "text")
-            text = f"# {path}\n\n````{language}\n{(REPO / path).read_text()}````\n"
+            text = f"{NOT_SEARCHED}# {path}\n\n````{language}\n{(REPO / path).read_text()}````\n"
             files.append(File.generated(config, uri, content=text))
     return files
 
