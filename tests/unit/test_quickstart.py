@@ -18,7 +18,9 @@ def section(title: str) -> str:
 
 def commands(title: str) -> list[str]:
     """The commands in the shell blocks of a section."""
-    return [line for block in re.findall(r"^```sh\n(.*?)^```", section(title), re.M | re.S) for line in block.splitlines()]
+    return [
+        line for block in re.findall(r"^```sh\n(.*?)^```", section(title), re.M | re.S) for line in block.splitlines()
+    ]
 
 
 def test_on_a_laptop_it_is_killed_loses_a_node_and_goes_on(shm: Path, tmp_path: Path) -> None:
