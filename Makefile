@@ -155,8 +155,7 @@ bench: $(VENV)/.installed
 	$(install_mlflash)
 
 docs: .venv-docs/.installed
-	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet
-	@echo "site/index.html"
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict
 
 clean:
 	rm -rf .venv .venv-openmpi .venv-nemo .venv-docs .reports site build mlflash.egg-info

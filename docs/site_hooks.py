@@ -74,7 +74,9 @@ def links(path: str) -> Iterator[str]:
 
 
 def rewrite(text: str, path: str) -> str:
-    """Let the links in a Markdown file of the repository lead to pages of the site; what has none becomes plain text.
+    """Let the links in a Markdown file of the repository lead to pages of the site.
+
+    A link to a folder becomes plain text. One that leads nowhere stays, so that mkdocs complains of it.
 
     Args:
         text: what is in the file.
@@ -86,8 +88,11 @@ def rewrite(text: str, path: str) -> str:
         if _FOREIGN.match(target):
             return f"{label}({target})"
         file, hash_, anchor = target.partition("#")
-        site = to_site(_repository_path(path, file))
-        return label[1:-1] if site is None else f"{label}({posixpath.relpath(site, here or '.')}{hash_}{anchor})"
+        wanted = _repository_path(path, file)
+        site = to_site(wanted)
+        if site is None:
+            return label[1:-1] if (REPO / wanted).is_dir() else f"{label}({target})"
+        return f"{label}({posixpath.relpath(site, here or '.')}{hash_}{anchor})"
 
     return replace_links(text, replaced)
 
