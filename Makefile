@@ -13,6 +13,7 @@
 #   make chaos           MINUTES=10 SEED=1: a training job killed at random moments until it ends
 #   make lint type       ruff, codespell, shellcheck; mypy --strict
 #   make bench           every question of benchmarks/, one after the other, and benchmarks/RESULTS.md: a quarter of an hour
+#   make docs            site/ of README.md and docs/, to be read from a browser; a warning fails it
 #   make clean           remove the environments and reports
 
 MPI ?= mpich
@@ -49,7 +50,7 @@ FILES := tests/unit/test_exports.py tests/unit/test_store.py tests/unit/test_com
   tests/faults/test_scavenge.py
 FAULTS ?= tests/faults $(FILES:%=--ignore=%)
 
-.PHONY: demo test unit files adapters frameworks nemo faults faults-full cluster slurm chaos lint type bench clean $(RANKS:%=test-%)
+.PHONY: demo test unit files adapters frameworks nemo faults faults-full cluster slurm chaos lint type bench docs clean $(RANKS:%=test-%)
 .DELETE_ON_ERROR:
 
 $(VENV)/.dependencies: setup.cfg constraints.txt
@@ -144,5 +145,17 @@ type: $(VENV)/.dependencies
 bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/run_all.py
 
+# Nothing is imported: the docstrings are read where the package is installed, without torch and MPI.
+.venv-docs/.dependencies: setup.cfg constraints.txt
+	$(PYTHON) -m venv .venv-docs
+	.venv-docs/bin/pip install -q -c constraints.txt setuptools wheel mkdocs-material 'mkdocstrings[python]' ruff
+	@touch $@
+
+.venv-docs/.installed: .venv-docs/.dependencies $(SOURCES)
+	$(install_mlflash)
+
+docs: .venv-docs/.installed
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict
+
 clean:
-	rm -rf .venv .venv-openmpi .venv-nemo .reports build mlflash.egg-info
+	rm -rf .venv .venv-openmpi .venv-nemo .venv-docs .reports site build mlflash.egg-info

@@ -1,7 +1,7 @@
 """One exception for each thing a caller can do something about.
 
 Every exception carries what is known of ``rank``, ``node``, ``step``, ``tensor``, ``expected`` and
-``found`` as attributes, and says it in its text.
+``found`` as attributes, and says it in its text. docs/errors.md says of each why it comes, and what to do.
 """
 
 from __future__ import annotations

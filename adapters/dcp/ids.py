@@ -14,6 +14,8 @@ _STEP = re.compile(r"(?:.*\D)?(\d{1,18})")
 def step_of(checkpoint_id: str | os.PathLike[str] | int) -> int:
     """Tell the step that a checkpoint id means: 12 for 12, ``"12"``, ``"step-00000012"`` and ``"/path/to/step-12"``.
 
+    Not collective.
+
     Raises:
         StepNotFound: it does not end with a number.
     """

@@ -70,6 +70,10 @@ class Checkpoints:
         Returns:
             A future that ends when the checkpoint is committed, with its Metadata; `maybe_finalize_async_calls` raises
             what it raises.
+
+        Raises:
+            WorldMismatch: the coordinator is not in the group.
+            StateError: a leaf cannot be saved; its path is named.
         """
         group = self._group(process_group)
         coordinator = group.coordinator(coordinator_rank)

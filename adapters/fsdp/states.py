@@ -41,7 +41,15 @@ def local_state_dict(model: torch.nn.Module, optimizer: torch.optim.Optimizer | 
 def load_local_state_dict(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, state_dict: Mapping[str, Any]
 ) -> None:
-    """Take over what a load did not fill in place: the optimizer's values that are no tensors. Not collective."""
+    """Take over what a load did not fill in place: the optimizer's values that are no tensors.
+
+    Not collective.
+
+    Args:
+        model: that `local_state_dict` was given.
+        optimizer: likewise; None: only the model is taken over.
+        state_dict: what it returned, filled by `Checkpoints.load`.
+    """
     live = {clean_tensor_name(name): _local(tensor) for name, tensor in _tensors(model)}
     for name, tensor in state_dict["model"].items():
         if tensor.data_ptr() != live[name].data_ptr():
@@ -73,7 +81,10 @@ def sharded_state_dict(model: torch.nn.Module, optimizer: torch.optim.Optimizer 
 def load_sharded_state_dict(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, state_dict: Mapping[str, Any]
 ) -> None:
-    """Put what `sharded_state_dict` gave, and a load filled, into model and optimizer. Collective as that."""
+    """Put what `sharded_state_dict` gave, and a load filled, into model and optimizer.
+
+    Collective over the ranks of the model for FSDP1; for FSDP2 no message is sent.
+    """
     optimizers = [] if optimizer is None else optimizer
     set_state_dict(model, optimizers, model_state_dict=state_dict["model"],
                    optim_state_dict=state_dict.get("optimizer", {}))  # fmt: skip

@@ -29,7 +29,9 @@ log = logging.getLogger("mlflash")
 
 
 class Flash:
-    """The hooks of `MLFlashCallback`.
+    """The hooks of `MLFlashCallback`, which Lightning calls on all ranks.
+
+    Not collective to make; its Checkpointer is made when training begins, over all ranks.
 
     Args:
         every_n_steps: a checkpoint in memory every so many steps (``trainer.global_step``).

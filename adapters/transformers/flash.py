@@ -187,6 +187,9 @@ def TrainerWrapper(
 
     Returns:
         The same trainer.
+
+    Raises:
+        ConfigError: an interval makes no sense, or the Trainer has such a callback already.
     """
     callback = MLFlashCallback(save_mem_interval, skip_every_n_steps, enabled, directory, **settings)
     trainer.add_callback(callback)
