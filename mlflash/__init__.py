@@ -11,22 +11,20 @@ from . import errors
 from .rng import rng
 from .version import __version__
 
+__all__ = ["Checkpointer", "Snapshot", "__version__", "errors", "rng"]
+
 if TYPE_CHECKING:
     from .checkpointer import Checkpointer
     from .snapshot import Snapshot
+else:  # a type checker that sees this would take any name for one of mlflash
+    _LATE = {"Checkpointer": "checkpointer", "Snapshot": "snapshot"}
 
-__all__ = ["Checkpointer", "Snapshot", "__version__", "errors", "rng"]
+    def __getattr__(name: str) -> Any:
+        """Import what was not asked for before (PEP 562)."""
+        if name not in _LATE:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        globals()[name] = getattr(importlib.import_module(f".{_LATE[name]}", __name__), name)
+        return globals()[name]
 
-_LATE = {"Checkpointer": "checkpointer", "Snapshot": "snapshot"}
-
-
-def __getattr__(name: str) -> Any:
-    """Import what was not asked for before (PEP 562)."""
-    if name not in _LATE:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = getattr(importlib.import_module(f".{_LATE[name]}", __name__), name)
-    return globals()[name]
-
-
-def __dir__() -> list[str]:
-    return list(__all__)
+    def __dir__() -> list[str]:
+        return list(__all__)

@@ -37,7 +37,7 @@ def test_the_block_runs(block: str, shm: Path) -> None:
     assert result.returncode == 0, result.stderr
 
 
-@pytest.mark.parametrize("page", [*PAGES, REPO / "ARCHITECTURE.md", REPO / "CHANGES.md"], ids=lambda p: p.name)
+@pytest.mark.parametrize("page", [*PAGES, *(REPO / name for name in ("ARCHITECTURE.md", "CHANGES.md", "CONTRIBUTING.md"))], ids=lambda p: p.name)
 def test_links_between_pages_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
         assert (page.parent / target).exists(), target

@@ -1,0 +1,69 @@
+"""What a user's type checker sees of the package that is installed."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from building import REPO
+
+PROGRAM = """
+import numpy as np
+import torch
+
+import mlflash
+from mlflash import Checkpointer, Snapshot
+from mlflash.adapters.dcp import MemoryReader, MemoryWriter
+from mlflash.adapters.distributed import init_process_group
+
+
+def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    init_process_group()
+    state = {"model": model, "optimizer": optimizer, "lr": 0.1, "seen": np.zeros(3), "rng": mlflash.rng()}
+    with mlflash.Checkpointer("/lustre/run42", redundancy="xor:8", drain_every=10) as ckpt:
+        start = ckpt.restore(state) or 0
+        snapshot: Snapshot = ckpt.save(start + 1, state, until=optimizer)
+        reveal_type(ckpt)
+        reveal_type(start)
+        reveal_type(ckpt.survives)
+        reveal_type(MemoryWriter(ckpt))
+        reveal_type(MemoryReader(ckpt))
+        try:
+            reveal_type(snapshot.wait(3.0))
+        except mlflash.errors.DeadlineExceeded as error:
+            reveal_type(error.rank)
+    return start
+"""
+REVEALED = ["mlflash.checkpointer.Checkpointer", "int", "str", "mlflash.adapters.dcp.writer.MemoryWriter",
+            "mlflash.adapters.dcp.reader.MemoryReader", "mlflash.snapshot.Snapshot", "int | None"]  # fmt: skip
+WRONG = """
+import mlflash
+
+ckpt = mlflash.Checkpointer(7)
+ckpt.save("newest", {})
+ckpt.sav(1, {})
+mlflash.nothing
+"""
+
+
+def check(program: str, environment: Path, tmp_path: Path) -> list[str]:
+    """What mypy --strict says of a program, line by line."""
+    (tmp_path / "train.py").write_text(program)
+    mypy = [Path(sys.executable).with_name("mypy"), "--strict", "--config-file=", "--cache-dir", tmp_path / "cache"]
+    done = subprocess.run([*mypy, "--python-executable", environment / "bin/python", "train.py"], cwd=tmp_path,
+                          capture_output=True, text=True, timeout=110)  # fmt: skip
+    assert not done.stderr and str(REPO) not in done.stdout
+    return done.stdout.splitlines()
+
+
+def test_the_types_of_core_and_adapters_are_seen(plain_environment: Path, tmp_path: Path) -> None:
+    said = check(PROGRAM, plain_environment, tmp_path)
+    assert not [line for line in said if "error:" in line], said
+    assert re.findall(r'Revealed type is "(.*)"', "\n".join(said)) == REVEALED
+
+
+def test_what_is_wrong_is_found(plain_environment: Path, tmp_path: Path) -> None:
+    wrong = re.findall(r"train\.py:(\d+): error:", "\n".join(check(WRONG, plain_environment, tmp_path)))
+    assert sorted(set(wrong)) == ["4", "5", "6", "7"]
