@@ -57,7 +57,7 @@ def test_the_tests_run_from_the_source_distribution(built: tuple[Path, Path], tm
         opened.extractall(tmp_path, filter="data")
     (project,) = tmp_path.iterdir()
     # What compares documents, modules and tests with each other finds all of them.
-    call(sys.executable, "-m", "pytest", "-q", "tests/unit/test_docs.py", "tests/unit/test_package.py",
+    call(Path(sys.executable).with_name("pytest"), "-q", "tests/unit/test_docs.py", "tests/unit/test_package.py",
          "tests/unit/test_format.py", "-k", "not block", cwd=project)  # fmt: skip
 
 

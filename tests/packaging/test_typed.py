@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from building import REPO
 
 PROGRAM = """
@@ -43,27 +44,33 @@ import mlflash
 
 ckpt = mlflash.Checkpointer(7)
 ckpt.save("newest", {})
-ckpt.sav(1, {})
+ckpt.store(1, {})
 mlflash.nothing
 """
 
 
-def check(program: str, environment: Path, tmp_path: Path) -> list[str]:
+def check(program: str, environment: Path, folder: Path) -> list[str]:
     """What mypy --strict says of a program, line by line."""
-    (tmp_path / "train.py").write_text(program)
-    mypy = [Path(sys.executable).with_name("mypy"), "--strict", "--config-file=", "--cache-dir", tmp_path / "cache"]
-    done = subprocess.run([*mypy, "--python-executable", environment / "bin/python", "train.py"], cwd=tmp_path,
+    (folder / "train.py").write_text(program)
+    mypy = [Path(sys.executable).with_name("mypy"), "--strict", "--config-file=", "--cache-dir", folder / "cache"]
+    done = subprocess.run([*mypy, "--python-executable", environment / "bin/python", "train.py"], cwd=folder,
                           capture_output=True, text=True, timeout=110)  # fmt: skip
     assert not done.stderr and str(REPO) not in done.stdout
     return done.stdout.splitlines()
 
 
-def test_the_types_of_core_and_adapters_are_seen(plain_environment: Path, tmp_path: Path) -> None:
-    said = check(PROGRAM, plain_environment, tmp_path)
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With what mypy has found out about torch: that takes it half a minute."""
+    return tmp_path_factory.mktemp("typed")
+
+
+def test_the_types_of_core_and_adapters_are_seen(plain_environment: Path, folder: Path) -> None:
+    said = check(PROGRAM, plain_environment, folder)
     assert not [line for line in said if "error:" in line], said
     assert re.findall(r'Revealed type is "(.*)"', "\n".join(said)) == REVEALED
 
 
-def test_what_is_wrong_is_found(plain_environment: Path, tmp_path: Path) -> None:
-    wrong = re.findall(r"train\.py:(\d+): error:", "\n".join(check(WRONG, plain_environment, tmp_path)))
+def test_what_is_wrong_is_found(plain_environment: Path, folder: Path) -> None:
+    wrong = re.findall(r"train\.py:(\d+): error:", "\n".join(check(WRONG, plain_environment, folder)))
     assert sorted(set(wrong)) == ["4", "5", "6", "7"]

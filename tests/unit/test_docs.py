@@ -12,6 +12,7 @@ import pytest
 
 REPO = Path(__file__).parents[2]
 PAGES = [REPO / "README.md", *sorted((REPO / "docs").glob("*.md"))]
+OTHER_PAGES = [REPO / name for name in ("ARCHITECTURE.md", "CHANGES.md", "CONTRIBUTING.md")]
 # Their scripts are whole trainings: tests/frameworks/test_docs.py.
 FRAMEWORKS = {"lightning", "transformers", "deepspeed", "torchtitan", "nemo"}
 BLOCKS = [
@@ -37,7 +38,7 @@ def test_the_block_runs(block: str, shm: Path) -> None:
     assert result.returncode == 0, result.stderr
 
 
-@pytest.mark.parametrize("page", [*PAGES, *(REPO / name for name in ("ARCHITECTURE.md", "CHANGES.md", "CONTRIBUTING.md"))], ids=lambda p: p.name)
+@pytest.mark.parametrize("page", [*PAGES, *OTHER_PAGES], ids=lambda p: p.name)
 def test_links_between_pages_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
         assert (page.parent / target).exists(), target
