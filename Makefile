@@ -1,4 +1,4 @@
-# Everything a fresh machine needs: `make demo` and `make test` make .venv by themselves.
+# Each of these makes the environment it needs by itself. Five are for everyday: lint type test bench docs.
 #
 #   make demo            a small GPT loses a node and ends with the weights of an uninterrupted run
 #   make test            unit, 1 to 8 ranks, lost nodes; MPI=openmpi for Open MPI (its own environment)
@@ -14,6 +14,7 @@
 #   make lint type       ruff, codespell, shellcheck; mypy --strict
 #   make bench           every question of benchmarks/, one after the other, and benchmarks/RESULTS.md: a quarter of an hour
 #   make docs            site/ of README.md and docs/, to be read from a browser; a warning fails it
+#   make package         wheel and source distribution, each extra in an environment of its own: five minutes
 #   make clean           remove the environments and reports
 
 MPI ?= mpich
@@ -23,7 +24,7 @@ BIN := $(VENV)/bin
 REPORTS := .reports/$(MPI)
 RANKS := 1 2 3 4 5 8
 comma := ,
-SOURCES := setup.cfg pyproject.toml $(shell find mlflash adapters -name '*.py')
+SOURCES := setup.cfg setup.py pyproject.toml $(shell find mlflash adapters -name '*.py')
 
 # mpiexec as root, with more ranks than cores; both variables are ignored by MPICH.
 LAUNCH := $(if $(filter openmpi,$(MPI)),--oversubscribe --bind-to none)
@@ -50,8 +51,12 @@ FILES := tests/unit/test_exports.py tests/unit/test_store.py tests/unit/test_com
   tests/faults/test_scavenge.py
 FAULTS ?= tests/faults $(FILES:%=--ignore=%)
 
-.PHONY: demo test unit files adapters frameworks nemo faults faults-full cluster slurm chaos lint type bench docs clean $(RANKS:%=test-%)
+.PHONY: help demo test unit files adapters frameworks nemo faults faults-full cluster slurm chaos lint type bench docs package clean $(RANKS:%=test-%)
 .DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+
+help:
+	@sed '/^#/!Q; s/^# \{0,1\}//' Makefile
 
 $(VENV)/.dependencies: setup.cfg constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -157,5 +162,8 @@ bench: $(VENV)/.installed
 docs: .venv-docs/.installed
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict
 
+package: $(VENV)/.installed
+	$(BIN)/pytest tests/packaging --junitxml $(REPORTS)/packaging.xml
+
 clean:
-	rm -rf .venv .venv-openmpi .venv-nemo .venv-docs .reports site build mlflash.egg-info
+	rm -rf .venv .venv-openmpi .venv-nemo .venv-docs .reports site build dist mlflash.egg-info

@@ -1,12 +1,30 @@
 """Memory-first checkpoints for training on HPC clusters: save every few seconds, survive lost nodes.
 
-Importing does nothing: MPI starts, and files are made, when a `Checkpointer` is.
+Importing does nothing: MPI starts, and files are made, when a `Checkpointer` is. What takes time to import comes when
+it is first asked for, as the command ``mlflash`` starts at every TAB of a shell.
 """
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from . import errors
-from .checkpointer import Checkpointer
 from .rng import rng
-from .snapshot import Snapshot
 from .version import __version__
 
 __all__ = ["Checkpointer", "Snapshot", "__version__", "errors", "rng"]
+
+if TYPE_CHECKING:
+    from .checkpointer import Checkpointer
+    from .snapshot import Snapshot
+else:  # a type checker that sees this would take any name for one of mlflash
+    _LATE = {"Checkpointer": "checkpointer", "Snapshot": "snapshot"}
+
+    def __getattr__(name: str) -> Any:
+        """Import what was not asked for before (PEP 562)."""
+        if name not in _LATE:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        globals()[name] = getattr(importlib.import_module(f".{_LATE[name]}", __name__), name)
+        return globals()[name]
+
+    def __dir__() -> list[str]:
+        return list(__all__)

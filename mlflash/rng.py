@@ -1,12 +1,10 @@
-"""The random generators of this process as one object of the state."""
+"""The random generators of this process as one object of the state. Importing it does not import numpy."""
 
 from __future__ import annotations
 
 import random
 import sys
 from typing import Any
-
-import numpy as np
 
 
 class Rng:
@@ -16,6 +14,8 @@ class Rng:
 
     def state_dict(self) -> dict[str, Any]:
         """Read the generators. Not collective. torch's are left out where torch is not loaded."""
+        import numpy as np
+
         version, words, gauss = random.getstate()
         name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
         state: dict[str, Any] = {
@@ -31,6 +31,8 @@ class Rng:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Set the generators. Not collective. What is not in the state stays as it is."""
+        import numpy as np
+
         python, numpy_state = state["python"], state["numpy"]
         random.setstate((python["version"], tuple(int(w) for w in python["words"]), python["gauss"]))
         np.random.set_state(

@@ -10,11 +10,12 @@ import click
 from ..errors import JobInUse, MlflashError
 from ..node_memory import NodeMemory, emulated_nodes, jobs_of
 from ..node_memory import clean as clean_job
+from . import completing
 from .options import FINE, WRONG, json_option, memory_option
 
 
 @click.command()
-@click.argument("jobs", nargs=-1, metavar="[JOB]...")
+@click.argument("jobs", nargs=-1, metavar="[JOB]...", shell_complete=completing.jobs)
 @click.option("--all", "everything", is_flag=True, help="All jobs of this user on this node.")
 @click.option("--dry-run", is_flag=True, help="Delete nothing, and say what would be.")
 @memory_option

@@ -11,6 +11,7 @@ import click
 
 from ..config import from_environment
 from ..errors import ConfigError
+from . import completing
 from .options import FINE, WRONG, answer, json_option, memory_option
 
 if TYPE_CHECKING:
@@ -33,7 +34,8 @@ def _bytes(_: click.Context, option: click.Parameter, text: str | None) -> int |
 
 @click.command()
 @click.option("--need", callback=_bytes, help="State of a rank, such as 12GiB or 80GB: is there room for its slots?")
-@click.option("--redundancy", help="Scheme that the room is counted for. [MLFLASH_REDUNDANCY, or copy]")
+@click.option("--redundancy", shell_complete=completing.schemes,
+              help="Scheme that the room is counted for. [MLFLASH_REDUNDANCY, or copy]")  # fmt: skip
 @click.option("--draining", is_flag=True, help="Count a third own slot for each rank.")
 @click.option("--nodes", type=click.IntRange(1), help="Nodes of the job. [those it is started on]")
 @click.option("--ranks-per-node", type=click.IntRange(1), help="Ranks on each. [as started]")

@@ -8,7 +8,7 @@ from ..comm import World
 from ..config import Config
 from ..errors import CorruptSlot, MlflashError
 from ..planning.inputs import show_seconds
-from . import contents, jobs, on_disk
+from . import completing, contents, jobs, on_disk
 from .contents import Contents, Itinerary
 from .contents_view import Shown, show, to_json
 from .looking import Node, look, look_around, places
@@ -25,7 +25,7 @@ from .sealed import Changed
 
 
 @click.command("inspect")
-@click.argument("step", type=click.IntRange(0))
+@click.argument("step", type=click.IntRange(0), shell_complete=completing.steps)
 @click.argument("tensor", required=False)
 @click.option("--from", "source", type=click.Choice(["memory", "directory"]), help="Where to look. [memory first]")
 @job_options

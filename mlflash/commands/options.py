@@ -18,6 +18,7 @@ from .. import config
 from ..comm import World, find_comm
 from ..config import Config
 from ..errors import ConfigError, DeadlineExceeded, MlflashError
+from . import completing
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -27,14 +28,17 @@ FINE, WRONG = 0, 1
 _WIDE = 200  # columns, where the output is no terminal
 
 job_option = click.option(
-    "--job", envvar="MLFLASH_JOB", metavar="NAME", help="The job. [that of the directory, else the only one here]"
-)
+    "--job", envvar="MLFLASH_JOB", metavar="NAME", shell_complete=completing.jobs,
+    help="The job. [that of the directory, else the only one here]"
+)  # fmt: skip
 memory_option = click.option(
-    "--memory", envvar="MLFLASH_MEMORY", default="/dev/shm", show_default=True, help="Memory file system."
-)
+    "--memory", envvar="MLFLASH_MEMORY", default="/dev/shm", show_default=True, shell_complete=completing.directories,
+    help="Memory file system."
+)  # fmt: skip
 directory_option = click.option(
-    "--directory", "-d", metavar="DIR", help="Where the job drains to: a directory or a URL."
-)
+    "--directory", "-d", metavar="DIR", shell_complete=completing.directories,
+    help="Where the job drains to: a directory or a URL."
+)  # fmt: skip
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 
 

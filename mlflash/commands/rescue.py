@@ -15,7 +15,7 @@ from ..errors import DeadlineExceeded, DrainFailed
 from ..node_memory import emulated_nodes, jobs_of
 from ..planning.inputs import show_bytes, show_seconds
 from ..store import is_url
-from . import jobs, on_disk
+from . import completing, jobs, on_disk
 from .looking import look_around
 from .options import (
     FINE,
@@ -35,12 +35,13 @@ from .status import describe, describe_lost
 
 _LOOK_S = 0.2
 _redundancy_option = click.option(
-    "--redundancy", envvar="MLFLASH_REDUNDANCY", metavar="SCHEME", help="Scheme of the job. [as in memory]"
-)
+    "--redundancy", envvar="MLFLASH_REDUNDANCY", metavar="SCHEME", shell_complete=completing.schemes,
+    help="Scheme of the job. [as in memory]"
+)  # fmt: skip
 
 
 @click.command()
-@click.argument("directory")
+@click.argument("directory", shell_complete=completing.directories)
 @job_option
 @memory_option
 @json_option

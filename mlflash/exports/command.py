@@ -12,7 +12,7 @@ import click
 
 from ..checkpointer import Checkpointer
 from ..comm import World
-from ..commands import jobs
+from ..commands import completing, jobs
 from ..commands.options import (
     FINE,
     answer,
@@ -48,8 +48,8 @@ def _step(_: click.Context, __: click.Parameter, text: str) -> int | None:
 
 
 @click.command("export")
-@click.argument("step", callback=_step)
-@click.argument("out")
+@click.argument("step", callback=_step, shell_complete=completing.steps_or_newest)
+@click.argument("out", shell_complete=completing.directories)
 @click.option("--to", "form", type=click.Choice(_FORMATS), required=True, help="Format.")
 @click.option("--from", "place", type=click.Choice(["memory", "directory"]), help="Where to look. [directory first]")
 @click.option("--map", "mapping", type=click.Path(exists=True, dir_okay=False), help="Rules for names and shapes.")
@@ -163,8 +163,9 @@ def _answer(as_json: bool, form: str, step: int, written: Written, path: str) ->
 
 
 @click.command("import")
-@click.argument("source")
-@click.option("--to", "directory", required=True, metavar="DIR", help="Where checkpoints of the job are drained to.")
+@click.argument("source", shell_complete=completing.directories)
+@click.option("--to", "directory", required=True, metavar="DIR", shell_complete=completing.directories,
+              help="Where checkpoints of the job are drained to.")  # fmt: skip
 @click.option("--step", type=click.IntRange(0), required=True, help="The training step that it is of.")
 @click.option("--trust-pickle", is_flag=True, help="Run what is pickled in SOURCE: only if you trust who wrote it.")
 @memory_option

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ..commands import completing
 from ..errors import ConfigError
 
 if TYPE_CHECKING:
@@ -44,7 +45,8 @@ _FILE = click.Path(exists=True, dir_okay=False)
 @click.option("--bytes", "nbytes", callback=_BYTES, help="State of a rank, such as 12GiB or 80GB. [--report]")
 @click.option("--alike", callback=_BYTES, help="Of these, what all ranks hold alike, as under DDP. [--report, or 0]")
 @click.option("--memory", callback=_BYTES, help="What a node can give to checkpoints, such as 512GiB.")
-@click.option("--scheme", "schemes", multiple=True, help="Scheme to look at; may be repeated. [those that differ]")
+@click.option("--scheme", "schemes", multiple=True, shell_complete=completing.schemes,
+              help="Scheme to look at; may be repeated. [those that differ]")  # fmt: skip
 @click.option(
     "--losses",
     type=click.IntRange(1, 64),
@@ -66,7 +68,8 @@ _FILE = click.Path(exists=True, dir_okay=False)
 @click.option("--hosts", help="Hosts in the order of the ranks: n[001-128]. [all that --domains or --slurm name]")
 @click.option("--report", type=_FILE, help="JSON of Checkpointer.report() of a rank, or a list of those of all.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: bytes, seconds and shares.")
-@click.option("--plot", metavar="FILE", help="Draw waste against interval to FILE.png (or .svg, .pdf).")
+@click.option("--plot", metavar="FILE", shell_complete=completing.files,
+              help="Draw waste against interval to FILE.png (or .svg, .pdf).")  # fmt: skip
 def plan(schemes: tuple[str, ...], losses: int, as_json: bool, plot: str | None, **given: Any) -> None:
     """Say what each redundancy scheme costs and survives, and how often to save.
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import click
 
+from ..commands import completing
 from ..config import job_name
 from ..errors import ConfigError, LaunchFailed
 from .guard import Guard
@@ -30,9 +31,12 @@ _SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
 @click.option("--spares", type=click.IntRange(0), help="Nodes of the allocation that wait; only looked at. [the rest]")
 @click.option("--min-nodes", type=click.IntRange(1), help="Go on with fewer nodes, if training reshards.")
 @click.option("--max-restarts", type=click.IntRange(0), default=20, show_default=True)
-@click.option("--directory", "-d", metavar="DIR", help="Where the job drains to; scavenged to at the end.")
-@click.option("--job", envvar="MLFLASH_JOB", metavar="NAME", help="The job. [as Checkpointer would name it]")
-@click.option("--memory", envvar="MLFLASH_MEMORY", default="/dev/shm", show_default=True, help="Memory file system.")
+@click.option("--directory", "-d", metavar="DIR", shell_complete=completing.directories,
+              help="Where the job drains to; scavenged to at the end.")  # fmt: skip
+@click.option("--job", envvar="MLFLASH_JOB", metavar="NAME", shell_complete=completing.jobs,
+              help="The job. [as Checkpointer would name it]")  # fmt: skip
+@click.option("--memory", envvar="MLFLASH_MEMORY", default="/dev/shm", show_default=True,
+              shell_complete=completing.directories, help="Memory file system.")  # fmt: skip
 @click.option("--keep-memory", is_flag=True, help="Leave the slots in memory at the end.")
 @click.option("--hang-timeout", type=click.FloatRange(0), default=1800, show_default=True, metavar="SECONDS",
               help="Without a save for so long a run hangs; 0: never.")  # fmt: skip
@@ -49,7 +53,7 @@ _SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
 @click.option("--srun-args", default="", metavar="WORDS", help="Further words for srun (or mpiexec).")
 @click.option("--hosts", default="", metavar="A,B,C", help="mpiexec: the nodes, spares too.")
 @click.option("--rsh", default="ssh", show_default=True, metavar="PROGRAM", help="mpiexec: remote shell.")
-@click.argument("argv", nargs=-1, required=True, type=click.UNPROCESSED)
+@click.argument("argv", nargs=-1, required=True, type=click.UNPROCESSED, shell_complete=completing.files)
 def run(nodes: int, ranks_per_node: int | None, spares: int | None, min_nodes: int | None, max_restarts: int,
         directory: str | None, job: str | None, memory: str, keep_memory: bool, hang_timeout: float,
         look_every: float, grace: float, gpus: int, interface: str, journal: Path, kind: str | None, mpi: str,

