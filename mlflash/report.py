@@ -6,21 +6,47 @@ from collections.abc import Mapping
 from typing import Any
 
 from .draining.drain import Drain
+from .drains import Drains
 from .parts import Parts
+from .survival import describe, of
+
+
+class Facts:
+    """What a rank can tell about itself. Not collective.
+
+    Args:
+        parts: this rank's slots and communicators.
+        drains: has the last drain.
+        seconds: seconds per verb.
+    """
+
+    def __init__(self, parts: Parts, drains: Drains, seconds: Mapping[str, float]):
+        self._parts, self._drains, self._seconds = parts, drains, seconds
+
+    @property
+    def survives(self) -> str:
+        """What may die without a committed step being lost; see `Checkpointer.survives`."""
+        parts = self._parts
+        survival = of(parts.world.topology, parts.protection.placement, parts.shares)
+        return describe(survival, parts.domains_by_kind)
+
+    def report(self) -> dict[str, Any]:
+        """Give counters and the like, see `report_of`."""
+        return report_of(self._parts, self._seconds, self._drains.last)
 
 
 def report_of(parts: Parts, seconds: Mapping[str, float], drain: Drain | None) -> dict[str, Any]:
     """Give counters, seconds per verb, and how this rank is placed. Not collective.
 
     Returns:
-        ``rank``, ``node``, ``scheme``, ``group`` (ranks that protect each other), ``partners`` (those that hold
-        copies), ``shared with`` (ranks that store together what they hold alike), ``transport``, ``job``,
-        ``memory`` (its directory there), ``restored_from`` (node whose memory the last restore took this rank's
-        state from, the folder of the directory, or ""), ``drain`` (step, path, seconds, bytes and error of the newest
-        one, or None), ``send rate`` (bytes per second at most; None: no limit), ``slowdown`` (of the last steps
-        beside the courier, where ``max_slowdown`` is set), ``slots`` (what they hold, file, use, rank, step and bytes
-        of each), ``counts`` and
-        ``seconds``.
+        ``enabled`` (whether anything is done; where not the rest is there, and empty), ``rank``, ``node``,
+        ``scheme``, ``group`` (ranks that protect each other), ``partners`` (those that hold copies), ``shared with``
+        (ranks that store together what they hold alike), ``transport``, ``job``, ``memory`` (its directory there),
+        ``restored_from`` (node whose memory the last restore took this rank's state from, the folder of the
+        directory, or ""), ``drain`` (step, path, seconds, bytes and error of the newest one, or None),
+        ``send rate`` (bytes per second at most; None: no limit), ``slowdown`` (of the last steps beside the courier,
+        where ``max_slowdown`` is set), ``slots`` (what they hold, file, use, rank, step and bytes of each),
+        ``counts`` and ``seconds``.
     """
     world, replicas = parts.world, parts.replicas
     holds = {
@@ -37,6 +63,7 @@ def report_of(parts: Parts, seconds: Mapping[str, float], drain: Drain | None) -
         "error": None if drain.error is None else str(drain.error),
     }  # fmt: skip
     return {
+        "enabled": True,
         "rank": world.rank,
         "node": world.node_name,
         "scheme": parts.protection.scheme,
