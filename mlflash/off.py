@@ -14,6 +14,8 @@ import threading
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
+import numpy as np
+
 from . import adapting, config, courier, drains, report, restores, saves
 from .aheads import Ahead
 from .draining.catalog import Listed
@@ -87,7 +89,7 @@ def stand_ins(
 
 def not_saved(step: object) -> Snapshot:
     """What a save gives: done, not committed, skipped; to wait for it takes no time, and is no error."""
-    snapshot = Snapshot(int(step) if isinstance(step, int) else _NO_STEP, lambda: None)
+    snapshot = Snapshot(int(step) if isinstance(step, (int, np.integer)) else _NO_STEP, lambda: None)
     snapshot.leave()
     return snapshot
 
