@@ -19,6 +19,9 @@ import torch.distributed as dist
 
 from mlflash.comm import find_comm
 from mlflash.errors import MpiUnavailable
+from mlflash.off import turned_off
+
+_BY_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def init_process_group(
@@ -30,7 +33,9 @@ def init_process_group(
     """Set up torch.distributed with the ranks of an MPI communicator.
 
     Collective over ``comm``. Sets ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR`` and
-    ``MASTER_PORT`` as torchrun does, and the CUDA device of this rank.
+    ``MASTER_PORT`` as torchrun does, and the CUDA device of this rank. With ``MLFLASH_DISABLE=1`` the ranks are those
+    of these variables where they are set, as torchrun does, without MPI; else those of MPI still, as training needs
+    some.
 
     Args:
         comm: mpi4py communicator; None is COMM_WORLD, or this process alone where nothing launched it.
@@ -41,6 +46,9 @@ def init_process_group(
     Raises:
         MpiUnavailable: torchrun started this process: its ranks are no MPI ranks.
     """
+    if comm is None and all(name in os.environ for name in _BY_TORCHRUN) and turned_off():
+        _init(backend, int(os.environ.get("LOCAL_RANK", "0")), timeout=timeout)
+        return
     comm = find_comm(os.environ) if comm is None else comm
     if (comm is None or comm.size == 1) and "TORCHELASTIC_RUN_ID" in os.environ:
         raise MpiUnavailable(
@@ -62,11 +70,14 @@ def init_process_group(
         RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(local_rank), LOCAL_WORLD_SIZE=str(local_size),
         MASTER_ADDR=str(host), MASTER_PORT=str(port),
     )  # fmt: skip
+    _init(backend, local_rank, store=store, rank=rank, world_size=size, timeout=timeout)
+
+
+def _init(backend: str | None, local_rank: int, **more: Any) -> None:
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.set_device(local_rank % torch.cuda.device_count())
-    backend = backend or ("cpu:gloo,cuda:nccl" if cuda else "gloo")
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+    dist.init_process_group(backend or ("cpu:gloo,cuda:nccl" if cuda else "gloo"), **more)
 
 
 def _on_this_node(comm: Any) -> tuple[int, int]:

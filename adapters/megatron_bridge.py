@@ -21,6 +21,7 @@ from megatron.bridge.training.checkpointing import DefaultCheckpointManager
 from megatron.bridge.utils import instantiate_utils
 
 from .megatron import checkpointing_context
+from .megatron.nvrx import stands_aside
 from .megatron.replication import Clique
 
 _settings: dict[str, Any] = {}
@@ -35,7 +36,7 @@ class MemoryCheckpointManager(DefaultCheckpointManager):
     """
 
     def __init__(self, checkpoint_config: Any):
-        if checkpoint_config.non_persistent_ckpt_type != "local":
+        if checkpoint_config.non_persistent_ckpt_type != "local" or stands_aside(_settings.get("enabled", True)):
             super().__init__(checkpoint_config)
             return
         self.checkpoint_config = checkpoint_config
@@ -44,7 +45,7 @@ class MemoryCheckpointManager(DefaultCheckpointManager):
         self._context = checkpointing_context(checkpoint_config.non_persistent_local_ckpt_dir, **settings)
 
 
-def use(checkpoint_config: Any, redundancy: str | None = None, **settings: Any) -> None:
+def use(checkpoint_config: Any, redundancy: str | None = None, enabled: bool = True, **settings: Any) -> None:
     """Let Bridge's local checkpoints (``non_persistent_ckpt_type="local"``) use mlflash.
 
     Not collective; on all ranks with the same arguments, before Bridge's ``pretrain`` or ``finetune``.
@@ -52,10 +53,13 @@ def use(checkpoint_config: Any, redundancy: str | None = None, **settings: Any) 
     Args:
         checkpoint_config: ``cfg.checkpoint``.
         redundancy: how they are protected, such as "xor:8". Default: what ``replication`` of the configuration says.
+        enabled: False, or ``MLFLASH_DISABLE=1``: NVRx's own local checkpoints, where it is installed; else none.
         settings: as those of a Checkpointer.
     """
     _settings.clear()
-    _settings.update(settings)
+    _settings.update(settings, enabled=enabled)
+    if stands_aside(enabled):
+        return
     if redundancy is not None:
         _settings["repl_strategy"] = redundancy
     checkpoint_config.custom_manager_class = f"{__name__}.{MemoryCheckpointManager.__name__}"

@@ -33,6 +33,7 @@ from torchtitan.tools import filesystem
 
 from mlflash import Checkpointer, rng
 from mlflash.errors import ConfigError, StructureMismatch
+from mlflash.off import turned_off
 
 from . import intervals
 
@@ -54,7 +55,8 @@ class MemoryCheckpointManager(CheckpointManager):
         """TorchTitan's options, and those of memory."""
 
         memory_enable: bool = True
-        """Whether to save in memory, and to load from there. Without TorchTitan's ``enable`` nothing is done."""
+        """Whether to save in memory, and to load from there; not with ``MLFLASH_DISABLE=1``. Without TorchTitan's
+        ``enable`` nothing is done."""
 
         memory_interval: int = 10
         """Steps from one checkpoint in memory to the next."""
@@ -82,8 +84,9 @@ class MemoryCheckpointManager(CheckpointManager):
     def __init__(self, config: Config, **objects: Any):
         super().__init__(config, **objects)
         self._every, self._skip = config.memory_interval, config.memory_skip
-        if config.enable and config.memory_enable and not config.create_seed_checkpoint:
-            self._flash = Checkpointer(config.memory_directory, **config.memory_settings)
+        if config.enable and not config.create_seed_checkpoint and not turned_off(config.memory_enable):
+            flash = Checkpointer(config.memory_directory, **config.memory_settings)
+            self._flash = flash if flash.enabled else None
 
     def __del__(self) -> None:
         """Abandon what was never closed: a finalizer runs on each rank when it likes, and may wait for no other."""

@@ -7,20 +7,19 @@ import sys
 from types import TracebackType
 from typing import Any
 
-from . import at_exit, config
+from . import at_exit, config, off
 from .adapting import Adapting
 from .comm import World, find_comm
 from .courier import Courier
 from .draining.drain import Drain
 from .drains import Drains
-from .errors import Closed, DrainFailed
+from .errors import Closed
 from .parts import Parts, make
-from .report import facts_of, report_of
+from .report import Facts
 from .restores import Restores
 from .saves import Saves
 from .scavenge import heal, scavenge
 from .snapshot import Snapshot
-from .survival import describe, of
 
 
 class Checkpointer:
@@ -65,10 +64,12 @@ class Checkpointer:
         format: "hdf5", or "dcp": what plain `torch.distributed.checkpoint.load` reads.
         log: a file that gets a line of JSON for each event, see docs/watching.md; each other node has one beside it.
         process_group: the torch.distributed group that has the ranks of ``comm``; nothing is sent. Default: all.
+        enabled: False, or ``MLFLASH_DISABLE=1`` whatever is given here: no method does anything, nothing is collective,
+            no setting is checked, and MPI is not started.
         settings: further fields of :class:`mlflash.config.Config`.
 
     Attributes:
-        adapting: for adapters.
+        enabled, adapting: whether it does anything; what adapters need besides.
 
     Raises:
         ConfigError: a setting is missing or makes no sense.
@@ -102,18 +103,28 @@ class Checkpointer:
         domains: Any = None,
         replicated: Any = None,
         process_group: Any = None,
+        enabled: bool = True,
         **settings: Any,
     ):
         self._config = config.from_environment(
             os.environ, directory, redundancy=redundancy, memory=memory, job=job, strict=strict, timeout_s=timeout_s,
             when_busy=when_busy, reserve=reserve, transport=transport, skip_stuck=skip_stuck,
             drain_every=drain_every, drain_rate=drain_rate, drain_writers=drain_writers, keep_last=keep_last,
-            keep_every=keep_every, format=format, log=None if log is None else os.fspath(log), **settings,
+            keep_every=keep_every, format=format, log=None if log is None else os.fspath(log), enabled=enabled,
+            **settings,
         )  # fmt: skip
+        self.enabled = self._config.enabled
+        self._closed = not self.enabled  # there is nothing to close then
+        if self.enabled:
+            self._start(comm, process_group, replicated, domains)
+            return
+        self._courier, self._drains, self._saves, self._restores, self.adapting, self._facts = off.stand_ins(comm)
+
+    def _start(self, comm: Any, process_group: Any, replicated: Any, domains: Any) -> None:
+        """Make what does the work. Collective over comm."""
         comm = find_comm(os.environ) if comm is None else comm
         self._world = World(comm, self._config.ranks_per_node, self._config.timeout_s, process_group)
         self._courier = Courier(self._world, threaded=self._world.threads, nice=self._config.nice)
-        self._closed = False
         try:
             self._parts: Parts = self._courier.call(lambda: make(self._config, self._world, replicated, domains))
         except BaseException:
@@ -125,9 +136,10 @@ class Checkpointer:
         self.adapting = Adapting(
             self._world, self._courier, self._saves, self._restores, self._drains, self._config.strict, self._check_open
         )
+        self._facts = Facts(self._parts, self._drains)
         at_exit.add(self, lambda me, state: me._end(abandon=True, state=state))
         self._parts.generation = max(self._parts.generation, self._courier.call(self._drains.newest_generation))
-        self._parts.journal.started(facts_of(self._parts), lambda: self.survives)
+        self._parts.journal.started(self._facts.of_run(), lambda: self.survives)
         if self._config.reserve:
             self._saves.reserve(self._config.reserve)
 
@@ -324,15 +336,14 @@ class Checkpointer:
         Example:
             "any process; any 1 of 8 nodes; 24 of 28 pairs of nodes; any 1 rack; not: racks A and B together"
         """
-        survival = of(self._world.topology, self._parts.protection.placement, self._parts.shares)
-        return describe(survival, self._parts.domains_by_kind)
+        return self._facts.survives
 
     def report(self) -> dict[str, Any]:
         """Give counters, seconds per verb, how this rank is placed, and the last drain, see `report.report_of`.
 
         Not collective.
         """
-        return report_of(self._parts, self._drains.last)
+        return self._facts.report()
 
     # Ending
 
@@ -345,20 +356,13 @@ class Checkpointer:
             return
         try:
             self.wait()
-            self._finish_drains()
+            if self._courier.late is None and self._courier.broken is None:
+                self._drains.finish()
         finally:
             stuck = self._courier.late is not None or self._courier.broken is not None or not self._drains.idle
             if not stuck:
                 self._courier.call(self._free)
             self._end(stuck, "ended" if sys.exc_info()[0] is None else "failed")
-
-    def _finish_drains(self) -> None:
-        if self._courier.late is not None or self._courier.broken is not None:
-            return
-        try:
-            self._drains.finish()
-        except DrainFailed:
-            pass  # a warning already
 
     def _free(self) -> None:
         self._drains.free()
@@ -388,5 +392,5 @@ class Checkpointer:
             self._end(abandon=True, state="failed")
 
     def _check_open(self) -> None:
-        if self._closed:
+        if self._closed and self.enabled:
             raise Closed("this Checkpointer was closed")

@@ -1,6 +1,7 @@
 """Every setting, once: unit, default, environment name; validated when a Checkpointer is made.
 
-An argument given in code wins over the environment, the environment over the default.
+An argument given in code wins over the environment, the environment over the default. Only the kill switch wins over
+both: ``MLFLASH_DISABLE=1`` is the opposite of ``enabled``, and off is off whichever of them says so.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from .errors import ConfigError
 from .store import is_url
 
 MIB = 1 << 20
+DISABLE = "MLFLASH_DISABLE"
+"""Environment name of the kill switch."""
 COMPRESSIONS = ("gzip", "zstd", "lz4", "blosc", "blosc2", "bshuf", "bzip2")
 """HDF5's own, and those of hdf5plugin that give back every bit."""
 
@@ -30,6 +33,7 @@ def _setting(default: Any, env: str | None, doc: str) -> Any:
 class Config:
     """Settings of one Checkpointer; make it with :func:`from_environment`."""
 
+    enabled: bool = _setting(True, None, "save and restore; False, or MLFLASH_DISABLE=1 whatever is given: do nothing")
     job: str = _setting("", "MLFLASH_JOB", "name that ties a relaunch to the memory of the run before")
     directory: str | None = _setting(None, None, "directory on the parallel file system")
     redundancy: str = _setting("copy", "MLFLASH_REDUNDANCY", "scheme: none | copy | copy:k | xor:n | rs:n+k")
@@ -60,6 +64,8 @@ class Config:
     ranks_per_node: int = _setting(0, "MLFLASH_RANKS_PER_NODE", "emulate nodes of n ranks (0: real nodes)")
 
     def __post_init__(self) -> None:
+        if not self.enabled:
+            return  # nothing of it is used
         self._check("redundancy", _is_scheme(self.redundancy), scheme.EXPECTED)
         self._check("when_busy", self.when_busy in ("wait", "skip"), "'wait' or 'skip'")
         self._check("transport", self.transport in ("auto", "rma", "p2p"), "'auto', 'rma' or 'p2p'")
@@ -122,9 +128,16 @@ def from_environment(env: Mapping[str, str], directory: str | os.PathLike[str] |
         directory: where checkpoints are drained to; also gives the job its name where nothing else does.
         given: settings by field name; None means "not given".
 
+    Returns:
+        The settings; where mlflash is off what is given as it is, unchecked: a mistake in it must stop no training.
+
     Raises:
         ConfigError: a value is out of range, or no job name can be found.
     """
+    if not is_enabled(env, given.get("enabled")):
+        known = {field.name for field in dataclasses.fields(Config)}
+        kept = {name: value for name, value in given.items() if name in known and value is not None}
+        return Config(**{**kept, "enabled": False})
     values: dict[str, Any] = {}
     for field in dataclasses.fields(Config):
         name, env_name = field.name, field.metadata["env"]
@@ -139,6 +152,19 @@ def from_environment(env: Mapping[str, str], directory: str | os.PathLike[str] |
     if "job" not in values:
         values["job"] = job_name(env, values["directory"])
     return Config(**values)
+
+
+def is_enabled(env: Mapping[str, str], given: bool | None = None) -> bool:
+    """Whether mlflash is to do anything. Not collective.
+
+    Args:
+        env: the environment, ``os.environ`` as a rule.
+        given: what the code says; None: nothing.
+
+    Raises:
+        ConfigError: ``MLFLASH_DISABLE`` is neither true nor false.
+    """
+    return (given is None or bool(given)) and not _parse(DISABLE, env.get(DISABLE, "") or "0", bool)
 
 
 def job_name(env: Mapping[str, str], directory: str | None) -> str:

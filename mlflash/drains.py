@@ -137,11 +137,17 @@ class Drains:
                                        rank=self._parts.world.rank, node=self._parts.world.node_name)  # fmt: skip
 
     def finish(self) -> None:
-        """Drain what was committed last, where draining is on and it was not, and wait. Collective over the world."""
-        self.wait()
-        if self.is_on and self._since:
-            self.drain()
+        """Drain what was committed last, where draining is on and it was not, and wait. Collective over the world.
+
+        A drain that fails is a warning.
+        """
+        try:
             self.wait()
+            if self.is_on and self._since:
+                self.drain()
+                self.wait()
+        except DrainFailed:
+            pass  # a warning already
 
     def give_up(self) -> None:
         """Let a drain that is on its way end soon, and what it wrote be deleted. Not collective."""

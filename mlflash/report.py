@@ -6,22 +6,57 @@ import os
 from typing import Any
 
 from .draining.drain import Drain
+from .drains import Drains
 from .parts import Parts
+from .survival import describe, of
 from .version import __version__
+
+
+class Facts:
+    """What a rank can tell about itself. Not collective.
+
+    Args:
+        parts: this rank's slots and communicators.
+        drains: has the last drain.
+    """
+
+    def __init__(self, parts: Parts, drains: Drains):
+        self._parts, self._drains = parts, drains
+
+    @property
+    def survives(self) -> str:
+        """What may die without a committed step being lost; see `Checkpointer.survives`."""
+        parts = self._parts
+        survival = of(parts.world.topology, parts.protection.placement, parts.shares)
+        return describe(survival, parts.domains_by_kind)
+
+    def report(self) -> dict[str, Any]:
+        """Give counters and the like, see `report_of`."""
+        return report_of(self._parts, self._drains.last)
+
+    def of_run(self) -> dict[str, Any]:
+        """Give what does not change while this run goes on, for its journal."""
+        world, config, protection = self._parts.world, self._parts.config, self._parts.protection
+        return {
+            "ranks": world.size, "nodes": list(world.topology.node_names), "redundancy": protection.scheme,
+            "transport": protection.transport, "partners": list(protection.partners), "job": config.job,
+            "directory": config.directory, "drain_every": config.drain_every, "pid": os.getpid(),
+            "version": __version__,
+        }  # fmt: skip
 
 
 def report_of(parts: Parts, drain: Drain | None) -> dict[str, Any]:
     """Give counters, seconds per verb, and how this rank is placed. Not collective.
 
     Returns:
-        ``rank``, ``node``, ``scheme``, ``group`` (ranks that protect each other), ``partners`` (those that hold
-        copies), ``shared with`` (ranks that store together what they hold alike), ``transport``, ``job``,
-        ``memory`` (its directory there), ``restored_from`` (node whose memory the last restore took this rank's
-        state from, the folder of the directory, or ""), ``drain`` (step, path, seconds, bytes and error of the newest
-        one, or None), ``send rate`` (bytes per second at most; None: no limit), ``slowdown`` (of the last steps
-        beside the courier, where ``max_slowdown`` is set), ``slots`` (what they hold, file, use, rank, step and bytes
-        of each), ``counts`` and
-        ``seconds``.
+        ``enabled`` (whether anything is done; where not the rest is there, and empty), ``rank``, ``node``,
+        ``scheme``, ``group`` (ranks that protect each other), ``partners`` (those that hold copies), ``shared with``
+        (ranks that store together what they hold alike), ``transport``, ``job``, ``memory`` (its directory there),
+        ``restored_from`` (node whose memory the last restore took this rank's state from, the folder of the
+        directory, or ""), ``drain`` (step, path, seconds, bytes and error of the newest one, or None),
+        ``send rate`` (bytes per second at most; None: no limit), ``slowdown`` (of the last steps beside the courier,
+        where ``max_slowdown`` is set), ``slots`` (what they hold, file, use, rank, step and bytes of each),
+        ``counts`` and ``seconds``.
     """
     world, replicas = parts.world, parts.replicas
     holds = {
@@ -38,6 +73,7 @@ def report_of(parts: Parts, drain: Drain | None) -> dict[str, Any]:
         "error": None if drain.error is None else str(drain.error),
     }  # fmt: skip
     return {
+        "enabled": True,
         "rank": world.rank,
         "node": world.node_name,
         "scheme": parts.protection.scheme,
@@ -54,21 +90,4 @@ def report_of(parts: Parts, drain: Drain | None) -> dict[str, Any]:
         "slots": slots,
         "counts": dict(parts.journal.counts) | ({} if replicas is None else {"tensors diverged": replicas.diverged}),
         "seconds": dict(parts.journal.seconds),
-    }
-
-
-def facts_of(parts: Parts) -> dict[str, Any]:
-    """Give what does not change while this run goes on, for its journal. Not collective."""
-    world = parts.world
-    return {
-        "ranks": world.size,
-        "nodes": list(world.topology.node_names),
-        "redundancy": parts.protection.scheme,
-        "transport": parts.protection.transport,
-        "partners": list(parts.protection.partners),
-        "job": parts.config.job,
-        "directory": parts.config.directory,
-        "drain_every": parts.config.drain_every,
-        "pid": os.getpid(),
-        "version": __version__,
     }

@@ -21,7 +21,8 @@ class Snapshot:
         stall_s: how long ``save`` kept training waiting, seconds.
         commit_s: from the call of ``save`` to the commit, seconds; None before. A small state may be committed a
             moment before ``save`` returns.
-        skipped: whether it was given up on all ranks because both slots of one were busy.
+        skipped: whether it was given up on all ranks because both slots of one were busy; or never begun, as mlflash
+            is off.
     """
 
     def __init__(self, step: int, blocked: Callable[[], DeadlineExceeded | None]):
@@ -54,7 +55,7 @@ class Snapshot:
 
     @property
     def done(self) -> bool:
-        """Whether it was committed or has failed."""
+        """Whether it was committed or has failed; or was left alone, as mlflash is off."""
         return self._ended.is_set()
 
     @property
@@ -117,6 +118,12 @@ class Snapshot:
             self._committed = True
         else:
             self._error = error if isinstance(error, SaveFailed) else _failed(error, self.step)
+        self._ended.set()
+        self._wake()
+
+    def leave(self) -> None:
+        """Tell the waiters that it never began, which is no failure: mlflash is off."""
+        self.skipped = True
         self._ended.set()
         self._wake()
 

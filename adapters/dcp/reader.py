@@ -34,6 +34,7 @@ from mlflash import Checkpointer
 from mlflash.errors import StepNotFound, StructureMismatch
 from mlflash.exports.dcp_files import pickled
 from mlflash.exports.planned import BYTES_NUMBER, INDEX, Index, Key, keys_of
+from mlflash.off import turned_off
 from mlflash.opened import Old, Readable
 from mlflash.parcels import Parcel
 from mlflash.plain import decode_plain
@@ -55,10 +56,12 @@ class MemoryReader(StorageReader):
     Args:
         checkpointer: open for as long as the reader is used.
         source: another directory that checkpoints were drained to: it is read only, and memory is not looked at.
+        enabled: False: there is nothing, as where the Checkpointer is off.
     """
 
-    def __init__(self, checkpointer: Checkpointer, source: str | os.PathLike[str] | None = None):
+    def __init__(self, checkpointer: Checkpointer, source: str | os.PathLike[str] | None = None, enabled: bool = True):
         self._checkpointer = checkpointer
+        self.enabled = checkpointer.enabled and not turned_off(enabled)
         self._source = None if source is None else os.fspath(source)
         self._id: str | os.PathLike[str] | int | None = None
         self._opened: Readable | None = None
@@ -83,7 +86,8 @@ class MemoryReader(StorageReader):
         checkpoint_id, self._id = self._id, None
         self._opened = self._open(None if checkpoint_id is None else step_of(checkpoint_id))
         if self._opened is None:
-            raise StepNotFound("there is no checkpoint in memory")
+            why = "there is no checkpoint in memory" + ("" if self.enabled else ": mlflash is off")
+            raise StepNotFound(why)
         self._catalog = _Catalog(self._opened)
         return self._catalog.metadata(f"step-{self._opened.step:08d}")
 
@@ -114,6 +118,8 @@ class MemoryReader(StorageReader):
         if self._opened is not None:  # a load that failed before it read
             self._opened.close()
             self._opened = None
+        if not self.enabled:
+            return None
         return self._checkpointer.adapting.open(step, told=(INDEX,), source=self._source)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:

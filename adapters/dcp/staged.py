@@ -29,6 +29,7 @@ from .leaves import Chunk, flat_of, pack
 _FIRST = 2  # number of the first tensor among the leaves
 _NAMES_NBYTES = 32 << 10  # set aside for the names of what a planner makes bytes; for its data, four times the index
 
+_NOWHERE = 0
 _tokens = itertools.count(1)
 _in_child: dict[int, dict[Key, torch.Tensor]] = {}  # in a child process: what the planner sees of each state dict
 
@@ -107,12 +108,17 @@ class Staged:
 
 
 class StagedDict(dict[str, Any]):
-    """A staged state dict, which becomes one of meta tensors when it is sent to another process."""
+    """A staged state dict, which becomes one of meta tensors when it is sent to another process.
 
-    staged: Staged
+    Attributes:
+        staged: where its tensors are; None: nowhere, they are the live ones, and nobody is going to read them.
+    """
+
+    staged: Staged | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _arrive, (self.staged.token, _swap(self, map(_meta, _chunks(self, ""))))
+        token = _NOWHERE if self.staged is None else self.staged.token
+        return _arrive, (token, _swap(self, map(_meta, _chunks(self, ""))))
 
 
 def chunks_of(state_dict: Mapping[str, Any]) -> dict[Key, Chunk]:

@@ -29,13 +29,14 @@ from mlflash.aheads import Ahead
 from mlflash.errors import MlflashError, SaveFailed, StateError
 from mlflash.exports.dcp_files import pickled
 from mlflash.exports.planned import Key
+from mlflash.off import turned_off
 from mlflash.saves import Begun
 from mlflash.state import Flat
 
 from .ids import names_a_step, step_of
 from .leaves import Chunk, cloned, flat_of, key_of, pack
 from .process import Door, open_door
-from .staged import Staged, chunks_of, in_child, room_for
+from .staged import Staged, StagedDict, chunks_of, in_child, room_for
 
 
 @dataclasses.dataclass
@@ -102,9 +103,21 @@ class MemoryWriter(StorageWriter):
 
     Args:
         checkpointer: open for as long as the writer is used.
+        enabled: False: nothing is written, and every save succeeds, as where the Checkpointer is off.
+
+    Attributes:
+        enabled: whether anything is written.
     """
 
-    def __init__(self, checkpointer: Checkpointer):
+    enabled = True
+
+    def __new__(cls, checkpointer: Checkpointer | None = None, enabled: bool = True) -> MemoryWriter:
+        """Make one; where mlflash is off, one that writes nothing."""
+        is_off = checkpointer is not None and (turned_off(enabled) or not checkpointer.enabled)
+        made: MemoryWriter = super().__new__(_IdleWriter if is_off else cls)
+        return made
+
+    def __init__(self, checkpointer: Checkpointer, enabled: bool = True):
         self._checkpointer: Checkpointer | None = checkpointer
         self._timeout_s = checkpointer.timeout_s
         self._running = _Running()
@@ -268,6 +281,46 @@ class MemoryWriter(StorageWriter):
         chunks = [staged.clone(key) for key in written.keys]
         staged.give_up()
         return flat_of(chunks, index, blob)
+
+
+class _IdleWriter(MemoryWriter):
+    """Lets DCP plan, and writes nothing: what a `MemoryWriter` is where mlflash is off."""
+
+    enabled = False
+
+    def prepare(self, state_dict: Mapping[str, Any]) -> None:
+        """Make nothing."""
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Any will do."""
+        return True
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Any id will do."""
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Nothing is set up."""
+
+    def storage_meta(self) -> StorageMeta:
+        """Name nothing, and begin nothing."""
+        return StorageMeta()
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Leave what is planned."""
+        done: Future[list[WriteResult]] = Future()
+        done.set_result([])
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """There is nothing to commit."""
+
+    def stage(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Copy nothing; only a child process is given meta tensors, as else torch would move the live ones."""
+        return StagedDict(state_dict)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {}  # a child has nothing to ask
 
 
 def _collect(plan: SavePlan, planner: SavePlanner, staged: Collection[Staged], child: bool) -> _Written:

@@ -19,6 +19,7 @@ from mlflash.errors import (
     StructureMismatch,
     WorldSizeChanged,
 )
+from mlflash.off import turned_off
 
 from .. import intervals
 from .files import OTHER_RANKS, TAG, EngineState, alike, refuse_what_is_elsewhere, step_on_disk
@@ -42,7 +43,7 @@ def attach(
         every_n_steps: `Flash.save_if_needed` saves every so many steps (``engine.global_steps``).
         skip_every_n_steps: but not where the step is a multiple of this.
         storage_every: see `Flash`.
-        enabled: False: nothing is done.
+        enabled: False, or ``MLFLASH_DISABLE=1``: nothing is done, and the engine's methods stay its own.
         directory: where checkpoints are drained or scavenged to. Default: none.
         settings: as those of a Checkpointer.
 
@@ -76,7 +77,7 @@ class Flash:
         self._step = engine.global_steps
         self._calls = 0  # of engine.save_checkpoint since one of them wrote to storage
         self._methods = contextlib.ExitStack()  # of the engine, which are replaced
-        if not enabled:
+        if turned_off(enabled):
             return
         refuse_what_is_elsewhere(engine)
         shared = alike(engine, "engine")

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
 from mlflash import config
 from mlflash.errors import MlflashError, SaveFailed, StepNotFound, StructureMismatch
+from mlflash.off import turned_off
 
 from . import ids
 from .groups import Group, Member
@@ -40,10 +41,16 @@ class Checkpoints:
 
     Args:
         directory, settings: as those of a Checkpointer.
+        enabled: False: what would be in memory is neither saved nor found; URLs are written and read as ever. The same
+            with ``MLFLASH_DISABLE=1``.
+
+    Attributes:
+        enabled: whether anything is in memory.
     """
 
-    def __init__(self, directory: str | os.PathLike[str] | None = None, **settings: Any):
-        self._job = config.from_environment(os.environ, directory, job=settings.pop("job", None)).job
+    def __init__(self, directory: str | os.PathLike[str] | None = None, enabled: bool = True, **settings: Any):
+        self.enabled = not turned_off(enabled)
+        self._job = config.from_environment(os.environ, directory, job=settings.pop("job", None), enabled=enabled).job
         self._settings = {**settings, "directory": directory}
         self._groups: dict[tuple[int, ...], Group] = {}
         self._members: dict[tuple[str, tuple[int, ...]], Member] = {}
@@ -68,13 +75,18 @@ class Checkpoints:
             coordinator_rank: the rank of the world that plans; None is the lowest of the group.
 
         Returns:
-            A future that ends when the checkpoint is committed, with its Metadata; `maybe_finalize_async_calls` raises
+            A future that ends when the checkpoint is committed, with its Metadata, which is empty where mlflash is off
+            and this is no URL; `maybe_finalize_async_calls` raises
             what it raises.
 
         Raises:
             WorldMismatch: the coordinator is not in the group.
             StateError: a leaf cannot be saved; its path is named.
         """
+        if not self._serves(checkpoint_id):
+            nothing: concurrent.futures.Future[Metadata] = concurrent.futures.Future()
+            nothing.set_result(Metadata({}))
+            return nothing
         group = self._group(process_group)
         coordinator = group.coordinator(coordinator_rank)
         state_dict = _stateful_to_state_dict(dict(state_dict))
@@ -103,6 +115,8 @@ class Checkpoints:
         Raises:
             SaveFailed: one failed; the checkpoint before it is untouched.
         """
+        if not self.enabled and _ranks_of(process_group) not in self._groups:
+            return  # it has had no URL to write to
         group = self._group(process_group)
         mine = [done for owner, done in self._calls if owner is group]
         if not blocking and mine:
@@ -139,6 +153,8 @@ class Checkpoints:
             StructureMismatch: it is sharded over another number of ranks, or does not look like the saved one.
             StepNotFound: there is no such step.
         """
+        if not self._serves(checkpoint_id):
+            return None
         group = self._group(process_group)
         group.coordinator(coordinator_rank)
         if ids.is_url(checkpoint_id):
@@ -178,8 +194,12 @@ class Checkpoints:
         for member in self._members.values():
             member.checkpointer.__exit__(kind, error, trace)
 
+    def _serves(self, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether an id is saved and loaded: where mlflash is off URLs only are."""
+        return self.enabled or ids.is_url(checkpoint_id)
+
     def _group(self, process_group: Any) -> Group:
-        ranks = tuple(dist.get_process_group_ranks(process_group or dist.group.WORLD))
+        ranks = _ranks_of(process_group)
         if ranks not in self._groups:
             self._groups[ranks] = Group.of(process_group)
         return self._groups[ranks]
@@ -189,6 +209,10 @@ class Checkpoints:
         if key not in self._members:
             self._members[key] = Member(group, ids.job_of(self._job, name), self._settings)
         return self._members[key]
+
+
+def _ranks_of(process_group: Any) -> tuple[int, ...]:
+    return tuple(dist.get_process_group_ranks(process_group or dist.group.WORLD))
 
 
 class _LoadPlanner(DefaultLoadPlanner):

@@ -48,13 +48,15 @@ class MemoryIO:
     Args:
         wrapped: for all other paths. Default: Lightning's own.
         directory: where checkpoints were drained to. Default: none.
+        enabled: False, or ``MLFLASH_DISABLE=1``: there is none in memory.
         settings: as those of a Checkpointer.
     """
 
-    def __init__(self, wrapped: Any = None, directory: str | os.PathLike[str] | None = None, **settings: Any):
+    def __init__(self, wrapped: Any = None, directory: str | os.PathLike[str] | None = None, enabled: bool = True,
+                 **settings: Any):  # fmt: skip
         super().__init__()
         self.wrapped = modules("plugins")[0].TorchCheckpointIO() if wrapped is None else wrapped
-        self._directory, self._settings = directory, settings
+        self._directory, self._settings = directory, {**settings, "enabled": enabled}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         """Write a checkpoint of Lightning's to disk. Not collective.

@@ -18,6 +18,7 @@ import torch
 
 from mlflash import Checkpointer
 from mlflash.errors import ConfigError
+from mlflash.off import turned_off
 
 from .. import intervals
 from .checkpoint_io import PREFIX, step_of_path
@@ -36,7 +37,7 @@ class Flash:
     Args:
         every_n_steps: a checkpoint in memory every so many steps (``trainer.global_step``).
         skip_every_n_steps: but not where the step is a multiple of this: there Lightning writes one to disk.
-        enabled: False: nothing is done.
+        enabled: False, or ``MLFLASH_DISABLE=1``: nothing is done.
         directory: where checkpoints are drained or scavenged to. Default: none.
         signals: at one of these, such as SIGUSR1 before Slurm's time limit, the ranks agree at the end of a step to
             save it, and stop. Default: none, as `mlflash run` sees to it.
@@ -70,7 +71,7 @@ class Flash:
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Open the Checkpointer, and let Lightning start from the newest of memory and disk. Collective."""
-        if stage != "fit" or not self._enabled:
+        if stage != "fit" or turned_off(self._enabled):
             return
         if "deepspeed" in type(trainer.strategy).__name__.lower():
             raise ConfigError("DeepSpeed keeps its own state, which this adapter cannot save")

@@ -2,7 +2,8 @@
 
 Every ``save_mem_interval`` iterations the training is saved in the memory of the nodes; every ``save_storage_interval``
 of them goes on from there to the directory, in the background. Neither Megatron's ``save_checkpoint`` nor its flags for
-local checkpoints are used; what is saved comes from ``sharded_state_dict`` of model and optimizer.
+local checkpoints are used; what is saved comes from ``sharded_state_dict`` of model and optimizer. Where mlflash is off
+it is the other way round: Megatron itself saves what would go to the directory, and loads it.
 
 Example:
     from mlflash.adapters.megatron import easy
@@ -77,6 +78,7 @@ def initialize(
     save_storage_interval: int,
     max_ckpt_num: int,
     log_file_path: str | os.PathLike[str] | None = None,
+    enabled: bool = True,
     **settings: Any,
 ) -> None:
     """Set up saving; after Megatron's process groups are there, before `load_checkpoint`.
@@ -88,6 +90,8 @@ def initialize(
         save_storage_interval: iterations from one that goes to the directory to the next; 0: none does.
         max_ckpt_num: how many of them stay there; 0: all.
         log_file_path: file that rank 0's log goes to, besides.
+        enabled: False, or ``MLFLASH_DISABLE=1``: nothing is in memory. Every ``save_storage_interval`` iterations
+            Megatron's own ``save_checkpoint`` writes to ``--save``, and `load_checkpoint` is Megatron's own.
         settings: as those of a Checkpointer. ``directory`` is Megatron's ``--save`` by default.
 
     Raises:
@@ -106,7 +110,7 @@ def initialize(
         log.setLevel(min(log.level or logging.INFO, logging.INFO))
     directory = settings.pop("directory", getattr(_arguments(), "save", None))
     drained = {"drain_every": _WHEN_ASKED, "keep_last": max_ckpt_num} if save_storage_interval else {}
-    checkpointer = Checkpointer(directory, **{**drained, **settings})
+    checkpointer = Checkpointer(directory, enabled=enabled, **{**drained, **settings})
     _running = _Running(checkpointer, SaveShards(checkpointer), save_mem_interval, save_storage_interval, handler)
 
 
@@ -117,7 +121,7 @@ def load_checkpoint(
     """Load the newest checkpoint that memory, or the directory, can give.
 
     Collective over all ranks. Where there is none, that of ``--load`` is loaded, if it is another directory: one that
-    these calls have written, or Megatron. So it is where Megatron's own is newer.
+    these calls have written, or Megatron. So it is where Megatron's own is newer, in ``--load`` or ``--save``.
 
     Args:
         model: one, or the list of them that Megatron makes.
@@ -135,6 +139,9 @@ def load_checkpoint(
             pipeline parallelism.
     """
     running, arguments = _needed(), _arguments()
+    if not running.checkpointer.enabled:
+        which = _told_by_first(lambda: _newest_of_megatron(arguments, load_arg))[1]
+        return _load_by_megatron(model, optimizer, opt_param_scheduler, which, strict)
     _end_pending(running)
     chosen = getattr(arguments, load_arg, None)
     load = LoadShards(running.checkpointer)
@@ -142,14 +149,10 @@ def load_checkpoint(
     if directory is None and chosen is not None and chosen != getattr(arguments, "save", None):
         load = LoadShards(running.checkpointer, chosen)
         directory = load.directory()
-    theirs = running.checkpointer.adapting.seen_by_first(lambda: _iteration_of_megatron(chosen))
+    theirs, which = running.checkpointer.adapting.seen_by_first(lambda: _newest_of_megatron(arguments, load_arg))
     common = {} if directory is None else dist_checkpointing.load_common_state_dict(directory)
     if theirs > common.get("iteration", 0):
-        from megatron.training.checkpointing import load_checkpoint as of_megatron
-
-        log.info("loading iteration %d of Megatron's from %s", theirs, chosen)
-        found = of_megatron(_listed(model), optimizer, opt_param_scheduler, load_arg, strict)
-        return int(found[0] if isinstance(found, tuple) else found)
+        return _load_by_megatron(model, optimizer, opt_param_scheduler, which, strict)
     if directory is None:
         return 0
     layout = _layout()
@@ -178,6 +181,10 @@ def save_checkpoint_if_needed(iteration: int, model: Any, optimizer: Any, opt_pa
     A save that fails is a warning at the next one, and the checkpoint before it stays.
     """
     running = _needed()
+    if not running.checkpointer.enabled:
+        if running.storage_interval and iteration % running.storage_interval == 0:
+            _save_by_megatron(iteration, model, optimizer, opt_param_scheduler)
+        return
     if iteration % running.mem_interval:
         return
     _end_pending(running)
@@ -232,6 +239,16 @@ def _arguments() -> Any:
     return argparse.Namespace() if training is None else training.get_args()
 
 
+def _newest_of_megatron(arguments: Any, load_arg: str) -> tuple[int, str]:
+    """The newest iteration that Megatron itself has saved, and the argument that names its directory. Not collective.
+
+    That is ``load_arg``, or "save": while mlflash was off Megatron wrote there. 0: there is none.
+    """
+    found = {which: _iteration_of_megatron(getattr(arguments, which, None)) for which in (load_arg, "save")}
+    which = max(found, key=found.__getitem__)  # of equally new ones that which was asked for
+    return found[which], which
+
+
 def _iteration_of_megatron(directory: Any) -> int:
     """The newest iteration that Megatron itself has saved in a directory; 0: none. Not collective."""
     try:
@@ -239,6 +256,36 @@ def _iteration_of_megatron(directory: Any) -> int:
     except OSError:
         return 0
     return int(said) if said.isdecimal() else 0
+
+
+def _told_by_first(look: Callable[[], Any]) -> Any:
+    """What rank 0 sees, told to all by torch.distributed, as there is no MPI where mlflash is off. Collective."""
+    told = [look() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(told, 0)
+    return told[0]
+
+
+def _load_by_megatron(model: Any, optimizer: Any, opt_param_scheduler: Any, which: str, strict: bool) -> int:
+    """Let Megatron load what it has saved itself; 0 where the training is none of Megatron's, or has no directory."""
+    directory = getattr(_arguments(), which, None)
+    if directory is None:
+        return 0
+    from megatron.training.checkpointing import load_checkpoint as of_megatron
+
+    log.info("loading Megatron's own checkpoint from %s", directory)
+    found = of_megatron(_listed(model), optimizer, opt_param_scheduler, which, strict)
+    return int(found[0] if isinstance(found, tuple) else found)
+
+
+def _save_by_megatron(iteration: int, model: Any, optimizer: Any, opt_param_scheduler: Any) -> None:
+    """Let Megatron save, if the training is one of Megatron's, and has a directory."""
+    arguments = _arguments()
+    if getattr(arguments, "save", None) is None:
+        return
+    from megatron.training.checkpointing import save_checkpoint as of_megatron
+
+    operations = getattr(arguments, "num_floating_point_operations_so_far", 0)
+    of_megatron(iteration, _listed(model), optimizer, opt_param_scheduler, operations)
 
 
 def _layout() -> dict[str, int]:

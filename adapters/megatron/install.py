@@ -20,7 +20,7 @@ from .replication import Clique
 _LOCAL = "nvidia_resiliency_ext.checkpointing.local"
 
 
-def install(redundancy: str | None = None, **settings: Any) -> None:
+def install(redundancy: str | None = None, enabled: bool = True, **settings: Any) -> None:
     """Let ``--non-persistent-ckpt-type local`` of Megatron use mlflash; to be called before its ``pretrain``.
 
     Not collective; on all ranks with the same arguments. The flags keep their meaning:
@@ -30,6 +30,7 @@ def install(redundancy: str | None = None, **settings: Any) -> None:
 
     Args:
         redundancy: how they are protected, such as "xor:8", whatever ``--replication`` says.
+        enabled: False, or ``MLFLASH_DISABLE=1``: NVRx's own local checkpoints, where it is installed; else none.
         settings: as those of a Checkpointer.
 
     Example:
@@ -37,6 +38,8 @@ def install(redundancy: str | None = None, **settings: Any) -> None:
 
         install()  # the first lines of pretrain_gpt.py
     """
+    if nvrx.stands_aside(enabled):
+        return
 
     class Installed(LocalCheckpoints):
         """What Megatron makes of its flags."""
@@ -44,7 +47,8 @@ def install(redundancy: str | None = None, **settings: Any) -> None:
         def __init__(
             self, root_local_ckpt_dir: str | os.PathLike[str], session_id: str = "", repl_strategy: Any = None
         ):
-            super().__init__(root_local_ckpt_dir, session_id, redundancy or repl_strategy, **settings)
+            strategy = redundancy or repl_strategy
+            super().__init__(root_local_ckpt_dir, session_id, strategy, enabled=enabled, **settings)
 
     for name, values in {
         "base_state_dict": {"TensorAwareStateDict": nvrx.TensorAwareStateDict},
@@ -63,13 +67,14 @@ def install(redundancy: str | None = None, **settings: Any) -> None:
 
 
 def checkpointing_context(
-    local_ckpt_dir: str | os.PathLike[str], session_id: str = "", repl_strategy: Any = None, **settings: Any
-) -> dict[str, Any]:
+    local_ckpt_dir: str | os.PathLike[str], session_id: str = "", repl_strategy: Any = None, enabled: bool = True,
+    **settings: Any,
+) -> dict[str, Any]:  # fmt: skip
     """Make the ``checkpointing_context`` of a training loop of one's own: for Megatron's load and save_checkpoint.
 
     Not collective; the arguments are those of `LocalCheckpoints`.
     """
-    manager = LocalCheckpoints(local_ckpt_dir, session_id, repl_strategy, **settings)
+    manager = LocalCheckpoints(local_ckpt_dir, session_id, repl_strategy, enabled=enabled, **settings)
     nvrx.work_without_nvrx()
     return {"local_checkpoint_manager": manager}
 

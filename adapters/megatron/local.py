@@ -49,6 +49,7 @@ class LocalCheckpoints(BaseCheckpointManager):
             strategies: with replication factor F it means F - 1 copies. None: not at all.
         directory: where the checkpoints go that are drained or scavenged, and come back from where memory has none
             that is newer; then it names them, too. Default: none.
+        enabled: False, or ``MLFLASH_DISABLE=1``: none is saved, and none is found.
         settings: as those of a Checkpointer.
 
     Attributes:
@@ -56,14 +57,14 @@ class LocalCheckpoints(BaseCheckpointManager):
     """
 
     def __init__(self, local_ckpt_dir: str | os.PathLike[str], session_id: str = "", repl_strategy: Any = None,
-                 directory: str | os.PathLike[str] | None = None, **settings: Any):  # fmt: skip
+                 directory: str | os.PathLike[str] | None = None, enabled: bool = True, **settings: Any):  # fmt: skip
         self.root_local_ckpt_dir = Path(local_ckpt_dir)
         self.session_id, self.repl_strategy = session_id, repl_strategy
         self.latest_iteration = -1
         named = os.path.join(self.root_local_ckpt_dir if directory is None else directory, session_id)
-        job = config.from_environment(os.environ, named, job=settings.pop("job", None)).job
+        job = config.from_environment(os.environ, named, job=settings.pop("job", None), enabled=enabled).job
         own = {"job": job, "redundancy": scheme_of(repl_strategy), "directory": None if directory is None else named}
-        self._settings = {**own, **settings}
+        self._settings = {"enabled": enabled, **own, **settings}
         self._made: Checkpointer | None = None
 
     @property

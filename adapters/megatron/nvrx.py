@@ -5,6 +5,8 @@ Without it the same names with the same meaning, so that nothing here needs it.
 
 from __future__ import annotations
 
+from mlflash.off import turned_off
+
 try:
     from nvidia_resiliency_ext.checkpointing.local.base_state_dict import TensorAwareStateDict
     from nvidia_resiliency_ext.checkpointing.local.ckpt_managers.base_manager import (
@@ -26,6 +28,14 @@ except ImportError:
         """What managers of local checkpoints have in common."""
 
 
+def stands_aside(enabled: bool) -> bool:
+    """Whether Megatron's local checkpoints are to be NVRx's own: mlflash is off, and NVRx is there.
+
+    Where it is not, Megatron could not even start with them: then `LocalCheckpoints` stays, and saves nothing.
+    """
+    return turned_off(enabled) and HAVE_NVRX
+
+
 def work_without_nvrx() -> None:
     """Let Megatron make its tensor-aware state dicts where NVRx, whose base class they would have, is not installed."""
     from megatron.core.dist_checkpointing import tensor_aware_state_dict
@@ -33,5 +43,5 @@ def work_without_nvrx() -> None:
     tensor_aware_state_dict.HAVE_NVRX = True
 
 
-__all__ = ["HAVE_NVRX", "BaseCheckpointManager", "CheckpointingException", "TensorAwareStateDict",
+__all__ = ["HAVE_NVRX", "BaseCheckpointManager", "CheckpointingException", "TensorAwareStateDict", "stands_aside",
            "work_without_nvrx"]  # fmt: skip

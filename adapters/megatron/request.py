@@ -68,6 +68,11 @@ def request(
     return AsyncRequest(wait_for, (path, timeout_s), [finalize], {})
 
 
+def nothing_to_do() -> AsyncRequest:
+    """Make the request of a save that is none."""
+    return AsyncRequest(wait_for, ("", 0.0), [], {})
+
+
 def wait_for(path: str, timeout_s: float) -> None:
     """Wait, in any process of this machine, for the end of a save, or of the process that saves.
 

@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from mlflash import Checkpointer
 
 from ..dcp import MemoryReader, MemoryWriter
-from .request import request
+from .request import nothing_to_do, request
 
 _BACKEND, _VERSION = "torch_dist", 1
 _KEPT = 4  # directories; more saves are not on their way at a time
@@ -51,6 +51,7 @@ class SaveShards(stock.TorchDistSaveShardedStrategy):
 
     Args:
         checkpointer: open for as long as this is used.
+        enabled: False: nothing is saved, and every save succeeds, as where the Checkpointer is off.
 
     Example:
         save = SaveShards(ckpt)
@@ -58,9 +59,9 @@ class SaveShards(stock.TorchDistSaveShardedStrategy):
         request.execute_sync()  # or give it to Megatron's queue
     """
 
-    def __init__(self, checkpointer: Checkpointer):
+    def __init__(self, checkpointer: Checkpointer, enabled: bool = True):
         super().__init__(_BACKEND, _VERSION)
-        self._writer, self._timeout_s = MemoryWriter(checkpointer), checkpointer.timeout_s
+        self._writer, self._timeout_s = MemoryWriter(checkpointer, enabled), checkpointer.timeout_s
         self._planning: Any = None
         self._before: concurrent.futures.Future[Any] | None = None
         self._directories = _Directories()
@@ -87,6 +88,8 @@ class SaveShards(stock.TorchDistSaveShardedStrategy):
         Returns:
             A request that any queue of Megatron or NVRx takes; its finalizing function waits for the commit.
         """
+        if not self._writer.enabled:
+            return nothing_to_do()
         if self._before is not None:  # both would plan over the same group, each rank in an order of its own
             concurrent.futures.wait([self._before], 2 * self._timeout_s)
         if self._planning is None:
@@ -119,6 +122,7 @@ class LoadShards(stock.TorchDistLoadShardedStrategy):
     Args:
         checkpointer: open for as long as this is used.
         source: another directory that checkpoints were drained to: it is read only, and memory is not looked at.
+        enabled: False: there is no checkpoint, as where the Checkpointer is off.
 
     Example:
         load = LoadShards(ckpt)
@@ -126,9 +130,9 @@ class LoadShards(stock.TorchDistLoadShardedStrategy):
             state = dist_checkpointing.load(sharded_state, directory, load)
     """
 
-    def __init__(self, checkpointer: Checkpointer, source: str | os.PathLike[str] | None = None):
+    def __init__(self, checkpointer: Checkpointer, source: str | os.PathLike[str] | None = None, enabled: bool = True):
         super().__init__()
-        self._reader = _Reader(checkpointer, source)
+        self._reader = _Reader(checkpointer, source, enabled)
         self._directories = _Directories()
 
     def directory(self, step: int | None = None) -> str | None:

@@ -13,6 +13,7 @@ from nemo.lightning.io.pl import TrainerContext
 
 from mlflash.comm import check_torch_rank
 from mlflash.errors import ConfigError
+from mlflash.off import turned_off
 
 from .. import intervals
 from ..lightning.loops import at_step_ends
@@ -29,7 +30,7 @@ class MLFlashCheckpointCallback(Callback):
             when a job starts again. It is no directory; nothing is written there.
         every_n_steps: a checkpoint in memory every so many steps (``trainer.global_step``).
         skip_every_n_steps: but not where the step is a multiple of this: there NeMo writes one to disk. 0: none.
-        enabled: False: nothing is done.
+        enabled: False, or ``MLFLASH_DISABLE=1``: nothing is done.
         keep_mlflash_checkpoint_on_train_end: whether checkpoints stay in memory when training has come to its end.
 
     Attributes:
@@ -40,7 +41,7 @@ class MLFlashCheckpointCallback(Callback):
                  skip_every_n_steps: int | None = None, enabled: bool = True,
                  keep_mlflash_checkpoint_on_train_end: bool = False):  # fmt: skip
         intervals.check(every_n_steps, skip_every_n_steps or None)
-        self.base, self.enabled = os.fspath(checkpoint_base_container), enabled
+        self.base, self.enabled = os.fspath(checkpoint_base_container), not turned_off(enabled)
         self.every, self.skip = every_n_steps, skip_every_n_steps or None
         self.keep = keep_mlflash_checkpoint_on_train_end
         self.memory: Memory | None = None

@@ -11,6 +11,7 @@ from nemo.lightning.resume import AutoResume
 from nemo.utils.callbacks.dist_ckpt_io import AsyncFinalizableCheckpointIO
 
 from mlflash.errors import ConfigError
+from mlflash.off import turned_off
 
 from ..lightning import MLFlashCallback
 from .auto_resume import MLFlashAutoResume
@@ -30,6 +31,7 @@ def wrap_trainer_and_auto_resume_with_mlflash(
     use_optimized_save: bool = True,
     use_cached_ckpt_structure: bool = False,
     use_fully_parallel_wrapper: bool = True,
+    enabled: bool = True,
     **settings: Any,
 ) -> AutoResume:
     """Let a trainer that has a `MLFlashCheckpointCallback` keep its checkpoints in the memory of the nodes.
@@ -48,6 +50,7 @@ def wrap_trainer_and_auto_resume_with_mlflash(
             what.
         use_fully_parallel_wrapper: deal out what several ranks hold alike among them to be saved, instead of having the
             first of them save it.
+        enabled: False, or ``MLFLASH_DISABLE=1``: checkpoints are NeMo's own, and the callback does nothing.
         settings: as those of a Checkpointer.
 
     Returns:
@@ -59,7 +62,11 @@ def wrap_trainer_and_auto_resume_with_mlflash(
     resume = default_auto_resume or AutoResume(resume_if_exists=True, resume_ignore_no_checkpoint=True)
     if isinstance(trainer.strategy, MegatronStrategy):
         _set_up_groups_always(trainer.strategy)
-    callbacks = [one for one in trainer.callbacks if isinstance(one, MLFlashCheckpointCallback) and one.enabled]
+    callbacks = [one for one in trainer.callbacks if isinstance(one, MLFlashCheckpointCallback)]
+    if turned_off(enabled):
+        for one in callbacks:
+            one.enabled = False
+    callbacks = [one for one in callbacks if one.enabled]
     if not callbacks:
         return resume
     callback = callbacks[0]

@@ -21,6 +21,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from mlflash import Checkpointer
 from mlflash.errors import ConfigError
+from mlflash.off import turned_off
 
 from .. import intervals
 from .start import start_from
@@ -36,7 +37,7 @@ class MLFlashCallback(TrainerCallback):
     Args:
         every_n_steps: a checkpoint in memory every so many steps. Default: the Trainer's ``save_steps``.
         skip_every_n_steps: but not where the step is a multiple of this: there the Trainer writes one to disk.
-        enabled: False: nothing is done.
+        enabled: False, or ``MLFLASH_DISABLE=1``: nothing is done, and ``resume_from_checkpoint`` is the Trainer's own.
         directory: where checkpoints are drained or scavenged to. Default: ``mlflash`` in the Trainer's ``output_dir``.
             Nothing is written there but by ``drain_every`` and the like.
         settings: as those of a Checkpointer. Default of ``replicated``: weights and optimizer, under DDP. With
@@ -53,7 +54,7 @@ class MLFlashCallback(TrainerCallback):
                  directory: str | os.PathLike[str] | None = None, **settings: Any):  # fmt: skip
         intervals.check(every_n_steps, skip_every_n_steps)
         self.checkpointer: Checkpointer | None = None
-        self._every, self._skip, self._enabled = every_n_steps, skip_every_n_steps, enabled
+        self._every, self._skip, self._enabled = every_n_steps, skip_every_n_steps, not turned_off(enabled)
         self._directory, self._settings = directory, settings
         self._state: State | None = None
         self._is_due = self._epoch_has_ended = self._is_over = False

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ..config import from_environment
+from ..config import DISABLE, from_environment
 from ..errors import ConfigError
 from . import completing
 from .options import FINE, WRONG, answer, json_option, memory_option
@@ -56,7 +56,8 @@ def doctor(need: int | None, redundancy: str | None, draining: bool, nodes: int 
     from ..doctor.watch import Watch
 
     try:
-        given = from_environment(os.environ, None, job="any", memory=memory, redundancy=redundancy, drain_every=0)
+        env = {**os.environ, DISABLE: ""}  # said by `software.switch`
+        given = from_environment(env, None, job="any", memory=memory, redundancy=redundancy, drain_every=0)
     except ConfigError as error:
         raise click.UsageError(str(error)) from None
     started = launch.read(os.environ)

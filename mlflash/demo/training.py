@@ -12,6 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from ..config import DISABLE
 from .journal import Journal
 from .launch import mpiexec
 
@@ -47,7 +48,7 @@ class Training:
         self._deadline = time.monotonic() + timeout_s
         program = [sys.executable, "-m", "mpi4py", "-m", "mlflash.demo.train", *arguments, "--folder", str(folder)]
         # What a killed mpiexec leaves behind in TMPDIR goes with the folder.
-        command, environment = mpiexec(ranks, program, {**env, "TMPDIR": str(folder)})
+        command, environment = mpiexec(ranks, program, {**env, "TMPDIR": str(folder), DISABLE: ""})
         # To a file: a pipe would have to be emptied. A session of its own: one signal reaches all of it.
         with (folder / "log").open("w") as log:
             self._mpiexec = subprocess.Popen(

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from ..comm import World, find_comm, has_rdma, load_mpi
-from ..config import Config
+from ..config import DISABLE, Config
 from ..errors import DeadlineExceeded, MlflashError, MpiUnavailable, WorldMismatch
 from . import copying, gpu, logout, memory, mounts, ranks, rma, slurm, software
 from .findings import Diagnosis, Finding, fine, merge, warning, wrong
@@ -129,6 +129,7 @@ class Examination:
     def _look_alone(self) -> None:
         given = self._given
         self._look("software", "versions", software.versions)
+        self._look("software", "switch", lambda: software.switch(os.environ), f"correct {DISABLE}, or unset it")
         self._look("software", "checksums", software.checksums, "pip install xxhash")
         self._look("software", "parity", lambda: software.parity(given.redundancy), "correct MLFLASH_ISAL, or unset it")
         self._look("software", "compression", lambda: software.compression(given.compression),

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from ..comm import World
+from ..config import DISABLE, is_enabled
 from ..scheme import parse
 from .findings import Finding, fine, warning, wrong
 
@@ -27,6 +28,12 @@ def versions() -> Iterator[Finding]:
     yield fine("versions", "{versions}", versions=text)
     if missing:
         yield wrong("versions", f"not installed: {', '.join(missing)}", "pip install mlflash into this environment")
+
+
+def switch(env: Mapping[str, str]) -> Iterator[Finding]:
+    """See whether mlflash is turned off."""
+    if not is_enabled(env):
+        yield warning("switch", f"{DISABLE}={env[DISABLE]}: training saves and restores nothing", f"unset {DISABLE}")
 
 
 def checksums() -> Iterator[Finding]:

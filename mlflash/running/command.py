@@ -12,7 +12,7 @@ from pathlib import Path
 import click
 
 from ..commands import completing
-from ..config import job_name
+from ..config import DISABLE, is_enabled, job_name
 from ..errors import ConfigError, LaunchFailed
 from .guard import Guard
 from .journal import Journal
@@ -77,6 +77,12 @@ def run(nodes: int, ranks_per_node: int | None, spares: int | None, min_nodes: i
         name = job or job_name(os.environ, directory)
     except ConfigError:
         raise click.UsageError("nothing names the job: give --directory (where it drains to) or --job") from None
+    try:
+        if not is_enabled(os.environ):  # ranks that save nothing give no signs of life
+            hang_timeout = grace = 0.0
+            click.echo(f"mlflash run: {DISABLE} is set: no checkpoints, and nobody sees where training hangs", err=True)
+    except ConfigError as error:
+        raise click.UsageError(str(error)) from None
     try:
         orders = Orders(argv, nodes, ranks_per_node or _tasks_per_node(), min_nodes or 0, max_restarts, name, memory,
                         directory, keep_memory, hang_timeout, look_every, grace, gpus, interface)  # fmt: skip

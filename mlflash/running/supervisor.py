@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
+import os
 import sys
 import time
 import uuid
 from collections.abc import Sequence
 
+from ..config import DISABLE
 from .ending import scavenge, wind_up
 from .journal import Journal
 from .launcher import KILL_WAIT_S, Launcher, Step
@@ -106,6 +108,8 @@ class Supervisor:
         self._say(f"start {self._restarts.done + 1}: {seats.ranks} ranks on {_named(seats.hosts)}")
         started = time.time()
         env = {"MLFLASH_RUN": run, "MLFLASH_JOB": self._orders.job, "MLFLASH_MEMORY": self._orders.memory}
+        if DISABLE in os.environ:  # Open MPI brings to other nodes only what it is told to
+            env[DISABLE] = os.environ[DISABLE]
         step = self._launcher.start(seats, self._orders.argv, env)
         watch = Watch(self._looks, run, seats, self._orders.hang_timeout_s)
         lost = False

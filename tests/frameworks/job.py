@@ -12,10 +12,12 @@ import json
 import os
 import shutil
 import sys
+import threading
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from mlflash.adapters.distributed import init_process_group
@@ -37,7 +39,8 @@ class Run:
         every, skip: a checkpoint in memory every so many steps, but not every so many; `skip` None: no such.
         disk: the framework writes a checkpoint of its own to disk every so many steps; 0: never.
         kept: so many of those stay there; 0: all.
-        enabled: whether mlflash is.
+        enabled: whether mlflash is, by the argument of the adapter.
+        switched_off: whether the environment turns it off, whatever the argument says.
         variant: of the framework: how it is parallel.
         refused: the save of this step fails on rank 1.
         wiped: its memory is deleted before it starts.
@@ -53,6 +56,7 @@ class Run:
     disk: int = 0
     kept: int = 0
     enabled: bool = True
+    switched_off: bool = False
     variant: str = ""
     refused: int = 0
     wiped: bool = False
@@ -129,7 +133,9 @@ def main(framework: str, runs: list[dict[str, Any]]) -> None:
             _refuse(1, run.refused // run.every)
         if run.traps:
             set_traps(run.traps, rank)
-        train(run)
+        with mock.patch.dict(os.environ, {"MLFLASH_DISABLE": "1"} if run.switched_off else {}):
+            train(run)
+        note("threads", run=run.name, names=[one.name for one in threading.enumerate() if "mlflash" in one.name])
         points.arm(None)
         note("done", run=run.name)
 

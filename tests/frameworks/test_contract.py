@@ -63,6 +63,7 @@ class Trainings:
         disk = {"job": "disk", "every": 2, "disk": 5}
         memory = {"job": "memory", "every": 2, "disk": 3}
         failed = {"job": "failed", "every": 2}
+        switched = {"job": "switched", "every": 2, "disk": 3, "switched_off": True}
         kept = {"job": "kept", "every": 1, "settings": drained}
         runs = [
             {"name": "reference", "last": LAST, "job": "reference", "enabled": False},
@@ -78,6 +79,9 @@ class Trainings:
             {"name": "after failed", "last": LAST, **failed},
             {"name": "kept", "last": 6, **kept},
             {"name": "all lost", "last": LAST, "wiped": True, **kept},
+            {"name": "switched off", "last": 5, **switched},
+            {"name": "off, gone on", "last": LAST, **switched},
+            {"name": "on again", "last": LAST, **switched, "switched_off": False},
         ]
         # Step 2 is saved; in the save of step 4 rank 1 dies with its node and its node's memory.
         trap = {"path": ["commit.recorded", "transfer.sent"], "action": "wipe", "rank": 1}
@@ -111,6 +115,27 @@ def test_disabled_it_does_nothing(trainings: Trainings) -> None:
     steps = {step for _, step in losses(trainings.result, "reference")}
     assert steps == set(range(1, LAST + 1)) and len(digests(trainings.result, "reference")) == RANKS
     assert not (trainings.root / f"mlflash-{UID}" / "reference").exists()
+
+
+def test_switched_off_it_trains_and_goes_on_as_the_framework_does_without(trained: tuple[str, str, Trainings]) -> None:
+    framework, _, trainings = trained
+    result, root = trainings.result, trainings.root
+    trainings.goes_on("switched off", 1, 5)
+    assert any((root / "disk-switched").rglob("*")), "the framework's own checkpoint of step 3"
+    steps = {step for _, step in losses(result, "off, gone on")}
+    # Lightning writes one at the end of an epoch, too, and NeMo where training stops.
+    first = {"lightning": {4, 5}, "nemo": {4, 5, 6}}.get(framework, {4})
+    assert min(steps) in first and steps == {*range(min(steps), LAST + 1)}, result.log
+    if framework not in NO_RNG_ON_DISK:
+        trainings.goes_on("off, gone on", 4)
+    threads = [record["names"] for record in result.of("threads") if record["run"] in ("switched off", "off, gone on")]
+    assert threads == [[]] * 2 * RANKS
+    # One for all trainings of a rank's process: that which begins first.
+    assert result.log.count("mlflash is off (MLFLASH_DISABLE=1)") == 1, result.log
+
+
+def test_on_again_it_goes_on_from_what_the_framework_has_written_meanwhile(trainings: Trainings) -> None:
+    assert {step for _, step in losses(trainings.result, "on again")} <= {LAST}, trainings.result.log
 
 
 def test_where_there_is_nothing_training_starts_at_the_first_step(trainings: Trainings) -> None:

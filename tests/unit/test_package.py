@@ -25,7 +25,7 @@ ORDER = [
     "slot", "parity_file", "moves", "comm", "board", "window", "pace", "transfer", "aside", "exchange", "devices",
     "spots", "lazy", "ways", "stage", "shelf", "aheads", "copies", "parity", "protect", "replicas", "parts",
     "snapshot", "commit", "repair", "fetch", "reunion", "shards", "parcels", "opened", "reshard", "restore",
-    "courier", "drains", "scavenge", "saves", "restores", "rng", "report", "adapting", "at_exit", "checkpointer",
+    "courier", "drains", "scavenge", "saves", "restores", "rng", "report", "adapting", "off", "at_exit", "checkpointer",
     "__init__", "cli", "__main__",
 ]  # fmt: skip
 # The same of `draining`, which stands before "drains".
