@@ -22,6 +22,7 @@ _COMMANDS = {
     "clean": "commands.clean:clean",
     "doctor": "commands.doctor:doctor",
     "plan": "planning.command:plan",
+    "report": "reporting.command:report",
     "demo": "commands.demo:demo",
 }
 """In the order in which ``--help`` lists them: module below ``mlflash``, and what it calls the command."""

@@ -1,0 +1,129 @@
+"""Failures: launches that did not end by themselves, and what the next ones got back."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from .accounts import Lost
+from .launches import Launch, Stretch
+from .lines import Event
+
+_TOGETHER_S = 1.0  # ranks whose last signs are no further apart fell silent together
+
+
+@dataclasses.dataclass(frozen=True)
+class Failure:
+    """The end of a launch that was none.
+
+    Attributes:
+        launch: which one, from 0 on.
+        time: the last sign of the launch, Unix seconds; what happened came after it.
+        state: "failed": an exception ended it; "killed": no word of some ranks or of all.
+        silent: ranks that did not say that they end.
+        first_silent: of these, the ones that were not heard of any more while others still were.
+        first_nodes: nodes of which all ranks are among `first_silent`.
+        gone, new: nodes that the next launch did not have any more, and those that it had instead.
+        newest: the newest step that was saved or committed before; None: there was none.
+        restored: the step that training went on from; None: it began anew, or has not gone on.
+        went_on: whether there was training afterwards.
+        source: "memory", or the folder it was restored from; "" where nothing was.
+        places: where ranks found their state → how many of them.
+        steps_lost: newest - restored; what was trained after the newest save comes on top of it.
+        lost_s: training that was lost.
+        down_s: to the first sign of the next launch.
+        recovery_s: from there until all ranks had restored.
+    """
+
+    launch: int
+    time: float
+    state: str
+    silent: tuple[int, ...]
+    first_silent: tuple[int, ...]
+    first_nodes: tuple[str, ...]
+    gone: tuple[str, ...]
+    new: tuple[str, ...]
+    newest: int | None
+    restored: int | None
+    went_on: bool
+    source: str
+    places: Mapping[str, int]
+    steps_lost: int
+    lost_s: float
+    down_s: float
+    recovery_s: float
+
+
+def failures(launches: Sequence[Launch], lost: Sequence[Lost]) -> list[Failure]:
+    """Find the failures. The last launch has failed only where some ranks say so: else it may be running."""
+    found = []
+    for number, launch in enumerate(launches):
+        if launch.state in ("ended", "open"):
+            continue
+        found.append(_failure(number, launches, lost))
+    return found
+
+
+def _failure(number: int, launches: Sequence[Launch], lost: Sequence[Lost]) -> Failure:
+    launch = launches[number]
+    after = launches[number + 1] if number + 1 < len(launches) else None
+    back = next((stretch for later in launches[number + 1 :] for stretch in later.stretches if stretch.trained), None)
+    first = _first_silent(launch)
+    nodes = [node for node in launch.nodes if (on := _ranks_on(launch, node)) and on <= set(first)]
+    newest = launch.stretches[-1].newest if launch.trained else None
+    restored = None if back is None else back.from_step
+    steps = 0 if newest is None or back is None else max(0, newest - (0 if restored is None else restored))
+    return Failure(
+        launch=number, time=launch.last, state="failed" if launch.state == "failed" else "killed",
+        silent=tuple(launch.silent), first_silent=first, first_nodes=tuple(nodes),
+        gone=() if after is None else tuple(node for node in launch.nodes if node not in after.nodes),
+        new=() if after is None else tuple(node for node in after.nodes if node not in launch.nodes),
+        newest=newest, restored=restored, went_on=back is not None,
+        source=_source(back), places=_places(back), steps_lost=steps,
+        lost_s=sum(one.ended - one.began for one in lost if launch.began <= one.began and one.ended <= launch.last),
+        down_s=0.0 if after is None else max(0.0, after.began - launch.last),
+        recovery_s=after.stretches[0].ready - after.began if after is not None and after.trained else 0.0,
+    )  # fmt: skip
+
+
+def _ranks_on(launch: Launch, node: str) -> set[int]:
+    return {rank for rank, place in launch.places.items() if place == node}
+
+
+def _first_silent(launch: Launch) -> tuple[int, ...]:
+    """Ranks that went before the others; none where all went together.
+
+    All ranks save and commit together. So who misses the newest save or commit of the others, while there still were
+    signs of these, had gone.
+    """
+    if launch.ends:
+        return tuple(launch.silent)
+    missed: set[int] = set()
+    for kind in ("save", "commit"):
+        newest: dict[int, Event] = {event.rank: event for event in launch.events if event.kind == kind}
+        early = [event.time for event in newest.values() if event.time < launch.last - _TOGETHER_S]
+        if not early:
+            continue
+        last = max(early)
+        missed |= {rank for rank in launch.signs if rank not in newest or newest[rank].time < last - _TOGETHER_S}
+    return tuple(sorted(missed)) if len(missed) < len(launch.signs) else ()
+
+
+def _source(stretch: Stretch | None) -> str:
+    """Memory where all ranks found their state there; else the folder of those that did not."""
+    sources = [] if stretch is None else [event.text("source") for event in stretch.restores.values()]
+    return next((source for source in sources if source != "memory"), "memory" if sources else "")
+
+
+def _places(stretch: Stretch | None) -> dict[str, int]:
+    """Where ranks found their state: their own node's memory, another's, parity, other ranks, a folder."""
+    found: Counter[str] = Counter()
+    for event in () if stretch is None else stretch.restores.values():
+        place = event.text("from") if event.text("source") == "memory" else event.text("source")
+        if place in ("", event.node):
+            place = "own node" if event.text("source") == "memory" else "the directory"
+        elif place not in ("parity", "other ranks") and event.text("source") == "memory":
+            place = f"memory of {place}"
+        found[place] += 1
+    return dict(found.most_common())
