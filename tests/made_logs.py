@@ -64,8 +64,10 @@ class Job:
         ranks = {rank: node for index, node in enumerate(nodes)
                  for rank in range(index * self.ranks_per_node, (index + 1) * self.ranks_per_node)}  # fmt: skip
         dies = dies or {}
-        told = {"ranks": len(ranks), "nodes": list(nodes), "redundancy": self.redundancy, "survives": self.survives,
-                "transport": "p2p", "job": "run42-1c0d5a3e", "version": "0.1.0", "drain_every": self.drain_every}  # fmt: skip
+        told = {
+            "ranks": len(ranks), "nodes": list(nodes), "redundancy": self.redundancy, "survives": self.survives,
+            "transport": "p2p", "job": "run42-1c0d5a3e", "version": "0.1.0", "drain_every": self.drain_every,
+        }  # fmt: skip
 
         def say(event: str, time: float, rank: int, **fields: Any) -> None:
             if time <= dies.get(ranks[rank], time):
@@ -126,8 +128,9 @@ class Job:
 
 def eventful(path: Path) -> list[Path]:
     """Three quarters of an hour on four nodes with eight ranks: a node is lost, a process fails, a clean end."""
+    survives = "any process; any 1 of 4 nodes; 4 of 6 pairs of nodes; not: n1 and n2 together, n3 and n4 together"
     job = Job(ranks_per_node=2, step_s=0.84, every=25, stall_s=0.11, protect_s=1.6, nbytes=1536 * MIB, drain_every=20,
-              noise=0.6, survives="any process; any 1 of 4 nodes; 4 of 6 pairs of nodes; not: n1 and n2 together, n3 and n4 together")  # fmt: skip
+              noise=0.6, survives=survives)  # fmt: skip
     at = BEGAN
     at = job.launch("9f31c2aa", at, ["n1", "n2", "n3", "n4"], None, 4000, end=None,
                     dies={"n3": at + 812.4, "n1": at + 815.1, "n2": at + 815.1, "n4": at + 815.2})  # fmt: skip
@@ -144,11 +147,20 @@ def eventful(path: Path) -> list[Path]:
 
 def large(path: Path, nodes: int = 64, ranks_per_node: int = 8, saves: int = 40) -> list[Path]:
     """Hundreds of ranks, tens of thousands of events; a node is lost after two thirds."""
-    job = Job(ranks_per_node=ranks_per_node, step_s=3.0, every=20, stall_s=0.2, protect_s=8.0, nbytes=4096 * MIB, noise=0.5)
+    job = Job(
+        ranks_per_node=ranks_per_node, step_s=3.0, every=20, stall_s=0.2, protect_s=8.0, nbytes=4096 * MIB, noise=0.5
+    )
     names = [f"node{index:03d}" for index in range(nodes)]
     third = BEGAN + saves * 2 / 3 * 60.2
     dead = dict.fromkeys(names, third + 4.0) | {names[nodes // 2]: third}
     at = job.launch("11111111", BEGAN, names, None, 20 * saves, dies=dead, end=None)
     spare = [*names[: nodes // 2], "spare0", *names[nodes // 2 + 1 :]]
-    job.launch("22222222", at + 60, spare, int(saves * 2 / 3) * 20 - 20, 20 * saves, places={nodes // 2 * ranks_per_node: "parity"})
+    job.launch(
+        "22222222",
+        at + 60,
+        spare,
+        int(saves * 2 / 3) * 20 - 20,
+        20 * saves,
+        places={nodes // 2 * ranks_per_node: "parity"},
+    )
     return job.write(path)

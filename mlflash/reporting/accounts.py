@@ -40,7 +40,11 @@ class Account:
     @property
     def goodput(self) -> float:
         """Share of the wall time in which training made progress that was kept, 0 to 1."""
-        return self.kept_s / self.wall_s if self.wall_s > 0 else 0.0
+        return self.share(self.kept_s)
+
+    def share(self, seconds: float) -> float:
+        """The share of the wall time that some seconds are, 0 where there is none."""
+        return seconds / self.wall_s if self.wall_s > 0 else 0.0
 
 
 @dataclasses.dataclass(frozen=True)

@@ -30,15 +30,17 @@ def _seconds(_: click.Context, option: click.Parameter, text: str | None) -> flo
 @click.argument("logs", nargs=-1, required=True, type=_FILE)
 @click.option("--output", "-o", type=click.Path(dir_okay=False), metavar="FILE", help="The page. [report.html]")
 @click.option(
-    "--mtbf", callback=_seconds, help="Mean time between failures of one node, for the interval: 264d, 30000h. [measured]"
+    "--mtbf",
+    callback=_seconds,
+    help="Mean time between failures of one node, for the interval: 264d, 30000h. [measured]",
 )
 @json_option
 def report(logs: tuple[str, ...], output: str | None, mtbf: float | None, as_json: bool) -> None:
     """Make one page of what happened to a job, from its event logs.
 
     LOGS are what Checkpointer(log="run.jsonl") wrote; run.jsonl stands for the files of the other nodes, too. The page
-    needs no network. With --json the same numbers are printed, and a page is made only with -o. Exits with 1 where there
-    is no event in the logs.
+    needs no network. With --json the same numbers are printed, and a page is made only with -o. Exits with 1 where
+    there is no event in the logs.
     """
     from .lines import files_of, read
     from .page import page

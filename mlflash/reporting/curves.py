@@ -1,4 +1,4 @@
-"""Curves over time as SVG, stretched to the width they are given: a line for the median rank, a band for all of them."""
+"""Curves over time as SVG, stretched to the width they are given: a line for the median rank, a band for all."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from .words import clock, show_seconds, ticks
 
 _MOST_POINTS = 240
 _WIDTH, _HEIGHT = 1000.0, 160.0  # of the drawing; it is stretched in width
+_ROUND = ((1, 4), (1.5, 3), (2, 4), (3, 3), (4, 4), (5, 5), (6, 3), (8, 4), (10, 5))  # the end of a scale, its parts
 _SPREAD = 12.0  # the most over the median, from which on a scale is logarithmic
 
 
@@ -24,7 +25,8 @@ class Scale:
 
     least: float
     most: float
-    logarithmic: bool
+    logarithmic: bool = False
+    parts: int = 4
 
     def at(self, value: float) -> float:
         """The height of a value."""
@@ -35,7 +37,7 @@ class Scale:
     def marks(self) -> list[float]:
         """Values to be written beside it."""
         if not self.logarithmic:
-            return [self.least + (self.most - self.least) * part / 4 for part in range(5)]
+            return [self.least + (self.most - self.least) * part / self.parts for part in range(self.parts + 1)]
         first, last = round(math.log10(self.least)), round(math.log10(self.most))
         return [10.0**power for power in range(first, last + 1, max(1, (last - first) // 4))]
 
@@ -56,15 +58,15 @@ def scale(points: Sequence[Point], unit: float = 1.0) -> Scale:
     least = min((point.least for point in points if point.least > 0), default=0.0)
     if least > 0 and most > _SPREAD * median:
         return Scale(10.0 ** math.floor(math.log10(least)), 10.0 ** math.ceil(math.log10(most) + 1e-9), True)
-    return Scale(0.0, _round_up(most / unit) * unit or 1.0, False)
+    return _linear(most, unit)
 
 
-def _round_up(value: float) -> float:
-    """The next number whose quarters are short: 1, 2, 4, 8, 10 times a power of ten."""
-    if value <= 0:
-        return 0.0
-    power = 10.0 ** math.floor(math.log10(value))
-    return next(factor * power for factor in (1, 2, 4, 8, 10, 20) if factor * power >= value * 0.9999)
+def _linear(most: float, unit: float) -> Scale:
+    """A scale from 0 to a round number of a unit, in round parts."""
+    value = most / unit
+    power = 10.0 ** math.floor(math.log10(value)) if value > 0 else 1.0
+    factor, parts = next((one for one in _ROUND if one[0] * power >= value * 0.9999), _ROUND[-1])
+    return Scale(0.0, factor * power * unit, parts=parts)
 
 
 def thinned(points: Sequence[Point], most: int = _MOST_POINTS) -> list[list[Point]]:
@@ -103,7 +105,7 @@ def curve(points: Sequence[Point], window: Window, failures: Sequence[float], na
         "svg", *_paths(groups, window, chosen), viewBox=f"0 0 {_WIDTH:g} {_HEIGHT:g}", preserveAspectRatio="none",
         width="100%", height=_HEIGHT,
     )  # fmt: skip
-    step_s, times = ticks(window.began, window.ended, 4)
+    step_s, times = ticks(window.began, window.ended, 5)
     lines = [tag("line", x1=percent(window.at(t)), x2=percent(window.at(t)), y1=0, y2=_HEIGHT, class_="failure")
              for t in failures]  # fmt: skip
     hover = [_hover(before, group, after, window, show) for before, group, after in _neighbours(groups)]
@@ -165,12 +167,11 @@ def waste_curve(advice: Advice, wastes: Callable[[float], float]) -> Markup:
     """Draw the share of time that saves and failures cost, over the interval; with the best one and the present one."""
     assert advice.best_s
     marked = [("best", advice.best_s)] + ([("now", advice.now_s)] if advice.now_s else [])
-    first = math.log(min(value for _, value in marked) / 12)
-    last = math.log(max(value for _, value in marked) * 12)
+    first = math.log(min(value for _, value in marked) / 10)
+    last = math.log(max(value for _, value in marked) * 10)
     intervals = [math.exp(first + (last - first) * part / 80) for part in range(81)]
     values = [min(1.0, wastes(interval)) for interval in intervals]
-    top = min(1.0, 4 * max(wastes(value) for _, value in marked))
-    chosen = Scale(0.0, _round_up(100 * top) / 100, False)
+    chosen = _linear(min(1.0, 2.5 * max(wastes(value) for _, value in marked)), 0.01)
 
     def x_of(interval: float) -> float:
         return (math.log(interval) - first) / (last - first)

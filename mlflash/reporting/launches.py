@@ -109,7 +109,7 @@ class Launch:
 
     @property
     def state(self) -> str:
-        """How it ended: "ended", "failed" (by an exception), "killed" (ranks are silent), "open" (it may be running)."""
+        """How it ended: "ended", "failed" (by an exception), "killed" (ranks are silent), "open" (it may run)."""
         if not self.ends and not self.followed:
             return "open"
         if self.silent:

@@ -189,6 +189,7 @@ def _understand(document: dict[str, Any]) -> Event | None:
     step, nbytes = _whole(document.get("step", -1), 1 << 63, -1), _whole(document.get("nbytes", 0), 1 << 63)
     if time is None or seconds is None or rank is None or step is None or nbytes is None or seconds > time:
         return None
+    seconds = round(seconds, 9)  # less than a nanosecond is no time, and nothing can be divided by it
     intern = sys.intern
     more = {} if kind in _PLAIN else document
     return Event(intern(kind), time, intern(run[:80]), rank, intern(node[:200]), seconds, step, nbytes, more)

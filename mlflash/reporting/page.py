@@ -6,7 +6,7 @@ import base64
 import hashlib
 import importlib.resources
 
-from . import parts, tables
+from . import sections, tables
 from .markup import Markup, tag
 from .rows import rows
 from .story import Story
@@ -29,22 +29,22 @@ _TITLES = {
 def page(story: Story) -> str:
     """Write the page of a story. Not collective."""
     lanes = rows(story.launches)
-    sections = [
-        _section("time", parts.time_spent(story)),
-        _section("timeline", parts.timeline(story, lanes)),
-        _section("stalls", parts.stalls(story), "half"),
-        _section("bandwidth", parts.bandwidths(story), "half"),
+    below = [
+        _section("time", sections.time_spent(story)),
+        _section("timeline", sections.timeline(story, lanes)),
+        _section("stalls", sections.stalls(story), "half"),
+        _section("bandwidth", sections.bandwidths(story), "half"),
         _section("failures", tables.failures(story)),
         _section("memory", tables.memory(story), "half"),
         _section("layout", tables.layout(story), "half"),
-        _section("interval", parts.interval(story)),
+        _section("interval", sections.interval(story)),
         _section("launches", tables.launches(story)),
         _section("warnings", tables.warnings(story)),
         _section("reading", tables.reading(story)),
     ]
     body = tag(
         "body",
-        tag("main", parts.head(story), parts.headline(story), tag("div", *sections, class_="sections")),
+        tag("main", sections.head(story), sections.headline(story), tag("div", *below, class_="sections")),
         tag("div", id="tip", role="presentation"),
         tag("script", Markup(_file("page.js"))),
     )
@@ -67,7 +67,7 @@ def _head(story: Story) -> Markup:
         tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
         tag("meta", name="color-scheme", content="light dark"),
         tag("link", rel="icon", href="data:,"),
-        tag("title", f"{parts.name_of(story)}: checkpoints"),
+        tag("title", f"{sections.name_of(story)}: checkpoints"),
         tag("style", Markup(_file("page.css"))),
     )
 

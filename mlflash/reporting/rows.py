@@ -61,9 +61,10 @@ class Row:
     """A row of the timeline.
 
     Attributes:
-        name: "rank 3", "node n1".
-        node: of its ranks; "" where there are several.
+        name: "rank 3", "n1", "n1 +3" (and three more).
+        node: of its ranks; the first, where there are several.
         ranks: how many.
+        what: all of it, in words.
         lives: of it.
         marks: kind of event → its marks, by their begin.
     """
@@ -71,6 +72,7 @@ class Row:
     name: str
     node: str
     ranks: int
+    what: str
     lives: list[Life] = dataclasses.field(default_factory=list)
     marks: dict[str, list[Mark]] = dataclasses.field(default_factory=dict)
 
@@ -87,7 +89,9 @@ def rows(launches: Sequence[Launch], most: int = MOST_ROWS) -> list[Row]:
             life = lives.setdefault(at, Life(number, event.began, event.time))
             life.began, life.ended = min(life.began, event.began), max(life.ended, event.time)
             if event.kind in LANES or event.kind in ("commit", "restore"):
-                turn = again[event.rank, event.kind, event.step] = again.get((event.rank, event.kind, event.step), 0) + 1
+                turn = again[event.rank, event.kind, event.step] = (
+                    again.get((event.rank, event.kind, event.step), 0) + 1
+                )
                 _join(together, (at, event.kind, event.step, turn), event)
         for rank in launch.signs:
             life = lives[row_of[launch.places[rank], rank]]
@@ -115,35 +119,55 @@ def _places(launches: Sequence[Launch], most: int) -> tuple[dict[tuple[str, int]
     seen = {(event.node, event.rank) for launch in launches for event in launch.events}
     places = sorted(seen, key=lambda place: (order[place[0]], place[1]))
     if len(places) <= most:
-        found = [Row(f"rank {rank}", node, 1) for node, rank in places]
+        found = [Row(f"rank {rank}", node, 1, f"rank {rank} on {node}") for node, rank in places]
         return {place: at for at, place in enumerate(places)}, found
     ranks_of: dict[str, list[int]] = {}
     for node, rank in places:
         ranks_of.setdefault(node, []).append(rank)
-    nodes = list(ranks_of)
-    each = math.ceil(len(nodes) / most)
     found = []
-    for first in range(0, len(nodes), each):
-        those = nodes[first : first + each]
-        ranks = [rank for node in those for rank in ranks_of[node]]
-        name = those[0] if len(those) == 1 else f"{those[0]} to {those[-1]}"
-        found.append(Row(f"{name}: {named(ranks)}", those[0] if len(those) == 1 else "", len(ranks)))
-    at_node = {node: at // each for at, node in enumerate(nodes)}
-    return {(node, rank): at_node[node] for node, rank in places}, found
+    row_of: dict[tuple[str, int], int] = {}
+    for group in _groups(list(ranks_of), launches, most):
+        ranks = sorted({rank for node in group for rank in ranks_of[node]})
+        row_of |= {(node, rank): len(found) for node in group for rank in ranks_of[node]}
+        name = group[0] if len(group) == 1 else f"{group[0]} +{len(group) - 1}"
+        what = f"{name}, {named(ranks)}" if len(group) == 1 else f"{group[0]} to {group[-1]}, {named(ranks)}"
+        found.append(Row(name, group[0], len(ranks), what))
+    return row_of, found
 
 
-def merged(marks: Iterable[Mark], began: float, ended: float, gap_s: float, most_s: float) -> list[Mark]:
-    """The marks between two moments; those that stand closer than a gap are one, up to a length."""
-    found: list[Mark] = []
-    for mark in marks:
-        if mark.ended < began or mark.began > ended:
+def _groups(nodes: Sequence[str], launches: Sequence[Launch], most: int) -> list[list[str]]:
+    """Put neighbouring nodes together, but for those that came or went: these are what one wants to see."""
+    alone = [node for node in nodes if any(node not in launch.nodes for launch in launches)][: most // 4]
+    each = 1 if len(nodes) <= most else math.ceil(len(nodes) / (most - 2 * len(alone)))
+    groups: list[list[str]] = []
+    for node in nodes:
+        if not groups or node in alone or groups[-1][-1] in alone or len(groups[-1]) == each:
+            groups.append([])
+        groups[-1].append(node)
+    return groups
+
+
+def within(marks: Iterable[Mark], began: float, ended: float, most: int | None) -> list[Mark]:
+    """The marks between two moments; where there are more than so many, those that begin in the same cell are one.
+
+    Cells are as long as each other, and stand side by side without a gap, as far as there are marks in them.
+    """
+    inside = [mark for mark in marks if mark.ended >= began and mark.began <= ended]
+    if most is None or len(inside) <= most:
+        return inside
+    length_s = (ended - began) / most
+    cells: dict[int, Mark] = {}
+    for mark in inside:
+        number = int((mark.began - began) // length_s)
+        cell = cells.get(number)
+        if cell is None:
+            cells[number] = dataclasses.replace(mark)
             continue
-        last = found[-1] if found else None
-        if last is None or mark.began - last.began < 0 or (
-            mark.began > last.ended + gap_s or mark.ended - last.began > most_s
-        ):  # fmt: skip
-            found.append(dataclasses.replace(mark))
-            continue
-        last.ended, last.last = max(last.ended, mark.ended), mark.last
-        last.count, last.seconds, last.nbytes = last.count + 1, last.seconds + mark.seconds, last.nbytes + mark.nbytes
-    return found
+        cell.ended, cell.last = max(cell.ended, mark.ended), mark.last
+        cell.count, cell.seconds, cell.nbytes = cell.count + 1, cell.seconds + mark.seconds, cell.nbytes + mark.nbytes
+    for number, cell in cells.items():
+        if number - 1 in cells:
+            cell.began = min(cell.began, began + number * length_s)
+        if number + 1 in cells:
+            cell.ended = max(cell.ended, began + (number + 1) * length_s)
+    return list(cells.values())

@@ -11,7 +11,7 @@ from .story import Story
 from .words import clock, lasted, listed, many, show_bytes, show_seconds, show_time
 
 _MOST_WARNINGS = 60
-_MOST_NODES = 32
+_MOST_NODES = 12
 _MOST_LAUNCHES = 100
 
 
@@ -39,12 +39,12 @@ def failures(story: Story) -> Markup:
     heads = [
         ("Failure", "its number in the timeline"),
         ("Last sign (UTC)", "of the launch; what happened came after it"),
-        ("What went silent", "ranks that were missing while others still were heard of, or all; and nodes that the next launch "
-                             "did not have any more"),
+        ("What went silent", "ranks that were missing while others still were heard of, or all; and nodes that the "
+                             "next launch did not have any more"),
         ("Went on from", "the step that was restored, and where ranks found it"),
         ("Steps lost", "from the newest step that was saved before to the one restored"),
         ("Training lost", "time from the save of the restored step to the last sign"),
-        ("Until training", "from the last sign to the first one of the next launch, and from there until all had restored"),
+        ("Until training", "from the last sign to the first one of the next launch, and until all had restored"),
     ]  # fmt: skip
     rows = [
         (tag("b", str(number)), show_time(failure.time), _silent(story, failure), _back(failure),
@@ -92,16 +92,17 @@ def memory(story: Story) -> Markup:
     rows = []
     for one in kept:
         text = f"{one.node}: {show_bytes(one.peak_nbytes)} at most, {show_bytes(one.last_nbytes)} at last"
-        bar = tag("svg", titled(text), tag("rect", width=percent(one.peak_nbytes / most), height=12, rx=2, class_="peak"),
-                  tag("rect", width=percent(one.last_nbytes / most), height=12, rx=2, class_="last"),
-                  width="100%", height=12, role="img", aria_label=text)  # fmt: skip
+        parts = [tag("rect", width=percent(nbytes / most), height=12, rx=2, class_=when)
+                 for nbytes, when in ((one.peak_nbytes, "peak"), (one.last_nbytes, "last"))]  # fmt: skip
+        bar = tag("svg", titled(text), *parts, width="100%", height=12, role="img", aria_label=text)
         rows.append(tag("tr", tag("th", one.node, scope="row"), tag("td", bar, class_="wide"),
                         tag("td", show_bytes(one.peak_nbytes))))  # fmt: skip
     note = "What checkpoints took of each node's memory, at most: own slots, copies or parity of others, shares."
     if len(kept) < len(story.memory):
         rest = sorted(one.peak_nbytes for one in story.memory if one not in shown)
-        note += (f" The {len(kept)} with the most of {len(story.memory)}; the others took {show_bytes(rest[0])} to "
-                 f"{show_bytes(rest[-1])}.")  # fmt: skip
+        few, most_ = show_bytes(rest[0]), show_bytes(rest[-1])
+        took = few if few == most_ else f"{few} to {most_}"
+        note += f" Here are the {len(kept)} nodes with the most; each of the other {len(rest)} took {took}."
     heads = tag("thead", tag("tr", *(tag("th", name, scope="col") for name in ("Node", "Memory", "At most"))),
                 class_="unseen")  # fmt: skip
     return tag("div", tag("p", note, class_="note"), tag("table", heads, tag("tbody", *rows), class_="bars"))
@@ -140,16 +141,19 @@ _ENDS = {"ended": "by itself", "failed": "by an exception", "killed": "ranks wen
 
 def launches(story: Story) -> Markup:
     """What each launch came to."""
-    heads = [("Launch", "number and run id"), ("Began (UTC)", ""), ("Lasted", "from its first to its last sign"),
-             ("On", ""), ("Steps", "from the one restored to the newest one saved"), ("Commits", ""), ("Ended", "")]  # fmt: skip
+    heads = [
+        ("Launch", "number and run id"), ("Began (UTC)", ""), ("Lasted", "from its first to its last sign"), ("On", ""),
+        ("Steps", "from the one restored to the newest one saved"), ("Commits", ""), ("Ended", ""),
+    ]  # fmt: skip
     rows = []
     for number, launch in enumerate(story.launches, 1):
         first, newest = launch.stretches[0].from_step, launch.stretches[-1].newest
-        steps = "none" if newest is None else f"{'begin' if first is None else f'{first:,}'} to {newest:,}"
+        steps = "none" if newest is None else f"{'up' if first is None else f'{first:,}'} to {newest:,}"
         on = f"{many(launch.ranks, 'rank')}, {listed(launch.nodes)}"
-        run = tag("code", launch.run)
-        rows.append((tag("div", tag("b", str(number)), " ", run), show_time(launch.began), lasted(launch.last - launch.began),
-                     on, steps, f"{sum(1 for _ in launch.commits):,}", _ENDS[launch.state]))  # fmt: skip
+        name = tag("div", tag("b", str(number)), " ", tag("code", launch.run))
+        commits = f"{sum(1 for _ in launch.commits):,}"
+        rows.append((name, show_time(launch.began), lasted(launch.last - launch.began), on, steps, commits,
+                     _ENDS[launch.state]))  # fmt: skip
     left_out = len(rows) - _MOST_LAUNCHES
     note = [tag("p", f"The newest {_MOST_LAUNCHES} of {len(rows)}.", class_="note")] if left_out > 0 else []
     return tag("div", *note, table(heads, rows[-_MOST_LAUNCHES:]))
@@ -189,9 +193,9 @@ def reading(story: Story) -> Markup:
 
 def _caveats(story: Story) -> Iterator[str]:
     yield from story.notes
-    yield ("Only saves and commits tell of progress. What was trained after the newest save of a launch is lost with it, and "
-           "counted as time, not as steps.")  # fmt: skip
-    yield ("A process that is killed says nothing: a failure came some time after the last sign before it, and that time counts "
-           "as time without any process.")  # fmt: skip
+    yield ("Only saves and commits tell of progress. What was trained after the newest save of a launch is lost with "
+           "it, and counted as time, not as steps.")  # fmt: skip
+    yield ("A process that is killed says nothing: a failure came some time after the last sign before it, and that "
+           "time counts as time without any process.")  # fmt: skip
     yield "What protecting and draining cost beside training, in cores and bandwidth, is part of the time of training."
     yield "Times are of the clocks of the nodes."

@@ -8,15 +8,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 
-from .markup import Markup, escape, join, percent, tag, titled
-from .rows import LANES, Life, Mark, Row, merged
+from .markup import Markup, percent, tag, titled
+from .rows import LANES, Life, Mark, Row, within
 from .story import Story
 from .words import clock, lasted, many, show_bytes, show_seconds, show_time, ticks
 
 _MOST_MARKS = 7000  # in one drawing; about a megabyte
-_AXIS, _GAP, _FOOT = 30, 9, 6  # pixels: above the rows, between nodes, below
+_AXIS, _GAP, _FOOT = 42, 9, 6  # pixels: above the rows, between nodes, below
 _THIN = 0.002  # share of the width that a mark has at least
-_DENSE = (0.08, 0.2, 0.45)  # shares of the time; a merged mark is the paler the less of it happened
+_DENSE = (0.02, 0.1, 0.3)  # shares of the time; a mark of several steps is the paler the less of it they fill
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +30,10 @@ class Window:
     def span(self) -> float:
         """Its length in seconds; never 0."""
         return max(self.ended - self.began, 1e-3)
+
+    def shows(self, began: float, ended: float) -> bool:
+        """Whether any of a time is in it."""
+        return began <= self.ended and ended >= self.began
 
     def at(self, time: float) -> float:
         """Where a moment is, as a share of the width."""
@@ -64,14 +68,15 @@ def draw(story: Story, rows: Sequence[Row], window: Window, name: str, title: st
         name: of the drawing; another for each on a page.
         title: what it shows.
     """
+    rows = [row for row in rows if any(window.shows(life.began, life.ended) for life in row.lives)]
     heights = _heights(len(rows))
     tops, bottom = _tops(rows, heights)
     step_s, times = ticks(window.began, window.ended)
-    bars = max(40, min(600, _MOST_MARKS // (len(rows) * (len(LANES) + 1))))
+    most = _most_marks(rows)
     drawn = [
         _hatches(name),
         *(_grid(window.at(time), bottom) for time in times),
-        *(_row(row, top, heights, window, bars) for row, top in zip(rows, tops, strict=True)),
+        *(_row(row, top, heights, window, most) for row, top in zip(rows, tops, strict=True)),
         *_across(story, window, bottom, name),
         *(_axis_label(window.at(time), clock(time, step_s)) for time in times),
     ]
@@ -100,16 +105,13 @@ def _labels(rows: Sequence[Row], tops: Sequence[int], heights: Heights) -> Itera
         of_node = row.ranks == 1 and row.node != node
         node = row.node
         text = [tag("b", row.node)] if of_node else []
-        yield tag("div", *text, tag("span", row.name), class_="label", title=_where(row),
+        yield tag("div", *text, tag("span", row.name), class_="label", title=row.what,
                   style=f"top:{top}px;height:{heights.row}px;line-height:{heights.row}px")  # fmt: skip
-
-
-def _where(row: Row) -> str:
-    return f"{row.name} on {row.node}" if row.ranks == 1 else row.name
 
 
 def _hatches(name: str) -> Markup:
     """Patterns for the time that was lost and the time when nothing ran."""
+
     def hatch(what: str) -> Markup:
         line = tag("line", x1="0", y1="0", x2="0", y2="6", class_=f"{what}-line")
         ground = tag("rect", width="6", height="6", class_=f"{what}-ground")
@@ -120,7 +122,7 @@ def _hatches(name: str) -> Markup:
 
 
 def _grid(share: float, bottom: int) -> Markup:
-    return tag("line", x1=percent(share), x2=percent(share), y1=_AXIS - 4, y2=bottom, class_="grid")
+    return tag("line", x1=percent(share), x2=percent(share), y1=20, y2=bottom, class_="grid")
 
 
 def _axis_label(share: float, text: str) -> Markup:
@@ -129,20 +131,26 @@ def _axis_label(share: float, text: str) -> Markup:
     return tag("text", text, x=percent(share), y=12, class_="tick", text_anchor=anchor)
 
 
-def _row(row: Row, top: int, heights: Heights, window: Window, bars: int) -> Markup:
+def _most_marks(rows: Sequence[Row]) -> int | None:
+    """How many marks of a kind a row may have; None where all of them are not too many."""
+    counts = [len(marks) for row in rows for marks in row.marks.values()]
+    return None if sum(counts) <= _MOST_MARKS else max(40, min(600, _MOST_MARKS // len(counts)))
+
+
+def _row(row: Row, top: int, heights: Heights, window: Window, most: int | None) -> Markup:
     parts = [titled(_summary(row))]
     for life in row.lives:
         parts += _alive(life, top, heights, window)
-    parts += [_bar(mark, "restore", top, heights.alive, window, _restored(mark)) for mark in
-              merged(row.marks.get("restore", ()), window.began, window.ended, 0.0, window.span)]  # fmt: skip
-    gap_s, most_s = window.span / bars, 6 * window.span / bars
+    for mark in within(row.marks.get("restore", ()), window.began, window.ended, most):
+        parts.append(_bar(mark, "restore", top, heights.alive, window, _restored(mark)))
     for kind, lane in LANES.items():
-        for mark in merged(row.marks.get(kind, ()), window.began, window.ended, gap_s, most_s):
+        for mark in within(row.marks.get(kind, ()), window.began, window.ended, most):
             parts.append(_bar(mark, lane, top, getattr(heights, kind), window, _SAY[kind](mark)))
     above, height = heights.protect
-    for mark in merged(_moments(row.marks.get("commit", ())), window.began, window.ended, gap_s, 0.0):
-        parts.append(_bar(mark, "commit", top, (above - 1.5, height + 3), window, _committed(mark)))
-    return tag("g", *parts, class_="row", data_row=_where(row))
+    for mark in within(_moments(row.marks.get("commit", ())), window.began, window.ended, most):
+        if mark.count == 1:  # where they would be a wall, the lane of protection shows enough
+            parts.append(_bar(mark, "commit", top, (above - 1.5, height + 3), window, _committed(mark)))
+    return tag("g", *parts, class_="row", data_row=row.what)
 
 
 def _moments(marks: Iterable[Mark]) -> Iterator[Mark]:
@@ -151,7 +159,7 @@ def _moments(marks: Iterable[Mark]) -> Iterator[Mark]:
 
 
 def _alive(life: Life, top: int, heights: Heights, window: Window) -> list[Markup]:
-    if life.ended < window.began or life.began > window.ended:
+    if not window.shows(life.began, life.ended):
         return []
     left, right = window.at(life.began), window.at(life.ended)
     above, height = heights.alive
@@ -162,7 +170,7 @@ def _alive(life: Life, top: int, heights: Heights, window: Window) -> list[Marku
 def _bar(mark: Mark, kind: str, top: int, at: tuple[float, float], window: Window, text: str) -> Markup:
     left, right = window.at(mark.began), window.at(mark.ended)
     width = max(right - left, _THIN)
-    pale = sum(mark.share > limit for limit in _DENSE) if mark.count > 1 and kind != "commit" else len(_DENSE)
+    pale = sum(mark.share > limit for limit in _DENSE) if mark.count > 1 else len(_DENSE)
     dense = "" if pale == len(_DENSE) else f" d{pale}"
     return tag("rect", titled(text), x=percent(min(left, 1 - width)), width=percent(width), y=top + at[0], height=at[1],
                class_=kind + dense)  # fmt: skip
@@ -170,6 +178,7 @@ def _bar(mark: Mark, kind: str, top: int, at: tuple[float, float], window: Windo
 
 def _across(story: Story, window: Window, bottom: int, name: str) -> Iterator[Markup]:
     """What concerns all rows: training that was lost, time without any process, failures."""
+
     def band(began: float, ended: float, what: str, text: str) -> Markup | None:
         if ended <= window.began or began >= window.ended:
             return None
@@ -189,7 +198,7 @@ def _across(story: Story, window: Window, bottom: int, name: str) -> Iterator[Ma
             at = percent(window.at(failure.time))
             text = f"failure {number}: the last sign of launch {failure.launch + 1}, {show_time(failure.time)} UTC"
             line = tag("line", x1=at, x2=at, y1=_AXIS - 5, y2=bottom, class_="failure")
-            badge = tag("text", str(number), x=at, y=_AXIS - 7, class_="badge", text_anchor="middle")
+            badge = tag("text", str(number), x=at, y=_AXIS - 9, class_="badge", text_anchor="middle")
             yield tag("g", titled(text), line, badge, class_="failed")
 
 
@@ -218,8 +227,6 @@ def _restored(mark: Mark) -> str:
 
 
 def _committed(mark: Mark) -> str:
-    if mark.count > 1:
-        return f"{_steps(mark)}: committed"
     return f"{_steps(mark)}: committed {show_seconds(mark.seconds)} after its save, at {clock(mark.ended)} UTC"
 
 
@@ -228,10 +235,9 @@ _SAY = {"save": _stalled, "protect": _protected, "drain": _drained}
 
 def _summary(row: Row) -> str:
     """What a row shows, for who cannot see it."""
-    count = {kind: sum(mark.count for mark in row.marks.get(kind, ())) for kind in ("save", "commit", "restore")}
-    text = f"{_where(row)}: {many(len(row.lives), 'launch')}, {many(count['save'], 'save')}, {many(count['commit'], 'commit')}"
-    if count["restore"]:
-        text += f", {many(count['restore'], 'restore')}"
+    counts = [(kind, len(row.marks.get(kind, ()))) for kind in ("save", "commit", "restore")]
+    told = [many(count, kind) for kind, count in counts if count]
+    text = f"{row.what}: {', '.join([many(len(row.lives), 'launch'), *told])}"
     silent = [str(life.launch + 1) for life in row.lives if life.silent]
     return text + (f"; without an end in launch {', '.join(silent)}" if silent else "")
 
@@ -240,6 +246,3 @@ def legend(entries: Sequence[tuple[str, str, str]]) -> Markup:
     """Explain colours: (class, name, what it means)."""
     items = [tag("li", tag("i", class_=f"key {kind}"), tag("span", name), title=text) for kind, name, text in entries]
     return tag("ul", *items, class_="legend")
-
-
-__all__ = ["Window", "draw", "escape", "join", "legend"]

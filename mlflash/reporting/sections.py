@@ -55,11 +55,13 @@ def verdict(story: Story) -> str:
     account = story.account
     if not story.failures:
         text = f"No failure in {lasted(account.wall_s)}."
-        if story.stall.count and account.wall_s > 0:
-            text += f" Saving cost {_small_share(account.stall_s / account.wall_s)} of the time."
+        if story.stall.count:
+            text += f" Saving cost {_small_share(account.share(account.stall_s))} of the time."
         return text
     back = [failure for failure in story.failures if failure.went_on]
-    text = f"{many(len(story.failures), 'failure')} in {lasted(account.wall_s)}."
+    cost_s = sum(failure.lost_s + failure.down_s + failure.recovery_s for failure in story.failures)
+    count, share_ = many(len(story.failures), "failure"), _small_share(account.share(cost_s))
+    text = f"{count} in {lasted(account.wall_s)} cost {share_} of it."
     if not back:
         return f"{text} Training has not gone on since."
     memory = sum(failure.source == "memory" for failure in back)
@@ -97,6 +99,9 @@ def _figures(story: Story) -> Iterator[Markup]:
     yield _figure("bandwidth", story.bandwidth, "Protection",
                   f"{show_bytes(story.bandwidth)}/s" if story.bandwidth else "none",
                   "sent to other nodes by each rank while it protected a step")  # fmt: skip
+    most = max((one.peak_nbytes for one in story.memory), default=0)
+    yield _figure("memory", most, "Memory", show_bytes(most) if most else "unknown",
+                  "of a node's memory were taken by checkpoints at most")  # fmt: skip
     if newest is None:
         yield _figure("newest", -1, "Newest checkpoint", "none", "no step was committed")
     else:
@@ -131,19 +136,18 @@ def time_spent(story: Story) -> Markup:
         ("restore", account.starting_s, "Starting", "from the first sign of a launch until all ranks had restored"),
         ("nothing", account.down_s, "No process", "from the last sign of a launch to the first one of the next"),
     ]  # fmt: skip
-    wall = account.wall_s or 1.0
     bars, at = [], 0.0
     for kind, seconds, label, _ in kept:
         if seconds > 0:
-            text = f"{label}: {lasted(seconds)}, {_small_share(seconds / wall)}"
-            bars.append(tag("rect", titled(text), x=percent(at), width=percent(max(seconds / wall, 0.001)), y=0,
-                            height=28, class_=kind))  # fmt: skip
-        at += seconds / wall
+            text = f"{label}: {lasted(seconds)}, {_small_share(account.share(seconds))}"
+            width = percent(max(account.share(seconds), 0.001))
+            bars.append(tag("rect", titled(text), x=percent(at), width=width, y=0, height=28, class_=kind))
+        at += account.share(seconds)
     title = "The time from the first event to the last, by what it was spent on"
     bar = tag("svg", titled(title), *bars, width="100%", height=28, role="img", aria_label=title, class_="bar")
     items = [
         tag("tr", tag("th", tag("i", class_=f"key {kind}"), label, scope="row"), tag("td", lasted(seconds)),
-            tag("td", _small_share(seconds / wall)), tag("td", text, class_="what"))
+            tag("td", _small_share(account.share(seconds))), tag("td", text, class_="what"))
         for kind, seconds, label, text in kept
     ]  # fmt: skip
     heads = [tag("th", name, scope="col") for name in ("Spent on", "Time", "Share", "What that is")]
@@ -168,7 +172,7 @@ def timeline(story: Story, lanes: Sequence[Row]) -> Markup:
     """All of the time; from close, the last failures and one save."""
     whole = Window(story.began, story.ended)
     folded = any(row.ranks > 1 for row in lanes)
-    note = "Times are UTC. Marks that would touch are one, the paler the less of that time they fill."
+    note = "Times are UTC. Where marks would be too many, neighbours are one: the paler, the less of it they fill."
     if folded:
         note += " There are more ranks than rows: a row shows the slowest of its ranks."
     drawn = [legend(_LEGEND), draw(story, lanes, whole, "all", "What each rank did, from the first event to the last")]
@@ -226,8 +230,8 @@ def bandwidths(story: Story) -> Markup:
     """How fast steps were protected, over time."""
     if not story.bandwidths:
         return tag("p", "Nothing was sent to other nodes.", class_="note")
-    text = (f"Bytes that a rank sent to other nodes, over the seconds that took. Line: the median rank; band: all ranks. "
-            f"All together {show_bytes(story.bandwidth)}/s for each rank.")  # fmt: skip
+    text = ("Bytes that a rank sent to other nodes, over the seconds that took. Line: the median rank; band: all "
+            f"ranks. All together {show_bytes(story.bandwidth)}/s for each rank.")  # fmt: skip
     most = max(point.most for point in story.bandwidths)
     unit = next((float(1 << shift) for shift in (40, 30, 20, 10) if most >= 1 << shift), 1.0)
     return _curve(story, story.bandwidths, "bandwidths", text, unit, lambda value: f"{show_bytes(value)}/s")
@@ -247,12 +251,14 @@ def interval(story: Story) -> Markup:
     if not advice.best_s or advice.best_waste is None:
         return tag("p", "Nothing was saved, so nothing is known of what a save costs.", class_="note")
     if advice.failures:
-        rate = f"{many(advice.failures, 'failure')} in {lasted(story.account.wall_s)}: one every {lasted(costs.mtbf_s)}."
+        rate = (
+            f"{many(advice.failures, 'failure')} in {lasted(story.account.wall_s)}: one every {lasted(costs.mtbf_s)}."
+        )
         rate += " That is few to go by." if advice.failures < 5 else ""
     else:
         had = "There was no failure to go by, so" if not story.failures else "As given,"
-        rate = (f"{had} one node is taken to fail every {show_seconds(advice.node_mtbf_s)}, which makes one failure every "
-                f"{show_seconds(costs.mtbf_s)} on {many(len(story.launches[-1].nodes), 'node')}.")  # fmt: skip
+        rate = (f"{had} one node is taken to fail every {show_seconds(advice.node_mtbf_s)}, which makes one failure "
+                f"every {show_seconds(costs.mtbf_s)} on {many(len(story.launches[-1].nodes), 'node')}.")  # fmt: skip
     steps = "" if advice.best_steps is None else f", which is every {many(advice.best_steps, 'step')}"
     best = tag("p", "Save every ", tag("b", show_seconds(advice.best_s)), f"{steps}. That costs about "
                f"{_small_share(advice.best_waste)} of the time, with what failures undo.", class_="advice")  # fmt: skip
@@ -263,7 +269,7 @@ def interval(story: Story) -> Markup:
     text = (f"{rate} A save holds up training for {show_seconds(costs.stall_s)} and is committed after "
             f"{show_seconds(costs.commit_s)}; from a failure until training goes on it takes "
             f"{lasted(costs.restart_s)}{restart}.{now} By Daly (2006); Young (1974) has "
-            f"{show_seconds(advice.young_s or 0)}. The curve is flat: any interval near the best one will do.")  # fmt: skip
+            f"{show_seconds(advice.young_s or 0)}. The curve is flat: any interval near the best will do.")  # fmt: skip
     drawn = waste_curve(advice, lambda interval_s: waste(interval_s, costs, 0.0))
     keys = legend([("best", "suggested", "wastes least"), ("now", "as it was", "median of this log")])
-    return tag("div", best, tag("p", text, class_="note"), keys, drawn)
+    return tag("div", tag("div", best, tag("p", text, class_="note")), tag("div", keys, drawn), class_="beside")
