@@ -23,7 +23,6 @@
     tip.style.left = `${Math.max(8, left)}px`;
     tip.style.top = `${top}px`;
   };
-  tip.hidden = true;
   for (const name of ["pointermove", "pointerdown"]) document.addEventListener(name, show);
   for (const name of ["pointerleave", "scroll"]) document.addEventListener(name, hide, true);
   addEventListener("beforeprint", () => document.querySelectorAll("details").forEach((one) => (one.open = true)));

@@ -45,7 +45,7 @@ def page(story: Story) -> str:
     body = tag(
         "body",
         tag("main", sections.head(story), sections.headline(story), tag("div", *below, class_="sections")),
-        tag("div", id="tip", role="presentation"),
+        tag("div", id="tip", role="presentation", hidden=""),
         tag("script", Markup(_file("page.js"))),
     )
     return f"<!DOCTYPE html>\n{tag('html', _head(story), body, lang='en')}\n"
