@@ -38,9 +38,9 @@ def _seconds(_: click.Context, option: click.Parameter, text: str | None) -> flo
 def report(logs: tuple[str, ...], output: str | None, mtbf: float | None, as_json: bool) -> None:
     """Make one page of what happened to a job, from its event logs.
 
-    LOGS are what Checkpointer(log="run.jsonl") wrote; run.jsonl stands for the files of the other nodes, too. The page
-    needs no network. With --json the same numbers are printed, and a page is made only with -o. Exits with 1 where
-    there is no event in the logs.
+    LOGS are what Checkpointer(log="events.jsonl") wrote; that name stands for the files of the other nodes, too. The
+    page needs no network. With --json the same numbers are printed, and a page is made only with -o. Exits with 1
+    where there is no event in the logs.
     """
     from .lines import files_of, read
     from .page import page

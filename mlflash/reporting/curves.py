@@ -201,5 +201,7 @@ def waste_curve(advice: Advice, wastes: Callable[[float], float]) -> Markup:
 
 
 def _nice_intervals(least: float, most: float) -> list[float]:
-    nice = [0.001, 0.01, 0.1, 1.0, 10.0, 60.0, 600.0, 3600.0, 6 * 3600.0, 86400.0, 7 * 86400.0, 70 * 86400.0]
+    hour_s, day_s = 3600.0, 86400.0
+    nice = [0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 60, 180, 600, 1800, hour_s, 3 * hour_s, 12 * hour_s,
+            2 * day_s, 7 * day_s, 30 * day_s, 90 * day_s]  # fmt: skip
     return [value for value in nice if least <= value <= most]

@@ -25,6 +25,7 @@ class Failure:
         first_silent: of these, the ones that were not heard of any more while others still were.
         first_nodes: nodes of which all ranks are among `first_silent`.
         gone, new: nodes that the next launch did not have any more, and those that it had instead.
+        emptied: nodes that it had again, all of whose ranks had to find their state elsewhere: their memory was lost.
         newest: the newest step that was saved or committed before; None: there was none.
         restored: the step that training went on from; None: it began anew, or has not gone on.
         went_on: whether there was training afterwards.
@@ -44,6 +45,7 @@ class Failure:
     first_nodes: tuple[str, ...]
     gone: tuple[str, ...]
     new: tuple[str, ...]
+    emptied: tuple[str, ...]
     newest: int | None
     restored: int | None
     went_on: bool
@@ -79,6 +81,7 @@ def _failure(number: int, launches: Sequence[Launch], lost: Sequence[Lost]) -> F
         silent=tuple(launch.silent), first_silent=first, first_nodes=tuple(nodes),
         gone=() if after is None else tuple(node for node in launch.nodes if node not in after.nodes),
         new=() if after is None else tuple(node for node in after.nodes if node not in launch.nodes),
+        emptied=() if back is None else tuple(node for node in _emptied(back) if node in launch.nodes),
         newest=newest, restored=restored, went_on=back is not None,
         source=_source(back), places=_places(back), steps_lost=steps,
         lost_s=sum(one.ended - one.began for one in lost if launch.began <= one.began and one.ended <= launch.last),
@@ -108,6 +111,15 @@ def _first_silent(launch: Launch) -> tuple[int, ...]:
         last = max(early)
         missed |= {rank for rank in launch.signs if rank not in newest or newest[rank].time < last - _TOGETHER_S}
     return tuple(sorted(missed)) if len(missed) < len(launch.signs) else ()
+
+
+def _emptied(stretch: Stretch) -> list[str]:
+    """Nodes none of whose ranks found its state in the memory there."""
+    found: dict[str, bool] = {}
+    for event in stretch.restores.values():
+        here = event.text("source") == "memory" and event.text("from") in ("", event.node)
+        found[event.node] = found.get(event.node, False) or here
+    return sorted(node for node, any_here in found.items() if not any_here)
 
 
 def _source(stretch: Stretch | None) -> str:

@@ -90,7 +90,7 @@ def _figures(story: Story) -> Iterator[Markup]:
                   f"in {many(len(story.launches), 'launch')}; a launch that did not end by itself is one",
                   "bad" if failures else "")  # fmt: skip
     yield _figure("steps_lost", story.steps_lost, "Steps lost", f"{story.steps_lost:,}",
-                  f"saved before a failure, not restored; {lasted(account.lost_s)} of training in all were done again",
+                  f"saved before a failure, not restored after it; {lasted(account.lost_s)} of training were lost",
                   "bad" if story.steps_lost else "")  # fmt: skip
     yield _figure("stall_mean", stall.mean, "Stall of a save", show_seconds(stall.mean) if stall.count else "none",
                   f"on average, on the slowest rank; 95 % of {many(stall.count, 'save')} took "
@@ -98,10 +98,10 @@ def _figures(story: Story) -> Iterator[Markup]:
     yield _figure("commits", story.commits, "Commits", f"{story.commits:,}", _committed(story))
     yield _figure("bandwidth", story.bandwidth, "Protection",
                   f"{show_bytes(story.bandwidth)}/s" if story.bandwidth else "none",
-                  "sent to other nodes by each rank while it protected a step")  # fmt: skip
+                  "of each rank's state, while it was protected on other nodes")  # fmt: skip
     most = max((one.peak_nbytes for one in story.memory), default=0)
     yield _figure("memory", most, "Memory", show_bytes(most) if most else "unknown",
-                  "of a node's memory were taken by checkpoints at most")  # fmt: skip
+                  "of a node's memory are taken by checkpoints, at most")  # fmt: skip
     if newest is None:
         yield _figure("newest", -1, "Newest checkpoint", "none", "no step was committed")
     else:
@@ -134,7 +134,7 @@ def time_spent(story: Story) -> Markup:
         ("stall", account.stall_s, "Held up by saves", "while a save copied the state; on the slowest rank"),
         ("redone", account.lost_s, "Training, lost", "after the step that the next launch restored; done again"),
         ("restore", account.starting_s, "Starting", "from the first sign of a launch until all ranks had restored"),
-        ("nothing", account.down_s, "No process", "from the last sign of a launch to the first one of the next"),
+        ("nothing", account.down_s, "Down", "from the last sign of a launch to the first one of the next"),
     ]  # fmt: skip
     bars, at = [], 0.0
     for kind, seconds, label, _ in kept:
@@ -158,13 +158,13 @@ def time_spent(story: Story) -> Markup:
 _LEGEND = [
     ("alive", "alive", "from the first to the last sign of a rank in a launch"),
     ("stall", "stall", "training was held up by a save"),
-    ("protect", "protect", "the state was sent to other nodes, while training went on"),
+    ("protect", "protect", "copies or parity were made on other nodes, while training went on"),
     ("commit", "commit", "all ranks agreed that the step is kept"),
     ("drain", "drain", "the step was written to the directory, while training went on"),
     ("restore", "restore", "the state was read back"),
     ("failure", "failure", "the last sign of a launch that did not end by itself; numbered as in the table"),
     ("lost", "lost", "training after the step that the next launch restored"),
-    ("down", "no process", "between two launches"),
+    ("down", "down", "from the last sign of a launch to the first one of the next"),
 ]
 
 
@@ -229,8 +229,8 @@ def stalls(story: Story) -> Markup:
 def bandwidths(story: Story) -> Markup:
     """How fast steps were protected, over time."""
     if not story.bandwidths:
-        return tag("p", "Nothing was sent to other nodes.", class_="note")
-    text = ("Bytes that a rank sent to other nodes, over the seconds that took. Line: the median rank; band: all "
+        return tag("p", "Nothing was protected on other nodes.", class_="note")
+    text = ("Bytes of a rank's state, over the seconds until they were protected. Line: the median rank; band: all "
             f"ranks. All together {show_bytes(story.bandwidth)}/s for each rank.")  # fmt: skip
     most = max(point.most for point in story.bandwidths)
     unit = next((float(1 << shift) for shift in (40, 30, 20, 10) if most >= 1 << shift), 1.0)

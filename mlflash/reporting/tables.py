@@ -70,6 +70,9 @@ def _silent(story: Story, failure: Failure) -> Markup:
         swap = f" → {listed(failure.new)}" if failure.new else ", nothing in its place"
         lines.append(tag("span", f"{listed(failure.gone)}{swap}", class_="swap",
                          title="nodes of this launch → those that the next one had instead"))  # fmt: skip
+    if failure.emptied:
+        lines.append(tag("span", f"memory of {listed(failure.emptied)}", class_="swap",
+                         title="none of the ranks of such a node found its state there any more"))  # fmt: skip
     return tag("div", *(part for number, line in enumerate(lines) for part in ([tag("br")] if number else []) + [line]))
 
 
@@ -196,6 +199,6 @@ def _caveats(story: Story) -> Iterator[str]:
     yield ("Only saves and commits tell of progress. What was trained after the newest save of a launch is lost with "
            "it, and counted as time, not as steps.")  # fmt: skip
     yield ("A process that is killed says nothing: a failure came some time after the last sign before it, and that "
-           "time counts as time without any process.")  # fmt: skip
+           "time counts as down.")  # fmt: skip
     yield "What protecting and draining cost beside training, in cores and bandwidth, is part of the time of training."
     yield "Times are of the clocks of the nodes."

@@ -191,7 +191,7 @@ def _across(story: Story, window: Window, bottom: int, name: str) -> Iterator[Ma
         for lost in story.lost
     ]
     for before, after in zip(story.launches, story.launches[1:], strict=False):  # noqa: RUF007
-        bands.append(band(before.last, after.began, "down", f"no process for {lasted(after.began - before.last)}"))
+        bands.append(band(before.last, after.began, "down", f"down for {lasted(after.began - before.last)}"))
     yield from (one for one in bands if one is not None)
     for number, failure in enumerate(story.failures, 1):
         if window.began <= failure.time <= window.ended:

@@ -38,10 +38,12 @@ CONTRASTS = """() => {
   const found = [], walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
   for (let node = walker.nextNode(); node; node = walker.nextNode()) {
     const element = node.parentElement, style = getComputedStyle(element), box = element.getBoundingClientRect();
-    if (!node.data.trim() || !element.checkVisibility() || !box.width || /^(title|script|style)$/i.test(element.tagName)) continue;
+    if (!node.data.trim() || !element.checkVisibility() || !box.width) continue;
+    if (/^(title|script|style)$/i.test(element.tagName)) continue;
     const color = over(parse(element.namespaceURI.endsWith("svg") ? style.fill : style.color), behind(element));
     const [a, b] = [luminance(color), luminance(behind(element))];
-    found.push([(Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05), parseFloat(style.fontSize), node.data.trim().slice(0, 60)]);
+    const ratio = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
+    found.push([ratio, parseFloat(style.fontSize), node.data.trim().slice(0, 60)]);
   }
   return found;
 }"""
@@ -50,8 +52,7 @@ FILLS = """([one, other]) => {
   const light = (c) => { c /= 255; return c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4; };
   const of = (name) => {
     const style = getComputedStyle(document.querySelector(name));
-    const [r, g, b] = (name.includes("section") ? style.backgroundColor : style.fill === "none" ? style.stroke : style.fill)
-      .match(/[\\d.]+/g).map(Number);
+    const [r, g, b] = (name === "section" ? style.backgroundColor : style.fill).match(/[\\d.]+/g).map(Number);
     return 0.2126 * light(r) + 0.7152 * light(g) + 0.0722 * light(b);
   };
   const [a, b] = [of(one), of(other)];
@@ -126,8 +127,9 @@ def test_no_page_scrolls_sideways_and_no_text_is_tiny(
         timeline = page.locator(".timeline").first
         inside, seen = timeline.evaluate("(box) => [box.scrollWidth, box.clientWidth]")
         assert (inside > seen) == (size[0] <= 768)  # it scrolls in its own box
-        outside = page.evaluate(f"""[...document.querySelectorAll("section *")].filter((one) => !one.closest(".timeline")
-            && !one.closest("svg, .unseen, thead") && one.getBoundingClientRect().right > {size[0]}).map((one) => one.outerHTML)""")
+        outside = page.evaluate(f"""[...document.querySelectorAll("section *")]
+            .filter((one) => !one.closest(".timeline, svg, .unseen, thead"))
+            .filter((one) => one.getBoundingClientRect().right > {size[0]}).map((one) => one.outerHTML)""")
         assert outside == []
 
 
@@ -176,8 +178,8 @@ def test_each_rank_has_a_row_beside_its_name(chromium: Any, report: tuple[Path, 
         timeline = page.locator(".timeline").first
         rows, labels = timeline.locator("g.row"), timeline.locator(".label")
         told = rows.evaluate_all("(rows) => rows.map((row) => row.dataset.row)")
-        assert told == [f"rank {rank} on n{node}" for node, ranks in
-                        ((1, (0, 1)), (2, (2, 3)), (3, (4, 5)), (4, (6, 7)), (5, (4, 5))) for rank in ranks]  # fmt: skip
+        places = ((1, (0, 1)), (2, (2, 3)), (3, (4, 5)), (4, (6, 7)), (5, (4, 5)))
+        assert told == [f"rank {rank} on n{node}" for node, ranks in places for rank in ranks]
         assert [label.split("rank")[1].strip() for label in labels.all_inner_texts()] == [
             row.split()[1] for row in told
         ]
@@ -211,7 +213,8 @@ def test_the_figures_are_those_of_json(chromium: Any, report: tuple[Path, Any]) 
         "memory": max(node["peak_nbytes"] for node in told["memory"]),
     }  # fmt: skip
     for words in (
-        f"{100 * told['goodput']:.1f} %", f"{1000 * told['stall_s']['mean']:.0f} ms", f"step {told['newest']['step']:,}",
+        f"{100 * told['goodput']:.1f} %", f"{1000 * told['stall_s']['mean']:.0f} ms",
+        f"step {told['newest']['step']:,}",
         f"{1000 * told['stall_s']['p95']:.0f} ms or less", f"in {len(told['launches'])} launches",
     ):  # fmt: skip
         assert words in text
@@ -253,7 +256,9 @@ def test_drawings_and_tables_can_be_read_aloud_and_reached_by_keys(chromium: Any
     with tab(chromium, report[0]) as page:
         names = page.locator("svg[role=img]").evaluate_all("(all) => all.map((one) => one.getAttribute('aria-label'))")
         assert len(names) > 5 and all(names)
-        assert page.locator("svg:not([role=img])").evaluate_all("(all) => all.every((one) => one.closest('[role=img]'))")
+        assert page.locator("svg:not([role=img])").evaluate_all(
+            "(all) => all.every((one) => one.closest('[role=img]'))"
+        )
         assert page.locator("table").evaluate_all("(all) => all.every((one) => one.querySelector('thead th'))")
         assert page.locator("section").evaluate_all(
             "(all) => all.every((one) => document.getElementById(one.getAttribute('aria-labelledby')).textContent)"

@@ -91,13 +91,24 @@ def test_a_failure_says_what_was_lost_and_where_the_rest_was_found(lost_node: Pa
     (failure,) = told["failures"]
     assert failure == {
         "launch": 0, "time": 1031.5, "state": "killed", "silent": [0, 1], "first_silent": [], "first_nodes": [],
-        "gone": ["n2"], "new": ["n3"], "newest": 30, "restored": 20, "went_on": True, "source": "memory",
+        "gone": ["n2"], "new": ["n3"], "emptied": [], "newest": 30, "restored": 20, "went_on": True, "source": "memory",
         "places": {"own node": 1, "memory of n1": 1}, "steps_lost": 10, "lost_s": 10.5, "down_s": 30.0,
         "recovery_s": 10.0,
     }  # fmt: skip
     assert told["steps_lost"] == 10
     assert [(launch["state"], launch["restored"], launch["newest"]) for launch in told["launches"]] == [
         ("killed", None, 30), ("ended", 20, 30)]  # fmt: skip
+
+
+def test_a_node_that_came_back_without_its_memory_is_named(tmp_path: Path) -> None:
+    job = made_logs.Job(ranks_per_node=2)
+    ended = job.launch("a", made_logs.BEGAN, ["n1", "n2"], None, 40, end=None)
+    job.launch("b", ended + 60, ["n1", "n2"], 40, 60, places={2: "n1", 3: "parity"})
+    job.write(tmp_path / "run.jsonl")
+    (failure,) = story_of(tmp_path / "run.jsonl").failures
+    assert (failure.emptied, failure.gone, failure.source) == (("n2",), (), "memory")
+    assert failure.places == {"own node": 2, "memory of n1": 1, "parity": 1}
+    assert "memory of n2" in page(story_of(tmp_path / "run.jsonl"))
 
 
 def test_figures_of_saves_memory_and_drains(lost_node: Path) -> None:
