@@ -26,12 +26,14 @@ class Failure:
         first_nodes: nodes of which all ranks are among `first_silent`.
         gone, new: nodes that the next launch did not have any more, and those that it had instead.
         emptied: nodes that it had again, all of whose ranks had to find their state elsewhere: their memory was lost.
-        newest: the newest step that was saved or committed before; None: there was none.
+        newest: the newest step that was saved before, on any rank, or committed; None: there was none.
+        committed: the newest one that was committed, or restored; None: there was none.
         restored: the step that training went on from; None: it began anew, or has not gone on.
         went_on: whether there was training afterwards.
         source: "memory", or the folder it was restored from; "" where nothing was.
         places: where ranks found their state → how many of them.
         steps_lost: newest - restored; what was trained after the newest save comes on top of it.
+        committed_lost: committed - restored: more was lost than the redundancy covers.
         lost_s: training that was lost.
         down_s: to the first sign of the next launch.
         recovery_s: from there until all ranks had restored.
@@ -47,11 +49,13 @@ class Failure:
     new: tuple[str, ...]
     emptied: tuple[str, ...]
     newest: int | None
+    committed: int | None
     restored: int | None
     went_on: bool
     source: str
     places: Mapping[str, int]
     steps_lost: int
+    committed_lost: int
     lost_s: float
     down_s: float
     recovery_s: float
@@ -73,21 +77,26 @@ def _failure(number: int, launches: Sequence[Launch], lost: Sequence[Lost]) -> F
     back = next((stretch for later in launches[number + 1 :] for stretch in later.stretches if stretch.trained), None)
     first = _first_silent(launch)
     nodes = [node for node in launch.nodes if (on := _ranks_on(launch, node)) and on <= set(first)]
-    newest = launch.stretches[-1].newest if launch.trained else None
+    newest, committed = launch.stretches[-1].newest, launch.stretches[-1].newest_committed
     restored = None if back is None else back.from_step
-    steps = 0 if newest is None or back is None else max(0, newest - (0 if restored is None else restored))
     return Failure(
         launch=number, time=launch.last, state="failed" if launch.state == "failed" else "killed",
         silent=tuple(launch.silent), first_silent=first, first_nodes=tuple(nodes),
         gone=() if after is None else tuple(node for node in launch.nodes if node not in after.nodes),
         new=() if after is None else tuple(node for node in after.nodes if node not in launch.nodes),
         emptied=() if back is None else tuple(node for node in _emptied(back) if node in launch.nodes),
-        newest=newest, restored=restored, went_on=back is not None,
-        source=_source(back), places=_places(back), steps_lost=steps,
+        newest=newest, committed=committed, restored=restored, went_on=back is not None,
+        source=_source(back), places=_places(back),
+        steps_lost=_lost(newest, back), committed_lost=_lost(committed, back),
         lost_s=sum(one.ended - one.began for one in lost if launch.began <= one.began and one.ended <= launch.last),
         down_s=0.0 if after is None else max(0.0, after.began - launch.last),
         recovery_s=after.stretches[0].ready - after.began if after is not None and after.trained else 0.0,
     )  # fmt: skip
+
+
+def _lost(step: int | None, back: Stretch | None) -> int:
+    """How many steps there are from the one that training went on from to a newer one."""
+    return 0 if step is None or back is None else max(0, step - (back.from_step or 0))
 
 
 def _ranks_on(launch: Launch, node: str) -> set[int]:
@@ -132,10 +141,12 @@ def _places(stretch: Stretch | None) -> dict[str, int]:
     """Where ranks found their state: their own node's memory, another's, parity, other ranks, a folder."""
     found: Counter[str] = Counter()
     for event in () if stretch is None else stretch.restores.values():
-        place = event.text("from") if event.text("source") == "memory" else event.text("source")
-        if place in ("", event.node):
-            place = "own node" if event.text("source") == "memory" else "the directory"
-        elif place not in ("parity", "other ranks") and event.text("source") == "memory":
+        source, place = event.text("source"), event.text("from")
+        if source != "memory":
+            place = source or "unknown"
+        elif place in ("", event.node):
+            place = "own node"
+        elif place not in ("parity", "other ranks"):
             place = f"memory of {place}"
         found[place] += 1
     return dict(found.most_common())

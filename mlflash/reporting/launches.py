@@ -67,8 +67,16 @@ class Stretch:
     @property
     def newest(self) -> int | None:
         """The newest step that was saved, committed or restored; None: there is none."""
-        found = [*self.saves, *self.commits, *([] if self.from_step is None else [self.from_step])]
-        return max(found, default=None)
+        return max([*self.saves, *self.commits, *self._from], default=None)
+
+    @property
+    def newest_committed(self) -> int | None:
+        """The newest step that was committed or restored; None: there is none."""
+        return max([*self.commits, *self._from], default=None)
+
+    @property
+    def _from(self) -> list[int]:
+        return [] if self.from_step is None else [self.from_step]
 
 
 @dataclasses.dataclass

@@ -67,10 +67,12 @@ def verdict(story: Story) -> str:
     memory = sum(failure.source == "memory" for failure in back)
     if all(failure.restored is None for failure in back):
         return f"{text} Training began anew."
-    where = "memory" if memory == len(back) else f"memory {memory} of {len(back)} times"
-    if not story.steps_lost:
-        return f"{text} Training went on from {where}, and no step that had been saved was lost."
-    return f"{text} Training went on from {where}; {many(story.steps_lost, 'step')} that had been saved were lost."
+    where = "memory" if memory == len(back) else f"memory {memory} of {len(back)} times" if memory else "the directory"
+    if story.committed_lost:
+        return (
+            f"{text} Training went on from {where}; {many(story.committed_lost, 'step')} that were committed were lost."
+        )
+    return f"{text} Training went on from {where}, and no step that was committed was lost."
 
 
 def _small_share(value: float) -> str:
@@ -90,8 +92,8 @@ def _figures(story: Story) -> Iterator[Markup]:
                   f"in {many(len(story.launches), 'launch')}; a launch that did not end by itself is one",
                   "bad" if failures else "")  # fmt: skip
     yield _figure("steps_lost", story.steps_lost, "Steps lost", f"{story.steps_lost:,}",
-                  f"saved before a failure, not restored after it; {lasted(account.lost_s)} of training were lost",
-                  "bad" if story.steps_lost else "")  # fmt: skip
+                  f"{_lost_steps(story)}; {lasted(account.lost_s)} of training were lost",
+                  "bad" if story.committed_lost else "")  # fmt: skip
     yield _figure("stall_mean", stall.mean, "Stall of a save", show_seconds(stall.mean) if stall.count else "none",
                   f"on average, on the slowest rank; 95 % of {many(stall.count, 'save')} took "
                   f"{show_seconds(stall.p95)} or less")  # fmt: skip
@@ -109,6 +111,12 @@ def _figures(story: Story) -> Iterator[Markup]:
         drained = "" if story.drains.newest is None else f"; on disk: {story.drains.newest:,}"
         yield _figure("newest", newest.step, "Newest checkpoint", f"step {newest.step:,}",
                       f"committed {age} before the end of the log{drained}")  # fmt: skip
+
+
+def _lost_steps(story: Story) -> str:
+    if story.steps_lost and not story.committed_lost:
+        return "begun to be saved before a failure, not committed"
+    return "saved before a failure, not restored after it"
 
 
 def _committed(story: Story) -> str:

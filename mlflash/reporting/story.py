@@ -73,6 +73,11 @@ class Story:
         return sum(failure.steps_lost for failure in self.failures)
 
     @property
+    def committed_lost(self) -> int:
+        """Of these, the steps up to the newest one that was committed: more was lost than the redundancy covers."""
+        return sum(failure.committed_lost for failure in self.failures)
+
+    @property
     def started(self) -> Event | None:
         """What the newest launch said at its start, or the one before it, ..."""
         return next((launch.started for launch in reversed(self.launches) if launch.started is not None), None)
@@ -164,6 +169,7 @@ def to_json(story: Story) -> dict[str, Any]:
         "goodput": account.goodput,
         "seconds": {"wall_s": account.wall_s, **dataclasses.asdict(account)},
         "steps_lost": story.steps_lost,
+        "committed_steps_lost": story.committed_lost,
         "launches": [_launch_to_json(launch) for launch in story.launches],
         "failures": [_failure_to_json(failure) for failure in story.failures],
         "stall_s": dataclasses.asdict(story.stall),

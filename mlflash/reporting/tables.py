@@ -42,17 +42,24 @@ def failures(story: Story) -> Markup:
         ("What went silent", "ranks that were missing while others still were heard of, or all; and nodes that the "
                              "next launch did not have any more"),
         ("Went on from", "the step that was restored, and where ranks found it"),
-        ("Steps lost", "from the newest step that was saved before to the one restored"),
+        ("Steps lost", "from the newest step that was saved before, if only by some ranks, to the one restored"),
         ("Training lost", "time from the save of the restored step to the last sign"),
         ("Until training", "from the last sign to the first one of the next launch, and until all had restored"),
     ]  # fmt: skip
     rows = [
         (tag("b", str(number)), show_time(failure.time), _silent(story, failure), _back(failure),
-         f"{failure.steps_lost:,}" if failure.went_on else "-", lasted(failure.lost_s),
+         _steps_lost(failure), lasted(failure.lost_s),
          f"{lasted(failure.down_s)} + {lasted(failure.recovery_s)}" if failure.went_on else "-")
         for number, failure in enumerate(story.failures, 1)
     ]  # fmt: skip
     return tag("div", table(heads, rows))
+
+
+def _steps_lost(failure: Failure) -> str:
+    if not failure.went_on:
+        return "-"
+    what = f", of these {failure.committed_lost:,} committed" if failure.committed_lost else ", not committed"
+    return f"{failure.steps_lost:,}{what if failure.steps_lost else ''}"
 
 
 def _silent(story: Story, failure: Failure) -> Markup:

@@ -91,11 +91,12 @@ def test_a_failure_says_what_was_lost_and_where_the_rest_was_found(lost_node: Pa
     (failure,) = told["failures"]
     assert failure == {
         "launch": 0, "time": 1031.5, "state": "killed", "silent": [0, 1], "first_silent": [], "first_nodes": [],
-        "gone": ["n2"], "new": ["n3"], "emptied": [], "newest": 30, "restored": 20, "went_on": True, "source": "memory",
-        "places": {"own node": 1, "memory of n1": 1}, "steps_lost": 10, "lost_s": 10.5, "down_s": 30.0,
+        "gone": ["n2"], "new": ["n3"], "emptied": [], "newest": 30, "committed": 20, "restored": 20, "went_on": True, "source": "memory",
+        "places": {"own node": 1, "memory of n1": 1}, "steps_lost": 10, "committed_lost": 0, "lost_s": 10.5, "down_s": 30.0,
         "recovery_s": 10.0,
     }  # fmt: skip
-    assert told["steps_lost"] == 10
+    assert (told["steps_lost"], told["committed_steps_lost"]) == (10, 0)
+    assert "no step that was committed was lost" in page(story_of(lost_node))
     assert [(launch["state"], launch["restored"], launch["newest"]) for launch in told["launches"]] == [
         ("killed", None, 30), ("ended", 20, 30)]  # fmt: skip
 
@@ -153,7 +154,7 @@ def test_a_job_that_begins_anew_has_lost_all_of_its_steps(tmp_path: Path) -> Non
     job.launch("b", ended + 60, ["n1", "n2"], None, 20)
     job.write(tmp_path / "run.jsonl")
     story = story_of(tmp_path / "run.jsonl")
-    assert (story.failures[0].restored, story.steps_lost) == (None, 40)
+    assert (story.failures[0].restored, story.steps_lost, story.committed_lost) == (None, 40, 40)
     assert story.account.lost_s == pytest.approx(story.launches[0].last - made_logs.BEGAN)
     assert "Training began anew" in page(story)
 
@@ -167,6 +168,18 @@ def test_a_launch_that_dies_before_it_restored_loses_no_step_of_its_own(tmp_path
     story = story_of(tmp_path / "run.jsonl")
     assert [(one.newest, one.restored, one.steps_lost) for one in story.failures] == [(40, 40, 0), (None, 40, 0)]
     assert story.account.starting_s == pytest.approx(2.5 + 5)  # of b up to its last sign, of c
+
+
+def test_more_lost_than_the_redundancy_covers_is_said_first(tmp_path: Path) -> None:
+    job = made_logs.Job()
+    ended = job.launch("a", made_logs.BEGAN, ["n1", "n2"], None, 50, end=None)
+    job.launch("b", ended + 60, ["n1", "n2"], 20, 60, source="/lustre/step-20")
+    job.write(tmp_path / "run.jsonl")
+    story = story_of(tmp_path / "run.jsonl")
+    (failure,) = story.failures
+    assert (failure.steps_lost, failure.committed_lost, failure.source) == (30, 30, "/lustre/step-20")
+    assert failure.places == {"/lustre/step-20": 4} and failure.emptied == ("n1", "n2")
+    assert "Training went on from the directory; 30 steps that were committed were lost" in page(story)
 
 
 def test_going_back_within_a_launch_loses_what_came_after(tmp_path: Path) -> None:
