@@ -147,9 +147,9 @@ def _row(row: Row, top: int, heights: Heights, window: Window, most: int | None)
         for mark in within(row.marks.get(kind, ()), window.began, window.ended, most):
             parts.append(_bar(mark, lane, top, getattr(heights, kind), window, _SAY[kind](mark)))
     above, height = heights.protect
-    for mark in within(_moments(row.marks.get("commit", ())), window.began, window.ended, most):
-        if mark.count == 1:  # where they would be a wall, the lane of protection shows enough
-            parts.append(_bar(mark, "commit", top, (above - 1.5, height + 3), window, _committed(mark)))
+    commits = within(_moments(row.marks.get("commit", ())), window.began, window.ended, most)
+    if all(mark.count == 1 for mark in commits):  # else they would be a wall, and the lane of protection shows enough
+        parts += [_bar(mark, "commit", top, (above - 1.5, height + 3), window, _committed(mark)) for mark in commits]
     return tag("g", *parts, class_="row", data_row=row.what)
 
 

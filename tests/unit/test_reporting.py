@@ -91,9 +91,9 @@ def test_a_failure_says_what_was_lost_and_where_the_rest_was_found(lost_node: Pa
     (failure,) = told["failures"]
     assert failure == {
         "launch": 0, "time": 1031.5, "state": "killed", "silent": [0, 1], "first_silent": [], "first_nodes": [],
-        "gone": ["n2"], "new": ["n3"], "emptied": [], "newest": 30, "committed": 20, "restored": 20, "went_on": True, "source": "memory",
-        "places": {"own node": 1, "memory of n1": 1}, "steps_lost": 10, "committed_lost": 0, "lost_s": 10.5, "down_s": 30.0,
-        "recovery_s": 10.0,
+        "gone": ["n2"], "new": ["n3"], "emptied": [], "newest": 30, "committed": 20, "restored": 20, "went_on": True,
+        "source": "memory", "places": {"own node": 1, "memory of n1": 1}, "steps_lost": 10, "committed_lost": 0,
+        "lost_s": 10.5, "down_s": 30.0, "recovery_s": 10.0,
     }  # fmt: skip
     assert (told["steps_lost"], told["committed_steps_lost"]) == (10, 0)
     assert "no step that was committed was lost" in page(story_of(lost_node))
