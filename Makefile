@@ -7,6 +7,7 @@
 #   make adapters        the adapters to PyTorch and Megatron, on 4 ranks
 #   make frameworks      trainings of other frameworks, killed and begun again
 #   make nemo            the same of NeMo, which wants older packages; a job of it under a real Slurm
+#   make browser        the page of mlflash report in a real browser (Debian's chromium)
 #   make faults-full     a kill of every rank and node at every point of every save and restore: hours
 #   make cluster         nodes that are really apart: crashed, cables cut (as root, on Linux)
 #   make slurm           jobs of a real Slurm on such nodes (Debian's slurm-wlm, munge, libpmix2)
@@ -40,7 +41,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # It asks for a newer Python and for CUDA, and needs neither for what is tested here.
 MEGATRON := megatron-core einops psutil packaging
 # Large, and the same under both MPIs. The setup of DeepSpeed asks for torch; TorchTitan for data sets and trackers.
-FRAMEWORKS := s3test,lightning,transformers
+FRAMEWORKS := s3test,lightning,transformers,browser
 TORCHTITAN := torchtitan spmd_types tyro docstring_parser typeguard
 
 MINUTES ?= 10
@@ -51,7 +52,7 @@ FILES := tests/unit/test_exports.py tests/unit/test_store.py tests/unit/test_com
   tests/faults/test_scavenge.py
 FAULTS ?= tests/faults $(FILES:%=--ignore=%)
 
-.PHONY: help demo test unit files adapters frameworks nemo faults faults-full cluster slurm chaos lint type bench docs package clean $(RANKS:%=test-%)
+.PHONY: help demo test unit files browser adapters frameworks nemo faults faults-full cluster slurm chaos lint type bench docs package clean $(RANKS:%=test-%)
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
 
@@ -99,6 +100,9 @@ unit: $(VENV)/.installed
 
 files: $(VENV)/.installed
 	$(BIN)/pytest $(FILES) --junitxml $(REPORTS)/files.xml
+
+browser: $(VENV)/.installed
+	$(BIN)/pytest tests/browser --junitxml $(REPORTS)/browser.xml
 
 # $(call on_ranks,ranks,folder of tests and pytest arguments)
 define on_ranks

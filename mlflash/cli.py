@@ -15,6 +15,7 @@ _COMMANDS = {
     "run": ("running.command:run", "Start the ranks of a job and again after a failure."),
     "status": ("commands.status:status", "Say what is in memory and what it survives."),
     "top": ("top.command:top", "Watch the running job in the terminal."),
+    "report": ("reporting.command:report", "Tell from event logs what happened to a job in one page."),
     "list": ("commands.listing:list_steps", "List the checkpoints in memory and in the directory."),
     "inspect": ("commands.inspect_step:inspect_step", "Show the tensors of a checkpoint and where they lie."),
     "verify": ("commands.verify:verify", "Compare every byte with its checksum."),

@@ -5,14 +5,12 @@ A thread of its own opens the file and writes: a parallel file system that hangs
 
 from __future__ import annotations
 
-import glob
 import json
 import logging
 import os
 import queue
 import threading
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -118,15 +116,3 @@ def file_of_node(path: str, node_index: int) -> str:
     """
     stem, suffix = os.path.splitext(path)
     return path if node_index == 0 else f"{stem}.node{node_index}{suffix}"
-
-
-def files_of(paths: Sequence[str | os.PathLike[str]]) -> list[Path]:
-    """Give the files of all nodes, by the names of some, without any twice. Not collective."""
-    found: dict[Path, None] = {}
-    for path in paths:
-        stem, suffix = os.path.splitext(os.fspath(path))
-        others = glob.glob(f"{glob.escape(stem)}.node[0-9]*{glob.escape(suffix)}")
-        numbered = sorted((int(number), name) for name in others
-                          if (number := name[len(stem) + 5 : len(name) - len(suffix)]).isdecimal())  # fmt: skip
-        found |= dict.fromkeys(map(Path, [os.fspath(path), *(name for _, name in numbered)]))
-    return list(found)

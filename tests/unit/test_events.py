@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from mlflash.events import EventLog, file_of_node, files_of
+from mlflash.events import EventLog, file_of_node
+from mlflash.reporting.lines import files_of
 
 
 def lines(path: Path) -> list[dict[str, object]]:
@@ -110,5 +111,5 @@ def test_each_node_has_a_file_and_one_names_all(tmp_path: Path) -> None:
     assert [name.name for name in names[:2]] == ["run[1].jsonl", "run[1].node1.jsonl"]
     for name in (*names, tmp_path / "run[1].nodes.jsonl", tmp_path / "run1.node3.jsonl"):
         name.touch()
-    assert files_of([first]) == names
-    assert files_of([first, names[3]]) == names
+    assert files_of([str(first)]) == names
+    assert files_of([str(first), str(names[3])]) == names

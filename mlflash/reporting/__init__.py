@@ -1,0 +1,1 @@
+"""``mlflash report``: event logs → what happened to a job, as one page or one JSON document."""

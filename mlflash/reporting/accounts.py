@@ -1,0 +1,100 @@
+"""Where the time of a job went: what was computed and kept, what was lost, and what was no training at all.
+
+A save counts as kept where a later restore went on from it or from a newer one. What was trained after it, until the
+last sign of that launch, is lost. All times are in seconds of wall clock.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Sequence
+
+from .launches import Launch, Stretch
+
+
+@dataclasses.dataclass
+class Account:
+    """Where the time went, in seconds; all together are the wall time.
+
+    Attributes:
+        kept_s: training whose results were kept.
+        stall_s: training was held up by a save, among that.
+        lost_s: training that was lost, and its saves.
+        starting_s: from the start of a launch until its ranks had restored; launches that never got so far.
+        down_s: from the last sign of a launch to the first one of the next.
+    """
+
+    kept_s: float = 0.0
+    stall_s: float = 0.0
+    lost_s: float = 0.0
+    starting_s: float = 0.0
+    down_s: float = 0.0
+
+    @property
+    def wall_s(self) -> float:
+        """All of it."""
+        return self.kept_s + self.stall_s + self.lost_s + self.starting_s + self.down_s
+
+    @property
+    def goodput(self) -> float:
+        """Share of the wall time in which training made progress that was kept, 0 to 1."""
+        return self.share(self.kept_s)
+
+    def share(self, seconds: float) -> float:
+        """The share of the wall time that some seconds are, 0 where there is none."""
+        return seconds / self.wall_s if self.wall_s > 0 else 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Lost:
+    """Training that was lost: until the next restore, from a step on."""
+
+    began: float
+    ended: float
+
+
+def account(launches: Sequence[Launch]) -> tuple[Account, list[Lost]]:
+    """Say where the time of some launches went, which are ordered by their begin; and which training was lost."""
+    total, lost = Account(), []
+    for before, after in itertools.pairwise(launches):
+        total.down_s += max(0.0, after.began - before.last)
+    kept = _kept(launches)
+    for launch in launches:
+        at = launch.began
+        for stretch in launch.stretches:
+            ready = min(max(at, stretch.ready), stretch.until) if _goes_on(stretch, launches) else stretch.until
+            end = min(max(ready, kept[id(stretch)]), stretch.until)
+            total.starting_s += ready - at
+            stall_s = sum(save.stall_s for save in stretch.saves.values() if save.ended <= end)
+            total.stall_s += min(stall_s, end - ready)
+            total.kept_s += max(0.0, end - ready - stall_s)
+            total.lost_s += stretch.until - end
+            if stretch.until > end:
+                lost.append(Lost(end, stretch.until))
+            at = stretch.until
+    return total, lost
+
+
+def _goes_on(stretch: Stretch, launches: Sequence[Launch]) -> bool:
+    """Whether it is training: a first launch needs no restore for that, a later one has restored or saved."""
+    return stretch.trained or any(stretch is one for one in launches[0].stretches)
+
+
+def _kept(launches: Sequence[Launch]) -> dict[int, float]:
+    """Give for each stretch, by its id, until when its training was kept; Unix seconds."""
+    kept: dict[int, float] = {}
+    limit = math.inf  # no step above it is left of what came before
+    for stretch in [stretch for launch in reversed(launches) for stretch in reversed(launch.stretches)]:
+        if not stretch.trained:
+            kept[id(stretch)] = stretch.until if limit == math.inf else stretch.ready
+            continue
+        kept[id(stretch)] = stretch.until if limit == math.inf else _saved_until(stretch, limit)
+        limit = min(limit, -math.inf if stretch.from_step is None else stretch.from_step)
+    return kept
+
+
+def _saved_until(stretch: Stretch, limit: float) -> float:
+    """When the newest step that is not above a limit was saved."""
+    return max((save.ended for save in stretch.saves.values() if save.step <= limit), default=stretch.ready)

@@ -1,0 +1,206 @@
+"""Event logs → events. Whatever a file has in it, reading goes on: what is no event is counted, and told.
+
+A process that is killed may leave half a line, and what the next one appends then stands on the same line. So where a
+line cannot be read, it is tried again from the last place that an event may begin at.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import glob
+import json
+import math
+import os
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+# What each kind cannot do without, besides the fields of every line.
+_NEEDED = {
+    "start": (), "save": ("step", "seconds"), "skip": ("step",), "fail": ("step",), "protect": ("step", "seconds"),
+    "commit": ("step", "seconds"), "restore": ("step", "seconds"), "heal": ("step",), "drain": ("step", "seconds"),
+    "memory": ("nbytes",), "warning": (), "end": (),
+}  # fmt: skip
+_PLAIN = frozenset(("save", "protect", "memory"))  # the most frequent ones: nothing else of them is kept
+_BEGIN = b'{"event":'
+_LATEST_S = 253_402_300_800.0  # the year 10000: no calendar has it
+_MOST_RANKS = 10_000_000
+_LONGEST_TEXT = 2000
+_UNKNOWN_KINDS = 20  # told by name
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Event:
+    """What happened to a rank.
+
+    Attributes:
+        kind: "save", "commit", ...
+        time: Unix seconds, when it ended, by the clock of its node.
+        run: one of the launches of a job.
+        rank, node: where.
+        seconds: how long it took; 0 where that is not told.
+        step: of the training; -1 where it is about none.
+        nbytes: how many bytes it is about; 0 where that is not told.
+        more: the other fields, as they were read.
+    """
+
+    kind: str
+    time: float
+    run: str
+    rank: int
+    node: str
+    seconds: float
+    step: int
+    nbytes: int
+    more: Mapping[str, Any]
+
+    @property
+    def began(self) -> float:
+        """When it began, Unix seconds."""
+        return self.time - self.seconds
+
+    def text(self, name: str) -> str:
+        """A field as text; "" where it is missing or null."""
+        found = self.more.get(name)
+        return "" if found is None else str(found)[:_LONGEST_TEXT]
+
+    def texts(self, name: str) -> tuple[str, ...]:
+        """A field that is a list, as texts; empty where it is none."""
+        found = self.more.get(name)
+        return tuple(str(one)[:_LONGEST_TEXT] for one in found) if isinstance(found, list) else ()
+
+    def count(self, name: str) -> int:
+        """A field that is a whole number; 0 where it is none."""
+        found = self.more.get(name)
+        return found if type(found) is int and 0 <= found < 1 << 63 else 0
+
+
+@dataclasses.dataclass
+class File:
+    """What was read from a file.
+
+    Attributes:
+        path: of it.
+        lines, events: how many it has.
+        torn: lines that stop in the middle, as those of killed processes do.
+        foreign: lines that are no event that this version knows.
+        first_foreign: number of the first of these; 0: there is none.
+    """
+
+    path: str
+    lines: int = 0
+    events: int = 0
+    torn: int = 0
+    foreign: int = 0
+    first_foreign: int = 0
+
+
+@dataclasses.dataclass
+class Log:
+    """All files together.
+
+    Attributes:
+        files: in the order in which they were read.
+        events: ordered by time; those of one rank at the same time as they were written.
+        unknown: kinds of events that this version does not know → how many; only the first few kinds.
+    """
+
+    files: list[File]
+    events: list[Event]
+    unknown: dict[str, int]
+
+
+def files_of(paths: Sequence[str]) -> list[Path]:
+    """Give the files of all nodes, by the names of some, without any twice; see `events.file_of_node`. Not collective.
+
+    Example:
+        ``run.jsonl`` stands for run.jsonl, run.node1.jsonl, run.node2.jsonl and so on.
+    """
+    found: dict[str, Path] = {}
+    for path in paths:
+        stem, suffix = os.path.splitext(path)
+        others = glob.glob(f"{glob.escape(stem)}.node[0-9]*{glob.escape(suffix)}")
+        numbered = sorted((int(number), name) for name in others
+                          if (number := name[len(stem) + 5 : len(name) - len(suffix)]).isdecimal())  # fmt: skip
+        for name in [path, *(name for _, name in numbered)]:
+            found.setdefault(os.path.realpath(name), Path(name))
+    return list(found.values())
+
+
+def read(paths: Iterable[Path]) -> Log:
+    """Read event logs. Not collective.
+
+    Raises:
+        OSError: a file cannot be read; what is in it raises nothing.
+    """
+    log = Log([], [], {})
+    for path in paths:
+        file = File(str(path))
+        with open(path, "rb") as lines:
+            for line in lines:
+                file.lines += 1
+                _take(line, file, log)
+        log.files.append(file)
+    log.events.sort(key=lambda event: event.time)
+    return log
+
+
+def _take(line: bytes, file: File, log: Log) -> None:
+    """Put the event of a line into the log, or count why there is none."""
+    document = _parse(line)
+    if document is None:
+        begin = line.rfind(_BEGIN)
+        torn = begin > 0 or (begin == 0 and not line.endswith(b"\n")) or _BEGIN.startswith(line)
+        document = _parse(line[begin:]) if begin > 0 else None
+        file.torn += torn
+        if torn and document is None:
+            return
+    event = None if document is None else _understand(document)
+    if event is not None:
+        file.events += 1
+        log.events.append(event)
+        return
+    file.foreign += 1
+    file.first_foreign = file.first_foreign or file.lines
+    kind = None if document is None else document.get("event")
+    if isinstance(kind, str) and kind not in _NEEDED and (kind in log.unknown or len(log.unknown) < _UNKNOWN_KINDS):
+        log.unknown[kind[:40]] = log.unknown.get(kind[:40], 0) + 1
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    try:
+        document = json.loads(line)
+    except (ValueError, RecursionError):  # also UnicodeDecodeError, and numbers with too many digits
+        return None
+    return document if isinstance(document, dict) else None
+
+
+def _understand(document: dict[str, Any]) -> Event | None:
+    """Make an event of a document; None where a field is missing or is not what it should be."""
+    kind, run, node = document.get("event"), document.get("run"), document.get("node")
+    if not (isinstance(kind, str) and isinstance(run, str) and isinstance(node, str)):
+        return None
+    needed = _NEEDED.get(kind)
+    if needed is None or any(document.get(name) is None for name in needed):
+        return None
+    time, seconds = _number(document.get("time")), _number(document.get("seconds", 0))
+    rank = _whole(document.get("rank"), _MOST_RANKS)
+    step, nbytes = _whole(document.get("step", -1), 1 << 63, -1), _whole(document.get("nbytes", 0), 1 << 63)
+    if time is None or seconds is None or rank is None or step is None or nbytes is None or seconds > time:
+        return None
+    seconds = round(seconds, 9)  # less than a nanosecond is no time, and nothing can be divided by it
+    intern = sys.intern
+    more = {} if kind in _PLAIN else document
+    return Event(intern(kind), time, intern(run[:80]), rank, intern(node[:200]), seconds, step, nbytes, more)
+
+
+def _number(value: Any) -> float | None:
+    """A time: a number from 0 on, and no NaN."""
+    if type(value) not in (int, float) or not 0 <= value < _LATEST_S or math.isnan(value):
+        return None
+    return float(value)
+
+
+def _whole(value: Any, end: int, first: int = 0) -> int | None:
+    return value if type(value) is int and first <= value < end else None
