@@ -16,7 +16,7 @@ import struct
 import time
 from pathlib import Path
 
-from .errors import ForeignNode, JobInUse, UnsafePath
+from .errors import ConfigError, ForeignNode, JobInUse, UnsafePath
 
 log = logging.getLogger("mlflash")
 
@@ -39,6 +39,7 @@ class NodeMemory:
 
     Raises:
         UnsafePath: a directory on the way is a link, open to others or somebody else's.
+        ConfigError: there is no such file system.
         FileNotFoundError: there is none, and none is to be made.
     """
 
@@ -46,7 +47,13 @@ class NodeMemory:
         parts = [f"mlflash-{os.getuid()}", job]
         if emulated_node is not None:
             parts.append(f"node{emulated_node}")
-        fd = os.open(memory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fd = os.open(memory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError as error:
+            if not make:
+                raise
+            raise ConfigError(f"there is no memory file system at {memory}: {error.strerror}",
+                              expected="a directory of a tmpfs, such as /dev/shm", found=memory) from None  # fmt: skip
         path = memory
         for part in parts:
             path, above = os.path.join(path, part), fd

@@ -15,7 +15,7 @@ import stat
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
-from .errors import UnsafePath
+from .errors import ConfigError, UnsafePath
 from .points import reach
 
 log = logging.getLogger("mlflash")
@@ -66,7 +66,11 @@ class Store(Protocol):
 
 
 def open_store(place: str | os.PathLike[str]) -> Store:
-    """Open a directory, or a URL that fsspec knows. Nothing is made yet. Not collective."""
+    """Open a directory, or a URL that fsspec knows. Nothing is made yet. Not collective.
+
+    Raises:
+        ConfigError: fsspec needs a package for such URLs that is not there.
+    """
     path = os.fspath(place)
     return Remote(path) if is_url(path) else Directory(os.path.abspath(path))
 
@@ -213,7 +217,11 @@ class Remote:
         protocol = fsspec.core.split_protocol(self.path)[0]
         is_s3 = protocol in ("s3", "s3a")
         more = _patience({**fsspec.config.conf.get(protocol, {}), **self._options}) if is_s3 else {}
-        self._files, self._root = fsspec.core.url_to_fs(self.path, **self._options, **more)
+        try:
+            self._files, self._root = fsspec.core.url_to_fs(self.path, **self._options, **more)
+        except ImportError as error:
+            how = "pip install 'mlflash[s3]'" if is_s3 else "install it into this environment"
+            raise ConfigError(f"a package that opens {self.path} is missing: {how}", found=str(error)) from None
         if is_s3:
             self._files.retries = _S3_TRIES
 

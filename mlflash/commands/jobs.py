@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Collection, Mapping
 
 import click
@@ -61,7 +62,9 @@ def decide(there: Collection[str], env: Mapping[str, str], job: str | None, dire
             return alike[0]
         raise click.UsageError(f"several jobs drain to {directory}; name one with --job: {', '.join(alike)}")
     if not there:
-        raise click.ClickException(f"nothing of this user is in {memory} here")
+        host = socket.gethostname()
+        raise click.ClickException(f"nothing of this user is in {memory} on {host}: checkpoints are on the nodes that "
+                                   "their job ran on; --memory names another file system")  # fmt: skip
     if len(there) > 1:
         raise click.UsageError(f"which job? Name one with --job: {', '.join(sorted(there))}")
     return next(iter(there))

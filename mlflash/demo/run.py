@@ -71,6 +71,7 @@ def run(plan: Plan, console: Console) -> bool:
         MpiUnavailable: there is no mpiexec.
     """
     start = time.monotonic()
+    find_mpiexec()  # without one nothing is made
     folder = Path(tempfile.mkdtemp(prefix="mlflash-demo-"))
     memory = Path(os.environ.get("MLFLASH_MEMORY") or "/dev/shm") / f"mlflash-{os.getuid()}"
     same = False

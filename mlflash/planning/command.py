@@ -120,7 +120,8 @@ def _understand(nbytes: int | None, alike: int | None, memory: int | None, ranks
         except (OSError, ValueError) as error:
             raise ConfigError(f"{report}: {error}") from None
     if nbytes is None and run is None:
-        raise click.UsageError("how much state has a rank? Give --bytes, or --report")
+        raise click.UsageError("how much state has a rank? Give --bytes, or --report: "
+                               "`mlflash plan --nodes 16 --bytes 12GiB`")  # fmt: skip
     nodes = given["nodes"] or (None if run is None else run.nodes)
     names, domains, notes = _places(nodes, given["domains"], given["slurm"], given["hosts"])
     job = Job(

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import click
 
+from ..commands import completing
 from ..commands.options import json_option
 from ..errors import ConfigError
 
@@ -27,8 +28,9 @@ def _seconds(_: click.Context, option: click.Parameter, text: str | None) -> flo
 
 
 @click.command()
-@click.argument("logs", nargs=-1, required=True, type=_FILE)
-@click.option("--output", "-o", type=click.Path(dir_okay=False), metavar="FILE", help="The page. [report.html]")
+@click.argument("logs", nargs=-1, required=True, type=_FILE, shell_complete=completing.files)
+@click.option("--output", "-o", type=click.Path(dir_okay=False), metavar="FILE", shell_complete=completing.files,
+              help="The page. [report.html]")  # fmt: skip
 @click.option(
     "--mtbf",
     callback=_seconds,

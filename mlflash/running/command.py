@@ -13,7 +13,7 @@ import click
 
 from ..commands import completing
 from ..config import DISABLE, is_enabled, job_name
-from ..errors import ConfigError, LaunchFailed
+from ..errors import ConfigError, LaunchFailed, MpiUnavailable
 from .guard import Guard
 from .journal import Journal
 from .launcher import Launcher
@@ -94,7 +94,7 @@ def run(nodes: int, ranks_per_node: int | None, spares: int | None, min_nodes: i
         with Guard(launcher, orders, journal) if isinstance(launcher, OnSlurm) else nullcontext():
             code = supervisor.run()
         sys.exit(code)
-    except LaunchFailed as error:
+    except (LaunchFailed, MpiUnavailable) as error:
         raise click.ClickException(str(error)) from None
 
 

@@ -96,7 +96,8 @@ class Supervisor:
             before, seats = seats, reseat(seats, self._fit(everywhere), self._orders.nodes, self._orders.least)
             if seats is not None:
                 self._fetch(before, seats)
-        why = f"fewer than {self._orders.least or self._orders.nodes} nodes are fit to train"
+        least = self._orders.least or self._orders.nodes
+        why = f"fewer than {least} nodes are fit to train, of {_named(everywhere)}"
         return self._finish(everywhere, 1, why)
 
     def _one_run(self, seats: Seats) -> Outcome:
@@ -105,7 +106,8 @@ class Supervisor:
         self._journal.note(
             "start", job=self._orders.job, number=self._restarts.done, hosts=list(seats.hosts), ranks=seats.ranks
         )
-        self._say(f"start {self._restarts.done + 1}: {seats.ranks} ranks on {_named(seats.hosts)}")
+        ranks = f"{seats.ranks} rank{'s' * (seats.ranks > 1)}"
+        self._say(f"start {self._restarts.done + 1}: {ranks} on {_named(seats.hosts)}")
         started = time.time()
         env = {"MLFLASH_RUN": run, "MLFLASH_JOB": self._orders.job, "MLFLASH_MEMORY": self._orders.memory}
         if DISABLE in os.environ:  # Open MPI brings to other nodes only what it is told to

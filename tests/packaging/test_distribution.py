@@ -14,6 +14,8 @@ from building import REPO, call
 
 import mlflash
 
+pytestmark = pytest.mark.timeout(400)  # the first test waits for what all of them look at
+
 
 def contents(wheel: Path) -> dict[str, bytes]:
     with zipfile.ZipFile(wheel) as opened:

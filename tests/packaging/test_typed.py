@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from building import REPO
 
+pytestmark = pytest.mark.timeout(400)
+
 PROGRAM = """
 import numpy as np
 import torch

@@ -37,6 +37,13 @@ def test_a_directory_open_to_others_is_refused(shm: Path, mode: int) -> None:
         NodeMemory(str(shm), "j", None)
 
 
+def test_a_memory_file_system_that_is_not_there_is_named(shm: Path) -> None:
+    with pytest.raises(errors.ConfigError, match=r"there is no memory file system at .*/nowhere: No such file"):
+        NodeMemory(str(shm / "nowhere"), "j", None)
+    with pytest.raises(FileNotFoundError):
+        NodeMemory(str(shm / "nowhere"), "j", None, make=False)
+
+
 def test_a_symlink_on_the_way_is_refused(shm: Path) -> None:
     (shm / "elsewhere").mkdir(mode=0o700)
     (shm / f"mlflash-{UID}").symlink_to(shm / "elsewhere")
