@@ -38,8 +38,8 @@ class MLFlashCallback(TrainerCallback):
     Args:
         every_n_steps: a checkpoint in memory every so many steps. Default: the Trainer's ``save_steps``.
         skip_every_n_steps: but not where the step is a multiple of this: there the Trainer writes one to disk.
-        enabled: False, or ``MLFLASH_DISABLE=1``: nothing is done, but that ``resume_from_checkpoint=True`` begins afresh
-            where the Trainer has written no checkpoint, as the script expects of mlflash.
+        enabled: False, or ``MLFLASH_DISABLE=1``: nothing is done, but that ``resume_from_checkpoint=True`` still begins
+            afresh where the Trainer has written no checkpoint.
         directory: where checkpoints are drained or scavenged to. Default: ``mlflash`` in the Trainer's ``output_dir``.
             Nothing is written there but by ``drain_every`` and the like.
         settings: as those of a Checkpointer. Default of ``replicated``: weights and optimizer, under DDP. With
