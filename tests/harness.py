@@ -238,7 +238,7 @@ class Launch:
                 Path(path).unlink(missing_ok=True)
 
     def _text(self) -> str:
-        return (self.out / "log").read_text()[-20000:]
+        return (self.out / "log").read_text()[-60_000:]
 
 
 def _mpi_files() -> set[str]:

@@ -18,6 +18,7 @@ from unittest import mock
 
 from transformers import Trainer, TrainerCallback
 from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import get_last_checkpoint
 
 from mlflash import Checkpointer
 from mlflash.errors import ConfigError
@@ -37,7 +38,8 @@ class MLFlashCallback(TrainerCallback):
     Args:
         every_n_steps: a checkpoint in memory every so many steps. Default: the Trainer's ``save_steps``.
         skip_every_n_steps: but not where the step is a multiple of this: there the Trainer writes one to disk.
-        enabled: False, or ``MLFLASH_DISABLE=1``: nothing is done, and ``resume_from_checkpoint`` is the Trainer's own.
+        enabled: False, or ``MLFLASH_DISABLE=1``: nothing is done, but that ``resume_from_checkpoint=True`` still begins
+            afresh where the Trainer has written no checkpoint.
         directory: where checkpoints are drained or scavenged to. Default: ``mlflash`` in the Trainer's ``output_dir``.
             Nothing is written there but by ``drain_every`` and the like.
         settings: as those of a Checkpointer. Default of ``replicated``: weights and optimizer, under DDP. With
@@ -66,6 +68,7 @@ class MLFlashCallback(TrainerCallback):
             ConfigError: it does so already, for another one.
         """
         if not self._enabled:
+            _begin_afresh_or_resume(trainer)
             return
         others = [one for one in trainer.callback_handler.callbacks if isinstance(one, MLFlashCallback)]
         if any(one is not self and one._enabled for one in others):
@@ -171,6 +174,25 @@ class MLFlashCallback(TrainerCallback):
             return [], None
 
         return get
+
+
+def _begin_afresh_or_resume(trainer: Any) -> None:
+    """Let the next call of `train` resume from what is on disk, if there is anything; by itself it would refuse to.
+
+    Not collective. Nothing stays replaced once it is called.
+    """
+    train = trainer.train
+
+    @functools.wraps(train)
+    def once(resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if vars(trainer).get("train") is once:
+            del trainer.train
+        folder = trainer.args.output_dir
+        if resume_from_checkpoint is True and not (os.path.isdir(folder) and get_last_checkpoint(folder)):
+            resume_from_checkpoint = None
+        return train(resume_from_checkpoint, *args, **kwargs)
+
+    trainer.train = once
 
 
 def TrainerWrapper(

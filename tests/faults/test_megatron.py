@@ -26,8 +26,8 @@ ASYNC = [*LOCAL, "--async-save", "--use-persistent-ckpt-worker", "--async-strate
 SAVES = [(ASYNC, 3), *([(LOCAL, None), (ASYNC, None)] if os.environ.get("MLFLASH_FAULTS") == "full" else [])]
 
 
-def run(cluster: Cluster, **spec: Any) -> Result:
-    return cluster.run(4, "megatron_worker.py", json.dumps(spec), env=ENV, timeout=200)
+def run(cluster: Cluster, env: dict[str, str] | None = None, **spec: Any) -> Result:
+    return cluster.run(4, "megatron_worker.py", json.dumps(spec), env={**ENV, **(env or {})}, timeout=200)
 
 
 def losses(result: Result) -> dict[tuple[int, int], tuple[float, float]]:
@@ -67,3 +67,19 @@ def test_pretrain_with_one_line_more_goes_on_where_it_was(
     # The local one that all ranks have, or the persistent one where that is newer.
     assert (first := min(step for _, step in found)) in {max(2, newest) + 1, 5}, (first, newest, result.log)
     assert losses(crashed) | found == uninterrupted
+
+
+@pytest.mark.timeout(600)
+def test_pretrain_switched_off_goes_on_from_what_megatron_itself_has_written(
+    shm: Path, uninterrupted: dict[tuple[int, int], tuple[float, float]]
+) -> None:
+    cluster, path, env = Cluster(shm, 2), str(shm / "pfs"), {"MLFLASH_DISABLE": "1"}
+    flags = [*TRAINING, *LOCAL, "--save", path, "--load", path, "--save-interval", "3"]
+    first = run(cluster, env, last=4, flags=flags)
+    assert len(first.of("end")) == 4, first.log
+    newest = int((shm / "pfs" / "latest_checkpointed_iteration.txt").read_text())
+    assert newest in (3, 4)  # Megatron writes one where it exits
+    assert not cluster.slot_files() and not (shm / "run").exists()
+    second = run(cluster, env, last=LAST, flags=flags)
+    assert len(second.of("end")) == 4 and min(step for _, step in losses(second)) == newest + 1, second.log
+    assert losses(first) | losses(second) == uninterrupted

@@ -35,11 +35,11 @@ class Page:
     before: tuple[str, ...] = ()
     arguments: str = ""
 
-    def start(self, script: Path, last: int, memory: Path) -> str:
-        """Run it on two ranks, to a step."""
+    def start(self, script: Path, last: int, memory: Path, **more: str) -> str:
+        """Run it on two ranks, to a step, with more in the environment."""
         arguments = [*self.before, str(script), *self.arguments.split(), str(last)]
         program = [sys.executable, "-W", "ignore", "-m", "mpi4py", *arguments]
-        environment = {"MLFLASH_MEMORY": str(memory), "MLFLASH_RANKS_PER_NODE": "1", "TMPDIR": str(memory)}
+        environment = {"MLFLASH_MEMORY": str(memory), "MLFLASH_RANKS_PER_NODE": "1", "TMPDIR": str(memory), **more}
         line, env = mpiexec(2, program, environment)
         result = subprocess.run(
             line, env=env, cwd=script.parent, timeout=100, capture_output=True, text=True, check=False
@@ -77,3 +77,15 @@ def test_a_script_goes_on_from_memory_when_it_is_started_again(page: str, shm: P
     assert PAGES[page].beginnings(PAGES[page].start(script, first, shm), 0) == 2
     again = PAGES[page].start(script, second, shm)
     assert PAGES[page].beginnings(again, first) == 2 and PAGES[page].restored in again, again
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_script_trains_with_the_switch_and_leaves_memory_alone(page: str, shm: Path, tmp_path: Path) -> None:
+    (block,) = re.findall(r"^```python\n(.*?)^```", (DOCS / f"{page}.md").read_text(), re.M | re.S)
+    script = tmp_path / "train.py"
+    script.write_text(block)
+    first, _ = PAGES[page].steps
+    printed = PAGES[page].start(script, first, shm, MLFLASH_DISABLE="1")
+    assert PAGES[page].beginnings(printed, 0) == 2, printed
+    assert printed.count("mlflash is off (MLFLASH_DISABLE=1)") == 1, printed
+    assert not list(shm.glob("mlflash-*")) and not (tmp_path / "run42" / "mlflash").exists()

@@ -112,6 +112,20 @@ def test_memory_is_kept_or_removed_at_the_end_as_asked_and_mistakes_are_told(shm
     assert "the strategy has another CheckpointIO" in other_io and "MegatronCheckpointIO" in other_io
 
 
+def test_a_wrap_that_is_off_leaves_the_trainer_to_nemo(shm: Path) -> None:
+    common = {"disk": 2, "every": 1, "variant": "wrap off", "job": "wrapped-off"}
+    result = run(
+        Cluster(shm), "nemo",
+        {"name": "reference", "last": 5, "enabled": False},
+        {"name": "first", "last": 5, **common},
+        {"name": "second", "last": 7, **common},
+    )  # fmt: skip
+    assert len(result.of("done")) == 3 * 2 and refused(result, "first") == set(), result.log
+    assert losses(result, "first") == losses(result, "reference") and steps(result, "second") == [5, 6, 7], result.log
+    assert not (shm / f"mlflash-{UID}").exists()
+    assert result.log.count("mlflash is off (enabled=False)") == 1, result.log
+
+
 def test_other_ranks_go_on_where_megatron_can_reshard_the_optimizer_and_are_told_where_not(shm: Path) -> None:
     cluster = Cluster(shm)
     replicas = {"name": "replicas", "job": "replicas"}

@@ -15,7 +15,6 @@ from mlflash.adapters.transformers import MLFlashCallback
 from torch.distributed.tensor import DTensor
 from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
-from transformers.trainer_utils import get_last_checkpoint
 
 
 class Rows(Dataset):
@@ -128,11 +127,7 @@ def train(run: Run) -> None:
     """Train to a step, from the newest checkpoint there is."""
     flash = MLFlashCallback(run.every, run.skip, run.enabled, **run.checkpointing)
     trainer = make_trainer(run, [flash])
-    # Without mlflash the Trainer refuses to resume where there is nothing.
-    resume: Any = run.enabled
-    if run.switched_off:
-        resume = get_last_checkpoint(str(run.directory)) if run.directory.exists() else None
-    trainer.train(resume_from_checkpoint=resume)
+    trainer.train(resume_from_checkpoint=run.enabled)
     assert any(isinstance(param, DTensor) for param in trainer.model.parameters()) is (run.variant == "fsdp2")
     engine = trainer.deepspeed
     run.end(trainer.model, [trainer.optimizer if engine is None else engine.optimizer])

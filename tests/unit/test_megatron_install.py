@@ -76,6 +76,38 @@ def test_megatron_makes_our_manager_of_its_flags(
     assert python(before + MAKE + after, tmp_path) == made
 
 
+@pytest.mark.parametrize("has_nvrx", [False, True])
+@pytest.mark.parametrize(("call", "switch"), [("install(enabled=False)", ""), ("install('xor:8')", "1")])
+def test_turned_off_it_leaves_nvrx_alone_and_without_it_local_checkpoints_are_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_nvrx: bool, call: str, switch: str
+) -> None:
+    for name, content in NVRX.items() if has_nvrx else ():
+        file = tmp_path / "nvidia_resiliency_ext" / f"{name}.py"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(content + "\n")
+    monkeypatch.setenv("MLFLASH_DISABLE", switch)
+    code = f"""
+import os, sys, threading
+from mlflash.adapters.megatron import LocalCheckpoints, install
+{call}
+from nvidia_resiliency_ext.checkpointing.local.ckpt_managers.local_manager import LocalCheckpointManager
+from nvidia_resiliency_ext.checkpointing.local.replication.strategies import CliqueReplicationStrategy
+if {has_nvrx}:
+    made = LocalCheckpointManager, CliqueReplicationStrategy
+    assert all(one.__module__.startswith("nvidia_resiliency_ext") for one in made), made
+else:
+    manager = LocalCheckpointManager("run", repl_strategy=CliqueReplicationStrategy.from_replication_params(4, 2))
+    assert manager.find_latest() == -1 and manager.save(object(), 3) is None and manager.find_latest() == -1
+    request = manager.save(object(), 4, is_async=True)
+    request.async_fn(*request.async_fn_args, **request.async_fn_kwargs)
+    [one() for one in request.finalize_fns]
+    manager.close()
+assert "mpi4py.MPI" not in sys.modules and threading.active_count() == 1 and not os.path.exists("run")
+print("well")
+"""
+    assert python(code, tmp_path) == "well"
+
+
 def test_what_else_nvrx_has_is_still_missing_without_it(tmp_path: Path) -> None:
     """Megatron asks by importing, and goes another way."""
     code = """

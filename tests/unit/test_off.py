@@ -197,9 +197,8 @@ def test_commands_do_what_they_are_told(shm: Path, tmp_path: Path, monkeypatch: 
     with mlflash.Checkpointer(tmp_path, memory=str(shm), job="j") as ckpt:
         ckpt.save(3, {"a": np.arange(5.0)}).wait()
     monkeypatch.setenv("MLFLASH_DISABLE", "1")
-    scavenge = ["scavenge", str(tmp_path), "--job", "j", "--memory", str(shm), "--json"]
-    found = subprocess.run([sys.executable, "-m", "mlflash", *scavenge], cwd=shm, timeout=60, capture_output=True,
-                           text=True, check=False)  # fmt: skip
+    command = [sys.executable, "-m", "mlflash", "scavenge", str(tmp_path), "--job", "j", "--memory", str(shm)]
+    found = subprocess.run(command, cwd=shm, timeout=60, capture_output=True, text=True, check=False)
     assert found.returncode == 0 and "is off" not in found.stderr, found.stderr
     assert [path.name for path in tmp_path.glob("step-*")] == ["step-00000003"]
 
