@@ -29,6 +29,7 @@ def test_every_save_succeeds_and_writes_nothing(
     torch_job: Any, started: Any, root: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     monkeypatch.setenv("MLFLASH_DISABLE", "1")
+    before = set(threading.enumerate())  # of tests before this one
     state = state_of()
     kept, memory = Kept.of(state), state["plain"].untyped_storage()
     with started(torch_job) as running:
@@ -41,4 +42,4 @@ def test_every_save_succeeds_and_writes_nothing(
             running.load(state)
     kept.check(state)
     assert not any(root.rglob("*"))
-    assert not [thread.name for thread in threading.enumerate() if "mlflash" in thread.name]
+    assert not [thread.name for thread in set(threading.enumerate()) - before if "mlflash" in thread.name]
