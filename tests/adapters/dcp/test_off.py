@@ -24,13 +24,17 @@ def state_of() -> dict[str, Any]:
     return {"w": distribute_tensor(whole, mesh, [Shard(0)]), "plain": torch.full((5,), 2.0), "nested": {"epoch": 7}}
 
 
+def ours() -> set[threading.Thread]:
+    """The threads of mlflash."""
+    return {thread for thread in threading.enumerate() if "mlflash" in thread.name}
+
+
 @pytest.mark.parametrize("how", ["sync", "thread", "process"])
 def test_every_save_succeeds_and_writes_nothing(
     torch_job: Any, started: Any, root: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     monkeypatch.setenv("MLFLASH_DISABLE", "1")
-    before = set(threading.enumerate())  # of tests before this one
-    state = state_of()
+    state, threads = state_of(), ours()
     kept, memory = Kept.of(state), state["plain"].untyped_storage()
     with started(torch_job) as running:
         running.writer.prepare(state)
@@ -42,4 +46,4 @@ def test_every_save_succeeds_and_writes_nothing(
             running.load(state)
     kept.check(state)
     assert not any(root.rglob("*"))
-    assert not [thread.name for thread in set(threading.enumerate()) - before if "mlflash" in thread.name]
+    assert ours() <= threads, "those of the tests before"
