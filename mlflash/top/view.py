@@ -30,7 +30,7 @@ def page(job: str, look: Look, history: History, width: int = 80, height: int = 
     """
     parts: list[RenderableType] = [_headline(job, look), Text(), _figures(look, history, width), Text()]
     if not look.pulses:
-        parts.append(Text("no rank of this job has made a Checkpointer here", style="yellow"))
+        parts.append(Text("no rank of this job has made a Checkpointer where was looked", style="yellow"))
     elif len(look.pulses) <= max(4, height - _AROUND):
         parts.append(_ranks(look))
     else:
@@ -56,8 +56,11 @@ def _headline(job: str, look: Look) -> Text:
     nodes = {pulse["node"] for pulse in pulses}
     of = max((int(pulse.get("nodes", 0)) for pulse in pulses), default=0)
     text = Text.assemble(("mlflash ", "bold"), job, "   ")
-    text.append(f"{alive} of {ranks} ranks alive", style="" if alive == ranks else "bold red")
-    text.append(f" on {len(nodes)} of {of} node{'s' * (of != 1)}")
+    if pulses and all(pulse["state"] == "ended" for pulse in pulses):
+        text.append(f"{len(pulses)} of {ranks} ranks have ended")
+    elif pulses:
+        text.append(f"{alive} of {ranks} ranks alive", style="" if alive == ranks else "bold red")
+    text.append(f" on {len(nodes)} of {of} node{'s' * (of != 1)}" if pulses else "no rank")
     schemes = sorted({str(pulse.get("redundancy", "")) for pulse in pulses} - {""})
     text.append(f"   {', '.join(schemes)}" if schemes else "")
     text.append(time.strftime("   %H:%M:%S", time.localtime(look.at)), style="dim")

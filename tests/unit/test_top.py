@@ -61,7 +61,11 @@ def test_what_needs_a_person_is_said() -> None:
     for part in ("1 of 4 ranks alive", "gone", "failed", "Slurm does not answer", "no answer from n9",
                  "3 saves of this run did not become checkpoints", "step 7  from memory, 2.7 min ago"):  # fmt: skip
         assert part in text, text
-    assert "no rank of this job" in shown(Look(1.0))
+    nothing = shown(Look(1.0))
+    assert "no rank of this job" in nothing and "0 of 0" not in nothing
+    assert "4 of 4 ranks have ended on 2 of 2 nodes" in shown(
+        Look(1.0, tuple(pulse(n, state="ended") for n in range(4)))
+    )
     assert "1 other node: --slurm-job ID or --hosts A,B asks them" in shown(Look(1.0, (pulse(0), pulse(1))))
 
 
