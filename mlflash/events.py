@@ -49,7 +49,8 @@ class EventLog:
         """Note an event that has just ended; returns at once."""
         if self._thread is None:
             return
-        document = {"event": event, "time": round(time.time(), 6), **self._common, **fields}
+        document = {"event": event, "time": time.time(), **self._common, **fields}
+        document = {name: round(value, 6) if isinstance(value, float) else value for name, value in document.items()}
         try:
             self._lines.put_nowait(json.dumps(document, separators=(",", ":"), default=str) + "\n")
         except queue.Full:

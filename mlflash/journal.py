@@ -48,7 +48,7 @@ class Journal:
             self._events.add("start", **facts, survives=survives() if self._rank == 0 else "")
 
     def posting(self, step: int) -> None:
-        """A save is about to be posted: it is a write, in which the courier would take the interpreter."""
+        """A save is about to be posted; not after that, as this writes, and the courier would take the interpreter."""
         self._pulse.beat("saved", saved=step)
 
     def saved(self, step: int, stall_s: float, nbytes: int, lazy: bool, staged: bool) -> None:
@@ -56,21 +56,20 @@ class Journal:
         self.counts["saves"] += 1
         self.counts["bytes staged"] += nbytes
         self.seconds["stall"] += stall_s
-        total_s = round(self.seconds["stall"], 6)
-        self._pulse.note(stall_s=round(stall_s, 6), stalled_s=total_s, nbytes=nbytes)
+        self._pulse.note(stall_s=stall_s, stalled_s=self.seconds["stall"], nbytes=nbytes)
         if staged:
-            self._events.add("save", step=step, seconds=round(stall_s, 6), nbytes=nbytes, lazy=lazy)
+            self._events.add("save", step=step, seconds=stall_s, nbytes=nbytes, lazy=lazy)
 
     def protected(self, step: int, seconds: float, nbytes: int, peers: Sequence[int]) -> None:
         """The redundancy of a slot is in place."""
-        self._pulse.note(protect_s=round(seconds, 6))
-        self._events.add("protect", step=step, seconds=round(seconds, 6), nbytes=nbytes, peers=list(peers))
+        self._pulse.note(protect_s=seconds)
+        self._events.add("protect", step=step, seconds=seconds, nbytes=nbytes, peers=list(peers))
 
     def committed(self, step: int, seconds: float, generation: int) -> None:
         """All ranks agree that a step is a checkpoint, so many seconds after the call of `save`."""
         self.counts["committed"] += 1
-        self._pulse.beat("committed", committed=step, commit_s=round(seconds, 6), saves=self.counts["committed"])
-        self._events.add("commit", step=step, seconds=round(seconds, 6), generation=generation)
+        self._pulse.beat("committed", committed=step, commit_s=seconds, saves=self.counts["committed"])
+        self._events.add("commit", step=step, seconds=seconds, generation=generation)
         self._tell("committed step %d, %.3g s after it was saved", step, seconds)
 
     def ended(self, step: int, skipped: bool) -> None:
@@ -98,23 +97,21 @@ class Journal:
     def restored(self, step: int, seconds: float, source: str, node: str, nbytes: int, how: str = "") -> None:
         """A step was loaded: ``source`` is "memory" or a folder of the directory."""
         self.counts["restores"] += 1
-        self._pulse.beat("restored", restored=step, source=source[:512])
-        self._events.add(
-            "restore", step=step, seconds=round(seconds, 6), nbytes=nbytes, source=source, **{"from": node}
-        )
+        self._pulse.beat("restored", restored=step, source=source)
+        self._events.add("restore", step=step, seconds=seconds, nbytes=nbytes, source=source, **{"from": node})
         self._tell("restored step %d from %s in %.3g s%s", step, source, seconds, how)
 
     def healed(self, step: int, seconds: float, made: bool) -> None:
         """The redundancy of the restored step was looked at, and made again where it was missing."""
         self.seconds["heal"] += seconds
-        self._events.add("heal", step=step, seconds=round(seconds, 6), made=made)
+        self._events.add("heal", step=step, seconds=seconds, made=made)
 
     def drained(self, step: int, seconds: float, nbytes: int, path: str, error: MlflashError | None) -> None:
         """A drain has ended."""
         self.counts["drained" if error is None else "drains failed"] += 1
         self.seconds["drain"] += seconds
         self._pulse.note(**({"drained": step} if error is None else {}))
-        self._events.add("drain", step=step, seconds=round(seconds, 6), nbytes=nbytes, path=path,
+        self._events.add("drain", step=step, seconds=seconds, nbytes=nbytes, path=path,
                          error=None if error is None else str(error))  # fmt: skip
 
     def holds(self, nbytes: int) -> None:

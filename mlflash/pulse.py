@@ -22,7 +22,8 @@ from .node_memory import NodeMemory, emulated_nodes, jobs_of
 SHOW_STACKS = signal.SIGRTMIN + 7
 """The signal at which a rank that `mlflash run` has started prints where each of its threads is."""
 
-_NBYTES = 2048  # written at once, so that a reader never finds half of two
+_NBYTES = 4096  # written at once, so that a reader never finds half of two
+_LETTERS = 512  # of a text, each of which may take six bytes
 
 
 class Pulse:
@@ -54,7 +55,7 @@ class Pulse:
     def note(self, **news: Any) -> None:
         """Have something new to say with the next beat."""
         with self._lock:
-            self._said.update(news)
+            self._said.update(_short(news))
 
     def beat(self, event: str, **news: Any) -> None:
         """Say that the training gets on, and what is new; the first time of each event stays."""
@@ -63,7 +64,7 @@ class Pulse:
                 return
             now = round(time.time(), 3)
             self._said["times"].setdefault(event, now)
-            self._said.update(news, beat=now)
+            self._said.update(_short(news), beat=now)
             text = json.dumps(self._said, separators=(",", ":")).encode()
             os.pwrite(self._fd, text.ljust(_NBYTES), 0)
 
@@ -74,6 +75,14 @@ class Pulse:
             if self._fd >= 0:
                 os.close(self._fd)
             self._fd = -1
+
+
+def _short(news: dict[str, Any]) -> dict[str, Any]:
+    """So that all of it has room: times to the microsecond, the last letters of long paths."""
+    return {
+        name: round(value, 6) if isinstance(value, float) else value[-_LETTERS:] if isinstance(value, str) else value
+        for name, value in news.items()
+    }
 
 
 def read_pulses(memory: str, job: str, node: int | None) -> list[dict[str, Any]]:
@@ -96,14 +105,15 @@ def read_pulses(memory: str, job: str, node: int | None) -> list[dict[str, Any]]
         held.close()
 
 
+def all_pulses(memory: str, job: str) -> list[dict[str, Any]]:
+    """The same of this node, and of all that are emulated on it. Not collective."""
+    nodes: list[int | None] = [*emulated_nodes(memory, job), None]
+    return [pulse for node in nodes for pulse in read_pulses(memory, job, node)]
+
+
 def live_jobs(memory: str) -> list[str]:
     """List the jobs of this user that are alive on this node. Not collective."""
-
-    def is_alive(job: str) -> bool:
-        nodes = [*emulated_nodes(memory, job), None]
-        return any(pulse["alive"] for node in nodes for pulse in read_pulses(memory, job, node))
-
-    return [job for job in jobs_of(memory) if is_alive(job)]
+    return [job for job in jobs_of(memory) if any(pulse["alive"] for pulse in all_pulses(memory, job))]
 
 
 def _is_alive(pid: int) -> bool:

@@ -76,8 +76,7 @@ class Checkpoints:
 
         Returns:
             A future that ends when the checkpoint is committed, with its Metadata, which is empty where mlflash is off
-            and this is no URL; `maybe_finalize_async_calls` raises
-            what it raises.
+            and this is no URL; `maybe_finalize_async_calls` raises what it raises.
 
         Raises:
             WorldMismatch: the coordinator is not in the group.

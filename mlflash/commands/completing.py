@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import click
@@ -20,7 +19,6 @@ _SCHEMES = {
     "rs:5+3": "any 3 nodes of 8 may be lost",
     "none": "processes may be lost, nodes not",
 }
-_FOLDER = re.compile(r"step-(\d{8,})(?:\.\d+)?")
 
 
 def directories(_: click.Context, __: click.Parameter, incomplete: str) -> list[CompletionItem]:
@@ -89,8 +87,9 @@ def _steps_in_directory(directory: str | None) -> set[int]:
     """By the names of its folders: thousands of them would take long to open."""
     if directory is None or is_url(directory):
         return set()
+    from ..draining.catalog import step_of
+
     try:
-        matches = [_FOLDER.fullmatch(path.name) for path in Path(directory).iterdir()]
+        return {step for path in Path(directory).iterdir() if (step := step_of(path.name)) is not None}
     except OSError:
         return set()
-    return {int(match[1]) for match in matches if match is not None}

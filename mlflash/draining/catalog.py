@@ -86,7 +86,13 @@ def _digest(owner: str) -> str:
 
 def is_folder(name: str) -> bool:
     """Whether a name is that of a checkpoint's folder."""
-    return _STEP.fullmatch(name) is not None
+    return step_of(name) is not None
+
+
+def step_of(name: str) -> int | None:
+    """The step that a folder is named after; None where it is none of a checkpoint."""
+    match = _STEP.fullmatch(name)
+    return None if match is None else int(match[1])
 
 
 def list_checkpoints(store: Store) -> list[Listed]:

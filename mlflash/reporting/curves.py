@@ -101,23 +101,39 @@ def curve(points: Sequence[Point], window: Window, failures: Sequence[float], na
     points = sorted(points, key=lambda point: point.time)
     chosen = scale(points, unit)
     groups = thinned(points)
-    drawn = tag(
-        "svg", *_paths(groups, window, chosen), viewBox=f"0 0 {_WIDTH:g} {_HEIGHT:g}", preserveAspectRatio="none",
-        width="100%", height=_HEIGHT,
-    )  # fmt: skip
-    step_s, times = ticks(window.began, window.ended, 5)
     lines = [tag("line", x1=percent(window.at(t)), x2=percent(window.at(t)), y1=0, y2=_HEIGHT, class_="failure")
              for t in failures]  # fmt: skip
     hover = [_hover(before, group, after, window, show) for before, group, after in _neighbours(groups)]
+    step_s, times = ticks(window.began, window.ended, 5)
+    labels = [(window.at(time), clock(time, step_s)) for time in times]
+    return _chart(name, title, chosen, [*lines, _stretched(*_paths(groups, window, chosen)), *hover], labels, show)
+
+
+def _stretched(*paths: Markup) -> Markup:
+    """Paths on a ground of `_WIDTH` x `_HEIGHT`, as wide as there is room."""
+    return tag("svg", *paths, viewBox=f"0 0 {_WIDTH:g} {_HEIGHT:g}", preserveAspectRatio="none", width="100%",
+               height=_HEIGHT)  # fmt: skip
+
+
+def _chart(name: str, title: str, chosen: Scale, content: Sequence[Markup], labels: Sequence[tuple[float, str]],
+           show: Callable[[float], str]) -> Markup:  # fmt: skip
+    """Put a drawing on a grid, with values beside it and texts below.
+
+    Args:
+        name, title: see `curve`.
+        chosen: the scale from bottom to top.
+        content: what is drawn on the grid, in that order.
+        labels: shares of the width, and what stands there.
+        show: writes a value.
+    """
     levels = [(1 - chosen.at(value)) * _HEIGHT for value in chosen.marks()]
     grid = [tag("line", x1="0", x2="100%", y1=y, y2=y, class_="grid") for y in levels]
-    at = [(window.at(time), clock(time, step_s)) for time in times]
-    labels = [
+    texts = [
         tag("text", text, x=percent(x), y=_HEIGHT + 18, class_="tick",
-            text_anchor="start" if x < 0.06 else "end" if x > 0.94 else "middle") for x, text in at
+            text_anchor="start" if x < 0.06 else "end" if x > 0.94 else "middle") for x, text in labels
     ]  # fmt: skip
-    picture = tag("svg", titled(title), *grid, *lines, drawn, *hover, *labels, width="100%", height=_HEIGHT + 24,
-                  role="img", aria_label=title, class_="curve")  # fmt: skip
+    picture = tag("svg", titled(title), *grid, *content, *texts, width="100%", height=_HEIGHT + 24, role="img",
+                  aria_label=title, class_="curve")  # fmt: skip
     beside = [tag("span", show(value), style=f"top:{level:.0f}px")
               for value, level in zip(chosen.marks(), levels, strict=True)]  # fmt: skip
     return tag("div", tag("div", *beside, class_="levels"), picture, class_=f"chart {name}")
@@ -179,25 +195,16 @@ def waste_curve(advice: Advice, wastes: Callable[[float], float]) -> Markup:
     points = [(x_of(interval) * _WIDTH, _HEIGHT * (1 - value / chosen.most))
               for interval, value in zip(intervals, values, strict=True)]  # fmt: skip
     inside = [(x, max(y, -_HEIGHT)) for x, y in points]
-    drawn = tag("svg", tag("path", d=_line(inside), class_="line"), viewBox=f"0 0 {_WIDTH:g} {_HEIGHT:g}",
-                preserveAspectRatio="none", width="100%", height=_HEIGHT)  # fmt: skip
     marks = []
     for name, interval in marked:
         at = percent(x_of(interval))
         text = f"{name}: {show_seconds(interval)}, {100 * wastes(interval):.2g} % of the time"
         marks.append(tag("g", titled(text), tag("line", x1=at, x2=at, y1=0, y2=_HEIGHT), class_=f"interval {name}"))
-    levels = [_HEIGHT * (1 - value / chosen.most) for value in chosen.marks()]
-    grid = [tag("line", x1="0", x2="100%", y1=y, y2=y, class_="grid") for y in levels]
-    labels = [
-        tag("text", show_seconds(value), x=percent(x_of(value)), y=_HEIGHT + 18, class_="tick", text_anchor="middle")
-        for value in _nice_intervals(intervals[0], intervals[-1]) if 0.05 < x_of(value) < 0.95
-    ]  # fmt: skip
+    nice = _nice_intervals(intervals[0], intervals[-1])
+    labels = [(x_of(value), show_seconds(value)) for value in nice if 0.05 < x_of(value) < 0.95]
     title = "Share of the time that saves and failures cost, over the time from save to save"
-    picture = tag("svg", titled(title), *grid, drawn, *marks, *labels, width="100%", height=_HEIGHT + 24, role="img",
-                  aria_label=title, class_="curve")  # fmt: skip
-    beside = [tag("span", f"{100 * value:.3g} %", style=f"top:{level:.0f}px")
-              for value, level in zip(chosen.marks(), levels, strict=True)]  # fmt: skip
-    return tag("div", tag("div", *beside, class_="levels"), picture, class_="chart waste")
+    line = _stretched(tag("path", d=_line(inside), class_="line"))
+    return _chart("waste", title, chosen, [line, *marks], labels, lambda value: f"{100 * value:.3g} %")
 
 
 def _nice_intervals(least: float, most: float) -> list[float]:

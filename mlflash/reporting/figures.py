@@ -7,7 +7,7 @@ import math
 import statistics
 from collections.abc import Iterable, Sequence
 
-from .launches import Committed, Launch
+from .launches import Committed, Launch, nodes_of
 from .lines import Event
 
 
@@ -74,9 +74,9 @@ def bandwidths(launches: Sequence[Launch]) -> list[Point]:
 
 
 def bandwidth(launches: Sequence[Launch]) -> float:
-    """All bytes that were sent over all the seconds that took: bytes per second and rank."""
-    sent = [event for launch in launches for event in _protects(launch)]
-    return sum(event.nbytes for event in sent) / sum(event.seconds for event in sent) if sent else 0.0
+    """All bytes that were protected over all the seconds that took: bytes per second and rank."""
+    done = [event for launch in launches for event in _protects(launch)]
+    return sum(event.nbytes for event in done) / sum(event.seconds for event in done) if done else 0.0
 
 
 def _protects(launch: Launch) -> Iterable[Event]:
@@ -150,7 +150,7 @@ def memory(launches: Sequence[Launch]) -> list[Memory]:
             before = found.get(event.node)
             peak = max(taken[event.node], before.peak_nbytes if before else 0)
             found[event.node] = Memory(event.node, peak, taken[event.node], number)
-    order = {node: at for at, node in enumerate(dict.fromkeys(node for launch in launches for node in launch.nodes))}
+    order = nodes_of(launches)
     return sorted(found.values(), key=lambda one: order[one.node])
 
 

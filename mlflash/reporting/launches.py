@@ -151,6 +151,11 @@ def launches(events: Iterable[Event]) -> list[Launch]:
     return found
 
 
+def nodes_of(launches: Iterable[Launch]) -> dict[str, int]:
+    """Number the nodes of some launches, in the order in which they came."""
+    return {node: at for at, node in enumerate(dict.fromkeys(node for launch in launches for node in launch.nodes))}
+
+
 def _launch(run: str, events: list[Event]) -> Launch:
     places: dict[int, str] = {}
     signs: dict[int, float] = {}

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from ..commands.outlook import named
-from .launches import Launch
+from .launches import Launch, nodes_of
 from .lines import Event
 
 MOST_ROWS = 64
@@ -82,16 +83,15 @@ def rows(launches: Sequence[Launch], most: int = MOST_ROWS) -> list[Row]:
     row_of, found = _places(launches, most)
     for number, launch in enumerate(launches):
         lives: dict[int, Life] = {}
-        together: dict[tuple[int, str, int, float], Mark] = {}
-        again: dict[tuple[int, str, int], int] = {}  # how often a rank did the same: a step may come twice
+        together: dict[tuple[int, str, int, int], Mark] = {}
+        again: Counter[tuple[int, str, int]] = Counter()  # how often a rank did the same: a step may come twice
         for event in launch.events:
             at = row_of[event.node, event.rank]
             life = lives.setdefault(at, Life(number, event.began, event.time))
             life.began, life.ended = min(life.began, event.began), max(life.ended, event.time)
             if event.kind in LANES or event.kind in ("commit", "restore"):
-                turn = again[event.rank, event.kind, event.step] = (
-                    again.get((event.rank, event.kind, event.step), 0) + 1
-                )
+                again[event.rank, event.kind, event.step] += 1
+                turn = again[event.rank, event.kind, event.step]
                 _join(together, (at, event.kind, event.step, turn), event)
         for rank in launch.signs:
             life = lives[row_of[launch.places[rank], rank]]
@@ -107,7 +107,7 @@ def rows(launches: Sequence[Launch], most: int = MOST_ROWS) -> list[Row]:
     return found
 
 
-def _join(together: dict[tuple[int, str, int, float], Mark], key: tuple[int, str, int, float], event: Event) -> None:
+def _join(together: dict[tuple[int, str, int, int], Mark], key: tuple[int, str, int, int], event: Event) -> None:
     mark = together.setdefault(key, Mark(event.began, event.time, event.step, event.step))
     mark.began, mark.ended = min(mark.began, event.began), max(mark.ended, event.time)
     mark.seconds, mark.nbytes = max(mark.seconds, event.seconds), mark.nbytes + event.nbytes
@@ -115,7 +115,7 @@ def _join(together: dict[tuple[int, str, int, float], Mark], key: tuple[int, str
 
 def _places(launches: Sequence[Launch], most: int) -> tuple[dict[tuple[str, int], int], list[Row]]:
     """Say in which row each rank of each node is, and make the rows without anything in them."""
-    order = {node: at for at, node in enumerate(dict.fromkeys(node for launch in launches for node in launch.nodes))}
+    order = nodes_of(launches)
     seen = {(event.node, event.rank) for launch in launches for event in launch.events}
     places = sorted(seen, key=lambda place: (order[place[0]], place[1]))
     if len(places) <= most:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from ..planning.interval import waste
 from .curves import curve, waste_curve
@@ -97,7 +97,7 @@ def _figures(story: Story) -> Iterator[Markup]:
     yield _figure("stall_mean", stall.mean, "Stall of a save", show_seconds(stall.mean) if stall.count else "none",
                   f"on average, on the slowest rank; 95 % of {many(stall.count, 'save')} took "
                   f"{show_seconds(stall.p95)} or less")  # fmt: skip
-    yield _figure("commits", story.commits, "Commits", f"{story.commits:,}", _committed(story))
+    yield _figure("commits", story.commit.count, "Commits", f"{story.commit.count:,}", _committed(story))
     yield _figure("bandwidth", story.bandwidth, "Protection",
                   f"{show_bytes(story.bandwidth)}/s" if story.bandwidth else "none",
                   "of each rank's state, while it was protected on other nodes")  # fmt: skip
@@ -245,8 +245,8 @@ def bandwidths(story: Story) -> Markup:
     return _curve(story, story.bandwidths, "bandwidths", text, unit, lambda value: f"{show_bytes(value)}/s")
 
 
-def _curve(story: Story, points: Sequence[Point], name: str, text: str, unit: float, show: object) -> Markup:
-    assert callable(show)
+def _curve(story: Story, points: Sequence[Point], name: str, text: str, unit: float, show: Callable[[float], str]
+           ) -> Markup:  # fmt: skip
     times = [failure.time for failure in story.failures]
     drawn = curve(points, Window(story.began, story.ended), times, name, text, unit, show)
     return tag("div", tag("p", text, class_="note"), drawn)

@@ -30,7 +30,7 @@ class Story:
         stall, commit: of each save, on its slowest rank, in seconds.
         stalls, bandwidths: over time.
         bandwidth: of protection, bytes per second and rank.
-        commits, failed, skipped: numbers of steps.
+        failed, skipped: numbers of steps.
         newest: the checkpoint that was committed last.
         drains, memory, remarks: see `figures`.
         advice: how often to save.
@@ -47,7 +47,6 @@ class Story:
     stalls: list[Point]
     bandwidths: list[Point]
     bandwidth: float
-    commits: int
     failed: int
     skipped: int
     newest: Committed | None
@@ -103,7 +102,7 @@ def tell(log: Log, node_mtbf_s: float | None = None) -> Story:
     return Story(
         log=log, launches=its, account=accounted, lost=lost, failures=failed, stall=stall, commit=commit,
         stalls=figures.stalls(its), bandwidths=figures.bandwidths(its), bandwidth=figures.bandwidth(its),
-        commits=commit.count, failed=figures.count_steps(its, "fail"), skipped=figures.count_steps(its, "skip"),
+        failed=figures.count_steps(its, "fail"), skipped=figures.count_steps(its, "skip"),
         newest=figures.newest_commit(its), drains=figures.drains(its), memory=figures.memory(its),
         remarks=figures.remarks(its), notes=_notes(log, its),
         advice=advise(its, failed, accounted.wall_s, stall, commit, node_mtbf_s),
@@ -154,12 +153,12 @@ def _skews(its: Sequence[Launch]) -> dict[str, float]:
 def to_json(story: Story) -> dict[str, Any]:
     """Give all numbers of a story as plain values: bytes, seconds, shares, Unix seconds."""
     started, account, newest = story.started, story.account, story.newest
-    first = story.launches[-1]
+    launch = story.launches[-1]
     return {
         "job": None if started is None else started.text("job"),
         "version": None if started is None else started.text("version"),
-        "ranks": first.ranks,
-        "nodes": list(first.nodes),
+        "ranks": launch.ranks,
+        "nodes": list(launch.nodes),
         "redundancy": None if started is None else started.text("redundancy"),
         "survives": None if started is None else started.text("survives"),
         "transport": None if started is None else started.text("transport"),
@@ -174,7 +173,7 @@ def to_json(story: Story) -> dict[str, Any]:
         "failures": [_failure_to_json(failure) for failure in story.failures],
         "stall_s": dataclasses.asdict(story.stall),
         "commit_s": dataclasses.asdict(story.commit),
-        "commits": story.commits,
+        "commits": story.commit.count,
         "saves_failed": story.failed,
         "saves_skipped": story.skipped,
         "protect_nbytes_per_s_and_rank": story.bandwidth,

@@ -6,6 +6,7 @@ Lengths from left to right are shares of the width, so that it fits any screen; 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
 from .markup import Markup, percent, tag, titled
@@ -190,7 +191,7 @@ def _across(story: Story, window: Window, bottom: int, name: str) -> Iterator[Ma
         band(lost.began, lost.ended, "lost", f"{lasted(lost.ended - lost.began)} of training that was lost")
         for lost in story.lost
     ]
-    for before, after in zip(story.launches, story.launches[1:], strict=False):  # noqa: RUF007
+    for before, after in itertools.pairwise(story.launches):
         bands.append(band(before.last, after.began, "down", f"down for {lasted(after.began - before.last)}"))
     yield from (one for one in bands if one is not None)
     for number, failure in enumerate(story.failures, 1):

@@ -26,6 +26,27 @@ _BEHIND_S = 8.0  # a node that answers so much later than most others is as one 
 _STACKS_S = 1.0
 
 
+def ask(launcher: Launcher, hosts: Sequence[str], *words: str) -> dict[str, dict[str, Any]]:
+    """Ask nodes what they say of themselves (see `node_look`); those that say nothing, or nonsense, are left out.
+
+    Args:
+        launcher: reaches them.
+        hosts: which.
+        words: memory, job and so on, as `node_look` takes them.
+
+    Raises:
+        LaunchFailed: nobody can be asked.
+    """
+    argv = [sys.executable, "-m", "mlflash.running.node_look", *words]
+    said: dict[str, dict[str, Any]] = {}
+    for host, text in launcher.on_each(hosts, argv, LOOK_S, _BEHIND_S).items():
+        try:
+            said[host] = json.loads(text)
+        except ValueError:
+            continue
+    return said
+
+
 class Looks:
     """The last look at each node.
 
@@ -37,8 +58,7 @@ class Looks:
 
     def __init__(self, launcher: Launcher, memory: str, job: str, gpus: int, interface: str):
         self._launcher, self._gpus, self._interface = launcher, gpus, interface
-        self._argv = [sys.executable, "-m", "mlflash.running.node_look", memory, job]
-        self._argv += [interface] if interface else []
+        self._words = [memory, job, *([interface] if interface else [])]
         self._said: dict[str, dict[str, Any]] = {}
         self._asked = 0  # looks so far
         self._last: dict[str, int] = {}  # which look was the last at each node: they may overlap
@@ -48,7 +68,7 @@ class Looks:
         self._asked += 1
         this = self._asked
         try:
-            told = self._launcher.on_each(hosts, self._argv, LOOK_S, _BEHIND_S)
+            told = ask(self._launcher, hosts, *self._words)
         except LaunchFailed as error:
             log.warning("the nodes cannot be looked at: %s", error)
             told = {}
@@ -56,10 +76,8 @@ class Looks:
         for host in (host for host in hosts if self._last.get(host, 0) < this):
             self._last[host] = this
             said.pop(host, None)
-            try:
-                said[host] = json.loads(told[host])
-            except (KeyError, ValueError):
-                continue
+            if host in told:
+                said[host] = told[host]
         self._said = said
 
     def silent(self, hosts: Sequence[str]) -> list[str]:

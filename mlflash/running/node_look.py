@@ -17,7 +17,7 @@ from typing import Any
 
 from ..commands.looking import look
 from ..node_memory import emulated_nodes
-from ..pulse import live_jobs, read_pulses
+from ..pulse import all_pulses, live_jobs
 
 _FLAGS_OF, _UP_AND_RUNNING = 0x8913, 0x41  # SIOCGIFFLAGS; IFF_UP | IFF_RUNNING
 _GPU_S = 20.0  # a GPU that fell off the bus can hold nvidia-smi up
@@ -34,7 +34,7 @@ def main() -> int:
     found: dict[str, Any] = {
         "host": socket.gethostname(), "free": space.f_bavail * space.f_frsize, "gpus": _gpus(),
         "interface": _is_up(interface[0]) if interface else None,
-        "pulses": [pulse for node in nodes for pulse in read_pulses(memory, job, node)],
+        "pulses": all_pulses(memory, job),
         "steps": sorted({header.step for node in nodes for file, header in look(memory, job, node, "").sealed}),
     }  # fmt: skip
     print(json.dumps(found), flush=True)

@@ -72,7 +72,7 @@ def _others(hosts: str, rsh: str, slurm_job: str) -> tuple[Launcher, list[str]] 
     job = slurm_job or (own_id(os.environ) if "SLURM_JOB_ID" in os.environ else "")
     if not job:
         return None
-    os.environ.setdefault("SLURM_JOB_ID", job)  # for srun, from outside of the job
+    os.environ["SLURM_JOB_ID"] = job  # for srun, from outside of the job, or from inside of another one
     if nodes := hosts_of(job):
         return OnSlurm(job), list(nodes)
     raise click.ClickException(f"Slurm knows no nodes of job {job}")

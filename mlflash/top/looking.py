@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..errors import LaunchFailed
-from ..node_memory import emulated_nodes
-from ..pulse import read_pulses
+from ..pulse import all_pulses
 from ..running.launcher import Launcher
-from ..running.looks import LOOK_S
+from ..running.looks import ask
 
 Pulse = dict[str, Any]
-
-_BEHIND_S = 8.0  # a node that answers so much later than most others is as one that does not
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,16 +41,14 @@ def look_here(memory: str, job: str) -> Look:
     """Look at this node, and at all that are emulated on it. Not collective."""
     at = time.time()
     space = os.statvfs(memory)
-    nodes: list[int | None] = [*emulated_nodes(memory, job), None]
-    pulses = [pulse for node in nodes for pulse in read_pulses(memory, job, node)]
-    return Look(at, _newest(pulses), ((socket.gethostname(), space.f_bavail * space.f_frsize),))
+    return Look(at, _newest(all_pulses(memory, job)), ((socket.gethostname(), space.f_bavail * space.f_frsize),))
 
 
 def look_everywhere(launcher: Launcher, hosts: Sequence[str], memory: str, job: str) -> Look:
     """Ask nodes, as `mlflash run` does. Not collective."""
     at = time.time()
     try:
-        said = _ask(launcher, hosts, memory, job)
+        said = ask(launcher, hosts, memory, job)
     except LaunchFailed as error:
         return Look(at, silent=tuple(hosts), wrong=str(error))
     pulses = [pulse for document in said.values() for pulse in document["pulses"]]
@@ -65,19 +58,7 @@ def look_everywhere(launcher: Launcher, hosts: Sequence[str], memory: str, job: 
 
 def jobs_everywhere(launcher: Launcher, hosts: Sequence[str], memory: str) -> list[str]:
     """Ask nodes which jobs of this user are alive there. Not collective. Raises LaunchFailed: nobody can be asked."""
-    return sorted({job for document in _ask(launcher, hosts, memory).values() for job in document["jobs"]})
-
-
-def _ask(launcher: Launcher, hosts: Sequence[str], *words: str) -> dict[str, Any]:
-    """What nodes say of themselves, by host; those that say nothing, or nonsense, are not there."""
-    told = launcher.on_each(hosts, [sys.executable, "-m", "mlflash.running.node_look", *words], LOOK_S, _BEHIND_S)
-    said: dict[str, Any] = {}
-    for host, text in told.items():
-        try:
-            said[host] = json.loads(text)
-        except ValueError:
-            continue
-    return said
+    return sorted({job for document in ask(launcher, hosts, memory).values() for job in document["jobs"]})
 
 
 def _newest(pulses: Sequence[Pulse]) -> tuple[Pulse, ...]:

@@ -19,14 +19,6 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(params=["argument", "environment"])
-def enabled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """What the code says; where that is True the environment says otherwise."""
-    if request.param == "environment":
-        monkeypatch.setenv("MLFLASH_DISABLE", "1")
-    return bool(request.param == "environment")
-
-
 def test_urls_go_on_and_memory_has_nothing(options: dict[str, Any], root: Path, enabled: bool) -> None:
     with job(), fsdp.Checkpoints(enabled=enabled, **options) as checkpoints:
         assert not checkpoints.enabled

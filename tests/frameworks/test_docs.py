@@ -68,11 +68,17 @@ PAGES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_a_script_goes_on_from_memory_when_it_is_started_again(page: str, shm: Path, tmp_path: Path) -> None:
+def script_of(page: str, tmp_path: Path) -> Path:
+    """The script of a page, in a file."""
     (block,) = re.findall(r"^```python\n(.*?)^```", (DOCS / f"{page}.md").read_text(), re.M | re.S)
     script = tmp_path / "train.py"
     script.write_text(block)
+    return script
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_script_goes_on_from_memory_when_it_is_started_again(page: str, shm: Path, tmp_path: Path) -> None:
+    script = script_of(page, tmp_path)
     first, second = PAGES[page].steps
     assert PAGES[page].beginnings(PAGES[page].start(script, first, shm), 0) == 2
     again = PAGES[page].start(script, second, shm)
@@ -81,9 +87,7 @@ def test_a_script_goes_on_from_memory_when_it_is_started_again(page: str, shm: P
 
 @pytest.mark.parametrize("page", PAGES)
 def test_a_script_trains_with_the_switch_and_leaves_memory_alone(page: str, shm: Path, tmp_path: Path) -> None:
-    (block,) = re.findall(r"^```python\n(.*?)^```", (DOCS / f"{page}.md").read_text(), re.M | re.S)
-    script = tmp_path / "train.py"
-    script.write_text(block)
+    script = script_of(page, tmp_path)
     first, _ = PAGES[page].steps
     printed = PAGES[page].start(script, first, shm, MLFLASH_DISABLE="1")
     assert PAGES[page].beginnings(printed, 0) == 2, printed

@@ -22,14 +22,6 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(params=["argument", "environment"])
-def enabled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """What the code says; where that is True the environment says otherwise."""
-    if request.param == "environment":
-        monkeypatch.setenv("MLFLASH_DISABLE", "1")
-    return bool(request.param == "environment")
-
-
 def test_a_manager_saves_nothing_and_finds_nothing(options: dict[str, Any], root: Path, enabled: bool) -> None:
     with job():
         context = checkpointing_context("/local", "s", "copy", enabled=enabled, **options)
