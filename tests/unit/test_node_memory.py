@@ -14,6 +14,7 @@ import pytest
 from mlflash import errors
 from mlflash.limits import available
 from mlflash.node_memory import NodeMemory
+from mlflash.pulse import Pulse, all_pulses, live_jobs
 from mlflash.segment import attach, create, prefault_in_background
 
 UID = os.getuid()
@@ -211,3 +212,17 @@ def test_the_real_limits_can_be_read() -> None:
     found: dict[str, Any] = available("/dev/shm")
     assert found["free space of /dev/shm"] > 0
     assert found["MemAvailable of the node"] > 0
+
+
+def test_a_rank_with_a_long_story_is_still_heard(shm: Path) -> None:
+    memory = NodeMemory(str(shm), "j", None)
+    pulse = Pulse(memory, 3, 8, 1, "n1", "")
+    source = "s3://" + "\N{CJK UNIFIED IDEOGRAPH-4E00}" * 2000 + "/step-00000007"
+    pulse.beat("restored", restored=7, source=source, stall_s=0.123456789)
+    (said,) = all_pulses(str(shm), "j")
+    assert (said["rank"], said["node"], said["restored"], said["alive"]) == (3, "n1", 7, True)
+    assert said["source"].endswith("/step-00000007") and source.endswith(said["source"])
+    assert said["stall_s"] == 0.123457
+    pulse.end("ended")
+    memory.close()
+    assert live_jobs(str(shm)) == ["j"], "the process is alive still"
