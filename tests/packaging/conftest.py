@@ -19,7 +19,7 @@ def tools(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The programs of an environment that builds and checks packages."""
     path = tmp_path_factory.mktemp("tools")
     call(sys.executable, "-m", "venv", path)
-    call(path / "bin/pip", "install", "-q", "build", "twine", "cffconvert")
+    call(path / "bin/pip", "install", "-q", "build", "twine", "cffconvert", "mypy")
     return path / "bin"
 
 
