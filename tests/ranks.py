@@ -1,7 +1,14 @@
-"""Fixtures of tests that run on every rank of a real mpiexec."""
+"""Fixtures of tests that run on every rank of a real mpiexec, and what pytest does otherwise there.
+
+    mpiexec -n 4 python -m pytest --with-mpi tests/mpi/test_transfer.py
+
+Each rank writes a report of its own, and only the first one prints, unless another one fails. MPI is imported when
+pytest has begun, and not with this file: the checkpoint processes of PyTorch must not touch MPI.
+"""
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
 import tempfile
@@ -9,16 +16,51 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from waiting import take
+
+_SAID_S = 3  # launchers lose what was printed right before an abort, and other ranks may still have to say what failed
 
 
-def require_ranks(config: pytest.Config) -> None:
-    """Refuse to run on other ranks than were asked for."""
+class OnRanks:
+    """A plugin of pytest on each of several ranks."""
+
+    def __init__(self, rank: int, size: int):
+        self._rank, self._size = rank, size
+        self._printed, self._failed = io.StringIO(), False
+
+    def pytest_sessionstart(self, session: pytest.Session) -> None:
+        if self._rank:
+            session.config.pluginmanager.get_plugin("terminalreporter")._tw._file = self._printed
+
+    def pytest_sessionfinish(self, exitstatus: int) -> None:
+        self._failed = exitstatus not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
+
+    def pytest_unconfigure(self) -> None:
+        from mpi4py import MPI
+
+        if self._failed and self._rank:
+            print(f"--- rank {self._rank} ---\n{self._printed.getvalue()}", flush=True)
+        if self._failed and self._size > 1:
+            take(_SAID_S)
+            MPI.COMM_WORLD.Abort(1)
+
+
+def configure(config: pytest.Config) -> None:
+    """Prepare pytest on this rank; refuse to run on other ranks than MLFLASH_TEST_RANKS asks for."""
+    if not (config.getoption("--with-mpi") or config.getoption("--only-mpi")) or config.option.collectonly:
+        return  # pytest-mpi skips what needs MPI, and says which option is missing
     from mpi4py import MPI
 
-    wanted = os.environ.get("MLFLASH_TEST_RANKS")
-    if wanted is None or not config.getoption("--only-mpi") or MPI.COMM_WORLD.size != int(wanted):
-        raise pytest.UsageError(f"these tests run under mpiexec: make test-N (asked for {wanted} ranks, "
-                                f"got {MPI.COMM_WORLD.size})")  # fmt: skip
+    rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+    wanted = os.environ.get("MLFLASH_TEST_RANKS", str(size))
+    if size != int(wanted):
+        raise pytest.UsageError(f"MLFLASH_TEST_RANKS asks for {wanted} ranks, and mpiexec started {size}")
+    if config.pluginmanager.has_plugin("on_ranks"):  # of another folder
+        return
+    if config.option.xmlpath:
+        path = Path(config.option.xmlpath)
+        config.option.xmlpath = str(path.with_name(f"{path.stem}-rank{rank}{path.suffix}"))
+    config.pluginmanager.register(OnRanks(rank, size), "on_ranks")
 
 
 @pytest.fixture

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from ranks import comm, nodes, require_ranks, root
+from ranks import comm, configure, nodes, root
 
 __all__ = ["comm", "nodes", "root"]
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    require_ranks(config)
+    configure(config)
 
 
 @pytest.fixture
