@@ -115,14 +115,8 @@ def options(argv: list[str]) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_shell_and_shellcheck_find_no_fault(name: str) -> None:
-    path = REPO / "slurm" / f"{name}.sbatch"
-    subprocess.run(["bash", "-n", path], check=True)
-    shellcheck = Path(sys.executable).with_name("shellcheck")
-    if not shellcheck.exists():
-        pytest.skip("shellcheck is not installed here (pip install 'mlflash[lint]')")
-    done = subprocess.run([shellcheck, path], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout
+def test_the_shell_finds_no_fault(name: str) -> None:
+    subprocess.run(["bash", "-n", REPO / "slurm" / f"{name}.sbatch"], check=True)  # make lint: shellcheck
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -181,7 +175,7 @@ def test_mlflash_run_understands_what_it_is_given_and_it_fits_what_slurm_is_told
         assert found["srun_args"].split()[1:] == [mounts, "--no-container-remap-root"]
 
 
-@pytest.mark.parametrize("name", set(NAMES) - {"array"})
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "array"])
 def test_the_batch_shell_becomes_mlflash_run_so_that_signals_reach_it(name: str, tmp_path: Path) -> None:
     started = Started(name, tmp_path, "wait")
     assert started.wait_until_it_runs() == started.process.pid

@@ -1,0 +1,36 @@
+"""Every Python block in README.md and docs/ runs as it stands."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).parents[2]
+# Their scripts are whole trainings: tests/frameworks/test_docs.py.
+FRAMEWORKS = {"lightning", "transformers", "deepspeed", "torchtitan", "nemo"}
+BLOCKS = [
+    pytest.param(block, id=f"{page.name}-{number}")
+    for page in [REPO / "README.md", *sorted((REPO / "docs").glob("*.md"))]
+    if page.stem not in FRAMEWORKS
+    for number, block in enumerate(re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S))
+]
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_the_block_runs(block: str, shm: Path) -> None:
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("PMI", "OMPI", "SLURM"))}
+    result = subprocess.run(
+        [sys.executable, "-W", "error", "-c", block],
+        env={**environment, "MLFLASH_MEMORY": str(shm)},
+        cwd=shm,
+        timeout=100,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
