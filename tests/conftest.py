@@ -1,12 +1,55 @@
-"""Fixtures of all tests."""
+"""Fixtures of all tests, the share of them that a run takes, and what happens where a package is missing."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import re
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
+import share
 from harness import own_memory
+
+try:
+    from hypothesis import settings
+except ModuleNotFoundError:
+    pass
+else:
+    settings.register_profile("mlflash", deadline=None)  # a busy machine is no failure
+    settings.load_profile("mlflash")
+
+
+def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
+    """Know the settings of pytest-timeout where it is not installed."""
+    if not pluginmanager.hasplugin("timeout"):
+        parser.addini("timeout", "seconds that a test may take, if pytest-timeout is installed")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for marker in ("mpi(min_size)", "timeout(seconds)"):
+        config.addinivalue_line("markers", f"{marker}: known without its plugin, too")
+
+
+@pytest.hookimpl(tryfirst=True)  # before -k: what is divided does not depend on it
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    number = share.taken()
+    if number is not None:
+        items[:], left = share.divide(items, number, os.environ.get("MLFLASH_TEST_MPI") == "openmpi")
+        config.hook.pytest_deselected(items=left)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(
+    collector: pytest.Collector,
+) -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Skip a module that imports what this environment lacks, and say what; in CI a skip is a failure (tally.py)."""
+    report = yield
+    missing = re.search(r"ModuleNotFoundError: No module named '(\w+)", str(report.longrepr)) if report.failed else None
+    if missing and missing[1] != "mlflash":
+        report.outcome = "skipped"
+        report.longrepr = (str(collector.path), 0, f"Skipped: needs {missing[1]}: pip install 'mlflash[test]'")
+    return report
 
 
 @pytest.fixture

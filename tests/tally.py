@@ -1,41 +1,42 @@
-"""Add up the reports of all test runs; fail where a test was skipped that this machine could have run.
-
-Usage: tally.py DIRECTORY [OTHER RESULTS...]   where other results are "name=0" (passed) or "name=1" (failed).
-"""
+"""Add up the reports of all test runs; fail where a test was skipped that this machine could have run."""
 
 from __future__ import annotations
 
-import sys
 import xml.etree.ElementTree as ElementTree
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 # A skip for one of these reasons is right on a machine without the thing named.
 MAY_SKIP = ("needs CUDA", "needs RDMA", "needs root", "needs netem")
+SLOWEST = 30
 
 
-def main() -> int:
-    passed = failed = 0
+def tally(reports: Path, failed_steps: Sequence[str], other_steps: int) -> int:
+    """Print what failed, what was skipped, the slowest tests, and one line of totals; the exit code.
+
+    Args:
+        reports: a folder of JUnit's XML.
+        failed_steps: each counts as one that failed: a run that died without a report counts, too.
+        other_steps: so many passed that count no tests of their own.
+    """
+    passed, failed = other_steps, len(failed_steps)
     ran: set[str] = set()
     skipped: dict[str, str] = {}
-    for path in sorted(Path(sys.argv[1]).rglob("*.xml")):
-        first_rank = "-rank" not in path.stem or path.stem.endswith("-rank0")
-        for case in ElementTree.parse(path).iter("testcase"):
-            name = f"{path.parent.name}: {case.get('classname')}::{case.get('name')}"
-            bad = [child for child in case if child.tag in ("failure", "error")]
-            skip = case.find("skipped")
-            if bad:
-                failed += 1
-                print(f"failed in {path}: {name}")
-            elif skip is not None:
-                skipped[name] = skip.get("message", "")
-            else:
-                passed += first_rank
-                ran.add(name)
-    for other in sys.argv[2:]:
-        name, _, code = other.partition("=")
-        passed, failed = passed + (code == "0"), failed + (code != "0")
-        if code != "0":
+    seconds: Counter[str] = Counter()
+    for name, case, is_first_rank in _cases(reports):
+        skip = case.find("skipped")
+        seconds[name] = max(seconds[name], float(case.get("time", 0)))
+        if any(child.tag in ("failure", "error") for child in case):
+            failed += 1
             print(f"failed: {name}")
+        elif skip is not None:
+            skipped[name] = skip.get("message", "")
+        else:
+            passed += is_first_rank
+            ran.add(name)
+    for step in failed_steps:
+        print(f"failed: {step}")
     # A test that needs two ranks is skipped on one and runs on two: that is no skip.
     never_ran = {name: reason for name, reason in skipped.items() if name not in ran}
     for name, reason in never_ran.items():
@@ -44,9 +45,29 @@ def main() -> int:
     if not ran:
         print("no test ran")
         failed += 1
+    _print_slowest(seconds)
     print(f"{passed} passed, {failed} failed, {len(never_ran)} skipped")
     return int(failed > 0)
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def _cases(reports: Path) -> Iterator[tuple[str, ElementTree.Element, bool]]:
+    """Each test of each report, by a name that is the same for all ranks; and whether the first rank wrote it."""
+    for path in sorted(reports.rglob("*.xml")):
+        is_first_rank = "-rank" not in path.stem or path.stem.endswith("-rank0")
+        for case in ElementTree.parse(path).iter("testcase"):
+            yield f"{path.parent.name}: {case.get('classname')}::{case.get('name')}", case, is_first_rank
+
+
+def _print_slowest(seconds: Counter[str]) -> None:
+    """Say what the slowest tests cost, and what each of them has ever found."""
+    found = _found()
+    print(f"\nThe {SLOWEST} slowest tests, in seconds, and what each of them has found (tests/found.txt):")
+    for name, took in seconds.most_common(SLOWEST):
+        finds = [text for test, text in found if test in name]
+        print(f"{took:7.1f}  {name}\n         {'; '.join(finds) or 'nothing yet'}")
+    print()
+
+
+def _found() -> list[tuple[str, str]]:
+    lines = Path(__file__).with_name("found.txt").read_text().splitlines()
+    return [(test.strip(), text.strip()) for test, _, text in (line.partition(":") for line in lines) if text]

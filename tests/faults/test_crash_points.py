@@ -1,8 +1,6 @@
 """Each rank and each node dies at each named point; the relaunched job restores exactly the step it must.
 
-`make faults` runs a pairwise sample of the matrix, `make faults-full` all of it; with
-MLFLASH_FAULTS_PART=0,1,2/4 the first three of every four cases. CI takes these under MPICH, and the others under Open
-MPI, whose launches take three times as long.
+`make faults` runs a pairwise sample of the matrix, of which CI takes a share (tests/share.py), `make faults-full` all.
 """
 
 from __future__ import annotations
@@ -115,19 +113,14 @@ def cases() -> list[Case]:
     dies, who, transports = ["rank", "node", "wipe"], [-1, 0, 1, 2, 3], ["p2p", "rma"]
     parameters = [scenarios, points, dies, who, LAYOUTS, transports, SCHEMES]
     if os.environ.get("MLFLASH_FAULTS") == "full":
-        return _part([case for case in itertools.starmap(Case, itertools.product(*parameters)) if case.exists])
+        return [case for case in itertools.starmap(Case, itertools.product(*parameters)) if case.exists]
     # The pairs of point and scenario alone would be as many as the sample should have: each point is in several
     # scenarios, each scenario has several points, and every pair of anything else is there.
     sample = []
     for index, row in enumerate(AllPairs([points, dies, who, LAYOUTS, transports, SCHEMES], filter_func=_fits)):
         possible = [case for s in scenarios if (case := Case(s, *row)).exists]
         sample.append(possible[index % len(possible)])
-    return _part(sample)
-
-
-def _part(wanted: list[Case]) -> list[Case]:
-    taken, parts = os.environ.get("MLFLASH_FAULTS_PART", "0/1").split("/")
-    return [case for number, case in enumerate(wanted) if number % int(parts) in map(int, taken.split(","))]
+    return sample
 
 
 def _fits(row: list[Any]) -> bool:

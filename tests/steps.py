@@ -1,0 +1,262 @@
+"""Run the steps that land a change, or those of `make test`, side by side, and add up what they found.
+
+Usage: steps.py [--share SHARE] [--mpi MPI] [--only STEP ...] share|test
+
+``share`` is what CI runs: all steps, and of the big matrices the share that follows from the tree of this commit
+(``--share 0`` to ``11`` for another, ``--share all`` for everything). ``test`` is the core: no frameworks, no nodes.
+
+Lint, types and unit tests come first: where one of them fails, nothing else is begun. Then two lanes take what
+computes, the longest first, so that both end at about the same time, and a third what waits for timers (Slurm's,
+TCP's).
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from share import SHARES, has, of_tree, taken
+from tally import tally
+
+REPO = Path(__file__).parents[1]
+REPORTS = REPO / ".reports"
+_LANES = {False: 2, True: 1}  # steps at a time: those that compute, those that wait
+_LOOK_S = 0.1
+_ENDS_S = 20  # from SIGTERM to SIGKILL
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One call of make.
+
+    Attributes:
+        name: unique.
+        make: targets and variables, as in a shell.
+        seconds: how long it takes beside others on two cores, to begin with the longest.
+        after: steps that must have passed before; as a rule the one that makes the environment.
+        gate: nothing else begins before all of these have passed.
+        waits: mostly for timers.
+        part: ``(matrix, case, parts)`` of a matrix of steps, of which a share takes every so manieth.
+        counts: its tests count themselves in a report; if not, it counts as one.
+    """
+
+    name: str
+    make: str
+    seconds: float
+    after: tuple[str, ...] = ("env",)
+    gate: bool = False
+    waits: bool = False
+    part: tuple[str, int, int] | None = None
+    counts: bool = True
+
+    @property
+    def limit(self) -> float:
+        """Seconds after which it is ended and has failed: a busy machine is slow, one that hangs is no use."""
+        return 300 + 3 * self.seconds
+
+
+def _environment(name: str, seconds: float, *after: str, gate: bool = False) -> Step:
+    folder = name.replace("env", ".venv")
+    stamps = ".tests" if name == "env-lint" else ".tests .installed"
+    made = " ".join(f"{folder}/{stamp}" for stamp in stamps.split())
+    return Step(name, made, seconds, after, gate=gate, counts=False)
+
+
+def _chaos(case: int, name: str, options: str, after: str = "env") -> Step:
+    return Step(name, f"chaos SEED={case + 1} {options}", 90, (after,), part=("chaos", case, 3), counts=False)
+
+
+_ENVIRONMENTS = (
+    _environment("env", 60, gate=True),
+    _environment("env-lint", 10, gate=True),
+    _environment("env-openmpi", 10, "env"),
+    _environment("env-lightning", 20, "env"),
+    _environment("env-transformers", 60, "env"),
+    _environment("env-files", 20, "env-transformers"),
+)
+_GATE = (
+    Step("lint", "lint", 3, ("env-lint",), gate=True, counts=False),
+    Step("type", "type", 15, ("env-lint", "env"), gate=True, counts=False),
+    Step("unit", "unit", 60, gate=True),
+)
+_CORE = (
+    Step("programs", "programs", 150),
+    *(Step(f"test-{n}", f"test-{n}", 60) for n in (1, 2, 3, 4, 5, 8)),
+    Step("faults", "faults", 400),
+)
+_REST = (
+    Step("files", "files", 300, ("env-files",)),
+    Step("adapters", "adapters", 150, ("env-files",)),
+    Step("megatron", "megatron", 150),
+    Step("lightning", "lightning", 80, ("env-lightning",)),
+    Step("transformers", "transformers", 150, ("env-transformers",)),
+    Step("deepspeed", "deepspeed", 100, ("env-transformers",)),
+    Step("torchtitan", "torchtitan", 80),
+    Step("nemo", "nemo", 300, ("env-transformers", "env-lightning")),
+    Step("browser", "browser", 40),
+    Step("package", "package", 240, ("env", "env-lint")),
+    Step("docs", "docs", 30, counts=False),
+    Step("demo", "demo", 40, counts=False),
+    # What waits: a real Slurm, cut cables.
+    Step("slurm", "slurm", 400, waits=True),
+    Step("cluster", "cluster", 400, waits=True),
+    Step("openmpi-cluster", "MPI=openmpi cluster", 150, ("env-openmpi",), waits=True),
+    *(Step(f"openmpi-test-{n}", f"MPI=openmpi test-{n}", 40, ("env-openmpi",)) for n in (3, 4, 5, 8)),
+    Step("openmpi-adapters", "MPI=openmpi adapters", 100, ("env-openmpi",)),
+    Step("openmpi-faults", "MPI=openmpi faults", 200, ("env-openmpi",)),
+    _chaos(0, "chaos", "MINUTES=1"),
+    _chaos(1, "chaos-openmpi", "MPI=openmpi MINUTES=0.5 CHAOS='--transport rma --ranks-per-node 2'", "env-openmpi"),
+    _chaos(2, "chaos-parity", "MINUTES=0.5 CHAOS='--redundancy rs:2+2'"),
+)  # fmt: skip
+# Alone, for what they measure.
+_LAST = (Step("bench-quick", "bench BENCH=--quick", 200, counts=False),)
+
+
+class Run:
+    """Steps that wait for their turn, that run, and that have ended."""
+
+    def __init__(self, steps: Sequence[Step], environment: dict[str, str]):
+        self._environment = environment
+        self._left = sorted(steps, key=lambda step: -step.seconds)
+        self._known = {step.name for step in steps}
+        self._gate = {step.name for step in steps if step.gate}
+        self._running: dict[Step, tuple[subprocess.Popen[bytes], float]] = {}
+        self.took: dict[str, float] = {}
+        self.failed: list[str] = []
+
+    def all(self) -> None:
+        """Run them; those that wait for one that failed are never begun, and have failed."""
+        try:
+            while self._begin() or self._running:
+                time.sleep(_LOOK_S)
+                self._look()
+        finally:
+            for process, _ in self._running.values():
+                _end(process)
+        self.failed += [step.name for step in self._left]
+
+    def _begin(self) -> bool:
+        """Begin what may begin; whether anything did."""
+        begun = False
+        for step in list(self._left):
+            lane = [other for other in self._running if other.waits == step.waits]
+            if len(lane) < _LANES[step.waits] and self._may_begin(step):
+                self._left.remove(step)
+                print(f"--- {step.name}: make {step.make}", flush=True)
+                self._running[step] = self._start(step), time.monotonic()
+                begun = True
+        return begun
+
+    def _may_begin(self, step: Step) -> bool:
+        wanted = set(step.after) & self._known
+        if not step.gate:
+            wanted |= self._gate
+        return all(self.took.get(name) is not None and name not in self.failed for name in wanted)
+
+    def _start(self, step: Step) -> subprocess.Popen[bytes]:
+        command = ["make", "--no-print-directory", *shlex.split(step.make)]
+        with (REPORTS / f"{step.name}.log").open("wb") as log:
+            return subprocess.Popen(command, cwd=REPO, env=self._environment, stdin=subprocess.DEVNULL, stdout=log,
+                                    stderr=subprocess.STDOUT, start_new_session=True)  # fmt: skip
+
+    def _look(self) -> None:
+        """Take the steps that have ended, and end those that take too long."""
+        for step, (process, start) in list(self._running.items()):
+            took = time.monotonic() - start
+            if process.poll() is None and took < step.limit:
+                continue
+            if process.returncode is None:
+                _end(process)
+            del self._running[step]
+            self.took[step.name] = took
+            if process.returncode != 0:
+                self.failed.append(step.name)
+            said = (REPORTS / f"{step.name}.log").read_text(errors="replace").rstrip()
+            ended = f"exit {process.returncode}" if took < step.limit else "ended at its limit"
+            print(f"=== {step.name}\n{said}\n=== {step.name}: {ended} after {took:.0f} s", flush=True)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End all that a step has started."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, number)
+            process.wait(_ENDS_S)
+        except (ProcessLookupError, subprocess.TimeoutExpired):
+            continue
+
+
+def share_of_this_commit() -> int:
+    """The share that CI takes of what is committed here; 0 where there is no Git."""
+    if shutil.which("git") is None or not (REPO / ".git").exists():
+        return 0
+    said = subprocess.run(["git", "rev-parse", "HEAD^{tree}"], cwd=REPO, capture_output=True, text=True, check=True)
+    changed = subprocess.run(["git", "status", "--porcelain"], cwd=REPO, capture_output=True, text=True, check=True)
+    if changed.stdout:
+        print("Not everything is committed: CI will take another share.", flush=True)
+    return of_tree(said.stdout.strip())
+
+
+def chosen(what: str, mpi: str, share: int | None) -> tuple[list[Step], list[Step]]:
+    """The steps to run, and those that are left out."""
+    if what == "test":
+        core = [dataclasses.replace(step, make=f"MPI={mpi} {step.make}") if step in _CORE else step
+                for step in (*_ENVIRONMENTS, *_GATE, *_CORE)]  # fmt: skip
+        wanted = {"env", "env-lint", *(["env-openmpi"] if mpi == "openmpi" else [])}
+        steps = [step for step in core if not step.name.startswith("env") or step.name in wanted]
+        return steps, [*_REST, *_LAST]
+    every = [*_ENVIRONMENTS, *_GATE, *_CORE, *_REST]
+    mine = [step for step in every if share is None or step.part is None or _has(share, step)]
+    return mine, [step for step in every if step not in mine]
+
+
+def _has(share: int, step: Step) -> bool:
+    matrix, case, parts = step.part or ("", 0, 1)
+    return has(share, matrix, parts, case)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["share", "test"])
+    parser.add_argument("--share", help=f"0 to {SHARES - 1}, or all; default: that of the commit")
+    parser.add_argument("--mpi", default="mpich", choices=["mpich", "openmpi"], help="of `test`")
+    parser.add_argument("--only", nargs="+", metavar="STEP", help="these steps, in the environments that are there")
+    args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # what runs is ended, too
+    share = taken(args.share) if args.share else share_of_this_commit()
+    steps, left_out = chosen(args.what, args.mpi, share)
+    last = _LAST if args.what == "share" else ()
+    if args.only:
+        steps, last = [step for step in [*steps, *left_out] if step.name in args.only], ()
+        left_out = []
+    shutil.rmtree(REPORTS, ignore_errors=True)
+    REPORTS.mkdir()
+    start = time.monotonic()
+    environment = {**os.environ, "MLFLASH_TEST_SHARE": "all" if share is None else str(share)}
+    runs = [Run(these, environment) for these in (steps, last)]
+    for run in runs:
+        if not runs[0].failed or run is runs[0]:
+            run.all()
+    took = {name: seconds for run in runs for name, seconds in run.took.items()}
+    failed = [name for run in runs for name in run.failed]
+    print("\nThe steps, by the seconds they took:")
+    for name, seconds in sorted(took.items(), key=lambda item: -item[1]):
+        print(f"{seconds:7.0f}  {name}{'  FAILED' if name in failed else ''}")
+    uncounted = [step.name for step in (*steps, *last) if not step.counts and step.name not in failed]
+    part = "all of the big matrices" if share is None else f"share {share} of {SHARES} of the big matrices"
+    print(f"\nPart of it, in {(time.monotonic() - start) / 60:.0f} minutes: {part}; {', '.join(took)}.")
+    print(f"Not part of it: {', '.join(step.name for step in left_out) or 'nothing'}.")
+    return tally(REPORTS, failed, len(uncounted))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
