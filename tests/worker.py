@@ -350,6 +350,10 @@ class _Follower:
             error = f"{type(problem).__name__}: {problem}"
         note("waited", error=error, seconds=time.monotonic() - started)
 
+    def hurry(self, timeout_s: float) -> None:
+        """Let what waits for a drain end after so many seconds; saves have as long as they had."""
+        object.__setattr__(self._ckpt._config, "timeout_s", timeout_s)
+
     def rules(self, text: str) -> None:
         """Let the file system fail, see faulty_files.c."""
         self.run(f"printf '{text}\\n' > {os.environ.get('FAULTY_RULES')}")
