@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from mpi4py import MPI
+from waiting import take
 
 from mlflash import Checkpointer
 
@@ -22,15 +24,17 @@ RATE = 8 << 20
 
 @pytest.mark.parametrize("redundancy", ["copy", pytest.param("xor:3", marks=pytest.mark.mpi(min_size=3))])
 def test_a_save_takes_as_long_as_its_bytes_do_at_the_rate_and_a_restore_does_not(
-    options: dict[str, Any], redundancy: str
+    options: dict[str, Any], redundancy: str, hold_at: Callable[[str], threading.Event]
 ) -> None:
     state = {"w": np.random.default_rng(RANK).integers(0, 255, NBYTES, np.uint8)}
     kept = state["w"].copy()
     with Checkpointer(**options, redundancy=redundancy, send_rate=RATE) as ckpt:
         ckpt.prepare(state)
+        go_on = hold_at("protect.announced")
+        snapshot = ckpt.save(1, state)  # nothing was sent yet: a save that waited for it would never return
+        assert not snapshot.done
         start = time.monotonic()
-        snapshot = ckpt.save(1, state)
-        assert time.monotonic() - start < 0.25
+        go_on.set()
         snapshot.wait()
         seconds = time.monotonic() - start
         assert seconds > 0.8 * NBYTES / RATE
@@ -58,7 +62,7 @@ def test_steps_of_one_of_the_optimizers_are_timed_where_they_may_not_be_slowed(o
         model(torch.ones(1, 300)).sum().backward()
         for optimizer in optimizers:
             optimizer.step()
-        time.sleep(2e-3)
+        take(2e-3)
 
     with Checkpointer(**options, max_slowdown=0.03) as ckpt:
         ckpt.prepare({"model": model})
