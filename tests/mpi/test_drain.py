@@ -345,6 +345,7 @@ def test_saves_go_on_while_a_slow_drain_reads_its_slot_which_is_not_written(
     options: dict[str, Any], pfs: Path, nodes: Nodes, hold_at: Callable[[str], threading.Event]
 ) -> None:
     state, go_on = {"w": np.zeros(4 * MIB // 8)}, hold_at("drain.file_made")
+    options["timeout_s"] = 3600.0  # no wait ends at its deadline
     with Checkpointer(**options, drain_every=2) as ckpt:
         for step in range(1, 9):
             state["w"][:] = step + RANK

@@ -29,6 +29,7 @@ def test_a_save_takes_as_long_as_its_bytes_do_at_the_rate_and_a_restore_does_not
 ) -> None:
     state = {"w": np.random.default_rng(RANK).integers(0, 255, NBYTES, np.uint8)}
     kept = state["w"].copy()
+    options["timeout_s"] = 3600.0  # no wait ends at its deadline
     with Checkpointer(**options, redundancy=redundancy, send_rate=RATE) as ckpt:
         ckpt.prepare(state)
         go_on = hold_at("protect.announced")
