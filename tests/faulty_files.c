@@ -4,9 +4,9 @@
  *     RANK CALL ACTION AFTER PART
  *
  * RANK: number, or * for all. CALL: write, fsync, fsyncdir, rename, mkdir, create, open, read, unlink, list or all.
- * ACTION: a number of errno.h, or sMS: sleep so many milliseconds, then do it. AFTER: only from this byte of the file
+ * ACTION: a number of errno.h, or hold: wait until the rules are others, then do it. AFTER: only from this byte of the file
  * on, and a write up to there is a short one, as on a full file system; of fsyncdir: once so many files are there.
- * PART: of the path, or * for all. The first line that fits counts, but sleeps add up.
+ * PART: of the path, or * for all. The first line that fits counts, but one that holds up does not.
  */
 
 #define _GNU_SOURCE
@@ -46,18 +46,33 @@ static int fits(const char *wanted, const char *found)
     return strcmp(wanted, "*") == 0 || strcmp(wanted, found) == 0;
 }
 
+static void read_rules(char *text, size_t bytes)
+{
+    int fd = syscall(SYS_openat, AT_FDCWD, getenv("FAULTY_RULES"), O_RDONLY | O_CLOEXEC);
+    ssize_t length = fd < 0 ? 0 : syscall(SYS_read, fd, text, bytes - 1);
+    if (fd >= 0)
+        syscall(SYS_close, fd);
+    text[length < 0 ? 0 : length] = 0;
+}
+
+static void hold(const char *rules)
+{
+    char now[4096];
+    do {
+        struct timespec moment = {0, 10000000};
+        nanosleep(&moment, NULL);
+        read_rules(now, sizeof now);
+    } while (strcmp(now, rules) == 0);
+}
+
 /* The error of a call, or 0; bytes, where not null, are how many of those from `at` on may be written. */
 static int fault(const char *call, const char *path, off_t at, size_t *bytes)
 {
     if (!is_ours(path))
         return 0;
-    char text[4096], who[32], what[32], action[32], part[256];
-    int fd = syscall(SYS_openat, AT_FDCWD, getenv("FAULTY_RULES"), O_RDONLY | O_CLOEXEC);
-    if (fd < 0)
-        return 0;
-    ssize_t length = syscall(SYS_read, fd, text, sizeof text - 1);
-    syscall(SYS_close, fd);
-    text[length < 0 ? 0 : length] = 0;
+    char rules[4096], text[4096], who[32], what[32], action[32], part[256];
+    read_rules(rules, sizeof rules);
+    strcpy(text, rules);
     const char *rank = getenv("PMI_RANK") ? getenv("PMI_RANK") : getenv("OMPI_COMM_WORLD_RANK");
     char *rest = text, *line;
     while ((line = strsep(&rest, "\n"))) {
@@ -69,10 +84,8 @@ static int fault(const char *call, const char *path, off_t at, size_t *bytes)
             continue;
         if (strcmp(part, "*") != 0 && !strstr(path, part))
             continue;
-        if (action[0] == 's') {
-            long ms = atol(action + 1);
-            struct timespec pause = {ms / 1000, ms % 1000 * 1000000};
-            nanosleep(&pause, NULL);
+        if (strcmp(action, "hold") == 0) {
+            hold(rules);
             continue;
         }
         if (at < after) {

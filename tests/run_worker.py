@@ -2,7 +2,7 @@
 
 Usage: run_worker.py DIRECTORY OUT LAST [JSON]. Each rank writes a digest of its final state to OUT. JSON: ``pause``
 seconds a step; the step at which rank 1 hangs (``hang_at``) or fails (``fail_at``), in the first run only; or where it
-fails in each run (``always``).
+fails in each run (``always``); the step that the first run does not begin before there is a file "go on" (``hold_at``).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import xxhash
 from mpi4py import MPI
+from waiting import until
 
 import mlflash
 
@@ -30,6 +31,8 @@ def main() -> None:
         start = ckpt.restore(state) or 0
         first = once(out / f"ran{COMM.rank}")
         for step in range(start + 1, last + 1):
+            if first and step == options.get("hold_at"):
+                until((out / "go on").exists, "the test to say go on")
             if COMM.rank == 1 and first and step == options.get("hang_at"):
                 time.sleep(1000)
             if COMM.rank == 1 and (first or options.get("always")) and step == options.get("fail_at"):

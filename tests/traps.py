@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from waiting import until
+
 from mlflash import points
 
 OUT = Path(os.environ["OUT"])
@@ -63,6 +65,7 @@ ACTIONS: dict[str, Callable[[], None]] = {
     "wipe": lambda: kill_my_node(wipe=True),
     "wait": lambda: time.sleep(60),
     "pause": lambda: time.sleep(0.5),
+    "hold": lambda: until((OUT / "go on").exists, "the test to say go on"),
     "fill": fill_memory,
     "fail": fail,
     "vanish": vanish,

@@ -27,6 +27,7 @@ if os.environ.get("THREAD_LEVEL"):
 from mpi4py import MPI
 from records import OUT
 from traps import kill_my_node, set_traps
+from waiting import hang, until
 
 import mlflash
 
@@ -108,6 +109,7 @@ def train(last: int = 0, more: int = -1, nbytes: int = 300_000, die_at: int = -1
             if step == grow_at:
                 state = wanted(step)
             update(state, wanted(step))
+            note("saving", step=step)
             snapshot = ckpt.save(step, state)
             update(state, wanted(step + 1000))  # at once, as the promise says
             if step == die_at and die == "saved" and die_rank == RANK:
@@ -137,48 +139,51 @@ def train(last: int = 0, more: int = -1, nbytes: int = 300_000, die_at: int = -1
         note("end", steps=steps, report=ckpt.report())
 
 
+def set_patience(ckpt: mlflash.Checkpointer, seconds: float) -> None:
+    """Change timeout_s from now on, so that no deadline passes but the one that is meant to."""
+    ckpt._world.timeout_s = seconds
+    object.__setattr__(ckpt._config, "timeout_s", seconds)
+
+
 def wait_past_deadline(stop_s: float) -> None:
     """Rank 0 saves while the last rank is stopped from outside: the wait ends, training goes on, and it catches up."""
     state = state_at(RANK, 1, 100_000)
-    with mlflash.Checkpointer(timeout_s=stop_s) as ckpt:
+    with mlflash.Checkpointer() as ckpt:
         ckpt.save(1, state).wait()
         note("ready")
-        if COMM.size - 1 == RANK:
-            while not (OUT / "stopped").exists():
-                time.sleep(0.01)
-            time.sleep(0.5)  # SIGSTOP comes here
-        else:
-            while not (OUT / "stopped").exists():
-                time.sleep(0.01)
-        started = time.monotonic()
+        until((OUT / "stopped").exists, "the last rank to be stopped")  # it comes past this when it goes on
+        if COMM.size - 1 != RANK:
+            set_patience(ckpt, stop_s)
         late = ckpt.save(2, state)
         try:
             late.wait()
         except mlflash.errors.DeadlineExceeded as error:
-            note("late", text=str(error), ranks=error.ranks, nodes=error.nodes, seconds=time.monotonic() - started)
-        started = time.monotonic()
+            note("late", text=str(error), ranks=error.ranks, nodes=error.nodes)
+        set_patience(ckpt, 3600)  # the last rank goes on when all others are past the next save: it must not wait
         next_one = ckpt.save(3, state)
         slots = [(slot["use"], slot["step"]) for slot in ckpt.report()["slots"]]
-        note("next", seconds=time.monotonic() - started, error=str(next_one.error), slots=slots)
-        if RANK == 0:
-            (OUT / "go on").touch()
-        end = time.monotonic() + 30
-        while not (late.committed and next_one.done) and time.monotonic() < end:
-            time.sleep(0.01)
+        note("next", error=str(next_one.error), slots=slots)
+        until(lambda: late.committed and next_one.done, "the late step to be committed after all")
         note("caught up", late=late.committed, next=next_one.committed)
         ckpt.save(4, state).wait()
         note("end", steps=ckpt.steps())
 
 
 def keep_saving(last: int, nbytes: int = 300_000, grow_at: int = 0, pause: float = 0.0, busy_until: str = "",
-                traps: Sequence[dict[str, object]] = (), options: dict[str, object] | None = None) -> None:  # fmt: skip
+                hold_at: int = 0, clock: float = 1.0, traps: Sequence[dict[str, object]] = (),
+                options: dict[str, object] | None = None) -> None:  # fmt: skip
     """Train on whatever becomes of the saves, and note what does.
 
     Args:
         grow_at: from this step on the state is three times as large.
         busy_until: do not end before this file is among the records, and save all the while.
+        hold_at: do not begin this step before the file "go on" is among the records.
+        clock: so many times as fast runs the clock of all deadlines.
     """
     set_traps(traps, RANK)
+    if clock != 1:
+        now = time.monotonic
+        time.monotonic = lambda: clock * now()
     nbytes += 1000 * RANK
     with mlflash.Checkpointer(**(options or {})) as ckpt:
         start, found = ckpt.load()
@@ -189,6 +194,8 @@ def keep_saving(last: int, nbytes: int = 300_000, grow_at: int = 0, pause: float
         step = start or 0
         while step < last or (busy_until and not COMM.bcast((OUT / busy_until).exists())):
             step += 1
+            if step == hold_at:
+                until((OUT / "go on").exists, "the test to say go on")
             snapshot = ckpt.save(step, state_at(RANK, step, nbytes * _growth(step, grow_at)))
             try:
                 snapshot.wait()
@@ -208,9 +215,11 @@ def courier_fails(traps: Sequence[dict[str, object]]) -> None:
     set_traps(traps, RANK)
     nbytes = 300_000 + 1000 * RANK
     state = state_at(RANK, 0, nbytes)
-    ckpt = mlflash.Checkpointer(timeout_s=2.0)
+    ckpt = mlflash.Checkpointer()
     start = ckpt.restore(state) or 0
     for step in range(start + 1, start + 7):
+        if step == start + 3:
+            set_patience(ckpt, 2.0)
         update(state, state_at(RANK, step, nbytes))
         snapshot = ckpt.save(step, state)
         try:
@@ -219,7 +228,7 @@ def courier_fails(traps: Sequence[dict[str, object]]) -> None:
         except mlflash.errors.MlflashError as error:
             note("failed", step=step, error=str(error))
     note("through", report=ckpt.report())
-    time.sleep(60)  # MPI cannot be ended in this state; the test kills the job
+    hang()  # MPI cannot be ended in this state; the test kills the job
 
 
 def follow(verbs: Sequence[Sequence[object]], nbytes: int = 100_000, traps: Sequence[dict[str, object]] = (),
@@ -341,6 +350,10 @@ class _Follower:
             error = f"{type(problem).__name__}: {problem}"
         note("waited", error=error, seconds=time.monotonic() - started)
 
+    def hurry(self, timeout_s: float) -> None:
+        """Let what waits for a drain end after so many seconds; saves have as long as they had."""
+        object.__setattr__(self._ckpt._config, "timeout_s", timeout_s)
+
     def rules(self, text: str) -> None:
         """Let the file system fail, see faulty_files.c."""
         self.run(f"printf '{text}\\n' > {os.environ.get('FAULTY_RULES')}")
@@ -392,9 +405,9 @@ def leave_by_exception() -> None:
         COMM.Barrier()
         ckpt.save(2, state)
         if COMM.size - 1 == RANK:
-            note("raised", at=time.time())
+            note("raised")
             raise RuntimeError("training went wrong")
-        time.sleep(60)
+        hang()
 
 
 if __name__ == "__main__":

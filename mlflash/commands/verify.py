@@ -73,7 +73,8 @@ def verify(directory: str | None, job: str | None, memory: str, as_json: bool) -
             "directory": [_to_json(one) for one in on_its_disk],
         }
         answer(as_json, document, lambda console: _show(console, found))
-        return FINE if any(one.files for one in found) and not any(one.damaged for one in found) else WRONG
+        is_there = any(one.files or one.written for one in found)
+        return FINE if is_there and not any(one.damaged for one in found) else WRONG
 
     run_together(given, as_json, work)
 

@@ -8,13 +8,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import harness
 from cluster.nodes import HEAD, Nodes
 from harness import Launch, Result
+from waiting import PATIENCE_S, until
 
 from mlflash.demo.launch import find_mpiexec
 
@@ -70,7 +70,7 @@ class Cluster:
         argv = [sys.executable, "-m", "mpi4py", str(script), json.dumps({"program": program, **options})]
         return Job(self.nodes, mpiexec_on(self.nodes, hosts, per_node, [*self._environment(out), *argv]), out)
 
-    def run(self, hosts: Sequence[str], program: str = "train", *, per_node: int = 1, timeout: float = 60,
+    def run(self, hosts: Sequence[str], program: str = "train", *, per_node: int = 1, timeout: float = PATIENCE_S,
             **options: object) -> Result:  # fmt: skip
         """Start a rank program and wait for its end."""
         return self.start(hosts, program, per_node=per_node, **options).wait(timeout)
@@ -105,14 +105,14 @@ class Job(Launch):
         """Process numbers (of the machine) of the ranks on a node."""
         return [pid for script in (TRAIN, OTHERS) for pid in self._nodes.running(host, str(script))]
 
-    def wait_for_no_rank(self, hosts: Sequence[str], timeout: float = 30) -> None:
+    def wait_for_no_rank(self, hosts: Sequence[str]) -> None:
         """Wait until all ranks on some hosts have ended by themselves, whatever mpiexec does."""
-        end = time.monotonic() + timeout
-        while any(self.ranks_on(host) for host in hosts):
-            if time.monotonic() > end:
-                self.kill()
-                raise AssertionError(f"ranks still ran after {timeout} s:\n{self._text()}")
-            time.sleep(0.02)
+
+        def late() -> str:
+            self.kill()
+            return f"the end of all ranks\n{self._text()}"
+
+        until(lambda: not any(self.ranks_on(host) for host in hosts), late)
 
     def kill(self) -> None:
         """Kill everything that this launch started, on all nodes."""
@@ -121,17 +121,17 @@ class Job(Launch):
             os.killpg(self._process.pid, signal.SIGKILL)
         except ProcessLookupError:
             pass
-        self._process.wait(30)
+        self._process.wait(PATIENCE_S)
         harness.live.discard(self)
 
-    def wait(self, timeout: float = 60) -> Result:
+    def wait(self, timeout: float = PATIENCE_S) -> Result:
         """Wait for the end; a job that hangs is killed and fails the test."""
         try:
             self._process.wait(timeout)
         except subprocess.TimeoutExpired:
             self.kill()
             raise AssertionError(f"the job still ran after {timeout} s:\n{self._text()}") from None
-        self.wait_for_no_rank(self._nodes.names, 20)  # mpiexec may be gone before its ranks are
+        self.wait_for_no_rank(self._nodes.names)  # mpiexec may be gone before its ranks are
         self.kill()
         return self.result()
 

@@ -19,16 +19,16 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TextIO
 
+from waiting import PATIENCE_S, until
+
 HERE = Path(__file__).parent
 HEAD = "head"
 TOOLS = ("hostname", "ip", "mount", "nsenter", "tc", "unshare")
-STEP_S = 30.0  # deadline of every step; all take milliseconds on an idle machine
 _SUBNET = "10.77.0"  # in namespaces of our own: it can clash with nothing
 
 
@@ -91,7 +91,7 @@ class Nodes:
         node = self._up.pop(name)
         self._state(name, "pid").unlink()
         node.kill()
-        _wait("processes of a crashed node end", lambda: not _processes({node.network}))
+        until(lambda: not _processes({node.network}), "processes of a crashed node end")
         self._dead[name] = node
 
     def close(self) -> None:
@@ -190,7 +190,7 @@ class Nodes:
         # cat ends when this process does, as the nodes do.
         self._switch = _start(["unshare", "--net", "cat"])
         ours, switch = _network(os.getpid()), self._switch
-        _wait("the switch has a network", lambda: _network(switch.pid) not in (None, ours))
+        until(lambda: _network(switch.pid) not in (None, ours), "the switch has a network")
         self._ip_switch("link add br0 type bridge\nlink set br0 up")
 
     def _boot(self, names: Sequence[str]) -> None:
@@ -259,7 +259,7 @@ class _Node:
 
     def wait_ready(self, log: Path) -> None:
         assert self.process.stdout is not None
-        readable, _, _ = select.select([self.process.stdout], [], [], STEP_S)
+        readable, _, _ = select.select([self.process.stdout], [], [], PATIENCE_S)
         if not readable or self.process.stdout.readline() != "ready\n":
             raise RuntimeError(f"{log.stem} did not come up:\n{log.read_text()}")
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
@@ -284,14 +284,14 @@ def _start(command: list[str], log: TextIO | None = None) -> subprocess.Popen[st
 
 def _end(process: subprocess.Popen[str]) -> None:
     """Wait for a killed process and close its pipes."""
-    process.wait(STEP_S)
+    process.wait(PATIENCE_S)
     for pipe in (process.stdin, process.stdout):
         if pipe is not None:
             pipe.close()
 
 
 def _run(command: list[str], check: bool = True, stdin: str = "") -> str:
-    done = subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=STEP_S, check=False)
+    done = subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     if check and done.returncode:
         raise RuntimeError(f"{shlex.join(command)} ended with {done.returncode}:\n{stdin}{done.stdout}{done.stderr}")
     return done.stdout
@@ -332,12 +332,4 @@ def _kill_until_none(find: Callable[[], list[int]]) -> None:
                 pass
         return not found
 
-    _wait("killed processes end", none_left)
-
-
-def _wait(what: str, done: Callable[[], bool]) -> None:
-    end = time.monotonic() + STEP_S
-    while not done():
-        if time.monotonic() > end:
-            raise TimeoutError(f"not within {STEP_S:g} s: {what}")
-        time.sleep(0.005)
+    until(none_left, "killed processes end")

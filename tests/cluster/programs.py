@@ -5,26 +5,29 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from traps import set_traps
+from waiting import take, until
 from worker import COMM, OUT, RANK, differences, note, state_at, update
 
 import mlflash
 
-PATIENCE_S = 60.0
 
-
-def save_and_wait(last: int, nbytes: int, timeout_s: float, when_late: str) -> None:
+def save_and_wait(last: int, nbytes: int, timeout_s: float, when_late: str, hold_at: int = 0,
+                  traps: Sequence[dict[str, object]] = ()) -> None:  # fmt: skip
     """Save each step and wait for its commit.
 
     Args:
+        hold_at: do not begin this step before the file "go on" is among the records.
+        traps: see traps.py.
         when_late: "leave": note it and end at once, as a job does that wants to be relaunched elsewhere; "stay":
             wait on, and go on when the step is committed after all.
     """
+    set_traps(traps, RANK)
     state = state_at(RANK, 0, nbytes + 1000 * RANK)
     with mlflash.Checkpointer(timeout_s=timeout_s) as ckpt:
         start = ckpt.restore(state)
@@ -32,17 +35,18 @@ def save_and_wait(last: int, nbytes: int, timeout_s: float, when_late: str) -> N
         note("restored", step=start, wrong=wrong, report=ckpt.report())
         for step in range((start or 0) + 1, last + 1):
             update(state, state_at(RANK, step, nbytes + 1000 * RANK))
+            if step == hold_at:
+                note("holds")
+                until((OUT / "go on").exists, "the test to say go on")
             snapshot = ckpt.save(step, state)
-            note("saved", step=step, stall_s=snapshot.stall_s)
-            began = time.monotonic()
+            note("saved", step=step)
             try:
                 snapshot.wait()
             except mlflash.errors.DeadlineExceeded as error:
-                note("late", step=step, text=str(error), ranks=error.ranks, nodes=error.nodes,
-                     seconds=time.monotonic() - began)  # fmt: skip
+                note("late", step=step, text=str(error), ranks=error.ranks, nodes=error.nodes)
                 if when_late == "leave":
                     leave()
-                wait_until(lambda late=snapshot: late.done)
+                until(lambda late=snapshot: late.done, "the late step")
             note("committed", step=step, commit_s=snapshot.commit_s)
         note("end", steps=ckpt.steps(), report=ckpt.report())
 
@@ -60,7 +64,7 @@ def train_beside(saves: int, every: int, nbytes: int, gradient_nbytes: int, max_
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
 
     def step() -> None:
-        time.sleep(0.01)
+        take(0.01)
         dist.all_reduce(gradient)
         gradient.div_(COMM.size)
         optimizer.step()
@@ -88,15 +92,9 @@ def train_beside(saves: int, every: int, nbytes: int, gradient_nbytes: int, max_
 
 def leave() -> None:
     """End without MPI_Finalize, which would wait for the lost node; but not before all others have had their say."""
-    wait_until((OUT / "leave").exists)
+    until((OUT / "leave").exists, "the test to say leave")
     note("left")
     os._exit(3)
-
-
-def wait_until(done: Callable[[], bool]) -> None:
-    end = time.monotonic() + PATIENCE_S
-    while not done() and time.monotonic() < end:
-        time.sleep(0.01)
 
 
 if __name__ == "__main__":

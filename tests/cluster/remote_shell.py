@@ -9,11 +9,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from waiting import until
+
 UNREACHABLE = 255  # ssh's own exit code
-LOOK_S = 0.05
 
 
 def main(state: Path, *arguments: str) -> int:
@@ -25,8 +27,7 @@ def main(state: Path, *arguments: str) -> int:
     home = {name: os.environ[name] for name in ("HOME", "LANG", "PATH", "USER") if name in os.environ}
     enter = ["nsenter", "--target", pid.read_text(), "--net", "--uts", "--mount", "--ipc", "--pid", "--wdns=/"]
     code = subprocess.run([*enter, "sh", "-c", " ".join(command)], env=home, check=False).returncode
-    while dark.exists():  # no FIN comes through a cut cable
-        time.sleep(LOOK_S)
+    until(lambda: not dark.exists(), "a cable", float("inf"))  # no FIN comes through one that is cut
     return code if code >= 0 and pid.exists() else UNREACHABLE
 
 

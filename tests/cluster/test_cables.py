@@ -2,32 +2,42 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 from cluster.jobs import Cluster, Job
 from cluster.nodes import Nodes
 from harness import Result
+from waiting import until
 
 THREE = ("host1", "host2", "host3")
-NBYTES, MBIT = 12_000_000, 160  # 0.6 s for a save: time enough to cut a cable in the middle
+NBYTES, MBIT = 12_000_000, 160  # 0.6 s for a save
 TIMEOUT_S = 4.0
-PING_S = 2.0  # mlflash then asks who is alive for so long
+MIDDLE = ["commit.seen", "commit.seen", "transfer.sent"]  # of the save of step 3
 
 
-def start_saving(nodes: Nodes, transport: str, last: int, when_late: str) -> tuple[Cluster, Job]:
+def start_saving(nodes: Nodes, transport: str, last: int, when_late: str, timeout_s: float = TIMEOUT_S,
+                 **more: object) -> tuple[Cluster, Job]:  # fmt: skip
     """Start a job on slow cables."""
     for host in nodes.names:
         nodes.limit_rate(host, MBIT)
     cluster = Cluster(nodes, transport)
-    job = cluster.start(THREE, "save_and_wait", last=last, nbytes=NBYTES, timeout_s=TIMEOUT_S, when_late=when_late)
+    job = cluster.start(THREE, "save_and_wait", last=last, nbytes=NBYTES, timeout_s=timeout_s, when_late=when_late,
+                        **more)  # fmt: skip
     return cluster, job
 
 
-def wait_for_middle_of_save(job: Job, step: int) -> None:
-    """Wait until all ranks have staged a step and it is on its way to the partners."""
-    job.wait_for("saved", step * len(THREE))
-    time.sleep(0.2)
+def start_and_hold_in_save(nodes: Nodes, transport: str, victim: int, last: int, when_late: str) -> tuple[Cluster, Job]:
+    """Start a job in which a rank waits in the middle of the save of step 3: its first chunk is on its way.
+
+    However late its cable is cut, that save is not committed, and whoever waits misses this rank.
+    """
+    trap = {"path": MIDDLE, "action": "hold", "rank": victim}
+    cluster, job = start_saving(nodes, transport, last, when_late, traps=[trap])
+    until((job.out / f"sprung{victim}").exists, "a rank to be in the middle of a save")
+    return cluster, job
+
+
+def go_on(job: Job) -> None:
+    (job.out / "go on").touch()
 
 
 def check_restored(cluster: Cluster, hosts: tuple[str, ...], steps: list[int]) -> None:
@@ -39,27 +49,26 @@ def check_restored(cluster: Cluster, hosts: tuple[str, ...], steps: list[int]) -
 
 
 def assert_named(result: Result, rank: int, lost: str) -> None:
-    """The others were told who is missing, and not later than promised."""
+    """The others were told who is missing."""
     late = [r for r in result.of("late") if r["rank"] != rank]
     assert [r["rank"] for r in late] == [r for r in range(len(THREE)) if r != rank], result.log
     for record in late:
         assert (record["ranks"], record["nodes"]) == ([rank], [lost]), record["text"]
         assert f"waited {TIMEOUT_S:g} s for rank {rank} on {lost}" in record["text"]
-        assert record["seconds"] < TIMEOUT_S + PING_S + 4
 
 
 @pytest.mark.parametrize(("transport", "power_cut"), [("p2p", False), ("rma", True)])
 def test_a_node_that_falls_silent_is_named_and_the_job_goes_on_with_a_spare(
     nodes: Nodes, transport: str, power_cut: bool
 ) -> None:
-    cluster, job = start_saving(nodes, transport, last=9, when_late="leave")
-    wait_for_middle_of_save(job, 3)
+    cluster, job = start_and_hold_in_save(nodes, transport, victim=2, last=9, when_late="leave")
     if power_cut:
         nodes.crash("host3", power_cut=True)
     else:
         nodes.cut("host3")
+    go_on(job)
     living = THREE[:2] if power_cut else THREE
-    job.wait_for("late", len(living), timeout=40)
+    job.wait_for("late", len(living))
     (job.out / "leave").touch()
     job.wait_for_no_rank(living)
     # Neither MPI's mpiexec notices that a node is gone without a word: somebody (Slurm, say) has to kill it.
@@ -74,10 +83,10 @@ def test_a_node_that_falls_silent_is_named_and_the_job_goes_on_with_a_spare(
 
 @pytest.mark.parametrize("transport", ["p2p", "rma"])
 def test_a_cable_cut_for_seconds_makes_saves_late_and_loses_nothing(nodes: Nodes, transport: str) -> None:
-    cluster, job = start_saving(nodes, transport, last=5, when_late="stay")
-    wait_for_middle_of_save(job, 3)
+    cluster, job = start_and_hold_in_save(nodes, transport, victim=1, last=5, when_late="stay")
     nodes.cut("host2")
-    job.wait_for("late", len(THREE), timeout=40)
+    go_on(job)
+    job.wait_for("late", len(THREE))
     nodes.plug("host2")  # TCP tries again at its next turn, up to as long after as the cut lasted
     result = job.wait()
     assert_named(result, 1, "host2")
@@ -90,14 +99,20 @@ def test_a_cable_cut_for_seconds_makes_saves_late_and_loses_nothing(nodes: Nodes
 
 @pytest.mark.parametrize("transport", ["p2p", "rma"])
 def test_save_does_not_wait_for_a_slow_network(nodes: Nodes, transport: str) -> None:
-    cluster, job = start_saving(nodes, transport, last=4, when_late="leave")
+    # The first save makes the slots, with both ends of every copy. No other one is held up where nothing gets through.
+    cluster, job = start_saving(nodes, transport, last=4, when_late="leave", timeout_s=3600, hold_at=3)
+    job.wait_for("holds", len(THREE))
+    for host in THREE:
+        nodes.cut(host)
+    go_on(job)
+    job.wait_for("saved", 3 * len(THREE))
+    for host in THREE:
+        nodes.plug(host)
     result = job.wait()
     least_s = 0.8 * 8 * NBYTES / (MBIT * 1e6)
     for record in result.of("committed"):
         assert record["commit_s"] > least_s, "it was committed before the bytes can have been there"
-    # The first save makes the slots, with both ends of every copy.
-    stalls = [r["stall_s"] for r in result.of("saved") if r["step"] > 1]
-    assert len(stalls) == 3 * len(THREE) and max(stalls) < 0.5 * least_s, result.log
+    assert len(result.of("committed")) == 4 * len(THREE), result.log
     nodes.crash("host2")
     nodes.boot("host2")
     check_restored(cluster, THREE, [4])

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import random
-import time
 from collections.abc import Sequence
 
 import pytest
 from cluster.jobs import NETMODS_HERE, Cluster
 from cluster.nodes import Nodes
 from harness import Result
+from waiting import take
 
 THREE = ("host1", "host2", "host3")
 # Each transport over what MPI uses unless told otherwise, and one over each of its other ways.
@@ -122,7 +122,7 @@ def test_a_crash_at_any_time_loses_nothing_that_was_committed(nodes: Nodes, seed
             nodes.limit_rate(host, 200)  # nearly all the time a save is on its way
         job = cluster.start(THREE, last=step + 1000, nbytes=2_000_000)
         job.wait_for("committed", len(THREE))
-        time.sleep(rng.uniform(0, 0.5))
+        take(rng.uniform(0, 0.5))
         lost = rng.choice(THREE)
         nodes.crash(lost)
         result = job.wait()

@@ -6,11 +6,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from cluster.nodes import HEAD, Nodes
+from waiting import PATIENCE_S, until
 
 LISTEN = """
 import socket
@@ -23,7 +23,7 @@ while True:
 """
 TALK = """
 import socket, sys, time
-peer = socket.create_connection((sys.argv[1], 7000), timeout=10)
+peer = socket.create_connection((sys.argv[1], 7000), timeout=60)
 for line in sys.stdin:
     peer.settimeout(float(line))
     try:
@@ -36,7 +36,7 @@ for line in sys.stdin:
 """
 SEND = """
 import socket, sys, time
-peer, began, nbytes = socket.create_connection((sys.argv[1], 7000), timeout=30), time.monotonic(), int(sys.argv[2])
+peer, began, nbytes = socket.create_connection((sys.argv[1], 7000), timeout=60), time.monotonic(), int(sys.argv[2])
 peer.sendall(bytes(nbytes))
 peer.shutdown(socket.SHUT_WR)
 while peer.recv(1 << 20):
@@ -71,10 +71,7 @@ class Talk:
 def listen(nodes: Nodes, host: str) -> None:
     # The shell returns at once: PID 1 of the node takes the server over.
     nodes.run(host, "sh", "-c", '"$0" -c "$1" >/dev/null 2>&1 &', sys.executable, LISTEN)
-    end = time.monotonic() + 20
-    while "1B58" not in nodes.run(host, "cat", "/proc/net/tcp"):  # port 7000
-        assert time.monotonic() < end
-        time.sleep(0.02)
+    until(lambda: "1B58" in nodes.run(host, "cat", "/proc/net/tcp"), "somebody listens to port 7000")
 
 
 def test_each_node_has_a_name_a_memory_and_processes_of_its_own(nodes: Nodes) -> None:
@@ -82,7 +79,7 @@ def test_each_node_has_a_name_a_memory_and_processes_of_its_own(nodes: Nodes) ->
     for host in nodes.names:
         assert nodes.run(host, "hostname").strip() == host
         for place in ("/dev/shm", "/tmp"):
-            nodes.run(host, "sh", "-c", f'test -z "$(ls -A {place})" && echo {host} > {place}/{host}')
+            nodes.run(host, "sh", "-c", f'test -z "$(find {place} -xdev -type f)" && echo {host} > {place}/{host}')
         assert nodes.run(host, "sh", "-c", "echo /proc/[0-9]*").count("/proc/") <= 3, "it sees processes of others"
     assert {host for host in nodes.names if nodes.run(host, "cat", f"/dev/shm/{host}").strip() != host} == set()
     assert not {*nodes.names} & (set(os.listdir("/dev/shm")) - before)
@@ -98,41 +95,38 @@ def test_a_crashed_node_loses_its_memory_and_comes_back_by_the_same_name(nodes: 
         nodes.boot("host2")
         assert nodes.run("host2", "ls", "/dev/shm") == ""
         with Talk(nodes, "host1", "host2") as talk:
-            assert talk.say(10) == "answer"
+            assert talk.say(PATIENCE_S) == "answer"
 
 
 def test_a_peer_hears_of_a_crash_and_does_not_hear_of_a_power_cut(nodes: Nodes) -> None:
     with Talk(nodes, "host1", "host2") as crash, Talk(nodes, "host1", "host3") as power_cut:
-        assert crash.say(10) == power_cut.say(10) == "answer"
+        assert crash.say(PATIENCE_S) == power_cut.say(PATIENCE_S) == "answer"
         nodes.crash("host2")
         nodes.crash("host3", power_cut=True)
-        assert crash.say(10) == "closed"
+        assert crash.say(PATIENCE_S) == "closed"
         assert power_cut.say(1) == "silence"
 
 
 def test_a_peer_hears_of_a_crash_even_behind_what_a_slow_cable_still_carries(nodes: Nodes) -> None:
     listen(nodes, "host3")
     with Talk(nodes, "host1", "host2") as talk:
-        assert talk.say(10) == "answer"
+        assert talk.say(PATIENCE_S) == "answer"
         nodes.limit_rate("host2", 20)
         send = '"$0" -c "$1" host3 100000000 >/dev/null 2>&1 &'
         before = nodes.sent_nbytes("host2")
         nodes.run("host2", "sh", "-c", send, sys.executable, SEND)
-        end = time.monotonic() + 20
-        while nodes.sent_nbytes("host2") < before + 300_000:
-            assert time.monotonic() < end
-            time.sleep(0.02)
+        until(lambda: nodes.sent_nbytes("host2") >= before + 300_000, "some of it is sent")
         nodes.crash("host2")
-        assert talk.say(10) == "closed"
+        assert talk.say(PATIENCE_S) == "closed"
 
 
 def test_a_cable_that_is_plugged_in_again_brings_what_was_sent_meanwhile(nodes: Nodes) -> None:
     with Talk(nodes, "host1", "host2") as talk:
-        assert talk.say(10) == "answer"
+        assert talk.say(PATIENCE_S) == "answer"
         nodes.cut("host2")
         assert talk.say(1) == "silence"
         nodes.plug("host2")
-        assert talk.say(20) == "answer"
+        assert talk.say(PATIENCE_S) == "answer"
 
 
 def test_a_rate_limit_slows_both_ways_down_and_bytes_are_counted(nodes: Nodes) -> None:
@@ -150,7 +144,7 @@ def test_a_rate_limit_slows_both_ways_down_and_bytes_are_counted(nodes: Nodes) -
 def test_the_remote_shell_runs_commands_and_says_so_where_a_node_is_gone(nodes: Nodes) -> None:
     def ssh(host: str) -> subprocess.CompletedProcess[str]:
         words = [str(nodes.shell), "-x", host, "hostname;", "exit", "7"]
-        return subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+        return subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
 
     assert (ssh("host1").stdout, ssh("host1").returncode) == ("host1\n", 7)
     nodes.crash("host1")
@@ -164,10 +158,8 @@ def test_two_sets_live_side_by_side_and_nothing_is_left_of_one_that_failed(nodes
     with pytest.raises(ZeroDivisionError), Nodes(["host1", "host2"]) as others:
         others.run("host1", "touch", "/dev/shm/theirs")
         others.run("host1", "sh", "-c", "sleep 1000 >/dev/null 2>&1 &")
-        end = time.monotonic() + 20
-        while not (sleeping := others.running("host1", "1000")):  # the shell does not wait until it runs
-            assert time.monotonic() < end
-            time.sleep(0.02)
+        # The shell does not wait until it runs.
+        sleeping = until(lambda: others.running("host1", "1000"), "the sleep begins")
         assert nodes.run("host1", "ls", "/dev/shm") == ""
         others.cut("host1")
         _ = 1 / 0
@@ -177,16 +169,16 @@ def test_two_sets_live_side_by_side_and_nothing_is_left_of_one_that_failed(nodes
     assert not [name for name in os.listdir("/sys/class/net") if name.startswith("port")]
     others.close()  # twice does no harm
     with Talk(nodes, "host1", "host2") as talk:
-        assert talk.say(10) == "answer"
+        assert talk.say(PATIENCE_S) == "answer"
 
 
 def test_nodes_end_with_the_process_that_made_them_even_if_it_is_killed(may_make_nodes: None, shm: Path) -> None:
     program = """
-import sys, time
 from cluster.nodes import Nodes
+from waiting import hang
 nodes = Nodes(["host1"])
 print(nodes.path, *(p.read_text() for p in sorted(nodes.path.glob("*.pid"))), flush=True)
-time.sleep(1000)
+hang()
 """
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
     maker = subprocess.Popen([sys.executable, "-c", program], env=env, stdout=subprocess.PIPE, text=True)
@@ -194,9 +186,6 @@ time.sleep(1000)
     path, *pids = maker.stdout.readline().split()
     assert len(pids) == 2 and all(Path(f"/proc/{pid}").exists() for pid in pids)
     maker.send_signal(signal.SIGKILL)
-    maker.communicate(timeout=20)
-    end = time.monotonic() + 20
-    while any(Path(f"/proc/{pid}").exists() for pid in pids):
-        assert time.monotonic() < end
-        time.sleep(0.02)
+    maker.communicate(timeout=PATIENCE_S)
+    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), "the end of the nodes")
     subprocess.run(["rm", "-r", path], check=True)  # the one thing that nobody was left to remove

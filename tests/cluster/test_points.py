@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 import pytest
 from cluster.jobs import Cluster
 from cluster.nodes import Nodes
+from waiting import until
 
 HOSTS = ("host1", "host2")
 SAVE, HEAL = ["commit.seen", "commit.seen"], ["heal.begun"]
@@ -19,12 +19,7 @@ def crash_at(
     """Start a job; when the victim comes to the end of the path it waits there, and its node goes."""
     trap = {"path": path, "action": "wait", "rank": victim}
     job = cluster.start(hosts, one_by_one=True, traps=[trap], **options)
-    end = time.monotonic() + 40
-    while not (job.out / f"sprung{victim}").exists():
-        if time.monotonic() > end:
-            job.kill()
-            raise AssertionError(f"rank {victim} never came to {path}:\n{job.result().log}")
-        time.sleep(0.005)
+    until((job.out / f"sprung{victim}").exists, lambda: f"rank {victim} at {path}\n{(job.out / 'log').read_text()}")
     nodes.crash(hosts[victim])
     job.wait()
     nodes.boot(hosts[victim])

@@ -21,6 +21,7 @@ MLFLASH = str(Path(sys.executable).with_name("mlflash"))
 ENV = {**NETMODS[NETMODS_HERE[0]], "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error", "OMPI_ALLOW_RUN_AS_ROOT": "1",
        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}  # fmt: skip
 LAST = 60
+HANG_S = 20  # runs that do not hang must have saved for the first time by then
 
 
 class Run(Results):
@@ -49,6 +50,10 @@ class Run(Results):
             return self._process.wait(timeout)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"it still runs after {timeout} s:\n{self.log()}") from None
+
+    def go_on(self) -> None:
+        """Let a training with ``hold_at`` begin that step."""
+        (self.out / "go on").touch()
 
     def signal(self, number: int) -> None:
         self._process.send_signal(number)
@@ -91,9 +96,10 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 def test_a_lost_node_is_replaced_by_a_spare_and_the_job_ends_with_the_same_bits(
     start: Any, nodes: Nodes, expected: list[str]
 ) -> None:
-    run = start("-N", 3)
+    run = start("-N", 3, hold_at=20)
     run.wait_for_step(15)
     nodes.crash("host2")
+    run.go_on()
     assert run.wait() == 0, run.log()
     assert [end["digest"] for end in run.ends()] == expected
     assert [end["node"] for end in run.ends()] == ["host1", "host4", "host3"]
@@ -112,18 +118,20 @@ def test_a_lost_node_is_replaced_by_a_spare_and_the_job_ends_with_the_same_bits(
 def test_without_a_spare_it_goes_on_with_fewer_nodes_where_that_will_do(
     start: Any, nodes: Nodes, power_cut: bool
 ) -> None:
-    run = start("-N", 3, "--min-nodes", 2, "--hang-timeout", 8, hosts=3)
+    run = start("-N", 3, "--min-nodes", 2, "--hang-timeout", HANG_S, hosts=3, hold_at=20)
     run.wait_for_step(15)
     nodes.crash("host3", power_cut)
+    run.go_on()
     assert run.wait() == 0, run.log()
     assert [end["node"] for end in run.ends()] == ["host1", "host2"]
     assert run.events("start")[1]["hosts"] == ["host1", "host2"] and run.events("finish")[0]["scavenged"] is True
 
 
 def test_where_too_few_nodes_are_left_it_ends_with_the_reason_and_scavenges(start: Any, nodes: Nodes) -> None:
-    run = start("-N", 3, hosts=3)
+    run = start("-N", 3, hosts=3, hold_at=20)
     run.wait_for_step(15)
     nodes.crash("host3")
+    run.go_on()
     assert run.wait() == 1, run.log()
     assert "fewer than 3 nodes are fit to train" in run.log() and "host3 is not fit to train" in run.log()
     (finish,) = run.events("finish")
@@ -131,10 +139,10 @@ def test_where_too_few_nodes_are_left_it_ends_with_the_reason_and_scavenges(star
 
 
 def test_a_run_that_hangs_shows_its_stacks_and_is_started_again(start: Any, expected: list[str]) -> None:
-    run = start("-N", 3, "--hang-timeout", 6, hang_at=20)
+    run = start("-N", 3, "--hang-timeout", HANG_S, hang_at=20)
     assert run.wait() == 0, run.log()
     assert [end["digest"] for end in run.ends()] == expected
-    assert "no rank has saved for 6 s" in run.log() and run.log().count("run_worker.py") >= 3, run.log()
+    assert f"no rank has saved for {HANG_S} s" in run.log() and run.log().count("run_worker.py") >= 3, run.log()
 
 
 def test_a_rank_that_fails_is_started_again(start: Any, expected: list[str]) -> None:
@@ -152,14 +160,14 @@ def test_what_fails_at_the_same_step_again_ends_with_its_exit_code(start: Any) -
 
 
 def test_a_signal_ends_it_with_a_checkpoint_that_the_next_job_restores(start: Any, expected: list[str]) -> None:
-    run = start("-N", 3, pause=0.2)
-    run.wait_for_step(20)
+    run = start("-N", 3, pause=1.0)
+    run.wait_for_step(5)
     run.signal(signal.SIGUSR1)
     assert run.wait() == 128 + signal.SIGUSR1, run.log()
     assert run.events("finish")[0]["scavenged"] is True and not run.ends()
     assert not any(run.memory(host) for host in ("host1", "host2", "host3", "host4"))
     assert start("-N", 3).wait() == 0
-    assert [end["digest"] for end in run.ends()] == expected and all(end["start"] >= 20 for end in run.ends())
+    assert [end["digest"] for end in run.ends()] == expected and all(end["start"] >= 5 for end in run.ends())
 
 
 def test_a_node_that_is_unfit_to_train_is_replaced_and_what_it_holds_is_fetched_first(
@@ -169,9 +177,10 @@ def test_a_node_that_is_unfit_to_train_is_replaced_and_what_it_holds_is_fetched_
         nodes.run(host, "ip", "link", "add", "fast0", "type", "veth", "peer", "name", "fast1")
         for end in ("fast0", "fast1"):
             nodes.run(host, "ip", "link", "set", end, "up")
-    run = start("-N", 3, "--interface", "fast0", fail_at=40, settings={"redundancy": "none"})
+    run = start("-N", 3, "--interface", "fast0", fail_at=40, hold_at=20, settings={"redundancy": "none"})
     run.wait_for_step(15)
     nodes.run("host2", "ip", "link", "set", "fast0", "down")
+    run.go_on()
     assert run.wait() == 0, run.log()
     assert [end["digest"] for end in run.ends()] == expected
     assert run.events("start")[1]["hosts"] == ["host1", "host4", "host3"]
@@ -179,10 +188,11 @@ def test_a_node_that_is_unfit_to_train_is_replaced_and_what_it_holds_is_fetched_
 
 
 def test_what_cannot_be_scavenged_stays_in_memory_and_is_no_success(start: Any) -> None:
-    run = start("-N", 2, hosts=2)
+    run = start("-N", 2, hosts=2, hold_at=20)
     run.wait_for_step(15)
     shutil.rmtree(run.directory, ignore_errors=True)
     run.directory.write_text("not a directory")
+    run.go_on()
     assert run.wait() == 1, run.log()
     assert len(run.ends()) == 2 and run.events("finish")[0]["scavenged"] is False
     assert "could not be given the newest checkpoint; it is in memory of host1, host2" in run.log()
@@ -190,8 +200,8 @@ def test_what_cannot_be_scavenged_stays_in_memory_and_is_no_success(start: Any) 
 
 
 def test_all_ranks_can_be_watched_and_a_node_seen_to_go(nodes: Nodes, start: Any) -> None:
-    run = start("--nodes", 2, hosts=2, pause=0.3)
-    run.wait_for_step(10)
+    run = start("--nodes", 2, hosts=2, pause=2.0)
+    run.wait_for_step(3)
     page = look(nodes)
     assert "2 of 2 ranks alive on 2 of 2 nodes" in page, page
     rows = [line.split()[:3] for line in page.splitlines() if "training" in line]

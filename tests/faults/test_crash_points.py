@@ -213,14 +213,14 @@ def test_the_relaunch_restores_exactly_what_it_must(shm: Path, memories: Memorie
     trap = {"path": case.path, "action": case.dies, "rank": case.who}
     spec = {**state, **steps, "one_by_one": not in_a_row, "traps": [trap]}
     job = cluster.start(ranks, "worker.py", json.dumps(spec), env=CHUNKS)
-    crashed = job.wait(40)
+    crashed = job.wait()
     sprung = any(job.out.glob("sprung*"))
     assert sprung or (case.who >= 0 and not steps.get("last") and not steps.get("more")), crashed.log
     assert len(crashed.of("end")) < ranks or not sprung, crashed.log
 
     gone = {node for node in range(ranks // per_node) if not cluster.node(node).exists()}
     assert gone <= (set(range(ranks // per_node)) if case.dies == "wipe" else set())
-    result = cluster.run(ranks, "worker.py", json.dumps({**state, "more": 1}), timeout=40, env=CHUNKS)
+    result = cluster.run(ranks, "worker.py", json.dumps({**state, "more": 1}), env=CHUNKS)
     restored = result.of("restored")
     found = {r["step"] for r in restored}
     assert len(restored) == ranks and len(found) == 1, result.log

@@ -12,7 +12,6 @@ import itertools
 import json
 import os
 import shutil
-import statistics
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -145,7 +144,7 @@ def test_a_crash_while_it_drains_costs_no_checkpoint_in_memory_nor_in_the_direct
     put = ["run", f"cp -r {shm}/foreign/. {directory} && touch {directory}/step-00000002/foreign"]
     verbs = [["save", 2], ["drain"], put, ["save", 2], *drain_again, ["save", 200, 0.05]]
     job = cluster.start(ranks, "worker.py", spec(directory, *verbs, traps=[trap], keep_last=1), env=SMALL)
-    crashed = job.wait(40)
+    crashed = job.wait()
     assert any(job.out.glob("sprung*")) and not crashed.of("end"), crashed.log
     foreign = [directory / f"step-{step:08d}" / "foreign" for step in (2, 4)]
     if foreign[1].parent.exists() and not case.is_committed:
@@ -164,7 +163,7 @@ def test_a_crash_while_it_drains_costs_no_checkpoint_in_memory_nor_in_the_direct
             shutil.rmtree(cluster.node(0).parent)
         expected = {in_directory} if is_lost or wiped else {newest, newest + case.busy}
         again = spec(directory, ["save"], ["drain"], ["save", 2], keep_last=1)
-        result = cluster.run(ranks, "worker.py", again, timeout=40, env=SMALL)
+        result = cluster.run(ranks, "worker.py", again, env=SMALL)
         found = {(r["step"], str(r["wrong"])) for r in result.of("restored")}
         assert len(found) == 1 and found <= {(step, "[]") for step in expected}, crashed.log + result.log
         assert len(result.of("end")) == ranks and [r["error"] for r in result.of("drain")] == [""] * ranks, result.log
@@ -182,7 +181,7 @@ def test_a_job_killed_before_its_drain_wrote_a_byte_leaves_no_file_for_long(
     shm: Path, faulty: Faulty, call: str
 ) -> None:
     cluster, directory = Cluster(shm), faulty.directory
-    verbs = [["save"], ["drain"], ["save"], ["rules", f"* {call} s60000 0 rank"], ["begin_drain"], ["save", 1000, 0.01]]
+    verbs = [["save"], ["drain"], ["save"], ["rules", f"* {call} hold 0 rank"], ["begin_drain"], ["save", 1000, 0.01]]
     job = cluster.start(2, "worker.py", spec(directory, *verbs), env=faulty.env)
     job.wait_for("committed", 30)
     job.kill()
@@ -416,19 +415,15 @@ def test_leftovers_are_deleted_by_a_later_drain_where_the_first_one_could_not(sh
 
 def test_a_slow_file_system_holds_up_no_save_and_gets_the_bits_of_its_step(shm: Path, faulty: Faulty) -> None:
     verbs: list[list[object]] = [
-        ["save", 2], ["drain"], ["save", 100], ["rules", "* write s150 0 *"],
-        ["begin_drain"], ["save_while_it_drains"], ["rules", ""], ["check", 2, 102],
+        ["save", 2], ["drain"], ["save", 100], ["rules", "* write hold 0 *"], ["begin_drain"],
+        ["save", 30], ["look", "during"], ["rules", ""], ["end_drain"], ["check", 2, 102],
     ]  # fmt: skip
     result = Cluster(shm).run(2, "worker.py", spec(faulty.directory, *verbs), env=faulty.env)
     assert [(r["step"], r["error"]) for r in result.of("drain")] == [(2, ""), (102, "")] * 2, result.log
     assert {(r["step"], str(r["wrong"])) for r in result.of("checked")} == {(2, "[]"), (102, "[]")}, result.log
-    saves = [r for r in result.of("committed") if r["rank"] == 0]
-    quick, slow = [r for r in saves if 2 < r["step"] <= 102], [r for r in saves if r["step"] > 102]
-    assert len(slow) >= 30, "saves waited for the drain"
-    for what in ("stall_s", "commit_s"):
-        before, during = (statistics.median(r[what] for r in those) for those in (quick, slow))
-        assert during < 3 * before + 0.01, (what, before, during)
-    assert max(r["commit_s"] for r in slow) < 0.15 * 4, "a commit waited for writes"
+    # Until they were committed no write came to its end: whatever waits for one would have waited for ever.
+    assert len(result.of("committed")) == 2 * (2 + 100 + 30), "saves waited for the drain"
+    assert "step-00000102/checkpoint.h5" not in result.of("during")[0]["files"], "nothing was held up"
 
 
 @pytest.mark.parametrize("verbs", [[["save"]], [["save"], ["wait_drained"], ["look", "then"]]], ids=["close", "wait"])
@@ -444,12 +439,12 @@ def test_a_drain_that_begins_a_little_after_its_commit_is_waited_for(shm: Path, 
 
 def test_drains_that_come_due_while_one_is_slow_are_put_off_and_counted(shm: Path, faulty: Faulty) -> None:
     verbs: list[list[object]] = [
-        ["save"], ["drain"], ["rules", "* write s100 0 *"], ["save", 20], ["look", "during"], ["rules", ""],
+        ["save"], ["drain"], ["rules", "* write hold 0 *"], ["save", 20], ["look", "during"], ["rules", ""],
         ["wait_drained"], ["look", "then"],
     ]  # fmt: skip
     result = Cluster(shm).run(2, "worker.py", spec(faulty.directory, *verbs, drain_every=1), env=faulty.env)
     assert set(result.of("then")[0]["files"]) == files_of(1, 2) | files_of(2, 2)
-    assert "step-00000002/checkpoint.h5" not in result.of("during")[0]["files"], "it was not slow"
+    assert "step-00000002/checkpoint.h5" not in result.of("during")[0]["files"], "nothing was held up"
     # The one at the end came as well: what was committed last.
     assert files_in(faulty.directory) == files_of(1, 2) | files_of(2, 2) | files_of(21, 2), result.log
     for ended in result.of("end"):
@@ -463,11 +458,14 @@ def test_state_that_grows_while_a_slow_drain_goes_on_leaves_the_drained_slot_alo
     shm: Path, faulty: Faulty, drain_every: int
 ) -> None:
     verbs: list[list[object]] = [
-        ["save", 2], ["rules", "* write s60 0 *"], ["begin_drain"], ["save"], ["grow"], ["save", 5], ["end_drain"],
-        ["rules", ""], ["drain"], ["check", 2, 8],
+        ["save", 2], ["rules", "* write hold 0 *"], ["begin_drain"], ["save"], ["grow"], ["save", 5], ["end_drain"],
+        ["drain"], ["check", 2, 8],
     ]  # fmt: skip
-    options = {"drain_every": drain_every}
-    result = Cluster(shm).run(2, "worker.py", spec(faulty.directory, *verbs, **options), env=faulty.env)
+    job = Cluster(shm).start(2, "worker.py", spec(faulty.directory, *verbs, drain_every=drain_every), env=faulty.env)
+    # Without a slot more the save of step 4 waits for the drain; with one, none does.
+    job.wait_for("committed", 2 * (8 if drain_every else 3))
+    Path(faulty.env["FAULTY_RULES"]).write_text("\n")
+    result = job.wait()
     assert [(r["step"], r["error"]) for r in result.of("drain")] == [(2, ""), (8, "")] * 2, result.log
     assert {(r["step"], str(r["wrong"])) for r in result.of("checked")} == {(2, "[]"), (8, "[]")}, result.log
     assert not result.of("failed") and len(result.of("committed")) == 16, result.log
@@ -478,17 +476,17 @@ def test_a_file_system_that_hangs_costs_the_drain_and_ends_every_wait(shm: Path,
     cluster, directory = Cluster(shm), faulty.directory
     rank = 0 if call == "list" else 1
     verbs: list[list[object]] = [
-        ["save", 2], ["drain"], ["save"], ["rules", f"{rank} {call} s120000 0 *"],
+        ["save", 2], ["drain"], ["save"], ["rules", f"{rank} {call} hold 0 *"], ["hurry", 3],
         ["begin_drain"], ["save", 3], ["wait_drained", 0.5], ["wait_drained"], ["save", 2],
     ]  # fmt: skip
-    result = cluster.run(2, "worker.py", spec(directory, *verbs, timeout_s=3), env=faulty.env, timeout=30)
+    result = cluster.run(2, "worker.py", spec(directory, *verbs), env=faulty.env)
     assert len(result.of("committed")) == 2 * 8 and not result.of("failed"), result.log
     waited = result.of("waited")
     for r in waited:
-        assert r["error"].startswith("DeadlineExceeded: the drain of this step has not ended") and r["seconds"] < 6, r
+        assert r["error"].startswith("DeadlineExceeded: the drain of this step has not ended"), r
         assert "step 3" in r["error"], r
     assert len(waited) == 4
-    assert {r["seconds"] < 10 for r in result.of("end")} == {True} and len(result.of("end")) == 2
+    assert len(result.of("end")) == 2, "what waits for the file system would wait for ever"
     assert all("DeadlineExceeded" in r["error"] and "step 3" in r["error"] for r in result.of("end")), result.log
     assert committed_in(directory) == {2}
     result = cluster.run(2, "worker.py", spec(directory, ["save"], ["drain"], ["check", 2, 9]), env=SMALL)

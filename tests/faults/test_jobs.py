@@ -7,11 +7,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from faults.stopping import stop
 from harness import Cluster
+from waiting import PATIENCE_S
 
 
 @pytest.mark.parametrize("transport", ["p2p", "rma"])
@@ -20,10 +21,9 @@ def test_a_stopped_rank_is_named_training_goes_on_and_it_catches_up(shm: Path, r
     cluster = Cluster(shm, transport=transport)
     job = cluster.start(ranks, "worker.py", json.dumps({"program": "wait_past_deadline", "stop_s": 3.0}))
     job.wait_for("ready", ranks)
-    job.signal([ranks - 1], signal.SIGSTOP)
+    stop(job, ranks - 1)
     (job.out / "stopped").touch()
-    job.wait_for("next", 1)
-    time.sleep(0.5)
+    job.wait_for("next", ranks - 1)  # nobody waits for the rank that is stopped
     job.signal([ranks - 1], signal.SIGCONT)
     result = job.wait()
     late = result.of("late")
@@ -32,13 +32,11 @@ def test_a_stopped_rank_is_named_training_goes_on_and_it_catches_up(shm: Path, r
         assert record["ranks"] == [ranks - 1]
         assert record["nodes"] == [f"node{ranks - 1}"]
         assert f"waited 3 s for rank {ranks - 1} on node{ranks - 1}" in record["text"]
-        assert record["seconds"] < 3 + 4
     for record in result.of("next"):
         if record["rank"] == 0:  # the last commit is untouched, and what is in flight is not used for anything else
             own, inbox = record["slots"][:2], record["slots"][2:]
             assert sorted(own, key=str) == [["busy", None], ["holds", 1]] and ["holds", 1] in inbox
-    first = result.of("next")[0]
-    assert first["seconds"] < 1.0 and "still waiting for other ranks" in first["error"]
+    assert "still waiting for other ranks" in result.of("next")[0]["error"]
     assert all(r["late"] for r in result.of("caught up")), "the late step was not committed after all"
     assert [r["steps"] for r in result.of("end")] == [[2, 4]] * ranks or [r["steps"] for r in result.of("end")] == [
         [3, 4]
@@ -56,9 +54,9 @@ def test_without_thread_multiple_everything_happens_inside_save(shm: Path) -> No
 
 def test_a_with_block_left_by_an_exception_waits_for_nobody(shm: Path) -> None:
     cluster = Cluster(shm)
-    result = cluster.run(2, "worker.py", json.dumps({"program": "leave_by_exception"}), timeout=30)
-    assert "training went wrong" in result.log
-    assert time.time() - result.of("raised")[0]["at"] < 10
+    # The other rank hangs, and any wait for it would outlast the launch.
+    result = cluster.run(2, "worker.py", json.dumps({"program": "leave_by_exception"}))
+    assert "training went wrong" in result.log and result.of("raised")
     again = cluster.train(2, last=0, nbytes=10)
     assert "in the checkpoint" in again.log  # other sizes: the step is there, and is not this state
     assert len(cluster.slot_files()) == 8
@@ -74,14 +72,14 @@ def test_the_same_job_twice_at_once_is_refused(shm: Path) -> None:
     assert f"held by pid {first.pids()[0]}" in second.log or f"held by pid {first.pids()[1]}" in second.log
     assert len(first.pids()) == 2
     command = [str(Path(sys.executable).with_name("mlflash")), "clean", "--memory", str(shm)]
-    listed = subprocess.run(command, timeout=60, capture_output=True, text=True, check=True)
+    listed = subprocess.run(command, timeout=PATIENCE_S, capture_output=True, text=True, check=True)
     assert listed.stdout == "j\n"
-    refused = subprocess.run([*command, "j"], timeout=60, capture_output=True, text=True, check=False)
+    refused = subprocess.run([*command, "j"], timeout=PATIENCE_S, capture_output=True, text=True, check=False)
     assert refused.returncode == 1 and "another job with this name is alive" in refused.stderr
     assert len(cluster.slot_files()) == 8
     first.kill()
     (shm / f"mlflash-{os.getuid()}" / "j" / "node0" / "foreign").write_text("not ours")
-    cleaned = subprocess.run([*command, "--all"], timeout=60, capture_output=True, text=True, check=False)
+    cleaned = subprocess.run([*command, "--all"], timeout=PATIENCE_S, capture_output=True, text=True, check=False)
     assert cluster.slot_files() == []
     assert (shm / f"mlflash-{os.getuid()}" / "j" / "node0" / "foreign").read_text() == "not ours"
     assert cleaned.returncode == 0 and "bytes freed" in cleaned.stdout
@@ -123,7 +121,7 @@ def run_alone(program: str, shm: Path, **env: str) -> subprocess.CompletedProces
         [sys.executable, "-W", "error", "-c", program],
         env={**environment, "MLFLASH_MEMORY": str(shm), **env},
         cwd="/",
-        timeout=60,
+        timeout=PATIENCE_S,
         capture_output=True,
         text=True,
         check=False,

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 
 import pytest
+from faults.stopping import sleeps
 from harness import Cluster, assert_restored, train_and_die
+from waiting import take, until
 
 from mlflash.header import COMMIT_START, HEADER_NBYTES, RECORD_NBYTES, unpack
 
@@ -86,9 +87,6 @@ def test_a_commit_that_only_one_rank_has_seen_comes_back_when_its_node_is_lost(
     traps = [{"path": [*seen, "commit.agreed"], "action": "wait", "rank": rank} for rank in range(1, ranks)]
     traps.append({"path": [*seen, "commit.seen"], "action": "wipe", "rank": 0})
     job = cluster.start(ranks, "worker.py", json.dumps({"last": 9, "one_by_one": True, "traps": traps}))
-    end = time.monotonic() + 20
-    while not (job.out / "sprung0").exists() and time.monotonic() < end:
-        time.sleep(0.01)
     crashed = job.wait()
     assert {r["step"] for r in crashed.of("committed") if r["rank"] > 0} == {1, 2}
     assert_restored(cluster.train(ranks, more=1), ranks, 3)
@@ -158,7 +156,9 @@ def test_before_the_heal_no_save_overwrites_what_alone_covers_a_lost_node(shm: P
     traps = [{"path": ["heal.begun"], "action": "wait", "rank": rank} for rank in range(4)]
     job = cluster.start(4, "worker.py", json.dumps({"more": 1, "traps": traps}))
     assert {r["step"] for r in job.wait_for("restored", 4)} == {3}
-    time.sleep(1)  # time enough for the save of step 4 to be staged
+    job.wait_for("saving", 4)  # and the save of step 4 would be staged now
+    pids = job.pids().values()
+    until(lambda: all(sleeps(pid) for pid in pids for _ in range(20)), "all ranks to wait for a slot")
     job.kill()
     cluster.wipe(0)
     assert_restored(cluster.train(4, more=1), 4, 2)
@@ -174,7 +174,7 @@ def test_a_kill_at_any_time_loses_nothing_that_was_committed(shm: Path, seed: in
     for _ in range(3):
         job = cluster.start(4, "worker.py", json.dumps({"last": step + 1000, "nbytes": 2_000_000}))
         job.wait_for("committed", 4)
-        time.sleep(rng.uniform(0, 0.3))
+        take(rng.uniform(0, 0.3))
         node = rng.randrange(2)
         job.signal([2 * node, 2 * node + 1])
         cluster.wipe(node)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from ranks import comm, configure, nodes, root
+from waiting import PATIENCE_S
+
+from mlflash import points
 
 __all__ = ["comm", "nodes", "root"]
 
@@ -19,3 +24,21 @@ def options(request: pytest.FixtureRequest, root: Path) -> dict[str, object]:
     """Settings of a Checkpointer on emulated nodes of one rank each, for both transports."""
     return {"job": "t", "memory": str(root), "ranks_per_node": 1, "transport": request.param, "timeout_s": 30.0,
             "block_nbytes": 65_536, "chunk_nbytes": 262_144}  # fmt: skip
+
+
+@pytest.fixture
+def hold_at() -> Iterator[Callable[[str], threading.Event]]:
+    """Hold whatever comes to a named point until an event is set."""
+
+    def hold(point: str) -> threading.Event:
+        go_on = threading.Event()
+
+        def reached(name: str) -> None:
+            if name == point:
+                go_on.wait(PATIENCE_S)
+
+        points.arm(reached)
+        return go_on
+
+    yield hold
+    points.arm(None)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from mpi4py import MPI
+from waiting import PATIENCE_S
 
 import mlflash
 from mlflash import Checkpointer, errors
@@ -200,7 +201,7 @@ def test_a_main_thread_that_computes_does_not_keep_a_step_from_being_committed(o
         ckpt.prepare(state_at(0))
         for step in (1, 2, 3):
             snapshot = ckpt.save(step, state_at(step))
-            end = time.monotonic() + 25
+            end = time.monotonic() + PATIENCE_S
             while not snapshot.committed and time.monotonic() < end:
                 matrix @ matrix
             assert snapshot.committed, snapshot.error

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from mpi4py import MPI
+from waiting import PATIENCE_S, take
 
 from mlflash import Checkpointer, errors, points
 from mlflash.flatten import flatten
@@ -67,7 +67,7 @@ def slow_at() -> Iterator[Any]:
     def set_up(point: str, seconds: float) -> None:
         def reached(name: str) -> None:
             if name == point and threading.current_thread() is not threading.main_thread():
-                time.sleep(seconds)
+                take(seconds)
 
         points.arm(reached)
 
@@ -228,7 +228,7 @@ def test_a_step_that_was_written_to_too_early_is_on_no_rank_a_checkpoint(
         kept = training.copy()
         training.steps = 2
         hold = threading.Event()
-        ckpt.adapting._courier.post(_job(lambda: hold.wait(10)))  # the courier is busy with something else
+        ckpt.adapting._courier.post(_job(lambda: hold.wait(PATIENCE_S)))  # the courier is busy with something else
         snapshot = ckpt.save(2, training.state, until=training.optimizer)
         if RANK == 0 or replicated:
             with torch.no_grad():

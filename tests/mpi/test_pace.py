@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from mpi4py import MPI
+from waiting import take
 
 from mlflash import Checkpointer
+from mlflash.pace import Pace
 
 pytestmark = pytest.mark.mpi(min_size=2)
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
@@ -22,15 +25,18 @@ RATE = 8 << 20
 
 @pytest.mark.parametrize("redundancy", ["copy", pytest.param("xor:3", marks=pytest.mark.mpi(min_size=3))])
 def test_a_save_takes_as_long_as_its_bytes_do_at_the_rate_and_a_restore_does_not(
-    options: dict[str, Any], redundancy: str
+    options: dict[str, Any], redundancy: str, hold_at: Callable[[str], threading.Event]
 ) -> None:
     state = {"w": np.random.default_rng(RANK).integers(0, 255, NBYTES, np.uint8)}
     kept = state["w"].copy()
+    options["timeout_s"] = 3600.0  # no wait ends at its deadline
     with Checkpointer(**options, redundancy=redundancy, send_rate=RATE) as ckpt:
         ckpt.prepare(state)
+        go_on = hold_at("protect.announced")
+        snapshot = ckpt.save(1, state)  # nothing was sent yet: a save that waited for it would never return
+        assert not snapshot.done
         start = time.monotonic()
-        snapshot = ckpt.save(1, state)
-        assert time.monotonic() - start < 0.25
+        go_on.set()
         snapshot.wait()
         seconds = time.monotonic() - start
         assert seconds > 0.8 * NBYTES / RATE
@@ -50,7 +56,16 @@ def test_the_courier_is_as_nice_as_asked_and_nobody_else(options: dict[str, Any]
             assert os.getpriority(os.PRIO_PROCESS, threading.get_native_id()) == before
 
 
-def test_steps_of_one_of_the_optimizers_are_timed_where_they_may_not_be_slowed(options: dict[str, Any]) -> None:
+def test_steps_of_one_of_the_optimizers_are_timed_where_they_may_not_be_slowed(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = []
+
+    def step_of(pace: Pace, step: Callable[[Pace], None] = Pace.step) -> None:
+        told.append(pace)
+        step(pace)
+
+    monkeypatch.setattr(Pace, "step", step_of)
     model = torch.nn.Linear(300, 300)
     optimizers = [torch.optim.SGD(model.parameters(), lr=1e-6) for _ in range(2)]
 
@@ -58,7 +73,7 @@ def test_steps_of_one_of_the_optimizers_are_timed_where_they_may_not_be_slowed(o
         model(torch.ones(1, 300)).sum().backward()
         for optimizer in optimizers:
             optimizer.step()
-        time.sleep(2e-3)
+        take(2e-3)
 
     with Checkpointer(**options, max_slowdown=0.03) as ckpt:
         ckpt.prepare({"model": model})
@@ -66,7 +81,7 @@ def test_steps_of_one_of_the_optimizers_are_timed_where_they_may_not_be_slowed(o
             step()
             if number % 10 == 0:
                 ckpt.save(number, {"model": model}, until=optimizers).wait()
-        slowdown = ckpt.report()["slowdown"]
-        assert slowdown is not None and slowdown > -0.5
+        assert len(told) == 99 and ckpt.report()["slowdown"] is not None
     for _ in range(3):
-        step()  # no hook is left that would hold a closed Checkpointer
+        step()
+    assert len(told) == 99, "a hook is left that holds a closed Checkpointer"

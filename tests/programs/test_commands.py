@@ -238,6 +238,19 @@ def test_a_slot_that_is_rewritten_meanwhile_is_not_called_damaged(shm: Path) -> 
     held.close()
 
 
+def test_where_all_slots_are_rewritten_meanwhile_something_is_there(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(shm, 1, 2)
+
+    def rewritten(sealed: Sealed, read: Any, verify: Any = Sealed.verify) -> None:
+        with Path(sealed._memory.path, sealed.name).open("r+b") as slot:
+            slot.write(bytes(HEADER_NBYTES))
+        verify(sealed, read)
+
+    monkeypatch.setattr(Sealed, "verify", rewritten)
+    (found,) = document(shm, "verify")["memory"]
+    assert (found["files"], len(found["being_written"]), found["damaged"]) == (0, 2, [])
+
+
 # Contents
 
 

@@ -381,4 +381,4 @@ def test_copies_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.check=0")
     found = copying.copying()
     low, high = found.values["now_gbs"]
-    assert 0.1 < low <= high < 1000
+    assert 1e-3 < low <= high < 1000, "in GB/s; a slower machine would not be through within the deadline"

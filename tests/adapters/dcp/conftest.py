@@ -15,6 +15,7 @@ import torch.distributed.checkpoint as dcp
 from mlflash.adapters.dcp import MemoryReader, MemoryWriter
 from mpi4py import MPI
 from torch_jobs import job
+from waiting import PATIENCE_S
 
 from mlflash import Checkpointer
 
@@ -47,7 +48,7 @@ class Dcp:
         kind = {"thread": THREAD, "process": PROCESS}[how]
         future = dcp.async_save(state, storage_writer=self.writer, planner=planner, process_group=self.group,
                                 async_checkpointer_type=kind, **more)  # fmt: skip
-        return lambda: future.result(60)
+        return lambda: future.result(PATIENCE_S)
 
     def load(self, state: dict[str, Any], name: Any = None, planner: Any = None) -> dict[str, Any]:
         """Load into a state."""

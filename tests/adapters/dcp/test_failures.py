@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -17,7 +16,14 @@ from torch.distributed.tensor import Shard, distribute_tensor
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 pytestmark = [pytest.mark.mpi(min_size=4)]
 
-QUICK_S = 12.0  # far below the Checkpointer's timeout_s of 30
+NEVER_S = 3600.0  # no wait ends at its deadline: one that is for what does not come would outlast the test
+
+
+@pytest.fixture
+def dcp_job(torch_job: MPI.Comm, started: Callable[..., Any]) -> Iterator[Any]:
+    """A torch job of all ranks with a Checkpointer whose deadlines do not pass."""
+    with started(torch_job, timeout_s=NEVER_S) as running:
+        yield running
 
 
 def state_at(step: int) -> dict[str, Any]:
@@ -38,11 +44,9 @@ def loads(running: Any, step: int, saved_as: int | None = None) -> None:
 
 
 def fails(work: Callable[[], Any], phase: str) -> None:
-    """Every rank hears of it, soon."""
-    start = time.monotonic()
+    """Every rank hears of it, and does not wait for it in vain."""
     with pytest.raises(CheckpointException, match=f"{phase} failed"):
         work()
-    assert time.monotonic() - start < QUICK_S
 
 
 SAVE_FAULTS = [
@@ -63,12 +67,10 @@ def test_a_save_that_fails_anywhere_fails_everywhere_and_saving_goes_on(
     state = state_at(3)
     fails(lambda: dcp_job.save(state, "step-3", how, FaultySave(phase, rank == RANK))(), phase)
     spoil(state)
-    start = time.monotonic()
     loads(dcp_job, 2)
     dcp_job.save(state_at(4), "step-4", how)()
     dcp_job.save(state_at(5), "step-5", how)()
     loads(dcp_job, 5)
-    assert time.monotonic() - start < QUICK_S
 
 
 @pytest.mark.parametrize("how", ["sync", "thread"])
@@ -78,12 +80,10 @@ def test_a_failed_save_can_be_tried_again_at_once(dcp_job: Any, phase: str, rank
         dcp_job.save(state_at(step), f"step-{step}", how)()
     for _ in range(2):
         fails(lambda: dcp_job.save(state_at(30), "step-3", how, FaultySave(phase, rank == RANK))(), phase)
-    start = time.monotonic()
     dcp_job.save(state_at(3), "step-3", how)()
     loads(dcp_job, 3)
     dcp_job.save(state_at(4), "step-4", how)()
     loads(dcp_job, 4)
-    assert time.monotonic() - start < QUICK_S
 
 
 @pytest.mark.parametrize("rank", [0, 2])
@@ -93,10 +93,8 @@ def test_a_save_that_fails_in_checkpoint_processes_can_be_tried_again(dcp_job: A
         dcp_job.save(state_at(step), f"step-{step}", "process")()
     for how in ("process", "thread", "sync"):
         fails(dcp_job.save(state_at(30), "step-3", "process", FaultySave(phase, rank == RANK)), phase)
-        start = time.monotonic()
         dcp_job.save(state_at(3), "step-3", how)()
         loads(dcp_job, 3)
-        assert time.monotonic() - start < QUICK_S
 
 
 @pytest.mark.parametrize("strict", [False, True])
@@ -113,8 +111,7 @@ def test_after_a_failed_save_the_checkpointer_does_all_it_can(
         lambda running: running.writer.prepare(state_at(0)),
         lambda running: running.ckpt.save(running.ckpt.last_step + 1, state_at(0)).wait(),
     ]
-    start = time.monotonic()
-    with started(torch_job, strict=strict) as running:
+    with started(torch_job, strict=strict, timeout_s=NEVER_S) as running:
         for verb in verbs:
             for how in ("sync", "thread"):
                 step = (running.ckpt.last_step or 0) + 1
@@ -124,7 +121,6 @@ def test_after_a_failed_save_the_checkpointer_does_all_it_can(
                 verb(running)
                 assert step in running.ckpt.steps() and step + 1 not in running.ckpt.steps()
         fails(lambda: running.save(state_at(30), step + 3, "sync", fault), "finish_plan")  # and it can be closed
-    assert time.monotonic() - start < 3 * QUICK_S
 
 
 def test_a_first_save_that_fails_leaves_nothing(dcp_job: Any) -> None:
@@ -154,11 +150,9 @@ def test_a_load_that_fails_anywhere_fails_everywhere_and_can_be_tried_again(
 ) -> None:
     dcp_job.save(state_at(1), "step-1")()
     fails(lambda: dcp_job.load(blank(), "step-1", FaultyLoad(phase, rank == RANK)), phase)
-    start = time.monotonic()
     loads(dcp_job, 1)
     dcp_job.save(state_at(2), "step-2")()
     loads(dcp_job, 2)
-    assert time.monotonic() - start < QUICK_S
 
 
 @pytest.mark.parametrize("rank", [0, 2])
@@ -167,7 +161,8 @@ def test_a_load_whose_plan_fails_at_the_end_on_one_rank_is_raised_on_all_of_them
 ) -> None:
     with started(torch_job) as running:
         running.save(state_at(1), "step-1")()
-    with pytest.raises(CheckpointException), started(torch_job, timeout_s=2.0) as running:
+    with pytest.raises(CheckpointException), started(torch_job) as running:
+        running.ckpt._world.timeout_s = 2.0  # only now: what came before may take as long as it takes
         running.load(blank(), "step-1", FaultyLoad("finish_plan", rank == RANK))
     with started(torch_job) as running:
         loads(running, 1)

@@ -13,7 +13,6 @@ import shlex
 import shutil
 import signal
 import subprocess
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -21,11 +20,9 @@ from types import TracebackType
 from cluster.nodes import HEAD, Nodes
 from cluster.slurm.conf import SPOOL, slurm_conf
 from cluster.slurm.jobs import Job
+from waiting import PATIENCE_S, take, until
 
 TOOLS = ("munged", "setpriv", "slurmctld", "slurmd", "srun")
-START_S = 60.0  # takes two seconds on an idle machine
-STEP_S = 30.0
-DOWN_S = 60.0  # Slurm needs 17 to 20 s to notice that a node is silent
 LOOK_S = 0.2  # each look is a process or two
 TAIL_LINES = 10
 
@@ -62,7 +59,7 @@ class Slurm:
             self._start("slurmctld", HEAD, ["setpriv", "--pdeathsig", "KILL", "slurmctld", "-D"])
             for host in nodes.names:
                 self.start_slurmd(host)
-            self.wait_for_nodes("idle", timeout=START_S)
+            self.wait_for_nodes("idle")
         except BaseException:
             self.close()
             raise
@@ -77,7 +74,7 @@ class Slurm:
         """End Slurm and all else that runs on the nodes, and remove its files. May be called twice."""
         self.nodes.stop_all()
         for daemon in self._daemons.values():
-            daemon.wait(STEP_S)
+            daemon.wait(PATIENCE_S)
         self._daemons = {}
         for host in (HEAD, *self.nodes.names):
             if self._is_up(host):
@@ -86,7 +83,7 @@ class Slurm:
 
     # Commands and jobs
 
-    def run(self, *argv: str, stdin: str = "", env: Mapping[str, str] | None = None, timeout: float = STEP_S,
+    def run(self, *argv: str, stdin: str = "", env: Mapping[str, str] | None = None, timeout: float = PATIENCE_S,
             check: bool = True) -> subprocess.CompletedProcess[str]:  # fmt: skip
         """Run a command on the head, as a user does on a login node, and wait for its end.
 
@@ -105,7 +102,8 @@ class Slurm:
                                   capture_output=True, text=True, check=False)  # fmt: skip
         except subprocess.TimeoutExpired as error:
             shown = "\n".join(str(part, "utf-8", "replace") for part in (error.stdout, error.stderr) if part)
-            raise self._late(f"the end of {shlex.join(argv)}\n{shown}", timeout) from None
+            late = f"not within {timeout:g} s: the end of {shlex.join(argv)}\n{shown}\n{self.logs()}"
+            raise TimeoutError(late) from None
         if check and done.returncode:
             shown = f"{shlex.join(argv)} ended with {done.returncode}:\n{done.stdout}{done.stderr}"
             raise RuntimeError(f"{shown}\n{self.logs()}")
@@ -124,17 +122,19 @@ class Slurm:
         command = ["sbatch", "--parsable", f"--chdir={self.path}", output, "--open-mode=append", *options, *file]
         return Job(self, self.run(*command, stdin=text, env=env).stdout.strip())
 
-    def wait(self, what: str, done: Callable[[], bool], timeout: float) -> None:
+    def wait(self, what: str | Callable[[], str], done: Callable[[], bool], timeout: float = PATIENCE_S) -> None:
         """Wait until something is so.
 
         Raises:
-            TimeoutError: it was not within ``timeout`` seconds; says what, with the daemons' logs.
+            AssertionError: it was not within ``timeout`` seconds; says what, with the daemons' logs.
         """
-        end = time.monotonic() + timeout
-        while not done():
-            if time.monotonic() > end:
-                raise self._late(what, timeout)
-            time.sleep(LOOK_S)
+
+        def looked() -> bool:
+            if not (is_so := done()):
+                take(LOOK_S)
+            return is_so
+
+        until(looked, lambda: f"{what if isinstance(what, str) else what()}\n{self.logs()}", timeout)
 
     # Nodes
 
@@ -143,7 +143,7 @@ class Slurm:
         lines = self.run("sinfo", "--noheader", "--Node", "--format=%N %T", check=False).stdout.splitlines()
         return dict(line.split() for line in lines)
 
-    def wait_for_nodes(self, state: str, *hosts: str, timeout: float = DOWN_S) -> None:
+    def wait_for_nodes(self, state: str, *hosts: str, timeout: float = PATIENCE_S) -> None:
         """Wait until Slurm says this of some nodes, or of all; "down" also of those that do not answer ("down*").
 
         Slurm looks at a DOWN node only once a minute. One whose cable was plugged in again comes back sooner if its
@@ -166,12 +166,12 @@ class Slurm:
         # What we started only waits: it stands outside the node's processes, and its child is the slurmd.
         (slurmd,) = Path(f"/proc/{daemon.pid}/task/{daemon.pid}/children").read_text().split()
         os.kill(int(slurmd), signal.SIGKILL)
-        daemon.wait(STEP_S)
+        daemon.wait(PATIENCE_S)
 
     def start_slurmd(self, host: str) -> None:
         """Start the slurmd of a node that has none, for instance because it was booted; does not wait until idle."""
         if (before := self._daemons.get(host)) is not None:
-            before.wait(STEP_S)
+            before.wait(PATIENCE_S)
         # The uptime that a slurmd sees is the machine's: -b says that this node was booted just now.
         booted = ["-b"] if self._furnish(host) else []
         self._start(host, host, ["slurmd", "-D", "-N", host, *booted])
@@ -207,7 +207,7 @@ class Slurm:
         files = {"key-file": "key", "pid-file": "pid", "seed-file": "seed", "socket": "socket"}
         options = [f"--{option}={self.path}/munge.{file}" for option, file in files.items()]
         self._start("munged", HEAD, ["setpriv", "--pdeathsig", "KILL", "munged", "--foreground", "--force", *options])
-        self.wait("munged's socket", (self.path / "munge.socket").exists, STEP_S)
+        self.wait("munged's socket", (self.path / "munge.socket").exists)
 
     def _start(self, name: str, host: str, argv: Sequence[str]) -> None:
         with (self.path / f"{name}.log").open("ab") as log:
@@ -221,6 +221,3 @@ class Slurm:
         except KeyError:
             return False
         return True
-
-    def _late(self, what: str, timeout: float) -> TimeoutError:
-        return TimeoutError(f"not within {timeout:g} s: {what}\n{self.logs()}")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cluster.jobs import NETMODS, NETMODS_HERE, VENDOR
+from waiting import PATIENCE_S
 
 if TYPE_CHECKING:
     from cluster.slurm.daemons import Slurm
@@ -62,12 +63,11 @@ class Job:
         path = Path(self.details()["StdOut"])
         return path.read_text(errors="replace") if path.exists() else ""
 
-    def wait(self, *states: str, timeout: float = 60) -> str:
+    def wait(self, *states: str, timeout: float = PATIENCE_S) -> str:
         """Wait for one of these states, or for its end, and return its state.
 
         Raises:
-            AssertionError: it ended in another state.
-            TimeoutError: it did not come to that in time.
+            AssertionError: it ended in another state, or did not come to that in time.
         """
         wanted = states or ENDED
         state = ""
@@ -81,12 +81,11 @@ class Job:
         self._wait(" or ".join(wanted), reached, timeout)
         return state
 
-    def wait_for_output(self, text: str, timeout: float = 60) -> None:
+    def wait_for_output(self, text: str, timeout: float = PATIENCE_S) -> None:
         """Wait until it has printed a text.
 
         Raises:
-            AssertionError: it ended without.
-            TimeoutError: it has not in time.
+            AssertionError: it ended without, or has not in time.
         """
 
         def printed() -> bool:
@@ -110,10 +109,7 @@ class Job:
         self._slurm.run("scontrol", "requeue", self.id)
 
     def _wait(self, what: str, done: Callable[[], bool], timeout: float) -> None:
-        try:
-            self._slurm.wait(f"job {self.id}: {what}", done, timeout)
-        except TimeoutError as error:
-            raise TimeoutError(self._shown(str(error))) from None
+        self._slurm.wait(lambda: self._shown(what), done, timeout)
 
     def _shown(self, what: str) -> str:
         details = " ".join(f"{key}={value}" for key, value in self.details().items())

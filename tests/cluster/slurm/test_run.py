@@ -44,6 +44,10 @@ class Training(Results):
         self.slurm, self.directory = slurm, slurm.path / f"{name}-pfs"
         self.job = job or submit(slurm, "train.sbatch", str(self.out), options, **more)
 
+    def go_on(self) -> None:
+        """Let a training with ``hold_at`` begin that step."""
+        (self.out / "go on").touch()
+
     def log(self) -> str:
         return f"{self.job.output()}\n{self.slurm.logs()}"
 
@@ -55,10 +59,11 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 
 
 def test_a_node_that_crashes_is_replaced_by_a_spare(slurm: Slurm, expected: list[str]) -> None:
-    training = Training(slurm)
+    training = Training(slurm, hold_at=25)
     training.wait_for_step(20)
     slurm.nodes.crash("host2")
-    training.job.wait("COMPLETED", timeout=120)
+    training.go_on()
+    training.job.wait("COMPLETED")
     assert [end["digest"] for end in training.ends()] == expected, training.job.output()
     assert [end["node"] for end in training.ends()] == ["host1", "host3"]
     assert [event["hosts"] for event in training.events("start")] == [["host1", "host2"], ["host1", "host3"]]
@@ -68,13 +73,14 @@ def test_a_node_that_crashes_is_replaced_by_a_spare(slurm: Slurm, expected: list
 
 @pytest.mark.parametrize("how", ["cable", "slurmd"])
 def test_a_node_that_falls_silent_is_replaced(slurm: Slurm, expected: list[str], how: str) -> None:
-    training = Training(slurm)
+    training = Training(slurm, hold_at=25)
     training.wait_for_step(20)
     if how == "cable":
         slurm.nodes.cut("host2")
     else:
         slurm.kill_slurmd("host2")
-    training.job.wait("COMPLETED", timeout=120)
+    training.go_on()
+    training.job.wait("COMPLETED")
     assert [end["digest"] for end in training.ends()] == expected, training.job.output()
     if how == "cable":
         assert [end["node"] for end in training.ends()] == ["host1", "host3"]
@@ -84,13 +90,13 @@ def test_before_the_time_limit_it_is_scavenged_and_the_next_job_goes_on(slurm: S
     training = Training(slurm, pause=1.0)
     training.wait_for_step(5)
     training.job.signal("USR1", "--batch")  # what --signal=B:USR1@60 does a minute before the end; see test_daemons
-    training.job.wait("FAILED", timeout=60)
+    training.job.wait("FAILED")
     assert training.job.details()["ExitCode"] == f"{128 + 10}:0" and not training.ends()
     (finish,) = training.events("finish")
     assert finish["scavenged"] is True and list(training.directory.glob("step-*/checkpoint.h5"))
     assert not any(slurm.nodes.run(host, "find", "/dev/shm", "-name", "slot-*") for host in slurm.nodes.names)
     again = Training(slurm)
-    again.job.wait("COMPLETED", timeout=90)
+    again.job.wait("COMPLETED")
     assert [end["digest"] for end in again.ends()] == expected and all(end["start"] >= 5 for end in again.ends())
 
 
@@ -100,7 +106,7 @@ def test_two_of_an_array_do_not_touch_each_other_and_each_requeues_itself(slurm:
     both[1].wait_for_step(20)
     both[1].job.signal("USR1", "--batch")  # as before the time limit
     for training in both:
-        training.job.wait("COMPLETED", timeout=120)
+        training.job.wait("COMPLETED")
         assert [end["digest"] for end in training.ends()] == expected, training.job.output()
     assert [training.job.details()["Restarts"] for training in both] == ["0", "1"]
     assert [event["code"] for event in both[1].events("finish")] == [138, 0]
@@ -108,15 +114,16 @@ def test_two_of_an_array_do_not_touch_each_other_and_each_requeues_itself(slurm:
 
 
 def test_without_a_spare_it_goes_on_with_fewer_nodes_or_ends_with_the_reason(slurm: Slurm) -> None:
-    fewer = Training(slurm, "--min-nodes 1", name="fewer", nodes=2)
-    ends = Training(slurm, name="ends", nodes=2)
+    fewer = Training(slurm, "--min-nodes 1", name="fewer", nodes=2, hold_at=25)
+    ends = Training(slurm, name="ends", nodes=2, hold_at=25)
     for training in (fewer, ends):
         training.wait_for_step(20)
     for training in (fewer, ends):
         slurm.nodes.crash(training.job.hosts()[1])
-    fewer.job.wait("COMPLETED", timeout=120)
+        training.go_on()
+    fewer.job.wait("COMPLETED")
     assert len(fewer.ends()) == 1 and len(fewer.events("start")[1]["hosts"]) == 1
-    ends.job.wait("FAILED", timeout=120)
+    ends.job.wait("FAILED")
     assert "fewer than 2 nodes are fit to train" in ends.job.output()
     assert ends.events("finish")[0]["scavenged"] is True
 
@@ -124,23 +131,24 @@ def test_without_a_spare_it_goes_on_with_fewer_nodes_or_ends_with_the_reason(slu
 def test_a_hang_shows_its_stacks_and_goes_on_and_without_restarts_a_failure_is_the_end(
     slurm: Slurm, expected: list[str]
 ) -> None:
-    hangs = Training(slurm, "--hang-timeout 6", name="hangs", nodes=2, hang_at=20)
+    hangs = Training(slurm, "--hang-timeout 20", name="hangs", nodes=2, hang_at=20)
     fails = Training(slurm, "--max-restarts 0", name="fails", nodes=2, fail_at=20)
-    fails.job.wait("FAILED", timeout=90)
+    fails.job.wait("FAILED")
     assert "0 of 0 restarts are used up" in fails.job.output() and not fails.ends()
     assert fails.job.details()["ExitCode"] != "0:0" and fails.events("finish")[0]["scavenged"] is True
-    hangs.job.wait("COMPLETED", timeout=120)
-    assert "no rank has saved for 6 s" in hangs.job.output() and "run_worker.py" in hangs.job.output()
+    hangs.job.wait("COMPLETED")
+    assert "no rank has saved for 20 s" in hangs.job.output() and "run_worker.py" in hangs.job.output()
     assert [end["digest"] for end in hangs.ends()] == expected
 
 
 def test_a_requeued_job_goes_on_from_the_memory_of_its_nodes(slurm: Slurm, expected: list[str]) -> None:
     training = Training(slurm, "--keep-memory")
     training.wait_for_step(20)
-    training.job.requeue()
-    slurm.wait("the job to wait", lambda: training.job.state() == "PENDING", 30)
+    slurm.run("scontrol", "requeuehold", training.job.id)  # it must not begin before it was told where
+    slurm.wait("the job to wait", lambda: training.job.state() == "PENDING")
     slurm.run("scontrol", "update", f"jobid={training.job.id}", "nodelist=host1,host2,host3")
-    training.job.wait("COMPLETED", timeout=120)
+    slurm.run("scontrol", "release", training.job.id)
+    training.job.wait("COMPLETED")
     assert training.job.details()["Restarts"] == "1"
     assert [end["digest"] for end in training.ends()] == expected and all(end["start"] >= 19 for end in training.ends())
     assert training.events("end")[-1]["source"] == "memory"
@@ -148,19 +156,20 @@ def test_a_requeued_job_goes_on_from_the_memory_of_its_nodes(slurm: Slurm, expec
 
 def test_with_the_wrong_mpi_it_ends_and_says_which_flag_is_meant(slurm: Slurm) -> None:
     training = Training(slurm, f"--mpi {OTHER_PMI}")
-    training.job.wait("FAILED", timeout=90)
+    training.job.wait("FAILED")
     assert "WorldMismatch: srun started several tasks" in training.job.output() and "--mpi=" in training.job.output()
     assert "it failed 2 times before the first checkpoint" in training.job.output() and not training.ends()
 
 
 @pytest.mark.timeout(240)
 def test_a_job_that_loses_its_first_node_is_scavenged_and_requeued(slurm: Slurm, expected: list[str]) -> None:
-    training = Training(slurm)
+    training = Training(slurm, hold_at=25)
     training.wait_for_step(20)
-    slurm.wait("the guard", lambda: "running.guard" in slurm.nodes.run("host3", "ps", "-efww"), 20)
+    slurm.wait("the guard", lambda: "running.guard" in slurm.nodes.run("host3", "ps", "-efww"))
     slurm.nodes.crash("host1")
-    slurm.wait("the job to be requeued", lambda: training.job.details()["Restarts"] == "1", 90)
-    training.job.wait("COMPLETED", timeout=120)
+    training.go_on()
+    slurm.wait("the job to be requeued", lambda: training.job.details()["Restarts"] == "1")
+    training.job.wait("COMPLETED")
     assert [end["digest"] for end in training.ends()] == expected and all(end["start"] >= 19 for end in training.ends())
     (guard,) = training.events("guard")
     assert guard["scavenged"] is True and guard["requeued"] is True and guard["why"].startswith("host1 died")
