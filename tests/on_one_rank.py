@@ -10,8 +10,9 @@ import contextlib
 import io
 import os
 import sys
-import time
 from pathlib import Path
+
+from waiting import take
 
 _SAID_S = 3  # launchers lose what was printed right before an abort, and other ranks may still have to say what failed
 
@@ -43,7 +44,7 @@ def main() -> int:
     if rank and code:
         print(f"--- rank {rank} ---\n{printed.getvalue()}", flush=True)
     if code:
-        time.sleep(_SAID_S)
+        take(_SAID_S)
         MPI.COMM_WORLD.Abort(code)
     return code
 

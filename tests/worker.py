@@ -27,6 +27,7 @@ if os.environ.get("THREAD_LEVEL"):
 from mpi4py import MPI
 from records import OUT
 from traps import kill_my_node, set_traps
+from waiting import hang, take, until
 
 import mlflash
 
@@ -138,18 +139,15 @@ def train(last: int = 0, more: int = -1, nbytes: int = 300_000, die_at: int = -1
 
 
 def wait_past_deadline(stop_s: float) -> None:
-    """Rank 0 saves while the last rank is stopped from outside: the wait ends, training goes on, and it catches up."""
+    """Rank 0 saves while the last rank is stopped: the wait ends, training goes on, and it catches up.
+
+    Whoever stops it makes the file "stopped" among the records when it is.
+    """
     state = state_at(RANK, 1, 100_000)
     with mlflash.Checkpointer(timeout_s=stop_s) as ckpt:
         ckpt.save(1, state).wait()
         note("ready")
-        if COMM.size - 1 == RANK:
-            while not (OUT / "stopped").exists():
-                time.sleep(0.01)
-            time.sleep(0.5)  # SIGSTOP comes here
-        else:
-            while not (OUT / "stopped").exists():
-                time.sleep(0.01)
+        until((OUT / "stopped").exists, "the last rank is stopped")  # that rank sees it when it goes on
         started = time.monotonic()
         late = ckpt.save(2, state)
         try:
@@ -162,9 +160,7 @@ def wait_past_deadline(stop_s: float) -> None:
         note("next", seconds=time.monotonic() - started, error=str(next_one.error), slots=slots)
         if RANK == 0:
             (OUT / "go on").touch()
-        end = time.monotonic() + 30
-        while not (late.committed and next_one.done) and time.monotonic() < end:
-            time.sleep(0.01)
+        until(lambda: late.committed and next_one.done, "both have ended")
         note("caught up", late=late.committed, next=next_one.committed)
         ckpt.save(4, state).wait()
         note("end", steps=ckpt.steps())
@@ -195,7 +191,7 @@ def keep_saving(last: int, nbytes: int = 300_000, grow_at: int = 0, pause: float
                 note("committed", step=step)
             except mlflash.errors.SaveFailed as error:
                 note("failed", step=step, error=str(error), cause=type(error.__cause__).__name__)
-            time.sleep(pause)
+            take(pause)
         note("end", steps=ckpt.steps(), report=ckpt.report())
 
 
@@ -208,7 +204,7 @@ def courier_fails(traps: Sequence[dict[str, object]]) -> None:
     set_traps(traps, RANK)
     nbytes = 300_000 + 1000 * RANK
     state = state_at(RANK, 0, nbytes)
-    ckpt = mlflash.Checkpointer(timeout_s=2.0)
+    ckpt = mlflash.Checkpointer(timeout_s=10.0)
     start = ckpt.restore(state) or 0
     for step in range(start + 1, start + 7):
         update(state, state_at(RANK, step, nbytes))
@@ -219,7 +215,7 @@ def courier_fails(traps: Sequence[dict[str, object]]) -> None:
         except mlflash.errors.MlflashError as error:
             note("failed", step=step, error=str(error))
     note("through", report=ckpt.report())
-    time.sleep(60)  # MPI cannot be ended in this state; the test kills the job
+    hang()  # MPI cannot be ended in this state; the test kills the job
 
 
 def follow(verbs: Sequence[Sequence[object]], nbytes: int = 100_000, traps: Sequence[dict[str, object]] = (),
@@ -295,7 +291,7 @@ class _Follower:
                 note("committed", step=snapshot.step, stall_s=snapshot.stall_s, commit_s=snapshot.commit_s)
             except mlflash.errors.MlflashError as error:
                 note("failed", step=snapshot.step, error=str(error))
-            time.sleep(pause)
+            take(pause)
 
     def grow(self) -> None:
         """Let the state be three times as large from now on."""
@@ -394,7 +390,7 @@ def leave_by_exception() -> None:
         if COMM.size - 1 == RANK:
             note("raised", at=time.time())
             raise RuntimeError("training went wrong")
-        time.sleep(60)
+        hang()
 
 
 if __name__ == "__main__":
