@@ -22,9 +22,10 @@ from chaos_launch import DAMAGED, WRONG, Attacked, Failure
 from chaos_plan import EARLY_LOSE, FLIP, KILL, LOSE, POWER, STOP, STOP_KILL, UNCOVERED, Event, Memory, event
 from chaos_training import Uninterrupted
 from harness import Cluster
+from waiting import take
 
 EVERY = 10  # steps between two saves
-TIMEOUT_S = 4.0  # of the Checkpointer: some stops are longer
+TIMEOUT_S = 10.0  # of the Checkpointer: some stops are longer; a busy machine does not take so long
 PACE_S = 0.003  # what a step sleeps, as if a device computed
 START_S = 90.0  # a launch must be restored by then, on a machine with more ranks than cores
 CATCH_UP_S = 45.0
@@ -72,14 +73,14 @@ class Chaos:
     def attack(self, job: Attacked, what: Event) -> Attacked | None:
         """Do one thing to the job; returns it where it still lives."""
         if what.during_start:
-            time.sleep(max(0.0, job.started + what.delay_s - time.monotonic()))
+            take(max(0.0, job.started + what.delay_s - time.monotonic()))
         else:
             job.until("first step", lambda: len(job.of("first step")) == self.ranks, START_S)
             self.usual_start_s = job.of("first step")[0]["at"] - time.time() + time.monotonic() - job.started
             job.pause(what.delay_s)
             if what.after_save_s is not None:
                 job.until_save(what.rank, EVERY)
-                time.sleep(what.after_save_s)
+                take(what.after_save_s)
         self.refuse_complaints(job)
         if what.kind == STOP:
             self.stop(job, what)
@@ -97,7 +98,7 @@ class Chaos:
             hit = set(range(self.ranks))
         if kind == STOP_KILL:
             job.signal(hit, signal.SIGSTOP)
-            time.sleep(what.stop_s)
+            take(what.stop_s)
         hit = job.die(hit)
         for path in [self.cluster.node(lost) for lost in nodes]:
             if path.exists():  # a launch that was killed early may not have made it

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from harness import Cluster, Launch
+from waiting import take, until
 
 DAMAGED = ("cannot be restored from", "parity is asked for", "parity cannot be used", "is damaged and will be made")
 WRONG = ("the courier failed", "has no full redundancy", *DAMAGED)
-_END_S = 20.0  # how long mpiexec may take to end what is left of a job
+_END_S = 60.0  # how long mpiexec may take to end what is left of a job
 
 
 class Failure(Exception):
@@ -51,11 +52,9 @@ class Attacked:
         return max((int(text) for text in texts if text), default=0)
 
     def until_save(self, rank: int, every: int) -> None:
-        """Wait until a rank is at a step that it saves; not for long."""
-        end = time.monotonic() + 3
+        """Wait until a rank is at a step that it saves."""
         path = self.out / f"progress{rank}"
-        while int(path.read_text() or 1) % every and time.monotonic() < end:
-            time.sleep(0.0005)
+        self.until("a step that is saved", lambda: int(path.read_text() or 1) % every == 0, _END_S)
 
     def committed(self) -> int | None:
         """The newest step that any rank has seen committed."""
@@ -114,43 +113,48 @@ class Attacked:
             ranks = {-1, *range(self.ranks)}
             self.killed_at = self.killed_at or time.time()
             self.launch.kill()
-            time.sleep(0.1)  # a process that was just being started shows up
-        end = time.monotonic() + _END_S
-        while ranks & set(self.processes().values()):
-            if time.monotonic() > end:
-                raise self.failure("killed ranks do not die")
+            take(0.1)  # a process that was just being started shows up
+
+        def are_dead() -> bool:
             self.signal(ranks, signal.SIGKILL)
-            time.sleep(0.002)
+            return not ranks & set(self.processes().values())
+
+        try:
+            until(are_dead, "killed ranks do not die", _END_S)
+        except AssertionError as problem:
+            raise self.failure(str(problem)) from None
         return ranks - {-1}
 
     def end(self) -> None:
         """Wait until mpiexec has ended the rest of the job; kill what it leaves."""
         self.killed_at = self.killed_at or time.time()
-        end = time.monotonic() + _END_S
-        while self.alive():
+        try:
+            until(lambda: not self.alive(), "the end of all processes", _END_S)
+        except AssertionError:
             left = self.processes()
-            if time.monotonic() > end:
-                print(f"           launch {self.number}: mpiexec left {len(left)} processes, killed", flush=True)
-                self.signal(set(left.values()), signal.SIGKILL)
-                end = time.monotonic() + _END_S
-            time.sleep(0.02)
+            print(f"           launch {self.number}: mpiexec left {len(left)} processes, killed", flush=True)
+            self.signal(set(left.values()), signal.SIGKILL)
+            until(lambda: not self.alive(), "the end of what was killed")
         self.launch.kill()  # and what MPI left in /dev/shm
 
     # Waits
 
     def until(self, what: str, done: Callable[[], bool], timeout_s: float) -> None:
         """Wait until something is so; that the job ends before it is a failure, too."""
-        end = time.monotonic() + timeout_s
-        while not done():
-            if not self.alive() and not done():
-                raise self.failure(f"the job ended by itself before: {what}")
-            if time.monotonic() > end:
-                raise self.failure(f"not within {timeout_s:g} s: {what}")
-            time.sleep(0.03)
+
+        def is_decided() -> bool:
+            return done() or not self.alive()
+
+        try:
+            until(is_decided, what, timeout_s)
+        except AssertionError as problem:
+            raise self.failure(str(problem)) from None
+        if not done():
+            raise self.failure(f"the job ended by itself before: {what}")
 
     def pause(self, seconds: float) -> None:
         """Let the job run for so long; it must not end meanwhile, nor complain."""
-        time.sleep(seconds)
+        take(seconds)
         if not self.alive():
             raise self.failure("the job ended by itself")
 
@@ -158,7 +162,7 @@ class Attacked:
         """Say what went wrong, with the ranks' stacks and log; the job is killed."""
         left = self.processes()
         self.signal({rank for rank in left.values() if rank >= 0}, signal.SIGUSR1)
-        time.sleep(1)
+        take(1)  # to write them
         stacks = "".join(f"--- {path.name}\n{path.read_text()}" for path in sorted(self.out.glob("stacks*")))
         notes = "\n".join(str(r) for r in sorted(self.launch.records(), key=lambda r: r["at"])[-40:])
         text = f"launch {self.number}: {what}\n{stacks}--- notes\n{notes}\n--- log\n{self.log()[-20000:]}"

@@ -63,7 +63,7 @@ def event(seed: int, number: int, ranks: int, start_s: float) -> Event:
     delay_s = start_s * (0.8 + 0.4 * share if late else 1.1 * share)
     if kind not in (EARLY, EARLY_LOSE):
         delay_s = share * (0.1 if dice.random() < 0.25 else 4.0)
-    stop_s = dice.uniform(1, 8) if kind == STOP else dice.uniform(0, 6)
+    stop_s = dice.uniform(2, 20) if kind == STOP else dice.uniform(0, 15)
     after_save_s = dice.choice((None, dice.uniform(0, 0.01), dice.uniform(0, 0.1)))
     return Event(number, kind, rank, delay_s, after_save_s, stop_s, (dice.random(), dice.random(), dice.randrange(8)))
 

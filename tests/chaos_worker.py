@@ -14,6 +14,7 @@ import records
 from chaos_training import SHARED, Training
 from mpi4py import MPI
 from records import OUT
+from waiting import take
 
 import mlflash
 
@@ -31,7 +32,7 @@ def exchange(gift: np.ndarray, last: bool) -> tuple[np.ndarray, bool]:
     gifts = np.empty((COMM.size, SHARED + 1), dtype=np.float32)
     request = COMM.Iallgather(mine, gifts)
     while not request.Test():
-        time.sleep(1e-4)  # there are more ranks than cores: a spinning rank starves the others
+        take(1e-4)  # there are more ranks than cores: a spinning rank starves the others
     return gifts[:, :SHARED], bool(gifts[0, SHARED])
 
 
@@ -74,7 +75,7 @@ def run(every: int, timeout_s: float, pace_s: float, redundancy: str) -> None:
             if not healed and "heal" in ckpt.report()["seconds"]:
                 healed = True
                 note("healed")
-            time.sleep(pace_s)
+            take(pace_s)
         ckpt.wait()
         note_ended(pending)
         note("end", step=training.step, digest=training.digest(), report=ckpt.report())

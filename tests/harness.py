@@ -16,11 +16,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from processes import started_by
+from waiting import PATIENCE_S, until
+
 from mlflash.demo.launch import mpiexec
 
 HERE = Path(__file__).parent
 UID = os.getuid()
-_LEFT_S = 2  # for mpiexec to end after its ranks
+_LEFT_S = 2  # for mpiexec to end after its ranks; what they have started is killed then, but nothing of mpiexec's own
 
 
 @contextlib.contextmanager
@@ -104,7 +107,7 @@ class Cluster:
         return Launch([*before, *command], environment, out)
 
     def run(
-        self, ranks: int, script: str, *args: str, timeout: float = 60, env: dict[str, str] | None = None
+        self, ranks: int, script: str, *args: str, timeout: float = PATIENCE_S, env: dict[str, str] | None = None
     ) -> Result:
         """Start a script and wait for its end."""
         return self.start(ranks, script, *args, env=env).wait(timeout)
@@ -139,16 +142,21 @@ class Launch:
                     continue
         return found
 
-    def wait_for(self, event: str, count: int, timeout: float = 60) -> list[dict[str, Any]]:
+    def wait_for(self, event: str, count: int, timeout: float = PATIENCE_S) -> list[dict[str, Any]]:
         """Wait until so many records of an event are there."""
-        end = time.monotonic() + timeout
-        while time.monotonic() < end:
-            found = [r for r in self.records() if r["event"] == event]
-            if len(found) >= count:
-                return found
-            if self._process.poll() is not None:
-                break
-            time.sleep(0.01)
+
+        def noted() -> list[dict[str, Any]]:
+            return [r for r in self.records() if r["event"] == event]
+
+        def is_decided() -> bool:
+            ended = self._process.poll() is not None  # asked first: what it noted before it ended counts
+            return len(noted()) >= count or ended
+
+        with contextlib.suppress(AssertionError):
+            until(is_decided, event, timeout)
+        found = noted()
+        if len(found) >= count:
+            return found
         self.kill()
         raise AssertionError(f"no {count} x {event!r}:\n{self._text()}")
 
@@ -184,7 +192,7 @@ class Launch:
         live.discard(self)
         self._sweep()
 
-    def wait(self, timeout: float = 60) -> Result:
+    def wait(self, timeout: float = PATIENCE_S) -> Result:
         """Wait for the end; a job that hangs is killed and fails the test."""
         end, were_dead = time.monotonic() + timeout, False
         while True:
@@ -201,10 +209,7 @@ class Launch:
                 self._kill_what_is_left()
             were_dead = are_dead
         # mpiexec may be gone before its ranks are.
-        end = time.monotonic() + 20
-        while self._lives():
-            assert time.monotonic() < end, "ranks outlived mpiexec"
-            time.sleep(0.01)
+        until(lambda: not self._lives(), "the ranks end after mpiexec")
         live.discard(self)
         self._sweep()
         return Result(self._process.returncode, self._text(), self.records())
@@ -214,12 +219,16 @@ class Launch:
         return any(map(_alive, self.pids().values()))
 
     def _kill_what_is_left(self) -> None:
-        """Kill what the ranks have started; hydra waits for the end of all that could still print."""
+        """Kill what the ranks have started; hydra waits for the end of all that could still print.
+
+        They are no descendants of mpiexec any more. Those that are only need more time on a busy machine.
+        """
         mine = f"OUT={self.out}".encode()
+        spared = {self._process.pid, *started_by({self._process.pid})}
         for environ in Path("/proc").glob("[0-9]*/environ"):
             pid = int(environ.parent.name)
             try:
-                if pid != self._process.pid and mine in environ.read_bytes().split(b"\0"):
+                if pid not in spared and mine in environ.read_bytes().split(b"\0"):
                     os.kill(pid, signal.SIGKILL)
             except OSError:  # it ended meanwhile
                 continue

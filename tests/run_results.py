@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
+
+from waiting import PATIENCE_S, until
 
 from mlflash.demo.launch import mpiexec
 
@@ -38,22 +39,20 @@ class Results:
         """What the run has printed."""
         raise NotImplementedError
 
-    def wait_for_step(self, step: int, timeout: float = 60) -> None:
+    def wait_for_step(self, step: int, timeout: float = PATIENCE_S) -> None:
         """Wait until rank 0 has saved a step."""
-        end = time.monotonic() + timeout
-        while time.monotonic() < end:
-            try:
-                if int((self.out / "step0").read_text()) >= step:
-                    return
-            except (FileNotFoundError, ValueError):
-                pass
-            time.sleep(0.03)
-        raise AssertionError(f"step {step} was not reached:\n{self.log()}")
+        until(lambda: self._step() >= step, lambda: f"step {step}:\n{self.log()}", timeout)
+
+    def _step(self) -> int:
+        try:
+            return int((self.out / "step0").read_text())
+        except (FileNotFoundError, ValueError):  # not yet, or it is being written
+            return -1
 
 
 def uninterrupted(out: Path, ranks: int, last: int) -> list[str]:
     """Train without any trouble; returns the digest of the final state of each rank."""
     line, env = mpiexec(ranks, [sys.executable, "-m", "mpi4py", str(WORKER), str(out / "pfs"), str(out), str(last)],
                         {"MLFLASH_MEMORY": str(out), "MLFLASH_REDUNDANCY": "none"})  # fmt: skip
-    subprocess.run(line, env=env, check=True, timeout=60)
+    subprocess.run(line, env=env, check=True, timeout=90)
     return [end["digest"] for end in Results(out).ends()]

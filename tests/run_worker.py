@@ -10,13 +10,12 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
 import xxhash
 from mpi4py import MPI
-from waiting import until
+from waiting import hang, take, until
 
 import mlflash
 
@@ -34,7 +33,7 @@ def main() -> None:
             if first and step == options.get("hold_at"):
                 until((out / "go on").exists, "the test to say go on")
             if COMM.rank == 1 and first and step == options.get("hang_at"):
-                time.sleep(1000)
+                hang()
             if COMM.rank == 1 and (first or options.get("always")) and step == options.get("fail_at"):
                 sys.exit(7)
             total = COMM.allreduce(float(state["weights"].sum()))
@@ -42,7 +41,7 @@ def main() -> None:
             state["sums"][step % 50] = total
             ckpt.save(step, state)
             (out / f"step{COMM.rank}").write_text(str(step))
-            time.sleep(options.get("pause", 0.0))
+            take(options.get("pause", 0.0))
         ckpt.wait()
     digest = xxhash.xxh3_64_hexdigest(state["weights"].tobytes() + state["sums"].tobytes())
     (out / f"end{COMM.rank}").write_text(json.dumps({"digest": digest, "start": start, "node": os.uname().nodename}))

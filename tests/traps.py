@@ -6,11 +6,11 @@ import json
 import os
 import shutil
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 
-from waiting import until
+from processes import runs, started_by
+from waiting import hang, take, until
 
 from mlflash import points
 
@@ -28,10 +28,9 @@ def kill_my_node(wipe: bool) -> None:
         # Stopped, they make no new file in what is deleted here, and their launcher does not yet kill this process.
         for pid in siblings:
             _send(signal.SIGSTOP, pid)
-        while any(_runs(pid) for pid in siblings):
-            time.sleep(0.001)
+        until(lambda: not any(runs(pid) for pid in siblings), "all ranks of this node are stopped")
         shutil.rmtree(root / f"node{node}")
-    for pid in [*siblings, *_started_by({os.getpid(), *siblings})]:
+    for pid in [*siblings, *started_by({os.getpid(), *siblings})]:
         _send(signal.SIGKILL, pid)
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -63,8 +62,8 @@ ACTIONS: dict[str, Callable[[], None]] = {
     "rank": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "node": lambda: kill_my_node(wipe=False),
     "wipe": lambda: kill_my_node(wipe=True),
-    "wait": lambda: time.sleep(60),
-    "pause": lambda: time.sleep(0.5),
+    "wait": hang,
+    "pause": lambda: take(0.5),
     "hold": lambda: until((OUT / "go on").exists, "the test to say go on"),
     "fill": fill_memory,
     "fail": fail,
@@ -118,28 +117,3 @@ def _send(number: int, pid: int) -> None:
         os.kill(pid, number)
     except ProcessLookupError:
         pass
-
-
-def _started_by(pids: set[int]) -> set[int]:
-    """Processes that these have started, and those have."""
-    parents = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            parents[int(stat.parent.name)] = int(stat.read_text().rsplit(")", 1)[1].split()[1])
-        except OSError:  # it ended meanwhile
-            continue
-    found: set[int] = set()
-    while more := {pid for pid, parent in parents.items() if parent in pids | found} - found:
-        found |= more
-    return found
-
-
-def _runs(pid: int) -> bool:
-    """Whether any thread of a process is neither stopped nor dead."""
-    for thread in Path(f"/proc/{pid}/task").glob("*/stat"):
-        try:
-            if thread.read_text().rsplit(")", 1)[1].split()[0] not in "TZX":
-                return True
-        except OSError:
-            continue
-    return False

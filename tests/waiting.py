@@ -6,6 +6,8 @@ and what runs on the nodes of a cluster, use it too.
 
 from __future__ import annotations
 
+import sys
+import threading
 import time
 from collections.abc import Callable
 from typing import TypeVar
@@ -33,6 +35,14 @@ def until(condition: Callable[[], T], what: str | Callable[[], str], timeout_s: 
             raise AssertionError(f"not within {timeout_s:g} s: {said}")
         time.sleep(_LOOK_S)
     return found
+
+
+def is_in(thread: threading.Thread, function: Callable[..., object]) -> bool:
+    """Whether a thread of this process is in a call of a Python function just now: it waits there, where that waits."""
+    frame = sys._current_frames().get(thread.ident or 0)
+    while frame is not None and frame.f_code is not function.__code__:
+        frame = frame.f_back
+    return frame is not None
 
 
 def hang() -> None:

@@ -27,7 +27,7 @@ if os.environ.get("THREAD_LEVEL"):
 from mpi4py import MPI
 from records import OUT
 from traps import kill_my_node, set_traps
-from waiting import hang, until
+from waiting import hang, take, until
 
 import mlflash
 
@@ -146,7 +146,10 @@ def set_patience(ckpt: mlflash.Checkpointer, seconds: float) -> None:
 
 
 def wait_past_deadline(stop_s: float) -> None:
-    """Rank 0 saves while the last rank is stopped from outside: the wait ends, training goes on, and it catches up."""
+    """Rank 0 saves while the last rank is stopped: the wait ends, training goes on, and it catches up.
+
+    Whoever stops it makes the file "stopped" among the records when it is.
+    """
     state = state_at(RANK, 1, 100_000)
     with mlflash.Checkpointer() as ckpt:
         ckpt.save(1, state).wait()
@@ -202,7 +205,7 @@ def keep_saving(last: int, nbytes: int = 300_000, grow_at: int = 0, pause: float
                 note("committed", step=step)
             except mlflash.errors.SaveFailed as error:
                 note("failed", step=step, error=str(error), cause=type(error.__cause__).__name__)
-            time.sleep(pause)
+            take(pause)
         note("end", steps=ckpt.steps(), report=ckpt.report())
 
 
@@ -304,7 +307,7 @@ class _Follower:
                 note("committed", step=snapshot.step, stall_s=snapshot.stall_s, commit_s=snapshot.commit_s)
             except mlflash.errors.MlflashError as error:
                 note("failed", step=snapshot.step, error=str(error))
-            time.sleep(pause)
+            take(pause)
 
     def grow(self) -> None:
         """Let the state be three times as large from now on."""

@@ -108,7 +108,7 @@ def test_a_server_of_it_is_asked_for_the_page_and_nothing_else(chromium: Any, re
         try:
             url = f"http://127.0.0.1:{server.server_port}/{path.name}"
             with tab(chromium, url, offline=False) as page:
-                page.wait_for_timeout(300)
+                page.wait_for_load_state("networkidle")
                 assert page.complaints == []
         finally:
             server.shutdown()
@@ -293,12 +293,11 @@ def test_what_stands_in_a_log_does_not_run(chromium: Any, tmp_path: Path) -> Non
         assert any("Content Security Policy" in text for text in page.complaints)
 
 
-def test_a_large_job_is_shown_as_soon(chromium: Any, tmp_path: Path) -> None:
+def test_the_page_of_a_large_job_stays_small_and_is_shown_whole(chromium: Any, tmp_path: Path) -> None:
     made_logs.large(tmp_path / "run.jsonl")
     path, numbers = make(tmp_path, "run")
     with tab(chromium, path, 390, 844) as page:
-        timing = page.evaluate("performance.getEntriesByType('navigation')[0].loadEventEnd")
-        assert 0 < timing < 10_000
+        assert page.evaluate("document.querySelectorAll('*').length") < 20_000 and path.stat().st_size < 2 << 20
         assert page.evaluate("document.documentElement.scrollWidth") <= 390
         assert "node032 → spare0" in page.locator("#failures").inner_text()
         assert numbers["launches"][0]["ranks"] == 512

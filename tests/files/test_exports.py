@@ -9,7 +9,6 @@ import pickle
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.checkpoint import FileSystemWriter, save
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from waiting import until
 
 from mlflash import Checkpointer
 from mlflash.cli import main
@@ -541,14 +541,19 @@ def on_two_ranks(directory: Path, program: str) -> None:
         subprocess.Popen([sys.executable, "-c", text, str(rank)], cwd=directory, stderr=file,
                          env={**os.environ, "OMP_NUM_THREADS": "1"}) for rank, file in enumerate(files)
     ]  # fmt: skip
-    end = time.monotonic() + 90
-    while time.monotonic() < end and None in (codes := [rank.poll() for rank in ranks]) and not any(codes):
-        time.sleep(0.05)
-    for process, file in zip(ranks, files, strict=True):
-        process.kill()
-        process.wait()
-        file.close()
-    assert codes == [0, 0], "\n".join((directory / f"rank{rank}.txt").read_text() for rank in range(2))
+
+    def codes() -> list[int | None]:
+        return [rank.poll() for rank in ranks]
+
+    try:
+        until(lambda: None not in codes() or any(codes()), "both ranks end, or one fails")
+        ended = codes()
+    finally:
+        for process, file in zip(ranks, files, strict=True):
+            process.kill()
+            process.wait()
+            file.close()
+    assert ended == [0, 0], "\n".join((directory / f"rank{rank}.txt").read_text() for rank in range(2))
 
 
 def test_a_checkpoint_of_plain_dcp_on_two_ranks_is_read(tmp_path: Path) -> None:

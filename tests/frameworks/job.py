@@ -13,7 +13,6 @@ import os
 import shutil
 import sys
 import threading
-import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ import torch
 from mlflash.adapters.distributed import init_process_group
 from records import OUT, note
 from traps import set_traps
+from waiting import take, until
 
 from mlflash import points
 from mlflash.errors import StateError
@@ -62,6 +62,7 @@ class Run:
     wiped: bool = False
     traps: list[dict[str, object]] = dataclasses.field(default_factory=list)
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
+    losses: int = 0  # noted so far
 
     @property
     def directory(self) -> Path:
@@ -76,13 +77,20 @@ class Run:
     def loss(self, step: int, loss: float) -> None:
         """Note the loss of a step: the first is 1."""
         note("loss", run=self.name, step=step, loss=loss)
+        self.losses += 1
 
-    def commit_slowly(self) -> None:
-        """Let commits take longer than steps from now on, and note them."""
+    def commit_slowly(self, behind: bool) -> None:
+        """Let commits take time from now on, and note them.
+
+        Args:
+            behind: the first takes until the second step was made: training that waited for it would wait for ever.
+        """
 
         def reached(point: str) -> None:
             if point == "commit.recorded":
-                time.sleep(0.3)
+                if behind:
+                    until(lambda: self.losses >= 2, "training goes on while the first save is committed")
+                take(0.3)
                 note("commit", run=self.name)
 
         points.arm(reached)

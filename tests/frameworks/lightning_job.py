@@ -119,7 +119,7 @@ def train(run: Run) -> None:
     signals = [signal.SIGUSR1] if run.variant == "signal" else []
     flash = MLFlashCallback(run.every, run.skip, run.enabled, signals=signals, **run.checkpointing)
     if run.variant == "slow commits":
-        run.commit_slowly()
+        run.commit_slowly(behind=run.settings.get("async_save", True))
     callbacks: list[Any] = [flash, average]
     if run.disk:
         callbacks.append(ModelCheckpoint(run.directory, every_n_train_steps=run.disk, save_last=True,

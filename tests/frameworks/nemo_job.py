@@ -83,7 +83,7 @@ def _strategy(variant: str, size: int) -> Any:
 def _train(run: Run) -> None:
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     if "slow commits" in run.variant:
-        run.commit_slowly()
+        run.commit_slowly(behind="sync" not in run.variant)
     plain = run.variant.startswith("fsdp2")
     folder = run.directory / "checkpoints"
     nl.resume.AppState().log_dir = run.directory

@@ -418,7 +418,7 @@ def test_a_live_job_is_seen_asked_and_spared(shm: Path) -> None:
         assert document(shm, "drain")["pid"] == holder.pid
         assert document(shm, "status")["nodes"][0]["drain_asked"]
         holder.kill()
-        holder.wait(10)
+        holder.wait(60)
     assert not document(shm, "status")["alive"]
     assert "no process of job j is alive" in run(shm, "drain", code=1).output
     (found,) = document(shm, "clean", "--all", "--dry-run")["jobs"]

@@ -9,12 +9,12 @@ import select
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 import pytest
+from waiting import until
 
 import mlflash
 from mlflash.cli import _COMMANDS, main
@@ -173,11 +173,12 @@ class Terminal:
         self.text = ""
         os.write(self.fd, text.encode())
 
-    def read_until(self, wanted: str, timeout_s: float = 30) -> None:
+    def read_until(self, wanted: str) -> None:
         """Read the screen until it has what is wanted."""
-        end = time.monotonic() + timeout_s
-        while wanted not in self.text and time.monotonic() < end:
-            if select.select([self.fd], [], [], 0.1)[0]:
-                with contextlib.suppress(OSError):
-                    self.text += os.read(self.fd, 4096).decode(errors="replace")
-        assert wanted in self.text, self.text
+        until(lambda: wanted in self._read(), lambda: f"{wanted!r} in {self.text!r}")
+
+    def _read(self) -> str:
+        if select.select([self.fd], [], [], 0)[0]:
+            with contextlib.suppress(OSError):
+                self.text += os.read(self.fd, 4096).decode(errors="replace")
+        return self.text

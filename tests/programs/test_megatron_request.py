@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from mlflash.adapters.megatron.request import request, wait_for
+from waiting import is_in, until
 
 from mlflash.errors import DeadlineExceeded
 from mlflash.snapshot import Snapshot
@@ -34,7 +35,7 @@ class Save:
         self.snapshot.wait(0)
         self.finalized += 1
 
-    def request(self, timeout_s: float = 30) -> Any:
+    def request(self, timeout_s: float = 1000) -> Any:
         return request(self.snapshot.add_done_callback, self.finalize, timeout_s)
 
 
@@ -60,17 +61,28 @@ def worker(made: Any) -> Iterator[subprocess.Popen[bytes]]:
         yield process
 
 
+def has_open(pid: int, path: str) -> bool:
+    """Whether a process has a file open."""
+    for fd in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # it is closed just now
+            if os.readlink(fd) == path:
+                return True
+    return False
+
+
 LATE = DeadlineExceeded("late")
 
 
 @pytest.mark.parametrize("end", [lambda save: save.snapshot.end(None), lambda save: save.snapshot.late(LATE)])
 def test_a_worker_waits_for_the_end_and_no_longer(temporary: Path, end: Callable[[Save], None]) -> None:
     save = Save()
-    with worker(save.request()) as process:
+    made = save.request()
+    with worker(made) as process:
+        until(lambda: has_open(process.pid, made.async_fn_args[0]), "the worker has the FIFO open")
         with pytest.raises(subprocess.TimeoutExpired):
             process.wait(0.3)
         end(save)
-        assert process.wait(10) == 0 and not any(temporary.iterdir())
+        assert process.wait(60) == 0 and not any(temporary.iterdir())
 
 
 def test_a_child_of_the_training_that_has_the_fifo_open_does_not_hold_a_worker_up() -> None:
@@ -78,9 +90,9 @@ def test_a_child_of_the_training_that_has_the_fifo_open_does_not_hold_a_worker_u
     made = save.request()
     held = os.open(made.async_fn_args[0], os.O_RDWR)  # as a data loader's worker has it that was forked meanwhile
     with worker(made) as process:
-        time.sleep(0.3)  # it has it open
+        until(lambda: has_open(process.pid, made.async_fn_args[0]), "the worker has the FIFO open")
         save.snapshot.end(None)
-        assert process.wait(10) == 0
+        assert process.wait(60) == 0
     os.close(held)
 
 
@@ -89,7 +101,7 @@ def test_a_save_that_has_ended_before_is_not_waited_for(temporary: Path) -> None
     made = save.request()
     save.snapshot.end(None)
     with worker(made) as process:
-        assert process.wait(10) == 0
+        assert process.wait(60) == 0
     made = save.request()  # of a snapshot that is committed already
     wait_for(*made.async_fn_args)
     assert not any(temporary.iterdir())
@@ -101,19 +113,18 @@ def test_a_worker_does_not_outlive_the_process_that_saves() -> None:
     with started(made) as saver:
         assert saver.stdout is not None
         path = saver.stdout.readline().decode().strip()
-        waiter = threading.Thread(target=wait_for, args=(path, 60))
+        waiter = threading.Thread(target=wait_for, args=(path, 1000))
         waiter.start()
-        waiter.join(0.2)
-        assert waiter.is_alive()
+        until(lambda: is_in(waiter, wait_for) and has_open(os.getpid(), path), "it waits")
         saver.kill()
-        waiter.join(10)
+        waiter.join(60)
         assert not waiter.is_alive()
 
 
 def test_a_worker_gives_up_at_its_deadline() -> None:
     made, start = Save().request(timeout_s=0.2), time.monotonic()
     made.async_fn(*made.async_fn_args)
-    assert 0.1 < time.monotonic() - start < 10
+    assert time.monotonic() - start > 0.1
 
 
 def test_the_queues_of_megatron_and_nvrx_make_their_own_request_of_it() -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+from waiting import take
 
 from mlflash import crew
 from mlflash.crew import Crew, crew_of
@@ -17,11 +17,13 @@ from mlflash.crew import Crew, crew_of
 def test_every_work_is_done_once_and_is_done_when_run_returns(threads: int) -> None:
     counts = [0] * 300
     who = set()
+    together = threading.Barrier(threads)  # the first works last until all threads are at work
 
     def work(number: int) -> Callable[[], None]:
         def do() -> None:
             who.add(threading.get_ident())
-            time.sleep(1e-4)
+            if number < threads:
+                together.wait(60)
             counts[number] += 1
 
         return do
@@ -42,7 +44,7 @@ def test_what_goes_wrong_is_raised_when_nobody_is_at_work_any_more(threads: int)
 
     def good() -> None:
         running.append(1)
-        time.sleep(0.01)
+        take(0.01)
         running.pop()
 
     def bad() -> None:

@@ -13,8 +13,16 @@ from pathlib import Path
 
 import pytest
 
+from mlflash import events
 from mlflash.events import EventLog, file_of_node
 from mlflash.reporting.lines import files_of
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `close` wait for the writer as long as it takes, where a test does not say otherwise."""
+    assert events._CLOSE_S <= 2, "a moment"
+    monkeypatch.setattr(events, "_CLOSE_S", 60.0)
 
 
 def lines(path: Path) -> list[dict[str, object]]:
@@ -55,14 +63,14 @@ def test_without_a_path_nothing_is_there() -> None:
     log.close()
 
 
-def test_a_file_system_that_hangs_holds_up_nothing_and_what_did_not_fit_is_counted(tmp_path: Path) -> None:
+def test_a_file_system_that_hangs_holds_up_nothing_and_what_did_not_fit_is_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "fifo"
-    os.mkfifo(path)  # to open it waits for a reader
+    os.mkfifo(path)  # to open it waits for a reader: whoever waited for it would wait for ever
     log = EventLog(str(path), run="r", rank=0, node="n")
-    begun = time.monotonic()
     for step in range(10_100):
         log.add("save", step=step)
-    assert time.monotonic() - begun < 2
     with path.open() as reader:  # it gets on
         got = [json.loads(reader.readline()) for _ in range(10_001)]
         missing = [line["text"] for line in got if line["event"] == "warning"]
@@ -73,9 +81,10 @@ def test_a_file_system_that_hangs_holds_up_nothing_and_what_did_not_fit_is_count
     os.mkfifo(hangs)
     log = EventLog(str(hangs), run="r", rank=0, node="n")
     log.add("start")
-    begun = time.monotonic()
+    writer = log._thread
+    monkeypatch.setattr(events, "_CLOSE_S", 0.05)
     log.close()
-    assert time.monotonic() - begun < 5
+    assert writer is not None and writer.is_alive(), "it was waited for no longer"
     assert '"start"' in hangs.read_text(), "its thread gets on, and ends"
 
 
@@ -90,6 +99,8 @@ def test_a_file_that_cannot_be_written_is_one_warning(tmp_path: Path, caplog: py
 def test_warnings_are_events_and_still_go_where_they_went(tmp_path: Path) -> None:
     program = f"""
 import logging
+from mlflash import events
+events._CLOSE_S = 60
 from mlflash.events import EventLog
 log = EventLog({str(tmp_path / "run.jsonl")!r}, run="r", rank=0, node="n")
 logging.getLogger("mlflash").warning("it is %s", "so")

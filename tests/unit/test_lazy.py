@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import functools
 import threading
-import time
 from typing import Any
 
 import pytest
 import torch
+from waiting import is_in, take, until
 
 from mlflash.devices import Transfer
 from mlflash.errors import DeadlineExceeded, StateError
 from mlflash.flatten import Flattener
 from mlflash.lazy import Later, Steps, Unchanging
 
-DEADLINE = 10.0
+DEADLINE = 60.0
 
 
 def model_and_optimizer(**options: Any) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
@@ -73,7 +73,7 @@ def test_each_piece_is_copied_once_however_many_help() -> None:
     def work(number: int) -> Any:
         def copy() -> None:
             counts[number] += 1
-            time.sleep(1e-5)
+            take(1e-5)
 
         return copy
 
@@ -100,9 +100,14 @@ def test_when_it_is_cancelled_nothing_is_written_any_more() -> None:
     helper = threading.Thread(target=later.help)
     helper.start()
     assert begun.wait(DEADLINE)
-    threading.Timer(0.05, go_on.set).start()
-    later.cancel()
-    assert written == ["slow"]
+    seen: list[list[str]] = []
+    canceller = threading.Thread(target=lambda: (later.cancel(), seen.append([*written])))
+    canceller.start()
+    until(lambda: is_in(canceller, threading.Event.wait) or seen, "cancel waits")
+    assert not seen
+    go_on.set()
+    canceller.join(DEADLINE)
+    assert seen == [["slow"]]
     helper.join(DEADLINE)
     later.help()
     assert written == ["slow"]

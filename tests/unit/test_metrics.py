@@ -6,6 +6,7 @@ import re
 import socket
 import threading
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,13 @@ import pytest
 from mlflash.adapters.tensorboard import Scalars
 from prometheus_client.parser import text_string_to_metric_families
 
-from mlflash import Checkpointer
+from mlflash import Checkpointer, metrics
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the end wait for what is written last, as long as it takes."""
+    monkeypatch.setattr(metrics, "_CLOSE_S", 60.0)
 
 
 def samples(text: str) -> dict[str, float]:
@@ -28,10 +35,13 @@ def samples(text: str) -> dict[str, float]:
     return found
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+@pytest.fixture
+def port() -> Iterator[int]:
+    """A port that nobody listens on and that the kernel gives to no other process; a server may still take it."""
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        yield int(holder.getsockname()[1])
 
 
 def saved(ckpt: Checkpointer, steps: range) -> dict[str, Any]:
@@ -40,12 +50,11 @@ def saved(ckpt: Checkpointer, steps: range) -> dict[str, Any]:
     return ckpt.report()
 
 
-def test_the_endpoint_says_what_the_report_says_and_is_on_loopback_only(shm: Path) -> None:
-    port = free_port()
+def test_the_endpoint_says_what_the_report_says_and_is_on_loopback_only(shm: Path, port: int) -> None:
     with Checkpointer(job="j", memory=str(shm), redundancy="none", metrics=f":{port}") as ckpt:
         report = saved(ckpt, range(3))
         url = f"http://127.0.0.1:{port}/metrics"
-        found = samples(urllib.request.urlopen(url, timeout=10).read().decode())
+        found = samples(urllib.request.urlopen(url, timeout=60).read().decode())
         listening = {line.split()[1] for line in Path("/proc/net/tcp").read_text().splitlines()[1:]
                      if line.split()[3] == "0A"}  # fmt: skip
         assert f"0100007F:{port:04X}" in listening and f"00000000:{port:04X}" not in listening
@@ -56,7 +65,7 @@ def test_the_endpoint_says_what_the_report_says_and_is_on_loopback_only(shm: Pat
     assert found["mlflash_memory_bytes"] == sum(slot["nbytes"] for slot in report["slots"])
     assert {"mlflash_stall_seconds", "mlflash_commit_seconds", "mlflash_slot_bytes"} <= found.keys()
     with pytest.raises(OSError):
-        urllib.request.urlopen(url, timeout=2)
+        urllib.request.urlopen(url, timeout=60)
 
 
 def test_the_file_is_whole_at_any_time_and_there_at_the_end(shm: Path, tmp_path: Path) -> None:

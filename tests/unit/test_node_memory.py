@@ -112,7 +112,7 @@ def test_a_second_live_process_is_refused_with_the_pid_of_the_first(shm: Path) -
         beside.lock(1, 2, wait_s=0.1)  # another local rank of the same job
         beside.close()
         holder.kill()
-        holder.wait(10)
+        holder.wait(60)
         after = NodeMemory(str(shm), "j", None)
         after.lock(0, 1)  # the lock died with its process
         after.close()
@@ -132,7 +132,7 @@ def test_a_segment_outlives_its_mapping(node_memory: NodeMemory) -> None:
     segment = create(node_memory, 10_000)
     assert segment.nbytes == 12_288
     prefault_in_background([segment])
-    assert segment.ready.wait(10)
+    assert segment.ready.wait(60)
     segment.view[:] = np.arange(12_288, dtype=np.uint64).view(np.uint8)[:12_288]
     expected = segment.view.copy()
     segment.close()

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import waiting
 from click.testing import CliRunner
 
 import mlflash
@@ -211,11 +212,26 @@ def test_the_doctor_says_that_it_is_off(shm: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_run_under_mlflash_run_is_not_taken_for_one_that_hangs(tmp_path: Path, shm: Path) -> None:
-    program = "import os, time, mlflash; c = mlflash.Checkpointer(); print('on:', c.enabled); time.sleep(4)"
+    program = f"""
+import pathlib, mlflash
+from waiting import until
+print("on:", mlflash.Checkpointer().enabled)
+looks = set()
+def seen():
+    for line in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = line.read_text().split("\\0")
+        except OSError:
+            continue
+        if "mlflash.running.node_look" in words and {str(shm)!r} in words:
+            looks.add(line.parent.name)
+    return len(looks)
+until(lambda: seen() >= 5, "looks at this node, half a second after one another")
+"""
     command = [sys.executable, "-m", "mlflash", "run", "-N", "1", "--launcher", "mpiexec", "--job", "j", "--memory",
                str(shm), "--hang-timeout", "1", "--look-every", "0.5", "--max-restarts", "0", "--", sys.executable,
                "-c", program]  # fmt: skip
-    environment = {**os.environ, "MLFLASH_DISABLE": "1"}
+    environment = {**os.environ, "MLFLASH_DISABLE": "1", "PYTHONPATH": str(Path(waiting.__file__).parent)}
     found = subprocess.run(command, cwd=tmp_path, env=environment, timeout=100, capture_output=True, text=True,
                            check=False)  # fmt: skip
     assert found.returncode == 0, found.stdout + found.stderr

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import sys
-import time
 from types import SimpleNamespace
 
 import pytest
+from waiting import until
 
 from mlflash.node_memory import NodeMemory
 from mlflash.segment import create, prefault_in_background
@@ -69,9 +69,7 @@ def test_segments_are_pinned_behind(node_memory: NodeMemory, cudart: Cudart) -> 
     segments = [create(node_memory, nbytes) for nbytes in (10_000, 3 << 20)]
     segments[0].prefault()  # those whose pages are there already, too
     prefault_in_background(segments, pin=True)
-    end = time.monotonic() + 10
-    while len(cudart.asked) < 2 and time.monotonic() < end:
-        time.sleep(0.01)
+    until(lambda: len(cudart.asked) == 2, "both are pinned")
     assert [nbytes for _, nbytes, _ in cudart.asked] == [12_288, 3 << 20]
     assert all(segment.ready.is_set() for segment in segments)
 

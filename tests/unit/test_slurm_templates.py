@@ -9,11 +9,11 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import click
 import pytest
+from waiting import until
 
 from mlflash.demo.launch import mpiexec
 from mlflash.running.command import run
@@ -33,13 +33,30 @@ EXAMPLE = {
 USR1, TERM = 128 + signal.SIGUSR1, 128 + signal.SIGTERM
 
 # In the place of `mlflash`: notes what it was called with; ends as it is told to, or by a signal as `mlflash run` does.
-MLFLASH = """#!/bin/bash
-printf '%s\\0' "$@" > "$OUT/argv"
-trap 'echo USR1 >> "$OUT/signals"; sleep 0.3; exit 138' USR1
-trap 'echo TERM >> "$OUT/signals"; exit 143' TERM
-echo $$ > "$OUT/pid.new" && mv "$OUT/pid.new" "$OUT/pid"
-while [ "$CODE" = wait ]; do sleep 0.05; done
-exit "$CODE"
+# A signal does not end it at once: it waits for somebody who opens the FIFO.
+MLFLASH = f"""#!{sys.executable}
+import os, signal, sys
+out, code = os.environ["OUT"], os.environ["CODE"]
+signals = {{signal.SIGUSR1, signal.SIGTERM}}
+signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+with open(f"{{out}}/argv", "w") as file:
+    file.write("".join(word + "\\0" for word in sys.argv[1:]))
+with open(f"{{out}}/pid.new", "w") as file:
+    file.write(str(os.getpid()))
+os.rename(f"{{out}}/pid.new", f"{{out}}/pid")
+if code != "wait":
+    sys.exit(int(code))
+
+def note(told):
+    with open(f"{{out}}/signals", "a") as file:
+        file.write(signal.Signals(told).name.removeprefix("SIG") + "\\n")
+
+told = signal.sigwait(signals)
+note(told)
+open(f"{{out}}/go").close()
+for more in signal.sigpending():
+    note(more)
+sys.exit(128 + told)
 """
 SCONTROL = """#!/bin/bash
 echo "$@" >> "$OUT/asked"
@@ -76,6 +93,7 @@ class Started:
         for program, text in (("mlflash", MLFLASH), ("scontrol", SCONTROL)):
             (out / program).write_text(text)
             (out / program).chmod(0o700)
+        os.mkfifo(out / "go")
         script = out / "job.sbatch"
         script.write_text(fill(name, {"/CHANGE_ME/venv/bin": str(out), **EXAMPLE, "/CHANGE_ME": str(out)}))
         slurm = {
@@ -88,15 +106,18 @@ class Started:
         self.process = subprocess.Popen(["bash", script], env=env, stdout=subprocess.PIPE, text=True)
 
     def wait(self) -> int:
-        self.process.communicate(timeout=20)
+        self.process.communicate(timeout=90)
         return self.process.returncode
 
     def wait_until_it_runs(self) -> int:
-        end = time.monotonic() + 20
-        while not (self.out / "pid").exists():
-            assert time.monotonic() < end
-            time.sleep(0.02)
+        until((self.out / "pid").exists, "it runs")
         return int((self.out / "pid").read_text())
+
+    def let_it_end(self) -> None:
+        """Let it go on after the signal that it waits for."""
+        until(lambda: self.noted("signals"), "a signal")
+        assert self.process.poll() is None, "it was not waited for"
+        (self.out / "go").write_text("")
 
     def argv(self) -> list[str]:
         return (self.out / "argv").read_text().split("\0")[:-1]
@@ -104,6 +125,11 @@ class Started:
     def noted(self, name: str) -> list[str]:
         path = self.out / name
         return path.read_text().splitlines() if path.exists() else []
+
+
+def catches(pid: int, number: int) -> bool:
+    (mask,) = re.findall(r"^SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.M)
+    return bool(int(mask, 16) >> number - 1 & 1)
 
 
 def options(argv: list[str]) -> dict[str, object]:
@@ -180,6 +206,7 @@ def test_the_batch_shell_becomes_mlflash_run_so_that_signals_reach_it(name: str,
     started = Started(name, tmp_path, "wait")
     assert started.wait_until_it_runs() == started.process.pid
     started.process.send_signal(signal.SIGUSR1)
+    started.let_it_end()
     assert started.wait() == USR1 and started.noted("signals") == ["USR1"]
 
 
@@ -191,7 +218,9 @@ def test_the_array_hands_signals_on_and_requeues_itself_when_its_time_is_up(
 ) -> None:
     started = Started("array", tmp_path, "wait")
     assert started.wait_until_it_runs() != started.process.pid
+    until(lambda: catches(started.process.pid, told), "the shell's traps")
     started.process.send_signal(told)
+    started.let_it_end()
     assert started.wait() == code
     assert started.noted("signals") == [signal.Signals(told).name.removeprefix("SIG")]
     assert started.noted("asked") == asked

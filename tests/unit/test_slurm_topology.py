@@ -225,5 +225,5 @@ def test_no_scontrol_gives_none_and_one_line_for_debugging(scontrol: Path, caplo
 
 
 def test_slurm_that_does_not_answer_is_left_at_the_deadline(scontrol: Path) -> None:
-    script(scontrol, "exec /bin/sleep 60")
+    script(scontrol, "exec /bin/sleep 1000")
     assert ask_slurm(timeout_s=0.2) is None

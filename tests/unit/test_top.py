@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import waiting
 from harness import own_memory
 from rich.console import Console
+from waiting import until
 
 from mlflash.demo.launch import mpiexec
 from mlflash.top.history import History, committed, spark
@@ -107,7 +109,7 @@ def terminal(tmp_path: Path) -> Iterator[Callable[..., str]]:
 
     def tmux(*words: str) -> str:
         return subprocess.run(
-            ["tmux", "-S", socket, *words], capture_output=True, text=True, timeout=20, check=True
+            ["tmux", "-S", socket, *words], capture_output=True, text=True, timeout=60, check=True
         ).stdout
 
     def use(*typed: str, start: str = "") -> str:
@@ -121,53 +123,59 @@ def terminal(tmp_path: Path) -> Iterator[Callable[..., str]]:
     tmux("kill-server")
 
 
-def wait_for(text: str, show: Callable[[], str], timeout_s: float = 30) -> str:
-    end = time.monotonic() + timeout_s
-    while text not in (seen := show()):
-        assert time.monotonic() < end, f"{text!r} did not come:\n{seen}"
-        time.sleep(0.2)
+def wait_for_page(show: Callable[[], str], *texts: str, ranks: str) -> str:
+    """Wait until the terminal shows a page with these texts, and this word for each rank.
+
+    It may be looked at in the middle of being drawn.
+    """
+    seen = ""
+
+    def is_there() -> bool:
+        nonlocal seen
+        seen = show()
+        return all(text in seen for text in texts) and seen.count(ranks) == RANKS
+
+    until(is_there, lambda: f"{texts} did not come:\n{seen}")
     return seen
 
 
 def step_of(page: str) -> int:
-    return int(page.split("step ")[1].split()[0])
+    """The step that a page says; -1 where it is being drawn."""
+    found = re.search(r"step (\d+)\b", page)
+    return int(found[1]) if found else -1
 
 
 @pytest.mark.slow
 def test_in_a_terminal_beside_a_job_that_saves_and_then_is_killed(terminal: Callable[..., str], tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("""
-import sys, time
+import sys
 import numpy as np
+from waiting import take
 import mlflash
 with mlflash.Checkpointer(job="watched", memory=sys.argv[1], ranks_per_node=2) as ckpt:
-    for step in range(10_000):
+    for step in range(1_000_000):
         ckpt.save(step, {"w": np.zeros(100_000)})
-        time.sleep(0.1)
+        take(0.1)
 """)
     with own_memory() as memory:
-        command, env = mpiexec(RANKS, [sys.executable, "-m", "mpi4py", str(script), str(memory)])
+        path = {"PYTHONPATH": str(Path(waiting.__file__).parent)}
+        command, env = mpiexec(RANKS, [sys.executable, "-m", "mpi4py", str(script), str(memory)], path)
         job = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
                                stderr=subprocess.DEVNULL, start_new_session=True, cwd=tmp_path)  # fmt: skip
         try:
             ready = tmp_path / "ended"
-            wait_for(f"{RANKS}", lambda: str(len(list(memory.rglob("pulse-*")))))
-            terminal(start=f"{MLFLASH} top --memory {memory} && touch {ready}; sleep 60")
-            page = wait_for("every ", terminal)
-            assert "mlflash watched" in page and "4 of 4 ranks alive on 2 of 2 nodes" in page and "copy" in page
-            assert page.count("training") == RANKS
-            assert step_of(terminal()) >= step_of(page)
-            end = time.monotonic() + 20
-            while step_of(terminal()) < step_of(page) + 10:
-                assert time.monotonic() < end, "the page stands still"
-                time.sleep(0.2)
+            until(lambda: len(list(memory.rglob("pulse-*"))) == RANKS, "a pulse of each rank")
+            terminal(start=f"{MLFLASH} top --memory {memory} && touch {ready}; sleep infinity")
+            texts = ("every ", "mlflash watched", "4 of 4 ranks alive on 2 of 2 nodes", "copy")
+            page = wait_for_page(terminal, *texts, ranks="training")
+            until(lambda: step_of(terminal()) >= step_of(page) + 10, "ten steps more: the page stands still")
         finally:
             os.killpg(job.pid, signal.SIGKILL)
-            job.wait(20)
-        page = wait_for("0 of 4 ranks alive", terminal)
-        assert page.count("gone") == RANKS
+            job.wait(60)
+        wait_for_page(terminal, "0 of 4 ranks alive", ranks="gone")
         terminal("q")
-        wait_for("True", lambda: str(ready.exists()))
-        done = subprocess.run([MLFLASH, "top", "--memory", str(memory)], capture_output=True, text=True, timeout=30,
+        until(ready.exists, "the end of mlflash top")
+        done = subprocess.run([MLFLASH, "top", "--memory", str(memory)], capture_output=True, text=True, timeout=60,
                               check=True)  # fmt: skip
         assert done.stdout.count("gone") == RANKS and "\x1b" not in done.stdout, "no terminal: one page, no colours"

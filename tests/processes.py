@@ -1,0 +1,30 @@
+"""Other processes of this machine, as /proc has them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def started_by(pids: set[int]) -> set[int]:
+    """Processes that these have started, and those have."""
+    parents = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parents[int(stat.parent.name)] = int(stat.read_text().rsplit(")", 1)[1].split()[1])
+        except OSError:  # it ended meanwhile
+            continue
+    found: set[int] = set()
+    while more := {pid for pid, parent in parents.items() if parent in pids | found} - found:
+        found |= more
+    return found
+
+
+def runs(pid: int) -> bool:
+    """Whether any thread of a process is neither stopped nor dead."""
+    for thread in Path(f"/proc/{pid}/task").glob("*/stat"):
+        try:
+            if thread.read_text().rsplit(")", 1)[1].split()[0] not in "TZX":
+                return True
+        except OSError:
+            continue
+    return False
