@@ -1,7 +1,8 @@
 """Which part of the big matrices a run takes: a share. Each run ends soon, and some runs cover all of them.
 
-Of the cases of each test that `MATRICES` names, a run takes every so manieth. Which ones follows from MLFLASH_TEST_SHARE, a
-number below `SHARES`; where it is not set, or "all", all run. In CI it follows from the tree that is tested (steps.py).
+Of the cases of each test that `MATRICES` names, a run takes every so manieth. Which ones follows from
+MLFLASH_TEST_SHARE, a number below `SHARES`; where it is not set, or "all", all run. In CI it follows from the tree that
+is tested (steps.py).
 CONTRIBUTING.md has the table of what is divided, and how many runs cover all of it.
 """
 

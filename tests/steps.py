@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import os
 import shlex
 import shutil
@@ -26,11 +27,11 @@ from pathlib import Path
 
 from share import SHARES, has, of_tree, taken
 from tally import tally
+from waiting import until
 
 REPO = Path(__file__).parents[1]
 REPORTS = REPO / ".reports"
 _LANES = {False: 2, True: 1}  # steps at a time: those that compute, those that wait
-_LOOK_S = 0.1
 _ENDS_S = 20  # from SIGTERM to SIGKILL
 
 
@@ -137,8 +138,8 @@ class Run:
         """Run them; those that wait for one that failed are never begun, and have failed."""
         try:
             while self._begin() or self._running:
-                time.sleep(_LOOK_S)
-                self._look()
+                until(lambda: any(map(self._is_over, self._running)), "a step to end", timeout_s=math.inf)
+                self._take_those_that_are_over()
         finally:
             for process, _ in self._running.values():
                 _end(process)
@@ -168,25 +169,25 @@ class Run:
             return subprocess.Popen(command, cwd=REPO, env=self._environment, stdin=subprocess.DEVNULL, stdout=log,
                                     stderr=subprocess.STDOUT, start_new_session=True)  # fmt: skip
 
-    def _look(self) -> None:
-        """Take the steps that have ended, and end those that take too long."""
-        for step, (process, start) in list(self._running.items()):
-            took = time.monotonic() - start
-            if process.poll() is None and took < step.limit:
-                continue
-            if process.returncode is None:
-                _end(process)
-            del self._running[step]
-            self.took[step.name] = took
+    def _is_over(self, step: Step) -> bool:
+        """Whether it has ended, or takes too long."""
+        process, start = self._running[step]
+        return process.poll() is not None or time.monotonic() - start > step.limit
+
+    def _take_those_that_are_over(self) -> None:
+        for step in list(filter(self._is_over, self._running)):
+            process, start = self._running.pop(step)
+            took = self.took[step.name] = time.monotonic() - start
+            ended = "ended at its limit" if process.returncode is None else f"exit {process.returncode}"
+            _end(process)
             if process.returncode != 0:
                 self.failed.append(step.name)
             said = (REPORTS / f"{step.name}.log").read_text(errors="replace").rstrip()
-            ended = f"exit {process.returncode}" if took < step.limit else "ended at its limit"
             print(f"=== {step.name}\n{said}\n=== {step.name}: {ended} after {took:.0f} s", flush=True)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End all that a step has started."""
+    """End what a step has started and is still there."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         try:
             os.killpg(process.pid, number)

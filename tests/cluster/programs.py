@@ -55,6 +55,7 @@ def train_beside(saves: int, every: int, nbytes: int, gradient_nbytes: int, max_
     """Train with an allreduce in every step, over the cable that saves are sent over too."""
     import torch
     import torch.distributed as dist
+
     from mlflash.adapters.distributed import init_process_group
 
     os.environ["GLOO_SOCKET_IFNAME"] = "eth0"

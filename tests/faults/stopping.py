@@ -6,6 +6,7 @@ import signal
 from pathlib import Path
 
 from harness import Launch
+from processes import runs
 from waiting import until
 
 
@@ -13,18 +14,9 @@ def stop(job: Launch, rank: int) -> None:
     """Stop a rank of a job; when this returns none of its threads runs any more."""
     job.signal([rank], signal.SIGSTOP)
     pid = job.pids()[rank]
-    until(lambda: set(_states(pid)) == {"T"}, lambda: f"rank {rank} to stop: {_states(pid)}")
+    until(lambda: not runs(pid), f"rank {rank} to stop")
 
 
 def sleeps(pid: int) -> bool:
     """Whether the main thread of a process waits for something just now."""
-    return _state(Path(f"/proc/{pid}/task/{pid}/stat")) == "S"
-
-
-def _states(pid: int) -> list[str]:
-    """What each thread of a process is about, as the kernel says."""
-    return [_state(file) for file in Path(f"/proc/{pid}/task").glob("*/stat")]
-
-
-def _state(file: Path) -> str:
-    return file.read_text().rsplit(")", 1)[1].split()[0]
+    return Path(f"/proc/{pid}/task/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "S"

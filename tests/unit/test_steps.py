@@ -160,11 +160,13 @@ def test_what_ran_on_some_ranks_is_not_skipped_and_counts_once(
 
 
 def test_a_test_that_needs_what_is_not_installed_is_skipped_with_its_name(tmp_path: Path) -> None:
-    for name in ("conftest.py", "share.py", "harness.py"):
-        (tmp_path / name).write_text((REPO / "tests" / name).read_text())
+    (tmp_path / "conftest.py").write_text((REPO / "tests" / "conftest.py").read_text())
     (tmp_path / "test_a.py").write_text("import no_such_package\n")
     (tmp_path / "test_b.py").write_text("import mlflash.no_such_module\n")
-    done = subprocess.run([sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rs", "."], cwd=tmp_path,
-                          capture_output=True, text=True, timeout=100, check=False)  # fmt: skip
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-rs", "."]
+    environment = {**os.environ, "PYTHONPATH": str(REPO / "tests")}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100, check=False
+    )
     assert "needs no_such_package: pip install 'mlflash[test]'" in done.stdout, done.stdout
     assert "1 skipped, 1 error" in done.stdout and done.returncode != 0

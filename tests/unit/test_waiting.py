@@ -13,15 +13,18 @@ import waiting
 from waiting import is_in, until
 
 TESTS = Path(waiting.__file__).parent
-FOLDERS = ("", "browser", "frameworks", "packaging", "unit")  # the other folders follow
 DEADLINES = ("timeout", "timeout_s", "wait_s")
 SHORT_S = 10.0
 STUCK_S = 60.0  # what plays stuck does so for as long at least
 
 # Lines, with their file, that wait for less, and why they may.
 MEANT = {
-    ("unit/test_megatron_request.py", "process.wait(0.3)"): "is meant to pass, and later where the machine is busy",
-    ("unit/test_megatron_request.py", "made, start = Save().request(timeout_s=0.2), time.monotonic()"):
+    ("cluster/slurm/test_daemons.py", 'GO_ON = f\"\"\"#!/bin/sh'): "is between two looks",
+    ("cluster/slurm/test_daemons.py", 'slurm.sbatch("#!/bin/sh\\nexec sleep 1000").wait("COMPLETED", timeout=0.1)'):
+        "is meant to pass",
+    ("cluster/slurm/test_daemons.py", 'slurm.wait_for_nodes("down", "host1", timeout=0.1)'): "is meant to pass",
+    ("programs/test_megatron_request.py", "process.wait(0.3)"): "is meant to pass, and later where the machine is busy",
+    ("programs/test_megatron_request.py", "made, start = Save().request(timeout_s=0.2), time.monotonic()"):
         "is meant to pass",
     ("unit/test_node_memory.py", "memory.lock(0, 1, wait_s=0.1)"): "is meant to pass",
     ("unit/test_node_memory.py", "beside.lock(1, 2, wait_s=0.1)  # another local rank of the same job"):
@@ -63,10 +66,6 @@ def test_a_thread_is_in_what_it_has_called_and_not_returned_from() -> None:
     assert not is_in(thread, outer)
 
 
-def sources(folders: tuple[str, ...]) -> list[Path]:
-    return sorted(path for folder in folders for path in (TESTS / folder).glob("*.py" if not folder else "**/*.py"))
-
-
 def number(node: ast.expr | None) -> float | None:
     """The number that stands there."""
     value = node.value if isinstance(node, ast.Constant) else None
@@ -105,7 +104,7 @@ def findings(path: Path) -> Iterator[tuple[int, str]]:
 
 def test_nothing_waits_for_a_time() -> None:
     found, used = [], set()
-    for path in sources(FOLDERS):
+    for path in sorted(TESTS.rglob("*.py")):
         name, lines = str(path.relative_to(TESTS)), path.read_text().splitlines()
         if path in (Path(waiting.__file__), Path(__file__)):
             continue
