@@ -9,14 +9,14 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from mlflash.adapters.dcp import MemoryReader, MemoryWriter, latest
-from mlflash.adapters.distributed import init_process_group
 from records import note
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
 from traps import set_traps
 
 import mlflash
+from mlflash.adapters.dcp import MemoryReader, MemoryWriter, latest
+from mlflash.adapters.distributed import init_process_group
 
 
 def train(last: int, traps: Sequence[dict[str, object]] = ()) -> None:

@@ -8,10 +8,11 @@ from collections.abc import Sequence
 
 import torch
 from megatron_pretrain import pretrain
-from mlflash.adapters.distributed import init_process_group
-from mlflash.adapters.megatron import install
 from records import note
 from traps import set_traps
+
+from mlflash.adapters.distributed import init_process_group
+from mlflash.adapters.megatron import install
 
 
 def main(last: int, flags: Sequence[str] = (), traps: Sequence[dict[str, object]] = ()) -> None:

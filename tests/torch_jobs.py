@@ -6,8 +6,9 @@ import contextlib
 from collections.abc import Iterator
 
 import torch.distributed as dist
-from mlflash.adapters.distributed import init_process_group
 from mpi4py import MPI
+
+from mlflash.adapters.distributed import init_process_group
 
 COMM = MPI.COMM_WORLD
 

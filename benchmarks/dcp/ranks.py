@@ -18,14 +18,14 @@ import torch.distributed.checkpoint as dcp
 from bench.aims import MEMCPY
 from bench.clock import Action, Bench, Seconds
 from bench.rows import Samples, row
-from mlflash.adapters.dcp import MemoryReader, MemoryWriter
-from mlflash.adapters.distributed import init_process_group
 from mpi4py import MPI
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from mlflash import Checkpointer
+from mlflash.adapters.dcp import MemoryReader, MemoryWriter
+from mlflash.adapters.distributed import init_process_group
 
 COMM = MPI.COMM_WORLD
 ROW = 1024  # numbers of 4 bytes: a small tensor on each rank, and a row of a large one

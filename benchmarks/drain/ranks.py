@@ -16,12 +16,13 @@ import torch.distributed.checkpoint as dcp
 from bench.aims import MEMCPY
 from bench.clock import Action, Bench
 from bench.rows import row
-from mlflash.adapters.distributed import init_process_group
 from mpi4py import MPI
 from steps import slowdown
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from mlflash.adapters.distributed import init_process_group
 
 COMM = MPI.COMM_WORLD
 DD = "dd, synced"

@@ -16,10 +16,11 @@ from bench.aims import MEMCPY
 from bench.clock import Action, Bench, Seconds
 from bench.nvrx import Aware, on_cpu
 from bench.rows import Samples, row
+from mpi4py import MPI
+
 from mlflash.adapters.distributed import init_process_group
 from mlflash.adapters.megatron import LocalCheckpoints, allow
 from mlflash.adapters.megatron.nvrx import HAVE_NVRX
-from mpi4py import MPI
 
 COMM = MPI.COMM_WORLD
 TIMEOUT_S = 120.0

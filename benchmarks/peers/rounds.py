@@ -23,8 +23,9 @@ from clocks import cpu_s
 from interface import Peer, Place, State
 from listed import BY_NAME, OURS
 from memory import held, watching
-from mlflash.adapters.distributed import init_process_group
 from mpi4py import MPI
+
+from mlflash.adapters.distributed import init_process_group
 
 COMM = MPI.COMM_WORLD
 UNTIMED = 2  # saves of each after its first, before those that are timed

@@ -15,8 +15,9 @@ from bench.aims import ALONE
 from bench.clock import Bench, slowest
 from bench.rows import row
 from bench.states import State
-from mlflash.adapters.distributed import init_process_group
 from mpi4py import MPI
+
+from mlflash.adapters.distributed import init_process_group
 
 COMM = MPI.COMM_WORLD
 COMPUTES_S = 0.02  # of a step: on a device, so that nothing but the cable is shared

@@ -15,7 +15,6 @@ import pytest
 import s3
 import torch
 import torch.distributed as dist
-from mlflash.adapters import fsdp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.fsdp import ShardingStrategy, fully_shard
@@ -23,6 +22,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch_jobs import COMM, job
 
 from mlflash import errors
+from mlflash.adapters import fsdp
 
 RANK, SIZE = COMM.rank, COMM.size
 

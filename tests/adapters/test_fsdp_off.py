@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from mlflash.adapters import fsdp
 from mpi4py import MPI
 from torch_jobs import job
+
+from mlflash.adapters import fsdp
 
 pytestmark = [
     pytest.mark.mpi(min_size=4),

@@ -15,11 +15,11 @@ import torch
 from deepspeed_job import VARIANTS, deepspeed, step
 from deepspeed_job import engine_of as engine_with
 from job import _tensors
-from mlflash.adapters.deepspeed import EngineState, alike, attach
-from mlflash.adapters.distributed import init_process_group
 from records import OUT, note
 
 from mlflash import Checkpointer
+from mlflash.adapters.deepspeed import EngineState, alike, attach
+from mlflash.adapters.distributed import init_process_group
 from mlflash.errors import Closed, ConfigError, MlflashError, StructureMismatch, WorldSizeChanged
 
 DISK = OUT.parent / "disk"

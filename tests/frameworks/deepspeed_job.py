@@ -16,6 +16,7 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 torch.compile = lambda function=None, **options: function or (lambda other: other)  # type: ignore[assignment]
 import deepspeed  # noqa: E402
 import torch._dynamo  # noqa: E402  # the first optimizer does it
+
 from mlflash.adapters.deepspeed import attach  # noqa: E402
 
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # or each machine would compile it first

@@ -19,12 +19,12 @@ from typing import Any
 from unittest import mock
 
 import torch
-from mlflash.adapters.distributed import init_process_group
 from records import OUT, note
 from traps import set_traps
 from waiting import take, until
 
 from mlflash import points
+from mlflash.adapters.distributed import init_process_group
 from mlflash.errors import StateError
 
 

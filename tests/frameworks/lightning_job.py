@@ -20,6 +20,7 @@ with warnings.catch_warnings():
     import lightning.pytorch as pl
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
+
 from mlflash.adapters.lightning import MLFlashCallback, MLFlashCheckpointIO
 
 

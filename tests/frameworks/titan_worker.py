@@ -15,8 +15,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from mlflash.adapters.distributed import init_process_group
-from mlflash.adapters.torchtitan import MemoryCheckpointManager, _tensors
 from records import OUT, note
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.tensor import DTensor
@@ -25,6 +23,8 @@ from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.config import ConfigManager
 
 from mlflash import points
+from mlflash.adapters.distributed import init_process_group
+from mlflash.adapters.torchtitan import MemoryCheckpointManager, _tensors
 from mlflash.errors import StateError
 
 ROOT = OUT.parent

@@ -5,6 +5,7 @@ from __future__ import annotations
 from titan_on_cpu import Training, config  # isort: skip  # before anything of TorchTitan
 
 from job import Run
+
 from mlflash.adapters.torchtitan import MemoryCheckpointManager
 
 

@@ -11,10 +11,11 @@ from unittest import mock
 import torch
 from accelerate.state import DistributedType, PartialState
 from job import Run
-from mlflash.adapters.transformers import MLFlashCallback
 from torch.distributed.tensor import DTensor
 from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+
+from mlflash.adapters.transformers import MLFlashCallback
 
 
 class Rows(Dataset):

@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 from job import Run
-from mlflash.adapters.transformers import MLFlashCallback, TrainerWrapper
 from records import note
 from torch.distributed.tensor import DTensor
 from transformers import EarlyStoppingCallback, TrainerCallback
 from transformers.trainer_callback import ExportableState
 from transformers_job import make_trainer
 
+from mlflash.adapters.transformers import MLFlashCallback, TrainerWrapper
 from mlflash.errors import ConfigError, StateError
 
 PATCHED = {"train", "_maybe_log_save_evaluate", "_load_from_checkpoint", "_load_optimizer_and_scheduler",

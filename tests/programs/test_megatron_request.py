@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mlflash.adapters.megatron.request import request, wait_for
 from waiting import is_in, until
 
+from mlflash.adapters.megatron.request import request, wait_for
 from mlflash.errors import DeadlineExceeded
 from mlflash.snapshot import Snapshot
 

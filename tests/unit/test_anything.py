@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from mlflash.adapters.anything import apart, together
 
+from mlflash.adapters.anything import apart, together
 from mlflash.errors import CorruptSlot, StateError
 
 

@@ -9,7 +9,6 @@ import pytest
 pytest.importorskip("torch.distributed.checkpoint")
 
 from mlflash.adapters.dcp import MemoryReader, MemoryWriter, step_of
-
 from mlflash.errors import StepNotFound
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from mlflash.adapters.intervals import check, is_due
 
+from mlflash.adapters.intervals import check, is_due
 from mlflash.errors import ConfigError
 
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from mlflash.adapters.tensorboard import Scalars
 from prometheus_client.parser import text_string_to_metric_families
 
 from mlflash import Checkpointer, metrics
+from mlflash.adapters.tensorboard import Scalars
 
 
 @pytest.fixture(autouse=True)

@@ -325,6 +325,7 @@ def test_dcp_saves_nothing_and_finds_nothing(
 ) -> None:
     import torch
     import torch.distributed.checkpoint as dcp
+
     from mlflash.adapters.dcp import MemoryReader, MemoryWriter, latest
 
     writer, reader = MemoryWriter(checkpointer), MemoryReader(checkpointer)
@@ -343,6 +344,7 @@ def test_dcp_saves_nothing_and_finds_nothing(
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
 def test_a_writer_alone_can_be_off(shm: Path, state: dict[str, Any]) -> None:
     import torch.distributed.checkpoint as dcp
+
     from mlflash.adapters.dcp import MemoryReader, MemoryWriter
 
     with mlflash.Checkpointer(memory=str(shm), job="j") as ckpt:

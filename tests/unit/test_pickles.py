@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from mlflash.adapters import pickles
-from mlflash.adapters.pickles import allow, dump, load
 from tensor_aware import Quantized
 
+from mlflash.adapters import pickles
+from mlflash.adapters.pickles import allow, dump, load
 from mlflash.errors import CorruptSlot, StateError
 
 

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from mlflash.adapters.dcp import MemoryReader, MemoryWriter
 from mpi4py import MPI
 from torch_jobs import job
 from waiting import PATIENCE_S
 
 from mlflash import Checkpointer
+from mlflash.adapters.dcp import MemoryReader, MemoryWriter
 
 THREAD, PROCESS = dcp.state_dict_saver.AsyncCheckpointerType.THREAD, dcp.state_dict_saver.AsyncCheckpointerType.PROCESS
 QUIET = ("ignore::UserWarning", "ignore::FutureWarning")  # of torch, which warns of how it uses itself

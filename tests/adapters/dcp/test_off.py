@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 from dcp import Kept, RenamePlanner
-from mlflash.adapters.dcp import latest
 from mpi4py import MPI
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
+
+from mlflash.adapters.dcp import latest
 
 pytestmark = [pytest.mark.mpi(min_size=4)]
 

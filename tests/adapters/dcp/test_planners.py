@@ -11,12 +11,13 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from dcp import CachedPlanner, DropPlanner, HalfPlanner, Kept, OtherCachedPlanner, RenamePlanner, spoil
-from mlflash.adapters.dcp import SafeLoadPlanner
 from mpi4py import MPI
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
+
+from mlflash.adapters.dcp import SafeLoadPlanner
 
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 pytestmark = [pytest.mark.mpi(min_size=4)]

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+
 from mlflash.adapters.megatron import LocalCheckpoints
 
 

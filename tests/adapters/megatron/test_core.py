@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 from emulated import Nodes
 from megatron_on_cpu import Training, digest, on_cpu, whole_and_first
-from mlflash.adapters.megatron import work_without_nvrx
 from torch_jobs import job
+
+from mlflash.adapters.megatron import work_without_nvrx
 
 pytestmark = [
     pytest.mark.mpi(min_size=4),

@@ -11,10 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from emulated import Nodes
-from mlflash.adapters.megatron import CheckpointingException, LocalCheckpoints, allow
-from mlflash.adapters.megatron.request import wait_for
 from tensor_aware import Aware, Hole, Quantized
 from torch_jobs import COMM, job
+
+from mlflash.adapters.megatron import CheckpointingException, LocalCheckpoints, allow
+from mlflash.adapters.megatron.request import wait_for
 
 RANK, SIZE = COMM.rank, COMM.size
 pytestmark = [pytest.mark.mpi(min_size=4)]

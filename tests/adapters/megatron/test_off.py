@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 from megatron_on_cpu import Training, digest, on_cpu
-from mlflash.adapters.megatron import CheckpointingException, LocalCheckpoints, checkpointing_context
 from tensor_aware import Aware
 from torch_jobs import COMM, job
 
 from mlflash import Checkpointer
+from mlflash.adapters.megatron import CheckpointingException, LocalCheckpoints, checkpointing_context
 
 pytestmark = [
     pytest.mark.mpi(min_size=4),
@@ -41,6 +41,7 @@ def test_a_manager_saves_nothing_and_finds_nothing(options: dict[str, Any], root
 
 def test_shards_are_neither_saved_nor_found(options: dict[str, Any], root: Path, enabled: bool) -> None:
     from megatron.core import dist_checkpointing
+
     from mlflash.adapters.megatron import LoadShards, SaveShards
 
     with job(), on_cpu(), Checkpointer(enabled=enabled, **options) as ckpt:

@@ -10,10 +10,10 @@ import torch
 from emulated import Nodes
 from megatron.core import dist_checkpointing
 from megatron_on_cpu import Training, digest, on_cpu, whole_and_first
-from mlflash.adapters.megatron import LoadShards, SaveShards
 from torch_jobs import job
 
 from mlflash import Checkpointer
+from mlflash.adapters.megatron import LoadShards, SaveShards
 from mlflash.errors import StepNotFound
 
 pytestmark = [
