@@ -143,7 +143,7 @@ endef
 # It asks for data sets and trackers, and needs neither for what is tested here.
 .venv-torchtitan/.tests: .venv/.tests
 	$(call layer,.venv)
-	$(PIP) --no-deps torchtitan spmd_types tyro docstring_parser typeguard
+	$(PIP) --no-deps torchtitan torchdata spmd_types tyro docstring_parser typeguard
 	@touch $@
 
 # It asks for a newer Python and for CUDA, and needs neither for what is tested here.

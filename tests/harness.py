@@ -262,10 +262,48 @@ def _alive(pid: int) -> bool:
         return False
 
 
-def train_and_die(cluster: Cluster, ranks: int, step: int, **options: object) -> None:
-    """Train up to a committed step, then every process dies at once."""
-    result = cluster.train(ranks, last=step, die_at=step, die="all", **options)
-    assert len(result.of("committed")) >= ranks, result.log
+class Memories:
+    """What jobs left in memory that were killed: made once for each kind of job, and copied for each test.
+
+    Args:
+        root: directory of a memory file system, of its own.
+    """
+
+    def __init__(self, root: Path):
+        self._root = root
+        self._made: dict[str, Path] = {}
+
+    def give(self, cluster: Cluster, ranks: int, step: int, env: dict[str, str] | None, spec: dict[str, Any]) -> None:
+        """Copy into an empty cluster what such a job left."""
+        kind = json.dumps([ranks, cluster.ranks_per_node, cluster.job, cluster.transport, step, env, spec])
+        if kind not in self._made:
+            root = self._root / str(len(self._made))
+            root.mkdir()
+            first = Cluster(root, cluster.ranks_per_node, cluster.job, cluster.transport)
+            _train_and_die(first, ranks, step, env, spec)
+            self._made[kind] = root / f"mlflash-{UID}"
+        shutil.copytree(self._made[kind], cluster.root / f"mlflash-{UID}")
+
+
+memories: Memories | None = None  # of this session of pytest, see faults/conftest.py
+
+
+def train_and_die(cluster: Cluster, ranks: int, step: int, env: dict[str, str] | None = None, **spec: Any) -> None:
+    """Train up to a committed step, then every process dies at once.
+
+    A job that was killed alike before is not started again, where the cluster is empty: its memory is copied.
+    """
+    writes_elsewhere = "directory" in spec.get("options", {})
+    if memories is None or writes_elsewhere or (cluster.root / f"mlflash-{UID}").exists():
+        _train_and_die(cluster, ranks, step, env, spec)
+    else:
+        memories.give(cluster, ranks, step, env, spec)
+
+
+def _train_and_die(cluster: Cluster, ranks: int, step: int, env: dict[str, str] | None, spec: dict[str, Any]) -> None:
+    spec = {**spec, "last": step, "die_at": step, "die": "all"}
+    result = cluster.run(ranks, "worker.py", json.dumps(spec), env=env)
+    assert [r["step"] for r in result.of("committed")].count(step) == ranks, result.log
     assert not result.of("end")
 
 

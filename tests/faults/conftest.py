@@ -13,6 +13,15 @@ import harness
 import pytest
 
 
+@pytest.fixture(scope="session", autouse=True)
+def memories() -> Iterator[None]:
+    """Keep what killed jobs leave for the tests that begin with it."""
+    with harness.own_memory() as root:
+        harness.memories = harness.Memories(root)
+        yield
+        harness.memories = None
+
+
 @pytest.fixture(autouse=True)
 def no_job_outlives_its_test(shm: Path) -> Iterator[None]:
     yield

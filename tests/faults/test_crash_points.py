@@ -9,14 +9,12 @@ import dataclasses
 import itertools
 import json
 import os
-import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from allpairspy import AllPairs
-from harness import Cluster, own_memory
+from harness import Cluster, train_and_die
 
 from mlflash.placement import place
 from mlflash.points import POINTS
@@ -140,32 +138,6 @@ def state_of(scheme: str) -> dict[str, Any]:
     return {"alike": alike, "options": {"redundancy": "copy" if alike else scheme}}
 
 
-class Memories:
-    """What jobs left that committed steps 2 and 3 and died: made once for each layout, copied for each case."""
-
-    def __init__(self, root: Path):
-        self._root = root
-        self._made: dict[tuple[object, ...], Path] = {}
-
-    def give(self, cluster: Cluster, ranks: int, scheme: str) -> None:
-        """Copy the memory of such a job into a cluster."""
-        key = (ranks, cluster.ranks_per_node, scheme)
-        if key not in self._made:
-            first = Cluster(self._root / f"{ranks}x{cluster.ranks_per_node}-{scheme}", cluster.ranks_per_node)
-            first.root.mkdir()
-            spec = {"last": 3, "die_at": 3, "die": "all", **state_of(scheme)}
-            result = first.run(ranks, "worker.py", json.dumps(spec), env=CHUNKS)
-            assert [r["step"] for r in result.of("committed")].count(3) == ranks, result.log
-            self._made[key] = first.root / f"mlflash-{os.getuid()}"
-        shutil.copytree(self._made[key], cluster.root / f"mlflash-{os.getuid()}")
-
-
-@pytest.fixture(scope="module")
-def memories() -> Iterator[Memories]:
-    with own_memory() as root:
-        yield Memories(root)
-
-
 def steps_allowed(case: Case, gone: set[int]) -> set[int | None]:
     """The steps that the relaunch may restore; where the promise leaves no choice, one.
 
@@ -196,12 +168,12 @@ def steps_allowed(case: Case, gone: set[int]) -> set[int | None]:
 
 
 @pytest.mark.parametrize("case", cases(), ids=str)
-def test_the_relaunch_restores_exactly_what_it_must(shm: Path, memories: Memories, case: Case) -> None:
+def test_the_relaunch_restores_exactly_what_it_must(shm: Path, case: Case) -> None:
     ranks, per_node = case.layout
     wiped, moved, _ = SCENARIOS[case.scenario]
-    cluster = Cluster(shm, per_node, transport=case.transport)
     if "restore" in case.scenario or "heal" in case.scenario or "after" in case.scenario:
-        memories.give(cluster, ranks, case.scheme)
+        train_and_die(Cluster(shm, per_node), ranks, 3, CHUNKS, **state_of(case.scheme))
+    cluster = Cluster(shm, per_node, transport=case.transport)
     cluster.wipe(*wiped)
     if moved:
         cluster.move({0: 1, 1: 0})

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from harness import Cluster
+from harness import Cluster, train_and_die
 
 from mlflash.errors import CorruptSlot
 from mlflash.header import HEADER_NBYTES, unpack
@@ -59,7 +59,7 @@ def test_a_damaged_slot_is_replaced_by_its_copy_and_a_damaged_copy_is_made_again
     shm: Path, place: str, step: int
 ) -> None:
     cluster = Cluster(shm)
-    cluster.train(2, last=step, die_at=step, die="all")
+    train_and_die(cluster, 2, step)
     damage(cluster, 1, step, [1], place)
     result = cluster.train(2, last=0)
     assert [(r["step"], r["wrong"]) for r in result.of("restored")] == [(step, [])] * 2, result.log
@@ -79,7 +79,7 @@ def test_a_damaged_slot_is_replaced_by_its_copy_and_a_damaged_copy_is_made_again
 @pytest.mark.parametrize("place", PLACES + REPLAYS)
 def test_where_slot_and_copy_are_both_damaged_the_step_is_not_restored(shm: Path, place: str) -> None:
     cluster = Cluster(shm)
-    cluster.train(2, last=3, die_at=3, die="all")
+    train_and_die(cluster, 2, 3)
     damage(cluster, 1, 3, [0, 1], place)
     result = cluster.train(2, last=5)
     assert [(r["step"], r["wrong"]) for r in result.of("restored")] == [(2, [])] * 2, result.log
@@ -89,7 +89,7 @@ def test_where_slot_and_copy_are_both_damaged_the_step_is_not_restored(shm: Path
 @pytest.mark.parametrize("part", ["file", "body"])
 def test_slots_of_two_ranks_that_were_exchanged_are_not_mixed_up(shm: Path, part: str) -> None:
     cluster = Cluster(shm)
-    cluster.train(2, last=3, die_at=3, die="all", nbytes=300_000)
+    train_and_die(cluster, 2, 3, nbytes=300_000)
     first, second = (slots_of(cluster, rank, 3, [rank])[0] for rank in (0, 1))
     a, b = first.read_bytes(), second.read_bytes()
     keep = 0 if part == "file" else 4096  # each with its own header, on the body of the other

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from faults.stopping import stop
-from harness import Cluster
+from harness import Cluster, train_and_die
 from waiting import PATIENCE_S
 
 
@@ -87,7 +87,7 @@ def test_the_same_job_twice_at_once_is_refused(shm: Path) -> None:
 
 def test_a_step_restored_again_and_again_is_warned_about_and_skipped_only_when_told(shm: Path) -> None:
     cluster, stuck = Cluster(shm), "step 3 was restored {} times now and nothing newer was committed since"
-    cluster.train(2, last=3, die_at=3, die="all")
+    train_and_die(cluster, 2, 3)
 
     def restored(step: int, more: int = 0, **options: object) -> str:
         result = cluster.train(2, more=more, options=options)
@@ -109,7 +109,7 @@ def test_a_step_restored_again_and_again_is_warned_about_and_skipped_only_when_t
 
 def test_a_stuck_step_is_never_skipped_for_nothing(shm: Path) -> None:
     cluster = Cluster(shm)
-    cluster.train(2, last=1, die_at=1, die="all")
+    train_and_die(cluster, 2, 1)
     for _ in range(3):
         result = cluster.train(2, last=0, options={"skip_stuck": 1})
         assert [(r["step"], r["wrong"]) for r in result.of("restored")] == [(1, [])] * 2, result.log

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from harness import Cluster
+from harness import Cluster, train_and_die
 
 CHUNKS = {"MLFLASH_BLOCK_NBYTES": "65536", "MLFLASH_CHUNK_NBYTES": "65536"}
 POINTS = [
@@ -23,9 +23,7 @@ def test_a_crash_while_it_is_put_together_for_other_ranks(shm: Path, point: str,
     # Four ranks on two nodes, then two, then two or four again; weights are alike, the rest is each rank's own.
     cluster = Cluster(shm, 2)
     state = {"alike": True, "options": {"redundancy": "copy"}}
-    spec = {**state, "last": 3, "die_at": 3, "die": "all"}
-    result = cluster.run(4, "worker.py", json.dumps(spec), env=CHUNKS)
-    assert [r["step"] for r in result.of("committed")].count(3) == 4, result.log
+    train_and_die(cluster, 4, 3, CHUNKS, **state)
     cluster.ranks_per_node = 1
     # No save: it is the restore that passes the points of a commit.
     trap = {"path": [point], "action": dies, "rank": POINTS.index(point) % 2}

@@ -27,7 +27,7 @@ def tools(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the project, with what lies about in one that is worked in."""
     path = tmp_path_factory.mktemp("checkout") / "mlflash"
-    shutil.copytree(REPO, path, ignore=shutil.ignore_patterns(*LOCAL))
+    shutil.copytree(REPO, path, symlinks=True, ignore=shutil.ignore_patterns(*LOCAL))
     for name in (".venv/bin/tool.py", ".reports/unit.xml", "benchmarks/results/raw.json", "tests/__pycache__/x.pyc",
                  ".secret"):  # fmt: skip
         (path / name).parent.mkdir(parents=True, exist_ok=True)
