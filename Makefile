@@ -141,9 +141,10 @@ endef
 	@touch $@
 
 # It asks for data sets and trackers, and needs neither for what is tested here.
-.venv-torchtitan/.tests: .venv/.tests
-	$(call layer,.venv)
-	$(PIP) --no-deps torchtitan torchdata spmd_types tyro docstring_parser typeguard
+.venv-torchtitan/.tests: .venv-transformers/.tests
+	$(call layer,.venv-transformers .venv)
+	$(PIP) torchdata
+	$(PIP) --no-deps torchtitan spmd_types tyro docstring_parser typeguard
 	@touch $@
 
 # It asks for a newer Python and for CUDA, and needs neither for what is tested here.

@@ -101,12 +101,13 @@ _REST = (
     Step("lightning", "lightning", 80, ("env-lightning",)),
     Step("transformers", "transformers", 150, ("env-transformers",)),
     Step("deepspeed", "deepspeed", 100, ("env-transformers",)),
-    Step("torchtitan", "torchtitan", 80),
+    Step("torchtitan", "torchtitan", 80, ("env-transformers",)),
     Step("nemo", "nemo", 300, ("env-transformers", "env-lightning")),
     Step("browser", "browser", 40),
     Step("package", "package", 240, ("env", "env-lint")),
     Step("docs", "docs", 30, counts=False),
     Step("demo", "demo", 40, counts=False),
+    Step("bench-quick", "bench BENCH=--quick", 200, ("env",), counts=False),
     # What waits: a real Slurm, cut cables.
     Step("slurm", "slurm", 400, waits=True),
     Step("cluster", "cluster", 400, waits=True),
@@ -118,8 +119,6 @@ _REST = (
     _chaos(1, "chaos-openmpi", "MPI=openmpi MINUTES=0.5 CHAOS='--transport rma --ranks-per-node 2'", "env-openmpi"),
     _chaos(2, "chaos-parity", "MINUTES=0.5 CHAOS='--redundancy rs:2+2'"),
 )  # fmt: skip
-# Alone, for what they measure.
-_LAST = (Step("bench-quick", "bench BENCH=--quick", 200, counts=False),)
 
 
 class Run:
@@ -214,7 +213,7 @@ def chosen(what: str, mpi: str, share: int | None) -> tuple[list[Step], list[Ste
                 for step in (*_ENVIRONMENTS, *_GATE, *_CORE)]  # fmt: skip
         wanted = {"env", "env-lint", *(["env-openmpi"] if mpi == "openmpi" else [])}
         steps = [step for step in core if not step.name.startswith("env") or step.name in wanted]
-        return steps, [*_REST, *_LAST]
+        return steps, [*_REST]
     every = [*_ENVIRONMENTS, *_GATE, *_CORE, *_REST]
     mine = [step for step in every if share is None or step.part is None or _has(share, step)]
     return mine, [step for step in every if step not in mine]
@@ -235,28 +234,24 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # what runs is ended, too
     share = taken(args.share) if args.share else share_of_this_commit()
     steps, left_out = chosen(args.what, args.mpi, share)
-    last = _LAST if args.what == "share" else ()
     if args.only:
-        steps, last = [step for step in [*steps, *left_out] if step.name in args.only], ()
-        left_out = []
+        every = [*steps, *left_out]
+        steps = [step for step in every if step.name in args.only]
+        left_out = [step for step in every if step not in steps]
     shutil.rmtree(REPORTS, ignore_errors=True)
     REPORTS.mkdir()
     start = time.monotonic()
     environment = {**os.environ, "MLFLASH_TEST_SHARE": "all" if share is None else str(share)}
-    runs = [Run(these, environment) for these in (steps, last)]
-    for run in runs:
-        if not runs[0].failed or run is runs[0]:
-            run.all()
-    took = {name: seconds for run in runs for name, seconds in run.took.items()}
-    failed = [name for run in runs for name in run.failed]
+    run = Run(steps, environment)
+    run.all()
     print("\nThe steps, by the seconds they took:")
-    for name, seconds in sorted(took.items(), key=lambda item: -item[1]):
-        print(f"{seconds:7.0f}  {name}{'  FAILED' if name in failed else ''}")
-    uncounted = [step.name for step in (*steps, *last) if not step.counts and step.name not in failed]
+    for name, seconds in sorted(run.took.items(), key=lambda item: -item[1]):
+        print(f"{seconds:7.0f}  {name}{'  FAILED' if name in run.failed else ''}")
+    uncounted = [step.name for step in steps if not step.counts and step.name not in run.failed]
     part = "all of the big matrices" if share is None else f"share {share} of {SHARES} of the big matrices"
-    print(f"\nPart of it, in {(time.monotonic() - start) / 60:.0f} minutes: {part}; {', '.join(took)}.")
+    print(f"\nPart of it, in {(time.monotonic() - start) / 60:.0f} minutes: {part}; {', '.join(run.took)}.")
     print(f"Not part of it: {', '.join(step.name for step in left_out) or 'nothing'}.")
-    return tally(REPORTS, failed, len(uncounted))
+    return tally(REPORTS, run.failed, len(uncounted))
 
 
 if __name__ == "__main__":

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 REPO = Path(__file__).parents[2]
-# Their scripts are whole trainings: tests/frameworks/test_docs.py.
-FRAMEWORKS = {"lightning", "transformers", "deepspeed", "torchtitan", "nemo"}
+# Their scripts are whole trainings, which are killed: tests/frameworks/test_docs.py, test_quickstart.py.
+TRAININGS = {"lightning", "transformers", "deepspeed", "torchtitan", "nemo", "quickstart"}
 BLOCKS = [
     pytest.param(block, id=f"{page.name}-{number}")
     for page in [REPO / "README.md", *sorted((REPO / "docs").glob("*.md"))]
-    if page.stem not in FRAMEWORKS
+    if page.stem not in TRAININGS
     for number, block in enumerate(re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S))
 ]
 
