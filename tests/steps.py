@@ -249,9 +249,10 @@ def main() -> int:
         print(f"{seconds:7.0f}  {name}{'  FAILED' if name in run.failed else ''}")
     uncounted = [step.name for step in steps if not step.counts and step.name not in run.failed]
     part = "all of the big matrices" if share is None else f"share {share} of {SHARES} of the big matrices"
-    print(f"\nPart of it, in {(time.monotonic() - start) / 60:.0f} minutes: {part}; {', '.join(run.took)}.")
-    print(f"Not part of it: {', '.join(step.name for step in left_out) or 'nothing'}.")
-    return tally(REPORTS, run.failed, len(uncounted))
+    about = f"""\
+Part of it, in {(time.monotonic() - start) / 60:.0f} minutes: {part}; {", ".join(run.took)}.
+Not part of it: {", ".join(step.name for step in left_out) or "nothing"}."""
+    return tally(REPORTS, run.failed, len(uncounted), about)
 
 
 if __name__ == "__main__":

@@ -12,21 +12,21 @@ MAY_SKIP = ("needs CUDA", "needs RDMA", "needs root", "needs netem")
 SLOWEST = 30
 
 
-def tally(reports: Path, failed_steps: Sequence[str], other_steps: int) -> int:
+def tally(reports: Path, failed_steps: Sequence[str], other_steps: int, about: str = "") -> int:
     """Print what failed, what was skipped, the slowest tests, and one line of totals; the exit code.
 
     Args:
         reports: a folder of JUnit's XML.
         failed_steps: each counts as one that failed: a run that died without a report counts, too.
         other_steps: so many passed that count no tests of their own.
+        about: what was part of it, said right before the totals.
     """
     passed, failed = other_steps, len(failed_steps)
+    _print_slowest(reports)
     ran: set[str] = set()
     skipped: dict[str, str] = {}
-    seconds: Counter[str] = Counter()
     for name, case, is_first_rank in _cases(reports):
         skip = case.find("skipped")
-        seconds[name] = max(seconds[name], float(case.get("time", 0)))
         if any(child.tag in ("failure", "error") for child in case):
             failed += 1
             print(f"failed: {name}")
@@ -45,7 +45,7 @@ def tally(reports: Path, failed_steps: Sequence[str], other_steps: int) -> int:
     if not ran:
         print("no test ran")
         failed += 1
-    _print_slowest(seconds)
+    print(about)
     print(f"{passed} passed, {failed} failed, {len(never_ran)} skipped")
     return int(failed > 0)
 
@@ -58,8 +58,11 @@ def _cases(reports: Path) -> Iterator[tuple[str, ElementTree.Element, bool]]:
             yield f"{path.parent.name}: {case.get('classname')}::{case.get('name')}", case, is_first_rank
 
 
-def _print_slowest(seconds: Counter[str]) -> None:
+def _print_slowest(reports: Path) -> None:
     """Say what the slowest tests cost, and what each of them has ever found."""
+    seconds: Counter[str] = Counter()
+    for name, case, _ in _cases(reports):
+        seconds[name] = max(seconds[name], float(case.get("time", 0)))
     found = _found()
     print(f"\nThe {SLOWEST} slowest tests, in seconds, and what each of them has found (tests/found.txt):")
     for name, took in seconds.most_common(SLOWEST):
