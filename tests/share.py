@@ -32,6 +32,7 @@ class Matrix:
         open_mpi: the same under Open MPI, where everything was run under MPICH, too, and a launch takes three times as
             long.
         by: cases with the same value of this parameter go together; None: each is one.
+        singles: tests with a single case are divided, too.
     """
 
     tests: str
@@ -39,6 +40,7 @@ class Matrix:
     parts: int
     open_mpi: int = 0
     by: str | None = None
+    singles: bool = False
 
 
 # The first that fits a test divides it.
@@ -62,7 +64,7 @@ MATRICES = (
     Matrix("tests/cluster/test_points.py", "crash points of nodes that are really apart", 4, 12),
     Matrix("tests/frameworks/test_contract.py", "variants of each framework", 2, by="trained"),
     Matrix("tests/frameworks/test_docs.py", "scripts of the pages on frameworks", 2, by="page"),
-    Matrix("tests/packaging/test_extras.py", "extras, each in an environment of its own", 3),
+    Matrix("tests/packaging/test_extras.py", "extras, each in an environment of its own", 3, singles=True),
 )  # fmt: skip
 
 
@@ -123,6 +125,6 @@ def _takes(share: int, item: pytest.Item, name: str, number: int, is_open_mpi: b
         if cases is None or matrix.by not in cases.indices:
             return True
         return has(share, matrix.tests, parts, cases.indices[matrix.by])
-    if not hasattr(item, "callspec") and not is_open_mpi:
-        return True  # it has one case only
+    if not hasattr(item, "callspec") and not matrix.singles and not is_open_mpi:
+        return True
     return has(share, name, parts, number)

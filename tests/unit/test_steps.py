@@ -31,6 +31,9 @@ def test_each_step_is_a_target_of_make_and_waits_for_steps_that_there_are() -> N
 def test_the_shares_have_each_step_between_them_and_all_the_same_number_of_each_matrix() -> None:
     chosen = [{step.name for step in steps.chosen("share", "mpich", number)[0]} for number in range(share.SHARES)]
     assert set.union(*chosen) == {step.name for step in EVERY}
+    assert sorted(name for its in steps._QUESTIONS for name in its) == sorted(
+        path.parent.name for path in (REPO / "benchmarks").glob("*/run.py")
+    )
     matrices = {step.part[0] for step in EVERY if step.part}
     for matrix in matrices:
         its = {step.name for step in EVERY if step.part and step.part[0] == matrix}
@@ -53,6 +56,7 @@ def test_each_case_is_in_as_many_shares_as_the_table_says(is_open_mpi: bool) -> 
     items = [Item(f"{matrix.tests}x.py::test_{name}[{case}]", {matrix.by or "case": case})
              for matrix in share.MATRICES for name in "abc" for case in range(12)]  # fmt: skip
     items += [Item("tests/unit/test_x.py::test_a[1]", {"case": 1}), Item("tests/faults/test_jobs.py::test_b", None)]
+    items.append(Item("tests/packaging/test_extras.py::test_c", None))
     in_shares = {id(item): 0 for item in items}
     for number in range(share.SHARES):
         mine, others = share.divide(items, number, is_open_mpi)  # type: ignore[arg-type]
@@ -60,11 +64,11 @@ def test_each_case_is_in_as_many_shares_as_the_table_says(is_open_mpi: bool) -> 
         assert len(mine) < len(items)
         for item in mine:
             in_shares[id(item)] += 1
-    for item in items[:-2]:
+    for item in items[:-3]:
         matrix = next(one for one in share.MATRICES if item.nodeid.startswith(one.tests))
         parts = matrix.open_mpi or matrix.parts if is_open_mpi else matrix.parts
         assert in_shares[id(item)] == share.SHARES / parts, item.nodeid
-    assert [in_shares[id(item)] for item in items[-2:]] == [12, 3 if is_open_mpi else 12]
+    assert [in_shares[id(item)] for item in items[-3:]] == [12, 3 if is_open_mpi else 12, 4]
 
 
 def test_each_matrix_names_tests_that_there_are_and_stands_in_contributing() -> None:
