@@ -141,8 +141,8 @@ def test_what_a_wait_waited_for_is_said_with_output_and_logs(slurm: Slurm) -> No
         slurm.sbatch("#!/bin/sh\nexec sleep 1000").wait("COMPLETED", timeout=0.1)
     with pytest.raises(AssertionError, match=r"(?s)not within 0.1 s: host1 down.*host1.log.*slurmd started"):
         slurm.wait_for_nodes("down", "host1", timeout=0.1)
-    with pytest.raises(TimeoutError, match=r"(?s)not within 20 s: the end of sh -c .*\nbegun\n.*slurmctld.log"):
-        slurm.run("sh", "-c", "echo begun; exec sleep 1000", timeout=20)
+    with pytest.raises(TimeoutError, match=r"(?s)not within 10 s: the end of sh -c .*\nbegun\n.*slurmctld.log"):
+        slurm.run("sh", "-c", "echo begun; exec sleep 1000", timeout=10)
     with pytest.raises(RuntimeError, match=r"(?s)srun false ended with 1.*Exited with exit code 1.*slurmctld.log"):
         slurm.run("srun", "false")
 
