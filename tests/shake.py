@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -26,6 +27,7 @@ def main() -> int:
     if args.ranks:
         command = [str(args.bin / "mpiexec"), "-n", str(args.ranks), str(args.bin / "python"), "-m", "mpi4py", *command,
                    "--only-mpi"]  # fmt: skip
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # the loops are ended, too
     loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(os.cpu_count() or 1)]
     try:
         for number in range(1, args.times + 1):
