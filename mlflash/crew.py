@@ -10,7 +10,7 @@ import collections
 import os
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import numpy as np
 
@@ -34,7 +34,7 @@ class Crew:
         """Do all works, in any order; returns when they are done. Not collective.
 
         Raises:
-            Exception: what one of them raised.
+            Exception: what one of them raised; no work is being done any more then.
         """
         if self.threads == 1 or len(works) < 2:
             for work in works:
@@ -57,8 +57,9 @@ class Crew:
             some()
         finally:
             left.clear()
-            for one in helping:
-                one.result()
+            wait(helping)
+        for one in helping:
+            one.result()
 
     def close(self) -> None:
         """End the threads."""

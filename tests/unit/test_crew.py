@@ -41,20 +41,24 @@ def test_every_work_is_done_once_and_is_done_when_run_returns(threads: int) -> N
 @pytest.mark.parametrize("threads", [1, 3])
 def test_what_goes_wrong_is_raised_when_nobody_is_at_work_any_more(threads: int) -> None:
     running = []
+    together = threading.Barrier(threads)  # whichever thread fails, all others are at work then
 
     def good() -> None:
         running.append(1)
-        take(0.01)
+        together.wait(60)
+        take(0.01 if threading.current_thread() is threading.main_thread() else 0.05)
         running.pop()
 
     def bad() -> None:
+        together.wait(60)
         raise ValueError("bad")
 
     one = Crew(threads)
-    with pytest.raises(ValueError, match="bad"):
-        one.run([good, bad, *[good] * 50])
-    assert not running
-    one.run([good] * 5)
+    for _ in range(20):
+        with pytest.raises(ValueError, match="bad"):
+            one.run([*[good] * (threads - 1), bad])
+        assert not running
+    one.run([good] * threads)
     one.close()
 
 
