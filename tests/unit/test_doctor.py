@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import needs
 import pytest
 from click.testing import CliRunner
 
@@ -223,6 +224,7 @@ def levels(document: dict[str, Any]) -> dict[str, str]:
     return {line["check"]: line["level"] for line in document["lines"]}
 
 
+@needs.MPI
 def test_alone_it_looks_at_this_node_and_leaves_nothing(shm: Path) -> None:
     done = doctor("--memory", shm, "--need", "1MiB", "--json")
     found = json.loads(done.stdout)
@@ -233,6 +235,7 @@ def test_alone_it_looks_at_this_node_and_leaves_nothing(shm: Path) -> None:
     assert list(shm.iterdir()) == [] and done.stderr == ""
 
 
+@needs.MPI
 def test_for_people_it_prints_a_line_for_each_check(shm: Path) -> None:
     text = doctor("--memory", shm).stdout
     assert text.startswith("1 rank on 1 node, started alone\n\nMPI\nok       library            ")
@@ -240,6 +243,7 @@ def test_for_people_it_prints_a_line_for_each_check(shm: Path) -> None:
     assert text.splitlines()[-1].startswith("0 errors, ")
 
 
+@needs.MPI
 def test_a_job_that_does_not_fit_is_an_error_with_what_to_do(shm: Path) -> None:
     found = json.loads(doctor("--memory", shm, "--need", "1PB", "--nodes", 2, "--json", code=1).stdout)
     (space,) = [line for line in found["lines"] if line["check"] == "space"]
@@ -247,6 +251,7 @@ def test_a_job_that_does_not_fit_is_an_error_with_what_to_do(shm: Path) -> None:
     assert levels(found)["RAM"] == "error" and levels(found)["library"] == "ok"
 
 
+@needs.MPI
 def test_one_failing_check_leaves_the_others_alone() -> None:
     found = json.loads(doctor("--memory", "/proc", "--json", code=1).stdout)
     is_at = levels(found)

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import needs
 import numpy as np
 import pytest
 import waiting
@@ -211,6 +212,7 @@ def test_the_doctor_says_that_it_is_off(shm: Path, monkeypatch: pytest.MonkeyPat
     assert "MLFLASH_DISABLE=1: training saves and restores nothing" in found.stdout, found.stdout + found.stderr
 
 
+@needs.MPI
 def test_a_run_under_mlflash_run_is_not_taken_for_one_that_hangs(tmp_path: Path, shm: Path) -> None:
     program = f"""
 import pathlib, mlflash

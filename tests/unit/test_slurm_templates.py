@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import click
+import needs
 import pytest
 from waiting import until
 
@@ -237,6 +238,7 @@ def test_the_array_requeues_itself_for_nothing_else_and_not_for_ever(
     assert started.noted("asked") == ["requeue 70_3"] * asked
 
 
+@needs.MPI
 @pytest.mark.parametrize("name", ["megatron", "nemo"])
 def test_ranks_get_torch_distributed_from_mpi_and_then_run_the_script(name: str, tmp_path: Path) -> None:
     started = Started(name, tmp_path, 0)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import needs
 import pytest
 import waiting
 from harness import own_memory
@@ -146,6 +147,7 @@ def step_of(page: str) -> int:
 
 
 @pytest.mark.slow
+@needs.MPI
 def test_in_a_terminal_beside_a_job_that_saves_and_then_is_killed(terminal: Callable[..., str], tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("""

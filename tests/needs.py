@@ -1,0 +1,19 @@
+"""What a test needs of this machine or environment: where it is missing, the test is skipped and says what."""
+
+from __future__ import annotations
+
+import pytest
+
+from mlflash.demo.launch import find_mpiexec
+from mlflash.errors import MpiUnavailable
+
+
+def _has_mpi() -> bool:
+    try:
+        find_mpiexec()
+    except MpiUnavailable:
+        return False
+    return True
+
+
+MPI = pytest.mark.skipif(not _has_mpi(), reason="needs MPI: pip install 'mlflash[mpich]'")
