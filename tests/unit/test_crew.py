@@ -54,9 +54,11 @@ def test_what_goes_wrong_is_raised_when_nobody_is_at_work_any_more(threads: int)
         raise ValueError("bad")
 
     one = Crew(threads)
-    for _ in range(20):
+    for number in range(20):
+        works = [good] * (threads - 1)
+        works.insert(number % threads, bad)
         with pytest.raises(ValueError, match="bad"):
-            one.run([*[good] * (threads - 1), bad])
+            one.run(works)
         assert not running
     one.run([good] * threads)
     one.close()
