@@ -46,7 +46,7 @@ class Step:
         after: steps that must have passed before; as a rule the one that makes the environment.
         gate: nothing else begins before all of these have passed.
         waits: mostly for timers.
-        part: ``(matrix, case, parts)`` of a matrix of steps, of which a share takes every so manieth.
+        part: ``(matrix, parts, case)`` of a matrix of steps, of which a share takes every so manieth.
         counts: its tests count themselves in a report; if not, it counts as one.
     """
 
@@ -73,7 +73,7 @@ def _environment(name: str, seconds: float, *after: str, gate: bool = False) -> 
 
 
 def _chaos(case: int, name: str, options: str, after: str = "env") -> Step:
-    return Step(name, f"chaos SEED={case + 1} {options}", 90, (after,), part=("chaos", case, 3), counts=False)
+    return Step(name, f"chaos SEED={case + 1} {options}", 90, (after,), part=("chaos", 3, case), counts=False)
 
 
 _ENVIRONMENTS = (
@@ -81,6 +81,7 @@ _ENVIRONMENTS = (
     _environment("env-lint", 10, gate=True),
     _environment("env-openmpi", 10, "env"),
     _environment("env-lightning", 20, "env"),
+    _environment("env-megatron", 10, "env"),
     _environment("env-transformers", 60, "env"),
     _environment("env-files", 20, "env-transformers"),
 )
@@ -103,18 +104,18 @@ _QUESTIONS = (
 _REST = (
     Step("files", "files", 80, ("env-files",)),
     Step("adapters", "adapters", 170, ("env-files",)),
-    Step("megatron", "megatron", 270),
+    Step("megatron", "megatron", 270, ("env-megatron",)),
     Step("lightning", "lightning", 80, ("env-lightning",)),
     Step("transformers", "transformers", 300, ("env-transformers",)),
     Step("deepspeed", "deepspeed", 150, ("env-transformers",)),
     Step("torchtitan", "torchtitan", 70, ("env-transformers",)),
     Step("nemo", "nemo", 200, ("env-transformers", "env-lightning")),
     Step("browser", "browser", 60),
-    Step("package", "package", 220, ("env", "env-lint")),
+    Step("package", "package", 220),
     Step("docs", "docs", 30, counts=False),
     Step("demo", "demo", 40, counts=False),
-    *(Step(f"bench-{its[0]}", f"bench BENCH='--quick --only {' '.join(its)}'", 100, ("env",), counts=False,
-           part=("quick benchmarks", case, 3)) for case, its in enumerate(_QUESTIONS)),
+    *(Step(f"bench-{its[0]}", f"bench BENCH='--quick --only {' '.join(its)}'", 100, ("env-megatron",), counts=False,
+           part=("quick benchmarks", 3, case)) for case, its in enumerate(_QUESTIONS)),
     # What waits: a real Slurm, cut cables.
     Step("slurm", "slurm", 550, waits=True),
     Step("cluster", "cluster", 400, waits=True),
@@ -216,19 +217,15 @@ def share_of_this_commit() -> int:
 def chosen(what: str, mpi: str, share: int | None) -> tuple[list[Step], list[Step]]:
     """The steps to run, and those that are left out."""
     if what == "test":
-        core = [dataclasses.replace(step, make=f"MPI={mpi} {step.make}") if step in _CORE else step
-                for step in (*_ENVIRONMENTS, *_GATE, *_CORE)]  # fmt: skip
-        wanted = {"env", "env-lint", *(["env-openmpi"] if mpi == "openmpi" else [])}
-        steps = [step for step in core if not step.name.startswith("env") or step.name in wanted]
-        return steps, [*_REST]
+        mine = [step for step in (*_ENVIRONMENTS, *_GATE) if step.gate]
+        core = list(_CORE)
+        if mpi == "openmpi":
+            mine += [step for step in _ENVIRONMENTS if step.name == "env-openmpi"]
+            core = [dataclasses.replace(step, make=f"MPI=openmpi {step.make}", after=("env-openmpi",)) for step in core]
+        return [*mine, *core], list(_REST)
     every = [*_ENVIRONMENTS, *_GATE, *_CORE, *_REST]
-    mine = [step for step in every if share is None or step.part is None or _has(share, step)]
+    mine = [step for step in every if share is None or step.part is None or has(share, *step.part)]
     return mine, [step for step in every if step not in mine]
-
-
-def _has(share: int, step: Step) -> bool:
-    matrix, case, parts = step.part or ("", 0, 1)
-    return has(share, matrix, parts, case)
 
 
 def main() -> int:

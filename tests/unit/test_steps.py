@@ -42,6 +42,29 @@ def test_the_shares_have_each_step_between_them_and_all_the_same_number_of_each_
     assert not left_out and {step.name for step in everything} == set.union(*chosen)
 
 
+@pytest.mark.parametrize("mpi", ["mpich", "openmpi"])
+def test_no_two_steps_make_one_environment_at_a_time(mpi: str) -> None:
+    """Each environment that several steps use is made by one that they wait for."""
+    known = {step.name: step for step in EVERY}
+
+    def before(step: steps.Step) -> set[str]:
+        return {name for one in step.after for name in ({one} | before(known[one]))}
+
+    for what in ("share", "test"):
+        made: dict[str, set[str]] = {}
+        chosen = steps.chosen(what, mpi, None)[0]
+        for step in chosen:
+            dry = ["make", "--dry-run", "--always-make", "--no-print-directory", *shlex.split(step.make)]
+            said = subprocess.run(dry, cwd=REPO, capture_output=True, text=True, timeout=60, check=True).stdout
+            for folder in {*re.findall(r"touch (\.venv[a-z-]*)/", said)}:
+                made.setdefault(folder, set()).add(step.name)
+        for folder, names in made.items():
+            first = folder.replace(".venv", "env") if len(names) > 1 else next(iter(names))
+            first = "env" if folder == ".venv-build" else first
+            late = [step.name for step in chosen if step.name in names - {first} and first not in before(step)]
+            assert first in names and not late, f"{folder} is made by {late} too"
+
+
 class Item:
     """As much of a test of pytest as is looked at."""
 
