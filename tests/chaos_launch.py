@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from harness import Cluster, Launch
+from processes import state
 from waiting import take, until
 
 DAMAGED = ("cannot be restored from", "parity is asked for", "parity cannot be used", "is damaged and will be made")
@@ -82,10 +83,10 @@ class Attacked:
         for path in Path("/proc").glob("[0-9]*"):
             try:
                 words = (path / "environ").read_bytes().split(b"\0")
-                state = (path / "stat").read_text().rsplit(")", 1)[1].split()[0]
+                doing = state(path / "stat")
             except OSError:  # it ended meanwhile
                 continue
-            if self._mark in words and state not in "ZX":
+            if self._mark in words and doing not in "ZX":
                 names = dict(word.split(b"=", 1) for word in words if b"=" in word)
                 found[int(path.name)] = int(names.get(b"PMI_RANK", names.get(b"OMPI_COMM_WORLD_RANK", b"-1")))
         return found

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from processes import started_by
+from processes import started_by, state
 from waiting import PATIENCE_S, until
 
 from mlflash.demo.launch import mpiexec
@@ -257,7 +257,7 @@ def _mpi_files() -> set[str]:
 
 def _alive(pid: int) -> bool:
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+        return state(Path(f"/proc/{pid}/stat")) != "Z"
     except OSError:
         return False
 

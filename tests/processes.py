@@ -19,11 +19,16 @@ def started_by(pids: set[int]) -> set[int]:
     return found
 
 
+def state(stat: Path) -> str:
+    """The letter of proc(5) for what a process, or a thread of one, is doing; `stat` is its file."""
+    return stat.read_text().rsplit(")", 1)[1].split()[0]
+
+
 def runs(pid: int) -> bool:
     """Whether any thread of a process is neither stopped nor dead."""
     for thread in Path(f"/proc/{pid}/task").glob("*/stat"):
         try:
-            if thread.read_text().rsplit(")", 1)[1].split()[0] not in "TZX":
+            if state(thread) not in "TZX":
                 return True
         except OSError:
             continue

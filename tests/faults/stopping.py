@@ -6,7 +6,7 @@ import signal
 from pathlib import Path
 
 from harness import Launch
-from processes import runs
+from processes import runs, state
 from waiting import until
 
 
@@ -19,4 +19,4 @@ def stop(job: Launch, rank: int) -> None:
 
 def sleeps(pid: int) -> bool:
     """Whether the main thread of a process waits for something just now."""
-    return Path(f"/proc/{pid}/task/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "S"
+    return state(Path(f"/proc/{pid}/task/{pid}/stat")) == "S"
