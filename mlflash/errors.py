@@ -6,7 +6,8 @@ Every exception carries what is known of ``rank``, ``node``, ``step``, ``tensor`
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 __all__ = [
     "Closed",
@@ -25,6 +26,7 @@ __all__ = [
     "StepNotFound",
     "StepOrderError",
     "StructureMismatch",
+    "Unrestorable",
     "UnsafePath",
     "WorldMismatch",
     "WorldSizeChanged",
@@ -138,6 +140,17 @@ class StepOrderError(MlflashError, ValueError):
 
 class StepNotFound(MlflashError, LookupError):
     """The step asked for cannot be restored; the text lists those that can."""
+
+
+class Unrestorable(MlflashError, RuntimeError):
+    """Checkpoints are there, and none of them can be restored; ``reasons`` says of each step why."""
+
+    def __init__(self, message: str, *, reasons: Mapping[int, str] | None = None, **fields: Any):
+        super().__init__(message, **fields)
+        self.reasons = dict(reasons or {})
+
+    def __str__(self) -> str:
+        return super().__str__() + "".join(f"\n  step {step}: {why}" for step, why in sorted(self.reasons.items()))
 
 
 class WorldSizeChanged(MlflashError, RuntimeError):
