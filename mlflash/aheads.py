@@ -64,18 +64,19 @@ class Aheads:
 
     def stage(self, flat: Flat, planned: Plan, timeout_s: float) -> Ahead | None:
         """Stage a state; None where no slots are free in time, or they have to be made first."""
-        taken = self._shelf.take(timeout_s)
-        if taken is None:
-            return None
+        ahead: Ahead | None = None
         try:
-            checks = self._stage.copy(flat, planned, *taken)[0] if has_room(planned, *taken) else None
+            taken = self._shelf.take(timeout_s, flat)
+            if taken is None or not has_room(planned, *taken):
+                return None
+            checks = self._stage.copy(flat, planned, *taken)[0]
+            ahead = Ahead(*taken, planned, taken[0].segment, checks)
+            self.all += (ahead,)
         except MlflashError:
-            checks = None
-        if checks is None:
-            self._shelf.give_back(taken)
             return None
-        ahead = Ahead(*taken, planned, taken[0].segment, checks)
-        self.all += (ahead,)
+        finally:
+            if ahead is None:
+                self._shelf.give_back(self._shelf.taken_by(flat))
         return ahead
 
     def take(self, ahead: Ahead) -> bool:

@@ -17,7 +17,7 @@ import numpy as np
 
 from . import moves
 from .comm import World
-from .errors import MlflashError
+from .errors import MlflashError, text_of
 from .moves import Moves, done
 
 _TURN = 1
@@ -108,13 +108,15 @@ class Aside:
 def in_thread(work: Callable[[], Any], name: str) -> Moves:
     """Do something on a thread of its own, which ends with the process; gives its result, or raises what it raised."""
     result: list[Any] = []
-    errors: list[BaseException] = []
+    errors: list[Exception] = []
 
     def run() -> None:
         try:
             result.append(work())
-        except BaseException as error:  # handed over, and raised where it is waited for
+        except Exception as error:  # handed over, and raised where it is waited for
             errors.append(error)
+        except BaseException as error:  # such as PyTorch's CheckpointException: it must not end the thread that waits
+            errors.append(RuntimeError(text_of(error)))
 
     thread = threading.Thread(target=run, name=name, daemon=True)
     thread.start()

@@ -269,7 +269,7 @@ class Checkpointer:
             DrainFailed: there is no directory, or nothing to drain.
         """
         self._check_open()
-        self.wait()
+        self._saves.settle()
         return self._drains.drain()
 
     def wait_drained(self, timeout_s: float | None = None) -> None:

@@ -25,12 +25,22 @@ from .topology import Topology, from_node_ids
 
 _PING, _PONG = 1, 2
 NO_TAG = 3  # of no message
+_FAILED = 4
 _PING_WAIT_S = 2.0
+_TOLD = 1000  # characters of why a rank failed
 _PING_ALL = 256  # in larger worlds only rank 0 asks, and only the first rank of each node
 
 
 class Abandoned(BaseException):
     """The Checkpointer was left by an exception: the courier drops what it is doing."""
+
+
+class RankFailed(Exception):
+    """Another rank has failed in the middle of a job, and takes part in no other one."""
+
+    def __init__(self, rank: int, text: str):
+        super().__init__(text)
+        self.rank = rank
 
 
 def find_comm(env: Mapping[str, str]) -> Any:
@@ -101,6 +111,7 @@ class World:
         self.go_aside: Callable[[], None] = lambda: None  # advances what goes on beside the jobs
         self._naps = 0
         self._last_ping_look = 0.0
+        self._failed: tuple[int, RankFailed] | None = None  # in which job; which rank
         self._kept: deque[Any] = deque()  # buffers of messages that nobody waits for
         self.group: Any = None  # communicator of the redundancy group, see form_groups
         self.mpi: Any = None
@@ -179,6 +190,7 @@ class World:
 
         Raises:
             Abandoned: the Checkpointer was left by an exception.
+            RankFailed: another rank takes part in this job no more.
         """
         if self.abandoned.is_set():
             raise Abandoned
@@ -188,6 +200,8 @@ class World:
         if now - self._last_ping_look > 0.02:
             self.answer_pings()
             self._last_ping_look = now
+            if self._failed is not None and self._failed[0] <= self.job_number:
+                raise self._failed[1]
         if now > self.deadline:
             self.deadline = float("inf")
             self.on_late(self._late())
@@ -278,6 +292,26 @@ class World:
             asked = np.empty(1, dtype=np.int64)
             self.control.Recv(asked, status.Get_source(), _PING)
             self._send_and_forget(np.array([asked[0], self.job_number], dtype=np.int64), status.Get_source(), _PONG)
+        while self.control.Iprobe(self.mpi.ANY_SOURCE, _FAILED, status):
+            told = np.empty(status.Get_count(), dtype=np.uint8)
+            self.control.Recv(told, status.Get_source(), _FAILED)
+            number, text = told.tobytes().split(b" ", 1)
+            self._failed = (int(number), RankFailed(status.Get_source(), text.decode(errors="replace")))
+
+    def tell_failed(self, text: str) -> None:
+        """Tell all other ranks that this one takes part in nothing any more: they need not wait for it.
+
+        Not collective.
+
+        Args:
+            text: why.
+        """
+        if self.world is None:
+            return
+        told = np.frombuffer(f"{self.job_number} {text[:_TOLD]}".encode(), dtype=np.uint8)
+        for rank in range(self.size):
+            if rank != self.rank:
+                self._send_and_forget(told, rank, _FAILED)
 
     def _send_and_forget(self, message: np.ndarray, to: int, tag: int) -> None:
         self._kept.append((message, self.control.Isend(message, to, tag)))

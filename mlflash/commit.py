@@ -7,18 +7,21 @@
     agree       every slot sealed, every copy verified, on every rank                           1 allreduce
     record      a receipt in each slot; older slots may be written again
 
-A rank that cannot save still goes through all of it, with a failed receipt, so that nobody waits for it.
+A rank that cannot save still goes through all of it, with a failed receipt, so that nobody waits for it. What concerns
+one rank alone, and may raise anything (tensors, devices, adapters), is done by `_locally`: whatever goes wrong becomes
+the one outcome that all ranks agree on, as text, and the next save goes on.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import logging
 import threading
 import time
 from collections.abc import Callable
 
 from .board import Word
-from .errors import MlflashError, SaveFailed, StepOrderError
+from .errors import DeadlineExceeded, MlflashError, SaveFailed, StepOrderError, text_of
 from .header import Attempt, Header
 from .layout import Extents
 from .lazy import Later
@@ -33,15 +36,25 @@ from .stage import Plan, all_checks
 from .state import Flat
 from .transfer import Source
 
+log = logging.getLogger("mlflash")
+
+
+class OneAhead(Exception):
+    """The other ranks have not come to this save yet: this rank has left one out."""
+
 
 class Save:
     """One save on its way through the courier.
 
     Attributes:
+        attempt: its number, which the ranks agree on when they announce it.
         slot, share: where the state is staged into; the second gets this rank's share of what several hold alike.
         unsettled: a state of a structure of which the ranks have not agreed yet what is shared; the main thread waits.
-        lay_out: makes the plan, once they have.
-        problem: why this rank cannot take part; it then only sends a failed receipt.
+        lay_out: makes the plan, once they have agreed.
+        problem: why this rank cannot take part; it then only sends a failed receipt. That is so from the start:
+            a save that an exception leaves before it is staged must not look as if it was.
+        left: why the main thread goes on though the slots may not be filled yet, and may change the state: such as an
+            exception of a signal handler.
         skip: this rank's slots are busy and the save is to be skipped on all ranks.
         stage: fills the slots, where the main thread could not because they were too small; it then waits.
         segment: the mapping that was staged into.
@@ -52,16 +65,17 @@ class Save:
         staged: set when the slot is filled, or the save has ended.
     """
 
-    def __init__(self, snapshot: Snapshot, attempt: Attempt):
+    def __init__(self, snapshot: Snapshot):
         self.snapshot = snapshot
-        self.attempt = attempt
+        self.attempt = Attempt(bytes(16), 0)
         self.slot: Slot | None = None
         self.share: Slot | None = None
         self.unsettled: Flat | None = None
-        self.lay_out: Callable[[], Plan] | None = None
+        self.lay_out: Callable[[], None] | None = None
         self.plan: Plan | None = None
         self.segment: Segment | None = None
-        self.problem: MlflashError | None = None
+        self.problem: MlflashError | None = SaveFailed("an exception came before it was staged", step=snapshot.step)
+        self.left = ""
         self.skip = False
         self.stage: Callable[[], None] | None = None
         self.checks: dict[Piece, int] = {}
@@ -76,11 +90,6 @@ class Save:
             return None
         return self.plan.layout.extents
 
-    @property
-    def taken(self) -> list[Slot]:
-        """The slots that are staged into."""
-        return [slot for slot in (self.slot, self.share) if slot is not None]
-
 
 def run(save: Save, parts: Parts, committed_now: Callable[[], None] = lambda: None) -> None:
     """Bring one save to its end. Collective over the world.
@@ -92,6 +101,7 @@ def run(save: Save, parts: Parts, committed_now: Callable[[], None] = lambda: No
 
     Raises:
         SaveFailed: on all ranks; the last committed step is untouched.
+        OneAhead: the other ranks come to this save with their next one: it is to be run once more.
     """
     error: MlflashError | None = None
     if save.later is not None:
@@ -102,20 +112,27 @@ def run(save: Save, parts: Parts, committed_now: Callable[[], None] = lambda: No
             _announce(save, parts)
         if not save.snapshot.skipped:
             _protect(save, parts)
-    except MlflashError as problem:  # all ranks agreed on it, so that nothing is on its way any more
-        error = problem
+    except MlflashError as problem:
+        if not problem.agreed:
+            raise
+        error = problem  # all ranks raise it, so that nothing is on its way any more
     # After any other exception no slot is released: MPI may still write into some, and the older step is needed.
     committed = error is None and not save.snapshot.skipped
     if save.later is not None:
-        save.later.cancel()
-    if save.taken:
-        parts.shelf.release(save.attempt, save.taken, committed)
-    if committed:
-        reach("commit.released")
-        committed_now()
-    save.stage = save.lay_out = save.unsettled = None  # they hold the live state
-    save.snapshot.end(SaveFailed("skipped: both slots of a rank were busy") if save.snapshot.skipped else error)
-    save.staged.set()
+        try:
+            save.later.cancel()
+        except DeadlineExceeded as late:  # a device is still at it: the shelf gives that slot to nobody
+            error = error or late
+    if taken := parts.shelf.taken_by(save):
+        parts.shelf.release(save.attempt, taken, committed)
+    try:
+        if committed:
+            reach("commit.released")
+            committed_now()
+    finally:  # it is agreed on, whatever comes after
+        save.stage = save.lay_out = save.unsettled = None  # they hold the live state
+        save.snapshot.end(SaveFailed("skipped: both slots of a rank were busy") if save.snapshot.skipped else error)
+        save.staged.set()
     if error is not None:
         raise error
     if committed:
@@ -136,8 +153,7 @@ def _settle(save: Save, parts: Parts) -> None:
     able = save.problem is None
     settled = replicas.settle(save.unsettled if able else None, able, save.snapshot.step)
     if able and save.lay_out is not None:
-        save.plan = save.lay_out()
-        save.snapshot.nbytes = save.plan.nbytes
+        _locally(save, save.lay_out)
         if not settled:
             replicas.version += 1  # to be asked again
     save.unsettled = None
@@ -159,37 +175,71 @@ def _announce(save: Save, parts: Parts) -> bool:
     grow = any(needs_room(slot, nbytes) for slot, nbytes in demand)
     step = save.snapshot.step
     settled = save.unsettled is None or save.problem is not None
-    all_settled, first_failed, can_wait, low, high, no_skip, idle, not_asked = world.agree([
+    all_settled, first_failed, can_wait, low, high, no_skip, idle, not_asked, newest = world.agree([
         int(settled), failed, int(not grow), step, -step, int(not save.skip), int(save.drains_idle),
-        int(not save.drain_asked),
+        int(not save.drain_asked), -parts.generation,
     ])  # fmt: skip
     if not all_settled:
         return False
+    save.attempt = parts.number_attempt(1 - newest)
     save.drains_idle, save.drain_asked = bool(idle), not not_asked
+    if low != -high:
+        _fall_in(parts, step, low)
     if first_failed < world.size:
-        raise world.broadcast(save.problem, first_failed)
+        world.raise_together(save.problem)
     if low != -high:
         found = f"steps {low} to {-high}, {step} here"
-        raise StepOrderError("the ranks are not saving the same step", expected="one step on all ranks", found=found)
+        unlike = StepOrderError("the ranks are not saving the same step", expected="one step on all ranks", found=found)
+        unlike.agreed = True
+        raise unlike
     save.snapshot.skipped = not no_skip
     reach("protect.announced")
     if not can_wait and no_skip:
-        parts.make_room(demand, save.taken if save.stage is not None else [])
+        parts.make_room(demand, parts.shelf.taken_by(save) if save.stage is not None else [])
     return True
+
+
+def _fall_in(parts: Parts, step: int, low: int) -> None:
+    """Let a rank that left a save out fall in again.
+
+    An exception, such as that of a signal handler, may have kept it from posting one, and its saves would be one ahead
+    of the others' for good. That is so where each rank that is ahead has already failed
+    with the very step that the others are at now: it stays where it is, while they end theirs and come to it.
+
+    Collective over the world, where the steps of the ranks differ.
+
+    Raises:
+        OneAhead: this rank is ahead.
+    """
+    is_ahead, left = step > low, parts.left_at
+    parts.left_at = step
+    if parts.world.agree([int(not is_ahead or left == low)])[0] and is_ahead:
+        raise OneAhead
+
+
+def _locally(save: Save, work: Callable[[], object]) -> None:
+    """Do what concerns this rank alone; whatever goes wrong is why the save fails, on all ranks. Not collective."""
+    try:
+        work()
+    except MlflashError as error:
+        save.problem = save.problem or error
+    except Exception as error:  # of torch, a device or an adapter
+        log.debug("step %d", save.snapshot.step, exc_info=True)
+        save.problem = save.problem or SaveFailed(f"the state could not be copied: {text_of(error)}")
 
 
 def _protect(save: Save, parts: Parts) -> None:
     world = parts.world
     assert save.slot is not None and save.plan is not None
     if save.stage is not None:
-        try:
-            save.stage()
-        except MlflashError as error:
-            save.problem = error
+        if not save.left:
+            _locally(save, save.stage)
+        if save.left:
+            save.problem = save.problem or SaveFailed(save.left)
         save.staged.set()
     if save.later is not None and save.problem is None:
-        save.later.finish()
-        save.problem = save.later.error
+        _locally(save, save.later.finish)
+        save.problem = save.problem or save.later.error
     _confirm(save, parts)
     source = Source(save.slot, save.plan.layout.extents, lambda check: _header(save, parts, check), parts.pace)
     parts.pace.begin()
@@ -222,14 +272,15 @@ def _confirm(save: Save, parts: Parts) -> None:
     if replicas is None:
         return
     plan, share = save.plan, save.share
-    checks: dict[int, int] | None = None
-    if save.problem is None and plan is not None and share is not None:
-        checks = all_checks(plan, share, save.checks) if plan.share_extents is not None else {}
-    unlike = replicas.confirm(plan, checks, save.snapshot.step)
+    checks: dict[int, int] = {}
+    if plan is not None and share is not None and plan.share_extents is not None and save.problem is None:
+        _locally(save, lambda: checks.update(all_checks(plan, share, save.checks)))
+    unlike = replicas.confirm(plan, checks if save.problem is None else None, save.snapshot.step)
     save.problem = save.problem or unlike
     reach("share.agreed")
     if plan is not None and share is not None and (extents := plan.share_extents) is not None:
-        Source(share, extents, lambda check: _share_header(save, parts, check)).seal()
+        source = Source(share, extents, lambda check: _share_header(save, parts, check))
+        _locally(save, source.seal)
     reach("share.sealed")
 
 
@@ -250,7 +301,8 @@ def _header(save: Save, parts: Parts, check: int) -> Header | None:
     if save.problem is not None or save.plan is None or save.slot is None:
         return None  # staging failed: this slot must never look whole
     if save.slot.segment is not save.segment:
-        raise AssertionError("the slot got another file after it was staged")
+        save.problem = SaveFailed("the slot got another file after it was staged")
+        return None
     world = parts.world
     return Header(
         attempt=save.attempt,

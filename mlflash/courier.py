@@ -14,8 +14,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from .comm import Abandoned, World
-from .errors import Closed, DeadlineExceeded, MlflashError
+from .comm import Abandoned, RankFailed, World
+from .errors import Closed, DeadlineExceeded, MlflashError, text_of
 from .moves import Moves
 
 log = logging.getLogger("mlflash")
@@ -46,6 +46,7 @@ class Job:
         self.error: BaseException | None = None
         self.late: DeadlineExceeded | None = None
         self.woken = threading.Event()
+        self.begun = False
         self._on_late = on_late
 
     def is_late(self, error: DeadlineExceeded) -> None:
@@ -79,13 +80,18 @@ class Courier:
         else:
             log.warning("MPI was started without MPI_THREAD_MULTIPLE: save() will wait for the commit")
 
-    def post(self, job: Job) -> None:
-        """Queue a job. Not collective, but every rank must post the same jobs in the same order."""
-        if self._thread is not None:
-            self._queue.put(job)
-        else:
-            self._do(job)
-            self._advance()
+    @property
+    def post(self) -> Callable[[Job], None]:
+        """Queue a job. Not collective, but every rank must post the same jobs in the same order.
+
+        A job that is posted twice is done once. Where there is a thread, this gives a function that is written in C:
+        no exception of a signal handler can come in the middle of it.
+        """
+        return self._do_here if self._thread is None else self._queue.put
+
+    def _do_here(self, job: Job) -> None:
+        self._do(job)
+        self._advance()
 
     def call(self, work: Callable[[], Any]) -> Any:
         """Queue a job and wait for its result.
@@ -127,8 +133,8 @@ class Courier:
             except StopIteration:
                 self._aside = None
             except Exception as error:
-                log.exception("mlflash stops saving on rank %d: the courier failed", self._world.rank)
-                self._aside, self.broken = None, error
+                self._aside = None
+                self._fail(error)
 
     def stop(self, abandon: bool) -> None:
         """End the thread: after the jobs posted so far, or at once, in the middle of whatever it does."""
@@ -149,7 +155,7 @@ class Courier:
                 if self._world.abandoned.is_set():
                     return
                 self._advance()
-                self._world.answer_pings()
+                self._look_around()
                 continue
             if job is None:
                 return
@@ -157,7 +163,19 @@ class Courier:
             self._advance()
             del job  # while the courier waits for the next one, it must not keep a state alive
 
+    def _look_around(self) -> None:
+        """Answer who asks, while there is nothing to do."""
+        if self.broken is None:
+            try:
+                self._world.answer_pings()
+            except Exception as error:
+                self._fail(error)
+
     def _do(self, job: Job) -> None:
+        if job.begun:
+            return
+        job.begun = True
+
         def on_late(error: DeadlineExceeded) -> None:
             self.late = error
             job.is_late(error)
@@ -180,9 +198,21 @@ class Courier:
             job.error = error
             if self._thread is None and self.late is not None:
                 self.broken = error
-        except Exception as error:  # the courier's edge: stored here, raised where somebody waits
-            log.exception("mlflash stops saving on rank %d: the courier failed", self._world.rank)
-            self.broken = job.error = error
-        self._world.deadline = float("inf")
-        self.late = None
-        job.woken.set()
+        except RankFailed as error:  # it said so, and takes part in nothing any more
+            job.error = self.broken = Closed(str(error), ranks=[error.rank])
+            log.error("mlflash stops saving on rank %d: %s", self._world.rank, error)
+        except BaseException as error:  # the courier's edge: stored here, raised where somebody waits
+            job.error = error
+            self._fail(error)
+            if self._thread is None and not isinstance(error, Exception):
+                raise
+        finally:
+            self._world.deadline = float("inf")
+            self.late = None
+            job.woken.set()
+
+    def _fail(self, error: BaseException) -> None:
+        """Do nothing any more, and tell the other ranks, which need not wait: nobody knows where this one stopped."""
+        self.broken = error
+        log.error("mlflash stops saving on rank %d: the courier failed", self._world.rank, exc_info=error)
+        self._world.tell_failed(f"the courier of rank {self._world.rank} failed: {text_of(error)}")

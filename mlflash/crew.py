@@ -10,7 +10,7 @@ import collections
 import os
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import numpy as np
 
@@ -52,8 +52,10 @@ class Crew:
                     return
                 work()
 
-        helping = [self._pool.submit(some) for _ in range(min(self.threads, len(works)) - 1)]
+        helping: list[Future[None]] = []
         try:
+            for _ in range(min(self.threads, len(works)) - 1):  # where no thread can be started, others are at work
+                helping.append(self._pool.submit(some))
             some()
         finally:
             left.clear()

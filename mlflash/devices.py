@@ -8,7 +8,10 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .segment import Segment
 
 _PIECE_NBYTES = 8 << 20
 _LOOK_S = 2e-4  # how often the host looks whether a copy has ended: waiting inside of the driver has no deadline
@@ -26,10 +29,14 @@ class Transfer:
         device: of the tensors.
         targets: CPU tensors, where the copies go.
         values: tensors of the same dtypes and shapes.
+        segments: the files that the targets are in: each notes this as one of its writers.
     """
 
-    def __init__(self, device: Any, targets: Sequence[Any], values: Sequence[Any]):
+    def __init__(self, device: Any, targets: Sequence[Any], values: Sequence[Any], segments: Sequence[Segment] = ()):
         torch = sys.modules["torch"]
+        self._event: Any = None
+        for segment in segments:  # before the first copy begins, whatever exception comes in between
+            segment.writers.append(self)
         self._api, self._device = getattr(torch, device.type), device
         stream = _streams.get(device)
         if stream is None:
@@ -43,8 +50,14 @@ class Transfer:
                 self._values.append(value)
                 for into, part in _parts(target, value):
                     into.copy_(part, non_blocking=True)
-            self._event = self._api.Event()
-            self._event.record(stream)
+            event = self._api.Event()
+            event.record(stream)
+        self._event = event
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all copies are made. Not collective."""
+        return self._event is not None and bool(self._event.query())
 
     def hold_back(self) -> None:
         """Let what the caller's stream is given from now on come after the copies; the host does not wait.
@@ -56,7 +69,7 @@ class Transfer:
     def wait(self, timeout_s: float) -> bool:
         """Wait until the copies are made; False where they are not in time. Not collective."""
         end = time.monotonic() + timeout_s
-        while not self._event.query():
+        while not self.is_done:
             if time.monotonic() > end:
                 return False
             time.sleep(_LOOK_S)

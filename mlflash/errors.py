@@ -7,7 +7,7 @@ Every exception carries what is known of ``rank``, ``node``, ``step``, ``tensor`
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 __all__ = [
     "Closed",
@@ -71,6 +71,7 @@ class MlflashError(Exception):
         self.found = found
         self.ranks = tuple(ranks)
         self.nodes = tuple(nodes)
+        self.agreed = False  # whether all ranks raise it: no rank is in the middle of anything then
 
     def __str__(self) -> str:
         where = []
@@ -88,14 +89,40 @@ class MlflashError(Exception):
         return text
 
     def __reduce__(self) -> tuple[object, ...]:
-        # Exceptions travel between ranks so that all of them raise the same one.
-        return (_rebuild, (type(self), self.message, self.__dict__.copy()))
+        # Exceptions travel between ranks so that all of them raise the same one: as text, since what was expected
+        # and found may be anything, and as one of the classes of this module, since others may not be there.
+        kind = next(one.__name__ for one in type(self).__mro__ if one.__module__ == __name__)
+        return (_rebuild, (kind, self.message[:_SENT], {name: _sent(field) for name, field in self.__dict__.items()}))
 
 
-def _rebuild(kind: type[MlflashError], message: str, fields: dict[str, object]) -> MlflashError:
-    error = kind(message)
-    error.__dict__.update(fields)
-    return error
+_SENT = 10_000  # characters of a text that other ranks are told
+
+
+def text_of(error: object) -> str:
+    """Give what an exception, or anything else, says of itself, cut where it is long. It raises nothing itself."""
+    try:
+        text = repr(error)
+    except Exception:
+        text = f"<{type(error).__module__}.{type(error).__qualname__}, which cannot be shown>"
+    return text if len(text) <= _SENT else text[:_SENT] + "..."
+
+
+def _sent(field: object) -> object:
+    if field is None or type(field) in (bool, int, float):
+        return field
+    if type(field) is str:
+        return field[:_SENT]
+    if type(field) in (tuple, list):
+        return tuple(_sent(item) for item in cast("Sequence[object]", field))
+    if type(field) is dict:
+        return {_sent(key): _sent(item) for key, item in field.items()}
+    return text_of(field)
+
+
+def _rebuild(kind: str, message: str, fields: dict[str, object]) -> MlflashError:
+    made: MlflashError = globals()[kind](message)
+    made.__dict__.update(fields)
+    return made
 
 
 class ConfigError(MlflashError, ValueError):

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from .devices import Transfer
-from .errors import DeadlineExceeded, StateError
+from .errors import DeadlineExceeded, StateError, text_of
 from .points import reach
 from .spots import Spots
 from .state import Flat, Structure
@@ -66,6 +66,11 @@ class Later:
         if not self._pieces:
             self._made.set()
 
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing is written any more. Not collective."""
+        return self._made.is_set() and all(transfer.is_done for transfer in self._transfers)
+
     def help(self) -> None:
         """Make pieces until none is left to begin; others may still be making theirs. Not collective."""
         while True:
@@ -75,10 +80,13 @@ class Later:
                 return
             try:
                 piece()
-            except Exception as error:
-                self._fail(StateError(f"the state could not be copied: {error!r}"))
-            reach("lazy.piece")
-            self._count(1)
+                reach("lazy.piece")
+            except BaseException as error:
+                self._fail(StateError(f"the state could not be copied: {text_of(error)}"))
+                if not isinstance(error, Exception):  # of a signal handler, on the thread of training
+                    raise
+            finally:
+                self._count(1)
 
     def hold_back(self) -> None:
         """Let whatever the caller does from now on, or gives a device to do, come after the copies.
@@ -239,8 +247,10 @@ class Unchanging:
         else:
             owned = {_place(tensor) for optimizer in optimizers for tensor in _tensors_of(optimizer)}
             numbers = [n for n, value in enumerate(flat.values) if _is_lazy(value) and _place(value) in owned]
-        self._structure, self._optimizers, self._numbers = flat.structure, optimizers, frozenset(numbers)
+        self._structure = None  # an exception, as of a signal handler, may come in between
+        self._optimizers, self._numbers = optimizers, frozenset(numbers)
         self._places = {n: flat.values[n].data_ptr() for n in numbers}
+        self._structure = flat.structure
         return self._numbers
 
 

@@ -82,4 +82,6 @@ def raise_together(mpi: Any, comm: Any, error: MlflashError | None) -> Moves:
     rank, size = (0, 1) if comm is None else (comm.rank, comm.size)
     first = yield from agree(mpi, comm, np.array([size if error is None else rank], dtype=np.int64))
     if first[0] < size:
-        raise (yield from broadcast(comm, error, int(first[0])))
+        agreed: MlflashError = yield from broadcast(comm, error, int(first[0]))
+        agreed.agreed = True
+        raise agreed

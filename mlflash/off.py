@@ -104,8 +104,10 @@ class Courier(courier.Courier):
     def __init__(self) -> None:
         self.late = self.broken = None
 
-    def post(self, job: courier.Job) -> None:
+    @property
+    def post(self) -> Callable[[courier.Job], None]:
         """Leave it."""
+        return lambda job: None
 
     def call(self, work: Callable[[], Any]) -> Any:
         """Leave it: None is what there is to be had."""
@@ -179,7 +181,7 @@ class Saves(saves.Saves):
         """Nothing comes."""
         return Begun(step, thread, ())
 
-    def end_begun(self) -> None:
+    def end_begun(self, at_once: bool = False) -> None:
         """Nothing was begun."""
 
     def await_begun(self) -> None:

@@ -59,6 +59,7 @@ class Parts:
         restored_from: node whose memory held what this rank restored; "" before.
         restores: how many runs have restored the attempt that this one restored, itself included.
         counted: the attempt that this run was counted for.
+        left_at: the step of this rank at which the ranks were last found to save different ones; None: never.
     """
 
     config: Config
@@ -79,6 +80,7 @@ class Parts:
     unhealed: Slot | None = None
     restores: int = 0
     counted: Attempt | None = None
+    left_at: int | None = None
 
     @property
     def domains_by_kind(self) -> dict[str, list[str]]:
@@ -188,10 +190,10 @@ class Parts:
         if not self.world.agree([int(not any(needs_room(slot, nbytes) for slot, nbytes in demand))])[0]:
             self.make_room(demand, waiting, pairs)
 
-    def next_attempt(self) -> Attempt:
-        """Number the next attempt; every rank gets the same one. Not collective."""
-        self.generation += 1
-        return Attempt(self.run_id, self.generation)
+    def number_attempt(self, generation: int) -> Attempt:
+        """Number an attempt as the ranks have agreed. Not collective."""
+        self.generation = generation
+        return Attempt(self.run_id, generation)
 
     def free(self) -> None:
         """Free windows, communicators and threads. Collective over the world."""

@@ -91,7 +91,7 @@ def reshard(parts: Parts, old: Readable, state: Any) -> Resharded:
     world.raise_together(error)
     assert wanted is not None
     plan = Stage(parts.config.block_nbytes, parts.crew, parts.config.timeout_s).plan(wanted.flat)
-    taken = parts.shelf.take(0)
+    taken = parts.shelf.take(0, old)
     assert taken is not None, "both own slots hold something"
     slot, share = taken
     made = Resharded(slot, share, plan, wanted.flat)
@@ -125,8 +125,10 @@ def protect(parts: Parts, old: Readable, made: Resharded) -> None:
 
     Where it cannot be, that is a warning, and the old slots stay until a newer step is committed.
     """
-    save = commit.Save(Snapshot(old.step, lambda: None), parts.next_attempt())
+    save = commit.Save(Snapshot(old.step, lambda: None))
+    parts.shelf.hand_over([made.slot, made.share], save)
     save.slot, save.share, save.plan, save.segment = made.slot, made.share, made.plan, made.slot.segment
+    save.problem = None
     try:
         commit.run(save, parts)
         made.slot.record_restores(save.attempt, old.restores)

@@ -158,7 +158,7 @@ class Restores:
         return found is not None
 
     def _steps(self, alike: bool) -> list[int]:
-        self._saves.wait()
+        self._saves.settle()
         size = self._world.size
 
         def work() -> list[int]:
@@ -212,7 +212,7 @@ class Restores:
         bad: list[Listed] | None = None, checked: bool = True,
     ) -> Home | Elsewhere | Drained | None:  # fmt: skip
         start = self._began = time.perf_counter()
-        self._saves.wait()
+        self._saves.settle()
         self._drains.wait()
         self._saves.forget()
         found: Home | Elsewhere | Drained | None

@@ -1,15 +1,19 @@
 """The saves of this run: numbered, staged, posted to the courier, and watched until they end.
 
-Every call of `save` posts exactly one job, whatever goes wrong before: the queues of all ranks must match. A save of an
-adapter may be staged before its step is known; and it is begun before it is known whether it comes (`Begun`).
+Every call of `save` posts exactly one job, whatever goes wrong before: the queues of all ranks must match. An exception
+may come at any moment, as signal handlers raise some: a save has failed until it is staged, and is posted in a
+``finally``. A save of an adapter may be staged before its step is known; and it is begun before it is known whether it
+comes (`Begun`).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import logging
 import threading
 import time
 from collections.abc import Callable
+from typing import TypeVar
 
 import numpy as np
 
@@ -19,7 +23,7 @@ from .comm import check_torch_rank
 from .config import Config
 from .courier import Courier, Job
 from .drains import Drains
-from .errors import DeadlineExceeded, MlflashError, SaveFailed, StateError, StepOrderError
+from .errors import DeadlineExceeded, MlflashError, SaveFailed, StateError, StepOrderError, text_of
 from .flatten import Flattener
 from .lazy import Steps, Unchanging
 from .parts import Parts
@@ -28,6 +32,11 @@ from .slot import Slot
 from .snapshot import Snapshot
 from .stage import Plan, Stage, has_room
 from .state import Flat
+
+log = logging.getLogger("mlflash")
+
+T = TypeVar("T")
+_LEFT = "an exception came while it was staged, as of a signal handler"
 
 
 @dataclasses.dataclass(eq=False)
@@ -38,11 +47,13 @@ class Begun:
         step: of it.
         thread: works for it, and is through with it when it posts it, begins something else, or ends.
         aheads: what had been staged ahead when it was begun; nobody else comes for it any more.
+        came: whether its thread has come to save it, and will post it.
     """
 
     step: int
     thread: threading.Thread
     aheads: tuple[Ahead, ...]
+    came: bool = False
 
 
 class Saves:
@@ -65,6 +76,7 @@ class Saves:
         self._world, self._journal = parts.world, parts.journal
         self._pending: list[Snapshot] = []
         self._version = 0  # of what is shared
+        self._staging: commit.Save | None = None  # the newest one that the courier stages
         self._begun: list[Begun] = []
         self._begun_lock = threading.Lock()
         self.last_step: int | None = None
@@ -89,16 +101,22 @@ class Saves:
         self.last_step = step if self.last_step is None else max(step, self.last_step)
         return begun
 
-    def end_begun(self) -> None:
+    def end_begun(self, at_once: bool = False) -> None:
         """Post the failure of the saves whose thread is through with them: other ranks may have posted theirs.
 
         Not collective.
+
+        Args:
+            at_once: also of those whose thread is still on its way.
         """
         here = threading.current_thread()
         with self._begun_lock:
-            over = [b for b in self._begun if b.thread is here or not b.thread.is_alive()]
+            waiting = [begun for begun in self._begun if not begun.came]
+            over = [b for b in waiting if at_once or b.thread is here or not b.thread.is_alive()]
             self._begun = [begun for begun in self._begun if begun not in over]
         for begun in over:
+            if at_once:
+                log.warning("step %d is given up: the thread that began it does not come to save it", begun.step)
             for ahead in begun.aheads:
                 self.aheads.give_up(ahead)
             try:
@@ -109,24 +127,20 @@ class Saves:
     def await_begun(self) -> None:
         """Wait until this rank has posted the saves that were begun, or their failure. Not collective.
 
-        Raises:
-            DeadlineExceeded: the thread of one is still at it.
+        A save whose thread takes longer than the deadline fails: what comes next is posted after it in any case.
         """
         end = time.monotonic() + self._config.timeout_s
         self.end_begun()
         while self._begun:
-            if time.monotonic() > end:
-                raise DeadlineExceeded("a save of another thread was begun and has not come so far that it is posted",
-                                       rank=self._world.rank, step=self._begun[0].step)  # fmt: skip
             time.sleep(1e-3)
-            self.end_begun()
+            self.end_begun(at_once=time.monotonic() > end)
 
     def save_again(self, flat: Flat | Ahead | MlflashError, begun: Begun) -> Snapshot:
         """Save what was begun, which may be the newest one once more; see `Adapting.save_again`."""
         with self._begun_lock:
             if begun not in self._begun:
                 raise SaveFailed("it was given up before it came", rank=self._world.rank, step=begun.step)
-            self._begun.remove(begun)
+            begun.came = True
         for ahead in begun.aheads:
             if ahead is not flat:
                 self.aheads.give_up(ahead)
@@ -137,12 +151,17 @@ class Saves:
             if isinstance(flat, Ahead):
                 if not self.aheads.take(flat):
                     raise self._failure(save, "what was staged for it was given up")
+                self._parts.shelf.hand_over((flat.slot, flat.share), save)
                 save.slot, save.share, save.plan = flat.slot, flat.share, flat.plan
                 save.segment, save.checks = flat.segment, flat.checks
             else:
                 self._fill(save, flat)
 
-        return self._save(begun.step, fill, again=True)
+        try:
+            return self._save(begun.step, fill, again=True)
+        finally:  # not before it is posted: what training's thread posts must come after it
+            with self._begun_lock:
+                self._begun.remove(begun)
 
     def stage_ahead(self, flat: Flat) -> Ahead | None:
         """Stage a state whose step is not known yet; None where that needs other ranks. Not collective.
@@ -169,29 +188,30 @@ class Saves:
     def _save(self, step: int, fill: Callable[[commit.Save], None], again: bool = False) -> Snapshot:
         whole = isinstance(step, (int, np.integer)) and not isinstance(step, bool)
         snapshot = Snapshot(int(step) if whole else -1, lambda: self._courier.late)
-        save = commit.Save(snapshot, self._parts.next_attempt())
+        save = commit.Save(snapshot)
+        late, refused = lambda error: self._note_late(snapshot, error), lambda error: commit.refuse(save, error)
+        job, post = Job(lambda: self._bring_to_end(save), late, refused), self._courier.post
         mistake: BaseException | None = None
         try:
-            self._check_step(int(step) if whole else None, step, again)
-            fill(save)
-        except (StateError, StepOrderError) as error:
-            mistake = save.problem = error
-        except MlflashError as error:
-            save.problem = error
-        except BaseException as error:  # state_dict() of an object may raise anything; the others must not wait for us
-            mistake, save.problem = error, StateError(f"the state could not be read: {error!r}")
-        if save.problem is not None:
-            save.problem.rank, save.problem.node = self._world.rank, self._world.node_name
-            snapshot.end(save.problem)  # this rank need not hear from the others to know
-        late, refused = lambda error: self._note_late(snapshot, error), lambda error: commit.refuse(save, error)
-        self._journal.posting(snapshot.step)
-        self._courier.post(Job(lambda: self._bring_to_end(save), late, refused))
-        if save.stage is not None and not again:
-            save.staged.wait(self._config.timeout_s)
-            if not save.staged.is_set():  # the caller goes on and may change the state: this must not be committed
-                save.problem = self._failure(save, "no room was made in time")
+            try:
+                try:
+                    self._check_step(int(step) if whole else None, step, again)
+                    fill(save)
+                    save.problem = None  # from here on it may be committed, and not before
+                except BaseException as error:  # state_dict() of an object may raise anything: no rank must wait for us
+                    mistake = self._give_up(save, error)
+                self._journal.posting(snapshot.step)
+            finally:
+                post(job)  # written in C: no exception of a signal handler comes between
+            if save.stage is not None and not again and not save.staged.wait(self._config.timeout_s):
+                save.left = "no room was made in time"
+        except BaseException:
+            save.left = _LEFT
+            post(job)  # should it not have been: it is done once
+            raise
+        finally:
+            self._pending.append(snapshot)
         snapshot.reported = mistake is not None or again  # what waits for it tells all ranks
-        self._pending.append(snapshot)
         snapshot.stalled()
         if not again:  # that may be another thread than training's
             self._parts.pace.stalled(snapshot.stall_s)
@@ -199,18 +219,32 @@ class Saves:
         self._journal.saved(snapshot.step, snapshot.stall_s, snapshot.nbytes, snapshot.later is not None, staged)
         if mistake is not None:
             raise mistake
-        self._look_at_pending()
+        if not again:
+            self._look_at_pending()
         return snapshot
+
+    def _give_up(self, save: commit.Save, error: BaseException) -> BaseException | None:
+        """Note why a save is posted as a failure; returns what the caller has to hear now."""
+        problem = error if isinstance(error, MlflashError) else None
+        problem = problem or StateError(f"the state could not be read: {text_of(error)}")
+        problem.rank, problem.node = self._world.rank, self._world.node_name
+        save.problem = problem
+        save.snapshot.end(problem)  # this rank need not hear from the others to know
+        return error if error is not problem or isinstance(error, (StateError, StepOrderError)) else None
 
     def wait(self) -> None:
         """Wait until every save so far has ended or is late; see `Checkpointer.wait`."""
+        self.settle()
+        self._look_at_pending()
+
+    def settle(self) -> None:
+        """Wait as `wait` does, and raise nothing: what is collective begins with this, on all ranks. Not collective."""
         self.await_begun()
         for snapshot in self._pending:
             try:
                 snapshot.wait()
             except MlflashError:
-                pass  # a warning already, or raised below
-        self._look_at_pending()
+                pass  # a warning already, or raised by the next save, wait or close
 
     def _check_step(self, step: int | None, given: object, again: bool) -> None:
         least = 0 if self.last_step is None else self.last_step + (0 if again else 1)
@@ -225,21 +259,28 @@ class Saves:
         lazy = frozenset[int]() if until is None else self._unchanging.find(flat, until)
         settled = self._is_settled(flat)
         if settled:
-            save.plan = self.plan(flat)
-            save.snapshot.nbytes = save.plan.nbytes
+            self._lay_out(save, flat)
         if self._stuck:
             raise self._failure(save, "an earlier save is still waiting for other ranks")
+        if self._parts.shelf.is_device_stuck:
+            raise self._failure(save, "a device has not ended its copies for an earlier save")
+        if self._staging is not None and not self._staging.staged.wait(self._config.timeout_s):
+            raise self._failure(save, "an earlier save is still being staged")
         taken = self._take_slots(save)
         if taken is None:
             return
         reach("stage.begun")
         save.slot, save.share = taken
         if not settled:
-            save.unsettled, save.lay_out = flat, lambda: self.plan(flat)
+            save.unsettled, save.lay_out = flat, lambda: self._lay_out(save, flat)
         if save.plan is not None and has_room(save.plan, *taken):
             self._stage(save, flat, lazy)
         else:
-            save.stage = lambda: self._stage(save, flat)
+            save.stage, self._staging = lambda: self._stage(save, flat), save
+
+    def _lay_out(self, save: commit.Save, flat: Flat) -> None:
+        save.plan = self.plan(flat)
+        save.snapshot.nbytes = save.plan.nbytes
 
     def plan(self, flat: Flat) -> Plan:
         """Lay a state out, sharing what the ranks have agreed on. Not collective."""
@@ -250,9 +291,9 @@ class Saves:
 
     def prepare(self, state: object) -> None:
         """Make the slots for a state like this one; see `Checkpointer.prepare`."""
-        self.wait()
+        self.settle()
         flat = self._look_at(state)
-        planned = self.plan(flat)
+        planned = self._together(lambda: self.plan(flat))
         self.stage.replan()  # what is shared is settled once more by the first save
         size = planned.share_extents
         self.reserve(planned.layout.extents.nbytes, 0 if size is None else size.nbytes)
@@ -274,26 +315,35 @@ class Saves:
             demand += [(slot, sizes[owner]) for owner, pair in parts.shelf.inbox.items() for slot in pair]
             parts.make_room(demand)
 
-        self.wait()
+        self.settle()
         self._courier.call(work)
+
+    def _together(self, work: Callable[[], T]) -> T:
+        """Do something on this rank; what goes wrong on any is raised on all. Collective over comm."""
+        error: MlflashError | None = None
+        results: list[T] = []
+        try:
+            results.append(work())
+        except MlflashError as problem:
+            error = problem
+        except Exception as problem:  # state_dict() of an object may raise anything
+            error = StateError(f"the state could not be read: {text_of(problem)}")
+            error.__cause__ = problem
+        if error is not None:
+            error.rank, error.node = self._world.rank, self._world.node_name
+        self._courier.call(lambda: self._world.raise_together(error))
+        return results[0]
 
     def _look_at(self, state: object) -> Flat:
         """Take a state apart, if it is not leaves already, and find out what of it is shared. Collective over comm."""
-        error: MlflashError | None = None
-        flat: Flat | None = None
-        try:
-            flat = state if isinstance(state, Flat) else self._flattener.flatten(state)
-        except MlflashError as problem:
-            error = problem
+        flat = self._together(lambda: state if isinstance(state, Flat) else self._flattener.flatten(state))
 
         def work() -> None:
-            self._world.raise_together(error)
             self._parts.find_replicas(flat)
             if (replicas := self._parts.sharers) is not None:
                 replicas.settle(flat)
 
         self._courier.call(work)
-        assert flat is not None
         return flat
 
     def _is_settled(self, flat: Flat) -> bool:
@@ -316,12 +366,12 @@ class Saves:
 
     def _take_slots(self, save: commit.Save) -> tuple[Slot, Slot] | None:
         if self._config.when_busy == "skip":
-            taken = self._parts.shelf.take(0)
+            taken = self._parts.shelf.take(0, save)
             save.skip = taken is None
             return taken
         # While a heal fails, slots may be held back until it is done; the job of this save tries again.
         end = time.monotonic() + (self._config.timeout_s if self._parts.unhealed is None else 0.0)
-        while (taken := self._parts.shelf.take(0.05)) is None:
+        while (taken := self._parts.shelf.take(0.05, save)) is None:
             if self._stuck or time.monotonic() > end:
                 held = "both slots are still busy with earlier saves"
                 if self._parts.unhealed is not None:
@@ -339,17 +389,22 @@ class Saves:
     def _bring_to_end(self, save: commit.Save) -> None:
         start = time.perf_counter()
         try:
-            if self._parts.unhealed is not None:
-                restore.heal_or_remember(self._parts, self._parts.unhealed)
-            save.drains_idle, save.drain_asked = self._drains.idle, self._drains.asked
-            commit.run(save, self._parts, lambda: self._committed(save))
+            while True:
+                if self._parts.unhealed is not None:
+                    restore.heal_or_remember(self._parts, self._parts.unhealed)
+                save.drains_idle, save.drain_asked = self._drains.idle, self._drains.asked
+                try:
+                    commit.run(save, self._parts, lambda: self._committed(save))
+                    break
+                except commit.OneAhead:
+                    self._world.job_number += 1
             self._compare_replicas(save)
             self._journal.ended(save.snapshot.step, save.snapshot.skipped)
         except MlflashError as error:
             self._journal.failed(save.snapshot.step, error)
             raise
         except BaseException as error:
-            commit.refuse(save, self._failure(save, f"the courier failed: {error!r}"))
+            commit.refuse(save, self._failure(save, f"the courier failed: {text_of(error)}"))
             raise
         finally:
             self._journal.seconds["protect and commit"] += time.perf_counter() - start

@@ -14,6 +14,7 @@ import os
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import numpy as np
 
@@ -27,6 +28,17 @@ _PORTABLE = 1  # cudaHostRegisterPortable: for all devices of the process
 _PREFAULT_NBYTES = 64 << 20  # per system call, so that close() need not wait long
 
 
+class Writer(Protocol):
+    """Something that copies into a segment."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it writes nothing any more."""
+
+
+_never_unmapped: list[Segment] = []  # a device may write into these until the process ends
+
+
 class Segment:
     """A mapped slot file; made by :func:`create` or :func:`attach`.
 
@@ -34,6 +46,7 @@ class Segment:
         name: file name in the node's directory.
         view: its bytes, shape ``(nbytes,)``, uint8.
         ready: set once the pages are there.
+        writers: copies into it that a device or another thread may still be making.
     """
 
     def __init__(self, name: str, fd: int, nbytes: int, fresh: bool, private: bool = False):
@@ -41,6 +54,7 @@ class Segment:
         self.nbytes = nbytes
         self.inode = os.fstat(fd).st_ino  # not given to another file while this mapping is there
         self.ready = threading.Event()
+        self.writers: list[Writer] = []
         self._fresh = fresh
         self._lock = threading.Lock()
         self._asked_to_pin = self._pinned = False
@@ -75,9 +89,18 @@ class Segment:
             with contextlib.suppress(RuntimeError):
                 torch.zeros(1, device="cuda")
 
+    @property
+    def is_written_to(self) -> bool:
+        """Whether a device or another thread may still be copying into it. Not collective."""
+        self.writers = [writer for writer in self.writers if not writer.is_done]
+        return bool(self.writers)
+
     def close(self) -> None:
-        """Unmap; the file stays. May be called twice."""
+        """Unmap, unless something is still copying into it; the file stays. May be called twice."""
         self.ready.set()
+        if self.is_written_to:
+            _never_unmapped.append(self)
+            return
         with self._lock:
             if self._pinned:
                 sys.modules["torch"].cuda.cudart().cudaHostUnregister(self.view.ctypes.data)

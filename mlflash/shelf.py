@@ -49,6 +49,7 @@ class Shelf:
         self._spare: set[int] = set()  # files to delete once nothing can need them
         self._kept: set[int] = set()  # files to delete once a newer step is committed
         self._stale: set[int] = set()  # those among them that do not hold the attempt restored
+        self._quarantined: list[segment.Segment] = []  # files that a device has not ended its copies into
         self.changed = threading.Condition()  # notified when a slot becomes free
 
     def all(self) -> list[Slot]:
@@ -116,24 +117,62 @@ class Shelf:
             self._memory.remove(file_name(number))
             return Slot()
 
-    def take(self, wait_s: float) -> tuple[Slot, Slot] | None:
+    def take(self, wait_s: float, taker: object) -> tuple[Slot, Slot] | None:
         """Take an own slot and one for a share, for a save; None where both hold something or are busy for so long.
 
         Not collective.
+
+        Args:
+            wait_s: how long to wait for them, seconds.
+            taker: what they are taken for. `taken_by` finds them again, should an exception keep the caller from
+                ever noting what it took.
         """
         with self.changed:
             self.changed.wait_for(lambda: self._free_pair() is not None, wait_s)
             pair = self._free_pair()
             for slot in pair or ():
+                slot.taker = taker
                 slot.use = Use.BUSY
             return pair
+
+    def taken_by(self, taker: object) -> list[Slot]:
+        """The slots that are busy with something. Not collective."""
+        return [slot for slot in (*self.own, *self.shares) if slot.taker is taker and slot.use is Use.BUSY]
+
+    def hand_over(self, slots: Iterable[Slot], taker: object) -> None:
+        """Let slots that were taken be busy with something else. Not collective."""
+        for slot in slots:
+            slot.taker = taker
+
+    @property
+    def is_device_stuck(self) -> bool:
+        """Whether a device has not ended its copies into a slot of an earlier save. Not collective."""
+        with self.changed:
+            over = [one for one in self._quarantined if not one.is_written_to]
+            self._quarantined = [one for one in self._quarantined if one not in over]
+        for one in over:
+            one.close()
+        return bool(self._quarantined)
 
     def give_back(self, taken: Iterable[Slot]) -> None:
         """Free slots that were taken for a save that does not come. Not collective."""
         with self.changed:
             for slot in taken:
-                slot.use = Use.FREE
+                self._free(slot)
             self.changed.notify_all()
+
+    def _free(self, slot: Slot) -> None:
+        """Let saves write a slot again. What a device is still copying into stays the device's: the slot gets another
+        file with the next save.
+        """
+        stuck = slot.segment
+        if stuck is not None and stuck.is_written_to:
+            log.warning("a device has not ended its copies into %s: that file is given up", stuck.name)
+            self._quarantined.append(stuck)
+            self._memory.remove(stuck.name)
+            slot.segment, slot.header = None, None
+        slot.taker = None
+        slot.use = Use.FREE
 
     def _free_pair(self) -> tuple[Slot, Slot] | None:
         own, share = self.free_slot(self.own), self.free_slot(self.shares)
@@ -191,8 +230,10 @@ class Shelf:
         """
         with self.changed:
             for slot in [*taken, *(slot for pair in self.inbox.values() for slot in pair)]:
-                if slot.use is Use.BUSY:
-                    slot.use = Use.HOLDS if committed else Use.FREE
+                if slot.use is Use.BUSY and committed:
+                    slot.taker, slot.use = None, Use.HOLDS
+                elif slot.use is Use.BUSY:
+                    self._free(slot)
             for slot in self.all():
                 if committed and slot.use is Use.HOLDS and (slot.header is None or slot.header.attempt != attempt):
                     slot.use = Use.FREE

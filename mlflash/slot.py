@@ -43,6 +43,7 @@ class Slot:
         use: whether it may be written.
         header: what it holds, once sealed or adopted; None otherwise.
         drains: whether it is being drained: it is not to be written then, whatever its use.
+        taker: what it is busy with; see `Shelf.take`.
         lent: how many have views of it: it is not to be written then either.
     """
 
@@ -50,6 +51,7 @@ class Slot:
         self.segment = segment
         self.use = Use.FREE
         self.drains = False
+        self.taker: object = None
         self.lent = 0
         self.header: Header | None = None if segment is None else read_header(segment.view)
         self._decoded: tuple[Header, Manifest] | None = None

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
 
 from .errors import DeadlineExceeded, MlflashError, SaveFailed
 from .lazy import Later
+
+log = logging.getLogger("mlflash")
 
 _LOOK_S = 0.5  # how often a waiting snapshot looks whether the courier is held up
 
@@ -138,7 +141,10 @@ class Snapshot:
             self._woken.set()
             calls, self._callbacks = self._callbacks, []
         for call in calls:
-            call(self)
+            try:
+                call(self)
+            except BaseException:  # it is the user's: saving must go on, and no other rank would hear of it
+                log.exception("a callback of the snapshot of step %d failed", self.step)
 
     def stalled(self) -> None:
         """Note that ``save`` returns now."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import xxhash
@@ -28,6 +28,8 @@ from .slot import Slot
 from .spots import Spots
 from .state import Flat, Leaf, Structure, from_bytes, live_bytes
 from .ways import Way
+
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +65,24 @@ class Plan:
         return Extents(0, high - low, self.layout.extents.block_nbytes)
 
 
+def _whole_or_anew(method: Method) -> Method:
+    """Let a method that an exception has left in the middle be followed by one that trusts nothing cached.
+
+    An exception may come at any moment, as signal handlers raise some: between two things that belong together.
+    """
+
+    @functools.wraps(method)
+    def call(self: Stage, *args: Any, **options: Any) -> Any:
+        if self._in_the_middle:
+            self._start_over()
+        self._in_the_middle = True
+        result = method(self, *args, **options)
+        self._in_the_middle = False
+        return result
+
+    return cast("Method", call)
+
+
 class Stage:
     """Copies states of (mostly) one structure into slots.
 
@@ -74,6 +94,10 @@ class Stage:
 
     def __init__(self, block_nbytes: int, crew: Crew, timeout_s: float):
         self._block_nbytes, self._crew, self._timeout_s = block_nbytes, crew, timeout_s
+        self._start_over()
+
+    def _start_over(self) -> None:
+        self._in_the_middle = False
         self._structure: Structure | None = None
         self._tree: Any = None
         self._layout: Layout | None = None
@@ -88,6 +112,7 @@ class Stage:
             return False
         return its is mine or (its.entries, its.ties) == (mine.entries, mine.ties)
 
+    @_whole_or_anew
     def plan(self, flat: Flat, sharing: Sharing | None = None, is_shared: Callable[[Leaf], bool] | None = None) -> Plan:
         """Lay a state out, or find that it is laid out like the one before. Not collective.
 
@@ -129,6 +154,7 @@ class Stage:
         whole = manifest.join(self._entries, self._tree_bytes, flat.plain, shared)
         return Plan(layout, whole, flat.structure.private, sharing, self._pieces)
 
+    @_whole_or_anew
     def copy(
         self, flat: Flat, planned: Plan, slot: Slot, share: Slot | None = None, lazy: frozenset[int] = frozenset()
     ) -> tuple[dict[Piece, int], Later]:
@@ -176,7 +202,10 @@ class Stage:
         spots.note()
         reach("stage.copied")
         tensors = ((flat.structure.entries[n].name, flat.values[n]) for n in lazy)
-        return checks, Later(later, transfers, tensors, self._timeout_s, spots)
+        copies = Later(later, transfers, tensors, self._timeout_s, spots)
+        for segment in way.segments:
+            segment.writers.append(copies)
+        return checks, copies
 
     def _way(self, planned: Plan, slot: Slot, share: Slot | None, flat: Flat) -> Way:
         """Where each leaf that goes anywhere as a whole goes, and how."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -52,7 +52,6 @@ class Way:
         """
         if flat.structure is self._structure and lazy == self._lazy:
             return
-        self._structure, self._lazy = flat.structure, lazy
         self._at_once, self._later = _Kinds(), _Kinds()
         for number, (value, target) in enumerate(zip(flat.values, self._targets, strict=True)):
             if target is not None:
@@ -60,6 +59,7 @@ class Way:
         if self._at_once.on_devices or self._later.on_devices:
             for segment in self.segments:
                 segment.pin()
+        self._structure, self._lazy = flat.structure, lazy
 
     def copy(self, values: list[Any]) -> None:
         """Copy what is copied at once; returns when that may be changed again.
@@ -68,7 +68,7 @@ class Way:
             SaveFailed: a device takes too long.
         """
         kinds = self._at_once
-        transfers = kinds.transfers(values, {})
+        transfers = kinds.transfers(values, {}, self.segments)
         for number, target in kinds.arrays:
             np.copyto(target, values[number])
         works: list[Work] = []
@@ -105,7 +105,7 @@ class Way:
         for device, (targets, numbers) in self._later.on_devices.items():
             names, its = [self.layout.entries[n].name for n in numbers], [values[n] for n in numbers]
             noted[device] = spots.note_on(device, names, its, [as_bytes(target) for target in targets])
-        return pieces, self._later.transfers(values, noted)
+        return pieces, self._later.transfers(values, noted, self.segments)
 
 
 class _Kinds:
@@ -139,12 +139,15 @@ class _Kinds:
             targets.append(target)
             numbers.append(number)
 
-    def transfers(self, values: list[Any], more: Mapping[Any, tuple[Any, Any]]) -> list[Transfer]:
+    def transfers(
+        self, values: list[Any], more: Mapping[Any, tuple[Any, Any]], segments: Sequence[Segment]
+    ) -> list[Transfer]:
         """Let devices begin their copies.
 
         Args:
             values: the leaves.
             more: a further target and value, by device.
+            segments: the files they go to.
         """
         found = []
         for device, (targets, numbers) in self.on_devices.items():
@@ -152,7 +155,7 @@ class _Kinds:
             if device in more:
                 target, value = more[device]
                 targets, its = [*targets, target], [*its, value]
-            found.append(Transfer(device, targets, its))
+            found.append(Transfer(device, targets, its, segments))
         return found
 
 

@@ -25,7 +25,7 @@ import numpy as np
 
 from ..aside import Aside, in_thread
 from ..comm import World
-from ..errors import DeadlineExceeded, DrainFailed, MlflashError
+from ..errors import DeadlineExceeded, DrainFailed, MlflashError, text_of
 from ..moves import Moves, side_by_side
 from ..points import reach
 from ..skeleton import Skeleton
@@ -160,9 +160,9 @@ def run(drain: Drain, cargo: Cargo, world: World, aside: Aside, store: Store, te
 
 
 def _run(drain: Drain, cargo: Cargo, world: World, aside: Aside, store: Store, terms: Terms, clean: bool) -> Moves:
-    on_its_way = _OnItsWay(drain, cargo, world, aside, store, terms)
     error: MlflashError | None = None
     try:
+        on_its_way = _OnItsWay(drain, cargo, world, aside, store, terms)
         try:
             yield from on_its_way.run(clean)
         except MlflashError as problem:  # the same on all ranks
@@ -170,7 +170,7 @@ def _run(drain: Drain, cargo: Cargo, world: World, aside: Aside, store: Store, t
             yield from on_its_way.undo()
     except Exception as problem:  # the courier must go on
         log.exception("the drain of step %d failed on rank %d", drain.step, world.rank)
-        error = DrainFailed(f"the drain failed: {problem!r}", rank=world.rank, step=drain.step)
+        error = DrainFailed(f"the drain failed: {text_of(problem)}", rank=world.rank, step=drain.step)
     if error is None and world.rank == 0:
         log.info("step %d was drained to %s", drain.step, drain.path)
     elif error is not None and world.rank in (0, error.rank):
@@ -182,10 +182,11 @@ def _run(drain: Drain, cargo: Cargo, world: World, aside: Aside, store: Store, t
 class _OnItsWay:
     """The state of one drain on one rank."""
 
+    form: Form  # known once it is looked at
+
     def __init__(self, drain: Drain, cargo: Cargo, world: World, aside: Aside, store: Store, terms: Terms):
         self.drain, self.cargo, self.world, self.aside = drain, cargo, world, aside
         self.store, self.inside, self.terms = store, store, terms
-        self.form = _form(terms)
         self.written: list[str] = []
         self.commits: list[str] = []  # those among them that say that the checkpoint is whole
         self.receipts: list[tuple[Stored, Receipt]] = []
@@ -254,6 +255,7 @@ class _OnItsWay:
         return result
 
     def _look(self, clean: bool) -> tuple[Look, str]:
+        self.form = _form(self.terms)  # here, as it imports a library: where that fails on one rank, all hear of it
         if self.world.rank:
             return look(self.cargo), ""
         if clean:  # at the first drain of a run the directory may have to be made; later it must still be there
