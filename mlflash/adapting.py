@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from .aheads import Ahead
+from .begun import Begun
 from .comm import World
 from .courier import Courier
 from .drains import Drains
@@ -14,7 +15,7 @@ from .errors import MlflashError, StateError, StepOrderError
 from .opened import Readable
 from .parcels import Parcel
 from .restores import Restores
-from .saves import Begun, Saves
+from .saves import Saves
 from .snapshot import Snapshot
 from .state import Flat
 
@@ -133,7 +134,7 @@ class Adapting:
         Not collective. All that is collective does so by itself.
         """
         self._check_open()
-        self._saves.end_begun()
+        self._saves.begun.end()
 
     def save_again(self, state: Flat | Ahead | MlflashError, begun: Begun) -> Snapshot:
         """Save leaves that an adapter made, as :meth:`.Checkpointer.save` does, as the step that was begun.

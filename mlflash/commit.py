@@ -252,8 +252,10 @@ def _protect(save: Save, parts: Parts) -> None:
     parts.journal.protected(save.snapshot.step, time.perf_counter() - start, save.plan.layout.extents.nbytes, peers)
     reach("protect.sealed")
     if save.problem is None and not whole:
-        save.problem = SaveFailed("its redundancy did not arrive whole", rank=world.rank, node=world.node_name,
-                                  step=save.snapshot.step)  # fmt: skip
+        save.problem = SaveFailed("its redundancy did not arrive whole")
+        save.problem.follows = True
+    if save.problem is not None:
+        save.problem.rank, save.problem.node = world.rank, world.node_name
     world.raise_together(save.problem)
     reach("commit.agreed")
     save.slot.record_commit(save.attempt, save.snapshot.step)

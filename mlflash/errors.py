@@ -72,6 +72,7 @@ class MlflashError(Exception):
         self.ranks = tuple(ranks)
         self.nodes = tuple(nodes)
         self.agreed = False  # whether all ranks raise it: no rank is in the middle of anything then
+        self.follows = False  # whether it may only be what follows from an error on another rank
 
     def __str__(self) -> str:
         where = []

@@ -78,10 +78,11 @@ def broadcast(comm: Any, value: Any, root: int) -> Moves:
 
 
 def raise_together(mpi: Any, comm: Any, error: MlflashError | None) -> Moves:
-    """Raise on every rank what went wrong on any: that of the lowest rank that brought one."""
+    """Raise on every rank what went wrong on any: a cause before its consequences, and that of the lowest rank."""
     rank, size = (0, 1) if comm is None else (comm.rank, comm.size)
-    first = yield from agree(mpi, comm, np.array([size if error is None else rank], dtype=np.int64))
-    if first[0] < size:
-        agreed: MlflashError = yield from broadcast(comm, error, int(first[0]))
+    mine = [rank if error is not None and not error.follows else size, rank if error is not None else size]
+    cause, first = yield from agree(mpi, comm, np.array(mine, dtype=np.int64))
+    if first < size:
+        agreed: MlflashError = yield from broadcast(comm, error, int(cause if cause < size else first))
         agreed.agreed = True
         raise agreed

@@ -18,12 +18,12 @@ import numpy as np
 
 from . import adapting, config, courier, drains, report, restores, saves
 from .aheads import Ahead
+from .begun import Begun
 from .draining.catalog import Listed
 from .draining.drain import Drain
 from .errors import MlflashError
 from .opened import Readable
 from .parcels import Parcel
-from .saves import Begun
 from .snapshot import Snapshot
 from .state import Flat
 from .store import Store
@@ -181,12 +181,6 @@ class Saves(saves.Saves):
         """Nothing comes."""
         return Begun(step, thread, ())
 
-    def end_begun(self, at_once: bool = False) -> None:
-        """Nothing was begun."""
-
-    def await_begun(self) -> None:
-        """Nothing was begun."""
-
     def save_again(self, flat: Flat | Ahead | MlflashError, begun: Begun) -> Snapshot:
         """Leave it."""
         return not_saved(begun.step)
@@ -202,6 +196,9 @@ class Saves(saves.Saves):
         """Nothing is on its way."""
 
     def wait(self) -> None:
+        """Nothing is on its way."""
+
+    def settle(self) -> None:
         """Nothing is on its way."""
 
     def plan(self, flat: Flat) -> Any:

@@ -202,7 +202,9 @@ class Replicas:
         if low == -high and able:
             return None
         if not able:
-            return SaveFailed("a rank that shares state with this one could not save it", step=step)
+            failed = SaveFailed("a rank that shares state with this one could not save it", step=step)
+            failed.follows = True
+            return failed
         _, others = self._sort_out(mine)
         self.version += bool(others.keys() & self._agreed)
         self._agreed -= others.keys()

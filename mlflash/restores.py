@@ -56,7 +56,7 @@ class Restores:
 
     def restore(self, state: Any, step: int | None, source: str | None = None) -> int | None:
         """Fill a state in place; see `Checkpointer.restore`."""
-        self._saves.await_begun()
+        self._saves.begun.wait()
         placed = flatten_or_none(state) if "torch.distributed.tensor" in sys.modules else None
         self._courier.call(lambda: self._parts.find_replicas(placed))
         bad: list[Listed] = []

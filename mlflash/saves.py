@@ -8,7 +8,6 @@ comes (`Begun`).
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import threading
 import time
@@ -19,6 +18,7 @@ import numpy as np
 
 from . import commit, restore
 from .aheads import Ahead, Aheads
+from .begun import Begins, Begun
 from .comm import check_torch_rank
 from .config import Config
 from .courier import Courier, Job
@@ -39,23 +39,6 @@ T = TypeVar("T")
 _LEFT = "an exception came while it was staged, as of a signal handler"
 
 
-@dataclasses.dataclass(eq=False)
-class Begun:
-    """A save that was begun on all ranks, and that this rank posts, or fails to come to.
-
-    Attributes:
-        step: of it.
-        thread: works for it, and is through with it when it posts it, begins something else, or ends.
-        aheads: what had been staged ahead when it was begun; nobody else comes for it any more.
-        came: whether its thread has come to save it, and will post it.
-    """
-
-    step: int
-    thread: threading.Thread
-    aheads: tuple[Ahead, ...]
-    came: bool = False
-
-
 class Saves:
     """Makes snapshots of states and keeps those that have not ended.
 
@@ -69,6 +52,7 @@ class Saves:
         last_step: the newest step saved or restored; the next one must be larger.
         stage: copies states into slots.
         aheads: states that were staged before their step was known.
+        begun: saves of which it is not known yet whether they come.
     """
 
     def __init__(self, config: Config, parts: Parts, courier: Courier, drains: Drains):
@@ -77,8 +61,7 @@ class Saves:
         self._pending: list[Snapshot] = []
         self._version = 0  # of what is shared
         self._staging: commit.Save | None = None  # the newest one that the courier stages
-        self._begun: list[Begun] = []
-        self._begun_lock = threading.Lock()
+        self.begun = Begins(self._post_failure, config.timeout_s)
         self.last_step: int | None = None
         self._flattener = Flattener()
         self._unchanging, self._steps = Unchanging(), Steps()
@@ -89,61 +72,27 @@ class Saves:
 
     def save(self, step: int, state: object, until: object = None) -> Snapshot:
         """Stage a state and post the rest; see `Checkpointer.save`."""
-        self.await_begun()
+        self.begun.wait()
         return self._save(step, lambda save: self._fill(save, self._flattener.flatten(state), until))
 
     def begin(self, step: int, thread: threading.Thread) -> Begun:
         """Say that a save comes; see `Adapting.begin`."""
-        self.end_begun()
-        begun = Begun(step, thread, self.aheads.all)
-        with self._begun_lock:
-            self._begun.append(begun)
+        self.begun.end()
+        begun = self.begun.add(step, thread, self.aheads.all)
         self.last_step = step if self.last_step is None else max(step, self.last_step)
         return begun
 
-    def end_begun(self, at_once: bool = False) -> None:
-        """Post the failure of the saves whose thread is through with them: other ranks may have posted theirs.
-
-        Not collective.
-
-        Args:
-            at_once: also of those whose thread is still on its way.
-        """
-        here = threading.current_thread()
-        with self._begun_lock:
-            waiting = [begun for begun in self._begun if not begun.came]
-            over = [b for b in waiting if at_once or b.thread is here or not b.thread.is_alive()]
-            self._begun = [begun for begun in self._begun if begun not in over]
-        for begun in over:
-            if at_once:
-                log.warning("step %d is given up: the thread that began it does not come to save it", begun.step)
-            for ahead in begun.aheads:
-                self.aheads.give_up(ahead)
-            try:
-                self._save(begun.step, _fail, again=True)
-            except MlflashError:
-                pass  # it says that of the step, too
-
-    def await_begun(self) -> None:
-        """Wait until this rank has posted the saves that were begun, or their failure. Not collective.
-
-        A save whose thread takes longer than the deadline fails: what comes next is posted after it in any case.
-        """
-        end = time.monotonic() + self._config.timeout_s
-        self.end_begun()
-        while self._begun:
-            time.sleep(1e-3)
-            self.end_begun(at_once=time.monotonic() > end)
+    def _post_failure(self, begun: Begun) -> None:
+        """Post the failure of a save that does not come: other ranks may have posted theirs. Not collective."""
+        for ahead in begun.aheads:
+            self.aheads.give_up(ahead)
+        try:
+            self._save(begun.step, _fail, again=True)
+        except MlflashError:
+            pass  # it says that of the step, too
 
     def save_again(self, flat: Flat | Ahead | MlflashError, begun: Begun) -> Snapshot:
         """Save what was begun, which may be the newest one once more; see `Adapting.save_again`."""
-        with self._begun_lock:
-            if begun not in self._begun:
-                raise SaveFailed("it was given up before it came", rank=self._world.rank, step=begun.step)
-            begun.came = True
-        for ahead in begun.aheads:
-            if ahead is not flat:
-                self.aheads.give_up(ahead)
 
         def fill(save: commit.Save) -> None:
             if isinstance(flat, MlflashError):
@@ -157,11 +106,11 @@ class Saves:
             else:
                 self._fill(save, flat)
 
-        try:
+        with self.begun.coming(begun):
+            for ahead in begun.aheads:
+                if ahead is not flat:
+                    self.aheads.give_up(ahead)
             return self._save(begun.step, fill, again=True)
-        finally:  # not before it is posted: what training's thread posts must come after it
-            with self._begun_lock:
-                self._begun.remove(begun)
 
     def stage_ahead(self, flat: Flat) -> Ahead | None:
         """Stage a state whose step is not known yet; None where that needs other ranks. Not collective.
@@ -239,7 +188,7 @@ class Saves:
 
     def settle(self) -> None:
         """Wait as `wait` does, and raise nothing: what is collective begins with this, on all ranks. Not collective."""
-        self.await_begun()
+        self.begun.wait()
         for snapshot in self._pending:
             try:
                 snapshot.wait()
@@ -321,17 +270,23 @@ class Saves:
     def _together(self, work: Callable[[], T]) -> T:
         """Do something on this rank; what goes wrong on any is raised on all. Collective over comm."""
         error: MlflashError | None = None
+        left: BaseException | None = None
         results: list[T] = []
         try:
             results.append(work())
         except MlflashError as problem:
             error = problem
-        except Exception as problem:  # state_dict() of an object may raise anything
+        except BaseException as problem:  # state_dict() of an object may raise anything
+            left = None if isinstance(problem, Exception) else problem
             error = StateError(f"the state could not be read: {text_of(problem)}")
             error.__cause__ = problem
         if error is not None:
             error.rank, error.node = self._world.rank, self._world.node_name
-        self._courier.call(lambda: self._world.raise_together(error))
+        try:
+            self._courier.call(lambda: self._world.raise_together(error))
+        finally:
+            if left is not None:
+                raise left
         return results[0]
 
     def _look_at(self, state: object) -> Flat:

@@ -26,11 +26,11 @@ from torch.futures import Future
 
 from mlflash import Checkpointer
 from mlflash.aheads import Ahead
+from mlflash.begun import Begun
 from mlflash.errors import MlflashError, SaveFailed, StateError
 from mlflash.exports.dcp_files import pickled
 from mlflash.exports.planned import Key
 from mlflash.off import turned_off
-from mlflash.saves import Begun
 from mlflash.state import Flat
 
 from .ids import names_a_step, step_of

@@ -23,7 +23,7 @@ ORDER = [
     "sharing", "erasure", "stripes", "limits", "node_memory", "pulse", "events", "metrics", "journal",
     "inventory", "crew", "huge_pages", "segment",
     "slot", "parity_file", "moves", "comm", "board", "window", "pace", "transfer", "aside", "exchange", "devices",
-    "spots", "lazy", "ways", "stage", "shelf", "aheads", "copies", "parity", "protect", "replicas", "parts",
+    "spots", "lazy", "ways", "stage", "shelf", "aheads", "begun", "copies", "parity", "protect", "replicas", "parts",
     "snapshot", "commit", "repair", "fetch", "reunion", "shards", "parcels", "opened", "reshard", "restore",
     "courier", "drains", "scavenge", "saves", "restores", "rng", "report", "adapting", "off", "at_exit", "checkpointer",
     "__init__", "cli", "__main__",
