@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from mlflash import errors, manifest
+from mlflash import dtypes, errors, manifest
 from mlflash.crew import ALONE
 from mlflash.flatten import flatten
 from mlflash.layout import Extents
@@ -103,10 +103,10 @@ def test_any_nested_state_round_trips(state: Any) -> None:
         memory.close()
 
 
-@pytest.mark.parametrize("dtype", sorted(manifest.TORCH_ITEM_NBYTES))
+@pytest.mark.parametrize("dtype", sorted(dtypes.TORCH_ITEM_NBYTES))
 def test_every_torch_dtype_round_trips(store: Store, dtype: str) -> None:
     kind = getattr(torch, dtype)
-    raw = torch.arange(24 * manifest.TORCH_ITEM_NBYTES[dtype], dtype=torch.uint8)
+    raw = torch.arange(24 * dtypes.TORCH_ITEM_NBYTES[dtype], dtype=torch.uint8)
     tensor = raw.view(kind).reshape(2, 3, 4) if dtype != "bool" else (raw % 2).view(kind).reshape(2, 3, 4)
     state = {"whole": tensor, "none of it": tensor[:0], "one": tensor[1, 1, 1]}
     store.write(state)
@@ -118,10 +118,10 @@ def test_every_torch_dtype_round_trips(store: Store, dtype: str) -> None:
 
 
 def test_no_torch_dtype_is_forgotten() -> None:
-    dtypes = {str(v).removeprefix("torch.") for v in vars(torch).values() if isinstance(v, torch.dtype)}
+    found = {str(v).removeprefix("torch.") for v in vars(torch).values() if isinstance(v, torch.dtype)}
     quantized = {"qint8", "quint8", "qint32", "quint4x2", "quint2x4"}
     sub_byte = {f"{s}int{n}" for s in ("", "u") for n in range(1, 8)}
-    assert dtypes - quantized - sub_byte == set(manifest.TORCH_ITEM_NBYTES)
+    assert found - quantized - sub_byte == set(dtypes.TORCH_ITEM_NBYTES)
 
 
 def test_tensors_of_any_strides_and_bits(store: Store) -> None:
