@@ -44,8 +44,8 @@ def _text(raw: bytes) -> str:
 
 def _encode_scalar(value: Any, path: str) -> list[Any]:
     name = array_dtype_name(value.dtype, path)
-    # NumPy takes zeros at the end of a text for padding.
-    raw = str(value).encode(_UTF_32, "surrogatepass") if isinstance(value, np.str_) else value.tobytes()
+    # NumPy takes zeros at the end of a text for padding, also in str() of it.
+    raw = value.encode(_UTF_32, "surrogatepass") if isinstance(value, np.str_) else value.tobytes()
     return [name, _text(raw)]
 
 

@@ -133,7 +133,7 @@ def tensor_entry(torch: Any, tensor: Any, path: str) -> tuple[Any, Entry, tuple[
         return _tensor_entry(torch, tensor, path)
     except StateError:
         raise
-    except (RuntimeError, TypeError, ValueError, AttributeError) as error:  # such as of an uninitialized parameter
+    except (RuntimeError, TypeError, ValueError, AttributeError) as error:  # such as of nested ones
         raise StateError(f"this tensor cannot be read: {error}", tensor=path, found=_class_name(tensor)) from None
 
 
@@ -175,6 +175,10 @@ def as_plain_tensor(torch: Any, tensor: Any, path: str) -> Any:
         hint = ", ".join(f"its {name}" for name in inner) or "the tensors that it is made of"
         raise StateError(f"a tensor that wraps others cannot be saved as one: save {hint}", tensor=path,
                          found=_class_name(tensor))  # fmt: skip
+    if torch.nn.parameter.is_lazy(tensor):
+        raise StateError(
+            "a parameter that is not initialized has no values yet", tensor=path, found=_class_name(tensor)
+        )
     with torch._C.DisableTorchFunctionSubclass():  # what a class makes of operations is not what it holds
         tensor = tensor.detach()
         return tensor if type(tensor) is torch.Tensor else tensor.as_subclass(torch.Tensor)
@@ -308,6 +312,8 @@ def live_bytes(value: Any, start: int = 0, end: int | None = None, kept: bool = 
     import torch
 
     value = as_bits(value.detach().resolve_conj().resolve_neg()).contiguous()
+    if not value.numel():  # its strides may be any
+        return np.empty(0, dtype=np.uint8)
     flat = value.reshape(-1).view(torch.uint8)[start:end]
     return kept_bytes(flat) if kept and flat.device.type == "cpu" else as_bytes(flat.cpu())
 

@@ -12,44 +12,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from stored import Store
 
-from mlflash import dtypes, errors, manifest
-from mlflash.crew import ALONE
+from mlflash import dtypes, errors
 from mlflash.flatten import flatten
-from mlflash.layout import Extents
-from mlflash.rebuild import compare, fill, materialize
-from mlflash.segment import create
-from mlflash.slot import Slot
-from mlflash.stage import Stage
-
-
-class Store:
-    """A slot in a private directory, written by Stage and read back through the manifest."""
-
-    def __init__(self, memory: Any):
-        self.memory = memory
-        self.stage = Stage(4096, ALONE, 10.0)
-
-    def write(self, state: Any) -> None:
-        flat = flatten(state)
-        plan = self.stage.plan(flat)
-        self.slot = Slot(create(self.memory, plan.layout.extents.nbytes))
-        self.slot.segment.prefault()
-        self.stage.copy(flat, plan, self.slot)
-        self.extents: Extents = plan.layout.extents
-        body = self.slot.view[4096 : 4096 + len(plan.manifest)].tobytes()
-        self.manifest = manifest.decode(body, self.extents.payload_nbytes)
-
-    def read(self, entry: Any) -> np.ndarray:
-        payload = self.slot.payload(self.extents)
-        return payload[entry.start : entry.start + entry.nbytes]
-
-    def load(self) -> Any:
-        return materialize(self.manifest.tree, self.manifest.entries, self.manifest.plain, self.read)
-
-    def fill(self, state: Any) -> None:
-        assert compare(state, self.manifest.tree, self.manifest.entries) == []
-        fill(state, self.manifest.tree, self.manifest.entries, self.manifest.plain, self.read)
+from mlflash.rebuild import compare
 
 
 @pytest.fixture
