@@ -319,9 +319,17 @@ def live_bytes(value: Any, start: int = 0, end: int | None = None, kept: bool = 
 
 
 def as_bits(tensor: Any) -> Any:
-    """View a bool tensor as bytes: torch makes 1 of each other byte that is not 0 when it copies it."""
-    torch = sys.modules["torch"]
-    return tensor.view(torch.uint8) if tensor.dtype is torch.bool else tensor
+    """View a tensor as bytes where torch does not copy its dtype as it is.
+
+    Of each byte of a bool that is not 0 it makes 1, and some of the small floats it copies in no strides but C's.
+    """
+    return tensor.view(sys.modules["torch"].uint8) if is_copied_as_bytes(tensor.dtype) else tensor
+
+
+@functools.cache
+def is_copied_as_bytes(dtype: Any) -> bool:
+    """Whether a dtype is such a one."""
+    return dtype.itemsize == 1 and torch_dtype_name(dtype, "") not in ("int8", "uint8")
 
 
 def from_bytes(entry: Entry, raw: np.ndarray) -> Any:

@@ -21,7 +21,7 @@ from .layout import Layout
 from .lazy import LARGE_NBYTES, Work
 from .segment import Segment
 from .spots import Spots
-from .state import Flat, Structure, as_bits, as_bytes, from_bytes, kept_bytes, live_bytes
+from .state import Flat, Structure, as_bits, as_bytes, from_bytes, is_copied_as_bytes, kept_bytes, live_bytes
 
 _PIECE_NBYTES = 8 << 20  # what training waits for at most, where the courier is in the middle of a piece
 
@@ -83,7 +83,7 @@ class Way:
         self._crew.run(works)
         for dtype, (targets, numbers) in kinds.small.items():
             its = [values[n] for n in numbers]
-            _copy_together(targets, list(map(as_bits, its)) if str(dtype) == "torch.bool" else its)
+            _copy_together(targets, list(map(as_bits, its)) if is_copied_as_bytes(dtype) else its)
         for transfer in transfers:
             if not transfer.wait(self._timeout_s):
                 raise SaveFailed(f"a device had not made its copies after {self._timeout_s:g} s")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import functools
 import os
+import random
 import tempfile
 import warnings
 from typing import Any
@@ -126,9 +127,8 @@ class Built:
         return self._plain(path, value)
 
     def _dict(self, path: str, kind: str, items: Any) -> Any:
-        made = {"dict": dict, "ordered": collections.OrderedDict, "default": lambda: collections.defaultdict(list)}[
-            kind
-        ]()
+        kinds = {"ordered": collections.OrderedDict, "default": functools.partial(collections.defaultdict, list)}
+        made = kinds.get(kind, dict)()
         for key, sub in items:
             try:
                 if key in made:
@@ -163,8 +163,7 @@ class Built:
     def _tie(self, path: str, number: int) -> Any:
         if not self._leaves:
             return None
-        leaf = self._leaves[number % len(self._leaves)]
-        return leaf
+        return self._leaves[number % len(self._leaves)]
 
     def _keep(self, leaf: Any) -> Any:
         self._leaves.append(leaf)
@@ -312,9 +311,12 @@ def _is_found(key: Any) -> bool:
 _TEXTS = st.one_of(st.text(max_size=6), st.text(st.characters(categories=("Cs", "Lu")), max_size=3))
 _PLAIN = st.one_of(
     st.none(), st.booleans(), st.integers(), st.integers(min_value=-(1 << 200), max_value=1 << 200), st.floats(),
-    st.complex_numbers(), _TEXTS, st.binary(max_size=9), st.builds(np.str_, _TEXTS), st.builds(np.bytes_, st.binary(max_size=5)),
-    st.sampled_from([0.0, -0.0, 1, 1.0, True, np.int64(1), np.float64(1), np.bool_(True), np.datetime64("NaT"),
-                     complex(-0.0, 0.0), complex(float("inf"), float("nan")), np.str_("a\0"), np.bytes_(b"\0"), np.void(b"")]),
+    st.complex_numbers(), _TEXTS, st.binary(max_size=9), st.builds(np.str_, _TEXTS),
+    st.builds(np.bytes_, st.binary(max_size=5)),
+    st.sampled_from([
+        0.0, -0.0, 1, 1.0, True, np.int64(1), np.float64(1), np.bool_(True), np.datetime64("NaT"), complex(-0.0, 0.0),
+        complex(float("inf"), float("nan")), np.str_("a\0"), np.bytes_(b"\0"), np.void(b""),
+    ]),
 )  # fmt: skip
 _KEYS = st.recursive(_PLAIN, lambda sub: st.tuples(sub) | st.tuples(sub, sub), max_leaves=3)
 _FOUND_KEYS = _KEYS.filter(lambda key: not isinstance(key, np.void) and _is_found(key))
@@ -370,6 +372,38 @@ def specs() -> st.SearchStrategy[Spec]:
     return st.tuples(st.just("list"), root)
 
 
+EQUAL = {
+    1: [True, 1.0, np.int64(1), 1 + 0j], 0: [False, -0.0, 0.0, np.int8(0)], "": [np.str_("")], b"": [np.bytes_(b"")],
+}  # fmt: skip
+
+
+def changed(spec: Spec, by: int) -> Spec:
+    """A description of a state of nearly the same structure: other values, new ties, other keys that are equal."""
+    made = random.Random(by)
+    how = made.choice(["values", "ties", "keys"])
+
+    def key_like(key: Any) -> Any:
+        if isinstance(key, tuple):
+            return tuple(map(key_like, key))
+        is_odd = isinstance(key, np.void) or key not in EQUAL
+        return key if is_odd or how != "keys" else made.choice(EQUAL[key])
+
+    def again(spec: Spec) -> Spec:
+        kind, *rest = spec
+        if kind in ("tensor", "array"):
+            return ("tie", made.randrange(9)) if how == "ties" and made.random() < 0.5 else (*spec[:-2], by, spec[-1])
+        if kind == "dict":
+            return kind, rest[0], tuple((key_like(key), again(sub)) for key, sub in rest[1])
+        if kind in ("list", "tuple"):
+            return kind, tuple(map(again, rest[0]))
+        return (
+            kind,
+            *(again(part) if kind in ("point", "object", "deep") and type(part) is tuple else part for part in rest),
+        )
+
+    return again(spec)
+
+
 # What is equal
 
 
@@ -418,7 +452,7 @@ def _told(value: Any) -> tuple[Any, ...]:
         return value.dtype, value.shape, value.tobytes()
     with torch._C.DisableTorchFunctionSubclass():
         value = value.as_subclass(torch.Tensor).resolve_conj().resolve_neg()
-        raw = value.view(torch.uint8) if value.dtype == torch.bool else value
+        raw = value.view(torch.uint8) if value.dtype.itemsize == 1 else value
         content = raw.contiguous().reshape(-1).view(torch.uint8).numpy() if raw.numel() else b""
         return value.dtype, value.shape, bytes(content)
 
