@@ -6,6 +6,7 @@ tensors by one list of each property. That takes less than a microsecond per ten
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import sys
@@ -15,10 +16,11 @@ from typing import Any
 import numpy as np
 
 from .errors import StateError
-from .plain import encode_key, encode_plain
-from .state import Entry, Flat, Leaf, Tree, array_entry, tensor_entry
+from .plain import MAX_DEPTH, encode_key, encode_plain
+from .state import Entry, Flat, Leaf, Tree, array_entry, is_tensor, tensor_entry
 
 LEAF, PLAIN = "e", "p"
+_BY_TYPE = frozenset((str, int, bool, bytes, type(None)))  # two keys of one of these that are equal are the same
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -28,6 +30,8 @@ class _Node:
     Attributes:
         kind: its class.
         keys: of a dict.
+        key_types: of its keys: 1 == True == 1.0.
+        codes: of its keys, where two of one type that are equal may differ: 0.0 == -0.0.
         subs: what is in it, in order: a `_Node`, LEAF or PLAIN; of an object: what its ``state_dict()`` gave.
         is_private: of an object: whether each rank has its own of it.
         only: LEAF or PLAIN, where nothing else is in it.
@@ -38,8 +42,13 @@ class _Node:
     subs: list[Any]
     is_private: bool | None = None
     only: str | None = None
+    key_types: list[type] = dataclasses.field(init=False)
+    codes: str | None = None
 
     def __post_init__(self) -> None:
+        self.key_types = list(map(type, self.keys or ()))
+        if not _BY_TYPE.issuperset(self.key_types):
+            self.codes = _codes(self.keys or [])
         if all(sub is LEAF for sub in self.subs) or all(sub is PLAIN for sub in self.subs):
             self.only = self.subs[0] if self.subs else LEAF
 
@@ -104,6 +113,10 @@ class _Known:
         self._tensors = [number for number, kind in enumerate(walk.kinds) if kind is not np.ndarray]
         self._array_columns = _columns(_pick(flat.values, self._arrays), _OF_ARRAYS)
         self._tensor_columns = _columns(_pick(flat.values, self._tensors), _OF_TENSORS)
+        self._complex = [n for n in self._tensors if flat.values[n].is_complex()]
+        self._complex_columns = _columns(_pick(flat.values, self._complex), _OF_COMPLEX)
+        self._filled = [n for n, entry in enumerate(flat.structure.entries) if entry.nbytes]
+        self._places = _places(_pick(flat.values, self._filled))
 
     def take(self, state: Any, taken: dict[int, list[Any]]) -> Flat | None:
         """Take a state apart that is like this one; None where it is not.
@@ -141,7 +154,10 @@ class _Known:
             taken.setdefault(id(value), []).append(given)
             found = (given,)
         elif node.keys is not None:
-            if list(value) != node.keys:
+            keys = list(value)
+            if keys != node.keys or list(map(type, keys)) != node.key_types:
+                raise _Changed
+            if node.codes is not None and _codes(keys) != node.codes:
                 raise _Changed
             found = value.values()
         elif len(value) != len(node.subs):
@@ -166,17 +182,43 @@ class _Known:
             wholes[number] = values[number]
             if _placing(values[number]) != placing:
                 raise _Changed
-            values[number] = values[number]._local_tensor
+            local = values[number] = values[number]._local_tensor
+            if type(local) is not sys.modules["torch"].Tensor:  # such as what a collective has not brought yet
+                raise _Changed
         try:
             if (
                 _columns(_pick(values, self._tensors), _OF_TENSORS) != self._tensor_columns
+                or _columns(_pick(values, self._complex), _OF_COMPLEX) != self._complex_columns
                 or _columns(_pick(values, self._arrays), _OF_ARRAYS) != self._array_columns
                 or any(_memory(values[number]) != _memory(values[tie]) for number, tie in self._tied)
             ):
                 raise _Changed
+            self._compare_places(values)
         except RuntimeError:  # such as of a tensor that is sparse by now
             raise _Changed from None
         return wholes
+
+    def _compare_places(self, values: list[Any]) -> None:
+        """Look for leaves that have other memory than before: it may be that of another leaf, or gone."""
+        filled = _pick(values, self._filled)
+        places = _places(filled)
+        if places == self._places:
+            return
+        moved = [n for n, at, before in zip(self._filled, places, self._places, strict=True) if at != before]
+        if any(is_tensor(values[n]) and not values[n].untyped_storage().nbytes() for n in moved):
+            raise _Changed
+        if len(set(places)) + len(self._tied) < len(places):
+            begin_at: dict[int, list[Any]] = {}
+            for number, at in zip(self._filled, places, strict=True):
+                others = begin_at.setdefault(at, [])
+                if self._structure.ties[number] < 0 and any(_is_tie(other, values[number]) for other in others):
+                    raise _Changed
+                others.append(values[number])
+        self._places = places
+
+
+def _codes(keys: list[Any]) -> str:
+    return repr([encode_key(key, "") for key in keys])
 
 
 def _pick(values: list[Any], numbers: list[int]) -> list[Any]:
@@ -208,48 +250,59 @@ class _Walk:
 
     def flatten(self, state: Any) -> Flat:
         """Take a state apart; see `flatten`."""
-        if self.torch is None:
-            self.root = self.visit(state, "")
-        else:
-            with self.torch.no_grad():  # else autograd notes each shard that is taken out of a DTensor
+        try:
+            # Else autograd notes each shard that is taken out of a DTensor.
+            with contextlib.nullcontext() if self.torch is None else self.torch.no_grad():
                 self.root = self.visit(state, "")
-        return Flat.of(self.leaves, _Numbered().tree(self.root), self.plain, frozenset(self.private))
+            tree = _Numbered().tree(self.root)
+        except RecursionError as error:
+            raise StateError(f"the state is too deep for where save() is called from: {error}") from None
+        return Flat.of(self.leaves, tree, self.plain, frozenset(self.private))
 
-    def visit(self, value: Any, path: str) -> Any:
+    def visit(self, value: Any, path: str, depth: int = 0) -> Any:
+        if depth > MAX_DEPTH:
+            raise StateError(f"the state is more than {MAX_DEPTH} levels deep", tensor=path)
         if self.torch is not None and isinstance(value, self.torch.Tensor):
             return self.leaf(value, *tensor_entry(self.torch, value, path))
         if isinstance(value, np.ndarray):
             return self.leaf(value, *array_entry(value, path))
-        if isinstance(value, (dict, list, tuple)) or is_object(value):
+        an_object = is_object(value)
+        if an_object or isinstance(value, (dict, list, tuple)):
             if id(value) in self.open:
                 raise StateError("the state contains itself", tensor=path)
             self.open.add(id(value))
-            node = self.container(value, path)
+            node = self.object(value, path, depth + 1) if an_object else self.container(value, path, depth + 1)
             self.open.remove(id(value))
             return node
         self.plain.append(encode_plain(value, path))
         return PLAIN
 
-    def container(self, value: Any, path: str) -> _Node:
+    def container(self, value: Any, path: str, depth: int) -> _Node:
         prefix = path + "." if path else ""
         if isinstance(value, dict):
             for key in value:
                 encode_key(key, path)
-            return _Node(type(value), list(value), [self.visit(v, f"{prefix}{k}") for k, v in value.items()])
-        if isinstance(value, (list, tuple)):
-            return _Node(type(value), None, [self.visit(v, f"{prefix}{i}") for i, v in enumerate(value)])
+            return _Node(type(value), list(value), [self.visit(v, f"{prefix}{k}", depth) for k, v in value.items()])
+        return _Node(type(value), None, [self.visit(v, f"{prefix}{i}", depth) for i, v in enumerate(value)])
+
+    def object(self, value: Any, path: str, depth: int) -> _Node:
         before = len(self.leaves)
         is_private = bool(getattr(value, "rank_private", False))
         given = self.taken[id(value)].pop(0) if self.taken.get(id(value)) else value.state_dict()
-        node = _Node(type(value), None, [self.visit(given, path)], is_private)
+        node = _Node(type(value), None, [self.visit(given, path, depth)], is_private)
         if is_private:
             self.private += [leaf.entry.name for leaf in self.leaves[before:]]
         return node
 
     def leaf(self, value: Any, local: Any, entry: Entry, key: tuple[Any, ...] | None) -> str:
-        count = self.names[entry.name] = self.names.get(entry.name, 0) + 1
-        if count > 1:  # {"a.b": x, "a": {"b": y}}: the tree keeps them apart, the name says so too
-            entry = dataclasses.replace(entry, name=f"{entry.name}~{count}")
+        # {"a.b": x, "a": {"b": y}}: the tree keeps them apart, the name says so too. Half a character is no text.
+        name = path = entry.name if entry.name.isascii() else entry.name.encode("utf-8", "backslashreplace").decode()
+        while name in self.names:
+            self.names[path] += 1
+            name = f"{path}~{self.names[path]}"
+        self.names[name] = 1
+        if name != entry.name:
+            entry = dataclasses.replace(entry, name=name)
         tie = -1 if key is None else self.memory.setdefault(key, len(self.leaves))
         whole = value if type(value).__name__ == "DTensor" else None
         self.kinds.append(type(value))
@@ -276,6 +329,8 @@ class _Numbered:
 
 def is_object(value: Any) -> bool:
     """Tell an object that saves and loads itself by ``state_dict`` and ``load_state_dict``."""
+    if isinstance(value, type):
+        return False
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 
@@ -284,7 +339,9 @@ _OF_TENSORS: tuple[Callable[[list[Any]], list[Any]], ...] = (
     lambda tensors: [tensor.shape for tensor in tensors],
     lambda tensors: [tensor.device for tensor in tensors],
     lambda tensors: [tensor.is_contiguous() for tensor in tensors],  # raises for what is not strided
+    lambda tensors: list(map(sys.modules["torch"].is_neg, tensors)),
 )
+_OF_COMPLEX: tuple[Callable[[list[Any]], list[Any]], ...] = (lambda tensors: [tensor.is_conj() for tensor in tensors],)
 _OF_ARRAYS: tuple[Callable[[list[Any]], list[Any]], ...] = (
     lambda arrays: [array.dtype for array in arrays],
     lambda arrays: [array.shape for array in arrays],
@@ -304,6 +361,20 @@ def _memory(value: Any) -> tuple[Any, ...]:
     if isinstance(value, np.ndarray):
         return value.__array_interface__["data"][0], value.strides
     return value.data_ptr(), value.stride()
+
+
+def _places(values: list[Any]) -> list[int]:
+    torch = sys.modules.get("torch")
+    if torch is not None and np.ndarray not in map(type, values):
+        return list(map(torch.Tensor.data_ptr, values))
+    return [v.__array_interface__["data"][0] if isinstance(v, np.ndarray) else v.data_ptr() for v in values]
+
+
+def _is_tie(one: Any, other: Any) -> bool:
+    """Whether two leaves that begin at one place are one."""
+    if isinstance(one, np.ndarray) is not isinstance(other, np.ndarray):
+        return False
+    return (one.dtype, one.shape, _memory(one)) == (other.dtype, other.shape, _memory(other))
 
 
 def _known_kinds() -> set[type]:

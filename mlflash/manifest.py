@@ -9,32 +9,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import re
 from typing import Any
 
-import numpy as np
-
-from .errors import CorruptSlot
-from .plain import decode_plain
+from .dtypes import item_nbytes
+from .errors import CorruptSlot, StateError
+from .plain import MAX_DEPTH, check_plain, decode_plain
 from .state import Entry, Tree
 
-TORCH_ITEM_NBYTES = {
-    **dict.fromkeys(("bool", "uint8", "int8"), 1),
-    **dict.fromkeys(("int16", "uint16", "float16", "bfloat16"), 2),
-    **dict.fromkeys(("int32", "uint32", "float32", "complex32"), 4),
-    **dict.fromkeys(("int64", "uint64", "float64", "complex64"), 8),
-    "complex128": 16,
-    **dict.fromkeys(
-        ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu",
-         "float4_e2m1fn_x2", "bits8", "bits4x2", "bits2x4", "bits1x8"), 1,
-    ),
-    "bits16": 2,
-}  # fmt: skip
-"""The torch dtypes a slot can hold and their bytes per element."""
-
-# What dtype.str of an array without fields can be. np.dtype() must not see anything else: it evaluates parts of it.
-_ARRAY_DTYPE = re.compile(r"[<>|](?:[biufcSUV]\d{1,9}|[mM]8(?:\[\d{0,9}[a-zA-Z]{1,2}\])?)")
-MAX_DEPTH = 200
 BAD_DOCUMENT = (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError, MemoryError)
 """What reading a damaged or hostile JSON document can raise."""
 
@@ -85,7 +66,32 @@ def join(entries: bytes, tree: bytes, plain: list[Any], shared: Shared | None = 
 
 
 def _json(value: Any) -> bytes:
-    return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
+    try:
+        return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
+    except RecursionError as error:
+        raise StateError(f"the state is too deep for where save() is called from: {error}") from None
+
+
+def read_back(raw: bytes, written: Manifest, payload_nbytes: int) -> None:
+    """Read a manifest as a restore would, and compare it with what was written, type for type. Not collective.
+
+    Raises:
+        StateError: a restore would refuse it, or find something else.
+    """
+    try:
+        read = decode(raw, payload_nbytes)
+        texts = [(repr(its.tree), repr(its.plain)) for its in (written, read)]  # 1 == True == 1.0, but not as texts
+    except (CorruptSlot, RecursionError) as error:
+        raise StateError(f"no restore would read this state: {error}") from None
+    for one, other in zip(written.entries, read.entries, strict=True):
+        if one != other:
+            raise StateError("a restore would read another tensor", tensor=one.name, expected=one, found=other)
+    for number, (value, found) in enumerate(zip(written.plain, read.plain, strict=True)):
+        if repr(value) != repr(found):
+            raise StateError("a restore would read another value", tensor=f"plain leaf {number}",
+                             expected=value, found=found)  # fmt: skip
+    if texts[0] != texts[1] or read.shared != written.shared:
+        raise StateError("a restore would read a state of another structure: its keys are not texts of JSON")
 
 
 def decode(raw: bytes, payload_nbytes: int) -> Manifest:
@@ -115,7 +121,7 @@ def from_document(document: Any, payload_nbytes: int) -> Manifest:
     if not isinstance(plain, list):
         raise ValueError("'plain' is not a list")
     for value in plain:
-        _check_plain(value)
+        check_plain(value)
     _check_tree(document["tree"], len(entries), len(plain), 0)
     return Manifest(entries, document["tree"], plain, shared)
 
@@ -152,34 +158,6 @@ def decode_entry(fields: Any, payload_nbytes: int, shared_nbytes: int = 0) -> En
     return entry
 
 
-def item_nbytes(kind: Any, dtype: Any) -> int:
-    """Bytes of an element; a dtype that a slot cannot hold is one of `BAD_DOCUMENT`."""
-    if kind == "tensor":
-        return TORCH_ITEM_NBYTES[dtype]
-    if kind != "array" or not isinstance(dtype, str) or not _ARRAY_DTYPE.fullmatch(dtype):
-        raise ValueError(f"unknown kind {kind!r} or dtype {dtype!r}, which is not allowed")
-    parsed = np.dtype(dtype)
-    if parsed.hasobject or parsed.names is not None or parsed.str != dtype:
-        raise ValueError(f"dtype {dtype!r} is not allowed")
-    return parsed.itemsize
-
-
-def _check_plain(value: Any, depth: int = 0) -> None:
-    if isinstance(value, dict) or depth > MAX_DEPTH:
-        raise ValueError("a plain leaf is not a plain leaf")
-    if isinstance(value, list):
-        tag, *rest = value
-        lengths = {"i": 1, "f": 1, "b": 1, "k": 1, "c": 2, "n": 2}
-        if lengths.get(tag) != len(rest):
-            raise ValueError(f"a plain leaf has the unknown tag {tag!r}")
-        if tag == "k":
-            for part in rest[0]:
-                _check_plain(part, depth + 1)
-        elif tag == "n":
-            item_nbytes("array", rest[0])
-        decode_plain(value)
-
-
 def _check_tree(tree: Any, entries: int, plain: int, depth: int) -> None:
     tag, rest = tree
     if depth > MAX_DEPTH:
@@ -194,7 +172,7 @@ def _check_tree(tree: Any, entries: int, plain: int, depth: int) -> None:
             _check_tree(sub, entries, plain, depth + 1)
     elif tag == "d":
         for key, sub in rest:
-            _check_plain(key)
+            check_plain(key)
             hash(decode_plain(key))
             _check_tree(sub, entries, plain, depth + 1)
     else:

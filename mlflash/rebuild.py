@@ -11,7 +11,7 @@ import numpy as np
 from .errors import StructureMismatch
 from .flatten import is_object
 from .plain import decode_plain
-from .state import Entry, Tree, array_entry, as_bytes, as_shard_like, from_bytes, is_tensor, tensor_entry
+from .state import Entry, Tree, array_entry, as_bits, as_bytes, as_shard_like, from_bytes, is_tensor, tensor_entry
 
 Read = Callable[[Entry], "np.ndarray[Any, np.dtype[np.uint8]]"]
 """Gives the bytes of an entry as a 1-d uint8 array that must not be kept."""
@@ -175,9 +175,8 @@ def copy_into(live: Any, entry: Entry, raw: np.ndarray) -> None:
     if isinstance(live, np.ndarray):
         np.copyto(live, from_bytes(entry, raw))
         return
-    tensor = live.detach()
-    tensor = tensor.to_local() if type(tensor).__name__ == "DTensor" else tensor
+    tensor = tensor_entry(sys.modules["torch"], live, entry.name)[0]  # the local shard, without a class of its own
     if tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
         np.copyto(as_bytes(tensor), raw)  # one thread, no OpenMP: memcpy speed on a busy machine
     else:
-        tensor.copy_(from_bytes(entry, raw))
+        as_bits(tensor).copy_(as_bits(from_bytes(entry, raw)))

@@ -104,6 +104,8 @@ class Stage:
         self._pieces: tuple[Piece, ...] = ()
         self._entries = self._tree_bytes = b""
         self._ways: dict[tuple[str, str], Way] = {}
+        self._read_back: tuple[Layout, bytes] | None = None  # as a restore would; from then on only values change
+        self._copied: Layout | None = None
 
     def knows(self, flat: Flat) -> bool:
         """Whether a state is laid out already. Not collective."""
@@ -123,8 +125,7 @@ class Stage:
         """
         its, known = flat.structure, self.knows(flat)
         if not known or its.tree is not self._tree:
-            if its.tree != self._tree:
-                self._tree_bytes = manifest.encode_tree(its.tree)
+            self._tree_bytes = manifest.encode_tree(its.tree)  # trees are not compared: 1 == True == 1.0
             self._tree = its.tree
         if known and self._layout is not None:
             self._structure = its
@@ -148,11 +149,16 @@ class Stage:
         return self._planned(flat, self._layout, sharing)
 
     def _planned(self, flat: Flat, layout: Layout, sharing: Sharing | None) -> Plan:
-        if sharing is None or not layout.shared_nbytes:
-            return Plan(layout, manifest.join(self._entries, self._tree_bytes, flat.plain), flat.structure.private)
-        shared = manifest.Shared(sharing.by, len(sharing.siblings), layout.shared_nbytes)
+        shared = None
+        if sharing is not None and layout.shared_nbytes:
+            shared = manifest.Shared(sharing.by, len(sharing.siblings), layout.shared_nbytes)
         whole = manifest.join(self._entries, self._tree_bytes, flat.plain, shared)
-        return Plan(layout, whole, flat.structure.private, sharing, self._pieces)
+        if self._read_back != (layout, self._tree_bytes):
+            written = manifest.Manifest(layout.entries, flat.structure.tree, flat.plain, shared)
+            manifest.read_back(whole, written, layout.extents.payload_nbytes)
+            self._read_back = layout, self._tree_bytes
+        private = flat.structure.private
+        return Plan(layout, whole, private) if shared is None else Plan(layout, whole, private, sharing, self._pieces)
 
     @_whole_or_anew
     def copy(
@@ -174,6 +180,7 @@ class Stage:
 
         Raises:
             SaveFailed: the pages of a slot are not there in time.
+            StateError: what was copied is not what a restore would read.
         """
         if planned.sharing is None:
             share = None
@@ -190,6 +197,9 @@ class Stage:
         way = self._way(planned, slot, share, flat)
         way.lead(flat, lazy)
         way.copy(flat.values)
+        if self._copied is not planned.layout:
+            way.read_back(flat)
+            self._copied = planned.layout
         spots = Spots()
         later, transfers = way.begin(flat.values, spots)
         checks: dict[Piece, int] = {}
@@ -265,7 +275,8 @@ def _pieces_of(
     assert planned.sharing is not None
 
     def check(value: Any, piece: Piece) -> None:
-        checks[piece] = xxhash.xxh3_64_intdigest(live_bytes(value, piece.start, piece.end).data)
+        is_late = piece.leaf in lazy
+        checks[piece] = xxhash.xxh3_64_intdigest(live_bytes(value, piece.start, piece.end, kept=is_late).data)
 
     def now(leaf: int) -> Any:
         value = flat.values[leaf]  # it may get other memory later
@@ -274,7 +285,7 @@ def _pieces_of(
     for piece, room in _own_pieces(planned, share):
         entry = flat.structure.entries[piece.leaf]
         if room.nbytes < entry.nbytes:
-            live = live_bytes(flat.values[piece.leaf], piece.start, piece.end)
+            live = live_bytes(flat.values[piece.leaf], piece.start, piece.end, kept=piece.leaf in lazy)
             if piece.leaf in lazy:
                 spots.add(entry.name, live, room)
             yield piece.leaf, functools.partial(np.copyto, room, live)

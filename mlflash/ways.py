@@ -16,12 +16,12 @@ import numpy as np
 
 from .crew import Crew
 from .devices import Transfer
-from .errors import SaveFailed
+from .errors import SaveFailed, StateError
 from .layout import Layout
 from .lazy import LARGE_NBYTES, Work
 from .segment import Segment
 from .spots import Spots
-from .state import Flat, Structure, as_bytes
+from .state import Flat, Structure, as_bits, as_bytes, from_bytes, is_copied_as_bytes, kept_bytes, live_bytes
 
 _PIECE_NBYTES = 8 << 20  # what training waits for at most, where the courier is in the middle of a piece
 
@@ -77,12 +77,13 @@ class Way:
             if value.is_conj() or value.is_neg():
                 _copy_together([target], [value])
             elif self._crew.threads == 1:
-                np.copyto(raw, as_bytes(value.detach()))
+                np.copyto(raw, as_bytes(value))
             else:
-                works += _in_pieces(raw, as_bytes(value.detach()))
+                works += _in_pieces(raw, as_bytes(value))
         self._crew.run(works)
-        for targets, numbers in kinds.small.values():
-            _copy_together(targets, [values[n] for n in numbers])
+        for dtype, (targets, numbers) in kinds.small.items():
+            its = [values[n] for n in numbers]
+            _copy_together(targets, list(map(as_bits, its)) if is_copied_as_bytes(dtype) else its)
         for transfer in transfers:
             if not transfer.wait(self._timeout_s):
                 raise SaveFailed(f"a device had not made its copies after {self._timeout_s:g} s")
@@ -98,7 +99,7 @@ class Way:
         """
         pieces: list[Work] = []
         for number, _, raw in self._later.large:
-            live = as_bytes(values[number].detach())
+            live = kept_bytes(values[number].detach())
             spots.add(self.layout.entries[number].name, live, raw)
             pieces += _in_pieces(raw, live)
         noted = {}
@@ -106,6 +107,43 @@ class Way:
             names, its = [self.layout.entries[n].name for n in numbers], [values[n] for n in numbers]
             noted[device] = spots.note_on(device, names, its, [as_bytes(target) for target in targets])
         return pieces, self._later.transfers(values, noted, self.segments)
+
+    def read_back(self, flat: Flat) -> None:
+        """Read one leaf of each kind as a restore would, and compare it with the live one; the smallest of them.
+
+        Of a leaf that is copied later only dtype and shape: `Spots` compares its bytes.
+
+        Raises:
+            StateError: a restore would find something else.
+        """
+        smallest: dict[tuple[Any, ...], int] = {}
+        entries = self.layout.entries
+        for number, (value, target) in enumerate(zip(flat.values, self._targets, strict=True)):
+            if target is None and entries[number].nbytes:
+                continue  # tied to another, or goes in pieces
+            kind = (entries[number].kind, entries[number].dtype, target is None, number in self._lazy, *_how(value))
+            first = smallest.setdefault(kind, number)
+            if entries[number].nbytes < entries[first].nbytes:
+                smallest[kind] = number
+        for number in smallest.values():
+            value, target, entry = flat.values[number], self._targets[number], entries[number]
+            read = from_bytes(entry, np.empty(0, dtype=np.uint8)) if target is None else target
+            if (read.dtype, tuple(read.shape)) != (value.dtype, tuple(value.shape)):
+                raise StateError("a restore would read another dtype or shape", tensor=entry.name,
+                                 expected=f"{value.dtype} {tuple(value.shape)}",
+                                 found=f"{read.dtype} {tuple(read.shape)}")  # fmt: skip
+            is_there = target is not None and number not in self._lazy
+            if is_there and not np.array_equal(as_bytes(target), live_bytes(value)):
+                raise StateError("a restore would read other bytes than this leaf has: they were not copied as "
+                                 "they are, or it was changed meanwhile", tensor=entry.name)  # fmt: skip
+
+
+def _how(value: Any) -> tuple[Any, ...]:
+    """What a leaf is copied by, besides its dtype."""
+    if isinstance(value, np.ndarray):
+        return (value.flags.c_contiguous,)
+    is_odd = value.is_conj() or value.is_neg()
+    return value.device, value.is_contiguous(), value.numel() * value.element_size() >= LARGE_NBYTES, is_odd
 
 
 class _Kinds:
@@ -136,7 +174,7 @@ class _Kinds:
                 if on_host
                 else self.on_devices.setdefault(value.device, ([], []))
             )
-            targets.append(target)
+            targets.append(as_bits(target))
             numbers.append(number)
 
     def transfers(
@@ -151,7 +189,7 @@ class _Kinds:
         """
         found = []
         for device, (targets, numbers) in self.on_devices.items():
-            its = [values[n] for n in numbers]
+            its = [as_bits(values[n]) for n in numbers]
             if device in more:
                 target, value = more[device]
                 targets, its = [*targets, target], [*its, value]

@@ -203,15 +203,22 @@ def _end(process: subprocess.Popen[bytes]) -> None:
             continue
 
 
+def tree_of_this_commit() -> str:
+    """The hash of what is committed here; 0 where there is no Git."""
+    if shutil.which("git") is None or not (REPO / ".git").exists():
+        return "0"
+    said = subprocess.run(["git", "rev-parse", "HEAD^{tree}"], cwd=REPO, capture_output=True, text=True, check=True)
+    return said.stdout.strip()
+
+
 def share_of_this_commit() -> int:
     """The share that CI takes of what is committed here; 0 where there is no Git."""
-    if shutil.which("git") is None or not (REPO / ".git").exists():
-        return 0
-    said = subprocess.run(["git", "rev-parse", "HEAD^{tree}"], cwd=REPO, capture_output=True, text=True, check=True)
-    changed = subprocess.run(["git", "status", "--porcelain"], cwd=REPO, capture_output=True, text=True, check=True)
-    if changed.stdout:
-        print("Not everything is committed: CI will take another share.", flush=True)
-    return of_tree(said.stdout.strip())
+    tree = tree_of_this_commit()
+    if tree != "0":
+        changed = subprocess.run(["git", "status", "--porcelain"], cwd=REPO, capture_output=True, text=True, check=True)
+        if changed.stdout:
+            print("Not everything is committed: CI will take another share.", flush=True)
+    return of_tree(tree)
 
 
 def chosen(what: str, mpi: str, share: int | None) -> tuple[list[Step], list[Step]]:

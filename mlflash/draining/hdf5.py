@@ -23,8 +23,8 @@ from typing import Any
 import h5py
 import numpy as np
 
+from ..dtypes import TORCH_ITEM_NBYTES
 from ..errors import ConfigError
-from ..manifest import TORCH_ITEM_NBYTES
 from ..plain import decode_plain
 from ..shards import covers, cut
 from ..skeleton import Skeleton, Source

@@ -7,8 +7,8 @@ import math
 from typing import Any
 
 from ..draining.index import first_names
+from ..dtypes import item_nbytes
 from ..errors import CorruptSlot
-from ..manifest import item_nbytes
 from ..opened import Old, Readable, held_by_name
 from ..plain import encode_key
 from ..shards import Held

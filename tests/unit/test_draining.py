@@ -28,9 +28,9 @@ from mlflash.config import Config
 from mlflash.draining import catalog, dealing, hdf5, index
 from mlflash.draining.catalog import Listed, Stored
 from mlflash.draining.index import CARD_NBYTES, Card, Piece
+from mlflash.dtypes import TORCH_ITEM_NBYTES
 from mlflash.flatten import flatten
 from mlflash.header import Attempt
-from mlflash.manifest import TORCH_ITEM_NBYTES
 from mlflash.skeleton import Skeleton, Source
 from mlflash.state import Entry, array_entry, live_bytes, tensor_entry
 from mlflash.store import Directory

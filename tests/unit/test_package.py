@@ -18,9 +18,9 @@ REPO = Path(__file__).parents[2]
 
 # The way of the data: each module imports only from those before it.
 ORDER = [
-    "version", "errors", "points", "skeleton", "store", "scheme", "config", "plain", "state", "flatten", "rebuild",
-    "layout", "manifest", "header", "host_list", "domains", "slurm_topology", "topology", "placement", "survival",
-    "sharing", "erasure", "stripes", "limits", "node_memory", "pulse", "events", "metrics", "journal",
+    "version", "errors", "points", "skeleton", "store", "scheme", "config", "dtypes", "plain", "state", "flatten",
+    "rebuild", "layout", "manifest", "header", "host_list", "domains", "slurm_topology", "topology", "placement",
+    "survival", "sharing", "erasure", "stripes", "limits", "node_memory", "pulse", "events", "metrics", "journal",
     "inventory", "crew", "huge_pages", "segment",
     "slot", "parity_file", "moves", "comm", "board", "window", "pace", "transfer", "aside", "exchange", "devices",
     "spots", "lazy", "ways", "stage", "shelf", "aheads", "begun", "copies", "parity", "protect", "replicas", "parts",

@@ -12,44 +12,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from stored import Store
 
-from mlflash import errors, manifest
-from mlflash.crew import ALONE
+from mlflash import dtypes, errors
 from mlflash.flatten import flatten
-from mlflash.layout import Extents
-from mlflash.rebuild import compare, fill, materialize
-from mlflash.segment import create
-from mlflash.slot import Slot
-from mlflash.stage import Stage
-
-
-class Store:
-    """A slot in a private directory, written by Stage and read back through the manifest."""
-
-    def __init__(self, memory: Any):
-        self.memory = memory
-        self.stage = Stage(4096, ALONE, 10.0)
-
-    def write(self, state: Any) -> None:
-        flat = flatten(state)
-        plan = self.stage.plan(flat)
-        self.slot = Slot(create(self.memory, plan.layout.extents.nbytes))
-        self.slot.segment.prefault()
-        self.stage.copy(flat, plan, self.slot)
-        self.extents: Extents = plan.layout.extents
-        body = self.slot.view[4096 : 4096 + len(plan.manifest)].tobytes()
-        self.manifest = manifest.decode(body, self.extents.payload_nbytes)
-
-    def read(self, entry: Any) -> np.ndarray:
-        payload = self.slot.payload(self.extents)
-        return payload[entry.start : entry.start + entry.nbytes]
-
-    def load(self) -> Any:
-        return materialize(self.manifest.tree, self.manifest.entries, self.manifest.plain, self.read)
-
-    def fill(self, state: Any) -> None:
-        assert compare(state, self.manifest.tree, self.manifest.entries) == []
-        fill(state, self.manifest.tree, self.manifest.entries, self.manifest.plain, self.read)
+from mlflash.rebuild import compare
 
 
 @pytest.fixture
@@ -103,10 +70,10 @@ def test_any_nested_state_round_trips(state: Any) -> None:
         memory.close()
 
 
-@pytest.mark.parametrize("dtype", sorted(manifest.TORCH_ITEM_NBYTES))
+@pytest.mark.parametrize("dtype", sorted(dtypes.TORCH_ITEM_NBYTES))
 def test_every_torch_dtype_round_trips(store: Store, dtype: str) -> None:
     kind = getattr(torch, dtype)
-    raw = torch.arange(24 * manifest.TORCH_ITEM_NBYTES[dtype], dtype=torch.uint8)
+    raw = torch.arange(24 * dtypes.TORCH_ITEM_NBYTES[dtype], dtype=torch.uint8)
     tensor = raw.view(kind).reshape(2, 3, 4) if dtype != "bool" else (raw % 2).view(kind).reshape(2, 3, 4)
     state = {"whole": tensor, "none of it": tensor[:0], "one": tensor[1, 1, 1]}
     store.write(state)
@@ -118,10 +85,10 @@ def test_every_torch_dtype_round_trips(store: Store, dtype: str) -> None:
 
 
 def test_no_torch_dtype_is_forgotten() -> None:
-    dtypes = {str(v).removeprefix("torch.") for v in vars(torch).values() if isinstance(v, torch.dtype)}
+    found = {str(v).removeprefix("torch.") for v in vars(torch).values() if isinstance(v, torch.dtype)}
     quantized = {"qint8", "quint8", "qint32", "quint4x2", "quint2x4"}
     sub_byte = {f"{s}int{n}" for s in ("", "u") for n in range(1, 8)}
-    assert dtypes - quantized - sub_byte == set(manifest.TORCH_ITEM_NBYTES)
+    assert found - quantized - sub_byte == set(dtypes.TORCH_ITEM_NBYTES)
 
 
 def test_tensors_of_any_strides_and_bits(store: Store) -> None:

@@ -1,0 +1,45 @@
+"""One slot, written as a save does and read as a restore does, without ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from mlflash import manifest
+from mlflash.crew import ALONE
+from mlflash.flatten import Flattener
+from mlflash.layout import Extents
+from mlflash.rebuild import compare, fill, materialize
+from mlflash.segment import create
+from mlflash.slot import Slot
+from mlflash.stage import Stage
+
+
+class Store:
+    """A slot in a private directory, written by Stage and read back through the manifest."""
+
+    def __init__(self, memory: Any):
+        self.memory = memory
+        self.stage, self.flattener = Stage(4096, ALONE, 10.0), Flattener()
+
+    def write(self, state: Any) -> None:
+        flat = self.flattener.flatten(state)
+        plan = self.stage.plan(flat)
+        self.slot = Slot(create(self.memory, plan.layout.extents.nbytes))
+        self.slot.segment.prefault()
+        self.stage.copy(flat, plan, self.slot)
+        self.extents: Extents = plan.layout.extents
+        body = self.slot.view[4096 : 4096 + len(plan.manifest)].tobytes()
+        self.manifest = manifest.decode(body, self.extents.payload_nbytes)
+
+    def read(self, entry: Any) -> np.ndarray:
+        payload = self.slot.payload(self.extents)
+        return payload[entry.start : entry.start + entry.nbytes]
+
+    def load(self) -> Any:
+        return materialize(self.manifest.tree, self.manifest.entries, self.manifest.plain, self.read)
+
+    def fill(self, state: Any) -> None:
+        assert compare(state, self.manifest.tree, self.manifest.entries) == []
+        fill(state, self.manifest.tree, self.manifest.entries, self.manifest.plain, self.read)

@@ -1,0 +1,317 @@
+"""What `save` takes comes back equal; what would not is refused with its path, before the step counts."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from states import Own, Thing, Wrapper, differences
+from stored import Store
+
+from mlflash import layout, manifest
+from mlflash.errors import CorruptSlot, StateError
+from mlflash.flatten import Flattener, flatten
+from mlflash.plain import MAX_DEPTH, decode_plain, encode_plain
+
+LARGE = 70_000
+
+
+@pytest.fixture
+def store(node_memory: Any) -> Store:
+    return Store(node_memory)
+
+
+def comes_back(store: Store, state: Any) -> None:
+    store.write(state)
+    assert differences(state, store.load(), "", loaded=True) == []
+
+
+def refused(state: Any) -> StateError:
+    with pytest.raises(StateError) as caught:
+        flatten(state)
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    "value",
+    [np.str_(""), np.bytes_(b""), np.void(b""), np.str_("a\0"), np.bytes_(b"a\0"), "\ud800\udc00", "\udc00", "😀",
+     1 << 53, -(1 << 300), -0.0, float("-inf"), complex(-0.0, float("nan")), np.datetime64("NaT", "ns"),
+     np.float16("nan"), np.longdouble(1) / 3],
+    ids=ascii,
+)  # fmt: skip
+def test_plain_leaves_of_every_kind_come_back_of_the_same_type_and_bits(store: Store, value: Any) -> None:
+    comes_back(store, {"value": value, "list": [value]})
+
+
+def test_what_no_restore_would_read_as_it_is_is_no_plain_leaf() -> None:
+    class Number(np.float64):
+        pass
+
+    for value in (Number(1.0), np.longlong(1), np.zeros(1, "i4,f8")[0]):
+        with pytest.raises(StateError) as caught:
+            encode_plain(value, "a.b")
+        assert caught.value.tensor == "a.b"
+
+
+@pytest.mark.parametrize("size", [8, LARGE])
+@pytest.mark.parametrize("dtype", ["int1", "int4", "int7", "uint1", "uint7", "quint4x2", "qint8", "qint32", "quint8"])
+def test_dtypes_that_torch_cannot_copy_are_refused_with_their_path(dtype: str, size: int) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        kind = getattr(torch, dtype)
+        tensor = torch.zeros(size * kind.itemsize, dtype=torch.uint8).view(kind)
+    error = refused({"model": [tensor]})
+    assert error.tensor == "model.0" and "torch.uint8" in str(error)
+
+
+def test_arrays_whose_dtype_would_be_another_one_are_refused() -> None:
+    odd = [
+        np.dtype("f8", metadata={"unit": "m"}),
+        np.dtypes.StringDType() if hasattr(np.dtypes, "StringDType") else "O",
+    ]
+    for dtype in odd:
+        assert refused({"a": np.zeros(2, dtype)}).tensor == "a"
+
+
+def nested(levels: int, how: str) -> Any:
+    inner: Any = 1
+    for _ in range(levels):
+        inner = {"list": [inner], "tuple": (inner,), "dict": {"k": inner}, "object": Thing(inner)}[how]
+    return inner
+
+
+@pytest.mark.parametrize("how", ["list", "tuple", "dict", "object"])
+def test_the_encoder_takes_as_many_levels_as_the_decoder(store: Store, how: str) -> None:
+    most = MAX_DEPTH // 2 if how == "object" else MAX_DEPTH  # the state of an object is in a dict
+    store.write(nested(most, how))
+    assert store.load() is not None
+    error = refused(nested(most + 1, how))
+    assert f"{MAX_DEPTH} levels" in str(error) and error.tensor.count(".") >= most - 1
+    deeper = flatten(nested(most, how)).structure.tree
+    for _ in range(1 if how != "object" else 2):
+        deeper = ["l", [deeper]]
+    raw = manifest.join(b"[]", manifest.encode_tree(deeper), [1])
+    with pytest.raises(CorruptSlot, match="levels deep"):
+        manifest.decode(raw, 0)
+
+
+def test_a_state_that_is_too_deep_for_the_stack_is_refused_and_not_a_crash() -> None:
+    def deep(frames: int) -> Any:
+        return deep(frames - 1) if frames else flatten(nested(MAX_DEPTH, "dict"))
+
+    with pytest.raises(StateError, match="too deep"):
+        deep(700)
+
+
+@pytest.mark.parametrize("key", [float("nan"), np.datetime64("NaT"), (1, float("nan")), complex(0, float("nan"))])
+def test_a_key_under_which_nothing_is_found_again_is_refused(key: Any) -> None:
+    assert refused({"a": {key: 1}}).tensor == "a (a key)"
+
+
+def test_a_manifest_that_would_be_read_as_another_one_is_refused() -> None:
+    placed = layout.plan(flatten({1: np.zeros(3), "p": 0.0}), 100, 4096)
+    flat = flatten({1: np.zeros(3), "p": 0.0})
+    written = manifest.Manifest(placed.entries, flat.structure.tree, flat.plain)
+    entries, tree = manifest.encode_entries(placed.entries), manifest.encode_tree(written.tree)
+    nbytes = placed.extents.payload_nbytes
+    manifest.read_back(manifest.join(entries, tree, flat.plain), written, nbytes)
+    wrong = [
+        (entries, tree.replace(b"[[1,", b"[[true,"), flat.plain),
+        (entries, tree.replace(b"[[1,", b"[[1.0,"), flat.plain),
+        (entries, tree, [-0.0]),
+        (entries, tree, [False]),
+        (entries.replace(b"<f8", b"<i8"), tree, flat.plain),
+        (entries.replace(b"<f8", b"|O8"), tree, flat.plain),
+    ]
+    for parts in wrong:
+        with pytest.raises(StateError, match="restore would"):
+            manifest.read_back(manifest.join(*parts), written, nbytes)
+
+
+@pytest.mark.parametrize("size", [8, LARGE])
+@pytest.mark.parametrize("make", [torch.ones, np.ones])
+def test_a_copy_that_is_not_the_leaf_fails_the_first_save_of_its_structure(store: Store, make: Any, size: int) -> None:
+    state = {"a": make(size), "other": make(size + 1)}
+    store.write(state)
+    flat = store.flattener.flatten(state)
+    (way,) = store.stage._ways.values()
+    way.read_back(flat)
+    store.slot.payload(store.extents)[5] ^= 1
+    with pytest.raises(StateError, match="other bytes") as caught:
+        way.read_back(flat)
+    assert caught.value.tensor == "a"
+    way.lead(flat, frozenset((0, 1)))
+    way.read_back(flat)  # copied later: Spots compare
+
+
+# Classes
+
+
+def test_tensors_that_wrap_others_are_refused_and_not_taken_for_one() -> None:
+    one, other = (Wrapper(torch.full((3,), n).bfloat16(), torch.zeros(3).bfloat16()) for n in (1.0, 2.0))
+    assert one.data_ptr() == other.data_ptr() == 0
+    error = refused({"model": {"one": one, "other": other}})
+    assert error.tensor == "model.one" and "its low, its high" in str(error)
+    assert refused({"n": torch.nn.Parameter(one, requires_grad=False)}).tensor == "n"
+
+
+def test_a_subclass_with_storage_of_its_own_is_saved_by_its_bytes(store: Store) -> None:
+    state = {"own": torch.randn(7).as_subclass(Own), "large": torch.randn(LARGE).as_subclass(Own)}
+    comes_back(store, state)
+    live = {name: torch.zeros(len(value)).as_subclass(Own) for name, value in state.items()}
+    store.fill(live)
+    assert differences(state, live, "", loaded=False) == []
+
+
+@pytest.mark.parametrize("freed", [torch.ones(30)[4:], torch.ones(LARGE)])
+def test_a_tensor_whose_storage_is_freed_is_refused_and_not_read(freed: torch.Tensor) -> None:
+    flattener = Flattener()
+    flattener.flatten({"w": freed})
+    freed.untyped_storage().resize_(0)
+    for _ in range(2):
+        with pytest.raises(StateError, match="no memory") as caught:
+            flattener.flatten({"w": freed})
+        assert caught.value.tensor == "w"
+
+
+def test_arrays_of_classes_that_hold_more_than_bytes_are_refused(store: Store, tmp_path: Path) -> None:
+    masked = np.ma.masked_array(np.arange(3), [True, False, True])
+    for array in (masked, np.ones((1, 2)).view(np.matrix), np.zeros(2, "i4,f8").view(np.recarray)):
+        assert refused({"a": [array]}).tensor == "a.0"
+    mapped = np.memmap(tmp_path / "file", np.float32, "w+", shape=(5,))
+    mapped[:] = range(5)
+    comes_back(store, {"m": mapped})
+
+
+@pytest.mark.parametrize("size", [9, LARGE])
+def test_bool_tensors_keep_their_bytes(store: Store, size: int) -> None:
+    raw = torch.arange(size, dtype=torch.int64).to(torch.uint8)
+    state = {"small": raw.view(torch.bool), "strided": raw.view(torch.bool)[::2], "array": raw.numpy().view(bool)}
+    comes_back(store, state)
+    live = {
+        "small": torch.zeros(size, dtype=torch.bool),
+        "strided": torch.zeros(size, 2, dtype=torch.bool)[: len(state["strided"]), 0],
+        "array": np.zeros(size, bool),
+    }
+    store.fill(live)
+    assert differences(state, live, "", loaded=False) == []
+
+
+def test_a_dict_that_says_how_it_is_saved_is_saved_so(store: Store) -> None:
+    class Own(dict):
+        def state_dict(self) -> Any:
+            return {"kept": self["kept"]}
+
+        def load_state_dict(self, state: Any) -> None:
+            self.update(state)
+
+    store.write({"own": Own(kept=1, cache=object())})
+    live = {"own": Own(kept=2, cache=3)}
+    store.fill(live)
+    assert live == {"own": {"kept": 1, "cache": 3}}
+
+
+@pytest.fixture
+def group() -> Iterator[None]:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def test_a_shard_that_a_collective_still_brings_is_waited_for(group: None, store: Store) -> None:
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+    from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
+
+    mesh = init_device_mesh("cpu", (1,))
+    tensors = [torch.full((5,), float(n)) for n in range(2)]
+    coming = [DTensor.from_local(AsyncCollectiveTensor(t), mesh, [Replicate()], run_check=False) for t in tensors]
+    store.write({"a": coming[0], "b": coming[1]})
+    assert store.load()["b"].tolist() == [1.0] * 5
+    store.write({"a": coming[0], "b": coming[1]})
+    assert store.load()["b"].tolist() == [1.0] * 5
+    wrapped = DTensor.from_local(Wrapper(tensors[0].bfloat16(), tensors[1].bfloat16()), mesh, [Replicate()],
+                                 run_check=False)  # fmt: skip
+    assert refused({"w": wrapped}).tensor == "w"
+
+
+# From save to save
+
+
+EQUAL_KEYS = [1, True, 1.0, np.int64(1), 1 + 0j]
+
+
+@pytest.mark.parametrize("keys", [EQUAL_KEYS, [(key, "x") for key in EQUAL_KEYS], [0.0, -0.0, 0, False]], ids=str)
+def test_a_key_that_equals_the_one_before_comes_back_as_itself(store: Store, keys: list[Any]) -> None:
+    for key in (*keys, *keys[::-1]):
+        state = {"d": {key: torch.ones(2)}}
+        store.write(state)
+        (found,) = store.load()["d"]
+        assert (type(found), repr(found)) == (type(key), repr(key))
+
+
+def test_a_tie_that_is_new_in_a_later_save_comes_back_tied(store: Store) -> None:
+    state = {"a": torch.ones(4), "b": torch.zeros(4), "c": torch.zeros(4)}
+    store.write(state)
+    state["c"] = state["a"]
+    store.write(state)
+    loaded = store.load()
+    assert loaded["c"] is loaded["a"] and loaded["b"] is not loaded["a"]
+    state["c"] = torch.full((4,), 3.0)
+    store.write(state)
+    assert store.load()["c"].tolist() == [3.0] * 4
+    array = np.ones(3)
+    store.write({"x": array, "y": array.copy()})
+    store.write({"x": array, "y": array})
+    assert np.shares_memory(*store.load().values())
+
+
+def test_a_tie_whose_one_side_becomes_a_conjugate_view_is_none(store: Store) -> None:
+    values = torch.randn(4, dtype=torch.complex64)
+    store.write({"a": values, "b": values})
+    comes_back(store, {"a": values, "b": values.conj()})
+
+
+def test_names_of_leaves_are_unique_and_text(store: Store) -> None:
+    state = {"a.b": np.zeros(1), "a": {"b": np.ones(1)}, "a.b~2": np.ones(2), "\ud800": np.ones(3)}
+    comes_back(store, state)
+    names = [entry.name for entry in store.manifest.entries]
+    assert names == ["a.b", "a.b~2", "a.b~2~2", "\\ud800"]
+
+
+# Storages
+
+
+@pytest.mark.parametrize("size", [8, LARGE])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool])
+def test_a_storage_can_be_resized_after_a_save_and_a_restore(store: Store, size: int, dtype: torch.dtype) -> None:
+    tensor = torch.ones(size, dtype=dtype)
+    other = torch.nn.Parameter(tensor.clone(), requires_grad=False)
+    for _ in range(2):
+        store.write({"t": tensor, "p": other})
+    store.fill({"t": tensor, "p": other})
+    for one in (tensor, other):
+        one.untyped_storage().resize_(one.nbytes * 2)
+        one.untyped_storage().resize_(0)
+
+
+def test_a_storage_that_is_copied_later_cannot_be_resized_meanwhile(store: Store) -> None:
+    tensor = torch.ones(LARGE)
+    flat = flatten({"t": tensor})
+    store.write({"t": tensor})
+    later = store.stage.copy(flat, store.stage.plan(flat), store.slot, lazy=frozenset((0,)))[1]
+    with pytest.raises(RuntimeError, match="not resizable"):
+        tensor.untyped_storage().resize_(0)
+    later.finish()
+    assert later.error is None
+
+
+def test_every_tag_is_written_and_read_by_one_table() -> None:
+    values = [1 << 60, float("inf"), 1j, b"x", "\ud800", np.float32(1)]
+    codes = [encode_plain(value, "") for value in values]
+    assert [code[0] for code in codes] == ["i", "f", "c", "b", "s", "n"]
+    assert list(map(decode_plain, codes)) == values
