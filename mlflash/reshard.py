@@ -26,7 +26,7 @@ from .opened import Elsewhere, Readable, held_by_name
 from .parcels import Parcel, items
 from .parts import Parts
 from .points import reach
-from .rebuild import compare, fill, refuse_differences
+from .rebuild import Filling, compare, refuse_differences
 from .reunion import Home
 from .shards import box
 from .slot import Slot
@@ -63,10 +63,11 @@ class Resharded:
     plan: Plan
     flat: Flat
 
-    def load(self, state: Any) -> None:
+    def filling(self, state: Any) -> Filling:
         """Fill it into a live state, in place. Not collective."""
         layout = self.plan.layout
-        fill(state, self.flat.structure.tree, layout.entries, self.flat.plain, self.slot.reader(layout.extents))
+        read = self.slot.reader(layout.extents)
+        return Filling(state, self.flat.structure.tree, layout.entries, self.flat.plain, read)
 
 
 def reshard(parts: Parts, old: Readable, state: Any) -> Resharded:

@@ -56,6 +56,7 @@ class Saves:
 
     Attributes:
         last_step: the newest step saved or restored; the next one must be larger.
+        undefined: why the state is undefined: a restore has failed when it had changed some of it.
         stage: copies states into slots.
         aheads: states that were staged before their step was known.
     """
@@ -68,6 +69,7 @@ class Saves:
         self._begun: list[Begun] = []
         self._begun_lock = threading.Lock()
         self.last_step: int | None = None
+        self.undefined = ""
         self._flattener = Flattener()
         self._unchanging, self._steps = Unchanging(), Steps()
         if config.max_slowdown:
@@ -173,6 +175,9 @@ class Saves:
         mistake: BaseException | None = None
         try:
             self._check_step(int(step) if whole else None, step, again)
+            if self.undefined:
+                raise StateError("the state is undefined, as a restore of it has failed, and is not saved: restore "
+                                 "again, or begin anew", found=self.undefined)  # fmt: skip
             fill(save)
         except (StateError, StepOrderError) as error:
             mistake = save.problem = error
