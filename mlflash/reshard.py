@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -22,7 +23,7 @@ from . import commit, shards
 from .errors import CorruptSlot, MlflashError, StructureMismatch
 from .flatten import flatten, flatten_or_none
 from .layout import PAGE_NBYTES
-from .opened import Elsewhere, Readable, held_by_name
+from .opened import Elsewhere, Old, Readable, held_by_name
 from .parcels import Parcel, items
 from .parts import Parts
 from .points import reach
@@ -32,7 +33,8 @@ from .shards import box
 from .slot import Slot
 from .snapshot import Snapshot
 from .stage import Plan, Stage
-from .state import Entry, Flat, Leaf, live_bytes
+from .state import Entry, Flat, Leaf, Tree, live_bytes, tensor_entry
+from .torch_objects import is_like, parameters
 
 log = logging.getLogger("mlflash")
 
@@ -154,12 +156,38 @@ def _only_shards_differ(state: Any, home: Home) -> bool:
     flat = flatten_or_none(state)
     if flat is None:
         return False
-    live = {leaf.entry.name: leaf.entry for leaf in flat.leaves}
     entries = home.manifest.entries
+    live = _live_entries(state, flat, home.manifest.tree, entries)
     alike = tuple(_as_live(entry, live) for entry in entries)
     if all((a.offset, a.shape) == (b.offset, b.shape) for a, b in zip(alike, entries, strict=True)):
         return False
     return not compare(state, home.manifest.tree, alike)
+
+
+def _live_entries(state: Any, flat: Flat, tree: Tree, entries: tuple[Entry, ...]) -> dict[str, Entry]:
+    """The entries of the live tensors, and of those that optimizers will make like their parameters, by name."""
+    live = {leaf.entry.name: leaf.entry for leaf in flat.leaves}
+    for number, parameter in parameters(state, tree).items():
+        entry, torch = entries[number], sys.modules["torch"]
+        if entry.name not in live and is_like(entry, parameter):
+            its = tensor_entry(torch, parameter, entry.name)[1]  # its dtype may be another one
+            nbytes = math.prod(its.shape) * getattr(torch, entry.dtype).itemsize
+            live[entry.name] = dataclasses.replace(entry, global_shape=its.global_shape, offset=its.offset,
+                                                   shape=its.shape, nbytes=nbytes)  # fmt: skip
+    return live
+
+
+def _refuse_flat_shards(state: Any, old: Old, held: Mapping[str, list[shards.Held]]) -> None:
+    """Refuse an optimizer's state whose shards do not say that they are shards, where the parameters are cut anew."""
+    for number, parameter in parameters(state, old.tree).items():
+        entry, shape = old.entries[number], tuple(parameter.shape)
+        if shards.is_private(held[entry.name]) and len(entry.shape) == len(shape) and not is_like(entry, parameter):
+            raise StructureMismatch(
+                "each rank had a shard of this tensor that does not say so, as with FSDP1, and the parameter is cut "
+                "otherwise here: restore on the ranks that saved it, shard the model with fully_shard (FSDP2), or save "
+                "what mlflash.adapters.fsdp.sharded_state_dict gives", tensor=entry.name,
+                expected=f"a parameter of {list(entry.shape)}", found=list(shape),
+            )  # fmt: skip
 
 
 def _as_live(entry: Entry, live: Mapping[str, Entry]) -> Entry:
@@ -181,7 +209,8 @@ def _want(parts: Parts, opened: Readable, state: Any) -> _Wanted:
     own = olds[world.rank if world.rank in olds else sorted(olds)[world.rank % len(olds)]]
     near = {rank for rank in olds if opened.is_near(rank)}
     held = held_by_name(opened)
-    live_entries = {name: leaf.entry for name, leaf in live.items()}
+    _refuse_flat_shards(state, own, held)
+    live_entries = _live_entries(state, flat, own.tree, own.entries)
     entries = [_as_live(entry, live_entries) for entry in own.entries]
     if world.rank not in olds:  # what each had its own of may have any shape here
         entries = [live_entries.get(e.name, e) if shards.is_private(held[e.name]) else e for e in entries]
@@ -198,7 +227,7 @@ def _want(parts: Parts, opened: Readable, state: Any) -> _Wanted:
         leaves.append(Leaf(dataclasses.replace(entry, start=0), value, -1 if tie == number else tie))
         if tie != number or not entry.nbytes:
             continue
-        if value is None and any(one.check is None for one in held[entry.name]):
+        if entry.name not in live_entries and any(one.check is None for one in held[entry.name]):
             raise StructureMismatch(
                 "this tensor was saved in shards, and the state given does not say in which it is wanted: make the "
                 "optimizer's state before (see mlflash.adapters.fsdp.init_optim_state)", tensor=entry.name,
