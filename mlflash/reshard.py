@@ -5,7 +5,8 @@
     exchange   parts on this node are read from its files; the others are asked for (see `parcels`)
     commit     the new slot is protected and committed like a save; only then may the old ones go
 
-What each old rank had its own of goes to the rank of its number; where there is none, a rank keeps what it has.
+What each old rank had its own of goes to the rank of its number. Where there was none, a rank keeps what it has; where
+there is none any more, it is left behind; rank 0 says both.
 """
 
 from __future__ import annotations
@@ -48,12 +49,10 @@ class _Wanted:
     Attributes:
         flat: its leaves; the values are live ones, or None where there are none yet.
         made_of: for each leaf that is brought, by number, the parts of old shards that make it up.
-        kept: names of what each old rank had its own of, and this rank's number none.
     """
 
     flat: Flat
     made_of: dict[int, list[shards.Fragment]]
-    kept: list[str]
 
 
 @dataclasses.dataclass
@@ -111,11 +110,34 @@ def reshard(parts: Parts, old: Readable, state: Any) -> Resharded:
         give_up(parts, made)
         raise
     reach("restore.resharded")
-    if kept := wanted.kept:
-        named = ", ".join(kept[:_NAMED]) + (f" and {len(kept) - _NAMED} more" if len(kept) > _NAMED else "")
-        log.warning("each rank of the checkpoint had its own of %s, and there was no rank %d: it stays as it is",
-                    named, world.rank)  # fmt: skip
+    if world.rank == 0:
+        _warn_of_own(old, world.size)
     return made
+
+
+def _warn_of_own(old: Readable, size: int) -> None:
+    """Say what each old rank had its own of where there is no such rank any more, or was none before. Not collective."""
+    own = {name for name, those in held_by_name(old).items() if shards.is_private(those)}
+    own |= shards.private_plain({rank: one.plain for rank, one in old.olds.items()})
+    names = {rank: {entry.name for entry in one.entries} | one.plain.keys() for rank, one in old.olds.items()}
+    staying = {name for rank in names if rank < size for name in names[rank]}
+    gone, new = sorted(names.keys() - range(size)), sorted(range(size) - names.keys())
+    how = f"step {old.step} was saved by {len(names)} ranks, and {size} go on"
+    if left := sorted({name for rank in gone for name in names[rank] if name in own or name not in staying}):
+        log.warning("%s: what %s had of its own is left behind: %s. Memory does not have it after this restore; where the "
+                    "step was drained, load(%d, source=directory) on %d ranks gives it",
+                    how, _ranks(gone), _some(left), old.step, len(names))  # fmt: skip
+    if new and own:
+        log.warning("%s: each rank had its own of %s, and there was no %s: there it stays as it is",
+                    how, _some(sorted(own)), _ranks(new))  # fmt: skip
+
+
+def _ranks(numbers: list[int]) -> str:
+    return f"rank {numbers[0]}" + (f" to {numbers[-1]}" if len(numbers) > 1 else "")
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
 
 
 def give_up(parts: Parts, made: Resharded) -> None:
@@ -218,7 +240,6 @@ def _want(parts: Parts, opened: Readable, state: Any) -> _Wanted:
     leaves: list[Leaf] = []
     starts: dict[int, int] = {}
     made_of: dict[int, list[shards.Fragment]] = {}
-    kept = []
     for number, (entry, before) in enumerate(zip(entries, own.entries, strict=True)):
         tie = starts.setdefault(before.start, number) if before.nbytes else number
         if dataclasses.replace(entries[tie], name=entry.name, start=entry.start) != entry:
@@ -233,17 +254,17 @@ def _want(parts: Parts, opened: Readable, state: Any) -> _Wanted:
                 "optimizer's state before (see mlflash.adapters.fsdp.init_optim_state)", tensor=entry.name,
             )  # fmt: skip
         found = shards.fragments(entry, held[entry.name], world.rank, near)
-        if found is None:
-            kept.append(entry.name)
-        else:
+        if found is None and value is None:  # nothing is there that could stay as it is
+            found = shards.fragments(entry, held[entry.name], sorted(olds)[world.rank % len(olds)], near)
+        if found is not None:
             made_of[number] = found
     paths = shards.plain_leaves(own.tree)
     here = shards.plain_leaves(flat.structure.tree)
     values: list[Any] = [None] * len(paths)
     for path, at in paths.items():
         values[at] = flat.plain[here[path]] if path in here else own.plain[path]
-    values, private = shards.merge_plain(values, paths, {rank: one.plain for rank, one in olds.items()}, world.rank)
-    return _Wanted(Flat.of(leaves, own.tree, values), made_of, [*kept, *private])
+    values, _ = shards.merge_plain(values, paths, {rank: one.plain for rank, one in olds.items()}, world.rank)
+    return _Wanted(Flat.of(leaves, own.tree, values), made_of)
 
 
 def _fill_slot(opened: Readable, wanted: _Wanted, plan: Plan, slot: Slot) -> bool:
