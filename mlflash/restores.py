@@ -22,6 +22,7 @@ from .errors import (
     MlflashError,
     StateError,
     StepNotFound,
+    StructureMismatch,
     WorldSizeChanged,
 )
 from .flatten import flatten_or_none
@@ -133,7 +134,11 @@ class Restores:
         try:
             self._loading.together(step, lambda: parcels.extend(wanted()))
             whole = self._courier.call(lambda: opened.read(parcels))
-            self._loading.together(step, lambda: _finish(whole, done))
+            try:
+                self._loading.together(step, lambda: _finish(whole, done))
+            except (CorruptSlot, StructureMismatch) as error:  # a framework may go on from elsewhere now: saves are not refused
+                error.message += "; what it was to fill may hold some of it now"
+                raise
         finally:
             opened.close()
         self._journal.seconds["load"] += time.perf_counter() - start

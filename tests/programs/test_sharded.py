@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from harness import Cluster, Result
 
+from mlflash.demo.launch import mpiexec
+
+REPO = Path(__file__).parents[2]
 pytestmark = pytest.mark.slow
 
 
@@ -32,10 +39,23 @@ def test_an_optimizer_without_state_gets_it_as_its_parameters_are_and_goes_on_wi
         assert found[case] == ended, case
     # On other ranks each tensor has the bits it had; what cannot be cut anew is refused, and it says what to do.
     refused = {r["case"]: r["why"] for r in restored.of("refused")}
-    assert set(refused) == {"fsdp1-adamw", "fsdp1-flat-adamw", "fsdp1-sgd"}
+    assert set(refused) == {"fsdp1-adamw", "fsdp1-flat-adamw"}
     assert all("fully_shard" in why for why in refused.values()), refused
     before = by_case(saved, "half")
     on_two = by_case(restored, "half")
     assert len(on_two) == 2 * (len(found) // 4 - len(refused))
     for case, tensors in on_two.items():
         assert tensors == before[case], case
+
+
+def test_the_recipe_of_the_docs_for_fsdp2_goes_on_when_it_is_started_again(shm: Path, tmp_path: Path) -> None:
+    page = (REPO / "docs" / "using.md").read_text()
+    (block,) = [one for one in re.findall(r"^```python\n(.*?)^```", page, re.M | re.S) if "fully_shard" in one]
+    (tmp_path / "train.py").write_text(block)
+    for first in (1, 4):
+        settings = {"MLFLASH_MEMORY": str(shm), "TMPDIR": str(tmp_path)}
+        command, environment = mpiexec(2, [sys.executable, "-m", "mpi4py", "train.py"], {**os.environ, **settings})
+        done = subprocess.run(command, env=environment, cwd=tmp_path, timeout=100, capture_output=True, text=True,
+                              check=False)  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        assert sorted(done.stdout.splitlines()) == [f"rank {rank}: steps {first} to {first + 2}" for rank in (0, 1)]
