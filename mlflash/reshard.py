@@ -116,7 +116,7 @@ def reshard(parts: Parts, old: Readable, state: Any) -> Resharded:
 
 
 def _warn_of_own(old: Readable, size: int) -> None:
-    """Say what each old rank had its own of where there is no such rank any more, or was none before. Not collective."""
+    """Say what old ranks had their own of where there is no such rank any more, or was none before. Not collective."""
     own = {name for name, those in held_by_name(old).items() if shards.is_private(those)}
     own |= shards.private_plain({rank: one.plain for rank, one in old.olds.items()})
     names = {rank: {entry.name for entry in one.entries} | one.plain.keys() for rank, one in old.olds.items()}
@@ -124,8 +124,8 @@ def _warn_of_own(old: Readable, size: int) -> None:
     gone, new = sorted(names.keys() - range(size)), sorted(range(size) - names.keys())
     how = f"step {old.step} was saved by {len(names)} ranks, and {size} go on"
     if left := sorted({name for rank in gone for name in names[rank] if name in own or name not in staying}):
-        log.warning("%s: what %s had of its own is left behind: %s. Memory does not have it after this restore; where the "
-                    "step was drained, load(%d, source=directory) on %d ranks gives it",
+        log.warning("%s: what %s had of its own is left behind: %s. Memory does not have it after this restore; where "
+                    "the step was drained, load(%d, source=directory) on %d ranks gives it",
                     how, _ranks(gone), _some(left), old.step, len(names))  # fmt: skip
     if new and own:
         log.warning("%s: each rank had its own of %s, and there was no %s: there it stays as it is",

@@ -136,7 +136,7 @@ class Restores:
             whole = self._courier.call(lambda: opened.read(parcels))
             try:
                 self._loading.together(step, lambda: _finish(whole, done))
-            except (CorruptSlot, StructureMismatch) as error:  # a framework may go on from elsewhere now: saves are not refused
+            except (CorruptSlot, StructureMismatch) as error:  # a framework may load from elsewhere now, and save
                 error.message += "; what it was to fill may hold some of it now"
                 raise
         finally:

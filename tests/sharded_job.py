@@ -19,7 +19,7 @@ import torch.distributed as dist
 from records import note
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch_jobs import job
 
@@ -35,9 +35,11 @@ class Net(torch.nn.Module):
     def __init__(self, hidden: int) -> None:
         super().__init__()
         self.up, self.down = torch.nn.Linear(10, hidden), torch.nn.Linear(hidden, 3)
+        self.register_parameter("scale", None)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(torch.tanh(self.up(x)))
+        found = self.down(torch.tanh(self.up(x)))
+        return found if self.scale is None else found * self.scale.to_local()
 
 
 def of_fsdp2(model: torch.nn.Module, replicas: int = 1) -> torch.nn.Module:
@@ -51,6 +53,7 @@ def of_fsdp2(model: torch.nn.Module, replicas: int = 1) -> torch.nn.Module:
 
 def of_tp(model: torch.nn.Module) -> torch.nn.Module:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model.scale = torch.nn.Parameter(distribute_tensor(torch.tensor(1.5), mesh, [Replicate()]))  # 0-d, as steps are
     return parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
 
 

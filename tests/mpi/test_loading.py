@@ -50,8 +50,8 @@ def test_what_fails_on_one_rank_is_put_back_on_all(options: dict[str, Any], rank
     with job(ranks) as comm:
         if comm is not None:
             with Checkpointer(comm=comm, strict=True, **options) as ckpt:
-                state = state_of(2.0, fails=RANK == ranks - 1)
-                with pytest.raises(errors.StructureMismatch, match="loading failed: OSError.'no'") as caught:
+                state = state_of(2.0, fails=ranks - 1 == RANK)
+                with pytest.raises(errors.StructureMismatch, match=r"loading failed: OSError.'no'") as caught:
                     ckpt.restore(state)
                 assert is_all(state, 2.0) and "undefined" not in str(caught.value)
                 assert ckpt.restore(state) == 1 and is_all(state, 1.0)
