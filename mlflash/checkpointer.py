@@ -164,7 +164,7 @@ class Checkpointer:
 
         Raises:
             StepOrderError: the step does not grow. The other ranks' save of it fails too.
-            StateError: a leaf cannot be saved; its path is named.
+            StateError: a leaf cannot be saved; its path is named. Or a restore has failed and left the state undefined.
             SaveFailed: only with ``strict``: this save, or an earlier one in the background, failed.
         """
         self._check_open()
@@ -204,7 +204,8 @@ class Checkpointer:
         redundancy is made whole again in the background. Either way the slots are made as :meth:`prepare` does.
 
         Where it was saved by another number of ranks, or in other shards, each tensor is put together from the old
-        shards; what all old ranks had alike goes to all, and what each had its own of to the rank of its number.
+        shards; what all old ranks had alike goes to all, and what each had its own of to the rank of its number. Rank 0
+        warns of what is left behind of lost ranks, and what new ones got none of.
 
         Args:
             state: live tensors and arrays are copied into, plain leaves replaced, objects get copies through
@@ -216,7 +217,8 @@ class Checkpointer:
             The step, or None where there is nothing to restore.
 
         Raises:
-            StructureMismatch: the state does not look like the saved one; both sides are named.
+            StructureMismatch: the state does not look like the saved one; both sides are named. Nothing was changed,
+                or what was is put back, or the text says that the state is undefined: :meth:`save` refuses it then.
             StepNotFound: there is no such step.
             MemoryTooSmall: there is no room to put it together.
         """

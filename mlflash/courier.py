@@ -12,13 +12,15 @@ import os
 import queue
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from .comm import Abandoned, RankFailed, World
 from .errors import Closed, DeadlineExceeded, MlflashError, text_of
 from .moves import Moves
 
 log = logging.getLogger("mlflash")
+
+T = TypeVar("T")
 
 _IDLE_S = 0.05  # how often an idle courier looks for pings
 _ASIDE_S = 0.001, 0.02  # the same while something beside its jobs gets on; and while it waits
@@ -112,6 +114,41 @@ class Courier:
         if not job.woken.is_set() and self.late is not None:
             raise self.late
         return job.result
+
+    def together(self, work: Callable[[], T], foreign: Callable[[str], MlflashError], step: int | None = None) -> T:
+        """Do something on this rank, where this is called; what goes wrong on any rank is raised on all.
+
+        Collective over the world.
+
+        Args:
+            work: may raise anything.
+            foreign: makes the error that other ranks are told, where it is none of ours, of its text.
+            step: what it is about.
+
+        Raises:
+            MlflashError: on all ranks, what went wrong on the lowest one. What is no `Exception`, such as an
+                interruption, is raised as it is where it came.
+        """
+        results: list[T] = []
+        error: MlflashError | None = None
+        left: BaseException | None = None
+        try:
+            results.append(work())
+        except MlflashError as problem:
+            error = problem
+        except BaseException as problem:
+            left = None if isinstance(problem, Exception) else problem
+            error = foreign(text_of(problem))
+            error.__cause__ = problem
+        if error is not None:
+            error.rank, error.node = self._world.rank, self._world.node_name
+            error.step = error.step if step is None else step
+        try:
+            self.call(lambda: self._world.raise_together(error))
+        finally:
+            if left is not None:
+                raise left
+        return results[0]
 
     def begin_aside(self, moves: Moves) -> None:
         """Let something go on beside the jobs, a little at a time; for a job. Collective as that is."""

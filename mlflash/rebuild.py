@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 
+from . import torch_objects
 from .errors import StructureMismatch
 from .flatten import is_object
 from .plain import decode_plain
@@ -22,7 +24,8 @@ _LISTED = 8  # differences shown in an error
 def compare(live: Any, tree: Tree, entries: tuple[Entry, ...]) -> list[str]:
     """List how a live state differs in structure from a saved one; empty where it does not.
 
-    Not collective. Objects with ``load_state_dict`` are not looked into: they judge for themselves.
+    Not collective. Of objects with ``load_state_dict`` only what those of torch would refuse for sure is listed: they
+    judge for themselves.
     """
     found: list[str] = []
     _compare(live, tree, entries, "", found)
@@ -44,6 +47,7 @@ def _compare(live: Any, tree: Tree, entries: tuple[Entry, ...], path: str, found
     name = path or "(the state itself)"
     tag = tree[0]
     if is_object(live):
+        found += torch_objects.refusals(live, tree, entries, path)
         return
     if tag == "o":
         _compare(live, tree[1], entries, path, found)
@@ -86,72 +90,177 @@ def _describe_live(value: Any, path: str) -> str:
 
 
 def fill(live: Any, tree: Tree, entries: tuple[Entry, ...], plain: list[Any], read: Read) -> None:
-    """Put a saved state into a live one, in place.
+    """Put a saved state into a live one, in place; see `Filling`. Not collective. Call :func:`compare` first."""
+    filling = Filling(live, tree, entries, plain, read)
+    filling.load(filling.objects)
+    filling.fill_leaves()
 
-    Not collective. Tensors and arrays are copied into the live ones, plain leaves replaced, objects get
-    copies through ``load_state_dict``. Call :func:`compare` first.
 
-    Raises:
-        StructureMismatch: the state itself is a tensor-free leaf or tuple, which cannot be changed in place.
+class Filling:
+    """Puts a saved state into a live one, in place, and puts back what was there before where that goes wrong.
+
+    Args:
+        live: tensors and arrays are copied into it, plain leaves replaced, objects get copies through
+            ``load_state_dict``.
+        tree, entries, plain: of the manifest.
+        read: gives the bytes.
+
+    Attributes:
+        objects: those in the state that load by themselves, and what was saved of each, by path.
     """
-    new = _Fill(tree, entries, plain, read).into(live, tree)
-    if new is not live:
-        raise StructureMismatch("the state given cannot be changed in place", expected="a dict, list or object",
-                                found=type(live).__name__)  # fmt: skip
 
+    def __init__(self, live: Any, tree: Tree, entries: tuple[Entry, ...], plain: list[Any], read: Read):
+        self._live, self._tree, self._entries, self._plain = live, tree, entries, plain
+        self._read, self._made = read, _Made(entries, plain, read)
+        self.objects: dict[str, tuple[Any, Tree]] = {}
+        self._find(live, tree, "")
+        self._kept: dict[str, Any] = {}
+        self._replaced: list[tuple[Any, Any, Any]] = []  # container, key or index, what was there
+        self._for_good = False  # whether something has changed that no copy was made of
 
-class _Fill:
-    def __init__(self, tree: Tree, entries: tuple[Entry, ...], plain: list[Any], read: Read, copy: bool = True):
-        self.copy = copy
-        self.entries, self.plain, self.read = entries, plain, read
-        self.fresh: dict[tuple[Any, ...], Any] = {}  # tied leaves stay tied
+    def nbytes_of(self, path: str) -> int:
+        """How large the saved state of an object is. Not collective."""
+        its = {entry.start: entry.nbytes for entry in (self._entries[n] for n in _entry_numbers(self.objects[path][1]))}
+        return sum(its.values())
 
-    def into(self, live: Any, tree: Tree) -> Any:
+    def keep(self, paths: Collection[str]) -> None:
+        """Copy what objects give now, so that it can be put back; some may not give it. Not collective."""
+        for path in paths:
+            try:
+                self._kept[path] = _copied(self.objects[path][0].state_dict())
+            except Exception:  # an object may not be able to say what it is before it has loaded
+                continue
+
+    def load(self, paths: Collection[str]) -> None:
+        """Load some of the objects. Not collective, but what objects do may be."""
+        for path in paths:
+            live, tree = self.objects[path]
+            self._for_good |= path not in self._kept
+            like = torch_objects.patterns(live, tree, self._entries) if _has_dtensors() else {}
+            torch_objects.load(live, self._made.make(tree, like))
+
+    def fill_leaves(self) -> None:
+        """Fill tensors and arrays, and replace plain leaves. Not collective.
+
+        Raises:
+            StructureMismatch: the state itself is a tensor-free leaf or tuple, which cannot be changed in place.
+        """
+        if self._into(self._live, self._tree) is not self._live:
+            raise StructureMismatch("the state given cannot be changed in place", expected="a dict, list or object",
+                                    found=type(self._live).__name__)  # fmt: skip
+
+    def put_back(self) -> bool:
+        """Put back what was there before; whether all of it is there again. Not collective, but what objects do may be.
+
+        What was kept is put back whether it was loaded on this rank or not, as other ranks may have come further.
+        """
+        for container, key, before in reversed(self._replaced):
+            container[key] = before
+        for path, kept in self._kept.items():
+            try:
+                torch_objects.load(self.objects[path][0], kept, exactly=True)
+            except Exception:  # load_state_dict of an object may raise anything
+                self._for_good = True
+        return not self._for_good
+
+    def _find(self, live: Any, tree: Tree, path: str) -> None:
         if is_object(live):
-            sharded = "torch.distributed.tensor" in sys.modules
-            live.load_state_dict(self.make(tree, live.state_dict() if sharded else None))
+            count = sum(known == path or known.startswith(f"{path}~") for known in self.objects)
+            self.objects[f"{path}~{count + 1}" if count else path] = live, tree
+            return
+        tag, rest = tree[0], tree[1]
+        prefix = path + "." if path else ""
+        if tag == "o":
+            self._find(live, rest, path)
+        elif tag == "d" and isinstance(live, dict):
+            for key, sub in rest:
+                self._find(live.get(key := decode_plain(key)), sub, f"{prefix}{key}")
+        elif tag in ("l", "t") and isinstance(live, (list, tuple)):
+            for i, (item, sub) in enumerate(zip(live, rest, strict=False)):
+                self._find(item, sub, f"{prefix}{i}")
+
+    def _into(self, live: Any, tree: Tree) -> Any:
+        if is_object(live):
             return live
         tag, rest = tree
         if tag == "o":
-            return self.into(live, rest)
+            return self._into(live, rest)
         if tag == "e":
-            copy_into(live, self.entries[rest], self.read(self.entries[rest]))
+            self._for_good = True
+            copy_into(live, self._entries[rest], self._read(self._entries[rest]))
             return live
         if tag == "p":
-            return decode_plain(self.plain[rest])
-        if tag == "d":
-            for key, sub in rest:
+            return decode_plain(self._plain[rest])
+        if tag in ("d", "l"):
+            for key, sub in rest if tag == "d" else enumerate(rest):
                 key = decode_plain(key)
-                live[key] = self.into(live[key], sub)
+                before = live[key]
+                if (new := self._into(before, sub)) is not before:
+                    self._replaced.append((live, key, before))
+                    live[key] = new
             return live
-        if tag == "l":
-            for i, sub in enumerate(rest):
-                live[i] = self.into(live[i], sub)
-            return live
-        items = [self.into(item, sub) for item, sub in zip(live, rest, strict=True)]
+        items = [self._into(item, sub) for item, sub in zip(live, rest, strict=True)]
         if all(new is old for new, old in zip(items, live, strict=True)):
             return live
         return type(live)(*items) if hasattr(live, "_fields") else type(live)(items)
 
-    def make(self, tree: Tree, like: Any = None) -> Any:
-        """Build a state anew; what is a DTensor in the one that it is ``like`` becomes such a one again."""
+
+def _has_dtensors() -> bool:
+    return "torch.distributed.tensor" in sys.modules
+
+
+def _entry_numbers(tree: Tree) -> Iterator[int]:
+    tag, rest = tree[0], tree[1]
+    if tag == "e":
+        yield rest
+    elif tag == "o":
+        yield from _entry_numbers(rest)
+    elif tag in ("d", "l", "t"):
+        for sub in rest:
+            yield from _entry_numbers(sub[1] if tag == "d" else sub)
+
+
+def _copied(value: Any) -> Any:
+    """Copy a state: tensors without their history, containers as plain ones."""
+    if is_tensor(value):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return {key: _copied(sub) for key, sub in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_copied(sub) for sub in value)
+    return _copied(value.state_dict()) if is_object(value) else copy.deepcopy(value)
+
+
+class _Made:
+    """Leaves and nodes of a checkpoint that are built anew; tied leaves stay tied.
+
+    Args:
+        entries, plain: of the manifest.
+        read: gives the bytes.
+        copy: whether what is handed out is copied, or what ``read`` gives.
+    """
+
+    def __init__(self, entries: tuple[Entry, ...], plain: list[Any], read: Read, copy: bool = True):
+        self._entries, self._plain, self._read, self._copy = entries, plain, read, copy
+        self._fresh: dict[tuple[Any, ...], Any] = {}
+
+    def make(self, tree: Tree, like: Mapping[int, Any]) -> Any:
+        """Build a state anew; what is ``like`` a DTensor becomes such a one again."""
         tag, rest = tree
         if tag == "o":
-            return self.make(rest, like.state_dict() if is_object(like) else like)
+            return self.make(rest, like)
         if tag == "e":
-            entry = self.entries[rest]
+            entry = self._entries[rest]
             key = (entry.start, entry.kind, entry.dtype, entry.shape) if entry.nbytes else (rest,)
-            if key not in self.fresh:
-                raw = self.read(entry)
-                self.fresh[key] = from_bytes(entry, np.array(raw) if self.copy else raw)
-            return as_shard_like(like, self.fresh[key])
+            if key not in self._fresh:
+                raw = self._read(entry)
+                self._fresh[key] = from_bytes(entry, np.array(raw) if self._copy else raw)
+            return as_shard_like(like.get(rest), self._fresh[key])
         if tag == "p":
-            return decode_plain(self.plain[rest])
+            return decode_plain(self._plain[rest])
         if tag == "d":
-            there = like if isinstance(like, dict) else {}
-            return {(k := decode_plain(key)): self.make(sub, there.get(k)) for key, sub in rest}
-        those = like if isinstance(like, (list, tuple)) and len(like) == len(rest) else [None] * len(rest)
-        items = [self.make(sub, one) for sub, one in zip(rest, those, strict=True)]
+            return {decode_plain(key): self.make(sub, like) for key, sub in rest}
+        items = [self.make(sub, like) for sub in rest]
         return items if tag == "l" else tuple(items)
 
 
@@ -165,7 +274,7 @@ def materialize(tree: Tree, entries: tuple[Entry, ...], plain: list[Any], read: 
         read: gives the bytes.
         copy: whether what is handed out is copied, or what ``read`` gives.
     """
-    return _Fill(tree, entries, plain, read, copy).make(tree)
+    return _Made(entries, plain, read, copy).make(tree, {})
 
 
 def copy_into(live: Any, entry: Entry, raw: np.ndarray) -> None:

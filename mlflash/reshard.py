@@ -5,13 +5,15 @@
     exchange   parts on this node are read from its files; the others are asked for (see `parcels`)
     commit     the new slot is protected and committed like a save; only then may the old ones go
 
-What each old rank had its own of goes to the rank of its number; where there is none, a rank keeps what it has.
+What each old rank had its own of goes to the rank of its number. Where there was none, a rank keeps what it has; where
+there is none any more, it is left behind; rank 0 says both.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -22,17 +24,18 @@ from . import commit, shards
 from .errors import CorruptSlot, MlflashError, StructureMismatch
 from .flatten import flatten, flatten_or_none
 from .layout import PAGE_NBYTES
-from .opened import Elsewhere, Readable, held_by_name
+from .opened import Elsewhere, Old, Readable, held_by_name
 from .parcels import Parcel, items
 from .parts import Parts
 from .points import reach
-from .rebuild import compare, fill, refuse_differences
+from .rebuild import Filling, compare, refuse_differences
 from .reunion import Home
 from .shards import box
 from .slot import Slot
 from .snapshot import Snapshot
 from .stage import Plan, Stage
-from .state import Entry, Flat, Leaf, live_bytes
+from .state import Entry, Flat, Leaf, Tree, live_bytes, tensor_entry
+from .torch_objects import is_like, parameters
 
 log = logging.getLogger("mlflash")
 
@@ -46,12 +49,10 @@ class _Wanted:
     Attributes:
         flat: its leaves; the values are live ones, or None where there are none yet.
         made_of: for each leaf that is brought, by number, the parts of old shards that make it up.
-        kept: names of what each old rank had its own of, and this rank's number none.
     """
 
     flat: Flat
     made_of: dict[int, list[shards.Fragment]]
-    kept: list[str]
 
 
 @dataclasses.dataclass
@@ -63,10 +64,11 @@ class Resharded:
     plan: Plan
     flat: Flat
 
-    def load(self, state: Any) -> None:
+    def filling(self, state: Any) -> Filling:
         """Fill it into a live state, in place. Not collective."""
         layout = self.plan.layout
-        fill(state, self.flat.structure.tree, layout.entries, self.flat.plain, self.slot.reader(layout.extents))
+        read = self.slot.reader(layout.extents)
+        return Filling(state, self.flat.structure.tree, layout.entries, self.flat.plain, read)
 
 
 def reshard(parts: Parts, old: Readable, state: Any) -> Resharded:
@@ -108,11 +110,34 @@ def reshard(parts: Parts, old: Readable, state: Any) -> Resharded:
         give_up(parts, made)
         raise
     reach("restore.resharded")
-    if kept := wanted.kept:
-        named = ", ".join(kept[:_NAMED]) + (f" and {len(kept) - _NAMED} more" if len(kept) > _NAMED else "")
-        log.warning("each rank of the checkpoint had its own of %s, and there was no rank %d: it stays as it is",
-                    named, world.rank)  # fmt: skip
+    if world.rank == 0:
+        _warn_of_own(old, world.size)
     return made
+
+
+def _warn_of_own(old: Readable, size: int) -> None:
+    """Say what old ranks had their own of where there is no such rank any more, or was none before. Not collective."""
+    own = {name for name, those in held_by_name(old).items() if shards.is_private(those)}
+    own |= shards.private_plain({rank: one.plain for rank, one in old.olds.items()})
+    names = {rank: {entry.name for entry in one.entries} | one.plain.keys() for rank, one in old.olds.items()}
+    staying = {name for rank in names if rank < size for name in names[rank]}
+    gone, new = sorted(names.keys() - range(size)), sorted(range(size) - names.keys())
+    how = f"step {old.step} was saved by {len(names)} ranks, and {size} go on"
+    if left := sorted({name for rank in gone for name in names[rank] if name in own or name not in staying}):
+        log.warning("%s: what %s had of its own is left behind: %s. Memory does not have it after this restore; where "
+                    "the step was drained, load(%d, source=directory) on %d ranks gives it",
+                    how, _ranks(gone), _some(left), old.step, len(names))  # fmt: skip
+    if new and own:
+        log.warning("%s: each rank had its own of %s, and there was no %s: there it stays as it is",
+                    how, _some(sorted(own)), _ranks(new))  # fmt: skip
+
+
+def _ranks(numbers: list[int]) -> str:
+    return f"rank {numbers[0]}" + (f" to {numbers[-1]}" if len(numbers) > 1 else "")
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
 
 
 def give_up(parts: Parts, made: Resharded) -> None:
@@ -155,12 +180,38 @@ def _only_shards_differ(state: Any, home: Home) -> bool:
     flat = flatten_or_none(state)
     if flat is None:
         return False
-    live = {leaf.entry.name: leaf.entry for leaf in flat.leaves}
     entries = home.manifest.entries
+    live = _live_entries(state, flat, home.manifest.tree, entries)
     alike = tuple(_as_live(entry, live) for entry in entries)
     if all((a.offset, a.shape) == (b.offset, b.shape) for a, b in zip(alike, entries, strict=True)):
         return False
     return not compare(state, home.manifest.tree, alike)
+
+
+def _live_entries(state: Any, flat: Flat, tree: Tree, entries: tuple[Entry, ...]) -> dict[str, Entry]:
+    """The entries of the live tensors, and of those that optimizers will make like their parameters, by name."""
+    live = {leaf.entry.name: leaf.entry for leaf in flat.leaves}
+    for number, parameter in parameters(state, tree).items():
+        entry, torch = entries[number], sys.modules["torch"]
+        if entry.name not in live and is_like(entry, parameter):
+            its = tensor_entry(torch, parameter, entry.name)[1]  # its dtype may be another one
+            nbytes = math.prod(its.shape) * getattr(torch, entry.dtype).itemsize
+            live[entry.name] = dataclasses.replace(entry, global_shape=its.global_shape, offset=its.offset,
+                                                   shape=its.shape, nbytes=nbytes)  # fmt: skip
+    return live
+
+
+def _refuse_flat_shards(state: Any, old: Old, held: Mapping[str, list[shards.Held]]) -> None:
+    """Refuse an optimizer's state whose shards do not say that they are shards, where the parameters are cut anew."""
+    for number, parameter in parameters(state, old.tree).items():
+        entry, shape = old.entries[number], tuple(parameter.shape)
+        if shards.is_private(held[entry.name]) and len(entry.shape) == len(shape) and not is_like(entry, parameter):
+            raise StructureMismatch(
+                "each rank had a shard of this tensor that does not say so, as with FSDP1, and the parameter is cut "
+                "otherwise here: restore on the ranks that saved it, shard the model with fully_shard (FSDP2), or save "
+                "what mlflash.adapters.fsdp.sharded_state_dict gives", tensor=entry.name,
+                expected=f"a parameter of {list(entry.shape)}", found=list(shape),
+            )  # fmt: skip
 
 
 def _as_live(entry: Entry, live: Mapping[str, Entry]) -> Entry:
@@ -182,7 +233,8 @@ def _want(parts: Parts, opened: Readable, state: Any) -> _Wanted:
     own = olds[world.rank if world.rank in olds else sorted(olds)[world.rank % len(olds)]]
     near = {rank for rank in olds if opened.is_near(rank)}
     held = held_by_name(opened)
-    live_entries = {name: leaf.entry for name, leaf in live.items()}
+    _refuse_flat_shards(state, own, held)
+    live_entries = _live_entries(state, flat, own.tree, own.entries)
     entries = [_as_live(entry, live_entries) for entry in own.entries]
     if world.rank not in olds:  # what each had its own of may have any shape here
         entries = [live_entries.get(e.name, e) if shards.is_private(held[e.name]) else e for e in entries]
@@ -190,7 +242,6 @@ def _want(parts: Parts, opened: Readable, state: Any) -> _Wanted:
     leaves: list[Leaf] = []
     starts: dict[int, int] = {}
     made_of: dict[int, list[shards.Fragment]] = {}
-    kept = []
     for number, (entry, before) in enumerate(zip(entries, own.entries, strict=True)):
         tie = starts.setdefault(before.start, number) if before.nbytes else number
         if dataclasses.replace(entries[tie], name=entry.name, start=entry.start) != entry:
@@ -199,23 +250,23 @@ def _want(parts: Parts, opened: Readable, state: Any) -> _Wanted:
         leaves.append(Leaf(dataclasses.replace(entry, start=0), value, -1 if tie == number else tie))
         if tie != number or not entry.nbytes:
             continue
-        if value is None and any(one.check is None for one in held[entry.name]):
+        if entry.name not in live_entries and any(one.check is None for one in held[entry.name]):
             raise StructureMismatch(
                 "this tensor was saved in shards, and the state given does not say in which it is wanted: make the "
                 "optimizer's state before (see mlflash.adapters.fsdp.init_optim_state)", tensor=entry.name,
             )  # fmt: skip
         found = shards.fragments(entry, held[entry.name], world.rank, near)
-        if found is None:
-            kept.append(entry.name)
-        else:
+        if found is None and value is None:  # nothing is there that could stay as it is
+            found = shards.fragments(entry, held[entry.name], sorted(olds)[world.rank % len(olds)], near)
+        if found is not None:
             made_of[number] = found
     paths = shards.plain_leaves(own.tree)
     here = shards.plain_leaves(flat.structure.tree)
     values: list[Any] = [None] * len(paths)
     for path, at in paths.items():
         values[at] = flat.plain[here[path]] if path in here else own.plain[path]
-    values, private = shards.merge_plain(values, paths, {rank: one.plain for rank, one in olds.items()}, world.rank)
-    return _Wanted(Flat.of(leaves, own.tree, values), made_of, [*kept, *private])
+    values, _ = shards.merge_plain(values, paths, {rank: one.plain for rank, one in olds.items()}, world.rank)
+    return _Wanted(Flat.of(leaves, own.tree, values), made_of)
 
 
 def _fill_slot(opened: Readable, wanted: _Wanted, plan: Plan, slot: Slot) -> bool:

@@ -26,11 +26,12 @@ from .errors import (
     WorldSizeChanged,
 )
 from .flatten import flatten_or_none
+from .loading import Loading
 from .opened import Elsewhere, Opened, Readable
 from .parcels import Parcel
 from .parts import Parts
 from .points import reach
-from .rebuild import fill, materialize, refuse_differences
+from .rebuild import Filling, materialize, refuse_differences
 from .reunion import Home
 from .saves import Saves
 from .slot import Slot
@@ -52,6 +53,7 @@ class Restores:
     def __init__(self, parts: Parts, courier: Courier, saves: Saves, drains: Drains):
         self._parts, self._courier, self._saves, self._drains = parts, courier, saves, drains
         self._world, self._journal = parts.world, parts.journal
+        self._loading = Loading(parts.world, courier, saves)
         self._began = time.perf_counter()  # the restore that goes on
 
     def restore(self, state: Any, step: int | None, source: str | None = None) -> int | None:
@@ -85,9 +87,9 @@ class Restores:
             return self._put_together(found, state)
         start = time.perf_counter()
         manifest, read = home.manifest, home.reader()
-        self._together(home.header.step, lambda: refuse_differences(state, manifest.tree, manifest.entries))
-        reach("restore.loading")
-        self._together(home.header.step, lambda: fill(state, manifest.tree, manifest.entries, manifest.plain, read))
+        self._loading.together(home.header.step, lambda: refuse_differences(state, manifest.tree, manifest.entries))
+        filling = Filling(state, manifest.tree, manifest.entries, manifest.plain, read)
+        self._loading.fill(home.header.step, filling)
         self._journal.seconds["load"] += time.perf_counter() - start
         return self._restored(home)
 
@@ -130,9 +132,13 @@ class Restores:
         start, step = time.perf_counter(), opened.step
         parcels: list[Parcel] = []
         try:
-            self._together(step, lambda: parcels.extend(wanted()))
+            self._loading.together(step, lambda: parcels.extend(wanted()))
             whole = self._courier.call(lambda: opened.read(parcels))
-            self._together(step, lambda: _finish(whole, done))
+            try:
+                self._loading.together(step, lambda: _finish(whole, done))
+            except (CorruptSlot, StructureMismatch) as error:  # a framework may load from elsewhere now, and save
+                error.message += "; what it was to fill may hold some of it now"
+                raise
         finally:
             opened.close()
         self._journal.seconds["load"] += time.perf_counter() - start
@@ -183,9 +189,8 @@ class Restores:
         """Restore what was saved by other ranks, or in other shards, or is not in memory."""
         start = time.perf_counter()
         made: reshard.Resharded = self._courier.call(lambda: reshard.reshard(self._parts, old, state))
-        reach("restore.loading")
         try:
-            self._together(old.step, lambda: made.load(state))
+            self._loading.fill(old.step, made.filling(state))
         except MlflashError:
             reshard.give_up(self._parts, made)
             raise
@@ -203,7 +208,7 @@ class Restores:
                                    found=self._world.size)  # fmt: skip
         manifest, read, parcels = found.state(self._world.rank)
         whole = self._courier.call(lambda: found.read(parcels))
-        self._together(found.step, lambda: _finish(whole, lambda: None))
+        self._loading.together(found.step, lambda: _finish(whole, lambda: None))
         self._count(found.step, found)
         return found.step, materialize(manifest.tree, manifest.entries, manifest.plain, read)
 
@@ -267,20 +272,6 @@ class Restores:
             why = f"memory has only older steps: {held}" if held else "memory has nothing"
         if self._world.rank == 0:
             log.info("restoring step %d from %s: %s", drained.step, drained.path, why)
-
-    def _together(self, step: int, work: Callable[[], None]) -> None:
-        """Do something with the state on this rank; what goes wrong on any rank is raised on all."""
-        error: MlflashError | None = None
-        try:
-            work()
-        except MlflashError as problem:
-            error = problem
-        except Exception as problem:  # load_state_dict of an object may raise anything: all ranks must hear of it
-            error = StructureMismatch(f"loading failed: {problem!r}")
-            error.__cause__ = problem
-        if error is not None:
-            error.rank, error.node, error.step = self._world.rank, self._world.node_name, step
-        self._courier.call(lambda: self._world.raise_together(error))
 
     def _restored(self, home: Home) -> int:
         self._parts.shelf.unmap_others(home.shares)

@@ -12,7 +12,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import TypeVar
 
 import numpy as np
 
@@ -35,7 +34,6 @@ from .state import Flat
 
 log = logging.getLogger("mlflash")
 
-T = TypeVar("T")
 _LEFT = "an exception came while it was staged, as of a signal handler"
 
 
@@ -50,6 +48,7 @@ class Saves:
 
     Attributes:
         last_step: the newest step saved or restored; the next one must be larger.
+        undefined: why the state is undefined: a restore has failed when it had changed some of it.
         stage: copies states into slots.
         aheads: states that were staged before their step was known.
         begun: saves of which it is not known yet whether they come.
@@ -63,6 +62,7 @@ class Saves:
         self._staging: commit.Save | None = None  # the newest one that the courier stages
         self.begun = Begins(self._post_failure, config.timeout_s)
         self.last_step: int | None = None
+        self.undefined = ""
         self._flattener = Flattener()
         self._unchanging, self._steps = Unchanging(), Steps()
         if config.max_slowdown:
@@ -145,6 +145,7 @@ class Saves:
             try:
                 try:
                     self._check_step(int(step) if whole else None, step, again)
+                    self._refuse_undefined()
                     fill(save)
                     save.problem = None  # from here on it may be committed, and not before
                 except BaseException as error:  # state_dict() of an object may raise anything: no rank must wait for us
@@ -172,10 +173,15 @@ class Saves:
             self._look_at_pending()
         return snapshot
 
+    def _refuse_undefined(self) -> None:
+        if self.undefined:
+            raise StateError("the state is undefined, as a restore of it has failed, and is not saved: restore "
+                             "again, or begin anew", found=self.undefined)  # fmt: skip
+
     def _give_up(self, save: commit.Save, error: BaseException) -> BaseException | None:
         """Note why a save is posted as a failure; returns what the caller has to hear now."""
         problem = error if isinstance(error, MlflashError) else None
-        problem = problem or StateError(f"the state could not be read: {text_of(error)}")
+        problem = problem or _unreadable(text_of(error))
         problem.rank, problem.node = self._world.rank, self._world.node_name
         save.problem = problem
         save.snapshot.end(problem)  # this rank need not hear from the others to know
@@ -242,7 +248,7 @@ class Saves:
         """Make the slots for a state like this one; see `Checkpointer.prepare`."""
         self.settle()
         flat = self._look_at(state)
-        planned = self._together(lambda: self.plan(flat))
+        planned = self._courier.together(lambda: self.plan(flat), _unreadable)
         self.stage.replan()  # what is shared is settled once more by the first save
         size = planned.share_extents
         self.reserve(planned.layout.extents.nbytes, 0 if size is None else size.nbytes)
@@ -267,31 +273,11 @@ class Saves:
         self.settle()
         self._courier.call(work)
 
-    def _together(self, work: Callable[[], T]) -> T:
-        """Do something on this rank; what goes wrong on any is raised on all. Collective over comm."""
-        error: MlflashError | None = None
-        left: BaseException | None = None
-        results: list[T] = []
-        try:
-            results.append(work())
-        except MlflashError as problem:
-            error = problem
-        except BaseException as problem:  # state_dict() of an object may raise anything
-            left = None if isinstance(problem, Exception) else problem
-            error = StateError(f"the state could not be read: {text_of(problem)}")
-            error.__cause__ = problem
-        if error is not None:
-            error.rank, error.node = self._world.rank, self._world.node_name
-        try:
-            self._courier.call(lambda: self._world.raise_together(error))
-        finally:
-            if left is not None:
-                raise left
-        return results[0]
-
     def _look_at(self, state: object) -> Flat:
         """Take a state apart, if it is not leaves already, and find out what of it is shared. Collective over comm."""
-        flat = self._together(lambda: state if isinstance(state, Flat) else self._flattener.flatten(state))
+        flat = self._courier.together(
+            lambda: state if isinstance(state, Flat) else self._flattener.flatten(state), _unreadable
+        )
 
         def work() -> None:
             self._parts.find_replicas(flat)
@@ -387,6 +373,10 @@ class Saves:
             snapshot.reported = True
         if wrong and self._config.strict and wrong[0].error is not None:
             raise wrong[0].error
+
+
+def _unreadable(why: str) -> StateError:
+    return StateError(f"the state could not be read: {why}")
 
 
 def _fail(save: commit.Save) -> None:

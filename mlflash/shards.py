@@ -188,6 +188,17 @@ def plain_leaves(tree: Tree, path: str = "") -> dict[str, int]:
     return {at: leaf for key, sub in items for at, leaf in plain_leaves(sub, f"{path}.{key}" if path else key).items()}
 
 
+def private_plain(held: Mapping[int, Mapping[str, Any]]) -> set[str]:
+    """The paths of plain leaves that old ranks had, but not alike.
+
+    Args:
+        held: of each old rank, its values by path.
+    """
+    seen: dict[str, str] = {}
+    return {path for leaves in held.values() for path, value in leaves.items()
+            if seen.setdefault(path, repr(value)) != repr(value)}  # fmt: skip
+
+
 def merge_plain(live: Sequence[Any], paths: Mapping[str, int], held: Mapping[int, Mapping[str, Any]], rank: int
                 ) -> tuple[list[Any], list[str]]:  # fmt: skip
     """Choose the plain leaves of a new rank: what all old ranks have, else what the old rank of its number has.
@@ -201,14 +212,12 @@ def merge_plain(live: Sequence[Any], paths: Mapping[str, int], held: Mapping[int
     Returns:
         The values to take; and the paths of those that stay as they are, as no old rank has this rank's number.
     """
-    values, kept = list(live), []
+    values, kept, private = list(live), [], private_plain(held)
     for path, number in paths.items():
-        there = {old: leaves[path] for old, leaves in held.items() if path in leaves}
-        distinct = {repr(value) for value in there.values()}
-        if len(distinct) == 1:
-            values[number] = next(iter(there.values()))
-        elif rank in there:
-            values[number] = there[rank]
+        if path not in private:
+            values[number] = next(leaves[path] for leaves in held.values() if path in leaves)
+        elif path in held.get(rank, {}):
+            values[number] = held[rank][path]
         else:
             kept.append(path)
     return values, kept

@@ -204,6 +204,67 @@ def test_parts_that_are_damaged_on_their_way_are_refused(
                 check(state, 2, 4)
 
 
+class Reader:
+    """The position of a data loader, of which each rank has its own."""
+
+    rank_private = True
+
+    def __init__(self, position: int):
+        self.position = {"at": torch.tensor([position]), "epoch": position}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.position
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.position = state
+
+
+def warned(caplog: pytest.LogCaptureFixture) -> list[str]:
+    said = [record.getMessage() for record in caplog.records if "had its own of" in record.getMessage()]
+    return said + [record.getMessage() for record in caplog.records if "left behind" in record.getMessage()]
+
+
+@on_5
+def test_what_fewer_ranks_leave_behind_is_named_once_and_what_was_drained_still_has_it(
+    options: dict[str, Any], root: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = COMM.bcast(str(tmp_path))
+    with job(4) as comm:
+        if comm is not None:
+            with Checkpointer(directory, comm=comm, **options) as ckpt:
+                ckpt.save(1, {"w": np.arange(9), "reader": Reader(10 + RANK), "mean": RANK / 8}).wait()
+                ckpt.drain().wait()
+    with job(2) as comm:
+        if comm is not None:
+            with Checkpointer(comm=comm, **options) as ckpt:
+                state = {"w": np.zeros(9, dtype=int), "reader": Reader(0), "mean": 0.0}
+                assert ckpt.restore(state) == 1 and state["reader"].position["epoch"] == 10 + RANK
+            assert len(warned(caplog)) == int(RANK == 0)
+            for said in ("saved by 4 ranks, and 2 go on", "rank 2 to 3 had", "mean, reader.at, reader.epoch",
+                         "load(1, source=directory) on 4 ranks"):  # fmt: skip
+                assert RANK or said in warned(caplog)[0]
+    with job(4) as comm:
+        if comm is not None:
+            with Checkpointer(comm=comm, **options | {"job": "other"}) as ckpt:
+                _, state = ckpt.load(1, source=directory)
+                assert (state["reader"]["at"], state["mean"]) == (10 + RANK, RANK / 8)
+
+
+@on_5
+def test_new_ranks_have_nothing_to_keep_where_an_object_has_no_state_yet(options: dict[str, Any], root: Path) -> None:
+    for size in (2, 4):
+        with job(size) as comm:
+            if comm is not None:
+                with Checkpointer(comm=comm, **options) as ckpt:
+                    state = {"reader": Reader(10 + RANK), "w": np.arange(9)}
+                    if size == 2:
+                        ckpt.save(1, state).wait()
+                        continue
+                    state["reader"].position = {}
+                    assert ckpt.restore(state) == 1
+                    assert state["reader"].position["at"] == 10 + RANK % 2, "neither zeros nor what nobody saved"
+
+
 @on_5
 def test_random_generators_of_new_ranks_stay_and_are_named(
     options: dict[str, Any], root: Path, caplog: pytest.LogCaptureFixture
@@ -222,8 +283,8 @@ def test_random_generators_of_new_ranks_stay_and_are_named(
                     assert ckpt.restore(state) == 2
                     seed = RANK if RANK < 2 else 70 + RANK
                     assert np.random.random() == np.random.RandomState(seed).random_sample()
-                    named = [r.getMessage() for r in caplog.records if "had its own of" in r.getMessage()]
-                    assert len(named) == int(RANK == 2) and all("rng" in text for text in named)
+                    assert len(warned(caplog)) == int(RANK == 0)
+                    assert all("rng" in text and "no rank 2" in text for text in warned(caplog))
 
 
 @on_5

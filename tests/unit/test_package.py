@@ -19,14 +19,14 @@ REPO = Path(__file__).parents[2]
 # The way of the data: each module imports only from those before it.
 ORDER = [
     "version", "errors", "points", "skeleton", "store", "scheme", "config", "dtypes", "plain", "state", "flatten",
-    "rebuild", "layout", "manifest", "header", "host_list", "domains", "slurm_topology", "topology", "placement",
-    "survival", "sharing", "erasure", "stripes", "limits", "node_memory", "pulse", "events", "metrics", "journal",
+    "torch_objects", "rebuild", "layout", "manifest", "header", "host_list", "domains", "slurm_topology", "topology",
+    "placement", "survival", "sharing", "erasure", "stripes", "limits", "node_memory", "pulse", "events", "metrics", "journal",
     "inventory", "crew", "huge_pages", "segment",
     "slot", "parity_file", "moves", "comm", "board", "window", "pace", "transfer", "aside", "exchange", "devices",
     "spots", "lazy", "ways", "stage", "shelf", "aheads", "begun", "copies", "parity", "protect", "replicas", "parts",
     "snapshot", "commit", "repair", "fetch", "reunion", "shards", "parcels", "opened", "reshard", "restore",
-    "courier", "drains", "scavenge", "saves", "restores", "rng", "report", "adapting", "off", "at_exit", "checkpointer",
-    "__init__", "cli", "__main__",
+    "courier", "drains", "scavenge", "saves", "loading", "restores", "rng", "report", "adapting", "off", "at_exit",
+    "checkpointer", "__init__", "cli", "__main__",
 ]  # fmt: skip
 # The same of `draining`, which stands before "drains".
 DRAINING = ["__init__", "index", "catalog", "dealing", "hdf5", "cargo", "form", "as_hdf5", "as_dcp", "drain", "drained"]

@@ -1,0 +1,247 @@
+"""A restore fills all of a state or none of it; what it cannot put back is said, and not saved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from mlflash import Checkpointer, errors, loading
+from mlflash.flatten import flatten
+from mlflash.rebuild import compare
+from mlflash.torch_objects import load
+
+
+@pytest.fixture
+def ckpt(shm: Path) -> Iterator[Checkpointer]:
+    with Checkpointer(memory=str(shm), job="j", redundancy="none", strict=True) as checkpointer:
+        yield checkpointer
+
+
+def net(last: int = 3) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, last))
+
+
+def trained(model: nn.Module, lr: float) -> torch.optim.Optimizer:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    return optimizer
+
+
+class Keeper:
+    """An object whose load may fail, half-way."""
+
+    def __init__(self, value: float, size: int = 10):
+        self.values, self.fails = {"a": np.full(size, value), "b": value}, False
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.values
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.values["b"] = state["b"]
+        if self.fails:
+            raise OSError("this object cannot be loaded")
+        self.values["a"] = state["a"]
+
+
+def bits(state: Any) -> list[Any]:
+    flat = flatten(state)
+    values = [value.detach().numpy() if isinstance(value, torch.Tensor) else value for value in flat.values]
+    return [flat.structure.tree, flat.plain, *(np.asarray(value).tobytes() for value in values)]
+
+
+@pytest.mark.parametrize("change", ["last layer", "parameter groups", "a tensor beside them"])
+def test_a_state_that_is_refused_has_changed_nowhere(ckpt: Checkpointer, change: str) -> None:
+    model = net()
+    ckpt.save(1, {"o": trained(model, 0.5), "m": model, "w": torch.zeros(3)}).wait()
+    other = net(4 if change == "last layer" else 3)
+    optimizer = trained(other, 0.1)
+    if change == "parameter groups":
+        optimizer = torch.optim.AdamW([{"params": [p]} for p in other.parameters()], lr=0.1)
+    state = {"m": other, "o": optimizer, "w": torch.ones(4 if change == "a tensor beside them" else 3)}
+    before = bits(state)
+    said = {"last layer": "m.2.weight: .3, 5. in the checkpoint, .4, 5. in the state given",
+            "parameter groups": "o: an optimizer of groups of .4. parameters in the checkpoint, of .1, 1, 1, 1.",
+            "a tensor beside them": "w: tensor float32 .3. in the checkpoint"}  # fmt: skip
+    with pytest.raises(errors.StructureMismatch, match=said[change]) as caught:
+        ckpt.restore(state)
+    assert bits(state) == before and "undefined" not in str(caught.value)
+    ckpt.save(2, state).wait()
+
+
+def test_what_was_loaded_before_another_object_failed_is_put_back(ckpt: Checkpointer) -> None:
+    model = net()
+    ckpt.save(1, {"o": trained(model, 0.5), "m": model, "k": Keeper(1.0), "n": 1, "t": (1, [1])}).wait()
+    other = net()
+    state = {"o": torch.optim.AdamW(other.parameters(), lr=0.1), "m": other, "k": Keeper(2.0), "n": 2, "t": (2, [2])}
+    before = bits(state)
+    state["k"].fails = True
+    with pytest.raises(errors.StructureMismatch, match=r"OSError.'this object cannot be loaded'") as caught:
+        ckpt.restore(state)
+    assert "undefined" in str(caught.value), "this object cannot be put back either"
+    state["k"].fails, state["k"].values = False, Keeper(2.0).values
+    assert bits(state) == before
+    assert ckpt.restore(state) == 1 and state["k"].values["b"] == 1.0 and state["n"] == 1
+
+
+class Once(Keeper):
+    """Takes back what it had, but nothing else."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.fails = state["b"] == 1.0
+        super().load_state_dict(state)
+
+
+def test_an_object_that_refuses_once_is_put_back_and_the_next_save_is_committed(ckpt: Checkpointer) -> None:
+    ckpt.save(1, {"x": Keeper(1.0), "k": Keeper(1.0), "w": np.ones(3)}).wait()
+    state = {"x": Keeper(2.0), "k": Once(2.0), "w": np.zeros(3)}
+    before = bits(state)
+    with pytest.raises(errors.StructureMismatch, match="cannot be loaded") as caught:
+        ckpt.restore(state)
+    assert bits(state) == before and "undefined" not in str(caught.value)
+    ckpt.save(2, state).wait()
+
+
+def test_what_is_too_large_to_be_put_back_is_not_saved_until_a_restore_has_succeeded(
+    ckpt: Checkpointer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loading, "_KEPT_NBYTES", 1000)
+    ckpt.save(1, {"large": Keeper(1.0, size=1000), "small": Keeper(1.0)}).wait()
+    state = {"large": Once(2.0, size=1000), "small": Keeper(2.0)}
+    with pytest.raises(errors.StructureMismatch, match="the state given is undefined now: restore again, or begin"):
+        ckpt.restore(state)
+    assert state["small"].values["b"] == 2.0, "small objects load first, and are put back"
+    with pytest.raises(errors.StateError, match="the state is undefined"):
+        ckpt.save(2, state)
+    assert ckpt.steps() == [1]
+    with pytest.raises(errors.StructureMismatch, match="loading failed") as caught:
+        ckpt.restore({"large": Keeper(2.0, size=1000), "small": Once(2.0)})  # put back, to what is undefined
+    assert "undefined" not in str(caught.value)
+    with pytest.raises(errors.StateError, match="the state is undefined"):
+        ckpt.save(3, state)
+    state["large"] = Keeper(2.0, size=1000)
+    assert ckpt.restore(state) == 1 and state["large"].values["a"][0] == 1.0
+    ckpt.save(4, state).wait()
+    assert ckpt.steps()[-1] == 4
+
+
+def test_plain_values_are_put_back_where_what_is_around_them_cannot_be_replaced(ckpt: Checkpointer) -> None:
+    ckpt.save(1, ({"n": 1}, 1)).wait()
+    state = ({"n": 2}, 2)
+    with pytest.raises(errors.StructureMismatch, match="cannot be changed in place") as caught:
+        ckpt.restore(state)
+    assert state == ({"n": 2}, 2) and "undefined" not in str(caught.value)
+
+
+def test_a_restore_that_is_interrupted_leaves_a_state_that_is_not_saved(ckpt: Checkpointer) -> None:
+    class Interrupted(Keeper):
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            raise KeyboardInterrupt
+
+    ckpt.save(1, {"x": Keeper(1.0)}).wait()
+    with pytest.raises(KeyboardInterrupt):
+        ckpt.restore({"x": Interrupted(2.0)})
+    with pytest.raises(errors.StateError, match="the state is undefined"):
+        ckpt.save(2, {"x": Keeper(2.0)})
+
+
+# Nothing is refused that loading accepts, and what strict loading refuses is known before.
+
+
+class Renaming(nn.Linear):
+    def __init__(self, a: int, b: int):
+        super().__init__(a, b)
+        self.register_load_state_dict_pre_hook(lambda module, state, prefix, *_: state.update(
+            {f"{prefix}weight": state.pop(f"{prefix}w")} if f"{prefix}w" in state else {}))  # fmt: skip
+
+
+def of_old_names() -> nn.Module:
+    model = nn.Module()
+    model.w, model.bias = nn.Parameter(torch.ones(3, 3)), nn.Parameter(torch.ones(3))
+    return model
+
+
+class Extra(nn.Linear):
+    def get_extra_state(self) -> Any:
+        return {"calls": 1}
+
+    def set_extra_state(self, state: Any) -> None:
+        pass
+
+
+class Lenient(nn.Linear):
+    def load_state_dict(self, state: Any, strict: bool = True, assign: bool = False) -> Any:
+        return super().load_state_dict(state, strict=False, assign=assign)
+
+
+def tied(size: int) -> nn.Module:
+    model = nn.Sequential(nn.Linear(size, size), nn.Linear(size, size))
+    model[1].weight = model[0].weight
+    return model
+
+
+def without_last() -> nn.Module:
+    model = net()
+    model[2] = None
+    return model
+
+
+def scalar(*shape: int) -> nn.Module:
+    model = nn.Module()
+    model.x = nn.Parameter(torch.ones(shape))
+    return model
+
+
+PAIRS: list[tuple[Callable[[], nn.Module], Callable[[], nn.Module]]] = [
+    (net, net), (net, lambda: net(4)), (lambda: nn.Linear(3, 3), lambda: nn.Linear(3, 3, bias=False)),
+    (lambda: nn.Linear(3, 3, bias=False), lambda: nn.Linear(3, 3)), (lambda: tied(2), lambda: tied(2)),
+    (lambda: tied(2), lambda: tied(3)), (of_old_names, lambda: Renaming(3, 3)),
+    (lambda: Extra(3, 3), lambda: Extra(3, 3)), (lambda: nn.Linear(3, 3), lambda: Lenient(3, 3, bias=False)),
+    (net, without_last), (without_last, net), (lambda: nn.BatchNorm1d(3), lambda: nn.BatchNorm1d(3)),
+    (lambda: nn.BatchNorm1d(3, track_running_stats=False), lambda: nn.BatchNorm1d(3)),
+    (lambda: scalar(1), lambda: scalar()), (lambda: scalar(), lambda: scalar(1)),
+    (lambda: nn.Linear(3, 3), lambda: nn.LazyLinear(3)), (lambda: nn.Linear(3, 3).bfloat16(), lambda: nn.Linear(3, 3)),
+    (lambda: nn.MultiheadAttention(4, 2), lambda: nn.MultiheadAttention(4, 2, add_bias_kv=True)),
+    (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(3, 3)), lambda: nn.Linear(3, 3)),
+]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:.*Lazy.*:UserWarning")
+@pytest.mark.parametrize("pair", PAIRS)
+def test_a_module_is_refused_only_where_loading_would(pair: tuple[Any, Any]) -> None:
+    saved, live = pair[0](), pair[1]()
+    flat = flatten({"m": saved})
+    found = compare({"m": live}, flat.structure.tree, flat.structure.entries)
+    try:
+        live.load_state_dict(dict(saved.state_dict()))
+    except RuntimeError as error:
+        assert found, f"known too late: {error}"
+    else:
+        assert not found
+
+
+def test_moments_of_another_dtype_than_their_parameter_keep_their_bits() -> None:
+    def made(steps: int) -> torch.optim.Optimizer:
+        parameter = nn.Parameter(torch.ones(3, dtype=torch.bfloat16))
+        optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
+        if steps:
+            optimizer.state[parameter] = {"momentum_buffer": torch.tensor([1 / 3, 1e-40, -0.0]), "parts": [
+                {"x": torch.tensor([1 / 7])}]}  # fmt: skip
+        return optimizer
+
+    saved = made(1).state_dict()
+    for live in (made(0), made(1)):
+        load(live, saved)
+        state = live.state_dict()["state"][0]
+        assert torch.equal(state["momentum_buffer"].view(torch.int32),
+                           saved["state"][0]["momentum_buffer"].view(torch.int32))  # fmt: skip
+        assert torch.equal(state["parts"][0]["x"], torch.tensor([1 / 7]))
+    live.state[next(iter(live.state))]["momentum_buffer"] = torch.zeros(3, dtype=torch.bfloat16)
+    load(live, saved)  # here the state is of that dtype by choice
+    assert live.state_dict()["state"][0]["momentum_buffer"].dtype == torch.bfloat16
