@@ -29,8 +29,8 @@ class Aside:
 
     def __init__(self, world: World):
         self._world, self._mpi = world, world.mpi
-        self._comm: Any = None if world.world is None else world.world.Dup()
-        self._beat: Any = None if world.world is None else world.world.Dup()
+        self._comm: Any = None if world.world is None else world.duplicate(world.world)
+        self._beat: Any = None if world.world is None else world.duplicate(world.world)
 
     def agree(self, values: np.ndarray) -> Moves:
         """Take the minimum of each number over all ranks."""
@@ -100,8 +100,7 @@ class Aside:
     def free(self) -> None:
         """Free the communicators. Collective over the world."""
         if self._comm is not None:
-            self._comm.Free()
-            self._beat.Free()
+            self._world.drop(self._comm, self._beat)
             self._comm = self._beat = None
 
 

@@ -77,6 +77,7 @@ class Checkpointer:
         MpiUnavailable, WorldMismatch: MPI is not what the launcher or torch.distributed says.
         UnsafePath: the job's directory in memory is not private to this user.
         MemoryTooSmall: ``reserve`` does not fit.
+        DeadlineExceeded: not all ranks have come to it.
     """
 
     def __init__(
@@ -125,8 +126,9 @@ class Checkpointer:
         comm = find_comm(os.environ) if comm is None else comm
         self._world = World(comm, self._config.ranks_per_node, self._config.timeout_s, process_group)
         self._courier = Courier(self._world, threaded=self._world.threads, nice=self._config.nice)
+        config, world = self._config, self._world
         try:
-            self._parts: Parts = self._courier.call(lambda: make(self._config, self._world, replicated, domains))
+            self._parts: Parts = self._courier.call(lambda: make(config, world.connect(), replicated, domains))
         except BaseException:
             self._courier.stop(abandon=True)
             raise
@@ -138,10 +140,14 @@ class Checkpointer:
         )
         self._facts = Facts(self._parts, self._drains)
         at_exit.add(self, lambda me, state: me._end(abandon=True, state=state))
-        self._parts.generation = max(self._parts.generation, self._courier.call(self._drains.newest_generation))
-        self._parts.journal.started(self._facts.of_run(), lambda: self.survives)
-        if self._config.reserve:
-            self._saves.reserve(self._config.reserve)
+        try:
+            self._parts.generation = max(self._parts.generation, self._courier.call(self._drains.newest_generation))
+            self._parts.journal.started(self._facts.of_run(), lambda: self.survives)
+            if self._config.reserve:
+                self._saves.reserve(self._config.reserve)
+        except BaseException:  # the caller gets no object to close
+            self._end(abandon=True, state="failed")
+            raise
 
     # Saving
 
@@ -351,17 +357,22 @@ class Checkpointer:
         """Wait for the saves and drains so far, free windows and communicators; the slots stay in memory.
 
         Collective over comm. May be called twice. With ``drain_every`` the newest checkpoint is drained before.
+
+        Raises:
+            SaveFailed, DeadlineExceeded: as in :meth:`wait`; or not all ranks have come. It is closed all the same.
         """
         if self._closed:
             return
         try:
-            self.wait()
-            if self._courier.late is None and self._courier.broken is None:
-                self._drains.finish()
+            try:
+                self.wait()
+                if not self._courier.is_stuck:
+                    self._drains.finish()
+            finally:
+                if not self._courier.is_stuck and self._drains.idle:
+                    self._courier.call(self._free)
         finally:
-            stuck = self._courier.late is not None or self._courier.broken is not None or not self._drains.idle
-            if not stuck:
-                self._courier.call(self._free)
+            stuck = self._courier.is_stuck or not self._drains.idle
             self._end(stuck, "ended" if sys.exc_info()[0] is None else "failed")
 
     def _free(self) -> None:

@@ -11,18 +11,21 @@ import logging
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
-from .comm import Abandoned, World
+from .comm import World
 from .errors import Closed, DeadlineExceeded, MlflashError
 from .moves import Moves
+from .waits import Abandoned
 
 log = logging.getLogger("mlflash")
 
 _IDLE_S = 0.05  # how often an idle courier looks for pings
 _ASIDE_S = 0.001, 0.02  # the same while something beside its jobs gets on; and while it waits
 _GRACE_S = 10.0  # how long after a deadline its error may take to arrive
+_LOOK_S = 0.2  # how often deadlines are looked at
 
 
 class Job:
@@ -73,9 +76,11 @@ class Courier:
         world.go_aside = self._advance  # a job may wait for a rank that waits for what goes on here
         self._queue: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._over = threading.Event()  # the thread has ended
         if threaded:
             self._thread = threading.Thread(target=self._run, args=(nice,), name="mlflash-courier", daemon=True)
             self._thread.start()
+            threading.Thread(target=self._watch, name="mlflash-deadline", daemon=True).start()
         else:
             log.warning("MPI was started without MPI_THREAD_MULTIPLE: save() will wait for the commit")
 
@@ -94,10 +99,10 @@ class Courier:
             DeadlineExceeded: naming the ranks waited for.
             Exception: whatever the job raised.
         """
-        job = Job(work)
+        job, end = Job(work), time.monotonic() + self._world.timeout_s + _GRACE_S
         self.post(job)
-        while not job.woken.wait(self._world.timeout_s + _GRACE_S):
-            if self.late is not None or self.broken is not None:
+        while not job.woken.wait(_LOOK_S):
+            if time.monotonic() > end and (self.late is not None or self.broken is not None):
                 break  # else an earlier job has the floor, and its own deadline runs
         if job.error is not None:
             raise job.error
@@ -106,6 +111,11 @@ class Courier:
         if not job.woken.is_set() and self.late is not None:
             raise self.late
         return job.result
+
+    @property
+    def is_stuck(self) -> bool:
+        """Whether a job does not end, or no more are done."""
+        return self.late is not None or self.broken is not None
 
     def begin_aside(self, moves: Moves) -> None:
         """Let something go on beside the jobs, a little at a time; for a job. Collective as that is."""
@@ -142,20 +152,32 @@ class Courier:
         here = threading.get_native_id()  # on Linux niceness is of a thread
         if nice > os.getpriority(os.PRIO_PROCESS, here):
             os.setpriority(os.PRIO_PROCESS, here, nice)
-        while True:
-            try:
-                job = self._queue.get(timeout=_IDLE_S if self._aside is None else self._nap)
-            except queue.Empty:
-                if self._world.abandoned.is_set():
-                    return
-                self._advance()
-                self._world.answer_pings()
-                continue
-            if job is None:
-                return
-            self._do(job)
+        try:
+            while self._serve():
+                pass
+        finally:
+            self._over.set()
+
+    def _serve(self) -> bool:
+        """Do the next job, or what there is to do meanwhile; whether there may be another."""
+        try:
+            job = self._queue.get(timeout=_IDLE_S if self._aside is None else self._nap)
+        except queue.Empty:
+            if self._world.abandoned.is_set():
+                return False
             self._advance()
-            del job  # while the courier waits for the next one, it must not keep a state alive
+            self._world.answer_pings()
+            return True
+        if job is None:
+            return False
+        self._do(job)
+        self._advance()
+        return True  # while the courier waits for the next one, it must not keep a state alive
+
+    def _watch(self) -> None:
+        """Tell of deadlines where the thread cannot, as it is inside of MPI: whoever waits is no part of that."""
+        while not self._over.wait(_LOOK_S):
+            self._world.tell_if_held(_GRACE_S)
 
     def _do(self, job: Job) -> None:
         def on_late(error: DeadlineExceeded) -> None:
@@ -183,6 +205,6 @@ class Courier:
         except Exception as error:  # the courier's edge: stored here, raised where somebody waits
             log.exception("mlflash stops saving on rank %d: the courier failed", self._world.rank)
             self.broken = job.error = error
-        self._world.deadline = float("inf")
+        self._world.end_job()
         self.late = None
         job.woken.set()

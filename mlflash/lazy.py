@@ -241,7 +241,7 @@ class _Hook:
     def pass_by(self) -> None:
         """Make the copies that wait for a step, as none is heard of any more."""
         if not self.is_passed_by:
-            log.warning("a step of an optimizer is compiled as one graph (fullgraph=True), and no hook is called in it: "
+            log.warning("a step of an optimizer is compiled as one graph (fullgraph=True), and no hook runs in it: "
                         "with until= all is copied before save() returns")  # fmt: skip
         self.is_passed_by = True
         for steps in list(self.listeners):

@@ -75,7 +75,7 @@ def run_together(given: Config, as_json: bool, work: Callable[[World], int]) -> 
     """
     world: World | None = None
     try:
-        world = World(find_comm(os.environ), given.ranks_per_node, given.timeout_s)
+        world = World(find_comm(os.environ), given.ranks_per_node, given.timeout_s).connect()
         code = work(world)
     except (MlflashError, click.ClickException) as error:
         code = error.exit_code if isinstance(error, click.ClickException) else WRONG
@@ -117,7 +117,7 @@ def gather(world: World, value: Any) -> list[Any]:
         return [value]
     if world.local_rank != 0:
         return []
-    told: list[Any] = world.leaders.gather(value, 0) or []  # type: ignore[union-attr]
+    told: list[Any] = world.leaders.gather(value, 0) or []
     return told
 
 

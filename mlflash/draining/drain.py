@@ -82,9 +82,10 @@ class Drain:
         moved: when any rank last got on, by `time.monotonic`.
     """
 
-    def __init__(self, step: int, look: Callable[[], None] = lambda: None):
+    def __init__(self, step: int, look: Callable[[], None] = lambda: None, patience_s: float = float("inf")):
         self.step = step
         self._look = look  # done again and again while somebody waits
+        self._patience_s = patience_s
         self.path = ""
         self.nbytes = self.written = 0
         self.seconds: float | None = None
@@ -107,23 +108,29 @@ class Drain:
         Not collective.
 
         Args:
-            timeout: seconds; None: as long as it takes.
+            timeout: seconds; None: for as long as some rank gets on.
 
         Returns:
             The drain itself.
 
         Raises:
             DrainFailed: it is not there; those that were there are untouched.
-            DeadlineExceeded: it is not there yet.
+            DeadlineExceeded: it is not there yet, or no rank got on for the Checkpointer's ``timeout_s``.
         """
         end = float("inf") if timeout is None else time.monotonic() + timeout
         while not self._ended.wait(max(0.0, min(_NAP_S, end - time.monotonic()))):
             self._look()
-            if time.monotonic() >= end:
-                raise DeadlineExceeded(f"not drained within {timeout:g} s (it may still be)", step=self.step)
+            now = time.monotonic()
+            if now - self.moved > self._patience_s:
+                raise self._late(f"no rank got on for {self._patience_s:g} s")
+            if now >= end:
+                raise self._late(f"not within {timeout:g} s")
         if self.error is not None:
             raise self.error
         return self
+
+    def _late(self, why: str) -> DeadlineExceeded:
+        return DeadlineExceeded(f"the drain of this step has not ended: {why} (it may still)", step=self.step)
 
     def moves(self) -> None:
         """Note that some rank got on (for the courier)."""
