@@ -249,9 +249,7 @@ class World(Waits):
         where = f"inside of {self.inside}, which ends when all ranks have come to it" if self.mpi else "at work"
         return self._exceeded(f"and the courier of this rank is still {where}", self.waiting_for)
 
-    def _whom_to_ask(self) -> Sequence[int]:
-        if self.waiting_for:
-            return self.waiting_for
+    def _others(self) -> Sequence[int]:
         if self.size <= ASK_ALL:
             return [rank for rank in range(self.size) if rank != self.rank]
         return [ranks[0] for ranks in self.topology.ranks_on[1:]] if self.rank == 0 else ()

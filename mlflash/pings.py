@@ -43,10 +43,10 @@ class Pings:
             self._comm.Recv(numbers, status.Get_source(), _PONG)
             self._told[status.Get_source()] = int(numbers[0]), int(numbers[1])
 
-    def ask(self, ranks: Sequence[int]) -> Moves:
-        """Ask ranks; the result is those that do not answer, or have not come as far as this one, ascending."""
+    def ask(self, ranks: Sequence[int], least: int = 0) -> Moves:
+        """Ask ranks; the result is those that do not answer, or have not come so far, ascending."""
         self._asked += 1
-        mine, progress = self._asked, self._progress()
+        mine = self._asked
         for rank in ranks:
             self._send(np.array([mine], dtype=np.int64), rank, _PING)
         behind, end = set(ranks), time.monotonic() + _WAIT_S
@@ -54,7 +54,7 @@ class Pings:
             yield False
             self.answer()
             told = {rank: self._told.get(rank, (0, 0)) for rank in behind}
-            behind = {rank for rank, (question, far) in told.items() if question < mine or far < progress}
+            behind = {rank for rank, (question, far) in told.items() if question < mine or far < least}
         return sorted(behind)
 
     def _send(self, message: np.ndarray, to: int, tag: int) -> None:

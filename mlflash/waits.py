@@ -184,15 +184,19 @@ class Waits:
         if self.pings is not None:
             self.pings.answer()
 
-    def missing(self) -> Moves:
-        """Ask the ranks waited for; those that do not answer, or have not come as far as we, are missing."""
-        return [] if self.pings is None else (yield from self.pings.ask(self._whom_to_ask()))
+    def silent(self) -> Moves:
+        """Ask all ranks; the result is those that do not answer."""
+        return [] if self.pings is None else (yield from self.pings.ask(self._others()))
 
-    def _whom_to_ask(self) -> Sequence[int]:
+    def _others(self) -> Sequence[int]:
+        """The ranks to ask where it is not known who is waited for."""
         raise NotImplementedError
 
     def _who_is_missing(self) -> Sequence[int]:
-        asking = self.missing()
+        """Ask the ranks waited for; those that do not answer, or have not come as far as we, are missing."""
+        if self.pings is None:
+            return ()
+        asking = self.pings.ask(self.waiting_for or self._others(), self.job_number)
         while not self.abandoned.is_set():
             try:
                 next(asking)

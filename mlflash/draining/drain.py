@@ -18,7 +18,7 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -80,6 +80,7 @@ class Drain:
         clean: whether what interrupted drains of earlier runs left was deleted (rank 0).
         progress: grows while this rank gets on.
         moved: when any rank last got on, by `time.monotonic`.
+        silent: the ranks that do not answer while none gets on; and in words.
     """
 
     def __init__(self, step: int, look: Callable[[], None] = lambda: None, patience_s: float = float("inf")):
@@ -93,6 +94,7 @@ class Drain:
         self.progress = 0
         self.clean = False
         self.moved = time.monotonic()
+        self.silent: tuple[tuple[int, ...], str] = ((), "")
         self.given_up = threading.Event()
         self._start = time.perf_counter()
         self._ended = threading.Event()
@@ -130,11 +132,14 @@ class Drain:
         return self
 
     def _late(self, why: str) -> DeadlineExceeded:
-        return DeadlineExceeded(f"the drain of this step has not ended: {why} (it may still)", step=self.step)
+        ranks, names = self.silent
+        who = f"; {names} does not answer" if ranks else ""
+        return DeadlineExceeded(f"the drain of this step has not ended: {why}{who} (it may still)", step=self.step,
+                                ranks=ranks)  # fmt: skip
 
     def moves(self) -> None:
         """Note that some rank got on (for the courier)."""
-        self.moved = time.monotonic()
+        self.moved, self.silent = time.monotonic(), ((), "")
 
     def end(self, error: MlflashError | None) -> None:
         """Tell the waiters how it ended (for the courier)."""
@@ -162,7 +167,10 @@ def run(drain: Drain, cargo: Cargo, world: World, aside: Aside, store: Store, te
     def main() -> Moves:
         ended.append((yield from _run(drain, cargo, world, aside, store, terms, clean)))
 
-    yield from side_by_side([main(), aside.beat(lambda: drain.progress, lambda: bool(ended), drain.moves)])
+    def silent(ranks: Sequence[int]) -> None:
+        drain.silent = tuple(ranks), world.names_of(ranks)
+
+    yield from side_by_side([main(), aside.beat(lambda: drain.progress, lambda: bool(ended), drain.moves, silent)])
     return ended[0]
 
 
