@@ -76,8 +76,7 @@ class Checkpointer:
         JobInUse: another live job uses this name on one of the nodes.
         MpiUnavailable, WorldMismatch: MPI is not what the launcher or torch.distributed says.
         UnsafePath: the job's directory in memory is not private to this user.
-        MemoryTooSmall: ``reserve`` does not fit.
-        DeadlineExceeded: not all ranks have come to it.
+        MemoryTooSmall, DeadlineExceeded: ``reserve`` does not fit; not all ranks have come to it.
     """
 
     def __init__(
@@ -126,18 +125,16 @@ class Checkpointer:
         comm = find_comm(os.environ) if comm is None else comm
         self._world = World(comm, self._config.ranks_per_node, self._config.timeout_s, process_group)
         self._courier = Courier(self._world, threaded=self._world.threads, nice=self._config.nice)
-        config, world = self._config, self._world
         try:
-            self._parts: Parts = self._courier.call(lambda: make(config, world.connect(), replicated, domains))
+            self._parts: Parts = self._courier.call(lambda: make(self._config, self._world, replicated, domains))
         except BaseException:
             self._courier.stop(abandon=True)
             raise
         self._drains = Drains(self._config, self._parts, self._courier)
         self._saves = Saves(self._config, self._parts, self._courier, self._drains)
         self._restores = Restores(self._parts, self._courier, self._saves, self._drains)
-        self.adapting = Adapting(
-            self._world, self._courier, self._saves, self._restores, self._drains, self._config.strict, self._check_open
-        )
+        self.adapting = Adapting(self._world, self._courier, self._saves, self._restores, self._drains,
+                                 self._config.strict, self._check_open)  # fmt: skip
         self._facts = Facts(self._parts, self._drains)
         at_exit.add(self, lambda me, state: me._end(abandon=True, state=state))
         try:
@@ -369,15 +366,12 @@ class Checkpointer:
                 if not self._courier.is_stuck:
                     self._drains.finish()
             finally:
-                if not self._courier.is_stuck and self._drains.idle:
-                    self._courier.call(self._free)
+                for free in (self._drains.free, self._parts.free):
+                    if not self._courier.is_stuck and self._drains.idle:
+                        self._courier.call(free)
         finally:
             stuck = self._courier.is_stuck or not self._drains.idle
             self._end(stuck, "ended" if sys.exc_info()[0] is None else "failed")
-
-    def _free(self) -> None:
-        self._drains.free()
-        self._parts.free()
 
     def _end(self, abandon: bool, state: str) -> None:
         self._closed = True
@@ -393,9 +387,8 @@ class Checkpointer:
     def __enter__(self) -> Checkpointer:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+                 ) -> None:  # fmt: skip
         """Close; where an exception is on its way, without any collective and without waiting."""
         if kind is None:
             self.close()

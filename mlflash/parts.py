@@ -204,14 +204,15 @@ class Parts:
 
 
 def make(config: Config, world: World, replicated: Any = None, domains: Any = None) -> Parts:
-    """Lock the job, look what earlier runs left, and take their files over.
+    """Connect the ranks, lock the job, look what earlier runs left, and take their files over.
 
-    Collective over the world.
+    Collective over comm.
 
     Raises:
         ConfigError: on all ranks, where ``replicated`` or ``domains`` make no sense.
         JobInUse, UnsafePath, WorldMismatch: on all ranks, where any rank finds it so.
     """
+    world.connect()
     error: MlflashError | None = None
     memory: NodeMemory | None = None
     try:
