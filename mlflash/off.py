@@ -104,6 +104,11 @@ class Courier(courier.Courier):
     def __init__(self) -> None:
         self.late = self.broken = None
 
+    @property
+    def is_stuck(self) -> bool:
+        """It is not: there is nothing to do."""
+        return False
+
     def post(self, job: courier.Job) -> None:
         """Leave it."""
 
