@@ -10,7 +10,7 @@ import pickle
 import threading
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,8 +29,8 @@ class Aside:
 
     def __init__(self, world: World):
         self._world, self._mpi = world, world.mpi
-        self._comm: Any = None if world.world is None else world.world.Dup()
-        self._beat: Any = None if world.world is None else world.world.Dup()
+        self._comm: Any = None if world.world is None else world.duplicate(world.world)
+        self._beat: Any = None if world.world is None else world.duplicate(world.world)
 
     def agree(self, values: np.ndarray) -> Moves:
         """Take the minimum of each number over all ranks."""
@@ -48,20 +48,27 @@ class Aside:
         """Raise on every rank what went wrong on any: that of the lowest rank that brought one."""
         return moves.raise_together(self._mpi, self._comm, error)
 
-    def beat(self, progress: Callable[[], int], ended: Callable[[], bool], moved: Callable[[], None]) -> Moves:
+    def beat(self, progress: Callable[[], int], ended: Callable[[], bool], moved: Callable[[], None],
+             silent: Callable[[Sequence[int]], None]) -> Moves:  # fmt: skip
         """Tell every rank about once a second whether any rank got on, until all have ended.
 
         Args:
             progress: how far this rank is: a number that grows.
             ended: whether this rank is through.
             moved: called when some rank got on.
+            silent: called with the ranks that do not answer, where nothing was heard for a quarter of a deadline.
         """
         known, all_ended = -1, False
         while not all_ended:
             mine = np.array([progress(), int(ended())], dtype=np.int64)
             total = mine if self._beat is None else np.empty_like(mine)
             if self._beat is not None:
-                yield from done(self._beat.Iallreduce(mine, total, self._mpi.SUM))
+                heard, request = time.monotonic(), self._beat.Iallreduce(mine, total, self._mpi.SUM)
+                while not request.Test():
+                    yield False
+                    if time.monotonic() - heard > self._world.timeout_s / 4:
+                        silent((yield from self._world.silent()))
+                        heard = time.monotonic()
             if total[0] != known:
                 known = int(total[0])
                 moved()
@@ -100,8 +107,7 @@ class Aside:
     def free(self) -> None:
         """Free the communicators. Collective over the world."""
         if self._comm is not None:
-            self._comm.Free()
-            self._beat.Free()
+            self._world.drop(self._comm, self._beat)
             self._comm = self._beat = None
 
 

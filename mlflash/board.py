@@ -40,7 +40,8 @@ class Board:
             self.words: np.ndarray = np.zeros(shape, dtype=np.int64)
             return
         nbytes = 8 * shape[0] * shape[1] if world.local_rank == 0 else 0
-        self._window = world.mpi.Win.Allocate_shared(nbytes, 8, comm=world.node)
+        with world.together("Win_allocate_shared", world.node):
+            self._window = world.mpi.Win.Allocate_shared(nbytes, 8, comm=world.node)
         memory, _ = self._window.Shared_query(0)
         self.words = np.frombuffer(memory, dtype=np.int64).reshape(shape)
         self._window.Lock_all(world.mpi.MODE_NOCHECK)
@@ -65,6 +66,7 @@ class Board:
         """Free the window. Collective over the node."""
         if self._window is not None:
             self.words = np.zeros_like(self.words)
-            self._window.Unlock_all()
-            self._window.Free()
+            with self._world.together("Win_free", self._world.node):
+                self._window.Unlock_all()
+                self._window.Free()
             self._window = None

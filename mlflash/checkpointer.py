@@ -76,7 +76,7 @@ class Checkpointer:
         JobInUse: another live job uses this name on one of the nodes.
         MpiUnavailable, WorldMismatch: MPI is not what the launcher or torch.distributed says.
         UnsafePath: the job's directory in memory is not private to this user.
-        MemoryTooSmall: ``reserve`` does not fit.
+        MemoryTooSmall, DeadlineExceeded: ``reserve`` does not fit; not all ranks have come to it.
     """
 
     def __init__(
@@ -133,15 +133,18 @@ class Checkpointer:
         self._drains = Drains(self._config, self._parts, self._courier)
         self._saves = Saves(self._config, self._parts, self._courier, self._drains)
         self._restores = Restores(self._parts, self._courier, self._saves, self._drains)
-        self.adapting = Adapting(
-            self._world, self._courier, self._saves, self._restores, self._drains, self._config.strict, self._check_open
-        )
+        self.adapting = Adapting(self._world, self._courier, self._saves, self._restores, self._drains,
+                                 self._config.strict, self._check_open)  # fmt: skip
         self._facts = Facts(self._parts, self._drains)
         at_exit.add(self, lambda me, state: me._end(abandon=True, state=state))
-        self._parts.generation = max(self._parts.generation, self._courier.call(self._drains.newest_generation))
-        self._parts.journal.started(self._facts.of_run(), lambda: self.survives)
-        if self._config.reserve:
-            self._saves.reserve(self._config.reserve)
+        try:
+            self._parts.generation = max(self._parts.generation, self._courier.call(self._drains.newest_generation))
+            self._parts.journal.started(self._facts.of_run(), lambda: self.survives)
+            if self._config.reserve:
+                self._saves.reserve(self._config.reserve)
+        except BaseException:  # the caller gets no object to close
+            self._end(abandon=True, state="failed")
+            raise
 
     # Saving
 
@@ -353,22 +356,24 @@ class Checkpointer:
         """Wait for the saves and drains so far, free windows and communicators; the slots stay in memory.
 
         Collective over comm. May be called twice. With ``drain_every`` the newest checkpoint is drained before.
+
+        Raises:
+            SaveFailed, DeadlineExceeded: as in :meth:`wait`; or not all ranks have come. It is closed all the same.
         """
         if self._closed:
             return
         try:
-            self.wait()
-            if self._courier.late is None and self._courier.broken is None:
-                self._drains.finish()
+            try:
+                self.wait()
+                if not self._courier.is_stuck:
+                    self._drains.finish()
+            finally:
+                for free in (self._drains.free, self._parts.free):
+                    if not self._courier.is_stuck and self._drains.idle:
+                        self._courier.call(free)
         finally:
-            stuck = self._courier.late is not None or self._courier.broken is not None or not self._drains.idle
-            if not stuck:
-                self._courier.call(self._free)
+            stuck = self._courier.is_stuck or not self._drains.idle
             self._end(stuck, "ended" if sys.exc_info()[0] is None else "failed")
-
-    def _free(self) -> None:
-        self._drains.free()
-        self._parts.free()
 
     def _end(self, abandon: bool, state: str) -> None:
         self._closed = True
@@ -384,9 +389,8 @@ class Checkpointer:
     def __enter__(self) -> Checkpointer:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+                 ) -> None:  # fmt: skip
         """Close; where an exception is on its way, without any collective and without waiting."""
         if kind is None:
             self.close()

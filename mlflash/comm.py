@@ -1,8 +1,6 @@
-"""World → node, leader and group communicators; agreement, and waits that end.
+"""World → node, leader and group communicators; agreement.
 
-Only one thread, the courier, calls anything here once the Checkpointer is made. Every wait is a loop: test,
-push MPI's progress, sleep a little. A deadline never cancels an MPI operation (that cannot be done); it tells
-`on_late` who was waited for, and the loop goes on, so that a slow peer can catch up.
+Only one thread, the courier, calls anything here; how it waits is in `waits`.
 """
 
 from __future__ import annotations
@@ -10,10 +8,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
-import threading
-import time
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,26 +16,12 @@ import numpy as np
 from . import moves
 from .errors import DeadlineExceeded, MlflashError, MpiUnavailable, WorldMismatch
 from .moves import Moves
+from .pings import ASK_ALL, Pings
 from .topology import Topology, from_node_ids
+from .waits import Waits
 
-_PING, _PONG = 1, 2
 NO_TAG = 3  # of no message
-_FAILED = 4
-_PING_WAIT_S = 2.0
-_TOLD = 1000  # characters of why a rank failed
-_PING_ALL = 256  # in larger worlds only rank 0 asks, and only the first rank of each node
-
-
-class Abandoned(BaseException):
-    """The Checkpointer was left by an exception: the courier drops what it is doing."""
-
-
-class RankFailed(Exception):
-    """Another rank has failed in the middle of a job, and takes part in no other one."""
-
-    def __init__(self, rank: int, text: str):
-        super().__init__(text)
-        self.rank = rank
+_NAMED = 8  # ranks in a text
 
 
 def find_comm(env: Mapping[str, str]) -> Any:
@@ -87,10 +68,10 @@ def load_mpi() -> Any:
     return MPI
 
 
-class World:
-    """The ranks of one Checkpointer, on communicators of its own.
+class World(Waits):
+    """The ranks of one Checkpointer, on communicators of its own: it has them after `connect`.
 
-    Collective over ``comm``.
+    Not collective.
 
     Args:
         comm: an mpi4py communicator, or None for one process without MPI.
@@ -100,47 +81,50 @@ class World:
     """
 
     def __init__(self, comm: Any, ranks_per_node: int, timeout_s: float, torch_group: Any = None):
-        self.timeout_s, self.torch_group = timeout_s, torch_group
+        super().__init__(timeout_s)
+        self.torch_group = torch_group
         self.emulated = ranks_per_node > 0
-        self.deadline = float("inf")
-        self.on_late: Callable[[DeadlineExceeded], None] = lambda error: None
-        self.waiting_for: Sequence[int] = ()
-        self.job_number = 0
-        self.abandoned = threading.Event()
-        self.poke: Callable[[], None] = lambda: None
-        self.go_aside: Callable[[], None] = lambda: None  # advances what goes on beside the jobs
-        self._naps = 0
-        self._last_ping_look = 0.0
-        self._failed: tuple[int, RankFailed] | None = None  # in which job; which rank
-        self._kept: deque[Any] = deque()  # buffers of messages that nobody waits for
+        self._given, self._ranks_per_node = comm, ranks_per_node
         self.group: Any = None  # communicator of the redundancy group, see form_groups
         self.mpi: Any = None
+        self.world: Any = None
+        self.control: Any = None  # of pings
+        self.data: Any = None  # tensor bytes
+        self.node: Any = None
+        self.leaders: Any = None
         if comm is None or comm.size == 1:
-            self.world = None
             self.rank, self.size, self.local_rank = 0, 1, 0
             self.topology = Topology((0,), ("node0" if self.emulated else socket.gethostname(),))
-            self.node = self.leaders = None
             return
         self.mpi = load_mpi()
-        self.world = comm.Dup()
-        self.rank, self.size = self.world.rank, self.world.size
+        self.rank, self.size, self.local_rank = comm.rank, comm.size, 0
+        self.topology = Topology((), ())
+
+    def connect(self) -> World:
+        """Make the communicators, and find out who is on which node. Collective over ``comm``; gives itself."""
+        if self.mpi is None:
+            return self
+        self.control = self.duplicate(self._given)
+        self.pings = Pings(self.mpi, self.control, lambda: self.job_number)  # now it can be asked who is missing
+        self.world = self.duplicate(self.control)
+        self.data = self.duplicate(self.world)
         if self.emulated:
-            self.node = self.world.Split(self.rank // ranks_per_node, self.rank)
-            name = f"node{self.rank // ranks_per_node}"
+            name = f"node{self.rank // self._ranks_per_node}"
+            self.node = self.split(self.rank // self._ranks_per_node)
         else:
-            self.node = self.world.Split_type(self.mpi.COMM_TYPE_SHARED, self.rank)
             name = self.mpi.Get_processor_name()
+            with self.together("Comm_split_type", self.world):
+                self.node = self.world.Split_type(self.mpi.COMM_TYPE_SHARED, self.rank)
         self.local_rank = self.node.rank
-        lowest = self.node.allreduce(self.rank, self.mpi.MIN)
-        self.topology = from_node_ids(self.world.allgather((lowest, name)))
-        self.leaders = self.world.Split(0 if self.local_rank == 0 else self.mpi.UNDEFINED, self.rank)
-        self.data = self.world.Dup()  # tensor bytes
-        self.control = self.world.Dup()  # pings
+        lowest = self.agree([self.rank], self.node)[0]
+        self.topology = from_node_ids(self.gather((lowest, name)))
+        self.leaders = self.split(0 if self.local_rank == 0 else self.mpi.UNDEFINED)
+        return self
 
     @property
     def threads(self) -> bool:
         """Whether MPI may be called from a thread of our own."""
-        return self.world is None or self.mpi.Query_thread() == self.mpi.THREAD_MULTIPLE
+        return self.mpi is None or self.mpi.Query_thread() == self.mpi.THREAD_MULTIPLE
 
     @property
     def node_index(self) -> int:
@@ -167,76 +151,31 @@ class World:
 
     def split(self, color: int) -> Any:
         """Make a communicator of the ranks with the same color; None without MPI. Collective over the world."""
-        return None if self.world is None else self.world.Split(color, self.rank)
+        if self.world is None:
+            return None
+        with self.together("Comm_split", self.world):
+            return self.world.Split(color, self.rank)
+
+    def duplicate(self, comm: Any) -> Any:
+        """Make another communicator of the same ranks. Collective over ``comm``."""
+        made, request = comm.Idup()
+        self.finish(request)
+        return made
+
+    def drop(self, *comms: Any) -> None:
+        """Free communicators, in this order; those that are None or null are left out. Collective over each."""
+        there = [comm for comm in comms if comm is not None and comm != self.mpi.COMM_NULL]
+        for comm in there:
+            self.meet(comm)
+        for comm in there:
+            with self.within("Comm_free"):
+                comm.Free()
 
     def free(self) -> None:
         """Free the communicators. Collective over the world."""
         if self.world is not None:
-            for comm in (self.group, self.leaders, self.node, self.data, self.control, self.world):
-                if comm is not None and comm != self.mpi.COMM_NULL:
-                    comm.Free()
-            self.world = None
-
-    # Waiting
-
-    def start_job(self, on_late: Callable[[DeadlineExceeded], None]) -> None:
-        """Begin a job: the deadline runs from here."""
-        self.job_number += 1
-        self.deadline = time.monotonic() + self.timeout_s
-        self.on_late = on_late
-
-    def pause(self) -> None:
-        """Pass a moment inside a wait: push progress, of what is beside too, answer pings, watch the deadline, sleep.
-
-        Raises:
-            Abandoned: the Checkpointer was left by an exception.
-            RankFailed: another rank takes part in this job no more.
-        """
-        if self.abandoned.is_set():
-            raise Abandoned
-        self.poke()
-        self.go_aside()
-        now = time.monotonic()
-        if now - self._last_ping_look > 0.02:
-            self.answer_pings()
-            self._last_ping_look = now
-            if self._failed is not None and self._failed[0] <= self.job_number:
-                raise self._failed[1]
-        if now > self.deadline:
-            self.deadline = float("inf")
-            self.on_late(self._late())
-        # Spin a little, then sleep up to 1 ms: with more ranks than cores a spinning rank starves the others.
-        self._naps += 1
-        if self._naps > 8:
-            time.sleep(min(1e-3, 2e-5 * (self._naps - 8)))
-
-    def finish(self, *requests: Any) -> None:
-        """Wait for MPI requests."""
-        for request in requests:
-            self._naps = 0
-            while not request.Test():
-                self.pause()
-
-    def wait_for(self, done: Callable[[], bool]) -> None:
-        """Wait until something local is so."""
-        self._naps = 0
-        while not done():
-            self.pause()
-
-    def drive(self, operations: Iterable[Moves]) -> list[Any]:
-        """Run step-by-step operations side by side until all are through; returns their results in order."""
-        running = moves.side_by_side(operations)
-        self._naps = 0
-        while True:
-            try:
-                moved = next(running)
-            except StopIteration as end:
-                results: list[Any] = end.value
-                return results
-            if moved:
-                self._naps = 0
-            else:
-                self.pause()
+            self.drop(self.group, self.leaders, self.node, self.data, self.control, self.world)
+            self.world = self.pings = None
 
     # Agreement
 
@@ -281,82 +220,39 @@ class World:
     def _run(self, operation: Moves) -> Any:
         return self.drive([operation])[0]
 
-    # Who is missing: asked only when a deadline has passed
+    # What is said of a wait that is too long
 
-    def answer_pings(self) -> None:
-        """Answer those who ask whether we are alive, with the number of the job we are in."""
-        if self.world is None:
-            return
-        status = self.mpi.Status()
-        while self.control.Iprobe(self.mpi.ANY_SOURCE, _PING, status):
-            asked = np.empty(1, dtype=np.int64)
-            self.control.Recv(asked, status.Get_source(), _PING)
-            self._send_and_forget(np.array([asked[0], self.job_number], dtype=np.int64), status.Get_source(), _PONG)
-        while self.control.Iprobe(self.mpi.ANY_SOURCE, _FAILED, status):
-            told = np.empty(status.Get_count(), dtype=np.uint8)
-            self.control.Recv(told, status.Get_source(), _FAILED)
-            number, text = told.tobytes().split(b" ", 1)
-            self._failed = (int(number), RankFailed(status.Get_source(), text.decode(errors="replace")))
+    def names_of(self, ranks: Sequence[int]) -> str:
+        """Say which ranks these are, and where."""
+        nodes = self.topology.node_names
+        said = [f"rank {rank} on {self.topology.name_of(rank)}" if nodes else f"rank {rank}" for rank in ranks[:_NAMED]]
+        return ", ".join(said) + (f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else "")
 
-    def tell_failed(self, text: str) -> None:
-        """Tell all other ranks that this one takes part in nothing any more: they need not wait for it.
-
-        Not collective.
-
-        Args:
-            text: why.
-        """
-        if self.world is None:
-            return
-        told = np.frombuffer(f"{self.job_number} {text[:_TOLD]}".encode(), dtype=np.uint8)
-        for rank in range(self.size):
-            if rank != self.rank:
-                self._send_and_forget(told, rank, _FAILED)
-
-    def _send_and_forget(self, message: np.ndarray, to: int, tag: int) -> None:
-        self._kept.append((message, self.control.Isend(message, to, tag)))
-        while self._kept and self._kept[0][1].Test():
-            self._kept.popleft()
-
-    def _late(self) -> DeadlineExceeded:
-        missing = self._who_is_missing()
-        nodes = [self.topology.name_of(rank) for rank in missing]
-        whom = ", ".join(f"rank {r} on {n}" for r, n in zip(missing[:8], nodes, strict=False)) or "the other ranks"
-        more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
+    def _exceeded(self, what: str, ranks: Sequence[int]) -> DeadlineExceeded:
+        nodes = self.topology.node_names
         return DeadlineExceeded(
-            f"waited {self.timeout_s:g} s for {whom}{more}; the last committed step is untouched. A slow rank can "
-            "still catch up; a dead one means that the job has to be relaunched",
+            f"waited {self.timeout_s:g} s {what}; the last committed step is untouched. A slow rank can still catch "
+            "up; a dead one means that the job has to be relaunched",
             rank=self.rank,
-            node=self.node_name,
-            ranks=missing,
-            nodes=nodes,
+            node=self.node_name if nodes else None,
+            ranks=ranks,
+            nodes=[self.topology.name_of(rank) for rank in ranks] if nodes else (),
         )
 
-    def _who_is_missing(self) -> list[int]:
-        """Ask the ranks waited for; those that do not answer, or have not come as far as we, are missing."""
-        if self.world is None:
-            return []
-        asked: Sequence[int] = self.waiting_for
-        if not asked and self.size <= _PING_ALL:
-            asked = [rank for rank in range(self.size) if rank != self.rank]
-        elif not asked and self.rank == 0:
-            asked = [ranks[0] for ranks in self.topology.ranks_on[1:]]
-        number = self.job_number
-        for rank in asked:
-            self._send_and_forget(np.array([number], dtype=np.int64), rank, _PING)
-        behind = set(asked)
-        status = self.mpi.Status()
-        end = time.monotonic() + _PING_WAIT_S
-        while behind and time.monotonic() < end and not self.abandoned.is_set():
-            self.answer_pings()
-            self.poke()
-            while self.control.Iprobe(self.mpi.ANY_SOURCE, _PONG, status):
-                pong = np.empty(2, dtype=np.int64)
-                self.control.Recv(pong, status.Get_source(), _PONG)
-                if pong[0] == number and pong[1] >= number:
-                    behind.discard(status.Get_source())
-            time.sleep(1e-3)
-        return sorted(behind)
+    def _late(self, missing: Sequence[int]) -> DeadlineExceeded:
+        whom = self.names_of(missing) or "the other ranks"
+        if self.pings is None and self.mpi is not None:
+            whom = f"all {self.size} ranks to come to Checkpointer()"
+        return self._exceeded(f"for {whom}", missing)
+
+    def _held(self) -> DeadlineExceeded:
+        where = f"inside of {self.inside}, which ends when all ranks have come to it" if self.mpi else "at work"
+        return self._exceeded(f"and the courier of this rank is still {where}", self.waiting_for)
+
+    def _others(self) -> Sequence[int]:
+        if self.size <= ASK_ALL:
+            return [rank for rank in range(self.size) if rank != self.rank]
+        return [ranks[0] for ranks in self.topology.ranks_on[1:]] if self.rank == 0 else ()
 
 
 def check_torch_rank(world: World) -> None:

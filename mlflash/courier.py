@@ -11,12 +11,15 @@ import logging
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from .comm import Abandoned, RankFailed, World
+from .comm import World
 from .errors import Closed, DeadlineExceeded, MlflashError, text_of
 from .moves import Moves
+from .pings import RankFailed
+from .waits import Abandoned
 
 log = logging.getLogger("mlflash")
 
@@ -25,6 +28,7 @@ T = TypeVar("T")
 _IDLE_S = 0.05  # how often an idle courier looks for pings
 _ASIDE_S = 0.001, 0.02  # the same while something beside its jobs gets on; and while it waits
 _GRACE_S = 10.0  # how long after a deadline its error may take to arrive
+_LOOK_S = 0.2  # how often deadlines are looked at
 
 
 class Job:
@@ -76,9 +80,11 @@ class Courier:
         world.go_aside = self._advance  # a job may wait for a rank that waits for what goes on here
         self._queue: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._over = threading.Event()  # the thread has ended
         if threaded:
             self._thread = threading.Thread(target=self._run, args=(nice,), name="mlflash-courier", daemon=True)
             self._thread.start()
+            threading.Thread(target=self._watch, name="mlflash-deadline", daemon=True).start()
         else:
             log.warning("MPI was started without MPI_THREAD_MULTIPLE: save() will wait for the commit")
 
@@ -102,17 +108,17 @@ class Courier:
             DeadlineExceeded: naming the ranks waited for.
             Exception: whatever the job raised.
         """
-        job = Job(work)
+        job, end = Job(work), time.monotonic() + self._world.timeout_s + _GRACE_S
         self.post(job)
-        while not job.woken.wait(self._world.timeout_s + _GRACE_S):
-            if self.late is not None or self.broken is not None:
+        while not job.woken.wait(_LOOK_S):
+            if time.monotonic() > end and (self.late is not None or self.broken is not None):
                 break  # else an earlier job has the floor, and its own deadline runs
         if job.error is not None:
             raise job.error
         if job.late is not None:
             raise job.late
-        if not job.woken.is_set() and self.late is not None:
-            raise self.late
+        if not job.woken.is_set():
+            raise self.late or Closed("mlflash stopped after an earlier error", found=self.broken)
         return job.result
 
     def together(self, work: Callable[[], T], foreign: Callable[[str], MlflashError], step: int | None = None) -> T:
@@ -150,6 +156,11 @@ class Courier:
                 raise left
         return results[0]
 
+    @property
+    def is_stuck(self) -> bool:
+        """Whether a job does not end, or no more are done."""
+        return self.late is not None or self.broken is not None
+
     def begin_aside(self, moves: Moves) -> None:
         """Let something go on beside the jobs, a little at a time; for a job. Collective as that is."""
         self._aside, self._nap = moves, _ASIDE_S[0]
@@ -185,20 +196,32 @@ class Courier:
         here = threading.get_native_id()  # on Linux niceness is of a thread
         if nice > os.getpriority(os.PRIO_PROCESS, here):
             os.setpriority(os.PRIO_PROCESS, here, nice)
-        while True:
-            try:
-                job = self._queue.get(timeout=_IDLE_S if self._aside is None else self._nap)
-            except queue.Empty:
-                if self._world.abandoned.is_set():
-                    return
-                self._advance()
-                self._look_around()
-                continue
-            if job is None:
-                return
-            self._do(job)
+        try:
+            while self._serve():
+                pass
+        finally:
+            self._over.set()
+
+    def _serve(self) -> bool:
+        """Do the next job, or what there is to do meanwhile; whether there may be another."""
+        try:
+            job = self._queue.get(timeout=_IDLE_S if self._aside is None else self._nap)
+        except queue.Empty:
+            if self._world.abandoned.is_set():
+                return False
             self._advance()
-            del job  # while the courier waits for the next one, it must not keep a state alive
+            self._look_around()
+            return True
+        if job is None:
+            return False
+        self._do(job)
+        self._advance()
+        return True  # while the courier waits for the next one, it must not keep a state alive
+
+    def _watch(self) -> None:
+        """Tell of deadlines where the thread cannot, as it is inside of MPI: whoever waits is no part of that."""
+        while not self._over.wait(_LOOK_S):
+            self._world.tell_if_held(_GRACE_S)
 
     def _look_around(self) -> None:
         """Answer who asks, while there is nothing to do."""
@@ -244,7 +267,7 @@ class Courier:
             if self._thread is None and not isinstance(error, Exception):
                 raise
         finally:
-            self._world.deadline = float("inf")
+            self._world.end_job()
             self.late = None
             job.woken.set()
 

@@ -29,7 +29,6 @@ from .store import Store, open_store
 
 log = logging.getLogger("mlflash")
 
-_NAP_S = 0.02
 _LOOK_S = 0.001  # how often rank 0 looks whether the directory was read
 
 
@@ -120,21 +119,15 @@ class Drains:
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait until no drain is on its way; see `Checkpointer.wait_drained`."""
-        current, end = self.last, None if timeout_s is None else time.monotonic() + timeout_s
-        patience = self._config.timeout_s
-        while current is not None and not current.done:
-            try:
-                current.wait(_NAP_S)
-            except DeadlineExceeded:
-                pass
-            except MlflashError:
-                return  # a warning already
-            now = time.monotonic()
-            stuck = now - current.moved > patience
-            if stuck or (end is not None and now > end):
-                why = f"no rank got on for {patience:g} s" if stuck else f"not within {timeout_s:g} s"
-                raise DeadlineExceeded(f"the drain of this step has not ended: {why} (it may still)", step=current.step,
-                                       rank=self._parts.world.rank, node=self._parts.world.node_name)  # fmt: skip
+        if self.last is None or self.last.done:
+            return
+        try:
+            self.last.wait(timeout_s)
+        except DeadlineExceeded as error:
+            error.rank, error.node = self._parts.world.rank, self._parts.world.node_name
+            raise
+        except MlflashError:
+            pass  # a warning already
 
     def finish(self) -> None:
         """Drain what was committed last, where draining is on and it was not, and wait. Collective over the world.
@@ -214,7 +207,7 @@ class Drains:
             slot.drains = True
         self._since, self._asked = 0, False
         self._drained = cargo.attempt
-        current = self.last = Drain(cargo.step, self._look)
+        current = self.last = Drain(cargo.step, self._look, self._config.timeout_s)
         parts.journal.counts["drains"] += 1
         aside = self._aside
 

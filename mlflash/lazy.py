@@ -8,6 +8,7 @@ another version, or other bytes than were noted (`spots`), and then the save fai
 from __future__ import annotations
 
 import collections
+import logging
 import sys
 import threading
 import weakref
@@ -20,11 +21,13 @@ from .points import reach
 from .spots import Spots
 from .state import Flat, Structure
 
+log = logging.getLogger("mlflash")
+
 Work = Callable[[], None]
 
 _CHANGED = (
-    "it was changed before it was copied, and not by an optimizer's step: call wait_staged() before that, or save "
-    "without until="
+    "it was changed before it was copied, and not by an optimizer's step (one that runs in a CUDA graph or in another "
+    "program is none that mlflash hears of): call wait_staged() before that, or save without until="
 )
 LARGE_NBYTES = 64 << 10  # to remember where a smaller tensor is takes as long as to copy it
 
@@ -167,7 +170,6 @@ class Steps:
 
     def __init__(self) -> None:
         self._laters: list[Later] = []
-        self._handle: Any = None
         self._told: Callable[[], None] | None = None
         self._counted: Callable[[], Any] = lambda: None  # one of several optimizers: a training step is a step of it
 
@@ -189,25 +191,15 @@ class Steps:
     def close(self) -> None:
         """Leave optimizers alone from now on."""
         self._laters.clear()
-        if self._handle is not None:
-            self._handle.remove()
-            self._handle = None
+        _HOOK.listeners.discard(self)
 
     def _listen(self) -> None:
-        if self._handle is not None:
-            return
-        from torch.optim.optimizer import register_optimizer_step_pre_hook
+        if self not in _HOOK.listeners:
+            _HOOK.listeners.add(self)
+            _HOOK.register()
 
-        here = weakref.ref(self)  # the hook is torch's, for all optimizers there are
-
-        def hook(optimizer: Any, *args: Any) -> None:
-            steps = here()
-            if steps is not None:
-                steps._before_step(optimizer)
-
-        self._handle = register_optimizer_step_pre_hook(hook)
-
-    def _before_step(self, optimizer: Any) -> None:
+    def before_step(self, optimizer: Any) -> None:
+        """Hear of a step (for the hook)."""
         self.hold_back()
         if self._told is None:
             return
@@ -216,6 +208,69 @@ class Steps:
             self._counted = weakref.ref(optimizer)
         if counted in (None, optimizer):
             self._told()
+
+
+class _Hook:
+    """The hook before each step, which is torch's, for all optimizers there are: one for this process.
+
+    It stays registered, as compiled code is made again whenever the hooks have changed.
+
+    Attributes:
+        listeners: those who want to hear of steps.
+        is_passed_by: whether steps are compiled that run without it (``fullgraph=True``): nothing may wait for a step.
+    """
+
+    def __init__(self) -> None:
+        self.listeners: weakref.WeakSet[Steps] = weakref.WeakSet()
+        self.is_passed_by = False
+        self._is_registered = False
+
+    def register(self) -> None:
+        """Have torch call it from now on."""
+        if self._is_registered:
+            return
+        self._is_registered = True
+        import torch
+        from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+        tell = torch.compiler.disable(self._tell)  # never traced: compiled code is left for it, and entered again
+        passes_by = torch.compiler.assume_constant_result(_is_passed_by)  # run while a step is compiled, not in it
+
+        def hook(optimizer: Any, *args: Any) -> None:
+            if not (torch.compiler.is_compiling() and passes_by()):
+                tell(optimizer)
+
+        register_optimizer_step_pre_hook(hook)
+
+    def _tell(self, optimizer: Any) -> None:
+        for steps in list(self.listeners):
+            steps.before_step(optimizer)
+
+    def pass_by(self) -> None:
+        """Make the copies that wait for a step, as none is heard of any more."""
+        if not self.is_passed_by:
+            log.warning("a step of an optimizer is compiled as one graph (fullgraph=True), and no hook runs in it: "
+                        "with until= all is copied before save() returns")  # fmt: skip
+        self.is_passed_by = True
+        for steps in list(self.listeners):
+            steps.hold_back()
+
+
+_HOOK = _Hook()
+
+
+def _is_passed_by() -> bool:
+    """Whether the step that torch compiles just now must be one graph: then nothing of ours can run in it."""
+    try:
+        from torch._dynamo.symbolic_convert import InstructionTranslator
+
+        now = InstructionTranslator.current_tx()
+        whole = bool(now.one_graph or getattr(now, "error_on_graph_break", False))
+    except (ImportError, AttributeError):  # another version of torch: it says itself what it cannot compile
+        return False
+    if whole:
+        _HOOK.pass_by()
+    return whole
 
 
 class Unchanging:
@@ -239,10 +294,14 @@ class Unchanging:
         """
         optimizers = tuple(until) if isinstance(until, (list, tuple)) else (until,)
         _check(optimizers)
+        if _HOOK.is_passed_by:
+            return frozenset()
         known = flat.structure is self._structure and optimizers == self._optimizers
         if known and all(flat.values[n].data_ptr() == at for n, at in self._places.items()):
             return self._numbers
-        if any(group.get("capturable") for optimizer in optimizers for group in optimizer.param_groups):
+        if _HOOK.is_passed_by or any(
+            group.get("capturable") for optimizer in optimizers for group in optimizer.param_groups
+        ):
             numbers = []  # its steps may be replayed by a CUDA graph, past all hooks
         else:
             owned = {_place(tensor) for optimizer in optimizers for tensor in _tensors_of(optimizer)}

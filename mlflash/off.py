@@ -105,6 +105,11 @@ class Courier(courier.Courier):
         self.late = self.broken = None
 
     @property
+    def is_stuck(self) -> bool:
+        """It is not: there is nothing to do."""
+        return False
+
+    @property
     def post(self) -> Callable[[courier.Job], None]:
         """Leave it."""
         return lambda job: None

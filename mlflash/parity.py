@@ -82,7 +82,7 @@ class Parity:
         if self._exchange is not None:
             self._exchange.free()
         if self._comm is not None:
-            self._comm.Free()
+            self._world.drop(self._comm)
 
     def offer(self, shelf: Shelf, extents: Extents | None, again: bool) -> list[tuple[Slot, int]]:
         """Tell the group the size of this rank's slot; returns the parity slot needed, with its bytes.

@@ -16,7 +16,7 @@ from .config import Config
 from .crew import Crew, crew_of
 from .domains import Domains, from_argument
 from .domains import join as join_domains
-from .errors import MlflashError
+from .errors import DeadlineExceeded, MlflashError
 from .events import EventLog, file_of_node
 from .header import Attempt, Kind
 from .inventory import Choice, Inventory, assign, choose, decode, encode, join, scan
@@ -206,14 +206,15 @@ class Parts:
 
 
 def make(config: Config, world: World, replicated: Any = None, domains: Any = None) -> Parts:
-    """Lock the job, look what earlier runs left, and take their files over.
+    """Connect the ranks, lock the job, look what earlier runs left, and take their files over.
 
-    Collective over the world.
+    Collective over comm.
 
     Raises:
         ConfigError: on all ranks, where ``replicated`` or ``domains`` make no sense.
         JobInUse, UnsafePath, WorldMismatch: on all ranks, where any rank finds it so.
     """
+    world.connect()
     error: MlflashError | None = None
     memory: NodeMemory | None = None
     try:
@@ -231,12 +232,24 @@ def make(config: Config, world: World, replicated: Any = None, domains: Any = No
         if replicated is not None:
             replicas = Replicas(world, replicated)
         known = find_domains(world, config.domains if domains is None else domains)
-    except MlflashError:
+    except BaseException as problem:
         if memory is not None:
             memory.close()
-        world.free()
+        if isinstance(problem, MlflashError) and not isinstance(problem, DeadlineExceeded):  # the same on all ranks
+            world.free()
         raise
     assert memory is not None
+    try:
+        return _assemble(config, world, memory, replicas, known)
+    except BaseException:
+        memory.close()
+        raise
+
+
+def _assemble(
+    config: Config, world: World, memory: NodeMemory, replicas: Replicas | None, known: Domains | None
+) -> Parts:
+    """Take over what earlier runs left. Collective over the world."""
     found = take_stock(world, memory)
     choice = choose(found, world.topology.node_of)
     recorded = [group.ranks for group in choice.parity] if choice is not None else []

@@ -133,7 +133,7 @@ class Replicas:
     def free(self) -> None:
         """Free the communicator. Collective over the world."""
         if self._comm is not None:
-            self._comm.Free()
+            self._world.drop(self._comm)
 
     def settle(self, flat: Flat | None, able: bool = True, step: int | None = None) -> bool:
         """Agree on what of a state is shared: what all members hold, and hold alike now. Collective over the group.

@@ -26,9 +26,10 @@ class OpenMemory:
     """
 
     def __init__(self, world: World, comm: Any, memory: np.ndarray | None):
-        self._mpi = world.mpi
-        self._window = self._mpi.Win.Create(memory if memory is not None and memory.nbytes else None, 1, comm=comm)
-        self._window.Lock_all(self._mpi.MODE_NOCHECK)
+        self._mpi, self._world, self._comm = world.mpi, world, comm
+        with world.together("Win_create", comm):
+            self._window = self._mpi.Win.Create(memory if memory is not None and memory.nbytes else None, 1, comm=comm)
+            self._window.Lock_all(self._mpi.MODE_NOCHECK)
 
     def put(self, raw: np.ndarray, target: int, at: int) -> Any:
         """Start a Put of bytes to ``at`` of the target's memory; returns the request. Not collective.
@@ -38,12 +39,14 @@ class OpenMemory:
         return self._window.Rput([raw, self._mpi.BYTE], target, [at, raw.nbytes, self._mpi.BYTE])
 
     def flush(self, target: int) -> None:
-        """Complete all Puts to a target. No deadline: only call it once the target has acknowledged."""
-        self._window.Flush(target)
+        """Complete all Puts to a target: only call it once the target has acknowledged, as it blocks."""
+        with self._world.within("Win_flush"):
+            self._window.Flush(target)
 
     def flush_all(self) -> None:
-        """Complete all Puts. No deadline: as :meth:`flush`."""
-        self._window.Flush_all()
+        """Complete all Puts: as :meth:`flush`."""
+        with self._world.within("Win_flush_all"):
+            self._window.Flush_all()
 
     def sync(self) -> None:
         """Make Puts that arrived visible to this rank."""
@@ -51,8 +54,9 @@ class OpenMemory:
 
     def free(self) -> None:
         """Free the window; the slot stays. Collective over the communicator."""
-        self._window.Unlock_all()
-        self._window.Free()
+        with self._world.together("Win_free", self._comm):
+            self._window.Unlock_all()
+            self._window.Free()
 
 
 class Poke:

@@ -43,7 +43,7 @@ class Slots:
     """A slot of this rank, and everything that is done with it."""
 
     def __init__(self, memory: Path, nbytes: int, transport: str):
-        self.world = World(COMM, 1, 60.0)
+        self.world = World(COMM, 1, 60.0).connect()
         self.world.start_job(lambda error: None)
         self.memory = NodeMemory(str(memory), f"parity-{transport}", COMM.rank)
         self.transport = transport

@@ -36,7 +36,7 @@ class Exchange:
     """
 
     def __init__(self, comm: MPI.Intracomm, memory: Path, source: np.ndarray, chunk_nbytes: int, way: str):
-        self.world = World(comm, 1, timeout_s=600.0)
+        self.world = World(comm, 1, timeout_s=600.0).connect()
         self.comm = self.world.data
         self.peer = 1 - comm.rank
         self.source, self.inbox = source, mapped(memory, source.nbytes)

@@ -76,6 +76,9 @@ def run_together(given: Config, as_json: bool, work: Callable[[World], int]) -> 
     world: World | None = None
     try:
         world = World(find_comm(os.environ), given.ranks_per_node, given.timeout_s)
+        world.start_job(_raise)
+        world.connect()
+        world.end_job()  # what a command reads may take long, and whoever has started it sees that
         code = work(world)
     except (MlflashError, click.ClickException) as error:
         code = error.exit_code if isinstance(error, click.ClickException) else WRONG
@@ -94,6 +97,10 @@ def run_together(given: Config, as_json: bool, work: Callable[[World], int]) -> 
     sys.exit(code)
 
 
+def _raise(error: DeadlineExceeded) -> None:
+    raise error
+
+
 def _say_error(error: Exception, as_json: bool) -> None:
     if isinstance(error, click.UsageError):
         error.show()
@@ -106,7 +113,7 @@ def _say_error(error: Exception, as_json: bool) -> None:
 
 def _abort(world: World | None) -> None:
     """End the other processes too: they would wait for this one forever."""
-    if world is not None and world.world is not None:
+    if world is not None and world.mpi is not None:
         sys.stdout.flush()
         world.mpi.COMM_WORLD.Abort(WRONG)
 
@@ -117,16 +124,16 @@ def gather(world: World, value: Any) -> list[Any]:
         return [value]
     if world.local_rank != 0:
         return []
-    told: list[Any] = world.leaders.gather(value, 0) or []  # type: ignore[union-attr]
-    return told
+    told = world.gather(value, world.leaders)
+    return told if world.rank == 0 else []
 
 
 def gather_from_all(world: World, value: Any) -> list[Any]:
     """Give rank 0 what each process brings; all others get nothing. Collective over the world."""
     if world.world is None:
         return [value]
-    told: list[Any] = world.world.gather(value, 0) or []
-    return told
+    told = world.gather(value)
+    return told if world.rank == 0 else []
 
 
 def answer(as_json: bool, document: Any, show: Callable[[Console], None]) -> None:

@@ -201,7 +201,9 @@ class Examination:
             except WorldMismatch:  # said by judge_size
                 pass
             self._mpi = load_mpi()
-            self._world = World(comm, self._given.ranks_per_node, self._timeout_s + (_GRACE_S if self._rank else 0))
+            self._world = World(
+                comm, self._given.ranks_per_node, self._timeout_s + (_GRACE_S if self._rank else 0)
+            ).connect()
         except MpiUnavailable as error:
             say = wrong if self._launch.by else warning
             self._keep("MPI", [say("library", "mpi4py loads none: {error}", "pip install 'mlflash[mpich]' or "

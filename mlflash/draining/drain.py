@@ -18,7 +18,7 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -80,11 +80,13 @@ class Drain:
         clean: whether what interrupted drains of earlier runs left was deleted (rank 0).
         progress: grows while this rank gets on.
         moved: when any rank last got on, by `time.monotonic`.
+        silent: the ranks that do not answer while none gets on; and in words.
     """
 
-    def __init__(self, step: int, look: Callable[[], None] = lambda: None):
+    def __init__(self, step: int, look: Callable[[], None] = lambda: None, patience_s: float = float("inf")):
         self.step = step
         self._look = look  # done again and again while somebody waits
+        self._patience_s = patience_s
         self.path = ""
         self.nbytes = self.written = 0
         self.seconds: float | None = None
@@ -92,6 +94,7 @@ class Drain:
         self.progress = 0
         self.clean = False
         self.moved = time.monotonic()
+        self.silent: tuple[tuple[int, ...], str] = ((), "")
         self.given_up = threading.Event()
         self._start = time.perf_counter()
         self._ended = threading.Event()
@@ -107,27 +110,36 @@ class Drain:
         Not collective.
 
         Args:
-            timeout: seconds; None: as long as it takes.
+            timeout: seconds; None: for as long as some rank gets on.
 
         Returns:
             The drain itself.
 
         Raises:
             DrainFailed: it is not there; those that were there are untouched.
-            DeadlineExceeded: it is not there yet.
+            DeadlineExceeded: it is not there yet, or no rank got on for the Checkpointer's ``timeout_s``.
         """
         end = float("inf") if timeout is None else time.monotonic() + timeout
         while not self._ended.wait(max(0.0, min(_NAP_S, end - time.monotonic()))):
             self._look()
-            if time.monotonic() >= end:
-                raise DeadlineExceeded(f"not drained within {timeout:g} s (it may still be)", step=self.step)
+            now = time.monotonic()
+            if now - self.moved > self._patience_s:
+                raise self._late(f"no rank got on for {self._patience_s:g} s")
+            if now >= end:
+                raise self._late(f"not within {timeout:g} s")
         if self.error is not None:
             raise self.error
         return self
 
+    def _late(self, why: str) -> DeadlineExceeded:
+        ranks, names = self.silent
+        who = f"; {names} does not answer" if ranks else ""
+        return DeadlineExceeded(f"the drain of this step has not ended: {why}{who} (it may still)", step=self.step,
+                                ranks=ranks)  # fmt: skip
+
     def moves(self) -> None:
         """Note that some rank got on (for the courier)."""
-        self.moved = time.monotonic()
+        self.moved, self.silent = time.monotonic(), ((), "")
 
     def end(self, error: MlflashError | None) -> None:
         """Tell the waiters how it ended (for the courier)."""
@@ -155,7 +167,10 @@ def run(drain: Drain, cargo: Cargo, world: World, aside: Aside, store: Store, te
     def main() -> Moves:
         ended.append((yield from _run(drain, cargo, world, aside, store, terms, clean)))
 
-    yield from side_by_side([main(), aside.beat(lambda: drain.progress, lambda: bool(ended), drain.moves)])
+    def silent(ranks: Sequence[int]) -> None:
+        drain.silent = tuple(ranks), world.names_of(ranks)
+
+    yield from side_by_side([main(), aside.beat(lambda: drain.progress, lambda: bool(ended), drain.moves, silent)])
     return ended[0]
 
 

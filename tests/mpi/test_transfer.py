@@ -39,7 +39,7 @@ class Ring:
     """Every rank sends a slot to the next one."""
 
     def __init__(self, comm: Any, root: Path, transport: str):
-        self.world = World(comm, 1, 30.0)
+        self.world = World(comm, 1, 30.0).connect()
         self.world.start_job(lambda error: None)
         self.memory = NodeMemory(str(root), "t", comm.rank)
         self.out, self.inbox = (Slot(create(self.memory, EXTENTS.nbytes)) for _ in range(2))

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import functools
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from waiting import is_in, take, until
 
+from mlflash import Checkpointer, lazy
+from mlflash.courier import Job
 from mlflash.devices import Transfer
 from mlflash.errors import DeadlineExceeded, StateError
 from mlflash.flatten import Flattener
@@ -210,3 +213,60 @@ def test_any_optimizer_waits_before_it_steps(options: dict[str, Any]) -> None:
 
 def _append_clone(seen: list[Any], tensor: torch.Tensor) -> None:
     seen.append(tensor.detach().clone())
+
+
+class Plain(torch.optim.Optimizer):
+    """An optimizer whose step is one graph; none of torch's own is, they leave it by themselves."""
+
+    def __init__(self, params: Any):
+        super().__init__(params, {"lr": 0.1})
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data.add_(parameter.grad, alpha=-group["lr"])
+
+
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """torch's, as if it had compiled nothing so far."""
+    monkeypatch.setattr(lazy._HOOK, "is_passed_by", False)
+    torch._dynamo.reset()
+    yield functools.partial(torch.compile, backend="eager")
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("what", ["step", "training step"])
+@pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}, {"fullgraph": True}], ids=str)
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_a_compiled_step_waits_for_the_copies_or_leaves_none_to_wait_for(
+    shm: Path, compiler: Any, options: dict[str, Any], what: str
+) -> None:
+    whole = options == {"fullgraph": True}
+    model, optimizer = model_and_optimizer(**({} if whole else options))
+    if whole:
+        optimizer = Plain(model.parameters())
+
+    def train() -> None:
+        optimizer.step()
+
+    step = compiler(train if what == "training step" else optimizer.step, fullgraph=whole)
+    step()  # compiled before anything is saved
+    state = {"model": model, "optimizer": optimizer}
+    with Checkpointer(job="compiled", memory=str(shm), redundancy="none") as ckpt:
+        ckpt.prepare(state)
+        for number in range(1, 4):
+            hold = threading.Event()
+            if number != 1:  # nothing is copied behind
+                ckpt.adapting._courier.post(Job(functools.partial(hold.wait, DEADLINE)))
+            kept = {name: value.clone() for name, value in model.state_dict().items()}
+            snapshot = ckpt.save(number, state, until=optimizer)
+            assert snapshot.later is None if whole and number > 1 else whole or snapshot.later is not None
+            if number == 1:
+                snapshot.wait()
+            step()
+            assert not torch.equal(model[0].weight, kept["0.weight"])
+            hold.set()
+            snapshot.wait()
+            _, found = ckpt.load()
+            assert all(torch.equal(found["model"][name], value) for name, value in kept.items())

@@ -1,0 +1,65 @@
+"""Every wait ends: a rank is stopped where others wait for it."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+from harness import Cluster, Launch, Result
+from processes import runs
+from waiting import until
+
+STOP_S = 2.0  # timeout_s of those that wait
+SLACK_S = 30.0  # that it may take on a busy machine
+
+
+def go_on(job: Launch, rank: int) -> None:
+    """Let a rank go on that has stopped itself, or is about to."""
+    until(lambda: not runs(job.pids()[rank]), f"rank {rank} to stop itself")
+    job.signal([rank], signal.SIGCONT)
+
+
+def ended_late(result: Result, event: str, ranks: list[int]) -> list[dict[str, Any]]:
+    """How a wait ended on some ranks: with a DeadlineExceeded, in time."""
+    found = [record for record in result.of(event) if record["rank"] in ranks]
+    assert [record["rank"] for record in found] == ranks, found
+    for record in found:
+        assert record["kind"] == "DeadlineExceeded", record
+        assert record["seconds"] < SLACK_S, record
+    return found
+
+
+def test_every_wait_for_a_stopped_rank_ends_and_the_rank_catches_up_or_is_refused(shm: Path, tmp_path: Path) -> None:
+    cluster = Cluster(shm, transport="rma")
+    spec = {"program": "every_wait", "stop_s": STOP_S, "directory": str(tmp_path)}
+    job = cluster.start(3, "stopped_worker.py", json.dumps(spec))
+    for event in ("before a call that blocks", "inside of it", "drain with a timeout", "close"):
+        job.wait_for(event, 2)
+        go_on(job, 2)
+    result = job.wait()
+    assert result.returncode == 0, result.log
+    for record in ended_late(result, "before a call that blocks", [0, 1]):
+        assert record["ranks"] == [2] and f"waited {STOP_S:g} s for rank 2 on node2" in record["text"]
+    for record in ended_late(result, "inside of it", [0, 1]):
+        assert "still inside of Win_create, which ends when all ranks have come to it" in record["text"]
+    for event in ("drain", "drain with a timeout"):
+        for record in ended_late(result, event, [0, 1]):
+            said = f"no rank got on for {3 * STOP_S:g} s; rank 2 on node2 does not answer"
+            assert record["ranks"] == [2] and said in record["text"]
+    assert sorted((r["rank"], r["step"]) for r in result.of("caught up")) == [
+        (rank, step) for rank in range(3) for step in (3, 5, 5)]  # fmt: skip
+    for record in ended_late(result, "close", [0, 1]):
+        assert record["ranks"] == [2] and f"waited {STOP_S:g} s for rank 2 on node2" in record["text"]
+    assert ended_late(result, "close", [2])[0]["ranks"] == [0, 1]
+
+
+def test_a_rank_that_comes_too_late_to_the_constructor_is_refused_and_an_exception_ends_all(shm: Path) -> None:
+    job = Cluster(shm).start(2, "stopped_worker.py", json.dumps({"program": "constructor", "stop_s": STOP_S}))
+    job.wait_for("constructor", 1)
+    go_on(job, 1)
+    result = job.wait()  # nobody lets it go on once more
+    assert result.returncode != 0 and "nothing to wait for any more" in result.log
+    for record in ended_late(result, "constructor", [0, 1]):
+        assert f"waited {STOP_S:g} s for all 2 ranks to come to Checkpointer()" in record["text"]
