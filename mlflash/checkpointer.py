@@ -9,7 +9,7 @@ from typing import Any
 
 from . import at_exit, config, off
 from .adapting import Adapting
-from .comm import World, find_comm
+from .comm import World, find_comm, refuse_lone_ranks
 from .courier import Courier
 from .draining.drain import Drain
 from .drains import Drains
@@ -122,7 +122,9 @@ class Checkpointer:
 
     def _start(self, comm: Any, process_group: Any, replicated: Any, domains: Any) -> None:
         """Make what does the work. Collective over comm."""
-        comm = find_comm(os.environ) if comm is None else comm
+        if comm is None:  # one that is given is the user's own decision
+            comm = find_comm(os.environ)
+            refuse_lone_ranks(os.environ, comm)
         self._world = World(comm, self._config.ranks_per_node, self._config.timeout_s, process_group)
         self._courier = Courier(self._world, threaded=self._world.threads, nice=self._config.nice)
         try:

@@ -57,6 +57,36 @@ def find_comm(env: Mapping[str, str]) -> Any:
     return comm
 
 
+_SEVERAL = {"WORLD_SIZE": "torchrun, or another launcher of PyTorch", "OMPI_COMM_WORLD_SIZE": "mpiexec of Open MPI",
+            "PMI_SIZE": "mpiexec"}  # fmt: skip
+
+
+def refuse_lone_ranks(env: Mapping[str, str], comm: Any) -> None:
+    """Refuse ranks that a launcher started together, while MPI knows of one each: all would take the same slots.
+
+    Not collective.
+
+    Args:
+        env: the environment.
+        comm: what `find_comm` found.
+
+    Raises:
+        WorldMismatch: the launcher says that there are several, and MPI that there is one.
+    """
+    if comm is not None and comm.size > 1:
+        return
+    for name, launcher in _SEVERAL.items():
+        size = int(env[name]) if env.get(name, "").isdigit() else 1
+        if size > 1 and (name != "WORLD_SIZE" or "RANK" in env):
+            raise WorldMismatch(
+                f"{launcher} started several ranks, but each of them is an MPI world of its own, and they would take "
+                "each other's checkpoints for theirs: start with mpiexec -n RANKS or srun instead, of the MPI that mpi4py "
+                "loads; where each shall save by itself, give it comm=MPI.COMM_SELF and a job name of its own",
+                expected=f"{size} ranks ({name})",
+                found="1 rank",
+            )
+
+
 def load_mpi() -> Any:
     """Import mpi4py.MPI, which initialises MPI.
 
