@@ -22,6 +22,7 @@ _TRIED_NBYTES = 16 << 20
 _TINY_NBYTES = 1 << 30  # Docker's /dev/shm has 64 MiB where nobody asks for more
 _LOCKED_NBYTES = 1 << 30
 _SHARE = 0.8  # of what a cgroup or RAM has left: the training needs some of it too
+_TAKES = "; the job takes {need_nbytes}, and {spare_nbytes} to spare"
 _ROOM = "ranks on more nodes, another scheme (mlflash plan --memory), fewer slots"
 
 
@@ -54,14 +55,14 @@ def judge_space(memory: str, size: int, free: int, held: int, need: Need | None)
             return warning("space", text, "that is little: docker run --shm-size, or as root mount -o remount,size=...",
                            **values)  # fmt: skip
         return fine("space", text, **values)
-    values["need_nbytes"] = need.nbytes
-    text += "; the job takes {need_nbytes}"
-    if need.nbytes > size:
+    values |= {"need_nbytes": need.nbytes, "spare_nbytes": need.spare_nbytes}
+    text += _TAKES
+    if need.free_nbytes > size:
         advice = f"as root: mount -o remount,size=... {memory} (docker run --shm-size); or {_ROOM}"
         return wrong("space", text, advice, **values)
-    if need.nbytes > free + held:
+    if need.free_nbytes > free + held:
         return wrong("space", text, f"somebody else's files are in {memory}: delete them; or {_ROOM}", **values)
-    if need.nbytes > free:
+    if need.free_nbytes > free:
         return warning("space", text, "only a relaunch of the job that holds it can use that: mlflash clean for others",
                        **values)  # fmt: skip
     return fine("space", text, **values)
@@ -92,13 +93,13 @@ def judge_limit(check: str, left: int, need: Need | None, more: str) -> Finding:
     text = "{left_nbytes} left"
     if need is None:
         return fine(check, text, left_nbytes=left)
-    text += "; the job takes {need_nbytes}"
-    if need.nbytes > left:
-        return wrong(check, text, f"{more}; or {_ROOM}", left_nbytes=left, need_nbytes=need.nbytes)
+    text += _TAKES
+    values = {"left_nbytes": left, "need_nbytes": need.nbytes, "spare_nbytes": need.spare_nbytes}
+    if need.free_nbytes > left:
+        return wrong(check, text, f"{more}; or {_ROOM}", **values)
     if need.nbytes > _SHARE * left:
-        return warning(check, text, f"the training itself needs some too: {more}", left_nbytes=left,
-                       need_nbytes=need.nbytes)  # fmt: skip
-    return fine(check, text, left_nbytes=left, need_nbytes=need.nbytes)
+        return warning(check, text, f"the training itself needs some too: {more}", **values)
+    return fine(check, text, **values)
 
 
 def writing(memory: str, nbytes: int = _TRIED_NBYTES) -> Iterator[Finding]:

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-
 SAVE = """
 with mlflash.Checkpointer(comm={comm}, redundancy="none") as ckpt:
     assert ckpt.save(1, {{"a": 1}}).wait().committed
