@@ -112,7 +112,9 @@ class Shelf:
             return Slot(segment.attach(self._memory, file_name(number), mapped))
         except (CorruptSlot, FileNotFoundError):
             self._memory.remove(file_name(number))
-            return Slot()
+        except OSError as error:  # not ours, or of no use to us: neither may stop this rank alone
+            log.warning("%s is passed over: %s", file_name(number), error)
+        return Slot()
 
     def take(self, wait_s: float) -> tuple[Slot, Slot] | None:
         """Take an own slot and one for a share, for a save; None where both hold something or are busy for so long.

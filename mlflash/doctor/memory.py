@@ -8,13 +8,13 @@ import resource
 import tempfile
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 
+from .. import node_memory, user_directory
 from ..errors import UnsafePath
 from ..limits import available
-from ..node_memory import NodeMemory, jobs_of
+from ..node_memory import NodeMemory
 from .findings import Finding, fine, warning, wrong
 from .need import Need
 
@@ -35,8 +35,7 @@ def free_space(memory: str, need: Need | None) -> Finding:
 
 def held_by_jobs(memory: str) -> int:
     """Bytes of the slots that jobs of this user hold, alive or not. Not collective."""
-    top = Path(memory, f"mlflash-{os.getuid()}")
-    return sum(slot.lstat().st_blocks * 512 for job in jobs_of(memory) for slot in (top / job).rglob("slot-*"))
+    return sum(node_memory.held_by_jobs(memory).values())
 
 
 def judge_space(memory: str, size: int, free: int, held: int, need: Need | None) -> Finding:
@@ -111,6 +110,9 @@ def writing(memory: str, nbytes: int = _TRIED_NBYTES) -> Iterator[Finding]:
     except UnsafePath as error:
         yield wrong("private directory", "{error}, {found}", "delete it, or let its owner do so", error=error.message,
                     found=str(error.found))  # fmt: skip
+    for path, found in user_directory.look(memory)[1].items():
+        yield warning("private directory", "{path} is not this user's: {found}", "nothing is lost, as jobs use the "
+                      "next name, mlflash-UID.1 and so on; let its owner delete it", path=path, found=found)  # fmt: skip
     with tempfile.TemporaryFile(dir=memory) as file:
         os.posix_fallocate(file.fileno(), 0, nbytes)
         target = np.frombuffer(mmap.mmap(file.fileno(), nbytes), dtype=np.uint8)

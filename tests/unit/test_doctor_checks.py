@@ -169,6 +169,13 @@ def test_writing_leaves_nothing_and_a_directory_open_to_others_is_named(shm: Pat
     assert [one.level for one in found] == [Level.ERROR, Level.OK] and "not a private directory" in found[0].words
 
 
+def test_whoever_has_the_name_of_this_users_directory_is_named(shm: Path) -> None:
+    (shm / f"mlflash-{os.getuid()}").write_text("mine")
+    found = list(memory.writing(str(shm), 1 << 20))
+    assert [one.level for one in found] == [Level.WARNING, Level.OK], found
+    assert f"{shm}/mlflash-{os.getuid()} is not this user's: -rw-" in found[0].words
+
+
 @pytest.mark.parametrize(
     ("limit", "rdma", "root", "level"),
     [

@@ -20,8 +20,8 @@ REPO = Path(__file__).parents[2]
 ORDER = [
     "version", "errors", "points", "skeleton", "store", "scheme", "config", "plain", "state", "flatten", "rebuild",
     "layout", "manifest", "header", "host_list", "domains", "slurm_topology", "topology", "placement", "survival",
-    "sharing", "erasure", "stripes", "limits", "node_memory", "pulse", "events", "metrics", "journal",
-    "inventory", "crew", "huge_pages", "segment",
+    "sharing", "erasure", "stripes", "limits", "user_directory", "node_memory", "pulse", "events", "metrics",
+    "journal", "inventory", "crew", "huge_pages", "segment",
     "slot", "parity_file", "moves", "comm", "board", "window", "pace", "transfer", "aside", "exchange", "devices",
     "spots", "lazy", "ways", "stage", "shelf", "aheads", "copies", "parity", "protect", "replicas", "parts",
     "snapshot", "commit", "repair", "fetch", "reunion", "shards", "parcels", "opened", "reshard", "restore",
