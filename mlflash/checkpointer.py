@@ -9,8 +9,8 @@ from typing import Any
 
 from . import at_exit, config, off
 from .adapting import Adapting
-from .comm import World, find_comm, refuse_lone_ranks
-from .courier import Courier
+from .comm import World, find_world
+from .courier import FORKED, Courier
 from .draining.drain import Drain
 from .drains import Drains
 from .errors import Closed
@@ -115,6 +115,7 @@ class Checkpointer:
         )  # fmt: skip
         self.enabled = self._config.enabled
         self._closed = not self.enabled  # there is nothing to close then
+        self._why_closed = "this Checkpointer was closed"
         if self.enabled:
             self._start(comm, process_group, replicated, domains)
             return
@@ -122,9 +123,7 @@ class Checkpointer:
 
     def _start(self, comm: Any, process_group: Any, replicated: Any, domains: Any) -> None:
         """Make what does the work. Collective over comm."""
-        if comm is None:  # one that is given is the user's own decision
-            comm = find_comm(os.environ)
-            refuse_lone_ranks(os.environ, comm)
+        comm = find_world(os.environ) if comm is None else comm
         self._world = World(comm, self._config.ranks_per_node, self._config.timeout_s, process_group)
         self._courier = Courier(self._world, threaded=self._world.threads, nice=self._config.nice)
         try:
@@ -139,7 +138,7 @@ class Checkpointer:
             self._world, self._courier, self._saves, self._restores, self._drains, self._config.strict, self._check_open
         )
         self._facts = Facts(self._parts, self._drains)
-        at_exit.add(self, lambda me, state: me._end(abandon=True, state=state))
+        at_exit.add(self, lambda me, state: me._end(abandon=True, state=state), Checkpointer._leave)
         self._parts.generation = max(self._parts.generation, self._courier.call(self._drains.newest_generation))
         self._parts.journal.started(self._facts.of_run(), lambda: self.survives)
         if self._config.reserve:
@@ -363,12 +362,8 @@ class Checkpointer:
         finally:
             stuck = self._courier.late is not None or self._courier.broken is not None or not self._drains.idle
             if not stuck:
-                self._courier.call(self._free)
+                self._courier.call(lambda: (self._drains.free(), self._parts.free()))
             self._end(stuck, "ended" if sys.exc_info()[0] is None else "failed")
-
-    def _free(self) -> None:
-        self._drains.free()
-        self._parts.free()
 
     def _end(self, abandon: bool, state: str) -> None:
         self._closed = True
@@ -380,6 +375,12 @@ class Checkpointer:
             self._parts.shelf.close()
         self._parts.memory.close()
         at_exit.discard(self)
+
+    def _leave(self) -> None:
+        """Be closed in a process that was forked: all of it is the parent's, and goes on there. Not collective."""
+        self._closed, self._why_closed = True, FORKED
+        for leave in (self._courier.leave, self._parts.journal.leave, self._saves.end):
+            leave()
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -395,4 +396,4 @@ class Checkpointer:
 
     def _check_open(self) -> None:
         if self._closed and self.enabled:
-            raise Closed("this Checkpointer was closed")
+            raise Closed(self._why_closed)

@@ -61,20 +61,18 @@ _SEVERAL = {"WORLD_SIZE": "torchrun, or another launcher of PyTorch", "OMPI_COMM
             "PMI_SIZE": "mpiexec"}  # fmt: skip
 
 
-def refuse_lone_ranks(env: Mapping[str, str], comm: Any) -> None:
-    """Refuse ranks that a launcher started together, while MPI knows of one each: all would take the same slots.
+def find_world(env: Mapping[str, str]) -> Any:
+    """Return what `find_comm` does, for those that take all ranks for theirs.
 
-    Not collective.
-
-    Args:
-        env: the environment.
-        comm: what `find_comm` found.
+    Not collective, but for what `find_comm` is.
 
     Raises:
-        WorldMismatch: the launcher says that there are several, and MPI that there is one.
+        MpiUnavailable: as `find_comm`.
+        WorldMismatch: the launcher says that there are several ranks, and MPI that there is one.
     """
+    comm = find_comm(env)
     if comm is not None and comm.size > 1:
-        return
+        return comm
     for name, launcher in _SEVERAL.items():
         size = int(env[name]) if env.get(name, "").isdigit() else 1
         if size > 1 and (name != "WORLD_SIZE" or "RANK" in env):
@@ -85,6 +83,7 @@ def refuse_lone_ranks(env: Mapping[str, str], comm: Any) -> None:
                 expected=f"{size} ranks ({name})",
                 found="1 rank",
             )
+    return comm
 
 
 def load_mpi() -> Any:

@@ -27,6 +27,7 @@ _PULSE_NAME = re.compile(r"pulse-\d{4,}")
 _REQUEST_NAME = "drain"
 _FLOCK = struct.Struct("hhlli")  # struct flock on 64-bit Linux
 _locked_here: set[tuple[str, int]] = set()  # POSIX locks do not keep a process from itself
+os.register_at_fork(after_in_child=_locked_here.clear)  # nor does a process that was forked have them
 
 
 class NodeMemory:

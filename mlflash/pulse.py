@@ -84,6 +84,12 @@ class Pulse:
                 os.close(self._fd)
             self._fd, self._over = -1, True
 
+    def leave(self) -> None:
+        """Say nothing more in a process that was forked; what the file says is the parent's. Not collective."""
+        fd, self._fd, self._over = self._fd, -1, True
+        if fd >= 0:
+            os.close(fd)
+
 
 def _open(memory: NodeMemory, name: str) -> int:
     """Open the file of a rank, with room for all it will ever say; -1 where that cannot be: training goes on."""

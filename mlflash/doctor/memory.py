@@ -112,7 +112,7 @@ def writing(memory: str, nbytes: int = _TRIED_NBYTES) -> Iterator[Finding]:
                     found=str(error.found))  # fmt: skip
     for path, found in user_directory.look(memory)[1].items():
         yield warning("private directory", "{path} is not this user's: {found}", "nothing is lost, as jobs use the "
-                      "next name, mlflash-UID.1 and so on; let its owner delete it", path=path, found=found)  # fmt: skip
+                      "next name, mlflash-UID.1; let its owner delete it", path=path, found=found)  # fmt: skip
     with tempfile.TemporaryFile(dir=memory) as file:
         os.posix_fallocate(file.fileno(), 0, nbytes)
         target = np.frombuffer(mmap.mmap(file.fileno(), nbytes), dtype=np.uint8)
