@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from types import TracebackType
@@ -9,8 +10,8 @@ from typing import Any
 
 from . import at_exit, config, off
 from .adapting import Adapting
-from .comm import World, find_comm
-from .courier import Courier
+from .comm import World, find_world
+from .courier import FORKED, Courier
 from .draining.drain import Drain
 from .drains import Drains
 from .errors import Closed
@@ -115,6 +116,7 @@ class Checkpointer:
         )  # fmt: skip
         self.enabled = self._config.enabled
         self._closed = not self.enabled  # there is nothing to close then
+        self._why_closed = "this Checkpointer was closed"
         if self.enabled:
             self._start(comm, process_group, replicated, domains)
             return
@@ -122,7 +124,7 @@ class Checkpointer:
 
     def _start(self, comm: Any, process_group: Any, replicated: Any, domains: Any) -> None:
         """Make what does the work. Collective over comm."""
-        comm = find_comm(os.environ) if comm is None else comm
+        comm = find_world(os.environ) if comm is None else comm
         self._world = World(comm, self._config.ranks_per_node, self._config.timeout_s, process_group)
         self._courier = Courier(self._world, threaded=self._world.threads, nice=self._config.nice)
         try:
@@ -136,7 +138,7 @@ class Checkpointer:
         self.adapting = Adapting(self._world, self._courier, self._saves, self._restores, self._drains,
                                  self._config.strict, self._check_open)  # fmt: skip
         self._facts = Facts(self._parts, self._drains)
-        at_exit.add(self, lambda me, state: me._end(abandon=True, state=state))
+        at_exit.add(self, lambda me, state: me._end(abandon=True, state=state), Checkpointer._leave)
         try:
             self._parts.generation = max(self._parts.generation, self._courier.call(self._drains.newest_generation))
             self._parts.journal.started(self._facts.of_run(), lambda: self.survives)
@@ -362,29 +364,36 @@ class Checkpointer:
         """
         if self._closed:
             return
+        is_freed = False
         try:
-            try:
-                self.wait()
-                if not self._courier.is_stuck:
-                    self._drains.finish()
-            finally:
-                for free in (self._drains.free, self._parts.free):
-                    if not self._courier.is_stuck and self._drains.idle:
-                        self._courier.call(free)
-        finally:
-            stuck = self._courier.is_stuck or not self._drains.idle
-            self._end(stuck, "ended" if sys.exc_info()[0] is None else "failed")
+            self._saves.settle()
+            if not self._courier.is_stuck:
+                self._drains.finish()
+            for free in (self._drains.free, self._parts.free):
+                is_freed = not self._courier.is_stuck and self._drains.idle
+                if is_freed:
+                    self._courier.call(free)
+        finally:  # also where it is interrupted: what is collective is left then, as other ranks may not come to it
+            self._end(not is_freed or self._courier.is_stuck, "ended" if sys.exc_info()[0] is None else "failed")
+        self._saves.raise_what_failed()
 
     def _end(self, abandon: bool, state: str) -> None:
         self._closed = True
-        self._parts.journal.end(state)
-        self._drains.give_up()
-        self._courier.stop(abandon)
-        self._saves.end()
-        if not abandon:  # an abandoned courier may still be inside MPI, with the slots as its buffers
-            self._parts.shelf.close()
-        self._parts.memory.close()
-        at_exit.discard(self)
+        with contextlib.ExitStack() as steps:  # the last one first, and each whatever those before it raise
+            steps.callback(at_exit.discard, self)
+            steps.callback(self._parts.memory.close)
+            if not abandon:  # an abandoned courier may still be inside MPI, with the slots as its buffers
+                steps.callback(self._parts.shelf.close)
+            steps.callback(self._saves.end)
+            steps.callback(self._courier.stop, abandon)
+            steps.callback(self._drains.give_up)
+            steps.callback(self._parts.journal.end, state)
+
+    def _leave(self) -> None:
+        """Be closed in a process that was forked: all of it is the parent's, and goes on there. Not collective."""
+        self._closed, self._why_closed = True, FORKED
+        for leave in (self._courier.leave, self._parts.journal.leave, self._saves.end):
+            leave()
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -399,4 +408,4 @@ class Checkpointer:
 
     def _check_open(self) -> None:
         if self._closed and self.enabled:
-            raise Closed("this Checkpointer was closed")
+            raise Closed(self._why_closed)

@@ -48,6 +48,35 @@ def find_comm(env: Mapping[str, str]) -> Any:
     return comm
 
 
+_SEVERAL = {"WORLD_SIZE": "torchrun, or another launcher of PyTorch", "OMPI_COMM_WORLD_SIZE": "mpiexec of Open MPI",
+            "PMI_SIZE": "mpiexec"}  # fmt: skip
+
+
+def find_world(env: Mapping[str, str]) -> Any:
+    """Return what `find_comm` does, for those that take all ranks for theirs.
+
+    Not collective, but for what `find_comm` is.
+
+    Raises:
+        MpiUnavailable: as `find_comm`.
+        WorldMismatch: the launcher says that there are several ranks, and MPI that there is one.
+    """
+    comm = find_comm(env)
+    if comm is not None and comm.size > 1:
+        return comm
+    for name, launcher in _SEVERAL.items():
+        size = int(env[name]) if env.get(name, "").isdigit() else 1
+        if size > 1 and (name != "WORLD_SIZE" or "RANK" in env):
+            raise WorldMismatch(
+                f"{launcher} started several ranks, but each of them is an MPI world of its own, and they would take "
+                "each other's checkpoints for theirs: start with mpiexec -n RANKS or srun instead, of the MPI that "
+                "mpi4py loads; where each shall save by itself, give it comm=MPI.COMM_SELF and a job name of its own",
+                expected=f"{size} ranks ({name})",
+                found="1 rank",
+            )
+    return comm
+
+
 def load_mpi() -> Any:
     """Import mpi4py.MPI, which initialises MPI.
 

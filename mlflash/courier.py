@@ -29,6 +29,10 @@ _IDLE_S = 0.05  # how often an idle courier looks for pings
 _ASIDE_S = 0.001, 0.02  # the same while something beside its jobs gets on; and while it waits
 _GRACE_S = 10.0  # how long after a deadline its error may take to arrive
 _LOOK_S = 0.2  # how often deadlines are looked at
+FORKED = (
+    "this process was forked from the one that made this Checkpointer, and nothing of it works here: save and restore "
+    "in the parent"
+)
 
 
 class Job:
@@ -191,6 +195,14 @@ class Courier:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._queue.put(None)
             self._thread.join(2.0 if abandon else self._world.timeout_s + _GRACE_S)
+
+    def leave(self) -> None:
+        """Do nothing in a process that was forked: the thread is the parent's, and so are MPI's connections.
+
+        Not collective. What waits there for the parent's jobs is told so.
+        """
+        self.late, self.broken = DeadlineExceeded(FORKED), Closed(FORKED)
+        self._aside = None
 
     def _run(self, nice: int) -> None:
         here = threading.get_native_id()  # on Linux niceness is of a thread

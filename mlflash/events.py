@@ -68,6 +68,11 @@ class EventLog:
         self._thread.join(_CLOSE_S)
         self._thread = None
 
+    def leave(self) -> None:
+        """Write nothing in a process that was forked: the thread is the parent's, and may hold the queue's lock."""
+        log.removeFilter(self._see)
+        self._thread = None
+
     def _see(self, record: logging.LogRecord) -> bool:
         if record.levelno >= logging.WARNING:
             self.add("warning", level=record.levelname, text=record.getMessage())

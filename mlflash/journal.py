@@ -130,6 +130,14 @@ class Journal:
         if self._metrics is not None:
             self._metrics.close()
 
+    def leave(self) -> None:
+        """Say nothing in a process that was forked: pulse, events and metrics are the parent's. Not collective."""
+        self._pulse.leave()
+        self._events.leave()
+        if self._metrics is not None:
+            self._metrics.leave()
+        self._metrics = None
+
     def _tell(self, text: str, *values: object) -> None:
         if self._rank == 0:
             log.info(text, *values)

@@ -8,6 +8,18 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+_LEAST_HEADROOM_NBYTES, _MOST_HEADROOM_NBYTES = 1 << 20, 64 << 20
+
+
+def headroom(nbytes: int) -> int:
+    """How much must be left free on a node when ``nbytes`` are allocated: an eighth of them, 1 MiB to 64 MiB.
+
+    Between the look at what is free and the allocation others allocate too: MPI and torch their buffers, which are
+    larger where tensors are. 64 MiB cover these on a node of a cluster. A small state, such as a test or a demo has
+    on the 64 MiB that Docker gives, must not need forty times its size.
+    """
+    return min(max(nbytes // 8, _LEAST_HEADROOM_NBYTES), _MOST_HEADROOM_NBYTES)
+
 
 def available(directory: str, root: str = "/") -> dict[str, int]:
     """Read what is left, in bytes, by the name of what limits it; the smallest number counts.

@@ -85,6 +85,12 @@ class Metrics:
             self._thread.join(_CLOSE_S)
         self._thread = self._server = None
 
+    def leave(self) -> None:
+        """Show nothing in a process that was forked, and keep no port open that the parent may close."""
+        if self._server is not None:
+            self._server.socket.close()
+        self._thread = self._server = None
+
     def _keep_up(self, write: Callable[[], None]) -> None:
         """Write again and again, and once more at the end."""
         wrong = over = False

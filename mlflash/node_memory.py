@@ -2,7 +2,7 @@
 
 ``<memory>/mlflash-<uid>/<job>/`` on a real node, with ``node<k>/`` below it where nodes are emulated.
 Nothing outside it is ever touched. Directories are 0700, files 0600, opened with O_NOFOLLOW and checked for
-their owner; each deletion is logged.
+their owner; each deletion is logged. What is in it and not ours is passed over, with one warning.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ import re
 import stat
 import struct
 import time
-from pathlib import Path
 
+from . import user_directory
 from .errors import ConfigError, ForeignNode, JobInUse, UnsafePath
+from .user_directory import PRIVATE, describe, is_private
 
 log = logging.getLogger("mlflash")
 
@@ -26,6 +27,7 @@ _PULSE_NAME = re.compile(r"pulse-\d{4,}")
 _REQUEST_NAME = "drain"
 _FLOCK = struct.Struct("hhlli")  # struct flock on 64-bit Linux
 _locked_here: set[tuple[str, int]] = set()  # POSIX locks do not keep a process from itself
+os.register_at_fork(after_in_child=_locked_here.clear)  # nor does a process that was forked have them
 
 
 class NodeMemory:
@@ -36,6 +38,7 @@ class NodeMemory:
         job: the job's name.
         emulated_node: index of the node that this rank plays, or None on a real node.
         make: make the directories where there are none.
+        top: this user's directory in the memory, as `user_directory.claim` found it; "": it is looked for.
 
     Raises:
         UnsafePath: a directory on the way is a link, open to others or somebody else's.
@@ -43,10 +46,7 @@ class NodeMemory:
         FileNotFoundError: there is none, and none is to be made.
     """
 
-    def __init__(self, memory: str, job: str, emulated_node: int | None, make: bool = True):
-        parts = [f"mlflash-{os.getuid()}", job]
-        if emulated_node is not None:
-            parts.append(f"node{emulated_node}")
+    def __init__(self, memory: str, job: str, emulated_node: int | None, make: bool = True, top: str = ""):
         try:
             fd = os.open(memory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except OSError as error:
@@ -54,8 +54,15 @@ class NodeMemory:
                 raise
             raise ConfigError(f"there is no memory file system at {memory}: {error.strerror}",
                               expected="a directory of a tmpfs, such as /dev/shm", found=memory) from None  # fmt: skip
+        try:
+            top = top or (user_directory.claim(memory, job) if make else user_directory.find(memory, job) or "")
+            if not top:
+                raise FileNotFoundError(f"no directory of this user in {memory}")
+        except OSError:
+            os.close(fd)
+            raise
         path = memory
-        for part in parts:
+        for part in (os.path.basename(top), job, *([] if emulated_node is None else [f"node{emulated_node}"])):
             path, above = os.path.join(path, part), fd
             try:
                 fd = _open_directory(part, above, path, make)
@@ -113,6 +120,8 @@ class NodeMemory:
 
         Not collective. A process of another pid namespace is 0. Not for processes that hold the lock themselves.
         """
+        if self._status(_LOCK_NAME) is None:
+            return None
         try:
             fd = self.open(_LOCK_NAME, os.O_RDONLY)
         except FileNotFoundError:
@@ -141,22 +150,45 @@ class NodeMemory:
                 raise
             raise UnsafePath(f"cannot open {path}: {error.strerror}", found=_look_at(name, self.fd)) from error
         status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1 or not _is_private(status):
+        if not _is_ours(status):
             os.close(fd)
-            raise UnsafePath(f"{path} is not a private file of this user", expected=_PRIVATE, found=_describe(status))
+            raise UnsafePath(f"{path} is not a private file of this user", expected=PRIVATE, found=describe(status))
         return fd
 
     def slot_names(self) -> list[str]:
         """List the slot files of this node, sorted."""
-        return sorted(name for name in os.listdir(self.fd) if SLOT_NAME.fullmatch(name))
+        return sorted(name for name in os.listdir(self.fd) if SLOT_NAME.fullmatch(name) and self._status(name))
 
     def pulse_names(self) -> list[str]:
         """List the files in which ranks say how they are, sorted."""
-        return sorted(name for name in os.listdir(self.fd) if _PULSE_NAME.fullmatch(name))
+        return sorted(name for name in os.listdir(self.fd) if _PULSE_NAME.fullmatch(name) and self._status(name))
 
     def nbytes(self, name: str) -> int:
-        """Size of a file of this node."""
-        return os.stat(name, dir_fd=self.fd, follow_symlinks=False).st_size
+        """Size of a file of this node; 0 where it is gone."""
+        status = self._status(name)
+        return 0 if status is None else status.st_size
+
+    def _status(self, name: str) -> os.stat_result | None:
+        """What a file of ours is like; None where it is gone, and, with a warning, where it is not ours."""
+        try:
+            status = os.stat(name, dir_fd=self.fd, follow_symlinks=False)
+        except FileNotFoundError:
+            return None
+        if _is_ours(status):
+            return status
+        user_directory.pass_over(os.path.join(self.path, name), describe(status))
+        return None
+
+    def _unlink(self, name: str) -> bool:
+        """Delete a file of ours; whether it was there."""
+        if self._status(name) is None:
+            return False
+        try:
+            os.unlink(name, dir_fd=self.fd)
+        except FileNotFoundError:
+            return False
+        log.debug("deleted %s", os.path.join(self.path, name))
+        return True
 
     def new_slot_name(self) -> tuple[str, int]:
         """Make a new, empty slot file; no two ranks get the same one. Returns name and descriptor."""
@@ -172,11 +204,7 @@ class NodeMemory:
         """Delete a slot file of this node."""
         if not SLOT_NAME.fullmatch(name):
             raise ForeignNode("only slot files are deleted here", expected=self.path, found=name)
-        try:
-            os.unlink(name, dir_fd=self.fd)
-            log.debug("deleted %s", os.path.join(self.path, name))
-        except FileNotFoundError:
-            pass
+        self._unlink(name)
 
     def request_drain(self) -> None:
         """Ask the job that is alive here to drain the next checkpoint it commits. Not collective."""
@@ -184,15 +212,11 @@ class NodeMemory:
 
     def has_request(self) -> bool:
         """Whether that was asked for, and no job has heard it yet. Not collective."""
-        return _REQUEST_NAME in os.listdir(self.fd)
+        return self._status(_REQUEST_NAME) is not None
 
     def take_request(self) -> bool:
         """Whether that was asked for; it is forgotten by this. Not collective."""
-        try:
-            os.unlink(_REQUEST_NAME, dir_fd=self.fd)
-        except FileNotFoundError:
-            return False
-        return True
+        return self._unlink(_REQUEST_NAME)
 
     def wipe(self) -> int:
         """Delete all slots, the lock and the directory; returns the bytes freed. Hold the lock of all ranks before."""
@@ -200,9 +224,8 @@ class NodeMemory:
         for name in self.slot_names():
             nbytes += self.nbytes(name)
             self.remove(name)
-        for name in (_LOCK_NAME, *self.pulse_names()):
-            os.unlink(name, dir_fd=self.fd)
-        self.take_request()
+        for name in (_LOCK_NAME, _REQUEST_NAME, *self.pulse_names()):
+            self._unlink(name)
         try:
             os.rmdir(self.path)
         except OSError:
@@ -212,12 +235,8 @@ class NodeMemory:
 
     def other_jobs(self) -> dict[str, int]:
         """Bytes of the slots that other jobs of this user hold in this memory, alive or not, by job."""
-        held = {}
-        for job in jobs_of(self._memory):
-            slots = Path(self._memory, f"mlflash-{os.getuid()}", job).rglob("slot-*")
-            if job != self._job and (nbytes := sum(slot.lstat().st_blocks * 512 for slot in slots)):
-                held[job] = nbytes
-        return held
+        held = held_by_jobs(self._memory)
+        return {job: nbytes for job, nbytes in held.items() if nbytes and job != self._job}
 
     def close(self) -> None:
         """Give up the lock and the directory; the files stay. May be called twice."""
@@ -232,14 +251,30 @@ class NodeMemory:
 
 def jobs_of(memory: str) -> list[str]:
     """List the jobs of this user that have memory on this node."""
-    top = Path(memory, f"mlflash-{os.getuid()}")
-    return sorted(path.name for path in top.iterdir() if path.is_dir()) if top.is_dir() else []
+    return sorted({os.path.basename(path) for top in user_directory.directories(memory) for path in _below(top)})
+
+
+def job_path(memory: str, job: str) -> str | None:
+    """Find the directory of a job on this node; None where there is none. Not collective."""
+    top = user_directory.find(memory, job)
+    return next((path for path in _below(top) if os.path.basename(path) == job), None) if top else None
+
+
+def held_by_jobs(memory: str) -> dict[str, int]:
+    """Bytes of the slots that jobs of this user hold in a memory, alive or not, by job. Not collective."""
+    held = dict.fromkeys(jobs_of(memory), 0)
+    for top in user_directory.directories(memory):
+        for path in _below(top):
+            for where in (path, *(node for node in _below(path) if _NODE.fullmatch(os.path.basename(node)))):
+                held[os.path.basename(path)] += sum(map(_slot_nbytes, _entries(where)))
+    return held
 
 
 def emulated_nodes(memory: str, job: str) -> list[int]:
     """List the nodes that are emulated on this one for a job. Not collective."""
-    top = Path(memory, f"mlflash-{os.getuid()}", job)
-    return sorted(int(path.name.removeprefix("node")) for path in top.glob("node*") if _NODE.fullmatch(path.name))
+    path = job_path(memory, job)
+    names = [os.path.basename(node) for node in _below(path)] if path else []
+    return sorted(int(name.removeprefix("node")) for name in names if _NODE.fullmatch(name))
 
 
 def clean(memory: str, job: str) -> int:
@@ -266,11 +301,39 @@ def clean(memory: str, job: str) -> int:
 
 
 _NODE = re.compile(r"node\d+")
-_PRIVATE = "owned by this user, no access for group and others, not a link"
 
 
-def _is_private(status: os.stat_result) -> bool:
-    return status.st_uid == os.getuid() and not status.st_mode & 0o077
+def _entries(path: str) -> list[os.DirEntry[str]]:
+    """What is in a directory; nothing where it is gone, or cannot be read."""
+    try:
+        with os.scandir(path) as found:
+            return sorted(found, key=lambda entry: entry.name)
+    except OSError:
+        return []
+
+
+def _below(path: str) -> list[str]:
+    """The directories of this user in one of them, sorted; what is not ours is passed over."""
+    found = []
+    for entry in _entries(path):
+        if entry.is_dir(follow_symlinks=False):
+            if (status := entry.stat(follow_symlinks=False)).st_uid == os.getuid():
+                found.append(entry.path)
+            else:
+                user_directory.pass_over(entry.path, describe(status))
+    return found
+
+
+def _slot_nbytes(entry: os.DirEntry[str]) -> int:
+    try:
+        status = entry.stat(follow_symlinks=False)
+    except OSError:
+        return 0
+    return status.st_blocks * 512 if SLOT_NAME.fullmatch(entry.name) and stat.S_ISREG(status.st_mode) else 0
+
+
+def _is_ours(status: os.stat_result) -> bool:
+    return stat.S_ISREG(status.st_mode) and status.st_nlink == 1 and is_private(status)
 
 
 def _open_directory(name: str, above: int, path: str, make: bool) -> int:
@@ -280,26 +343,24 @@ def _open_directory(name: str, above: int, path: str, make: bool) -> int:
             os.mkdir(name, 0o700, dir_fd=above)
         except FileExistsError:
             pass
+        except OSError as error:
+            raise ConfigError(f"the directory {path} cannot be made: {error.strerror}", found=path) from None
     try:
         fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=above)
     except OSError as error:
         if isinstance(error, FileNotFoundError):
             raise
-        raise UnsafePath(f"cannot use the directory {path}: {error.strerror}", expected=_PRIVATE,
+        raise UnsafePath(f"cannot use the directory {path}: {error.strerror}", expected=PRIVATE,
                          found=_look_at(name, above)) from error  # fmt: skip
     status = os.fstat(fd)
-    if not _is_private(status):
+    if not is_private(status):
         os.close(fd)
-        raise UnsafePath(f"{path} is not a private directory of this user", expected=_PRIVATE, found=_describe(status))
+        raise UnsafePath(f"{path} is not a private directory of this user", expected=PRIVATE, found=describe(status))
     return fd
 
 
 def _look_at(name: str, above: int) -> str:
     try:
-        return _describe(os.stat(name, dir_fd=above, follow_symlinks=False))
+        return describe(os.stat(name, dir_fd=above, follow_symlinks=False))
     except OSError as error:
         return str(error)
-
-
-def _describe(status: os.stat_result) -> str:
-    return f"{stat.filemode(status.st_mode)} uid {status.st_uid}, {status.st_nlink} links"

@@ -9,7 +9,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from . import erasure, scheme, sharing
+from . import erasure, scheme, sharing, user_directory
 from .board import Board
 from .comm import World, check_torch_rank
 from .config import Config
@@ -217,11 +217,13 @@ def make(config: Config, world: World, replicated: Any = None, domains: Any = No
     world.connect()
     error: MlflashError | None = None
     memory: NodeMemory | None = None
+    # One looks for all of a node: they must not end in two directories, whatever others do with their names meanwhile.
+    top: str = world.tell_node(_claim(config) if world.local_rank == 0 else "")
     try:
         check_torch_rank(world)
         if scheme.parse(config.redundancy).parity:
             erasure.library()
-        memory = NodeMemory(config.memory, config.job, world.node_index if world.emulated else None)
+        memory = NodeMemory(config.memory, config.job, world.node_index if world.emulated else None, top=top)
         memory.lock(world.local_rank, world.local_size)
     except MlflashError as problem:
         problem.rank, problem.node = world.rank, world.node_name
@@ -278,6 +280,14 @@ def _assemble(
         more = f" (and {len(close) - _NAMED} more)" if len(close) > _NAMED else ""
         log.warning("%s%s: if that is lost, memory cannot restore", "; ".join(close[:_NAMED]), more)
     return parts
+
+
+def _claim(config: Config) -> str:
+    """Find this user's directory, or make it; "" where that cannot be: each rank then sees why."""
+    try:
+        return user_directory.claim(config.memory, config.job)
+    except (OSError, MlflashError):
+        return ""
 
 
 def _metrics(config: Config, world: World) -> Metrics | None:

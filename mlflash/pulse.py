@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import faulthandler
 import json
+import logging
 import os
 import signal
 import sys
@@ -17,7 +18,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+from .errors import UnsafePath
 from .node_memory import NodeMemory, emulated_nodes, jobs_of
+
+log = logging.getLogger("mlflash")
 
 SHOW_STACKS = signal.SIGRTMIN + 7
 """The signal at which a rank that `mlflash run` has started prints where each of its threads is."""
@@ -38,7 +42,8 @@ class Pulse:
 
     def __init__(self, memory: NodeMemory, rank: int, size: int, local_rank: int, node: str, run: str):
         self._lock = threading.Lock()  # the courier writes, too
-        self._fd = memory.open(f"pulse-{local_rank:04d}", os.O_RDWR | os.O_CREAT)
+        self._fd = _open(memory, f"pulse-{local_rank:04d}")
+        self._over = False
         self._said: dict[str, Any] = {
             "run": run, "rank": rank, "ranks": size, "node": node, "pid": os.getpid(), "state": "started",
             "restored": None, "source": "", "saved": None, "committed": None, "times": {},
@@ -50,7 +55,7 @@ class Pulse:
     @property
     def is_over(self) -> bool:
         """Whether the last word was said."""
-        return self._fd < 0
+        return self._over
 
     def note(self, **news: Any) -> None:
         """Have something new to say with the next beat."""
@@ -66,7 +71,10 @@ class Pulse:
             self._said["times"].setdefault(event, now)
             self._said.update(_short(news), beat=now)
             text = json.dumps(self._said, separators=(",", ":")).encode()
-            os.pwrite(self._fd, text.ljust(_NBYTES), 0)
+            try:
+                os.pwrite(self._fd, text.ljust(_NBYTES), 0)
+            except OSError:  # the memory is full: `_open` said so
+                pass
 
     def end(self, state: str) -> None:
         """Say the last word: "ended", or "failed". May be called twice; the first one counts."""
@@ -74,7 +82,28 @@ class Pulse:
         with self._lock:
             if self._fd >= 0:
                 os.close(self._fd)
-            self._fd = -1
+            self._fd, self._over = -1, True
+
+    def leave(self) -> None:
+        """Say nothing more in a process that was forked; what the file says is the parent's. Not collective."""
+        fd, self._fd, self._over = self._fd, -1, True
+        if fd >= 0:
+            os.close(fd)
+
+
+def _open(memory: NodeMemory, name: str) -> int:
+    """Open the file of a rank, with room for all it will ever say; -1 where that cannot be: training goes on."""
+    try:
+        fd = memory.open(name, os.O_RDWR | os.O_CREAT)
+    except UnsafePath as error:
+        log.warning("this rank cannot say how it gets on, to mlflash run and top: %s", error)
+        return -1
+    try:
+        os.posix_fallocate(fd, 0, _NBYTES)
+    except OSError as error:
+        log.warning("this rank cannot say how it gets on, to mlflash run and top, as long as %s is full: %s",
+                    memory.path, error)  # fmt: skip
+    return fd
 
 
 def _short(news: dict[str, Any]) -> dict[str, Any]:
@@ -127,7 +156,7 @@ def read_pulse(memory: NodeMemory, name: str) -> dict[str, Any] | None:
     """Read the file of some rank; None where it is gone or makes no sense. Not collective."""
     try:
         fd = memory.open(name, os.O_RDONLY)
-    except FileNotFoundError:
+    except (FileNotFoundError, UnsafePath):
         return None
     try:
         said: dict[str, Any] = json.loads(os.pread(fd, _NBYTES, 0))

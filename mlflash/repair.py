@@ -132,7 +132,7 @@ class Repairs:
             if bad and bad[0] < first:
                 raise CorruptSlot(f"the heads in {slot.name} are damaged", rank=rank)
             read_heads(slot)
-        except (CorruptSlot, FileNotFoundError) as error:
+        except (CorruptSlot, OSError) as error:
             log.warning("rank %d: this parity cannot be used: %s", parts.world.rank, error)
             return None
         self._parity[group, nth] = slot

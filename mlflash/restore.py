@@ -189,7 +189,7 @@ def _verify(parts: Parts, choice: Choice, serves: list[int], slots: dict[int, Sl
                 if not checked:
                     slots[rank].verify_table()
                     slots[rank].manifest()
-            except (CorruptSlot, FileNotFoundError) as error:
+            except (CorruptSlot, OSError) as error:
                 log.warning("rank %d: this slot cannot be restored from: %s", world.rank, error)
                 mine.append((rank, None))
             else:

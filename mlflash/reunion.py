@@ -191,7 +191,7 @@ def _verify(parts: Parts, attempt: Attempt, errands: list[_Errand], checked: boo
                         slot.verify_table()
                 finally:
                     parts.shelf.unmap_others([slot])
-            except (CorruptSlot, FileNotFoundError) as error:
+            except (CorruptSlot, OSError) as error:
                 log.warning("rank %d: this share cannot be restored from: %s", parts.world.rank, error)
                 bad.append(errand.place)
     return sorted(place for places in parts.world.gather(bad) for place in places)
@@ -220,7 +220,7 @@ def _fetch_some(parts: Parts, attempt: Attempt, errands: list[_Errand]
         if errand.server == world.rank:
             try:
                 serves[errand.rank] = _open(parts, attempt, errand)
-            except (CorruptSlot, FileNotFoundError):
+            except (CorruptSlot, OSError):
                 bad.append(errand.place)
     bad = sorted(place for places in world.gather(bad) for place in places)
     if bad:

@@ -170,7 +170,7 @@ class Saves:
         if mistake is not None:
             raise mistake
         if not again:
-            self._look_at_pending()
+            self.raise_what_failed()
         return snapshot
 
     def _refuse_undefined(self) -> None:
@@ -190,7 +190,7 @@ class Saves:
     def wait(self) -> None:
         """Wait until every save so far has ended or is late; see `Checkpointer.wait`."""
         self.settle()
-        self._look_at_pending()
+        self.raise_what_failed()
 
     def settle(self) -> None:
         """Wait as `wait` does, and raise nothing: what is collective begins with this, on all ranks. Not collective."""
@@ -365,7 +365,7 @@ class Saves:
         snapshot.late(error)
         self._journal.late(snapshot.step, error)
 
-    def _look_at_pending(self) -> None:
+    def raise_what_failed(self) -> None:
         """Forget the snapshots that have ended; with ``strict``, raise what failed, once."""
         wrong = [s for s in self._pending if s.error is not None and not s.reported]
         self._pending = [s for s in self._pending if not s.done]

@@ -21,14 +21,12 @@ from .errors import CorruptSlot, MemoryTooSmall, MlflashError
 from .header import Attempt
 from .inventory import Files, file_name, file_number
 from .layout import PAGE_NBYTES, round_up
-from .limits import available
+from .limits import available, headroom
 from .node_memory import NodeMemory
 from .points import reach
 from .slot import Slot, Use
 
 log = logging.getLogger("mlflash")
-
-_HEADROOM_NBYTES = 64 << 20  # what is left to others when the slots are allocated
 
 
 class Shelf:
@@ -115,7 +113,9 @@ class Shelf:
             return Slot(segment.attach(self._memory, file_name(number), mapped))
         except (CorruptSlot, FileNotFoundError):
             self._memory.remove(file_name(number))
-            return Slot()
+        except OSError as error:  # not ours, or of no use to us: neither may stop this rank alone
+            log.warning("%s is passed over: %s", file_name(number), error)
+        return Slot()
 
     def take(self, wait_s: float, taker: object) -> tuple[Slot, Slot] | None:
         """Take an own slot and one for a share, for a save; None where both hold something or are busy for so long.
@@ -344,13 +344,14 @@ def make_room(world: World, board: Board, memory: NodeMemory, demand: Sequence[t
     error: MlflashError | None = None
     asked, left = sum(board.column(Word.DEMAND_NBYTES)), available(memory.path)
     what, least = min(left.items(), key=lambda item: item[1])
-    if todo and asked + _HEADROOM_NBYTES > least:
+    spared = headroom(asked)
+    if todo and asked + spared > least:
         error = MemoryTooSmall(
             "the slots of this node do not fit into its memory: save less, use fewer ranks per node or a scheme "
             "that needs less memory, or raise the limit named below",
             rank=world.rank,
             node=world.node_name,
-            expected=f"{asked + _HEADROOM_NBYTES:,} bytes more for the slots of {world.local_size} ranks",
+            expected=f"{asked:,} bytes more for the slots of {world.local_size} ranks, and {spared:,} bytes to spare",
             found=f"{least:,} bytes: {what}" + _others(memory),
         )
     world.raise_together(error)

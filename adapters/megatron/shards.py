@@ -224,7 +224,7 @@ class _Directories:
         """Make an empty one for a step."""
         if self._root is None:
             self._root = tempfile.mkdtemp(prefix="mlflash-megatron-")
-            weakref.finalize(self, shutil.rmtree, self._root, ignore_errors=True)
+            weakref.finalize(self, _delete, self._root, os.getpid())
         path = os.path.join(self._root, f"iter_{step:07d}")
         self._paths = [one for one in self._paths if one != path]
         for old in (path, *self._paths[: -_KEPT + 1]):
@@ -232,3 +232,8 @@ class _Directories:
         self._paths = [*self._paths[-_KEPT + 1 :], path]
         os.mkdir(path)
         return path
+
+
+def _delete(root: str, maker: int) -> None:
+    if os.getpid() == maker:  # a process that was forked ends, too
+        shutil.rmtree(root, ignore_errors=True)

@@ -13,6 +13,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from ..node_memory import job_path
 from ..topology import Topology
 from .account import Told, describe_origin, describe_seconds, differences
 from .launch import find_mpiexec
@@ -73,7 +74,7 @@ def run(plan: Plan, console: Console) -> bool:
     start = time.monotonic()
     find_mpiexec()  # without one nothing is made
     folder = Path(tempfile.mkdtemp(prefix="mlflash-demo-"))
-    memory = Path(os.environ.get("MLFLASH_MEMORY") or "/dev/shm") / f"mlflash-{os.getuid()}"
+    memory = os.environ.get("MLFLASH_MEMORY") or "/dev/shm"
     same = False
     try:
         different = _train_and_compare(plan, console, folder, memory)
@@ -81,7 +82,7 @@ def run(plan: Plan, console: Console) -> bool:
         same = not different
     finally:
         for job in (plan.job, _reference(plan)):
-            shutil.rmtree(memory / job, ignore_errors=True)
+            shutil.rmtree(job_path(memory, job) or folder / job, ignore_errors=True)
         if same:
             shutil.rmtree(folder)
         else:
@@ -97,7 +98,7 @@ def _reference(plan: Plan) -> str:
     return f"{plan.job}-reference"
 
 
-def _train_and_compare(plan: Plan, console: Console, folder: Path, memory: Path) -> list[str]:
+def _train_and_compare(plan: Plan, console: Console, folder: Path, memory: str) -> list[str]:
     nodes = len(_TOPOLOGY.ranks_on)
     _print(console, [
         ("training", f"a small GPT, DDP over gloo, {plan.steps} steps; {_RANKS} ranks on {nodes} emulated nodes"),
@@ -108,7 +109,7 @@ def _train_and_compare(plan: Plan, console: Console, folder: Path, memory: Path)
         whole = _follow(plan, folder / "uninterrupted", _reference(plan), bars)
         delay_s = plan.moment * sum(whole.step_s) / len(whole.step_s)
         broken = _follow(plan, folder / "losing-a-node", plan.job, bars, kill_after_s=delay_s)
-        wiped = _wipe(memory / plan.job / f"node{plan.node}")
+        wiped = _wipe(Path(job_path(memory, plan.job) or memory, f"node{plan.node}"))
         again = _follow(plan, folder / "relaunched", plan.job, bars)
 
     doomed = _TOPOLOGY.ranks_on[plan.node]

@@ -8,13 +8,13 @@ import resource
 import tempfile
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 
+from .. import node_memory, user_directory
 from ..errors import UnsafePath
 from ..limits import available
-from ..node_memory import NodeMemory, jobs_of
+from ..node_memory import NodeMemory
 from .findings import Finding, fine, warning, wrong
 from .need import Need
 
@@ -22,6 +22,7 @@ _TRIED_NBYTES = 16 << 20
 _TINY_NBYTES = 1 << 30  # Docker's /dev/shm has 64 MiB where nobody asks for more
 _LOCKED_NBYTES = 1 << 30
 _SHARE = 0.8  # of what a cgroup or RAM has left: the training needs some of it too
+_TAKES = "; the job takes {need_nbytes}, and {spare_nbytes} to spare"
 _ROOM = "ranks on more nodes, another scheme (mlflash plan --memory), fewer slots"
 
 
@@ -34,8 +35,7 @@ def free_space(memory: str, need: Need | None) -> Finding:
 
 def held_by_jobs(memory: str) -> int:
     """Bytes of the slots that jobs of this user hold, alive or not. Not collective."""
-    top = Path(memory, f"mlflash-{os.getuid()}")
-    return sum(slot.lstat().st_blocks * 512 for job in jobs_of(memory) for slot in (top / job).rglob("slot-*"))
+    return sum(node_memory.held_by_jobs(memory).values())
 
 
 def judge_space(memory: str, size: int, free: int, held: int, need: Need | None) -> Finding:
@@ -54,14 +54,14 @@ def judge_space(memory: str, size: int, free: int, held: int, need: Need | None)
             return warning("space", text, "that is little: docker run --shm-size, or as root mount -o remount,size=...",
                            **values)  # fmt: skip
         return fine("space", text, **values)
-    values["need_nbytes"] = need.nbytes
-    text += "; the job takes {need_nbytes}"
-    if need.nbytes > size:
+    values |= {"need_nbytes": need.nbytes, "spare_nbytes": need.spare_nbytes}
+    text += _TAKES
+    if need.free_nbytes > size:
         advice = f"as root: mount -o remount,size=... {memory} (docker run --shm-size); or {_ROOM}"
         return wrong("space", text, advice, **values)
-    if need.nbytes > free + held:
+    if need.free_nbytes > free + held:
         return wrong("space", text, f"somebody else's files are in {memory}: delete them; or {_ROOM}", **values)
-    if need.nbytes > free:
+    if need.free_nbytes > free:
         return warning("space", text, "only a relaunch of the job that holds it can use that: mlflash clean for others",
                        **values)  # fmt: skip
     return fine("space", text, **values)
@@ -92,13 +92,13 @@ def judge_limit(check: str, left: int, need: Need | None, more: str) -> Finding:
     text = "{left_nbytes} left"
     if need is None:
         return fine(check, text, left_nbytes=left)
-    text += "; the job takes {need_nbytes}"
-    if need.nbytes > left:
-        return wrong(check, text, f"{more}; or {_ROOM}", left_nbytes=left, need_nbytes=need.nbytes)
+    text += _TAKES
+    values = {"left_nbytes": left, "need_nbytes": need.nbytes, "spare_nbytes": need.spare_nbytes}
+    if need.free_nbytes > left:
+        return wrong(check, text, f"{more}; or {_ROOM}", **values)
     if need.nbytes > _SHARE * left:
-        return warning(check, text, f"the training itself needs some too: {more}", left_nbytes=left,
-                       need_nbytes=need.nbytes)  # fmt: skip
-    return fine(check, text, left_nbytes=left, need_nbytes=need.nbytes)
+        return warning(check, text, f"the training itself needs some too: {more}", **values)
+    return fine(check, text, **values)
 
 
 def writing(memory: str, nbytes: int = _TRIED_NBYTES) -> Iterator[Finding]:
@@ -110,6 +110,9 @@ def writing(memory: str, nbytes: int = _TRIED_NBYTES) -> Iterator[Finding]:
     except UnsafePath as error:
         yield wrong("private directory", "{error}, {found}", "delete it, or let its owner do so", error=error.message,
                     found=str(error.found))  # fmt: skip
+    for path, found in user_directory.look(memory)[1].items():
+        yield warning("private directory", "{path} is not this user's: {found}", "nothing is lost, as jobs use the "
+                      "next name, mlflash-UID.1; let its owner delete it", path=path, found=found)  # fmt: skip
     with tempfile.TemporaryFile(dir=memory) as file:
         os.posix_fallocate(file.fileno(), 0, nbytes)
         target = np.frombuffer(mmap.mmap(file.fileno(), nbytes), dtype=np.uint8)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
+from ..limits import headroom
 from ..planning.inputs import show_bytes
 
 
@@ -19,6 +20,16 @@ class Need:
 
     nbytes: int
     words: str
+
+    @property
+    def spare_nbytes(self) -> int:
+        """What must be free besides when that is allocated."""
+        return headroom(self.nbytes)
+
+    @property
+    def free_nbytes(self) -> int:
+        """What must be free in all."""
+        return self.nbytes + self.spare_nbytes
 
 
 def count(nbytes: int, scheme: str, own_slots: int, nodes: int, ranks_per_node: int) -> Need:

@@ -15,6 +15,7 @@ from functools import cached_property
 from .. import survival
 from ..errors import ConfigError
 from ..layout import ALIGN_NBYTES, PAGE_NBYTES, Extents, round_up
+from ..limits import headroom
 from ..placement import Placement, made, place
 from ..scheme import Scheme, parse
 from ..sharing import cuts
@@ -89,7 +90,8 @@ class Prospect:
         scheme: as it was asked for.
         made: what is made of it over these nodes: "rs:8+2" where groups of ten are made of "rs:6+2".
         memory_nbytes: of the node that needs most.
-        fits: whether a node can give that; None: not known.
+        spare_nbytes: what must be free there besides when that is allocated.
+        fits: whether a node can give both; None: not known.
         survives: what may be lost, in words.
         any_nodes: the most nodes of which any may be lost.
         any_domain: kinds of failure domains of which any one may be lost.
@@ -103,6 +105,7 @@ class Prospect:
     scheme: Scheme
     made: str
     memory_nbytes: int
+    spare_nbytes: int
     fits: bool | None
     survives: str
     any_nodes: int
@@ -200,7 +203,8 @@ def prospect(job: Job, scheme: Scheme, placed: Placement, losses: int, costs: Co
         scheme=scheme,
         made=made(placed),
         memory_nbytes=memory,
-        fits=None if job.memory_nbytes is None else memory <= job.memory_nbytes,
+        spare_nbytes=headroom(memory),
+        fits=None if job.memory_nbytes is None else memory + headroom(memory) <= job.memory_nbytes,
         survives=survival.describe(found, job.domains),
         any_nodes=found.any_nodes,
         any_domain=tuple(kind for kind, names in job.domains.items() if survival.any_domain(found, names)),

@@ -20,7 +20,7 @@ _NAMED = 2  # domains that hold too much of a group, of each scheme
 
 def show(console: Console, job: Job, costs: Costs | None, prospects: Sequence[Prospect], notes: Sequence[str]) -> None:
     """Print a plan: what was asked, a line for each scheme, what each survives, warnings, the least memory."""
-    for line in _asked(job, costs):
+    for line in _asked(job, costs, prospects):
         console.print(line, highlight=False, soft_wrap=True)
     console.print(_table(job, costs, prospects))
     for p in prospects:
@@ -37,7 +37,7 @@ def show(console: Console, job: Job, costs: Costs | None, prospects: Sequence[Pr
         console.print(Text(f"{text} ({best.memory_nbytes / job.state_nbytes:.2f} x state)", style="green"))
 
 
-def _asked(job: Job, costs: Costs | None) -> Iterator[str]:
+def _asked(job: Job, costs: Costs | None, prospects: Sequence[Prospect]) -> Iterator[str]:
     nodes, state = len(job.node_names), job.state_nbytes
     slots = {2: "two slots", 3: "three slots (it drains)"}[job.own_slots]
     yield (
@@ -48,6 +48,7 @@ def _asked(job: Job, costs: Costs | None) -> Iterator[str]:
         yield f"{show_bytes(job.alike_nbytes)} of it all ranks hold alike: stored once on each node, and not sent"
     if job.memory_nbytes is not None:
         yield f"a node gives {show_bytes(job.memory_nbytes)} to checkpoints"
+    yield f"when slots are made {show_bytes(max(p.spare_nbytes for p in prospects))} of a node must be free besides"
     if costs is None:
         return
     yield (
@@ -142,6 +143,7 @@ def to_json(job: Job, costs: Costs | None, prospects: Sequence[Prospect], notes:
                 "scheme": str(p.scheme),
                 "made": p.made,
                 "memory_nbytes_per_node": p.memory_nbytes,
+                "spare_nbytes_per_node": p.spare_nbytes,
                 "memory_per_state": p.memory_nbytes / job.state_nbytes,
                 "fits": p.fits,
                 "survives": p.survives,

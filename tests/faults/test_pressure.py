@@ -56,6 +56,14 @@ def test_memory_full_at_the_start_costs_the_saves_and_not_the_training(
     assert len(result.of("end")) == 2 and list(outcomes(result).values())[-1] == "committed"
 
 
+def test_a_small_state_is_saved_in_as_little_memory_as_docker_gives(
+    small_memory: Callable[[int], Path], tmp_path: Path
+) -> None:
+    cluster = Cluster(small_memory(64 * MIB), ranks_per_node=1, out=tmp_path)
+    result = cluster.run(2, "worker.py", spec(last=2, nbytes=1_600_000))
+    assert outcomes(result, 0) == outcomes(result, 1) == {1: "committed", 2: "committed"}, result.log
+
+
 def test_memory_full_in_the_middle_does_not_matter_until_the_state_grows(
     small_memory: Callable[[int], Path], tmp_path: Path
 ) -> None:
@@ -126,7 +134,7 @@ def test_a_heal_that_finds_no_room_is_tried_again_by_later_saves(
     cluster.run(4, "worker.py", spec(last=2, nbytes=8 * MIB))
     cluster.wipe(0)
     # Room for the slot that is fetched, and not for the copies; checked before anything is allocated.
-    filler = fill(memory, leave=64 * MIB + 10 * MIB)
+    filler = fill(memory, leave=10 * MIB)
     job = cluster.start(4, "worker.py", spec(last=3, nbytes=8 * MIB, pause=0.1, busy_until="enough"))
     job.wait_for("failed", 4)
     filler.unlink()
@@ -163,7 +171,7 @@ def test_memory_taken_by_a_dead_job_is_named(small_memory: Callable[[int], Path]
     dead = Cluster(memory, job="yesterday", out=tmp_path)
     dead.run(2, "worker.py", json.dumps({"last": 2, "die_at": 2, "die": "all", "nbytes": 10 * MIB}))
     traps = [{"path": ["heal.copied"], "action": "rank"}]
-    result = Cluster(memory, job="today", out=tmp_path).run(2, "worker.py", spec(last=1, nbytes=20 * MIB, traps=traps))
+    result = Cluster(memory, job="today", out=tmp_path).run(2, "worker.py", spec(last=1, nbytes=30 * MIB, traps=traps))
     assert "`mlflash clean JOB` frees those of a dead one" in result.log, result.log
     assert "    yesterday: 8" in result.log
     again = dead.run(2, "worker.py", json.dumps({"last": 0, "nbytes": 10 * MIB}))

@@ -10,9 +10,11 @@ import pytest
 
 from mlflash.doctor import copying, gpu, logout, memory, mounts, need, ranks, rma, slurm, software
 from mlflash.doctor.findings import Level
+from mlflash.limits import headroom
 from mlflash.planning import prospects
 
 GIB = 1 << 30
+SPARE = 64 << 20  # what must stay free when so much is allocated
 
 # /dev/shm is mounted twice, the second time over the first; a directory with a blank in its name.
 MOUNTINFO = r"""24 27 0:6 / /dev rw,relatime - devtmpfs devtmpfs rw,size=12334492k,nr_inodes=3083623,mode=755
@@ -126,9 +128,10 @@ def test_a_disk_is_no_memory() -> None:
     [
         (100 * GIB, 90 * GIB, 0, None, Level.OK, "90 GiB free of 100 GiB"),
         (64 << 20, 64 << 20, 0, None, Level.WARNING, "64 MiB free of 64 MiB"),
-        (100 * GIB, 90 * GIB, 0, 90 * GIB, Level.OK, "the job takes 90 GiB"),
-        (100 * GIB, 90 * GIB, 5 * GIB, 95 * GIB, Level.WARNING, "5 GiB held by mlflash jobs; the job takes 95 GiB"),
-        (100 * GIB, 90 * GIB, 5 * GIB, 96 * GIB, Level.ERROR, "the job takes 96 GiB"),
+        (100 * GIB, 90 * GIB + SPARE, 0, 90 * GIB, Level.OK, "the job takes 90 GiB, and 64 MiB to spare"),
+        (100 * GIB, 90 * GIB + SPARE, 5 * GIB, 95 * GIB, Level.WARNING, "held by mlflash jobs; the job takes 95 GiB"),
+        (100 * GIB, 90 * GIB + SPARE - 1, 5 * GIB, 95 * GIB, Level.ERROR, "the job takes 95 GiB"),
+        (100 * GIB, 100 * GIB, 0, 100 * GIB, Level.ERROR, "the job takes 100 GiB"),
         (100 * GIB, 100 * GIB, 0, 101 * GIB, Level.ERROR, "the job takes 101 GiB"),
     ],
 )
@@ -143,7 +146,8 @@ def test_free_space_against_what_the_job_takes(
 
 @pytest.mark.parametrize(("needed", "level"), [(None, 0), (70, 0), (90, 1), (100, 1), (101, 2)])
 def test_what_a_cgroup_leaves_against_what_the_job_takes(needed: int | None, level: int) -> None:
-    found = memory.judge_limit("cgroup", 100 * GIB, None if needed is None else need.Need(needed * GIB, ""), "ask")
+    wanted = None if needed is None else need.Need(needed * GIB, "")
+    found = memory.judge_limit("cgroup", 100 * GIB + SPARE, wanted, "ask")
     assert found.level == level
     assert ("ask" in found.remedy) == (level > 0)
 
@@ -165,6 +169,13 @@ def test_writing_leaves_nothing_and_a_directory_open_to_others_is_named(shm: Pat
     assert [one.level for one in found] == [Level.ERROR, Level.OK] and "not a private directory" in found[0].words
 
 
+def test_whoever_has_the_name_of_this_users_directory_is_named(shm: Path) -> None:
+    (shm / f"mlflash-{os.getuid()}").write_text("mine")
+    found = list(memory.writing(str(shm), 1 << 20))
+    assert [one.level for one in found] == [Level.WARNING, Level.OK], found
+    assert f"{shm}/mlflash-{os.getuid()} is not this user's: -rw-" in found[0].words
+
+
 @pytest.mark.parametrize(
     ("limit", "rdma", "root", "level"),
     [
@@ -183,7 +194,9 @@ def test_what_a_job_takes_is_what_plan_says() -> None:
     found = need.count(GIB, "xor:4", 3, nodes=4, ranks_per_node=8)
     job = prospects.Job(("a", "b", "c", "d"), 8, GIB, own_slots=3)
     ((scheme, placed),), _ = prospects.consider(job, ["xor:4"])
-    assert found.nbytes == prospects.prospect(job, scheme, placed, 1, None).memory_nbytes > 24 * GIB
+    planned = prospects.prospect(job, scheme, placed, 1, None)
+    assert found.nbytes == planned.memory_nbytes > 24 * GIB
+    assert found.spare_nbytes == planned.spare_nbytes == headroom(found.nbytes) == SPARE
     assert found.words == "8 ranks of 1 GiB, 3 slots each, xor:4 over 4 nodes"
     assert "makes nothing on one node" in need.count(GIB, "copy", 2, 1, 1).words
     assert need.shape({}) == (1, 1)

@@ -10,12 +10,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
 from mlflash import errors
+from mlflash.cli import main
+from mlflash.inventory import Files
 from mlflash.limits import available
-from mlflash.node_memory import NodeMemory
+from mlflash.node_memory import NodeMemory, clean, emulated_nodes, held_by_jobs, jobs_of
 from mlflash.pulse import Pulse, all_pulses, live_jobs
 from mlflash.segment import attach, create, prefault_in_background
+from mlflash.shelf import Shelf
 
 UID = os.getuid()
 
@@ -47,7 +51,8 @@ def test_a_memory_file_system_that_is_not_there_is_named(shm: Path) -> None:
 
 def test_a_symlink_on_the_way_is_refused(shm: Path) -> None:
     (shm / "elsewhere").mkdir(mode=0o700)
-    (shm / f"mlflash-{UID}").symlink_to(shm / "elsewhere")
+    (shm / f"mlflash-{UID}").mkdir(mode=0o700)
+    (shm / f"mlflash-{UID}" / "j").symlink_to(shm / "elsewhere")
     with pytest.raises(errors.UnsafePath):
         NodeMemory(str(shm), "j", None)
     assert list((shm / "elsewhere").iterdir()) == []
@@ -61,6 +66,108 @@ def test_a_directory_of_somebody_else_is_refused(shm: Path) -> None:
     os.chown(path, 12_345, 12_345)
     with pytest.raises(errors.UnsafePath, match="uid 12345"):
         NodeMemory(str(shm), "j", None)
+
+
+def take(shm: Path, kind: str) -> Path:
+    """Be where this user's directory should be, before it is made."""
+    path = shm / f"mlflash-{UID}"
+    if kind == "file":
+        path.write_text("mine")
+    elif kind == "link":
+        (shm / "elsewhere").mkdir(mode=0o700)
+        path.symlink_to(shm / "elsewhere")
+    else:
+        if UID:
+            pytest.skip("needs root: a directory of another user is made")
+        path.mkdir()
+        os.chown(path, 12_345, 12_345)
+    return path
+
+
+@pytest.mark.parametrize("kind", ["directory", "file", "link"])
+def test_where_somebody_took_this_users_directory_first_the_next_name_is_used_and_found_by_all(
+    shm: Path, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    taken = take(shm, kind)
+    before = taken.lstat()
+    memory = NodeMemory(str(shm), "j", 3)
+    memory.lock(0, 1)
+    assert memory.path == str(shm / f"mlflash-{UID}.1" / "j" / "node3") and Path(memory.path).stat().st_mode & 63 == 0
+    create(memory, 4096)
+    pulse = Pulse(memory, 0, 1, 0, "n", "")
+    beside = NodeMemory(str(shm), "k", None)
+    assert beside.path == str(shm / f"mlflash-{UID}.1" / "k"), "another job, another rank: the same directory"
+    beside.close()
+    assert [jobs_of(str(shm)), emulated_nodes(str(shm), "j"), live_jobs(str(shm))] == [["j", "k"], [3], ["j"]]
+    assert held_by_jobs(str(shm)) == {"j": 4096, "k": 0} == {**NodeMemory(str(shm), "k", None).other_jobs(), "k": 0}
+    assert CliRunner().invoke(main, ["clean", "--memory", str(shm)]).output == "j\nk\n"
+    status = CliRunner().invoke(main, ["status", "--memory", str(shm), "--job", "j", "--json"])
+    assert memory.path in status.output and '"file": "slot-0000"' in status.output
+    pulse.end("ended")
+    memory.close()
+    after = taken.lstat()
+    assert (after.st_ino, after.st_mode, after.st_uid, after.st_mtime) == (
+        before.st_ino, before.st_mode, before.st_uid, before.st_mtime)  # fmt: skip
+    said = [record for record in caplog.records if str(taken) in record.getMessage()]
+    assert len(said) == 1 and "is passed over" in said[0].getMessage()
+    taken.rmdir() if kind == "directory" else taken.unlink()
+    again = NodeMemory(str(shm), "j", 3)
+    assert again.slot_names() == ["slot-0000"], "the first name is free now: the job is where it was"
+    again.close()
+    (shm / f"mlflash-{UID}").mkdir(mode=0o700)
+    NodeMemory(str(shm), "new", None).close()
+    assert NodeMemory(str(shm), "j", 3).slot_names() == ["slot-0000"]
+    assert (jobs_of(str(shm)), clean(str(shm), "j")) == (["j", "k", "new"], 4096)
+
+
+def test_a_memory_where_nothing_can_be_made_is_named(shm: Path) -> None:
+    if UID == 0:
+        with pytest.raises(errors.ConfigError, match="no directory can be made in /proc"):
+            NodeMemory("/proc", "j", None)
+        return
+    shm.chmod(0o500)
+    with pytest.raises(errors.ConfigError, match="no directory can be made"):
+        NodeMemory(str(shm), "j", None)
+
+
+@pytest.mark.parametrize("kind", ["link", "dangling", "open", "directory", "hardlink"])
+def test_what_is_named_like_a_file_of_ours_and_is_not_is_passed_over_and_never_touched(
+    shm: Path, node_memory: NodeMemory, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    target = shm / "target"
+    target.write_bytes(b"x" * 8192)
+    target.chmod(0o600)
+    for name in ("slot-0000", "slot-0002", "pulse-0000", "drain"):
+        path = Path(node_memory.path, name)
+        if kind in ("link", "dangling"):
+            path.symlink_to(target if kind == "link" else shm / "nowhere")
+        elif kind == "hardlink":
+            os.link(target, path)
+        elif kind == "directory":
+            path.mkdir()
+        else:
+            path.write_bytes(b"x" * 8192)
+            path.chmod(0o644)
+    before = {entry.name: entry.lstat() for entry in Path(node_memory.path).iterdir()}
+    assert node_memory.slot_names() == node_memory.pulse_names() == []
+    assert create(node_memory, 4096).name == "slot-0001" and create(node_memory, 4096).name == "slot-0003"
+    assert not node_memory.has_request() and not node_memory.take_request()
+    Pulse(node_memory, 0, 1, 0, "n", "").end("ended")
+    assert all_pulses(str(shm), "j") == []
+    shelf = Shelf(node_memory, [1])
+    shelf.adopt(Files([0, 1], {1: [2, 3]}, [None, None]), None, (), [0, 2])
+    assert [slot.name for slot in shelf.all()] == ["", "slot-0001", "", "", "", "slot-0003"]
+    shelf.drop_spare()
+    assert node_memory.nbytes("slot-0000") == 0 and node_memory.other_jobs() == {}
+    node_memory.remove("slot-0000")
+    shelf.close()
+    assert node_memory.wipe() == 8192
+    after = {entry.name: entry.lstat() for entry in Path(node_memory.path).iterdir()}
+    assert {n: (s.st_ino, s.st_mode, s.st_size) for n, s in after.items()} == {
+        n: (s.st_ino, s.st_mode, s.st_size) for n, s in before.items()}  # fmt: skip
+    assert target.read_bytes() == b"x" * 8192
+    said = [record.getMessage() for record in caplog.records if "is passed over, as" in record.getMessage()]
+    assert len(said) == 4 and any("slot-0000" in text for text in said)
 
 
 @pytest.mark.parametrize("kind", ["symlink", "hardlink", "open", "fifo"])

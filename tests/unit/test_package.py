@@ -20,8 +20,8 @@ REPO = Path(__file__).parents[2]
 ORDER = [
     "version", "errors", "points", "skeleton", "store", "scheme", "config", "dtypes", "plain", "state", "flatten",
     "torch_objects", "rebuild", "layout", "manifest", "header", "host_list", "domains", "slurm_topology", "topology",
-    "placement", "survival", "sharing", "erasure", "stripes", "limits", "node_memory", "pulse", "events", "metrics",
-    "journal", "inventory", "crew", "huge_pages", "segment",
+    "placement", "survival", "sharing", "erasure", "stripes", "limits", "user_directory", "node_memory", "pulse",
+    "events", "metrics", "journal", "inventory", "crew", "huge_pages", "segment",
     "slot", "parity_file", "moves", "pings", "waits", "comm", "board", "window", "pace", "transfer", "aside",
     "exchange", "devices", "spots", "lazy", "ways", "stage", "shelf", "aheads", "begun",
     "copies", "parity", "protect", "replicas", "parts",
