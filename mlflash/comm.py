@@ -8,17 +8,19 @@ from __future__ import annotations
 import os
 import socket
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
 from . import moves
-from .errors import DeadlineExceeded, MlflashError, MpiUnavailable, WorldMismatch
+from .errors import DeadlineExceeded, MlflashError, MpiUnavailable, WorldMismatch, text_of
 from .moves import Moves
 from .pings import ASK_ALL, Pings
 from .topology import Topology, from_node_ids
 from .waits import Waits
+
+T = TypeVar("T")
 
 NO_TAG = 3  # of no message
 _NAMED = 8  # ranks in a text
@@ -245,6 +247,26 @@ class World(Waits):
             MlflashError: that of the lowest rank that brought one.
         """
         self._run(moves.raise_together(self.mpi, self.world, error))
+
+    def on_all(self, work: Callable[[], T]) -> T:
+        """Do something on each rank by itself; what goes wrong on any is raised on all. Collective over the world.
+
+        Raises:
+            MlflashError: whatever it was that was raised.
+        """
+        error: MlflashError | None = None
+        results: list[T] = []
+        try:
+            results.append(work())
+        except MlflashError as problem:
+            error = problem
+        except Exception as problem:  # of the operating system, as a rule
+            error = MlflashError(f"this rank could not go on: {text_of(problem)}")
+            error.__cause__ = problem
+        if error is not None:
+            error.rank, error.node = self.rank, self.node_name
+        self.raise_together(error)
+        return results[0]
 
     def _run(self, operation: Moves) -> Any:
         return self.drive([operation])[0]

@@ -18,7 +18,7 @@ import numpy as np
 
 from . import adapting, config, courier, drains, report, restores, saves
 from .aheads import Ahead
-from .begun import Begun
+from .begun import Begins, Begun
 from .draining.catalog import Listed
 from .draining.drain import Drain
 from .errors import MlflashError
@@ -177,6 +177,7 @@ class Saves(saves.Saves):
 
     def __init__(self) -> None:
         self.last_step = None
+        self.begun = Begins(lambda begun: None, 0.0)
 
     def save(self, step: int, state: object, until: object = None) -> Snapshot:
         """Leave it."""

@@ -215,36 +215,33 @@ def make(config: Config, world: World, replicated: Any = None, domains: Any = No
         JobInUse, UnsafePath, WorldMismatch: on all ranks, where any rank finds it so.
     """
     world.connect()
-    error: MlflashError | None = None
-    memory: NodeMemory | None = None
+    held: list[NodeMemory] = []
     # One looks for all of a node: they must not end in two directories, whatever others do with their names meanwhile.
     top: str = world.tell_node(_claim(config) if world.local_rank == 0 else "")
-    try:
+
+    def hold() -> None:
         check_torch_rank(world)
         if scheme.parse(config.redundancy).parity:
             erasure.library()
-        memory = NodeMemory(config.memory, config.job, world.node_index if world.emulated else None, top=top)
-        memory.lock(world.local_rank, world.local_size)
-    except MlflashError as problem:
-        problem.rank, problem.node = world.rank, world.node_name
-        error = problem
+        held.append(NodeMemory(config.memory, config.job, world.node_index if world.emulated else None, top=top))
+        held[0].lock(world.local_rank, world.local_size)
+
     replicas: Replicas | None = None
     try:
-        world.raise_together(error)
+        world.on_all(hold)
         if replicated is not None:
             replicas = Replicas(world, replicated)
         known = find_domains(world, config.domains if domains is None else domains)
     except BaseException as problem:
-        if memory is not None:
+        for memory in held:
             memory.close()
         if isinstance(problem, MlflashError) and not isinstance(problem, DeadlineExceeded):  # the same on all ranks
             world.free()
         raise
-    assert memory is not None
     try:
-        return _assemble(config, world, memory, replicas, known)
+        return _assemble(config, world, held[0], replicas, known)
     except BaseException:
-        memory.close()
+        held[0].close()
         raise
 
 
@@ -260,14 +257,11 @@ def _assemble(
     if replicas is not None and config.share:
         replicas.share(_losses(placement.scheme, world))
     protection = Protection(world, config, placement)
-    pulse = Pulse(memory, world.rank, world.size, world.local_rank, world.node_name, os.environ.get("MLFLASH_RUN", ""))
     shelf = Shelf(memory, protection.owners, 3 if config.drain_every else 2)
     crew = crew_of(config.copy_threads, world.size if world.emulated else world.local_size, world.agree)
     pace = Pace(config.send_rate, config.max_slowdown, config.timeout_s)
     run_id: bytes = world.broadcast(os.urandom(16), 0)
-    events = EventLog(file_of_node(config.log, world.node_index) if config.log else None,
-                      run=run_id.hex()[:8], rank=world.rank, node=world.node_name)  # fmt: skip
-    journal = Journal(world.rank, pulse, events, _metrics(config, world))
+    journal = world.on_all(lambda: _journal(config, world, memory, run_id.hex()[:8]))
     parts = Parts(config, world, memory, Board(world), protection, known, shelf, journal, crew, pace, replicas, run_id)
     if protection.transport == "rma" and world.world is not None:
         world.poke = Poke(world)
@@ -288,6 +282,13 @@ def _claim(config: Config) -> str:
         return user_directory.claim(config.memory, config.job)
     except (OSError, MlflashError):
         return ""
+
+
+def _journal(config: Config, world: World, memory: NodeMemory, run: str) -> Journal:
+    pulse = Pulse(memory, world.rank, world.size, world.local_rank, world.node_name, os.environ.get("MLFLASH_RUN", ""))
+    file = file_of_node(config.log, world.node_index) if config.log else None
+    events = EventLog(file, run=run, rank=world.rank, node=world.node_name)
+    return Journal(world.rank, pulse, events, _metrics(config, world))
 
 
 def _metrics(config: Config, world: World) -> Metrics | None:

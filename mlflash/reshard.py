@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from . import commit, shards
-from .errors import CorruptSlot, MlflashError, StructureMismatch
+from .errors import CorruptSlot, MlflashError, SaveFailed, StructureMismatch, text_of
 from .flatten import flatten, flatten_or_none
 from .layout import PAGE_NBYTES
 from .opened import Elsewhere, Old, Readable, held_by_name
@@ -80,22 +80,29 @@ def reshard(parts: Parts, old: Readable, state: Any) -> Resharded:
         CorruptSlot: on all ranks, where a part did not arrive whole on any.
     """
     world = parts.world
-    error: MlflashError | None = None
-    wanted: _Wanted | None = None
+
+    def want() -> tuple[_Wanted, Plan]:
+        try:
+            wanted = _want(parts, old, state)
+            return wanted, Stage(parts.config.block_nbytes, parts.crew, parts.config.timeout_s).plan(wanted.flat)
+        except MlflashError:
+            raise
+        except Exception as problem:  # state_dict() of an object may raise anything: all ranks must hear of it
+            raise StructureMismatch(f"the state could not be read: {text_of(problem)}", step=old.step) from problem
+
+    def take() -> tuple[Slot, Slot]:
+        taken = parts.shelf.take(0, old)
+        if taken is None:
+            raise SaveFailed("both own slots of a rank hold something: views that load(copy=False) gave may still be "
+                             "there", step=old.step)  # fmt: skip
+        return taken
+
+    wanted, plan = world.on_all(want)
     try:
-        wanted = _want(parts, old, state)
-    except MlflashError as problem:
-        error = problem
-    except Exception as problem:  # state_dict() of an object may raise anything: all ranks must hear of it
-        error = StructureMismatch(f"the state could not be read: {problem!r}")
-    if error is not None:
-        error.rank, error.node, error.step = world.rank, world.node_name, old.step
-    world.raise_together(error)
-    assert wanted is not None
-    plan = Stage(parts.config.block_nbytes, parts.crew, parts.config.timeout_s).plan(wanted.flat)
-    taken = parts.shelf.take(0, old)
-    assert taken is not None, "both own slots hold something"
-    slot, share = taken
+        slot, share = world.on_all(take)
+    except MlflashError:
+        parts.shelf.give_back(parts.shelf.taken_by(old))
+        raise
     made = Resharded(slot, share, plan, wanted.flat)
     try:
         parts.ensure_room([(slot, plan.layout.extents.nbytes)], waiting=[slot])

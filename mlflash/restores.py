@@ -19,7 +19,6 @@ from .drains import Drains
 from .errors import (
     CorruptSlot,
     MemoryTooSmall,
-    MlflashError,
     StateError,
     StepNotFound,
     StructureMismatch,
@@ -191,7 +190,7 @@ class Restores:
         made: reshard.Resharded = self._courier.call(lambda: reshard.reshard(self._parts, old, state))
         try:
             self._loading.fill(old.step, made.filling(state))
-        except MlflashError:
+        except BaseException:  # where it is interrupted, too
             reshard.give_up(self._parts, made)
             raise
         self._journal.seconds["load"] += time.perf_counter() - start

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import mmap
 import os
 import sys
@@ -22,6 +23,8 @@ from . import huge_pages
 from .errors import CorruptSlot, MemoryTooSmall
 from .layout import PAGE_NBYTES, round_up
 from .node_memory import NodeMemory
+
+log = logging.getLogger("mlflash")
 
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; not a constant of Python's mmap
 _PORTABLE = 1  # cudaHostRegisterPortable: for all devices of the process
@@ -63,16 +66,18 @@ class Segment:
     def prefault(self) -> None:
         """Fault the pages in and pin them where there is CUDA. Not collective; done once."""
         at = 0
-        while at < self.nbytes and not self.ready.is_set():
-            with self._lock:
-                if not self.view.nbytes:
-                    break
-                length = min(_PREFAULT_NBYTES, self.nbytes - at)
-                failed = huge_pages.advise(self.view.ctypes.data + at, length, _MADV_POPULATE_WRITE)
-                if failed and self._fresh:  # an older kernel: touch each page; nobody uses the slot before `ready`
-                    self.view[at : at + length : mmap.PAGESIZE] = 0
-                at += length
-        self.ready.set()
+        try:
+            while at < self.nbytes and not self.ready.is_set():
+                with self._lock:
+                    if not self.view.nbytes:
+                        break
+                    length = min(_PREFAULT_NBYTES, self.nbytes - at)
+                    failed = huge_pages.advise(self.view.ctypes.data + at, length, _MADV_POPULATE_WRITE)
+                    if failed and self._fresh:  # an older kernel: touch each page; nobody uses the slot before `ready`
+                        self.view[at : at + length : mmap.PAGESIZE] = 0
+                    at += length
+        finally:  # without it, it is slower, that is all; and somebody waits
+            self.ready.set()
 
     def pin(self) -> None:
         """Page-lock the segment for copies from CUDA devices; nothing happens without CUDA. Any thread; done once."""
@@ -151,7 +156,7 @@ def attach(
         private: what is written to it stays here: pages that are written to are copied first.
 
     Raises:
-        CorruptSlot: the file is shorter than a page.
+        CorruptSlot: the file is shorter than a page, or has holes that there is no room to fill.
         UnsafePath: it is not a private file of this user.
     """
     fd = memory.open(name, os.O_RDWR)
@@ -166,6 +171,8 @@ def attach(
         if status.st_blocks * 512 < nbytes:  # a hole in the file would be SIGBUS on a full tmpfs
             os.posix_fallocate(fd, 0, nbytes)
         return Segment(name, fd, nbytes, fresh=False, private=private)
+    except OSError as error:
+        raise CorruptSlot(f"{name} cannot be mapped: {error.strerror}") from error
     finally:
         os.close(fd)
 
@@ -181,9 +188,16 @@ def prefault_in_background(segments: Sequence[Segment], pin: bool = False) -> No
 
     def run() -> None:
         for segment in todo:
-            segment.prefault()
-            if pin:
-                segment.pin()
+            try:
+                segment.prefault()
+                if pin:
+                    segment.pin()
+            except Exception:  # of CUDA, say: the others are waited for
+                log.warning("the pages of %s could not be prepared", segment.name, exc_info=True)
 
-    if todo:
+    if not todo:
+        return
+    try:
         threading.Thread(target=run, name="mlflash-prefault", daemon=True).start()
+    except RuntimeError:  # no thread can be started
+        run()

@@ -17,7 +17,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from . import segment
 from .board import Board, Word
 from .comm import World
-from .errors import CorruptSlot, MemoryTooSmall, MlflashError
+from .errors import CorruptSlot, MemoryTooSmall
 from .header import Attempt
 from .inventory import Files, file_name, file_number
 from .layout import PAGE_NBYTES, round_up
@@ -341,35 +341,35 @@ def make_room(world: World, board: Board, memory: NodeMemory, demand: Sequence[t
     todo = [(slot, round_up(nbytes, PAGE_NBYTES)) for slot, nbytes in demand if needs_room(slot, nbytes)]
     board.put(Word.DEMAND_NBYTES, sum(nbytes - slot.view.nbytes for slot, nbytes in todo))
     world.agree([0])  # every rank's demand is on its board
-    error: MlflashError | None = None
-    asked, left = sum(board.column(Word.DEMAND_NBYTES)), available(memory.path)
-    what, least = min(left.items(), key=lambda item: item[1])
-    spared = headroom(asked)
-    if todo and asked + spared > least:
-        error = MemoryTooSmall(
-            "the slots of this node do not fit into its memory: save less, use fewer ranks per node or a scheme "
-            "that needs less memory, or raise the limit named below",
-            rank=world.rank,
-            node=world.node_name,
-            expected=f"{asked:,} bytes more for the slots of {world.local_size} ranks, and {spared:,} bytes to spare",
-            found=f"{least:,} bytes: {what}" + _others(memory),
-        )
-    world.raise_together(error)
-    try:
-        for slot, nbytes in todo:
-            if slot.segment is not None:  # a free slot holds nothing that is still needed
-                old = slot.name
-                _unmap(slot)
-                memory.remove(old)
-            reach("room.removed")
-            slot.segment = segment.create(memory, nbytes)
-            reach("room.created")
-    except MlflashError as problem:
-        problem.rank, problem.node = world.rank, world.node_name
-        error = problem
-    # Also where another rank found no room: what was made here stays, and will be used.
-    segment.prefault_in_background([slot.segment for slot, _ in todo if slot.segment is not None])
-    world.raise_together(error)
+
+    def look() -> None:
+        asked, left = sum(board.column(Word.DEMAND_NBYTES)), available(memory.path)
+        what, least = min(left.items(), key=lambda item: item[1])
+        spared = headroom(asked)
+        if todo and asked + spared > least:
+            raise MemoryTooSmall(
+                "the slots of this node do not fit into its memory: save less, use fewer ranks per node or a scheme "
+                "that needs less memory, or raise the limit named below",
+                expected=f"{asked:,} bytes more for the slots of {world.local_size} ranks, and {spared:,} bytes to "
+                "spare",
+                found=f"{least:,} bytes: {what}" + _others(memory),
+            )
+
+    def create() -> None:
+        try:
+            for slot, nbytes in todo:
+                if slot.segment is not None:  # a free slot holds nothing that is still needed
+                    old = slot.name
+                    _unmap(slot)
+                    memory.remove(old)
+                reach("room.removed")
+                slot.segment = segment.create(memory, nbytes)
+                reach("room.created")
+        finally:  # also where another rank found no room: what was made here stays, and will be used
+            segment.prefault_in_background([slot.segment for slot, _ in todo if slot.segment is not None])
+
+    world.on_all(look)
+    world.on_all(create)
 
 
 def _others(memory: NodeMemory) -> str:
