@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from .state import flat_bytes
+
 _APART_NBYTES, _LEAST = 128 << 10, 16  # a byte of every so many, but at least so many of a part
 
 
@@ -57,8 +59,7 @@ class Spots:
         torch = sys.modules["torch"]
         with torch.no_grad():
             spots = [
-                value.detach().view(-1).view(torch.uint8)[:: _step(room.nbytes)]
-                for value, room in zip(values, rooms, strict=True)
+                flat_bytes(value.detach())[:: _step(room.nbytes)] for value, room in zip(values, rooms, strict=True)
             ]
             noted = torch.cat(spots)
         into = torch.empty(noted.shape, dtype=torch.uint8, pin_memory=device.type == "cuda")

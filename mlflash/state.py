@@ -292,10 +292,13 @@ def kept_bytes(value: Any) -> np.ndarray:
     """
     if isinstance(value, np.ndarray):
         return as_bytes(value)
-    import torch
-
-    raw: np.ndarray = value.reshape(-1).view(torch.uint8).numpy()
+    raw: np.ndarray = flat_bytes(value).numpy()
     return raw
+
+
+def flat_bytes(tensor: Any) -> Any:
+    """View a contiguous tensor as a 1-d uint8 tensor; of one with a single element the strides may be any."""
+    return tensor.as_strided((tensor.numel(),), (1,)).view(sys.modules["torch"].uint8)
 
 
 def live_bytes(value: Any, start: int = 0, end: int | None = None, kept: bool = False) -> np.ndarray:
@@ -309,12 +312,10 @@ def live_bytes(value: Any, start: int = 0, end: int | None = None, kept: bool = 
     """
     if isinstance(value, np.ndarray):
         return as_bytes(np.ascontiguousarray(value))[start:end]
-    import torch
-
     value = as_bits(value.detach().resolve_conj().resolve_neg()).contiguous()
     if not value.numel():  # its strides may be any
         return np.empty(0, dtype=np.uint8)
-    flat = value.reshape(-1).view(torch.uint8)[start:end]
+    flat = flat_bytes(value)[start:end]
     return kept_bytes(flat) if kept and flat.device.type == "cpu" else as_bytes(flat.cpu())
 
 

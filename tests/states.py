@@ -455,7 +455,7 @@ def _told(value: Any) -> tuple[Any, ...]:
     with torch._C.DisableTorchFunctionSubclass():
         value = value.as_subclass(torch.Tensor).resolve_conj().resolve_neg()
         raw = value.view(torch.uint8) if value.dtype.itemsize == 1 else value
-        content = raw.contiguous().reshape(-1).view(torch.uint8).numpy() if raw.numel() else b""
+        content = raw.contiguous().flatten().as_strided((raw.numel(),), (1,)).view(torch.uint8).numpy()
         return value.dtype, value.shape, bytes(content)
 
 

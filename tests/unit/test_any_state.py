@@ -68,6 +68,7 @@ def tensor(dtype: str, shape: tuple[int, ...], view: str = "plain", wrap: str = 
         [("list", tuple(tensor("bool", (n,), view) for n in (9, states.LARGE) for view in ("plain", "strided")))],
         [tensor("float4_e2m1fn_x2", (7, 10_000), "transposed")],
         [tensor("bfloat16", (0,), "strided")],
+        [tensor("float32", (1,), "strided"), tensor("bool", (1,), "strided")],
         [tensor("float32", (2, 3), "neg"), tensor("complex64", (2, 3), "conj")],
         [tensor("float64", (2, 3), wrap="own"), tensor("float64", (states.LARGE,), wrap="own")],
         [("dict", "dict", ((key, tensor("int8", (2,))),)) for key in (1, True, 1.0, np.int64(1))],

@@ -162,6 +162,7 @@ def test_tensors_that_wrap_others_are_refused_and_not_taken_for_one() -> None:
 
 def test_a_subclass_with_storage_of_its_own_is_saved_by_its_bytes(store: Store) -> None:
     state = {"own": torch.randn(7).as_subclass(Own), "large": torch.randn(LARGE).as_subclass(Own)}
+    assert {type(value) for value in flatten(state).values} == {torch.Tensor}
     comes_back(store, state)
     live = {name: torch.zeros(len(value)).as_subclass(Own) for name, value in state.items()}
     store.fill(live)
@@ -281,6 +282,8 @@ def test_names_of_leaves_are_unique_and_text(store: Store) -> None:
     comes_back(store, state)
     names = [entry.name for entry in store.manifest.entries]
     assert names == ["a.b", "a.b~2", "a.b~2~2", "\\ud800"]
+    store.write({"a.b~2": np.ones(1), "a.b": np.ones(2), "a": {"b": np.ones(3)}})
+    assert [entry.name for entry in store.manifest.entries] == ["a.b~2", "a.b", "a.b~3"]
 
 
 # Storages
