@@ -114,8 +114,7 @@ class Checkpointer:
             **settings,
         )  # fmt: skip
         self.enabled = self._config.enabled
-        self._closed = not self.enabled  # there is nothing to close then
-        self._why_closed = "this Checkpointer was closed"
+        self._closed = "" if self.enabled else "off"  # why; there is nothing to close then
         if self.enabled:
             self._start(comm, process_group, replicated, domains)
             return
@@ -362,11 +361,12 @@ class Checkpointer:
         finally:
             stuck = self._courier.late is not None or self._courier.broken is not None or not self._drains.idle
             if not stuck:
-                self._courier.call(lambda: (self._drains.free(), self._parts.free()))
+                for free in (self._drains.free, self._parts.free):
+                    self._courier.call(free)
             self._end(stuck, "ended" if sys.exc_info()[0] is None else "failed")
 
     def _end(self, abandon: bool, state: str) -> None:
-        self._closed = True
+        self._closed = "this Checkpointer was closed"
         self._parts.journal.end(state)
         self._drains.give_up()
         self._courier.stop(abandon)
@@ -378,7 +378,7 @@ class Checkpointer:
 
     def _leave(self) -> None:
         """Be closed in a process that was forked: all of it is the parent's, and goes on there. Not collective."""
-        self._closed, self._why_closed = True, FORKED
+        self._closed = FORKED
         for leave in (self._courier.leave, self._parts.journal.leave, self._saves.end):
             leave()
 
@@ -396,4 +396,4 @@ class Checkpointer:
 
     def _check_open(self) -> None:
         if self._closed and self.enabled:
-            raise Closed(self._why_closed)
+            raise Closed(self._closed)

@@ -91,7 +91,7 @@ def reshard(parts: Parts, old: Readable, state: Any) -> Resharded:
     world.raise_together(error)
     assert wanted is not None
     plan = Stage(parts.config.block_nbytes, parts.crew, parts.config.timeout_s).plan(wanted.flat)
-    taken = parts.shelf.take(0)
+    taken = parts.shelf.take(0, leave=True)
     assert taken is not None, "both own slots hold something"
     slot, share = taken
     made = Resharded(slot, share, plan, wanted.flat)
