@@ -115,8 +115,7 @@ class Checkpointer:
             **settings,
         )  # fmt: skip
         self.enabled = self._config.enabled
-        self._closed = not self.enabled  # there is nothing to close then
-        self._why_closed = "this Checkpointer was closed"
+        self._closed = "" if self.enabled else "off"  # why; there is nothing to close then
         if self.enabled:
             self._start(comm, process_group, replicated, domains)
             return
@@ -378,7 +377,7 @@ class Checkpointer:
         self._saves.raise_what_failed()
 
     def _end(self, abandon: bool, state: str) -> None:
-        self._closed = True
+        self._closed = "this Checkpointer was closed"
         with contextlib.ExitStack() as steps:  # the last one first, and each whatever those before it raise
             steps.callback(at_exit.discard, self)
             steps.callback(self._parts.memory.close)
@@ -391,7 +390,7 @@ class Checkpointer:
 
     def _leave(self) -> None:
         """Be closed in a process that was forked: all of it is the parent's, and goes on there. Not collective."""
-        self._closed, self._why_closed = True, FORKED
+        self._closed = FORKED
         for leave in (self._courier.leave, self._parts.journal.leave, self._saves.end):
             leave()
 
@@ -408,4 +407,4 @@ class Checkpointer:
 
     def _check_open(self) -> None:
         if self._closed and self.enabled:
-            raise Closed(self._why_closed)
+            raise Closed(self._closed)

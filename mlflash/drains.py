@@ -7,6 +7,7 @@ is agreed on with the commit (see `commit`), so that no rank waits for another.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Sequence
 
@@ -148,11 +149,23 @@ class Drains:
             self.last.given_up.set()
 
     def newest_generation(self) -> int:
-        """A generation that none in the directory is larger than. Collective over the world."""
+        """A generation that none in the directory is larger than, as a run begins. Collective over the world."""
+        if self._parts.world.rank == 0 and self.store is not None:
+            # On a thread of its own, as the file system may hang: nobody waits for what it says.
+            threading.Thread(target=self._say_what_will_not_come, args=(self.store,), name="mlflash-look",
+                             daemon=True).start()  # fmt: skip
         listed = self._listed(self.store)
         if listed is None:  # whatever is there was numbered from 1 on, or by an earlier time
             return int(self._parts.world.broadcast(time.time_ns() // 1_000_000, 0))
         return max((one.card.attempt.generation for one in listed), default=0)
+
+    def _say_what_will_not_come(self, store: Store) -> None:
+        """Say at the start what will not get into the directory, and not only when a drain fails. Not collective."""
+        if not self.is_on:
+            log.info("nothing gets into %s by itself, as drain_every is 0: drain() writes the newest checkpoint",
+                     store.path)  # fmt: skip
+        if why := store.why_not_writable():
+            log.warning("no checkpoint can be drained to %s: %s", store.path, why)
 
     def listed(self, store: Store | None = None) -> list[Listed]:
         """List the committed checkpoints of the directory (or of another), newest first.

@@ -126,6 +126,9 @@ class Courier(courier.Courier):
     def stop(self, abandon: bool) -> None:
         """There is no thread."""
 
+    def leave(self) -> None:
+        """Nothing is the parent's."""
+
 
 class Drains(drains.Drains):
     """Drains nothing, and sees nothing in the directory."""

@@ -91,7 +91,7 @@ def reshard(parts: Parts, old: Readable, state: Any) -> Resharded:
             raise StructureMismatch(f"the state could not be read: {text_of(problem)}", step=old.step) from problem
 
     def take() -> tuple[Slot, Slot]:
-        taken = parts.shelf.take(0, old)
+        taken = parts.shelf.take(0, old, leave=True)
         if taken is None:
             raise SaveFailed("both own slots of a rank hold something: views that load(copy=False) gave may still be "
                              "there", step=old.step)  # fmt: skip

@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
+import functools
 import logging
 import mmap
 import os
+import struct
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -27,6 +31,7 @@ from .node_memory import NodeMemory
 log = logging.getLogger("mlflash")
 
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; not a constant of Python's mmap
+_FLOCK = struct.Struct("hhlli")  # struct flock on 64-bit Linux
 _PORTABLE = 1  # cudaHostRegisterPortable: for all devices of the process
 _PREFAULT_NBYTES = 64 << 20  # per system call, so that close() need not wait long
 
@@ -62,6 +67,14 @@ class Segment:
         self._lock = threading.Lock()
         self._asked_to_pin = self._pinned = False
         self.view = huge_pages.map_file(fd, nbytes, private)
+        self._fd = os.dup(fd)
+        self._close_file = weakref.finalize(self, os.close, self._fd)
+        self._close_file.atexit = False
+
+    @property
+    def is_lent(self) -> bool:
+        """Whether anybody, in whatever process of this node, has views of the file; see `lend`."""
+        return self._close_file.alive and _ask(self._fd, fcntl.F_OFD_GETLK, fcntl.F_WRLCK) != fcntl.F_UNLCK
 
     def prefault(self) -> None:
         """Fault the pages in and pin them where there is CUDA. Not collective; done once."""
@@ -111,6 +124,37 @@ class Segment:
                 sys.modules["torch"].cuda.cudart().cudaHostUnregister(self.view.ctypes.data)
                 self._pinned = False
             self.view = np.empty(0, dtype=np.uint8)
+        self._close_file()
+
+
+def lend(memory: NodeMemory, name: str) -> tuple[Segment, Callable[[], None]]:
+    """Map a file for views: what is written to them stays here, and as long as it is lent nobody else may write it.
+
+    Not collective. Who has lent it is said by a lock on the file, which goes with the process, and which every rank of
+    the node sees that gets the file meanwhile. A file that is deleted stays as it is for those that have views of it.
+
+    Returns:
+        The mapping, and what is to be called once nobody has views of it.
+    """
+    fd = memory.open(name, os.O_RDWR)
+    try:
+        _ask(fd, fcntl.F_OFD_SETLK, fcntl.F_RDLCK)
+        segment = attach(memory, name, private=True)
+    except BaseException:
+        os.close(fd)
+        raise
+    return segment, functools.partial(_take_back, fd, os.getpid())
+
+
+def _take_back(fd: int, lender: int) -> None:
+    if os.getpid() == lender:  # in a process that was forked the parent's views are there still
+        _ask(fd, fcntl.F_OFD_SETLK, fcntl.F_UNLCK)  # not by closing it: a child has the descriptor, too
+    os.close(fd)
+
+
+def _ask(fd: int, command: int, kind: int) -> int:
+    """Set or test a lock on all of a file that belongs to its descriptor, not to the process; returns what there is."""
+    return int(_FLOCK.unpack(fcntl.fcntl(fd, command, _FLOCK.pack(kind, os.SEEK_SET, 0, 0, 0)))[0])
 
 
 def create(memory: NodeMemory, nbytes: int) -> Segment:

@@ -8,6 +8,7 @@ drained there is a third own one, as one may be read for long.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import logging
 import threading
@@ -49,6 +50,7 @@ class Shelf:
         self._stale: set[int] = set()  # those among them that do not hold the attempt restored
         self._quarantined: list[segment.Segment] = []  # files that a device has not ended its copies into
         self.changed = threading.Condition()  # notified when a slot becomes free
+        self._lent: collections.Counter[int] = collections.Counter()  # how many views this rank has given, by inode
 
     def all(self) -> list[Slot]:
         """All slots, own ones first."""
@@ -117,7 +119,7 @@ class Shelf:
             log.warning("%s is passed over: %s", file_name(number), error)
         return Slot()
 
-    def take(self, wait_s: float, taker: object) -> tuple[Slot, Slot] | None:
+    def take(self, wait_s: float, taker: object, leave: bool = False) -> tuple[Slot, Slot] | None:
         """Take an own slot and one for a share, for a save; None where both hold something or are busy for so long.
 
         Not collective.
@@ -126,10 +128,11 @@ class Shelf:
             wait_s: how long to wait for them, seconds.
             taker: what they are taken for. `taken_by` finds them again, should an exception keep the caller from
                 ever noting what it took.
+            leave: rather leave files to the views that this rank has given than wait for the end of these.
         """
         with self.changed:
-            self.changed.wait_for(lambda: self._free_pair() is not None, wait_s)
-            pair = self._free_pair()
+            self.changed.wait_for(lambda: self._free_pair(leave) is not None, wait_s)
+            pair = self._free_pair(leave)
             for slot in pair or ():
                 slot.taker = taker
                 slot.use = Use.BUSY
@@ -174,8 +177,8 @@ class Shelf:
         slot.taker = None
         slot.use = Use.FREE
 
-    def _free_pair(self) -> tuple[Slot, Slot] | None:
-        own, share = self.free_slot(self.own), self.free_slot(self.shares)
+    def _free_pair(self, leave: bool) -> tuple[Slot, Slot] | None:
+        own, share = (self.free_slot(pair, leave) for pair in (self.own, self.shares))
         return None if own is None or share is None else (own, share)
 
     def drained(self, slots: Iterable[Slot]) -> None:
@@ -190,20 +193,41 @@ class Shelf:
 
         Not collective. Until then no save gets the slot that is lent.
         """
-        lent = Slot(segment.attach(self._memory, slot.name, private=True))
-        slot.lent += 1
-        weakref.finalize(lent.view, self._returned, slot).atexit = False
-        return lent
+        mapped, take_back = segment.lend(self._memory, slot.name)
+        self._lent[mapped.inode] += 1
+        weakref.finalize(mapped.view, self._returned, mapped.inode, take_back).atexit = False
+        return Slot(mapped)
 
-    def _returned(self, slot: Slot) -> None:
+    def _returned(self, inode: int, take_back: Callable[[], None]) -> None:
+        take_back()
         with self.changed:
-            slot.lent -= 1
+            self._lent[inode] -= 1
             self.changed.notify_all()
 
-    def free_slot(self, pair: Sequence[Slot]) -> Slot | None:
-        """A slot of a pair that may be written; the one with the older content first."""
+    def _leave_behind(self, pair: Sequence[Slot], ours: bool) -> Slot | None:
+        """Leave the file of a slot to those who have views of it; the slot is free, and gets another one.
+
+        Args:
+            pair: of which one may be written, were it not lent.
+            ours: also a file that this rank itself has lent.
+        """
+        for slot in pair:
+            if slot.use is not Use.FREE or slot.drains or slot.segment is None:
+                continue
+            if ours or not self._lent[slot.segment.inode]:
+                self._memory.remove(slot.name)
+                _unmap(slot)
+                return slot
+        return None
+
+    def free_slot(self, pair: Sequence[Slot], leave: bool = True) -> Slot | None:
+        """A slot of a pair that may be written; the one with the older content first.
+
+        Where there is none but for views of its file, that is left to them: those of others in any case, as nobody here
+        knows when they end, and with ``leave`` those that this rank has given.
+        """
         free = [slot for slot in pair if slot.is_free]
-        return min(free, key=lambda slot: slot.generation, default=None)
+        return min(free, key=lambda slot: slot.generation, default=None) or self._leave_behind(pair, leave)
 
     @contextlib.contextmanager
     def reserved(self, slots: Sequence[Slot]) -> Iterator[list[Slot]]:
@@ -324,7 +348,7 @@ def any_whole(slots: Iterable[Slot], verify: Callable[[Slot], object], what: str
 
 def needs_room(slot: Slot, nbytes: int) -> bool:
     """Whether a slot must get a larger file before ``nbytes`` go into it."""
-    return slot.use is not Use.HOLDS and not slot.drains and slot.view.nbytes < nbytes
+    return slot.use is not Use.HOLDS and not slot.drains and slot.view.nbytes < nbytes and not slot.is_lent
 
 
 def make_room(world: World, board: Board, memory: NodeMemory, demand: Sequence[tuple[Slot, int]]) -> None:

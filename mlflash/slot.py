@@ -44,7 +44,6 @@ class Slot:
         header: what it holds, once sealed or adopted; None otherwise.
         drains: whether it is being drained: it is not to be written then, whatever its use.
         taker: what it is busy with; see `Shelf.take`.
-        lent: how many have views of it: it is not to be written then either.
     """
 
     def __init__(self, segment: Segment | None = None):
@@ -52,7 +51,6 @@ class Slot:
         self.use = Use.FREE
         self.drains = False
         self.taker: object = None
-        self.lent = 0
         self.header: Header | None = None if segment is None else read_header(segment.view)
         self._decoded: tuple[Header, Manifest] | None = None
 
@@ -69,7 +67,12 @@ class Slot:
     @property
     def is_free(self) -> bool:
         """Whether it may be written."""
-        return self.use is Use.FREE and not self.drains and not self.lent
+        return self.use is Use.FREE and not self.drains and not self.is_lent
+
+    @property
+    def is_lent(self) -> bool:
+        """Whether anybody on this node has views of its file, which is not to be written then either."""
+        return self.segment is not None and self.segment.is_lent
 
     @property
     def generation(self) -> int:

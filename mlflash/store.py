@@ -64,6 +64,9 @@ class Store(Protocol):
     def remove_directory(self) -> bool:
         """Delete this directory if it is empty; whether it is gone."""
 
+    def why_not_writable(self) -> str:
+        """Say why nothing can be written to it, as far as that is known without writing; "" where nothing is known."""
+
 
 def open_store(place: str | os.PathLike[str]) -> Store:
     """Open a directory, or a URL that fsspec knows. Nothing is made yet. Not collective.
@@ -174,6 +177,14 @@ class Directory:
             return False
         log.info("deleted %s", self.path)
         return True
+
+    def why_not_writable(self) -> str:
+        path = self.path
+        while not os.path.lexists(path):  # what is not there can be made, in the one above it that is
+            path = os.path.dirname(path)
+        if not os.path.isdir(path):
+            return f"{path} is not a directory"
+        return "" if os.access(path, os.W_OK | os.X_OK) else f"{path} cannot be written by this user"
 
     def _open(self, name: str) -> int:
         """Open a file to be read; a link is not followed, and a pipe that somebody put there not waited for."""
@@ -299,6 +310,9 @@ class Remote:
         with contextlib.suppress(OSError), self._telling():
             self._files.rmdir(self._root)  # not everywhere is there something to delete
         return True
+
+    def why_not_writable(self) -> str:
+        return ""  # only an upload would tell
 
     @contextlib.contextmanager
     def _telling(self, name: str = "") -> Iterator[None]:

@@ -103,3 +103,42 @@ def test_what_has_to_come_from_another_node_is_verified_on_its_way(options: dict
         assert step == 1 and is_of(views, 1)
         with pytest.raises(errors.StepNotFound):
             ckpt.load(7, copy=False)
+
+
+def grown(step: int) -> dict[str, Any]:
+    return {**state_of(step), "more": np.full(300_000, step)}
+
+
+def test_views_stay_as_they_are_through_restores_loads_saves_and_growth(settings: dict[str, Any]) -> None:
+    with Checkpointer(**settings, when_busy="skip") as ckpt:
+        ckpt.save(1, state_of(1)).wait()
+        views = ckpt.load(copy=False)[1]
+        for step in (2, 3, 4):
+            assert ckpt.restore(ckpt.load()[1]) == ckpt.load(copy=False)[0] == ckpt.last_step
+            for _ in range(2):
+                ckpt.save(ckpt.last_step + 1, grown(step) if step == 3 else state_of(step))
+                ckpt.wait()
+            assert is_of(views, 1), "written by a save after a restore"
+            MPI.COMM_WORLD.Barrier()
+        del views
+        gc.collect()
+        MPI.COMM_WORLD.Barrier()
+        assert ckpt.save(ckpt.last_step + 1, state_of(9)).wait().committed
+
+
+@pytest.mark.mpi(min_size=2)
+def test_views_stay_as_they_are_where_another_process_gets_their_file(options: dict[str, Any], nodes: Nodes) -> None:
+    options |= {"ranks_per_node": SIZE, "redundancy": "none", "timeout_s": 60.0}
+    with Checkpointer(**options) as ckpt:
+        for step in (1, 2):
+            ckpt.save(step, state_of(step)).wait()
+        views, older = ckpt.load(copy=False)[1], ckpt.load(1, copy=False)[1]
+    turned = MPI.COMM_WORLD.Split(0, SIZE - RANK)
+    with Checkpointer(**options, comm=turned) as ckpt:
+        assert ckpt.restore(ckpt.load()[1]) == 2
+        for step in (3, 4, 5, 6):  # no save waits for views of which nobody here knows when they end
+            assert ckpt.save(step, grown(step) if step > 4 else state_of(step)).wait().committed
+            assert is_of(views, 2) and is_of(older, 1)
+            MPI.COMM_WORLD.Barrier()
+        assert ckpt.load()[0] == 6
+    turned.Free()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +19,7 @@ from mlflash.inventory import Files
 from mlflash.limits import available
 from mlflash.node_memory import NodeMemory, clean, emulated_nodes, held_by_jobs, jobs_of
 from mlflash.pulse import Pulse, all_pulses, live_jobs
-from mlflash.segment import attach, create, prefault_in_background
+from mlflash.segment import attach, create, lend, prefault_in_background
 from mlflash.shelf import Shelf
 
 UID = os.getuid()
@@ -246,6 +247,25 @@ def test_a_segment_outlives_its_mapping(node_memory: NodeMemory) -> None:
     segment.close()
     again = attach(node_memory, segment.name)
     assert np.array_equal(again.view, expected)
+
+
+def test_a_file_is_lent_until_it_is_taken_back_whatever_forked_children_hold(node_memory: NodeMemory) -> None:
+    segment = create(node_memory, 4096)
+    first, second = (lend(node_memory, segment.name) for _ in range(2))
+    beside = attach(node_memory, segment.name)
+    assert segment.is_lent and beside.is_lent, "each who has the file sees it"
+    first[1]()
+    assert segment.is_lent, "the other one has it still"
+    ready, done = os.pipe()
+    if not (child := os.fork()):
+        second[1]()  # as where the child's views go: the parent's are there still
+        os.write(done, b".")
+        signal.pause()
+    assert os.read(ready, 1) == b"." and segment.is_lent
+    second[1]()
+    assert not segment.is_lent and not beside.is_lent, "though the child lives"
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
 
 
 def test_two_segments_never_share_a_name(node_memory: NodeMemory) -> None:

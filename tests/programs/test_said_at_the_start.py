@@ -1,0 +1,47 @@
+"""What a Checkpointer says at the start of what will not come later."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from waiting import until
+
+from mlflash import Checkpointer
+
+
+def said(caplog: pytest.LogCaptureFixture, text: str) -> list[logging.LogRecord]:
+    return [record for record in caplog.records if text in record.getMessage()]
+
+
+def test_what_will_not_get_into_the_directory_is_said_at_the_start(
+    shm: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in os.environ if name.startswith(("PMI", "OMPI", "SLURM"))]:
+        monkeypatch.delenv(name)
+    caplog.set_level(logging.INFO, "mlflash")
+    (shm / "file").write_text("in the way")
+    options = {"memory": str(shm), "redundancy": "none"}
+    with Checkpointer(shm / "fine", **options, job="a"):
+        info = until(lambda: said(caplog, "nothing gets into"), "the line of a directory that gets nothing")
+    assert str(shm / "fine") in info[0].getMessage() and info[0].levelno == logging.INFO
+    with Checkpointer(shm / "file" / "below", **options, job="b", drain_every=1):
+        warned = until(lambda: said(caplog, "can be drained to"), "the line of a directory that cannot be made")
+    assert f"{shm / 'file'} is not a directory" in warned[0].getMessage() and warned[0].levelno == logging.WARNING
+    assert len(said(caplog, "nothing gets into")) == len(said(caplog, "can be drained to")) == 1
+    assert not (shm / "fine").exists(), "nothing is made before it is needed"
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root: mounts a file system read-only")
+def test_a_file_system_that_is_read_only_is_said_at_the_start(shm: Path, caplog: pytest.LogCaptureFixture) -> None:
+    place = shm / "read-only"
+    place.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "tmpfs", str(place)], check=True, timeout=30)
+    try:
+        with Checkpointer(place / "d", memory=str(shm), redundancy="none", job="c", drain_every=1):
+            assert until(lambda: said(caplog, f"{place} cannot be written"), "the warning")
+    finally:
+        subprocess.run(["umount", "-l", str(place)], check=True, timeout=30)
