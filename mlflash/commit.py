@@ -27,9 +27,9 @@ from .layout import Extents
 from .lazy import Later
 from .parts import Parts
 from .points import reach
+from .room import needs_room
 from .segment import Segment
 from .sharing import Piece
-from .shelf import needs_room
 from .slot import Slot
 from .snapshot import Snapshot
 from .stage import Plan, all_checks

@@ -28,9 +28,10 @@ from .placement import Placement, made, place
 from .protect import Protection
 from .pulse import Pulse, read_pulses
 from .replicas import Replicas
+from .room import make_room, needs_room
 from .scheme import Scheme
 from .sharing import Share
-from .shelf import Shelf, make_room, needs_room
+from .shelf import Shelf
 from .slot import Slot
 from .slurm_topology import ask_slurm, discover
 from .state import Flat, replica_ranks

@@ -17,14 +17,10 @@ from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 
 from . import segment
 from .board import Board, Word
-from .comm import World
-from .errors import CorruptSlot, MemoryTooSmall
+from .errors import CorruptSlot
 from .header import Attempt
 from .inventory import Files, file_name, file_number
-from .layout import PAGE_NBYTES, round_up
-from .limits import available, headroom
 from .node_memory import NodeMemory
-from .points import reach
 from .slot import Slot, Use
 
 log = logging.getLogger("mlflash")
@@ -216,7 +212,7 @@ class Shelf:
                 continue
             if ours or not self._lent[slot.segment.inode]:
                 self._memory.remove(slot.name)
-                _unmap(slot)
+                unmap(slot)
                 return slot
         return None
 
@@ -324,7 +320,7 @@ class Shelf:
     def close(self) -> None:
         """Unmap everything; the files stay."""
         for slot in self.all():
-            _unmap(slot)
+            unmap(slot)
 
 
 def any_whole(slots: Iterable[Slot], verify: Callable[[Slot], object], what: str) -> bool:
@@ -346,64 +342,8 @@ def any_whole(slots: Iterable[Slot], verify: Callable[[Slot], object], what: str
     return False
 
 
-def needs_room(slot: Slot, nbytes: int) -> bool:
-    """Whether a slot must get a larger file before ``nbytes`` go into it."""
-    return slot.use is not Use.HOLDS and not slot.drains and slot.view.nbytes < nbytes and not slot.is_lent
-
-
-def make_room(world: World, board: Board, memory: NodeMemory, demand: Sequence[tuple[Slot, int]]) -> None:
-    """Give slots larger files; refuse before anything is allocated where the node has no room for them.
-
-    Collective over the world. A slot that holds a committed step is left as it is.
-
-    Args:
-        demand: slots of this rank and the bytes each must take.
-
-    Raises:
-        MemoryTooSmall: on all ranks, with the numbers of the node that lacks memory.
-    """
-    todo = [(slot, round_up(nbytes, PAGE_NBYTES)) for slot, nbytes in demand if needs_room(slot, nbytes)]
-    board.put(Word.DEMAND_NBYTES, sum(nbytes - slot.view.nbytes for slot, nbytes in todo))
-    world.agree([0])  # every rank's demand is on its board
-
-    def look() -> None:
-        asked, left = sum(board.column(Word.DEMAND_NBYTES)), available(memory.path)
-        what, least = min(left.items(), key=lambda item: item[1])
-        spared = headroom(asked)
-        if todo and asked + spared > least:
-            raise MemoryTooSmall(
-                "the slots of this node do not fit into its memory: save less, use fewer ranks per node or a scheme "
-                "that needs less memory, or raise the limit named below",
-                expected=f"{asked:,} bytes more for the slots of {world.local_size} ranks, and {spared:,} bytes to "
-                "spare",
-                found=f"{least:,} bytes: {what}" + _others(memory),
-            )
-
-    def create() -> None:
-        try:
-            for slot, nbytes in todo:
-                if slot.segment is not None:  # a free slot holds nothing that is still needed
-                    old = slot.name
-                    _unmap(slot)
-                    memory.remove(old)
-                reach("room.removed")
-                slot.segment = segment.create(memory, nbytes)
-                reach("room.created")
-        finally:  # also where another rank found no room: what was made here stays, and will be used
-            segment.prefault_in_background([slot.segment for slot, _ in todo if slot.segment is not None])
-
-    world.on_all(look)
-    world.on_all(create)
-
-
-def _others(memory: NodeMemory) -> str:
-    held = "".join(f"\n    {job}: {nbytes:,} bytes" for job, nbytes in memory.other_jobs().items())
-    return (
-        f"; other jobs of yours hold slots here (`mlflash clean JOB` frees those of a dead one):{held}" if held else ""
-    )
-
-
-def _unmap(slot: Slot) -> None:
+def unmap(slot: Slot) -> None:
+    """Unmap the file of a slot, which stays. Not collective."""
     if slot.segment is not None:
         slot.segment.close()
     slot.segment, slot.header = None, None

@@ -23,7 +23,7 @@ ORDER = [
     "placement", "survival", "sharing", "erasure", "stripes", "limits", "user_directory", "node_memory", "pulse",
     "events", "metrics", "journal", "inventory", "crew", "huge_pages", "segment",
     "slot", "parity_file", "moves", "pings", "waits", "comm", "board", "window", "pace", "transfer", "aside",
-    "exchange", "devices", "spots", "lazy", "ways", "stage", "shelf", "aheads", "begun",
+    "exchange", "devices", "spots", "lazy", "ways", "stage", "shelf", "room", "aheads", "begun",
     "copies", "parity", "protect", "replicas", "parts",
     "snapshot", "commit", "repair", "fetch", "reunion", "shards", "parcels", "opened", "reshard", "restore",
     "courier", "drains", "scavenge", "saves", "loading", "restores", "rng", "report", "adapting", "off", "at_exit",
