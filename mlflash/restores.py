@@ -8,12 +8,12 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from . import reshard, restore
 from .courier import Courier, Job
-from .draining.catalog import Listed
+from .draining.catalog import Listed, Listing, step_of
 from .draining.drained import Drained
 from .drains import Drains
 from .errors import (
@@ -23,9 +23,12 @@ from .errors import (
     StateError,
     StepNotFound,
     StructureMismatch,
+    Unrestorable,
     WorldSizeChanged,
 )
+from .evidence import MOST_STEPS
 from .flatten import flatten_or_none
+from .inventory import Place
 from .opened import Elsewhere, Opened, Readable
 from .parcels import Parcel
 from .parts import Parts
@@ -59,7 +62,7 @@ class Restores:
         self._saves.await_begun()
         placed = flatten_or_none(state) if "torch.distributed.tensor" in sys.modules else None
         self._courier.call(lambda: self._parts.find_replicas(placed))
-        bad: list[Listed] = []
+        bad: dict[str, str] = {}
         while True:
             found = self._find(step, others=True, source=source, bad=bad)
             if not isinstance(found, Drained):
@@ -93,7 +96,7 @@ class Restores:
 
     def load(self, step: int | None, source: str | None = None, copy: bool = True) -> tuple[int | None, Any]:
         """Give the state anew; see `Checkpointer.load`."""
-        bad: list[Listed] = []
+        bad: dict[str, str] = {}
         while isinstance(found := self._find(step, source=source, bad=bad, checked=copy), Drained):
             try:
                 return self._load_drained(found)
@@ -181,6 +184,7 @@ class Restores:
 
     def _put_together(self, old: Readable, state: Any) -> int:
         """Restore what was saved by other ranks, or in other shards, or is not in memory."""
+        self._parts.gives_way = True  # what is newer and unusable may go where there is no room beside it
         start = time.perf_counter()
         made: reshard.Resharded = self._courier.call(lambda: reshard.reshard(self._parts, old, state))
         reach("restore.loading")
@@ -209,33 +213,41 @@ class Restores:
 
     def _find(
         self, step: int | None, others: bool = False, source: str | None = None, told: Collection[str] = (),
-        bad: list[Listed] | None = None, checked: bool = True,
+        bad: dict[str, str] | None = None, checked: bool = True,
     ) -> Home | Elsewhere | Drained | None:  # fmt: skip
         start = self._began = time.perf_counter()
         self._saves.wait()
         self._drains.wait()
         self._saves.forget()
         found: Home | Elsewhere | Drained | None
-        passed_over = [] if bad is None else bad
+        passed_over = {} if bad is None else bad
         found = self._courier.call(lambda: self._newest(step, others, source, told, passed_over, checked))
         self._journal.seconds["find and fetch"] += time.perf_counter() - start
         return found
 
-    def _newest(self, step: int | None, others: bool, source: str | None, told: Collection[str], bad: list[Listed],
+    def _newest(self, step: int | None, others: bool, source: str | None, told: Collection[str], bad: dict[str, str],
                 checked: bool) -> Home | Elsewhere | Drained | None:  # fmt: skip
         """Choose between memory and directory: what was saved last. Collective over the world.
 
         Args:
-            bad: checkpoints of the directory that are passed over; gets those found so.
+            bad: folders of the directory that are passed over, and why; gets those found so.
             checked: verify every byte of what is in memory.
+
+        Returns:
+            What was found; None where nothing was ever committed.
+
+        Raises:
+            Unrestorable, StepNotFound: on all ranks; nothing was changed.
         """
         store = self._drains.store if source is None else open_store(source)
-        listed = [one for one in self._drains.listed(store) if step in (None, one.step)]
+        there = self._drains.look(store)
+        listed = [one for one in there.listed if step in (None, one.step)]
+        struck: dict[Place, str] = {}
         while True:
-            left = [one for one in listed if one not in bad]
+            left = [one for one in listed if one.folder not in bad]
             if source is None:
                 oldest = left[0].card.attempt.generation if left else 0
-                found = restore.bring_home(self._parts, step, others, oldest, checked)
+                found = restore.bring_home(self._parts, step, others, oldest, checked, struck)
                 if found is not None:
                     return found
             if not left or store is None:
@@ -247,14 +259,46 @@ class Restores:
             else:
                 self._say_why(drained, step, source)
                 return drained
-        if step is not None:
-            held = [] if source is not None else restore.restorable_steps(self._parts)
-            there = f", in {store.path}: {sorted({one.step for one in self._drains.listed(store)})}" if store else ""
-            raise StepNotFound("this step cannot be restored", step=step, found=f"steps in memory: {held}{there}")
+        self._refuse_unusable(step, source, there, bad, struck)
         return None
 
-    def _pass_over(self, listed: Listed, error: CorruptSlot, bad: list[Listed]) -> None:
-        bad.append(listed)
+    def _refuse_unusable(self, step: int | None, source: str | None, there: Listing, bad: Mapping[str, str],
+                         struck: Mapping[Place, str]) -> None:  # fmt: skip
+        """Raise where something is there, and none of it can be used. Collective over the world.
+
+        Args:
+            there: what is in the directory.
+            bad, struck: folders there, and files in memory, that were found to be damaged, and how.
+        """
+        reasons, begun = restore.why_not(self._parts, struck) if source is None else ({}, [])
+        for folder, why in (there.damaged | bad).items():
+            at = step_of(folder)
+            if at is not None and (at in reasons or len(reasons) < MOST_STEPS):
+                reasons[at] = "; ".join(filter(None, (reasons.get(at), f"{folder}: {why}")))
+        if step is not None:
+            held = [] if source is not None else restore.restorable_steps(self._parts)
+            drained = sorted({one.step for one in there.listed if one.folder not in bad})
+            store = self._drains.store if source is None else open_store(source)
+            in_store = f", in {store.path}: {there.problem or drained}" if store is not None else ""
+            why = f"this step is there, and cannot be restored: {reasons[step]}" if step in reasons else ""
+            raise StepNotFound(why or "this step cannot be restored", step=step,
+                               found=f"steps in memory: {held}{in_store}")  # fmt: skip
+        if reasons or there.problem:
+            error = Unrestorable(
+                (f"{there.problem}, and memory has nothing that can be restored" if there.problem else
+                 "checkpoints are there, and none of them can be restored")
+                + ": nothing was deleted. Start again where what is missing is back, or begin anew with "
+                "Checkpointer(fresh=True) or MLFLASH_FRESH=1",
+                reasons=reasons,
+            )  # fmt: skip
+            self._journal.unrestorable(error)
+            raise error
+        if begun and self._world.rank == 0:
+            log.warning("memory has parts of step %s, whose first save did not end: nothing was ever committed",
+                        ", ".join(map(str, begun)))  # fmt: skip
+
+    def _pass_over(self, listed: Listed, error: CorruptSlot, bad: dict[str, str]) -> None:
+        bad[listed.folder] = str(error)
         if self._world.rank == 0:
             log.warning("%s cannot be restored from, and an older checkpoint is looked for: %s", listed.folder, error)
 
