@@ -119,7 +119,7 @@ class Config:
 
         A relaunch with the same word finds its own checkpoints by it, and passes over those from before.
         """
-        return (xxhash.xxh32_intdigest(self.fresh) or 1) if self.fresh else 0
+        return (xxhash.xxh32_intdigest(self.fresh.encode()) or 1) if self.fresh else 0
 
     def _check(self, name: str, good: bool, expected: str) -> None:
         if not good:

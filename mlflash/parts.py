@@ -20,7 +20,7 @@ from .errors import MemoryTooSmall, MlflashError
 from .events import EventLog, file_of_node
 from .evidence import Trace
 from .header import Attempt, Kind
-from .inventory import Choice, Inventory, assign, file_number
+from .inventory import Choice, Inventory, assign, file_number, of_headers
 from .journal import Journal
 from .metrics import Metrics
 from .node_memory import NodeMemory
@@ -62,6 +62,7 @@ class Parts:
         counted: the attempt that this run was counted for.
         floor: what is of a smaller generation is passed over: this run goes back to a fresh start.
         unusable: whether memory has what was committed, and cannot give it back as far as its headers tell.
+        looked: whether a restore has said what there is: until then nothing that may be older and whole is given up.
         gives_way: whether the files that are left aside may be deleted where there is no room beside them.
     """
 
@@ -85,6 +86,7 @@ class Parts:
     counted: Attempt | None = None
     floor: int = 0
     unusable: bool = False
+    looked: bool = False
     gives_way: bool = False
 
     @property
@@ -196,6 +198,13 @@ class Parts:
         finally:
             self.protection.open_windows(self.shelf)
             self.shelf.post_directory(self.board)
+
+    def leave_alone(self) -> None:
+        """Leave every file that holds something as it is until a newer step is committed. Collective over the world."""
+        self.unusable, self.gives_way = True, False
+        here = self.world.node_index
+        self.shelf.aside = {file for node, file in (one.place for one in self.find_traces()) if node == here}
+        self.adopt(of_headers([], here), None)
 
     def _give_way(self) -> bool:
         """Delete what was passed over and left aside, where it may go; whether there was any. Collective."""

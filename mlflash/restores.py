@@ -70,7 +70,7 @@ class Restores:
             try:
                 return self._put_together(found, state)
             except CorruptSlot as error:  # the same on all ranks
-                self._pass_over(found.listed, error, bad)
+                self._pass_over(found.listed, found.damage or str(error), bad)
             finally:
                 found.close()
         if found is None:
@@ -101,7 +101,7 @@ class Restores:
             try:
                 return self._load_drained(found)
             except CorruptSlot as error:  # the same on all ranks
-                self._pass_over(found.listed, error, bad)
+                self._pass_over(found.listed, found.damage or str(error), bad)
             finally:
                 found.close()
         if not isinstance(found, Home):
@@ -249,17 +249,19 @@ class Restores:
                 oldest = left[0].card.attempt.generation if left else 0
                 found = restore.bring_home(self._parts, step, others, oldest, checked, struck)
                 if found is not None:
+                    self._parts.looked = True
                     return found
             if not left or store is None:
                 break
             try:
                 drained = Drained(self._world, store, left[0], told)
             except CorruptSlot as error:  # the same on all ranks
-                self._pass_over(left[0], error, bad)
+                self._pass_over(left[0], str(error), bad)
             else:
                 self._say_why(drained, step, source)
                 return drained
         self._refuse_unusable(step, source, there, bad, struck)
+        self._parts.looked = True
         return None
 
     def _refuse_unusable(self, step: int | None, source: str | None, there: Listing, bad: Mapping[str, str],
@@ -271,6 +273,7 @@ class Restores:
             bad, struck: folders there, and files in memory, that were found to be damaged, and how.
         """
         reasons, begun = restore.why_not(self._parts, struck) if source is None else ({}, [])
+        in_memory = bool(reasons)
         for folder, why in (there.damaged | bad).items():
             at = step_of(folder)
             if at is not None and (at in reasons or len(reasons) < MOST_STEPS):
@@ -291,16 +294,18 @@ class Restores:
                 "Checkpointer(fresh=True) or MLFLASH_FRESH=1",
                 reasons=reasons,
             )  # fmt: skip
+            if in_memory:
+                self._parts.leave_alone()
             self._journal.unrestorable(error)
             raise error
         if begun and self._world.rank == 0:
             log.warning("memory has parts of step %s, whose first save did not end: nothing was ever committed",
                         ", ".join(map(str, begun)))  # fmt: skip
 
-    def _pass_over(self, listed: Listed, error: CorruptSlot, bad: dict[str, str]) -> None:
-        bad[listed.folder] = str(error)
+    def _pass_over(self, listed: Listed, why: str, bad: dict[str, str]) -> None:
+        bad[listed.folder] = why
         if self._world.rank == 0:
-            log.warning("%s cannot be restored from, and an older checkpoint is looked for: %s", listed.folder, error)
+            log.warning("%s cannot be restored from, and an older checkpoint is looked for: %s", listed.folder, why)
 
     def _say_why(self, drained: Drained, step: int | None, source: str | None) -> None:
         self._parts.restored_from, self._parts.rolled_forward = drained.path, False
