@@ -150,6 +150,8 @@ class Parts:
         same_ranks = choice is not None and choice.world_size == world.size
         placement = self.protection.placement
         inboxes = {rank: placement.inbox_of(rank) for rank in world.topology.ranks_on[world.node_index]}
+        if kept is not None:  # it can be used after all
+            self.shelf.aside -= set(found.on(world.node_index).of(kept).rows["file"].tolist())
         names = [name for name in names if file_number(name) not in self.shelf.aside]
         files, left_over = assign(found, names, world.node_index, kept, same_ranks, inboxes, self.shares,
                                   len(self.shelf.own))  # fmt: skip

@@ -120,6 +120,8 @@ def bring_home(
         place = choice.source[parts.world.rank]
         parts.restored_from = "parity" if place is None else parts.world.topology.node_names[place[0]]
         parts.rolled_forward = bool(parts.world.agree([int(not own.committed)])[0])
+        if not parts.rolled_forward:
+            _give_receipts(own)
         return homes[parts.world.rank]
 
 
@@ -276,6 +278,16 @@ def _fetch(parts: Parts, choice: Choice, serves: list[int], slots: dict[int, Slo
     return sorted(place for places in world.gather(failed) for place in places if place is not None)
 
 
+def _give_receipts(*slots: Slot) -> None:
+    """Write the receipt of their commit into slots that came from another node, or rolled forward and are whole now.
+
+    Not collective. So that whatever node is left knows that the step was committed.
+    """
+    for slot in slots:
+        if slot.header is not None and not slot.committed:
+            slot.record_commit(slot.header.attempt, slot.header.step)
+
+
 def heal_or_remember(parts: Parts, home: Slot) -> None:
     """Heal, a few times over; what cannot be healed now is remembered, and each later save tries again first.
 
@@ -317,6 +329,7 @@ def heal(parts: Parts, home: Slot) -> None:
         _protect_again(parts, home, lacking)
         reach("heal.copied")
     kept = protection.kept(shelf, header.attempt)
+    _give_receipts(home, *kept)
     shares = [slot for slot in shelf.shares if slot.header is not None and slot.header.attempt == header.attempt]
     shelf.keep_only([home, *shares, *kept])
     shelf.drop_spare()

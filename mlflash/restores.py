@@ -184,9 +184,17 @@ class Restores:
 
     def _put_together(self, old: Readable, state: Any) -> int:
         """Restore what was saved by other ranks, or in other shards, or is not in memory."""
-        self._parts.gives_way = True  # what is newer and unusable may go where there is no room beside it
         start = time.perf_counter()
-        made: reshard.Resharded = self._courier.call(lambda: reshard.reshard(self._parts, old, state))
+        made: reshard.Resharded
+        try:
+            made = self._courier.call(lambda: reshard.reshard(self._parts, old, state))
+        except MemoryTooSmall:  # on all ranks
+            if self._parts.gives_way or not isinstance(old, Drained):
+                raise
+            # What memory has is no use now; but it may go for what is known to be whole only.
+            self._courier.call(old.verify_all)
+            self._parts.gives_way = True
+            made = self._courier.call(lambda: reshard.reshard(self._parts, old, state))
         reach("restore.loading")
         try:
             self._together(old.step, lambda: made.load(state))
@@ -253,6 +261,8 @@ class Restores:
                     return found
             if not left or store is None:
                 break
+            if struck and not self._parts.unusable:  # what is in the directory may be damaged, too
+                self._parts.leave_alone()
             try:
                 drained = Drained(self._world, store, left[0], told)
             except CorruptSlot as error:  # the same on all ranks
@@ -346,6 +356,7 @@ class Restores:
     def _count(self, step: int, source: object) -> None:
         """Note that a step was restored: out of memory, or of a directory."""
         self._saves.last_step = step
+        self._parts.gives_way = True  # what is newer, and could not be restored, has no claim to room any more
         where = source.path if isinstance(source, Drained) else "memory"
         how = "" if isinstance(source, Home) else f", put together for {self._world.size} ranks"
         nbytes = source.slot.header.extents.nbytes if isinstance(source, Home) and source.slot.header else 0

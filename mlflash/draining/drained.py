@@ -150,6 +150,20 @@ class Drained:
                     bad.append(piece.entry.name)
             yield self._files[rank].data, nbytes, bad
 
+    def verify_all(self) -> None:
+        """Read every byte of it; the ranks share the reading. Collective over the world.
+
+        Raises:
+            CorruptSlot: on all ranks, where a part is damaged on any.
+        """
+        world = self._world
+        error: MlflashError | None = None
+        for name, _, bad in self.verify(range(world.rank, self.world_size, world.size)):
+            if bad:
+                error = error or CorruptSlot(f"{self.path}/{name} is damaged", tensor=bad[0], step=self.step)
+        world.deadline = time.monotonic() + world.timeout_s
+        world.raise_together(error)
+
     def index(self, rank: int) -> Index:
         """Read what the file of an old rank says of itself, once. Not collective."""
         if rank in self._full:

@@ -195,19 +195,47 @@ def test_a_fresh_start_is_no_answer_to_what_came_of_it_and_is_lost(make: Make, s
     assert restored(make(fresh="2")) is None
 
 
+@pytest.fixture
+def small(shm: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Lets memory be so small that it has room for nothing besides the slots that are there."""
+
+    def shrink() -> None:
+        room = sum(map(len, slots(shm).values())) + shelf._HEADROOM_NBYTES
+        monkeypatch.setattr(shelf, "available", lambda path: {"tmpfs": room - sum(map(len, slots(shm).values()))})
+
+    return shrink
+
+
 def test_where_there_is_no_room_for_both_the_old_slots_go_at_once_and_it_is_said(
-    make: Make, shm: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    make: Make, shm: Path, small: Callable[[], None], caplog: pytest.LogCaptureFixture
 ) -> None:
     save(make(), 1, 2)
-    room = sum(map(len, slots(shm).values())) + shelf._HEADROOM_NBYTES
-
-    def available(path: str) -> dict[str, int]:
-        return {"a small tmpfs": room - sum(map(len, slots(shm).values()))}
-
-    monkeypatch.setattr(shelf, "available", available)
+    small()
     before = slots(shm)
     assert restored(make(fresh=True)) is None and not before.items() & slots(shm).items()
     assert "memory has no room for the slots of this run beside" in caplog.text
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_what_is_unusable_in_memory_gives_way_to_a_whole_checkpoint_of_the_directory_only(
+    make: Make, shm: Path, tmp_path: Path, small: Callable[[], None], is_whole: bool
+) -> None:
+    pfs = tmp_path / "pfs"
+    ckpt = make(pfs)
+    ckpt.save(1, state_at(1)).wait()
+    ckpt.drain().wait()
+    save(ckpt, 2, 3)
+    spoil(shm)
+    small()
+    before = slots(shm)
+    if is_whole:
+        assert restored(make(pfs)) == 1 and not before.items() & slots(shm).items()
+        return
+    data = pfs / "step-00000001" / "rank-00000.h5"
+    change(data, data.stat().st_size // 2, b"\xff" * 9)
+    with pytest.raises(errors.Unrestorable) as caught:
+        make(pfs).restore(state_at(0))
+    assert [*caught.value.reasons] == [3, 2, 1] and slots(shm) == before
 
 
 @pytest.mark.parametrize(
