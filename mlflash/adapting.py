@@ -89,7 +89,10 @@ class Adapting:
         Collective over comm. The newest is the one saved last: training may have gone back, and its step be smaller.
 
         Returns:
-            Its step; None where there is nothing.
+            Its step; None where nothing was ever committed.
+
+        Raises:
+            Unrestorable: see :meth:`.Checkpointer.restore`.
         """
         opened = self.open()
         if opened is None:
@@ -187,10 +190,11 @@ class Adapting:
             source: another directory that checkpoints were drained to: it is read only, and memory is not looked at.
 
         Returns:
-            It, every byte verified; None where there is nothing.
+            It, every byte verified; None where nothing was ever committed.
 
         Raises:
-            StepNotFound: there is no such step.
+            Unrestorable: see :meth:`.Checkpointer.restore`.
+            StepNotFound: there is no such step, or it cannot be read; the text says why.
         """
         self._check_open()
         return self._restores.open(step, told, source)

@@ -56,12 +56,12 @@ class Checkpointer:
             names tensors and ranks. With ``share=False`` it is compared only. Nothing is sent over the group given.
             Default: the replicas that DTensors have by their placements, in the state of the first `restore` or
             `prepare`.
+        fresh: begin anew, whatever is there: True, or any word. Each word does so once: a relaunch with it goes on from
+            what came of it. What memory had is deleted after the first commit, ``directory`` keeps it all.
         drain_every: every so many checkpoints are drained to ``directory``, and the newest one at the end; takes a
             third slot. Default 0: none.
-        keep_last, keep_every: which checkpoints stay in ``directory``: the newest so many, and those whose step is
-            a multiple of it. Default 0 and 0: all.
-        drain_rate, drain_writers: bytes per second of all ranks together; ranks that write at a time. Default 0: no
-            limit.
+        keep_last, keep_every: what stays in ``directory``: the newest so many, and multiples of it. Default 0, 0: all.
+        drain_rate, drain_writers: bytes per second of all ranks together; ranks that write at a time. Default 0: all.
         format: "hdf5", or "dcp": what plain `torch.distributed.checkpoint.load` reads.
         log: a file that gets a line of JSON for each event, see docs/watching.md; each other node has one beside it.
         process_group: the torch.distributed group that has the ranks of ``comm``; nothing is sent. Default: all.
@@ -94,6 +94,7 @@ class Checkpointer:
         reserve: int | None = None,
         transport: str | None = None,
         skip_stuck: int | None = None,
+        fresh: bool | str | None = None,
         drain_every: int | None = None,
         drain_rate: float | None = None,
         drain_writers: int | None = None,
@@ -109,7 +110,7 @@ class Checkpointer:
     ):
         self._config = config.from_environment(
             os.environ, directory, redundancy=redundancy, memory=memory, job=job, strict=strict, timeout_s=timeout_s,
-            when_busy=when_busy, reserve=reserve, transport=transport, skip_stuck=skip_stuck,
+            when_busy=when_busy, reserve=reserve, transport=transport, skip_stuck=skip_stuck, fresh=fresh,
             drain_every=drain_every, drain_rate=drain_rate, drain_writers=drain_writers, keep_last=keep_last,
             keep_every=keep_every, format=format, log=None if log is None else os.fspath(log), enabled=enabled,
             **settings,
@@ -139,9 +140,9 @@ class Checkpointer:
         self._facts = Facts(self._parts, self._drains)
         at_exit.add(self, lambda me, state: me._end(abandon=True, state=state), Checkpointer._leave)
         try:
-            self._parts.generation = max(self._parts.generation, self._courier.call(self._drains.newest_generation))
+            self._courier.call(self._drains.go_beyond)
             self._parts.journal.started(self._facts.of_run(), lambda: self.survives)
-            if self._config.reserve:
+            if self._config.reserve and not self._parts.unusable:  # room may be what was committed needs, come back
                 self._saves.reserve(self._config.reserve)
         except BaseException:  # the caller gets no object to close
             self._end(abandon=True, state="failed")
@@ -218,12 +219,14 @@ class Checkpointer:
             source: another directory that checkpoints were drained to: it is read only, and memory is not looked at.
 
         Returns:
-            The step, or None where there is nothing to restore.
+            The step, or None where nothing was ever committed, or all that was is passed over (``fresh``).
 
         Raises:
+            Unrestorable: checkpoints are there, and none can be restored; ``reasons`` says of each step why. Nothing
+                was changed or deleted: with a lost node back, a relaunch can still restore.
             StructureMismatch: the state does not look like the saved one; both sides are named. Nothing was changed,
                 or what was is put back, or the text says that the state is undefined: :meth:`save` refuses it then.
-            StepNotFound: there is no such step.
+            StepNotFound: there is no such step, or it cannot be restored; the text says why.
             MemoryTooSmall: there is no room to put it together.
         """
         self._check_open()
@@ -243,10 +246,11 @@ class Checkpointer:
                 process; as long as any is there, saves have one slot less, and wait for each other.
 
         Returns:
-            ``(step, state)``, or ``(None, None)`` where there is nothing.
+            ``(step, state)``, or ``(None, None)`` where :meth:`restore` gives None.
 
         Raises:
-            StepNotFound: there is no such step.
+            Unrestorable: see :meth:`restore`.
+            StepNotFound: there is no such step, or it cannot be loaded; the text says why.
             WorldSizeChanged: it was saved by another number of ranks: only :meth:`restore` knows what is wanted.
         """
         self._check_open()

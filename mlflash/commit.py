@@ -322,4 +322,5 @@ def _header(save: Save, parts: Parts, check: int) -> Header | None:
         job=parts.config.job,
         group=parts.protection.group,
         shared_by=-1 if save.plan.sharing is None else save.plan.sharing.by,
+        mark=parts.config.mark,
     )

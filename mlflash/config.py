@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from . import scheme
 from .errors import ConfigError
 from .store import is_url
@@ -21,6 +23,8 @@ from .store import is_url
 MIB = 1 << 20
 DISABLE = "MLFLASH_DISABLE"
 """Environment name of the kill switch."""
+FRESH = "MLFLASH_FRESH"
+"""Environment name of a fresh start."""
 COMPRESSIONS = ("gzip", "zstd", "lz4", "blosc", "blosc2", "bshuf", "bzip2")
 """HDF5's own, and those of hdf5plugin that give back every bit."""
 
@@ -45,6 +49,7 @@ class Config:
     reserve: int = _setting(0, "MLFLASH_RESERVE", "bytes of state per rank to allocate at the start")
     transport: str = _setting("auto", "MLFLASH_TRANSPORT", "between nodes: auto | rma | p2p")
     skip_stuck: int = _setting(0, "MLFLASH_SKIP_STUCK", "pass over a step restored by so many runs; 0: never")
+    fresh: str = _setting("", FRESH, "begin anew, once for each word given here, such as 1; '': go on")
     share: bool = _setting(True, "MLFLASH_SHARE", "store once per node what ranks hold alike; 0: only compare it")
     drain_every: int = _setting(0, "MLFLASH_DRAIN_EVERY", "every so many checkpoints go to directory; 0: none do")
     drain_rate: float = _setting(0.0, "MLFLASH_DRAIN_RATE", "bytes per second that all ranks drain together; 0: all")
@@ -108,6 +113,14 @@ class Config:
         by_slurm = re.fullmatch(r"slurm-[0-9]+-([0-9a-f]{8})", self.job)
         return f"{os.getuid()}:{_digest(self.directory or '')}:{by_slurm[1] if by_slurm else self.job}"
 
+    @property
+    def mark(self) -> int:
+        """What a fresh start is known by in the checkpoints that come of it; 0: this is none.
+
+        A relaunch with the same word finds its own checkpoints by it, and passes over those from before.
+        """
+        return (xxhash.xxh32_intdigest(self.fresh.encode()) or 1) if self.fresh else 0
+
     def _check(self, name: str, good: bool, expected: str) -> None:
         if not good:
             env = next(f.metadata["env"] for f in dataclasses.fields(self) if f.name == name)
@@ -147,6 +160,7 @@ def from_environment(env: Mapping[str, str], directory: str | os.PathLike[str] |
             values[name] = _parse(env_name, env[env_name], str if field.default is None else type(field.default))
     if unknown := given.keys() - {field.name for field in dataclasses.fields(Config)}:
         raise ConfigError(f"unknown settings: {', '.join(sorted(unknown))}")
+    values["fresh"] = _word(values.get("fresh", ""))
     given_as = None if directory is None else os.fspath(directory)
     values["directory"] = given_as if given_as is None or is_url(given_as) else os.path.abspath(given_as)
     if "job" not in values:
@@ -190,6 +204,13 @@ def job_name(env: Mapping[str, str], directory: str | None) -> str:
 
 def _digest(directory: str) -> str:
     return hashlib.sha256(directory.encode()).hexdigest()[:8]
+
+
+def _word(fresh: bool | str) -> str:
+    """The word of a fresh start; "" where nothing is to begin anew."""
+    return {"true": "1", "yes": "1", "on": "1", "false": "", "no": "", "off": "", "0": ""}.get(
+        str(fresh).lower(), str(fresh)
+    )
 
 
 def _is_scheme(text: str) -> bool:

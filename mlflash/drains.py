@@ -17,7 +17,7 @@ from .config import Config
 from .courier import Courier
 from .draining import catalog, drain
 from .draining.cargo import Cargo
-from .draining.catalog import Listed
+from .draining.catalog import Listed, Listing
 from .draining.drain import Drain, Terms
 from .errors import DeadlineExceeded, DrainFailed, MlflashError
 from .header import Attempt, Kind
@@ -148,16 +148,25 @@ class Drains:
         if self.last is not None:
             self.last.given_up.set()
 
-    def newest_generation(self) -> int:
-        """A generation that none in the directory is larger than, as a run begins. Collective over the world."""
+    def go_beyond(self) -> None:
+        """Number on from what is in the directory, which a fresh start passes over. Collective over the world."""
         if self._parts.world.rank == 0 and self.store is not None:
             # On a thread of its own, as the file system may hang: nobody waits for what it says.
             threading.Thread(target=self._say_what_will_not_come, args=(self.store,), name="mlflash-look",
                              daemon=True).start()  # fmt: skip
-        listed = self._listed(self.store)
-        if listed is None:  # whatever is there was numbered from 1 on, or by an earlier time
-            return int(self._parts.world.broadcast(time.time_ns() // 1_000_000, 0))
-        return max((one.card.attempt.generation for one in listed), default=0)
+        parts, there = self._parts, self._list(self.store)
+        others = [one for one in there.listed if self._config.mark not in (0, one.card.mark)]
+        if there.problem:  # whatever is there was numbered from 1 on, or by an earlier time
+            newest = int(parts.world.broadcast(time.time_ns() // 1_000_000, 0))
+            if self._config.mark and not parts.take_stock().rows.size:
+                parts.floor = newest
+        else:
+            newest = max((one.card.attempt.generation for one in there.listed), default=0)
+        parts.floor = max(parts.floor, *(one.card.attempt.generation + 1 for one in others), 0)
+        parts.generation = max(parts.generation, newest)
+        if others and parts.world.rank == 0:
+            log.warning("fresh start %r: steps %s in %s are passed over, and stay there", self._config.fresh,
+                        sorted({one.step for one in others}), self.store and self.store.path)  # fmt: skip
 
     def _say_what_will_not_come(self, store: Store) -> None:
         """Say at the start what will not get into the directory, and not only when a drain fails. Not collective."""
@@ -168,20 +177,33 @@ class Drains:
             log.warning("no checkpoint can be drained to %s: %s", store.path, why)
 
     def listed(self, store: Store | None = None) -> list[Listed]:
-        """List the committed checkpoints of the directory (or of another), newest first.
+        """List the committed checkpoints of the directory (or of another), newest first; see `look`.
+
+        Collective over the world.
+        """
+        return [*self.look(store).listed]
+
+    def look(self, store: Store | None = None) -> Listing:
+        """List what is in the directory, but for what a fresh start passes over; or all that is in another.
 
         Collective over the world: rank 0 looks. A directory that cannot be read is a warning, and empty.
         """
-        return self._listed(store or self.store) or []
+        floor = self._parts.floor
+        if store not in (None, self.store) or not floor:
+            return self._list(store or self.store)
+        there = self._list(self.store)
+        ours = tuple(one for one in there.listed if one.card.attempt.generation >= floor)
+        return Listing(ours, {}, there.problem)  # of what cannot be read nobody knows whose it is
 
-    def _listed(self, store: Store | None) -> list[Listed] | None:
-        """The same; None where it cannot be read, or not in half the time that the other ranks wait."""
+    def _list(self, store: Store | None) -> Listing:
+        """The same; the problem is, too, that it does not answer in half the time that the other ranks wait."""
         if store is None:
-            return []
+            return Listing()
         world = self._parts.world
-        found: list[Listed] | None = None
+        found: Listing | None = None
+        problem = ""
         if world.rank == 0:
-            looking = in_thread(lambda: catalog.list_checkpoints(store), "mlflash-list")
+            looking = in_thread(lambda: catalog.look(store), "mlflash-list")
             end = time.monotonic() + self._config.timeout_s / 2
             try:
                 while found is None and time.monotonic() < end:
@@ -191,10 +213,12 @@ class Drains:
                     except StopIteration as through:
                         found = through.value
                 if found is None:
-                    log.warning("%s does not answer, and nothing is restored from there", store.path)
+                    problem = f"{store.path} does not answer"
             except Exception as error:  # fsspec raises what it likes
-                log.warning("%s cannot be read, and nothing is restored from there: %s", store.path, error)
-        told: list[Listed] | None = world.broadcast(found, 0)
+                problem = f"{store.path} cannot be read: {error}"
+            if problem:
+                log.warning("nothing is restored from the directory: %s", problem)
+        told: Listing = world.broadcast(found or Listing(problem=problem), 0)
         return told
 
     def free(self) -> None:
@@ -256,5 +280,5 @@ class Drains:
                 files = {(node, (int(row["shared_by"]), int(row["number"]))): int(row["file"]) for row in shares}
             return {parts.world.rank: open_home(parts, slot, files)}
 
-        cargo = Cargo(header.attempt, header.step, parts.world.size, open_home_of_mine)
+        cargo = Cargo(header.attempt, header.step, parts.world.size, open_home_of_mine, header.mark)
         self.begin(cargo, [one for one in (slot, share) if one is not None])

@@ -23,7 +23,7 @@ MAX_GROUP = 32  # ranks that protect each other, as far as the header can name t
 
 # magic, version, group size, parities, share + 1 | run id, generation, step | rank, world size, node, local rank |
 # manifest bytes, manifest room, payload bytes, block bytes, table checksum, unix ns | node, scheme, job | group |
-# lowest of the ranks that share state + 1, nothing
+# lowest of the ranks that share state + 1, mark of a fresh start
 _HEADER = struct.Struct("<8sIHBB 16sQq IIII QQQQQQ 64s16s64s 32I II")
 _SUM = struct.Struct("<Q")
 HEADER_NBYTES = _HEADER.size + _SUM.size
@@ -63,6 +63,7 @@ class Header:
         share: of shared state, which share of it this is, see `sharing`; the group is then the rank's siblings; -1:
             this is the slot of a rank, its copy, or a parity file.
         shared_by: the lowest of the ranks that share this state, or that share what is missing in this slot; -1: none.
+        mark: of the fresh start that the run goes back to, see `config.Config.mark`; 0: it was not begun anew.
     """
 
     attempt: Attempt
@@ -82,6 +83,7 @@ class Header:
     parities: int = 0
     share: int = -1
     shared_by: int = -1
+    mark: int = 0
 
     @property
     def kind(self) -> Kind:
@@ -98,7 +100,7 @@ class Header:
             self.manifest_nbytes, self.extents.manifest_room, self.extents.payload_nbytes,
             self.extents.block_nbytes, self.table_check, self.unix_ns,
             self.node.encode()[:64], self.scheme.encode()[:16], self.job.encode()[:64], *group,
-            self.shared_by + 1, 0,
+            self.shared_by + 1, self.mark,
         )  # fmt: skip
         return body + _SUM.pack(xxhash.xxh3_64_intdigest(body))
 
@@ -121,7 +123,7 @@ def unpack(page: bytes) -> Header:
         raise CorruptSlot("the header of this slot is damaged: its checksum does not match")
     (_, version, group_size, parities, share, run_id, generation, step, rank, world_size, node_index, local_rank,
      manifest_nbytes, manifest_room, payload_nbytes, block_nbytes, table_check, unix_ns,
-     node, scheme, job, *group, shared_by, _) = _HEADER.unpack(body)  # fmt: skip
+     node, scheme, job, *group, shared_by, mark) = _HEADER.unpack(body)  # fmt: skip
     if version != VERSION:
         raise CorruptSlot("this slot was written in another format", expected=VERSION, found=version)
     good = (
@@ -143,7 +145,7 @@ def unpack(page: bytes) -> Header:
         Attempt(run_id, generation), step, rank, world_size, node_index, local_rank, manifest_nbytes,
         Extents(manifest_room, payload_nbytes, block_nbytes), table_check, unix_ns,
         _text(node), _text(scheme), _text(job), tuple(group[:group_size]),
-        parities, share - 1, shared_by - 1,
+        parities, share - 1, shared_by - 1, mark,
     )  # fmt: skip
 
 
@@ -166,10 +168,15 @@ def pack_record(start: int, attempt: Attempt, number: int, unix_ns: int) -> byte
 
 def read_record(page: bytes, start: int, attempt: Attempt) -> int | None:
     """The number in the record at ``start``; None where there is none of this attempt."""
+    found = any_record(page, start)
+    return None if found is None or found[0] != attempt else found[1]
+
+
+def any_record(page: bytes, start: int) -> tuple[Attempt, int] | None:
+    """The record at ``start``, whatever the header says: of which attempt, and its number; None where there is none."""
     record = page[start : start + RECORD_NBYTES]
     body = record[: _RECORD.size]
     if len(record) != RECORD_NBYTES or _SUM.unpack(record[_RECORD.size :])[0] != xxhash.xxh3_64_intdigest(body):
         return None
     magic, run_id, generation, number, _ = _RECORD.unpack(body)
-    same = (magic, run_id, generation) == (_MAGIC_AT[start], attempt.run_id, attempt.generation)
-    return int(number) if same else None
+    return (Attempt(run_id, generation), int(number)) if magic == _MAGIC_AT[start] else None

@@ -20,6 +20,8 @@ from .pulse import Pulse
 
 log = logging.getLogger("mlflash")
 
+_LETTERS = 300  # of why nothing can be restored, in the pulse; the log and the event have all of it
+
 
 class Journal:
     """Of one rank; not collective.
@@ -68,7 +70,7 @@ class Journal:
     def committed(self, step: int, seconds: float, generation: int) -> None:
         """All ranks agree that a step is a checkpoint, so many seconds after the call of `save`."""
         self.counts["committed"] += 1
-        self._pulse.beat("committed", committed=step, commit_s=seconds, saves=self.counts["committed"])
+        self._pulse.beat("committed", committed=step, commit_s=seconds, saves=self.counts["committed"], unrestorable="")
         self._events.add("commit", step=step, seconds=seconds, generation=generation)
         self._tell("committed step %d, %.3g s after it was saved", step, seconds)
 
@@ -97,9 +99,15 @@ class Journal:
     def restored(self, step: int, seconds: float, source: str, node: str, nbytes: int, how: str = "") -> None:
         """A step was loaded: ``source`` is "memory" or a folder of the directory."""
         self.counts["restores"] += 1
-        self._pulse.beat("restored", restored=step, source=source)
+        self._pulse.beat("restored", restored=step, source=source, unrestorable="")
         self._events.add("restore", step=step, seconds=seconds, nbytes=nbytes, source=source, **{"from": node})
         self._tell("restored step %d from %s in %.3g s%s", step, source, seconds, how)
+
+    def unrestorable(self, error: MlflashError) -> None:
+        """Checkpoints are there, and none of them can be restored."""
+        said = str(error)
+        self._pulse.beat("unrestorable", unrestorable=said[:_LETTERS].encode("ascii", "replace").decode())
+        self._events.add("unrestorable", why=said)
 
     def healed(self, step: int, seconds: float, made: bool) -> None:
         """The redundancy of the restored step was looked at, and made again where it was missing."""

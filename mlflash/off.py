@@ -19,7 +19,7 @@ import numpy as np
 from . import adapting, config, courier, drains, report, restores, saves
 from .aheads import Ahead
 from .begun import Begins, Begun
-from .draining.catalog import Listed
+from .draining.catalog import Listed, Listing
 from .draining.drain import Drain
 from .errors import MlflashError
 from .opened import Readable
@@ -159,13 +159,16 @@ class Drains(drains.Drains):
     def give_up(self) -> None:
         """Nothing is on its way."""
 
-    def newest_generation(self) -> int:
-        """There is none."""
-        return 0
+    def go_beyond(self) -> None:
+        """Nothing is numbered."""
 
     def listed(self, store: Store | None = None) -> list[Listed]:
         """Nobody looks."""
         return []
+
+    def look(self, store: Store | None = None) -> Listing:
+        """Nobody looks."""
+        return Listing()
 
     def free(self) -> None:
         """There is nothing to free."""

@@ -206,7 +206,7 @@ class Parity:
                 node_index=self._world.node_index, local_rank=self._world.local_rank, manifest_nbytes=len(packed),
                 extents=extents, table_check=table_check(table), unix_ns=time.time_ns(),
                 node=self._world.node_name, scheme=str(self.scheme), job=self._job, group=self.group,
-                parities=self.scheme.losses,
+                parities=self.scheme.losses, mark=mine.mark,
             )
         )  # fmt: skip
         target.use = Use.BUSY

@@ -9,17 +9,18 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from . import erasure, scheme, sharing, user_directory
+from . import erasure, scheme, sharing, stock, user_directory
 from .board import Board
 from .comm import World, check_torch_rank
 from .config import Config
 from .crew import Crew, crew_of
 from .domains import Domains, from_argument
 from .domains import join as join_domains
-from .errors import DeadlineExceeded, MlflashError
+from .errors import DeadlineExceeded, MemoryTooSmall, MlflashError
 from .events import EventLog, file_of_node
+from .evidence import Trace
 from .header import Attempt, Kind
-from .inventory import Choice, Inventory, assign, choose, decode, encode, join, scan
+from .inventory import Choice, Inventory, assign, file_number, of_headers
 from .journal import Journal
 from .metrics import Metrics
 from .node_memory import NodeMemory
@@ -61,6 +62,10 @@ class Parts:
         restores: how many runs have restored the attempt that this one restored, itself included.
         counted: the attempt that this run was counted for.
         left_at: the step of this rank at which the ranks were last found to save different ones; None: never.
+        floor: what is of a smaller generation is passed over: this run goes back to a fresh start.
+        unusable: whether memory has what was committed, and cannot give it back as far as its headers tell.
+        looked: whether a restore has said what there is: until then nothing that may be older and whole is given up.
+        gives_way: whether the files that are left aside may be deleted where there is no room beside them.
     """
 
     config: Config
@@ -82,6 +87,10 @@ class Parts:
     restores: int = 0
     counted: Attempt | None = None
     left_at: int | None = None
+    floor: int = 0
+    unusable: bool = False
+    looked: bool = False
+    gives_way: bool = False
 
     @property
     def domains_by_kind(self) -> dict[str, list[str]]:
@@ -129,8 +138,12 @@ class Parts:
         self.replicas.share(losses)
 
     def take_stock(self) -> Inventory:
-        """List what all nodes hold. Collective over the world."""
-        return take_stock(self.world, self.memory)
+        """List what all nodes hold, but for what a fresh start passes over. Collective over the world."""
+        return stock.take(self.world, self.memory).since(self.floor)
+
+    def find_traces(self) -> list[Trace]:
+        """List the files that say of themselves that they hold something. Collective over the world."""
+        return stock.traces(self.world, self.memory)
 
     def adopt(self, found: Inventory, choice: Choice | None) -> None:
         """Take over this node's files, keeping those of the choice from being written. Collective over the world."""
@@ -140,6 +153,9 @@ class Parts:
         same_ranks = choice is not None and choice.world_size == world.size
         placement = self.protection.placement
         inboxes = {rank: placement.inbox_of(rank) for rank in world.topology.ranks_on[world.node_index]}
+        if kept is not None:  # it can be used after all
+            self.shelf.aside -= set(found.on(world.node_index).of(kept).rows["file"].tolist())
+        names = [name for name in names if file_number(name) not in self.shelf.aside]
         files, left_over = assign(found, names, world.node_index, kept, same_ranks, inboxes, self.shares,
                                   len(self.shelf.own))  # fmt: skip
         self.protection.close_windows()
@@ -149,6 +165,7 @@ class Parts:
         trusted, needed = set(rows["file"].tolist()), set(rows["file"][foreign].tolist())
         left_over = left_over if world.local_rank == 0 else []
         spare, kept_on = [n for n in left_over if n not in needed], [n for n in left_over if n in needed]
+        kept_on += sorted(self.shelf.aside) if world.local_rank == 0 else []
         self.shelf.adopt(files[world.rank], kept, trusted, spare, kept_on)
         self.shelf.post_directory(self.board)
         self.protection.open_windows(self.shelf)
@@ -177,10 +194,33 @@ class Parts:
         try:
             with self.shelf.reserved([slot for slot, _ in wanted.values()]) as mine:
                 usable = [(slot, n) for slot, n in wanted.values() if any(slot is m for m in (*waiting, *mine))]
-                make_room(self.world, self.board, self.memory, usable)
+                try:
+                    make_room(self.world, self.board, self.memory, usable)
+                except MemoryTooSmall:
+                    if not self._give_way():
+                        raise
+                    make_room(self.world, self.board, self.memory, usable)
         finally:
             self.protection.open_windows(self.shelf)
             self.shelf.post_directory(self.board)
+
+    def leave_alone(self) -> None:
+        """Leave every file that holds something as it is until a newer step is committed. Collective over the world."""
+        self.unusable, self.gives_way = True, False
+        here = self.world.node_index
+        self.shelf.aside = {file for node, file in (one.place for one in self.find_traces()) if node == here}
+        self.adopt(of_headers([], here), None)
+
+    def _give_way(self) -> bool:
+        """Delete what was passed over and left aside, where it may go; whether there was any. Collective."""
+        if self.world.agree([int(not (self.gives_way and self.shelf.aside))])[0]:
+            return False
+        if self.world.rank == 0:
+            log.warning("memory has no room for the slots of this run beside the checkpoints that are passed over: "
+                        "these are deleted now, and not after its first commit")  # fmt: skip
+        self.shelf.drop_aside()
+        self.world.agree([0])  # what each node has now is counted after that
+        return True
 
     def ensure_room(self, demand: Sequence[tuple[Slot, int]], waiting: Sequence[Slot] = (), pairs: bool = True) -> None:
         """Make room where any rank needs it. Collective over the world: one allreduce, as a rule.
@@ -250,8 +290,8 @@ def _assemble(
     config: Config, world: World, memory: NodeMemory, replicas: Replicas | None, known: Domains | None
 ) -> Parts:
     """Take over what earlier runs left. Collective over the world."""
-    found = take_stock(world, memory)
-    choice = choose(found, world.topology.node_of)
+    left = stock.look(config, world, memory)
+    found, choice = left.found, left.choice
     recorded = [group.ranks for group in choice.parity] if choice is not None else []
     standing = [] if known is None else [known.names(name) for name in world.topology.node_names]
     placement = place(world.topology, scheme.parse(config.redundancy), standing, recorded)
@@ -266,7 +306,9 @@ def _assemble(
     parts = Parts(config, world, memory, Board(world), protection, known, shelf, journal, crew, pace, replicas, run_id)
     if protection.transport == "rma" and world.world is not None:
         world.poke = Poke(world)
-    parts.generation = int(found.rows["generation"].max(initial=0))
+    parts.generation, parts.floor, parts.unusable = left.newest, left.floor, left.unusable
+    parts.gives_way = not left.unusable
+    shelf.aside = left.aside
     parts.adopt(found, choice)
     if world.rank == 0:
         _say_what_is_made(placement, len(world.topology.node_names))
@@ -348,9 +390,3 @@ def find_domains(world: World, given: Any) -> Domains | None:
         log.warning("nothing is said of the failure domains of %s: each counts as one of its own",
                     ", ".join(unknown[:_NAMED]) + (" and others" if len(unknown) > _NAMED else ""))  # fmt: skip
     return found
-
-
-def take_stock(world: World, memory: NodeMemory) -> Inventory:
-    """List what all nodes hold. Collective over the world."""
-    packed = world.gather_nodes(encode(scan(memory, world.node_index)) if world.local_rank == 0 else None)
-    return join([decode(part) for part in packed])

@@ -15,7 +15,9 @@ attempt.
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 
+from . import evidence
 from .errors import CorruptSlot, MlflashError, WorldSizeChanged
 from .fetch import fetch
 from .header import Attempt
@@ -51,8 +53,9 @@ def restorable_steps(parts: Parts, alike: bool = False) -> list[int]:
 
 
 def bring_home(
-    parts: Parts, step: int | None, others: bool = False, oldest: int = 0, checked: bool = True
-) -> Home | Elsewhere | None:
+    parts: Parts, step: int | None, others: bool = False, oldest: int = 0, checked: bool = True,
+    struck: dict[Place, str] | None = None,
+) -> Home | Elsewhere | None:  # fmt: skip
     """Bring the newest restorable attempt (or that of a step) into this rank's own slot.
 
     Collective over the world.
@@ -63,6 +66,7 @@ def bring_home(
         others: where it is of another number of ranks, bring it to where it can be read.
         oldest: pass over attempts of a smaller generation: there is something newer elsewhere.
         checked: verify every byte, not only headers and tables.
+        struck: gets the files that were found to be damaged, and how; the same on all ranks.
 
     Returns:
         This rank's state, every byte of it verified on every rank; or what there is of other ranks here; None where
@@ -94,10 +98,13 @@ def bring_home(
             if same_ranks:
                 own = next(slot for slot in parts.shelf.own if _is(slot, parts.world.rank, choice.attempt))
                 slots = {parts.world.rank: own}
-            files, bad = reunite(parts, choice, slots, checked)
+            files, lacking = reunite(parts, choice, slots, checked)
+            bad = dict.fromkeys(lacking, "what it shares with other ranks is damaged or gone")
         if bad:
             parts.shelf.unmap_others(slots.values())
             found = found.without(bad)
+            if struck is not None:
+                struck |= bad
             continue
         parts.restores = choice.restores + 1
         if passed_over is not None and passed_over.attempt != choice.attempt and parts.world.rank == 0:
@@ -113,7 +120,23 @@ def bring_home(
         place = choice.source[parts.world.rank]
         parts.restored_from = "parity" if place is None else parts.world.topology.node_names[place[0]]
         parts.rolled_forward = bool(parts.world.agree([int(not own.committed)])[0])
+        if not parts.rolled_forward:
+            _give_receipts(own)
         return homes[parts.world.rank]
+
+
+def why_not(parts: Parts, struck: Mapping[Place, str]) -> tuple[dict[int, str], list[int]]:
+    """Say why memory gives nothing. Collective over the world.
+
+    Args:
+        struck: files that were found to be damaged, and how.
+
+    Returns:
+        Why each step that was committed cannot be restored, the newest first; and the steps of saves that did not end.
+    """
+    traces = [one for one in parts.find_traces() if one.attempt is None or one.attempt.generation >= parts.floor]
+    told = evidence.why_not(traces, struck, parts.world.topology.node_names)
+    return told, sorted({one.step for one in traces if one.step >= 0} - told.keys())
 
 
 def count(parts: Parts, home: Slot) -> None:
@@ -135,8 +158,9 @@ def count(parts: Parts, home: Slot) -> None:
         )  # fmt: skip
 
 
-def _bring(parts: Parts, found: Inventory, choice: Choice, slots: dict[int, Slot], checked: bool) -> list[Place]:
-    """Verify the slots of a choice, rebuild, repair and fetch; returns the files to do without, where it failed.
+def _bring(parts: Parts, found: Inventory, choice: Choice, slots: dict[int, Slot], checked: bool
+           ) -> dict[Place, str]:  # fmt: skip
+    """Verify the slots of a choice, rebuild, repair and fetch; gives the files to do without, and why, where it failed.
 
     Args:
         slots: gets the slots of other ranks that this rank has, where the ranks of the choice are not those of today.
@@ -148,13 +172,15 @@ def _bring(parts: Parts, found: Inventory, choice: Choice, slots: dict[int, Slot
     repairs = None
     if not bad and (damaged or choice.rebuilt):
         repairs = Repairs(parts, choice, serves, read, damaged)
-        bad = repairs.beyond
+        bad = dict.fromkeys(repairs.beyond, "it is damaged, and parity cannot give it back")
     if not bad:
         reach("restore.verified")
         parts.adopt(found, choice)
         reach("restore.adopted")
-        bad = repairs.run() if repairs is not None else []
-        bad = bad or (_fetch(parts, choice, serves, read) if same_ranks else [])
+        lost = repairs.run() if repairs is not None else []
+        bad = dict.fromkeys(lost, "what parity made of it is not whole")
+        if not bad and same_ranks:
+            bad = dict.fromkeys(_fetch(parts, choice, serves, read), "it did not arrive whole from its node")
     if repairs is not None:
         repairs.close()
     if bad or same_ranks:
@@ -164,11 +190,11 @@ def _bring(parts: Parts, found: Inventory, choice: Choice, slots: dict[int, Slot
     for rank, slot in (repairs.rebuilt if repairs is not None else {}).items():
         slots[rank] = slot
         parts.shelf.keep_for_now(slot)
-    return []
+    return {}
 
 
 def _verify(parts: Parts, choice: Choice, serves: list[int], slots: dict[int, Slot], checked: bool
-            ) -> tuple[dict[int, list[int]], list[Place]]:  # fmt: skip
+            ) -> tuple[dict[int, list[int]], dict[Place, str]]:  # fmt: skip
     """Verify every byte of the slots of a choice, on all ranks.
 
     Args:
@@ -176,10 +202,10 @@ def _verify(parts: Parts, choice: Choice, serves: list[int], slots: dict[int, Sl
         checked: every byte, not only table and manifest.
 
     Returns:
-        Bad blocks that parity may repair, by rank; files that cannot be restored from.
+        Bad blocks that parity may repair, by rank; files that cannot be restored from, and why.
     """
     world = parts.world
-    mine: list[tuple[int, list[int] | None]] = []
+    mine: list[tuple[int, list[int] | str]] = []
     for rank, place in enumerate(choice.source):
         if serves[rank] == world.rank and place is not None:
             try:
@@ -191,12 +217,12 @@ def _verify(parts: Parts, choice: Choice, serves: list[int], slots: dict[int, Sl
                     slots[rank].manifest()
             except (CorruptSlot, OSError) as error:
                 log.warning("rank %d: this slot cannot be restored from: %s", world.rank, error)
-                mine.append((rank, None))
+                mine.append((rank, getattr(error, "message", str(error))))
             else:
                 mine += [(rank, blocks)] if blocks else []
     found = [pair for pairs in world.gather(mine) for pair in pairs]
-    bad = [place for rank, blocks in found if blocks is None and (place := choice.source[rank]) is not None]
-    return {rank: blocks for rank, blocks in found if blocks is not None}, sorted(bad)
+    bad = {place: why for rank, why in found if isinstance(why, str) and (place := choice.source[rank]) is not None}
+    return {rank: blocks for rank, blocks in found if not isinstance(blocks, str)}, dict(sorted(bad.items()))
 
 
 def _open(parts: Parts, attempt: Attempt, rank: int, place: Place, mapped: dict[int, Segment]) -> Slot:
@@ -252,6 +278,16 @@ def _fetch(parts: Parts, choice: Choice, serves: list[int], slots: dict[int, Slo
     return sorted(place for places in world.gather(failed) for place in places if place is not None)
 
 
+def _give_receipts(*slots: Slot) -> None:
+    """Write the receipt of their commit into slots that came from another node, or rolled forward and are whole now.
+
+    Not collective. So that whatever node is left knows that the step was committed.
+    """
+    for slot in slots:
+        if slot.header is not None and not slot.committed:
+            slot.record_commit(slot.header.attempt, slot.header.step)
+
+
 def heal_or_remember(parts: Parts, home: Slot) -> None:
     """Heal, a few times over; what cannot be healed now is remembered, and each later save tries again first.
 
@@ -293,6 +329,7 @@ def heal(parts: Parts, home: Slot) -> None:
         _protect_again(parts, home, lacking)
         reach("heal.copied")
     kept = protection.kept(shelf, header.attempt)
+    _give_receipts(home, *kept)
     shares = [slot for slot in shelf.shares if slot.header is not None and slot.header.attempt == header.attempt]
     shelf.keep_only([home, *shares, *kept])
     shelf.drop_spare()

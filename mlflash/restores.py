@@ -8,12 +8,12 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 from . import reshard, restore
 from .courier import Courier, Job
-from .draining.catalog import Listed
+from .draining.catalog import Listed, Listing, step_of
 from .draining.drained import Drained
 from .drains import Drains
 from .errors import (
@@ -22,9 +22,12 @@ from .errors import (
     StateError,
     StepNotFound,
     StructureMismatch,
+    Unrestorable,
     WorldSizeChanged,
 )
+from .evidence import MOST_STEPS
 from .flatten import flatten_or_none
+from .inventory import Place
 from .loading import Loading
 from .opened import Elsewhere, Opened, Readable
 from .parcels import Parcel
@@ -60,7 +63,7 @@ class Restores:
         self._saves.begun.wait()
         placed = flatten_or_none(state) if "torch.distributed.tensor" in sys.modules else None
         self._courier.call(lambda: self._parts.find_replicas(placed))
-        bad: list[Listed] = []
+        bad: dict[str, str] = {}
         while True:
             found = self._find(step, others=True, source=source, bad=bad)
             if not isinstance(found, Drained):
@@ -68,7 +71,7 @@ class Restores:
             try:
                 return self._put_together(found, state)
             except CorruptSlot as error:  # the same on all ranks
-                self._pass_over(found.listed, error, bad)
+                self._pass_over(found.listed, found.damage or str(error), bad)
             finally:
                 found.close()
         if found is None:
@@ -85,6 +88,7 @@ class Restores:
         if not isinstance(found, Home):
             return self._put_together(found, state)
         start = time.perf_counter()
+        self._hold_until_healed(home)
         manifest, read = home.manifest, home.reader()
         self._loading.together(home.header.step, lambda: refuse_differences(state, manifest.tree, manifest.entries))
         filling = Filling(state, manifest.tree, manifest.entries, manifest.plain, read)
@@ -94,22 +98,28 @@ class Restores:
 
     def load(self, step: int | None, source: str | None = None, copy: bool = True) -> tuple[int | None, Any]:
         """Give the state anew; see `Checkpointer.load`."""
-        bad: list[Listed] = []
+        bad: dict[str, str] = {}
         while isinstance(found := self._find(step, source=source, bad=bad, checked=copy), Drained):
             try:
                 return self._load_drained(found)
             except CorruptSlot as error:  # the same on all ranks
-                self._pass_over(found.listed, error, bad)
+                self._pass_over(found.listed, found.damage or str(error), bad)
             finally:
                 found.close()
         if not isinstance(found, Home):
             return None, None
         reach("restore.loading")
-        manifest, home = found.manifest, found
-        if not copy:
-            lend = self._parts.shelf.lend
-            found = Home(lend(home.slot), manifest, [lend(share) for share in home.shares], home.files)
-        state = materialize(manifest.tree, manifest.entries, manifest.plain, found.reader(), copy)
+        home = found
+        self._hold_until_healed(home)
+
+        def build() -> Any:
+            its, manifest = home, home.manifest
+            if not copy:
+                lend = self._parts.shelf.lend
+                its = Home(lend(home.slot), manifest, [lend(share) for share in home.shares], home.files)
+            return materialize(manifest.tree, manifest.entries, manifest.plain, its.reader(), copy)
+
+        state = self._courier.together(build, lambda why: MlflashError(f"loading failed: {why}"), home.header.step)
         return self._restored(home), state
 
     def open(self, step: int | None, told: Collection[str], source: str | None = None) -> Readable | None:
@@ -187,7 +197,16 @@ class Restores:
     def _put_together(self, old: Readable, state: Any) -> int:
         """Restore what was saved by other ranks, or in other shards, or is not in memory."""
         start = time.perf_counter()
-        made: reshard.Resharded = self._courier.call(lambda: reshard.reshard(self._parts, old, state))
+        made: reshard.Resharded
+        try:
+            made = self._courier.call(lambda: reshard.reshard(self._parts, old, state))
+        except MemoryTooSmall:  # on all ranks
+            if self._parts.gives_way or not isinstance(old, Drained):
+                raise
+            # What memory has is no use now; but it may go for what is known to be whole only.
+            self._courier.call(old.verify_all)
+            self._parts.gives_way = True
+            made = self._courier.call(lambda: reshard.reshard(self._parts, old, state))
         try:
             self._loading.fill(old.step, made.filling(state))
         except BaseException:  # where it is interrupted, too
@@ -213,54 +232,101 @@ class Restores:
 
     def _find(
         self, step: int | None, others: bool = False, source: str | None = None, told: Collection[str] = (),
-        bad: list[Listed] | None = None, checked: bool = True,
+        bad: dict[str, str] | None = None, checked: bool = True,
     ) -> Home | Elsewhere | Drained | None:  # fmt: skip
         start = self._began = time.perf_counter()
         self._saves.settle()
         self._drains.wait()
         self._saves.forget()
         found: Home | Elsewhere | Drained | None
-        passed_over = [] if bad is None else bad
+        passed_over = {} if bad is None else bad
         found = self._courier.call(lambda: self._newest(step, others, source, told, passed_over, checked))
         self._journal.seconds["find and fetch"] += time.perf_counter() - start
         return found
 
-    def _newest(self, step: int | None, others: bool, source: str | None, told: Collection[str], bad: list[Listed],
+    def _newest(self, step: int | None, others: bool, source: str | None, told: Collection[str], bad: dict[str, str],
                 checked: bool) -> Home | Elsewhere | Drained | None:  # fmt: skip
         """Choose between memory and directory: what was saved last. Collective over the world.
 
         Args:
-            bad: checkpoints of the directory that are passed over; gets those found so.
+            bad: folders of the directory that are passed over, and why; gets those found so.
             checked: verify every byte of what is in memory.
+
+        Returns:
+            What was found; None where nothing was ever committed.
+
+        Raises:
+            Unrestorable, StepNotFound: on all ranks; nothing was changed.
         """
         store = self._drains.store if source is None else open_store(source)
-        listed = [one for one in self._drains.listed(store) if step in (None, one.step)]
+        there = self._drains.look(store)
+        listed = [one for one in there.listed if step in (None, one.step)]
+        struck: dict[Place, str] = {}
         while True:
-            left = [one for one in listed if one not in bad]
+            left = [one for one in listed if one.folder not in bad]
             if source is None:
                 oldest = left[0].card.attempt.generation if left else 0
-                found = restore.bring_home(self._parts, step, others, oldest, checked)
+                found = restore.bring_home(self._parts, step, others, oldest, checked, struck)
                 if found is not None:
+                    self._parts.looked = True
                     return found
             if not left or store is None:
                 break
+            if struck and not self._parts.unusable:  # what is in the directory may be damaged, too
+                self._parts.leave_alone()
             try:
                 drained = Drained(self._world, store, left[0], told)
             except CorruptSlot as error:  # the same on all ranks
-                self._pass_over(left[0], error, bad)
+                self._pass_over(left[0], str(error), bad)
             else:
                 self._say_why(drained, step, source)
                 return drained
-        if step is not None:
-            held = [] if source is not None else restore.restorable_steps(self._parts)
-            there = f", in {store.path}: {sorted({one.step for one in self._drains.listed(store)})}" if store else ""
-            raise StepNotFound("this step cannot be restored", step=step, found=f"steps in memory: {held}{there}")
+        self._refuse_unusable(step, source, there, bad, struck)
+        self._parts.looked = True
         return None
 
-    def _pass_over(self, listed: Listed, error: CorruptSlot, bad: list[Listed]) -> None:
-        bad.append(listed)
+    def _refuse_unusable(self, step: int | None, source: str | None, there: Listing, bad: Mapping[str, str],
+                         struck: Mapping[Place, str]) -> None:  # fmt: skip
+        """Raise where something is there, and none of it can be used. Collective over the world.
+
+        Args:
+            there: what is in the directory.
+            bad, struck: folders there, and files in memory, that were found to be damaged, and how.
+        """
+        reasons, begun = restore.why_not(self._parts, struck) if source is None else ({}, [])
+        in_memory = bool(reasons)
+        for folder, why in {**there.damaged, **bad}.items():
+            at = step_of(folder)
+            if at is not None and (at in reasons or len(reasons) < MOST_STEPS):
+                reasons[at] = "; ".join(filter(None, (reasons.get(at), f"{folder}: {why}")))
+        if step is not None:
+            held = [] if source is not None else restore.restorable_steps(self._parts)
+            drained = sorted({one.step for one in there.listed if one.folder not in bad})
+            store = self._drains.store if source is None else open_store(source)
+            in_store = f", in {store.path}: {there.problem or drained}" if store is not None else ""
+            why = f"this step is there, and cannot be restored: {reasons[step]}" if step in reasons else ""
+            raise StepNotFound(why or "this step cannot be restored", step=step,
+                               found=f"steps in memory: {held}{in_store}")  # fmt: skip
+        if reasons or there.problem:
+            error = Unrestorable(
+                (f"{there.problem}, and memory has nothing that can be restored" if there.problem else
+                 "checkpoints are there, and none of them can be restored")
+                + ": nothing was deleted. Start again where what is missing is back, or begin anew with "
+                "Checkpointer(fresh=True) or MLFLASH_FRESH=1",
+                reasons=reasons,
+            )  # fmt: skip
+            if in_memory:
+                self._parts.leave_alone()
+            self._journal.unrestorable(error)
+            raise error
+        if begun and self._world.rank == 0:
+            log.warning("memory has parts of step %s, whose first save did not end: nothing was ever committed",
+                        ", ".join(map(str, begun)))  # fmt: skip
+
+    def _pass_over(self, listed: Listed, why: str, bad: dict[str, str]) -> None:
+        bad[listed.folder] = why
         if self._world.rank == 0:
-            log.warning("%s cannot be restored from, and an older checkpoint is looked for: %s", listed.folder, error)
+            log.warning("%s cannot be restored from, and an older checkpoint is looked for: %s", listed.folder, why)
 
     def _say_why(self, drained: Drained, step: int | None, source: str | None) -> None:
         self._parts.restored_from, self._parts.rolled_forward = drained.path, False
@@ -278,20 +344,27 @@ class Restores:
         step = home.header.step
         restore.count(self._parts, home.slot)
         self._count(step, home)
-        if self._parts.rolled_forward:
-            # Until its copies are made, only the step before covers a lost node: no save may write over that.
-            self._parts.shelf.hold_older()
         self._courier.post(Job(lambda: self._heal(home.slot)))
         return step
 
     def _count(self, step: int, source: object) -> None:
         """Note that a step was restored: out of memory, or of a directory."""
         self._saves.last_step = step
+        self._parts.gives_way = True  # what is newer, and could not be restored, has no claim to room any more
         where = source.path if isinstance(source, Drained) else "memory"
         how = "" if isinstance(source, Home) else f", put together for {self._world.size} ranks"
         nbytes = source.slot.header.extents.nbytes if isinstance(source, Home) and source.slot.header else 0
         seconds = time.perf_counter() - self._began
         self._journal.restored(step, seconds, where, self._parts.restored_from, nbytes, how)
+
+    def _hold_until_healed(self, home: Home) -> None:
+        """Where a step was rolled forward, keep saves from the step before, whether this one can be loaded or not.
+
+        Until its copies are made only that covers a lost node. Not collective, but the same on all ranks.
+        """
+        if self._parts.rolled_forward:
+            self._parts.shelf.hold_older()
+            self._parts.unhealed = home.slot
 
     def _heal_first(self, home: Home) -> None:
         """Where a step was rolled forward its slots must not be all there is while it is put together or read."""

@@ -268,7 +268,9 @@ class Saves:
             demand = [(slot, nbytes) for slot in parts.shelf.own]
             demand += [(slot, share_nbytes) for slot in parts.shelf.shares if share_nbytes]
             demand += [(slot, sizes[owner]) for owner, pair in parts.shelf.inbox.items() for slot in pair]
-            parts.make_room(demand)
+            if not parts.looked and self.last_step is None:  # the newest may be damaged, and an older one be needed
+                demand = [(slot, size) for slot, size in demand if slot.header is None]
+            parts.make_room(demand, pairs=False)
 
         self.settle()
         self._courier.call(work)

@@ -29,12 +29,13 @@ def scavenge(parts: Parts, drains: Drains) -> Drain | None:
         return None
     if isinstance(found, Home):
         header, mine = found.header, {parts.world.rank: found}
-        cargo = Cargo(header.attempt, header.step, header.world_size, lambda: mine)
+        cargo = Cargo(header.attempt, header.step, header.world_size, lambda: mine, header.mark)
     else:
-        sizes = [home.header.world_size for home in found.homes.values()]
-        world_size = -parts.world.agree([-max(sizes, default=0)])[0]
+        headers = [home.header for home in found.homes.values()]
+        told = [max((header.world_size for header in headers), default=0), max((h.mark for h in headers), default=0)]
+        world_size, mark = (-number for number in parts.world.agree([-number for number in told]))
         homes = found.homes
-        cargo = Cargo(found.attempt, found.step, world_size, lambda: homes)
+        cargo = Cargo(found.attempt, found.step, world_size, lambda: homes, mark)
     return drains.begin(cargo)
 
 

@@ -45,6 +45,7 @@ class Shelf:
         self._kept: set[int] = set()  # files to delete once a newer step is committed
         self._stale: set[int] = set()  # those among them that do not hold the attempt restored
         self._quarantined: list[segment.Segment] = []  # files that a device has not ended its copies into
+        self.aside: set[int] = set()  # files of this node that are left to themselves until a newer step is committed
         self.changed = threading.Condition()  # notified when a slot becomes free
         self._lent: collections.Counter[int] = collections.Counter()  # how many views this rank has given, by inode
 
@@ -297,6 +298,13 @@ class Shelf:
     def drop_spare(self, committed: bool = False) -> None:
         """Delete the files that nobody needs; once a newer step is ``committed``, those kept until then too."""
         self._drop(self._spare | self._kept if committed else self._spare)
+        if committed:
+            self.aside.clear()
+
+    def drop_aside(self) -> None:
+        """Delete the files that were left to themselves. Not collective: the rank that keeps them deletes them."""
+        self._drop(self._kept & self.aside)
+        self.aside.clear()
 
     def drop_stale(self) -> None:
         """Delete those of them that hold older attempts only, so that a heal finds room."""

@@ -126,6 +126,9 @@ class Chaos:
     def check_restored(self, job: Attacked) -> list[dict]:
         restored = job.of("restored")
         steps = {record["step"] for record in restored}
+        refused = {str(record["reasons"]) for record in job.of("unrestorable")}
+        if refused and (len(refused) > 1 or self.memory.promised is not None or refused == {"{}"}):
+            raise job.failure(f"the ranks were refused for these reasons: {refused}; promised: {self.memory.promised}")
         if len(steps) > 1:
             raise job.failure(f"the ranks restored different steps: {steps}")
         for step in steps:

@@ -80,7 +80,7 @@ class Memory:
         nodes: number of nodes.
         broken: nodes that lost something since all slots and copies were known to be in place.
         promised: the newest step that must be restored, if not a newer one; None where nothing is promised.
-        lost: whether more was lost than is covered, so that there may be nothing to restore.
+        lost: whether more was lost than is covered, so that it may be told that nothing can be restored.
     """
 
     def __init__(self, ranks: int, ranks_per_node: int, redundancy: str = "copy"):

@@ -57,8 +57,15 @@ def run(every: int, timeout_s: float, pace_s: float, redundancy: str) -> None:
     training = Training(COMM.rank, np.random)
     state = {"training": training, "rng": mlflash.rng()}
     progress = os.open(OUT / f"progress{COMM.rank}", os.O_WRONLY | os.O_CREAT)
-    with mlflash.Checkpointer(timeout_s=timeout_s, redundancy=redundancy) as ckpt:
+    ckpt = mlflash.Checkpointer(timeout_s=timeout_s, redundancy=redundancy)
+    try:
         start = ckpt.restore(state)
+    except mlflash.errors.Unrestorable as error:
+        note("unrestorable", reasons=error.reasons)
+        ckpt.close()
+        ckpt = mlflash.Checkpointer(timeout_s=timeout_s, redundancy=redundancy, fresh=OUT.name)
+        start = ckpt.restore(state)
+    with ckpt:
         note("restored", step=start, digest=training.digest(), of_step=training.step)
         pending: list[mlflash.Snapshot] = []
         healed, last = start is None, False

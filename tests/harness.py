@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -305,6 +306,20 @@ def _train_and_die(cluster: Cluster, ranks: int, step: int, env: dict[str, str] 
     result = cluster.run(ranks, "worker.py", json.dumps(spec), env=env)
     assert [r["step"] for r in result.of("committed")].count(step) == ranks, result.log
     assert not result.of("end")
+
+
+def assert_unrestorable(result: Result, ranks: int, **reasons: str) -> None:
+    """All ranks were told that checkpoints are there, and why none can be used; no state was changed.
+
+    Args:
+        reasons: of each step (``step_3=``), a pattern of why.
+    """
+    told = result.of("unrestorable")
+    assert [r["rank"] for r in told] == list(range(ranks)) and not result.of("restored"), result.log
+    assert all((r["reasons"], r["wrong"]) == (told[0]["reasons"], []) for r in told), result.log
+    assert {f"step_{step}" for step in told[0]["reasons"]} == reasons.keys(), told[0]["text"]
+    for step, why in told[0]["reasons"].items():
+        assert re.search(reasons[f"step_{step}"], why) and why in told[0]["text"], told[0]["text"]
 
 
 def assert_restored(result: Result, ranks: int, step: int | None) -> None:

@@ -96,11 +96,15 @@ def train(last: int = 0, more: int = -1, nbytes: int = 300_000, die_at: int = -1
     state = wanted(0)
     replicated = {"weights": True} if alike else None
     with mlflash.Checkpointer(strict=strict, replicated=replicated, **(options or {})) as ckpt:
-        if load:
-            start, found = ckpt.load()
-            state = wanted(0) if start is None else found
-        else:
-            start = ckpt.restore(state)
+        try:
+            if load:
+                start, found = ckpt.load()
+                state = wanted(0) if start is None else found
+            else:
+                start = ckpt.restore(state)
+        except mlflash.errors.Unrestorable as error:
+            note("unrestorable", reasons=error.reasons, text=str(error), wrong=differences(state, wanted(0)))
+            return
         wrong = differences(state, wanted(start or 0))
         note("restored", step=start, wrong=wrong, report=ckpt.report())
         last = last if more < 0 else (start or 0) + more
@@ -278,7 +282,12 @@ class _Follower:
 
     def restore(self) -> None:
         """Restore the newest."""
-        step = self._ckpt.restore(self._state)
+        try:
+            step = self._ckpt.restore(self._state)
+        except mlflash.errors.Unrestorable as error:
+            wrong = differences(self._state, self._wanted(0))
+            note("unrestorable", reasons=error.reasons, text=str(error), wrong=wrong)
+            return
         self._step = step or 0
         wrong = differences(self._state, self._wanted(self._step))
         note("restored", step=step, wrong=wrong, source=self._ckpt.report()["restored_from"])

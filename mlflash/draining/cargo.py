@@ -27,7 +27,7 @@ class Cargo:
     """Ranks of a checkpoint that a process hands in.
 
     Attributes:
-        attempt, step, world_size: of the checkpoint.
+        attempt, step, world_size, mark: of the checkpoint.
         open: gives its ranks, one or several, each with the shares it needs; called on the thread that drains.
         homes: those, once they are open; verified while they are drained.
     """
@@ -36,6 +36,7 @@ class Cargo:
     step: int
     world_size: int
     open: Callable[[], dict[int, Home]]
+    mark: int = 0
     homes: dict[int, Home] = dataclasses.field(default_factory=dict)
 
 

@@ -58,6 +58,21 @@ class Listed:
 
 
 @dataclasses.dataclass(frozen=True)
+class Listing:
+    """What is in a directory.
+
+    Attributes:
+        listed: the committed checkpoints, newest first.
+        damaged: folders whose committing file is there and cannot be read, and why.
+        problem: why the directory cannot be read; "" where it can, or is not there.
+    """
+
+    listed: tuple[Listed, ...] = ()
+    damaged: dict[str, str] = dataclasses.field(default_factory=dict)
+    problem: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
 class Stored:
     """The files of one rank.
 
@@ -96,12 +111,18 @@ def step_of(name: str) -> int | None:
 
 
 def list_checkpoints(store: Store) -> list[Listed]:
-    """List the committed checkpoints, newest first. Not collective. Reads the first bytes of each only.
+    """List the committed checkpoints, newest first; see `look`. Not collective."""
+    return [*look(store).listed]
+
+
+def look(store: Store) -> Listing:
+    """List what is in a directory. Not collective. Reads the first bytes of each checkpoint only.
 
     Raises:
         OSError: the directory cannot be read.
     """
-    found = []
+    found: list[Listed] = []
+    damaged: dict[str, str] = {}
     for folder in store.names():
         inside = store.at(folder)
         for master in MASTERS if is_folder(folder) else ():
@@ -111,11 +132,13 @@ def list_checkpoints(store: Store) -> list[Listed]:
                 continue
             except (CorruptSlot, OSError) as error:  # this one only: the others are whole
                 log.warning("%s/%s is passed over: %s", inside.path, master, error)
+                damaged[folder] = f"{master}: {error}"
                 continue
             if card.rank < 0:
                 found.append(Listed(folder, master, card))
+                damaged.pop(folder, None)
                 break
-    return sorted(found, key=lambda one: one.age, reverse=True)
+    return Listing(tuple(sorted(found, key=lambda one: one.age, reverse=True)), damaged)
 
 
 def new_folder(store: Store, step: int) -> str:

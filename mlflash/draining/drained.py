@@ -52,6 +52,7 @@ class Drained:
         path: where it is.
         world_size: number of the ranks that saved it.
         restores, home: for memory only; 0 and None.
+        damage: why the last `read` failed, of the lowest rank on which it did; the same on all.
         olds: what each old rank had; the same on all ranks.
 
     Raises:
@@ -61,7 +62,7 @@ class Drained:
     def __init__(self, world: World, store: Store, listed: Listed, told: Collection[str] = ()):
         self._world, self._inside, self.listed = world, store.at(listed.folder), listed
         self.step, self.path, self.world_size = listed.step, self._inside.path, listed.card.world_size
-        self.restores = 0
+        self.restores, self.damage = 0, ""
         self.home: Home | None = None
         self._open: dict[str, tuple[Any, Any]] = {}  # files that are read through HDF5, as they are compressed
         self._full: dict[int, Index] = {}  # those that this rank has read itself, with their checksums
@@ -94,7 +95,7 @@ class Drained:
         taken for a dead rank.
         """
         runs = (run for parcel in wanted for run in self._runs(parcel))
-        good, more = True, True
+        good, more, why = True, True, ""
         while True:
             left = _ROUND_NBYTES
             while good and more and left > 0:
@@ -104,9 +105,11 @@ class Drained:
                     left -= 0 if run is None else self._read(*run)
                 except (MlflashError, OSError) as error:
                     log.warning("rank %d: %s cannot be restored from: %s", self._world.rank, self.path, error)
-                    good = False
+                    good, why = False, str(error)
             self._world.deadline = time.monotonic() + self._world.timeout_s
             all_good, all_through = self._world.agree([int(good), int(not more)])
+            if not all_good:
+                self.damage = next(filter(None, self._world.gather(why)), "")
             if all_through or not all_good:
                 return bool(all_good)
 
@@ -146,6 +149,20 @@ class Drained:
                 except (MlflashError, OSError):
                     bad.append(piece.entry.name)
             yield self._files[rank].data, nbytes, bad
+
+    def verify_all(self) -> None:
+        """Read every byte of it; the ranks share the reading. Collective over the world.
+
+        Raises:
+            CorruptSlot: on all ranks, where a part is damaged on any.
+        """
+        world = self._world
+        error: MlflashError | None = None
+        for name, _, bad in self.verify(range(world.rank, self.world_size, world.size)):
+            if bad:
+                error = error or CorruptSlot(f"{self.path}/{name} is damaged", tensor=bad[0], step=self.step)
+        world.deadline = time.monotonic() + world.timeout_s
+        world.raise_together(error)
 
     def index(self, rank: int) -> Index:
         """Read what the file of an old rank says of itself, once. Not collective."""

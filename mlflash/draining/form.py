@@ -41,6 +41,6 @@ def plain_file(cargo: Cargo, rank: int, owner: str, text: bytes) -> tuple[Skelet
 def add_card(skeleton: Skeleton, cargo: Cargo, rank: int, owner: str, start: int, text: bytes) -> Card:
     """Put the card on a file that is laid out, with its index ``text`` at ``start``. Not collective."""
     card = Card(cargo.attempt, cargo.step, rank, cargo.world_size, skeleton.nbytes, start, len(text),
-                xxhash.xxh3_64_intdigest(text), time.time_ns(), owner)  # fmt: skip
+                xxhash.xxh3_64_intdigest(text), time.time_ns(), owner, cargo.mark)  # fmt: skip
     skeleton.patch(0, card.pack())
     return card

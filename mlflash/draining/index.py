@@ -25,9 +25,9 @@ from ..state import Entry
 MAGIC = b"MLFDRAIN"
 VERSION = 1
 CARD_NBYTES = 512
-# magic, version, master | run id, generation, step | rank, world size | file bytes, start of the index, its bytes, its
-# checksum, unix ns | owner
-_CARD = struct.Struct("<8sHH4x 16sQq II QQQQQ 96s")
+# magic, version, master, mark of a fresh start | run id, generation, step | rank, world size | file bytes, start of
+# the index, its bytes, its checksum, unix ns | owner
+_CARD = struct.Struct("<8sHHI 16sQq II QQQQQ 96s")
 _SUM = struct.Struct("<Q")
 
 
@@ -43,6 +43,7 @@ class Card:
         index_start, index_nbytes, index_check: where the index is, and its XXH3-64.
         unix_ns: when it was written, ns since 1970.
         owner: which job wrote it, see `config.Config.owner`.
+        mark: of what was drained, see `header.Header`.
     """
 
     attempt: Attempt
@@ -55,11 +56,12 @@ class Card:
     index_check: int
     unix_ns: int
     owner: str
+    mark: int = 0
 
     def pack(self) -> bytes:
         """Encode; the result is `CARD_NBYTES` long."""
         body = _CARD.pack(
-            MAGIC, VERSION, int(self.rank < 0), self.attempt.run_id, self.attempt.generation, self.step,
+            MAGIC, VERSION, int(self.rank < 0), self.mark, self.attempt.run_id, self.attempt.generation, self.step,
             max(0, self.rank), self.world_size, self.file_nbytes, self.index_start, self.index_nbytes,
             self.index_check, self.unix_ns, self.owner.encode(),
         )  # fmt: skip
@@ -82,14 +84,14 @@ def read_card(raw: bytes) -> Card:
     body, rest = raw[: _CARD.size], raw[_CARD.size : _CARD.size + _SUM.size]
     if len(rest) != _SUM.size or xxhash.xxh3_64_intdigest(body) != _SUM.unpack(rest)[0]:
         raise CorruptSlot("the first bytes of a drained file are damaged: their checksum does not match")
-    (_, version, master, run_id, generation, step, rank, world_size, file_nbytes, start, nbytes, check, unix_ns,
+    (_, version, master, mark, run_id, generation, step, rank, world_size, file_nbytes, start, nbytes, check, unix_ns,
      owner) = _CARD.unpack(body)  # fmt: skip
     if version != VERSION:
         raise CorruptSlot("this file was drained in another format", expected=VERSION, found=version)
     if rank >= world_size or master > 1 or start + nbytes > file_nbytes:
         raise CorruptSlot("the first bytes of a drained file contradict themselves")
     return Card(Attempt(run_id, generation), step, -1 if master else rank, world_size, file_nbytes, start, nbytes,
-                check, unix_ns, owner.rstrip(b"\0").decode(errors="replace"))  # fmt: skip
+                check, unix_ns, owner.rstrip(b"\0").decode(errors="replace"), mark)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)

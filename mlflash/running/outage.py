@@ -32,6 +32,11 @@ def failure(pulses: Sequence[Pulse], noticed: float) -> Failure:
     return Failure(max(beats, default=noticed), noticed, max(saved, default=None))
 
 
+def unrestorable(pulses: Sequence[Pulse]) -> str:
+    """Why a start could restore none of the checkpoints that are there, as its ranks said; "" where that was not so."""
+    return next((str(pulse["unrestorable"]) for pulse in pulses if pulse.get("unrestorable")), "")
+
+
 def recovery(pulses: Sequence[Pulse], before: Failure | None, started: float) -> dict[str, Any]:
     """How a start came on, for the journal: what it restored, and how long that took after the failure before.
 

@@ -15,16 +15,18 @@ import time
 import uuid
 from collections.abc import Sequence
 
-from ..config import DISABLE
+from ..config import DISABLE, FRESH
 from .ending import scavenge, wind_up
 from .journal import Journal
 from .launcher import KILL_WAIT_S, Launcher, Step
 from .looks import Looks, Watch
 from .orders import Orders
-from .outage import Failure, failure, recovery
+from .outage import Failure, failure, recovery, unrestorable
 from .policy import Restarts
 from .seats import Seats, reseat, take_seats
 
+UNRESTORABLE = 65
+"""Exit code where checkpoints are there and none can be restored: another start would find the same."""
 _NAP_S = 0.1
 _LOST_WAIT_S = 3.0
 _NAMED = 8  # nodes named in a line
@@ -41,6 +43,7 @@ class Outcome:
         lost: nodes that are out of service.
         told: number of the signal that ended it; 0: none did.
         hangs: whether ranks are there, and do not get on.
+        unrestorable: what they said of checkpoints that are there, and none of which can be restored; "": nothing.
     """
 
     why: str = ""
@@ -48,6 +51,7 @@ class Outcome:
     lost: dict[str, str] = dataclasses.field(default_factory=dict)
     told: int = 0
     hangs: bool = False
+    unrestorable: str = ""
 
 
 class Supervisor:
@@ -87,6 +91,8 @@ class Supervisor:
                 return self._finish(everywhere, 0, "all ranks came to their end")
             if outcome.told:
                 return self._finish(everywhere, 128 + outcome.told, outcome.why)
+            if outcome.unrestorable:
+                return self._leave(outcome.unrestorable)
             newest = self._looks.newest()
             self._say(f"start {self._restarts.done + 1} failed: {outcome.why}; newest checkpoint: {newest}")
             hopeless = self._restarts.after_failure(newest, bool(outcome.lost))
@@ -110,8 +116,8 @@ class Supervisor:
         self._say(f"start {self._restarts.done + 1}: {ranks} on {_named(seats.hosts)}")
         started = time.time()
         env = {"MLFLASH_RUN": run, "MLFLASH_JOB": self._orders.job, "MLFLASH_MEMORY": self._orders.memory}
-        if DISABLE in os.environ:  # Open MPI brings to other nodes only what it is told to
-            env[DISABLE] = os.environ[DISABLE]
+        # Open MPI brings to other nodes only what it is told to.
+        env |= {name: os.environ[name] for name in (DISABLE, FRESH) if name in os.environ}
         step = self._launcher.start(seats, self._orders.argv, env)
         watch = Watch(self._looks, run, seats, self._orders.hang_timeout_s)
         lost = False
@@ -128,6 +134,7 @@ class Supervisor:
         if outcome.code == 0 and not outcome.why:
             outcome.why = watch.not_ended()
         pulses = self._looks.pulses(run)
+        outcome.unrestorable = unrestorable(pulses)
         self._journal.note("end", why=outcome.why, code=outcome.code, lost=outcome.lost, newest=self._looks.newest(),
                            **recovery(pulses, self._failure, started))  # fmt: skip
         self._failure = failure(pulses, noticed)
@@ -212,6 +219,14 @@ class Supervisor:
         self._journal.note("finish", code=code, why=why, scavenged=scavenged)
         self._say(f"finished with exit code {code}: {why}")
         return code
+
+    def _leave(self, why: str) -> int:
+        """End without touching memory: what it holds may be whole again when a lost node is back."""
+        self._journal.note("finish", code=UNRESTORABLE, why=why, scavenged=None)
+        self._say(f"finished with exit code {UNRESTORABLE}: {why}\n"
+                  f"what is in memory stays there: start it again with the lost nodes back, begin anew with {FRESH}=1, "
+                  f"or `mlflash clean {self._orders.job}`")  # fmt: skip
+        return UNRESTORABLE
 
     def _pause(self, seconds: float) -> None:
         end = time.monotonic() + seconds

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from harness import Cluster, train_and_die
+from harness import Cluster, assert_unrestorable, train_and_die
 
 from mlflash.errors import CorruptSlot
 from mlflash.header import HEADER_NBYTES, unpack
@@ -84,6 +84,19 @@ def test_where_slot_and_copy_are_both_damaged_the_step_is_not_restored(shm: Path
     result = cluster.train(2, last=5)
     assert [(r["step"], r["wrong"]) for r in result.of("restored")] == [(2, [])] * 2, result.log
     assert [r["steps"] for r in result.of("end")] == [[4, 5]] * 2
+
+
+@pytest.mark.parametrize("place", ["header", "payload", "truncated"])
+def test_where_it_was_the_only_step_its_damage_is_told_and_nothing_is_touched(shm: Path, place: str) -> None:
+    cluster = Cluster(shm)
+    train_and_die(cluster, 2, 1)
+    damage(cluster, 1, 1, [0, 1], place)
+    before = {path: path.read_bytes() for path in cluster.slot_files()}
+    how = {"header": "the header of this slot is damaged", "payload": r"1 of \d+ blocks of slot-\d+ are damaged",
+           "truncated": "it has 8,192 bytes of"}[place]  # fmt: skip
+    result = cluster.train(2, last=3)
+    assert_unrestorable(result, 2, step_1=rf"slot-\d+ on node0: {how}.*; slot-\d+ on node1: {how}")
+    assert {path: path.read_bytes() for path in cluster.slot_files()} == before
 
 
 @pytest.mark.parametrize("part", ["file", "body"])

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 from allpairspy import AllPairs
-from harness import Cluster, Result
+from harness import Cluster, Result, assert_unrestorable
 
 from mlflash.draining import index
 from mlflash.points import POINTS
@@ -624,12 +624,13 @@ def test_a_checkpoint_that_cannot_be_read_is_named_and_the_older_one_restored(
     assert f"step-00000004/{name}" in result.log
 
 
-def test_nothing_is_restored_where_every_checkpoint_is_damaged(shm: Path, drained: Path) -> None:
+def test_it_is_told_where_every_checkpoint_is_damaged_and_how_and_saving_can_go_on(shm: Path, drained: Path) -> None:
     directory = shutil.copytree(drained, shm / "pfs")
     DAMAGES["bit in the data"][1](directory / "step-00000002")
     DAMAGES["rank file missing"][1](directory / "step-00000004")
     result = Cluster(shm).run(2, "worker.py", spec(directory, ["save"], ["drain"], ["check", 1]), env=SMALL)
-    assert restored(result) == {(None, "[]")}, result.log
+    damaged = {"step_2": "block 0 is damaged in .*/step-00000002/rank-0000", "step_4": "No such file.*/rank-00000.h5"}
+    assert_unrestorable(result, 2, **damaged)
     assert [(r["step"], r["wrong"]) for r in result.of("checked")] == [(1, [])] * 2, result.log
 
 

@@ -9,10 +9,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from faults.stopping import stop
 from harness import Cluster, train_and_die
 from waiting import PATIENCE_S
+
+import mlflash
+from mlflash.layout import PAGE_NBYTES
 
 
 @pytest.mark.parametrize("transport", ["p2p", "rma"])
@@ -190,3 +194,29 @@ def test_an_error_of_mpi_in_the_courier_frees_no_slot_that_is_needed(shm: Path, 
         # Where both slots of step 3 were sealed before, it is whole; step 2 is there in any case.
         assert {r["step"] for r in result.of("restored")} in ({2}, {3}), result.log
         assert [r["wrong"] for r in result.of("restored")] == [[], []]
+
+
+def test_where_nothing_can_be_restored_it_ends_with_the_reasons_and_leaves_memory_alone(
+    shm: Path, tmp_path: Path
+) -> None:
+    with mlflash.Checkpointer(job="j", memory=str(shm), redundancy="none") as ckpt:
+        ckpt.save(4, {"w": np.arange(1000)}).wait()
+    for slot in shm.glob("mlflash-*/j/slot-*"):
+        raw = bytearray(slot.read_bytes())
+        raw[PAGE_NBYTES + 10] ^= 1
+        slot.write_bytes(raw)
+    before = {slot: slot.read_bytes() for slot in shm.glob("mlflash-*/j/slot-*")}
+    program = "import mlflash; mlflash.Checkpointer(redundancy='none').restore({})"
+    command = [sys.executable, "-m", "mlflash", "run", "-N", "1", "--launcher", "mpiexec", "--job", "j", "--memory",
+               str(shm), "--look-every", "0.5", "--", sys.executable, "-c", program]  # fmt: skip
+    ended = subprocess.run(command, cwd=tmp_path, timeout=PATIENCE_S, capture_output=True, text=True, check=False)
+    assert ended.returncode == 65, ended.stdout + ended.stderr
+    assert "step 4: slot-000" in ended.stderr.partition("finished with exit code 65: checkpoints are there")[2]
+    assert ended.stderr.count("mlflash run: start ") == 1 and "MLFLASH_FRESH=1, or `mlflash clean j`" in ended.stderr
+    assert {slot: slot.read_bytes() for slot in before} == before
+    told = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]
+    assert told[-1]["code"] == 65 and "step 4" in told[-1]["why"]
+    anew, env = program.replace("restore({})", "restore({}) is None or 1 / 0"), {**os.environ, "MLFLASH_FRESH": "1"}
+    again = subprocess.run([*command[:-1], anew], cwd=tmp_path, timeout=PATIENCE_S, capture_output=True, text=True,
+                           check=False, env=env)  # fmt: skip
+    assert again.returncode == 0, again.stdout + again.stderr

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 from faults.stopping import sleeps
-from harness import Cluster, assert_restored, train_and_die
+from harness import Cluster, assert_restored, assert_unrestorable, train_and_die
 from waiting import take, until
 
 from mlflash.header import COMMIT_START, HEADER_NBYTES, RECORD_NBYTES, unpack
@@ -41,13 +42,38 @@ def test_one_node_with_a_node_of_fewer_ranks(shm: Path) -> None:
         assert_restored(cluster.train(5, last=3), 5, 3)
 
 
-def test_losing_both_partners_gives_nothing_and_losing_two_others_loses_nothing(shm: Path) -> None:
+def test_losing_both_partners_is_told_and_touches_nothing_and_losing_two_others_loses_nothing(shm: Path) -> None:
     cluster = Cluster(shm)
     train_and_die(cluster, 4, step=2)
     cluster.wipe(0, 1)  # partners are 0-2 and 1-3
     assert_restored(cluster.train(4, last=3), 4, 2)
-    cluster.wipe(1, 3)
-    assert_restored(cluster.train(4, last=1), 4, None)
+    lost = {k: cluster.node(k).rename(shm / f"lost{k}") for k in (1, 3)}
+    before = {path: path.read_bytes() for path in cluster.slot_files()}
+    gone = "no slot and no copy of ranks 1, 3 of 4 is on the nodes that are here: .* node0, node2"
+    options = {
+        "options": {"reserve": 1 << 22}
+    }  # larger slots, which would be made in the place of those that are there
+    assert_unrestorable(cluster.train(4, last=9, **options), 4, step_2=gone, step_3=gone)
+    assert {path: path.read_bytes() for path in cluster.slot_files()} == before
+    for k, path in lost.items():  # the nodes are back
+        shutil.rmtree(cluster.node(k))
+        path.rename(cluster.node(k))
+    assert_restored(cluster.train(4, last=4), 4, 3)
+
+
+def test_a_fresh_start_goes_on_from_its_own_and_frees_the_old_slots_after_its_first_commit(shm: Path) -> None:
+    cluster, options = Cluster(shm), {"options": {"fresh": True}}
+    train_and_die(cluster, 2, step=3)
+    old = {path: path.read_bytes() for path in cluster.slot_files()}
+    result = cluster.train(2, last=1, traps=[{"path": ["stage.unsealed"], "action": "rank", "rank": 0}], **options)
+    assert {r["step"] for r in result.of("restored")} == {None}, result.log
+    assert "steps [2, 3] in memory are passed over" in result.log
+    assert old == {path: path.read_bytes() for path in old}, "freed before the first commit"
+    assert_restored(cluster.train(2, last=2, **options), 2, None)
+    assert len(cluster.slot_files()) == 8
+    assert_restored(cluster.train(2, last=3, **options), 2, 2)
+    assert_restored(cluster.train(2, last=3), 2, 3)
+    assert_restored(cluster.train(2, last=1, options={"fresh": "again"}), 2, None)
 
 
 def test_without_redundancy_a_lost_process_loses_nothing_and_a_lost_node_everything(shm: Path) -> None:
@@ -57,7 +83,8 @@ def test_without_redundancy_a_lost_process_loses_nothing_and_a_lost_node_everyth
     assert_restored(result, 2, 2)
     assert len(cluster.slot_files()) == 4
     cluster.wipe(1)
-    assert_restored(cluster.train(2, last=1, **options), 2, None)
+    told = cluster.train(2, last=1, **options)
+    assert_unrestorable(told, 2, step_1="no slot and no copy of rank 1 of 2", step_2="ranks that were on node0")
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

@@ -1,0 +1,308 @@
+"""Nothing and unusable are two answers; and what a fresh start passes over, keeps and frees."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mlflash import Checkpointer, errors, evidence, shelf
+from mlflash.config import from_environment
+from mlflash.evidence import Trace
+from mlflash.header import COMMIT_START, HEADER_NBYTES, MAGIC, RECORD_NBYTES, Attempt, Header, unpack
+from mlflash.layout import Extents
+
+Make = Callable[..., Checkpointer]
+
+
+@pytest.fixture
+def make(shm: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
+    """Makes Checkpointers of one job, of this process alone."""
+    monkeypatch.delenv("MLFLASH_FRESH", raising=False)
+    made: list[Checkpointer] = []
+
+    def start(directory: Path | None = None, **settings: Any) -> Checkpointer:
+        for one in made:
+            one.close()
+        made.append(Checkpointer(directory, **{"job": "j", "memory": str(shm), "redundancy": "none", **settings}))
+        return made[-1]
+
+    yield start
+    for one in made:
+        one.close()
+
+
+def state_at(step: int) -> dict[str, Any]:
+    return {"w": np.full(10_000, step), "step": step}
+
+
+def save(ckpt: Checkpointer, *steps: int) -> None:
+    for step in steps:
+        assert ckpt.save(step, state_at(step)).wait().committed
+    ckpt.close()
+
+
+def restored(ckpt: Checkpointer) -> int | None:
+    state = state_at(0)
+    step = ckpt.restore(state)
+    assert state["step"] == (step or 0) and (state["w"] == (step or 0)).all()
+    return step
+
+
+def slots(shm: Path) -> dict[Path, bytes]:
+    """The slots that hold something."""
+    found = {path: path.read_bytes() for path in shm.glob("mlflash-*/j/slot-*")}
+    return {path: raw for path, raw in found.items() if raw[:8] == MAGIC}
+
+
+def change(path: Path, at: int, new: bytes) -> None:
+    with path.open("r+b") as file:
+        file.seek(at)
+        file.write(new)
+
+
+def spoil(shm: Path, receipts: bool = True, payload: bool = True) -> None:
+    """Damage all slots, and erase what says that they were committed."""
+    for path, raw in slots(shm).items():
+        if payload:
+            change(path, unpack(raw[:HEADER_NBYTES]).extents.payload_start + 100, b"\xff\xfe")
+        if not receipts:
+            change(path, COMMIT_START, bytes(RECORD_NBYTES))
+
+
+def test_what_was_committed_and_cannot_be_restored_is_told_step_by_step_and_left_as_it_is(
+    make: Make, shm: Path
+) -> None:
+    save(make(), 1, 2)
+    spoil(shm)
+    before = slots(shm)
+    ckpt, state = make(reserve=1 << 20), state_at(0)
+    for use in (lambda: ckpt.restore(state), ckpt.load, ckpt.adapting.open, ckpt.adapting.newest_step):
+        with pytest.raises(errors.Unrestorable, match="none of them can be restored: nothing was deleted") as caught:
+            use()
+        assert list(caught.value.reasons) == [2, 1] and all(
+            "are damaged" in why for why in caught.value.reasons.values()
+        )
+        assert "slot-000" in caught.value.reasons[1] and caught.value.reasons[1] in str(caught.value)
+    with pytest.raises(errors.StepNotFound, match=r"step is there, and cannot be restored: slot-\d+ on .*are damaged"):
+        ckpt.restore(state, step=1)
+    with pytest.raises(errors.StepNotFound, match="this step cannot be restored"):
+        ckpt.restore(state, step=7)
+    assert not ckpt.adapting.check(2) and (state["w"] == 0).all()
+    ckpt.close()
+    assert slots(shm) == before
+
+
+def test_who_goes_on_all_the_same_frees_it_with_the_first_commit_only(make: Make, shm: Path) -> None:
+    save(make(), 1, 2)
+    spoil(shm)
+    before = slots(shm)
+    ckpt = make()
+    with pytest.raises(errors.Unrestorable):
+        ckpt.restore(state_at(0))
+    ckpt.prepare(state_at(0))
+    assert {path: raw for path, raw in slots(shm).items() if path in before} == before
+    save(ckpt, 3)
+    assert not {*before} & {*slots(shm)} and restored(make()) == 3
+
+
+def test_a_first_save_that_died_before_any_receipt_is_nothing_and_is_said(
+    make: Make, shm: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(make(), 1)
+    spoil(shm, receipts=False)
+    assert restored(make()) is None and "parts of step 1, whose first save did not end" in caplog.text
+
+
+def test_what_was_agreed_on_is_restored_without_a_receipt_and_then_counts_as_committed(make: Make, shm: Path) -> None:
+    save(make(), 1)
+    spoil(shm, receipts=False, payload=False)
+    assert restored(make()) == 1
+    make().close()
+    spoil(shm)  # the receipt of the restore is there still
+    with pytest.raises(errors.Unrestorable):
+        make().load()
+
+
+def test_a_directory_that_cannot_be_read_is_no_empty_one(make: Make, tmp_path: Path) -> None:
+    assert restored(make(tmp_path / "not there yet")) is None
+    (tmp_path / "file").touch()
+    with pytest.raises(errors.Unrestorable, match=r"file cannot be read: .*, and memory has nothing") as caught:
+        make(tmp_path / "file").restore(state_at(0))
+    assert caught.value.reasons == {}
+
+
+@pytest.mark.parametrize("what", ["card", "data"])
+def test_damaged_checkpoints_of_the_directory_are_told_one_by_one(make: Make, tmp_path: Path, what: str) -> None:
+    ckpt = make(tmp_path / "pfs", drain_every=1)
+    for step in (1, 2):
+        ckpt.save(step, state_at(step)).wait()
+        ckpt.wait_drained()
+    save(ckpt)
+    for folder in (tmp_path / "pfs").glob("step-*"):
+        change(folder / ("checkpoint.h5" if what == "card" else "rank-00000.h5"), 100, b"\xff" * 9)
+    ckpt = make(job="other")
+    for _ in range(2):
+        with pytest.raises(errors.Unrestorable) as caught:
+            ckpt.restore(state_at(0), source=tmp_path / "pfs")
+        assert {step: why.split(":")[0] for step, why in caught.value.reasons.items()} == {
+            1: "step-00000001", 2: "step-00000002"
+        }  # fmt: skip
+        assert all("damaged" in why for why in caught.value.reasons.values())
+
+
+def test_a_fresh_start_passes_over_memory_and_directory_and_its_relaunches_go_on(
+    make: Make, shm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pfs = tmp_path / "pfs"
+    ckpt = make(pfs, drain_every=1)
+    save(ckpt, 10, 20)
+    before, drained = slots(shm), sorted(pfs.rglob("*"))
+    monkeypatch.setenv("MLFLASH_FRESH", "1")
+    ckpt = make(pfs)
+    assert restored(ckpt) is None and ckpt.steps() == [] and slots(shm).items() >= before.items()
+    with pytest.raises(errors.StepNotFound):
+        ckpt.restore(state_at(0), step=20)
+    ckpt.close()  # and dies before its first commit
+    ckpt = make(pfs)
+    assert restored(ckpt) is None and slots(shm).items() >= before.items()
+    save(ckpt, 1)
+    assert not {*before} & {*slots(shm)} and sorted(pfs.rglob("*")) == drained
+    assert restored(make(pfs)) == 1
+    save(make(pfs, drain_every=1), 2)
+    for path in slots(shm):
+        path.unlink()
+    assert restored(make(pfs)) == 2, "from the directory, which has newer steps of before"
+    assert restored(make(pfs, fresh="another")) is None
+    monkeypatch.delenv("MLFLASH_FRESH")
+    assert restored(make(pfs)) == 2  # generations go on: it is newer than step 20
+
+
+def test_a_fresh_start_is_no_answer_to_what_came_of_it_and_is_lost(make: Make, shm: Path) -> None:
+    save(make(), 10)
+    ckpt = make(fresh=True)
+    save(ckpt, 1)
+    spoil(shm)
+    with pytest.raises(errors.Unrestorable) as caught:
+        make(fresh=True).restore(state_at(0))
+    assert [*caught.value.reasons] == [1]
+    assert restored(make(fresh="2")) is None
+
+
+@pytest.fixture
+def small(shm: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Lets memory be so small that it has room for nothing besides the slots that are there."""
+
+    def shrink() -> None:
+        room = sum(map(len, slots(shm).values())) + shelf._HEADROOM_NBYTES
+        monkeypatch.setattr(shelf, "available", lambda path: {"tmpfs": room - sum(map(len, slots(shm).values()))})
+
+    return shrink
+
+
+def test_where_there_is_no_room_for_both_the_old_slots_go_at_once_and_it_is_said(
+    make: Make, shm: Path, small: Callable[[], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    save(make(), 1, 2)
+    small()
+    before = slots(shm)
+    assert restored(make(fresh=True)) is None and not before.items() & slots(shm).items()
+    assert "memory has no room for the slots of this run beside" in caplog.text
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_what_is_unusable_in_memory_gives_way_to_a_whole_checkpoint_of_the_directory_only(
+    make: Make, shm: Path, tmp_path: Path, small: Callable[[], None], is_whole: bool
+) -> None:
+    pfs = tmp_path / "pfs"
+    ckpt = make(pfs)
+    ckpt.save(1, state_at(1)).wait()
+    ckpt.drain().wait()
+    save(ckpt, 2, 3)
+    spoil(shm)
+    small()
+    before = slots(shm)
+    if is_whole:
+        assert restored(make(pfs)) == 1 and not before.items() & slots(shm).items()
+        return
+    data = pfs / "step-00000001" / "rank-00000.h5"
+    change(data, data.stat().st_size // 2, b"\xff" * 9)
+    with pytest.raises(errors.Unrestorable) as caught:
+        make(pfs).restore(state_at(0))
+    assert [*caught.value.reasons] == [3, 2, 1] and slots(shm) == before
+
+
+@pytest.mark.parametrize(
+    ("given", "word"), [(True, "1"), (False, ""), ("yes", "1"), ("0", ""), ("Try 2", "Try 2"), (None, "env")]
+)
+def test_the_word_of_a_fresh_start(given: Any, word: str) -> None:
+    config = from_environment({"MLFLASH_JOB": "j", "MLFLASH_FRESH": "env"}, None, fresh=given)
+    assert config.fresh == word and bool(config.mark) == bool(word)
+
+
+# What is told of lost nodes
+
+
+def trace(rank: int, node: int, generation: int = 1, step: int = 1, size: int = 4, mark: int = 0, parities: int = 0,
+          group: Sequence[int] = (), committed: bool = True, file: int = 0) -> Trace:  # fmt: skip
+    attempt = Attempt(b"r" * 16, generation)
+    header = Header(attempt, step, rank, size, rank, 0, 0, Extents(0, 0, 4096), 0, 0, f"host{rank}", "copy", "j",
+                    tuple(group), parities, mark=mark)  # fmt: skip
+    return Trace((node, file), attempt, step, committed, header, "")
+
+
+def test_the_ranks_whose_slots_are_gone_are_named_with_the_nodes_they_were_on() -> None:
+    older = [trace(rank, 0, generation=1, file=rank) for rank in range(4)]
+    newer = [trace(rank, 0, generation=2, step=5, file=4 + rank) for rank in (0, 2)]
+    told = evidence.why_not([*older, *newer], {(0, 3): "a reason"}, ["host0"])
+    assert told[5] == (
+        "no slot and no copy of ranks 1, 3 of 4 is on the nodes that are here: they were on host1, host3"
+    )
+    assert told[1] == "slot-0003 on host0: a reason" and [*told] == [5, 1]
+
+
+def test_a_parity_group_that_lost_too_many_is_named() -> None:
+    group = [trace(rank, rank, group=range(4)) for rank in (0, 1)]
+    group += [trace(rank, rank, group=range(4), parities=1, file=1) for rank in (0, 1)]
+    why = evidence.why_not(group, {}, ["a", "b"])[1]
+    assert "ranks 2-3 of 4" in why and "2 of the 4 ranks 0-3 that protect each other are without a slot" in why
+    assert "of these 1 may be" in why
+
+
+def test_what_nobody_committed_is_no_reason_and_not_all_of_very_many_are_told() -> None:
+    assert evidence.why_not([trace(0, 0, committed=False)], {}, ["a"]) == {}
+    many = [trace(0, 0, generation=number, step=number, file=number) for number in range(99)]
+    told = evidence.why_not(many, {}, ["a"])
+    assert [*told] == list(range(98, 98 - evidence.MOST_STEPS, -1))
+    why = evidence.why_not([trace(0, 0, size=100_000)], {(0, 0): "x" * 10}, ["a"])[1]
+    assert len(why) < 300
+
+
+@given(st.lists(st.tuples(st.integers(0, 1), st.booleans()), max_size=12))
+def test_a_fresh_start_goes_back_to_the_last_that_is_not_its_own(runs: list[tuple[int, bool]]) -> None:
+    traces = [trace(0, 0, number, number, mark=mark, file=number) for number, (mark, _) in enumerate(runs)]
+    damaged = [Trace(one.place, one.attempt, one.step, True, None, "damaged") if is_damaged else one
+               for one, (_, is_damaged) in zip(traces, runs, strict=True)]  # fmt: skip
+    others = [number for number, (mark, is_damaged) in enumerate(runs) if not mark and not is_damaged]
+    floor = evidence.floor(damaged, 1)
+    assert floor >= max(others, default=-1) + 1
+    ours = [number for number, (mark, is_damaged) in enumerate(runs) if mark and not is_damaged]
+    assert (
+        floor == max([*others, -1]) + 1
+        or not [n for n in ours if n >= floor]
+        or floor <= min(n for n in ours if n >= floor)
+    )
+
+
+def test_a_record_of_logging_is_one_line(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    save(make(), 3)
+    with caplog.at_level(logging.WARNING, "mlflash"):
+        make(fresh=True)
+    said = [record.getMessage() for record in caplog.records if "fresh start" in record.getMessage()]
+    assert said == ["fresh start '1': steps [3] in memory are passed over, and deleted once this run has committed"]
