@@ -16,11 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from . import adapting, config, courier, drains, report, restores, saves
+from . import adapting, config, courier, drains, newest, report, restores, saves
 from .aheads import Ahead
 from .draining.catalog import Listed
 from .draining.drain import Drain
-from .errors import MlflashError
+from .errors import MlflashError, Unrestorable
 from .opened import Readable
 from .parcels import Parcel
 from .saves import Begun
@@ -213,11 +213,30 @@ class Saves(saves.Saves):
         """Make nothing."""
 
 
+class Newest(newest.Newest):
+    """Finds nothing."""
+
+    def __init__(self) -> None:
+        pass
+
+    def step(self) -> int | None:
+        """There is none."""
+        return None
+
+    def step_alike(self) -> int | None:
+        """There is none."""
+        return None
+
+    def why_not(self, step: int) -> str | None:
+        """Nobody looks."""
+        return "mlflash is off"
+
+
 class Restores(restores.Restores):
     """Restores nothing, whatever memory and directory hold."""
 
     def __init__(self) -> None:
-        pass
+        self.newest = Newest()
 
     def restore(self, state: Any, step: int | None, source: str | None = None) -> int | None:
         """Leave the state as it is."""
@@ -237,10 +256,6 @@ class Restores(restores.Restores):
     def steps(self) -> list[int]:
         """There are none."""
         return []
-
-    def check(self, step: int) -> bool:
-        """There is no such step."""
-        return False
 
     def steps_alike(self) -> list[int]:
         """There are none."""
@@ -267,6 +282,9 @@ class Adapting(adapting.Adapting):
 
     def give_up(self, ahead: Ahead) -> None:
         """Nothing was staged."""
+
+    def go_on_instead(self, error: Unrestorable, instead: object) -> None:
+        """Nobody looks for checkpoints that could not be used."""
 
 
 class Facts(report.Facts):

@@ -26,6 +26,7 @@ from .errors import (
     WorldSizeChanged,
 )
 from .flatten import flatten_or_none
+from .newest import Newest
 from .opened import Elsewhere, Opened, Readable
 from .parcels import Parcel
 from .parts import Parts
@@ -47,12 +48,16 @@ class Restores:
         courier: does all that is collective.
         saves: told of the step that was restored.
         drains: knows what is in the directory.
+
+    Attributes:
+        newest: says which step can really be loaded.
     """
 
     def __init__(self, parts: Parts, courier: Courier, saves: Saves, drains: Drains):
         self._parts, self._courier, self._saves, self._drains = parts, courier, saves, drains
         self._world, self._journal = parts.world, parts.journal
         self._began = time.perf_counter()  # the restore that goes on
+        self.newest = Newest(parts, courier, self._find, self._find_whole, self.steps_alike)
 
     def restore(self, state: Any, step: int | None, source: str | None = None) -> int | None:
         """Fill a state in place; see `Checkpointer.restore`."""
@@ -113,7 +118,8 @@ class Restores:
 
     def open(self, step: int | None, told: Collection[str], source: str | None = None) -> Readable | None:
         """Open a checkpoint to read any part of it; see `Adapting.open`."""
-        found = self._find(step, others=True, source=source, told=told)
+        find = self._find_whole if step is None else self._find
+        found = find(step, others=True, source=source, told=told)
         if found is None or isinstance(found, Drained):
             return found
         if isinstance(found, Home):
@@ -144,18 +150,6 @@ class Restores:
     def steps(self) -> list[int]:
         """List the steps that can be restored; see `Checkpointer.steps`."""
         return self._steps(alike=False)
-
-    def check(self, step: int) -> bool:
-        """Whether a step can be loaded; see `Adapting.check`."""
-        try:
-            found = self._find(step)
-        except (CorruptSlot, StepNotFound) as error:  # the same on all ranks
-            if self._world.rank == 0:
-                log.warning("step %d cannot be loaded: %s", step, error)
-            return False
-        if isinstance(found, Drained):
-            found.close()
-        return found is not None
 
     def _steps(self, alike: bool) -> list[int]:
         self._saves.wait()
@@ -215,10 +209,26 @@ class Restores:
         self._saves.wait()
         self._drains.wait()
         self._saves.forget()
-        found: Home | Elsewhere | Drained | None
+        found: Home | Elsewhere | Drained | None = self.newest.take(step) if source is None else None
+        if found is not None:
+            return found
         passed_over = [] if bad is None else bad
         found = self._courier.call(lambda: self._newest(step, others, source, told, passed_over, checked))
         self._journal.seconds["find and fetch"] += time.perf_counter() - start
+        return found
+
+    def _find_whole(
+        self, step: int | None, others: bool = False, source: str | None = None, told: Collection[str] = ()
+    ) -> Home | Elsewhere | Drained | None:
+        """Find a step, or the newest, of which every byte is verified, also where it comes from the directory."""
+        bad: list[Listed] = []
+        while isinstance(found := self._find(step, others, source, told, bad), Drained):
+            try:
+                self.newest.verify(found)
+                break
+            except CorruptSlot as error:  # the same on all ranks
+                self._pass_over(found.listed, error, bad)
+                found.close()
         return found
 
     def _newest(self, step: int | None, others: bool, source: str | None, told: Collection[str], bad: list[Listed],

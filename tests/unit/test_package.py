@@ -25,8 +25,8 @@ ORDER = [
     "slot", "parity_file", "moves", "comm", "board", "window", "pace", "transfer", "aside", "exchange", "devices",
     "spots", "lazy", "ways", "stage", "shelf", "aheads", "copies", "parity", "protect", "replicas", "parts",
     "snapshot", "commit", "repair", "fetch", "reunion", "shards", "parcels", "opened", "reshard", "restore",
-    "courier", "drains", "scavenge", "saves", "restores", "rng", "report", "adapting", "off", "at_exit", "checkpointer",
-    "__init__", "cli", "__main__",
+    "courier", "drains", "scavenge", "saves", "newest", "restores", "rng", "report", "adapting", "off", "at_exit",
+    "checkpointer", "__init__", "cli", "__main__",
 ]  # fmt: skip
 # The same of `draining`, which stands before "drains".
 DRAINING = ["__init__", "index", "catalog", "dealing", "hdf5", "cargo", "form", "as_hdf5", "as_dcp", "drain", "drained"]
