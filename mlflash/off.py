@@ -20,9 +20,11 @@ from . import adapting, config, courier, drains, newest, report, restores, saves
 from .aheads import Ahead
 from .draining.catalog import Listed
 from .draining.drain import Drain
+from .draining.drained import Drained
 from .errors import MlflashError, Unrestorable
 from .opened import Readable
 from .parcels import Parcel
+from .reunion import Home
 from .saves import Begun
 from .snapshot import Snapshot
 from .state import Flat
@@ -230,6 +232,13 @@ class Newest(newest.Newest):
     def why_not(self, step: int) -> str | None:
         """Nobody looks."""
         return "mlflash is off"
+
+    def verify(self, drained: Drained) -> None:
+        """Nothing is read."""
+
+    def take(self, step: int | None) -> Home | None:
+        """Nothing was verified."""
+        return None
 
 
 class Restores(restores.Restores):

@@ -132,10 +132,7 @@ class Found:
         elif (survives := self.survives) is not None:
             yield "red" if survives.fatal else "", f"survives the loss of: any process; {survives}"
         if newest is not None or (self.shelf is not None and self.shelf.newest is not None):
-            yield (
-                "",
-                "only headers were read: whether every byte is good, and a step can be loaded, says `mlflash verify`",
-            )
+            yield "", "by their headers: only `mlflash verify` reads every byte of them"
         if self.outlook.lost is not None and not self.outlook.unseen:
             yield "red", describe_lost(self.outlook.lost)
         for node in self.nodes:
