@@ -43,6 +43,7 @@ class MemoryCheckpointManager(DefaultCheckpointManager):
         factor = checkpoint_config.replication_factor if checkpoint_config.replication else 1
         settings = {"repl_strategy": Clique(replication_factor=factor), **_settings}
         self._context = checkpointing_context(checkpoint_config.non_persistent_local_ckpt_dir, **settings)
+        self._context["local_checkpoint_manager"].persistent_dir = getattr(checkpoint_config, "load", None)
 
 
 def use(checkpoint_config: Any, redundancy: str | None = None, enabled: bool = True, **settings: Any) -> None:

@@ -1,74 +1,36 @@
 """Objects of frameworks ↔ bytes and tensors: what is no tensor is pickled, and unpickled by a loader that runs no code.
 
 Their states hold objects of their own (Megatron's ShardedTensor, argparse's Namespace, ...), which only pickle can
-bring back. A pickle may name any function to be called; this loader knows classes of a few packages, and the functions
-by which NumPy's arrays are made. Tensors are not pickled: they go into the slot as tensors do.
+bring back. A pickle may name any function to be called; this loader makes what stands in the tables of `known`, each in
+the one way that is written there. Tensors are not pickled: they go into the slot as tensors do.
 """
 
 from __future__ import annotations
 
+import collections
+import enum
+import importlib
 import io
 import pickle
-import sys
 import types
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from mlflash.errors import CorruptSlot, StateError
 
-_PACKAGES = {"megatron", "nvidia_resiliency_ext", "mlflash", "transformer_engine", "lightning", "pytorch_lightning",
-             "lightning_fabric", "lightning_utilities", "transformers", "deepspeed"}  # fmt: skip
-"""Whose classes may be made."""
-_CLASSES = {
-    "argparse": {"Namespace"},
-    "builtins": {
-        "bool",
-        "bytearray",
-        "bytes",
-        "complex",
-        "dict",
-        "float",
-        "frozenset",
-        "int",
-        "list",
-        "range",
-        "set",
-        "slice",
-        "str",
-        "tuple",
-    },
-    "_io": {"BytesIO"},
-    "collections": {"OrderedDict", "defaultdict", "deque"},
-    "datetime": {"date", "datetime", "time", "timedelta", "timezone"},
-    "decimal": {"Decimal"},
-    "signal": {"Signals"},
-    "types": {"SimpleNamespace"},
-    "pathlib": {"Path", "PosixPath", "PurePath", "PurePosixPath"},
-    "numpy": {"dtype", "ndarray"},
-    "torch": {"Size", "device"},
-    "torch.nn.parameter": {"Parameter"},
-}
-_FUNCTIONS = {
-    ("_codecs", "encode"),  # bytes, by protocol 2
-    ("numpy.core.multiarray", "_reconstruct"),
-    ("numpy._core.multiarray", "_reconstruct"),
-    ("numpy.core.multiarray", "scalar"),
-    ("numpy._core.multiarray", "scalar"),
-    ("numpy.core.numeric", "_frombuffer"),
-    ("numpy._core.numeric", "_frombuffer"),
-    ("torch.serialization", "_get_layout"),
-}
+from . import known
 
 _allowed: set[tuple[str, str]] = set()
 
 
 def allow(*classes: Any) -> None:
-    """Let classes, or functions, be saved and loaded that are of no package known here: of a training's own arguments.
+    """Let classes, or functions, be saved and loaded that are not known here: of a training's own arguments.
 
-    Not collective; to be called before a save or a load. What is allowed may be called by any checkpoint.
+    Not collective; to be called before a save or a load. What is allowed may be called by any checkpoint, with any
+    arguments and any state: a class that opens files or starts something when it is made does not belong here.
     """
     _allowed.update((one.__module__, one.__qualname__) for one in classes)
 
@@ -121,13 +83,15 @@ class _Pickler(pickle.Pickler):
         """Take tensors of other classes apart into plain ones: quantized weights (FP8, MXFP8) are made of several."""
         if isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)):
             module = pickle.whichmodule(value, value.__qualname__)  # type: ignore[attr-defined]
-            if not _knows(module, value.__qualname__, value):
+            if _way(module, value.__qualname__) is None:
                 raise pickle.PicklingError(_unknown(module, value.__qualname__))
+        if (reduced := known.reduced(value)) is not None:
+            return reduced
         if not isinstance(value, torch.Tensor):
             return NotImplemented
         kind = type(value)
         if kind is torch.nn.Parameter:
-            return torch.nn.Parameter, (value.data, value.requires_grad)
+            return known.parameter, (value.data, value.requires_grad)
         if is_traceable_wrapper_subclass(value):
             names, context = value.__tensor_flatten__()
             parts = {name: getattr(value, name) for name in names}
@@ -141,43 +105,162 @@ class _Pickler(pickle.Pickler):
 def _rebuild(
     kind: type, parts: dict[str, Any], context: Any, size: tuple[int, ...], stride: tuple[int, ...], grad: bool
 ) -> torch.Tensor:
+    if not isinstance(kind, type) or _way(kind.__module__, kind.__qualname__) is not _Way.ALLOWED:
+        raise pickle.UnpicklingError(f"{kind!r} is no class of tensors that was allowed")
     tensor: torch.Tensor = kind.__tensor_unflatten__(parts, context, torch.Size(size), stride)  # type: ignore[attr-defined]
     return tensor.requires_grad_(grad) if grad else tensor
 
 
-class _Unpickler(pickle.Unpickler):
+class _Way(enum.Enum):
+    """How something may be used that a pickle names, see `known`; what the user has allowed in any way."""
+
+    CALLED, DATA, ENUM, VALUE, ALLOWED = range(5)
+
+
+def _way(module: str, name: str) -> _Way | None:
+    """How a pickle may use what it names; None: not at all."""
+    if (module, name) in _allowed:
+        return _Way.ALLOWED
+    if (module, name) in known.CALLED or (module, name) in known.METHODS or (module, name) == (__name__, "_rebuild"):
+        return _Way.CALLED
+    tables = {_Way.DATA: known.DATA, _Way.ENUM: known.ENUMS, _Way.VALUE: known.VALUES}
+    return next((way for way, table in tables.items() if name in table.get(module, ())), None)
+
+
+# Older ways to call, and numbers that stand for what another library has registered: `dump` writes none of them.
+_OTHER_CALLS = [code[0] for code in (pickle.INST, pickle.OBJ, pickle.EXT1, pickle.EXT2, pickle.EXT4)]
+
+
+_PYTHON: Any = pickle._Unpickler
+
+
+class _Unpickler(pickle._Unpickler):
+    """Python's own unpickler, in which each opcode that calls something or changes an object asks first.
+
+    It is the one written in Python: that in C sets attributes of whatever a pickle names, classes included.
+
+    Args:
+        file: has the pickle.
+        tensors: those that it names by number.
+    """
+
+    dispatch: ClassVar[dict[int, Callable[[Any], None]]] = {**pickle._Unpickler.dispatch}
+    stack: list[Any]
+    metastack: list[list[Any]]
+
     def __init__(self, file: io.BytesIO, tensors: Sequence[torch.Tensor]):
         super().__init__(file)
         self._tensors = tensors
+        self._ways: dict[int, tuple[_Way, Any]] = {}  # by id; what is kept here keeps its id
 
     def persistent_load(self, number: Any) -> torch.Tensor:
-        if not isinstance(number, int) or not 0 <= number < len(self._tensors):
+        if type(number) is not int or not 0 <= number < len(self._tensors):
             raise pickle.UnpicklingError(f"there is no tensor {number!r}")
         return self._tensors[number]
 
     def find_class(self, module: str, name: str) -> Any:
-        if _knows(module, name):
-            return super().find_class(module, name)
-        top = module.partition(".")[0]
-        found = super().find_class(module, name) if top in _PACKAGES else getattr(sys.modules.get(module), name, None)
-        if not _knows(module, name, found):
+        way = _way(module, name)
+        if way is None:
             raise pickle.UnpicklingError(_unknown(module, name))
+        found: Any = known.CALLED.get((module, name)) if way is _Way.CALLED else None
+        if found is None:
+            found = importlib.import_module(module)
+            for part in name.split("."):
+                found = getattr(found, part)
+        self._ways[id(found)] = way, found
         return found
 
+    def _way_of(self, value: Any) -> _Way | None:
+        return self._ways.get(id(value), (None, None))[0]
 
-def _knows(module: str, name: str, found: Any = None) -> bool:
-    """Whether something may be loaded: by its name, or by what it is."""
-    if (module, name) in _FUNCTIONS or (module, name) in _allowed or name in _CLASSES.get(module, ()):
-        return True
-    top = module.partition(".")[0]
-    if top == "torch" and "." not in name:
-        return isinstance(found, (torch.dtype, torch.layout, torch.memory_format))
-    if top not in _PACKAGES or found is None:
-        return False
-    if (module, name) == (__name__, "_rebuild") or name.endswith("._make_in_reduce_ex"):  # of Transformer Engine's
-        return True
-    # A class found by way of a package may be of another one: "megatron.core.utils.subprocess.Popen".
-    return isinstance(found, type) and found.__module__.partition(".")[0] in _PACKAGES
+    def _made_by(self, value: Any) -> _Way | None:
+        """How the class of an object may be used; None also for classes and functions themselves."""
+        return None if isinstance(value, type) else self._way_of(type(value))
+
+    def _call(self) -> None:
+        arguments, function = self.stack.pop(), self.stack[-1]
+        way = self._way_of(function)
+        is_value = len(arguments) == 1 and type(arguments[0]) in (int, str)
+        if way in (_Way.CALLED, _Way.ALLOWED) or (way is _Way.ENUM and is_value and issubclass(function, enum.Enum)):
+            self.stack[-1] = function(*arguments)
+            return
+        raise pickle.UnpicklingError(f"{function!r} is not called")
+
+    def _make(self) -> None:
+        arguments, kind = self.stack.pop(), self.stack.pop()
+        way = self._way_of(kind)
+        if way is _Way.DATA and issubclass(kind, tuple):
+            self.stack.append(tuple.__new__(kind, arguments))
+        elif way is _Way.ALLOWED or (way is _Way.DATA and not arguments):
+            self.stack.append(kind.__new__(kind, *arguments))
+        else:
+            raise pickle.UnpicklingError(f"{kind!r} is not made like this")
+
+    def _make_with_keywords(self) -> None:
+        keywords, arguments, kind = self.stack.pop(), self.stack.pop(), self.stack.pop()
+        if self._way_of(kind) is not _Way.ALLOWED:
+            raise pickle.UnpicklingError(f"{kind!r} is not made like this")
+        self.stack.append(kind.__new__(kind, *arguments, **keywords))
+
+    def _set_state(self) -> None:
+        made = self.stack[-2]
+        way = self._made_by(made)
+        if way is _Way.ALLOWED:
+            _PYTHON.load_build(self)
+            return
+        state = self.stack.pop()
+        if way is _Way.DATA or type(made) in _WITH_ATTRIBUTES:
+            _set_attributes(made, state)
+            return
+        raise pickle.UnpicklingError(f"no attributes are set of {made!r}")
+
+    def _append(self) -> None:
+        self._fill(self.stack[-2], (list, collections.deque), _PYTHON.load_append)
+
+    def _appends(self) -> None:
+        self._fill(self.metastack[-1][-1], (list, collections.deque), _PYTHON.load_appends)
+
+    def _set_item(self) -> None:
+        self._fill(self.stack[-3], (dict,), _PYTHON.load_setitem)
+
+    def _set_items(self) -> None:
+        self._fill(self.metastack[-1][-1], (dict,), _PYTHON.load_setitems)
+
+    def _add_items(self) -> None:
+        self._fill(self.metastack[-1][-1], (set,), _PYTHON.load_additems)
+
+    def _fill(self, made: Any, kinds: tuple[type, ...], load: Callable[[Any], None]) -> None:
+        if not isinstance(made, kinds) and self._made_by(made) is not _Way.ALLOWED:
+            raise pickle.UnpicklingError(f"{made!r} is not filled like this")
+        load(self)
+
+    def _refuse(self) -> None:
+        raise pickle.UnpicklingError("this is not what `dump` writes")
+
+    dispatch |= {
+        pickle.REDUCE[0]: _call, pickle.NEWOBJ[0]: _make, pickle.NEWOBJ_EX[0]: _make_with_keywords,
+        pickle.BUILD[0]: _set_state, pickle.APPEND[0]: _append, pickle.APPENDS[0]: _appends,
+        pickle.SETITEM[0]: _set_item, pickle.SETITEMS[0]: _set_items, pickle.ADDITEMS[0]: _add_items,
+    } | dict.fromkeys(_OTHER_CALLS, _refuse)  # fmt: skip
+
+
+_WITH_ATTRIBUTES = (types.SimpleNamespace, collections.OrderedDict, collections.Counter, collections.deque)
+
+
+def _set_attributes(made: Any, state: Any) -> None:
+    """Set attributes as pickle does, past ``__setattr__`` and ``__setstate__``; none that Python itself looks at."""
+    values, slots = state if type(state) is tuple and len(state) == 2 else (state, None)
+    for held in (values, slots):
+        if held is not None and (type(held) is not dict or not all(_is_plain(name) for name in held)):
+            raise pickle.UnpicklingError(f"these are no attributes of {type(made).__name__}: {held!r}")
+    if values:
+        vars(made).update(values)
+    for name, value in (slots or {}).items():
+        object.__setattr__(made, name, value)
+
+
+def _is_plain(name: Any) -> bool:
+    return type(name) is str and not (name.startswith("__") and name.endswith("__"))
 
 
 def _unknown(module: str, name: str) -> str:

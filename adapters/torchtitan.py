@@ -105,12 +105,15 @@ class MemoryCheckpointManager(CheckpointManager):
         if self._flash is None:
             return bool(super()._load(step))
         on_disk = self._step_on_disk(self._flash, step)
-        held = [found for found in self._flash.steps() if step in (-1, found)]
-        # Who names a step means the one in the folder; else that in memory, which has the random numbers, too.
-        if held and (max(held) > on_disk or (step == -1 and max(held) == on_disk)):
-            found = self._restore(self._flash, None if step == -1 else step)
-            if found is not None and found >= on_disk:  # the newest in memory may have been damaged
-                return True
+        held: int | None
+        if step == -1:
+            held = self._flash.adapting.newest_step(f"step {on_disk} on disk" if on_disk >= 0 else None)
+        else:  # who names a step means the one in the folder
+            held = step if on_disk < 0 and step in self._flash.steps() else None
+        # Of equally new ones that in memory, which has the random numbers, too.
+        if held is not None and held >= on_disk:
+            self._restore(self._flash, held)
+            return True
         self._draw_from(None)
         return bool(super()._load(on_disk if step == -1 else step))
 
@@ -123,8 +126,8 @@ class MemoryCheckpointManager(CheckpointManager):
         adapting = flash.adapting
         return -int(adapting.run(lambda: adapting.world.agree([-found]))[0])
 
-    def _restore(self, flash: Checkpointer, step: int | None) -> int | None:
-        """Restore a step, or the newest, from memory or what was drained."""
+    def _restore(self, flash: Checkpointer, step: int) -> None:
+        """Restore a step from memory or what was drained."""
         numbers, optimizers, excluded = _Numbers(), self.states[OPTIMIZER], set(self.exclude_from_loading)
         if unknown := excluded - self.states.keys():
             raise ConfigError("exclude_from_loading", expected=sorted(self.states), found=sorted(unknown))
@@ -135,15 +138,14 @@ class MemoryCheckpointManager(CheckpointManager):
                 state[DATALOADER] = _Position(state[DATALOADER])
             for key in excluded:
                 state[key] = _Unread(state[key] if key == OPTIMIZER else {})
-            found = flash.restore({**state, _NUMBERS: numbers}, step)
-            if found is not None and OPTIMIZER not in excluded:
+            flash.restore({**state, _NUMBERS: numbers}, step)
+            if OPTIMIZER not in excluded:
                 # Its tensors are filled, but not the numbers beside them.
                 optimizers.load_state_dict(state[OPTIMIZER])
             else:
                 for optimizer in new:  # to be read it has made a step with gradients of zero, which counts
                     optimizer.state.clear()
         self._draw_from(numbers.held)
-        return found
 
     def _state(self) -> dict[str, Any]:
         """What TorchTitan's manager holds; model parts and optimizers as dicts of their live tensors."""

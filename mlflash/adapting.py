@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
@@ -11,13 +12,15 @@ from .begun import Begun
 from .comm import World
 from .courier import Courier
 from .drains import Drains
-from .errors import MlflashError, StateError, StepOrderError
+from .errors import MlflashError, StateError, StepOrderError, Unrestorable
 from .opened import Readable
 from .parcels import Parcel
 from .restores import Restores
 from .saves import Saves
 from .snapshot import Snapshot
 from .state import Flat
+
+log = logging.getLogger("mlflash")
 
 
 class Adapting:
@@ -83,41 +86,65 @@ class Adapting:
                 raise
             return None
 
-    def newest_step(self) -> int | None:
-        """Find the newest checkpoint, saved by whatever ranks, and verify every byte of it.
+    def newest_step(self, instead: object = None) -> int | None:
+        """Find the newest step that can really be loaded, saved by whatever ranks: every byte of it is verified.
 
         Collective over comm. The newest is the one saved last: training may have gone back, and its step be smaller.
+        Whoever chooses a step asks here: headers say what was saved, not what can be loaded. A load of this step that
+        comes next does not verify it again.
+
+        Args:
+            instead: what training can go on from besides, such as a path, the same on all ranks; None: nothing. Where
+                there is something, checkpoints that cannot be used are a warning.
 
         Returns:
-            Its step; None where nothing was ever committed.
+            Its step; None where nothing was ever committed, or nothing can be used and there is something ``instead``.
 
         Raises:
-            Unrestorable: see :meth:`.Checkpointer.restore`.
+            Unrestorable: checkpoints are there, none of them can be loaded, and there is nothing ``instead``.
         """
-        opened = self.open()
-        if opened is None:
+        self._check_open()
+        return self._or_instead(self._restores.newest.step, instead)
+
+    def newest_alike(self, instead: object = None) -> int | None:
+        """Find the largest step that can really be loaded on as many ranks as have saved it; see `newest_step`.
+
+        Collective over comm.
+        """
+        self._check_open()
+        return self._or_instead(self._restores.newest.step_alike, instead)
+
+    def _or_instead(self, find: Callable[[], int | None], instead: object) -> int | None:
+        try:
+            return find()
+        except Unrestorable as error:  # the same on all ranks
+            self.go_on_instead(error, instead)
             return None
-        opened.close()
-        return opened.step
+
+    def go_on_instead(self, error: Unrestorable, instead: object) -> None:
+        """Warn that checkpoints which are there cannot be used, where training can go on from something else.
+
+        Not collective.
+
+        Args:
+            error: says which, and why.
+            instead: see `newest_step`.
+
+        Raises:
+            Unrestorable: the same, where there is nothing else.
+        """
+        if instead is None:
+            raise error
+        if self.world.rank == 0:
+            log.warning("going on from %s instead: %s", instead, error)
 
     def steps_alike(self) -> list[int]:
         """List the steps that can be loaded on as many ranks as have saved them, ascending.
 
-        Collective over comm. Looks at headers only.
+        Collective over comm. Looks at headers only: `newest_alike` chooses one.
         """
         self._check_open()
         return self._restores.steps_alike()
-
-    def check(self, step: int) -> bool:
-        """Find a step and verify every byte of it, as a load does; what is lost or damaged is made again.
-
-        Collective over comm.
-
-        Returns:
-            Whether it can be loaded.
-        """
-        self._check_open()
-        return self._restores.check(step)
 
     def begin(self, step: int, thread: threading.Thread) -> Begun:
         """Say that a :meth:`save_again` comes, or not: where a thread goes on without it, it fails on all ranks.
@@ -190,7 +217,8 @@ class Adapting:
             source: another directory that checkpoints were drained to: it is read only, and memory is not looked at.
 
         Returns:
-            It, every byte verified; None where nothing was ever committed.
+            It; the newest is verified to the last byte, another one of the directory while it is read. None where
+            nothing was ever committed.
 
         Raises:
             Unrestorable: see :meth:`.Checkpointer.restore`.

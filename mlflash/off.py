@@ -16,14 +16,16 @@ from typing import Any
 
 import numpy as np
 
-from . import adapting, config, courier, drains, report, restores, saves
+from . import adapting, config, courier, drains, newest, report, restores, saves
 from .aheads import Ahead
 from .begun import Begins, Begun
 from .draining.catalog import Listed, Listing
 from .draining.drain import Drain
-from .errors import MlflashError
+from .draining.drained import Drained
+from .errors import MlflashError, Unrestorable
 from .opened import Readable
 from .parcels import Parcel
+from .reunion import Home
 from .snapshot import Snapshot
 from .state import Flat
 from .store import Store
@@ -224,11 +226,37 @@ class Saves(saves.Saves):
         """Make nothing."""
 
 
+class Newest(newest.Newest):
+    """Finds nothing."""
+
+    def __init__(self) -> None:
+        pass
+
+    def step(self) -> int | None:
+        """There is none."""
+        return None
+
+    def step_alike(self) -> int | None:
+        """There is none."""
+        return None
+
+    def why_not(self, step: int) -> str | None:
+        """Nobody looks."""
+        return "mlflash is off"
+
+    def verify(self, drained: Drained) -> None:
+        """Nothing is read."""
+
+    def take(self, step: int | None) -> Home | None:
+        """Nothing was verified."""
+        return None
+
+
 class Restores(restores.Restores):
     """Restores nothing, whatever memory and directory hold."""
 
     def __init__(self) -> None:
-        pass
+        self.newest = Newest()
 
     def restore(self, state: Any, step: int | None, source: str | None = None) -> int | None:
         """Leave the state as it is."""
@@ -248,10 +276,6 @@ class Restores(restores.Restores):
     def steps(self) -> list[int]:
         """There are none."""
         return []
-
-    def check(self, step: int) -> bool:
-        """There is no such step."""
-        return False
 
     def steps_alike(self) -> list[int]:
         """There are none."""
@@ -278,6 +302,9 @@ class Adapting(adapting.Adapting):
 
     def give_up(self, ahead: Ahead) -> None:
         """Nothing was staged."""
+
+    def go_on_instead(self, error: Unrestorable, instead: object) -> None:
+        """Nobody looks for checkpoints that could not be used."""
 
 
 class Facts(report.Facts):

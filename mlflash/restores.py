@@ -19,6 +19,7 @@ from .drains import Drains
 from .errors import (
     CorruptSlot,
     MemoryTooSmall,
+    MlflashError,
     StateError,
     StepNotFound,
     StructureMismatch,
@@ -29,6 +30,7 @@ from .evidence import MOST_STEPS
 from .flatten import flatten_or_none
 from .inventory import Place
 from .loading import Loading
+from .newest import Newest
 from .opened import Elsewhere, Opened, Readable
 from .parcels import Parcel
 from .parts import Parts
@@ -50,6 +52,9 @@ class Restores:
         courier: does all that is collective.
         saves: told of the step that was restored.
         drains: knows what is in the directory.
+
+    Attributes:
+        newest: says which step can really be loaded.
     """
 
     def __init__(self, parts: Parts, courier: Courier, saves: Saves, drains: Drains):
@@ -57,6 +62,7 @@ class Restores:
         self._world, self._journal = parts.world, parts.journal
         self._loading = Loading(parts.world, courier, saves)
         self._began = time.perf_counter()  # the restore that goes on
+        self.newest = Newest(parts, courier, self._find, self._find_whole, self.steps_alike)
 
     def restore(self, state: Any, step: int | None, source: str | None = None) -> int | None:
         """Fill a state in place; see `Checkpointer.restore`."""
@@ -124,7 +130,8 @@ class Restores:
 
     def open(self, step: int | None, told: Collection[str], source: str | None = None) -> Readable | None:
         """Open a checkpoint to read any part of it; see `Adapting.open`."""
-        found = self._find(step, others=True, source=source, told=told)
+        find = self._find_whole if step is None else self._find
+        found = find(step, others=True, source=source, told=told)
         if found is None or isinstance(found, Drained):
             return found
         if isinstance(found, Home):
@@ -160,18 +167,6 @@ class Restores:
         """List the steps that can be restored; see `Checkpointer.steps`."""
         return self._steps(alike=False)
 
-    def check(self, step: int) -> bool:
-        """Whether a step can be loaded; see `Adapting.check`."""
-        try:
-            found = self._find(step)
-        except (CorruptSlot, StepNotFound) as error:  # the same on all ranks
-            if self._world.rank == 0:
-                log.warning("step %d cannot be loaded: %s", step, error)
-            return False
-        if isinstance(found, Drained):
-            found.close()
-        return found is not None
-
     def _steps(self, alike: bool) -> list[int]:
         self._saves.settle()
         size = self._world.size
@@ -204,7 +199,7 @@ class Restores:
             if self._parts.gives_way or not isinstance(old, Drained):
                 raise
             # What memory has is no use now; but it may go for what is known to be whole only.
-            self._courier.call(old.verify_all)
+            self.newest.verify(old)
             self._parts.gives_way = True
             made = self._courier.call(lambda: reshard.reshard(self._parts, old, state))
         try:
@@ -238,10 +233,26 @@ class Restores:
         self._saves.settle()
         self._drains.wait()
         self._saves.forget()
-        found: Home | Elsewhere | Drained | None
+        found: Home | Elsewhere | Drained | None = self.newest.take(step) if source is None else None
+        if found is not None:
+            return found
         passed_over = {} if bad is None else bad
         found = self._courier.call(lambda: self._newest(step, others, source, told, passed_over, checked))
         self._journal.seconds["find and fetch"] += time.perf_counter() - start
+        return found
+
+    def _find_whole(
+        self, step: int | None, others: bool = False, source: str | None = None, told: Collection[str] = ()
+    ) -> Home | Elsewhere | Drained | None:
+        """Find a step, or the newest, of which every byte is verified, also where it comes from the directory."""
+        bad: dict[str, str] = {}
+        while isinstance(found := self._find(step, others, source, told, bad), Drained):
+            try:
+                self.newest.verify(found)
+                break
+            except CorruptSlot as error:  # the same on all ranks
+                self._pass_over(found.listed, found.damage or str(error), bad)
+                found.close()
         return found
 
     def _newest(self, step: int | None, others: bool, source: str | None, told: Collection[str], bad: dict[str, str],

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from damage import damage
 from mpi4py import MPI
 
 from mlflash.header import HEADER_NBYTES, Header, unpack
@@ -31,6 +32,14 @@ class Nodes:
     def lose(self, *nodes: int) -> None:
         """Lose the memory of nodes."""
         self.on_rank_0(lambda: self._remove(nodes))
+
+    def damage(self, step: int) -> None:
+        """Damage a step beyond repair: own slots and copies."""
+
+        def work() -> None:
+            assert damage(self.path, step)
+
+        self.on_rank_0(work)
 
     def keep(self) -> None:
         """Copy all memory for ``bring_back``."""

@@ -38,9 +38,13 @@ def names_a_step(checkpoint_id: str | os.PathLike[str] | int) -> bool:
 
 
 def latest(checkpointer: Checkpointer) -> str | None:
-    """Name the newest checkpoint in memory, such as ``"step-00000012"``; None where there is none.
+    """Name the newest checkpoint that can be loaded, such as ``"step-00000012"``; None where there is none.
 
-    Collective over the Checkpointer's comm.
+    Collective over the Checkpointer's comm. Every byte of it is verified: an older one is named where the newest is
+    damaged beyond repair. The newest is the one saved last.
+
+    Raises:
+        Unrestorable: checkpoints are there, and none of them can be loaded.
     """
-    steps = checkpointer.steps()
-    return f"step-{steps[-1]:08d}" if steps else None
+    step = checkpointer.adapting.newest_step()
+    return None if step is None else f"step-{step:08d}"

@@ -17,6 +17,7 @@ from mlflash.errors import (
     ConfigError,
     StepNotFound,
     StructureMismatch,
+    Unrestorable,
     WorldSizeChanged,
 )
 from mlflash.off import turned_off
@@ -186,12 +187,15 @@ class Flash:
         if not self._engine.load_universal_checkpoint():
             assert self.checkpointer is not None
             on_disk = self.checkpointer.adapting.seen_by_first(lambda: step_on_disk(self._engine, load_dir, tag))
+            found = None
             try:
                 found = self._read() if tag is None else self._read_tag(str(tag))
             except WorldSizeChanged as error:
                 if on_disk is None or error.step is None or on_disk <= error.step:
                     raise
-                found = None
+            except Unrestorable as error:  # the same on all ranks
+                instead = None if on_disk is None else f"step {on_disk} in {load_dir}"
+                self.checkpointer.adapting.go_on_instead(error, instead)
             if found is not None and (on_disk is None or on_disk <= found[0]):
                 return self._give(*found, options)
         result = self._load(load_dir, tag, **options)
@@ -215,17 +219,28 @@ class Flash:
         return step, state
 
     def _read_tag(self, tag: str) -> tuple[int, dict[str, Any]] | None:
-        """Read the newest checkpoint of a tag. Collective over all ranks."""
+        """Read the newest checkpoint of a tag. Collective over all ranks.
+
+        Raises:
+            Unrestorable: none was found, and some that may have been of it cannot be loaded.
+        """
         named = TAG.fullmatch(tag)
-        for step in reversed(self.steps()):
+        reasons: dict[int, str] = {}
+        steps = self.steps()
+        if not steps and self.checkpointer is not None:
+            self.checkpointer.adapting.newest_step()  # raises where what is there cannot be used
+        for step in reversed(steps):
             if named is not None and step != int(named[1]):
                 continue
             try:
                 found = self._read(step)
-            except StepNotFound:  # it was damaged
+            except StepNotFound as error:  # it was damaged
+                reasons[step] = str(error)
                 continue
             if found is not None and found[1]["engine"]["tag"] == tag:
                 return found
+        if reasons:
+            raise Unrestorable(f"no checkpoint of the tag {tag!r} can be loaded", reasons=reasons)
         return None
 
     def _give(self, step: int, state: dict[str, Any], options: dict[str, Any]) -> tuple[str, dict[str, Any]]:

@@ -141,7 +141,7 @@ class Checkpoints:
 
         Args:
             state_dict: as it was given to `async_save`.
-            checkpoint_id: without a step, the newest.
+            checkpoint_id: without a step, the newest that is not damaged beyond repair.
             process_group: the ranks that load it; None is the default group.
             coordinator_rank: as in `async_save`.
 
@@ -151,6 +151,7 @@ class Checkpoints:
         Raises:
             StructureMismatch: it is sharded over another number of ranks, or does not look like the saved one.
             StepNotFound: there is no such step.
+            Unrestorable: checkpoints of this name are there, and none of them can be loaded.
         """
         if not self._serves(checkpoint_id):
             return None
@@ -161,11 +162,13 @@ class Checkpoints:
             return 0
         name, step = ids.parse(checkpoint_id)
         member = self._member(name, group)
-        steps = member.checkpointer.steps()
+        steps = [] if step is None else member.checkpointer.steps()
         if not steps:
-            return None
-        step = steps[-1] if step is None else step
-        if step not in steps:
+            newest = member.checkpointer.adapting.newest_step()
+            if newest is None:
+                return None
+            step = newest if step is None else step
+        elif step not in steps:
             raise StepNotFound("memory does not hold this step of it", step=step, found=f"steps in memory: {steps}")
         member.reader.reset(f"step-{step}")
         _load(state_dict, member.reader, group.status)

@@ -23,6 +23,7 @@ def step_of_path(checkpointer: Checkpointer, path: str) -> int:
 
     Raises:
         StepNotFound: there is no such step.
+        Unrestorable: checkpoints are there, and none of them can be loaded.
         ConfigError: this is no path.
     """
     asked = path[len(PREFIX) :]

@@ -155,7 +155,8 @@ def _choose(trainer: Any, checkpointer: Checkpointer, path: Any) -> int | None:
     """Find the step in memory to go on from; None: Lightning shall do what it would. Collective."""
     if path is not None and str(path).startswith(PREFIX):
         return step_of_path(checkpointer, str(path))
-    newest = checkpointer.adapting.newest_step()
+    instead = path or (f"step {trainer.global_step}, where this trainer is" if trainer.global_step else None)
+    newest = checkpointer.adapting.newest_step(instead)
     if newest is None or newest <= trainer.global_step:  # a second call of `fit` goes on with what there is
         return None
     on_disk = checkpointer.adapting.seen_by_first(lambda: _step_of_file(path)) if path else None

@@ -4,6 +4,7 @@
     replication   NVRx's replication strategies ↔ redundancy schemes
     request       a save behind the training, for Megatron's queue
     local         the manager of local checkpoints
+    persistent    what Megatron itself has written to disk
     install       Megatron's own local checkpoints use it
     shards        `dist_checkpointing.save` and `load`, in any layout
     easy          saving every so many iterations, by EasyCkpt's calls

@@ -19,13 +19,10 @@ Example:
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import logging
 import os
-import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -35,8 +32,9 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch.distributed.checkpoint.api import CheckpointException
 
 from mlflash import Checkpointer, rng
-from mlflash.errors import ConfigError, MlflashError, StructureMismatch
+from mlflash.errors import ConfigError, MlflashError, StructureMismatch, Unrestorable
 
+from . import persistent
 from .shards import LoadShards, SaveShards
 
 log = logging.getLogger("mlflash")
@@ -108,7 +106,7 @@ def initialize(
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         log.addHandler(handler)
         log.setLevel(min(log.level or logging.INFO, logging.INFO))
-    directory = settings.pop("directory", getattr(_arguments(), "save", None))
+    directory = settings.pop("directory", getattr(persistent.arguments(), "save", None))
     drained = {"drain_every": _WHEN_ASKED, "keep_last": max_ckpt_num} if save_storage_interval else {}
     checkpointer = Checkpointer(directory, enabled=enabled, **{**drained, **settings})
     _running = _Running(checkpointer, SaveShards(checkpointer), save_mem_interval, save_storage_interval, handler)
@@ -137,19 +135,17 @@ def load_checkpoint(
     Raises:
         StructureMismatch: it was saved by another number of ranks, and ``concat`` is False; or with other tensor or
             pipeline parallelism.
+        Unrestorable: checkpoints are there, none of them can be loaded, and Megatron has saved none.
     """
-    running, arguments = _needed(), _arguments()
+    running, arguments = _needed(), persistent.arguments()
     if not running.checkpointer.enabled:
-        which = _told_by_first(lambda: _newest_of_megatron(arguments, load_arg))[1]
+        which = _told_by_first(lambda: persistent.newest(arguments, load_arg))[1]
         return _load_by_megatron(model, optimizer, opt_param_scheduler, which, strict)
     _end_pending(running)
     chosen = getattr(arguments, load_arg, None)
-    load = LoadShards(running.checkpointer)
-    directory = load.directory()
-    if directory is None and chosen is not None and chosen != getattr(arguments, "save", None):
-        load = LoadShards(running.checkpointer, chosen)
-        directory = load.directory()
-    theirs, which = running.checkpointer.adapting.seen_by_first(lambda: _newest_of_megatron(arguments, load_arg))
+    theirs, which = running.checkpointer.adapting.seen_by_first(lambda: persistent.newest(arguments, load_arg))
+    other = chosen if chosen != getattr(arguments, "save", None) else None
+    load, directory = _newest_of_ours(running.checkpointer, other, getattr(arguments, which, None) if theirs else None)
     common = {} if directory is None else dist_checkpointing.load_common_state_dict(directory)
     if theirs > common.get("iteration", 0):
         return _load_by_megatron(model, optimizer, opt_param_scheduler, which, strict)
@@ -188,7 +184,7 @@ def save_checkpoint_if_needed(iteration: int, model: Any, optimizer: Any, opt_pa
     if iteration % running.mem_interval:
         return
     _end_pending(running)
-    arguments = _arguments()
+    arguments = persistent.arguments()
     state = _state_of(model, optimizer, with_rng=True)
     state |= {
         "iteration": iteration,
@@ -217,6 +213,33 @@ def close() -> None:
         running.handler.close()
 
 
+def _newest_of_ours(checkpointer: Checkpointer, other: Any, instead: Any) -> tuple[LoadShards, str | None]:
+    """Find the newest checkpoint of mlflash in memory and the directory, else in another one. Collective.
+
+    Args:
+        other: it; None: there is none.
+        instead: Megatron's own, where there is one, so that checkpoints which cannot be used are a warning.
+
+    Raises:
+        Unrestorable: checkpoints are there, none of them can be loaded, and there is nothing else.
+    """
+    unusable: Unrestorable | None = None
+    for source in (None, other) if other is not None else (None,):
+        load = LoadShards(checkpointer, source)
+        try:
+            directory = load.directory()
+        except Unrestorable as error:  # the same on all ranks
+            unusable = unusable or error
+            continue
+        if directory is not None:
+            if unusable is not None:
+                checkpointer.adapting.go_on_instead(unusable, source)
+            return load, directory
+    if unusable is not None:
+        checkpointer.adapting.go_on_instead(unusable, instead)
+    return load, None
+
+
 def _needed() -> _Running:
     if _running is None:
         raise ConfigError("initialize() comes first")
@@ -233,31 +256,6 @@ def _end_pending(running: _Running) -> None:
             log.warning("%s", error)
 
 
-def _arguments() -> Any:
-    """Megatron's; none where this is a training loop without them."""
-    training = sys.modules.get("megatron.training")
-    return argparse.Namespace() if training is None else training.get_args()
-
-
-def _newest_of_megatron(arguments: Any, load_arg: str) -> tuple[int, str]:
-    """The newest iteration that Megatron itself has saved, and the argument that names its directory. Not collective.
-
-    That is ``load_arg``, or "save": while mlflash was off Megatron wrote there. 0: there is none.
-    """
-    found = {which: _iteration_of_megatron(getattr(arguments, which, None)) for which in (load_arg, "save")}
-    which = max(found, key=found.__getitem__)  # of equally new ones that which was asked for
-    return found[which], which
-
-
-def _iteration_of_megatron(directory: Any) -> int:
-    """The newest iteration that Megatron itself has saved in a directory; 0: none. Not collective."""
-    try:
-        said = "" if directory is None else Path(directory, "latest_checkpointed_iteration.txt").read_text().strip()
-    except OSError:
-        return 0
-    return int(said) if said.isdecimal() else 0
-
-
 def _told_by_first(look: Callable[[], Any]) -> Any:
     """What rank 0 sees, told to all by torch.distributed, as there is no MPI where mlflash is off. Collective."""
     told = [look() if dist.get_rank() == 0 else None]
@@ -267,7 +265,7 @@ def _told_by_first(look: Callable[[], Any]) -> Any:
 
 def _load_by_megatron(model: Any, optimizer: Any, opt_param_scheduler: Any, which: str, strict: bool) -> int:
     """Let Megatron load what it has saved itself; 0 where the training is none of Megatron's, or has no directory."""
-    directory = getattr(_arguments(), which, None)
+    directory = getattr(persistent.arguments(), which, None)
     if directory is None:
         return 0
     from megatron.training.checkpointing import load_checkpoint as of_megatron
@@ -279,7 +277,7 @@ def _load_by_megatron(model: Any, optimizer: Any, opt_param_scheduler: Any, whic
 
 def _save_by_megatron(iteration: int, model: Any, optimizer: Any, opt_param_scheduler: Any) -> None:
     """Let Megatron save, if the training is one of Megatron's, and has a directory."""
-    arguments = _arguments()
+    arguments = persistent.arguments()
     if getattr(arguments, "save", None) is None:
         return
     from megatron.training.checkpointing import save_checkpoint as of_megatron

@@ -26,6 +26,7 @@ from mlflash.snapshot import Snapshot
 from mlflash.state import Flat
 
 from .. import pickles
+from . import persistent
 from .nvrx import BaseCheckpointManager, CheckpointingException
 from .replication import scheme_of
 from .request import request
@@ -54,6 +55,7 @@ class LocalCheckpoints(BaseCheckpointManager):
 
     Attributes:
         latest_iteration: what `find_latest` found; -1 before.
+        persistent_dir: where persistent checkpoints are; None: where Megatron's ``--load`` says.
     """
 
     def __init__(self, local_ckpt_dir: str | os.PathLike[str], session_id: str = "", repl_strategy: Any = None,
@@ -61,6 +63,7 @@ class LocalCheckpoints(BaseCheckpointManager):
         self.root_local_ckpt_dir = Path(local_ckpt_dir)
         self.session_id, self.repl_strategy = session_id, repl_strategy
         self.latest_iteration = -1
+        self.persistent_dir: str | os.PathLike[str] | None = None
         named = os.path.join(self.root_local_ckpt_dir if directory is None else directory, session_id)
         job = config.from_environment(os.environ, named, job=settings.pop("job", None), enabled=enabled).job
         own = {"job": job, "redundancy": scheme_of(repl_strategy), "directory": None if directory is None else named}
@@ -93,10 +96,17 @@ class LocalCheckpoints(BaseCheckpointManager):
         Returns:
             It; -1 where there is none, or where it was saved by another number of ranks. Where there is a directory,
             what was drained there counts, too.
+
+        Raises:
+            Unrestorable: checkpoints are there, none of them can be loaded, and Megatron has no persistent one. Where
+                it has one that is a warning, and -1.
         """
         if self.latest_iteration == -1:
             adapting = self.checkpointer.adapting
-            self.latest_iteration = next(filter(adapting.check, reversed(adapting.steps_alike())), -1)
+            given = self.persistent_dir or getattr(persistent.arguments(), "load", None)
+            instead = adapting.seen_by_first(lambda: given if persistent.iteration_in(given) else None)
+            found = adapting.newest_alike(instead)
+            self.latest_iteration = -1 if found is None else found
         return self.latest_iteration
 
     def load(self) -> tuple[Any, CkptID]:

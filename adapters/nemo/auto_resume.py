@@ -82,7 +82,7 @@ class MLFlashAutoResume(AutoResume):
             error = problem
             if isinstance(problem, ValueError) and "unfinished" not in str(problem):  # such as: training has completed
                 raise
-        in_memory = self._memory.find()
+        in_memory = self._memory.find(theirs)
         if in_memory is None:
             return None, theirs, error
         on_disk = self._memory.checkpointer.adapting.seen_by_first(lambda: None if theirs is None else _step_of(theirs))

@@ -17,7 +17,7 @@ from megatron.core.dist_checkpointing.validation import StrictHandling
 from torch.distributed.checkpoint.api import CheckpointException
 
 from mlflash import Checkpointer, config
-from mlflash.errors import MlflashError
+from mlflash.errors import MlflashError, Unrestorable
 from mlflash.node_memory import clean
 
 from ..dcp.ids import step_of
@@ -126,12 +126,22 @@ class Memory:
 
     # Loading
 
-    def find(self) -> int | None:
+    def find(self, instead: Any = None) -> int | None:
         """Find the newest checkpoint that memory, or the directory, can give; every byte of it is verified.
 
         Collective over all ranks.
+
+        Args:
+            instead: the checkpoint on disk that training can go on from; None: there is none.
+
+        Raises:
+            Unrestorable: checkpoints are there, none of them can be loaded, and there is nothing ``instead``.
         """
-        path = self._loading().directory()
+        try:
+            path = self._loading().directory()
+        except Unrestorable as error:  # the same on all ranks
+            self.checkpointer.adapting.go_on_instead(error, instead)
+            return None
         if path is None:
             return None
         self._found = step_of(path), path

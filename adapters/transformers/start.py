@@ -45,9 +45,13 @@ def start_from(checkpointer: Checkpointer, output_dir: str, whole: str) -> Found
     Returns:
         That of mlflash; or what to resume from, as the Trainer takes it: a path, True to let it fail in its own words,
         None to start afresh.
+
+    Raises:
+        Unrestorable: mlflash has checkpoints, none of them can be loaded, and the Trainer has written none.
     """
-    found = _in_memory(checkpointer)
     disk: OnDisk = checkpointer.adapting.seen_by_first(lambda: _look(Path(output_dir), whole))
+    step = checkpointer.adapting.newest_step(disk.path)
+    found = None if step is None else _in_memory(checkpointer, step)
     if found is not None and (disk.step is None or disk.step <= found.step):
         return found
     if disk.path is not None:
@@ -56,11 +60,10 @@ def start_from(checkpointer: Checkpointer, output_dir: str, whole: str) -> Found
     return None if disk.is_empty else True
 
 
-def _in_memory(checkpointer: Checkpointer) -> Found | None:
-    """Open the newest checkpoint, every byte of which is verified by that, and read what is small."""
-    opened = checkpointer.adapting.open()
-    if opened is None:
-        return None
+def _in_memory(checkpointer: Checkpointer, step: int) -> Found:
+    """Open a checkpoint, and read what is small."""
+    opened = checkpointer.adapting.open(step)
+    assert opened is not None
     try:
         first = opened.olds[min(opened.olds)]
         text = decode_plain(first.plain.get("trainer"))

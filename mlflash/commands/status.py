@@ -36,10 +36,11 @@ _STUCK = 2  # restores of one attempt, from which on that is worth mentioning
 @click.command()
 @job_options
 def status(directory: str | None, job: str | None, memory: str, as_json: bool) -> None:
-    """Say what is in memory, what it survives, and what was drained.
+    """Say what is in memory, what it survives, and what was drained, by what the headers say.
 
     Alone it looks at this node; under mpiexec or srun at all nodes it was started on. It changes nothing, and the
-    job may be alive. Exits with 1 where something is damaged or nothing can be restored.
+    job may be alive. Exits with 1 where something is seen to be damaged or nothing can be restored. Only
+    `mlflash verify` reads every byte, and so knows whether a step can be loaded.
     """
     given = settings(memory, job, directory)
 
@@ -97,6 +98,7 @@ class Found:
             "alive": any(node.pid is not None for node in self.nodes),
             "well": self.is_well,
             "newest": None if newest is None else newest.step,
+            "verified": False,  # headers say what was saved, not what can be loaded
             "survives": None if survives is None else dataclasses.asdict(survives) | {"words": str(survives)},
             "unseen": list(self.outlook.unseen),
             "attempts": [attempt_to_json(one) for one in self.outlook.prospects],
@@ -129,6 +131,8 @@ class Found:
                              "seen under mpiexec or srun, with a process on each node")  # fmt: skip
         elif (survives := self.survives) is not None:
             yield "red" if survives.fatal else "", f"survives the loss of: any process; {survives}"
+        if newest is not None or (self.shelf is not None and self.shelf.newest is not None):
+            yield "", "by their headers: only `mlflash verify` reads every byte of them"
         if self.outlook.lost is not None and not self.outlook.unseen:
             yield "red", describe_lost(self.outlook.lost)
         for node in self.nodes:

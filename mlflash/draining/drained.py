@@ -94,15 +94,34 @@ class Drained:
         Collective over the world. The ranks wait for each other after each GiB, so that a slow file system is not
         taken for a dead rank.
         """
-        runs = (run for parcel in wanted for run in self._runs(parcel))
+        return self._in_rounds(self._read(*run) for parcel in wanted for run in self._runs(parcel))
+
+    def verify_together(self) -> None:
+        """Read every byte of all files, shared out among the ranks, as `read` does. Collective over the world.
+
+        Raises:
+            CorruptSlot: on all ranks, where something is damaged.
+        """
+        mine = range(self._world.rank, self.world_size, self._world.size)
+        if not self._in_rounds(
+            raw.nbytes for rank in mine for piece in self.index(rank).pieces for raw in self.content(rank, piece)
+        ):
+            raise CorruptSlot(f"{self.path} is damaged: {self.damage}", step=self.step)
+
+    def _in_rounds(self, reading: Iterator[int]) -> bool:
+        """Read as long as all goes well on all ranks; gives whether it did. Collective over the world.
+
+        Args:
+            reading: reads some more each time, and gives the bytes.
+        """
         good, more, why = True, True, ""
         while True:
             left = _ROUND_NBYTES
             while good and more and left > 0:
                 try:
-                    run = next(runs, None)
-                    more = run is not None
-                    left -= 0 if run is None else self._read(*run)
+                    nbytes = next(reading, None)
+                    more = nbytes is not None
+                    left -= nbytes or 0
                 except (MlflashError, OSError) as error:
                     log.warning("rank %d: %s cannot be restored from: %s", self._world.rank, self.path, error)
                     good, why = False, str(error)
@@ -149,20 +168,6 @@ class Drained:
                 except (MlflashError, OSError):
                     bad.append(piece.entry.name)
             yield self._files[rank].data, nbytes, bad
-
-    def verify_all(self) -> None:
-        """Read every byte of it; the ranks share the reading. Collective over the world.
-
-        Raises:
-            CorruptSlot: on all ranks, where a part is damaged on any.
-        """
-        world = self._world
-        error: MlflashError | None = None
-        for name, _, bad in self.verify(range(world.rank, self.world_size, world.size)):
-            if bad:
-                error = error or CorruptSlot(f"{self.path}/{name} is damaged", tensor=bad[0], step=self.step)
-        world.deadline = time.monotonic() + world.timeout_s
-        world.raise_together(error)
 
     def index(self, rank: int) -> Index:
         """Read what the file of an old rank says of itself, once. Not collective."""

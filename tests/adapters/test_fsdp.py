@@ -15,11 +15,13 @@ import pytest
 import s3
 import torch
 import torch.distributed as dist
+from damage import damage
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.fsdp import ShardingStrategy, fully_shard
 from torch.distributed.tensor.debug import CommDebugMode
 from torch_jobs import COMM, job
+from waiting import PATIENCE_S
 
 from mlflash import errors
 from mlflash.adapters import fsdp
@@ -136,6 +138,21 @@ def test_local_state_goes_back_to_any_number_of_replicas(root: Path, make: Any, 
     expected = saved_local(root, make, 2, 2)
     found = loaded_local(root, make, replicas, 2)
     assert found is None or found == pytest.approx(expected, rel=1e-6)
+
+
+def test_the_step_before_is_loaded_where_the_newest_is_damaged_beyond_repair(root: Path) -> None:
+    with job(), fsdp.Checkpoints(**settings(root)) as checkpoints:
+        for step in (3, 4):
+            state = {"w": torch.full((100,), float(step)), "step": step}
+            checkpoints.async_save(state, f"run/step-{step}/rank{RANK}").result(PATIENCE_S)
+            checkpoints.maybe_finalize_async_calls()
+    if RANK == 0:
+        assert damage(root, 4)
+    COMM.Barrier()
+    with job(), fsdp.Checkpoints(**settings(root)) as checkpoints:
+        state = {"w": torch.zeros(100), "step": 0}
+        assert checkpoints.load(state, f"run/rank{RANK}") == 3
+        assert state["step"] == 3 and (state["w"] == 3).all()
 
 
 def test_local_state_of_one_replica_goes_to_two(root: Path) -> None:

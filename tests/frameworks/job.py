@@ -19,6 +19,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from damage import damage
 from records import OUT, note
 from traps import set_traps
 from waiting import take, until
@@ -44,6 +45,7 @@ class Run:
         variant: of the framework: how it is parallel.
         refused: the save of this step fails on rank 1.
         wiped: its memory is deleted before it starts.
+        damaged: this step is damaged in its memory before it starts, in slots and copies; 0: none.
         traps: into which ranks step in it, see `traps`.
         settings: of the Checkpointer.
     """
@@ -60,6 +62,7 @@ class Run:
     variant: str = ""
     refused: int = 0
     wiped: bool = False
+    damaged: int = 0
     traps: list[dict[str, object]] = dataclasses.field(default_factory=list)
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
     losses: int = 0  # noted so far
@@ -68,6 +71,11 @@ class Run:
     def directory(self) -> Path:
         """Where the framework writes."""
         return OUT.parent / f"disk-{self.job or os.environ['MLFLASH_JOB']}"
+
+    @property
+    def memory(self) -> Path:
+        """Where its slots are."""
+        return Path(os.environ["MLFLASH_MEMORY"], f"mlflash-{os.getuid()}", self.job)
 
     @property
     def checkpointing(self) -> dict[str, Any]:
@@ -135,7 +143,9 @@ def main(framework: str, runs: list[dict[str, Any]]) -> None:
     for spec in runs:
         run = Run(**spec)
         if run.wiped and rank == 0:
-            shutil.rmtree(Path(os.environ["MLFLASH_MEMORY"], f"mlflash-{os.getuid()}", run.job))
+            shutil.rmtree(run.memory)
+        if run.damaged and rank == 0:
+            assert damage(run.memory, run.damaged), "nothing of this step is there"
         torch.distributed.barrier()
         if run.refused:
             _refuse(1, run.refused // run.every)

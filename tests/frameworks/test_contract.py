@@ -69,6 +69,7 @@ class Trainings:
             {"name": "reference", "last": LAST, "job": "reference", "enabled": False},
             {"name": "first", "last": 5, **first},
             {"name": "second", "last": LAST, **first},
+            {"name": "damaged", "last": LAST, "damaged": 6, **first},
             {"name": "skips", "last": LAST, "job": "skips", "skip": 3},
             {"name": "after skips", "last": LAST, "job": "skips"},
             {"name": "to disk", "last": 5, **disk},
@@ -144,6 +145,10 @@ def test_where_there_is_nothing_training_starts_at_the_first_step(trainings: Tra
 
 def test_a_new_trainer_goes_on_from_memory_with_the_same_bits(trainings: Trainings) -> None:
     trainings.goes_on("second", 5)
+
+
+def test_where_the_newest_is_damaged_beyond_repair_it_goes_on_from_the_one_before(trainings: Trainings) -> None:
+    trainings.goes_on("damaged", 5)
 
 
 def test_steps_that_go_to_disk_can_be_left_out(trainings: Trainings) -> None:

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner, Result
+from damage import damage
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -94,6 +95,16 @@ def test_status_says_what_is_in_memory_and_what_was_drained(shm: Path, tmp_path:
     text = run(shm, "status", "-d", tmp_path / "d", "--job", "j").output
     assert "step 2 of 1 rank, committed" in text and "drained: step 2" in text
     assert all(len(line) <= 80 for line in text.splitlines() if "/" not in line and "damaged" not in line), text
+
+
+def test_status_promises_no_step_by_its_header(shm: Path) -> None:
+    save(shm, 1, 2)
+    assert damage(shm, 2)
+    found = document(shm, "status", "--job", "j")
+    assert (found["newest"], found["verified"]) == (2, False)
+    text = " ".join(run(shm, "status", "--job", "j").output.split())
+    assert "by their headers: only `mlflash verify` reads every byte of them" in text
+    assert "damaged: slot-" in run(shm, "verify", "--job", "j", code=1).output
 
 
 def test_list_has_memory_and_directory_newest_first(shm: Path, tmp_path: Path) -> None:

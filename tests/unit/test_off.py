@@ -23,7 +23,7 @@ from click.testing import CliRunner
 import mlflash
 from mlflash import config, off
 from mlflash.cli import main
-from mlflash.errors import ConfigError
+from mlflash.errors import ConfigError, Unrestorable
 
 ADAPTERS = Path(__file__).parents[2] / "adapters"
 # A launcher has started it, in a world that is not there: any call of MPI would fail.
@@ -133,19 +133,30 @@ def test_adapters_find_nothing_and_may_call_all_they_call(checkpointer: mlflash.
     adapting = checkpointer.adapting
     begun = adapting.begin(3, threading.current_thread())
     calls: dict[str, tuple[Any, ...]] = {
-        "run": (lambda: 1,), "seen_by_first": (lambda: 2,), "save_or_warn": (1, object()), "check": (1,),
+        "run": (lambda: 1,), "seen_by_first": (lambda: 2,), "save_or_warn": (1, object()),
         "begin": (3, threading.current_thread()), "save_again": (ConfigError("why"), begun), "stage_ahead": (None,),
-        "give_up": (None,), "read": (None, list, lambda: None),
+        "give_up": (None,), "read": (None, list, lambda: None), "go_on_instead": (Unrestorable("why"), "disk"),
     }  # fmt: skip
     names = [name for name, _ in inspect.getmembers(type(adapting), inspect.isfunction) if not name.startswith("_")]
     found = {name: getattr(adapting, name)(*calls.get(name, ())) for name in names}
     assert found["seen_by_first"] == 2 and found["save_or_warn"].done and found["save_again"].wait().step == 3
-    assert found["check"] is False and found["steps_alike"] == []
-    nothing = {"run", "newest_step", "open", "stage_ahead", "read", "end_begun", "ask_drain", "give_up"}
+    assert found["steps_alike"] == []
+    nothing = {
+        "run",
+        "newest_step",
+        "newest_alike",
+        "open",
+        "stage_ahead",
+        "read",
+        "end_begun",
+        "go_on_instead",
+        "ask_drain",
+        "give_up",
+    }
     assert all(found[name] is None for name in nothing) and nothing <= found.keys()
 
 
-@pytest.mark.parametrize("kind", [off.Courier, off.Drains, off.Saves, off.Restores, off.Facts])
+@pytest.mark.parametrize("kind", [off.Courier, off.Drains, off.Saves, off.Newest, off.Restores, off.Facts])
 def test_stand_ins_have_all_that_is_called_and_nothing_of_what_they_stand_for(kind: type) -> None:
     (base,) = kind.__bases__
     public = {name for name in vars(base) if not name.startswith("_")}

@@ -26,8 +26,8 @@ ORDER = [
     "exchange", "devices", "spots", "lazy", "ways", "stage", "shelf", "room", "aheads", "begun",
     "copies", "parity", "protect", "replicas", "parts",
     "snapshot", "commit", "repair", "fetch", "reunion", "shards", "parcels", "opened", "reshard", "restore",
-    "courier", "drains", "scavenge", "saves", "loading", "restores", "rng", "report", "adapting", "off", "at_exit",
-    "checkpointer", "__init__", "cli", "__main__",
+    "courier", "drains", "scavenge", "saves", "loading", "newest", "restores", "rng", "report", "adapting", "off",
+    "at_exit", "checkpointer", "__init__", "cli", "__main__",
 ]  # fmt: skip
 # The same of `draining`, which stands before "drains".
 DRAINING = ["__init__", "index", "catalog", "dealing", "hdf5", "cargo", "form", "as_hdf5", "as_dcp", "drain", "drained"]

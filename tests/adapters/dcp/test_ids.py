@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from dcp import Kept, spoil
+from emulated import Nodes
 from mpi4py import MPI
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
@@ -36,6 +37,20 @@ def test_the_newest_id_can_be_saved_again(dcp_job: Any, how: str) -> None:
         dcp_job.save(state_at(value), "run/step-7", how)()
         loads(dcp_job, value, "other/step-0007")
     assert dcp_job.ckpt.steps() == [7]
+
+
+def test_the_newest_that_is_named_can_be_loaded_where_a_newer_one_is_damaged_beyond_repair(
+    torch_job: MPI.Comm, started: Any, nodes: Nodes
+) -> None:
+    with started(torch_job) as running:
+        for step in (5, 6):
+            running.save(state_at(step), step)()
+    nodes.damage(6)
+    for _ in range(2):  # also at the next relaunch
+        with started(torch_job) as running:
+            assert latest(running.ckpt) == "step-00000005"
+            loads(running, 5, latest(running.ckpt))
+            loads(running, 5)
 
 
 @pytest.mark.parametrize("how", ["sync", "thread"])

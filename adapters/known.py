@@ -1,0 +1,215 @@
+"""What a pickle of an adapter may make, by exact names, and how: everything else is refused.
+
+A pickle is a program: it names what is called, with which arguments, and which attributes are set. So each name stands
+in exactly one table, and each table is one way to be made; nothing that is made so reads a file, starts anything, or
+runs code that the pickle chose. Names are those of the classes themselves: one found by way of another module is not
+known.
+
+    CALLED    called with the arguments that the pickle has: none of these does more than to hold them
+    DATA      made without arguments and without their constructor; then given attributes
+    ENUMS     members of enumerations, by their value
+    VALUES    stand for themselves, and are never called
+"""
+
+from __future__ import annotations
+
+import collections
+import datetime
+import decimal
+import io
+import math
+import pathlib
+import types
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+_HERE = __name__
+
+
+def numpy_dtype(text: str) -> np.dtype[Any]:
+    """Make a dtype of its `str`, such as ``"<i4"``: no objects, and no fields, which could hide some."""
+    found: np.dtype[Any] = np.dtype(_checked(text, str))
+    if found.hasobject or found.names is not None or found.subdtype is not None:
+        raise TypeError(f"{text} is not made: it has objects, or fields, in it")
+    return found
+
+
+def numpy_array(text: str, shape: tuple[int, ...], raw: bytes) -> np.ndarray:
+    """Make an array of the bytes in it, in C order."""
+    dtype = numpy_dtype(text)
+    if math.prod(shape) * dtype.itemsize != len(_checked(raw, bytes)):
+        raise ValueError("an array has not the bytes that its shape says")
+    return np.ndarray(shape, dtype=dtype, buffer=raw).copy() if raw else np.zeros(shape, dtype=dtype)
+
+
+def numpy_objects(shape: tuple[int, ...], values: list[Any]) -> np.ndarray:
+    """Make an array of objects."""
+    made = np.empty(shape, dtype=object)
+    if made.size != len(_checked(values, list)):
+        raise ValueError("an array has not the objects that its shape says")
+    for number, value in enumerate(values):  # all at once NumPy would look into them
+        made.flat[number] = value
+    return made
+
+
+def numpy_scalar(text: str, raw: bytes) -> np.generic:
+    """Make a number of NumPy's of the bytes in it."""
+    made: Any = numpy_array(text, (), raw)[()]
+    return made  # type: ignore[no-any-return]
+
+
+def of_torch(name: str) -> Any:
+    """Give a dtype, layout or memory format of torch by its name."""
+    found = torch.__dict__.get(_checked(name, str))
+    if not isinstance(found, (torch.dtype, torch.layout, torch.memory_format)):
+        raise ValueError(f"torch.{name} is no dtype, layout or memory format")
+    return found
+
+
+def parameter(data: torch.Tensor, requires_grad: bool) -> torch.nn.Parameter:
+    """Make a parameter of a plain tensor."""
+    return torch.nn.Parameter(_checked(data, torch.Tensor), _checked(requires_grad, bool))
+
+
+def file_in_memory(content: bytes, position: int) -> io.BytesIO:
+    """Make a file in memory as it was."""
+    made = io.BytesIO(_checked(content, bytes))
+    made.seek(_checked(position, int))
+    return made
+
+
+def _checked(value: Any, kind: type) -> Any:
+    if type(value) is not kind:
+        raise TypeError(f"{kind.__name__} expected, {type(value).__name__} found")
+    return value
+
+
+def reduced(value: Any) -> Any:
+    """Say by which of the functions above a value is made again; None: by none of them.
+
+    Raises:
+        TypeError: it would not come back as it is.
+    """
+    if isinstance(value, (torch.dtype, torch.layout, torch.memory_format)):
+        return of_torch, (str(value).removeprefix("torch."),)
+    if type(value) is np.ndarray and value.dtype == object:
+        return numpy_objects, (value.shape, value.reshape(-1).tolist())
+    if type(value) is np.ndarray:
+        return numpy_array, (_text(value.dtype), value.shape, value.tobytes())
+    if isinstance(value, np.generic):
+        return numpy_scalar, (_text(value.dtype), value.tobytes()[: value.dtype.itemsize])  # np.str_("") has some
+    if isinstance(value, np.dtype):
+        return numpy_dtype, (_text(value),)
+    if type(value) is io.BytesIO:
+        return file_in_memory, (value.getvalue(), value.tell())
+    return None
+
+
+def _text(dtype: np.dtype[Any]) -> str:
+    if numpy_dtype(dtype.str) != dtype:
+        raise TypeError(f"NumPy's dtype {dtype} is not kept in a checkpoint")
+    return str(dtype.str)
+
+
+CALLED: dict[tuple[str, str], Callable[..., Any]] = {
+    ("builtins", "bytearray"): bytearray,
+    ("builtins", "complex"): complex,
+    ("builtins", "frozenset"): frozenset,
+    ("builtins", "range"): range,
+    ("builtins", "set"): set,
+    ("builtins", "slice"): slice,
+    ("collections", "Counter"): collections.Counter,
+    ("collections", "OrderedDict"): collections.OrderedDict,
+    ("collections", "defaultdict"): collections.defaultdict,
+    ("collections", "deque"): collections.deque,
+    ("datetime", "date"): datetime.date,
+    ("datetime", "datetime"): datetime.datetime,
+    ("datetime", "time"): datetime.time,
+    ("datetime", "timedelta"): datetime.timedelta,
+    ("datetime", "timezone"): datetime.timezone,
+    ("decimal", "Decimal"): decimal.Decimal,
+    ("pathlib", "PosixPath"): pathlib.PosixPath,
+    ("pathlib", "PurePosixPath"): pathlib.PurePosixPath,
+    ("pathlib._local", "PosixPath"): pathlib.PosixPath,  # Python 3.13
+    ("pathlib._local", "PurePosixPath"): pathlib.PurePosixPath,
+    ("torch", "Size"): torch.Size,
+    ("torch", "device"): torch.device,
+    ("types", "SimpleNamespace"): types.SimpleNamespace,
+    **{
+        (_HERE, made.__name__): made
+        for made in (numpy_array, numpy_dtype, numpy_objects, numpy_scalar, of_torch, parameter, file_in_memory)
+    },
+}
+
+_TE = "transformer_engine.pytorch.tensor"
+METHODS = {
+    (f"{_TE}.float8_tensor", "Float8Tensor._make_in_reduce_ex"),
+    (f"{_TE}.mxfp8_tensor", "MXFP8Tensor._make_in_reduce_ex"),
+    (f"{_TE}.float8_blockwise_tensor", "Float8BlockwiseQTensor._make_in_reduce_ex"),
+    (f"{_TE}.nvfp4_tensor", "NVFP4Tensor._make_in_reduce_ex"),
+}
+"""Of packages that are not imported here: called like CALLED. They make a quantized tensor of its parts."""
+
+_MCORE = "megatron.core.dist_checkpointing"
+_NVRX = "nvidia_resiliency_ext.checkpointing.local.basic_state_dict"
+_SCALER = "deepspeed.runtime.fp16.loss_scaler"
+DATA = {
+    "argparse": {"Namespace"},
+    f"{_MCORE}.mapping": {"LocalNonpersistentObject", "ShardedObject", "ShardedTensor", "ShardedTensorFactory"},
+    f"{_MCORE}.tensor_aware_state_dict": {"MCoreTensorAwareStateDict"},
+    "megatron.core.rerun_state_machine": {"Call", "Caller", "QuickStats"},
+    "megatron.core.transformer.pipeline_parallel_layer_layout": {"PipelineParallelLayerLayout"},
+    _NVRX: {"BasicTensorAwareStateDict", "TensorPlaceholder"},
+    f"{_TE}.float8_tensor": {"Float8CurrentScalingQuantizer", "Float8Quantizer"},
+    f"{_TE}.mxfp8_tensor": {"MXFP8Quantizer"},
+    f"{_TE}.float8_blockwise_tensor": {"Float8BlockQuantizer"},
+    f"{_TE}.nvfp4_tensor": {"NVFP4Quantizer"},
+    "lightning.fabric.utilities.data": {"AttributeDict"},
+    "lightning.pytorch.utilities.parsing": {"AttributeDict"},
+    "lightning_fabric.utilities.data": {"AttributeDict"},
+    "pytorch_lightning.utilities.parsing": {"AttributeDict"},
+    _SCALER: {"DynamicLossScaler", "LossScaleConfig", "LossScaler"},
+    "deepspeed.utils.tensor_fragment": {"fragment_address", "tensor_fragment"},
+}
+
+_OF_LIGHTNING = {
+    "callbacks.early_stopping": {"EarlyStoppingReason"},
+    "callbacks.timer": {"Interval"},
+    "trainer.states": {"RunningStage", "TrainerFn", "TrainerStatus"},
+    "utilities.enums": {"GradClipAlgorithmType"},
+}
+ENUMS = {
+    "signal": {"Handlers", "Signals"},
+    "megatron.core.enums": {"Fp4Recipe", "Fp8Recipe", "ModelType"},
+    "megatron.core.inference.config": {
+        "AsyncScheduleMode",
+        "CudaGraphSizingDistribution",
+        "KVCacheManagementMode",
+        "PrefixCachingCoordinatorPolicy",
+        "PrefixCachingEvictionPolicy",
+    },
+    "megatron.core.rerun_state_machine": {"RerunDiagnostic", "RerunMode", "RerunState", "RerunValidationStatus"},
+    "megatron.core.tensor_parallel.generalized_tensor_parallelism": {"GTPChain"},
+    "megatron.core.transformer.enums": {
+        "AttnBackend",
+        "AttnMaskType",
+        "AttnType",
+        "CudaGraphModule",
+        "CudaGraphScope",
+        "InferenceCudaGraphScope",
+        "LayerType",
+        "ModelType",
+    },
+    **{
+        f"{package}.{module}": names
+        for package in ("lightning.pytorch", "pytorch_lightning")
+        for module, names in _OF_LIGHTNING.items()
+    },
+    _SCALER: {"LossScaleProfile"},
+    "deepspeed.runtime.zero.config": {"ZeroStageEnum"},
+    "deepspeed.runtime.zero.offload_config": {"OffloadDeviceEnum"},
+}
+VALUES = {"builtins": {"bool", "bytes", "dict", "float", "int", "list", "str", "tuple"}, "numpy": {"ndarray"}}

@@ -1,0 +1,136 @@
+"""The step that a run goes on from: the newest of which every byte is good, found once, and not by its header."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from emulated import Nodes
+from mpi4py import MPI
+
+from mlflash import Checkpointer
+from mlflash.errors import StepNotFound, Unrestorable
+from mlflash.slot import Slot
+
+pytestmark = pytest.mark.mpi(min_size=4)
+RANK = MPI.COMM_WORLD.rank
+
+
+def state_at(step: int) -> dict[str, Any]:
+    return {"w": np.full(30_000, step * 10 + RANK), "step": step}
+
+
+@pytest.fixture
+def options(root: Path) -> dict[str, Any]:
+    """Settings of a Checkpointer on emulated nodes of one rank each; which transport it is makes no difference."""
+    return {"job": "t", "memory": str(root), "ranks_per_node": 1, "transport": "p2p", "timeout_s": 30.0,
+            "block_nbytes": 65_536}  # fmt: skip
+
+
+@pytest.fixture
+def saved(options: dict[str, Any], nodes: Nodes) -> dict[str, Any]:
+    """Steps 3 and 5 are in memory, and 5 is damaged in slot and copy."""
+    with Checkpointer(**options) as ckpt:
+        for step in (3, 5):
+            ckpt.save(step, state_at(step)).wait()
+    nodes.damage(5)
+    return options
+
+
+@pytest.fixture
+def verified(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of this rank's own slots that were read to the last byte."""
+    names: list[str] = []
+    verify = Slot.verify
+
+    def count(slot: Slot, *args: Any) -> Any:
+        if slot.header is not None and slot.header.rank == RANK:  # a heal looks at copies, behind
+            names.append(slot.name)
+        return verify(slot, *args)
+
+    monkeypatch.setattr(Slot, "verify", count)
+    return names
+
+
+def test_a_step_that_is_damaged_beyond_repair_is_not_the_newest(saved: dict[str, Any]) -> None:
+    for find in ("newest_step", "newest_alike"):
+        with Checkpointer(**saved) as ckpt:
+            assert ckpt.steps() == [3, 5], "headers say what was saved"
+            assert getattr(ckpt.adapting, find)() == 3
+            state = state_at(0)
+            assert ckpt.restore(state, 3) == 3 and (state["w"] == 30 + RANK).all()
+
+
+def test_what_is_opened_without_a_step_is_that_which_can_be_read(saved: dict[str, Any]) -> None:
+    with Checkpointer(**saved) as ckpt:
+        opened = ckpt.adapting.open()
+        assert opened is not None and opened.step == 3
+        opened.close()
+        with pytest.raises(StepNotFound):
+            ckpt.adapting.open(5)
+
+
+def test_the_load_that_comes_next_does_not_verify_again_and_the_one_after_does(
+    options: dict[str, Any], verified: list[str]
+) -> None:
+    with Checkpointer(**options) as ckpt:
+        for step in (3, 5):
+            ckpt.save(step, state_at(step)).wait()
+    with Checkpointer(**options) as ckpt:
+        for load in (lambda: ckpt.load(5)[0], lambda: ckpt.restore(state_at(0), 5), lambda: ckpt.load()[0]):
+            verified.clear()
+            assert ckpt.adapting.newest_step() == 5 and load() == 5 and len(verified) == 1
+        verified.clear()
+        assert ckpt.load(5)[0] == 5 and len(verified) == 1
+        verified.clear()
+        assert ckpt.adapting.newest_step() == 5 and ckpt.load(3)[0] == 3 and len(verified) == 2, "of another step"
+
+
+def test_what_was_verified_before_a_save_is_verified_again_after_it(
+    options: dict[str, Any], verified: list[str]
+) -> None:
+    with Checkpointer(**options) as ckpt:
+        ckpt.save(3, state_at(3)).wait()
+        assert ckpt.adapting.newest_step() == 3
+        for step in (5, 7):  # over the slot that was verified
+            ckpt.save(step, state_at(step)).wait()
+        verified.clear()
+        found, state = ckpt.load()
+        assert found == 7 and (state["w"] == 70 + RANK).all() and len(verified) == 1
+
+
+def test_a_damaged_checkpoint_of_the_directory_is_passed_over_when_a_step_is_chosen(
+    options: dict[str, Any], nodes: Nodes, root: Path
+) -> None:
+    more = {**options, "directory": root / "pfs"}
+    with Checkpointer(**more, drain_every=1) as ckpt:
+        for step in (3, 5):
+            ckpt.save(step, state_at(step)).wait()
+            ckpt.wait_drained()
+    nodes.lose(*range(MPI.COMM_WORLD.size))
+
+    def spoil() -> None:
+        largest = max((root / "pfs" / "step-00000005").iterdir(), key=lambda path: path.stat().st_size)
+        raw = bytearray(largest.read_bytes())
+        raw[len(raw) // 2] ^= 1
+        largest.write_bytes(raw)
+
+    nodes.on_rank_0(spoil)
+    for find in ("newest_step", "newest_alike"):
+        with Checkpointer(**more) as ckpt:
+            assert ckpt.steps() == [3, 5] and getattr(ckpt.adapting, find)() == 3
+            assert ckpt.load(3)[0] == 3
+
+
+def test_where_none_can_be_loaded_that_is_raised_with_each_reason_or_said_where_there_is_something_else(
+    saved: dict[str, Any], nodes: Nodes, caplog: pytest.LogCaptureFixture
+) -> None:
+    nodes.damage(3)
+    with Checkpointer(**saved) as ckpt:
+        with pytest.raises(Unrestorable, match=r"(?s)step 3: .*step 5: ") as caught:
+            ckpt.adapting.newest_alike()
+        assert sorted(caught.value.reasons) == [3, 5]
+        assert ckpt.adapting.newest_alike("step 2 on disk") is None
+        assert ("going on from step 2 on disk instead" in caplog.text) == (RANK == 0)

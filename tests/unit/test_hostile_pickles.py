@@ -1,0 +1,180 @@
+"""Hostile pickles: what a checkpoint that somebody else has written could try, all of it refused, none of it done."""
+
+from __future__ import annotations
+
+import argparse
+import enum
+import importlib
+import pathlib
+import pickle
+from typing import Any
+
+import pytest
+import torch
+
+from mlflash import errors
+from mlflash.adapters import known, pickles
+from mlflash.adapters.pickles import dump, load
+from mlflash.errors import CorruptSlot, StateError
+
+
+class Pickle:
+    """Writes a hostile pickle, opcode by opcode."""
+
+    def __init__(self) -> None:
+        self.raw = pickle.PROTO + bytes([4])
+
+    def name(self, module: str, name: str) -> Pickle:
+        for word in (module, name):
+            self.raw += pickle.BINUNICODE + len(word.encode()).to_bytes(4, "little") + word.encode()
+        self.raw += pickle.STACK_GLOBAL
+        return self
+
+    def value(self, value: Any) -> Pickle:
+        self.raw += _opcodes(value)
+        return self
+
+    def do(self, *opcodes: bytes) -> bytes:
+        return self.raw + b"".join(opcodes) + pickle.STOP
+
+
+def _opcodes(value: Any) -> bytes:
+    """A plain value as opcodes without a memo."""
+    if isinstance(value, tuple):
+        return pickle.MARK + b"".join(map(_opcodes, value)) + pickle.TUPLE
+    if isinstance(value, dict):
+        pairs = b"".join(_opcodes(part) for pair in value.items() for part in pair)
+        return pickle.EMPTY_DICT + pickle.MARK + pairs + pickle.SETITEMS
+    if isinstance(value, Named):
+        return Pickle().name(value.module, value.name).raw[2:]
+    return pickle.dumps(value, 0)[:-1].partition(b"p0\n")[0]
+
+
+class Named:
+    """What a hostile pickle names in the place of a value."""
+
+    def __init__(self, module: str, name: str):
+        self.module, self.name = module, name
+
+
+def called(module: str, name: str, *arguments: Any) -> bytes:
+    return Pickle().name(module, name).value(arguments).do(pickle.REDUCE)
+
+
+def changed(module: str, name: str, state: Any) -> bytes:
+    """Set attributes of what is named, and not of an object made of it."""
+    return Pickle().name(module, name).value(state).do(pickle.BUILD)
+
+
+def made(module: str, name: str, arguments: tuple[Any, ...], state: Any = None) -> bytes:
+    rest = (_opcodes(state), pickle.BUILD) if state is not None else ()
+    return Pickle().name(module, name).value(arguments).do(pickle.NEWOBJ, *rest)
+
+
+SYSTEM, POPEN = Named("os", "system"), Named("subprocess", "Popen")
+HOSTILE = {
+    "the original": lambda path: called("mlflash.metrics", "Metrics", path, "job", "node", 0),
+    "a class of a package": lambda path: made("mlflash.store", "Directory", (path,)),
+    "a file": lambda path: called("builtins", "open", path, "w"),
+    "io": lambda path: called("_io", "FileIO", path, "w"),
+    "a command": lambda path: called("os", "system", f"touch {path}"),
+    "posix": lambda path: called("posix", "system", f"touch {path}"),
+    "a process": lambda path: called("subprocess", "Popen", ("touch", path)),
+    "eval": lambda path: called("builtins", "eval", f"open({path!r}, 'w')"),
+    "exec": lambda path: called("builtins", "exec", f"open({path!r}, 'w')"),
+    "getattr": lambda path: called("builtins", "getattr", Named("os", "system"), "__call__"),
+    "import": lambda path: called("builtins", "__import__", "os"),
+    "import_module": lambda path: called("importlib", "import_module", "os"),
+    "partial": lambda path: called("functools", "partial", SYSTEM, f"touch {path}"),
+    "attrgetter": lambda path: called("operator", "attrgetter", "system"),
+    "methodcaller": lambda path: called("operator", "methodcaller", "touch", path),
+    "pickle itself": lambda path: called("pickle", "loads", b"cos\nsystem\n(S'touch x'\ntR."),
+    "_pickle": lambda path: called("_pickle", "loads", b"N."),
+    "our own loader": lambda path: called("mlflash.adapters.pickles", "load", b"N.", ()),
+    "our own door": lambda path: called("mlflash.adapters.pickles", "allow", SYSTEM),
+    "torch.load": lambda path: called("torch", "load", path),
+    "torch.storage": lambda path: called("torch.storage", "_load_from_bytes", b"N."),
+    "torch's rebuild": lambda path: called("torch._utils", "_rebuild_tensor_v2", 1, 0, (1,), (1,), False, {}),
+    "torch's rebuild from type": lambda path: called("torch._tensor", "_rebuild_from_type_v2", SYSTEM, (path,)),
+    "torch's wrapper": lambda path: called("torch._utils", "_rebuild_wrapper_subclass", SYSTEM, "f4", (1,)),
+    "torch.hub": lambda path: called("torch.hub", "load", path, "model", "local"),
+    "torch's functions": lambda path: called("torch", "save", 1, path),
+    "jit": lambda path: called("torch.jit", "load", path),
+    "numpy.load": lambda path: called("numpy", "load", path),
+    "numpy's file": lambda path: called("numpy", "fromfile", path),
+    "numpy's memmap": lambda path: called("numpy", "memmap", path, "u1", "w+", 0, (1,)),
+    "numpy's reconstruct": lambda path: called("numpy._core.multiarray", "_reconstruct", Named("numpy", "memmap"), 0),
+    "numpy's scalar": lambda path: called("numpy._core.multiarray", "scalar", "O", b"A" * 8),
+    "an array as a call": lambda path: called("numpy", "ndarray", (1,), "O"),
+    "a dtype with objects": lambda path: called("mlflash.adapters.known", "numpy_dtype", "O,i4"),
+    "objects of bytes": lambda path: called("mlflash.adapters.known", "numpy_array", "|O", (1,), b"A" * 8),
+    "an array beyond its bytes": lambda path: called("mlflash.adapters.known", "numpy_array", "<f8", (9,), b"A" * 8),
+    "a module of torch": lambda path: called("mlflash.adapters.known", "of_torch", "hub"),
+    "a helper": lambda path: called("mlflash.adapters.known", "reduced", 1),
+    "by way of a module": lambda path: called("mlflash.adapters.known", "np.load", path),
+    "by way of a known class": lambda path: called("argparse", "Namespace.__init__.__globals__", path),
+    "copyreg": lambda path: called("copyreg", "_reconstructor", POPEN, Named("builtins", "list"), None),
+    "copyreg's newobj": lambda path: called("copyreg", "__newobj__", Named("pathlib", "PosixPath"), path),
+    "codecs": lambda path: called("_codecs", "encode", path, "idna"),
+    "a value called": lambda path: called("builtins", "str", b"x", "idna"),
+    "data called": lambda path: called("argparse", "Namespace", 1),
+    "data with arguments": lambda path: made("argparse", "Namespace", (1,)),
+    "a member by more than its value": lambda path: called("signal", "Signals", "Other", ("A",)),
+    "an attribute of a class": lambda path: changed("argparse", "Namespace", (None, {"__init__": 1})),
+    "an attribute of a class, plain": lambda path: changed("argparse", "Namespace", (None, {"seen": path})),
+    "an attribute of a function": lambda path: changed("mlflash.adapters.known", "parameter", {"seen": path}),
+    "another class": lambda path: made("argparse", "Namespace", (), (None, {"__class__": Named("numpy", "ndarray")})),
+    "an attribute of Python": lambda path: made("argparse", "Namespace", (), {"__del__": path}),
+    "attributes that are none": lambda path: made("argparse", "Namespace", (), ((1, 2), {})),
+    "a tensor's class": lambda path: called("mlflash.adapters.pickles", "_rebuild", SYSTEM, {}, path, (), (), False),
+    "a known class for a tensor's": lambda path: called(
+        "mlflash.adapters.pickles", "_rebuild", Named("collections", "OrderedDict"), {}, path, (), (), False),
+    "old opcodes": lambda path: b"(S'touch x'\nios\nsystem\n.",
+    "old opcodes of objects": lambda path: b"(cos\nsystem\nS'touch x'\no.",
+    "a registered number": lambda path: b"\x80\x04\x82\x01.",
+    "a persistent name": lambda path: b"\x80\x04Pos\n.",
+    "keywords": lambda path: Pickle().name("argparse", "Namespace").value(()).value({"a": 1}).do(pickle.NEWOBJ_EX),
+    "filling what is none": lambda path: Pickle().name("argparse", "Namespace").value(()).do(
+        pickle.NEWOBJ, pickle.MARK, _opcodes(1), pickle.APPENDS),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("which", HOSTILE)
+def test_a_hostile_pickle_is_refused_and_nothing_is_done(
+    which: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    canary = tmp_path / "canary"
+    canary.write_text("untouched")
+    before = {**vars(argparse.Namespace)}, set(known.CALLED), set(pickles._allowed)
+    with pytest.raises(CorruptSlot):
+        load(HOSTILE[which](str(canary)), [torch.ones(2)])
+    assert [path.name for path in tmp_path.iterdir()] == ["canary"] and canary.read_text() == "untouched"
+    assert ({**vars(argparse.Namespace)}, set(known.CALLED), set(pickles._allowed)) == before
+    assert not hasattr(known.parameter, "seen")
+
+
+def test_metrics_of_ours_are_not_made_by_a_checkpoint(tmp_path: pathlib.Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    with pytest.raises(CorruptSlot, match=r"mlflash\.metrics\.Metrics is not known here"):
+        load(HOSTILE["the original"](str(victim)), [])
+    with pytest.raises(StateError, match="is not known here"):
+        dump([errors.Unrestorable])
+    assert victim.read_text() == "precious"
+
+
+def test_every_class_in_the_tables_that_is_here_is_made_of_attributes_only() -> None:
+    for table in (known.DATA, known.ENUMS):
+        for module, names in table.items():
+            try:
+                found = importlib.import_module(module)
+            except ImportError:  # of a framework that is in an environment of its own
+                continue
+            for name in names:
+                kind = getattr(found, name, None)  # of another version of it
+                assert kind is None or isinstance(kind, type)
+                if kind is not None and table is known.DATA:
+                    assert not hasattr(kind, "__del__") and "__setstate__" not in vars(kind), name
+                if kind is not None and table is known.ENUMS:
+                    assert issubclass(kind, enum.Enum) and "_missing_" not in vars(kind), name
