@@ -251,21 +251,29 @@ def test_a_segment_outlives_its_mapping(node_memory: NodeMemory) -> None:
 
 def test_a_file_is_lent_until_it_is_taken_back_whatever_forked_children_hold(node_memory: NodeMemory) -> None:
     segment = create(node_memory, 4096)
-    first, second = (lend(node_memory, segment.name) for _ in range(2))
+    other = create(node_memory, 4096)
+    first, second, third = (lend(node_memory, one.name) for one in (segment, segment, other))
     beside = attach(node_memory, segment.name)
     assert segment.is_lent and beside.is_lent, "each who has the file sees it"
     first[1]()
     assert segment.is_lent, "the other one has it still"
     ready, done = os.pipe()
     if not (child := os.fork()):
-        second[1]()  # as where the child's views go: the parent's are there still
-        os.write(done, b".")
-        signal.pause()
-    assert os.read(ready, 1) == b"." and segment.is_lent
-    second[1]()
-    assert not segment.is_lent and not beside.is_lent, "though the child lives"
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
+        try:
+            second[1]()  # as where the child's views go: the parent's are there still
+            os.write(done, b".")
+            signal.pause()
+        finally:
+            os._exit(1)
+    try:
+        assert os.read(ready, 1) == b"." and segment.is_lent
+        second[1]()
+        third[1]()
+        assert not segment.is_lent and not beside.is_lent
+        assert not other.is_lent, "though the child has the descriptor"
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
 
 
 def test_two_segments_never_share_a_name(node_memory: NodeMemory) -> None:
