@@ -284,7 +284,7 @@ class Restores:
         """
         reasons, begun = restore.why_not(self._parts, struck) if source is None else ({}, [])
         in_memory = bool(reasons)
-        for folder, why in (there.damaged | bad).items():
+        for folder, why in {**there.damaged, **bad}.items():
             at = step_of(folder)
             if at is not None and (at in reasons or len(reasons) < MOST_STEPS):
                 reasons[at] = "; ".join(filter(None, (reasons.get(at), f"{folder}: {why}")))
