@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from mlflash import Checkpointer, errors, evidence, shelf
 from mlflash.config import from_environment
 from mlflash.evidence import Trace
-from mlflash.header import COMMIT_START, HEADER_NBYTES, MAGIC, RECORD_NBYTES, Attempt, Header, unpack
+from mlflash.header import COMMIT_START, HEADER_NBYTES, MAGIC, RECORD_NBYTES, Attempt, Header, any_record, unpack
 from mlflash.layout import Extents
 
 Make = Callable[..., Checkpointer]
@@ -57,7 +57,7 @@ def restored(ckpt: Checkpointer) -> int | None:
 
 def slots(shm: Path) -> dict[Path, bytes]:
     """The slots that hold something."""
-    found = {path: path.read_bytes() for path in shm.glob("mlflash-*/j/slot-*")}
+    found = {path: path.read_bytes() for path in sorted(shm.glob("mlflash-*/j/slot-*"))}
     return {path: raw for path, raw in found.items() if raw[:8] == MAGIC}
 
 
@@ -125,7 +125,8 @@ def test_what_was_agreed_on_is_restored_without_a_receipt_and_then_counts_as_com
     spoil(shm, receipts=False, payload=False)
     assert restored(make()) == 1
     make().close()
-    spoil(shm)  # the receipt of the restore is there still
+    assert all(any_record(raw, COMMIT_START) for raw in slots(shm).values()), "the heal has written none"
+    spoil(shm, receipts=False)  # that of the restore is there still
     with pytest.raises(errors.Unrestorable):
         make().load()
 
@@ -180,6 +181,9 @@ def test_a_fresh_start_passes_over_memory_and_directory_and_its_relaunches_go_on
         path.unlink()
     assert restored(make(pfs)) == 2, "from the directory, which has newer steps of before"
     assert restored(make(pfs, fresh="another")) is None
+    for path in slots(shm):
+        path.unlink()
+    assert restored(make(pfs, fresh="a third")) is None, "nothing but the directory says what was before"
     monkeypatch.delenv("MLFLASH_FRESH")
     assert restored(make(pfs)) == 2  # generations go on: it is newer than step 20
 
@@ -216,16 +220,18 @@ def test_where_there_is_no_room_for_both_the_old_slots_go_at_once_and_it_is_said
     assert "memory has no room for the slots of this run beside" in caplog.text
 
 
-@pytest.mark.parametrize("is_whole", [True, False])
+@pytest.mark.parametrize(("is_whole", "part"), [(True, "payload"), (False, "payload"), (False, "header")])
 def test_what_is_unusable_in_memory_gives_way_to_a_whole_checkpoint_of_the_directory_only(
-    make: Make, shm: Path, tmp_path: Path, small: Callable[[], None], is_whole: bool
+    make: Make, shm: Path, tmp_path: Path, small: Callable[[], None], is_whole: bool, part: str
 ) -> None:
     pfs = tmp_path / "pfs"
     ckpt = make(pfs)
     ckpt.save(1, state_at(1)).wait()
     ckpt.drain().wait()
     save(ckpt, 2, 3)
-    spoil(shm)
+    for path in slots(shm) if part == "header" else ():
+        change(path, 40, b"\xff")
+    spoil(shm, payload=part == "payload")
     small()
     before = slots(shm)
     if is_whole:
