@@ -121,6 +121,9 @@ def test_a_damaged_checkpoint_of_the_directory_is_passed_over_when_a_step_is_cho
     for find in ("newest_step", "newest_alike"):
         with Checkpointer(**more) as ckpt:
             assert ckpt.steps() == [3, 5] and getattr(ckpt.adapting, find)() == 3
+            opened = ckpt.adapting.open()
+            assert opened is not None and opened.step == 3
+            opened.close()
             assert ckpt.load(3)[0] == 3
 
 

@@ -7,6 +7,7 @@ import enum
 import importlib
 import pathlib
 import pickle
+import threading
 from typing import Any
 
 import pytest
@@ -73,7 +74,7 @@ def made(module: str, name: str, arguments: tuple[Any, ...], state: Any = None) 
 
 SYSTEM, POPEN = Named("os", "system"), Named("subprocess", "Popen")
 HOSTILE = {
-    "the original": lambda path: called("mlflash.metrics", "Metrics", path, "job", "node", 0),
+    "the original": lambda path: called("mlflash.metrics", "Metrics", path, "job", Named("builtins", "dict")),
     "a class of a package": lambda path: made("mlflash.store", "Directory", (path,)),
     "a file": lambda path: called("builtins", "open", path, "w"),
     "io": lambda path: called("_io", "FileIO", path, "w"),
@@ -107,6 +108,7 @@ HOSTILE = {
     "numpy's scalar": lambda path: called("numpy._core.multiarray", "scalar", "O", b"A" * 8),
     "an array as a call": lambda path: called("numpy", "ndarray", (1,), "O"),
     "a dtype with objects": lambda path: called("mlflash.adapters.known", "numpy_dtype", "O,i4"),
+    "a dtype of objects": lambda path: called("mlflash.adapters.known", "numpy_dtype", "|O"),
     "objects of bytes": lambda path: called("mlflash.adapters.known", "numpy_array", "|O", (1,), b"A" * 8),
     "an array beyond its bytes": lambda path: called("mlflash.adapters.known", "numpy_array", "<f8", (9,), b"A" * 8),
     "a module of torch": lambda path: called("mlflash.adapters.known", "of_torch", "hub"),
@@ -147,11 +149,12 @@ def test_a_hostile_pickle_is_refused_and_nothing_is_done(
     canary = tmp_path / "canary"
     canary.write_text("untouched")
     before = {**vars(argparse.Namespace)}, set(known.CALLED), set(pickles._allowed)
+    threads = threading.enumerate()
     with pytest.raises(CorruptSlot):
         load(HOSTILE[which](str(canary)), [torch.ones(2)])
     assert [path.name for path in tmp_path.iterdir()] == ["canary"] and canary.read_text() == "untouched"
     assert ({**vars(argparse.Namespace)}, set(known.CALLED), set(pickles._allowed)) == before
-    assert not hasattr(known.parameter, "seen")
+    assert not hasattr(known.parameter, "seen") and threading.enumerate() == threads
 
 
 def test_metrics_of_ours_are_not_made_by_a_checkpoint(tmp_path: pathlib.Path) -> None:
