@@ -47,8 +47,7 @@ class Checkpointer:
             them committed a newer one. Default 0: never, only warn.
         domains: which nodes are lost together: the path of a file with a host (or host list) and its domains,
             outermost first, in each line; or a mapping from host to domain or tuple of domains. The nodes of a
-            redundancy group are spread over them. Default: ``MLFLASH_DOMAINS``, then what Slurm knows of switches
-            and blocks.
+            redundancy group are spread over them. Default: ``MLFLASH_DOMAINS``, then what Slurm knows of them.
         replicated: the ranks that hold the same state as this one (an mpi4py communicator or group, a
             torch.distributed process group, a list of ranks, or True for all), or a mapping from patterns of entry
             names to them. What they hold alike is stored once per node and not sent, where they are on more nodes

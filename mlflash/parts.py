@@ -291,8 +291,7 @@ def _assemble(
 ) -> Parts:
     """Take over what earlier runs left. Collective over the world."""
     left = stock.look(config, world, memory)
-    found, choice = left.found, left.choice
-    recorded = [group.ranks for group in choice.parity] if choice is not None else []
+    recorded = [group.ranks for group in left.choice.parity] if left.choice is not None else []
     standing = [] if known is None else [known.names(name) for name in world.topology.node_names]
     placement = place(world.topology, scheme.parse(config.redundancy), standing, recorded)
     if replicas is not None and config.share:
@@ -307,9 +306,8 @@ def _assemble(
     if protection.transport == "rma" and world.world is not None:
         world.poke = Poke(world)
     parts.generation, parts.floor, parts.unusable = left.newest, left.floor, left.unusable
-    parts.gives_way = not left.unusable
-    shelf.aside = left.aside
-    parts.adopt(found, choice)
+    parts.gives_way, shelf.aside = not left.unusable, left.aside
+    parts.adopt(left.found, left.choice)
     if world.rank == 0:
         _say_what_is_made(placement, len(world.topology.node_names))
     close = too_close(world.topology, placement, parts.domains_by_kind)

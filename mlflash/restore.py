@@ -85,13 +85,7 @@ def bring_home(
             return None
         same_ranks = choice.world_size == parts.world.size
         if not same_ranks and not others:
-            raise WorldSizeChanged(
-                "the checkpoint in memory was saved by another number of ranks: restore(state) puts it together for "
-                "this one; or leave it behind with another job name or `mlflash clean`",
-                step=choice.step,
-                expected=f"a world of {choice.world_size} ranks",
-                found=f"{parts.world.size}",
-            )
+            raise _other_ranks(choice, parts.world.size)
         slots: dict[int, Slot] = {}
         bad = _bring(parts, found, choice, slots, checked)
         if not bad:
@@ -123,6 +117,14 @@ def bring_home(
         if not parts.rolled_forward:
             _give_receipts(own)
         return homes[parts.world.rank]
+
+
+def _other_ranks(choice: Choice, size: int) -> WorldSizeChanged:
+    return WorldSizeChanged(
+        "the checkpoint in memory was saved by another number of ranks: restore(state) puts it together for this one; "
+        "or leave it behind with another job name, `fresh`, or `mlflash clean`",
+        step=choice.step, expected=f"a world of {choice.world_size} ranks", found=f"{size}",
+    )  # fmt: skip
 
 
 def why_not(parts: Parts, struck: Mapping[Place, str]) -> tuple[dict[int, str], list[int]]:
