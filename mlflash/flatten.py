@@ -339,7 +339,7 @@ _OF_TENSORS: tuple[Callable[[list[Any]], list[Any]], ...] = (
     lambda tensors: [tensor.shape for tensor in tensors],
     lambda tensors: [tensor.device for tensor in tensors],
     lambda tensors: [tensor.is_contiguous() for tensor in tensors],  # raises for what is not strided
-    lambda tensors: list(map(sys.modules["torch"].is_neg, tensors)),
+    lambda tensors: [tensor.is_neg() for tensor in tensors],
 )
 _OF_COMPLEX: tuple[Callable[[list[Any]], list[Any]], ...] = (lambda tensors: [tensor.is_conj() for tensor in tensors],)
 _OF_ARRAYS: tuple[Callable[[list[Any]], list[Any]], ...] = (

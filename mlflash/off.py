@@ -119,6 +119,10 @@ class Courier(courier.Courier):
     def call(self, work: Callable[[], Any]) -> Any:
         """Leave it: None is what there is to be had."""
 
+    def together(self, work: Callable[[], Any], foreign: Any, step: int | None = None) -> Any:
+        """Do it, and agree with nobody."""
+        return work()
+
     def begin_aside(self, moves: Any) -> None:
         """Leave it."""
 
@@ -214,6 +218,9 @@ class Saves(saves.Saves):
 
     def settle(self) -> None:
         """Nothing is on its way."""
+
+    def raise_what_failed(self) -> None:
+        """Nothing has."""
 
     def plan(self, flat: Flat) -> Any:
         """Nobody asks."""

@@ -70,6 +70,7 @@ class SimulatedJob:
         self._checkpointers: list[mlflash.Checkpointer] = []
         self._threads = ThreadPoolExecutor(len(self.live))
         self._made: list[bytes] | None = None
+        self._is_placed = False  # where all ranks are was told
 
     def start(self) -> Phase:
         """Make the Checkpointers."""
@@ -78,6 +79,7 @@ class SimulatedJob:
         fabric = self._fabric = Fabric(self.ranks, PER_NODE, self.live, splits, self._phantoms)
 
         self._make_phantoms()
+        self._is_placed = False
 
         def make(rank: int) -> mlflash.Checkpointer:
             return mlflash.Checkpointer(
@@ -147,7 +149,10 @@ class SimulatedJob:
             self._made = [pickle.dumps(encode(part)) for part in parts]
 
     def _phantoms(self, comm: str, nbytes: int) -> Sequence[bytes] | None:
-        """Inventories of all nodes, in place of those of the few where there are files."""
+        """Where all ranks are, at first; then inventories of all nodes, in place of those of the few with files."""
+        if comm == "world" and not self._is_placed:
+            self._is_placed = True
+            return [pickle.dumps((rank - rank % PER_NODE, f"node{rank // PER_NODE}")) for rank in range(self.ranks)]
         return self._made if comm == "leaders" and nbytes > len(pickle.dumps(None)) else None
 
 

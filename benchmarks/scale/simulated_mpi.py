@@ -8,13 +8,14 @@ be whole redundancy groups of first ranks of their nodes, rank 0 among them.
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 from scale.meeting import Call, Done, Fabric, Later, Receive, raw_bytes
+
+_DUPLICATES = {"given": ("control",), "control": ("world",), "world": ("data",)}  # as `comm.World` makes them
 
 
 class Comm:
@@ -26,19 +27,15 @@ class Comm:
         self.live = [one for one in fabric.live if one in members]
         self._count = 0
         self._splits = iter(fabric.splits)
-        self._names = iter(("world", "data", "control"))
+        self._names = iter(_DUPLICATES.get(name, ()))
 
     def _next(self) -> tuple[object, ...]:
         self._count += 1
         return (*self._key, self._count)
 
-    def Dup(self) -> Comm:
-        """Make another one of the same ranks."""
-        name = self.name if self._key == ("world",) else next(self._names)
-        dup = Comm(self.fabric, name, self._next(), self._members, self._me)
-        if self._key == ("world",):
-            next(dup._names)
-        return dup
+    def Idup(self) -> tuple[Comm, Done]:
+        """Begin making another one of the same ranks."""
+        return Comm(self.fabric, next(self._names, "aside"), self._next(), self._members, self._me), Done()
 
     def Split(self, color: int, key: int) -> Comm:
         """Make the next one of `Fabric.splits`."""
@@ -54,17 +51,12 @@ class Comm:
     def _note(self, what: str, nbytes: int, received: int = 0) -> None:
         self.fabric.calls.append(Call(self._me, self.name, what, nbytes, received))
 
-    def allreduce(self, value: int, op: str) -> int:
-        """Give the lowest rank of the node, which is what it is asked for."""
-        self._note("allreduce", 8)
-        return self._members[0]
-
-    def allgather(self, value: tuple[int, str]) -> list[tuple[int, str]]:
-        """Tell where all ranks are, which is what it is asked for."""
-        per = self.fabric.per_node
-        every = [(rank - rank % per, f"node{rank // per}") for rank in self._members]
-        self._note("allgather", len(pickle.dumps(value)), len(pickle.dumps(every)))
-        return every
+    def Ibarrier(self) -> Later:
+        """Begin waiting for all live ranks."""
+        key = self._next()
+        self._note("Ibarrier", 0)
+        self.fabric.meet(key, self._me, True)
+        return Later(lambda: self.fabric.outcome(key, len(self.live), lambda met: True) is not None)
 
     def Iallreduce(self, values: np.ndarray, out: np.ndarray, op: str) -> Later:
         """Begin taking the minimum of each number."""
@@ -214,4 +206,4 @@ def module() -> Any:
 
 def world(fabric: Fabric, rank: int) -> Comm:
     """Give a live rank its COMM_WORLD."""
-    return Comm(fabric, "world", ("world",), range(fabric.size), rank)
+    return Comm(fabric, "given", ("given",), range(fabric.size), rank)

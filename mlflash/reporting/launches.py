@@ -169,7 +169,8 @@ def _launch(run: str, events: list[Event]) -> Launch:
         elif event.kind == "start" and (started is None or event.rank < started.rank):
             started = event
     told = () if started is None else started.texts("nodes")
-    nodes = tuple(dict.fromkeys([*told, *(places[rank] for rank in sorted(places))]))
+    # A rank of a file that was written by hand may be on two nodes.
+    nodes = tuple(dict.fromkeys([*told, *(places[rank] for rank in sorted(places)), *(one.node for one in events)]))
     ranks = max(0 if started is None else started.count("ranks"), len(places))
     began, last = min(event.began for event in events), events[-1].time
     return Launch(run, events, began, last, started, ranks, nodes, places, signs, ends, _stretches(events, began, last))

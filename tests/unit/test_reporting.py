@@ -12,7 +12,7 @@ from typing import Any
 import made_logs
 import pytest
 from click.testing import CliRunner, Result
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mlflash.cli import main
@@ -327,6 +327,7 @@ LINES = st.one_of(
 def test_whatever_is_in_the_files_nothing_is_raised(tmp_path: Path) -> None:
     @settings(max_examples=250, deadline=None)
     @given(st.lists(LINES, max_size=30), st.sampled_from([b"\n", b"\n", b"\n", b""]))
+    @example([b'{"event":"start","time":0.0,"rank":0,"node":"%s","run":"a"}' % node for node in (b"", b"n0")], b"\n")
     def check(lines: list[bytes], between: bytes) -> None:
         with tempfile.TemporaryDirectory(dir=tmp_path) as folder:
             path = Path(folder) / "run.jsonl"
