@@ -16,6 +16,7 @@ from torch_jobs import COMM, job
 
 from mlflash.adapters.megatron import CheckpointingException, LocalCheckpoints, allow
 from mlflash.adapters.megatron.request import wait_for
+from mlflash.errors import Unrestorable
 
 RANK, SIZE = COMM.rank, COMM.size
 pytestmark = [pytest.mark.mpi(min_size=4)]
@@ -89,7 +90,10 @@ def test_without_replication_a_lost_node_is_a_lost_checkpoint(start: Any, nodes:
     with job(), start(None) as manager:
         assert manager.find_latest() == 3
     nodes.lose(1)
-    with job(), start(None) as manager:
+    lost = pytest.raises(Unrestorable, match=r"step 3: no slot and no copy of ranks 2-3 of 4")
+    with job(), start(None) as manager, lost:
+        manager.find_latest()
+    with job(), start(None, fresh=True) as manager:
         assert manager.find_latest() == -1
         manager.save(Aware(state_of(4)), 4)
         assert manager.find_latest() == 4
@@ -165,6 +169,10 @@ def test_both_copies_lost_is_a_lost_checkpoint(start: Any, nodes: Nodes) -> None
             manager.save(Aware(state_of(iteration)), iteration)
     nodes.lose(1, 3)
     with job(), start(ranks_per_node=1) as manager:
+        with pytest.raises(Unrestorable) as caught:
+            manager.find_latest()
+        assert sorted(caught.value.reasons) == [3, 5]
+    with job(), start(ranks_per_node=1, fresh=True) as manager:
         assert manager.find_latest() == -1
         manager.save(Aware(state_of(1)), 1)
         assert manager.find_latest() == 1
