@@ -183,14 +183,14 @@ def _announce(save: Save, parts: Parts) -> bool:
         return False
     save.attempt = parts.number_attempt(1 - newest)
     save.drains_idle, save.drain_asked = bool(idle), not not_asked
-    if low != -high:
-        _fall_in(parts, step, low)
+    unlike = StepOrderError("the ranks are not saving the same step", expected="one step on all ranks",
+                            found=f"steps {low} to {-high}, {step} here")  # fmt: skip
+    unlike.agreed = True
+    if low != -high and _falls_in(parts, step, low):
+        raise OneAhead if step > low else unlike
     if first_failed < world.size:
         world.raise_together(save.problem)
     if low != -high:
-        found = f"steps {low} to {-high}, {step} here"
-        unlike = StepOrderError("the ranks are not saving the same step", expected="one step on all ranks", found=found)
-        unlike.agreed = True
         raise unlike
     save.snapshot.skipped = not no_skip
     reach("protect.announced")
@@ -199,22 +199,20 @@ def _announce(save: Save, parts: Parts) -> bool:
     return True
 
 
-def _fall_in(parts: Parts, step: int, low: int) -> None:
-    """Let a rank that left a save out fall in again.
+def _falls_in(parts: Parts, step: int, low: int) -> bool:
+    """Whether a rank that left saves out falls in again: those that are ahead stay where they are, the others go on.
 
-    An exception, such as that of a signal handler, may have kept it from posting one, and its saves would be one ahead
-    of the others' for good. That is so where each rank that is ahead has already failed
-    with the very step that the others are at now: it stays where it is, while they end theirs and come to it.
+    An exception, such as that of a signal handler, may have kept it from posting some, and its saves would be ahead of
+    the others' for good. That is so where each rank that is ahead has already failed with the step that the others are
+    at now, or with a later one: it stays, while they end theirs and come to it.
 
-    Collective over the world, where the steps of the ranks differ.
-
-    Raises:
-        OneAhead: this rank is ahead.
+    Collective over the world, where the steps of the ranks differ. Nothing is, for this save, where it is so.
     """
-    is_ahead, left = step > low, parts.left_at
-    parts.left_at = step
-    if parts.world.agree([int(not is_ahead or left == low)])[0] and is_ahead:
-        raise OneAhead
+    left = -1 if parts.left_at is None else parts.left_at
+    falls_in = bool(parts.world.agree([int(step == low or low <= left)])[0])
+    if step == low or not falls_in:
+        parts.left_at = step
+    return falls_in
 
 
 def _locally(save: Save, work: Callable[[], object]) -> None:

@@ -149,15 +149,20 @@ def test_with_strict_no_rank_leaves_out_what_is_collective(root: Path) -> None:
 
 
 @two
-def test_a_rank_that_left_a_save_out_falls_in_again(ckpt: Checkpointer) -> None:
+@pytest.mark.parametrize("fails", [False, True], ids=["", "and fails with others"])
+def test_a_rank_that_left_saves_out_falls_in_again(ckpt: Checkpointer, fails: bool) -> None:
     assert_goes_on(ckpt, 1)
-    if RANK != LAST:  # there an exception came before anything was posted
-        ckpt.save(2, state_of(2))
-    for step in (3, 4):
-        ckpt.save(step, state_of(step))
+    for step in (2, 3, 4, 5, 6, 7, 8):
+        if RANK == LAST and step in (2, 4, 5):  # there an exception came before anything was posted
+            continue
+        if fails and RANK == LAST:
+            with pytest.raises(errors.StateError):
+                ckpt.save(step, {"x": object()})
+        else:
+            ckpt.save(step, state_of(step))
     ckpt.wait()
-    assert_goes_on(ckpt, 5)
-    assert_goes_on(ckpt, 6)
+    assert_goes_on(ckpt, 9)
+    assert_goes_on(ckpt, 10)
 
 
 class _Interrupted(BaseException):
