@@ -355,6 +355,7 @@ class Restores:
         step = home.header.step
         restore.count(self._parts, home.slot)
         self._count(step, home)
+        self._parts.unhealed = None  # the heal comes now, and saves wait for it
         self._courier.post(Job(lambda: self._heal(home.slot)))
         return step
 

@@ -253,6 +253,8 @@ class Shelf:
             for slot in [*taken, *(slot for pair in self.inbox.values() for slot in pair)]:
                 if slot.use is Use.BUSY and committed:
                     slot.taker, slot.use = None, Use.HOLDS
+                    if slot.segment is not None:
+                        slot.segment.writers.clear()  # all is there; they hold the state that was copied
                 elif slot.use is Use.BUSY:
                     self._free(slot)
             for slot in self.all():

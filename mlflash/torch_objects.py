@@ -120,9 +120,9 @@ def _loads_as_torch_does(live: Any) -> bool:
     if not _is_optimizer(live):
         return False
     whole = sys.modules["torch"].optim.Optimizer
-    hooks = live._optimizer_load_state_dict_pre_hooks or live._optimizer_load_state_dict_post_hooks
-    own = type(live).load_state_dict is not whole.load_state_dict or "load_state_dict" in vars(live)
-    return not own and not hooks
+    if type(live).load_state_dict is not whole.load_state_dict or "load_state_dict" in vars(live):
+        return False  # such as accelerate's, which is one by its class only
+    return not (live._optimizer_load_state_dict_pre_hooks or live._optimizer_load_state_dict_post_hooks)
 
 
 # Loading

@@ -338,7 +338,7 @@ def test_memory_that_is_too_small_is_refused_before_anything_is_allocated(
     small = root / "small"
     if RANK == 0:
         small.mkdir()
-        assert os.system(f"mount -t tmpfs -o size=80m,mode=1777 tmpfs {small}") == 0
+        assert os.system(f"mount -t tmpfs -o size=60m,mode=1777 tmpfs {small}") == 0
     comm.Barrier()
     try:
         with Checkpointer(**{**options, "memory": str(small)}) as ckpt:
