@@ -7,12 +7,14 @@ import re
 import sys
 from pathlib import Path
 
+import pytest
 from cluster.slurm.daemons import Slurm
 from cluster.slurm.jobs import MPI_ENVIRONMENT, PMI
 
 PAGE = (Path(__file__).parents[3] / "docs" / "quickstart.md").read_text()
 
 
+@pytest.mark.timeout(200)  # what it runs may take 150 s
 def test_a_rank_is_killed_and_the_job_goes_on_from_memory(slurm: Slurm) -> None:
     (training,) = re.findall(r"^```python\n(.*?)^```", PAGE, re.M | re.S)
     (batch,) = re.findall(r"^```bash\n(.*?)^```", PAGE, re.M | re.S)
