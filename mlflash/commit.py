@@ -204,12 +204,13 @@ def _falls_in(parts: Parts, step: int, low: int) -> bool:
 
     An exception, such as that of a signal handler, may have kept it from posting some, and its saves would be ahead of
     the others' for good. That is so where each rank that is ahead has already failed with the step that the others are
-    at now, or with a later one: it stays, while they end theirs and come to it.
+    at now, or with a later one: it stays, while they end theirs and come to it. It is not where a rank goes back to an
+    earlier step, as overlapping saves of a framework do: all ranks have posted as many then.
 
     Collective over the world, where the steps of the ranks differ. Nothing is, for this save, where it is so.
     """
     left = -1 if parts.left_at is None else parts.left_at
-    falls_in = bool(parts.world.agree([int(step == low or low <= left)])[0])
+    falls_in = bool(parts.world.agree([int(step > left if step == low else low <= left)])[0])
     if step == low or not falls_in:
         parts.left_at = step
     return falls_in
