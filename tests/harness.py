@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from processes import started_by, state
+from processes import runs, started_by, state
 from waiting import PATIENCE_S, until
 
 from mlflash.demo.launch import mpiexec
@@ -179,8 +179,9 @@ class Launch:
         return self._process.poll() is None
 
     def kill(self) -> None:
-        """Kill everything that this launch started."""
-        for pid in self.pids().values():
+        """Kill everything that this launch started; on return its ranks hold no lock any more."""
+        pids = self.pids().values()
+        for pid in pids:
             try:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
@@ -190,6 +191,7 @@ class Launch:
         except ProcessLookupError:
             pass
         self._process.wait(30)
+        until(lambda: not any(map(runs, pids)), "the end of the ranks that were killed")
         live.discard(self)
         self._sweep()
 

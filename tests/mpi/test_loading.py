@@ -43,7 +43,7 @@ def is_all(state: dict[str, Any], value: float) -> bool:
     return all((array == value).all() for array in objects) and state["plain"] == value
 
 
-@pytest.mark.parametrize("ranks", [SIZE, SIZE - 1])
+@pytest.mark.parametrize("ranks", [SIZE, SIZE - 1], ids=["the same ranks", "one rank less"])
 def test_what_fails_on_one_rank_is_put_back_on_all(options: dict[str, Any], ranks: int) -> None:
     with Checkpointer(comm=COMM, strict=True, **options) as ckpt:
         ckpt.save(1, state_of(1.0)).wait()
@@ -58,7 +58,7 @@ def test_what_fails_on_one_rank_is_put_back_on_all(options: dict[str, Any], rank
                 ckpt.save(2, state).wait()
 
 
-@pytest.mark.parametrize("ranks", [SIZE, SIZE - 1])
+@pytest.mark.parametrize("ranks", [SIZE, SIZE - 1], ids=["the same ranks", "one rank less"])
 def test_what_cannot_be_put_back_on_one_rank_is_saved_on_none(
     options: dict[str, Any], ranks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
