@@ -183,14 +183,15 @@ def _announce(save: Save, parts: Parts) -> bool:
         return False
     save.attempt = parts.number_attempt(1 - newest)
     save.drains_idle, save.drain_asked = bool(idle), not not_asked
-    unlike = StepOrderError("the ranks are not saving the same step", expected="one step on all ranks",
-                            found=f"steps {low} to {-high}, {step} here")  # fmt: skip
-    unlike.agreed = True
-    if low != -high and _falls_in(parts, step, low):
-        raise OneAhead if step > low else unlike
-    if first_failed < world.size:
+    falls_in = low != -high and _falls_in(parts, step, low)
+    if falls_in and step > low:
+        raise OneAhead
+    if first_failed < world.size and not falls_in:
         world.raise_together(save.problem)
     if low != -high:
+        unlike = StepOrderError("the ranks are not saving the same step", expected="one step on all ranks",
+                                found=f"steps {low} to {-high}, {step} here")  # fmt: skip
+        unlike.agreed = True
         raise unlike
     save.snapshot.skipped = not no_skip
     reach("protect.announced")

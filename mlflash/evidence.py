@@ -8,14 +8,13 @@ rolls forward all the same, and else it is nothing. Pure but for `trace`; nothin
 from __future__ import annotations
 
 import dataclasses
-import os
 import pickle
 import zlib
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from .errors import CorruptSlot, UnsafePath
-from .header import COMMIT_START, MAGIC, RECORD_NBYTES, RESTORES_START, Attempt, Header, Kind, any_record, unpack
-from .inventory import Place, file_name, file_number
+from .errors import CorruptSlot
+from .header import COMMIT_START, MAGIC, RESTORES_START, Attempt, Header, Kind, any_record, unpack
+from .inventory import Place, file_name, file_number, first_pages
 from .node_memory import NodeMemory
 
 MOST_STEPS = 16
@@ -46,15 +45,7 @@ class Trace:
 def trace(memory: NodeMemory, node: int) -> list[Trace]:
     """List the files of this node that hold something, damaged ones too. Not collective."""
     found = []
-    for name in memory.slot_names():
-        try:
-            fd = memory.open(name, os.O_RDONLY)
-        except (UnsafePath, FileNotFoundError):
-            continue
-        try:
-            page, nbytes = os.pread(fd, RESTORES_START + RECORD_NBYTES, 0), os.fstat(fd).st_size
-        finally:
-            os.close(fd)
+    for name, page, nbytes in first_pages(memory):
         commit, restores = any_record(page, COMMIT_START), any_record(page, RESTORES_START)
         header, damage = None, ""
         try:

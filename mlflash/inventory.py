@@ -11,7 +11,7 @@ import itertools
 import os
 import struct
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -168,25 +168,31 @@ def file_name(number: int) -> str:
     return f"slot-{number:04d}"
 
 
-def scan(memory: NodeMemory, node: int) -> Inventory:
-    """List the sealed files of this node by their headers. Not collective.
-
-    Files that are not private files of this user are left alone, as if they were not there.
-    """
-    found = []
+def first_pages(memory: NodeMemory) -> Iterator[tuple[str, bytes, int]]:
+    """Give of each slot file of this node its name, header and records as they are, and its size. Not collective."""
     for name in memory.slot_names():
         try:
             fd = memory.open(name, os.O_RDONLY)
         except (UnsafePath, FileNotFoundError):
             continue
         try:
-            page = os.pread(fd, RESTORES_START + RECORD_NBYTES, 0)
-            nbytes = os.fstat(fd).st_size
+            page, nbytes = os.pread(fd, RESTORES_START + RECORD_NBYTES, 0), os.fstat(fd).st_size
+        finally:
+            os.close(fd)
+        yield name, page, nbytes
+
+
+def scan(memory: NodeMemory, node: int) -> Inventory:
+    """List the sealed files of this node by their headers. Not collective.
+
+    Files that are not private files of this user are left alone, as if they were not there.
+    """
+    found = []
+    for name, page, nbytes in first_pages(memory):
+        try:
             header = unpack(page)
         except CorruptSlot:
             continue
-        finally:
-            os.close(fd)
         if header.extents.nbytes <= nbytes:
             found.append((name, header, read_record(page, RESTORES_START, header.attempt) or 0))
     return of_headers(found, node)
