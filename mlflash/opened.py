@@ -112,7 +112,9 @@ class Opened:
         self.found, self._parts = found, parts
         self.step, self.restores = found.step, found.restores
         self.home = found.homes.get(parts.world.rank) if found.same_ranks else None
-        mine = {rank: _describe(parts, home, checks, told) for rank, home in found.homes.items()}
+        mine = parts.world.on_all(
+            lambda: {rank: _describe(parts, home, checks, told) for rank, home in found.homes.items()}
+        )
         packed = parts.world.gather(zlib.compress(pickle.dumps(mine), 1))
         self.olds: Mapping[int, Old] = {
             rank: old for theirs in packed for rank, old in pickle.loads(zlib.decompress(theirs)).items()
@@ -131,10 +133,23 @@ class Opened:
         """Bring parts of tensors to where they are wanted; whether all of them arrived whole.
 
         Collective over the world.
+
+        Raises:
+            MlflashError: on all ranks, where one could not read its part or ``wanted`` failed there.
         """
+        asked: dict[int, list[Parcel]] = {}
+        self._parts.world.on_all(lambda: self._read_near(wanted, asked))
+        has = {rank: (home.reader(), home.manifest.entries) for rank, home in self.found.homes.items()}
+        good = exchange(self._parts, has, asked)
+        self._parts.journal.counts["bytes asked of other nodes"] += sum(
+            p.target.nbytes for ps in asked.values() for p in ps
+        )
+        return good
+
+    def _read_near(self, wanted: Iterable[Parcel], asked: dict[int, list[Parcel]]) -> None:
+        """Read what lies on this node; adds the rest to what other ranks are asked for. Not collective."""
         homes = dict(self.found.homes)
         reads: dict[int, Read] = {}
-        asked: dict[int, list[Parcel]] = {}
         try:
             for parcel in wanted:
                 old = self.olds[parcel.rank]
@@ -148,15 +163,9 @@ class Opened:
                 source = homes[parcel.rank].manifest.entries[parcel.number]
                 whole = items(reads[parcel.rank](source), source)
                 parcel.target[...] = whole[box(parcel.source, parcel.shape)]
-            has = {rank: (home.reader(), home.manifest.entries) for rank, home in self.found.homes.items()}
-            good = exchange(self._parts, has, asked)
         finally:
             for rank in homes.keys() - self.found.homes.keys():
                 self._unmap(homes[rank])
-        self._parts.journal.counts["bytes asked of other nodes"] += sum(
-            p.target.nbytes for ps in asked.values() for p in ps
-        )
-        return good
 
     def close(self) -> None:
         """Unmap what is none of this rank's own. Not collective."""

@@ -15,7 +15,7 @@ import dataclasses
 import logging
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -108,8 +108,6 @@ def reshard(parts: Parts, old: Readable, state: Any) -> Resharded:
         parts.ensure_room([(slot, plan.layout.extents.nbytes)], waiting=[slot])
         assert slot.segment is not None
         world.wait_for(slot.segment.ready.is_set)
-        slot.unseal()
-        slot.view[PAGE_NBYTES : PAGE_NBYTES + len(plan.manifest)] = np.frombuffer(plan.manifest, dtype=np.uint8)
         whole = _fill_slot(old, wanted, plan, slot)
         if not world.agree([int(whole)])[0]:
             raise CorruptSlot("parts of the checkpoint did not arrive whole", step=old.step)
@@ -175,7 +173,8 @@ def unless_alike(parts: Parts, home: Home, state: Any) -> Home | Elsewhere:
 
     Collective over the world.
     """
-    if not parts.world.agree([int(not _only_shards_differ(state, home))])[0]:
+    differ = parts.world.on_all(lambda: _only_shards_differ(state, home))
+    if not parts.world.agree([int(not differ)])[0]:
         return Elsewhere(home.header.attempt, home.header.step, parts.restores, {parts.world.rank: home},
                          home.files)  # fmt: skip
     return home
@@ -278,14 +277,19 @@ def _want(parts: Parts, opened: Readable, state: Any) -> _Wanted:
 
 def _fill_slot(opened: Readable, wanted: _Wanted, plan: Plan, slot: Slot) -> bool:
     """Bring all parts into the new slot; whether they arrived whole. Collective over the world."""
+    return opened.read(_wanted_in(wanted, plan, slot))
+
+
+def _wanted_in(wanted: _Wanted, plan: Plan, slot: Slot) -> Iterator[Parcel]:
+    """Copy what the live state keeps into the new slot, and say which parts of the checkpoint go where in it."""
+    slot.unseal()
+    slot.view[PAGE_NBYTES : PAGE_NBYTES + len(plan.manifest)] = np.frombuffer(plan.manifest, dtype=np.uint8)
     payload = slot.payload(plan.layout.extents)
     payload[:] = 0
-    parcels = []
     for number, (entry, leaf) in enumerate(zip(plan.layout.entries, wanted.flat.leaves, strict=True)):
         room = payload[entry.start : entry.start + entry.nbytes]
         if leaf.tie < 0 and entry.nbytes and number not in wanted.made_of and leaf.value is not None:
             room[:] = live_bytes(leaf.value)
         for part in wanted.made_of.get(number, ()):
             target = items(room, entry)[box(part.target, part.shape)]
-            parcels.append(Parcel(part.rank, part.number, part.source, part.shape, target))
-    return opened.read(parcels)
+            yield Parcel(part.rank, part.number, part.source, part.shape, target)

@@ -18,7 +18,7 @@ import xxhash
 
 from .. import shards
 from ..comm import World
-from ..errors import CorruptSlot, MlflashError
+from ..errors import CorruptSlot, MlflashError, text_of
 from ..manifest import Manifest
 from ..opened import Old
 from ..parcels import Parcel, items
@@ -122,7 +122,7 @@ class Drained:
                     nbytes = next(reading, None)
                     more = nbytes is not None
                     left -= nbytes or 0
-                except (MlflashError, OSError) as error:
+                except Exception as error:  # of whatever reads files, and of what says which parts are wanted
                     log.warning("rank %d: %s cannot be restored from: %s", self._world.rank, self.path, error)
                     good, why = False, str(error)
             self._world.deadline = time.monotonic() + self._world.timeout_s
@@ -217,10 +217,10 @@ class Drained:
     def _attempt(self, work: Callable[[], object]) -> MlflashError | None:
         try:
             work()
-        except OSError as problem:
-            return CorruptSlot(f"{self.path} cannot be read: {problem}", step=self.step)
         except MlflashError as problem:
             return problem
+        except Exception as problem:  # of the file system, or of whatever reads a format
+            return CorruptSlot(f"{self.path} cannot be read: {text_of(problem)}", step=self.step)
         return None
 
     def _read_mine(self) -> None:

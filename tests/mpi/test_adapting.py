@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -78,3 +80,28 @@ def test_all_ranks_hear_what_the_first_one_sees(options: dict[str, Any]) -> None
             ckpt.adapting.seen_by_first(fail)
         assert ckpt.adapting.seen_by_first(lambda: 5) == 5
     assert looked == [0] * (RANK == 0)
+
+
+@pytest.mark.parametrize("drained", [False, True], ids=["memory", "directory"])
+def test_what_one_rank_cannot_read_is_raised_on_all_before_they_ask_each_other(
+    options: dict[str, Any], tmp_path: Path, drained: bool
+) -> None:
+    def wanted() -> Iterator[Any]:
+        if RANK == SIZE - 1:
+            raise RuntimeError("this file is gone")
+        yield from ()
+
+    directory = MPI.COMM_WORLD.bcast(str(tmp_path / "kept"))
+    with Checkpointer(directory=directory, drain_every=1, **options) as ckpt:
+        ckpt.save(1, state_at(1)).wait()
+        ckpt.drain()
+        opened = ckpt.adapting.open(1, source=directory if drained else None)
+        assert opened is not None
+        if drained:
+            assert ckpt.adapting.run(lambda: opened.read(wanted())) is False
+        else:
+            with pytest.raises(errors.MlflashError, match="this file is gone"):
+                ckpt.adapting.run(lambda: opened.read(wanted()))
+        opened.close()
+        ckpt.save(2, state_at(2)).wait()  # the ranks still do the same
+        assert ckpt.steps()[-1] == 2
