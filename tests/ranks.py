@@ -74,7 +74,17 @@ def comm() -> object:
 @pytest.fixture
 def root(comm: object) -> Iterator[Path]:
     """One directory in /dev/shm for all ranks."""
-    path = comm.bcast(tempfile.mkdtemp(prefix="mlflash-test-", dir="/dev/shm") if comm.rank == 0 else None)
+    yield from _of_all(comm, "/dev/shm")
+
+
+@pytest.fixture
+def tmp_path(comm: object) -> Iterator[Path]:
+    """One directory on disk for all ranks, which would make and sweep pytest's own at the same time."""
+    yield from _of_all(comm, None)
+
+
+def _of_all(comm: object, where: str | None) -> Iterator[Path]:
+    path = comm.bcast(tempfile.mkdtemp(prefix="mlflash-test-", dir=where) if comm.rank == 0 else None)
     yield Path(path)
     comm.Barrier()
     if comm.rank == 0:

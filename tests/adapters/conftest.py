@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from ranks import comm, configure, nodes, root
+from ranks import comm, configure, nodes, root, tmp_path
 
-__all__ = ["comm", "nodes", "root"]
+__all__ = ["comm", "nodes", "root", "tmp_path"]
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from ranks import comm, configure, nodes, root
+from ranks import comm, configure, nodes, root, tmp_path
 from waiting import PATIENCE_S
 
 from mlflash import points
 
-__all__ = ["comm", "nodes", "root"]
+__all__ = ["comm", "nodes", "root", "tmp_path"]
 
 
 def pytest_configure(config: pytest.Config) -> None:
