@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import logging
 import os
 import pickle
@@ -68,4 +69,9 @@ def _step_of(path: Any) -> int:
         raise EOFError("it has no meta.pt, which is written last")
     with open(file, "rb") as opened:
         is_zip = opened.read(2) == b"PK"  # the format that can be mapped
-    return int(torch.load(file, map_location="cpu", mmap=is_zip, weights_only=False)["global_step"])
+    try:
+        return int(torch.load(file, map_location="cpu", mmap=is_zip, weights_only=False)["global_step"])
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # it looks for the end of the format before the beginning of the file
+            raise
+        raise EOFError(f"it has no end: {error}") from error
