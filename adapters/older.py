@@ -1,4 +1,4 @@
-"""What the pickles of older builds name: before `known` said by its own functions how NumPy's values and files are made.
+"""What the pickles of older builds name: before `known` had functions by which NumPy's values and files are made.
 
 Those builds let pickle say it, which calls functions of NumPy and torch and then sets a state. Only exactly what they
 wrote is read, by functions of this module; `pickles.dump` writes none of it.
@@ -83,7 +83,7 @@ def _set_array(made: Any, state: Any) -> None:
     version, shape, dtype, in_fortran_order, content = state
     if version != 1 or type(shape) is not tuple or any(type(n) is not int or n < 0 for n in shape):
         raise ValueError(f"this is no state of an array of NumPy: {state!r}")
-    holds_objects = isinstance(dtype, np.dtype) and dtype == object
+    holds_objects = isinstance(dtype, np.dtype) and dtype.char == "O"
     count = len(content) if holds_objects else len(content) / (_of_numpy(dtype).itemsize or 1)
     if type(content) is not (list if holds_objects else bytes) or count != math.prod(shape):
         raise ValueError("an array has not the content that its shape says")

@@ -17,6 +17,7 @@ from nemo.lightning.io.pl import ckpt_to_weights_subdir
 from nemo.lightning.resume import AdapterPath, AutoResume, _try_restore_tokenizer
 from nemo.utils.app_state import AppState
 from nemo.utils.exp_manager import NotFoundError, _filter_out_unfinished_checkpoints
+from torch.distributed.checkpoint.api import CheckpointException
 
 from .memory import Memory
 
@@ -158,5 +159,12 @@ def _step_of(path: Any) -> int:
     return int(common["global_step"])
 
 
-_TORN = (EOFError, RuntimeError, CheckpointingException, pickle.UnpicklingError, zipfile.BadZipFile)
+_TORN = (
+    EOFError,
+    RuntimeError,
+    CheckpointException,
+    CheckpointingException,
+    pickle.UnpicklingError,
+    zipfile.BadZipFile,
+)
 """What is raised for a checkpoint that was not written to its end."""

@@ -148,9 +148,7 @@ def test_a_rank_that_fails_where_the_others_do_not_come_says_why(root: Path) -> 
     """They may wait for it elsewhere, in the middle of what a framework does on all ranks."""
     with (
         pytest.raises(errors.DeadlineExceeded) as caught,
-        Checkpointer(  # fmt: skip
-            comm=COMM, memory=str(root), job="late", ranks_per_node=1, timeout_s=30.0
-        ) as ckpt,
+        Checkpointer(comm=COMM, memory=str(root), job="late", ranks_per_node=1, timeout_s=30.0) as ckpt,
     ):
         ckpt._world.timeout_s = 1.0
         if RANK == 0:
