@@ -29,7 +29,8 @@ def numpy_array(kind: Any, shape: Any, code: Any) -> np.ndarray:
     """Make an empty array, whose content is set later."""
     if kind is not np.ndarray or shape != (0,) or code != b"b":
         raise TypeError("this is no array of an older build")
-    return np.ndarray((0,), np.int8)
+    made: np.ndarray = np.ndarray((0,), np.int8)
+    return made
 
 
 def numpy_scalar(dtype: np.dtype[Any], raw: bytes) -> np.generic:
@@ -90,7 +91,7 @@ def _set_array(made: Any, state: Any) -> None:
     made.__setstate__((1, shape, dtype, bool(in_fortran_order), content))
 
 
-def _set_file(made: io.BytesIO, state: Any) -> None:
+def _set_file(made: Any, state: Any) -> None:
     content, position, attributes = state
     if type(content) is not bytes or type(position) is not int or attributes is not None:
         raise ValueError("this is no state of a file in memory")
