@@ -118,13 +118,14 @@ class MemoryCheckpointManager(CheckpointManager):
         return bool(super()._load(on_disk if step == -1 else step))
 
     def _step_on_disk(self, flash: Checkpointer, step: int) -> int:
-        """The newest step on disk, or the given one, as the rank says that sees most; -1: none. Collective."""
-        if step == -1:
-            found = self._find_load_step()
-        else:
-            found = step if filesystem.isfile(filesystem.join(self._create_checkpoint_id(step), ".metadata")) else -1
-        adapting = flash.adapting
-        return -int(adapting.run(lambda: adapting.world.agree([-found]))[0])
+        """The newest step on disk, or the given one, as rank 0 sees it; -1: none. Collective."""
+
+        def look() -> int:
+            if step == -1:
+                return int(self._find_load_step())
+            return step if filesystem.isfile(filesystem.join(self._create_checkpoint_id(step), ".metadata")) else -1
+
+        return int(flash.adapting.seen_by_first(look))
 
     def _restore(self, flash: Checkpointer, step: int) -> None:
         """Restore a step from memory or what was drained."""
@@ -132,8 +133,9 @@ class MemoryCheckpointManager(CheckpointManager):
         if unknown := excluded - self.states.keys():
             raise ConfigError("exclude_from_loading", expected=sorted(self.states), found=sorted(unknown))
         new = [optimizer for optimizer in optimizers.optimizers if not optimizer.state]
+        together = flash.adapting.load_together
         with torch.no_grad():
-            state = self._state()
+            state = together(step, self._state, anew=True)
             if state[DATALOADER] is not None:
                 state[DATALOADER] = _Position(state[DATALOADER])
             for key in excluded:
@@ -141,7 +143,7 @@ class MemoryCheckpointManager(CheckpointManager):
             flash.restore({**state, _NUMBERS: numbers}, step)
             if OPTIMIZER not in excluded:
                 # Its tensors are filled, but not the numbers beside them.
-                optimizers.load_state_dict(state[OPTIMIZER])
+                together(step, lambda: optimizers.load_state_dict(state[OPTIMIZER]))
             else:
                 for optimizer in new:  # to be read it has made a step with gradients of zero, which counts
                     optimizer.state.clear()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Callable, Collection, Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 from .aheads import Ahead
 from .begun import Begun
@@ -13,6 +14,7 @@ from .comm import World
 from .courier import Courier
 from .drains import Drains
 from .errors import MlflashError, StateError, StepOrderError, Unrestorable
+from .loading import Loading
 from .opened import Readable
 from .parcels import Parcel
 from .restores import Restores
@@ -21,6 +23,8 @@ from .snapshot import Snapshot
 from .state import Flat
 
 log = logging.getLogger("mlflash")
+
+T = TypeVar("T")
 
 
 class Adapting:
@@ -34,6 +38,7 @@ class Adapting:
                  strict: bool, check_open: Callable[[], None]):  # fmt: skip
         self._saves, self._restores, self._drains, self._check_open = saves, restores, drains, check_open
         self.world, self._courier, self._strict = world, courier, strict
+        self._loading = Loading(world, courier, saves)
 
     def run(self, work: Callable[[], Any]) -> Any:
         """Do something collective where MPI may be called: on the courier's thread.
@@ -227,7 +232,31 @@ class Adapting:
         self._check_open()
         return self._restores.open(step, told, source)
 
-    def read(self, opened: Readable, wanted: Callable[[], Iterable[Parcel]], done: Callable[[], None]) -> None:
+    def load_together(self, step: int, work: Callable[[], T], anew: bool = False) -> T:
+        """Let a framework load into its objects what was restored or read: on all ranks, or on none.
+
+        Collective over comm. An adapter does nothing with a checkpoint but in here, that may fail on one rank: else
+        the others would train on, with a state that this rank does not have, or wait for it.
+
+        Args:
+            step: of the checkpoint.
+            work: done where this is called. It may raise anything; where it waits for other ranks, they wait with it.
+            anew: it changes nothing that training goes on from: it makes an object, or looks at something.
+
+        Returns:
+            What ``work`` gives.
+
+        Raises:
+            MlflashError: on all ranks, what went wrong on any; StructureMismatch for what is none of ours. The state is
+                undefined then: saves refuse it until a restore, or this, has succeeded. It is not with ``anew``.
+        """
+        self._check_open()
+        with contextlib.nullcontext() if anew else self._loading.changing(step):
+            return self._loading.together(step, work)
+
+    def read(
+        self, opened: Readable, wanted: Callable[[], Iterable[Parcel]], done: Callable[[], None], anew: bool = False
+    ) -> None:
         """Read out of an opened checkpoint, and close it; then its redundancy is made whole in the background.
 
         Collective over comm.
@@ -236,10 +265,12 @@ class Adapting:
             opened: what :meth:`open` gave.
             wanted: says which parts of which entries are wanted, and where.
             done: called when they are there.
+            anew: they are wanted in memory of their own: nothing changes that training goes on from.
 
         Raises:
             StructureMismatch: on all ranks, where ``wanted`` or ``done`` failed on any.
-            CorruptSlot: on all ranks, where a part did not arrive whole.
+            CorruptSlot: on all ranks, where a part did not arrive whole. After that, or where ``done`` failed, the
+                state is undefined, as after :meth:`load_together`.
         """
         self._check_open()
-        self._restores.read(opened, wanted, done)
+        self._restores.read(opened, wanted, done, anew)

@@ -155,6 +155,8 @@ class Courier:
             error.step = error.step if step is None else step
         try:
             self.call(lambda: self._world.raise_together(error))
+        except DeadlineExceeded as late:  # the others are still at it, or waited for this rank in the middle of it
+            raise late from error
         finally:
             if left is not None:
                 raise left

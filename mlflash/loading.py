@@ -4,11 +4,14 @@ back.
     objects whose saved state is small    one after the other; what they gave before is kept meanwhile
     large ones, then tensors and arrays   there is no room for what was there before: where that fails, the state is
                                           undefined, and nothing is saved until a restore has succeeded
+    objects of a framework                likewise: adapters load them, see `Loading.changing`
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 import xxhash
 
@@ -18,6 +21,8 @@ from .errors import DeadlineExceeded, MlflashError, StructureMismatch
 from .points import reach
 from .rebuild import Filling
 from .saves import Saves
+
+T = TypeVar("T")
 
 _KEPT_NBYTES = 64 << 20  # of all that a rank keeps to put it back
 _UNDEFINED = ("the state given is undefined now: restore again, or begin anew; save refuses until a restore has "
@@ -36,12 +41,29 @@ class Loading:
     def __init__(self, world: World, courier: Courier, saves: Saves):
         self._world, self._courier, self._saves = world, courier, saves
 
-    def together(self, step: int, work: Callable[[], None]) -> None:
+    def together(self, step: int, work: Callable[[], T]) -> T:
         """Do something with the state on this rank; what goes wrong on any rank is raised on all.
 
         Collective over the world.
         """
-        self._courier.together(work, lambda why: StructureMismatch(f"loading failed: {why}"), step)
+        return self._courier.together(work, lambda why: StructureMismatch(f"loading failed: {why}"), step)
+
+    @contextlib.contextmanager
+    def changing(self, step: int) -> Iterator[None]:
+        """Change the state where nothing can be put back: when that fails, the state is undefined. Not collective."""
+        self._saves.undefined = _half_loaded(step)
+        try:
+            yield
+        except DeadlineExceeded:
+            raise
+        except MlflashError as error:  # the same on all ranks
+            self._stay_undefined(error)
+            raise
+        self._saves.undefined = ""
+
+    def _stay_undefined(self, error: MlflashError) -> None:
+        self._saves.undefined = str(error)
+        error.message += f"; {_UNDEFINED}"
 
     def fill(self, step: int, filling: Filling) -> None:
         """Fill a state that was compared with what it is filled with. Collective over the world.
@@ -62,7 +84,7 @@ class Loading:
 
         reach("restore.loading")
         before = self._saves.undefined
-        self._saves.undefined = f"step {step} was not loaded to its end"  # so it is, too, where this is interrupted
+        self._saves.undefined = _half_loaded(step)  # so it is, too, where this is interrupted
         try:
             self.together(step, load_small)
             self.together(step, load_rest)
@@ -73,8 +95,7 @@ class Loading:
             if self._courier.call(lambda: self._world.agree([int(whole)]))[0]:
                 self._saves.undefined = before
             else:
-                self._saves.undefined = str(error)
-                error.message += f"; {_UNDEFINED}"
+                self._stay_undefined(error)
             raise
         self._saves.undefined = ""
 
@@ -97,3 +118,7 @@ class Loading:
             if left >= 0:
                 small.add(path)
         return [path for path in sizes if path in small]
+
+
+def _half_loaded(step: int) -> str:
+    return f"step {step} was not loaded to its end"

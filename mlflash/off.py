@@ -277,7 +277,9 @@ class Restores(restores.Restores):
         """There is nothing."""
         return None
 
-    def read(self, opened: Readable, wanted: Callable[[], Iterable[Parcel]], done: Callable[[], None]) -> None:
+    def read(
+        self, opened: Readable, wanted: Callable[[], Iterable[Parcel]], done: Callable[[], None], anew: bool = False
+    ) -> None:
         """Nothing was opened."""
 
     def steps(self) -> list[int]:
@@ -309,6 +311,10 @@ class Adapting(adapting.Adapting):
 
     def give_up(self, ahead: Ahead) -> None:
         """Nothing was staged."""
+
+    def load_together(self, step: int, work: Callable[[], Any], anew: bool = False) -> Any:
+        """Do it, and agree with nobody."""
+        return work()
 
     def go_on_instead(self, error: Unrestorable, instead: object) -> None:
         """Nobody looks for checkpoints that could not be used."""

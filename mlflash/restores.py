@@ -5,6 +5,7 @@ What goes wrong on any rank is raised on all of them, so that no rank trains on 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 import time
@@ -22,7 +23,6 @@ from .errors import (
     MlflashError,
     StateError,
     StepNotFound,
-    StructureMismatch,
     Unrestorable,
     WorldSizeChanged,
 )
@@ -143,18 +143,17 @@ class Restores:
         opened: Opened = self._courier.call(lambda: Opened(self._parts, elsewhere, told=told))
         return opened
 
-    def read(self, opened: Readable, wanted: Callable[[], Iterable[Parcel]], done: Callable[[], None]) -> None:
+    def read(
+        self, opened: Readable, wanted: Callable[[], Iterable[Parcel]], done: Callable[[], None], anew: bool = False
+    ) -> None:
         """Read out of an opened checkpoint and close it; see `Adapting.read`."""
         start, step = time.perf_counter(), opened.step
         parcels: list[Parcel] = []
         try:
             self._loading.together(step, lambda: parcels.extend(wanted()))
-            whole = self._courier.call(lambda: opened.read(parcels))
-            try:
+            with contextlib.nullcontext() if anew else self._loading.changing(step):
+                whole = self._courier.call(lambda: opened.read(parcels))
                 self._loading.together(step, lambda: _finish(whole, done))
-            except (CorruptSlot, StructureMismatch) as error:  # a framework may load from elsewhere now, and save
-                error.message += "; what it was to fill may hold some of it now"
-                raise
         finally:
             opened.close()
         self._journal.seconds["load"] += time.perf_counter() - start

@@ -111,7 +111,7 @@ class MemoryReader(StorageReader):
         rank, number, start, end = place
         arrived = np.empty((end - start, 1), dtype=np.uint8)
         parcel = Parcel(rank, number, (start,), (end - start,), arrived)
-        self._checkpointer.adapting.read(opened, lambda: [parcel], lambda: None)
+        self._checkpointer.adapting.read(opened, lambda: [parcel], lambda: None, anew=True)
         return opened.step, arrived.tobytes()
 
     def _open(self, step: int | None) -> Readable | None:

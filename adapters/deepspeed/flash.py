@@ -245,9 +245,15 @@ class Flash:
 
     def _give(self, step: int, state: dict[str, Any], options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         """Let the engine go on from what was read. Collective over all ranks."""
-        client_state = EngineState(self._engine).load(state["engine"], **options)
-        rng().load_state_dict(state["rng"])
-        get_cuda_rng_tracker().set_states(state["tracker"])
+
+        def put() -> dict[str, Any]:
+            client_state = EngineState(self._engine).load(state["engine"], **options)
+            rng().load_state_dict(state["rng"])
+            get_cuda_rng_tracker().set_states(state["tracker"])
+            return client_state
+
+        assert self.checkpointer is not None
+        client_state = self.checkpointer.adapting.load_together(step, put)
         self._calls = state["calls"]
         self._go_on()
         return f"step {step} of mlflash", client_state
@@ -273,6 +279,8 @@ class Flash:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Close; where an exception is on its way, without waiting for other ranks."""
-        self._methods.close()
-        if self.checkpointer is not None:
-            self.checkpointer.__exit__(kind, error, trace)
+        try:
+            self._methods.close()
+        finally:
+            if self.checkpointer is not None:
+                self.checkpointer.__exit__(kind, error, trace)

@@ -9,8 +9,8 @@ Example:
     checkpoints = fsdp.Checkpoints("/scratch/run1", redundancy="copy")
     init_optim_state(optimizer)
     state = local_state_dict(model, optimizer)
-    if checkpoints.load(state, f"tp0_ep0_fsdp{shard}", process_group=replicas) is not None:
-        load_local_state_dict(model, optimizer, state)
+    checkpoints.load(state, f"tp0_ep0_fsdp{shard}", process_group=replicas,
+                     then=lambda: load_local_state_dict(model, optimizer, state))
     ...
     checkpoints.async_save(local_state_dict(model, optimizer), f"step-{step}/tp0_ep0_fsdp{shard}", replicas)
     checkpoints.maybe_finalize_async_calls()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -133,6 +134,7 @@ class Checkpoints:
         checkpoint_id: str | os.PathLike[str],
         process_group: Any = None,
         coordinator_rank: int | None = None,
+        then: Callable[[], Any] | None = None,
     ) -> int | None:
         """Fill a state dict in place.
 
@@ -144,6 +146,9 @@ class Checkpoints:
             checkpoint_id: without a step, the newest that is not damaged beyond repair.
             process_group: the ranks that load it; None is the default group.
             coordinator_rank: as in `async_save`.
+            then: called where something was loaded, such as ``lambda: load_local_state_dict(model, optimizer,
+                state_dict)``. What it raises on any rank is raised on all of the group, and nothing is saved under this
+                name then until a load has succeeded.
 
         Returns:
             The step; None where memory holds nothing of this name. 0 for a URL.
@@ -159,6 +164,8 @@ class Checkpoints:
         group.coordinator(coordinator_rank)
         if ids.is_url(checkpoint_id):
             _load(state_dict, FsspecReader(os.fspath(checkpoint_id)), group.status)
+            if then is not None:
+                _agreed(then, group.status)
             return 0
         name, step = ids.parse(checkpoint_id)
         member = self._member(name, group)
@@ -172,15 +179,20 @@ class Checkpoints:
             raise StepNotFound("memory does not hold this step of it", step=step, found=f"steps in memory: {steps}")
         member.reader.reset(f"step-{step}")
         _load(state_dict, member.reader, group.status)
+        if then is not None:
+            member.checkpointer.adapting.load_together(step, then)
         return step
 
     def close(self) -> None:
-        """Wait for all saves and free everything but the checkpoints. Collective over all groups that were used."""
-        self._thread.shutdown()
-        for key in sorted(self._members):
-            self._members[key].close()
-        self._members.clear()
-        self._groups.clear()
+        """Wait for all saves and free everything but the checkpoints. Collective over all groups that were used.
+
+        Where a part of it raises, the others are closed all the same.
+        """
+        with contextlib.ExitStack() as stack:
+            for key in sorted(self._members, reverse=True):  # the stack calls the last one first
+                stack.callback(self._members[key].close)
+            self._members, self._groups = {}, {}
+            self._thread.shutdown()
 
     def __enter__(self) -> Checkpoints:
         return self
@@ -192,9 +204,10 @@ class Checkpoints:
         if kind is None:
             self.close()
             return
-        self._thread.shutdown(wait=False, cancel_futures=True)
-        for member in self._members.values():
-            member.checkpointer.__exit__(kind, error, trace)
+        with contextlib.ExitStack() as stack:
+            for member in self._members.values():
+                stack.callback(member.checkpointer.__exit__, kind, error, trace)
+            self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _serves(self, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether an id is saved and loaded: where mlflash is off URLs only are."""
@@ -253,3 +266,19 @@ def _load(state_dict: dict[str, Any], reader: StorageReader, group: Any) -> None
     except dcp.api.CheckpointException as error:
         ours = [failure for failure, _ in error.failures.values() if isinstance(failure, MlflashError)]
         raise (ours[0] if ours else StructureMismatch(str(error))) from error
+
+
+def _agreed(work: Callable[[], Any], group: Any) -> None:
+    """Do something; what it raises on any rank is raised on all of them. Collective over the group."""
+    error: Exception | None = None
+    try:
+        work()
+    except Exception as problem:  # the others must not go on without this rank
+        error = problem
+    said: list[str | None] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(said, error and repr(error), group=group)
+    if error is not None:
+        raise StructureMismatch(f"loading failed: {error!r}", rank=dist.get_rank()) from error
+    for rank, why in enumerate(said):
+        if why is not None:
+            raise StructureMismatch(f"loading failed: {why}", rank=dist.get_global_rank(group, rank))

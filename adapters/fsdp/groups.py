@@ -77,7 +77,9 @@ class Member:
 
     def close(self) -> None:
         """Wait for its saves and close it. Collective over the group."""
-        self.checkpointer.close()
-        if self._own is not None:
-            self._own.Free()
-            self._own = None
+        own, self._own = self._own, None
+        try:
+            self.checkpointer.close()
+        finally:
+            if own is not None:
+                own.Free()

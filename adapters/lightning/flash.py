@@ -6,15 +6,13 @@ what is used of it has been the same from Lightning 2.4 to 2.6.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
 import os
 import signal
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
-
-import fsspec  # Lightning has it
-import torch
 
 from mlflash import Checkpointer
 from mlflash.errors import ConfigError
@@ -22,8 +20,9 @@ from mlflash.off import turned_off
 
 from .. import intervals
 from .checkpoint_io import PREFIX, step_of_path
+from .files import OnDisk, look
 from .loops import at_step_ends
-from .resume import go_on
+from .resume import go_on, restore_together
 from .states import ALIKE, state_of
 
 log = logging.getLogger("mlflash")
@@ -101,13 +100,15 @@ class Flash:
         assert checkpointer is not None
 
         def resume_start(checkpoint_path: Any = None, *args: Any, **kwargs: Any) -> None:
-            step = _choose(trainer, checkpointer, checkpoint_path)
+            step, path = _choose(trainer, checkpointer, checkpoint_path)
             if step is None:
-                start(checkpoint_path, *args, **kwargs)
+                start(path, *args, **kwargs)
                 return
             connector._ckpt_path = f"{PREFIX}{step}"
             connector._loaded_checkpoint, at = state_of(trainer).load(checkpointer, step)
-            self._undo.append(go_on(trainer.fit_loop, at))
+            together = functools.partial(checkpointer.adapting.load_together, step)
+            self._undo.append(restore_together(connector, together))
+            self._undo.append(go_on(trainer.fit_loop, at, together))
 
         connector.resume_start = resume_start
         self._undo.append(lambda: delattr(connector, "resume_start"))
@@ -129,14 +130,14 @@ class Flash:
 
     def _end(self, error: type[BaseException] | None = None) -> None:
         checkpointer, self.checkpointer = self.checkpointer, None
-        for undo in self._undo:
-            undo()
-        self._undo.clear()
-        for number, before in self._before.items():
-            signal.signal(number, before)
-        self._before.clear()
-        if checkpointer is not None:
-            checkpointer.__exit__(error, None, None)
+        with contextlib.ExitStack() as stack:  # all of it is done, whatever a part of it raises
+            if checkpointer is not None:
+                stack.callback(checkpointer.__exit__, error, None, None)
+            for number, before in self._before.items():
+                stack.callback(signal.signal, number, before)
+            for undo in self._undo:
+                stack.callback(undo)
+            self._before, self._undo = {}, []
 
     def _note_signal(self, number: int, frame: Any) -> None:
         self._told = True
@@ -151,26 +152,14 @@ def _shared(trainer: Any) -> dict[str, Any]:
     return {"replicated": dict.fromkeys(ALIKE, True)} if ddp and trainer.world_size > 1 else {}
 
 
-def _choose(trainer: Any, checkpointer: Checkpointer, path: Any) -> int | None:
-    """Find the step in memory to go on from; None: Lightning shall do what it would. Collective."""
+def _choose(trainer: Any, checkpointer: Checkpointer, path: Any) -> tuple[int | None, Any]:
+    """Find the step in memory to go on from, or else, with None, the path that Lightning shall. Collective."""
     if path is not None and str(path).startswith(PREFIX):
-        return step_of_path(checkpointer, str(path))
-    instead = path or (f"step {trainer.global_step}, where this trainer is" if trainer.global_step else None)
+        return step_of_path(checkpointer, str(path)), path
+    disk = checkpointer.adapting.seen_by_first(lambda: look(path)) if path else OnDisk(None)
+    instead = disk.path or (f"step {trainer.global_step}, where this trainer is" if trainer.global_step else None)
     newest = checkpointer.adapting.newest_step(instead)
+    theirs = disk.path or path  # where it is torn, and is all there is, Lightning says so
     if newest is None or newest <= trainer.global_step:  # a second call of `fit` goes on with what there is
-        return None
-    on_disk = checkpointer.adapting.seen_by_first(lambda: _step_of_file(path)) if path else None
-    return None if on_disk is not None and on_disk > newest else newest
-
-
-def _step_of_file(path: Any) -> int | None:
-    """The step of a checkpoint on disk; None where it does not say. Not collective."""
-    try:
-        if os.path.exists(path):
-            file = Path(path, "meta.pt") if os.path.isdir(path) else path
-            return int(torch.load(file, map_location="cpu", mmap=True, weights_only=False)["global_step"])
-        with fsspec.open(str(path), "rb") as remote:
-            return int(torch.load(remote, map_location="meta", weights_only=False)["global_step"])
-    except (OSError, KeyError, RuntimeError, ImportError, ValueError) as error:
-        log.warning("the step of %s is not known (%s): memory is taken to be newer", path, error)
-        return None
+        return None, theirs
+    return (None, theirs) if disk.step is not None and disk.step > newest else (newest, path)

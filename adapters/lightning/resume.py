@@ -7,12 +7,17 @@ Lightning would look for what is left, and would start data loaders before their
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 from mlflash import rng
 
 from .loops import before_first_step
+
+Together = Callable[[Callable[[], Any]], Any]
+"""`Adapting.load_together`, of a step."""
+_RESTORES = ("restore_model", "restore_datamodule", "restore_callbacks", "restore_training_state")
 
 
 def position(trainer: Any, checkpoint: dict[str, Any], epoch_has_ended: bool) -> dict[str, Any]:
@@ -23,8 +28,30 @@ def position(trainer: Any, checkpoint: dict[str, Any], epoch_has_ended: bool) ->
             "loaders": [] if epoch_has_ended else loaders}  # fmt: skip
 
 
-def go_on(loop: Any, at: dict[str, Any]) -> Callable[[], None]:
-    """Let the first step of Lightning's fit loop go on from a `position`. Not collective.
+def restore_together(connector: Any, together: Callable[[Callable[[], Any]], Any]) -> Callable[[], None]:
+    """Let Lightning put a checkpoint into model, callbacks, optimizers and loops on all ranks, or on none.
+
+    Not collective; each of the steps in which it does so is.
+
+    Args:
+        connector: the trainer's `_checkpoint_connector`.
+        together: does such a step, or lets it be done.
+
+    Returns:
+        Undoes it.
+    """
+    for name in _RESTORES:
+        setattr(connector, name, functools.partial(together, getattr(connector, name)))
+
+    def undo() -> None:
+        for name in _RESTORES:
+            vars(connector).pop(name, None)
+
+    return undo
+
+
+def go_on(loop: Any, at: dict[str, Any], together: Together) -> Callable[[], None]:
+    """Let the first step of Lightning's fit loop go on from a `position`. Not collective; the first step is.
 
     Returns:
         Undoes it, where no step was made.
@@ -32,13 +59,18 @@ def go_on(loop: Any, at: dict[str, Any]) -> Callable[[], None]:
     has_ended = at["epoch has ended"]
     is_own = at["rank"] == loop.trainer.global_rank  # a rank that was not there before goes on with its own numbers
 
-    def prepare(fetcher: Any) -> None:
-        if has_ended and is_own:  # then data loaders draw random numbers for the new epoch
+    def set_numbers(here: bool) -> None:
+        if here and is_own:
             rng().load_state_dict(at["rng"])
+
+    def load() -> None:
+        set_numbers(has_ended)  # then data loaders draw random numbers for the new epoch
         loop._combined_loader._load_state_dicts(at["loaders"])
-        iter(fetcher)
+
+    def prepare(fetcher: Any) -> None:
+        together(load)
+        iter(fetcher)  # it may take a while on some ranks: none waits for another here
         fetcher.fetched += loop.epoch_loop.batch_progress.current.ready
-        if not has_ended and is_own:
-            rng().load_state_dict(at["rng"])
+        together(lambda: set_numbers(not has_ended))
 
     return before_first_step(loop, has_ended, prepare)

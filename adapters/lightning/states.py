@@ -83,7 +83,9 @@ def load_whole(checkpointer: Checkpointer, step: int) -> tuple[dict[str, Any], d
     if "checkpoint" not in taken.state:
         raise StructureMismatch("it was saved in shards, by a strategy that can load them", step=step,
                                 expected="a whole checkpoint", found=sorted(taken.state))  # fmt: skip
-    return together(taken.state["checkpoint"]), together(taken.state["position"])
+    return checkpointer.adapting.load_together(
+        step, lambda: (together(taken.state["checkpoint"]), together(taken.state["position"])), anew=True
+    )
 
 
 class _Taken:
@@ -115,20 +117,23 @@ class Sharded(_State):
         Returns:
             The checkpoint that Lightning goes on from, and the position, see `resume`.
         """
-        strategy = self._trainer.strategy
-        optimizers = [get_optimizer_state_dict(strategy.model, optimizer) for optimizer in strategy.optimizers]
-        state = {
-            "model": get_model_state_dict(strategy.model),
-            "optimizers": optimizers,
-            "pickled": b"",
-            "tensors": b"",
-        }
+        strategy, load_together = self._trainer.strategy, checkpointer.adapting.load_together
+
+        def shards() -> dict[str, Any]:
+            optimizers = [get_optimizer_state_dict(strategy.model, optimizer) for optimizer in strategy.optimizers]
+            return {"model": get_model_state_dict(strategy.model), "optimizers": optimizers}
+
+        state = {**load_together(step, shards, anew=True), "pickled": b"", "tensors": b""}
         checkpointer.restore(state, step)
-        set_model_state_dict(strategy.model, state["model"])  # FSDP1 gave copies
-        for optimizer, values in zip(strategy.optimizers, optimizers, strict=True):
-            set_optimizer_state_dict(strategy.model, optimizer, values)
-        tensors = torch.load(io.BytesIO(state["tensors"]), weights_only=True)
-        checkpoint, at = pickles.load(state["pickled"], tensors)
+
+        def put() -> Any:
+            set_model_state_dict(strategy.model, state["model"])  # FSDP1 gave copies
+            for optimizer, values in zip(strategy.optimizers, state["optimizers"], strict=True):
+                set_optimizer_state_dict(strategy.model, optimizer, values)
+            tensors = torch.load(io.BytesIO(state["tensors"]), weights_only=True)
+            return pickles.load(state["pickled"], tensors)
+
+        checkpoint, at = load_together(step, put)
         return {**checkpoint, "state_dict": {}, "optimizer_states": []}, at
 
     @contextlib.contextmanager

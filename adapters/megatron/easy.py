@@ -19,6 +19,7 @@ Example:
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
@@ -146,15 +147,26 @@ def load_checkpoint(
     theirs, which = running.checkpointer.adapting.seen_by_first(lambda: persistent.newest(arguments, load_arg))
     other = chosen if chosen != getattr(arguments, "save", None) else None
     load, directory = _newest_of_ours(running.checkpointer, other, getattr(arguments, which, None) if theirs else None)
-    common = {} if directory is None else dist_checkpointing.load_common_state_dict(directory)
+    common = {} if directory is None else load.common(directory)
     if theirs > common.get("iteration", 0):
         return _load_by_megatron(model, optimizer, opt_param_scheduler, which, strict)
     if directory is None:
         return 0
     layout = _layout()
-    _check(common["layout"], layout, concat, common["iteration"])
-    wanted = _state_of(model, optimizer, with_rng=common["layout"] == layout, is_loading=True)
-    state = dist_checkpointing.load(wanted, directory, load)
+    iteration: int = common["iteration"]
+    _check(common["layout"], layout, concat, iteration)
+    together, is_alike = running.checkpointer.adapting.load_together, common["layout"] == layout
+    # Each by itself: a rank that fails beside the messages of the next one is heard of at once.
+    wanted = together(iteration, lambda: _state_of(model, optimizer, with_rng=is_alike, is_loading=True), anew=True)
+    state = together(iteration, lambda: dist_checkpointing.load(wanted, directory, load))
+    together(iteration, lambda: _put(state, common, model, optimizer, opt_param_scheduler, strict))
+    for name, value in common["arguments"].items():
+        setattr(arguments, name, value)
+    return iteration
+
+
+def _put(state: Any, common: Any, model: Any, optimizer: Any, opt_param_scheduler: Any, strict: bool) -> None:
+    """Put what was loaded into what there is."""
     for number, one in enumerate(_listed(model)):
         _unwrapped(one).load_state_dict(state[f"model{number}"], strict=strict)
     if optimizer is not None:
@@ -164,10 +176,6 @@ def load_checkpoint(
     if "rng" in state:
         rng().load_state_dict(state["rng"]["generators"])
         tensor_parallel.get_cuda_rng_tracker().set_states(state["rng"]["tracker"])
-    for name, value in common["arguments"].items():
-        setattr(arguments, name, value)
-    iteration: int = common["iteration"]
-    return iteration
 
 
 def save_checkpoint_if_needed(iteration: int, model: Any, optimizer: Any, opt_param_scheduler: Any) -> None:
@@ -206,11 +214,12 @@ def close() -> None:
     running, _running = _running, None
     if running is None:
         return
-    _end_pending(running)
-    running.checkpointer.close()
-    if running.handler is not None:
-        log.removeHandler(running.handler)
-        running.handler.close()
+    with contextlib.ExitStack() as stack:  # all of it is done, whatever a part of it raises
+        if running.handler is not None:
+            stack.callback(running.handler.close)
+            stack.callback(log.removeHandler, running.handler)
+        stack.push(running.checkpointer.__exit__)
+        _end_pending(running)
 
 
 def _newest_of_ours(checkpointer: Checkpointer, other: Any, instead: Any) -> tuple[LoadShards, str | None]:

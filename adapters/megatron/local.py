@@ -126,7 +126,9 @@ class LocalCheckpoints(BaseCheckpointManager):
             raise CheckpointingException("The 'find_latest' method must be called before invoking the 'load' function.")
         try:
             iteration, state = self.checkpointer.load(self.latest_iteration)
-            loaded = _together(state)
+            loaded = self.checkpointer.adapting.load_together(
+                self.latest_iteration, lambda: _together(state), anew=True
+            )
         except MlflashError as error:
             raise CheckpointingException(f"iteration {self.latest_iteration} cannot be loaded: {error}") from error
         assert iteration is not None

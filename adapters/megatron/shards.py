@@ -33,6 +33,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from mlflash import Checkpointer
 
 from ..dcp import MemoryReader, MemoryWriter
+from ..dcp.ids import step_of
 from .request import nothing_to_do, request
 
 _BACKEND, _VERSION = "torch_dist", 1
@@ -132,7 +133,7 @@ class LoadShards(stock.TorchDistLoadShardedStrategy):
 
     def __init__(self, checkpointer: Checkpointer, source: str | os.PathLike[str] | None = None, enabled: bool = True):
         super().__init__()
-        self._reader = _Reader(checkpointer, source, enabled)
+        self._reader, self._adapting = _Reader(checkpointer, source, enabled), checkpointer.adapting
         self._directories = _Directories()
 
     def directory(self, step: int | None = None) -> str | None:
@@ -153,14 +154,28 @@ class LoadShards(stock.TorchDistLoadShardedStrategy):
         found = self._reader.bytes_of(_COMMON, step)
         if found is None:
             return None
-        path = self._directories.make(found[0])
-        if _AS_FILE:
-            Path(path, _COMMON_FILE).write_bytes(found[1])
-        else:
-            common = {_COMMON: io.BytesIO(found[1])}
-            dcp.save(common, storage_writer=FileSystemWriter(path), planner=_planner(), no_dist=True)
-        save_config(CheckpointingConfig(_BACKEND, _VERSION), path)
-        return path
+        step, content = found
+
+        def write() -> str:
+            path = self._directories.make(step)
+            if _AS_FILE:
+                Path(path, _COMMON_FILE).write_bytes(content)
+            else:
+                common = {_COMMON: io.BytesIO(content)}
+                dcp.save(common, storage_writer=FileSystemWriter(path), planner=_planner(), no_dist=True)
+            save_config(CheckpointingConfig(_BACKEND, _VERSION), path)
+            return path
+
+        return self._adapting.load_together(step, write, anew=True)
+
+    def common(self, directory: str) -> dict[str, Any]:
+        """Load what is no tensor, and the same on all ranks, from what `directory` gave.
+
+        Collective over the Checkpointer's comm.
+        """
+        return self._adapting.load_together(
+            step_of(directory), lambda: dict(dist_checkpointing.load_common_state_dict(directory)), anew=True
+        )
 
     def load(self, sharded_state_dict: Any, checkpoint_dir: Any, *args: Any, **kwargs: Any) -> Any:
         """Load what `dist_checkpointing.load` asks for. Collective.

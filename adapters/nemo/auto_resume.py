@@ -2,22 +2,43 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import pickle
+import zipfile
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from nemo.lightning.io.pl import ckpt_to_weights_subdir
-from nemo.lightning.resume import AutoResume, _try_restore_tokenizer
+from nemo.lightning.resume import AdapterPath, AutoResume, _try_restore_tokenizer
 from nemo.utils.app_state import AppState
-from nemo.utils.exp_manager import NotFoundError
+from nemo.utils.exp_manager import NotFoundError, _filter_out_unfinished_checkpoints
+from torch.distributed.checkpoint.api import CheckpointException
 
 from .memory import Memory
 
 log = logging.getLogger("mlflash")
+
+
+@dataclasses.dataclass(frozen=True)
+class _OnDisk:
+    """What rank 0 has seen on disk.
+
+    Attributes:
+        path: of a checkpoint; None: there is none that can be read.
+        step: of it; None: it does not say.
+        error: what NeMo raises instead of a path.
+        other: whether the path is not NeMo's, as that is torn.
+    """
+
+    path: str | None = None
+    step: int | None = None
+    error: Exception | None = None
+    other: bool = False
 
 
 class MLFlashAutoResume(AutoResume):
@@ -35,9 +56,10 @@ class MLFlashAutoResume(AutoResume):
 
     def setup(self, trainer: Any, model: Any = None) -> None:
         """Let a trainer start from the newest checkpoint. Collective over all ranks."""
-        step, _, _ = self._compare(model)
+        step, theirs, _ = self._compare(model)
         if step is None:
-            self._default.setup(trainer, model)
+            with self._instead(theirs):
+                self._default.setup(trainer, model)
             return
         # Its ModelCheckpoint, if it has one, learns from the checkpoint itself which files there are.
         trainer.ckpt_path = self._memory.path_of(step)
@@ -60,8 +82,17 @@ class MLFlashAutoResume(AutoResume):
 
     def get_context_path(self, model: Any = None) -> Any:
         """Find the context of the checkpoint to start from. Collective over all ranks."""
-        step, _, _ = self._compare(model)
-        return self._default.get_context_path(model) if step is None else self._context(step, model)
+        step, theirs, _ = self._compare(model)
+        if step is None:
+            with self._instead(theirs):
+                return self._default.get_context_path(model)
+        return self._context(step, model)
+
+    def _instead(self, theirs: Any) -> contextlib.AbstractContextManager[Any]:
+        """Let the default one take a path, where there is one."""
+        if theirs is None:
+            return contextlib.nullcontext()
+        return mock.patch.object(self._default, "get_trainer_ckpt_path", lambda model=None: theirs)
 
     def _context(self, step: int, model: Any) -> Any:
         """That of a checkpoint in memory, or else of the model that training had begun with."""
@@ -77,26 +108,63 @@ class MLFlashAutoResume(AutoResume):
             setattr(self._default, field.name, getattr(self, field.name))
         theirs, error = None, None
         try:
-            theirs = self._default.get_trainer_ckpt_path(model)
+            theirs = self._default.get_trainer_ckpt_path(model)  # on each rank: it sets something there
         except (NotFoundError, ValueError) as problem:
             error = problem
-            if isinstance(problem, ValueError) and "unfinished" not in str(problem):  # such as: training has completed
-                raise
-        in_memory = self._memory.find(theirs)
-        if in_memory is None:
-            return None, theirs, error
-        on_disk = self._memory.checkpointer.adapting.seen_by_first(lambda: None if theirs is None else _step_of(theirs))
-        if on_disk is not None and on_disk > in_memory:
+        disk: _OnDisk = self._memory.checkpointer.adapting.seen_by_first(lambda: _look(theirs, error))
+        error = disk.error
+        if isinstance(error, ValueError) and "unfinished" not in str(error):  # such as: training has completed
+            raise error
+        theirs = disk.path if disk.other else theirs
+        in_memory = self._memory.find(disk.path)
+        if in_memory is None or (disk.step is not None and disk.step > in_memory):
             return None, theirs, error
         log.info("going on from step %d in memory; on disk: %s", in_memory, theirs or error or "nothing")
         return in_memory, theirs, error
 
 
-def _step_of(path: Any) -> int | None:
-    """The step of a checkpoint on disk; None where it does not say. Not collective."""
+def _look(theirs: Any, error: Exception | None) -> _OnDisk:
+    """Look at the checkpoint that NeMo would take; where it is torn, at those beside it. Not collective."""
+    if theirs is None:
+        return _OnDisk(error=error)
     try:
-        common = dist_checkpointing.load_common_state_dict(str(ckpt_to_weights_subdir(Path(path), is_saving=False)))
-        return int(common["global_step"])
-    except (OSError, KeyError, RuntimeError, CheckpointingException, pickle.UnpicklingError) as error:
-        log.warning("the step of %s is not known (%r): memory is taken to be newer", path, error)
-        return None
+        return _OnDisk(str(theirs), _step_of(theirs), error)
+    except (OSError, KeyError) as problem:
+        log.warning("the step of %s is not known (%r): memory is taken to be newer", theirs, problem)
+        return _OnDisk(str(theirs), None, error)
+    except _TORN as problem:
+        log.warning("%s cannot be read, and another checkpoint is looked for: %r", theirs, problem)
+    found = [] if isinstance(theirs, AdapterPath) else _beside(Path(theirs))
+    return max(found, key=lambda one: one.step or 0, default=_OnDisk(error=error))
+
+
+def _beside(torn: Path) -> list[_OnDisk]:
+    """The checkpoints of the same folder that were written to their end, and can be read."""
+    torn = torn.parent if torn.name == "weights" else torn
+    found = []
+    for path in _filter_out_unfinished_checkpoints([one for one in torn.parent.iterdir() if one.is_dir()]):
+        weights = ckpt_to_weights_subdir(Path(path), is_saving=False)
+        if Path(path) == torn or not dist_checkpointing.check_is_distributed_checkpoint(str(weights)):
+            continue
+        try:
+            found.append(_OnDisk(str(weights), _step_of(path), other=True))
+        except (*_TORN, OSError, KeyError) as error:
+            log.warning("%s cannot be read: %r", path, error)
+    return found
+
+
+def _step_of(path: Any) -> int:
+    """The step of a checkpoint on disk. Not collective."""
+    common = dist_checkpointing.load_common_state_dict(str(ckpt_to_weights_subdir(Path(path), is_saving=False)))
+    return int(common["global_step"])
+
+
+_TORN = (
+    EOFError,
+    RuntimeError,
+    CheckpointException,
+    CheckpointingException,
+    pickle.UnpicklingError,
+    zipfile.BadZipFile,
+)
+"""What is raised for a checkpoint that was not written to its end."""

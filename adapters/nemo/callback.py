@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
 from collections.abc import Callable
@@ -16,7 +17,9 @@ from mlflash.errors import ConfigError
 from mlflash.off import turned_off
 
 from .. import intervals
+from ..dcp.ids import step_of
 from ..lightning.loops import at_step_ends
+from ..lightning.resume import restore_together
 from .checkpoint_io import MLFlashCheckpointIO
 from .memory import OF_RANK, Memory, delete
 from .position import go_on
@@ -72,6 +75,8 @@ class MLFlashCheckpointCallback(Callback):
         if self.memory is not None:
             check_torch_rank(self.memory.checkpointer.adapting.world)
             self._undo.append(at_step_ends(trainer, lambda has_ended: self._end_step(trainer, has_ended)))
+            restores = restore_together(trainer._checkpoint_connector, lambda work: self._together(trainer, work))
+            self._undo.append(restores)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Take the training's context, where that is to be saved.
@@ -87,6 +92,13 @@ class MLFlashCheckpointCallback(Callback):
                               "checkpoints cannot be kept in memory", found=type(checkpoint_io).__name__)  # fmt: skip
         if self._with_context and trainer.is_global_zero:
             self.memory.context = _context_of(trainer)
+
+    def _together(self, trainer: Any, work: Callable[[], Any]) -> Any:
+        """Load a part of a checkpoint, if it is one from memory on all ranks or on none. Collective."""
+        path = trainer.ckpt_path
+        if self.memory is None or path is None or not self.memory.holds(path):
+            return work()
+        return self.memory.checkpointer.adapting.load_together(step_of(path), work)
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Go on where this rank was, if the checkpoint is from memory."""
@@ -115,22 +127,24 @@ class MLFlashCheckpointCallback(Callback):
         """Close; then delete what is in memory, if it is not to be kept. Collective."""
         if stage != "fit" or self._place is None:
             return
-        self._let_loops_be()
-        if self.memory is not None:
-            self.memory.close()
+        with contextlib.ExitStack() as stack:  # it is closed, whatever another part of the end raises
+            if self.memory is not None:
+                stack.callback(self.memory.close)
+            self._let_loops_be(stack)
         if not self.keep:
             delete(*self._place)
 
     def on_exception(self, *args: Any, **kwargs: Any) -> None:
         """Close without waiting for other ranks; what is in memory stays."""
-        self._let_loops_be()
-        if self.memory is not None:
-            self.memory.abandon()
+        with contextlib.ExitStack() as stack:
+            if self.memory is not None:
+                stack.callback(self.memory.abandon)
+            self._let_loops_be(stack)
 
-    def _let_loops_be(self) -> None:
+    def _let_loops_be(self, stack: contextlib.ExitStack) -> None:
         for undo in self._undo:
-            undo()
-        self._undo.clear()
+            stack.callback(undo)
+        self._undo = []
 
 
 def _context_of(trainer: Any) -> dict[str, bytes]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
@@ -162,26 +163,32 @@ class Memory:
         Collective over all ranks.
         """
         directory = self.directory(path)
-        alike = dist_checkpointing.load_common_state_dict(directory)[_ALIKE]
+        alike = self._loading().common(directory)[_ALIKE]
         if alike["ranks"] == dist.get_world_size():
             wanted = {**wanted, OF_RANK: _sharded(None)}
         else:
             log.warning("%s is of %d ranks: random numbers begin anew", path, alike["ranks"])
         strict = strict if isinstance(strict, StrictHandling) else StrictHandling.ASSUME_OK_UNEXPECTED
-        loaded: dict[str, Any] = dist_checkpointing.load(wanted, directory, self._loading(), strict=strict)
+        loaded: dict[str, Any] = self.checkpointer.adapting.load_together(
+            step_of(directory), lambda: dist_checkpointing.load(wanted, directory, self._loading(), strict=strict)
+        )
         return loaded
 
     def context_of(self, path: Any) -> Path | None:
         """Write the files of a checkpoint's context; None where it has none. Collective over all ranks."""
         directory = self.directory(path)
-        files = dist_checkpointing.load_common_state_dict(directory)[_ALIKE]["context"]
+        files = self._loading().common(directory)[_ALIKE]["context"]
         if files is None:
             return None
-        for name, content in files.items():
-            file = Path(directory, "context", name)
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_bytes(content)
-        return Path(directory, "context")
+
+        def write() -> Path:
+            for name, content in files.items():
+                file = Path(directory, "context", name)
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_bytes(content)
+            return Path(directory, "context")
+
+        return self.checkpointer.adapting.load_together(step_of(directory), write, anew=True)
 
     def _loading(self) -> LoadShards:
         if self._load is None:
@@ -195,9 +202,10 @@ class Memory:
         checkpointer, self._checkpointer = self._checkpointer, None
         if checkpointer is None:
             return
-        self.wait()
-        self._save = self._strategy = self._load = self._found = None
-        checkpointer.close()
+        with contextlib.ExitStack() as stack:  # it is closed, too, where the save on its way is an error
+            stack.push(checkpointer.__exit__)
+            self._save = self._strategy = self._load = self._found = None
+            self.wait()
 
     def abandon(self) -> None:
         """Close without waiting for other ranks; the checkpoints stay. Not collective."""

@@ -6,6 +6,7 @@ The engine has the weights, the optimizer and the scaler, and takes and loads th
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -54,6 +55,7 @@ class StateOfEngine(State):
     @contextlib.contextmanager
     def loading(self, checkpointer: Checkpointer, found: Found) -> Iterator[None]:
         """Let the trainer load from memory what it would load from a folder."""
+        self.of_rank.together = functools.partial(checkpointer.adapting.load_together, found.step)
 
         def load(*args: Any, **kwargs: Any) -> None:
             checkpointer.restore({**self.state_dict(), "trainer": ""}, found.step)

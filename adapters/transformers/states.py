@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 from unittest import mock
 
@@ -72,12 +73,16 @@ class OfRank:
 
     Args:
         trainer: Hugging Face's.
+
+    Attributes:
+        together: loads something of it on all ranks, or on none; set where there is something to be loaded.
     """
 
     rank_private = True
 
     def __init__(self, trainer: Any):
         self._trainer = trainer
+        self.together: Callable[[Callable[[], None]], None] = lambda work: work()
         self._loaded: dict[str, Any] | None = None
         self._epoch: dict[str, Any] | None = None  # random numbers where it began: the order of its rows is of them
         self._dataloader: Any = None
@@ -105,18 +110,34 @@ class OfRank:
         trainer._total_loss_scalar -= float(trainer._tr_loss)
 
     def begin_epoch(self, dataloader: Any) -> None:
-        """Note the random numbers that an epoch begins with; the first time after a load set them as they were then."""
+        """Note the random numbers that an epoch begins with; the first time after a load set them as they were then.
+
+        Collective over all ranks, that time.
+        """
         self._dataloader = dataloader
-        if self._loaded is not None and self._epoch is None:
-            rng().load_state_dict(self._loaded["epoch"]["rng"])
-            for generator, state in zip(_generators(dataloader), self._loaded["epoch"]["generators"], strict=False):
-                generator.set_state(state)
+        if self._epoch is None:
+            self.together(self._begin_as_before)
         self._epoch = self._numbers()
 
-    def end_skipping(self) -> None:
-        """Set the random numbers as they were when the step had ended: the rows before it are skipped now."""
+    def _begin_as_before(self) -> None:
         if self._loaded is not None:
-            rng().load_state_dict(self._loaded["numbers"]["rng"])
+            rng().load_state_dict(self._loaded["epoch"]["rng"])
+            for generator, state in zip(
+                _generators(self._dataloader), self._loaded["epoch"]["generators"], strict=False
+            ):
+                generator.set_state(state)
+
+    def end_skipping(self) -> None:
+        """Set the random numbers as they were when the step had ended: the rows before it are skipped now.
+
+        Collective over all ranks.
+        """
+
+        def set_numbers() -> None:
+            if self._loaded is not None:
+                rng().load_state_dict(self._loaded["numbers"]["rng"])
+
+        self.together(set_numbers)
 
     def _numbers(self) -> dict[str, Any]:
         return {"rng": rng().state_dict(), "generators": [one.get_state() for one in _generators(self._dataloader)]}
@@ -178,6 +199,7 @@ class State:
             found: what.
         """
         load = self._load
+        self.of_rank.together = functools.partial(checkpointer.adapting.load_together, found.step)
         return mock.patch.multiple(
             self._trainer,
             _load_from_checkpoint=lambda *args: None,  # the model comes with the optimizer, when there is one
@@ -188,22 +210,27 @@ class State:
 
     def _load(self, checkpointer: Checkpointer, step: int, names: Collection[str]) -> None:
         """Load a step into the trainer, once it has model, optimizer and schedule. Collective over all ranks."""
-        trainer = self._trainer
-        model, optimizer = trainer.model.state_dict(), trainer.optimizer
-        is_sharded = self._is_sharded
+        trainer, together = self._trainer, checkpointer.adapting.load_together
+        optimizer, is_sharded = trainer.optimizer, self._is_sharded
+        # A new optimizer has no tensors yet; where they are sharded they must say which shard is wanted.
+        model, values = together(step, lambda: (
+            trainer.model.state_dict(), _with_state(optimizer, names) if is_sharded else None), anew=True)  # fmt: skip
         state = {
             "model": model,
-            # A new optimizer has no tensors yet; where they are sharded they must say which shard is wanted.
-            "optimizer": _with_state(optimizer, names) if is_sharded else optimizer,
+            "optimizer": values if is_sharded else optimizer,
             "scheduler": trainer.lr_scheduler,
             "scaler": getattr(trainer.accelerator, "scaler", None),
             "trainer": "",
             "rank": self.of_rank,
         }
         checkpointer.restore(state, step)
-        trainer.model.load_state_dict(model)  # for what is none of its tensors
-        if is_sharded:
-            optimizer.load_state_dict(state["optimizer"])
+
+        def put() -> None:
+            trainer.model.load_state_dict(model)  # for what is none of its tensors
+            if is_sharded:
+                optimizer.load_state_dict(state["optimizer"])
+
+        together(step, put)
 
 
 def has_ended(trainer: Any) -> bool:

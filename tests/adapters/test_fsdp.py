@@ -376,3 +376,41 @@ def test_an_s3_that_does_not_answer_fails_the_save_and_nothing_else(
             checkpoints.maybe_finalize_async_calls()
         checkpoints.async_save({"w": torch.ones(3)}, "step-9/all")
         checkpoints.maybe_finalize_async_calls()
+
+
+@pytest.mark.parametrize("where", ["memory", "url"])
+def test_what_is_done_with_a_loaded_state_fails_on_all_ranks_of_the_group_or_on_none(root: Path, where: str) -> None:
+    def fail() -> None:
+        if RANK == 1:
+            raise OSError("no")
+
+    name = f"{root.as_uri()}/there" if where == "url" else "run/step-1/whole"
+    with job(), fsdp.Checkpoints(**settings(root)) as checkpoints:
+        state = {"w": torch.ones(5)}
+        checkpoints.async_save(state, name).result(PATIENCE_S)
+        checkpoints.maybe_finalize_async_calls()
+        with pytest.raises(errors.StructureMismatch, match=r"loading failed: OSError.'no'") as caught:
+            checkpoints.load(state, name, then=fail)
+        assert caught.value.rank == 1
+        if where == "memory":
+            with pytest.raises(errors.SaveFailed, match="the state is undefined"):
+                checkpoints.async_save(state, "run/step-2/whole").result(PATIENCE_S)
+            with pytest.raises(errors.SaveFailed, match="the state is undefined"):
+                checkpoints.maybe_finalize_async_calls()
+        done: list[int] = []
+        checkpoints.load(state, name, then=lambda: done.append(1))
+        assert done == [1]
+
+
+def test_where_one_checkpointer_cannot_be_closed_the_others_are(root: Path) -> None:
+    with job():
+        checkpoints = fsdp.Checkpoints(**settings(root))
+        for name in ("a", "b"):
+            checkpoints.async_save({"w": torch.ones(5)}, f"{name}/step-1").result(PATIENCE_S)
+        first, second = (checkpoints._members[key] for key in sorted(checkpoints._members))
+        first.checkpointer.close()
+        first.checkpointer.close = lambda: [][1]
+        with pytest.raises(IndexError):
+            checkpoints.close()
+        with pytest.raises(errors.Closed):
+            second.checkpointer.steps()

@@ -5,6 +5,7 @@ A training notes the loss of each step and, at its end, a digest of its weights 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import importlib
@@ -13,7 +14,7 @@ import os
 import shutil
 import sys
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -46,6 +47,8 @@ class Run:
         refused: the save of this step fails on rank 1.
         wiped: its memory is deleted before it starts.
         damaged: this step is damaged in its memory before it starts, in slots and copies; 0: none.
+        spoilt: a method that raises on rank 1 in this training, by its full name; what becomes of it is noted.
+        torn: these files that the framework has written are cut before it starts, by a pattern; `torn_to`: to so much.
         traps: into which ranks step in it, see `traps`.
         settings: of the Checkpointer.
     """
@@ -63,6 +66,9 @@ class Run:
     refused: int = 0
     wiped: bool = False
     damaged: int = 0
+    spoilt: str = ""
+    torn: str = ""
+    torn_to: float = 0.5
     traps: list[dict[str, object]] = dataclasses.field(default_factory=list)
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
     losses: int = 0  # noted so far
@@ -134,6 +140,27 @@ def _refuse(rank: int, count: int) -> None:
     points.arm(reached if torch.distributed.get_rank() == rank else None)
 
 
+def _tear(run: Run) -> None:
+    """Cut what the framework has written, as if it had been killed meanwhile."""
+    files = [path for path in run.directory.rglob(run.torn) if path.is_file()]
+    assert files, "nothing of this name is there"
+    for path in files:
+        os.truncate(path, int(path.stat().st_size * run.torn_to))
+
+
+def _spoil(train: Callable[[Run], None], run: Run, rank: int) -> None:
+    """Train with a method that raises on rank 1; note what is raised."""
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise OSError("spoilt on purpose")
+
+    try:
+        with mock.patch(run.spoilt, fail) if rank == 1 else contextlib.nullcontext():
+            train(run)
+    except Exception as error:
+        note("refused", run=run.name, error=f"{type(error).__name__}: {error}")
+
+
 def main(framework: str, runs: list[dict[str, Any]]) -> None:
     """Do the trainings."""
     init_process_group(host="127.0.0.1")
@@ -146,13 +173,18 @@ def main(framework: str, runs: list[dict[str, Any]]) -> None:
             shutil.rmtree(run.memory)
         if run.damaged and rank == 0:
             assert damage(run.memory, run.damaged), "nothing of this step is there"
+        if run.torn and rank == 0:
+            _tear(run)
         torch.distributed.barrier()
         if run.refused:
             _refuse(1, run.refused // run.every)
         if run.traps:
             set_traps(run.traps, rank)
         with mock.patch.dict(os.environ, {"MLFLASH_DISABLE": "1"} if run.switched_off else {}):
-            train(run)
+            if run.spoilt:
+                _spoil(train, run, rank)
+            else:
+                train(run)
         note("threads", run=run.name, names=[one.name for one in threading.enumerate() if "mlflash" in one.name])
         points.arm(None)
         note("done", run=run.name)

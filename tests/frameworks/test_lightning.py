@@ -51,3 +51,23 @@ def test_paths_signals_a_second_fit_and_saves_that_wait(shm: Path) -> None:
             result.log
         )
     assert "a signal has come: training stops after step 3" in result.log
+
+
+def test_a_torn_checkpoint_on_disk_stops_no_start(shm: Path) -> None:
+    """Memory is taken, or one beside it, whatever is the newest that can be read."""
+    disk, memory = {"disk": 2, "every": 100, "job": "disk"}, {"disk": 2, "job": "memory"}
+    older = {"disk": 3, "every": 2, "job": "older"}
+    result = run(
+        Cluster(shm), "lightning",
+        {"name": "to disk", "last": 5, **disk},
+        {"name": "one before", "last": 6, "torn": "last.ckpt", **disk},
+        {"name": "to memory", "last": 4, **memory},
+        {"name": "from memory", "last": 5, "torn": "*.ckpt", "torn_to": 0.0, **memory},
+        {"name": "to both", "last": 3, **older},
+        {"name": "from disk", "last": 4, "torn": "last.ckpt", "torn_to": 0.0, **older},
+    )  # fmt: skip
+    assert len(result.of("done")) == 6 * 2, result.log
+    first = {name: sorted({step for _, step in losses(result, name)}) for name in
+             ("one before", "from memory", "from disk")}  # fmt: skip
+    assert first == {"one before": [5, 6], "from memory": [5], "from disk": [4]}, result.log
+    assert "disk-disk/last.ckpt cannot be read, and another checkpoint is looked for" in result.log

@@ -148,3 +148,17 @@ def test_other_ranks_go_on_where_megatron_can_reshard_the_optimizer_and_are_told
     assert steps(result, "parts") == []
     (error,) = refused(result, "parts")
     assert "RuntimeError" in error and "ckpt_optim_fully_reshardable" in error, error
+
+
+def test_a_torn_checkpoint_on_disk_stops_no_start(shm: Path) -> None:
+    disk, memory = {"disk": 2, "every": 100, "job": "disk"}, {"disk": 2, "job": "memory"}
+    result = run(
+        Cluster(shm), "nemo",
+        {"name": "to disk", "last": 5, **disk},
+        {"name": "one before", "last": 6, "torn": "step=3/weights/common.pt", **disk},
+        {"name": "to memory", "last": 4, **memory},
+        {"name": "from memory", "last": 5, "torn": "common.pt", "torn_to": 0.0, **memory},
+    )  # fmt: skip
+    assert len(result.of("done")) == 4 * 2 and not result.of("refused"), result.log
+    assert steps(result, "one before") == [3, 4, 5, 6] and steps(result, "from memory") == [5], result.log
+    assert "cannot be read, and another checkpoint is looked for" in result.log

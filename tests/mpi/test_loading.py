@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -89,3 +90,69 @@ def test_ranks_with_objects_of_their_own_load_them_all_the_same(options: dict[st
         state = state_here(2.0)
         assert ckpt.restore(state) == 1 and is_all(state, 1.0)
         assert RANK or (state["own"].value == 1.0).all()
+
+
+def test_what_an_adapter_loads_on_one_rank_only_is_saved_on_none(options: dict[str, Any]) -> None:
+    def load(fails: bool) -> int:
+        if fails:
+            raise OSError("no")
+        return 7
+
+    with Checkpointer(comm=COMM, strict=True, **options) as ckpt:
+        together = ckpt.adapting.load_together
+        ckpt.save(1, {"w": np.ones(7)}).wait()
+        with pytest.raises(errors.StructureMismatch, match=r"loading failed: OSError.'no'") as caught:
+            together(1, lambda: load(RANK == SIZE - 1), anew=True)
+        assert caught.value.rank == SIZE - 1 and "undefined" not in str(caught.value)
+        ckpt.save(2, {"w": np.ones(7)}).wait()
+        with pytest.raises(errors.StructureMismatch, match="the state given is undefined now: restore again"):
+            together(2, lambda: load(RANK == SIZE - 1))
+        with pytest.raises(errors.StateError, match="the state is undefined"):
+            ckpt.save(3, {"w": np.ones(7)})
+        assert together(2, lambda: load(False), anew=True) == 7
+        with pytest.raises(errors.StateError, match="the state is undefined"):
+            ckpt.save(4, {"w": np.ones(7)})
+        assert together(2, lambda: load(False)) == 7
+        ckpt.save(5, {"w": np.ones(7)}).wait()
+
+
+def test_what_is_read_in_part_is_saved_on_no_rank(options: dict[str, Any]) -> None:
+    def fail() -> list[Any]:
+        if RANK == 0:
+            raise OSError("no")
+        return []
+
+    with Checkpointer(comm=COMM, strict=True, **options) as ckpt:
+
+        def read(wanted: Any, done: Any, **more: bool) -> str:
+            opened = ckpt.adapting.open()
+            assert opened is not None
+            with pytest.raises(errors.StructureMismatch, match=r"loading failed: OSError.'no'") as caught:
+                ckpt.adapting.read(opened, wanted, done, **more)
+            return str(caught.value)
+
+        ckpt.save(1, {"w": np.ones(7)}).wait()
+        assert "undefined" not in read(fail, lambda: None), "nothing was changed"
+        assert "undefined" not in read(list, fail, anew=True)
+        ckpt.save(2, {"w": np.ones(7)}).wait()
+        assert "undefined now" in read(list, fail)
+        with pytest.raises(errors.StateError, match="the state is undefined"):
+            ckpt.save(3, {"w": np.ones(7)})
+        opened = ckpt.adapting.open()
+        assert opened is not None
+        ckpt.adapting.read(opened, list, lambda: None)
+        ckpt.save(4, {"w": np.ones(7)}).wait()
+
+
+def test_a_rank_that_fails_where_the_others_do_not_come_says_why(root: Path) -> None:
+    """They may wait for it elsewhere, in the middle of what a framework does on all ranks."""
+    with (
+        pytest.raises(errors.DeadlineExceeded) as caught,
+        Checkpointer(comm=COMM, memory=str(root), job="late", ranks_per_node=1, timeout_s=30.0) as ckpt,
+    ):
+        ckpt._world.timeout_s = 1.0
+        if RANK == 0:
+            ckpt.adapting.load_together(1, lambda: [][1])
+        raise errors.DeadlineExceeded("this rank is elsewhere")
+    assert RANK or isinstance(caught.value.__cause__, errors.StructureMismatch)
+    COMM.Barrier()

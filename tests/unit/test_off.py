@@ -136,10 +136,16 @@ def test_adapters_find_nothing_and_may_call_all_they_call(checkpointer: mlflash.
         "run": (lambda: 1,), "seen_by_first": (lambda: 2,), "save_or_warn": (1, object()),
         "begin": (3, threading.current_thread()), "save_again": (ConfigError("why"), begun), "stage_ahead": (None,),
         "give_up": (None,), "read": (None, list, lambda: None), "go_on_instead": (Unrestorable("why"), "disk"),
+        "load_together": (1, lambda: 4),
     }  # fmt: skip
     names = [name for name, _ in inspect.getmembers(type(adapting), inspect.isfunction) if not name.startswith("_")]
     found = {name: getattr(adapting, name)(*calls.get(name, ())) for name in names}
-    assert found["seen_by_first"] == 2 and found["save_or_warn"].done and found["save_again"].wait().step == 3
+    assert (
+        found["load_together"] == 4
+        and found["seen_by_first"] == 2
+        and found["save_or_warn"].done
+        and found["save_again"].wait().step == 3
+    )
     assert found["steps_alike"] == []
     nothing = {
         "run",

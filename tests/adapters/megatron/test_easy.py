@@ -13,7 +13,7 @@ from emulated import COMM, Nodes
 from megatron_on_cpu import Training, digest, on_cpu
 from torch_jobs import job
 
-from mlflash.errors import ConfigError, StructureMismatch
+from mlflash.errors import ConfigError, StateError, StructureMismatch
 
 pytestmark = [
     pytest.mark.mpi(min_size=4),
@@ -179,3 +179,28 @@ def test_intervals_that_make_no_sense_are_refused(easy: Any) -> None:
                 easy.initialize(mem, storage, 1)
         with pytest.raises(ConfigError, match="initialize"):
             easy.save_checkpoint_if_needed(1, None, None, None)
+
+
+def test_what_cannot_be_loaded_on_one_rank_is_raised_on_all_and_no_rank_saves(
+    easy: Any, options: dict[str, Any]
+) -> None:
+    class Spoilt(Scheduler):
+        """Its state cannot be loaded on one rank."""
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            if COMM.rank == 1:
+                raise KeyError("num_steps of another build")
+            super().load_state_dict(state)
+
+    with job(), on_cpu():
+        first = Training()
+        easy.initialize(1, 0, 0, directory=None, **options)
+        train(easy, first, Scheduler(), 2)
+        with pytest.raises(StructureMismatch, match="num_steps of another build") as caught:
+            easy.load_checkpoint(first.model, first.optimizer, Spoilt())
+        assert caught.value.rank == 1 and "undefined now" in str(caught.value)
+        with pytest.raises(StateError, match="the state is undefined"):
+            easy._running.checkpointer.save(3, {"w": 1})
+        assert easy.load_checkpoint(first.model, first.optimizer, Scheduler()) == 2
+        train(easy, first, Scheduler(), 3)
+        easy.close()

@@ -1,0 +1,77 @@
+"""What Lightning has written to disk: which step, and which file where the one that is asked for is torn."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import logging
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import fsspec  # Lightning has it
+import torch
+
+log = logging.getLogger("mlflash")
+
+_TORN = (EOFError, pickle.UnpicklingError, RuntimeError)
+"""What torch raises for a file that was not written to its end."""
+
+
+@dataclasses.dataclass(frozen=True)
+class OnDisk:
+    """A checkpoint on disk.
+
+    Attributes:
+        path: of it; None: it is torn, and there is no other.
+        step: of it; None: it does not say.
+    """
+
+    path: Any
+    step: int | None = None
+
+
+def look(path: Any) -> OnDisk:
+    """Look at a checkpoint; where it is torn, at those beside it: the newest of them that can be read is taken.
+
+    Not collective. What cannot be read is a warning.
+    """
+    try:
+        return OnDisk(path, _step_of(path))
+    except _TORN as error:
+        log.warning("%s cannot be read, and another checkpoint is looked for: %r", path, error)
+    except (OSError, KeyError, ImportError, ValueError) as error:
+        log.warning("the step of %s is not known (%s): memory is taken to be newer", path, error)
+        return OnDisk(path)
+    return max(_beside(Path(path)), key=lambda one: one.step or 0, default=OnDisk(None))
+
+
+def _beside(torn: Path) -> list[OnDisk]:
+    """The checkpoints of the same folder that can be read."""
+    found = []
+    for path in sorted(torn.parent.glob(f"*{torn.suffix}")):
+        if path == torn or path.is_dir() != torn.is_dir():
+            continue
+        try:
+            found.append(OnDisk(str(path), _step_of(path)))
+        except (*_TORN, OSError, KeyError, ImportError, ValueError) as error:
+            log.warning("%s cannot be read: %r", path, error)
+    return found
+
+
+def _step_of(path: Any) -> int:
+    if not os.path.exists(path):
+        with fsspec.open(str(path), "rb") as remote:
+            return int(torch.load(remote, map_location="meta", weights_only=False)["global_step"])
+    file = Path(path, "meta.pt") if os.path.isdir(path) else path
+    if file != path and not os.path.exists(file):
+        raise EOFError("it has no meta.pt, which is written last")
+    with open(file, "rb") as opened:
+        is_zip = opened.read(2) == b"PK"  # the format that can be mapped
+    try:
+        return int(torch.load(file, map_location="cpu", mmap=is_zip, weights_only=False)["global_step"])
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # it looks for the end of the format before the beginning of the file
+            raise
+        raise EOFError(f"it has no end: {error}") from error
