@@ -254,6 +254,13 @@ class Adapting:
         with contextlib.nullcontext() if anew else self._loading.changing(step):
             return self._loading.together(step, work)
 
+    def loaded_elsewhere(self) -> None:
+        """Say that the whole state was loaded from something else: after a load of ours that failed it may be saved.
+
+        Not collective.
+        """
+        self._saves.undefined = ""
+
     def read(
         self, opened: Readable, wanted: Callable[[], Iterable[Parcel]], done: Callable[[], None], anew: bool = False
     ) -> None:

@@ -316,6 +316,9 @@ class Adapting(adapting.Adapting):
         """Do it, and agree with nobody."""
         return work()
 
+    def loaded_elsewhere(self) -> None:
+        """No load has failed."""
+
     def go_on_instead(self, error: Unrestorable, instead: object) -> None:
         """Nobody looks for checkpoints that could not be used."""
 

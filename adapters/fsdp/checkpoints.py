@@ -166,6 +166,8 @@ class Checkpoints:
             _load(state_dict, FsspecReader(os.fspath(checkpoint_id)), group.status)
             if then is not None:
                 _agreed(then, group.status)
+            for member in self._members.values():
+                member.checkpointer.adapting.loaded_elsewhere()
             return 0
         name, step = ids.parse(checkpoint_id)
         member = self._member(name, group)

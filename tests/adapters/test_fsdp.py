@@ -402,6 +402,22 @@ def test_what_is_done_with_a_loaded_state_fails_on_all_ranks_of_the_group_or_on_
         assert done == [1]
 
 
+def test_what_is_loaded_from_a_url_after_a_load_from_memory_has_failed_may_be_saved(root: Path) -> None:
+    def fail() -> None:
+        raise OSError("no")
+
+    with job(), fsdp.Checkpoints(**settings(root)) as checkpoints:
+        state = {"w": torch.ones(5)}
+        for name in (f"{root.as_uri()}/there", "run/step-1/whole"):
+            checkpoints.async_save(state, name).result(PATIENCE_S)
+        checkpoints.maybe_finalize_async_calls()
+        with pytest.raises(errors.StructureMismatch):
+            checkpoints.load(state, "run/whole", then=fail)
+        checkpoints.load(state, f"{root.as_uri()}/there")
+        checkpoints.async_save(state, "run/step-2/whole").result(PATIENCE_S)
+        checkpoints.maybe_finalize_async_calls()
+
+
 def test_where_one_checkpointer_cannot_be_closed_the_others_are(root: Path) -> None:
     with job():
         checkpoints = fsdp.Checkpoints(**settings(root))

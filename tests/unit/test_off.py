@@ -140,12 +140,8 @@ def test_adapters_find_nothing_and_may_call_all_they_call(checkpointer: mlflash.
     }  # fmt: skip
     names = [name for name, _ in inspect.getmembers(type(adapting), inspect.isfunction) if not name.startswith("_")]
     found = {name: getattr(adapting, name)(*calls.get(name, ())) for name in names}
-    assert (
-        found["load_together"] == 4
-        and found["seen_by_first"] == 2
-        and found["save_or_warn"].done
-        and found["save_again"].wait().step == 3
-    )
+    assert found["load_together"] == 4 and found["seen_by_first"] == 2
+    assert found["save_or_warn"].done and found["save_again"].wait().step == 3
     assert found["steps_alike"] == []
     nothing = {
         "run",
