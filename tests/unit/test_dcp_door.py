@@ -92,11 +92,12 @@ def test_another_user_is_let_go_before_anything_is_said() -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be another user")
-def test_what_another_user_has_opened_is_not_asked(tmp_path: Path) -> None:
+def test_what_another_user_has_opened_is_not_asked() -> None:
     name = f"mlflash-test-{os.urandom(8).hex()}"
     program = "import os, socket, sys; os.setgid(65534); os.setuid(65534); s = socket.socket(socket.AF_UNIX)\n" \
               f"s.bind('\\0{name}'); s.listen(); print(flush=True); sys.stdin.read()"  # fmt: skip
-    with subprocess.Popen([sys.executable, "-S", "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as there:
+    command = [sys.executable, "-S", "-c", program]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as there:
         assert there.stdin is not None and there.stdout is not None
         there.stdout.readline()
         with pytest.raises(PermissionError, match="is of user 65534"):
