@@ -44,9 +44,12 @@ sys.stdin.read()
 def unkillable(monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen[bytes]]:
     monkeypatch.setattr(launcher, "KILL_WAIT_S", 0.2)
     process = subprocess.Popen([sys.executable, "-S", "-c", TRACEE], stdout=subprocess.PIPE, start_new_session=True)
-    with process, subprocess.Popen(
-        [sys.executable, "-S", "-c", TRACER, str(process.pid)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as tracer:
+    with (
+        process,
+        subprocess.Popen(
+            [sys.executable, "-S", "-c", TRACER, str(process.pid)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        ) as tracer,
+    ):
         assert process.stdout is not None and tracer.stdin is not None and tracer.stdout is not None
         try:
             process.stdout.readline()
