@@ -8,8 +8,10 @@ from __future__ import annotations
 import logging
 import re
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
+
+from .pulse import Heard
 
 log = logging.getLogger("mlflash")
 
@@ -17,8 +19,6 @@ _EVERY_S = 5.0
 _CLOSE_S = 2.0
 _LOOPBACK = "127.0.0.1"
 _PORT = re.compile(r":(\d{1,5})")
-
-Pulses = Sequence[Mapping[str, Any]]
 
 # Name, what it is, the key in the pulse (see `journal`).
 _GAUGES = (
@@ -51,7 +51,7 @@ class Metrics:
         look: gives what the ranks of the node say.
     """
 
-    def __init__(self, where: str, job: str, look: Callable[[], Pulses]):
+    def __init__(self, where: str, job: str, look: Callable[[], Heard]):
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
         self._server: Any = None
@@ -98,7 +98,7 @@ class Metrics:
             over = self._over.wait(_EVERY_S)
             try:
                 write()
-            except OSError as error:
+            except Exception as error:  # whatever it is, the next time may go well
                 if not wrong:
                     log.warning("metrics cannot be written: %s", error)
                 wrong = True
@@ -109,13 +109,14 @@ class Metrics:
 class _Collector:
     """What prometheus_client asks when somebody wants to know."""
 
-    def __init__(self, job: str, look: Callable[[], Pulses]):
+    def __init__(self, job: str, look: Callable[[], Heard]):
         self._job, self._look = job, look
+        self._warned: set[str] = set()
 
     def collect(self) -> Iterator[Any]:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-        pulses = self._look()
+        pulses = self._heard().pulses
         labels = ["job_name", "node", "rank"]
         values = [([self._job, str(pulse.get("node", "")), str(pulse["rank"])], pulse) for pulse in pulses]
         up = GaugeMetricFamily("mlflash_up", "Whether the process of the rank is alive.", labels=labels)
@@ -129,6 +130,18 @@ class _Collector:
                     if pulse.get(key) is not None:
                         family.add_metric(label, float(pulse[key]))
                 yield family
+
+    def _heard(self) -> Heard:
+        """Look, and warn once of each thing that cannot be read."""
+        try:
+            heard = self._look()
+        except Exception as error:  # it is asked again
+            heard = Heard([], [f"metrics of this node cannot be had: {error!r}"])
+        for text in heard.unread:
+            if text not in self._warned:
+                log.warning("%s", text)
+        self._warned = {*heard.unread}
+        return heard
 
 
 def port_of(where: str) -> int:

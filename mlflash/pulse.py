@@ -16,10 +16,11 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from .errors import UnsafePath
 from .node_memory import NodeMemory, emulated_nodes, jobs_of
+from .version import __version__
 
 log = logging.getLogger("mlflash")
 
@@ -28,6 +29,13 @@ SHOW_STACKS = signal.SIGRTMIN + 7
 
 _NBYTES = 4096  # written at once, so that a reader never finds half of two
 _LETTERS = 512  # of a text, each of which may take six bytes
+_STATES = ("started", "ended", "failed")
+# What each pulse says, and what it may say besides: who reads it need not look.
+_ALWAYS: dict[str, Any] = {
+    "run": str, "rank": int, "ranks": int, "node": str, "pid": int, "state": str, "restored": int | None, "source": str,
+    "saved": int | None, "committed": int | None, "times": dict, "beat": int | float,
+}  # fmt: skip
+_NUMBERS = ("drained", "stall_s", "protect_s", "commit_s", "stalled_s", "nbytes", "held", "saves", "failed", "nodes")
 
 
 class Pulse:
@@ -47,6 +55,7 @@ class Pulse:
         self._said: dict[str, Any] = {
             "run": run, "rank": rank, "ranks": size, "node": node, "pid": os.getpid(), "state": "started",
             "restored": None, "source": "", "saved": None, "committed": None, "times": {},
+            "version": __version__,
         }  # fmt: skip
         if run:
             faulthandler.register(SHOW_STACKS, sys.__stderr__ or 2)
@@ -114,7 +123,37 @@ def _short(news: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def read_pulses(memory: str, job: str, node: int | None) -> list[dict[str, Any]]:
+class Heard(NamedTuple):
+    """What the ranks of some nodes say of themselves.
+
+    Attributes:
+        pulses: of the ranks, and whether each is alive.
+        unread: why other files cannot be read, in words: of another version of mlflash, or of nobody.
+    """
+
+    pulses: list[dict[str, Any]]
+    unread: list[str]
+
+
+def why_unread(said: object) -> str:
+    """Why what a rank has said of itself cannot be read; "" where it can."""
+    if not isinstance(said, dict):
+        return "cannot be read: it is no pulse"
+    wrong = [name for name, kind in _ALWAYS.items() if not isinstance(said.get(name, ...), kind)]
+    wrong += [name for name in _NUMBERS if not isinstance(said.get(name), int | float | None)]
+    if not wrong:
+        times = said["times"]
+        wrong += ["state"] * (said["state"] not in _STATES)
+        wrong += ["times"] * (not all(isinstance(when, int | float) for when in times.values()))
+        wrong += ["times"] * (said["restored"] is not None and "restored" not in times)
+    if not wrong:
+        return ""
+    version = said.get("version")
+    by = f"version {version}" if isinstance(version, str) else "a version that does not say which it is"
+    return f"cannot be read: written by {by} (this is {__version__}; {', '.join(wrong[:3])})"
+
+
+def read_pulses(memory: str, job: str, node: int | None) -> Heard:
     """Read what the ranks of a node say, and whether each is alive; nothing where the job has no memory there.
 
     Not collective.
@@ -126,23 +165,30 @@ def read_pulses(memory: str, job: str, node: int | None) -> list[dict[str, Any]]
     try:
         held = NodeMemory(memory, job, node, make=False)
     except FileNotFoundError:
-        return []
+        return Heard([], [])
     try:
-        said = [read_pulse(held, name) for name in held.pulse_names()]
-        return [pulse | {"alive": _is_alive(int(pulse["pid"]))} for pulse in said if pulse is not None]
+        heard = Heard([], [])
+        for name in held.pulse_names():
+            said = read_pulse(held, name)
+            if isinstance(said, str):
+                heard.unread.append(f"{held.path}/{name} {said}")
+            elif said is not None:
+                heard.pulses.append(said | {"alive": _is_alive(said["pid"])})
+        return heard
     finally:
         held.close()
 
 
-def all_pulses(memory: str, job: str) -> list[dict[str, Any]]:
+def all_pulses(memory: str, job: str) -> Heard:
     """The same of this node, and of all that are emulated on it. Not collective."""
     nodes: list[int | None] = [*emulated_nodes(memory, job), None]
-    return [pulse for node in nodes for pulse in read_pulses(memory, job, node)]
+    heard = [read_pulses(memory, job, node) for node in nodes]
+    return Heard([pulse for one in heard for pulse in one.pulses], [text for one in heard for text in one.unread])
 
 
 def live_jobs(memory: str) -> list[str]:
     """List the jobs of this user that are alive on this node. Not collective."""
-    return [job for job in jobs_of(memory) if any(pulse["alive"] for pulse in all_pulses(memory, job))]
+    return [job for job in jobs_of(memory) if any(pulse["alive"] for pulse in all_pulses(memory, job).pulses)]
 
 
 def _is_alive(pid: int) -> bool:
@@ -152,16 +198,23 @@ def _is_alive(pid: int) -> bool:
         return False
 
 
-def read_pulse(memory: NodeMemory, name: str) -> dict[str, Any] | None:
-    """Read the file of some rank; None where it is gone or makes no sense. Not collective."""
+def read_pulse(memory: NodeMemory, name: str) -> dict[str, Any] | str | None:
+    """Read the file of some rank, or say why it cannot be read; None where it is gone, or empty. Not collective."""
     try:
         fd = memory.open(name, os.O_RDONLY)
-    except (FileNotFoundError, UnsafePath):
+    except FileNotFoundError:
         return None
+    except (UnsafePath, OSError) as error:
+        return f"cannot be read: {error}"
     try:
-        said: dict[str, Any] = json.loads(os.pread(fd, _NBYTES, 0))
-        return said
-    except ValueError:
-        return None
+        text = os.pread(fd, _NBYTES, 0)
+        if not text.strip(b"\0 "):  # a rank that has just made it
+            return None
+        said = json.loads(text)
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+    except (ValueError, RecursionError):
+        return "cannot be read: it is torn, or no pulse"
     finally:
         os.close(fd)
+    return why_unread(said) or said

@@ -64,7 +64,10 @@ class Watch:
             return
         self._tell(None)
         self._to_child.close()
-        self._child.wait()
+        try:
+            self._child.wait(self._patience_s)
+        except subprocess.TimeoutExpired:  # nobody needs it any more
+            self._child.kill()
         self._child = self._to_child = None
 
     def _tell(self, message: Message | None) -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from collections.abc import Sequence
 
+from ..errors import LaunchFailed
 from .launcher import Launcher
 from .looks import LOOK_S, Looks
 from .orders import Orders
 from .seats import Seats
+
+log = logging.getLogger("mlflash")
 
 _NAP_S = 0.1
 _SCAVENGE_S = 1800.0
@@ -28,7 +32,10 @@ def wind_up(launcher: Launcher, looks: Looks, orders: Orders, hosts: Sequence[st
     scavenged = scavenge(launcher, orders, holding) if orders.directory and holding else None
     if holding and not orders.keep_memory and scavenged is not False:
         clean = [sys.executable, "-m", "mlflash", "clean", orders.job, "--memory", orders.memory]
-        launcher.on_each(holding, clean, LOOK_S)
+        try:
+            launcher.on_each(holding, clean, LOOK_S)
+        except LaunchFailed as error:
+            log.warning("the memory of the nodes is not cleaned: %s", error)
     return scavenged
 
 
@@ -36,7 +43,11 @@ def scavenge(launcher: Launcher, orders: Orders, hosts: Sequence[str]) -> bool:
     """Bring the newest checkpoint in the memory of these nodes to the directory; says whether that went well."""
     argv = [sys.executable, "-m", "mpi4py", "-m", "mlflash", "scavenge", str(orders.directory),
             "--job", orders.job, "--memory", orders.memory]  # fmt: skip
-    step = launcher.start(Seats(tuple(hosts), 1), argv, {})
+    try:
+        step = launcher.start(Seats(tuple(hosts), 1), argv, {})
+    except LaunchFailed as error:
+        log.warning("what is in memory cannot be brought to %s: %s", orders.directory, error)
+        return False
     end = time.monotonic() + _SCAVENGE_S
     while (code := step.poll()) is None and time.monotonic() < end:
         time.sleep(_NAP_S)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import os
 import select
 import signal
@@ -21,14 +22,18 @@ from pathlib import Path
 from ..errors import LaunchFailed
 from .ending import wind_up
 from .journal import Journal
+from .launcher import kill, spawn
 from .looks import Looks
 from .on_slurm import OnSlurm, ask, beside, hosts_of, is_lost, states_of
 from .orders import Orders
+
+log = logging.getLogger("mlflash")
 
 _BEAT_S = 3.0
 _SILENCE_S = 15.0  # without a beat Slurm is asked
 _CLOSE_S = 5.0
 _ASK_AGAIN_S = 0.5
+_ASK_LONG_S = 300.0
 _BYE = b"bye\n"
 
 
@@ -66,18 +71,32 @@ class Guard:
             self._thread.join(3 * _CLOSE_S)
 
     def _keep(self) -> None:
-        process, starts = self._start(0), 1
-        while not self._ended.wait(_BEAT_S):
-            if not _told(process, b"\n"):
-                _close(process)
-                process, starts = self._start(starts), starts + 1
-        _told(process, _BYE)
-        _close(process)
+        process: subprocess.Popen[bytes] | None = None
+        starts, wrong = 0, False
+        while True:
+            if process is None or not _told(process, b"\n"):
+                if process is not None:
+                    _close(process)
+                process = None
+                try:
+                    process, starts, wrong = self._start(starts), starts + 1, False
+                except LaunchFailed as error:
+                    if not wrong:
+                        log.warning("nobody guards the first node of this job: %s; it is tried again", error)
+                    wrong = True
+            if self._ended.wait(_BEAT_S):
+                break
+        if process is not None:
+            _told(process, _BYE)
+            _close(process)
 
     def _start(self, starts: int) -> subprocess.Popen[bytes]:
         """Start it, each time on another node."""
         command = beside([self._hosts[starts % len(self._hosts)]], ["--output=none"], self._command)
-        return subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True)
+        process = spawn(command, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        assert process.stdin is not None
+        os.set_blocking(process.stdin.fileno(), False)  # one that hangs reads nothing
+        return process
 
 
 def _told(process: subprocess.Popen[bytes], beat: bytes) -> bool:
@@ -100,8 +119,7 @@ def _close(process: subprocess.Popen[bytes]) -> None:
     try:
         process.wait(_CLOSE_S)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait(_CLOSE_S)
+        kill(process)
 
 
 def main() -> int:
@@ -116,7 +134,11 @@ def main() -> int:
     # Requeuing ends this process, too; Slurm waits for its last words for a while (KillWait).
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     journal = Journal(Path(told["journal"]) if told["journal"] else None)
-    _take_over(OnSlurm(told["job"], told["mpi"], told["extra"]), told["host"], Orders(**told["orders"]), journal)
+    try:
+        _take_over(OnSlurm(told["job"], told["mpi"], told["extra"]), told["host"], Orders(**told["orders"]), journal)
+    except Exception as error:  # what this prints is read by nobody
+        journal.note("guard", why=f"{told['host']} died, on which mlflash run was", failed=repr(error))
+        raise
     return 0
 
 
@@ -144,11 +166,23 @@ def _is_lost(host: str) -> bool:
         return False
 
 
+def _hosts_left(job: str) -> list[str]:
+    """The nodes of a job; slurmctld may be slow to answer just when a node has died."""
+    end = time.monotonic() + _ASK_LONG_S
+    while True:
+        try:
+            return hosts_of(job)
+        except LaunchFailed:
+            if time.monotonic() > end:
+                raise
+            time.sleep(_ASK_AGAIN_S)
+
+
 def _take_over(slurm: OnSlurm, host: str, orders: Orders, journal: Journal) -> None:
     """End the ranks and wind up; put the job back into the queue, or end it where that is not allowed."""
     why = f"{host} died, on which mlflash run was"
     slurm.end_steps()
-    left = [name for name in hosts_of(slurm.job) if name != host]
+    left = [name for name in _hosts_left(slurm.job) if name != host]
     looks = Looks(slurm, orders.memory, orders.job, 0, "")
     scavenged = wind_up(slurm, looks, orders, left)
     try:
@@ -158,7 +192,9 @@ def _take_over(slurm: OnSlurm, host: str, orders: Orders, journal: Journal) -> N
         ask(["scancel", slurm.job], check=False)
         return
     journal.note("guard", why=why, scavenged=scavenged, requeued=True)
-    while left and (orders.keep_memory or not scavenged):  # for what is in the memory of these nodes
+    end = time.monotonic() + _ASK_LONG_S
+    # For what is in the memory of these nodes.
+    while time.monotonic() < end and left and (orders.keep_memory or not scavenged):
         try:
             ask(["scontrol", "update", f"jobid={slurm.job}", f"nodelist={','.join(left)}"])
             return

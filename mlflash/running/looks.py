@@ -8,12 +8,14 @@ from __future__ import annotations
 import json
 import logging
 import sys
+import threading
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ..errors import LaunchFailed
-from ..pulse import SHOW_STACKS
+from ..pulse import SHOW_STACKS, why_unread
+from ..version import __version__
 from .launcher import Launcher
 from .outage import Pulse
 from .seats import Seats
@@ -24,27 +26,50 @@ LOOK_S = 20.0
 """Deadline of a look at the nodes."""
 _BEHIND_S = 8.0  # a node that answers so much later than most others is as one that does not
 _STACKS_S = 1.0
+_STUCK_S = 3 * LOOK_S  # for a look with all that it waits for
 
 
-def ask(launcher: Launcher, hosts: Sequence[str], *words: str) -> dict[str, dict[str, Any]]:
-    """Ask nodes what they say of themselves (see `node_look`); those that say nothing, or nonsense, are left out.
+def ask(launcher: Launcher, hosts: Sequence[str], *words: str) -> tuple[dict[str, dict[str, Any]], list[str]]:
+    """Ask nodes what they say of themselves (see `node_look`).
 
     Args:
         launcher: reaches them.
         hosts: which.
         words: memory, job and so on, as `node_look` takes them.
 
+    Returns:
+        What each node says; those that say nothing, or nonsense, are left out. And, in words, what cannot be read.
+
     Raises:
         LaunchFailed: nobody can be asked.
     """
     argv = [sys.executable, "-m", "mlflash.running.node_look", *words]
     said: dict[str, dict[str, Any]] = {}
+    unread: list[str] = []
     for host, text in launcher.on_each(hosts, argv, LOOK_S, _BEHIND_S).items():
         try:
-            said[host] = json.loads(text)
-        except ValueError:
+            document = json.loads(text)
+        except (ValueError, RecursionError):
             continue
-    return said
+        if wrong := _why_unread(document, len(words) > 1):
+            unread.append(f"what {host} says {wrong}")
+            continue
+        unread += [f"{host}: {one}" for one in document.get("unread", [])]
+        said[host] = document
+    return said, unread
+
+
+def _why_unread(document: Any, of_job: bool) -> str:
+    """Why what a node says cannot be read; "" where it can. Its mlflash may be another version."""
+    kinds = {"free": int, "gpus": int | None, "interface": bool | None, "pulses": list, "steps": list} if of_job else {
+        "jobs": list}  # fmt: skip
+    if not isinstance(document, dict):
+        return "cannot be read: it is no look at a node"
+    if wrong := [name for name, kind in kinds.items() if not isinstance(document.get(name, ...), kind)]:
+        version = document.get("version", "that does not say which it is")
+        return f"cannot be read: written by version {version} (this is {__version__}; {', '.join(wrong[:3])})"
+    found = (why_unread(pulse) for pulse in document.get("pulses", []))
+    return next((wrong for wrong in found if wrong), "")
 
 
 class Looks:
@@ -60,6 +85,7 @@ class Looks:
         self._launcher, self._gpus, self._interface = launcher, gpus, interface
         self._words = [memory, job, *([interface] if interface else [])]
         self._said: dict[str, dict[str, Any]] = {}
+        self._warned: set[str] = set()
         self._asked = 0  # looks so far
         self._last: dict[str, int] = {}  # which look was the last at each node: they may overlap
 
@@ -68,10 +94,15 @@ class Looks:
         self._asked += 1
         this = self._asked
         try:
-            told = ask(self._launcher, hosts, *self._words)
+            told, unread = ask(self._launcher, hosts, *self._words)
         except LaunchFailed as error:
-            log.warning("the nodes cannot be looked at: %s", error)
-            told = {}
+            told, unread = {}, [f"the nodes cannot be looked at: {error}"]
+        except Exception as error:  # a mistake of ours must not be the end of the job, and not be silent
+            told, unread = {}, [f"the nodes cannot be looked at: {error!r}"]
+        for text in unread:
+            if text not in self._warned:
+                log.warning("%s", text)
+        self._warned = {*unread}
         said = dict(self._said)
         for host in (host for host in hosts if self._last.get(host, 0) < this):
             self._last[host] = this
@@ -112,8 +143,33 @@ class Looks:
         for host in hosts:
             pulses = self._said[host]["pulses"] if host in self._said else []
             if pids := [str(pulse["pid"]) for pulse in pulses if pulse["run"] == run and pulse["alive"]]:
-                self._launcher.on_each([host], ["kill", f"-{SHOW_STACKS}", *pids], LOOK_S)
+                try:
+                    self._launcher.on_each([host], ["kill", f"-{SHOW_STACKS}", *pids], LOOK_S)
+                except LaunchFailed as error:
+                    log.warning("the ranks of %s cannot be asked where they are: %s", host, error)
         time.sleep(_STACKS_S)
+
+
+class Beside:
+    """A look that goes on beside what its caller does.
+
+    Its thread is a daemon: one that hangs must not keep `mlflash run` from ending.
+    """
+
+    def __init__(self, looks: Looks, hosts: Sequence[str]):
+        self._begun, self._said = time.monotonic(), False
+        self._thread = threading.Thread(target=looks.look, args=(hosts,), name="mlflash-look", daemon=True)
+        self._thread.start()
+
+    def done(self) -> bool:
+        """Whether it has ended. Says once that it does not."""
+        if not self._thread.is_alive():
+            return True
+        if not self._said and time.monotonic() - self._begun > _STUCK_S:
+            self._said = True
+            log.warning("a look at the nodes has not ended in %g s: until it does, nobody sees whether ranks hang or "
+                        "nodes are silent", _STUCK_S)  # fmt: skip
+        return False
 
 
 class Watch:

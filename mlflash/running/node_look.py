@@ -9,15 +9,18 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shutil
 import socket
 import struct
-import subprocess
 import sys
 from typing import Any
 
 from ..commands.looking import look
+from ..errors import LaunchFailed
 from ..node_memory import emulated_nodes
 from ..pulse import all_pulses, live_jobs
+from ..version import __version__
+from .launcher import ask_within
 
 _FLAGS_OF, _UP_AND_RUNNING = 0x8913, 0x41  # SIOCGIFFLAGS; IFF_UP | IFF_RUNNING
 _GPU_S = 20.0  # a GPU that fell off the bus can hold nvidia-smi up
@@ -26,15 +29,16 @@ _GPU_S = 20.0  # a GPU that fell off the bus can hold nvidia-smi up
 def main() -> int:
     """Look at this node and print it."""
     if len(sys.argv) == 2:
-        print(json.dumps({"jobs": live_jobs(sys.argv[1])}), flush=True)
+        print(json.dumps({"jobs": live_jobs(sys.argv[1]), "version": __version__}), flush=True)
         return 0
     memory, job, *interface = sys.argv[1:]
     space = os.statvfs(memory)
+    heard = all_pulses(memory, job)
     nodes: list[int | None] = [*emulated_nodes(memory, job), None]
     found: dict[str, Any] = {
         "host": socket.gethostname(), "free": space.f_bavail * space.f_frsize, "gpus": _gpus(),
         "interface": _is_up(interface[0]) if interface else None,
-        "pulses": all_pulses(memory, job),
+        "pulses": heard.pulses, "unread": heard.unread, "version": __version__,
         "steps": sorted({header.step for node in nodes for file, header in look(memory, job, node, "").sealed}),
     }  # fmt: skip
     print(json.dumps(found), flush=True)
@@ -43,11 +47,11 @@ def main() -> int:
 
 def _gpus() -> int | None:
     """GPUs that answer; None where there is no program to ask."""
-    try:
-        done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=_GPU_S, check=False)
-    except FileNotFoundError:
+    if shutil.which("nvidia-smi") is None:
         return None
-    except subprocess.TimeoutExpired:
+    try:
+        done = ask_within(["nvidia-smi", "-L"], _GPU_S)
+    except LaunchFailed:
         return 0
     return len(done.stdout.splitlines()) if done.returncode == 0 else 0
 

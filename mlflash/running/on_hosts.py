@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import concurrent.futures
+import contextlib
 import os
+import queue
 import shlex
 import signal
 import socket
 import subprocess
+import threading
 from collections.abc import Mapping, Sequence
 
 from ..demo.launch import find_mpiexec
-from .launcher import Patience, Step
+from .launcher import Patience, Step, spawn
 from .seats import Seats
 
 
@@ -50,26 +52,47 @@ class OnHosts:
             way = ["-launcher", "fork"] if alone else ["-launcher", "ssh", "-launcher-exec", self._shell]
             command = [path, *way, "-hosts", ",".join(seats.hosts), "-ppn", per_node, "-n", count]
         whole = {**os.environ, **env}
-        return Step(subprocess.Popen([*command, *self._extra, *argv], env=whole, start_new_session=True,
-                                     stdin=subprocess.DEVNULL))  # fmt: skip
+        return Step(spawn([*command, *self._extra, *argv], env=whole))
 
     def on_each(self, hosts: Sequence[str], argv: Sequence[str], timeout_s: float, behind_s: float | None = None
                 ) -> dict[str, str]:  # fmt: skip
         patience = Patience(len(hosts), timeout_s, behind_s)
         told: dict[str, str] = {}
-        with concurrent.futures.ThreadPoolExecutor(max(1, len(hosts))) as pool:
-            running = {host: self._run_on(host, argv) for host in hosts}
-            texts = {pool.submit(process.communicate): host for host, process in running.items()}
-            waiting = set(texts)
-            while waiting and patience.left_s > 0:
-                ended, waiting = concurrent.futures.wait(waiting, patience.left_s, concurrent.futures.FIRST_COMPLETED)
-                told |= {texts[one]: one.result()[0] for one in ended if running[texts[one]].returncode == 0}
+        answers: _Answers = queue.SimpleQueue()
+        running: dict[str, subprocess.Popen[str]] = {}
+        try:
+            for host in dict.fromkeys(hosts):
+                running[host] = process = self._run_on(host, argv)
+                given = (host, process, answers)
+                threading.Thread(target=_listen, args=given, name="mlflash-lines", daemon=True).start()
+            while running and (left := patience.left_s) > 0:
+                try:
+                    host, text = answers.get(timeout=left)
+                except queue.Empty:
+                    break
+                del running[host]
+                if text is not None:
+                    told[host] = text
                 patience.answered(len(told))
-            for one in waiting:
-                os.killpg(running[texts[one]].pid, signal.SIGKILL)
+        finally:
+            for process in running.values():  # the threads wait for their end
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
         return told
 
     def _run_on(self, host: str, argv: Sequence[str]) -> subprocess.Popen[str]:
         words = list(argv) if host in self._local else [self._shell, host, shlex.join(argv)]
-        return subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-                                text=True, start_new_session=True)  # fmt: skip
+        return spawn(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, errors="replace")
+
+
+_Answers = queue.SimpleQueue[tuple[str, "str | None"]]
+
+
+def _listen(host: str, process: subprocess.Popen[str], answers: _Answers) -> None:
+    """Put what a process prints into a queue when it ends; None where it failed."""
+    text = None
+    try:
+        said = process.communicate()[0]
+        text = said if process.returncode == 0 else None
+    finally:
+        answers.put((host, text))

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import LaunchFailed
-from .launcher import KILL_WAIT_S, Patience, Step
+from .launcher import KILL_WAIT_S, Patience, Step, ask_within, spawn
 from .seats import Seats
 
 _ASK_S = 30.0  # deadline of a question to Slurm
@@ -60,17 +60,19 @@ class OnSlurm:
 
     def start(self, seats: Seats, argv: Sequence[str], env: Mapping[str, str]) -> Step:
         self._starts += 1
-        file, hosts = tempfile.mkstemp(prefix="mlflash-hosts-")
-        with open(file, "w") as lines:
-            lines.writelines(f"{host}\n" for host in seats.hosts_of_ranks())
+        try:
+            file, hosts = tempfile.mkstemp(prefix="mlflash-hosts-")
+            with open(file, "w") as lines:
+                lines.writelines(f"{host}\n" for host in seats.hosts_of_ranks())
+        except OSError as error:
+            raise LaunchFailed(f"there is no place for the list of hosts: {error}") from error
         name = f"{_NAME}{self._starts}"
         # Overlapping: of a step that a node died under Slurm does not give the cores back for a while.
         command = ["srun", "--overlap", "--no-kill", "--kill-on-bad-exit=1", "--distribution=arbitrary",
                    "--job-name", name, f"--nodes={len(seats.hosts)}", f"--ntasks={seats.ranks}"]  # fmt: skip
         command += [f"--mpi={self.mpi}"] if self.mpi else []
         whole = {**os.environ, **env, "SLURM_HOSTFILE": hosts}
-        process = subprocess.Popen([*command, *self.extra, *argv], env=whole, start_new_session=True,
-                                   stdin=subprocess.DEVNULL)  # fmt: skip
+        process = spawn([*command, *self.extra, *argv], env=whole)
         return _SlurmStep(process, self.job, name, Path(hosts))
 
     def end_steps(self) -> None:
@@ -85,8 +87,7 @@ class OnSlurm:
         """Slurm does not say which node a line is from: the program's lines are marked with the node's name."""
         mark = f'"$@" | sed "s/^/{_TOLD}$SLURMD_NODENAME:/"'
         command = beside(hosts, [], ["sh", "-c", mark, "sh", *argv])
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                                   stderr=subprocess.DEVNULL, text=True, start_new_session=True)  # fmt: skip
+        process = spawn(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, errors="replace")
         told: dict[str, str] = {}
         patience = Patience(len(hosts), timeout_s, behind_s)
         for line in _lines(process, patience):
@@ -131,10 +132,12 @@ def _lines(process: subprocess.Popen[str], patience: Patience) -> Iterator[str]:
     lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
 
     def read() -> None:
-        with source:
-            for line in source:
-                lines.put(line)
-        lines.put(None)
+        try:
+            with source:
+                for line in source:
+                    lines.put(line)
+        finally:
+            lines.put(None)
 
     threading.Thread(target=read, name="mlflash-look-lines", daemon=True).start()
     while (left := patience.left_s) > 0:
@@ -170,7 +173,7 @@ def hosts_of(job: str) -> list[str]:
 def states_of(hosts: Sequence[str]) -> dict[str, str]:
     """The state of each node in the words of sinfo; raises LaunchFailed where Slurm does not answer."""
     text = ask(["sinfo", "--noheader", "--Node", "--nodes", ",".join(hosts), "--format", "%N %T"])
-    return {host: state for host, state in (line.split() for line in text.splitlines()) if host in hosts}
+    return {words[0]: words[1] for line in text.splitlines() if len(words := line.split()) == 2 and words[0] in hosts}
 
 
 def is_lost(state: str) -> bool:
@@ -185,10 +188,10 @@ def ask(command: Sequence[str], check: bool = True) -> str:
         LaunchFailed: it failed, or took too long; not with ``check=False``, which gives "" then.
     """
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_ASK_S, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
+        done = ask_within(command, _ASK_S)
+    except LaunchFailed as error:
         if check:
-            raise LaunchFailed(f"Slurm does not answer: {error}") from error
+            raise LaunchFailed(f"Slurm does not answer: {error.message}") from error
         return ""
     if check and done.returncode:
         raise LaunchFailed(f"{' '.join(command)} failed", found=done.stderr.strip() or done.returncode)

@@ -7,7 +7,6 @@ What a node says of itself is `looks`'.
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
 import os
 import sys
@@ -19,7 +18,7 @@ from ..config import DISABLE, FRESH
 from .ending import scavenge, wind_up
 from .journal import Journal
 from .launcher import KILL_WAIT_S, Launcher, Step
-from .looks import Looks, Watch
+from .looks import Beside, Looks, Watch
 from .orders import Orders
 from .outage import Failure, failure, recovery, unrestorable
 from .policy import Restarts
@@ -71,7 +70,6 @@ class Supervisor:
         self._restarts = Restarts(orders.max_restarts)
         self._looks = Looks(launcher, orders.memory, orders.job, orders.gpus, orders.interface)
         self._failure: Failure | None = None  # how the start before this one ended
-        self._pool = concurrent.futures.ThreadPoolExecutor(1, "mlflash-look")
         self.told = 0
 
     def run(self) -> int:
@@ -143,7 +141,7 @@ class Supervisor:
     def _watch(self, step: Step, seats: Seats, watch: Watch) -> Outcome:
         """Wait until a run ends, hangs, loses a node, or is told to end."""
         next_gone = next_look = time.monotonic() + _GONE_S
-        look: concurrent.futures.Future[None] | None = None
+        look: Beside | None = None
         while (code := step.poll()) is None:
             now = time.monotonic()
             if self.told:
@@ -158,7 +156,7 @@ class Supervisor:
                     return outcome
             if look is None and now > next_look:
                 next_look = now + self._orders.look_every_s
-                look = self._pool.submit(self._looks.look, seats.hosts)
+                look = Beside(self._looks, seats.hosts)
             time.sleep(_NAP_S)
         return Outcome("" if code == 0 else f"exit code {code}", code, self._launcher.gone(seats.hosts))
 

@@ -58,7 +58,7 @@ def top(directory: str | None, job: str | None, memory: str, hosts: str, rsh: st
     if as_json:
         seen = look()
         click.echo(json.dumps({"job": name, "at": seen.at, "ranks": seen.pulses, "silent": seen.silent,
-                               "free": dict(seen.free)}, indent=1))  # fmt: skip
+                               "unread": seen.unread, "free": dict(seen.free)}, indent=1))  # fmt: skip
     elif once or not sys.stdout.isatty():
         _print_once(name, look())
     else:

@@ -29,7 +29,7 @@ class History:
         pulses = [pulse for pulse in look.pulses if pulse["committed"] == step]
         self.stalls.append(max(float(pulse.get("stall_s", 0.0)) for pulse in pulses))
         self.commits.append(max(float(pulse.get("commit_s", 0.0)) for pulse in pulses))
-        self._times.append((max(float(pulse["beat"]) for pulse in pulses), min(int(p["saves"]) for p in pulses)))
+        self._times.append((max(float(pulse["beat"]) for pulse in pulses), min(int(p.get("saves", 0)) for p in pulses)))
 
     @property
     def every_s(self) -> float | None:

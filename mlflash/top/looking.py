@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..errors import LaunchFailed
+from ..errors import LaunchFailed, MlflashError
 from ..pulse import all_pulses
 from ..running.launcher import Launcher
 from ..running.looks import ask
@@ -28,6 +28,7 @@ class Look:
         free: bytes of memory that nodes have left, by host.
         silent: hosts that did not answer.
         wrong: why nobody could be asked; "" where all is well.
+        unread: why something could not be read, in words.
     """
 
     at: float
@@ -35,30 +36,33 @@ class Look:
     free: tuple[tuple[str, int], ...] = ()
     silent: tuple[str, ...] = ()
     wrong: str = ""
+    unread: tuple[str, ...] = ()
 
 
 def look_here(memory: str, job: str) -> Look:
     """Look at this node, and at all that are emulated on it. Not collective."""
     at = time.time()
     space = os.statvfs(memory)
-    return Look(at, _newest(all_pulses(memory, job)), ((socket.gethostname(), space.f_bavail * space.f_frsize),))
+    heard = all_pulses(memory, job)
+    free = ((socket.gethostname(), space.f_bavail * space.f_frsize),)
+    return Look(at, _newest(heard.pulses), free, unread=tuple(heard.unread))
 
 
 def look_everywhere(launcher: Launcher, hosts: Sequence[str], memory: str, job: str) -> Look:
     """Ask nodes, as `mlflash run` does. Not collective."""
     at = time.time()
     try:
-        said = ask(launcher, hosts, memory, job)
+        said, unread = ask(launcher, hosts, memory, job)
     except LaunchFailed as error:
         return Look(at, silent=tuple(hosts), wrong=str(error))
     pulses = [pulse for document in said.values() for pulse in document["pulses"]]
     free = tuple((host, int(document["free"])) for host, document in said.items())
-    return Look(at, _newest(pulses), free, tuple(host for host in hosts if host not in said))
+    return Look(at, _newest(pulses), free, tuple(host for host in hosts if host not in said), unread=tuple(unread))
 
 
 def jobs_everywhere(launcher: Launcher, hosts: Sequence[str], memory: str) -> list[str]:
     """Ask nodes which jobs of this user are alive there. Not collective. Raises LaunchFailed: nobody can be asked."""
-    return sorted({job for document in ask(launcher, hosts, memory).values() for job in document["jobs"]})
+    return sorted({job for document in ask(launcher, hosts, memory)[0].values() for job in document["jobs"]})
 
 
 def _newest(pulses: Sequence[Pulse]) -> tuple[Pulse, ...]:
@@ -86,7 +90,11 @@ class Watch:
 
     def _keep_looking(self) -> None:
         while not self._over.wait(self._every_s):
-            self.last = self._look()
+            try:
+                self.last = self._look()
+            except Exception as error:  # whatever it is, it is shown, and the next look may find all well
+                why = str(error) if isinstance(error, MlflashError) else repr(error)
+                self.last = dataclasses.replace(self.last, wrong=f"the last look failed: {why}")
 
     def end(self) -> None:
         """Look no more."""

@@ -16,6 +16,7 @@ from .looking import Look, Pulse
 
 _QUIET_S = 60.0  # without a beat, from which on that is worth a colour
 _STYLES = {"training": "green", "starting": "cyan", "ended": "dim", "failed": "red", "gone": "bold red"}
+_UNREAD = 3  # of them are said
 _AROUND = 12  # lines that are not ranks
 
 
@@ -161,6 +162,7 @@ def _age(seconds: float) -> str:
 
 def _warnings(look: Look) -> list[str]:
     found = [look.wrong] if look.wrong else []
+    found += look.unread[:_UNREAD]
     if look.silent:
         found.append(f"no answer from {', '.join(look.silent)}")
     if failed := sum(int(pulse.get("failed", 0)) for pulse in look.pulses if pulse["rank"] == 0):

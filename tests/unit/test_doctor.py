@@ -208,6 +208,17 @@ def test_the_child_prints_what_takes_too_long(capsys: pytest.CaptureFixture[str]
     assert "start: this did not end within" in capsys.readouterr().err
 
 
+def test_a_child_that_hangs_does_not_keep_the_doctor(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    hung = tmp_path / "python"
+    hung.write_text("#!/bin/sh\nexec sleep 1000\n")
+    hung.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(hung))
+    watching = watch.Watch(True, False, 0.2)
+    child = watching._child
+    watching.over()
+    assert child is not None and child.wait(30) == -9
+
+
 # The command
 
 

@@ -76,6 +76,25 @@ def test_the_file_is_whole_at_any_time_and_there_at_the_end(shm: Path, tmp_path:
     assert list(tmp_path.iterdir()) == [file]
 
 
+def test_what_another_version_left_there_is_a_warning_and_so_is_memory_that_cannot_be_read(
+    shm: Path, port: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Checkpointer(job="j", memory=str(shm), redundancy="none", metrics=f":{port}") as ckpt:
+        directory = Path(ckpt.report()["memory"])
+        left = directory / "pulse-0009"
+        left.touch(0o600)
+        left.write_text('{"version": "9.9", "rank": 9, "pid": 1}')
+        url = f"http://127.0.0.1:{port}/metrics"
+        for _ in range(2):
+            found = samples(urllib.request.urlopen(url, timeout=60).read().decode())
+            assert found["mlflash_up"] == 1
+        assert caplog.text.count("pulse-0009 cannot be read: written by version 9.9") == 1
+        directory.chmod(0o755)
+        assert samples(urllib.request.urlopen(url, timeout=60).read().decode()) == {}
+        directory.chmod(0o700)
+        assert "metrics of this node cannot be had: UnsafePath" in caplog.text
+
+
 def test_a_port_that_is_taken_and_a_folder_that_is_gone_are_warnings(
     shm: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

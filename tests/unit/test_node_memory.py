@@ -154,7 +154,7 @@ def test_what_is_named_like_a_file_of_ours_and_is_not_is_passed_over_and_never_t
     assert create(node_memory, 4096).name == "slot-0001" and create(node_memory, 4096).name == "slot-0003"
     assert not node_memory.has_request() and not node_memory.take_request()
     Pulse(node_memory, 0, 1, 0, "n", "").end("ended")
-    assert all_pulses(str(shm), "j") == []
+    assert all_pulses(str(shm), "j") == ([], [])
     shelf = Shelf(node_memory, [1])
     shelf.adopt(Files([0, 1], {1: [2, 3]}, [None, None]), None, (), [0, 2])
     assert [slot.name for slot in shelf.all()] == ["", "slot-0001", "", "", "", "slot-0003"]
@@ -354,7 +354,7 @@ def test_a_rank_with_a_long_story_is_still_heard(shm: Path) -> None:
     pulse = Pulse(memory, 3, 8, 1, "n1", "")
     source = "s3://" + "\N{CJK UNIFIED IDEOGRAPH-4E00}" * 2000 + "/step-00000007"
     pulse.beat("restored", restored=7, source=source, stall_s=0.123456789)
-    (said,) = all_pulses(str(shm), "j")
+    (said,) = all_pulses(str(shm), "j").pulses
     assert (said["rank"], said["node"], said["restored"], said["alive"]) == (3, "n1", 7, True)
     assert said["source"].endswith("/step-00000007") and source.endswith(said["source"])
     assert said["stall_s"] == 0.123457

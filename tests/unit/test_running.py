@@ -100,8 +100,14 @@ def test_the_number_of_an_array_is_never_taken_for_that_of_a_job() -> None:
     assert own_id({"SLURM_JOB_ID": "71", "SLURM_ARRAY_JOB_ID": "71", "SLURM_ARRAY_TASK_ID": "3"}) == "71_3"
 
 
-PULSE = {
+PULSE: dict[str, Any] = {
     "run": "r",
+    "rank": 0,
+    "ranks": 2,
+    "node": "a",
+    "pid": 7,
+    "beat": 1.0,
+    "times": {"restored": 1.0},
     "state": "started",
     "alive": True,
     "saved": 12,
@@ -134,7 +140,7 @@ class Nodes:
 
 
 def say(*pulses: dict[str, Any]) -> str:
-    return json.dumps({"gpus": None, "interface": None, "steps": [], "pulses": pulses})
+    return json.dumps({"free": 1, "gpus": None, "interface": None, "steps": [], "pulses": pulses})
 
 
 def test_what_a_later_look_has_found_is_not_undone_by_an_earlier_one_that_took_longer() -> None:

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,10 @@ from rich.console import Console
 from waiting import until
 
 from mlflash.demo.launch import mpiexec
+from mlflash.node_memory import NodeMemory
+from mlflash.pulse import Pulse, all_pulses, live_jobs
 from mlflash.top.history import History, committed, spark
-from mlflash.top.looking import Look, look_everywhere
+from mlflash.top.looking import Look, Watch, look_everywhere, look_here
 from mlflash.top.view import page, state_of
 
 MLFLASH = str(Path(sys.executable).with_name("mlflash"))
@@ -30,10 +33,10 @@ RANKS = 4
 
 
 def pulse(rank: int, **changes: Any) -> dict[str, Any]:
-    said = {"rank": rank, "ranks": 4, "node": f"n{rank // 2}", "nodes": 2, "pid": 7, "alive": True, "state": "started",
-            "restored": None, "source": "", "saved": 20, "committed": 10, "beat": 100.0, "redundancy": "xor:4",
-            "times": {"made": 1.0, "restored": 40.0}, "saves": 2, "failed": 0, "stall_s": 0.02, "commit_s": 0.5,
-            "nbytes": 1 << 30, "protect_s": 0.5, "held": 4 << 30}  # fmt: skip
+    said = {"run": "", "rank": rank, "ranks": 4, "node": f"n{rank // 2}", "nodes": 2, "pid": 7, "alive": True,
+            "state": "started", "restored": None, "source": "", "saved": 20, "committed": 10, "beat": 100.0,
+            "redundancy": "xor:4", "times": {"made": 1.0, "restored": 40.0}, "saves": 2, "failed": 0, "stall_s": 0.02,
+            "commit_s": 0.5, "nbytes": 1 << 30, "protect_s": 0.5, "held": 4 << 30}  # fmt: skip
     return {**said, **changes}
 
 
@@ -92,13 +95,64 @@ def test_words_and_bars() -> None:
 def test_nodes_that_say_nonsense_or_nothing_are_named() -> None:
     class Nodes:
         def on_each(self, hosts: Any, argv: Any, timeout_s: float, behind_s: float) -> dict[str, str]:
-            good = {"pulses": [pulse(0, beat=5.0, node="a"), pulse(1)], "free": 3}
-            moved = {"pulses": [pulse(0, beat=9.0, node="b")], "free": 4}
+            rest = {"gpus": None, "interface": None, "steps": []}
+            good = {"pulses": [pulse(0, beat=5.0, node="a"), pulse(1)], "free": 3, **rest}
+            moved = {"pulses": [pulse(0, beat=9.0, node="b")], "free": 4, **rest}
             return {"a": json.dumps(good), "b": json.dumps(moved), "c": "Killed"}
 
     look = look_everywhere(Nodes(), ["a", "b", "c", "d"], "/dev/shm", "j")  # type: ignore[arg-type]
     assert look.silent == ("c", "d") and look.free == (("a", 3), ("b", 4))
     assert [(one["rank"], one["node"]) for one in look.pulses] == [(0, "b"), (1, "n0")]
+
+
+def test_a_look_that_fails_is_shown_and_the_next_one_comes_all_the_same() -> None:
+    again = threading.Event()
+    looks = iter([lambda: Look(1.0, (pulse(0),)), fail, lambda: Look(2.0) if again.wait(60) else fail()])
+    watch = Watch(lambda: next(looks)(), 0.001)
+    try:
+        until(lambda: watch.last.wrong, "a word of the look that failed")
+        assert "the last look failed: RuntimeError('the cable')" in shown(watch.last) and watch.last.pulses
+        again.set()
+        until(lambda: watch.last.at == 2.0, "the look after it")
+    finally:
+        watch.end()
+
+
+def fail() -> Look:
+    raise RuntimeError("the cable")
+
+
+def test_pulses_of_another_version_and_torn_ones_are_said_to_be_so_and_the_others_are_shown(shm: Path) -> None:
+    memory = NodeMemory(str(shm), "j", None)
+    mine = Pulse(memory, 0, 1, 0, "n0", "")
+    mine.beat("saved", saved=3)
+    directory = Path(memory.path)
+    good = json.loads((directory / "pulse-0000").read_text())
+    strange = {
+        "other": {"version": "9.9", "rank": 1}, "older": {"rank": 2}, "list": [1], "state": {**good, "state": "asleep"},
+        "restored": {**good, "restored": 7}, "stall": {**good, "stall_s": "long"},
+        "times": {**good, "times": {"a": "b"}},
+    }  # fmt: skip
+    texts = {**{name: json.dumps(said) for name, said in strange.items()}, "torn": json.dumps(good)[:90],
+             "deep": "[" * 4096, "empty": "\0" * 4096}  # fmt: skip
+    for number, text in enumerate(texts.values(), 1):
+        file = directory / f"pulse-{number:04d}"
+        file.touch(0o600)
+        file.write_text(text)
+    try:
+        heard = all_pulses(str(shm), "j")
+        assert [one["saved"] for one in heard.pulses] == [3] and len(heard.unread) == len(texts) - 1
+        assert all(f"pulse-{number:04d} cannot be read: " in text for number, text in enumerate(heard.unread, 1))
+        assert "cannot be read: written by version 9.9 (this is" in heard.unread[0] and live_jobs(str(shm)) == ["j"]
+        console = " ".join(shown(look_here(str(shm), "j"), width=300).split())
+        assert "1 of 1 ranks alive" in console and "written by version 9.9" in console
+        for words in (["--once"], ["--json"]):
+            command = [MLFLASH, "top", "--here", "--memory", str(shm), "--job", "j", *words]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+            assert "version 9.9" in " ".join(done.stdout.split()), done.stdout
+    finally:
+        mine.end("ended")
+        memory.close()
 
 
 @pytest.fixture

@@ -1,0 +1,187 @@
+"""Processes that do not end or cannot be started, looks that fail, words nobody understands: `mlflash run` goes on."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from waiting import until
+
+from mlflash.errors import LaunchFailed
+from mlflash.running import guard, launcher, looks, supervisor
+from mlflash.running.journal import Journal
+from mlflash.running.launcher import Step, ask_within, spawn
+from mlflash.running.looks import Beside, Looks
+from mlflash.running.on_hosts import OnHosts
+from mlflash.running.on_slurm import OnSlurm
+from mlflash.running.orders import Orders
+
+END_S = 60
+TRACEE = """
+import ctypes, signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+ctypes.CDLL(None).prctl(0x59616D61, -1, 0, 0, 0)  # PR_SET_PTRACER, anybody
+print(flush=True)
+signal.pause()
+"""
+# A process that is traced has not ended for its parent before its tracer has seen the end, whatever signal it got.
+TRACER = """
+import ctypes, sys
+libc = ctypes.CDLL(None, use_errno=True)
+libc.ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
+print(libc.ptrace(0x4206, int(sys.argv[1]), None, None), flush=True)  # PTRACE_SEIZE
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def unkillable(monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen[bytes]]:
+    monkeypatch.setattr(launcher, "KILL_WAIT_S", 0.2)
+    process = subprocess.Popen([sys.executable, "-S", "-c", TRACEE], stdout=subprocess.PIPE, start_new_session=True)
+    with (
+        process,
+        subprocess.Popen(
+            [sys.executable, "-S", "-c", TRACER, str(process.pid)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        ) as tracer,
+    ):
+        assert process.stdout is not None and tracer.stdin is not None and tracer.stdout is not None
+        try:
+            process.stdout.readline()
+            if tracer.stdout.readline() != b"0\n":
+                pytest.skip("no process may be traced here")
+            yield process
+        finally:
+            tracer.kill()
+            process.kill()
+
+
+def test_a_launcher_that_sigkill_does_not_end_is_named_and_left_behind(
+    unkillable: subprocess.Popen[bytes], caplog: pytest.LogCaptureFixture
+) -> None:
+    step = Step(unkillable)
+    step.end(0.1)
+    step.end(0.1)  # once more, as at the end of the job
+    assert f"process {unkillable.pid} (python" in caplog.text, caplog.text
+    assert "in state" in caplog.text and "is left behind" in caplog.text and step.poll() is None
+
+
+def test_what_takes_too_long_is_killed_and_what_is_not_there_has_a_name(tmp_path: Path) -> None:
+    assert ask_within(["sh", "-c", r"printf '\377'; exit 3"], END_S).stdout == "\N{REPLACEMENT CHARACTER}"
+    with pytest.raises(LaunchFailed, match=r"sh took longer than 0\.1 s"):
+        ask_within(["sh", "-c", "sleep 1000"], 0.1)
+    for start in (lambda: spawn([str(tmp_path / "gone")]), lambda: OnHosts(["a"], str(tmp_path / "gone")).on_each(
+        ["a"], ["true"], END_S
+    )):  # fmt: skip
+        with pytest.raises(LaunchFailed, match="gone cannot be started: No such file"):
+            start()
+
+
+def test_a_node_that_prints_what_is_no_text_does_not_silence_the_others(tmp_path: Path) -> None:
+    shell = tmp_path / "shell"
+    shell.write_text("#!/bin/sh\n[ \"$1\" != bad ] || printf '\\377'\necho well\n")
+    shell.chmod(0o700)
+    told = OnHosts(["bad", "b"], str(shell)).on_each(["bad", "b"], ["true"], END_S)
+    assert told == {"b": "well\n", "bad": "\N{REPLACEMENT CHARACTER}well\n"}
+
+
+SOUND: dict[str, Any] = {"free": 1, "gpus": None, "interface": None, "pulses": [], "steps": []}
+
+
+class Nodes:
+    """A launcher of one node, and what it says: each time the next thing, and at the end the last one again."""
+
+    def __init__(self, *said: Callable[[], str]):
+        self._said, self.looks = list(said), 0
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def hosts(self) -> list[str]:
+        return ["a"]
+
+    def gone(self, hosts: list[str]) -> dict[str, str]:
+        return {}
+
+    unwanted = gone
+
+    def start(self, seats: Any, argv: list[str], env: dict[str, str]) -> Step:
+        self.process = subprocess.Popen(argv, stdin=subprocess.PIPE, start_new_session=True)
+        return Step(self.process)
+
+    def on_each(self, hosts: list[str], argv: list[str], timeout_s: float, behind_s: float) -> dict[str, str]:
+        said = self._said.pop(0) if len(self._said) > 1 else self._said[0]
+        self.looks += 1
+        return {"a": said()}
+
+
+def fail() -> str:
+    raise RuntimeError("the cable")
+
+
+def test_a_run_goes_on_whatever_looks_at_its_nodes_come_to_and_says_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(supervisor, "_GONE_S", 0.0)
+
+    def end() -> str:
+        assert nodes.process is not None and nodes.process.stdin is not None
+        nodes.process.stdin.close()
+        return json.dumps(SOUND)
+
+    nodes = Nodes(
+        lambda: json.dumps(SOUND),
+        fail,
+        lambda: "[" * 100_000,
+        lambda: "[]",
+        lambda: json.dumps(SOUND | {"pulses": [{"version": "9.9"}]}),
+        lambda: json.dumps({"version": "8.8"}),
+        lambda: json.dumps(SOUND | {"unread": ["pulse-0000 cannot be read"]}),
+        end,
+    )
+    orders = Orders(["cat"], 1, 1, 0, 0, "j", str(tmp_path), None, True, 0, 0.01, 0, 0, "")
+    assert supervisor.Supervisor(nodes, orders, Journal(None)).run() == 0  # type: ignore[arg-type]
+    for text in ("cannot be looked at: RuntimeError('the cable')", "what a says cannot be read: it is no look",
+                 "cannot be read: written by version 9.9", "cannot be read: written by version 8.8",
+                 "a: pulse-0000 cannot be read"):  # fmt: skip
+        assert caplog.text.count(text) == 1, caplog.text
+
+
+def test_a_look_that_does_not_end_is_told_of_and_keeps_nothing_from_ending(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(looks, "_STUCK_S", 0.0)
+    over = threading.Event()
+    nodes = Nodes(lambda: str(over.wait(END_S)))
+    look = Beside(Looks(nodes, "/dev/shm", "j", 0, ""), ["a"])  # type: ignore[arg-type]
+    try:
+        until(lambda: not look.done() and "has not ended" in caplog.text, "a warning", END_S)
+        assert not look.done() and caplog.text.count("has not ended") == 1
+        (thread,) = (thread for thread in threading.enumerate() if thread.name == "mlflash-look")
+        assert thread.daemon
+    finally:
+        over.set()
+    until(look.done, "the end of the look", END_S)
+
+
+def test_a_guard_that_cannot_be_started_is_told_of_and_started_as_soon_as_it_can_be(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    def program(name: str, text: str) -> None:
+        (tmp_path / f"{name}.new").write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / f"{name}.new").chmod(0o700)
+        (tmp_path / f"{name}.new").rename(tmp_path / name)
+
+    monkeypatch.setattr(guard, "_BEAT_S", 0.05)
+    for name, value in (("PATH", str(tmp_path)), ("SLURMD_NODENAME", "a"), ("SLURM_JOB_NODELIST", "a,b")):
+        monkeypatch.setenv(name, value)
+    program("scontrol", "printf 'a\\nb\\n'")
+    orders = Orders(["true"], 1, 1, 0, 0, "j", str(tmp_path), None, True, 0, 1, 0, 0, "")
+    with guard.Guard(OnSlurm("1"), orders, None):
+        until(lambda: "nobody guards" in caplog.text, "a warning", END_S)
+        program("srun", f"exec /bin/cat > {tmp_path}/heard")
+        until(lambda: (tmp_path / "heard").exists() and (tmp_path / "heard").read_bytes(), "a beat", END_S)
+    assert (tmp_path / "heard").read_bytes().endswith(b"bye\n") and caplog.text.count("nobody guards") == 1
