@@ -71,7 +71,7 @@ FIELDS = (3, "<", None, ("a",), {"a": (np.dtype("O"), 0)}, 8, 1, 27)
         Made(io.BytesIO, (), (b"", 0, {"read": 1})),
         torch.save, np.load, np.dtype([("a", "O")]),
     ],
-    ids=range(12),
+    ids=lambda value: type(value).__name__,
 )  # fmt: skip
 def test_what_no_build_has_written_is_refused(value: Any) -> None:
     with pytest.raises(CorruptSlot):
