@@ -41,7 +41,7 @@ def test_every_wait_for_a_stopped_rank_ends_and_the_rank_catches_up_or_is_refuse
     result = job.wait()
     assert result.returncode == 0, result.log
     for record in ended_late(result, "before a call that blocks", [0, 1]):
-        assert record["ranks"] == [2] and f"waited {STOP_S:g} s for rank 2 on node2" in record["text"]
+        assert record["ranks"] == [2] and f"waited {STOP_S:g} s for rank 2 on node2" in record["text"], record["text"]
     for record in ended_late(result, "inside of it", [0, 1]):
         assert "still inside of Win_create, which ends when all ranks have come to it" in record["text"]
     for event in ("drain", "drain with a timeout"):
@@ -51,7 +51,7 @@ def test_every_wait_for_a_stopped_rank_ends_and_the_rank_catches_up_or_is_refuse
     assert sorted((r["rank"], r["step"]) for r in result.of("caught up")) == [
         (rank, step) for rank in range(3) for step in (3, 5, 5)]  # fmt: skip
     for record in ended_late(result, "close", [0, 1]):
-        assert record["ranks"] == [2] and f"waited {STOP_S:g} s for rank 2 on node2" in record["text"]
+        assert record["ranks"] == [2] and f"waited {STOP_S:g} s for rank 2 on node2" in record["text"], record["text"]
     assert ended_late(result, "close", [2])[0]["ranks"] == [0, 1]
 
 
