@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from mlflash.errors import CorruptSlot, StateError
-from mlflash.plain import encode_plain
+from mlflash.state.plain_values import encode_plain
 
 from . import pickles
 

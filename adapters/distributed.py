@@ -17,9 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mlflash.comm import find_comm
 from mlflash.errors import MpiUnavailable
-from mlflash.off import turned_off
+from mlflash.facade.switched_off import turned_off
+from mlflash.wire.world import find_comm
 
 _BY_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 

@@ -33,7 +33,7 @@ from torchtitan.tools import filesystem
 
 from mlflash import Checkpointer, rng
 from mlflash.errors import ConfigError, StructureMismatch
-from mlflash.off import turned_off
+from mlflash.facade.switched_off import turned_off
 
 from . import intervals
 

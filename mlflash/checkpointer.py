@@ -8,19 +8,20 @@ import sys
 from types import TracebackType
 from typing import Any
 
-from . import at_exit, config, off
-from .adapting import Adapting
-from .comm import World, find_world
-from .courier import FORKED, Courier
+from . import config
 from .draining.drain import Drain
-from .drains import Drains
+from .draining.queue import Drains
+from .draining.rescue import heal, scavenge
 from .errors import Closed
-from .parts import Parts, make
-from .report import Facts
-from .restores import Restores
-from .saves import Saves
-from .scavenge import heal, scavenge
-from .snapshot import Snapshot
+from .facade import switched_off, unclosed
+from .facade.for_adapters import Adapting
+from .facade.rank_report import Facts
+from .restoring.restores import Restores
+from .runtime.parts import Parts, make
+from .saving.saves import Saves
+from .saving.snapshot import Snapshot
+from .wire.courier import FORKED, Courier
+from .wire.world import World, find_world
 
 
 class Checkpointer:
@@ -119,7 +120,9 @@ class Checkpointer:
         if self.enabled:
             self._start(comm, process_group, replicated, domains)
             return
-        self._courier, self._drains, self._saves, self._restores, self.adapting, self._facts = off.stand_ins(comm)
+        self._courier, self._drains, self._saves, self._restores, self.adapting, self._facts = switched_off.stand_ins(
+            comm
+        )
 
     def _start(self, comm: Any, process_group: Any, replicated: Any, domains: Any) -> None:
         """Make what does the work. Collective over comm."""
@@ -137,7 +140,7 @@ class Checkpointer:
         self.adapting = Adapting(self._world, self._courier, self._saves, self._restores, self._drains,
                                  self._config.strict, self._check_open)  # fmt: skip
         self._facts = Facts(self._parts, self._drains)
-        at_exit.add(self, lambda me, state: me._end(abandon=True, state=state), Checkpointer._leave)
+        unclosed.add(self, lambda me, state: me._end(abandon=True, state=state), Checkpointer._leave)
         try:
             self._courier.call(self._drains.go_beyond)
             self._parts.journal.started(self._facts.of_run(), lambda: self.survives)
@@ -382,7 +385,7 @@ class Checkpointer:
     def _end(self, abandon: bool, state: str) -> None:
         self._closed = "this Checkpointer was closed"
         with contextlib.ExitStack() as steps:  # the last one first, and each whatever those before it raise
-            steps.callback(at_exit.discard, self)
+            steps.callback(unclosed.discard, self)
             steps.callback(self._parts.memory.close)
             if not abandon:  # an abandoned courier may still be inside MPI, with the slots as its buffers
                 steps.callback(self._parts.shelf.close)

@@ -16,9 +16,9 @@ from typing import Any
 
 import xxhash
 
-from . import scheme
 from .errors import ConfigError
-from .store import is_url
+from .placement import scheme
+from .storage.store import is_url
 
 MIB = 1 << 20
 DISABLE = "MLFLASH_DISABLE"

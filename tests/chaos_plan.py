@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import random
 
-from mlflash.placement import place
-from mlflash.scheme import parse
-from mlflash.survival import of
-from mlflash.topology import Topology
+from mlflash.placement.groups import place
+from mlflash.placement.scheme import parse
+from mlflash.placement.survival import of
+from mlflash.placement.topology import Topology
 
 KILL = "kill a rank"
 LOSE = "lose a node"

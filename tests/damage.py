@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mlflash.header import HEADER_NBYTES, unpack
+from mlflash.memory.slot_header import HEADER_NBYTES, unpack
 
 
 def damage(folder: Path, step: int) -> int:

@@ -10,7 +10,7 @@ from pathlib import Path
 from damage import damage
 from mpi4py import MPI
 
-from mlflash.header import HEADER_NBYTES, Header, unpack
+from mlflash.memory.slot_header import HEADER_NBYTES, Header, unpack
 
 COMM = MPI.COMM_WORLD
 

@@ -13,8 +13,10 @@ import atheris
 import numpy as np
 
 with atheris.instrument_imports(include=["mlflash"]):
-    from mlflash import errors, header, layout, manifest, rebuild
-    from mlflash.flatten import flatten
+    from mlflash import errors
+    from mlflash.memory import slot_header
+    from mlflash.state import layout, manifest, rebuild
+    from mlflash.state.flatten import flatten
 
 PAYLOAD_NBYTES = 512
 
@@ -22,7 +24,7 @@ PAYLOAD_NBYTES = 512
 def one_input(raw: bytes) -> None:
     """Whatever the bytes are: refused as CorruptSlot, or read within the payload and built without any other error."""
     try:
-        header.unpack(raw[: header.HEADER_NBYTES])
+        slot_header.unpack(raw[: slot_header.HEADER_NBYTES])
     except errors.CorruptSlot:
         pass
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from mlflash.topology import Topology, from_node_ids
+from mlflash.placement.topology import Topology, from_node_ids
 
 SCHEMES = ["copy", "copy:2", "copy:3", "xor:3", "xor:4", "xor:8", "rs:2+1", "rs:2+2", "rs:3+2", "rs:6+2", "rs:5+3"]
 

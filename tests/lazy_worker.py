@@ -14,8 +14,8 @@ from records import note
 from traps import set_traps
 
 import mlflash
-from mlflash.flatten import flatten
-from mlflash.state import live_bytes
+from mlflash.state.flatten import flatten
+from mlflash.state.leaves import live_bytes
 
 RANK = MPI.COMM_WORLD.rank
 

@@ -16,7 +16,8 @@ from waiting import until
 from worker import COMM, RANK, note, set_patience, state_at
 
 import mlflash
-from mlflash import courier, points
+from mlflash import crash_points
+from mlflash.wire import courier
 
 STOPPED = COMM.size - 1
 FOREVER_S = 3600
@@ -83,11 +84,11 @@ def every_wait(stop_s: float, directory: str) -> None:
 
     set_patience(ckpt, FOREVER_S if RANK == STOPPED else 3 * stop_s)  # to be asked who does not answer takes time
     if RANK == STOPPED:
-        points.arm(lambda name: stop() if name == "drain.dealt" else None)
+        crash_points.arm(lambda name: stop() if name == "drain.dealt" else None)
     drain = ckpt.drain()
     wait_too_long("drain", drain.wait)
     wait_too_long("drain with a timeout", lambda: drain.wait(FOREVER_S))
-    points.arm(None)
+    crash_points.arm(None)
     until(lambda: drain.done, "the drain to end")
     note("caught up", step=drain.wait().step)
 

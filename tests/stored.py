@@ -6,14 +6,14 @@ from typing import Any
 
 import numpy as np
 
-from mlflash import manifest
-from mlflash.crew import ALONE
-from mlflash.flatten import Flattener
-from mlflash.layout import Extents
-from mlflash.rebuild import compare, fill, materialize
-from mlflash.segment import create
-from mlflash.slot import Slot
-from mlflash.stage import Stage
+from mlflash.memory.segment import create
+from mlflash.memory.slot import Slot
+from mlflash.memory.thread_pool import ALONE
+from mlflash.saving.staging import Stage
+from mlflash.state import manifest
+from mlflash.state.flatten import Flattener
+from mlflash.state.layout import Extents
+from mlflash.state.rebuild import compare, fill, materialize
 
 
 class Store:

@@ -12,7 +12,7 @@ from pathlib import Path
 from processes import runs, started_by
 from waiting import hang, take, until
 
-from mlflash import points
+from mlflash import crash_points
 
 OUT = Path(os.environ["OUT"])
 
@@ -81,7 +81,7 @@ class Trap:
     """
 
     def __init__(self, path: list[str], action: str, rank: int = -1):
-        unknown = set(path) - set(points.POINTS)
+        unknown = set(path) - set(crash_points.POINTS)
         assert not unknown, unknown
         self._left, self._action, self.rank = list(path), action, rank
 
@@ -109,7 +109,7 @@ def set_traps(specs: list[dict[str, object]], rank: int) -> None:
             trap.reached(point)
 
     if traps:
-        points.arm(reached)
+        crash_points.arm(reached)
 
 
 def _send(number: int, pid: int) -> None:

@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from torch.distributed.checkpoint.planner import WriteItem
 
-from mlflash.exports.planned import BYTES, INDEX, Index, Key
-from mlflash.layout import round_up
-from mlflash.plain import encode_key
-from mlflash.state import Entry, Flat, Leaf, tensor_entry
+from mlflash.state.layout import round_up
+from mlflash.state.leaves import Entry, Flat, Leaf, tensor_entry
+from mlflash.state.plain_values import encode_key
+from mlflash.storage.dcp_plans import BYTES, INDEX, Index, Key
 
 _ROOM_NBYTES = 64 << 10  # index and bytes take a multiple of this, so that the layout stays as it is from save to save
 

@@ -32,13 +32,13 @@ from torch.futures import Future
 
 from mlflash import Checkpointer
 from mlflash.errors import StepNotFound, StructureMismatch
-from mlflash.exports.dcp_files import pickled
-from mlflash.exports.planned import BYTES_NUMBER, INDEX, Index, Key, keys_of
-from mlflash.off import turned_off
-from mlflash.opened import Old, Readable
-from mlflash.parcels import Parcel
-from mlflash.plain import decode_plain
-from mlflash.state import Entry, from_bytes
+from mlflash.facade.switched_off import turned_off
+from mlflash.recovery.fragments import Parcel
+from mlflash.recovery.open_checkpoint import Old, Readable
+from mlflash.state.leaves import Entry, from_bytes
+from mlflash.state.plain_values import decode_plain
+from mlflash.storage.dcp_files import pickled
+from mlflash.storage.dcp_plans import BYTES_NUMBER, INDEX, Index, Key, keys_of
 
 from .ids import names_a_step, step_of
 

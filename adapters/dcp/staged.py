@@ -18,10 +18,10 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.tensor import DTensor
 
 from mlflash import Checkpointer
-from mlflash.aheads import Ahead
 from mlflash.errors import SaveFailed, StateError
-from mlflash.exports.planned import Key
-from mlflash.state import Flat, dtensor_shard, from_bytes
+from mlflash.saving.staged_ahead import Ahead
+from mlflash.state.leaves import Flat, dtensor_shard, from_bytes
+from mlflash.storage.dcp_plans import Key
 
 from .checkpointable import Parts, is_checkpointable, items_of, parts_of
 from .leaves import Chunk, flat_of, pack

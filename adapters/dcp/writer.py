@@ -25,13 +25,13 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from mlflash import Checkpointer
-from mlflash.aheads import Ahead
-from mlflash.begun import Begun
 from mlflash.errors import MlflashError, SaveFailed, StateError
-from mlflash.exports.dcp_files import pickled
-from mlflash.exports.planned import Key
-from mlflash.off import turned_off
-from mlflash.state import Flat
+from mlflash.facade.switched_off import turned_off
+from mlflash.saving.begun_saves import Begun
+from mlflash.saving.staged_ahead import Ahead
+from mlflash.state.leaves import Flat
+from mlflash.storage.dcp_files import pickled
+from mlflash.storage.dcp_plans import Key
 
 from .ids import names_a_step, step_of
 from .leaves import Chunk, cloned, flat_of, key_of, pack

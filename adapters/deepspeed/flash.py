@@ -13,14 +13,8 @@ from unittest import mock
 from deepspeed.runtime.activation_checkpointing.checkpointing import get_cuda_rng_tracker
 
 from mlflash import Checkpointer, rng
-from mlflash.errors import (
-    ConfigError,
-    StepNotFound,
-    StructureMismatch,
-    Unrestorable,
-    WorldSizeChanged,
-)
-from mlflash.off import turned_off
+from mlflash.errors import ConfigError, StepNotFound, StructureMismatch, Unrestorable, WorldSizeChanged
+from mlflash.facade.switched_off import turned_off
 
 from .. import intervals
 from .files import OTHER_RANKS, TAG, EngineState, alike, refuse_what_is_elsewhere, step_on_disk

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
 from mlflash import config
 from mlflash.errors import MlflashError, SaveFailed, StepNotFound, StructureMismatch
-from mlflash.off import turned_off
+from mlflash.facade.switched_off import turned_off
 
 from . import ids
 from .groups import Group, Member

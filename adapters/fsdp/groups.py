@@ -10,8 +10,8 @@ from typing import Any
 import torch.distributed as dist
 
 from mlflash import Checkpointer
-from mlflash.comm import find_comm
 from mlflash.errors import WorldMismatch
+from mlflash.wire.world import find_comm
 
 from ..dcp import MemoryReader, MemoryWriter
 

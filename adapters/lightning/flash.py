@@ -16,7 +16,7 @@ from typing import Any
 
 from mlflash import Checkpointer
 from mlflash.errors import ConfigError
-from mlflash.off import turned_off
+from mlflash.facade.switched_off import turned_off
 
 from .. import intervals
 from .checkpoint_io import PREFIX, step_of_path

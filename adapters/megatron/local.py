@@ -20,10 +20,10 @@ import torch
 
 from mlflash import Checkpointer, config
 from mlflash.errors import MlflashError
-from mlflash.flatten import flatten
-from mlflash.layout import round_up
-from mlflash.snapshot import Snapshot
-from mlflash.state import Flat
+from mlflash.saving.snapshot import Snapshot
+from mlflash.state.flatten import flatten
+from mlflash.state.layout import round_up
+from mlflash.state.leaves import Flat
 
 from .. import pickles
 from . import persistent

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from mlflash import Checkpointer, config
 from mlflash.errors import MlflashError, Unrestorable
-from mlflash.node_memory import clean
+from mlflash.memory.node_directory import clean
 
 from ..dcp.ids import step_of
 from ..megatron.shards import LoadShards, SaveShards

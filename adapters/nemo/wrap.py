@@ -11,7 +11,7 @@ from nemo.lightning.resume import AutoResume
 from nemo.utils.callbacks.dist_ckpt_io import AsyncFinalizableCheckpointIO
 
 from mlflash.errors import ConfigError
-from mlflash.off import turned_off
+from mlflash.facade.switched_off import turned_off
 
 from ..lightning import MLFlashCallback
 from .auto_resume import MLFlashAutoResume

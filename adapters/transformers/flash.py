@@ -22,7 +22,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from mlflash import Checkpointer
 from mlflash.errors import ConfigError
-from mlflash.off import turned_off
+from mlflash.facade.switched_off import turned_off
 
 from .. import intervals
 from .start import start_from

@@ -11,7 +11,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from mlflash import Checkpointer
 from mlflash.errors import StructureMismatch
-from mlflash.plain import decode_plain
+from mlflash.state.plain_values import decode_plain
 
 from .states import Found
 

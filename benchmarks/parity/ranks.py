@@ -12,25 +12,25 @@ from bench.clock import Bench
 from bench.rows import Samples, row
 from mpi4py import MPI
 
-from mlflash import erasure
-from mlflash.comm import World
 from mlflash.config import Config
-from mlflash.exchange import Exchange, roles_of
-from mlflash.header import Attempt, Header
-from mlflash.inventory import ParityGroup
-from mlflash.layout import PAGE_NBYTES, Extents
-from mlflash.node_memory import NodeMemory
-from mlflash.parity_file import read_heads
-from mlflash.placement import place
-from mlflash.protect import Protection
-from mlflash.repair import Repair, RepairedBlocks
-from mlflash.scheme import parse
-from mlflash.segment import create
-from mlflash.shelf import Shelf
-from mlflash.slot import Slot, Use
-from mlflash.stripes import Stripes
-from mlflash.transfer import Source
-from mlflash.window import Poke
+from mlflash.memory.inventory import ParityGroup
+from mlflash.memory.node_directory import NodeMemory
+from mlflash.memory.parity_file import read_heads
+from mlflash.memory.parity_layout import Stripes
+from mlflash.memory.segment import create
+from mlflash.memory.slot import Slot, Use
+from mlflash.memory.slot_header import Attempt, Header
+from mlflash.memory.slot_pool import Shelf
+from mlflash.placement.groups import place
+from mlflash.placement.scheme import parse
+from mlflash.recovery.repair import Repair, RepairedBlocks
+from mlflash.redundancy import erasure
+from mlflash.redundancy.parity_exchange import Exchange, roles_of
+from mlflash.redundancy.protection import Protection
+from mlflash.redundancy.transfer import Source
+from mlflash.state.layout import PAGE_NBYTES, Extents
+from mlflash.wire.rma_windows import Poke
+from mlflash.wire.world import World
 
 COMM = MPI.COMM_WORLD
 EXCHANGE, XOR = "raw exchange", "xor"

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 import xxhash
 
-from mlflash import erasure
+from mlflash.redundancy import erasure
 
 _BLOCK_NBYTES, _BLOCKS, _REPETITIONS = 1 << 20, 64, 9
 

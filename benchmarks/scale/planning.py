@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 from scale.tables import NODES_PER_RACK, PER_NODE, RACKS_PER_ROW, inventories
 
-from mlflash.domains import from_lines
-from mlflash.inventory import Inventory, choose, decode, encode, join
-from mlflash.placement import Placement, place
-from mlflash.scheme import parse
-from mlflash.survival import Survival, describe, of
-from mlflash.topology import Topology, from_node_ids
+from mlflash.memory.inventory import Inventory, choose, decode, encode, join
+from mlflash.placement.failure_domains import from_lines
+from mlflash.placement.groups import Placement, place
+from mlflash.placement.scheme import parse
+from mlflash.placement.survival import Survival, describe, of
+from mlflash.placement.topology import Topology, from_node_ids
 
 SCHEMES = ("copy", "xor:8", "rs:6+2")
 RANKS = (1024, 4096, 16_384, 65_536, 131_072)

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import numpy as np
 
-from mlflash.header import Kind
-from mlflash.inventory import FOUND, Inventory, join, scan
-from mlflash.node_memory import NodeMemory
-from mlflash.placement import Placement
-from mlflash.topology import Topology
+from mlflash.memory.inventory import FOUND, Inventory, join, scan
+from mlflash.memory.node_directory import NodeMemory
+from mlflash.memory.slot_header import Kind
+from mlflash.placement.groups import Placement
+from mlflash.placement.topology import Topology
 
 PER_NODE, NODES_PER_RACK, RACKS_PER_ROW = 8, 32, 8
 RUN = (0x3F9C_11D7_A6E2_5B48, 0xC471_0E8D_92F3_6AB5)

@@ -8,10 +8,10 @@ from typing import Any
 import click
 
 from ..errors import JobInUse, MlflashError
-from ..node_memory import NodeMemory, emulated_nodes, jobs_of
-from ..node_memory import clean as clean_job
-from . import completing
-from .options import FINE, WRONG, json_option, memory_option
+from ..memory.node_directory import NodeMemory, emulated_nodes, jobs_of
+from ..memory.node_directory import clean as clean_job
+from ..terminal import completing
+from ..terminal.options import FINE, WRONG, json_option, memory_option
 
 
 @click.command()

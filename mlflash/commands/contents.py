@@ -11,20 +11,20 @@ from typing import Any
 
 import numpy as np
 
-from .. import shards
-from ..comm import World
 from ..draining.catalog import Listed
 from ..draining.drained import Drained
-from ..header import Header, Kind
-from ..manifest import Manifest
-from ..node_memory import NodeMemory
-from ..plain import decode_plain
-from ..sharing import cuts
-from ..state import Entry
-from ..store import open_store
-from .looking import Node
-from .outlook import Prospect
-from .sealed import RUN_NBYTES, Sealed
+from ..memory.node_directory import NodeMemory
+from ..memory.slot_header import Header, Kind
+from ..redundancy.shares import cuts
+from ..state import shards
+from ..state.leaves import Entry
+from ..state.manifest import Manifest
+from ..state.plain_values import decode_plain
+from ..storage.store import open_store
+from ..terminal.looking import Node
+from ..terminal.outlook import Prospect
+from ..terminal.sealed import RUN_NBYTES, Sealed
+from ..wire.world import World
 from .tensor_statistics import Statistics, statistics
 
 

@@ -7,10 +7,10 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..planning.inputs import show_bytes
+from ..terminal.options import new_table
+from ..terminal.outlook import named
+from ..terminal.units import show_bytes
 from .contents import Contents, Shard
-from .options import new_table
-from .outlook import named
 from .tensor_statistics import Statistics
 
 if TYPE_CHECKING:

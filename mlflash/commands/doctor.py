@@ -11,8 +11,8 @@ import click
 
 from ..config import DISABLE, from_environment
 from ..errors import ConfigError
-from . import completing
-from .options import FINE, WRONG, answer, json_option, memory_option
+from ..terminal import completing
+from ..terminal.options import FINE, WRONG, answer, json_option, memory_option
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -24,7 +24,7 @@ _GRACE_S = 15.0  # by which the process is watched longer than a wait for other 
 
 
 def _bytes(_: click.Context, option: click.Parameter, text: str | None) -> int | None:
-    from ..planning.inputs import read_bytes
+    from ..terminal.units import read_bytes
 
     try:
         return None if text is None else read_bytes(text)

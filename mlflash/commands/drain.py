@@ -12,11 +12,11 @@ import click
 from ..config import Config
 from ..draining.catalog import Listed, list_checkpoints
 from ..errors import MlflashError
-from ..node_memory import NodeMemory, emulated_nodes, jobs_of
-from ..store import open_store
-from . import jobs
-from .options import FINE, WRONG, answer, job_options, settings
-from .progress import Bar
+from ..memory.node_directory import NodeMemory, emulated_nodes, jobs_of
+from ..storage.store import open_store
+from ..terminal import jobs
+from ..terminal.options import FINE, WRONG, answer, job_options, settings
+from ..terminal.progress import Bar
 
 _LOOK_S = 0.1
 

@@ -4,24 +4,18 @@ from __future__ import annotations
 
 import click
 
-from ..comm import World
 from ..config import Config
 from ..errors import CorruptSlot, MlflashError
-from ..planning.inputs import show_seconds
-from . import completing, contents, jobs, on_disk
+from ..terminal import completing, jobs, on_disk
+from ..terminal.looking import Node, look, look_around, places
+from ..terminal.options import FINE, answer, gather, job_options, run_together, settings
+from ..terminal.outlook import Outlook, Prospect, look_ahead
+from ..terminal.sealed import Changed
+from ..terminal.units import show_seconds
+from ..wire.world import World
+from . import contents
 from .contents import Contents, Itinerary
 from .contents_view import Shown, show, to_json
-from .looking import Node, look, look_around, places
-from .options import (
-    FINE,
-    answer,
-    gather,
-    job_options,
-    run_together,
-    settings,
-)
-from .outlook import Outlook, Prospect, look_ahead
-from .sealed import Changed
 
 
 @click.command("inspect")

@@ -6,19 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..comm import World
-from ..planning.inputs import show_seconds
-from . import on_disk
-from .options import (
-    FINE,
-    WRONG,
-    answer,
-    job_options,
-    new_table,
-    run_together,
-    settings,
-)
-from .outlook import Outlook, named
+from ..terminal import on_disk
+from ..terminal.options import FINE, WRONG, answer, job_options, new_table, run_together, settings
+from ..terminal.outlook import Outlook, named
+from ..terminal.units import show_seconds
+from ..wire.world import World
 from .status import attempt_to_json, look
 
 if TYPE_CHECKING:

@@ -8,16 +8,14 @@ from typing import Any
 import click
 
 from ..checkpointer import Checkpointer
-from ..comm import World
 from ..config import Config
 from ..draining.drain import Drain
 from ..errors import DeadlineExceeded, DrainFailed
-from ..node_memory import emulated_nodes, jobs_of
-from ..planning.inputs import show_bytes, show_seconds
-from ..store import is_url
-from . import completing, jobs, on_disk
-from .looking import look_around
-from .options import (
+from ..memory.node_directory import emulated_nodes, jobs_of
+from ..storage.store import is_url
+from ..terminal import completing, jobs, on_disk
+from ..terminal.looking import look_around
+from ..terminal.options import (
     FINE,
     WRONG,
     answer,
@@ -29,8 +27,10 @@ from .options import (
     run_together,
     settings,
 )
-from .outlook import Outlook, look_ahead, survival
-from .progress import Bar
+from ..terminal.outlook import Outlook, look_ahead, survival
+from ..terminal.progress import Bar
+from ..terminal.units import show_bytes, show_seconds
+from ..wire.world import World
 from .status import describe, describe_lost
 
 _LOOK_S = 0.2

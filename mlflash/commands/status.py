@@ -9,22 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..comm import World
 from ..config import Config
-from ..header import Attempt, Header, Kind
-from ..planning.inputs import show_bytes, show_seconds
-from . import jobs, on_disk
-from .looking import File, Node, look_around
-from .options import (
-    FINE,
-    WRONG,
-    answer,
-    job_options,
-    new_table,
-    run_together,
-    settings,
-)
-from .outlook import Outlook, Prospect, Survival, look_ahead, named, ranges, survival
+from ..memory.slot_header import Attempt, Header, Kind
+from ..terminal import jobs, on_disk
+from ..terminal.looking import File, Node, look_around
+from ..terminal.options import FINE, WRONG, answer, job_options, new_table, run_together, settings
+from ..terminal.outlook import Outlook, Prospect, Survival, look_ahead, named, ranges, survival
+from ..terminal.units import show_bytes, show_seconds
+from ..wire.world import World
 
 if TYPE_CHECKING:
     from rich.console import Console

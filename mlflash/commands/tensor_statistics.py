@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from ..state import Entry
+from ..state.leaves import Entry
 
 _NUMPY = {
     "bool": "|u1", "uint8": "|u1", "int8": "|i1", "int16": "<i2", "uint16": "<u2", "float16": "<f2",

@@ -7,25 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..comm import World
 from ..config import Config
 from ..errors import CorruptSlot, MlflashError
-from ..node_memory import NodeMemory
-from ..planning.inputs import show_bytes
-from ..store import open_store
-from . import jobs, on_disk
-from .looking import File, look, places
-from .options import (
-    FINE,
-    WRONG,
-    answer,
-    gather_from_all,
-    job_options,
-    run_together,
-    settings,
-)
-from .progress import Bar
-from .sealed import Changed, Sealed
+from ..memory.node_directory import NodeMemory
+from ..storage.store import open_store
+from ..terminal import jobs, on_disk
+from ..terminal.looking import File, look, places
+from ..terminal.options import FINE, WRONG, answer, gather_from_all, job_options, run_together, settings
+from ..terminal.progress import Bar
+from ..terminal.sealed import Changed, Sealed
+from ..terminal.units import show_bytes
+from ..wire.world import World
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ..topology import Topology
+from ..placement.topology import Topology
 
 
 @dataclasses.dataclass

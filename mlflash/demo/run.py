@@ -13,8 +13,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from ..node_memory import job_path
-from ..topology import Topology
+from ..memory.node_directory import job_path
+from ..placement.topology import Topology
 from .account import Told, describe_origin, describe_seconds, differences
 from .launch import find_mpiexec
 from .training import DemoFailed, Training

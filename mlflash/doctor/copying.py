@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 
-from .. import huge_pages
+from ..memory import huge_pages
 from .findings import Finding, fine
 
 TUNABLE = "glibc.cpu.x86_non_temporal_threshold=1048576"

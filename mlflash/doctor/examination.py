@@ -12,9 +12,9 @@ import traceback
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from ..comm import World, find_comm, has_rdma, load_mpi
 from ..config import DISABLE, Config
 from ..errors import DeadlineExceeded, MlflashError, MpiUnavailable, WorldMismatch
+from ..wire.world import World, find_comm, has_rdma, load_mpi
 from . import copying, gpu, logout, memory, mounts, ranks, rma, slurm, software
 from .findings import Diagnosis, Finding, fine, merge, warning, wrong
 from .launch import Launch, judge_size, tidy_version

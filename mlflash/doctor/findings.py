@@ -7,7 +7,7 @@ import enum
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ..planning.inputs import show_bytes, show_seconds
+from ..terminal.units import show_bytes, show_seconds
 
 Range = tuple[float, float]
 _NAMED = 4  # nodes named in a line
@@ -171,7 +171,7 @@ class Diagnosis:
             return ""
         there = {rank for node in line.nodes for rank in self.ranks_on.get(node, ())}
         if line.ranks and there - set(line.ranks):
-            from ..commands.outlook import named
+            from ..terminal.outlook import named
 
             return named(line.ranks) + (f" on {line.nodes[0]}" if len(line.nodes) == 1 < len(self.ranks_on) else "")
         if len(line.nodes) >= len(self.ranks_on):

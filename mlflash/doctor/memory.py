@@ -11,10 +11,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from .. import node_memory, user_directory
 from ..errors import UnsafePath
-from ..limits import available
-from ..node_memory import NodeMemory
+from ..memory import node_directory, user_directory
+from ..memory.memory_limits import available
+from ..memory.node_directory import NodeMemory
 from .findings import Finding, fine, warning, wrong
 from .need import Need
 
@@ -35,7 +35,7 @@ def free_space(memory: str, need: Need | None) -> Finding:
 
 def held_by_jobs(memory: str) -> int:
     """Bytes of the slots that jobs of this user hold, alive or not. Not collective."""
-    return sum(node_memory.held_by_jobs(memory).values())
+    return sum(node_directory.held_by_jobs(memory).values())
 
 
 def judge_space(memory: str, size: int, free: int, held: int, need: Need | None) -> Finding:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from ..limits import headroom
-from ..planning.inputs import show_bytes
+from ..memory.memory_limits import headroom
+from ..terminal.units import show_bytes
 
 
 @dataclasses.dataclass(frozen=True)

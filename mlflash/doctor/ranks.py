@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..comm import World, has_rdma
 from ..errors import ConfigError
+from ..wire.world import World, has_rdma
 from .findings import Finding, fine, warning, wrong
 from .launch import tidy_version
 
@@ -138,7 +138,7 @@ def judge_clocks(apart_s: float) -> Finding:
 
 def domains(world: World, given: str | None) -> Iterator[Finding]:
     """Look where the nodes stand, as a Checkpointer does. Collective over the world; said of all."""
-    from ..parts import find_domains
+    from ..runtime.parts import find_domains
 
     try:
         found = find_domains(world, given)

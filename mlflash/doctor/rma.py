@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..comm import World, has_rdma
 from ..errors import DeadlineExceeded, MlflashError
-from ..moves import Moves
-from ..window import Poke
+from ..wire.nonblocking import Moves
+from ..wire.rma_windows import Poke
+from ..wire.world import World, has_rdma
 from .findings import Finding, fine, warning, wrong
 
 _MOST_NBYTES, _LEAST_NBYTES = 32 << 20, 1 << 20

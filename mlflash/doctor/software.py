@@ -8,9 +8,9 @@ import platform
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
-from ..comm import World
 from ..config import DISABLE, is_enabled
-from ..scheme import parse
+from ..placement.scheme import parse
+from ..wire.world import World
 from .findings import Finding, fine, warning, wrong
 
 _PACKAGES = ("mlflash", "numpy", "torch", "mpi4py", "h5py", "xxhash")
@@ -46,7 +46,7 @@ def checksums() -> Iterator[Finding]:
 
 def parity(scheme: str) -> Iterator[Finding]:
     """Name the library that codes parity."""
-    from ..erasure import library
+    from ..redundancy.erasure import library
 
     by = re.sub(r"/\S*/", "", library())
     if by == "numpy" and parse(scheme).parity:

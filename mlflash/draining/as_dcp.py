@@ -14,14 +14,14 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from ..exports import planned
-from ..exports.dcp_files import METADATA, Contents, metadata, pickled, rank_file
-from ..exports.dcp_keys import Keys, Path, keys_of
-from ..exports.whole import build
-from ..plain import decode_plain
-from ..reunion import Home
-from ..skeleton import Skeleton
-from ..state import Entry, from_bytes
+from ..recovery.gather_shares import Home
+from ..state.leaves import Entry, from_bytes
+from ..state.plain_values import decode_plain
+from ..storage import dcp_plans
+from ..storage.dcp_files import METADATA, Contents, metadata, pickled, rank_file
+from ..storage.dcp_keys import Keys, Path, keys_of
+from ..storage.file_holes import Skeleton
+from ..storage.whole_state import build
 from . import catalog
 from .cargo import Cargo, Load, Receipt
 from .catalog import Stored
@@ -80,11 +80,11 @@ def _keys(rank: int, home: Home, load: Load) -> tuple[dict[str, str], dict[str, 
     Where that is only the rank knows to which the planner told it, if a plan has written the slot; else each does.
     """
     entries, tree = home.manifest.entries, home.manifest.tree
-    if planned.is_planned(tree):
+    if dcp_plans.is_planned(tree):
         index, blob = (home.reader()(entries[number]).tobytes() for number in range(2))
-        plan = planned.Index.decode(index)
+        plan = dcp_plans.Index.decode(index)
         objects = {key: blob[start:end] for key, (start, end) in plan.parts.items()}
-        return planned.names_of(tree, entries), objects, dict.fromkeys(plan.names()) | plan.paths()
+        return dcp_plans.names_of(tree, entries), objects, dict.fromkeys(plan.names()) | plan.paths()
     keys = keys_of(tree, entries)
     names = {entries[number].name: key for key, number in keys.tensors.items()}
     return names, _extras(rank, home, load, keys), keys.paths

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..exports import planned
-from ..reunion import Home
-from ..skeleton import Skeleton
+from ..recovery.gather_shares import Home
+from ..storage import dcp_plans
+from ..storage.file_holes import Skeleton
 from . import catalog, hdf5
 from .cargo import Cargo, Load, Receipt, shown
 from .catalog import Stored
@@ -50,12 +50,12 @@ class Hdf5:
 def _objects(home: Home) -> tuple[Any, dict[str, str]]:
     """What a rank's state holds besides tensors, for people; names of tensors that are others in a DCP plan."""
     manifest = home.manifest
-    if not planned.is_planned(manifest.tree):
+    if not dcp_plans.is_planned(manifest.tree):
         return hdf5.readable(manifest.tree, [entry.name for entry in manifest.entries], manifest.plain), {}
     index, blob = (home.reader()(entry).tobytes() for entry in manifest.entries[:2])
-    values = planned.values(planned.Index.decode(index), blob)
+    values = dcp_plans.values(dcp_plans.Index.decode(index), blob)
     objects = {name: hdf5.readable(tree, (), plain) for name, (tree, plain) in values.items()}
-    return objects, planned.names_of(manifest.tree, manifest.entries)
+    return objects, dcp_plans.names_of(manifest.tree, manifest.entries)
 
 
 def _finish(skeleton: Skeleton, cargo: Cargo, rank: int, owner: str, text: bytes) -> Card:

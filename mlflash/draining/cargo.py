@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from ..header import Attempt
-from ..layout import PAGE_NBYTES
-from ..points import reach
-from ..rebuild import Read
-from ..reunion import Home
-from ..state import Entry
+from ..crash_points import reach
+from ..memory.slot_header import Attempt
+from ..recovery.gather_shares import Home
+from ..state.layout import PAGE_NBYTES
+from ..state.leaves import Entry
+from ..state.rebuild import Read
 from .dealing import deal, digest, part_of
 from .index import Index, Piece, encode, first_names
 

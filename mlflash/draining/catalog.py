@@ -16,11 +16,11 @@ from typing import Any
 
 import xxhash
 
-from .. import manifest
+from ..crash_points import reach
 from ..errors import CorruptSlot
-from ..header import Attempt
-from ..points import reach
-from ..store import Store
+from ..memory.slot_header import Attempt
+from ..state import manifest
+from ..storage.store import Store
 from .index import CARD_NBYTES, Card, read_card
 
 log = logging.getLogger("mlflash")

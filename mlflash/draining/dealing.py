@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 import xxhash
 
-from ..state import Entry
+from ..state.leaves import Entry
 
 _WHOLE_NBYTES = 1 << 20  # smaller tensors are not cut
 

@@ -23,13 +23,13 @@ from typing import Any
 
 import numpy as np
 
-from ..aside import Aside, in_thread
-from ..comm import World
+from ..crash_points import reach
 from ..errors import DeadlineExceeded, DrainFailed, MlflashError, text_of
-from ..moves import Moves, side_by_side
-from ..points import reach
-from ..skeleton import Skeleton
-from ..store import Store
+from ..storage.file_holes import Skeleton
+from ..storage.store import Store
+from ..wire.background import Aside, in_thread
+from ..wire.nonblocking import Moves, side_by_side
+from ..wire.world import World
 from . import catalog
 from .cargo import Cargo, Load, Look, Receipt, load, look
 from .catalog import Stored

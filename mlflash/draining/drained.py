@@ -16,16 +16,16 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from .. import shards
-from ..comm import World
 from ..errors import CorruptSlot, MlflashError, text_of
-from ..manifest import Manifest
-from ..opened import Old
-from ..parcels import Parcel, items
-from ..rebuild import Read
-from ..reunion import Home
-from ..shards import Box, box, cut, overlap
-from ..store import Store
+from ..recovery.fragments import Parcel, items
+from ..recovery.gather_shares import Home
+from ..recovery.open_checkpoint import Old
+from ..state import shards
+from ..state.manifest import Manifest
+from ..state.rebuild import Read
+from ..state.shards import Box, box, cut, overlap
+from ..storage.store import Store
+from ..wire.world import World
 from . import index
 from .catalog import Listed, read_master
 from .index import CARD_NBYTES, Index, Piece, blocks, first_names, read_card

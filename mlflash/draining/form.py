@@ -12,8 +12,8 @@ from typing import Protocol
 
 import xxhash
 
-from ..reunion import Home
-from ..skeleton import Skeleton
+from ..recovery.gather_shares import Home
+from ..storage.file_holes import Skeleton
 from .cargo import Cargo, Load, Receipt
 from .catalog import Stored
 from .index import CARD_NBYTES, Card

@@ -23,12 +23,12 @@ from typing import Any
 import h5py
 import numpy as np
 
-from ..dtypes import TORCH_ITEM_NBYTES
 from ..errors import ConfigError
-from ..plain import decode_plain
-from ..shards import covers, cut
-from ..skeleton import Skeleton, Source
-from ..state import Entry, Tree
+from ..state.dtypes import TORCH_ITEM_NBYTES
+from ..state.leaves import Entry, Tree
+from ..state.plain_values import decode_plain
+from ..state.shards import covers, cut
+from ..storage.file_holes import Skeleton, Source
 from .index import CARD_NBYTES
 
 MASTER = "checkpoint.h5"

@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from .. import manifest
 from ..errors import CorruptSlot
-from ..header import Attempt
-from ..manifest import Manifest
-from ..state import Entry
+from ..memory.slot_header import Attempt
+from ..state import manifest
+from ..state.leaves import Entry
+from ..state.manifest import Manifest
 
 MAGIC = b"MLFDRAIN"
 VERSION = 1

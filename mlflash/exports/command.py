@@ -11,30 +11,22 @@ from typing import Any
 import click
 
 from ..checkpointer import Checkpointer
-from ..comm import World
-from ..commands import completing, jobs
-from ..commands.options import (
-    FINE,
-    answer,
-    job_options,
-    json_option,
-    memory_option,
-    run_together,
-    settings,
-)
 from ..config import Config
 from ..draining import catalog
 from ..draining.catalog import Listed
 from ..draining.drained import Drained
 from ..errors import StepNotFound
-from ..node_memory import jobs_of
-from ..planning.inputs import read_bytes, show_bytes
-from ..store import open_store
+from ..memory.node_directory import jobs_of
+from ..storage.dcp_plans import TOLD
+from ..storage.store import open_store
+from ..storage.whole_state import Written
+from ..terminal import completing, jobs
+from ..terminal.options import FINE, answer, job_options, json_option, memory_option, run_together, settings
+from ..terminal.units import read_bytes, show_bytes
+from ..wire.world import World
 from . import hugging_face
-from .planned import TOLD
 from .rules import Rule, read_rules
 from .source import Source
-from .whole import Written
 
 _FORMATS = ("dcp", "safetensors", "torch", "hdf5")
 
@@ -121,7 +113,7 @@ def _writer(form: str, rules: list[Rule], name: str | None, flat: bool, shard_nb
         file = name or ("pytorch_model.bin" if flat else "state.pt")
         return lambda whole, store: torch_file.write(whole, store, rules, file, flat)
     if form == "dcp":
-        from . import dcp_files
+        from ..storage import dcp_files
 
         return lambda whole, store: dcp_files.write(whole, store, rules)
     from . import hdf5_file
@@ -176,7 +168,7 @@ def import_(source: str, directory: str, step: int, trust_pickle: bool, memory: 
     The next restore takes it as the newest, on any number of ranks. It goes through the memory of this node. Retention
     of the job does not delete it.
     """
-    from ..node_memory import clean
+    from ..memory.node_directory import clean
     from .imports import read_dcp
 
     given = settings(memory, None, directory)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..draining import hdf5
-from ..store import Store
+from ..storage.store import Store
+from ..storage.whole_state import Whole, Written
 from .mapping import plan
 from .outputs import Batches
 from .rules import Rule
-from .whole import Whole, Written
 
 _CHUNK_NBYTES = 8 << 20
 

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from ..errors import ConfigError
-from ..store import Store
+from ..storage.store import Store
 
 _WANTED = ("*.json", "*.jinja", "*.model", "*.py", "*.tiktoken", "merges.txt", "vocab.txt")
 _OF_WEIGHTS = "*.index.json"

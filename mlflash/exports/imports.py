@@ -19,8 +19,8 @@ from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 
 from ..errors import StateError, StructureMismatch
-from ..shards import box
-from ..store import Store, open_store
+from ..state.shards import box
+from ..storage.store import Store, open_store
 
 _HINT = "read_dcp(..., trust_pickle=True) reads it, and runs what is in it: do so only if you trust who wrote it"
 

@@ -22,7 +22,7 @@ import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from ..state import Entry
+from ..state.leaves import Entry
 from .formulas import Formula, Joined, Part, Saved, Transposed, stacked, taken
 from .outputs import Output, item_nbytes
 from .rules import Rule, read_rules

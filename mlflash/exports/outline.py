@@ -7,14 +7,14 @@ import math
 from typing import Any
 
 from ..draining.index import first_names
-from ..dtypes import item_nbytes
 from ..errors import CorruptSlot
-from ..opened import Old, Readable, held_by_name
-from ..plain import encode_key
-from ..shards import Held
-from ..state import Entry, Tree
-from . import planned
-from .planned import Path
+from ..recovery.open_checkpoint import Old, Readable, held_by_name
+from ..state.dtypes import item_nbytes
+from ..state.leaves import Entry, Tree
+from ..state.plain_values import encode_key
+from ..state.shards import Held
+from ..storage import dcp_plans
+from ..storage.dcp_plans import Path
 
 
 @dataclasses.dataclass
@@ -40,7 +40,7 @@ class Outline:
 def outline(opened: Readable) -> Outline:
     """Say what a checkpoint holds, which was opened with ``told=planned.TOLD``. Not collective."""
     first = min(opened.olds)
-    return _of_plan(opened) if planned.is_planned(opened.olds[first].tree) else _of_state(opened)
+    return _of_plan(opened) if dcp_plans.is_planned(opened.olds[first].tree) else _of_state(opened)
 
 
 def _of_state(opened: Readable) -> Outline:
@@ -66,9 +66,9 @@ def _of_plan(opened: Readable) -> Outline:
     subs: dict[str, Tree] = {}
     left_out: list[str] = []
     for rank, old in sorted(opened.olds.items()):
-        index, numbers = planned.Index.decode(old.told[planned.INDEX]), planned.keys_of(old.tree)
+        index, numbers = dcp_plans.Index.decode(old.told[dcp_plans.INDEX]), dcp_plans.keys_of(old.tree)
         paths |= index.paths()
-        names, firsts = planned.names_of(old.tree, old.entries), first_names(old.entries)
+        names, firsts = dcp_plans.names_of(old.tree, old.entries), first_names(old.entries)
         for key in index.tensors:
             if key not in numbers:
                 raise CorruptSlot("a tensor of the plan is not in the slot", tensor=key[0], step=opened.step, rank=rank)
@@ -78,7 +78,7 @@ def _of_plan(opened: Readable) -> Outline:
             if first != key[0] and first in found.entries:
                 found.ties.setdefault(key[0], first)
             found.held.setdefault(key[0], []).append(Held(rank, numbers[key], entry, old.checks.get(numbers[key])))
-        readable = planned.values(index, old.told[planned.BYTES])
+        readable = dcp_plans.values(index, old.told[dcp_plans.BYTES])
         left_out += [name for name in index.parts if name not in readable]
         for name, (tree, plain) in readable.items():
             subs.setdefault(name, _moved(tree, len(found.plain)))

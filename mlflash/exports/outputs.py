@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..skeleton import Source
-from ..state import Entry, as_bytes
+from ..state.leaves import Entry, as_bytes
+from ..storage.file_holes import Source
+from ..storage.whole_state import Whole
 from .formulas import Formula, Saved
-from .whole import Whole
 
 BATCH_NBYTES = 1 << 30
 

@@ -11,12 +11,12 @@ import json
 from collections.abc import Iterator, Sequence
 
 from ..errors import ConfigError, StateError
-from ..shards import plain_leaves
-from ..store import Store
+from ..state.shards import plain_leaves
+from ..storage.store import Store
+from ..storage.whole_state import Whole, Written, tensor_dtype
 from .mapping import plan
 from .outputs import Batches, Output, item_nbytes
 from .rules import Rule
-from .whole import Whole, Written, tensor_dtype
 
 SHARD_NBYTES = 5 * 10**9  # as Hugging Face cuts
 _HEADER_NBYTES = 100_000_000  # the library refuses longer ones

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from .. import shards
-from ..comm import World
 from ..errors import CorruptSlot, MlflashError
-from ..opened import Readable
-from ..parcels import Parcel, items
+from ..recovery.fragments import Parcel, items
+from ..recovery.open_checkpoint import Readable
+from ..state import shards
+from ..wire.world import World
 from .outline import outline
 
 Run = Callable[[Callable[[], Any]], Any]

@@ -7,15 +7,15 @@ from typing import Any
 
 import numpy as np
 
-from ..plain import decode_plain
-from ..shards import plain_leaves
-from ..skeleton import Skeleton
-from ..store import Store
+from ..state.plain_values import decode_plain
+from ..state.shards import plain_leaves
+from ..storage.file_holes import Skeleton
+from ..storage.store import Store
+from ..storage.torch_files import hollow, save
+from ..storage.whole_state import Whole, Written, build, tensor_dtype
 from .mapping import plan
 from .outputs import Batches, Output
 from .rules import Rule
-from .torch_holes import hollow, save
-from .whole import Whole, Written, build, tensor_dtype
 
 _CHUNK_NBYTES = 64 << 20
 

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..commands import completing
 from ..errors import ConfigError
+from ..terminal import completing
 
 if TYPE_CHECKING:
-    from ..domains import Domains
-    from .inputs import Measured
+    from ..placement.failure_domains import Domains
+    from ..terminal.units import Measured
     from .interval import Costs
     from .prospects import Job
 
@@ -25,10 +25,10 @@ def _quantity(name: str) -> Callable[[click.Context, click.Parameter, str | None
     """Read an option by a function of `inputs`, whose error says what is possible."""
 
     def read(_: click.Context, option: click.Parameter, text: str | None) -> Any:
-        from . import inputs
+        from ..terminal import units
 
         try:
-            return None if text is None else getattr(inputs, name)(text)
+            return None if text is None else getattr(units, name)(text)
         except ConfigError as error:
             raise click.BadParameter(str(error), param=option) from None
 
@@ -110,7 +110,7 @@ def plan(schemes: tuple[str, ...], losses: int, as_json: bool, plot: str | None,
 def _understand(nbytes: int | None, alike: int | None, memory: int | None, ranks_per_node: int | None, draining: bool,
                 report: str | None, **given: Any) -> tuple[Job, Costs | None, list[str]]:  # fmt: skip
     """Put the options together: the job, what saves and failures cost, and what to mention."""
-    from .inputs import measured
+    from ..terminal.units import measured
     from .prospects import Job
 
     run: Measured | None = None
@@ -166,9 +166,9 @@ def _costs(nodes: int, run: Measured | None, mtbf: float | None, save: float | N
 def _places(nodes: int | None, file: str | None, slurm: bool, hosts: str | None
             ) -> tuple[tuple[str, ...], Domains | None, list[str]]:  # fmt: skip
     """Name the nodes, and find where they stand; what is worth mentioning besides."""
-    from ..domains import from_argument, short_name
-    from ..host_list import expand_hosts
-    from ..slurm_topology import ask_slurm
+    from ..placement.failure_domains import from_argument, short_name
+    from ..placement.host_list import expand_hosts
+    from ..placement.slurm_topology import ask_slurm
 
     if file is not None and slurm:
         raise click.UsageError("either --domains or --slurm")

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import ConfigError
-from .inputs import show_seconds, show_share
+from ..terminal.units import show_seconds, show_share
 from .interval import Costs, waste, young
 from .prospects import Job, Prospect
 

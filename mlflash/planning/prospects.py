@@ -12,15 +12,15 @@ import math
 from collections.abc import Sequence
 from functools import cached_property
 
-from .. import survival
 from ..errors import ConfigError
-from ..layout import ALIGN_NBYTES, PAGE_NBYTES, Extents, round_up
-from ..limits import headroom
-from ..placement import Placement, made, place
-from ..scheme import Scheme, parse
-from ..sharing import cuts
-from ..stripes import parity_extents
-from ..topology import Topology
+from ..memory.memory_limits import headroom
+from ..memory.parity_layout import parity_extents
+from ..placement import survival
+from ..placement.groups import Placement, made, place
+from ..placement.scheme import Scheme, parse
+from ..placement.topology import Topology
+from ..redundancy.shares import cuts
+from ..state.layout import ALIGN_NBYTES, PAGE_NBYTES, Extents, round_up
 from .interval import Costs, best_interval, waste
 
 SCHEMES = ("none", "copy", "copy:2", "xor:4", "xor:8", "rs:6+2", "rs:8+2", "rs:8+3")

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from .inputs import YEAR_S, show_bytes, show_seconds, show_share
+from ..terminal.units import YEAR_S, show_bytes, show_seconds, show_share
 from .interval import Costs, daly, young
 from .prospects import Job, Prospect, least
 

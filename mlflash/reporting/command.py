@@ -8,15 +8,15 @@ from pathlib import Path
 
 import click
 
-from ..commands import completing
-from ..commands.options import json_option
 from ..errors import ConfigError
+from ..terminal import completing
+from ..terminal.options import json_option
 
 _FILE = click.Path(exists=True, dir_okay=False)
 
 
 def _seconds(_: click.Context, option: click.Parameter, text: str | None) -> float | None:
-    from ..planning.inputs import read_seconds
+    from ..terminal.units import read_seconds
 
     try:
         found = None if text is None else read_seconds(text)

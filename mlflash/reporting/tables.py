@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ..commands.outlook import named
+from ..terminal.outlook import named
 from .failures import Failure
 from .markup import Markup, percent, tag, titled
 from .story import Story

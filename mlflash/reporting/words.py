@@ -6,7 +6,7 @@ import datetime
 import math
 from collections.abc import Sequence
 
-from ..planning.inputs import show_bytes, show_seconds
+from ..terminal.units import show_bytes, show_seconds
 
 __all__ = ["clock", "day", "lasted", "listed", "many", "show_bytes", "show_seconds", "show_time", "ticks"]
 

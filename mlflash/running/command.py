@@ -11,9 +11,9 @@ from pathlib import Path
 
 import click
 
-from ..commands import completing
 from ..config import DISABLE, is_enabled, job_name
 from ..errors import ConfigError, LaunchFailed, MpiUnavailable
+from ..terminal import completing
 from .guard import Guard
 from .journal import Journal
 from .launcher import Launcher

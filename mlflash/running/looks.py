@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ..errors import LaunchFailed
-from ..pulse import SHOW_STACKS, why_unread
+from ..telemetry.heartbeat import SHOW_STACKS, why_unread
 from ..version import __version__
 from .launcher import Launcher
 from .outage import Pulse

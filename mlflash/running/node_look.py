@@ -15,10 +15,10 @@ import struct
 import sys
 from typing import Any
 
-from ..commands.looking import look
 from ..errors import LaunchFailed
-from ..node_memory import emulated_nodes
-from ..pulse import all_pulses, live_jobs
+from ..memory.node_directory import emulated_nodes
+from ..telemetry.heartbeat import all_pulses, live_jobs
+from ..terminal.looking import look
 from ..version import __version__
 from .launcher import ask_within
 

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-Pulse = dict[str, Any]  # what a rank said of itself, see `mlflash.pulse`
+Pulse = dict[str, Any]  # what a rank said of itself, see `mlflash.telemetry.heartbeat`
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterator
 
 import click
 
-from ..commands import jobs
-from ..commands.options import directory_option, job_option, memory_option, settings
-from ..node_memory import jobs_of
-from ..pulse import live_jobs
+from ..memory.node_directory import jobs_of
 from ..running.launcher import Launcher
 from ..running.on_hosts import OnHosts
 from ..running.on_slurm import OnSlurm, hosts_of, own_id
+from ..telemetry.heartbeat import live_jobs
+from ..terminal import jobs
+from ..terminal.options import directory_option, job_option, memory_option, settings
 from .history import History
 from .looking import Look, Watch, jobs_everywhere, look_everywhere, look_here
 

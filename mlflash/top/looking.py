@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..errors import LaunchFailed, MlflashError
-from ..pulse import all_pulses
 from ..running.launcher import Launcher
 from ..running.looks import ask
+from ..telemetry.heartbeat import all_pulses
 
 Pulse = dict[str, Any]
 

@@ -9,8 +9,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ..commands.options import new_table
-from ..planning.inputs import show_bytes, show_seconds
+from ..terminal.options import new_table
+from ..terminal.units import show_bytes, show_seconds
 from .history import History, committed, spark
 from .looking import Look, Pulse
 

@@ -16,11 +16,11 @@ import pytest
 from allpairspy import AllPairs
 from harness import Cluster, train_and_die
 
-from mlflash.placement import place
-from mlflash.points import POINTS
-from mlflash.scheme import parse
-from mlflash.survival import of
-from mlflash.topology import from_node_ids
+from mlflash.crash_points import POINTS
+from mlflash.placement.groups import place
+from mlflash.placement.scheme import parse
+from mlflash.placement.survival import of
+from mlflash.placement.topology import from_node_ids
 
 ORDER = [point for point in POINTS if not point.startswith(("drain.", "lazy."))]  # see test_drain, test_lazy
 SAVE = [p for p in ORDER if p.split(".")[0] in ("stage", "protect", "commit")]

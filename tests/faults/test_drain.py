@@ -21,8 +21,8 @@ import pytest
 from allpairspy import AllPairs
 from harness import Cluster, Result, assert_unrestorable
 
+from mlflash.crash_points import POINTS
 from mlflash.draining import index
-from mlflash.points import POINTS
 
 # Several blocks and chunks per rank.
 SMALL = {"MLFLASH_BLOCK_NBYTES": "65536", "MLFLASH_CHUNK_NBYTES": "65536"}

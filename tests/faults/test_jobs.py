@@ -16,7 +16,7 @@ from harness import Cluster, train_and_die
 from waiting import PATIENCE_S
 
 import mlflash
-from mlflash.layout import PAGE_NBYTES
+from mlflash.state.layout import PAGE_NBYTES
 
 
 @pytest.mark.parametrize("transport", ["p2p", "rma"])

@@ -26,18 +26,19 @@ from waiting import until
 from mlflash import Checkpointer
 from mlflash.cli import main
 from mlflash.errors import ConfigError, StateError, StructureMismatch
-from mlflash.exports import dcp_files, hugging_face, safetensors_files, torch_file
-from mlflash.exports.dcp_keys import keys_of
+from mlflash.exports import hugging_face, safetensors_files, torch_file
 from mlflash.exports.imports import read_dcp
 from mlflash.exports.mapping import plan, read_rules
 from mlflash.exports.outputs import Batches
-from mlflash.exports.torch_holes import hollow
-from mlflash.exports.torch_holes import save as save_hollow
-from mlflash.exports.whole import Written
-from mlflash.flatten import flatten
-from mlflash.skeleton import Skeleton
-from mlflash.state import Entry, live_bytes
-from mlflash.store import open_store
+from mlflash.state.flatten import flatten
+from mlflash.state.leaves import Entry, live_bytes
+from mlflash.storage import dcp_files
+from mlflash.storage.dcp_keys import keys_of
+from mlflash.storage.file_holes import Skeleton
+from mlflash.storage.store import open_store
+from mlflash.storage.torch_files import hollow
+from mlflash.storage.torch_files import save as save_hollow
+from mlflash.storage.whole_state import Written
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental"),

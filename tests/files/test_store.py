@@ -23,10 +23,11 @@ import s3
 import torch
 from click.testing import CliRunner
 
-from mlflash import Checkpointer, errors, store
+from mlflash import Checkpointer, errors
 from mlflash.cli import main
 from mlflash.draining.catalog import list_checkpoints
-from mlflash.store import Directory, Remote, open_store
+from mlflash.storage import store
+from mlflash.storage.store import Directory, Remote, open_store
 
 MIB = 1 << 20
 

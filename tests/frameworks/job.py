@@ -25,7 +25,7 @@ from records import OUT, note
 from traps import set_traps
 from waiting import take, until
 
-from mlflash import points
+from mlflash import crash_points
 from mlflash.adapters.distributed import init_process_group
 from mlflash.errors import StateError
 
@@ -107,7 +107,7 @@ class Run:
                 take(0.3)
                 note("commit", run=self.name)
 
-        points.arm(reached)
+        crash_points.arm(reached)
 
     def end(self, model: torch.nn.Module, optimizers: Iterable[Any], more: Any = ()) -> None:
         """Note what has become of the weights, of the optimizers' state, and of more. Collective."""
@@ -134,10 +134,10 @@ def _refuse(rank: int, count: int) -> None:
         seen[point] += 1
         if seen[point] == count:
             if point == "stage.begun":
-                points.arm(None)
+                crash_points.arm(None)
             raise StateError("a trap")
 
-    points.arm(reached if torch.distributed.get_rank() == rank else None)
+    crash_points.arm(reached if torch.distributed.get_rank() == rank else None)
 
 
 def _tear(run: Run) -> None:
@@ -186,7 +186,7 @@ def main(framework: str, runs: list[dict[str, Any]]) -> None:
             else:
                 train(run)
         note("threads", run=run.name, names=[one.name for one in threading.enumerate() if "mlflash" in one.name])
-        points.arm(None)
+        crash_points.arm(None)
         note("done", run=run.name)
 
 

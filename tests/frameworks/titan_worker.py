@@ -22,7 +22,7 @@ from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.config import ConfigManager
 
-from mlflash import points
+from mlflash import crash_points
 from mlflash.adapters.distributed import init_process_group
 from mlflash.adapters.torchtitan import MemoryCheckpointManager, _tensors
 from mlflash.errors import StateError
@@ -88,7 +88,7 @@ def train(case: Case) -> None:
     """Do a training, and note what came of it."""
     random.seed(torch.distributed.get_rank())  # TorchTitan does so with PyTorch's numbers only
     np.random.seed(torch.distributed.get_rank())
-    points.arm(refuse if case.refused else None)
+    crash_points.arm(refuse if case.refused else None)
     if case.damaged:
         for path in _slots[case.job, case.damaged]:
             damage(path)

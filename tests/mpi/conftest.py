@@ -10,7 +10,7 @@ import pytest
 from ranks import comm, configure, nodes, root, tmp_path
 from waiting import PATIENCE_S
 
-from mlflash import points
+from mlflash import crash_points
 
 __all__ = ["comm", "nodes", "root", "tmp_path"]
 
@@ -37,8 +37,8 @@ def hold_at() -> Iterator[Callable[[str], threading.Event]]:
             if name == point:
                 go_on.wait(PATIENCE_S)
 
-        points.arm(reached)
+        crash_points.arm(reached)
         return go_on
 
     yield hold
-    points.arm(None)
+    crash_points.arm(None)

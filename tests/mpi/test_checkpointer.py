@@ -16,7 +16,7 @@ from waiting import PATIENCE_S
 
 import mlflash
 from mlflash import Checkpointer, errors
-from mlflash.protect import Protection
+from mlflash.redundancy.protection import Protection
 
 pytestmark = pytest.mark.mpi
 two = pytest.mark.mpi(min_size=2)

@@ -24,7 +24,7 @@ from waiting import until
 import mlflash
 from mlflash import Checkpointer, errors
 from mlflash.draining.catalog import list_checkpoints
-from mlflash.store import open_store
+from mlflash.storage.store import open_store
 
 COMM = MPI.COMM_WORLD
 RANK, SIZE = COMM.rank, COMM.size

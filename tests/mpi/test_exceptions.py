@@ -16,7 +16,8 @@ import pytest
 from mpi4py import MPI
 from waiting import PATIENCE_S
 
-from mlflash import Checkpointer, errors, points, stage
+from mlflash import Checkpointer, crash_points, errors
+from mlflash.saving import staging
 
 pytestmark = pytest.mark.mpi
 two = pytest.mark.mpi(min_size=2)
@@ -95,7 +96,7 @@ def test_what_fails_while_the_courier_copies_is_the_outcome_on_all_and_saving_go
 ) -> None:
     with monkeypatch.context() as patch:  # such as of a dtype that torch cannot view
         if RANK == LAST:
-            patch.setattr(stage.Stage, "copy", _fails)
+            patch.setattr(staging.Stage, "copy", _fails)
         with pytest.raises(errors.SaveFailed, match=rf"could not be copied: TypeError.*\[rank {LAST} "):
             ckpt.save(1, state_of(1)).wait()
     assert_goes_on(ckpt, 2)
@@ -188,7 +189,7 @@ def test_who_leaves_a_save_that_waits_for_its_slots_leaves_nothing_torn_on_any_r
     before = signal.signal(signal.SIGUSR1, handler)
     try:
         if RANK == LAST:
-            points.arm(at)
+            crash_points.arm(at)
             with pytest.raises(_Interrupted):
                 ckpt.save(1, state)
             state["x"][15_000:] = -1
@@ -199,7 +200,7 @@ def test_who_leaves_a_save_that_waits_for_its_slots_leaves_nothing_torn_on_any_r
             with pytest.raises(errors.SaveFailed, match="an exception came while it was staged"):
                 snapshot.wait()
     finally:
-        points.arm(None)
+        crash_points.arm(None)
         signal.signal(signal.SIGUSR1, before)
         left.set()
     assert_goes_on(ckpt, 2)

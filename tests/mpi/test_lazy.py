@@ -12,8 +12,8 @@ import torch
 from mpi4py import MPI
 from waiting import PATIENCE_S, take
 
-from mlflash import Checkpointer, errors, points
-from mlflash.flatten import flatten
+from mlflash import Checkpointer, crash_points, errors
+from mlflash.state.flatten import flatten
 
 pytestmark = pytest.mark.mpi
 two = pytest.mark.mpi(min_size=2)
@@ -69,10 +69,10 @@ def slow_at() -> Iterator[Any]:
             if name == point and threading.current_thread() is not threading.main_thread():
                 take(seconds)
 
-        points.arm(reached)
+        crash_points.arm(reached)
 
     yield set_up
-    points.arm(None)
+    crash_points.arm(None)
 
 
 @pytest.mark.parametrize("point", [None, "commit.released", "protect.announced", "transfer.sent", "commit.seen"])
@@ -92,7 +92,7 @@ def test_what_is_restored_is_the_state_at_the_save_however_early_training_goes_o
             ckpt.save(training.steps, training.state, until=training.optimizer)
             training.step()  # writes to all there is, as early as it may
         ckpt.wait()
-        points.arm(None)
+        crash_points.arm(None)
         steps = ckpt.steps()
         assert steps == [5, 6]
         for step in steps:
@@ -198,7 +198,7 @@ def test_nothing_of_ddp_or_fsdp2_writes_to_what_is_copied_late(
             lazy += snapshot.later is not None
             training.step()
         ckpt.wait()
-        points.arm(None)
+        crash_points.arm(None)
         assert lazy >= 4  # the first may be the one that agrees on what is shared
         for step in (4, 5):
             again = Parallel(how)
@@ -297,6 +297,6 @@ def test_a_restore_and_the_next_save_do_not_come_between(options: dict[str, Any]
 
 
 def _job(work: Any) -> Any:
-    from mlflash.courier import Job
+    from mlflash.wire.courier import Job
 
     return Job(work)

@@ -10,7 +10,8 @@ import pytest
 from mpi4py import MPI
 from torch_jobs import job
 
-from mlflash import Checkpointer, errors, loading
+from mlflash import Checkpointer, errors
+from mlflash.restoring import loading
 
 COMM = MPI.COMM_WORLD
 RANK, SIZE = COMM.rank, COMM.size

@@ -12,7 +12,7 @@ from mpi4py import MPI
 
 from mlflash import Checkpointer
 from mlflash.errors import StepNotFound, Unrestorable
-from mlflash.slot import Slot
+from mlflash.memory.slot import Slot
 
 pytestmark = pytest.mark.mpi(min_size=4)
 RANK = MPI.COMM_WORLD.rank

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mlflash import Checkpointer, off
+from mlflash import Checkpointer
+from mlflash.facade import switched_off
 
 pytestmark = [pytest.mark.mpi(min_size=2)]
 
@@ -19,7 +20,7 @@ pytestmark = [pytest.mark.mpi(min_size=2)]
 @pytest.fixture(params=["argument", "environment"])
 def more(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What turns a Checkpointer off."""
-    monkeypatch.setattr(off, "_said", set())
+    monkeypatch.setattr(switched_off, "_said", set())
     if request.param == "environment":
         monkeypatch.setenv("MLFLASH_DISABLE", "1")
     return {"enabled": request.param == "environment"}

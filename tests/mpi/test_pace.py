@@ -15,7 +15,7 @@ from mpi4py import MPI
 from waiting import take
 
 from mlflash import Checkpointer
-from mlflash.pace import Pace
+from mlflash.wire.rate_limit import Pace
 
 pytestmark = pytest.mark.mpi(min_size=2)
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size

@@ -18,11 +18,11 @@ from mpi4py import MPI
 
 from mlflash import Checkpointer
 from mlflash.errors import SaveFailed, Unrestorable
-from mlflash.header import Header
-from mlflash.layout import PAGE_NBYTES
-from mlflash.parity import _GroupBlocks
-from mlflash.slot import Slot, table_check
-from mlflash.stripes import Stripes, Unit
+from mlflash.memory.parity_layout import Stripes, Unit
+from mlflash.memory.slot import Slot, table_check
+from mlflash.memory.slot_header import Header
+from mlflash.redundancy.parity import _GroupBlocks
+from mlflash.state.layout import PAGE_NBYTES
 
 COMM = MPI.COMM_WORLD
 RANK, SIZE = COMM.rank, COMM.size
@@ -331,7 +331,9 @@ def test_a_byte_that_is_not_the_slots_when_it_is_sent_is_found_and_nothing_is_co
     options: dict[str, Any], nodes: Nodes, scheme: str, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(options, 1, redundancy=scheme)
-    monkeypatch.setattr("mlflash.exchange.ARRIVAL_S", 1.0)  # seconds that a Put byte may take to become visible
+    monkeypatch.setattr(
+        "mlflash.redundancy.parity_exchange.ARRIVAL_S", 1.0
+    )  # seconds that a Put byte may take to become visible
     really = _GroupBlocks.read
 
     def read(blocks: _GroupBlocks, unit: Unit) -> tuple[np.ndarray, int]:

@@ -195,7 +195,9 @@ def test_parts_that_are_damaged_on_their_way_are_refused(
             with Checkpointer(comm=comm, **options) as ckpt:
                 state = state_at(0, Shard(0), blank=True)
                 if RANK == 1:
-                    monkeypatch.setattr("mlflash.parcels.xxhash", SimpleNamespace(xxh3_64_intdigest=lambda raw: 1))
+                    monkeypatch.setattr(
+                        "mlflash.recovery.fragments.xxhash", SimpleNamespace(xxh3_64_intdigest=lambda raw: 1)
+                    )
                 with pytest.raises(errors.CorruptSlot, match="did not arrive whole"):
                     ckpt.restore(state)
                 assert not state["model"]["w"].to_local().any(), "something was loaded"

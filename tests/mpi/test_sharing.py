@@ -14,7 +14,7 @@ from mpi4py import MPI
 
 import mlflash
 from mlflash import Checkpointer, errors
-from mlflash.header import Kind
+from mlflash.memory.slot_header import Kind
 
 COMM = MPI.COMM_WORLD
 RANK, SIZE = COMM.rank, COMM.size

@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mlflash.comm import World
-from mlflash.header import Attempt, Header
-from mlflash.layout import Extents
-from mlflash.node_memory import NodeMemory
-from mlflash.segment import create
-from mlflash.slot import Slot, read_header
-from mlflash.transfer import Source, receive, send, slot_of
-from mlflash.window import OpenMemory, Poke
+from mlflash.memory.node_directory import NodeMemory
+from mlflash.memory.segment import create
+from mlflash.memory.slot import Slot, read_header
+from mlflash.memory.slot_header import Attempt, Header
+from mlflash.redundancy.transfer import Source, receive, send, slot_of
+from mlflash.state.layout import Extents
+from mlflash.wire.rma_windows import OpenMemory, Poke
+from mlflash.wire.world import World
 
 pytestmark = pytest.mark.mpi(min_size=2)
 EXTENTS = Extents(manifest_room=4096, payload_nbytes=1_000_000, block_nbytes=65_536)
@@ -96,7 +96,9 @@ def test_a_slot_arrives_bit_for_bit_and_both_are_sealed(ring: Ring) -> None:
 def test_a_byte_that_changes_on_the_way_is_found_and_the_copy_is_not_sealed(
     ring: Ring, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mlflash.transfer.ARRIVAL_S", 1.0)  # seconds that a Put byte may take to become visible
+    monkeypatch.setattr(
+        "mlflash.redundancy.transfer.ARRIVAL_S", 1.0
+    )  # seconds that a Put byte may take to become visible
     assert ring.exchange(Damaged(ring.out, EXTENTS, ring.header), ring.come) == [False, False]
     assert ring.inbox.header is None and read_header(ring.inbox.view) is None
 

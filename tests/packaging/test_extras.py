@@ -39,8 +39,11 @@ from pathlib import Path
 files = [path for path in Path(sys.argv[1]).rglob("*.h5")]
 assert 0 < sum(path.stat().st_size for path in files) < 1 << 20, files
 """
-PARITY = "from mlflash.erasure import library; assert 'pyeclib' in library() or 'libisal.so.2' in library(), library()"
-S3 = "from mlflash.store import open_store; import s3fs; assert open_store('s3://bucket/run').path == 's3://bucket/run'"
+PARITY = """
+from mlflash.redundancy.erasure import library
+assert 'pyeclib' in library() or 'libisal.so.2' in library(), library()
+"""
+S3 = "from mlflash.storage.store import open_store; import s3fs; assert open_store('s3://bucket/run').path == 's3://bucket/run'"
 METRICS = """
 import os, sys, numpy as np, mlflash
 os.mkdir(sys.argv[1])

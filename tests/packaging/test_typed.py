@@ -39,7 +39,7 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
     return start
 """
 REVEALED = ["mlflash.checkpointer.Checkpointer", "int", "str", "mlflash.adapters.dcp.writer.MemoryWriter",
-            "mlflash.adapters.dcp.reader.MemoryReader", "mlflash.snapshot.Snapshot", "int | None"]  # fmt: skip
+            "mlflash.adapters.dcp.reader.MemoryReader", "mlflash.saving.snapshot.Snapshot", "int | None"]  # fmt: skip
 WRONG = """
 import mlflash
 

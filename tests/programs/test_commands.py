@@ -23,20 +23,20 @@ from hypothesis import strategies as st
 
 import mlflash
 from mlflash.cli import main
-from mlflash.commands import jobs
-from mlflash.commands.looking import File, Node, look
-from mlflash.commands.outlook import look_ahead, ranges, recorded_scheme, survival
-from mlflash.commands.sealed import Changed, Sealed
 from mlflash.commands.tensor_statistics import Statistics, statistics
 from mlflash.config import job_name
-from mlflash.header import HEADER_NBYTES, Attempt, Header
-from mlflash.layout import Extents
-from mlflash.node_memory import NodeMemory
-from mlflash.placement import place
-from mlflash.scheme import parse
-from mlflash.state import Entry
-from mlflash.survival import of
-from mlflash.topology import Topology
+from mlflash.memory.node_directory import NodeMemory
+from mlflash.memory.slot_header import HEADER_NBYTES, Attempt, Header
+from mlflash.placement.groups import place
+from mlflash.placement.scheme import parse
+from mlflash.placement.survival import of
+from mlflash.placement.topology import Topology
+from mlflash.state.layout import Extents
+from mlflash.state.leaves import Entry
+from mlflash.terminal import jobs
+from mlflash.terminal.looking import File, Node, look
+from mlflash.terminal.outlook import look_ahead, ranges, recorded_scheme, survival
+from mlflash.terminal.sealed import Changed, Sealed
 
 UID = os.getuid()
 STATE = {

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mlflash.node_memory import NodeMemory
+from mlflash.memory.node_directory import NodeMemory
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from states import Built, Spec, changed, differences, untied
 from stored import Store
 
 from mlflash.errors import StateError
-from mlflash.node_memory import NodeMemory
+from mlflash.memory.node_directory import NodeMemory
 
 
 def check(*specs: Spec) -> None:

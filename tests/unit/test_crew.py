@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from waiting import take
 
-from mlflash import crew
-from mlflash.crew import Crew, crew_of
+from mlflash.memory import thread_pool
+from mlflash.memory.thread_pool import Crew, crew_of
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
@@ -77,8 +77,8 @@ def test_what_goes_wrong_is_raised_when_nobody_is_at_work_any_more(threads: int)
 def test_a_crew_grows_as_long_as_that_is_worth_it(
     monkeypatch: pytest.MonkeyPatch, cores: int, ranks: int, seconds: dict[int, float], found: int
 ) -> None:
-    monkeypatch.setattr(crew.os, "sched_getaffinity", lambda pid: set(range(cores)))
-    monkeypatch.setattr(crew, "_copy_s", lambda number: seconds[number])
+    monkeypatch.setattr(thread_pool.os, "sched_getaffinity", lambda pid: set(range(cores)))
+    monkeypatch.setattr(thread_pool, "_copy_s", lambda number: seconds[number])
     asked: list[Any] = []
 
     def agree(numbers: list[int]) -> list[int]:

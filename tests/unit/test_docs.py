@@ -13,9 +13,9 @@ import pytest
 
 from mlflash import errors
 from mlflash.config import Config
-from mlflash.placement import place
+from mlflash.placement.groups import place
+from mlflash.placement.scheme import parse
 from mlflash.planning.prospects import Job, node_nbytes
-from mlflash.scheme import parse
 
 REPO = Path(__file__).parents[2]
 DOCS = REPO / "docs"

@@ -10,7 +10,7 @@ import pytest
 
 from mlflash.doctor import copying, gpu, logout, memory, mounts, need, ranks, rma, slurm, software
 from mlflash.doctor.findings import Level
-from mlflash.limits import headroom
+from mlflash.memory.memory_limits import headroom
 from mlflash.planning import prospects
 
 GIB = 1 << 30
@@ -337,7 +337,7 @@ def test_what_is_installed_is_named() -> None:
 
 
 def test_parity_by_numpy_is_worth_a_warning_where_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mlflash import erasure
+    from mlflash.redundancy import erasure
 
     monkeypatch.setenv("MLFLASH_ISAL", "0")
     erasure._isal.cache_clear()

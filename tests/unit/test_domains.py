@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlflash.domains import Domains, fill_gaps, from_argument, from_lines, join
 from mlflash.errors import ConfigError
+from mlflash.placement.failure_domains import Domains, fill_gaps, from_argument, from_lines, join
 
 TREE = ("switch", "leaf switch")
 

@@ -23,17 +23,18 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlflash import errors, layout, manifest
+from mlflash import errors
 from mlflash.config import Config
 from mlflash.draining import catalog, dealing, hdf5, index
 from mlflash.draining.catalog import Listed, Stored
 from mlflash.draining.index import CARD_NBYTES, Card, Piece
-from mlflash.dtypes import TORCH_ITEM_NBYTES
-from mlflash.flatten import flatten
-from mlflash.header import Attempt
-from mlflash.skeleton import Skeleton, Source
-from mlflash.state import Entry, array_entry, live_bytes, tensor_entry
-from mlflash.store import Directory
+from mlflash.memory.slot_header import Attempt
+from mlflash.state import layout, manifest
+from mlflash.state.dtypes import TORCH_ITEM_NBYTES
+from mlflash.state.flatten import flatten
+from mlflash.state.leaves import Entry, array_entry, live_bytes, tensor_entry
+from mlflash.storage.file_holes import Skeleton, Source
+from mlflash.storage.store import Directory
 
 H5DUMP = shutil.which("h5dump")
 needs_h5dump = pytest.mark.skipif(H5DUMP is None, reason="h5dump is not installed (hdf5-tools)")

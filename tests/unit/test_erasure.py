@@ -16,8 +16,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlflash import erasure
 from mlflash.errors import ConfigError
+from mlflash.redundancy import erasure
 
 KERNELS = ("numpy", "ISA-L")
 

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from mlflash import events
-from mlflash.events import EventLog, file_of_node
 from mlflash.reporting.lines import files_of
+from mlflash.telemetry import events
+from mlflash.telemetry.events import EventLog, file_of_node
 
 
 @pytest.fixture(autouse=True)
@@ -101,7 +101,7 @@ def test_warnings_are_events_and_still_go_where_they_went(tmp_path: Path) -> Non
 import logging
 from mlflash import events
 events._CLOSE_S = 60
-from mlflash.events import EventLog
+from mlflash.telemetry.events import EventLog
 log = EventLog({str(tmp_path / "run.jsonl")!r}, run="r", rank=0, node="n")
 logging.getLogger("mlflash").warning("it is %s", "so")
 logging.getLogger("mlflash").info("not this")

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from mlflash.errors import StateError
-from mlflash.flatten import Flattener, flatten
+from mlflash.state.flatten import Flattener, flatten
 
 
 class Counted:

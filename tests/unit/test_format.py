@@ -11,15 +11,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlflash import errors, header, layout, manifest
-from mlflash.crew import ALONE
-from mlflash.flatten import flatten
-from mlflash.header import Attempt, Header
-from mlflash.layout import Extents
-from mlflash.segment import create
-from mlflash.slot import Slot, read_header
-from mlflash.stage import Stage
-from mlflash.transfer import Source, chunks
+from mlflash import errors
+from mlflash.memory import slot_header
+from mlflash.memory.segment import create
+from mlflash.memory.slot import Slot, read_header
+from mlflash.memory.slot_header import Attempt, Header
+from mlflash.memory.thread_pool import ALONE
+from mlflash.redundancy.transfer import Source, chunks
+from mlflash.saving.staging import Stage
+from mlflash.state import layout, manifest
+from mlflash.state.flatten import flatten
+from mlflash.state.layout import Extents
 
 GOLDEN = Path(__file__).with_name("golden-slot-v1.bin")
 
@@ -47,7 +49,9 @@ def write_slot(memory: Any, state: Any, block_nbytes: int = 4096) -> Slot:
 
     Source(slot, plan.layout.extents, seal).seal()
     slot.record_commit(slot.header.attempt, 12)
-    slot.view[header.COMMIT_START + 40 : header.COMMIT_START + 64] = 0  # the time of the commit differs each time
+    slot.view[slot_header.COMMIT_START + 40 : slot_header.COMMIT_START + 64] = (
+        0  # the time of the commit differs each time
+    )
     return slot
 
 
@@ -115,7 +119,7 @@ def test_a_flipped_bit_anywhere_in_body_or_table_is_found(node_memory: Any, bloc
 
 def test_a_flipped_bit_anywhere_in_the_header_unseals_the_slot(node_memory: Any) -> None:
     slot = write_slot(node_memory, {"a": 1})
-    for place in range(header.HEADER_NBYTES):
+    for place in range(slot_header.HEADER_NBYTES):
         slot.view[place] ^= 1
         assert read_header(slot.view) is None
         slot.view[place] ^= 1
@@ -134,12 +138,12 @@ def test_the_commit_record_belongs_to_one_attempt(node_memory: Any) -> None:
     assert slot.committed
     page = slot.view[:4096].tobytes()
     for other in (Attempt(attempt.run_id, attempt.generation + 1), Attempt(bytes(16), attempt.generation)):
-        assert header.read_record(page, header.COMMIT_START, other) is None
+        assert slot_header.read_record(page, slot_header.COMMIT_START, other) is None
     slot.record_restores(attempt, 3)
     page = slot.view[:4096].tobytes()
-    assert header.read_record(page, header.RESTORES_START, attempt) == 3
-    assert header.read_record(page, header.COMMIT_START, attempt) == 12
-    slot.view[header.COMMIT_START + 20] ^= 1
+    assert slot_header.read_record(page, slot_header.RESTORES_START, attempt) == 3
+    assert slot_header.read_record(page, slot_header.COMMIT_START, attempt) == 12
+    slot.view[slot_header.COMMIT_START + 20] ^= 1
     assert not slot.committed
     slot.unseal()
     assert not slot.committed and read_header(slot.view) is None
@@ -149,7 +153,7 @@ def test_the_commit_record_belongs_to_one_attempt(node_memory: Any) -> None:
 @given(raw=st.binary(max_size=600))
 def test_no_bytes_make_the_header_parser_do_anything_but_refuse(raw: bytes) -> None:
     with pytest.raises(errors.CorruptSlot):
-        header.unpack(raw)
+        slot_header.unpack(raw)
 
 
 VALID = json.loads(

@@ -74,8 +74,8 @@ def made(module: str, name: str, arguments: tuple[Any, ...], state: Any = None) 
 
 SYSTEM, POPEN = Named("os", "system"), Named("subprocess", "Popen")
 HOSTILE = {
-    "the original": lambda path: called("mlflash.metrics", "Metrics", path, "job", Named("builtins", "dict")),
-    "a class of a package": lambda path: made("mlflash.store", "Directory", (path,)),
+    "the original": lambda path: called("mlflash.telemetry.metrics", "Metrics", path, "job", Named("builtins", "dict")),
+    "a class of a package": lambda path: made("mlflash.storage.store", "Directory", (path,)),
     "a file": lambda path: called("builtins", "open", path, "w"),
     "io": lambda path: called("_io", "FileIO", path, "w"),
     "a command": lambda path: called("os", "system", f"touch {path}"),

@@ -13,7 +13,7 @@ from typing import IO
 import numpy as np
 import pytest
 
-from mlflash import huge_pages
+from mlflash.memory import huge_pages
 
 SHM = "/dev/shm"
 NBYTES = 5 << 20  # two huge pages and a half, where these are of 2 MiB

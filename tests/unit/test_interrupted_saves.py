@@ -17,7 +17,7 @@ from share import taken
 from waiting import PATIENCE_S
 
 import mlflash
-from mlflash import Checkpointer, points
+from mlflash import Checkpointer, crash_points
 
 _HOME = str(Path(mlflash.__file__).parent)
 _EVERY = 7  # lines of a save at which it is interrupted in one run; the share says with which it begins
@@ -119,13 +119,13 @@ def test_who_leaves_a_save_that_waits_for_its_slots_leaves_nothing_torn(ckpt: Ch
         raise Interrupted
 
     before = signal.signal(signal.SIGUSR1, handler)
-    points.arm(at)
+    crash_points.arm(at)
     try:
         with pytest.raises(Interrupted):
             ckpt.save(1, state)
         state["x"][50_000:] = 2
     finally:
-        points.arm(None)
+        crash_points.arm(None)
         signal.signal(signal.SIGUSR1, before)
         left.set()
     ckpt.save(2, {"x": np.full(100_000, 3)}).wait()

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from layouts import layout
 
-from mlflash.header import Attempt, Kind
-from mlflash.inventory import FOUND, Inventory, ParityGroup, assign, choose, decode, encode, file_name, join
-from mlflash.placement import place
-from mlflash.scheme import parse
+from mlflash.memory.inventory import FOUND, Inventory, ParityGroup, assign, choose, decode, encode, file_name, join
+from mlflash.memory.slot_header import Attempt, Kind
+from mlflash.placement.groups import place
+from mlflash.placement.scheme import parse
 
 RUN_A, RUN_B = b"a" * 16, b"b" * 16
 RUN_NUMBERS = (0x3F9C_11D7_A6E2_5B48, 0xC471_0E8D_92F3_6AB5)  # no pattern in them, as in a real one
@@ -250,6 +250,6 @@ def test_parity_files_and_slots_are_not_taken_for_each_other() -> None:
 
 @pytest.mark.parametrize("number", [0, 7, 9999, 12_345])
 def test_file_names_and_numbers(number: int) -> None:
-    from mlflash.inventory import file_number
+    from mlflash.memory.inventory import file_number
 
     assert file_number(file_name(number)) == number

@@ -11,12 +11,13 @@ import pytest
 import torch
 from waiting import is_in, take, until
 
-from mlflash import Checkpointer, lazy
-from mlflash.courier import Job
-from mlflash.devices import Transfer
+from mlflash import Checkpointer
 from mlflash.errors import DeadlineExceeded, StateError
-from mlflash.flatten import Flattener
-from mlflash.lazy import Later, Steps, Unchanging
+from mlflash.saving import deferred_copies
+from mlflash.saving.deferred_copies import Later, Steps, Unchanging
+from mlflash.saving.device_copies import Transfer
+from mlflash.state.flatten import Flattener
+from mlflash.wire.courier import Job
 
 DEADLINE = 60.0
 
@@ -230,7 +231,7 @@ class Plain(torch.optim.Optimizer):
 @pytest.fixture
 def compiler(monkeypatch: pytest.MonkeyPatch) -> Any:
     """torch's, as if it had compiled nothing so far."""
-    monkeypatch.setattr(lazy._HOOK, "is_passed_by", False)
+    monkeypatch.setattr(deferred_copies._HOOK, "is_passed_by", False)
     torch._dynamo.reset()
     yield functools.partial(torch.compile, backend="eager")
     torch._dynamo.reset()

@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import nn
 
-from mlflash import Checkpointer, errors, loading
-from mlflash.flatten import flatten
-from mlflash.rebuild import compare
-from mlflash.torch_objects import load
+from mlflash import Checkpointer, errors
+from mlflash.restoring import loading
+from mlflash.state.flatten import flatten
+from mlflash.state.rebuild import compare
+from mlflash.state.torch_objects import load
 
 
 @pytest.fixture

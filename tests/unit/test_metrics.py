@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from mlflash import Checkpointer, metrics
+from mlflash import Checkpointer
 from mlflash.adapters.tensorboard import Scalars
+from mlflash.telemetry import metrics
 
 
 @pytest.fixture(autouse=True)

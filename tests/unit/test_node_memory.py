@@ -15,12 +15,12 @@ from click.testing import CliRunner
 
 from mlflash import errors
 from mlflash.cli import main
-from mlflash.inventory import Files
-from mlflash.limits import available
-from mlflash.node_memory import NodeMemory, clean, emulated_nodes, held_by_jobs, jobs_of
-from mlflash.pulse import Pulse, all_pulses, live_jobs
-from mlflash.segment import attach, create, lend, prefault_in_background
-from mlflash.shelf import Shelf
+from mlflash.memory.inventory import Files
+from mlflash.memory.memory_limits import available
+from mlflash.memory.node_directory import NodeMemory, clean, emulated_nodes, held_by_jobs, jobs_of
+from mlflash.memory.segment import attach, create, lend, prefault_in_background
+from mlflash.memory.slot_pool import Shelf
+from mlflash.telemetry.heartbeat import Pulse, all_pulses, live_jobs
 
 UID = os.getuid()
 
@@ -206,7 +206,7 @@ def test_no_name_leads_out_of_the_nodes_directory(shm: Path, name: str) -> None:
 
 def test_a_second_live_process_is_refused_with_the_pid_of_the_first(shm: Path) -> None:
     program = (
-        "import sys; from mlflash.node_memory import NodeMemory; m = NodeMemory(sys.argv[1], 'j', None); "
+        "import sys; from mlflash.memory.node_directory import NodeMemory; m = NodeMemory(sys.argv[1], 'j', None); "
         "m.lock(0, 2); print('held', flush=True); sys.stdin.read()"
     )
     with subprocess.Popen([sys.executable, "-c", program, str(shm)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,

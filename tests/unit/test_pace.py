@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from mlflash.pace import Pace
+from mlflash.wire.rate_limit import Pace
 
 CHUNK = 4 << 20
 

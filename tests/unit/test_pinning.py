@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 from waiting import until
 
-from mlflash.node_memory import NodeMemory
-from mlflash.segment import create, prefault_in_background
+from mlflash.memory.node_directory import NodeMemory
+from mlflash.memory.segment import create, prefault_in_background
 
 PORTABLE = 1
 

@@ -21,13 +21,13 @@ from hypothesis import strategies as st
 from mlflash import Checkpointer
 from mlflash.cli import main
 from mlflash.errors import ConfigError
-from mlflash.placement import made, place
-from mlflash.planning.inputs import measured, read_bytes, read_seconds, show_bytes, show_seconds
+from mlflash.placement.groups import made, place
+from mlflash.placement.scheme import parse
+from mlflash.placement.survival import of
 from mlflash.planning.interval import Costs, best_interval, daly, waste, young
 from mlflash.planning.prospects import SCHEMES, Job, consider, node_nbytes, prospect, share_uncovered
 from mlflash.planning.view import show_chance
-from mlflash.scheme import parse
-from mlflash.survival import of
+from mlflash.terminal.units import measured, read_bytes, read_seconds, show_bytes, show_seconds
 
 DOC = (Path(__file__).parents[2] / "docs" / "plan.md").read_text()
 GIB = 1 << 30

@@ -13,8 +13,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from scale import agreement, forecast, model
 from scale.parameters import PERLMUTTER, SLINGSHOT_11, Fabric, FileSystem, Node
 
+from mlflash.placement.scheme import parse
 from mlflash.planning.interval import daly, inflation
-from mlflash.scheme import parse
 
 SCHEMES = ("copy", "copy:2", "xor:8", "rs:6+2", "rs:8+3")
 NODE = Node(gpus=4, nics=2, copy_Bps=10e9, check_Bps=10e9, xor_Bps=5e9, rs_Bps=4e9, poll_s=1e-3, start_s=1e-6,

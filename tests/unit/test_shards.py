@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlflash.errors import StructureMismatch
-from mlflash.flatten import flatten
-from mlflash.shards import Held, cut, fragments, merge_plain, overlap, plain_leaves
-from mlflash.state import Entry
+from mlflash.state.flatten import flatten
+from mlflash.state.leaves import Entry
+from mlflash.state.shards import Held, cut, fragments, merge_plain, overlap, plain_leaves
 
 
 def entry(whole: tuple[int, ...], offset: tuple[int, ...], shape: tuple[int, ...], dtype: str = "<i4") -> Entry:

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from mlflash.errors import StateError
-from mlflash.lazy import Later
-from mlflash.spots import Spots
-from mlflash.state import as_bytes
+from mlflash.saving.deferred_copies import Later
+from mlflash.saving.sampled_bytes import Spots
+from mlflash.state.leaves import as_bytes
 
 SIZES = [1, 15, 16_384, 100_003, 3 << 20]
 

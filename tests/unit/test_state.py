@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from stored import Store
 
-from mlflash import dtypes, errors
-from mlflash.flatten import flatten
-from mlflash.rebuild import compare
+from mlflash import errors
+from mlflash.state import dtypes
+from mlflash.state.flatten import flatten
+from mlflash.state.rebuild import compare
 
 
 @pytest.fixture
@@ -60,7 +61,7 @@ states = st.recursive(
 def test_any_nested_state_round_trips(state: Any) -> None:
     import tempfile
 
-    from mlflash.node_memory import NodeMemory
+    from mlflash.memory.node_directory import NodeMemory
 
     with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
         memory = NodeMemory(directory, "j", None)

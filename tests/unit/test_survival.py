@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from layouts import SCHEMES, layout
 
-from mlflash.placement import place
-from mlflash.scheme import parse
-from mlflash.survival import Limit, Survival, describe, of, too_close
+from mlflash.placement.groups import place
+from mlflash.placement.scheme import parse
+from mlflash.placement.survival import Limit, Survival, describe, of, too_close
 
 
 def survival(scheme: str, *sizes: int) -> Survival:

@@ -22,8 +22,8 @@ from rich.console import Console
 from waiting import until
 
 from mlflash.demo.launch import mpiexec
-from mlflash.node_memory import NodeMemory
-from mlflash.pulse import Pulse, all_pulses, live_jobs
+from mlflash.memory.node_directory import NodeMemory
+from mlflash.telemetry.heartbeat import Pulse, all_pulses, live_jobs
 from mlflash.top.history import History, committed, spark
 from mlflash.top.looking import Look, Watch, look_everywhere, look_here
 from mlflash.top.view import page, state_of

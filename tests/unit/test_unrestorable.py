@@ -12,11 +12,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlflash import Checkpointer, errors, evidence, limits, room
+from mlflash import Checkpointer, errors
 from mlflash.config import from_environment
-from mlflash.evidence import Trace
-from mlflash.header import COMMIT_START, HEADER_NBYTES, MAGIC, RECORD_NBYTES, Attempt, Header, any_record, unpack
-from mlflash.layout import Extents
+from mlflash.memory import commit_records, memory_limits
+from mlflash.memory.commit_records import Trace
+from mlflash.memory.slot_header import (
+    COMMIT_START,
+    HEADER_NBYTES,
+    MAGIC,
+    RECORD_NBYTES,
+    Attempt,
+    Header,
+    any_record,
+    unpack,
+)
+from mlflash.runtime import grow_slots
+from mlflash.state.layout import Extents
 
 Make = Callable[..., Checkpointer]
 
@@ -205,9 +216,9 @@ def small(shm: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
 
     def shrink() -> None:
         held = sum(map(len, slots(shm).values()))
-        spared = limits.headroom(held)
+        spared = memory_limits.headroom(held)
         monkeypatch.setattr(
-            room, "available", lambda path: {"tmpfs": held + spared - sum(map(len, slots(shm).values()))}
+            grow_slots, "available", lambda path: {"tmpfs": held + spared - sum(map(len, slots(shm).values()))}
         )
 
     return shrink
@@ -269,7 +280,7 @@ def trace(rank: int, node: int, generation: int = 1, step: int = 1, size: int = 
 def test_the_ranks_whose_slots_are_gone_are_named_with_the_nodes_they_were_on() -> None:
     older = [trace(rank, 0, generation=1, file=rank) for rank in range(4)]
     newer = [trace(rank, 0, generation=2, step=5, file=4 + rank) for rank in (0, 2)]
-    told = evidence.why_not([*older, *newer], {(0, 3): "a reason"}, ["host0"])
+    told = commit_records.why_not([*older, *newer], {(0, 3): "a reason"}, ["host0"])
     assert told[5] == (
         "no slot and no copy of ranks 1, 3 of 4 is on the nodes that are here: they were on host1, host3"
     )
@@ -279,17 +290,17 @@ def test_the_ranks_whose_slots_are_gone_are_named_with_the_nodes_they_were_on() 
 def test_a_parity_group_that_lost_too_many_is_named() -> None:
     group = [trace(rank, rank, group=range(4)) for rank in (0, 1)]
     group += [trace(rank, rank, group=range(4), parities=1, file=1) for rank in (0, 1)]
-    why = evidence.why_not(group, {}, ["a", "b"])[1]
+    why = commit_records.why_not(group, {}, ["a", "b"])[1]
     assert "ranks 2-3 of 4" in why and "2 of the 4 ranks 0-3 that protect each other are without a slot" in why
     assert "of these 1 may be" in why
 
 
 def test_what_nobody_committed_is_no_reason_and_not_all_of_very_many_are_told() -> None:
-    assert evidence.why_not([trace(0, 0, committed=False)], {}, ["a"]) == {}
+    assert commit_records.why_not([trace(0, 0, committed=False)], {}, ["a"]) == {}
     many = [trace(0, 0, generation=number, step=number, file=number) for number in range(99)]
-    told = evidence.why_not(many, {}, ["a"])
-    assert [*told] == list(range(98, 98 - evidence.MOST_STEPS, -1))
-    why = evidence.why_not([trace(0, 0, size=100_000)], {(0, 0): "x" * 10}, ["a"])[1]
+    told = commit_records.why_not(many, {}, ["a"])
+    assert [*told] == list(range(98, 98 - commit_records.MOST_STEPS, -1))
+    why = commit_records.why_not([trace(0, 0, size=100_000)], {(0, 0): "x" * 10}, ["a"])[1]
     assert len(why) < 300
 
 
@@ -299,7 +310,7 @@ def test_a_fresh_start_goes_back_to_the_last_that_is_not_its_own(runs: list[tupl
     damaged = [Trace(one.place, one.attempt, one.step, True, None, "damaged") if is_damaged else one
                for one, (_, is_damaged) in zip(traces, runs, strict=True)]  # fmt: skip
     others = [number for number, (mark, is_damaged) in enumerate(runs) if not mark and not is_damaged]
-    floor = evidence.floor(damaged, 1)
+    floor = commit_records.floor(damaged, 1)
     assert floor >= max(others, default=-1) + 1
     ours = [number for number, (mark, is_damaged) in enumerate(runs) if mark and not is_damaged]
     assert (

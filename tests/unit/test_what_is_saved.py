@@ -13,10 +13,10 @@ import torch
 from states import Own, Thing, Wrapper, differences
 from stored import Store
 
-from mlflash import layout, manifest
 from mlflash.errors import CorruptSlot, StateError
-from mlflash.flatten import Flattener, flatten
-from mlflash.plain import MAX_DEPTH, decode_plain, encode_plain
+from mlflash.state import layout, manifest
+from mlflash.state.flatten import Flattener, flatten
+from mlflash.state.plain_values import MAX_DEPTH, decode_plain, encode_plain
 
 LARGE = 70_000
 

@@ -1,0 +1,284 @@
+"""The drains of this run: when one is due, that one follows the other, and what is in the directory.
+
+One drain goes on at a time; a checkpoint that comes due meanwhile is passed over for the next one. Which one is drained
+is agreed on with the commit (see `commit`), so that no rank waits for another.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+
+from ..config import Config
+from ..errors import DeadlineExceeded, DrainFailed, MlflashError
+from ..memory.inventory import scan
+from ..memory.slot import Slot, Use
+from ..memory.slot_header import Attempt, Kind
+from ..recovery.gather_shares import Files, Home, open_home
+from ..runtime.parts import Parts
+from ..saving.commit import Save
+from ..storage.store import Store, open_store
+from ..wire.background import Aside, in_thread
+from ..wire.courier import Courier
+from ..wire.nonblocking import Moves
+from . import catalog, drain
+from .cargo import Cargo
+from .catalog import Listed, Listing
+from .drain import Drain, Terms
+
+log = logging.getLogger("mlflash")
+
+_LOOK_S = 0.001  # how often rank 0 looks whether the directory was read
+
+
+class Drains:
+    """Drains checkpoints to the directory.
+
+    Args:
+        config: of the job.
+        parts: this rank's slots and communicators.
+        courier: makes the MPI calls.
+
+    Attributes:
+        last: the newest drain, on its way or ended; None before the first.
+        store: the directory; None where there is none.
+    """
+
+    def __init__(self, config: Config, parts: Parts, courier: Courier):
+        self._config, self._parts, self._courier = config, parts, courier
+        self.store: Store | None = None if config.directory is None else open_store(config.directory)
+        self.last: Drain | None = None
+        self._aside: Aside | None = None
+        self._since = 0  # checkpoints committed after the newest one that was drained
+        self._asked = False
+        self._clean = False  # what interrupted drains of earlier runs left is deleted
+        self._drained: Attempt | None = None  # the newest attempt that was, or is being
+        self._terms = Terms(
+            config.format, config.owner, config.job, config.block_nbytes * 4, config.compression, config.drain_rate,
+            config.drain_writers, config.keep_last, config.keep_every,
+        )  # fmt: skip
+
+    @property
+    def idle(self) -> bool:
+        """Whether no drain is on its way on this rank."""
+        return self.last is None or self.last.done
+
+    @property
+    def is_on(self) -> bool:
+        """Whether checkpoints are drained by themselves."""
+        return self._config.drain_every > 0
+
+    @property
+    def asked(self) -> bool:
+        """Whether somebody has asked for a drain on this node (`mlflash drain`)."""
+        world, memory = self._parts.world, self._parts.memory
+        self._asked = self._asked or (self.store is not None and world.local_rank == 0 and memory.take_request())
+        return self._asked
+
+    def ask(self) -> None:
+        """Let the next checkpoint that is committed be drained; agreed on with the commit. Not collective."""
+        self._asked = True
+
+    def committed(self, save: Save) -> None:
+        """Count a checkpoint that was committed just now, and begin to drain it where it is due; for the courier.
+
+        Collective over the world.
+        """
+        self._since += 1
+        due = save.drain_asked or (self.is_on and self._since >= self._config.drain_every)
+        if self.store is None or save.slot is None or not due:
+            return
+        if save.drains_idle:
+            self._begin(save.slot, save.share)
+        else:
+            self._parts.journal.counts["drains put off"] += 1
+
+    def drain(self) -> Drain:
+        """Drain the newest checkpoint; see `Checkpointer.drain`."""
+        if self.store is None:
+            raise DrainFailed("this Checkpointer was given no directory to drain to")
+        self.wait()
+
+        def work() -> None:
+            shelf = self._parts.shelf
+            held = [slot for slot in shelf.own if slot.header is not None and slot.use is Use.HOLDS]
+            slot = max(held, key=lambda one: one.generation, default=None)
+            missing = DrainFailed("nothing was committed or restored yet") if slot is None else None
+            self._parts.world.raise_together(missing)
+            assert slot is not None and slot.header is not None
+            if slot.header.attempt == self._drained and self.last is not None and self.last.error is None:
+                return
+            attempt = slot.header.attempt
+            share = next((s for s in shelf.shares if s.header is not None and s.header.attempt == attempt), None)
+            self._begin(slot, share)
+
+        self._courier.call(work)
+        assert self.last is not None
+        return self.last
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Wait until no drain is on its way; see `Checkpointer.wait_drained`."""
+        if self.last is None or self.last.done:
+            return
+        try:
+            self.last.wait(timeout_s)
+        except DeadlineExceeded as error:
+            error.rank, error.node = self._parts.world.rank, self._parts.world.node_name
+            raise
+        except MlflashError:
+            pass  # a warning already
+
+    def finish(self) -> None:
+        """Drain what was committed last, where draining is on and it was not, and wait. Collective over the world.
+
+        A drain that fails is a warning.
+        """
+        try:
+            self.wait()
+            if self.is_on and self._since:
+                self.drain()
+                self.wait()
+        except DrainFailed:
+            pass  # a warning already
+
+    def give_up(self) -> None:
+        """Let a drain that is on its way end soon, and what it wrote be deleted. Not collective."""
+        if self.last is not None:
+            self.last.given_up.set()
+
+    def go_beyond(self) -> None:
+        """Number on from what is in the directory, which a fresh start passes over. Collective over the world."""
+        if self._parts.world.rank == 0 and self.store is not None:
+            # On a thread of its own, as the file system may hang: nobody waits for what it says.
+            threading.Thread(target=self._say_what_will_not_come, args=(self.store,), name="mlflash-look",
+                             daemon=True).start()  # fmt: skip
+        parts, there = self._parts, self._list(self.store)
+        others = [one for one in there.listed if self._config.mark not in (0, one.card.mark)]
+        if there.problem:  # whatever is there was numbered from 1 on, or by an earlier time
+            newest = int(parts.world.broadcast(time.time_ns() // 1_000_000, 0))
+            if self._config.mark and not parts.take_stock().rows.size:
+                parts.floor = newest
+        else:
+            newest = max((one.card.attempt.generation for one in there.listed), default=0)
+        parts.floor = max(parts.floor, *(one.card.attempt.generation + 1 for one in others), 0)
+        parts.generation = max(parts.generation, newest)
+        if others and parts.world.rank == 0:
+            log.warning("fresh start %r: steps %s in %s are passed over, and stay there", self._config.fresh,
+                        sorted({one.step for one in others}), self.store and self.store.path)  # fmt: skip
+
+    def _say_what_will_not_come(self, store: Store) -> None:
+        """Say at the start what will not get into the directory, and not only when a drain fails. Not collective."""
+        if not self.is_on:
+            log.info("nothing gets into %s by itself, as drain_every is 0: drain() writes the newest checkpoint",
+                     store.path)  # fmt: skip
+        if why := store.why_not_writable():
+            log.warning("no checkpoint can be drained to %s: %s", store.path, why)
+
+    def listed(self, store: Store | None = None) -> list[Listed]:
+        """List the committed checkpoints of the directory (or of another), newest first; see `look`.
+
+        Collective over the world.
+        """
+        return [*self.look(store).listed]
+
+    def look(self, store: Store | None = None) -> Listing:
+        """List what is in the directory, but for what a fresh start passes over; or all that is in another.
+
+        Collective over the world: rank 0 looks. A directory that cannot be read is a warning, and empty.
+        """
+        floor = self._parts.floor
+        if store not in (None, self.store) or not floor:
+            return self._list(store or self.store)
+        there = self._list(self.store)
+        ours = tuple(one for one in there.listed if one.card.attempt.generation >= floor)
+        return Listing(ours, {}, there.problem)  # of what cannot be read nobody knows whose it is
+
+    def _list(self, store: Store | None) -> Listing:
+        """The same; the problem is, too, that it does not answer in half the time that the other ranks wait."""
+        if store is None:
+            return Listing()
+        world = self._parts.world
+        found: Listing | None = None
+        problem = ""
+        if world.rank == 0:
+            looking = in_thread(lambda: catalog.look(store), "mlflash-list")
+            end = time.monotonic() + self._config.timeout_s / 2
+            try:
+                while found is None and time.monotonic() < end:
+                    try:
+                        next(looking)
+                        time.sleep(_LOOK_S)
+                    except StopIteration as through:
+                        found = through.value
+                if found is None:
+                    problem = f"{store.path} does not answer"
+            except Exception as error:  # fsspec raises what it likes
+                problem = f"{store.path} cannot be read: {error}"
+            if problem:
+                log.warning("nothing is restored from the directory: %s", problem)
+        told: Listing = world.broadcast(found or Listing(problem=problem), 0)
+        return told
+
+    def free(self) -> None:
+        """Free the communicator. Collective over the world."""
+        if self._aside is not None:
+            self._aside.free()
+
+    def begin(self, cargo: Cargo, held: Sequence[Slot] = ()) -> Drain:
+        """Begin to drain what this process hands in.
+
+        Collective over the world; for a job of the courier, while no drain is on its way.
+
+        Args:
+            cargo: it.
+            held: slots of this rank among it, which saves may not write meanwhile.
+        """
+        parts, store = self._parts, self.store
+        if store is None:
+            raise DrainFailed("this Checkpointer was given no directory to drain to")
+        if self._aside is None:
+            self._aside = Aside(parts.world)
+        for slot in held:
+            slot.drains = True
+        self._since, self._asked = 0, False
+        self._drained = cargo.attempt
+        current = self.last = Drain(cargo.step, self._look, self._config.timeout_s)
+        parts.journal.counts["drains"] += 1
+        aside = self._aside
+
+        def moves() -> Moves:
+            error = yield from drain.run(current, cargo, parts.world, aside, store, self._terms, not self._clean)
+            self._clean = self._clean or current.clean
+            for home in cargo.homes.values():
+                parts.shelf.unmap_others([home.slot, *home.shares])
+            parts.shelf.drained(held)
+            current.end(error)
+            parts.journal.drained(current.step, current.seconds or 0.0, current.nbytes, current.path, error)
+
+        self._courier.begin_aside(moves())
+        return current
+
+    def _look(self) -> None:
+        """Let drains go on where there is no thread for it; for those who wait."""
+        self._courier.go_aside()
+        if self._courier.broken is not None:
+            raise DrainFailed("mlflash stopped after an earlier error", found=self._courier.broken)
+
+    def _begin(self, slot: Slot, share: Slot | None) -> None:
+        """Begin to drain what is in slots of this rank."""
+        parts, header = self._parts, slot.header
+        assert header is not None
+
+        def open_home_of_mine() -> dict[int, Home]:
+            files: Files = {}
+            if slot.manifest().shared is not None:
+                node = parts.world.node_index
+                rows = scan(parts.memory, node).of(header.attempt).rows
+                shares = rows[rows["kind"] == Kind.SHARE]
+                files = {(node, (int(row["shared_by"]), int(row["number"]))): int(row["file"]) for row in shares}
+            return {parts.world.rank: open_home(parts, slot, files)}
+
+        cargo = Cargo(header.attempt, header.step, parts.world.size, open_home_of_mine, header.mark)
+        self.begin(cargo, [one for one in (slot, share) if one is not None])

@@ -1,0 +1,58 @@
+"""Without training: what is in memory → the directory, or made whole again.
+
+By processes that are there for this only, on the nodes that are left; of whatever number, as each can hand in the
+state of several ranks of the job. What is lost is rebuilt from copies or parity first, and stays in memory.
+"""
+
+from __future__ import annotations
+
+from ..recovery import find
+from ..recovery.gather_shares import Home
+from ..runtime.parts import Parts
+from .cargo import Cargo
+from .drain import Drain
+from .queue import Drains
+
+
+def scavenge(parts: Parts, drains: Drains) -> Drain | None:
+    """Begin to drain the newest checkpoint that memory can give.
+
+    Collective over the world; for a job of the courier.
+
+    Returns:
+        The drain; None where the directory has what memory has, or more.
+    """
+    listed = drains.listed()
+    newest = max((one.card.attempt.generation for one in listed), default=0)
+    found = find.bring_home(parts, None, others=True, oldest=newest + 1)
+    if found is None:
+        return None
+    if isinstance(found, Home):
+        header, mine = found.header, {parts.world.rank: found}
+        cargo = Cargo(header.attempt, header.step, header.world_size, lambda: mine, header.mark)
+    else:
+        headers = [home.header for home in found.homes.values()]
+        told = [max((header.world_size for header in headers), default=0), max((h.mark for h in headers), default=0)]
+        world_size, mark = (-number for number in parts.world.agree([-number for number in told]))
+        homes = found.homes
+        cargo = Cargo(found.attempt, found.step, world_size, lambda: homes, mark)
+    return drains.begin(cargo)
+
+
+def heal(parts: Parts) -> int | None:
+    """Make the redundancy of the newest checkpoint in memory whole again.
+
+    Collective over the world, which must be of as many ranks as the job; for a job of the courier.
+
+    Returns:
+        Its step; None where memory has nothing.
+
+    Raises:
+        WorldSizeChanged: this is another number of ranks.
+        MemoryTooSmall, SaveFailed: it could not be made whole; what there was is untouched.
+    """
+    found = find.bring_home(parts, None)
+    if not isinstance(found, Home):
+        return None
+    find.heal(parts, found.slot)
+    return found.header.step

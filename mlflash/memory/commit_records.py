@@ -1,0 +1,157 @@
+"""What says that something was committed, whether or not it can be used still; and why it cannot.
+
+A receipt in any file of an attempt says that it was committed: of its commit, or that a run has restored it. A save
+that died before its first receipt was never told to anybody as committed: where every rank had sealed its slot it
+rolls forward all the same, and else it is nothing. Pure but for `trace`; nothing is ever written here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+import zlib
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+from ..errors import CorruptSlot
+from .inventory import Place, file_name, file_number, first_pages
+from .node_directory import NodeMemory
+from .slot_header import COMMIT_START, MAGIC, RESTORES_START, Attempt, Header, Kind, any_record, unpack
+
+MOST_STEPS = 16
+"""Steps of which it is said why they cannot be restored."""
+_NAMED = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Trace:
+    """A file in the memory of a node that holds something, or did before it was damaged.
+
+    Attributes:
+        place: of it.
+        attempt, step: that it holds, by its header, else by its receipt; None and -1 where neither can be read.
+        committed: whether it has a receipt.
+        header: None where that is damaged.
+        damage: what is wrong with it; "" as far as the header goes.
+    """
+
+    place: Place
+    attempt: Attempt | None
+    step: int
+    committed: bool
+    header: Header | None
+    damage: str
+
+
+def trace(memory: NodeMemory, node: int) -> list[Trace]:
+    """List the files of this node that hold something, damaged ones too. Not collective."""
+    found = []
+    for name, page, nbytes in first_pages(memory):
+        commit, restores = any_record(page, COMMIT_START), any_record(page, RESTORES_START)
+        header, damage = None, ""
+        try:
+            header = unpack(page)
+            if header.extents.nbytes > nbytes:
+                damage = f"it has {nbytes:,} bytes of {header.extents.nbytes:,}"
+        except CorruptSlot as error:  # a slot that was unsealed to be written has neither magic nor receipt
+            if commit is None and page[: len(MAGIC)] != MAGIC:
+                continue
+            damage = error.message
+        attempt = header.attempt if header is not None else commit[0] if commit is not None else None
+        step = header.step if header is not None else commit[1] if commit is not None else -1
+        committed = attempt is not None and any(one is not None and one[0] == attempt for one in (commit, restores))
+        found.append(Trace((node, file_number(name)), attempt, step, committed, header, damage))
+    return found
+
+
+def encode(traces: Sequence[Trace]) -> bytes:
+    """Encode what a node holds for its way to the others. Not collective."""
+    return zlib.compress(pickle.dumps(traces), 1)
+
+
+def join(packed: Iterable[bytes]) -> list[Trace]:
+    """Put together what nodes have told (see `encode`). Not collective."""
+    return [one for part in packed for one in pickle.loads(zlib.decompress(part))]
+
+
+def committed(traces: Iterable[Trace]) -> set[Attempt]:
+    """The attempts that were committed."""
+    return {one.attempt for one in traces if one.committed and one.attempt is not None}
+
+
+def floor(traces: Iterable[Trace], mark: int) -> int:
+    """The generation from which on a fresh start looks: newer than all that does not bear its mark.
+
+    Args:
+        traces: of all nodes.
+        mark: of the fresh start.
+    """
+    marks: dict[Attempt, set[int]] = {}
+    for one in traces:
+        if one.attempt is not None:
+            marks.setdefault(one.attempt, set()).update([] if one.header is None else [one.header.mark])
+    ours = [attempt.generation for attempt, found in marks.items() if mark in found]
+    others = [attempt.generation for attempt, found in marks.items() if found - {mark}]
+    # Of some no header can be read: what is newer than the first of ours is ours as well.
+    unknown = [attempt.generation for attempt, found in marks.items() if not found]
+    others += [generation for generation in unknown if not any(mine < generation for mine in ours)]
+    return max(others, default=-1) + 1
+
+
+def why_not(traces: Sequence[Trace], struck: Mapping[Place, str], nodes: Sequence[str]) -> dict[int, str]:
+    """Say of each committed step why it cannot be restored, newest first, of `MOST_STEPS` at most.
+
+    Args:
+        traces: of all nodes.
+        struck: files that a restore found to be damaged, and how.
+        nodes: names of today's nodes.
+    """
+    told: dict[int, str] = {}
+    for attempt in sorted(committed(traces), key=lambda one: one.generation, reverse=True):
+        its = [one for one in traces if one.attempt == attempt]
+        if its[0].step not in told and len(told) < MOST_STEPS:
+            told[its[0].step] = _why(its, traces, struck, nodes)
+    return told
+
+
+def _why(its: Sequence[Trace], traces: Sequence[Trace], struck: Mapping[Place, str], nodes: Sequence[str]) -> str:
+    """Why an attempt cannot be restored: what is gone, and what is damaged."""
+    wrong = {one.place: one.damage or struck.get(one.place, "") for one in its}
+    headers = [one.header for one in its if one.header is not None]
+    slots = {one.header.rank for one in its if not wrong[one.place] and one.header and one.header.kind is Kind.SLOT}
+    spoilt = {one.header.rank for one in its if wrong[one.place] and one.header and one.header.kind is Kind.SLOT}
+    size = max((header.world_size for header in headers), default=0)
+    gone = {*range(size)} - slots - spoilt
+    said = []
+    if gone:
+        was = sorted({one.header.node for one in traces if one.header and one.header.rank in gone})
+        here = sorted({header.node for header in headers})
+        where = f"they were on {_some(was)}" if was else f"what is here is of ranks that were on {_some(here)}"
+        said.append(f"no slot and no copy of {_ranks(gone)} of {size} is on the nodes that are here: {where}")
+    parities = {header.group: header.parities for header in headers if header.kind is Kind.PARITY}
+    for group, losses in sorted(parities.items()):
+        if lost := {*group} - slots:
+            said.append(f"{len(lost)} of the {len(group)} ranks {_numbers(group)} that protect each other are without "
+                        f"a slot, and of these {losses} may be")  # fmt: skip
+    bad = [f"{file_name(place[1])} on {nodes[place[0]]}: {why}" for place, why in sorted(wrong.items()) if why]
+    said += bad[:_NAMED] + ([f"{len(bad) - _NAMED} more files are damaged"] if len(bad) > _NAMED else [])
+    return "; ".join(said) or "a share of what ranks hold alike is on no node that is here"
+
+
+def _ranks(ranks: Collection[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {_numbers(ranks)}"
+
+
+def _numbers(ranks: Collection[int]) -> str:
+    """``_numbers({0, 1, 2, 5}) == "0-2, 5"``."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    return _some([str(low) if low == high else f"{low}-{high}" for low, high in runs])
+
+
+def _some(names: Sequence[str]) -> str:
+    more = len(names) - _NAMED
+    return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")

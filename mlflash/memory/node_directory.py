@@ -1,0 +1,366 @@
+"""The directory of this job in the memory of this node.
+
+``<memory>/mlflash-<uid>/<job>/`` on a real node, with ``node<k>/`` below it where nodes are emulated.
+Nothing outside it is ever touched. Directories are 0700, files 0600, opened with O_NOFOLLOW and checked for
+their owner; each deletion is logged. What is in it and not ours is passed over, with one warning.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import re
+import stat
+import struct
+import time
+
+from ..errors import ConfigError, ForeignNode, JobInUse, UnsafePath
+from . import user_directory
+from .user_directory import PRIVATE, describe, is_private
+
+log = logging.getLogger("mlflash")
+
+SLOT_NAME = re.compile(r"slot-(\d{4,})")
+_LOCK_NAME = "lock"
+_PULSE_NAME = re.compile(r"pulse-\d{4,}")
+_REQUEST_NAME = "drain"
+_FLOCK = struct.Struct("hhlli")  # struct flock on 64-bit Linux
+_locked_here: set[tuple[str, int]] = set()  # POSIX locks do not keep a process from itself
+os.register_at_fork(after_in_child=_locked_here.clear)  # nor does a process that was forked have them
+
+
+class NodeMemory:
+    """This job's files on this node.
+
+    Args:
+        memory: the memory file system ("/dev/shm").
+        job: the job's name.
+        emulated_node: index of the node that this rank plays, or None on a real node.
+        make: make the directories where there are none.
+        top: this user's directory in the memory, as `user_directory.claim` found it; "": it is looked for.
+
+    Raises:
+        UnsafePath: a directory on the way is a link, open to others or somebody else's.
+        ConfigError: there is no such file system.
+        FileNotFoundError: there is none, and none is to be made.
+    """
+
+    def __init__(self, memory: str, job: str, emulated_node: int | None, make: bool = True, top: str = ""):
+        try:
+            fd = os.open(memory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except OSError as error:
+            if not make:
+                raise
+            raise ConfigError(f"there is no memory file system at {memory}: {error.strerror}",
+                              expected="a directory of a tmpfs, such as /dev/shm", found=memory) from None  # fmt: skip
+        try:
+            top = top or (user_directory.claim(memory, job) if make else user_directory.find(memory, job) or "")
+            if not top:
+                raise FileNotFoundError(f"no directory of this user in {memory}")
+        except OSError:
+            os.close(fd)
+            raise
+        path = memory
+        for part in (os.path.basename(top), job, *([] if emulated_node is None else [f"node{emulated_node}"])):
+            path, above = os.path.join(path, part), fd
+            try:
+                fd = _open_directory(part, above, path, make)
+            finally:
+                os.close(above)
+        self.path = path
+        self.fd = fd
+        self._memory, self._job = memory, job
+        self._lock_fd = -1
+        self._locks: list[tuple[str, int]] = []
+
+    def lock(self, local_rank: int, local_size: int, wait_s: float = 5.0) -> None:
+        """Hold this rank's part of the job's lock until the process ends.
+
+        Not collective, but each rank of the node calls it. The first local rank also holds the places of all
+        local ranks that there could be. The lock goes with the process, however it dies; a forked child does
+        not inherit it.
+
+        Raises:
+            JobInUse: another live process holds it; the text names its pid.
+        """
+        key = (self.path, local_rank)
+        if key in _locked_here:
+            raise JobInUse("this process has a Checkpointer with this job name already: close it, or give "
+                           "job= another name", found=self.path)  # fmt: skip
+        self._lock_fd = self.open(_LOCK_NAME, os.O_RDWR | os.O_CREAT)
+        wanted = [(local_rank, 1)] + ([(local_size, 0)] if local_rank == 0 else [])
+        for start, length in wanted:  # length 0: to the end of the file, however far it grows
+            deadline = time.monotonic() + wait_s
+            while not self._try_lock(start, length):
+                if time.monotonic() > deadline:
+                    raise JobInUse(
+                        "another job with this name is alive on this node: end it, or give one of the two "
+                        "another name (job=... or MLFLASH_JOB)",
+                        expected=f"{self.path} free",
+                        found=f"held by pid {self._holder(start, length)}",
+                    )
+                time.sleep(0.05)
+        _locked_here.add(key)
+        self._locks.append(key)
+
+    def _try_lock(self, start: int, length: int) -> bool:
+        try:
+            fcntl.lockf(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB, length, start)
+        except (BlockingIOError, PermissionError):
+            return False
+        return True
+
+    def _holder(self, start: int, length: int) -> int:
+        asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, start, length, 0)
+        return int(_FLOCK.unpack(fcntl.fcntl(self._lock_fd, fcntl.F_GETLK, asked))[4])
+
+    def alive(self) -> int | None:
+        """Process id of a live process of the job on this node; None where there is none. Takes no lock.
+
+        Not collective. A process of another pid namespace is 0. Not for processes that hold the lock themselves.
+        """
+        if self._status(_LOCK_NAME) is None:
+            return None
+        try:
+            fd = self.open(_LOCK_NAME, os.O_RDONLY)
+        except FileNotFoundError:
+            return None
+        try:
+            asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+            kind, _, _, _, pid = _FLOCK.unpack(fcntl.fcntl(fd, fcntl.F_GETLK, asked))
+        finally:
+            os.close(fd)
+        return None if kind == fcntl.F_UNLCK else max(0, int(pid))
+
+    def open(self, name: str, flags: int) -> int:
+        """Open a file of this directory (or make it, with O_CREAT) and check that it is ours.
+
+        Raises:
+            ForeignNode: the name leads out of this node's directory.
+            UnsafePath: the file is a link, open to others, or somebody else's.
+        """
+        if "/" in name or name in ("", ".", ".."):
+            raise ForeignNode("a rank may touch the memory of its own node only", expected=self.path, found=name)
+        path = os.path.join(self.path, name)
+        try:
+            fd = os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=self.fd)
+        except OSError as error:
+            if isinstance(error, (FileExistsError, FileNotFoundError)):
+                raise
+            raise UnsafePath(f"cannot open {path}: {error.strerror}", found=_look_at(name, self.fd)) from error
+        status = os.fstat(fd)
+        if not _is_ours(status):
+            os.close(fd)
+            raise UnsafePath(f"{path} is not a private file of this user", expected=PRIVATE, found=describe(status))
+        return fd
+
+    def slot_names(self) -> list[str]:
+        """List the slot files of this node, sorted."""
+        return sorted(name for name in os.listdir(self.fd) if SLOT_NAME.fullmatch(name) and self._status(name))
+
+    def pulse_names(self) -> list[str]:
+        """List the files in which ranks say how they are, sorted."""
+        return sorted(name for name in os.listdir(self.fd) if _PULSE_NAME.fullmatch(name) and self._status(name))
+
+    def nbytes(self, name: str) -> int:
+        """Size of a file of this node; 0 where it is gone."""
+        status = self._status(name)
+        return 0 if status is None else status.st_size
+
+    def _status(self, name: str) -> os.stat_result | None:
+        """What a file of ours is like; None where it is gone, and, with a warning, where it is not ours."""
+        try:
+            status = os.stat(name, dir_fd=self.fd, follow_symlinks=False)
+        except FileNotFoundError:
+            return None
+        if _is_ours(status):
+            return status
+        user_directory.pass_over(os.path.join(self.path, name), describe(status))
+        return None
+
+    def _unlink(self, name: str) -> bool:
+        """Delete a file of ours; whether it was there."""
+        if self._status(name) is None:
+            return False
+        try:
+            os.unlink(name, dir_fd=self.fd)
+        except FileNotFoundError:
+            return False
+        log.debug("deleted %s", os.path.join(self.path, name))
+        return True
+
+    def new_slot_name(self) -> tuple[str, int]:
+        """Make a new, empty slot file; no two ranks get the same one. Returns name and descriptor."""
+        number = 0
+        while True:
+            name = f"slot-{number:04d}"
+            try:
+                return name, self.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+            except FileExistsError:
+                number += 1
+
+    def remove(self, name: str) -> None:
+        """Delete a slot file of this node."""
+        if not SLOT_NAME.fullmatch(name):
+            raise ForeignNode("only slot files are deleted here", expected=self.path, found=name)
+        self._unlink(name)
+
+    def request_drain(self) -> None:
+        """Ask the job that is alive here to drain the next checkpoint it commits. Not collective."""
+        os.close(self.open(_REQUEST_NAME, os.O_WRONLY | os.O_CREAT))
+
+    def has_request(self) -> bool:
+        """Whether that was asked for, and no job has heard it yet. Not collective."""
+        return self._status(_REQUEST_NAME) is not None
+
+    def take_request(self) -> bool:
+        """Whether that was asked for; it is forgotten by this. Not collective."""
+        return self._unlink(_REQUEST_NAME)
+
+    def wipe(self) -> int:
+        """Delete all slots, the lock and the directory; returns the bytes freed. Hold the lock of all ranks before."""
+        nbytes = 0
+        for name in self.slot_names():
+            nbytes += self.nbytes(name)
+            self.remove(name)
+        for name in (_LOCK_NAME, _REQUEST_NAME, *self.pulse_names()):
+            self._unlink(name)
+        try:
+            os.rmdir(self.path)
+        except OSError:
+            log.warning("%s stays: there are files in it that are not mlflash's", self.path)
+        log.info("deleted %s, %d bytes of slots", self.path, nbytes)
+        return nbytes
+
+    def other_jobs(self) -> dict[str, int]:
+        """Bytes of the slots that other jobs of this user hold in this memory, alive or not, by job."""
+        held = held_by_jobs(self._memory)
+        return {job: nbytes for job, nbytes in held.items() if nbytes and job != self._job}
+
+    def close(self) -> None:
+        """Give up the lock and the directory; the files stay. May be called twice."""
+        for key in self._locks:
+            _locked_here.discard(key)
+        self._locks.clear()
+        for fd in (self._lock_fd, self.fd):
+            if fd >= 0:
+                os.close(fd)
+        self.fd = self._lock_fd = -1
+
+
+def jobs_of(memory: str) -> list[str]:
+    """List the jobs of this user that have memory on this node."""
+    return sorted({os.path.basename(path) for top in user_directory.directories(memory) for path in _below(top)})
+
+
+def job_path(memory: str, job: str) -> str | None:
+    """Find the directory of a job on this node; None where there is none. Not collective."""
+    top = user_directory.find(memory, job)
+    return next((path for path in _below(top) if os.path.basename(path) == job), None) if top else None
+
+
+def held_by_jobs(memory: str) -> dict[str, int]:
+    """Bytes of the slots that jobs of this user hold in a memory, alive or not, by job. Not collective."""
+    held = dict.fromkeys(jobs_of(memory), 0)
+    for top in user_directory.directories(memory):
+        for path in _below(top):
+            for where in (path, *(node for node in _below(path) if _NODE.fullmatch(os.path.basename(node)))):
+                held[os.path.basename(path)] += sum(map(_slot_nbytes, _entries(where)))
+    return held
+
+
+def emulated_nodes(memory: str, job: str) -> list[int]:
+    """List the nodes that are emulated on this one for a job. Not collective."""
+    path = job_path(memory, job)
+    names = [os.path.basename(node) for node in _below(path)] if path else []
+    return sorted(int(name.removeprefix("node")) for name in names if _NODE.fullmatch(name))
+
+
+def clean(memory: str, job: str) -> int:
+    """Delete what a job holds in the memory of this node (of all nodes that are emulated on it).
+
+    Not collective. Only the job's own files are deleted; a directory with others in it stays.
+
+    Returns:
+        The bytes freed.
+
+    Raises:
+        JobInUse: the job is alive; nothing of this node was deleted.
+        UnsafePath: its directory is not private to this user.
+    """
+    freed = 0
+    for node in [*emulated_nodes(memory, job), None]:
+        held = NodeMemory(memory, job, node)
+        try:
+            held.lock(0, 1, wait_s=0)
+            freed += held.wipe()
+        finally:
+            held.close()
+    return freed
+
+
+_NODE = re.compile(r"node\d+")
+
+
+def _entries(path: str) -> list[os.DirEntry[str]]:
+    """What is in a directory; nothing where it is gone, or cannot be read."""
+    try:
+        with os.scandir(path) as found:
+            return sorted(found, key=lambda entry: entry.name)
+    except OSError:
+        return []
+
+
+def _below(path: str) -> list[str]:
+    """The directories of this user in one of them, sorted; what is not ours is passed over."""
+    found = []
+    for entry in _entries(path):
+        if entry.is_dir(follow_symlinks=False):
+            if (status := entry.stat(follow_symlinks=False)).st_uid == os.getuid():
+                found.append(entry.path)
+            else:
+                user_directory.pass_over(entry.path, describe(status))
+    return found
+
+
+def _slot_nbytes(entry: os.DirEntry[str]) -> int:
+    try:
+        status = entry.stat(follow_symlinks=False)
+    except OSError:
+        return 0
+    return status.st_blocks * 512 if SLOT_NAME.fullmatch(entry.name) and stat.S_ISREG(status.st_mode) else 0
+
+
+def _is_ours(status: os.stat_result) -> bool:
+    return stat.S_ISREG(status.st_mode) and status.st_nlink == 1 and is_private(status)
+
+
+def _open_directory(name: str, above: int, path: str, make: bool) -> int:
+    """Open a directory, made where there is none; returns its descriptor."""
+    if make:
+        try:
+            os.mkdir(name, 0o700, dir_fd=above)
+        except FileExistsError:
+            pass
+        except OSError as error:
+            raise ConfigError(f"the directory {path} cannot be made: {error.strerror}", found=path) from None
+    try:
+        fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=above)
+    except OSError as error:
+        if isinstance(error, FileNotFoundError):
+            raise
+        raise UnsafePath(f"cannot use the directory {path}: {error.strerror}", expected=PRIVATE,
+                         found=_look_at(name, above)) from error  # fmt: skip
+    status = os.fstat(fd)
+    if not is_private(status):
+        os.close(fd)
+        raise UnsafePath(f"{path} is not a private directory of this user", expected=PRIVATE, found=describe(status))
+    return fd
+
+
+def _look_at(name: str, above: int) -> str:
+    try:
+        return describe(os.stat(name, dir_fd=above, follow_symlinks=False))
+    except OSError as error:
+        return str(error)

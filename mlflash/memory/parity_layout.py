@@ -1,0 +1,168 @@
+"""Which blocks are coded together, and who holds the parity: RAID's rotated parity over the ranks of a group.
+
+The bodies of a group's slots are cut into blocks, those of a checksum. A *row* is `data` consecutive blocks of each
+of the `members`; it has `members` *stripes*, each of one block of `data` different members, its data units, and of
+`losses` parity blocks, which the other members hold. So every member holds as much parity as any other, and a lost
+member takes at most one unit of each stripe with it.
+
+Example:
+    4 members, 1 loss (xor:4), one row; member 0's blocks are a0 a1 a2, and so on; stripe s has its parity on
+    member s:
+
+        stripe 0: b0 c1 d2 | parity on a      stripe 2: d0 a1 b2 | parity on c
+        stripe 1: c0 d1 a2 | parity on b      stripe 3: a0 b1 c2 | parity on d
+
+Source: RAID-5 and RAID-6 with rotated parity; SCR's XOR scheme (Moody et al., SC 2010) spreads it in the same way.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterator, Sequence
+
+from ..state.layout import CHECK_NBYTES, Extents, round_up
+from .slot_header import HEADER_NBYTES
+
+
+@dataclasses.dataclass(frozen=True)
+class Unit:
+    """A block of a member of a group: of its slot (``parity`` false), or of its parity."""
+
+    member: int
+    parity: bool
+    block: int
+    group: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """Blocks that are made of other blocks of their stripe, by the rank that holds one of them.
+
+    Attributes:
+        coder: the block whose holder does it.
+        inputs: units ``have`` of the stripe; None is a block of zeros.
+        outputs: units ``want`` of the stripe.
+        have, want: numbers of the units, as `erasure.matrix` takes them.
+    """
+
+    coder: Unit
+    inputs: tuple[Unit | None, ...]
+    outputs: tuple[Unit, ...]
+    have: tuple[int, ...]
+    want: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Stripes:
+    """The stripes of a group.
+
+    Attributes:
+        blocks: number of blocks in the slot of each member.
+        losses: how many members may be lost.
+        number: of the group, where there are several.
+    """
+
+    blocks: tuple[int, ...]
+    losses: int
+    number: int = 0
+
+    @property
+    def members(self) -> int:
+        return len(self.blocks)
+
+    @property
+    def data(self) -> int:
+        """Data units of a stripe."""
+        return self.members - self.losses
+
+    @property
+    def rows(self) -> int:
+        return -(-max(self.blocks) // self.data)
+
+    @property
+    def parity_blocks(self) -> int:
+        """Parity blocks that each member holds."""
+        return self.rows * self.losses
+
+    def unit(self, member: int, parity: bool, block: int) -> Unit:
+        """A block of this group."""
+        return Unit(member, parity, block, self.number)
+
+    def units(self, row: int, stripe: int) -> list[Unit | None]:
+        """The units of a stripe, data first; None where a slot has no such block: it counts as zeros."""
+        found: list[Unit | None] = []
+        for column in range(self.data):
+            member = (stripe + self.losses + column) % self.members
+            block = row * self.data + column
+            found.append(self.unit(member, False, block) if block < self.blocks[member] else None)
+        for nth in range(self.losses):
+            found.append(self.unit((stripe + nth) % self.members, True, row * self.losses + nth))
+        return found
+
+    def stripe_of(self, unit: Unit) -> tuple[int, int]:
+        """Row and stripe of a block."""
+        per_row = self.losses if unit.parity else self.data
+        row, column = divmod(unit.block, per_row)
+        return row, (unit.member - column - (0 if unit.parity else self.losses)) % self.members
+
+    def encode(self, holders: Collection[int]) -> Iterator[Task]:
+        """Plan the making of the parity of some members, in the order in which all members work.
+
+        A stripe's parity is made by the first of its holders and sent to the others, so that each data block
+        travels once, whatever the number of parity blocks.
+        """
+        for row in range(self.rows):
+            for stripe in range(self.members):
+                units = self.units(row, stripe)
+                held = [nth for nth in range(self.losses) if (stripe + nth) % self.members in holders]
+                want = tuple(self.data + nth for nth in held)
+                outputs = tuple(unit for u in want if (unit := units[u]) is not None)
+                if outputs:
+                    yield Task(outputs[0], tuple(units[: self.data]), outputs, tuple(range(self.data)), want)
+
+    def rebuild(self, lost: Collection[Unit]) -> list[Task] | None:
+        """Plan the rebuilding of the data blocks among the lost ones; None where too many are lost for that.
+
+        A stripe is decoded by one of those that hold its blocks, in turn, and not where the result is needed: so no
+        member receives more than the others.
+
+        Args:
+            lost: data and parity blocks that are gone or damaged.
+        """
+        stripes = sorted({self.stripe_of(unit) for unit in lost if not unit.parity})
+        tasks = []
+        for row, stripe in stripes:
+            units = self.units(row, stripe)
+            gone = [nth for nth, unit in enumerate(units) if unit is not None and unit in lost]
+            if len(gone) > self.losses:
+                return None
+            good = [nth for nth in range(self.members) if nth not in gone]
+            have = tuple(sorted(good, key=lambda nth: units[nth] is not None)[: self.data])  # zeros cost nothing
+            inputs = tuple(units[nth] for nth in have)
+            coders = [unit for unit in inputs if unit is not None]
+            want = tuple(nth for nth in gone if nth < self.data)
+            outputs = tuple(unit for nth in want if (unit := units[nth]) is not None)
+            tasks.append(Task(coders[(row + stripe) % len(coders)], inputs, outputs, have, want))
+        return tasks
+
+
+def parity_extents(blocks: Sequence[int], losses: int, block_nbytes: int) -> Extents:
+    """The parts of a parity file of a group whose slots have so many blocks: their heads, then parity blocks."""
+    heads_nbytes = sum(HEADER_NBYTES + count * CHECK_NBYTES for count in blocks)
+    parity_blocks = Stripes(tuple(blocks), losses).parity_blocks
+    return Extents(round_up(heads_nbytes, block_nbytes), parity_blocks * block_nbytes, block_nbytes)
+
+
+def recoverable(members: int, losses: int, no_slot: Collection[int], no_parity: Collection[int]) -> bool:
+    """Whether the slots that are gone can be rebuilt, as far as whole files tell.
+
+    Args:
+        members: of the group.
+        losses: how many may be lost.
+        no_slot: members whose slot is gone.
+        no_parity: members whose parity is gone.
+    """
+    whole = Stripes((members - losses,) * members, losses)  # one full row
+    lost = {whole.unit(member, False, block) for member in no_slot for block in range(whole.data)}
+    lost |= {whole.unit(member, True, block) for member in no_parity for block in range(losses)}
+    return whole.rebuild(lost) is not None

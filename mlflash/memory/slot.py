@@ -1,0 +1,215 @@
+"""Room for one rank's state of one step, inside a segment.
+
+The life of a slot: FREE → BUSY (unsealed, being written) → HOLDS (sealed; may be restored from) → FREE when a
+newer attempt was committed. Checksums are made and checked a run of blocks at a time, so that they can go
+along with a transfer.
+"""
+
+from __future__ import annotations
+
+import enum
+import functools
+import time
+
+import numpy as np
+import xxhash
+
+from ..errors import CorruptSlot
+from ..state.layout import CHECK_NBYTES, PAGE_NBYTES, Extents
+from ..state.leaves import Entry
+from ..state.manifest import Manifest, decode
+from ..state.rebuild import Read
+from .segment import Segment
+from .slot_header import COMMIT_START, HEADER_NBYTES, RESTORES_START, Attempt, Header, pack_record, read_record, unpack
+from .thread_pool import ALONE, Crew
+
+_RUN = 16  # blocks that one thread checks at a time
+_NOTHING: np.ndarray = np.empty(0, dtype=np.uint8)
+
+
+class Use(enum.Enum):
+    """What a slot is used for now."""
+
+    FREE = "free"
+    BUSY = "busy"
+    HOLDS = "holds"
+
+
+class Slot:
+    """A slot in a segment.
+
+    Attributes:
+        segment: where its bytes are; None until room is made.
+        use: whether it may be written.
+        header: what it holds, once sealed or adopted; None otherwise.
+        drains: whether it is being drained: it is not to be written then, whatever its use.
+        taker: what it is busy with; see `Shelf.take`.
+    """
+
+    def __init__(self, segment: Segment | None = None):
+        self.segment = segment
+        self.use = Use.FREE
+        self.drains = False
+        self.taker: object = None
+        self.header: Header | None = None if segment is None else read_header(segment.view)
+        self._decoded: tuple[Header, Manifest] | None = None
+
+    @property
+    def view(self) -> np.ndarray:
+        """All its bytes, ``(nbytes,)`` uint8; empty where there is no segment yet."""
+        return _NOTHING if self.segment is None else self.segment.view
+
+    @property
+    def name(self) -> str:
+        """Name of its file."""
+        return "" if self.segment is None else self.segment.name
+
+    @property
+    def is_free(self) -> bool:
+        """Whether it may be written."""
+        return self.use is Use.FREE and not self.drains and not self.is_lent
+
+    @property
+    def is_lent(self) -> bool:
+        """Whether anybody on this node has views of its file, which is not to be written then either."""
+        return self.segment is not None and self.segment.is_lent
+
+    @property
+    def generation(self) -> int:
+        """Generation of what it holds; -1 where it holds nothing."""
+        return -1 if self.header is None else self.header.attempt.generation
+
+    def body(self, extents: Extents) -> np.ndarray:
+        """Manifest and payload, ``(body_nbytes,)`` uint8."""
+        return self.view[PAGE_NBYTES : PAGE_NBYTES + extents.body_nbytes]
+
+    def payload(self, extents: Extents) -> np.ndarray:
+        """The payload, ``(payload_nbytes,)`` uint8."""
+        return self.view[extents.payload_start : PAGE_NBYTES + extents.body_nbytes]
+
+    def table(self, extents: Extents) -> np.ndarray:
+        """The block table, ``(blocks,)`` uint64, little-endian."""
+        raw = self.view[extents.table_start : extents.table_start + extents.blocks * CHECK_NBYTES]
+        return raw.view("<u8")
+
+    def unseal(self) -> None:
+        """Forget what the slot holds; the first thing that is done to a slot that will be written."""
+        self.view[:PAGE_NBYTES] = 0
+        self.header = None
+        self.use = Use.BUSY
+
+    def seal(self, header: Header) -> None:
+        """Write the header, last of all: from here on the slot can be restored from."""
+        packed = np.frombuffer(header.pack(), dtype=np.uint8)
+        self.view[8:HEADER_NBYTES] = packed[8:]
+        self.view[:8] = packed[:8]  # the magic last, so that a torn header is no header
+        self.header = header
+
+    def record_commit(self, attempt: Attempt, step: int) -> None:
+        """Write the commit record: a receipt, never asked whether the slot may be restored."""
+        self._record(COMMIT_START, attempt, step)
+
+    def record_restores(self, attempt: Attempt, times: int) -> None:
+        """Write how many runs have restored what this slot holds."""
+        self._record(RESTORES_START, attempt, times)
+
+    def _record(self, start: int, attempt: Attempt, number: int) -> None:
+        record = pack_record(start, attempt, number, time.time_ns())
+        self.view[start : start + len(record)] = np.frombuffer(record, dtype=np.uint8)
+
+    def check_blocks(self, extents: Extents, first: int, last: int) -> np.ndarray:
+        """Checksum blocks ``first`` to ``last - 1`` of the body as they are now: ``(last - first,)`` uint64."""
+        body = self.body(extents)
+        sums = [xxhash.xxh3_64_intdigest(body[extents.block(i)].data) for i in range(first, last)]
+        return np.array(sums, dtype="<u8")
+
+    def bad_blocks(self, extents: Extents, crew: Crew = ALONE) -> list[int]:
+        """List the blocks whose bytes are not what the table says. Reads the whole body."""
+        table = self.table(extents)
+        bad: list[int] = []
+
+        def compare(first: int) -> None:
+            last = min(first + _RUN, extents.blocks)
+            differ = self.check_blocks(extents, first, last) != table[first:last]
+            bad.extend(first + int(i) for i in np.flatnonzero(differ))
+
+        crew.run([functools.partial(compare, first) for first in range(0, extents.blocks, _RUN)])
+        return sorted(bad)
+
+    def verify_table(self) -> None:
+        """Check the block table of a sealed slot against its header.
+
+        Raises:
+            CorruptSlot: it is damaged.
+        """
+        header = self.header
+        assert header is not None
+        if table_check(self.table(header.extents)) != header.table_check:
+            raise CorruptSlot(f"the block table of {self.name} is damaged", rank=header.rank,
+                              step=header.step)  # fmt: skip
+
+    def verify(self, crew: Crew = ALONE) -> None:
+        """Check table and body of a sealed slot against its header, every byte.
+
+        Raises:
+            CorruptSlot: naming the blocks that are bad.
+        """
+        self.verify_table()
+        header = self.header
+        assert header is not None
+        if bad := self.bad_blocks(header.extents, crew):
+            raise CorruptSlot(
+                f"{len(bad)} of {header.extents.blocks} blocks of {self.name} are damaged, first block {bad[0]}",
+                rank=header.rank,
+                step=header.step,
+            )
+
+    def manifest(self) -> Manifest:
+        """Read the manifest of a sealed slot.
+
+        Raises:
+            CorruptSlot: it does not follow the format.
+        """
+        header = self.header
+        assert header is not None
+        if self._decoded is None or self._decoded[0] is not header:
+            raw = self.view[PAGE_NBYTES : PAGE_NBYTES + header.manifest_nbytes].tobytes()
+            self._decoded = (header, decode(raw, header.extents.payload_nbytes))
+        return self._decoded[1]
+
+    def reader(self, extents: Extents | None = None) -> Read:
+        """Give the bytes of entries: views, which must not outlive the slot's use.
+
+        Args:
+            extents: of what is being written; None: of the sealed slot.
+        """
+        if extents is None:
+            assert self.header is not None
+            extents = self.header.extents
+        payload = self.payload(extents)
+
+        def read(entry: Entry) -> np.ndarray:
+            return payload[entry.start : entry.start + entry.nbytes]
+
+        return read
+
+    @property
+    def committed(self) -> bool:
+        """Whether the commit record of what it holds is there."""
+        if self.header is None:
+            return False
+        return read_record(self.view[:PAGE_NBYTES].tobytes(), COMMIT_START, self.header.attempt) is not None
+
+
+def table_check(table: np.ndarray) -> int:
+    """Checksum of a block table, as the header holds it."""
+    return xxhash.xxh3_64_intdigest(np.ascontiguousarray(table).view(np.uint8).data)
+
+
+def read_header(view: np.ndarray) -> Header | None:
+    """Read the header of a slot; None where it is not sealed or does not fit its file."""
+    try:
+        header = unpack(view[:HEADER_NBYTES].tobytes())
+    except CorruptSlot:
+        return None
+    return header if header.extents.nbytes <= view.nbytes else None

@@ -1,0 +1,106 @@
+"""This user's directory in a memory file system, whoever was there first.
+
+``mlflash-<uid>`` may be taken by anybody, as everybody may write to /dev/shm. Whatever is not a directory of this user
+is passed over, with one warning, and ``mlflash-<uid>.1`` is next, and so on. All who look for a job find it by the same
+rule: the first of this user's directories that has the job, else the first, else the first name that is free.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import stat
+
+from ..errors import ConfigError, UnsafePath
+
+log = logging.getLogger("mlflash")
+
+PRIVATE = "owned by this user, no access for group and others, not a link"
+_MOST = 1000  # names that are tried: somebody who takes more of them could as well fill the memory
+_passed_over: set[str] = set()
+
+
+def is_private(status: os.stat_result) -> bool:
+    """Whether only this user may use something."""
+    return status.st_uid == os.getuid() and not status.st_mode & 0o077
+
+
+def describe(status: os.stat_result) -> str:
+    """Say what something is, and whose."""
+    return f"{stat.filemode(status.st_mode)} uid {status.st_uid}, {status.st_nlink} links"
+
+
+def pass_over(path: str, found: str) -> None:
+    """Warn, once in this process, of something that is not ours: it is neither used nor deleted."""
+    if path not in _passed_over:
+        _passed_over.add(path)
+        log.warning("%s is passed over, as it is not mlflash's: %s", path, found)
+
+
+def look(memory: str) -> tuple[list[str], dict[str, str]]:
+    """Look who has the names of this user's directories. Not collective.
+
+    Returns:
+        The paths of those that are this user's, in their order; and what the others are, by path.
+
+    Raises:
+        OSError: there is no such memory.
+    """
+    names = re.compile(rf"mlflash-{os.getuid()}(?:\.([1-9]\d*))?")
+    there = {int(found[1] or 0): name for name in os.listdir(memory) if (found := names.fullmatch(name))}
+    own, taken = [], {}
+    for _, name in sorted(there.items()):
+        path = os.path.join(memory, name)
+        try:
+            status = os.lstat(path)
+        except FileNotFoundError:
+            continue
+        if stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid():
+            own.append(path)
+        else:
+            taken[path] = describe(status)
+    return own, taken
+
+
+def directories(memory: str) -> list[str]:
+    """List this user's directories, in the order in which a job is looked for. Not collective."""
+    try:
+        own, taken = look(memory)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    for path, found in taken.items():
+        pass_over(path, found)
+    return own
+
+
+def find(memory: str, job: str) -> str | None:
+    """Find the directory of this user that has a job, or would get it; None where there is none. Not collective."""
+    own = directories(memory)
+    return next((path for path in own if os.path.isdir(os.path.join(path, job))), own[0] if own else None)
+
+
+def claim(memory: str, job: str) -> str:
+    """Find the directory for a job, or make one.
+
+    Not collective. The first rank of a node does it for all, so that nobody who takes and frees names meanwhile can
+    divide them.
+
+    Raises:
+        ConfigError: none can be made in this memory.
+        UnsafePath: somebody has taken all names.
+    """
+    found = find(memory, job)
+    for number in range(_MOST):
+        if found is not None:
+            return found
+        path = os.path.join(memory, f"mlflash-{os.getuid()}" + (f".{number}" if number else ""))
+        try:
+            os.mkdir(path, 0o700)
+        except FileExistsError:
+            pass  # somebody else's, or another process of this user made it just now
+        except OSError as error:
+            raise ConfigError(f"no directory can be made in {memory}: {error.strerror}", found=path) from None
+        found = find(memory, job)
+    raise UnsafePath(f"somebody else has all names for a directory of this user in {memory}", expected=PRIVATE,
+                     found=f"{_MOST} of them, from {os.path.join(memory, f'mlflash-{os.getuid()}')} on")  # fmt: skip

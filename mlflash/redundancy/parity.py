@@ -1,0 +1,295 @@
+"""Redundancy by parity: the ranks of a group hold XOR or Reed-Solomon parity of each other's slots.
+
+While a slot is sent block by block to those that code its stripes, its checksums are made; when all parity is in
+place, every member gets the heads of all slots, and seals its parity file.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from ..crash_points import reach
+from ..errors import CorruptSlot
+from ..memory.parity_file import Head, heads_blocks, pack_heads, read_heads
+from ..memory.parity_layout import Stripes, Unit, parity_extents
+from ..memory.slot import Slot, Use, table_check
+from ..memory.slot_header import HEADER_NBYTES, Attempt, Header, unpack
+from ..memory.slot_pool import Shelf, any_whole
+from ..placement.groups import Placement
+from ..state.layout import Extents
+from ..wire.nonblocking import Moves, done, side_by_side
+from ..wire.world import World
+from .parity_exchange import Exchange, Roles, roles_of
+from .transfer import Source, offer, swap
+
+log = logging.getLogger("mlflash")
+
+_HEAD, _TABLE = 31, 32
+
+
+class Parity:
+    """Makes and keeps this rank's share of its group's parity.
+
+    Collective over the world.
+
+    Args:
+        world: the communicators.
+        placement: who protects whom.
+        transport: "p2p" or "rma".
+        block_nbytes: bytes per checksum, which are those of a parity block.
+        job: name of the job, for headers.
+    """
+
+    def __init__(self, world: World, placement: Placement, transport: str, block_nbytes: int, job: str):
+        self._world, self._transport, self._block_nbytes, self._job = world, transport, block_nbytes, job
+        self.group = placement.parity_group_of[world.rank]
+        self.scheme = placement.scheme.sized(len(self.group))
+        self._others = [rank for rank in self.group if rank != world.rank]
+        number = {group: nth for nth, group in enumerate(placement.parity_groups)}
+        self._comm = None
+        if placement.parity_groups and transport == "rma":
+            self._comm = world.split(number.get(self.group, len(number)))
+        self._exchange: Exchange | None = None
+        self._planned: tuple[tuple[Stripes, tuple[int, ...]], Roles] | None = None
+        self._lacking: Sequence[int] = ()  # ranks without their parity
+        self._holders: Sequence[int] = ()  # ranks that get theirs now
+        self._extents: dict[int, Extents] = {}
+        self._target: Slot | None = None
+
+    @property
+    def owners(self) -> tuple[int, ...]:
+        """Keys of this rank's inbox pairs for parity files: its own number."""
+        return (self._world.rank,) if self.group else ()
+
+    @property
+    def waiting_for(self) -> list[int]:
+        """The ranks that the operations of `moves` wait for."""
+        return self._others if self._extents else []
+
+    def inbox_nbytes(self, nbytes_of: Sequence[int]) -> dict[int, int]:
+        """Bytes that the inbox pair must take, where the ranks' slots have so many."""
+        if not self.group:
+            return {}
+        blocks = [-(-nbytes_of[rank] // self._block_nbytes) for rank in self.group]
+        return {self._world.rank: parity_extents(blocks, self.scheme.losses, self._block_nbytes).nbytes}
+
+    def free(self) -> None:
+        """Free window and communicator. Collective over the group."""
+        if self._exchange is not None:
+            self._exchange.free()
+        if self._comm is not None:
+            self._world.drop(self._comm)
+
+    def offer(self, shelf: Shelf, extents: Extents | None, again: bool) -> list[tuple[Slot, int]]:
+        """Tell the group the size of this rank's slot; returns the parity slot needed, with its bytes.
+
+        Collective over the group.
+
+        Args:
+            extents: parts of the slot; None: this rank takes no part, and so no parity is made.
+            again: make only the parity that was found to be missing, see `missing`.
+        """
+        self._extents, self._target = {}, None
+        if not self.group:
+            return []
+        sizes = {**offer(self._world, dict.fromkeys(self._others, extents), self._others), self._world.rank: extents}
+        known = {rank: sizes[rank] for rank in self.group}
+        if any(size is None for size in known.values()):
+            return []
+        self._extents = {rank: size for rank, size in known.items() if size is not None}
+        block_nbytes = max(size.block_nbytes for size in self._extents.values())  # `moves` refuses unequal ones
+        self._prepare(block_nbytes)
+        self._holders = self._lacking if again else self.group
+        if self._world.rank not in self._holders:
+            return []
+        self._target = shelf.free_slot(shelf.inbox[self._world.rank])
+        if self._target is None:
+            raise AssertionError("both parity slots hold something")
+        return [(self._target, self._parity_extents.nbytes)]
+
+    @property
+    def _stripes(self) -> Stripes:
+        return Stripes(tuple(self._extents[rank].blocks for rank in self.group), self.scheme.losses)
+
+    @property
+    def _parity_extents(self) -> Extents:
+        block_nbytes = self._extents[self._world.rank].block_nbytes
+        return parity_extents(self._stripes.blocks, self.scheme.losses, block_nbytes)
+
+    def moves(self, shelf: Shelf, source: Source, attempt: Attempt) -> list[Moves]:
+        """Make the parity, as operations whose result is whether this rank's share is whole and sealed."""
+        return [self._make(source, attempt)] if self._extents else []
+
+    def _make(self, source: Source, attempt: Attempt) -> Moves:
+        units = sorted({size.block_nbytes for size in self._extents.values()})
+        if len(units) > 1:
+            log.warning("the ranks of a parity group have different block_nbytes: %s", ", ".join(map(str, units)))
+            return False
+        exchange, target = self._exchange, self._target
+        assert exchange is not None
+        if target is not None:
+            while target.segment is not None and not target.segment.ready.is_set():
+                yield False
+            target.unseal()
+        positions = [self.group.index(rank) for rank in self._holders]
+        blocks = _GroupBlocks(self.group, self._extents, source, target, self._parity_extents)
+        stripes = self._stripes
+        good = all((yield from side_by_side(exchange.moves(self._roles(stripes, positions), blocks))))
+        source.seal()
+        heads = yield from self._swap_heads(source)
+        if target is None:
+            return good
+        exchange.flush()  # who sent its head has received all that was sent to it
+        reach("parity.received")
+        good = good and self._seal(target, attempt, heads, blocks)
+        reach("parity.sealed")
+        return good
+
+    def _roles(self, stripes: Stripes, positions: list[int]) -> Roles:
+        """What this rank does to make parity; the same from save to save."""
+        key = (stripes, tuple(positions))
+        if self._planned is None or self._planned[0] != key:
+            roles = roles_of(self._world.rank, stripes.encode(positions), lambda unit: self.group[unit.member])
+            self._planned = (key, roles)
+        return self._planned[1]
+
+    def _prepare(self, block_nbytes: int) -> None:
+        """Make the buffers, once. Collective over the group."""
+        if self._exchange is None or self._exchange.block_nbytes != block_nbytes:
+            if self._exchange is not None:
+                self._exchange.free()
+            self._exchange = Exchange(self._world, self._comm, self.group, self._transport, block_nbytes,
+                                      len(self.group))  # fmt: skip
+
+    def _swap_heads(self, source: Source) -> Moves:
+        """Send this rank's head to those that get parity, and take theirs; gives raw headers and tables, by rank."""
+        mpi, comm, me = self._world.mpi, self._world.data, self._world.rank
+        page = source.slot.view[:HEADER_NBYTES].copy()
+        table = np.array(source.slot.table(source.extents))
+        heads = {me: (page, table)}
+        requests = []
+        for peer in self._others if me in self._holders else ():
+            heads[peer] = (np.empty(HEADER_NBYTES, np.uint8), np.empty(self._extents[peer].blocks, "<u8"))
+            requests += [comm.Irecv([heads[peer][0], mpi.BYTE], peer, _HEAD),
+                         comm.Irecv([heads[peer][1], mpi.BYTE], peer, _TABLE)]  # fmt: skip
+        for peer in self._holders:
+            if peer != me:
+                requests += [comm.Isend([page, mpi.BYTE], peer, _HEAD), comm.Isend([table, mpi.BYTE], peer, _TABLE)]
+        for request in requests:
+            yield from done(request)
+        return heads
+
+    def _seal(self, target: Slot, attempt: Attempt, raw: dict[int, tuple[np.ndarray, np.ndarray]],
+              blocks: _GroupBlocks) -> bool:  # fmt: skip
+        """Write heads, table and header, unless a slot is not what its blocks were."""
+        heads: list[Head] = []
+        for rank in self.group:
+            header = _good_head(*raw[rank], rank, attempt, self._extents[rank])
+            if header is None or not blocks.agrees(rank, raw[rank][1]):
+                return False
+            heads.append((header, raw[rank][1]))
+        packed, extents = pack_heads(heads), self._parity_extents
+        room = target.body(extents)[: extents.manifest_room]
+        room[: len(packed)] = np.frombuffer(packed, dtype=np.uint8)
+        room[len(packed) :] = 0
+        first = heads_blocks(extents)
+        table = target.table(extents)
+        table[:first] = target.check_blocks(extents, 0, first)
+        mine = next(header for header, _ in heads if header.rank == self._world.rank)
+        target.seal(
+            Header(
+                attempt=attempt, step=mine.step, rank=mine.rank, world_size=self._world.size,
+                node_index=self._world.node_index, local_rank=self._world.local_rank, manifest_nbytes=len(packed),
+                extents=extents, table_check=table_check(table), unix_ns=time.time_ns(),
+                node=self._world.node_name, scheme=str(self.scheme), job=self._job, group=self.group,
+                parities=self.scheme.losses, mark=mine.mark,
+            )
+        )  # fmt: skip
+        target.use = Use.BUSY
+        return True
+
+    def missing(self, shelf: Shelf, attempt: Attempt) -> bool:
+        """Whether a rank of the group lacks its parity of an attempt. The members wait for each other.
+
+        Each rank checks every byte of its own; a bad one is forgotten.
+        """
+        if not self.group:
+            return False
+        whole = any_whole(self.kept(shelf, attempt), _verify, f"rank {self._world.rank}: parity")
+        mine = (int(whole), 0, 0)
+        answers = swap(self._world, dict.fromkeys(self._others, mine), self._others)
+        has = {**answers, self._world.rank: list(mine)}
+        self._lacking = [rank for rank in self.group if not has[rank][0]]
+        return bool(self._lacking)
+
+    def kept(self, shelf: Shelf, attempt: Attempt) -> list[Slot]:
+        """The inbox slots that hold this rank's parity of an attempt, for the group of today."""
+        wanted = (self._world.rank, attempt, self.group, self.scheme.losses)
+        return [
+            slot
+            for owner in self.owners
+            for slot in shelf.inbox[owner]
+            if (h := slot.header) is not None and (h.rank, h.attempt, h.group, h.parities) == wanted
+        ]
+
+
+class _GroupBlocks:
+    """The blocks of a group while its parity is made: see `exchange.Blocks`."""
+
+    compares = True
+
+    def __init__(self, group: Sequence[int], sizes: dict[int, Extents], source: Source, target: Slot | None,
+                 parity: Extents):  # fmt: skip
+        self._group, self._sizes, self._source, self._target, self._parity = group, sizes, source, target, parity
+        self.pace = source.pace
+        self._body = source.slot.body(source.extents)
+        self._table = source.slot.table(source.extents)
+        self._first = heads_blocks(parity)
+        self._seen: dict[int, dict[int, int]] = {rank: {} for rank in group}
+
+    def rank_of(self, unit: Unit) -> int:
+        return self._group[unit.member]
+
+    def nbytes(self, unit: Unit) -> int:
+        if unit.parity:
+            return self._parity.block_nbytes
+        where = self._sizes[self._group[unit.member]].block(unit.block)
+        return where.stop - where.start
+
+    def read(self, unit: Unit) -> tuple[np.ndarray, int]:
+        self._source.check_up_to(unit.block + 1)
+        return self._body[self._source.extents.block(unit.block)], int(self._table[unit.block])
+
+    def place(self, unit: Unit) -> np.ndarray:
+        assert self._target is not None
+        return self._target.body(self._parity)[self._parity.block(self._first + unit.block)]
+
+    def placed(self, unit: Unit, check: int) -> bool:
+        assert self._target is not None
+        self._target.table(self._parity)[self._first + unit.block] = check
+        return True
+
+    def took(self, unit: Unit, check: int) -> None:
+        self._seen[self._group[unit.member]][unit.block] = check
+
+    def agrees(self, rank: int, table: np.ndarray) -> bool:
+        """Whether the blocks of a rank that were coded here are those of its table."""
+        return all(int(table[block]) == check for block, check in self._seen[rank].items())
+
+
+def _verify(slot: Slot) -> None:
+    slot.verify()
+    read_heads(slot)
+
+
+def _good_head(page: np.ndarray, table: np.ndarray, rank: int, attempt: Attempt, extents: Extents) -> Header | None:
+    try:
+        header = unpack(page.tobytes())
+    except CorruptSlot:
+        return None
+    same = (header.rank, header.attempt, header.extents) == (rank, attempt, extents)
+    return header if same and table_check(table) == header.table_check else None

@@ -1,0 +1,280 @@
+"""Blocks from several ranks to one, coded there, and the results to where they belong: encoding and rebuilding.
+
+All ranks of a group know the same list of tasks; each sends the inputs that it holds, codes the tasks that are its
+own, and takes the outputs that belong to it, in the order of the list. A few tasks are on their way at a time, in
+buffers of one block per unit. Blocks that are coded get a checksum where they arrive, which is compared with the table
+of their slot; coded blocks travel with theirs.
+
+Two transports, as in `transfer`: ``p2p`` (Isend/Irecv) and ``rma`` (Rput into the receiver's buffer, which it names
+when it is free).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import xxhash
+
+from ..crash_points import reach
+from ..memory.parity_layout import Task, Unit
+from ..memory.slot_header import MAX_GROUP
+from ..wire.nonblocking import Moves, done, side_by_side
+from ..wire.rate_limit import Pace
+from ..wire.rma_windows import OpenMemory
+from ..wire.world import World
+from . import erasure
+from .transfer import ARRIVAL_S
+
+_BODY, _CHECK, _READY = 0, 1, 2
+_FIRST_TAG, _TAGGED = 100, 64  # tasks end in any order: messages carry the task's number, modulo this, and the unit's
+_DEPTH = 3  # tasks on their way at a time
+
+
+class Blocks(Protocol):
+    """The blocks that the tasks are about, and who has them.
+
+    Attributes:
+        compares: whether `took` is to be told the checksums of inputs; else what is coded is known beforehand.
+        pace: how fast they are sent.
+    """
+
+    compares: bool
+    pace: Pace
+
+    def rank_of(self, unit: Unit) -> int:
+        """The rank that reads or writes a block."""
+
+    def nbytes(self, unit: Unit) -> int:
+        """Bytes of a block, on any rank; the last block of a slot may be short."""
+
+    def read(self, unit: Unit) -> tuple[np.ndarray, int]:
+        """Bytes and checksum of a block that this rank holds."""
+
+    def place(self, unit: Unit) -> np.ndarray:
+        """Where the bytes of an output of this rank go."""
+
+    def placed(self, unit: Unit, check: int) -> bool:
+        """Note that an output is in place; whether it is what it must be."""
+
+    def took(self, unit: Unit, check: int) -> None:
+        """Note the checksum of a block that was coded here, so that it can be compared with its slot's table."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Roles:
+    """What one rank does for a list of tasks.
+
+    Attributes:
+        sends: blocks that it sends: to whom, message tag, which.
+        codes: tasks that it codes, by number.
+        takes: blocks that it receives: from whom, message tag, which.
+    """
+
+    sends: list[tuple[int, int, Unit]]
+    codes: list[tuple[int, Task]]
+    takes: list[tuple[int, int, Unit]]
+
+
+def roles_of(rank: int, tasks: Iterable[Task], rank_of: Callable[[Unit], int]) -> Roles:
+    """Pick what one rank has to do out of the tasks, which are the same on all ranks."""
+    roles = Roles([], [], [])
+    for number, task in enumerate(tasks):
+        coder = rank_of(task.coder)
+        if coder == rank:
+            roles.codes.append((number, task))
+            continue
+        for nth, unit in zip(task.have, task.inputs, strict=True):
+            if unit is not None and rank_of(unit) == rank:
+                roles.sends.append((coder, _tag(number, nth), unit))
+        for nth, unit in zip(task.want, task.outputs, strict=True):
+            if rank_of(unit) == rank:
+                roles.takes.append((coder, _tag(number, nth), unit))
+    return roles
+
+
+class Exchange:
+    """Buffers, and the window over them.
+
+    Collective over ``comm`` with the transport rma.
+
+    Args:
+        world: the communicators.
+        comm: communicator of all ranks that take part, for the window.
+        ranks: world ranks of that communicator, in its order.
+        transport: "p2p" or "rma".
+        block_nbytes: bytes of the longest block.
+        units: units of a stripe, data and parity.
+    """
+
+    def __init__(self, world: World, comm: Any, ranks: Sequence[int], transport: str, block_nbytes: int, units: int):
+        self.block_nbytes = block_nbytes
+        self._world, self._ranks = world, list(ranks)
+        self._lanes: np.ndarray = np.empty((2 * _DEPTH * units, block_nbytes), dtype=np.uint8)
+        self._free = list(range(len(self._lanes)))
+        self._window = OpenMemory(world, comm, self._lanes.reshape(-1)) if transport == "rma" else None
+
+    def flush(self) -> None:
+        """Complete what this rank has put. No deadline: only once all of it was taken."""
+        if self._window is not None:
+            self._window.flush_all()
+
+    def free(self) -> None:
+        """Free the window. Collective over the communicator with the transport rma."""
+        if self._window is not None:
+            self._window.free()
+
+    def moves(self, roles: Roles, blocks: Blocks) -> list[Moves]:
+        """This rank's part in some tasks, as operations whose result is whether every block was whole.
+
+        Args:
+            roles: see `roles_of`.
+            blocks: the blocks that they are about.
+        """
+        sends = (self._send_block(coder, tag, unit, blocks) for coder, tag, unit in roles.sends)
+        codes = (self._code(number, task, blocks) for number, task in roles.codes)
+        takes = (self._take(coder, tag, unit, blocks) for coder, tag, unit in roles.takes)
+        return [in_order(sends, 2 * _DEPTH), in_order(codes, _DEPTH), in_order(takes, _DEPTH)]
+
+    def _send_block(self, coder: int, tag: int, unit: Unit, blocks: Blocks) -> Moves:
+        yield from blocks.pace.send(blocks.nbytes(unit))
+        raw, check = blocks.read(unit)
+        yield from self._send(coder, tag, raw, check, tell=False)
+        return True
+
+    def _take(self, coder: int, tag: int, unit: Unit, blocks: Blocks) -> Moves:
+        into = blocks.place(unit)
+        lane = self._free.pop() if self._window is not None else -1
+        buffer = into if lane < 0 else self._lanes[lane][: into.nbytes]
+        good, check = yield from self._receive(coder, tag, buffer, lane, told=True)
+        if lane >= 0:
+            np.copyto(into, buffer)
+            self._free.append(lane)
+        reach("parity.arrived")
+        return good and blocks.placed(unit, check)
+
+    def _code(self, number: int, task: Task, blocks: Blocks) -> Moves:
+        me = self._world.rank
+        lanes = [self._free.pop() for _ in (*task.inputs, *task.outputs)]
+        sources: list[np.ndarray | None] = []
+        arriving: list[Moves] = []
+        for nth, unit, lane in zip(task.have, task.inputs, lanes, strict=False):
+            if unit is None:
+                sources.append(None)
+                continue
+            buffer, nbytes, holder = self._lanes[lane], blocks.nbytes(unit), blocks.rank_of(unit)
+            if holder == me:
+                raw, check = blocks.read(unit)
+                blocks.took(unit, check)
+                if nbytes < self.block_nbytes:
+                    buffer[:nbytes] = raw
+                else:
+                    buffer = raw
+            else:
+                arriving.append(self._input(holder, _tag(number, nth), unit, lane, blocks))
+            self._lanes[lane][nbytes:] = 0
+            sources.append(buffer)
+        good = all((yield from side_by_side(arriving)))
+        reach("parity.gathered")
+        made = []
+        for unit, lane in zip(task.outputs, lanes[len(task.inputs) :], strict=True):
+            here = blocks.rank_of(unit) == me and blocks.nbytes(unit) == self.block_nbytes
+            made.append(blocks.place(unit) if here else self._lanes[lane])
+        erasure.combine(erasure.matrix(len(task.inputs), task.have, task.want), sources, made)
+        reach("parity.coded")
+        yield True
+        for nth, unit, coded in zip(task.want, task.outputs, made, strict=True):
+            raw = coded[: blocks.nbytes(unit)]
+            check = xxhash.xxh3_64_intdigest(raw.data)
+            if (taker := blocks.rank_of(unit)) != me:
+                yield from blocks.pace.send(raw.nbytes)
+                yield from self._send(taker, _tag(number, nth), raw, check, tell=True)
+                continue
+            into = blocks.place(unit)
+            if into.nbytes < self.block_nbytes:
+                np.copyto(into, raw)
+            good &= blocks.placed(unit, check)
+        self._free += lanes
+        return good
+
+    def _input(self, holder: int, tag: int, unit: Unit, lane: int, blocks: Blocks) -> Moves:
+        buffer = self._lanes[lane][: blocks.nbytes(unit)]
+        good, check = yield from self._receive(holder, tag, buffer, lane, told=False)
+        if blocks.compares:
+            blocks.took(unit, check or xxhash.xxh3_64_intdigest(buffer.data))
+        return good
+
+    def _send(self, peer: int, tag: int, raw: np.ndarray, check: int, tell: bool) -> Moves:
+        """Send a block; with ``tell`` its checksum too, which a Put needs in any case as its notice."""
+        mpi, comm = self._world.mpi, self._world.data
+        digest = np.array([check], dtype="<u8")
+        if self._window is None:
+            body = comm.Isend([raw, mpi.BYTE], peer, tag + _BODY)
+            told = comm.Isend([digest, mpi.BYTE], peer, tag + _CHECK) if tell else None
+            reach("parity.sent")
+            yield True
+            yield from done(body)
+            if told is not None:
+                yield from done(told)
+            return None
+        lane = np.empty(1, dtype=np.int64)
+        yield from done(comm.Irecv(lane, peer, tag + _READY))
+        at = int(lane[0]) * self.block_nbytes
+        yield from done(self._window.put(raw, self._ranks.index(peer), at))
+        reach("parity.sent")
+        yield from done(comm.Isend([digest, mpi.BYTE], peer, tag + _CHECK))
+        # The receiver polls for the bytes; Flush, which has no deadline, comes when all is acknowledged.
+        return None
+
+    def _receive(self, peer: int, tag: int, into: np.ndarray, lane: int, told: bool) -> Moves:
+        """Receive a block; gives whether it is what was ``told``, where that is, and its checksum."""
+        mpi, comm = self._world.mpi, self._world.data
+        digest = np.empty(1, dtype="<u8")
+        if self._window is None:
+            body = comm.Irecv([into, mpi.BYTE], peer, tag + _BODY)
+            notice = comm.Irecv([digest, mpi.BYTE], peer, tag + _CHECK) if told else None
+            yield True
+            yield from done(body)
+            if notice is None:
+                return True, 0
+        else:
+            notice = comm.Irecv([digest, mpi.BYTE], peer, tag + _CHECK)
+            yield from done(comm.Isend(np.array([lane], dtype=np.int64), peer, tag + _READY))
+        yield from done(notice)
+        check, end = int(digest[0]), time.monotonic() + ARRIVAL_S
+        while xxhash.xxh3_64_intdigest(into.data) != check:
+            if self._window is None or time.monotonic() > end:
+                return False, check
+            self._window.sync()
+            yield False
+        return True, check
+
+
+def _tag(task: int, unit: int) -> int:
+    return _FIRST_TAG + ((task % _TAGGED) * MAX_GROUP + unit) * 3
+
+
+def in_order(operations: Iterator[Moves], width: int) -> Moves:
+    """Begin operations in their order, so many at a time; the result is whether all of them gave True.
+
+    Each makes its first step before the next one begins, so that what it posts is posted in order.
+    """
+    running: list[Moves] = []
+    good = True
+    while True:
+        running += itertools.islice(operations, width - len(running))
+        if not running:
+            return good
+        moved = False
+        for operation in list(running):
+            try:
+                moved |= next(operation)
+            except StopIteration as end:
+                good &= end.value
+                running.remove(operation)
+                moved = True
+        yield moved

@@ -1,0 +1,123 @@
+"""The redundancy of this rank's slots: copies, parity, or both where the nodes have unequal numbers of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..config import Config
+from ..memory.slot import Slot
+from ..memory.slot_header import Attempt
+from ..memory.slot_pool import Shelf
+from ..placement.groups import Placement
+from ..state.layout import Extents
+from ..wire.world import World, has_rdma
+from .copies import Copies
+from .parity import Parity
+from .transfer import Source
+
+
+class Protection:
+    """Makes, looks for and keeps the redundancy of this rank's slots, and its share of that of others.
+
+    Collective over the world.
+
+    Args:
+        world: the communicators.
+        config: transport and sizes.
+        placement: who protects whom.
+    """
+
+    def __init__(self, world: World, config: Config, placement: Placement):
+        self._world = world
+        self.placement = placement
+        world.form_groups(placement.connected)
+        self.transport = _choose_transport(world, config)
+        self._copies = Copies(world, placement, self.transport, config.chunk_nbytes)
+        self._parity = Parity(world, placement, self.transport, config.block_nbytes, config.job)
+        self._parts = (self._copies, self._parity)
+
+    @property
+    def partners(self) -> tuple[int, ...]:
+        """The ranks that hold a copy of this rank's slot."""
+        return self._copies.partners
+
+    @property
+    def group(self) -> tuple[int, ...]:
+        """The ranks that protect each other, as the header of a slot records them."""
+        return self._parity.group or (self._world.rank, *self.partners)
+
+    @property
+    def scheme(self) -> str:
+        """The scheme of this rank's slot, as its header records it."""
+        if self._parity.group:
+            return str(self._parity.scheme)
+        return "none" if not self.partners else "copy" if len(self.partners) == 1 else f"copy:{len(self.partners)}"
+
+    @property
+    def owners(self) -> tuple[int, ...]:
+        """Keys of this rank's inbox pairs: the ranks whose copies it holds; itself for its parity."""
+        return (*self._copies.owners, *self._parity.owners)
+
+    def inbox_nbytes(self, nbytes_of: Sequence[int]) -> dict[int, int]:
+        """Bytes that each inbox pair must take, where the ranks' slots have so many."""
+        return {**self._copies.inbox_nbytes(nbytes_of), **self._parity.inbox_nbytes(nbytes_of)}
+
+    def open_windows(self, shelf: Shelf) -> None:
+        """Expose the inbox slots. Collective over the group; nothing happens with the transport p2p."""
+        self._copies.open_windows(shelf)
+
+    def close_windows(self) -> None:
+        """Take the inbox slots back. Collective over the group; must come before a slot gets a new file."""
+        self._copies.close_windows()
+
+    def offer(self, shelf: Shelf, extents: Extents | None, again: bool = False) -> list[tuple[Slot, int]]:
+        """Announce what this rank will send; returns the inbox slots needed for what comes, with their bytes.
+
+        Collective over the group.
+
+        Args:
+            extents: parts of the slot to send; None sends nothing.
+            again: only what `missing` found missing.
+        """
+        return [need for part in self._parts for need in part.offer(shelf, extents, again)]
+
+    def protect(self, shelf: Shelf, source: Source, attempt: Attempt) -> bool:
+        """Exchange what was offered; whether all that concerns this rank arrived whole.
+
+        Collective over the group. On return the own slot is sealed, and so is each inbox slot whose content was
+        verified.
+        """
+        work = [operation for part in self._parts for operation in part.moves(shelf, source, attempt)]
+        self._world.waiting_for = sorted({rank for part in self._parts for rank in part.waiting_for})
+        arrived = self._world.drive(work)
+        self._world.waiting_for = ()
+        source.seal()
+        return all(arrived)
+
+    def missing(self, shelf: Shelf, attempt: Attempt) -> bool:
+        """Whether redundancy of this rank's slot of an attempt is missing. Collective over the group."""
+        lacking = [part.missing(shelf, attempt) for part in self._parts]
+        return any(lacking)
+
+    def kept(self, shelf: Shelf, attempt: Attempt) -> list[Slot]:
+        """The inbox slots that hold redundancy of an attempt, where it belongs."""
+        return [slot for part in self._parts for slot in part.kept(shelf, attempt)]
+
+    def free(self) -> None:
+        """Free windows and communicators. Collective over the world."""
+        self._copies.close_windows()
+        self._parity.free()
+
+
+# What "auto" is, by what lies between the nodes; from the tables of benchmarks/transport. There Isend and Irecv were by
+# far the fastest on one host, and on a network within an eighth of the best Put, or faster while the main thread
+# computed. RDMA was not measured: there a Put needs nothing of its target's CPU, and two-sided needs both couriers.
+_AUTO = {"one host": "p2p", "network": "p2p", "RDMA": "rma"}
+
+
+def _choose_transport(world: World, config: Config) -> str:
+    """The transport asked for, or the one for what all nodes have between them. Collective over the world."""
+    if config.transport != "auto":
+        return config.transport
+    between = "one host" if world.emulated or len(world.topology.node_names) == 1 else "network"
+    return _AUTO["RDMA" if world.agree([int(between == "network" and has_rdma())])[0] else between]

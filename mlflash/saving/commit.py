@@ -1,0 +1,326 @@
+"""Receipts → agreement → generation: what the courier does for one save.
+
+    announce    what each rank sends; whether all can; whether somebody needs larger slots     1 allreduce
+    settle      only where a structure is new: what of it is shared; then it is announced again
+    confirm     whether those that share hold the same; then the shares are sealed             1 among these
+    protect     checksum, transfer, verify; the own slot and the copies are sealed
+    agree       every slot sealed, every copy verified, on every rank                           1 allreduce
+    record      a receipt in each slot; older slots may be written again
+
+A rank that cannot save still goes through all of it, with a failed receipt, so that nobody waits for it. What concerns
+one rank alone, and may raise anything (tensors, devices, adapters), is done by `_locally`: whatever goes wrong becomes
+the one outcome that all ranks agree on, as text, and the next save goes on.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from ..crash_points import reach
+from ..errors import DeadlineExceeded, MlflashError, SaveFailed, StepOrderError, text_of
+from ..memory.segment import Segment
+from ..memory.slot import Slot
+from ..memory.slot_header import Attempt, Header
+from ..redundancy.shares import Piece
+from ..redundancy.transfer import Source
+from ..runtime.grow_slots import needs_room
+from ..runtime.parts import Parts
+from ..state.layout import Extents
+from ..state.leaves import Flat
+from ..wire.node_words import Word
+from .deferred_copies import Later
+from .snapshot import Snapshot
+from .staging import Plan, all_checks
+
+log = logging.getLogger("mlflash")
+
+
+class OneAhead(Exception):
+    """The other ranks have not come to this save yet: this rank has left one out."""
+
+
+class Save:
+    """One save on its way through the courier.
+
+    Attributes:
+        attempt: its number, which the ranks agree on when they announce it.
+        slot, share: where the state is staged into; the second gets this rank's share of what several hold alike.
+        unsettled: a state of a structure of which the ranks have not agreed yet what is shared; the main thread waits.
+        lay_out: makes the plan, once they have agreed.
+        problem: why this rank cannot take part; it then only sends a failed receipt. That is so from the start:
+            a save that an exception leaves before it is staged must not look as if it was.
+        left: why the main thread goes on though the slots may not be filled yet, and may change the state: such as an
+            exception of a signal handler.
+        skip: this rank's slots are busy and the save is to be skipped on all ranks.
+        stage: fills the slots, where the main thread could not because they were too small; it then waits.
+        segment: the mapping that was staged into.
+        checks: of the pieces of shared state that other ranks of this node store.
+        later: what is copied after `save` has returned; None: all is there.
+        drains_idle: whether no drain is on its way: here, and once that was agreed on, anywhere.
+        drain_asked: whether somebody asked for a drain: here, and once that was agreed on, anywhere.
+        staged: set when the slot is filled, or the save has ended.
+    """
+
+    def __init__(self, snapshot: Snapshot):
+        self.snapshot = snapshot
+        self.attempt = Attempt(bytes(16), 0)
+        self.slot: Slot | None = None
+        self.share: Slot | None = None
+        self.unsettled: Flat | None = None
+        self.lay_out: Callable[[], None] | None = None
+        self.plan: Plan | None = None
+        self.segment: Segment | None = None
+        self.problem: MlflashError | None = SaveFailed("an exception came before it was staged", step=snapshot.step)
+        self.left = ""
+        self.skip = False
+        self.stage: Callable[[], None] | None = None
+        self.checks: dict[Piece, int] = {}
+        self.later: Later | None = None
+        self.drains_idle = True
+        self.drain_asked = False
+        self.staged = threading.Event()
+
+    @property
+    def extents(self) -> Extents | None:
+        if self.plan is None or self.problem is not None or self.skip:
+            return None
+        return self.plan.layout.extents
+
+
+def run(save: Save, parts: Parts, committed_now: Callable[[], None] = lambda: None) -> None:
+    """Bring one save to its end. Collective over the world.
+
+    Args:
+        save: which.
+        parts: of this rank.
+        committed_now: done once it is committed, before the snapshot says so.
+
+    Raises:
+        SaveFailed: on all ranks; the last committed step is untouched.
+        OneAhead: the other ranks come to this save with their next one: it is to be run once more.
+    """
+    error: MlflashError | None = None
+    if save.later is not None:
+        save.later.help()
+    try:
+        if not _announce(save, parts):
+            _settle(save, parts)
+            _announce(save, parts)
+        if not save.snapshot.skipped:
+            _protect(save, parts)
+    except MlflashError as problem:
+        if not problem.agreed:
+            raise
+        error = problem  # all ranks raise it, so that nothing is on its way any more
+    # After any other exception no slot is released: MPI may still write into some, and the older step is needed.
+    committed = error is None and not save.snapshot.skipped
+    if save.later is not None:
+        try:
+            save.later.cancel()
+        except DeadlineExceeded as late:  # a device is still at it: the shelf gives that slot to nobody
+            error = error or late
+    if taken := parts.shelf.taken_by(save):
+        parts.shelf.release(save.attempt, taken, committed)
+    try:
+        if committed:
+            reach("commit.released")
+            committed_now()
+    finally:  # it is agreed on, whatever comes after
+        save.stage = save.lay_out = save.unsettled = None  # they hold the live state
+        save.snapshot.end(SaveFailed("skipped: both slots of a rank were busy") if save.snapshot.skipped else error)
+        save.staged.set()
+    if error is not None:
+        raise error
+    if committed:
+        reach("commit.seen")
+
+
+def refuse(save: Save, error: MlflashError) -> None:
+    """End a save that the courier cannot bring to its end. Not collective."""
+    save.snapshot.end(error)
+    save.staged.set()
+
+
+def _settle(save: Save, parts: Parts) -> None:
+    """Agree on what is shared of a new structure."""
+    replicas = parts.sharers
+    if replicas is None:
+        return
+    able = save.problem is None
+    settled = replicas.settle(save.unsettled if able else None, able, save.snapshot.step)
+    if able and save.lay_out is not None:
+        _locally(save, save.lay_out)
+        if not settled:
+            replicas.version += 1  # to be asked again
+    save.unsettled = None
+
+
+def _announce(save: Save, parts: Parts) -> bool:
+    """Tell the others; whether it was heard. Else some rank's structure is new, and it has to be settled first."""
+    world, shelf = parts.world, parts.shelf
+    extents = save.extents
+    demand = parts.protection.offer(shelf, extents)
+    if extents is not None and save.slot is not None:
+        mine = [(save.slot, shelf.own, extents)]
+        if save.share is not None and save.plan is not None and save.plan.share_extents is not None:
+            mine.append((save.share, shelf.shares, save.plan.share_extents))
+        demand = [(slot, size.nbytes) for slot, _, size in mine] + demand  # the main thread waits for their pages
+        if save.stage is not None:  # both of a pair at once, as the main thread waits and uses neither
+            demand += [(other, size.nbytes) for slot, pair, size in mine for other in pair if other is not slot]
+    failed = world.rank if save.problem is not None else world.size
+    grow = any(needs_room(slot, nbytes) for slot, nbytes in demand)
+    step = save.snapshot.step
+    settled = save.unsettled is None or save.problem is not None
+    all_settled, first_failed, can_wait, low, high, no_skip, idle, not_asked, newest = world.agree([
+        int(settled), failed, int(not grow), step, -step, int(not save.skip), int(save.drains_idle),
+        int(not save.drain_asked), -parts.generation,
+    ])  # fmt: skip
+    if not all_settled:
+        return False
+    save.attempt = parts.number_attempt(1 - newest)
+    save.drains_idle, save.drain_asked = bool(idle), not not_asked
+    falls_in = low != -high and _falls_in(parts, step, low)
+    if falls_in and step > low:
+        raise OneAhead
+    if first_failed < world.size and not falls_in:
+        world.raise_together(save.problem)
+    if low != -high:
+        unlike = StepOrderError("the ranks are not saving the same step", expected="one step on all ranks",
+                                found=f"steps {low} to {-high}, {step} here")  # fmt: skip
+        unlike.agreed = True
+        raise unlike
+    save.snapshot.skipped = not no_skip
+    reach("protect.announced")
+    if not can_wait and no_skip:
+        parts.make_room(demand, parts.shelf.taken_by(save) if save.stage is not None else [])
+    return True
+
+
+def _falls_in(parts: Parts, step: int, low: int) -> bool:
+    """Whether a rank that left saves out falls in again: those that are ahead stay where they are, the others go on.
+
+    An exception, such as that of a signal handler, may have kept it from posting some, and its saves would be ahead of
+    the others' for good. That is so where each rank that is ahead has already failed with the step that the others are
+    at now, or with a later one: it stays, while they end theirs and come to it. It is not where a rank goes back to an
+    earlier step, as overlapping saves of a framework do: all ranks have posted as many then.
+
+    Collective over the world, where the steps of the ranks differ. Nothing is, for this save, where it is so.
+    """
+    left = -1 if parts.left_at is None else parts.left_at
+    falls_in = bool(parts.world.agree([int(step > left if step == low else low <= left)])[0])
+    if step == low or not falls_in:
+        parts.left_at = step
+    return falls_in
+
+
+def _locally(save: Save, work: Callable[[], object]) -> None:
+    """Do what concerns this rank alone; whatever goes wrong is why the save fails, on all ranks. Not collective."""
+    try:
+        work()
+    except MlflashError as error:
+        save.problem = save.problem or error
+    except Exception as error:  # of torch, a device or an adapter
+        log.debug("step %d", save.snapshot.step, exc_info=True)
+        save.problem = save.problem or SaveFailed(f"the state could not be copied: {text_of(error)}")
+
+
+def _protect(save: Save, parts: Parts) -> None:
+    world = parts.world
+    assert save.slot is not None and save.plan is not None
+    if save.stage is not None:
+        if not save.left:
+            _locally(save, save.stage)
+        if save.left:
+            save.problem = save.problem or SaveFailed(save.left)
+        save.staged.set()
+    if save.later is not None and save.problem is None:
+        _locally(save, save.later.finish)
+        save.problem = save.problem or save.later.error
+    _confirm(save, parts)
+    source = Source(save.slot, save.plan.layout.extents, lambda check: _header(save, parts, check), parts.pace)
+    parts.pace.begin()
+    start = time.perf_counter()
+    try:
+        whole = parts.protection.protect(parts.shelf, source, save.attempt)
+    finally:
+        parts.pace.end()
+    peers = [rank for rank in parts.protection.group if rank != world.rank]
+    parts.journal.protected(save.snapshot.step, time.perf_counter() - start, save.plan.layout.extents.nbytes, peers)
+    reach("protect.sealed")
+    if save.problem is None and not whole:
+        save.problem = SaveFailed("its redundancy did not arrive whole")
+        save.problem.follows = True
+    if save.problem is not None:
+        save.problem.rank, save.problem.node = world.rank, world.node_name
+    world.raise_together(save.problem)
+    reach("commit.agreed")
+    save.slot.record_commit(save.attempt, save.snapshot.step)
+    reach("commit.half_recorded")
+    for slot in parts.protection.kept(parts.shelf, save.attempt):
+        slot.record_commit(save.attempt, save.snapshot.step)
+    reach("commit.recorded")
+    parts.shelf.drop_spare(committed=True)
+    parts.board.put(Word.COMMITTED_GENERATION, save.attempt.generation)
+    parts.board.put(Word.COMMITTED_STEP, save.snapshot.step)
+
+
+def _confirm(save: Save, parts: Parts) -> None:
+    """Seal this rank's share, where all that hold it hold the same."""
+    replicas = parts.sharers
+    if replicas is None:
+        return
+    plan, share = save.plan, save.share
+    checks: dict[int, int] = {}
+    if plan is not None and share is not None and plan.share_extents is not None and save.problem is None:
+        _locally(save, lambda: checks.update(all_checks(plan, share, save.checks)))
+    unlike = replicas.confirm(plan, checks if save.problem is None else None, save.snapshot.step)
+    save.problem = save.problem or unlike
+    reach("share.agreed")
+    if plan is not None and share is not None and (extents := plan.share_extents) is not None:
+        source = Source(share, extents, lambda check: _share_header(save, parts, check))
+        _locally(save, source.seal)
+    reach("share.sealed")
+
+
+def _share_header(save: Save, parts: Parts, check: int) -> Header | None:
+    mine = _header(save, parts, check)
+    plan = save.plan
+    if mine is None or plan is None or plan.sharing is None or plan.share_extents is None:
+        return None
+    return dataclasses.replace(
+        mine, manifest_nbytes=0, extents=plan.share_extents, group=plan.sharing.siblings, share=plan.sharing.share
+    )
+
+
+def _header(save: Save, parts: Parts, check: int) -> Header | None:
+    if save.later is not None:
+        save.later.look()
+        save.problem = save.problem or save.later.error
+    if save.problem is not None or save.plan is None or save.slot is None:
+        return None  # staging failed: this slot must never look whole
+    if save.slot.segment is not save.segment:
+        save.problem = SaveFailed("the slot got another file after it was staged")
+        return None
+    world = parts.world
+    return Header(
+        attempt=save.attempt,
+        step=save.snapshot.step,
+        rank=world.rank,
+        world_size=world.size,
+        node_index=world.node_index,
+        local_rank=world.local_rank,
+        manifest_nbytes=len(save.plan.manifest),
+        extents=save.plan.layout.extents,
+        table_check=check,
+        unix_ns=time.time_ns(),
+        node=world.node_name,
+        scheme=parts.protection.scheme,
+        job=parts.config.job,
+        group=parts.protection.group,
+        shared_by=-1 if save.plan.sharing is None else save.plan.sharing.by,
+        mark=parts.config.mark,
+    )

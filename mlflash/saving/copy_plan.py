@@ -1,0 +1,208 @@
+"""Where the leaves of a state go in one slot, and how: at once, or later.
+
+Large contiguous CPU tensors go through ``np.copyto`` (memcpy on one thread; torch's OpenMP copy is up to 26 times
+slower where ranks fight for cores), small ones through one ``torch._foreach_copy_`` per dtype, those on other devices
+through a `Transfer`.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..errors import SaveFailed, StateError
+from ..memory.segment import Segment
+from ..memory.thread_pool import Crew
+from ..state.layout import Layout
+from ..state.leaves import Flat, Structure, as_bits, as_bytes, from_bytes, is_copied_as_bytes, kept_bytes, live_bytes
+from .deferred_copies import LARGE_NBYTES, Work
+from .device_copies import Transfer
+from .sampled_bytes import Spots
+
+_PIECE_NBYTES = 8 << 20  # what training waits for at most, where the courier is in the middle of a piece
+
+
+class Way:
+    """Where the leaves go in one slot, and how.
+
+    Args:
+        layout: of the slot.
+        segments: of the slot, and of the share.
+        targets: for each leaf a view of the slot; None: it goes nowhere, or in pieces.
+        crew: copies together.
+        timeout_s: how long devices may take, seconds.
+    """
+
+    def __init__(self, layout: Layout, segments: list[Segment], targets: list[Any], crew: Crew, timeout_s: float):
+        self.layout, self.segments, self._targets = layout, segments, targets
+        self._crew, self._timeout_s = crew, timeout_s
+        self._structure: Structure | None = None
+        self._lazy: frozenset[int] = frozenset()
+
+    def lead(self, flat: Flat, lazy: frozenset[int]) -> None:
+        """Choose how each leaf of a state is copied; states of the very same structure are copied the same way.
+
+        Args:
+            flat: the state.
+            lazy: numbers of the leaves that are copied later.
+        """
+        if flat.structure is self._structure and lazy == self._lazy:
+            return
+        self._at_once, self._later = _Kinds(), _Kinds()
+        for number, (value, target) in enumerate(zip(flat.values, self._targets, strict=True)):
+            if target is not None:
+                (self._later if number in lazy else self._at_once).add(number, value, target)
+        if self._at_once.on_devices or self._later.on_devices:
+            for segment in self.segments:
+                segment.pin()
+        self._structure, self._lazy = flat.structure, lazy
+
+    def copy(self, values: list[Any]) -> None:
+        """Copy what is copied at once; returns when that may be changed again.
+
+        Raises:
+            SaveFailed: a device takes too long.
+        """
+        kinds = self._at_once
+        transfers = kinds.transfers(values, {}, self.segments)
+        for number, target in kinds.arrays:
+            np.copyto(target, values[number])
+        works: list[Work] = []
+        for number, target, raw in kinds.large:
+            value = values[number]
+            if value.is_conj() or value.is_neg():
+                _copy_together([target], [value])
+            elif self._crew.threads == 1:
+                np.copyto(raw, as_bytes(value))
+            else:
+                works += _in_pieces(raw, as_bytes(value))
+        self._crew.run(works)
+        for dtype, (targets, numbers) in kinds.small.items():
+            its = [values[n] for n in numbers]
+            _copy_together(targets, list(map(as_bits, its)) if is_copied_as_bytes(dtype) else its)
+        for transfer in transfers:
+            if not transfer.wait(self._timeout_s):
+                raise SaveFailed(f"a device had not made its copies after {self._timeout_s:g} s")
+
+    def begin(self, values: list[Any], spots: Spots) -> tuple[list[Work], list[Transfer]]:
+        """Begin what is copied later: the pieces that are to be made, and what devices are at.
+
+        Both know where the bytes are now: a parameter may get other memory meanwhile (FSDP does that).
+
+        Args:
+            values: the leaves.
+            spots: gets bytes of these.
+        """
+        pieces: list[Work] = []
+        for number, _, raw in self._later.large:
+            live = kept_bytes(values[number].detach())
+            spots.add(self.layout.entries[number].name, live, raw)
+            pieces += _in_pieces(raw, live)
+        noted = {}
+        for device, (targets, numbers) in self._later.on_devices.items():
+            names, its = [self.layout.entries[n].name for n in numbers], [values[n] for n in numbers]
+            noted[device] = spots.note_on(device, names, its, [as_bytes(target) for target in targets])
+        return pieces, self._later.transfers(values, noted, self.segments)
+
+    def read_back(self, flat: Flat) -> None:
+        """Read one leaf of each kind as a restore would, and compare it with the live one; the smallest of them.
+
+        Of a leaf that is copied later only dtype and shape: `Spots` compares its bytes.
+
+        Raises:
+            StateError: a restore would find something else.
+        """
+        smallest: dict[tuple[Any, ...], int] = {}
+        entries = self.layout.entries
+        for number, (value, target) in enumerate(zip(flat.values, self._targets, strict=True)):
+            if target is None and entries[number].nbytes:
+                continue  # tied to another, or goes in pieces
+            kind = (entries[number].kind, entries[number].dtype, target is None, number in self._lazy, *_how(value))
+            first = smallest.setdefault(kind, number)
+            if entries[number].nbytes < entries[first].nbytes:
+                smallest[kind] = number
+        for number in smallest.values():
+            value, target, entry = flat.values[number], self._targets[number], entries[number]
+            read = from_bytes(entry, np.empty(0, dtype=np.uint8)) if target is None else target
+            if (read.dtype, tuple(read.shape)) != (value.dtype, tuple(value.shape)):
+                raise StateError("a restore would read another dtype or shape", tensor=entry.name,
+                                 expected=f"{value.dtype} {tuple(value.shape)}",
+                                 found=f"{read.dtype} {tuple(read.shape)}")  # fmt: skip
+            is_there = target is not None and number not in self._lazy
+            if is_there and not np.array_equal(as_bytes(target), live_bytes(value)):
+                raise StateError("a restore would read other bytes than this leaf has: they were not copied as "
+                                 "they are, or it was changed meanwhile", tensor=entry.name)  # fmt: skip
+
+
+def _how(value: Any) -> tuple[Any, ...]:
+    """What a leaf is copied by, besides its dtype."""
+    if isinstance(value, np.ndarray):
+        return (value.flags.c_contiguous,)
+    is_odd = value.is_conj() or value.is_neg()
+    return value.device, value.is_contiguous(), value.numel() * value.element_size() >= LARGE_NBYTES, is_odd
+
+
+class _Kinds:
+    """Leaves by how they are copied.
+
+    Attributes:
+        arrays: numbers and targets of those that numpy copies.
+        large: numbers of tensors, their targets, and the bytes of these, where memcpy does.
+        small: for each dtype: targets and numbers of those that torch copies together.
+        on_devices: for each device: targets and numbers.
+    """
+
+    def __init__(self) -> None:
+        self.arrays: list[tuple[int, Any]] = []
+        self.large: list[tuple[int, Any, np.ndarray]] = []
+        self.small: dict[Any, tuple[list[Any], list[int]]] = {}
+        self.on_devices: dict[Any, tuple[list[Any], list[int]]] = {}
+
+    def add(self, number: int, value: Any, target: Any) -> None:
+        if isinstance(value, np.ndarray):
+            self.arrays.append((number, target))
+        elif value.device.type == "cpu" and target.nbytes >= LARGE_NBYTES and value.is_contiguous():
+            self.large.append((number, target, as_bytes(target)))
+        else:
+            on_host = value.device.type == "cpu"
+            targets, numbers = (
+                self.small.setdefault(value.dtype, ([], []))
+                if on_host
+                else self.on_devices.setdefault(value.device, ([], []))
+            )
+            targets.append(as_bits(target))
+            numbers.append(number)
+
+    def transfers(
+        self, values: list[Any], more: Mapping[Any, tuple[Any, Any]], segments: Sequence[Segment]
+    ) -> list[Transfer]:
+        """Let devices begin their copies.
+
+        Args:
+            values: the leaves.
+            more: a further target and value, by device.
+            segments: the files they go to.
+        """
+        found = []
+        for device, (targets, numbers) in self.on_devices.items():
+            its = [as_bits(values[n]) for n in numbers]
+            if device in more:
+                target, value = more[device]
+                targets, its = [*targets, target], [*its, value]
+            found.append(Transfer(device, targets, its, segments))
+        return found
+
+
+def _in_pieces(target: np.ndarray, source: np.ndarray) -> list[Work]:
+    parts = (slice(at, at + _PIECE_NBYTES) for at in range(0, target.nbytes, _PIECE_NBYTES))
+    return [functools.partial(np.copyto, target[part], source[part]) for part in parts]
+
+
+def _copy_together(targets: list[Any], values: list[Any]) -> None:
+    torch = sys.modules["torch"]
+    with torch.no_grad():
+        torch._foreach_copy_(targets, values)

@@ -1,0 +1,85 @@
+"""Tensors on devices → the slot: copies that the device makes on a stream of its own.
+
+In pieces, so that other traffic of the device is not held up behind one copy for long.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ..memory.segment import Segment
+
+_PIECE_NBYTES = 8 << 20
+_LOOK_S = 2e-4  # how often the host looks whether a copy has ended: waiting inside of the driver has no deadline
+
+_streams: dict[Any, Any] = {}
+
+
+class Transfer:
+    """Copies from one device to pinned memory, on their way when this is made.
+
+    They come after all that the caller's stream has been given so far. The tensors are held until the copies are
+    made: else the caching allocator could give their memory to others.
+
+    Args:
+        device: of the tensors.
+        targets: CPU tensors, where the copies go.
+        values: tensors of the same dtypes and shapes.
+        segments: the files that the targets are in: each notes this as one of its writers.
+    """
+
+    def __init__(self, device: Any, targets: Sequence[Any], values: Sequence[Any], segments: Sequence[Segment] = ()):
+        torch = sys.modules["torch"]
+        self._event: Any = None
+        for segment in segments:  # before the first copy begins, whatever exception comes in between
+            segment.writers.append(self)
+        self._api, self._device = getattr(torch, device.type), device
+        stream = _streams.get(device)
+        if stream is None:
+            stream = _streams[device] = self._api.Stream(device)
+        stream.wait_stream(self._api.current_stream(device))
+        self._values: list[Any] = []
+        with self._api.stream(stream), torch.no_grad():
+            for target, value in zip(targets, values, strict=True):
+                # What is noted on a tensor and done when it is read would be done to the target: before the copy.
+                value = value.detach().resolve_conj().resolve_neg()
+                self._values.append(value)
+                for into, part in _parts(target, value):
+                    into.copy_(part, non_blocking=True)
+            event = self._api.Event()
+            event.record(stream)
+        self._event = event
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all copies are made. Not collective."""
+        return self._event is not None and bool(self._event.query())
+
+    def hold_back(self) -> None:
+        """Let what the caller's stream is given from now on come after the copies; the host does not wait.
+
+        Not collective.
+        """
+        self._api.current_stream(self._device).wait_event(self._event)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until the copies are made; False where they are not in time. Not collective."""
+        end = time.monotonic() + timeout_s
+        while not self.is_done:
+            if time.monotonic() > end:
+                return False
+            time.sleep(_LOOK_S)
+        self._values.clear()
+        return True
+
+
+def _parts(target: Any, value: Any) -> list[tuple[Any, Any]]:
+    nbytes = value.numel() * value.element_size()
+    if nbytes <= _PIECE_NBYTES or not value.is_contiguous():
+        return [(target, value)]
+    step = _PIECE_NBYTES // value.element_size()
+    return list(zip(target.view(-1).split(step), value.view(-1).split(step), strict=True))

@@ -1,0 +1,158 @@
+"""What `save` returns: a snapshot, which becomes a checkpoint when all ranks have committed it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from ..errors import DeadlineExceeded, MlflashError, SaveFailed
+from .deferred_copies import Later
+
+log = logging.getLogger("mlflash")
+
+_LOOK_S = 0.5  # how often a waiting snapshot looks whether the courier is held up
+
+
+class Snapshot:
+    """A staged state on its way to being committed.
+
+    Attributes:
+        step: the training step.
+        nbytes: bytes of this rank's slot that it takes.
+        stall_s: how long ``save`` kept training waiting, seconds.
+        commit_s: from the call of ``save`` to the commit, seconds; None before. A small state may be committed a
+            moment before ``save`` returns.
+        skipped: whether it was given up on all ranks because both slots of one were busy; or never begun, as mlflash
+            is off.
+    """
+
+    def __init__(self, step: int, blocked: Callable[[], DeadlineExceeded | None]):
+        self.step = step
+        self._blocked = blocked  # why an earlier operation of the courier does not end, where it does not
+        self.nbytes = 0
+        self.stall_s = 0.0
+        self.commit_s: float | None = None
+        self.skipped = False
+        self.reported = False  # its error was raised to the caller
+        self.later: Later | None = None  # what is copied after `save` has returned
+        self._start = time.perf_counter()
+        self._error: MlflashError | None = None
+        self._late: DeadlineExceeded | None = None
+        self._committed = False
+        self._ended = threading.Event()
+        self._woken = threading.Event()  # ended, or late
+        self._waking = threading.Lock()
+        self._callbacks: list[Callable[[Snapshot], None]] = []
+
+    @property
+    def committed(self) -> bool:
+        """Whether all ranks agreed that this step is a checkpoint: from here on it survives a lost node."""
+        return self._committed
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since ``save`` was called."""
+        return time.perf_counter() - self._start
+
+    @property
+    def done(self) -> bool:
+        """Whether it was committed or has failed; or was left alone, as mlflash is off."""
+        return self._ended.is_set()
+
+    @property
+    def error(self) -> MlflashError | None:
+        """Why it failed or is late; None while there is nothing wrong."""
+        return self._error or (None if self._committed else self._late)
+
+    def wait(self, timeout: float | None = None) -> Snapshot:
+        """Wait until the snapshot is committed.
+
+        Not collective.
+
+        Args:
+            timeout: seconds; None waits for as long as the Checkpointer's ``timeout_s`` lets the save run.
+
+        Returns:
+            The snapshot itself.
+
+        Raises:
+            SaveFailed: it will not be committed; the last committed step is untouched.
+            DeadlineExceeded: it is not committed yet, though time is up; it may still be.
+        """
+        end = float("inf") if timeout is None else time.monotonic() + timeout
+        while not self._woken.wait(max(0.0, min(_LOOK_S, end - time.monotonic()))):
+            if (blocked := self._blocked()) is not None:
+                raise blocked
+            if time.monotonic() >= end:
+                raise DeadlineExceeded(f"not committed within {timeout:g} s (it may still be)", step=self.step)
+        if self.error is not None:
+            raise self.error
+        return self
+
+    def wait_staged(self) -> None:
+        """Copy what is left to be copied: then the state may be changed by whatever there is.
+
+        Not collective. Only a save with ``until=`` leaves anything. Where something fails, `wait` says so.
+        """
+        if self.later is not None:
+            self.later.finish()
+            self.later.hold_back()
+
+    def add_done_callback(self, call: Callable[[Snapshot], None]) -> None:
+        """Have a function called with this snapshot when :meth:`wait` would return or raise: ended, or late.
+
+        Not collective. It is called once, on the courier's thread, where it must not wait for anything; in this call
+        where it is so already.
+        """
+        with self._waking:
+            if not self._woken.is_set():
+                self._callbacks.append(call)
+                return
+        call(self)
+
+    def end(self, error: MlflashError | None) -> None:
+        """Tell the waiters how it ended, once (for the courier)."""
+        if self._ended.is_set():
+            return
+        if error is None:
+            self.commit_s = self.age_s
+            self._committed = True
+        else:
+            self._error = error if isinstance(error, SaveFailed) else _failed(error, self.step)
+        self._ended.set()
+        self._wake()
+
+    def leave(self) -> None:
+        """Tell the waiters that it never began, which is no failure: mlflash is off."""
+        self.skipped = True
+        self._ended.set()
+        self._wake()
+
+    def late(self, error: DeadlineExceeded) -> None:
+        """Tell the waiters that it takes too long; it may still end well (for the courier)."""
+        error.step = self.step
+        self._late = error
+        self._wake()
+
+    def _wake(self) -> None:
+        with self._waking:
+            self._woken.set()
+            calls, self._callbacks = self._callbacks, []
+        for call in calls:
+            try:
+                call(self)
+            except BaseException:  # it is the user's: saving must go on, and no other rank would hear of it
+                log.exception("a callback of the snapshot of step %d failed", self.step)
+
+    def stalled(self) -> None:
+        """Note that ``save`` returns now."""
+        self.stall_s = self.age_s
+
+
+def _failed(error: MlflashError, step: int) -> SaveFailed:
+    failed = SaveFailed(f"this step was not saved: {error}", rank=error.rank, node=error.node, step=step,
+                        ranks=error.ranks, nodes=error.nodes)  # fmt: skip
+    failed.__cause__ = error
+    return failed

@@ -1,0 +1,322 @@
+"""Tensors → slot: the only part of a save that training waits for.
+
+In the steady state nothing is planned, allocated or faulted in: the layout is cached by the structure of the state,
+where each leaf goes, and how, by slot.
+
+Of state that this rank shares with others it copies its own share, and makes checksums of the rest: with them the
+courier finds out whether all that hold it hold the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar, cast
+
+import numpy as np
+import xxhash
+
+from ..crash_points import reach
+from ..errors import SaveFailed
+from ..memory.slot import Slot
+from ..memory.thread_pool import Crew
+from ..redundancy.shares import Piece, Sharing, cuts, pieces
+from ..state import manifest
+from ..state.layout import PAGE_NBYTES, Extents, Layout, plan
+from ..state.leaves import Flat, Leaf, Structure, from_bytes, live_bytes
+from .copy_plan import Way
+from .deferred_copies import Later, Work
+from .sampled_bytes import Spots
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Where a state goes, and the manifest that says so.
+
+    Attributes:
+        layout: of the rank's slot.
+        manifest: of the rank's slot.
+        private: names of tensors that each rank has its own of.
+        sharing: the ranks that hold some of it alike; None: nothing is shared.
+        pieces: of what is shared.
+    """
+
+    layout: Layout
+    manifest: bytes
+    private: frozenset[str]
+    sharing: Sharing | None = None
+    pieces: tuple[Piece, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are stored."""
+        share = self.share_extents
+        return self.layout.extents.nbytes + (0 if share is None else share.nbytes)
+
+    @property
+    def share_extents(self) -> Extents | None:
+        """Of the file of this rank's share; None: nothing is shared."""
+        if self.sharing is None:
+            return None
+        low, high = cuts(self.layout.shared_nbytes, len(self.sharing.siblings))[self.sharing.share :][:2]
+        return Extents(0, high - low, self.layout.extents.block_nbytes)
+
+
+def _whole_or_anew(method: Method) -> Method:
+    """Let a method that an exception has left in the middle be followed by one that trusts nothing cached.
+
+    An exception may come at any moment, as signal handlers raise some: between two things that belong together.
+    """
+
+    @functools.wraps(method)
+    def call(self: Stage, *args: Any, **options: Any) -> Any:
+        if self._in_the_middle:
+            self._start_over()
+        self._in_the_middle = True
+        result = method(self, *args, **options)
+        self._in_the_middle = False
+        return result
+
+    return cast("Method", call)
+
+
+class Stage:
+    """Copies states of (mostly) one structure into slots.
+
+    Args:
+        block_nbytes: bytes per checksum, for the layout.
+        crew: copies together.
+        timeout_s: how long the pages of a new slot, or devices, may take, seconds.
+    """
+
+    def __init__(self, block_nbytes: int, crew: Crew, timeout_s: float):
+        self._block_nbytes, self._crew, self._timeout_s = block_nbytes, crew, timeout_s
+        self._start_over()
+
+    def _start_over(self) -> None:
+        self._in_the_middle = False
+        self._structure: Structure | None = None
+        self._tree: Any = None
+        self._layout: Layout | None = None
+        self._pieces: tuple[Piece, ...] = ()
+        self._entries = self._tree_bytes = b""
+        self._ways: dict[tuple[str, str], Way] = {}
+        self._read_back: tuple[Layout, bytes] | None = None  # as a restore would; from then on only values change
+        self._copied: Layout | None = None
+
+    def knows(self, flat: Flat) -> bool:
+        """Whether a state is laid out already. Not collective."""
+        its, mine = flat.structure, self._structure
+        if self._layout is None or mine is None:
+            return False
+        return its is mine or (its.entries, its.ties) == (mine.entries, mine.ties)
+
+    @_whole_or_anew
+    def plan(self, flat: Flat, sharing: Sharing | None = None, is_shared: Callable[[Leaf], bool] | None = None) -> Plan:
+        """Lay a state out, or find that it is laid out like the one before. Not collective.
+
+        Args:
+            flat: the state.
+            sharing: the ranks that hold some of it alike.
+            is_shared: which of it these hold alike; asked only for a state that is not known.
+        """
+        its, known = flat.structure, self.knows(flat)
+        if not known or its.tree is not self._tree:
+            self._tree_bytes = manifest.encode_tree(its.tree)  # trees are not compared: 1 == True == 1.0
+            self._tree = its.tree
+        if known and self._layout is not None:
+            self._structure = its
+            planned = self._planned(flat, self._layout, sharing)
+            if len(planned.manifest) <= self._layout.extents.manifest_room:
+                return planned
+            shared = {i for i, e in enumerate(self._layout.entries) if self._layout.is_shared(e)}
+        else:
+            shared = set()
+            for i, leaf in enumerate(flat.leaves):
+                if leaf.tie in shared or (leaf.tie < 0 and is_shared is not None and is_shared(leaf)):
+                    shared.add(i)
+        # The entries' text depends on their places; twice the text of unplaced ones is room enough.
+        draft = manifest.encode_entries(its.entries)
+        length = len(manifest.join(draft, self._tree_bytes, flat.plain)) + 20 * len(its.entries) + 80
+        self._layout = plan(flat, length, self._block_nbytes, shared)
+        self._pieces = () if sharing is None else tuple(pieces(self._layout, len(sharing.siblings)))
+        self._structure = its
+        self._entries = manifest.encode_entries(self._layout.entries)
+        self._ways.clear()
+        return self._planned(flat, self._layout, sharing)
+
+    def _planned(self, flat: Flat, layout: Layout, sharing: Sharing | None) -> Plan:
+        shared = None
+        if sharing is not None and layout.shared_nbytes:
+            shared = manifest.Shared(sharing.by, len(sharing.siblings), layout.shared_nbytes)
+        whole = manifest.join(self._entries, self._tree_bytes, flat.plain, shared)
+        if self._read_back != (layout, self._tree_bytes):
+            written = manifest.Manifest(layout.entries, flat.structure.tree, flat.plain, shared)
+            manifest.read_back(whole, written, layout.extents.payload_nbytes)
+            self._read_back = layout, self._tree_bytes
+        private = flat.structure.private
+        return Plan(layout, whole, private) if shared is None else Plan(layout, whole, private, sharing, self._pieces)
+
+    @_whole_or_anew
+    def copy(
+        self, flat: Flat, planned: Plan, slot: Slot, share: Slot | None = None, lazy: frozenset[int] = frozenset()
+    ) -> tuple[dict[Piece, int], Later]:
+        """Copy a state into a slot; returns once the live tensors may be changed again, but for lazy ones.
+
+        Not collective. The slots are unsealed by this and stay so.
+
+        Args:
+            flat: the state.
+            planned: where it goes.
+            slot: of this rank.
+            share: gets this rank's share of what it holds like others.
+            lazy: numbers of the leaves that are copied later.
+
+        Returns:
+            The checksums of the pieces of other shares, once all is copied; and what is copied later.
+
+        Raises:
+            SaveFailed: the pages of a slot are not there in time.
+            StateError: what was copied is not what a restore would read.
+        """
+        if planned.sharing is None:
+            share = None
+        for target in (slot,) if share is None else (slot, share):
+            assert target.segment is not None
+            if not target.segment.ready.wait(self._timeout_s):
+                raise SaveFailed(f"the pages of {target.name} were not there after {self._timeout_s:g} s")
+            target.unseal()
+        reach("stage.unsealed")
+        slot.view[PAGE_NBYTES : PAGE_NBYTES + len(planned.manifest)] = np.frombuffer(planned.manifest, dtype=np.uint8)
+        if share is not None:  # what is cut is copied, and checked, by the host
+            shared, entries = planned.layout.is_shared, planned.layout.entries
+            lazy = frozenset(n for n in lazy if flat.values[n].device.type == "cpu" or not shared(entries[n]))
+        way = self._way(planned, slot, share, flat)
+        way.lead(flat, lazy)
+        way.copy(flat.values)
+        if self._copied is not planned.layout:
+            way.read_back(flat)
+            self._copied = planned.layout
+        spots = Spots()
+        later, transfers = way.begin(flat.values, spots)
+        checks: dict[Piece, int] = {}
+        if share is not None:
+            for leaf, work in _pieces_of(flat, planned, share, checks, lazy, spots):
+                if leaf in lazy:
+                    later.append(work)
+                else:
+                    work()
+        spots.note()
+        reach("stage.copied")
+        tensors = ((flat.structure.entries[n].name, flat.values[n]) for n in lazy)
+        copies = Later(later, transfers, tensors, self._timeout_s, spots)
+        for segment in way.segments:
+            segment.writers.append(copies)
+        return checks, copies
+
+    def _way(self, planned: Plan, slot: Slot, share: Slot | None, flat: Flat) -> Way:
+        """Where each leaf that goes anywhere as a whole goes, and how."""
+        layout = planned.layout
+        key = (slot.name, "" if share is None else share.name)
+        segments = [part.segment for part in (slot, share) if part is not None and part.segment is not None]
+        way = self._ways.get(key)
+        # A new file may have the name of an old one: the views belong to the mapping, not to the name.
+        if way is None or way.layout is not layout or way.segments != segments:
+            payload = slot.payload(layout.extents)
+            _clear_gaps(layout, payload)
+            targets: list[Any] = [
+                from_bytes(entry, payload[entry.start : entry.start + entry.nbytes])
+                if entry.nbytes and tie < 0 and not layout.is_shared(entry)
+                else None
+                for entry, tie in zip(layout.entries, flat.structure.ties, strict=True)
+            ]
+            if share is not None:
+                for piece, room in _own_pieces(planned, share):
+                    if room.nbytes == layout.entries[piece.leaf].nbytes:
+                        targets[piece.leaf] = from_bytes(layout.entries[piece.leaf], room)
+            way = self._ways[key] = Way(layout, segments, targets, self._crew, self._timeout_s)
+        return way
+
+    def replan(self) -> None:
+        """Lay the next state out anew: what is shared may have changed. Not collective."""
+        self._structure = None
+
+    def forget(self) -> None:
+        """Drop the cached views (the slots were replaced)."""
+        self._ways.clear()
+
+
+def has_room(planned: Plan, slot: Slot, share: Slot) -> bool:
+    """Whether a state fits into slots as large as they are."""
+    size = planned.share_extents
+    return slot.view.nbytes >= planned.layout.extents.nbytes and (size is None or share.view.nbytes >= size.nbytes)
+
+
+def _own_pieces(planned: Plan, share: Slot) -> list[tuple[Piece, np.ndarray]]:
+    """The pieces that go into this rank's share, and where."""
+    assert planned.sharing is not None and planned.share_extents is not None
+    payload, number = share.payload(planned.share_extents), planned.sharing.share
+    return [(p, payload[p.at : p.at + p.end - p.start]) for p in planned.pieces if p.share == number]
+
+
+def _pieces_of(
+    flat: Flat, planned: Plan, share: Slot, checks: dict[Piece, int], lazy: frozenset[int], spots: Spots
+) -> Iterator[tuple[int, Work]]:
+    """Of leaves that are cut: what copies the pieces of this rank's share; and what checks those of others.
+
+    Args:
+        checks: gets the checksums of the others' pieces.
+        lazy: leaves of which the work is done later.
+        spots: gets bytes of their pieces.
+    """
+    assert planned.sharing is not None
+
+    def check(value: Any, piece: Piece) -> None:
+        is_late = piece.leaf in lazy
+        checks[piece] = xxhash.xxh3_64_intdigest(live_bytes(value, piece.start, piece.end, kept=is_late).data)
+
+    def now(leaf: int) -> Any:
+        value = flat.values[leaf]  # it may get other memory later
+        return value if isinstance(value, np.ndarray) else value.detach()
+
+    for piece, room in _own_pieces(planned, share):
+        entry = flat.structure.entries[piece.leaf]
+        if room.nbytes < entry.nbytes:
+            live = live_bytes(flat.values[piece.leaf], piece.start, piece.end, kept=piece.leaf in lazy)
+            if piece.leaf in lazy:
+                spots.add(entry.name, live, room)
+            yield piece.leaf, functools.partial(np.copyto, room, live)
+    for piece in planned.pieces:
+        if piece.share != planned.sharing.share:
+            yield piece.leaf, functools.partial(check, now(piece.leaf), piece)
+
+
+def all_checks(planned: Plan, share: Slot, others: dict[Piece, int]) -> dict[int, int]:
+    """For each leaf that is shared, one number for its bytes: those stored here, and those that are stored elsewhere.
+
+    Args:
+        planned: where the state was copied.
+        share: with this rank's share.
+        others: the checksums of the pieces that are not in it.
+    """
+    known = {p: xxhash.xxh3_64_intdigest(room.data) for p, room in _own_pieces(planned, share)}
+    every = others | known
+    of_leaf: dict[int, list[int]] = {}
+    for piece in planned.pieces:
+        of_leaf.setdefault(piece.leaf, []).append(every[piece])
+    return {leaf: xxhash.xxh3_64_intdigest(np.array(checks, dtype="<u8").tobytes()) for leaf, checks in of_leaf.items()}
+
+
+def _clear_gaps(layout: Layout, payload: np.ndarray) -> None:
+    """Zero the bytes between the extents, so that equal states give equal blocks."""
+    at = 0
+    for entry in layout.entries:
+        if layout.is_shared(entry):
+            continue
+        if entry.start > at:
+            payload[at : entry.start] = 0
+        at = max(at, entry.start + entry.nbytes)
+    payload[at:] = 0

@@ -1,0 +1,386 @@
+"""A nested state → leaves and a tree; and the same state again, when only its values have changed.
+
+The first walk describes each tensor. From then on, `Flattener` only compares: containers by their classes and keys, all
+tensors by one list of each property. That takes less than a microsecond per tensor; describing takes ten.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from ..errors import StateError
+from .leaves import Entry, Flat, Leaf, Tree, array_entry, is_tensor, tensor_entry
+from .plain_values import MAX_DEPTH, encode_key, encode_plain
+
+LEAF, PLAIN = "e", "p"
+_BY_TYPE = frozenset((str, int, bool, bytes, type(None)))  # two keys of one of these that are equal are the same
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class _Node:
+    """A container in a state.
+
+    Attributes:
+        kind: its class.
+        keys: of a dict.
+        key_types: of its keys: 1 == True == 1.0.
+        codes: of its keys, where two of one type that are equal may differ: 0.0 == -0.0.
+        subs: what is in it, in order: a `_Node`, LEAF or PLAIN; of an object: what its ``state_dict()`` gave.
+        is_private: of an object: whether each rank has its own of it.
+        only: LEAF or PLAIN, where nothing else is in it.
+    """
+
+    kind: type
+    keys: list[Any] | None
+    subs: list[Any]
+    is_private: bool | None = None
+    only: str | None = None
+    key_types: list[type] = dataclasses.field(init=False)
+    codes: str | None = None
+
+    def __post_init__(self) -> None:
+        self.key_types = list(map(type, self.keys or ()))
+        if not _BY_TYPE.issuperset(self.key_types):
+            self.codes = _codes(self.keys or [])
+        if all(sub is LEAF for sub in self.subs) or all(sub is PLAIN for sub in self.subs):
+            self.only = self.subs[0] if self.subs else LEAF
+
+
+def flatten(state: Any) -> Flat:
+    """Take a state apart without copying any tensor.
+
+    Not collective. The leaves alias the live tensors.
+
+    Raises:
+        StateError: a leaf cannot be saved (its path is named), or a container holds itself.
+    """
+    return _Walk().flatten(state)
+
+
+def flatten_or_none(state: Any) -> Flat | None:
+    """Take a state apart as `flatten` does; None where it cannot be. Not collective."""
+    try:
+        return flatten(state)
+    except Exception:  # state_dict() of an object may raise anything
+        return None
+
+
+class Flattener:
+    """Takes the states of a training apart, one after the other. Not collective."""
+
+    def __init__(self) -> None:
+        self._known: _Known | None = None
+
+    def flatten(self, state: Any) -> Flat:
+        """Take a state apart; see `flatten`. What is like the one before has the very structure of that."""
+        taken: dict[int, list[Any]] = {}
+        if self._known is not None:
+            flat = self._known.take(state, taken)
+            if flat is not None:
+                return flat
+        self._known = None
+        walk = _Walk(taken)
+        flat = walk.flatten(state)
+        if set(walk.kinds) <= _known_kinds():
+            self._known = _Known(walk, flat)
+        return flat
+
+
+class _Changed(Exception):
+    """A state is not like the one before."""
+
+
+class _Known:
+    """A state that was taken apart, as a pattern for others.
+
+    Args:
+        walk: through it.
+        flat: what that gave.
+    """
+
+    def __init__(self, walk: _Walk, flat: Flat):
+        self._root, self._kinds = walk.root, walk.kinds
+        self._structure, self._wholes = flat.structure, {n: _placing(whole) for n, whole in flat.wholes.items()}
+        self._tied = [(number, tie) for number, tie in enumerate(flat.structure.ties) if tie >= 0]
+        self._arrays = [number for number, kind in enumerate(walk.kinds) if kind is np.ndarray]
+        self._tensors = [number for number, kind in enumerate(walk.kinds) if kind is not np.ndarray]
+        self._array_columns = _columns(_pick(flat.values, self._arrays), _OF_ARRAYS)
+        self._tensor_columns = _columns(_pick(flat.values, self._tensors), _OF_TENSORS)
+        self._complex = [n for n in self._tensors if flat.values[n].is_complex()]
+        self._complex_columns = _columns(_pick(flat.values, self._complex), _OF_COMPLEX)
+        self._filled = [n for n, entry in enumerate(flat.structure.entries) if entry.nbytes]
+        self._places = _places(_pick(flat.values, self._filled))
+
+    def take(self, state: Any, taken: dict[int, list[Any]]) -> Flat | None:
+        """Take a state apart that is like this one; None where it is not.
+
+        Args:
+            state: nested.
+            taken: gets what ``state_dict()`` of objects gave, by their ids.
+        """
+        values: list[Any] = []
+        plain: list[Any] = []
+        try:
+            self._gather(self._root, state, values, plain, taken)
+            wholes = self._compare(values)
+        except _Changed:  # and not what a state_dict() raises: that may be collective, and is not called once more
+            return None
+        try:
+            return Flat(self._structure, values, [encode_plain(value, "") for value in plain], wholes)
+        except StateError:  # such as of a tensor where a number was
+            return None
+
+    def _gather(self, node: Any, value: Any, values: list[Any], plain: list[Any], taken: dict[int, list[Any]]) -> None:
+        if node is LEAF:
+            values.append(value)
+            return
+        if node is PLAIN:
+            plain.append(value)
+            return
+        if type(value) is not node.kind:
+            raise _Changed
+        found: Any = value
+        if node.is_private is not None:
+            if bool(getattr(value, "rank_private", False)) is not node.is_private:
+                raise _Changed
+            given = value.state_dict()
+            taken.setdefault(id(value), []).append(given)
+            found = (given,)
+        elif node.keys is not None:
+            keys = list(value)
+            if keys != node.keys or list(map(type, keys)) != node.key_types:
+                raise _Changed
+            if node.codes is not None and _codes(keys) != node.codes:
+                raise _Changed
+            found = value.values()
+        elif len(value) != len(node.subs):
+            raise _Changed
+        if node.only is not None:
+            (values if node.only is LEAF else plain).extend(found)
+            return
+        for sub, one in zip(node.subs, found, strict=True):
+            if sub is LEAF:
+                values.append(one)
+            elif sub is PLAIN:
+                plain.append(one)
+            else:
+                self._gather(sub, one, values, plain, taken)
+
+    def _compare(self, values: list[Any]) -> dict[int, Any]:
+        """Compare leaves with those of the pattern; shards take the places of their DTensors, which are returned."""
+        if list(map(type, values)) != self._kinds:
+            raise _Changed
+        wholes = {}
+        for number, placing in self._wholes.items():
+            wholes[number] = values[number]
+            if _placing(values[number]) != placing:
+                raise _Changed
+            local = values[number] = values[number]._local_tensor
+            if type(local) is not sys.modules["torch"].Tensor:  # such as what a collective has not brought yet
+                raise _Changed
+        try:
+            if (
+                _columns(_pick(values, self._tensors), _OF_TENSORS) != self._tensor_columns
+                or _columns(_pick(values, self._complex), _OF_COMPLEX) != self._complex_columns
+                or _columns(_pick(values, self._arrays), _OF_ARRAYS) != self._array_columns
+                or any(_memory(values[number]) != _memory(values[tie]) for number, tie in self._tied)
+            ):
+                raise _Changed
+            self._compare_places(values)
+        except RuntimeError:  # such as of a tensor that is sparse by now
+            raise _Changed from None
+        return wholes
+
+    def _compare_places(self, values: list[Any]) -> None:
+        """Look for leaves that have other memory than before: it may be that of another leaf, or gone."""
+        filled = _pick(values, self._filled)
+        places = _places(filled)
+        if places == self._places:
+            return
+        moved = [n for n, at, before in zip(self._filled, places, self._places, strict=True) if at != before]
+        if any(is_tensor(values[n]) and not values[n].untyped_storage().nbytes() for n in moved):
+            raise _Changed
+        if len(set(places)) + len(self._tied) < len(places):
+            begin_at: dict[int, list[Any]] = {}
+            for number, at in zip(self._filled, places, strict=True):
+                others = begin_at.setdefault(at, [])
+                if self._structure.ties[number] < 0 and any(_is_tie(other, values[number]) for other in others):
+                    raise _Changed
+                others.append(values[number])
+        self._places = places
+
+
+def _codes(keys: list[Any]) -> str:
+    return repr([encode_key(key, "") for key in keys])
+
+
+def _pick(values: list[Any], numbers: list[int]) -> list[Any]:
+    return values if len(numbers) == len(values) else [values[number] for number in numbers]
+
+
+class _Walk:
+    """One walk through a state.
+
+    Args:
+        taken: what ``state_dict()`` of objects, by their ids, has given already: it is not called once more.
+
+    Attributes:
+        root: the state, as it was found.
+        kinds: classes of the leaves.
+    """
+
+    def __init__(self, taken: Mapping[int, list[Any]] | None = None) -> None:
+        self.leaves: list[Leaf] = []
+        self.plain: list[Any] = []
+        self.names: dict[str, int] = {}
+        self.memory: dict[tuple[Any, ...], int] = {}
+        self.open: set[int] = set()
+        self.private: list[str] = []
+        self.torch = sys.modules.get("torch")
+        self.taken = taken or {}
+        self.root: Any = None
+        self.kinds: list[type] = []
+
+    def flatten(self, state: Any) -> Flat:
+        """Take a state apart; see `flatten`."""
+        try:
+            # Else autograd notes each shard that is taken out of a DTensor.
+            with contextlib.nullcontext() if self.torch is None else self.torch.no_grad():
+                self.root = self.visit(state, "")
+            tree = _Numbered().tree(self.root)
+        except RecursionError as error:
+            raise StateError(f"the state is too deep for where save() is called from: {error}") from None
+        return Flat.of(self.leaves, tree, self.plain, frozenset(self.private))
+
+    def visit(self, value: Any, path: str, depth: int = 0) -> Any:
+        if depth > MAX_DEPTH:
+            raise StateError(f"the state is more than {MAX_DEPTH} levels deep", tensor=path)
+        if self.torch is not None and isinstance(value, self.torch.Tensor):
+            return self.leaf(value, *tensor_entry(self.torch, value, path))
+        if isinstance(value, np.ndarray):
+            return self.leaf(value, *array_entry(value, path))
+        an_object = is_object(value)
+        if an_object or isinstance(value, (dict, list, tuple)):
+            if id(value) in self.open:
+                raise StateError("the state contains itself", tensor=path)
+            self.open.add(id(value))
+            node = self.object(value, path, depth + 1) if an_object else self.container(value, path, depth + 1)
+            self.open.remove(id(value))
+            return node
+        self.plain.append(encode_plain(value, path))
+        return PLAIN
+
+    def container(self, value: Any, path: str, depth: int) -> _Node:
+        prefix = path + "." if path else ""
+        if isinstance(value, dict):
+            for key in value:
+                encode_key(key, path)
+            return _Node(type(value), list(value), [self.visit(v, f"{prefix}{k}", depth) for k, v in value.items()])
+        return _Node(type(value), None, [self.visit(v, f"{prefix}{i}", depth) for i, v in enumerate(value)])
+
+    def object(self, value: Any, path: str, depth: int) -> _Node:
+        before = len(self.leaves)
+        is_private = bool(getattr(value, "rank_private", False))
+        given = self.taken[id(value)].pop(0) if self.taken.get(id(value)) else value.state_dict()
+        node = _Node(type(value), None, [self.visit(given, path, depth)], is_private)
+        if is_private:
+            self.private += [leaf.entry.name for leaf in self.leaves[before:]]
+        return node
+
+    def leaf(self, value: Any, local: Any, entry: Entry, key: tuple[Any, ...] | None) -> str:
+        # {"a.b": x, "a": {"b": y}}: the tree keeps them apart, the name says so too. Half a character is no text.
+        name = path = entry.name if entry.name.isascii() else entry.name.encode("utf-8", "backslashreplace").decode()
+        while name in self.names:
+            self.names[path] += 1
+            name = f"{path}~{self.names[path]}"
+        self.names[name] = 1
+        if name != entry.name:
+            entry = dataclasses.replace(entry, name=name)
+        tie = -1 if key is None else self.memory.setdefault(key, len(self.leaves))
+        whole = value if type(value).__name__ == "DTensor" else None
+        self.kinds.append(type(value))
+        self.leaves.append(Leaf(entry, local, -1 if tie == len(self.leaves) else tie, whole))
+        return LEAF
+
+
+class _Numbered:
+    """Numbers leaves and plain leaves in the order in which a walk comes to them."""
+
+    def __init__(self) -> None:
+        self._counts = {LEAF: itertools.count(), PLAIN: itertools.count()}
+
+    def tree(self, node: Any) -> Tree:
+        if not isinstance(node, _Node):
+            return [node, next(self._counts[node])]
+        subs = [self.tree(sub) for sub in node.subs]
+        if node.is_private is not None:
+            return ["o", *subs]
+        if node.keys is None:
+            return ["l" if issubclass(node.kind, list) else "t", subs]
+        return ["d", [[encode_key(key, ""), sub] for key, sub in zip(node.keys, subs, strict=True)]]
+
+
+def is_object(value: Any) -> bool:
+    """Tell an object that saves and loads itself by ``state_dict`` and ``load_state_dict``."""
+    if isinstance(value, type):
+        return False
+    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+
+
+_OF_TENSORS: tuple[Callable[[list[Any]], list[Any]], ...] = (
+    lambda tensors: [tensor.dtype for tensor in tensors],
+    lambda tensors: [tensor.shape for tensor in tensors],
+    lambda tensors: [tensor.device for tensor in tensors],
+    lambda tensors: [tensor.is_contiguous() for tensor in tensors],  # raises for what is not strided
+    lambda tensors: [tensor.is_neg() for tensor in tensors],
+)
+_OF_COMPLEX: tuple[Callable[[list[Any]], list[Any]], ...] = (lambda tensors: [tensor.is_conj() for tensor in tensors],)
+_OF_ARRAYS: tuple[Callable[[list[Any]], list[Any]], ...] = (
+    lambda arrays: [array.dtype for array in arrays],
+    lambda arrays: [array.shape for array in arrays],
+)
+
+
+def _columns(values: list[Any], columns: tuple[Callable[[list[Any]], list[Any]], ...]) -> list[list[Any]]:
+    return [column(values) for column in columns]
+
+
+def _placing(whole: Any) -> tuple[Any, ...]:
+    return whole.device_mesh, whole.placements, whole.shape
+
+
+def _memory(value: Any) -> tuple[Any, ...]:
+    """What tied leaves have alike."""
+    if isinstance(value, np.ndarray):
+        return value.__array_interface__["data"][0], value.strides
+    return value.data_ptr(), value.stride()
+
+
+def _places(values: list[Any]) -> list[int]:
+    torch = sys.modules.get("torch")
+    if torch is not None and np.ndarray not in map(type, values):
+        return list(map(torch.Tensor.data_ptr, values))
+    return [v.__array_interface__["data"][0] if isinstance(v, np.ndarray) else v.data_ptr() for v in values]
+
+
+def _is_tie(one: Any, other: Any) -> bool:
+    """Whether two leaves that begin at one place are one."""
+    if isinstance(one, np.ndarray) is not isinstance(other, np.ndarray):
+        return False
+    return (one.dtype, one.shape, _memory(one)) == (other.dtype, other.shape, _memory(other))
+
+
+def _known_kinds() -> set[type]:
+    """Classes of leaves of which all that a slot holds is what is compared here."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return {np.ndarray}
+    dtensor = sys.modules.get("torch.distributed.tensor")
+    return {np.ndarray, torch.Tensor, torch.nn.Parameter, *([dtensor.DTensor] if dtensor is not None else [])}

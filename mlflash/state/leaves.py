@@ -1,0 +1,345 @@
+"""What a state is once it is taken apart: tensors and arrays are *leaves* (bytes for the slot), all else is a *tree*
+that JSON can hold. `flatten` makes it, the way back is in `rebuild`.
+
+The core must not pay for torch where there are only arrays, so torch is looked up in ``sys.modules`` and
+never imported to ask whether something is a tensor.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import functools
+import math
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ..errors import StateError
+from .dtypes import array_dtype_name, torch_dtype_name
+
+Tree = list[Any]
+"""A node is ``[tag, …]``: e(ntry index), p(lain index), d(ict), l(ist), t(uple), o(bject with state_dict)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """What a slot says of one tensor shard or array (the model of PyTorch DCP).
+
+    Args:
+        name: path in the state, dict keys and list indices joined with ".".
+        kind: "tensor" or "array".
+        dtype: "float32", "bfloat16", … (torch) or numpy's dtype.str ("<f4").
+        global_shape: shape of the whole tensor.
+        offset: where this shard begins in it, one number per dimension.
+        shape: shape of this shard.
+        start: first byte, counted from the start of the payload.
+        nbytes: its bytes.
+    """
+
+    name: str
+    kind: str
+    dtype: str
+    global_shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    start: int
+    nbytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """A live tensor or array found in the state; ``entry.start`` is not known yet."""
+
+    entry: Entry
+    value: Any  # torch.Tensor (local shard) or np.ndarray
+    tie: int  # index of an earlier leaf with the same memory, or -1
+    whole: Any = None  # the DTensor whose local shard it is
+
+
+@dataclasses.dataclass(frozen=True)
+class Structure:
+    """What does not change from save to save, as a rule: equal structures, equal extents.
+
+    Attributes:
+        entries: of the leaves.
+        ties: of each leaf the number of an earlier one with the same memory, or -1.
+        tree: of the state.
+        private: names of leaves that each rank has its own of.
+    """
+
+    entries: tuple[Entry, ...]
+    ties: tuple[int, ...]
+    tree: Tree
+    private: frozenset[str] = frozenset()
+
+
+@dataclasses.dataclass
+class Flat:
+    """A state taken apart.
+
+    Attributes:
+        structure: all but the values.
+        values: of the leaves.
+        plain: values of the plain leaves, each in a form that JSON can hold.
+        wholes: the DTensors whose local shards some leaves are, by number of the leaf.
+    """
+
+    structure: Structure
+    values: list[Any]
+    plain: list[Any]
+    wholes: dict[int, Any] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def of(cls, leaves: Sequence[Leaf], tree: Tree, plain: list[Any], private: frozenset[str] = frozenset()) -> Flat:
+        """Put a flat state together from leaves."""
+        structure = Structure(tuple(leaf.entry for leaf in leaves), tuple(leaf.tie for leaf in leaves), tree, private)
+        wholes = {number: leaf.whole for number, leaf in enumerate(leaves) if leaf.whole is not None}
+        return cls(structure, [leaf.value for leaf in leaves], plain, wholes)
+
+    @property
+    def is_on_device(self) -> bool:
+        """Whether any of it is not in the host's memory."""
+        return any(is_tensor(value) and value.device.type != "cpu" for value in self.values)
+
+    @functools.cached_property
+    def leaves(self) -> list[Leaf]:
+        """Each leaf by itself."""
+        its = self.structure
+        return [
+            Leaf(entry, value, tie, self.wholes.get(number))
+            for number, (entry, value, tie) in enumerate(zip(its.entries, self.values, its.ties, strict=True))
+        ]
+
+
+def is_tensor(value: Any) -> bool:
+    """Tell a torch tensor, without loading torch to ask."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor)
+
+
+# Tensors and arrays
+
+
+def tensor_entry(torch: Any, tensor: Any, path: str) -> tuple[Any, Entry, tuple[Any, ...] | None]:
+    """Describe a tensor: its local shard, the entry, and what identifies its memory (None: nothing does).
+
+    Raises:
+        StateError: it cannot be saved.
+    """
+    try:
+        return _tensor_entry(torch, tensor, path)
+    except StateError:
+        raise
+    except (RuntimeError, TypeError, ValueError, AttributeError) as error:  # such as of nested ones
+        raise StateError(f"this tensor cannot be read: {error}", tensor=path, found=_class_name(tensor)) from None
+
+
+def _tensor_entry(torch: Any, tensor: Any, path: str) -> tuple[Any, Entry, tuple[Any, ...] | None]:
+    shard: list[Any] | None = None
+    if type(tensor).__name__ == "DTensor":
+        global_shape = tuple(tensor.shape)
+        tensor, *shard = dtensor_shard(tensor.detach(), path)
+    tensor = as_plain_tensor(torch, tensor, path)
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta or tensor.is_nested:
+        what = "meta" if tensor.is_meta else "quantized" if tensor.is_quantized else str(tensor.layout)
+        raise StateError("only dense tensors with memory of their own can be saved", tensor=path, found=what)
+    if shard is None:
+        global_shape = tuple(tensor.shape)
+        shard = [global_shape, (0,) * len(global_shape)]
+    shape, offset = shard
+    dtype = torch_dtype_name(tensor.dtype, path)
+    nbytes = math.prod(shape) * tensor.element_size()
+    if nbytes and not has_memory(tensor):
+        raise StateError("this tensor has no memory now: its storage was made smaller, or it is kept elsewhere",
+                         tensor=path, found=f"{tensor.untyped_storage().nbytes()} bytes of storage")  # fmt: skip
+    entry = Entry(path, "tensor", dtype, global_shape, offset, shape, 0, nbytes)
+    plain_bits = not (tensor.is_conj() or tensor.is_neg())
+    key = (str(tensor.device), tensor.data_ptr(), dtype, shape, tensor.stride()) if nbytes and plain_bits else None
+    return tensor, entry, key
+
+
+def as_plain_tensor(torch: Any, tensor: Any, path: str) -> Any:
+    """The tensor itself, without a class of its own: that of a subclass with storage of its own, as Parameter has.
+
+    Raises:
+        StateError: it wraps others, so that what it holds is not in its own storage.
+    """
+    kind = type(tensor)
+    if kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl:
+        inner: tuple[Any, ...] = ()
+        if callable(getattr(tensor, "__tensor_flatten__", None)):
+            inner = tuple(tensor.__tensor_flatten__()[0])
+        hint = ", ".join(f"its {name}" for name in inner) or "the tensors that it is made of"
+        raise StateError(f"a tensor that wraps others cannot be saved as one: save {hint}", tensor=path,
+                         found=_class_name(tensor))  # fmt: skip
+    if torch.nn.parameter.is_lazy(tensor):
+        raise StateError(
+            "a parameter that is not initialized has no values yet", tensor=path, found=_class_name(tensor)
+        )
+    with torch._C.DisableTorchFunctionSubclass():  # what a class makes of operations is not what it holds
+        tensor = tensor.detach()
+        return tensor if type(tensor) is torch.Tensor else tensor.as_subclass(torch.Tensor)
+
+
+def has_memory(tensor: Any) -> bool:
+    """Whether the storage of a tensor with elements has all of them: it may have been freed for a while."""
+    last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    end: int = (tensor.storage_offset() + last + 1) * tensor.element_size()
+    return bool(tensor.data_ptr() != 0 and end <= tensor.untyped_storage().nbytes())
+
+
+def _class_name(value: Any) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}"
+
+
+_SHARD_PLACES = 10_000
+_shard_places: dict[Any, tuple[Any, Any]] = {}  # shape of the shard and where it begins; what they depend on is the key
+
+
+def dtensor_shard(tensor: Any, path: str) -> tuple[Any, tuple[int, ...], tuple[int, ...]]:
+    """The local shard of a DTensor, its shape, and where it begins in the whole."""
+    mesh, placements = tensor.device_mesh, tensor.placements
+    if any(placement.is_partial() for placement in placements):
+        raise StateError("a DTensor with a partial placement has no value yet: redistribute it", tensor=path)
+    key = (tuple(tensor.shape), tuple(mesh.shape), tuple(mesh.get_coordinate() or ()), placements)
+    if key not in _shard_places:  # PyTorch takes up to a millisecond to find out
+        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+        if len(_shard_places) >= _SHARD_PLACES:
+            _shard_places.clear()
+        _shard_places[key] = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
+    shape, offset = _shard_places[key]
+    local = local_of(tensor)
+    if tuple(local.shape) != tuple(shape):
+        raise StateError("the local shard of a DTensor is not where its placement says", tensor=path,
+                         expected=tuple(shape), found=tuple(local.shape))  # fmt: skip
+    return local, tuple(shape), tuple(offset)
+
+
+def local_of(dtensor: Any) -> Any:
+    """The local shard of a DTensor, once it is there: it may be the result of a collective that goes on."""
+    local = dtensor.to_local()
+    return local.wait() if type(local).__name__ == "AsyncCollectiveTensor" else local
+
+
+def replica_ranks(dtensor: Any) -> tuple[int, ...]:
+    """The ranks that hold the same shard of a DTensor as this one, ascending, as its placements say."""
+    mesh = dtensor.device_mesh
+    here = mesh.get_coordinate()
+    if here is None:
+        return ()
+    index = tuple(slice(None) if p.is_replicate() else at for p, at in zip(dtensor.placements, here, strict=True))
+    return tuple(sorted(mesh.mesh[index].reshape(-1).tolist()))
+
+
+def as_shard_like(live: Any, local: Any) -> Any:
+    """Make a local shard part of a DTensor like a live one; where that is none, or another shard, give it as it is."""
+    if type(live).__name__ != "DTensor" or live.to_local().shape != local.shape:
+        return local
+    on_device = local.to(live.device)
+    return type(live).from_local(on_device, live.device_mesh, live.placements, run_check=False, shape=live.shape,
+                                 stride=live.stride())  # fmt: skip
+
+
+def array_entry(array: np.ndarray, path: str) -> tuple[Any, Entry, tuple[Any, ...] | None]:
+    """Describe an array, as :func:`tensor_entry` does a tensor."""
+    if type(array) not in (np.ndarray, np.memmap):
+        raise StateError("an array of this class may hold more than its bytes: save the arrays it is made of",
+                         tensor=path, found=_class_name(array))  # fmt: skip
+    array = array if type(array) is np.ndarray else array.view(np.ndarray)
+    dtype = array_dtype_name(array.dtype, path)
+    zero = (0,) * array.ndim
+    entry = Entry(path, "array", dtype, array.shape, zero, array.shape, 0, array.nbytes)
+    address = array.__array_interface__["data"][0]
+    return array, entry, ("cpu", address, dtype, array.shape, array.strides) if array.nbytes else None
+
+
+# Bytes
+
+
+def as_bytes(value: Any) -> np.ndarray:
+    """View a contiguous CPU tensor or array as a 1-d uint8 array (no copy).
+
+    A storage that torch has given to NumPy can never be resized again, which FSDP and others do; so torch does not hear
+    of this view. It keeps the tensor alive, but its storage must not be resized while the view is used.
+    """
+    if isinstance(value, np.ndarray):
+        return value.reshape(-1).view(np.uint8)
+    nbytes: int = value.numel() * value.element_size()
+    if not nbytes:
+        return np.empty(0, dtype=np.uint8)
+    end = value.storage_offset() * value.element_size() + nbytes
+    if (
+        value.device.type != "cpu"
+        or not value.is_contiguous()
+        or value.is_conj()
+        or value.untyped_storage().nbytes() < end
+    ):
+        raise AssertionError(f"the bytes of this tensor are not in one place of the host's memory: {value.device}")
+    room: Any = (ctypes.c_ubyte * nbytes).from_address(value.data_ptr())
+    room.owner = value
+    raw: np.ndarray = np.frombuffer(room, dtype=np.uint8)
+    return raw
+
+
+def kept_bytes(value: Any) -> np.ndarray:
+    """View as `as_bytes` does what is read after `save` has returned; torch refuses to resize the storage from now on.
+
+    There is no other way to keep it from doing so, and nobody may take the memory from under a copy that goes on.
+    """
+    if isinstance(value, np.ndarray):
+        return as_bytes(value)
+    raw: np.ndarray = flat_bytes(value).numpy()
+    return raw
+
+
+def flat_bytes(tensor: Any) -> Any:
+    """View a contiguous tensor as a 1-d uint8 tensor; of one with a single element the strides may be any."""
+    return tensor.as_strided((tensor.numel(),), (1,)).view(sys.modules["torch"].uint8)
+
+
+def live_bytes(value: Any, start: int = 0, end: int | None = None, kept: bool = False) -> np.ndarray:
+    """Some of the bytes of a tensor or array in C order, on the host: a view where they are so already, else a copy.
+
+    Args:
+        value: the tensor or array.
+        start: the first byte.
+        end: the byte behind the last one; None: all.
+        kept: a view is used after `save` has returned.
+    """
+    if isinstance(value, np.ndarray):
+        return as_bytes(np.ascontiguousarray(value))[start:end]
+    value = as_bits(value.detach().resolve_conj().resolve_neg()).contiguous()
+    if not value.numel():  # its strides may be any
+        return np.empty(0, dtype=np.uint8)
+    flat = flat_bytes(value)[start:end]
+    return kept_bytes(flat) if kept and flat.device.type == "cpu" else as_bytes(flat.cpu())
+
+
+def as_bits(tensor: Any) -> Any:
+    """View a tensor as bytes where torch does not copy its dtype as it is.
+
+    Of each byte of a bool that is not 0 it makes 1, and some of the small floats it copies in no strides but C's.
+    """
+    return tensor.view(sys.modules["torch"].uint8) if is_copied_as_bytes(tensor.dtype) else tensor
+
+
+@functools.cache
+def is_copied_as_bytes(dtype: Any) -> bool:
+    """Whether a dtype is such a one."""
+    return dtype.itemsize == 1 and torch_dtype_name(dtype, "") not in ("int8", "uint8")
+
+
+def from_bytes(entry: Entry, raw: np.ndarray) -> Any:
+    """View bytes as the tensor or array that an entry describes (no copy)."""
+    if entry.kind == "array":
+        dtype = np.dtype(entry.dtype)
+        return raw.view(dtype).reshape(entry.shape) if entry.nbytes else np.ndarray(entry.shape, dtype)
+    import torch
+
+    dtype = getattr(torch, entry.dtype)
+    flat = torch.from_numpy(raw) if entry.nbytes else torch.zeros(0, dtype=torch.uint8)  # numpy's empty has stride 0
+    return flat.view(dtype).view(entry.shape)

@@ -1,0 +1,179 @@
+"""What a slot holds ↔ bytes.
+
+The manifest is one JSON document: ``{"entries": [...], "tree": [...], "plain": [...], "shared": [...]}``. Everything in
+it is validated before anything is allocated or touched, so that a damaged or hostile file ends in `CorruptSlot`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from typing import Any
+
+from ..errors import CorruptSlot, StateError
+from .dtypes import item_nbytes
+from .leaves import Entry, Tree
+from .plain_values import MAX_DEPTH, check_plain, decode_plain
+
+BAD_DOCUMENT = (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError, MemoryError)
+"""What reading a damaged or hostile JSON document can raise."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Shared:
+    """State that a slot's rank shares with others, and which lies in files of its own.
+
+    Attributes:
+        by: the lowest of these ranks.
+        shares: how many files it lies in, on each node.
+        nbytes: of it.
+    """
+
+    by: int
+    shares: int
+    nbytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+    """What a slot holds: the entries, and the tree that puts them together again.
+
+    Attributes:
+        shared: where the entries are whose start is behind the payload; None where there are none.
+    """
+
+    entries: tuple[Entry, ...]
+    tree: Tree
+    plain: list[Any]
+    shared: Shared | None = None
+
+
+def encode_entries(entries: tuple[Entry, ...]) -> bytes:
+    """Encode the part that stays the same from save to save."""
+    return _json([list(dataclasses.astuple(entry)) for entry in entries])
+
+
+def encode_tree(tree: Tree) -> bytes:
+    """Encode the tree, which stays the same as long as the structure does."""
+    return _json(tree)
+
+
+def join(entries: bytes, tree: bytes, plain: list[Any], shared: Shared | None = None) -> bytes:
+    """Put a manifest together from its encoded parts and the plain leaves of this save."""
+    more = b"" if shared is None else b',"shared":%s' % _json(list(dataclasses.astuple(shared)))
+    return b'{"entries":%s,"tree":%s,"plain":%s%s}' % (entries, tree, _json(plain), more)
+
+
+def _json(value: Any) -> bytes:
+    try:
+        return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
+    except RecursionError as error:
+        raise StateError(f"the state is too deep for where save() is called from: {error}") from None
+
+
+def read_back(raw: bytes, written: Manifest, payload_nbytes: int) -> None:
+    """Read a manifest as a restore would, and compare it with what was written, type for type. Not collective.
+
+    Raises:
+        StateError: a restore would refuse it, or find something else.
+    """
+    try:
+        read = decode(raw, payload_nbytes)
+        texts = [(repr(its.tree), repr(its.plain)) for its in (written, read)]  # 1 == True == 1.0, but not as texts
+    except (CorruptSlot, RecursionError) as error:
+        raise StateError(f"no restore would read this state: {error}") from None
+    for one, other in zip(written.entries, read.entries, strict=True):
+        if one != other:
+            raise StateError("a restore would read another tensor", tensor=one.name, expected=one, found=other)
+    for number, (value, found) in enumerate(zip(written.plain, read.plain, strict=True)):
+        if repr(value) != repr(found):
+            raise StateError("a restore would read another value", tensor=f"plain leaf {number}",
+                             expected=value, found=found)  # fmt: skip
+    if texts[0] != texts[1] or read.shared != written.shared:
+        raise StateError("a restore would read a state of another structure: its keys are not texts of JSON")
+
+
+def decode(raw: bytes, payload_nbytes: int) -> Manifest:
+    """Read a manifest and check every number in it.
+
+    Not collective.
+
+    Args:
+        raw: the bytes of the document.
+        payload_nbytes: the size of the payload that its extents must lie in.
+
+    Raises:
+        CorruptSlot: it is not a manifest; the text says what is wrong first.
+    """
+    try:
+        return from_document(json.loads(raw, parse_constant=_refuse), payload_nbytes)
+    except BAD_DOCUMENT as error:
+        raise CorruptSlot(f"the manifest is damaged: {error!r}") from None
+
+
+def from_document(document: Any, payload_nbytes: int) -> Manifest:
+    """Read a manifest out of a parsed JSON document as `decode` does; anything wrong is one of `BAD_DOCUMENT`."""
+    listed, shared = document["entries"], _shared(document.get("shared"))
+    nbytes = 0 if shared is None else shared.nbytes
+    entries = tuple(decode_entry(fields, payload_nbytes, nbytes) for fields in listed)
+    plain = document["plain"]
+    if not isinstance(plain, list):
+        raise ValueError("'plain' is not a list")
+    for value in plain:
+        check_plain(value)
+    _check_tree(document["tree"], len(entries), len(plain), 0)
+    return Manifest(entries, document["tree"], plain, shared)
+
+
+def _refuse(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _shared(fields: Any) -> Shared | None:
+    if fields is None:
+        return None
+    by, shares, nbytes = fields
+    if not all(type(n) is int and n >= 0 for n in fields) or not 1 <= shares <= 255:
+        raise ValueError(f"the shared state is {fields!r}")
+    return Shared(by, shares, nbytes)
+
+
+def decode_entry(fields: Any, payload_nbytes: int, shared_nbytes: int = 0) -> Entry:
+    """Make an entry of its fields in a manifest; whatever is wrong with them is one of `BAD_DOCUMENT`."""
+    name, kind, dtype, global_shape, offset, shape, start, nbytes = fields
+    entry = Entry(name, kind, dtype, tuple(global_shape), tuple(offset), tuple(shape), start, nbytes)
+    numbers = (*entry.global_shape, *entry.offset, *entry.shape, start, nbytes)
+    if not (isinstance(name, str) and all(type(n) is int and n >= 0 for n in numbers)):
+        raise ValueError(f"entry {name!r} has a bad name, shape or extent")
+    if not len(entry.global_shape) == len(entry.offset) == len(entry.shape):
+        raise ValueError(f"entry {name!r} has shapes of different rank")
+    if any(o + s > g for o, s, g in zip(entry.offset, entry.shape, entry.global_shape, strict=True)):
+        raise ValueError(f"the shard of entry {name!r} is not inside its tensor")
+    if math.prod(entry.shape) * item_nbytes(kind, dtype) != nbytes:
+        raise ValueError(f"entry {name!r} has {nbytes} bytes, not those of {entry.shape} x {dtype}")
+    room = payload_nbytes if start < payload_nbytes else payload_nbytes + shared_nbytes
+    if start + nbytes > room:
+        raise ValueError(f"entry {name!r} lies outside the payload")
+    return entry
+
+
+def _check_tree(tree: Any, entries: int, plain: int, depth: int) -> None:
+    tag, rest = tree
+    if depth > MAX_DEPTH:
+        raise ValueError(f"the tree is more than {MAX_DEPTH} levels deep")
+    if tag in ("e", "p"):
+        if type(rest) is not int or not 0 <= rest < (entries if tag == "e" else plain):
+            raise ValueError(f"the tree points at a leaf that is not there: {tag}{rest!r}")
+    elif tag == "o":
+        _check_tree(rest, entries, plain, depth + 1)
+    elif tag in ("l", "t"):
+        for sub in rest:
+            _check_tree(sub, entries, plain, depth + 1)
+    elif tag == "d":
+        for key, sub in rest:
+            check_plain(key)
+            hash(decode_plain(key))
+            _check_tree(sub, entries, plain, depth + 1)
+    else:
+        raise ValueError(f"the tree has the unknown tag {tag!r}")

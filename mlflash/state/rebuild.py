@@ -1,0 +1,291 @@
+"""Leaves and a tree → state: compared with a live one, filled into it, or built anew."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from ..errors import StructureMismatch
+from . import torch_objects
+from .flatten import is_object
+from .leaves import Entry, Tree, array_entry, as_bits, as_bytes, as_shard_like, from_bytes, is_tensor, tensor_entry
+from .plain_values import decode_plain
+
+Read = Callable[[Entry], "np.ndarray[Any, np.dtype[np.uint8]]"]
+"""Gives the bytes of an entry as a 1-d uint8 array that must not be kept."""
+
+_LISTED = 8  # differences shown in an error
+
+
+def compare(live: Any, tree: Tree, entries: tuple[Entry, ...]) -> list[str]:
+    """List how a live state differs in structure from a saved one; empty where it does not.
+
+    Not collective. Of objects with ``load_state_dict`` only what those of torch would refuse for sure is listed: they
+    judge for themselves.
+    """
+    found: list[str] = []
+    _compare(live, tree, entries, "", found)
+    return found
+
+
+def refuse_differences(live: Any, tree: Tree, entries: tuple[Entry, ...]) -> None:
+    """Compare as `compare` does.
+
+    Raises:
+        StructureMismatch: naming the first differences.
+    """
+    if found := compare(live, tree, entries):
+        shown = "\n    ".join(found[:_LISTED])
+        raise StructureMismatch(f"the state given differs from the checkpoint in {len(found)} places:\n    {shown}")
+
+
+def _compare(live: Any, tree: Tree, entries: tuple[Entry, ...], path: str, found: list[str]) -> None:
+    name = path or "(the state itself)"
+    tag = tree[0]
+    if is_object(live):
+        found += torch_objects.refusals(live, tree, entries, path)
+        return
+    if tag == "o":
+        _compare(live, tree[1], entries, path, found)
+        return
+    prefix = path + "." if path else ""
+    if tag == "d" and isinstance(live, dict):
+        saved = {decode_plain(key): sub for key, sub in tree[1]}
+        for key in live.keys() - saved.keys():
+            found.append(f"{prefix}{key}: in the state given, not in the checkpoint")
+        for key, sub in saved.items():
+            if key in live:
+                _compare(live[key], sub, entries, f"{prefix}{key}", found)
+            else:
+                found.append(f"{prefix}{key}: in the checkpoint, not in the state given")
+    elif (tag == "l" and isinstance(live, list)) or (tag == "t" and isinstance(live, tuple)):
+        if len(live) != len(tree[1]):
+            found.append(f"{name}: {len(tree[1])} items in the checkpoint, {len(live)} in the state given")
+        for i, (item, sub) in enumerate(zip(live, tree[1], strict=False)):
+            _compare(item, sub, entries, f"{prefix}{i}", found)
+    elif tag == "e":
+        saved_as, given = _describe_entry(entries[tree[1]]), _describe_live(live, name)
+        if saved_as != given:
+            found.append(f"{name}: {saved_as} in the checkpoint, {given} in the state given")
+    elif tag != "p" or isinstance(live, (dict, list, tuple, np.ndarray)) or is_tensor(live):
+        kinds = {"d": "a dict", "l": "a list", "t": "a tuple", "p": "a plain value"}
+        found.append(f"{name}: {kinds[tag]} in the checkpoint, {_describe_live(live, name)} in the state given")
+
+
+def _describe_entry(entry: Entry) -> str:
+    whole = "" if entry.global_shape == entry.shape else f" at {list(entry.offset)} of {list(entry.global_shape)}"
+    return f"{entry.kind} {entry.dtype} {list(entry.shape)}{whole}"
+
+
+def _describe_live(value: Any, path: str) -> str:
+    if is_tensor(value):
+        return _describe_entry(tensor_entry(sys.modules["torch"], value, path)[1])
+    if isinstance(value, np.ndarray):
+        return _describe_entry(array_entry(value, path)[1])
+    return f"a {type(value).__name__}"
+
+
+def fill(live: Any, tree: Tree, entries: tuple[Entry, ...], plain: list[Any], read: Read) -> None:
+    """Put a saved state into a live one, in place; see `Filling`. Not collective. Call :func:`compare` first."""
+    filling = Filling(live, tree, entries, plain, read)
+    filling.load(filling.objects)
+    filling.fill_leaves()
+
+
+class Filling:
+    """Puts a saved state into a live one, in place, and puts back what was there before where that goes wrong.
+
+    Args:
+        live: tensors and arrays are copied into it, plain leaves replaced, objects get copies through
+            ``load_state_dict``.
+        tree, entries, plain: of the manifest.
+        read: gives the bytes.
+
+    Attributes:
+        objects: those in the state that load by themselves, and what was saved of each, by path.
+    """
+
+    def __init__(self, live: Any, tree: Tree, entries: tuple[Entry, ...], plain: list[Any], read: Read):
+        self._live, self._tree, self._entries, self._plain = live, tree, entries, plain
+        self._read, self._made = read, _Made(entries, plain, read)
+        self.objects: dict[str, tuple[Any, Tree]] = {}
+        self._find(live, tree, "")
+        self._kept: dict[str, Any] = {}
+        self._replaced: list[tuple[Any, Any, Any]] = []  # container, key or index, what was there
+        self._for_good = False  # whether something has changed that no copy was made of
+
+    def nbytes_of(self, path: str) -> int:
+        """How large the saved state of an object is. Not collective."""
+        its = {entry.start: entry.nbytes for entry in (self._entries[n] for n in _entry_numbers(self.objects[path][1]))}
+        return sum(its.values())
+
+    def keep(self, paths: Collection[str]) -> None:
+        """Copy what objects give now, so that it can be put back; some may not give it. Not collective."""
+        for path in paths:
+            try:
+                self._kept[path] = _copied(self.objects[path][0].state_dict())
+            except Exception:  # an object may not be able to say what it is before it has loaded
+                continue
+
+    def load(self, paths: Collection[str]) -> None:
+        """Load some of the objects. Not collective, but what objects do may be."""
+        for path in paths:
+            live, tree = self.objects[path]
+            self._for_good |= path not in self._kept
+            like = torch_objects.patterns(live, tree, self._entries) if _has_dtensors() else {}
+            torch_objects.load(live, self._made.make(tree, like))
+
+    def fill_leaves(self) -> None:
+        """Fill tensors and arrays, and replace plain leaves. Not collective.
+
+        Raises:
+            StructureMismatch: the state itself is a tensor-free leaf or tuple, which cannot be changed in place.
+        """
+        if self._into(self._live, self._tree) is not self._live:
+            raise StructureMismatch("the state given cannot be changed in place", expected="a dict, list or object",
+                                    found=type(self._live).__name__)  # fmt: skip
+
+    def put_back(self) -> bool:
+        """Put back what was there before; whether all of it is there again. Not collective, but what objects do may be.
+
+        What was kept is put back whether it was loaded on this rank or not, as other ranks may have come further.
+        """
+        for container, key, before in reversed(self._replaced):
+            container[key] = before
+        for path, kept in self._kept.items():
+            try:
+                torch_objects.load(self.objects[path][0], kept, exactly=True)
+            except Exception:  # load_state_dict of an object may raise anything
+                self._for_good = True
+        return not self._for_good
+
+    def _find(self, live: Any, tree: Tree, path: str) -> None:
+        if is_object(live):
+            count = sum(known == path or known.startswith(f"{path}~") for known in self.objects)
+            self.objects[f"{path}~{count + 1}" if count else path] = live, tree
+            return
+        tag, rest = tree[0], tree[1]
+        prefix = path + "." if path else ""
+        if tag == "o":
+            self._find(live, rest, path)
+        elif tag == "d" and isinstance(live, dict):
+            for key, sub in rest:
+                self._find(live.get(key := decode_plain(key)), sub, f"{prefix}{key}")
+        elif tag in ("l", "t") and isinstance(live, (list, tuple)):
+            for i, (item, sub) in enumerate(zip(live, rest, strict=False)):
+                self._find(item, sub, f"{prefix}{i}")
+
+    def _into(self, live: Any, tree: Tree) -> Any:
+        if is_object(live):
+            return live
+        tag, rest = tree
+        if tag == "o":
+            return self._into(live, rest)
+        if tag == "e":
+            self._for_good = True
+            copy_into(live, self._entries[rest], self._read(self._entries[rest]))
+            return live
+        if tag == "p":
+            return decode_plain(self._plain[rest])
+        if tag in ("d", "l"):
+            for key, sub in rest if tag == "d" else enumerate(rest):
+                key = decode_plain(key)
+                before = live[key]
+                if (new := self._into(before, sub)) is not before:
+                    self._replaced.append((live, key, before))
+                    live[key] = new
+            return live
+        items = [self._into(item, sub) for item, sub in zip(live, rest, strict=True)]
+        if all(new is old for new, old in zip(items, live, strict=True)):
+            return live
+        return type(live)(*items) if hasattr(live, "_fields") else type(live)(items)
+
+
+def _has_dtensors() -> bool:
+    return "torch.distributed.tensor" in sys.modules
+
+
+def _entry_numbers(tree: Tree) -> Iterator[int]:
+    tag, rest = tree[0], tree[1]
+    if tag == "e":
+        yield rest
+    elif tag == "o":
+        yield from _entry_numbers(rest)
+    elif tag in ("d", "l", "t"):
+        for sub in rest:
+            yield from _entry_numbers(sub[1] if tag == "d" else sub)
+
+
+def _copied(value: Any) -> Any:
+    """Copy a state: tensors without their history, containers as plain ones."""
+    if is_tensor(value):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return {key: _copied(sub) for key, sub in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_copied(sub) for sub in value)
+    return _copied(value.state_dict()) if is_object(value) else copy.deepcopy(value)
+
+
+class _Made:
+    """Leaves and nodes of a checkpoint that are built anew; tied leaves stay tied.
+
+    Args:
+        entries, plain: of the manifest.
+        read: gives the bytes.
+        copy: whether what is handed out is copied, or what ``read`` gives.
+    """
+
+    def __init__(self, entries: tuple[Entry, ...], plain: list[Any], read: Read, copy: bool = True):
+        self._entries, self._plain, self._read, self._copy = entries, plain, read, copy
+        self._fresh: dict[tuple[Any, ...], Any] = {}
+
+    def make(self, tree: Tree, like: Mapping[int, Any]) -> Any:
+        """Build a state anew; what is ``like`` a DTensor becomes such a one again."""
+        tag, rest = tree
+        if tag == "o":
+            return self.make(rest, like)
+        if tag == "e":
+            entry = self._entries[rest]
+            key = (entry.start, entry.kind, entry.dtype, entry.shape) if entry.nbytes else (rest,)
+            if key not in self._fresh:
+                raw = self._read(entry)
+                self._fresh[key] = from_bytes(entry, np.array(raw) if self._copy else raw)
+            return as_shard_like(like.get(rest), self._fresh[key])
+        if tag == "p":
+            return decode_plain(self._plain[rest])
+        if tag == "d":
+            return {decode_plain(key): self.make(sub, like) for key, sub in rest}
+        items = [self.make(sub, like) for sub in rest]
+        return items if tag == "l" else tuple(items)
+
+
+def materialize(tree: Tree, entries: tuple[Entry, ...], plain: list[Any], read: Read, copy: bool = True) -> Any:
+    """Build the saved state anew: CPU tensors, arrays, dicts, lists, tuples.
+
+    Not collective. Objects come back as what their ``state_dict`` returned; tied tensors are tied again.
+
+    Args:
+        tree, entries, plain: of the manifest.
+        read: gives the bytes.
+        copy: whether what is handed out is copied, or what ``read`` gives.
+    """
+    return _Made(entries, plain, read, copy).make(tree, {})
+
+
+def copy_into(live: Any, entry: Entry, raw: np.ndarray) -> None:
+    """Copy the bytes of an entry into a live tensor or array, whatever its device and strides."""
+    if not entry.nbytes:
+        return
+    if isinstance(live, np.ndarray):
+        np.copyto(live, from_bytes(entry, raw))
+        return
+    tensor = tensor_entry(sys.modules["torch"], live, entry.name)[0]  # the local shard, without a class of its own
+    if tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
+        np.copyto(as_bytes(tensor), raw)  # one thread, no OpenMP: memcpy speed on a busy machine
+    else:
+        as_bits(tensor).copy_(as_bits(from_bytes(entry, raw)))

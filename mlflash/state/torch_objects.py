@@ -1,0 +1,259 @@
+"""Modules and optimizers of torch, as they load: what they would refuse, what they make of tensors, and what the state
+of an optimizer is like that has not made any yet.
+
+What is asked here must be answered without changing anything, and without refusing what loading would have accepted:
+where a class or a hook may see things otherwise than torch does, nothing is said.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from ..errors import StructureMismatch
+from .flatten import is_object
+from .leaves import Entry, Tree, is_tensor
+from .plain_values import decode_plain
+
+_OF_FSDP2 = "torch.distributed.fsdp._fully_shard"  # its hooks only put shards in their place
+_PER_STEP = {"step", "eta", "mu", "mu_product"}  # 0-d, and not made like a parameter that is 0-d, too
+
+
+def refusals(live: Any, tree: Tree, entries: tuple[Entry, ...], name: str) -> list[str]:
+    """List why an object would refuse to load what was saved of it, as far as that can be known. Not collective.
+
+    Args:
+        live: the object.
+        tree: what its ``state_dict()`` was when it was saved.
+        entries: of the checkpoint.
+        name: path of the object in the state.
+    """
+    torch = sys.modules.get("torch")
+    while tree[0] == "o":
+        tree = tree[1]
+    if torch is None or tree[0] != "d":
+        return []
+    if isinstance(live, torch.nn.Module):
+        return _refused_by_module(torch, live, tree, entries, name)
+    return _refused_by_optimizer(live, tree, name) if _loads_as_torch_does(live) else []
+
+
+def _refused_by_module(torch: Any, live: Any, tree: Tree, entries: tuple[Entry, ...], name: str) -> list[str]:
+    wanted = _wanted(torch, live)
+    if wanted is None:
+        return []
+    absent = tuple(f"{path}." for path, module in _children(live) if module is None)
+    saved = {decode_plain(key): sub for key, sub in tree[1]}
+    prefix = f"{name}." if name else ""
+    found = []
+    for key, tensor in wanted.items():
+        if key not in saved:
+            if not key.endswith("num_batches_tracked"):  # torch takes that of older versions for given
+                found.append(f"{prefix}{key}: in the state given, not in the checkpoint")
+        elif saved[key][0] == "e":
+            shape, given = entries[saved[key][1]].global_shape, tuple(tensor.shape)
+            if shape != given and not (given == () and len(shape) == 1):
+                found.append(f"{prefix}{key}: {list(shape)} in the checkpoint, {list(given)} in the state given")
+    for key in saved.keys() - wanted.keys():
+        if not str(key).endswith("_extra_state") and not str(key).startswith(absent):
+            found.append(f"{prefix}{key}: in the checkpoint, not in the state given")
+    return sorted(found)
+
+
+def _wanted(torch: Any, live: Any) -> dict[str, Any] | None:
+    """Parameters and buffers that strict loading asks for, by key; None where that is not known."""
+    whole = torch.nn.Module
+    usual = {whole._load_from_state_dict, torch.nn.modules.batchnorm._NormBase._load_from_state_dict}
+    if type(live).load_state_dict is not whole.load_state_dict or "load_state_dict" in vars(live):
+        return None
+    wanted: dict[str, Any] = {}
+    for path, module in [("", live), *_children(live)]:
+        if module is None:
+            continue
+        hooks = [*module._load_state_dict_pre_hooks.values(), *module._load_state_dict_post_hooks.values()]
+        hooks = [getattr(hook, "hook", hook) for hook in hooks]
+        own = "_load_from_state_dict" in vars(module) or type(module)._load_from_state_dict not in usual
+        if own or any(not str(getattr(hook, "__module__", "")).startswith(_OF_FSDP2) for hook in hooks):
+            return None
+        left_out = module._non_persistent_buffers_set
+        buffers = {key: buffer for key, buffer in module._buffers.items() if key not in left_out}
+        for key, tensor in {**module._parameters, **buffers}.items():
+            if tensor is not None:
+                wanted[f"{path}.{key}" if path else key] = tensor
+    return None if any(torch.nn.parameter.is_lazy(tensor) for tensor in wanted.values()) else wanted
+
+
+def _children(module: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """All modules below one, as loading comes to them: shared ones several times, and None where one was taken out."""
+    for key, child in module._modules.items():
+        at = f"{path}.{key}" if path else key
+        yield at, child
+        if child is not None:
+            yield from _children(child, at)
+
+
+def _refused_by_optimizer(live: Any, tree: Tree, name: str) -> list[str]:
+    groups = _item(tree, "param_groups")
+    params = [_item(group, "params") for group in groups[1]] if groups[0] == "l" else []
+    if groups[0] != "l" or any(one[0] != "l" for one in params):
+        return []
+    saved, given = [len(one[1]) for one in params], [len(group["params"]) for group in live.param_groups]
+    if saved == given:
+        return []
+    return [f"{name or '(the state itself)'}: an optimizer of groups of {saved} parameters in the checkpoint, of "
+            f"{given} in the state given"]  # fmt: skip
+
+
+def _item(tree: Tree, key: str) -> Tree:
+    """What is saved under a key of a dict; an empty node where there is none."""
+    return next((sub for saved, sub in tree[1] if saved == key), [""]) if tree[0] == "d" else [""]
+
+
+def _is_optimizer(live: Any) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(live, torch.optim.Optimizer)
+
+
+def _loads_as_torch_does(live: Any) -> bool:
+    if not _is_optimizer(live):
+        return False
+    whole = sys.modules["torch"].optim.Optimizer
+    if type(live).load_state_dict is not whole.load_state_dict or "load_state_dict" in vars(live):
+        return False  # such as accelerate's, which is one by its class only
+    return not (live._optimizer_load_state_dict_pre_hooks or live._optimizer_load_state_dict_post_hooks)
+
+
+# Loading
+
+
+def load(live: Any, saved: Any, exactly: bool = False) -> None:
+    """Load a saved state into an object, with every bit of it.
+
+    Not collective. torch casts the state of an optimizer to the dtype of the parameter, though moments may have another
+    one on purpose. Only where the live state has that dtype already is it left so.
+
+    Args:
+        live: the object.
+        saved: what its ``state_dict()`` gave.
+        exactly: whatever dtypes the live state has.
+    """
+    if not _loads_as_torch_does(live):
+        live.load_state_dict(saved)
+        return
+    before = {} if exactly else {
+        (param, key): value.dtype
+        for param, made in live.state.items() if isinstance(made, dict)
+        for key, value in made.items() if is_tensor(value)
+    }  # fmt: skip
+    live.load_state_dict(saved)
+    numbers = [number for group in saved["param_groups"] for number in group["params"]]
+    params = [param for group in live.param_groups for param in group["params"]]
+    for number, param in zip(numbers, params, strict=True):
+        loaded, as_saved = live.state.get(param), saved["state"].get(number)
+        if not isinstance(loaded, dict) or not isinstance(as_saved, dict):
+            continue
+        for key, value in as_saved.items():
+            if key != "step" and (not is_tensor(value) or before.get((param, key), value.dtype) == value.dtype):
+                loaded[key] = _uncast(loaded[key], value)
+
+
+def _uncast(loaded: Any, saved: Any) -> Any:
+    if is_tensor(saved) and is_tensor(loaded):
+        return loaded if loaded.dtype == saved.dtype else saved.to(loaded.device)
+    if isinstance(saved, dict):
+        loaded.update({key: _uncast(loaded[key], value) for key, value in saved.items()})
+    elif isinstance(saved, list):
+        loaded[:] = [_uncast(one, value) for one, value in zip(loaded, saved, strict=True)]
+    return loaded
+
+
+# What a saved state is made like
+
+
+@dataclasses.dataclass(frozen=True)
+class _StateOf:
+    """The state of a parameter, of which an optimizer has made some, or nothing yet."""
+
+    parameter: Any
+    made: Mapping[Any, Any] = dataclasses.field(default_factory=dict)
+
+    def get(self, key: Any) -> Any:
+        """What is there under a key, or what it will be like."""
+        return self.made.get(key, None if key in _PER_STEP else _StateOf(self.parameter))
+
+
+def patterns(live: Any, tree: Tree, entries: tuple[Entry, ...]) -> dict[int, Any]:
+    """Find the live tensors that the saved ones of an object are made like, by number of their entries.
+
+    Not collective, but calls ``state_dict()``. Where an optimizer has not made the state of a parameter, the parameter
+    is what all of it is made like that has its shape.
+
+    Raises:
+        StructureMismatch: an optimizer has not made a tensor that was saved in shards, which no parameter is like.
+    """
+    found: dict[int, Any] = {}
+    for number, like in _matched(_given(live), tree):
+        if not isinstance(like, _StateOf):
+            found[number] = like
+        elif is_like(entries[number], like.parameter):
+            found[number] = like.parameter
+        elif _is_dtensor(like.parameter) and entries[number].shape != entries[number].global_shape:
+            raise StructureMismatch(
+                "this tensor was saved in shards, and the optimizer has not made it yet: make the optimizer's state "
+                "before (see mlflash.adapters.fsdp.init_optim_state)", tensor=entries[number].name,
+            )  # fmt: skip
+    return found
+
+
+def parameters(state: Any, tree: Tree) -> dict[int, Any]:
+    """Find the parameter of each tensor that was saved of an optimizer's state, by number of its entry.
+
+    Not collective, but calls ``state_dict()`` of optimizers.
+    """
+    return {n: like.parameter for n, like in _matched(state, tree, optimizers=True) if isinstance(like, _StateOf)}
+
+
+def is_like(entry: Entry, parameter: Any) -> bool:
+    """Whether a saved tensor, or the shard that was saved of it, has the shape of a parameter. Not collective."""
+    local = tuple((parameter.detach().to_local() if _is_dtensor(parameter) else parameter).shape)
+    return entry.global_shape == tuple(parameter.shape) or entry.shape == entry.global_shape == local
+
+
+def _matched(like: Any, tree: Tree, optimizers: bool = False) -> Iterator[tuple[int, Any]]:
+    """Pairs of saved and live tensors; with ``optimizers`` only what these have, as if they had made nothing."""
+    if is_object(like):
+        like = None if optimizers and not _is_optimizer(like) else _given(like, made=not optimizers)
+    tag, rest = tree[0], tree[1]
+    pairs: Iterable[tuple[Any, Tree]] = ()
+    if tag == "o":
+        pairs = [(like, rest)]
+    elif tag == "e" and (is_tensor(like) or isinstance(like, _StateOf)):
+        yield rest, like
+    elif tag == "d" and isinstance(like, (dict, _StateOf)):
+        pairs = [(like.get(decode_plain(key)), sub) for key, sub in rest]
+    elif tag in ("l", "t") and isinstance(like, _StateOf):
+        pairs = [(like, sub) for sub in rest]
+    elif tag in ("l", "t") and isinstance(like, (list, tuple)) and len(like) == len(rest):
+        pairs = zip(like, rest, strict=True)
+    for one, sub in pairs:
+        yield from _matched(one, sub, optimizers)
+
+
+def _given(live: Any, made: bool = True) -> Any:
+    """What an object gives, and what it would have given with all of its state; or as if none were ``made``."""
+    given = live.state_dict()
+    if not _is_optimizer(live) or not isinstance(given, dict) or not {"state", "param_groups"} <= given.keys():
+        return given
+    state = dict(given["state"])
+    for group, named in zip(live.param_groups, given["param_groups"], strict=True):
+        for parameter, number in zip(group["params"], named["params"], strict=True):
+            has = state.get(number, {}) if made else {}
+            if isinstance(has, dict):
+                state[number] = _StateOf(parameter, has)
+    return {**given, "state": state}
+
+
+def _is_dtensor(value: Any) -> bool:
+    return type(value).__name__ == "DTensor"

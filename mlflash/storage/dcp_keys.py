@@ -1,0 +1,82 @@
+"""Structure of a state → the keys that PyTorch DCP gives its leaves.
+
+DCP looks into dicts, and into lists that hold tensors or dicts; each tensor has a key of its own. Everything else is an
+object: one pickle, whatever is in it. So are arrays, and tuples even where tensors are in them. An empty dict is lost.
+
+Source: torch.distributed.checkpoint._nested_dict, since PyTorch 2.4.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from ..errors import StateError
+from ..state.leaves import Entry, Tree
+from ..state.plain_values import decode_plain
+
+Path = tuple[str | int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Keys:
+    """How a state lies in a DCP checkpoint.
+
+    Attributes:
+        tensors: key → number of the entry.
+        objects: key → the part of the state that is pickled as one.
+        paths: key → where it is in the nested state.
+    """
+
+    tensors: dict[str, int] = dataclasses.field(default_factory=dict)
+    objects: dict[str, Tree] = dataclasses.field(default_factory=dict)
+    paths: dict[str, Path] = dataclasses.field(default_factory=dict)
+
+
+def keys_of(tree: Tree, entries: Sequence[Entry]) -> Keys:
+    """Give each leaf the key that ``dcp.save`` would.
+
+    Not collective.
+
+    Raises:
+        StateError: the state is no dict, or two leaves get the same key.
+    """
+    keys = Keys()
+    if _inside(tree)[0] != "d":
+        raise StateError("a DCP checkpoint holds a dict: save the state as {'state': ...}")
+    _visit(tree, (), entries, keys)
+    return keys
+
+
+def _visit(tree: Tree, path: Path, entries: Sequence[Entry], keys: Keys) -> None:
+    tag, rest = tree = _inside(tree)
+    if tag == "d":
+        for key, sub in rest:
+            _visit(sub, (*path, str(decode_plain(key))), entries, keys)
+    elif tag == "l" and _is_open(tree, entries):
+        for number, sub in enumerate(rest):
+            _visit(sub, (*path, number), entries, keys)
+    else:
+        key = ".".join(map(str, path))
+        if key in keys.paths:
+            raise StateError("two leaves have the same key in a DCP checkpoint", tensor=key)
+        keys.paths[key] = path
+        if _is_tensor(tree, entries):
+            keys.tensors[key] = rest
+        else:
+            keys.objects[key] = tree
+
+
+def _inside(tree: Tree) -> Tree:
+    return _inside(tree[1]) if tree[0] == "o" else tree
+
+
+def _is_tensor(tree: Tree, entries: Sequence[Entry]) -> bool:
+    return tree[0] == "e" and entries[tree[1]].kind == "tensor"
+
+
+def _is_open(tree: Tree, entries: Sequence[Entry]) -> bool:
+    """Whether DCP looks into a list."""
+    items = [_inside(item) for item in tree[1]]
+    return any(item[0] == "d" or _is_tensor(item, entries) or (item[0] == "l" and _is_open(item, entries))
+               for item in items)  # fmt: skip

@@ -1,0 +1,336 @@
+"""A directory where checkpoints are kept: on a file system, or behind a URL that fsspec knows.
+
+A file is there whole or not at all: on a file system under a temporary name, synced, renamed, its directory synced; in
+an object store by its upload being completed. Nothing is deleted here that was not asked for by name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import re
+import stat
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Protocol
+
+from ..crash_points import reach
+from ..errors import ConfigError, UnsafePath
+
+log = logging.getLogger("mlflash")
+
+_URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+://")
+_REMOTE_CHUNK_NBYTES = 64 << 20  # of a multipart upload
+_S3_CONNECT_S, _S3_READ_S = 3.0, 20.0
+_S3_TRIES = 2  # by botocore, and as many times by each of two loops of s3fs
+
+
+class Store(Protocol):
+    """What a directory can do. Nothing is collective. Errors of the file system are OSError."""
+
+    path: str
+
+    def at(self, name: str) -> Store:
+        """The directory below this one of that name."""
+
+    def make(self, parents: bool = True) -> None:
+        """Make this directory where it is not there; with ``parents`` those above it, too."""
+
+    def names(self) -> list[str]:
+        """What is in it, sorted; empty where it is not there."""
+
+    def write(self, name: str, content: Iterable[Any], tag: str = "") -> int:
+        """Write a file, whole or not at all, and durably; returns its bytes.
+
+        Args:
+            name: of it; one that is there is replaced.
+            content: its bytes, in pieces.
+            tag: part of its temporary name.
+        """
+
+    def read(self, name: str, start: int = 0, nbytes: int | None = None) -> bytes:
+        """Read a part of a file; fewer bytes where it ends before."""
+
+    def open(self, name: str) -> Any:
+        """Open a file to be read in any order."""
+
+    def nbytes(self, name: str) -> int:
+        """Size of a file."""
+
+    def remove(self, name: str) -> None:
+        """Delete a file of this directory; nothing where it is not there."""
+
+    def remove_directory(self) -> bool:
+        """Delete this directory if it is empty; whether it is gone."""
+
+    def why_not_writable(self) -> str:
+        """Say why nothing can be written to it, as far as that is known without writing; "" where nothing is known."""
+
+
+def open_store(place: str | os.PathLike[str]) -> Store:
+    """Open a directory, or a URL that fsspec knows. Nothing is made yet. Not collective.
+
+    Raises:
+        ConfigError: fsspec needs a package for such URLs that is not there.
+    """
+    path = os.fspath(place)
+    return Remote(path) if is_url(path) else Directory(os.path.abspath(path))
+
+
+def is_url(path: str) -> bool:
+    """Whether this is a URL and no path."""
+    return _URL.match(path) is not None
+
+
+class Directory:
+    """A directory of a file system. New directories are 0700, new files 0600; links in it are not followed."""
+
+    def __init__(self, path: str, below: bool = False):
+        self.path = path
+        self._below = below  # a link to the directory itself is the user's affair
+
+    def at(self, name: str) -> Directory:
+        return Directory(os.path.join(self.path, name), below=True)
+
+    def make(self, parents: bool = True) -> None:
+        if os.path.isdir(self.path):
+            return
+        above = Directory(os.path.dirname(self.path))
+        if parents:
+            above.make()
+        os.mkdir(self.path, 0o700)
+        log.debug("made %s", self.path)
+        above._sync()
+
+    def names(self) -> list[str]:
+        self._refuse_link()
+        try:
+            return sorted(os.listdir(self.path))
+        except FileNotFoundError:
+            return []
+
+    def write(self, name: str, content: Iterable[Any], tag: str = "") -> int:
+        self._refuse_link()
+        temporary, path = os.path.join(self.path, f".{name}.{tag}.tmp"), os.path.join(self.path, name)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        fd = os.open(temporary, flags, 0o600)
+        log.debug("writing %s", path)
+        reach("drain.file_made")
+        written = 0
+        try:
+            try:
+                for piece in content:
+                    rest = memoryview(piece).cast("B")
+                    while rest:
+                        done = os.write(fd, rest)
+                        written, rest = written + done, rest[done:]
+                reach("drain.file_written")
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+            reach("drain.file_synced")
+            os.rename(temporary, path)
+        except BaseException:
+            os.unlink(temporary)
+            log.info("deleted %s", temporary)
+            raise
+        reach("drain.file_renamed")
+        self._sync()
+        return written
+
+    def read(self, name: str, start: int = 0, nbytes: int | None = None) -> bytes:
+        fd = self._open(name)
+        try:
+            left = max(0, os.fstat(fd).st_size - start) if nbytes is None else nbytes
+            pieces = []
+            while left and (piece := os.pread(fd, left, start)):
+                pieces.append(piece)
+                start, left = start + len(piece), left - len(piece)
+        except OSError as error:
+            error.filename = os.path.join(self.path, name)
+            raise
+        finally:
+            os.close(fd)
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    def open(self, name: str) -> Any:
+        return os.fdopen(self._open(name), "rb")
+
+    def nbytes(self, name: str) -> int:
+        return os.stat(os.path.join(self.path, name), follow_symlinks=False).st_size
+
+    def remove(self, name: str) -> None:
+        self._refuse_link()
+        try:
+            os.unlink(os.path.join(self.path, name))
+        except FileNotFoundError:
+            return
+        log.info("deleted %s", os.path.join(self.path, name))
+
+    def remove_directory(self) -> bool:
+        try:
+            os.rmdir(self.path)
+        except FileNotFoundError:
+            return True
+        except OSError:
+            return False
+        log.info("deleted %s", self.path)
+        return True
+
+    def why_not_writable(self) -> str:
+        path = self.path
+        while not os.path.lexists(path):  # what is not there can be made, in the one above it that is
+            path = os.path.dirname(path)
+        if not os.path.isdir(path):
+            return f"{path} is not a directory"
+        return "" if os.access(path, os.W_OK | os.X_OK) else f"{path} cannot be written by this user"
+
+    def _open(self, name: str) -> int:
+        """Open a file to be read; a link is not followed, and a pipe that somebody put there not waited for."""
+        self._refuse_link()
+        path = os.path.join(self.path, name)
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError as error:
+            if error.errno == errno.ELOOP:
+                raise UnsafePath("a link in the directory is not followed", found=path) from None
+            raise
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            os.close(fd)
+            raise UnsafePath("this is no file", found=path)
+        return fd
+
+    def _refuse_link(self) -> None:
+        if self._below and os.path.islink(self.path):
+            raise UnsafePath("a link in the directory is not followed", found=self.path)
+
+    def _sync(self) -> None:
+        fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+class Remote:
+    """A folder of an object store, by fsspec.
+
+    There is no rename: an upload that is not completed leaves no object. S3 that cannot be reached costs less than 30 s
+    per call, and S3 that takes connections but does not answer less than 3 minutes.
+    """
+
+    def __init__(self, url: str, options: Mapping[str, Any] | None = None):
+        import fsspec
+
+        self.path = url.rstrip("/")
+        self._options = dict(options or {})
+        protocol = fsspec.core.split_protocol(self.path)[0]
+        is_s3 = protocol in ("s3", "s3a")
+        more = _patience({**fsspec.config.conf.get(protocol, {}), **self._options}) if is_s3 else {}
+        try:
+            self._files, self._root = fsspec.core.url_to_fs(self.path, **self._options, **more)
+        except ImportError as error:
+            how = "pip install 'mlflash[s3]'" if is_s3 else "install it into this environment"
+            raise ConfigError(f"a package that opens {self.path} is missing: {how}", found=str(error)) from None
+        if is_s3:
+            self._files.retries = _S3_TRIES
+
+    def at(self, name: str) -> Remote:
+        return Remote(f"{self.path}/{name}", self._options)
+
+    def make(self, parents: bool = True) -> None:
+        with self._telling():
+            self._files.makedirs(self._root, exist_ok=True)  # nothing where folders are only names
+
+    def names(self) -> list[str]:
+        self._files.invalidate_cache(self._root)
+        try:
+            with self._telling():
+                listed = self._files.ls(self._root, detail=False)
+        except FileNotFoundError:
+            return []
+        names = {path.rstrip("/").rsplit("/", 1)[-1] for path in listed if path.rstrip("/") != self._root}
+        return sorted(names)
+
+    def write(self, name: str, content: Iterable[Any], tag: str = "") -> int:
+        written = 0
+        with self._telling(name):
+            file = self._files.open(f"{self._root}/{name}", "wb", block_size=_REMOTE_CHUNK_NBYTES)
+        log.debug("writing %s/%s", self.path, name)
+        reach("drain.file_made")
+        try:
+            for piece in content:
+                with self._telling(name):
+                    written += file.write(piece)
+            reach("drain.file_written")
+            with self._telling(name):
+                file.close()
+        except BaseException:
+            try:
+                file.discard()
+            except Exception as problem:  # what went wrong before counts
+                log.warning("what was uploaded of %s/%s could not be discarded: %s", self.path, name, problem)
+            file.closed = True  # else its end would complete the upload
+            raise
+        reach("drain.file_renamed")
+        return written
+
+    def read(self, name: str, start: int = 0, nbytes: int | None = None) -> bytes:
+        end = None if nbytes is None else start + nbytes
+        try:
+            with self._telling(name):
+                return bytes(self._files.cat_file(f"{self._root}/{name}", start=start, end=end))
+        except OSError as error:
+            # A range behind the end is refused, as is any range of an empty object.
+            if error.errno == errno.EINVAL and self.nbytes(name) <= start:
+                return b""
+            raise
+
+    def open(self, name: str) -> Any:
+        with self._telling(name):
+            return self._files.open(f"{self._root}/{name}", "rb")
+
+    def nbytes(self, name: str) -> int:
+        self._files.invalidate_cache(self._root)
+        with self._telling(name):
+            return int(self._files.info(f"{self._root}/{name}")["size"])
+
+    def remove(self, name: str) -> None:
+        try:
+            with self._telling(name):
+                self._files.rm_file(f"{self._root}/{name}")
+        except FileNotFoundError:
+            return
+        log.info("deleted %s/%s", self.path, name)
+
+    def remove_directory(self) -> bool:
+        if self.names():
+            return False
+        with contextlib.suppress(OSError), self._telling():
+            self._files.rmdir(self._root)  # not everywhere is there something to delete
+        return True
+
+    def why_not_writable(self) -> str:
+        return ""  # only an upload would tell
+
+    @contextlib.contextmanager
+    def _telling(self, name: str = "") -> Iterator[None]:
+        """Make an OSError with number, text and URL of whatever a library raises."""
+        try:
+            yield
+        except Exception as problem:
+            if isinstance(problem, OSError):
+                kinds = ((FileNotFoundError, errno.ENOENT), (PermissionError, errno.EACCES), (OSError, errno.EIO))
+                number = problem.errno or next(number for kind, number in kinds if isinstance(problem, kind))
+                text = problem.strerror or str(problem)
+            else:  # botocore says so where the endpoint does not answer
+                number, text = errno.EIO, f"{type(problem).__name__}: {problem}"
+            raise OSError(number, text, f"{self.path}/{name}") from problem
+
+
+def _patience(options: Mapping[str, Any]) -> dict[str, Any]:
+    """How long S3 is waited for, and how often it is tried; what the user configured for fsspec or botocore wins."""
+    tries = {} if "AWS_MAX_ATTEMPTS" in os.environ else {"retries": {"total_max_attempts": _S3_TRIES}}
+    mine = {"connect_timeout": _S3_CONNECT_S, "read_timeout": _S3_READ_S, **tries}
+    return {"config_kwargs": {**mine, **options.get("config_kwargs", {})}}

@@ -1,0 +1,5 @@
+"""What happens to a rank, told to people and to programs that watch: events, metrics, a heartbeat per rank.
+
+In comes what the other rooms report; out go files. Nothing that trains ever waits for it. It imports `memory`, where a
+heartbeat lies.
+"""
