@@ -5,21 +5,14 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from typing import TYPE_CHECKING
 
 import click
 
 from ..config import DISABLE, from_environment
 from ..errors import ConfigError
 from ..terminal import completing
-from ..terminal.options import FINE, WRONG, answer, json_option, memory_option
+from ..terminal.options import FINE, WRONG, json_option, memory_option
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from ..doctor.findings import Diagnosis
-
-_STYLES = {"ok": "green", "warning": "yellow", "error": "bold red"}
 _GRACE_S = 15.0  # by which the process is watched longer than a wait for other ranks may take
 
 
@@ -53,6 +46,7 @@ def doctor(need: int | None, redundancy: str | None, draining: bool, nodes: int 
     """
     from ..doctor import launch
     from ..doctor.examination import Examination, Job
+    from ..doctor.view import show
     from ..doctor.watch import Watch
 
     try:
@@ -76,35 +70,3 @@ def doctor(need: int | None, redundancy: str | None, draining: bool, nodes: int 
     finally:
         watch.over()
     sys.exit(code)
-
-
-def show(found: Diagnosis, as_json: bool) -> None:
-    """Print what was found. Not collective."""
-    answer(as_json, found.to_json(), lambda console: _show(found, console))
-
-
-def _show(found: Diagnosis, console: Console) -> None:
-    from rich.table import Table
-    from rich.text import Text
-
-    from ..doctor.findings import Level
-
-    ranks, nodes = sum(map(len, found.ranks_on.values())), len(found.ranks_on)
-    console.print(f"{ranks} rank{'s' * (ranks > 1)} on {nodes} node{'s' * (nodes > 1)}, {found.started}")
-    subject, table = "", Table.grid()
-    for line in found.lines:
-        if line.subject != subject:
-            subject = line.subject
-            console.print(table)
-            console.print(f"{subject}", style="bold")
-            table = Table.grid(padding=(0, 2, 0, 0))
-            table.add_column(width=7)
-            table.add_column(width=17)
-            table.add_column(overflow="fold")
-        level, where = line.level.name.lower(), found.where(line)
-        table.add_row(Text(level, style=_STYLES[level]), line.check, line.words + (f" ({where})" if where else ""))
-        if line.advice:
-            table.add_row("", "", f"→ {line.remedy}")
-    console.print(table)
-    errors, warnings = found.count(Level.ERROR), found.count(Level.WARNING)
-    console.print(f"{errors} error{'s' * (errors != 1)}, {warnings} warning{'s' * (warnings != 1)}")

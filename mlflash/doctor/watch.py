@@ -109,7 +109,7 @@ def stand_by(heard: Connection, pid: int, patience_s: float, show: Callable[[Dia
 
 def main(heard: str, pid: str, patience_s: str, as_json: str) -> None:
     """Be the child."""
-    from ..commands.doctor import show
+    from .view import show
 
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it ends with the process it watches over, a moment later
     connection = Connection(int(heard), writable=False)

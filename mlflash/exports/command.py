@@ -113,9 +113,9 @@ def _writer(form: str, rules: list[Rule], name: str | None, flat: bool, shard_nb
         file = name or ("pytorch_model.bin" if flat else "state.pt")
         return lambda whole, store: torch_file.write(whole, store, rules, file, flat)
     if form == "dcp":
-        from ..storage import dcp_files
+        from . import dcp_directory
 
-        return lambda whole, store: dcp_files.write(whole, store, rules)
+        return lambda whole, store: dcp_directory.write(whole, store, rules)
     from . import hdf5_file
 
     return lambda whole, store: hdf5_file.write(whole, store, rules, name or "state.h5")

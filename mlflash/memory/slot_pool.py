@@ -16,7 +16,6 @@ import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 
 from ..errors import CorruptSlot
-from ..wire.node_words import Board, Word
 from . import segment
 from .inventory import Files, file_name, file_number
 from .node_directory import NodeMemory
@@ -321,11 +320,6 @@ class Shelf:
         """Page-lock, behind, the slots that this rank copies its state into. Not collective."""
         own = [slot.segment for slot in (*self.own, *self.shares) if slot.segment is not None]
         segment.prefault_in_background(own, pin=True)
-
-    def post_directory(self, board: Board) -> None:
-        """Write the file numbers of the own slots on the node's board."""
-        for word, slot in zip((Word.OWN_SLOT_0, Word.OWN_SLOT_1, Word.OWN_SLOT_2), self.own, strict=False):
-            board.put(word, file_number(slot.name) if slot.name else -1)
 
     def close(self) -> None:
         """Unmap everything; the files stay."""

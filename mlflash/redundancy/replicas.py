@@ -21,11 +21,11 @@ import xxhash
 
 from ..errors import ConfigError, MlflashError, SaveFailed
 from ..memory.slot import Slot
-from ..saving.staging import Plan
 from ..state.layout import Layout
 from ..state.leaves import Entry, Flat, Leaf, live_bytes, replica_ranks
 from ..wire.world import World
 from . import shares
+from .slot_plan import Plan
 
 log = logging.getLogger("mlflash")
 

@@ -26,10 +26,11 @@ from ..memory.slot import Slot
 from ..recovery.fragments import Parcel, items
 from ..recovery.gather_shares import Home
 from ..recovery.open_checkpoint import Elsewhere, Old, Readable, held_by_name
+from ..redundancy.slot_plan import Plan
 from ..runtime.parts import Parts
 from ..saving import commit
 from ..saving.snapshot import Snapshot
-from ..saving.staging import Plan, Stage
+from ..saving.staging import Stage
 from ..state import shards
 from ..state.flatten import flatten, flatten_or_none
 from ..state.layout import PAGE_NBYTES

@@ -12,7 +12,6 @@ from ..memory.node_directory import NodeMemory
 from ..memory.slot import Slot, Use
 from ..memory.slot_pool import unmap
 from ..state.layout import PAGE_NBYTES, round_up
-from ..wire.node_words import Board, Word
 from ..wire.world import World
 
 
@@ -21,7 +20,7 @@ def needs_room(slot: Slot, nbytes: int) -> bool:
     return slot.use is not Use.HOLDS and not slot.drains and slot.view.nbytes < nbytes and not slot.is_lent
 
 
-def make_room(world: World, board: Board, memory: NodeMemory, demand: Sequence[tuple[Slot, int]]) -> None:
+def make_room(world: World, memory: NodeMemory, demand: Sequence[tuple[Slot, int]]) -> None:
     """Give slots larger files; refuse before anything is allocated where the node has no room for them.
 
     Collective over the world. A slot that holds a committed step is left as it is.
@@ -33,11 +32,11 @@ def make_room(world: World, board: Board, memory: NodeMemory, demand: Sequence[t
         MemoryTooSmall: on all ranks, with the numbers of the node that lacks memory.
     """
     todo = [(slot, round_up(nbytes, PAGE_NBYTES)) for slot, nbytes in demand if needs_room(slot, nbytes)]
-    board.put(Word.DEMAND_NBYTES, sum(nbytes - slot.view.nbytes for slot, nbytes in todo))
-    world.agree([0])  # every rank's demand is on its board
+    mine = sum(nbytes - slot.view.nbytes for slot, nbytes in todo)
+    asked = mine if world.node is None else sum(world.gather(mine, world.node))
 
     def look() -> None:
-        asked, left = sum(board.column(Word.DEMAND_NBYTES)), available(memory.path)
+        left = available(memory.path)
         what, least = min(left.items(), key=lambda item: item[1])
         spared = headroom(asked)
         if todo and asked + spared > least:

@@ -35,7 +35,6 @@ from ..telemetry.events import EventLog, file_of_node
 from ..telemetry.heartbeat import Pulse, read_pulses
 from ..telemetry.journal import Journal
 from ..telemetry.metrics import Metrics
-from ..wire.node_words import Board
 from ..wire.rate_limit import Pace
 from ..wire.rma_windows import Poke
 from ..wire.world import World, check_torch_rank
@@ -74,7 +73,6 @@ class Parts:
     config: Config
     world: World
     memory: NodeMemory
-    board: Board
     protection: Protection
     domains: Domains | None
     shelf: Shelf
@@ -170,7 +168,6 @@ class Parts:
         spare, kept_on = [n for n in left_over if n not in needed], [n for n in left_over if n in needed]
         kept_on += sorted(self.shelf.aside) if world.local_rank == 0 else []
         self.shelf.adopt(files[world.rank], kept, trusted, spare, kept_on)
-        self.shelf.post_directory(self.board)
         self.protection.open_windows(self.shelf)
         # No file is deleted or reused before every rank of the node has attached its own.
         world.agree([0])
@@ -198,14 +195,13 @@ class Parts:
             with self.shelf.reserved([slot for slot, _ in wanted.values()]) as mine:
                 usable = [(slot, n) for slot, n in wanted.values() if any(slot is m for m in (*waiting, *mine))]
                 try:
-                    make_room(self.world, self.board, self.memory, usable)
+                    make_room(self.world, self.memory, usable)
                 except MemoryTooSmall:
                     if not self._give_way():
                         raise
-                    make_room(self.world, self.board, self.memory, usable)
+                    make_room(self.world, self.memory, usable)
         finally:
             self.protection.open_windows(self.shelf)
-            self.shelf.post_directory(self.board)
 
     def leave_alone(self) -> None:
         """Leave every file that holds something as it is until a newer step is committed. Collective over the world."""
@@ -243,7 +239,6 @@ class Parts:
         """Free windows, communicators and threads. Collective over the world."""
         self.crew.close()
         self.protection.free()
-        self.board.free()
         if self.replicas is not None:
             self.replicas.free()
         self.world.free()
@@ -305,7 +300,7 @@ def _assemble(
     pace = Pace(config.send_rate, config.max_slowdown, config.timeout_s)
     run_id: bytes = world.broadcast(os.urandom(16), 0)
     journal = world.on_all(lambda: _journal(config, world, memory, run_id.hex()[:8]))
-    parts = Parts(config, world, memory, Board(world), protection, known, shelf, journal, crew, pace, replicas, run_id)
+    parts = Parts(config, world, memory, protection, known, shelf, journal, crew, pace, replicas, run_id)
     if protection.transport == "rma" and world.world is not None:
         world.poke = Poke(world)
     parts.generation, parts.floor, parts.unusable = left.newest, left.floor, left.unusable

@@ -26,15 +26,15 @@ from ..memory.segment import Segment
 from ..memory.slot import Slot
 from ..memory.slot_header import Attempt, Header
 from ..redundancy.shares import Piece
+from ..redundancy.slot_plan import Plan
 from ..redundancy.transfer import Source
 from ..runtime.grow_slots import needs_room
 from ..runtime.parts import Parts
 from ..state.layout import Extents
 from ..state.leaves import Flat
-from ..wire.node_words import Word
 from .deferred_copies import Later
 from .snapshot import Snapshot
-from .staging import Plan, all_checks
+from .staging import all_checks
 
 log = logging.getLogger("mlflash")
 
@@ -264,8 +264,6 @@ def _protect(save: Save, parts: Parts) -> None:
         slot.record_commit(save.attempt, save.snapshot.step)
     reach("commit.recorded")
     parts.shelf.drop_spare(committed=True)
-    parts.board.put(Word.COMMITTED_GENERATION, save.attempt.generation)
-    parts.board.put(Word.COMMITTED_STEP, save.snapshot.step)
 
 
 def _confirm(save: Save, parts: Parts) -> None:

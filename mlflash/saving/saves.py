@@ -12,15 +12,16 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from typing import Protocol
 
 import numpy as np
 
 from ..config import Config
 from ..crash_points import reach
-from ..draining.queue import Drains
 from ..errors import DeadlineExceeded, MlflashError, SaveFailed, StateError, StepOrderError, text_of
 from ..memory.slot import Slot
 from ..recovery import find
+from ..redundancy.slot_plan import Plan
 from ..runtime.parts import Parts
 from ..state.flatten import Flattener
 from ..state.leaves import Flat
@@ -31,11 +32,26 @@ from .begun_saves import Begins, Begun
 from .deferred_copies import Steps, Unchanging
 from .snapshot import Snapshot
 from .staged_ahead import Ahead, Aheads
-from .staging import Plan, Stage, has_room
+from .staging import Stage, has_room
 
 log = logging.getLogger("mlflash")
 
 _LEFT = "an exception came while it was staged, as of a signal handler"
+
+
+class DrainQueue(Protocol):
+    """What a save needs to know of drains."""
+
+    @property
+    def idle(self) -> bool:
+        """Whether no drain is on its way on this rank."""
+
+    @property
+    def asked(self) -> bool:
+        """Whether somebody has asked for a drain on this node."""
+
+    def committed(self, save: commit.Save) -> None:
+        """Count a checkpoint that was committed just now, and begin to drain it where it is due. Collective."""
 
 
 class Saves:
@@ -55,7 +71,7 @@ class Saves:
         begun: saves of which it is not known yet whether they come.
     """
 
-    def __init__(self, config: Config, parts: Parts, courier: Courier, drains: Drains):
+    def __init__(self, config: Config, parts: Parts, courier: Courier, drains: DrainQueue):
         self._config, self._parts, self._courier, self._drains = config, parts, courier, drains
         self._world, self._journal = parts.world, parts.journal
         self._pending: list[Snapshot] = []

@@ -11,8 +11,9 @@ from ..memory.segment import Segment
 from ..memory.slot import Slot
 from ..memory.slot_pool import Shelf
 from ..redundancy.shares import Piece
+from ..redundancy.slot_plan import Plan
 from ..state.leaves import Flat
-from .staging import Plan, Stage, has_room
+from .staging import Stage, has_room
 
 
 @dataclasses.dataclass(eq=False)

@@ -9,7 +9,6 @@ courier finds out whether all that hold it hold the same.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, cast
@@ -21,48 +20,16 @@ from ..crash_points import reach
 from ..errors import SaveFailed
 from ..memory.slot import Slot
 from ..memory.thread_pool import Crew
-from ..redundancy.shares import Piece, Sharing, cuts, pieces
+from ..redundancy.shares import Piece, Sharing, pieces
+from ..redundancy.slot_plan import Plan
 from ..state import manifest
-from ..state.layout import PAGE_NBYTES, Extents, Layout, plan
+from ..state.layout import PAGE_NBYTES, Layout, plan
 from ..state.leaves import Flat, Leaf, Structure, from_bytes, live_bytes
 from .copy_plan import Way
 from .deferred_copies import Later, Work
 from .sampled_bytes import Spots
 
 Method = TypeVar("Method", bound=Callable[..., Any])
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """Where a state goes, and the manifest that says so.
-
-    Attributes:
-        layout: of the rank's slot.
-        manifest: of the rank's slot.
-        private: names of tensors that each rank has its own of.
-        sharing: the ranks that hold some of it alike; None: nothing is shared.
-        pieces: of what is shared.
-    """
-
-    layout: Layout
-    manifest: bytes
-    private: frozenset[str]
-    sharing: Sharing | None = None
-    pieces: tuple[Piece, ...] = ()
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that are stored."""
-        share = self.share_extents
-        return self.layout.extents.nbytes + (0 if share is None else share.nbytes)
-
-    @property
-    def share_extents(self) -> Extents | None:
-        """Of the file of this rank's share; None: nothing is shared."""
-        if self.sharing is None:
-            return None
-        low, high = cuts(self.layout.shared_nbytes, len(self.sharing.siblings))[self.sharing.share :][:2]
-        return Extents(0, high - low, self.layout.extents.block_nbytes)
 
 
 def _whole_or_anew(method: Method) -> Method:

@@ -26,7 +26,7 @@ from waiting import until
 from mlflash import Checkpointer
 from mlflash.cli import main
 from mlflash.errors import ConfigError, StateError, StructureMismatch
-from mlflash.exports import hugging_face, safetensors_files, torch_file
+from mlflash.exports import dcp_directory, hugging_face, safetensors_files, torch_file
 from mlflash.exports.imports import read_dcp
 from mlflash.exports.mapping import plan, read_rules
 from mlflash.exports.outputs import Batches
@@ -390,7 +390,7 @@ def test_the_keys_are_those_of_dcp() -> None:
 def test_what_dcp_cannot_hold_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     sub_byte = torch.empty(2, dtype=torch.uint8).view(torch.int4)
     with pytest.raises(StateError, match=r"at 'b'"):
-        dcp_files.write(InMemory({"a": torch.ones(9), "b": sub_byte}), open_store(tmp_path), file_nbytes=1)
+        dcp_directory.write(InMemory({"a": torch.ones(9), "b": sub_byte}), open_store(tmp_path), file_nbytes=1)
     assert not list(tmp_path.iterdir())
     for state, text in (({"a.b": 1, "a": {"b": 2}}, "same key"), ([torch.ones(1)], "holds a dict")):
         whole = InMemory(state)
@@ -402,7 +402,7 @@ def test_plain_dcp_loads_an_export(tmp_path: Path) -> None:
     state = dcp_state()
     torch.save(state, tmp_path / "expected.pt")
     (tmp_path / "out").mkdir()
-    written = dcp_files.write(InMemory(state), open_store(tmp_path).at("out"), file_nbytes=500)
+    written = dcp_directory.write(InMemory(state), open_store(tmp_path).at("out"), file_nbytes=500)
     assert list(written.files)[-1] == ".metadata" and "__0_1.distcp" in written.files
     assert written.files == {path.name: path.stat().st_size for path in (tmp_path / "out").iterdir()}
     assert written.ties == {"tied.out": "tied.in"}
@@ -602,7 +602,7 @@ def test_a_checkpoint_that_is_not_whole_is_refused(tmp_path: Path) -> None:
     with pytest.raises(StructureMismatch, match=r"no \.metadata"):
         read_dcp(tmp_path)
     state = {"a": torch.ones(100), "b": 1}
-    dcp_files.write(InMemory(state), open_store(tmp_path))
+    dcp_directory.write(InMemory(state), open_store(tmp_path))
     same_as(read_dcp(tmp_path), state)
     metadata, file = tmp_path / ".metadata", tmp_path / "__0_0.distcp"
     described, raw = metadata.read_bytes(), file.read_bytes()

@@ -1,0 +1,41 @@
+"""Where a state goes in the slot of a rank, and in the file of its share."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from ..state.layout import Extents, Layout
+from .shares import Piece, Sharing, cuts
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Where a state goes, and the manifest that says so.
+
+    Attributes:
+        layout: of the rank's slot.
+        manifest: of the rank's slot.
+        private: names of tensors that each rank has its own of.
+        sharing: the ranks that hold some of it alike; None: nothing is shared.
+        pieces: of what is shared.
+    """
+
+    layout: Layout
+    manifest: bytes
+    private: frozenset[str]
+    sharing: Sharing | None = None
+    pieces: tuple[Piece, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are stored."""
+        share = self.share_extents
+        return self.layout.extents.nbytes + (0 if share is None else share.nbytes)
+
+    @property
+    def share_extents(self) -> Extents | None:
+        """Of the file of this rank's share; None: nothing is shared."""
+        if self.sharing is None:
+            return None
+        low, high = cuts(self.layout.shared_nbytes, len(self.sharing.siblings))[self.sharing.share :][:2]
+        return Extents(0, high - low, self.layout.extents.block_nbytes)
