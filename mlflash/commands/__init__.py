@@ -1,5 +1,5 @@
 """The commands of ``mlflash``: looking at checkpoints without disturbing the job, and rescuing them without it.
 
-`options` is what they share. `looking` reads the headers of all nodes, `outlook` says what these can give; `sealed`
-reads a file in memory, `on_disk` one in the directory. Each command is a module of its own name.
+In come words of a command line; out go text or one JSON document, and an exit code. Each command is a module of its own
+name. It imports the room of each command that has one, and `terminal`, which they all share.
 """

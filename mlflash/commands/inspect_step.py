@@ -7,8 +7,9 @@ import click
 from ..config import Config
 from ..errors import CorruptSlot, MlflashError
 from ..terminal import completing, jobs, on_disk
+from ..terminal.gathering import gather
 from ..terminal.looking import Node, look, look_around, places
-from ..terminal.options import FINE, answer, gather, job_options, run_together, settings
+from ..terminal.options import FINE, answer, job_options, run_together, settings
 from ..terminal.outlook import Outlook, Prospect, look_ahead
 from ..terminal.sealed import Changed
 from ..terminal.units import show_seconds

@@ -12,8 +12,9 @@ from ..errors import CorruptSlot, MlflashError
 from ..memory.node_directory import NodeMemory
 from ..storage.store import open_store
 from ..terminal import jobs, on_disk
+from ..terminal.gathering import gather_from_all
 from ..terminal.looking import File, look, places
-from ..terminal.options import FINE, WRONG, answer, gather_from_all, job_options, run_together, settings
+from ..terminal.options import FINE, WRONG, answer, job_options, run_together, settings
 from ..terminal.progress import Bar
 from ..terminal.sealed import Changed, Sealed
 from ..terminal.units import show_bytes

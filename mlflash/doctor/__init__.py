@@ -1,5 +1,8 @@
 """``mlflash doctor``: whether nodes, MPI and Slurm are as mlflash needs them, before a job runs.
 
+In come a launch and the settings; out come findings, with what to do about each. It imports what it tries: `wire`,
+`memory`, `runtime`.
+
 `findings` is what a check says, and how equal results of ranks become one line. `examination` makes the checks in
 order; `watch` sees to it that something is said even where a check hangs, or takes the process with it. The checks, by
 subject: `launch` (who started how many processes), `ranks` (MPI and its nodes), `rma`, `memory`, `mounts`, `logout` and

@@ -118,24 +118,6 @@ def _abort(world: World | None) -> None:
         world.mpi.COMM_WORLD.Abort(WRONG)
 
 
-def gather(world: World, value: Any) -> list[Any]:
-    """Give rank 0 what the first process of each node brings; all others get nothing. Collective over the world."""
-    if world.world is None:
-        return [value]
-    if world.local_rank != 0:
-        return []
-    told = world.gather(value, world.leaders)
-    return told if world.rank == 0 else []
-
-
-def gather_from_all(world: World, value: Any) -> list[Any]:
-    """Give rank 0 what each process brings; all others get nothing. Collective over the world."""
-    if world.world is None:
-        return [value]
-    told = world.gather(value)
-    return told if world.rank == 0 else []
-
-
 def answer(as_json: bool, document: Any, show: Callable[[Console], None]) -> None:
     """Print what a command found: for programs, or for people. Not collective; for rank 0."""
     if as_json:

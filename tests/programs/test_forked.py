@@ -13,7 +13,7 @@ PROGRAM = """
 import json, logging, multiprocessing, os, sys, threading
 import numpy as np
 import mlflash
-from mlflash import points
+from mlflash import crash_points as points
 from mlflash.errors import Closed, DeadlineExceeded
 
 (port,) = sys.argv[1:]

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from test_package import ROOMS
 
 from mlflash import errors
 from mlflash.config import Config
@@ -24,6 +25,7 @@ LINKED = [
     *PAGES,
     REPO / "ARCHITECTURE.md",
     REPO / "CHANGES.md",
+    REPO / "DECISIONS.md",
     REPO / "CONTRIBUTING.md",
     *sorted((REPO / "benchmarks").rglob("*.md")),
 ]
@@ -72,12 +74,18 @@ def test_addresses_elsewhere_are_well_formed(page: Path) -> None:
             assert parts.scheme == "https" and re.fullmatch(r"[a-z0-9.-]+\.[a-z]+", parts.netloc), target
 
 
-def test_the_table_of_modules_is_complete() -> None:
+def test_the_table_of_rooms_is_complete_in_their_order_and_names_files_that_are_there() -> None:
     text = (REPO / "ARCHITECTURE.md").read_text()
-    cells = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \|", text, re.M)
-    named = {name for cell in cells for name in re.findall(r"\w+", cell)}
-    modules = {path.stem for path in (REPO / "mlflash").glob("*.py")}
-    assert named == modules - {"__init__", "__main__", "cli", "version"}
+    named = re.findall(r"^\| `(\w+)` \|", text, re.M)
+    above = re.search(r"^Above them: (.+?)\. `adapters/`", text, re.M | re.S)
+    rooms = {path.stem for path in (REPO / "mlflash").iterdir() if path.is_dir() and (path / "__init__.py").exists()}
+    assert above is not None
+    tools = set(re.findall(r"(?<!`mlflash )`(\w+)`", above[1]))
+    assert {*named, *tools} == (rooms | {"config", "checkpointer"}) - {"adapters"} and not tools & {*named}
+    assert named == [*ROOMS], "the rooms of test_package.py"
+    for page in (text, (REPO / "DECISIONS.md").read_text()):
+        for path in re.findall(rf"`((?:{'|'.join(sorted(rooms))})/\w+)[.`]", page):
+            assert (REPO / "mlflash" / f"{path}.py").exists() or (REPO / path).exists(), path
     assert len(text.splitlines()) < 150
 
 

@@ -241,7 +241,7 @@ def test_four_threads_make_what_one_makes(kernel: str) -> None:
 PROGRAM = """
 import pathlib, sys
 import numpy as np
-from mlflash import erasure
+from mlflash.redundancy import erasure
 def loaded(): return "libisal" in pathlib.Path("/proc/self/maps").read_text()
 units = [np.arange(64, dtype=np.uint8), np.ones(64, dtype=np.uint8), np.empty(64, dtype=np.uint8)]
 before = loaded()

@@ -99,7 +99,7 @@ def test_a_file_that_cannot_be_written_is_one_warning(tmp_path: Path, caplog: py
 def test_warnings_are_events_and_still_go_where_they_went(tmp_path: Path) -> None:
     program = f"""
 import logging
-from mlflash import events
+from mlflash.telemetry import events
 events._CLOSE_S = 60
 from mlflash.telemetry.events import EventLog
 log = EventLog({str(tmp_path / "run.jsonl")!r}, run="r", rank=0, node="n")

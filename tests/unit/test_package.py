@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.metadata
 import importlib.util
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,54 +17,124 @@ from mlflash import config, errors
 
 REPO = Path(__file__).parents[2]
 
-# The way of the data: each module imports only from those before it.
-ORDER = [
-    "version", "errors", "points", "skeleton", "store", "scheme", "config", "dtypes", "plain", "state", "flatten",
-    "torch_objects", "rebuild", "layout", "manifest", "header", "host_list", "domains", "slurm_topology", "topology",
-    "placement", "survival", "sharing", "erasure", "stripes", "limits", "user_directory", "node_memory", "pulse",
-    "events", "metrics", "journal", "inventory", "evidence", "crew", "huge_pages", "segment",
-    "slot", "parity_file", "moves", "pings", "waits", "comm", "stock", "board", "window", "pace", "transfer", "aside",
-    "exchange", "devices", "spots", "lazy", "ways", "stage", "shelf", "room", "aheads", "begun",
-    "copies", "parity", "protect", "replicas", "parts",
-    "snapshot", "commit", "repair", "fetch", "reunion", "shards", "parcels", "opened", "reshard", "restore",
-    "courier", "drains", "scavenge", "saves", "loading", "newest", "restores", "rng", "report", "adapting", "off",
-    "at_exit", "checkpointer", "__init__", "cli", "__main__",
-]  # fmt: skip
-# The same of `draining`, which stands before "drains".
-DRAINING = ["__init__", "index", "catalog", "dealing", "hdf5", "cargo", "form", "as_hdf5", "as_dcp", "drain", "drained"]
-MAY_IMPORT_MPI = {"comm"}
+# Each room, and the rooms that it may import from. `errors`, `crash_points` and `version` are for all.
+ROOMS: dict[str, str] = {
+    "state": "",
+    "storage": "state",
+    "placement": "",
+    "config": "storage placement",
+    "memory": "state",
+    "wire": "placement",
+    "telemetry": "memory",
+    "redundancy": "state placement config memory wire",
+    "runtime": "state placement config memory wire telemetry redundancy",
+    "recovery": "state memory wire redundancy runtime",
+    "saving": "state config memory wire redundancy runtime recovery",
+    "draining": "state storage config memory wire runtime recovery saving",
+    "restoring": "state storage memory wire redundancy runtime recovery saving draining",
+    "facade": "state storage placement config wire runtime recovery saving draining restoring",
+    "checkpointer": "config wire runtime saving draining restoring facade",
+}
+# What people use, above all of it.
+TOOLS: dict[str, str] = {
+    "terminal": "state storage placement config memory wire draining",
+    "exports": "terminal checkpointer state storage config memory wire recovery draining",
+    "planning": "terminal state placement memory redundancy",
+    "doctor": "terminal planning placement config memory wire redundancy runtime draining",
+    "demo": "config memory placement",
+    "running": "terminal demo config memory telemetry",
+    "top": "terminal running memory telemetry",
+    "reporting": "terminal planning",
+    "commands": "terminal doctor demo checkpointer state storage config memory wire redundancy draining",
+}
+FOR_ALL = {"errors", "crash_points", "version"}
+STARTS = {"__init__", "__main__", "cli", "rng"}
+MAY_IMPORT_MPI = {"wire/world.py"}
+MAY_IMPORT_TORCH = {"state", "storage", "saving", "exports", "doctor", "commands", "demo"}
+FLOORS = 11
+
+
+def files() -> list[Path]:
+    root = REPO / "mlflash"
+    return [path for path in sorted(root.rglob("*.py")) if "adapters" not in path.relative_to(root).parts]
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(REPO / "mlflash").with_suffix("").parts[0]
 
 
 def imports(path: Path) -> tuple[set[str], set[str]]:
-    """Modules of mlflash, and other top-level packages, that a file imports anywhere."""
+    """Rooms of mlflash, and other top-level packages, that a file imports anywhere."""
+    package = ["mlflash", *path.relative_to(REPO / "mlflash").parts[:-1]]
     ours, others = set(), set()
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom) and node.level:
-            ours |= {node.module.split(".")[0]} if node.module else {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            others.add(node.module.split(".")[0])
+        if isinstance(node, ast.ImportFrom):
+            base = [*package[: len(package) - node.level + 1], *(node.module or "").split(".")] if node.level else (
+                node.module or "").split(".")  # fmt: skip
+            base = [part for part in base if part]
+            if base[0] == "mlflash":
+                ours |= {base[1]} if len(base) > 1 else {alias.name for alias in node.names}
+            else:
+                others.add(base[0])
         elif isinstance(node, ast.Import):
             others |= {alias.name.split(".")[0] for alias in node.names}
-    return ours, others
+    return ours & {room_of(one) for one in files()}, others
 
 
-def test_each_module_imports_only_from_those_before_it() -> None:
-    modules = {path.stem: path for path in (REPO / "mlflash").glob("*.py")}
-    assert sorted(modules) == sorted(ORDER), "a new module has to find its place in the order"
-    for index, name in enumerate(ORDER):
-        ours, others = imports(modules[name])
-        wrong = ours & set(ORDER) - set(ORDER[:index])
-        assert not wrong, f"{name} imports {wrong}"
-        assert "mpi4py" not in others or name in MAY_IMPORT_MPI, f"{name} imports mpi4py"
+def test_each_room_imports_only_from_the_rooms_that_it_may() -> None:
+    allowed = {name: set(rooms.split()) for name, rooms in {**ROOMS, **TOOLS}.items()}
+    assert {room_of(path) for path in files()} == set(allowed) | FOR_ALL | STARTS, "a new room has to find its place"
+    for number, (name, rooms) in enumerate(allowed.items()):
+        assert rooms <= set([*allowed][:number]), f"{name} stands before what it may import"
+    used: dict[str, set[str]] = {name: set() for name in allowed}
+    for path in files():
+        name, (ours, _) = room_of(path), imports(path)
+        if name in FOR_ALL:
+            assert ours <= FOR_ALL, path
+        elif name not in STARTS:
+            used[name] |= ours - FOR_ALL - {name, "rng"}
+            assert used[name] <= allowed[name], f"{path} imports from {used[name] - allowed[name]}"
+    assert used == allowed, "what no room imports from is not in the table"
+    floors: dict[str, int] = {}
+    for name in ROOMS:
+        floors[name] = 1 + max((floors[room] for room in allowed[name]), default=0)
+    assert max(floors.values()) == FLOORS
 
 
-def test_what_drains_imports_only_from_what_is_before_it() -> None:
-    modules = {path.stem: path for path in (REPO / "mlflash" / "draining").glob("*.py")}
-    assert sorted(modules) == sorted(DRAINING)
-    for index, name in enumerate(DRAINING):
-        ours, _ = imports(modules[name])
-        assert not ours & set(DRAINING) - set(DRAINING[:index]), f"{name} imports what is behind it"
-        assert not ours & set(ORDER[ORDER.index("drains") :]), f"{name} imports what is behind draining"
+def test_each_room_says_what_comes_in_what_goes_out_and_what_it_may_import() -> None:
+    for room in [*ROOMS, *TOOLS]:
+        if (REPO / "mlflash" / room).is_dir():
+            text = ast.get_docstring(ast.parse((REPO / "mlflash" / room / "__init__.py").read_text())) or ""
+            assert re.search(r"\bIn (come|comes|go)\b", text) and re.search(r"\bout (come|comes|go|goes)\b", text), room
+            assert "imports" in text, room
+
+
+def test_no_module_of_a_room_imports_itself_by_way_of_others() -> None:
+    by_name = {path.relative_to(REPO / "mlflash").with_suffix(""): path for path in files()}
+    edges = {name: {other for other in by_name if other.name in beside(path) and other.parent == name.parent}
+             for name, path in by_name.items()}  # fmt: skip
+    for start in edges:
+        seen, left = set(), set(edges[start])
+        while left:
+            one = left.pop()
+            seen.add(one)
+            left |= edges[one] - seen
+        assert start not in seen, f"{start} imports itself by way of others"
+
+
+def beside(path: Path) -> set[str]:
+    """Modules of the same room that a file imports anywhere."""
+    nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
+    named = {alias.name for node in nodes if node.level == 1 and not node.module for alias in node.names}
+    return named | {node.module.split(".")[0] for node in nodes if node.level == 1 and node.module}
+
+
+def test_mpi_is_imported_in_one_place_and_torch_only_where_tensors_are() -> None:
+    for path in files():
+        _, others = imports(path)
+        name = path.relative_to(REPO / "mlflash").as_posix()
+        assert "mpi4py" not in others or name in MAY_IMPORT_MPI | {"demo/train.py"}, name
+        assert "torch" not in others or room_of(path) in MAY_IMPORT_TORCH | {"rng"}, name
 
 
 def test_importing_does_nothing() -> None:
