@@ -14,13 +14,13 @@ from ..errors import DeadlineExceeded, DrainFailed
 from ..memory.node_directory import emulated_nodes, jobs_of
 from ..storage.store import is_url
 from ..terminal import completing, jobs, on_disk
+from ..terminal.gathering import gather_from_all
 from ..terminal.looking import look_around
 from ..terminal.options import (
     FINE,
     WRONG,
     answer,
     directory_option,
-    gather_from_all,
     job_option,
     json_option,
     memory_option,

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from test_package import ROOMS
+from rooms import ROOMS
 
 from mlflash import errors
 from mlflash.config import Config

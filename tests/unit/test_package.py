@@ -11,44 +11,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from rooms import FOR_ALL, ROOMS, STARTS, TOOLS
 
 import mlflash
 from mlflash import config, errors
 
 REPO = Path(__file__).parents[2]
 
-# Each room, and the rooms that it may import from. `errors`, `crash_points` and `version` are for all.
-ROOMS: dict[str, str] = {
-    "state": "",
-    "storage": "state",
-    "placement": "",
-    "config": "storage placement",
-    "memory": "state",
-    "wire": "placement",
-    "telemetry": "memory",
-    "redundancy": "state placement config memory wire",
-    "runtime": "state placement config memory wire telemetry redundancy",
-    "recovery": "state memory wire redundancy runtime",
-    "saving": "state config memory wire redundancy runtime recovery",
-    "draining": "state storage config memory wire runtime recovery saving",
-    "restoring": "state storage memory wire redundancy runtime recovery saving draining",
-    "facade": "state storage placement config wire runtime recovery saving draining restoring",
-    "checkpointer": "config wire runtime saving draining restoring facade",
-}
-# What people use, above all of it.
-TOOLS: dict[str, str] = {
-    "terminal": "state storage placement config memory wire draining",
-    "exports": "terminal checkpointer state storage config memory wire recovery draining",
-    "planning": "terminal state placement memory redundancy",
-    "doctor": "terminal planning placement config memory wire redundancy runtime draining",
-    "demo": "config memory placement",
-    "running": "terminal demo config memory telemetry",
-    "top": "terminal running memory telemetry",
-    "reporting": "terminal planning",
-    "commands": "terminal doctor demo checkpointer state storage config memory wire redundancy draining",
-}
-FOR_ALL = {"errors", "crash_points", "version"}
-STARTS = {"__init__", "__main__", "cli", "rng"}
 MAY_IMPORT_MPI = {"wire/world.py"}
 MAY_IMPORT_TORCH = {"state", "storage", "saving", "exports", "doctor", "commands", "demo"}
 FLOORS = 11
@@ -110,9 +79,9 @@ def test_each_room_says_what_comes_in_what_goes_out_and_what_it_may_import() -> 
 
 
 def test_no_module_of_a_room_imports_itself_by_way_of_others() -> None:
-    by_name = {path.relative_to(REPO / "mlflash").with_suffix(""): path for path in files()}
-    edges = {name: {other for other in by_name if other.name in beside(path) and other.parent == name.parent}
-             for name, path in by_name.items()}  # fmt: skip
+    named = {path.relative_to(REPO / "mlflash").with_suffix(""): beside(path) for path in files()}
+    edges = {name: {other for other in named if other.name in its and other.parent == name.parent}
+             for name, its in named.items()}  # fmt: skip
     for start in edges:
         seen, left = set(), set(edges[start])
         while left:
