@@ -37,17 +37,21 @@ def launch(ranks: int, script: Path, arguments: list[str], timeout_s: float, per
     """
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="mlflash-bench-") as memory:
         out = Path(memory, "out.jsonl")
-        # With -m mpi4py an exception on one rank ends the others too.
-        argv = [sys.executable, "-m", "mpi4py", str(script), str(out), memory, *arguments]
-        path = os.pathsep.join(filter(None, (str(HOME), os.environ.get("PYTHONPATH"))))
-        env = {"MLFLASH_RANKS_PER_NODE": str(per_node), "PYTHONWARNINGS": "error", "TMPDIR": memory, "PYTHONPATH": path}
-        command, env = mpiexec(ranks, argv, env)
+        argv, env = program(script, out, memory, arguments)
+        command, env = mpiexec(ranks, argv, {**env, "MLFLASH_RANKS_PER_NODE": str(per_node), "TMPDIR": memory})
         before = signal.signal(signal.SIGTERM, _end)  # else ranks and memory would stay behind
         try:
             why = run_until(command, timeout_s, KILL_S, env=env)
         finally:
             signal.signal(signal.SIGTERM, before)
         return f"{script.parent.name}/{script.name} {why}" if why else "", lines_of(out)
+
+
+def program(script: Path, out: Path, memory: str, arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """What a rank is started as, and its environment. With -m mpi4py an exception on one rank ends the others too."""
+    path = os.pathsep.join(filter(None, (str(HOME), os.environ.get("PYTHONPATH"))))
+    argv = [sys.executable, "-m", "mpi4py", str(script), str(out), memory, *arguments]
+    return argv, {"PYTHONWARNINGS": "error", "PYTHONPATH": path}
 
 
 def run_until(command: Sequence[str], timeout_s: float, kill_s: float, **options: Any) -> str:
