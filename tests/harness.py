@@ -20,7 +20,7 @@ from typing import Any
 from processes import runs, started_by, state
 from waiting import PATIENCE_S, until
 
-from mlflash.demo.launch import mpiexec
+from mlflash.running.processes import mpiexec, signal_group, spawn
 
 HERE = Path(__file__).parent
 UID = os.getuid()
@@ -128,8 +128,7 @@ class Launch:
         self.out = out
         self._before = _mpi_files()
         with (out / "log").open("w") as log:
-            self._process = subprocess.Popen(command, env=env, stdout=log, stderr=log, stdin=subprocess.DEVNULL,
-                                             start_new_session=True)  # fmt: skip
+            self._process = spawn(command, env=env, stdout=log, stderr=log)
         live.add(self)
 
     def records(self) -> list[dict[str, Any]]:
@@ -186,10 +185,7 @@ class Launch:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
                 pass
-        try:
-            os.killpg(self._process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
+        signal_group(self._process, signal.SIGKILL)
         self._process.wait(30)
         until(lambda: not any(map(runs, pids)), "the end of the ranks that were killed")
         live.discard(self)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from mlflash.demo.launch import find_mpiexec
 from mlflash.errors import MpiUnavailable
+from mlflash.running.processes import find_mpiexec
 
 
 def _has_mpi() -> bool:

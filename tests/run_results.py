@@ -10,7 +10,7 @@ from typing import Any
 
 from waiting import PATIENCE_S, until
 
-from mlflash.demo.launch import mpiexec
+from mlflash.running.processes import mpiexec
 
 WORKER = Path(__file__).with_name("run_worker.py")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -13,7 +12,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from mlflash.demo.launch import mpiexec
+from mlflash.errors import LaunchFailed
+from mlflash.running.processes import ask_within, mpiexec
 
 Lines = list[dict[str, Any]]
 
@@ -37,17 +37,21 @@ def launch(ranks: int, script: Path, arguments: list[str], timeout_s: float, per
     """
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="mlflash-bench-") as memory:
         out = Path(memory, "out.jsonl")
-        # With -m mpi4py an exception on one rank ends the others too.
-        argv = [sys.executable, "-m", "mpi4py", str(script), str(out), memory, *arguments]
-        path = os.pathsep.join(filter(None, (str(HOME), os.environ.get("PYTHONPATH"))))
-        env = {"MLFLASH_RANKS_PER_NODE": str(per_node), "PYTHONWARNINGS": "error", "TMPDIR": memory, "PYTHONPATH": path}
-        command, env = mpiexec(ranks, argv, env)
+        argv, env = program(script, out, memory, arguments)
+        command, env = mpiexec(ranks, argv, {**env, "MLFLASH_RANKS_PER_NODE": str(per_node), "TMPDIR": memory})
         before = signal.signal(signal.SIGTERM, _end)  # else ranks and memory would stay behind
         try:
             why = run_until(command, timeout_s, KILL_S, env=env)
         finally:
             signal.signal(signal.SIGTERM, before)
         return f"{script.parent.name}/{script.name} {why}" if why else "", lines_of(out)
+
+
+def program(script: Path, out: Path, memory: str, arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """What a rank is started as, and its environment. With -m mpi4py an exception on one rank ends the others too."""
+    path = os.pathsep.join(filter(None, (str(HOME), os.environ.get("PYTHONPATH"))))
+    argv = [sys.executable, "-m", "mpi4py", str(script), str(out), memory, *arguments]
+    return argv, {"PYTHONWARNINGS": "error", "PYTHONPATH": path}
 
 
 def run_until(command: Sequence[str], timeout_s: float, kill_s: float, **options: Any) -> str:
@@ -62,16 +66,12 @@ def run_until(command: Sequence[str], timeout_s: float, kill_s: float, **options
     Returns:
         What went wrong ("": nothing).
     """
-    running = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, text=True, errors="replace",
-                               **options)  # fmt: skip
     try:
-        _, said = running.communicate(timeout=timeout_s)
-        status = running.returncode
-        return f"ended with exit status {status}" + (f": {said[-2000:]}" if said else "") if status else ""
-    except subprocess.TimeoutExpired:
-        return f"was not done after {timeout_s:g} s"
-    finally:
-        _stop(running, kill_s)
+        done = ask_within(command, timeout_s, kill_s, **{"stdout": None, "stderr": None, **options})
+    except LaunchFailed as error:
+        return error.message
+    said = f": {done.stderr[-2000:]}" if done.stderr else ""
+    return f"ended with exit status {done.returncode}{said}" if done.returncode else ""
 
 
 def lines_of(out: Path) -> Lines:
@@ -81,13 +81,3 @@ def lines_of(out: Path) -> Lines:
 
 def _end(number: int, frame: FrameType | None) -> None:
     raise SystemExit(128 + number)
-
-
-def _stop(running: subprocess.Popen[str], kill_s: float) -> None:
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        if running.poll() is None:
-            os.killpg(running.pid, number)
-            try:
-                running.wait(kill_s)
-            except subprocess.TimeoutExpired:
-                pass

@@ -15,7 +15,7 @@ from .launch import launch
 from .plots import draw
 from .results import Result, fill_readme, keep, machine
 from .rows import Row
-from .table import show
+from .table import grids, show
 
 UNTOLD = ("json", "plot", "readme", "timeout_s", "again", "list")
 
@@ -133,7 +133,7 @@ def finish(
         "load average before": begun.load, "load average after": os.getloadavg()[0],
         "seconds": round(time.monotonic() - begun.start_s), "went wrong": "; ".join(wrong), **said,
     }  # fmt: skip
-    show({name: value for name, value in header.items() if value != ""}, rows)
+    show({name: value for name, value in header.items() if value != ""}, grids(rows))
     if args.json is not None:
         keep(args.json, header, rows)
     path = folder / "plot.svg" if args.readme else args.plot

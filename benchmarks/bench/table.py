@@ -88,12 +88,12 @@ def verdict(one: Row) -> str:
     return "" if good is None else "yes" if good else "no"
 
 
-def show(header: Mapping[str, Any], rows: Sequence[Row]) -> None:
+def show(header: Mapping[str, Any], found: Sequence[Grid]) -> None:
     """Print all of it."""
     console = Console(width=None if sys.stdout.isatty() else 150)
     for name, value in header.items():
         console.print(f"{name}: {value}", highlight=False, markup=False)
-    for grid in grids(rows):
+    for grid in found:
         table = Table(title=grid.title or None)
         for head in grid.heads:
             is_number = head.startswith(("median", "/"))

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from .launch import HOME, Lines, lines_of, run_until
+from .launch import HOME, Lines, lines_of, program, run_until
 
 sys.path.insert(0, str(HOME.parent / "tests"))  # the project's model of several nodes
 
@@ -38,10 +38,8 @@ def launch_on(
     """Run a script on one rank of each node, as `bench.launch.launch` does on this host; then all there is stopped."""
     out = nodes.path / "out.jsonl"
     out.unlink(missing_ok=True)
-    path = os.pathsep.join(filter(None, (str(HOME), os.environ.get("PYTHONPATH"))))
-    env = {**environment, "PYTHONPATH": path, "PYTHONWARNINGS": "error", "OMP_NUM_THREADS": "1"}
-    assignments = [f"{name}={value}" for name, value in env.items()]
-    argv = [sys.executable, "-m", "mpi4py", str(script), str(out), "/dev/shm", *arguments]
+    argv, env = program(script, out, "/dev/shm", arguments)
+    assignments = [f"{name}={value}" for name, value in {**environment, **env, "OMP_NUM_THREADS": "1"}.items()]
     command = mpiexec_on(nodes, HOSTS, 1, ["env", *assignments, *argv])
     try:
         why = run_until(command, timeout_s, KILL_S, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)

@@ -10,7 +10,7 @@ from typing import Any
 
 from bench.launch import Lines
 from bench.results import keep, machine
-from bench.table import show
+from bench.table import grids, show
 from bench.two_nodes import HOSTS, NETWORKS, Nodes, launch_on, why_not_here
 
 RANKS = Path(__file__).with_name("link_ranks.py")
@@ -25,7 +25,7 @@ def run(args: argparse.Namespace) -> int:
     ended, lines = across(args.mbit, ["quick" if args.quick else "whole"], args.timeout_s)
     rows: list[Any] = [line for line in lines if "what" in line]
     header = {**machine(), "Mbit/s": args.mbit, "load average before": load, "load average after": os.getloadavg()[0]}
-    show(header, rows)
+    show(header, grids(rows))
     if args.json is not None:
         keep(args.json, header, rows)
     if ended:

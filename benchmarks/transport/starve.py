@@ -16,10 +16,9 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 from bench.results import keep  # noqa: E402
+from bench.table import Grid, show  # noqa: E402
 from computing import IDLE, MAINS, PYTHON  # noqa: E402
 from places import places  # noqa: E402
-from rich.console import Console  # noqa: E402
-from rich.table import Table  # noqa: E402
 
 START_S = 40.0
 _CELL, _CELLS, _PACK = (f"MPIR_CVAR_{name}" for name in (
@@ -64,13 +63,8 @@ def main() -> int:
                     ended, lines = launch(HERE / "starve_ranks.py", arguments, START_S + args.deadline_s)
                 rows.append({"what": what, "column": main_does, "ended": ended, **(lines[0] if lines else {})})
     header["load average after"] = os.getloadavg()[0]
-    console = Console(width=None if sys.stdout.isatty() else 130)
-    for name, value in header.items():
-        console.print(f"{name}: {value}", highlight=False)
-    table = Table("", *mains, title=f"{args.mib} MiB each way: seconds, tests, KiB per test")
-    for what in changes:
-        table.add_row(what, *(_cell(row) for row in rows if row["what"] == what))
-    console.print(table)
+    lines_of = [[what, *(_cell(row) for row in rows if row["what"] == what)] for what in changes]
+    show(header, [Grid(f"{args.mib} MiB each way: seconds, tests, KiB per test", ["", *mains], lines_of)])
     if args.json is not None:
         keep(args.json, header, rows)  # type: ignore[arg-type]  # of a form of their own
     return 0 if all("seconds" in row for row in rows) else 1

@@ -19,7 +19,7 @@ PAGE_NBYTES = 4096
 MARK = 7
 
 
-def main() -> None:
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("out", type=Path)
     parser.add_argument("memory", type=Path)
@@ -30,7 +30,11 @@ def main() -> None:
     parser.add_argument("push", help="so many Iprobes before each nap, or: lock")
     parser.add_argument("nap_s", type=float)
     parser.add_argument("switch_s", type=float, help="how long a thread may hold the interpreter; 0: as it is")
-    args = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = arguments()
     if args.switch_s:
         sys.setswitchinterval(args.switch_s)
     comm = MPI.COMM_WORLD

@@ -11,7 +11,8 @@ from ..errors import JobInUse, MlflashError
 from ..memory.node_directory import NodeMemory, emulated_nodes, jobs_of
 from ..memory.node_directory import clean as clean_job
 from ..terminal import completing
-from ..terminal.options import FINE, WRONG, json_option, memory_option
+from ..terminal.options import json_option, memory_option
+from ..terminal.together import FINE, WRONG
 
 
 @click.command()

@@ -7,9 +7,9 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..terminal.options import new_table
-from ..terminal.outlook import named
+from ..terminal.printing import new_table
 from ..terminal.units import show_bytes
+from ..terminal.words import many, named
 from .contents import Contents, Shard
 from .tensor_statistics import Statistics
 
@@ -115,9 +115,7 @@ def _plain(value: Any) -> Any:
 
 def show(console: Console, shown: Shown, closely: bool) -> None:
     """For people: a line for each tensor, or ``closely`` each of its shards."""
-    console.print(
-        f"step {shown.step} of {shown.ranks} rank{'s' * (shown.ranks > 1)}, from {shown.source}; {shown.about}"
-    )
+    console.print(f"step {shown.step} of {many(shown.ranks, 'rank')}, from {shown.source}; {shown.about}")
     if shown.missing:
         console.print(f"no slot of {named(shown.missing)} was found here", style="yellow")
     if closely:

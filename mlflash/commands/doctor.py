@@ -11,7 +11,8 @@ import click
 from ..config import DISABLE, from_environment
 from ..errors import ConfigError
 from ..terminal import completing
-from ..terminal.options import FINE, WRONG, json_option, memory_option
+from ..terminal.options import json_option, memory_option
+from ..terminal.together import FINE, WRONG
 
 _GRACE_S = 15.0  # by which the process is watched longer than a wait for other ranks may take
 

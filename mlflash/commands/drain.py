@@ -15,8 +15,10 @@ from ..errors import MlflashError
 from ..memory.node_directory import NodeMemory, emulated_nodes, jobs_of
 from ..storage.store import open_store
 from ..terminal import jobs
-from ..terminal.options import FINE, WRONG, answer, job_options, settings
+from ..terminal.options import job_options, settings
+from ..terminal.printing import answer
 from ..terminal.progress import Bar
+from ..terminal.together import FINE, WRONG
 
 _LOOK_S = 0.1
 

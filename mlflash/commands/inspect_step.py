@@ -7,11 +7,12 @@ import click
 from ..config import Config
 from ..errors import CorruptSlot, MlflashError
 from ..terminal import completing, jobs, on_disk
-from ..terminal.gathering import gather
 from ..terminal.looking import Node, look, look_around, places
-from ..terminal.options import FINE, answer, job_options, run_together, settings
+from ..terminal.options import job_options, settings
 from ..terminal.outlook import Outlook, Prospect, look_ahead
+from ..terminal.printing import answer
 from ..terminal.sealed import Changed
+from ..terminal.together import FINE, gather, run_together
 from ..terminal.units import show_seconds
 from ..wire.world import World
 from . import contents

@@ -7,9 +7,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..terminal import on_disk
-from ..terminal.options import FINE, WRONG, answer, job_options, new_table, run_together, settings
-from ..terminal.outlook import Outlook, named
+from ..terminal.options import job_options, settings
+from ..terminal.outlook import Outlook
+from ..terminal.printing import answer, new_table
+from ..terminal.together import FINE, WRONG, run_together
 from ..terminal.units import show_seconds
+from ..terminal.words import named
 from ..wire.world import World
 from .status import attempt_to_json, look
 

@@ -14,21 +14,12 @@ from ..errors import DeadlineExceeded, DrainFailed
 from ..memory.node_directory import emulated_nodes, jobs_of
 from ..storage.store import is_url
 from ..terminal import completing, jobs, on_disk
-from ..terminal.gathering import gather_from_all
 from ..terminal.looking import look_around
-from ..terminal.options import (
-    FINE,
-    WRONG,
-    answer,
-    directory_option,
-    job_option,
-    json_option,
-    memory_option,
-    run_together,
-    settings,
-)
+from ..terminal.options import directory_option, job_option, json_option, memory_option, settings
 from ..terminal.outlook import Outlook, look_ahead, survival
+from ..terminal.printing import answer
 from ..terminal.progress import Bar
+from ..terminal.together import FINE, WRONG, gather_from_all, run_together
 from ..terminal.units import show_bytes, show_seconds
 from ..wire.world import World
 from .status import describe, describe_lost

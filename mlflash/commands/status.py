@@ -13,9 +13,12 @@ from ..config import Config
 from ..memory.slot_header import Attempt, Header, Kind
 from ..terminal import jobs, on_disk
 from ..terminal.looking import File, Node, look_around
-from ..terminal.options import FINE, WRONG, answer, job_options, new_table, run_together, settings
-from ..terminal.outlook import Outlook, Prospect, Survival, look_ahead, named, ranges, survival
+from ..terminal.options import job_options, settings
+from ..terminal.outlook import Outlook, Prospect, Survival, look_ahead, survival
+from ..terminal.printing import answer, new_table
+from ..terminal.together import FINE, WRONG, run_together
 from ..terminal.units import show_bytes, show_seconds
+from ..terminal.words import many, named, ranges
 from ..wire.world import World
 
 if TYPE_CHECKING:
@@ -143,8 +146,7 @@ def directory_lines(shelf: on_disk.Shelf | None) -> Iterator[tuple[str, str]]:
     else:
         steps = sorted({one.step for one in shelf.listed})
         age = show_seconds(on_disk.age_s(shelf.newest.card.unix_ns))
-        count = f"{len(steps)} step{'s' * (len(steps) > 1)}"
-        yield "", f"drained: step {shelf.newest.step}, {age} ago; {count} in {shelf.path}"
+        yield "", f"drained: step {shelf.newest.step}, {age} ago; {many(len(steps), 'step')} in {shelf.path}"
     if shelf.unfinished:
         yield "yellow", f"not finished, being drained or left by a drain that died: {', '.join(shelf.unfinished)}"
     if shelf.damaged:
@@ -158,7 +160,7 @@ def describe(one: Prospect) -> str:
         "step 40 of 4 ranks, committed, 12 s ago; xor:4; ranks 2-3 to be rebuilt from parity"
     """
     seen = "committed" if one.committed else "not seen committed, but whole"
-    text = f"step {one.step} of {one.world_size} rank{'s' * (one.world_size > 1)}, {seen}, "
+    text = f"step {one.step} of {many(one.world_size, 'rank')}, {seen}, "
     text += f"{show_seconds(on_disk.age_s(one.unix_ns))} ago; {one.scheme}"
     if one.missing:
         text += f"; {named(one.missing)} to be rebuilt from parity"

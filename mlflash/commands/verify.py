@@ -12,12 +12,14 @@ from ..errors import CorruptSlot, MlflashError
 from ..memory.node_directory import NodeMemory
 from ..storage.store import open_store
 from ..terminal import jobs, on_disk
-from ..terminal.gathering import gather_from_all
 from ..terminal.looking import File, look, places
-from ..terminal.options import FINE, WRONG, answer, job_options, run_together, settings
+from ..terminal.options import job_options, settings
+from ..terminal.printing import answer
 from ..terminal.progress import Bar
 from ..terminal.sealed import Changed, Sealed
+from ..terminal.together import FINE, WRONG, gather_from_all, run_together
 from ..terminal.units import show_bytes
+from ..terminal.words import many
 from ..wire.world import World
 
 if TYPE_CHECKING:
@@ -161,7 +163,7 @@ def _show(console: Console, found: list[Checked]) -> None:
         return
     for one in found:
         good = one.files - len({file for file, _ in one.damaged})
-        text = f"{one.where}: {good} of {one.files} file{'s' * (one.files != 1)} good, {show_bytes(one.nbytes)}"
+        text = f"{one.where}: {good} of {many(one.files, 'file')} good, {show_bytes(one.nbytes)}"
         text += f"; {len(one.written)} being written" if one.written else ""
         console.print(text, style="red" if one.damaged else None)
         for file, what in one.damaged:

@@ -15,8 +15,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from ..memory.node_directory import job_path
 from ..placement.topology import Topology
+from ..running.processes import find_mpiexec
 from .account import Told, describe_origin, describe_seconds, differences
-from .launch import find_mpiexec
 from .training import DemoFailed, Training
 
 _RANKS, _RANKS_PER_NODE = 4, 2

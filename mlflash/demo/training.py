@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -13,8 +12,8 @@ from types import TracebackType
 from typing import Any
 
 from ..config import DISABLE
+from ..running.processes import end_session, mpiexec, spawn
 from .journal import Journal
-from .launch import mpiexec
 
 _POLL_S = 0.02
 _DEATH_TIMEOUT_S = 30.0  # for mpiexec to notice that ranks were killed
@@ -51,9 +50,7 @@ class Training:
         command, environment = mpiexec(ranks, program, {**env, "TMPDIR": str(folder), DISABLE: ""})
         # To a file: a pipe would have to be emptied. A session of its own: one signal reaches all of it.
         with (folder / "log").open("w") as log:
-            self._mpiexec = subprocess.Popen(
-                command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
-            )
+            self._mpiexec = spawn(command, env=environment, stdout=log, stderr=log)
 
     def events(self) -> Iterator[tuple[int, dict[str, Any]]]:
         """Yield ``(rank, line of its journal)`` as they come, until mpiexec has ended and all is read.
@@ -120,13 +117,7 @@ class Training:
 
     def stop(self) -> None:
         """End what still runs: mpiexec, and the ranks that wrote down their pid. May be called twice."""
-        for sign in (signal.SIGTERM, signal.SIGKILL):  # first so that mpiexec can clean up after itself
-            if self._mpiexec.poll() is None:
-                os.killpg(self._mpiexec.pid, sign)
-                try:
-                    self._mpiexec.wait(_TERM_TIMEOUT_S)
-                except subprocess.TimeoutExpired:
-                    continue
+        end_session(self._mpiexec, _TERM_TIMEOUT_S)  # SIGTERM first so that mpiexec can clean up after itself
         end = time.monotonic() + _TERM_TIMEOUT_S
         while (left := [pid for pid in self._pids.values() if self._kill_ours(pid)]) and time.monotonic() < end:
             time.sleep(_POLL_S)

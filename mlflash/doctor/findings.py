@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ..terminal.units import show_bytes, show_seconds
+from ..terminal.words import named
 
 Range = tuple[float, float]
 _NAMED = 4  # nodes named in a line
@@ -171,8 +172,6 @@ class Diagnosis:
             return ""
         there = {rank for node in line.nodes for rank in self.ranks_on.get(node, ())}
         if line.ranks and there - set(line.ranks):
-            from ..terminal.outlook import named
-
             return named(line.ranks) + (f" on {line.nodes[0]}" if len(line.nodes) == 1 < len(self.ranks_on) else "")
         if len(line.nodes) >= len(self.ranks_on):
             return f"all {len(line.nodes)} nodes" if len(line.nodes) > 1 else ""

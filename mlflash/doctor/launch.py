@@ -6,6 +6,7 @@ import dataclasses
 import re
 from collections.abc import Mapping
 
+from ..terminal.words import many
 from .findings import Finding, fine, warning, wrong
 
 _RANKS = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
@@ -87,7 +88,7 @@ def judge_size(launch: Launch, size: int, library: str) -> Finding:
         size: of COMM_WORLD; 1 where MPI was not even asked, as nothing says that there are others.
         library: as :func:`tidy_version` gives it.
     """
-    check, ranks = "world", f"{size} rank{'s' * (size > 1)}"
+    check, ranks = "world", many(size, "rank")
     if launch.size is None or not launch.by:
         return fine(check, ranks + (", as this process was started alone" if not launch.by else ""))
     name = "SLURM_STEP_NUM_TASKS" if launch.by == "srun" else "mpiexec"

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from ..memory.memory_limits import headroom
 from ..terminal.units import show_bytes
+from ..terminal.words import many
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +52,7 @@ def count(nbytes: int, scheme: str, own_slots: int, nodes: int, ranks_per_node: 
 
     job = Job(tuple(f"node{number}" for number in range(nodes)), ranks_per_node, nbytes, own_slots=own_slots)
     ((_, placement),), _ = consider(job, [scheme])
-    of_ranks = f"{ranks_per_node} rank{'s' * (ranks_per_node > 1)} of {show_bytes(nbytes)}"
+    of_ranks = f"{many(ranks_per_node, 'rank')} of {show_bytes(nbytes)}"
     made = f"{scheme} over {nodes} nodes" if nodes > 1 else f"{scheme} makes nothing on one node"
     return Need(node_nbytes(job, placement), f"{of_ranks}, {own_slots} slots each, {made}")
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import ConfigError
+from ..terminal.words import many
 from ..wire.world import World, has_rdma
 from .findings import Finding, fine, warning, wrong
 from .launch import tidy_version
@@ -80,7 +81,7 @@ def judge_nodes(places: Sequence[Place], memory: str, emulated: bool) -> Finding
         emulated: whether the nodes are not meant to be real.
     """
     check, count = "nodes", len({place.node for place in places})
-    text = f"{count} node{'s' * (count > 1)} by MPI"
+    text = f"{many(count, 'node')} by MPI"
     if emulated:
         return fine(check, f"{text}, emulated (MLFLASH_RANKS_PER_NODE)")
     unseen = next((place for place in places if not place.memory), None)
@@ -153,7 +154,7 @@ def domains(world: World, given: str | None) -> Iterator[Finding]:
     levels = [f"{len({path[level] for path in paths})} x {kind}" for level, kind in enumerate(found.kinds)]
     source = "MLFLASH_DOMAINS" if given is not None else "Slurm"
     strangers = [name for name in names if not found.knows(name)]
-    text = f"{len(names)} node{'s' * (len(names) > 1)} in {', '.join(levels)}, by {source}"
+    text = f"{many(len(names), 'node')} in {', '.join(levels)}, by {source}"
     if strangers:
         yield warning("failure domains", text + f"; nothing is said of {len(strangers)}, {{first}} for one",
                       "each counts as a domain of its own: name it in the file", first=strangers[0])  # fmt: skip

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..terminal.options import answer
+from ..terminal.printing import answer
+from ..terminal.words import many
 from .findings import Diagnosis, Level
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ def _show(found: Diagnosis, console: Console) -> None:
     from rich.text import Text
 
     ranks, nodes = sum(map(len, found.ranks_on.values())), len(found.ranks_on)
-    console.print(f"{ranks} rank{'s' * (ranks > 1)} on {nodes} node{'s' * (nodes > 1)}, {found.started}")
+    console.print(f"{many(ranks, 'rank')} on {many(nodes, 'node')}, {found.started}")
     subject, table = "", Table.grid()
     for line in found.lines:
         if line.subject != subject:
@@ -40,4 +41,4 @@ def _show(found: Diagnosis, console: Console) -> None:
             table.add_row("", "", f"→ {line.remedy}")
     console.print(table)
     errors, warnings = found.count(Level.ERROR), found.count(Level.WARNING)
-    console.print(f"{errors} error{'s' * (errors != 1)}, {warnings} warning{'s' * (warnings != 1)}")
+    console.print(f"{many(errors, 'error')}, {many(warnings, 'warning')}")

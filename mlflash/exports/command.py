@@ -21,7 +21,9 @@ from ..storage.dcp_plans import TOLD
 from ..storage.store import open_store
 from ..storage.whole_state import Written
 from ..terminal import completing, jobs
-from ..terminal.options import FINE, answer, job_options, json_option, memory_option, run_together, settings
+from ..terminal.options import job_options, json_option, memory_option, settings
+from ..terminal.printing import answer
+from ..terminal.together import FINE, run_together
 from ..terminal.units import read_bytes, show_bytes
 from ..wire.world import World
 from . import hugging_face

@@ -13,6 +13,7 @@ import click
 
 from ..errors import ConfigError
 from ..terminal import completing
+from ..terminal.printing import answer
 
 if TYPE_CHECKING:
     from ..placement.failure_domains import Domains
@@ -77,8 +78,6 @@ def plan(schemes: tuple[str, ...], losses: int, as_json: bool, plot: str | None,
     probability that memory is enough for random losses. With --mtbf and --save also the interval that wastes the
     least time. The model is in docs/plan.md.
     """
-    from rich.console import Console
-
     from .plot import draw
     from .prospects import consider, prospect
     from .view import show, to_json
@@ -93,18 +92,8 @@ def plan(schemes: tuple[str, ...], losses: int, as_json: bool, plot: str | None,
             draw(plot, job, costs, prospects)
     except ConfigError as error:
         raise click.ClickException(str(error)) from None
-    if as_json:
-        click.echo(json.dumps(to_json(job, costs, prospects, [*notes, *left_out]), indent=1))
-        return
-    console = Console()
-    if console.is_terminal:
-        show(console, job, costs, prospects, [*notes, *left_out])
-        return
-    console = Console(width=200)
-    with console.capture() as shown:
-        show(console, job, costs, prospects, [*notes, *left_out])
-    for line in shown.get().splitlines():
-        click.echo(line.rstrip())
+    plan = job, costs, prospects, [*notes, *left_out]
+    answer(as_json, to_json(*plan), lambda console: show(console, *plan))
 
 
 def _understand(nbytes: int | None, alike: int | None, memory: int | None, ranks_per_node: int | None, draining: bool,

@@ -21,6 +21,7 @@ from ..placement.scheme import Scheme, parse
 from ..placement.topology import Topology
 from ..redundancy.shares import cuts
 from ..state.layout import ALIGN_NBYTES, PAGE_NBYTES, Extents, round_up
+from ..terminal.words import many
 from .interval import Costs, best_interval, waste
 
 SCHEMES = ("none", "copy", "copy:2", "xor:4", "xor:8", "rs:6+2", "rs:8+2", "rs:8+3")
@@ -225,7 +226,7 @@ def least(prospects: Sequence[Prospect]) -> dict[str, Prospect]:
     fitting = [p for p in prospects if p.fits is not False]
     # Of two that differ by a few headers only, the one that survives more.
     fitting.sort(key=lambda p: (float(f"{p.memory_nbytes:.3g}"), -p.any_nodes))
-    wishes = {f"any {n} node{'s' * (n > 1)}": [p for p in fitting if p.any_nodes >= n] for n in (1, 2, 3)}
+    wishes = {f"any {many(n, 'node')}": [p for p in fitting if p.any_nodes >= n] for n in (1, 2, 3)}
     for kind in dict.fromkeys(kind for p in fitting for kind in p.any_domain):
         wishes[f"any 1 {kind}"] = [p for p in fitting if kind in p.any_domain]
     return {wish: those[0] for wish, those in wishes.items() if those}

@@ -6,12 +6,13 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from ..terminal.printing import new_table
 from ..terminal.units import YEAR_S, show_bytes, show_seconds, show_share
+from ..terminal.words import many
 from .interval import Costs, daly, young
 from .prospects import Job, Prospect, least
 
@@ -41,7 +42,7 @@ def _asked(job: Job, costs: Costs | None, prospects: Sequence[Prospect]) -> Iter
     nodes, state = len(job.node_names), job.state_nbytes
     slots = {2: "two slots", 3: "three slots (it drains)"}[job.own_slots]
     yield (
-        f"{nodes:,} node{'s' * (nodes > 1)} x {job.ranks_per_node} ranks x {show_bytes(job.nbytes)}: "
+        f"{many(nodes, 'node')} x {job.ranks_per_node} ranks x {show_bytes(job.nbytes)}: "
         f"{show_bytes(state)} of state on a node, {show_bytes(nodes * state)} in all; {slots} a rank"
     )
     if job.alike_nbytes:
@@ -72,21 +73,13 @@ def _asked(job: Job, costs: Costs | None, prospects: Sequence[Prospect]) -> Iter
 
 
 def _table(job: Job, costs: Costs | None, prospects: Sequence[Prospect]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1), pad_edge=False)
-    table.add_column("scheme")
-    if any(p.made != str(p.scheme) for p in prospects):
-        table.add_column("made here")
-    table.add_column("a node", justify="right")
-    table.add_column("x state", justify="right")
-    if job.memory_nbytes is not None:
-        table.add_column("fits")
-    for lost in range(1, len(prospects[0].chances) + 1):
-        table.add_column(f"{lost} lost", justify="right")
-    for name in ("save every", "waste", "falls a year") if costs is not None else ():
-        table.add_column(name, justify="right")
+    other_made = any(p.made != str(p.scheme) for p in prospects)
+    heads = ["scheme", *["made here"] * other_made, ">a node", ">x state", *["fits"] * (job.memory_nbytes is not None)]
+    heads += [f">{lost} lost" for lost in range(1, len(prospects[0].chances) + 1)]
+    table = new_table(*heads, *([">save every", ">waste", ">falls a year"] if costs is not None else []))
     for p in prospects:
         row = [str(p.scheme)]
-        if any(other.made != str(other.scheme) for other in prospects):
+        if other_made:
             row.append("" if p.made == str(p.scheme) else p.made)
         row += [show_bytes(p.memory_nbytes), f"{p.memory_nbytes / job.state_nbytes:.2f}"]
         if p.fits is not None:

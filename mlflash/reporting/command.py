@@ -44,10 +44,10 @@ def report(logs: tuple[str, ...], output: str | None, mtbf: float | None, as_jso
     page needs no network. With --json the same numbers are printed, and a page is made only with -o. Exits with 1
     where there is no event in the logs.
     """
+    from ..terminal.words import many
     from .lines import files_of, read
     from .page import page
     from .story import tell, to_json
-    from .words import many
 
     try:
         log = read(files_of(logs))

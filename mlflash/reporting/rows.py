@@ -11,7 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from ..terminal.outlook import named
+from ..terminal.words import named
 from .launches import Launch, nodes_of
 from .lines import Event
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from ..planning.interval import waste
+from ..terminal.words import many
 from .curves import curve, waste_curve
 from .figures import Point
 from .markup import Markup, percent, tag, titled
 from .rows import Row
 from .story import Story
 from .timeline import Window, draw, legend
-from .words import clock, day, lasted, many, show_bytes, show_seconds
+from .words import clock, day, lasted, show_bytes, show_seconds
 
 _STATES = {
     "ended": ("ended", "The newest launch ended by itself."),

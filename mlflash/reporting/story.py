@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
+from ..terminal.words import many
 from . import figures
 from .accounts import Account, Lost, account
 from .advice import Advice, advise
@@ -125,11 +126,11 @@ def _notes(log: Log, its: Sequence[Launch]) -> list[str]:
         notes.append(f"the clock of {node} is {abs(ahead_s):.1f} s {way} that of {its[0].nodes[0]}, by their commits")
     torn, foreign = sum(file.torn for file in log.files), sum(file.foreign for file in log.files)
     if torn:
-        notes.append(f"{torn} line{'s' * (torn > 1)} stopped in the middle, as those of killed processes do")
+        notes.append(f"{many(torn, 'line')} stopped in the middle, as those of killed processes do")
     if foreign:
         first = next(file for file in log.files if file.foreign)
         kinds = f"; kinds that this version does not know: {', '.join(log.unknown)}" if log.unknown else ""
-        notes.append(f"{foreign} line{'s' * (foreign > 1)} are no events (the first: {first.path}, line "
+        notes.append(f"{many(foreign, 'line')} are no events (the first: {first.path}, line "
                      f"{first.first_foreign}) and were left out{kinds}")  # fmt: skip
     return notes
 

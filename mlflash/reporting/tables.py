@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ..terminal.outlook import named
+from ..terminal.words import listed, many, named
 from .failures import Failure
 from .markup import Markup, percent, tag, titled
 from .story import Story
-from .words import clock, lasted, listed, many, show_bytes, show_seconds, show_time
+from .words import clock, lasted, show_bytes, show_seconds, show_time
 
 _MOST_WARNINGS = 60
 _MOST_NODES = 12

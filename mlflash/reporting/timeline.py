@@ -9,10 +9,11 @@ import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
+from ..terminal.words import many
 from .markup import Markup, percent, tag, titled
 from .rows import LANES, Life, Mark, Row, within
 from .story import Story
-from .words import clock, lasted, many, show_bytes, show_seconds, show_time, ticks
+from .words import clock, lasted, show_bytes, show_seconds, show_time, ticks
 
 _MOST_MARKS = 7000  # in one drawing; about a megabyte
 _AXIS, _GAP, _FOOT = 42, 9, 6  # pixels: above the rows, between nodes, below

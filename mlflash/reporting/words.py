@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import datetime
 import math
-from collections.abc import Sequence
 
 from ..terminal.units import show_bytes, show_seconds
 
-__all__ = ["clock", "day", "lasted", "listed", "many", "show_bytes", "show_seconds", "show_time", "ticks"]
+__all__ = ["clock", "day", "lasted", "show_bytes", "show_seconds", "show_time", "ticks"]
 
 _TICKS_S = (
     0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200,
@@ -59,17 +58,3 @@ def ticks(began: float, ended: float, most: int = 8) -> tuple[float, list[float]
     first = math.ceil(began / step)
     count = min(2 * most, int((ended - first * step) // step) + 1)
     return step, [(first + number) * step for number in range(count)]
-
-
-def listed(names: Sequence[str], most: int = 4) -> str:
-    """Name some things: "n1, n2 and 3 more"."""
-    if len(names) <= most + 1:
-        return ", ".join(names)
-    return f"{', '.join(names[:most])} and {len(names) - most} more"
-
-
-def many(count: int, thing: str) -> str:
-    """Count something: "1 launch", "2 launches", "1,024 ranks"."""
-    if count == 1:
-        return f"1 {thing}"
-    return f"{count:,} {thing}{'es' if thing.endswith(('ch', 's', 'sh')) else 's'}"

@@ -22,10 +22,10 @@ from pathlib import Path
 from ..errors import LaunchFailed
 from .ending import wind_up
 from .journal import Journal
-from .launcher import kill, spawn
 from .looks import Looks
 from .on_slurm import OnSlurm, ask, beside, hosts_of, is_lost, states_of
 from .orders import Orders
+from .processes import kill, spawn
 
 log = logging.getLogger("mlflash")
 

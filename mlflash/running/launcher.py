@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import logging
-import os
 import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, Protocol
 
-from ..errors import LaunchFailed
+from .processes import KILL_WAIT_S, kill
 from .seats import Seats
-
-log = logging.getLogger("mlflash")
-
-KILL_WAIT_S = 10.0
 
 
 class Step:
@@ -51,64 +43,6 @@ class Step:
             self._process.wait(wait_s)
         except subprocess.TimeoutExpired:
             kill(self._process)
-
-
-def spawn(command: Sequence[str], **more: Any) -> subprocess.Popen[Any]:
-    """Start a process in a session of its own, without standard input.
-
-    Args:
-        command: program and arguments.
-        more: for `subprocess.Popen`.
-
-    Raises:
-        LaunchFailed: it cannot be started.
-    """
-    try:
-        return subprocess.Popen(command, **{"stdin": subprocess.DEVNULL, "start_new_session": True, **more})
-    except OSError as error:
-        raise LaunchFailed(f"{command[0]} cannot be started: {error.strerror}") from error
-
-
-def ask_within(command: Sequence[str], timeout_s: float) -> subprocess.CompletedProcess[str]:
-    """Run a program to its end, and give what it printed.
-
-    Unlike `subprocess.run`, this does not wait for one that SIGKILL does not end.
-
-    Raises:
-        LaunchFailed: it cannot be started, or took too long.
-    """
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "errors": "replace"}
-    process = spawn(command, **pipes)
-    try:
-        out, err = process.communicate(timeout=timeout_s)
-    except subprocess.TimeoutExpired:
-        kill(process)
-        for pipe in (process.stdout, process.stderr):
-            if pipe is not None:
-                pipe.close()
-        raise LaunchFailed(f"{command[0]} took longer than {timeout_s:g} s") from None
-    return subprocess.CompletedProcess(command, process.returncode, out, err)
-
-
-def kill(process: subprocess.Popen[Any]) -> None:
-    """Kill a process that leads a session, and all in its group; one that stays is left behind, with a warning."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    try:
-        process.wait(KILL_WAIT_S)
-    except subprocess.TimeoutExpired:
-        log.warning("process %d %s has not ended %g s after SIGKILL, and is left behind",
-                    process.pid, _how_it_is(process.pid), KILL_WAIT_S)  # fmt: skip
-
-
-def _how_it_is(pid: int) -> str:
-    """What a process is, and where in the kernel it waits, as far as /proc says."""
-    try:
-        name, rest = Path(f"/proc/{pid}/stat").read_text().partition("(")[2].rsplit(")", 1)
-        waits = Path(f"/proc/{pid}/wchan").read_text()
-    except OSError:
-        return "(nothing is known of it)"
-    return f"({name}, in state {rest.split()[0]}{f', in {waits}' if waits.strip('0') else ''})"
 
 
 class Patience:

@@ -20,7 +20,7 @@ from ..memory.node_directory import emulated_nodes
 from ..telemetry.heartbeat import all_pulses, live_jobs
 from ..terminal.looking import look
 from ..version import __version__
-from .launcher import ask_within
+from .processes import ask_within
 
 _FLAGS_OF, _UP_AND_RUNNING = 0x8913, 0x41  # SIOCGIFFLAGS; IFF_UP | IFF_RUNNING
 _GPU_S = 20.0  # a GPU that fell off the bus can hold nvidia-smi up

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import queue
 import shlex
@@ -12,8 +11,8 @@ import subprocess
 import threading
 from collections.abc import Mapping, Sequence
 
-from ..demo.launch import find_mpiexec
-from .launcher import Patience, Step, spawn
+from .launcher import Patience, Step
+from .processes import find_mpiexec, signal_group, spawn
 from .seats import Seats
 
 
@@ -76,8 +75,7 @@ class OnHosts:
                 patience.answered(len(told))
         finally:
             for process in running.values():  # the threads wait for their end
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
+                signal_group(process, signal.SIGKILL)
         return told
 
     def _run_on(self, host: str, argv: Sequence[str]) -> subprocess.Popen[str]:

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import LaunchFailed
-from .launcher import KILL_WAIT_S, Patience, Step, ask_within, spawn
+from .launcher import Patience, Step
+from .processes import KILL_WAIT_S, ask_within, spawn
 from .seats import Seats
 
 _ASK_S = 30.0  # deadline of a question to Slurm

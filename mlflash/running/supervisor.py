@@ -15,13 +15,15 @@ import uuid
 from collections.abc import Sequence
 
 from ..config import DISABLE, FRESH
+from ..terminal.words import listed, many
 from .ending import scavenge, wind_up
 from .journal import Journal
-from .launcher import KILL_WAIT_S, Launcher, Step
+from .launcher import Launcher, Step
 from .looks import Beside, Looks, Watch
 from .orders import Orders
 from .outage import Failure, failure, recovery, unrestorable
 from .policy import Restarts
+from .processes import KILL_WAIT_S
 from .seats import Seats, reseat, take_seats
 
 UNRESTORABLE = 65
@@ -101,7 +103,7 @@ class Supervisor:
             if seats is not None:
                 self._fetch(before, seats)
         least = self._orders.least or self._orders.nodes
-        why = f"fewer than {least} nodes are fit to train, of {_named(everywhere)}"
+        why = f"fewer than {least} nodes are fit to train, of {listed(everywhere, _NAMED)}"
         return self._finish(everywhere, 1, why)
 
     def _one_run(self, seats: Seats) -> Outcome:
@@ -110,8 +112,8 @@ class Supervisor:
         self._journal.note(
             "start", job=self._orders.job, number=self._restarts.done, hosts=list(seats.hosts), ranks=seats.ranks
         )
-        ranks = f"{seats.ranks} rank{'s' * (seats.ranks > 1)}"
-        self._say(f"start {self._restarts.done + 1}: {ranks} on {_named(seats.hosts)}")
+        on = listed(seats.hosts, _NAMED)
+        self._say(f"start {self._restarts.done + 1}: {many(seats.ranks, 'rank')} on {on}")
         started = time.time()
         env = {"MLFLASH_RUN": run, "MLFLASH_JOB": self._orders.job, "MLFLASH_MEMORY": self._orders.memory}
         # Open MPI brings to other nodes only what it is told to.
@@ -233,8 +235,3 @@ class Supervisor:
 
     def _say(self, text: str) -> None:
         print(f"mlflash run: {text}", file=sys.stderr, flush=True)
-
-
-def _named(hosts: Sequence[str]) -> str:
-    more = len(hosts) - _NAMED
-    return ", ".join(hosts[:_NAMED]) + (f" and {more} more" if more > 0 else "")

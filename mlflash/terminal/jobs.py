@@ -11,7 +11,7 @@ import click
 from ..config import Config, job_name
 from ..memory.node_directory import jobs_of
 from ..wire.world import World
-from .gathering import gather
+from .together import gather
 
 
 def choose(world: World, given: Config, job: str | None, directory: str | None) -> str:

@@ -25,7 +25,7 @@ from ..memory.slot_header import (
     unpack,
 )
 from ..wire.world import World
-from .gathering import gather
+from .together import gather
 
 _LOOKS, _NAP_S = 3, 0.05
 

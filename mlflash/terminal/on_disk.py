@@ -12,6 +12,7 @@ from ..draining.drained import Drained
 from ..errors import CorruptSlot, MlflashError
 from ..storage.store import Store, open_store
 from ..wire.world import World
+from .words import many
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,9 +128,7 @@ def verify(world: World, store: Store, one: Listed, advance: Callable[[int], Non
         for name, read, bad in drained.verify(range(world.rank, drained.world_size, world.size)):
             nbytes += read
             advance(read)
-            wrong += (
-                [(name, f"{len(bad)} part{'s' * (len(bad) > 1)} of tensors damaged, first {bad[0]}")] if bad else []
-            )
+            wrong += [(name, f"{many(len(bad), 'part')} of tensors damaged, first {bad[0]}")] if bad else []
     finally:
         drained.close()
     return nbytes, wrong

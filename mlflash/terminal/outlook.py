@@ -15,6 +15,7 @@ from ..memory.inventory import Choice, Inventory, choose
 from ..memory.slot_header import Attempt, Header, Kind
 from ..placement.scheme import Scheme, parse
 from .looking import Node, inventory_of
+from .words import listed
 
 _PAIRS_OF = 64  # nodes, of which every pair is looked at
 _NAMED = 3
@@ -155,8 +156,7 @@ class Survival:
         pairs = self.fatal_pairs if self.surviving_pairs else ()
         fatal = [*self.fatal, *(f"{a} and {b} together" for a, b in pairs)]
         if fatal:
-            more = f" and {len(fatal) - _NAMED} more" if len(fatal) > _NAMED else ""
-            text.append("not: " + ", ".join(fatal[:_NAMED]) + more)
+            text.append("not: " + listed(fatal, _NAMED))
         return "; ".join(text)
 
 
@@ -195,19 +195,3 @@ def _tied(found: Inventory) -> list[tuple[int, int]]:
     for number, nodes in groups.items():
         tied.append(nodes | {node for rank in found.groups[number] for node in holders.get(("slot", rank, 0), ())})
     return sorted({pair for nodes in tied for pair in itertools.combinations(sorted(nodes), 2)})
-
-
-def ranges(numbers: Iterable[int]) -> str:
-    """Write numbers as ranges: ``ranges([0, 1, 2, 5]) == "0-2, 5"``; nothing is "-"."""
-    text = []
-    ordered = sorted(set(numbers))
-    for _, run in itertools.groupby(enumerate(ordered), key=lambda pair: pair[1] - pair[0]):
-        those = [number for _, number in run]
-        text.append(str(those[0]) if len(those) == 1 else f"{those[0]}-{those[-1]}")
-    return ", ".join(text) or "-"
-
-
-def named(ranks: Iterable[int]) -> str:
-    """Name ranks: ``named([3]) == "rank 3"``, ``named([0, 1]) == "ranks 0-1"``."""
-    those = set(ranks)
-    return f"rank{'s' * (len(those) != 1)} {ranges(those)}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import select
 import sys
@@ -20,6 +19,7 @@ from ..running.on_slurm import OnSlurm, hosts_of, own_id
 from ..telemetry.heartbeat import live_jobs
 from ..terminal import jobs
 from ..terminal.options import directory_option, job_option, memory_option, settings
+from ..terminal.printing import answer
 from .history import History
 from .looking import Look, Watch, jobs_everywhere, look_everywhere, look_here
 
@@ -55,12 +55,8 @@ def top(directory: str | None, job: str | None, memory: str, hosts: str, rsh: st
         there = [] if job else jobs_everywhere(launcher, nodes, memory)
         name = jobs.decide(there, os.environ, job, given.directory, memory)
         look = lambda: look_everywhere(launcher, nodes, memory, name)
-    if as_json:
-        seen = look()
-        click.echo(json.dumps({"job": name, "at": seen.at, "ranks": seen.pulses, "silent": seen.silent,
-                               "unread": seen.unread, "free": dict(seen.free)}, indent=1))  # fmt: skip
-    elif once or not sys.stdout.isatty():
-        _print_once(name, look())
+    if as_json or once or not sys.stdout.isatty():
+        _print_once(name, look(), as_json)
     else:
         _watch(name, Watch(look, every or (1.0 if asked is None else _ASK_S)))
 
@@ -78,15 +74,14 @@ def _others(hosts: str, rsh: str, slurm_job: str) -> tuple[Launcher, list[str]] 
     raise click.ClickException(f"Slurm knows no nodes of job {job}")
 
 
-def _print_once(job: str, look: Look) -> None:
-    from rich.console import Console
-
+def _print_once(job: str, look: Look, as_json: bool) -> None:
     from .view import page
 
     history = History()
     history.add(look)
-    console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
-    console.print(page(job, look, history, console.width, 10_000))
+    document = {"job": job, "at": look.at, "ranks": look.pulses, "silent": look.silent, "unread": look.unread,
+                "free": dict(look.free)}  # fmt: skip
+    answer(as_json, document, lambda console: console.print(page(job, look, history, console.width, 10_000)))
 
 
 def _watch(job: str, watch: Watch) -> None:

@@ -9,8 +9,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from ..terminal.options import new_table
+from ..terminal.printing import new_table
 from ..terminal.units import show_bytes, show_seconds
+from ..terminal.words import many
 from .history import History, committed, spark
 from .looking import Look, Pulse
 
@@ -61,7 +62,7 @@ def _headline(job: str, look: Look) -> Text:
         text.append(f"{len(pulses)} of {ranks} ranks have ended")
     elif pulses:
         text.append(f"{alive} of {ranks} ranks alive", style="" if alive == ranks else "bold red")
-    text.append(f" on {len(nodes)} of {of} node{'s' * (of != 1)}" if pulses else "no rank")
+    text.append(f" on {len(nodes)} of {many(of, 'node')}" if pulses else "no rank")
     schemes = sorted({str(pulse.get("redundancy", "")) for pulse in pulses} - {""})
     text.append(f"   {', '.join(schemes)}" if schemes else "")
     text.append(time.strftime("   %H:%M:%S", time.localtime(look.at)), style="dim")
@@ -108,23 +109,26 @@ def _speed(pulses: Sequence[Pulse]) -> float:
 
 
 def _ranks(look: Look) -> Table:
-    table = new_table("node", ">rank", "state", ">saved", ">checkpoint", ">last sign", ">stall", ">commit", ">memory")
-    node = ""
-    for pulse in sorted(look.pulses, key=lambda one: (str(one["node"]), int(one["rank"]))):
-        name = "" if pulse["node"] == node else str(pulse["node"])
-        table.add_row(name, str(pulse["rank"]), *_cells(look, [pulse]))
-        node = pulse["node"]
-    return table
+    """A line for each rank."""
+    ordered = sorted(look.pulses, key=lambda one: (str(one["node"]), int(one["rank"])))
+    return _table(look, ">rank", [(str(pulse["node"]), str(pulse["rank"]), [pulse]) for pulse in ordered])
 
 
 def _nodes(look: Look) -> Table:
     """A line for each node: the rank that is furthest behind in each column."""
-    table = new_table("node", ">ranks", "state", ">saved", ">checkpoint", ">last sign", ">stall", ">commit", ">memory")
     by_node: dict[str, list[Pulse]] = {}
     for pulse in look.pulses:
         by_node.setdefault(str(pulse["node"]), []).append(pulse)
-    for name, pulses in sorted(by_node.items()):
-        table.add_row(name, str(len(pulses)), *_cells(look, pulses))
+    return _table(look, ">ranks", [(name, str(len(pulses)), pulses) for name, pulses in sorted(by_node.items())])
+
+
+def _table(look: Look, what: str, lines: Sequence[tuple[str, str, Sequence[Pulse]]]) -> Table:
+    """Lines of a node, what of it, and the ranks that are meant; the name of a node is said once."""
+    table = new_table("node", what, "state", ">saved", ">checkpoint", ">last sign", ">stall", ">commit", ">memory")
+    before = ""
+    for node, of_it, pulses in lines:
+        table.add_row("" if node == before else node, of_it, *_cells(look, pulses))
+        before = node
     return table
 
 
@@ -166,11 +170,9 @@ def _warnings(look: Look) -> list[str]:
     if look.silent:
         found.append(f"no answer from {', '.join(look.silent)}")
     if failed := sum(int(pulse.get("failed", 0)) for pulse in look.pulses if pulse["rank"] == 0):
-        found.append(f"{failed} save{'s' * (failed != 1)} of this run did not become checkpoints; the log says why")
+        found.append(f"{many(failed, 'save')} of this run did not become checkpoints; the log says why")
     seen = {pulse["node"] for pulse in look.pulses}
     of = max((int(pulse.get("nodes", 0)) for pulse in look.pulses), default=0)
     if len(seen) < of and not look.silent:
-        found.append(
-            f"{of - len(seen)} other node{'s' * (of - len(seen) != 1)}: --slurm-job ID or --hosts A,B asks them"
-        )
+        found.append(f"{many(of - len(seen), 'other node')}: --slurm-job ID or --hosts A,B asks them")
     return found

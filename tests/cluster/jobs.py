@@ -16,7 +16,7 @@ from cluster.nodes import HEAD, Nodes
 from harness import Launch, Result
 from waiting import PATIENCE_S, until
 
-from mlflash.demo.launch import find_mpiexec
+from mlflash.running.processes import find_mpiexec, signal_group
 
 TESTS = Path(__file__).parents[1]
 TRAIN, OTHERS = TESTS / "worker.py", TESTS / "cluster" / "programs.py"
@@ -117,10 +117,7 @@ class Job(Launch):
     def kill(self) -> None:
         """Kill everything that this launch started, on all nodes."""
         self._nodes.stop_all()
-        try:
-            os.killpg(self._process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
+        signal_group(self._process, signal.SIGKILL)
         self._process.wait(PATIENCE_S)
         harness.live.discard(self)
 

@@ -17,6 +17,8 @@ from cluster.jobs import NETMODS, NETMODS_HERE
 from cluster.nodes import HEAD, Nodes
 from run_results import WORKER, Results, uninterrupted
 
+from mlflash.running.processes import signal_group, spawn
+
 MLFLASH = str(Path(sys.executable).with_name("mlflash"))
 ENV = {**NETMODS[NETMODS_HERE[0]], "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error", "OMPI_ALLOW_RUN_AS_ROOT": "1",
        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}  # fmt: skip
@@ -39,8 +41,7 @@ class Run(Results):
         environment = {k: v for k, v in os.environ.items() if not k.startswith("SLURM")} | ENV
         command = nodes.command(HEAD, ["env", f"TMPDIR={self.out}", *map(str, words)])
         self._log = (self.out / "log").open("w")
-        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=self._log, stderr=self._log,
-                                         env=environment, start_new_session=True)  # fmt: skip
+        self._process = spawn(command, stdout=self._log, stderr=self._log, env=environment)
 
     def log(self) -> str:
         return (self.out / "log").read_text()[-20_000:]
@@ -60,7 +61,7 @@ class Run(Results):
 
     def close(self) -> None:
         if self._process.poll() is None:
-            os.killpg(self._process.pid, signal.SIGKILL)
+            signal_group(self._process, signal.SIGKILL)
             self._process.wait(30)
         self._log.close()
 

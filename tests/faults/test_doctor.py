@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from waiting import PATIENCE_S
 
-from mlflash.demo.launch import find_mpiexec, mpiexec
+from mlflash.running.processes import find_mpiexec, mpiexec
 
 MLFLASH = str(Path(sys.executable).with_name("mlflash"))
 

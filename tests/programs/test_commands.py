@@ -35,8 +35,9 @@ from mlflash.state.layout import Extents
 from mlflash.state.leaves import Entry
 from mlflash.terminal import jobs
 from mlflash.terminal.looking import File, Node, look
-from mlflash.terminal.outlook import look_ahead, ranges, recorded_scheme, survival
+from mlflash.terminal.outlook import look_ahead, recorded_scheme, survival
 from mlflash.terminal.sealed import Changed, Sealed
+from mlflash.terminal.words import ranges
 
 UID = os.getuid()
 STATE = {

@@ -24,7 +24,8 @@ from mlflash.reporting.markup import tag
 from mlflash.reporting.page import page
 from mlflash.reporting.rows import MOST_ROWS, rows
 from mlflash.reporting.story import Story, tell, to_json
-from mlflash.reporting.words import lasted, many, ticks
+from mlflash.reporting.words import lasted, ticks
+from mlflash.terminal.words import many
 
 PLAN = {"ranks": 2, "redundancy": "copy", "survives": "any process; any 1 of 2 nodes", "transport": "p2p", "job": "j",
         "version": "0.1.0", "drain_every": 2}  # fmt: skip

@@ -16,8 +16,8 @@ import needs
 import pytest
 from waiting import until
 
-from mlflash.demo.launch import mpiexec
 from mlflash.running.command import run
+from mlflash.running.processes import mpiexec
 
 REPO = Path(__file__).parents[2]
 GOLDEN = Path(__file__).parent / "golden"

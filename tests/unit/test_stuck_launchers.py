@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import threading
@@ -14,13 +15,14 @@ import pytest
 from waiting import until
 
 from mlflash.errors import LaunchFailed
-from mlflash.running import guard, launcher, looks, supervisor
+from mlflash.running import guard, looks, processes, supervisor
 from mlflash.running.journal import Journal
-from mlflash.running.launcher import Step, ask_within, spawn
+from mlflash.running.launcher import Step
 from mlflash.running.looks import Beside, Looks
 from mlflash.running.on_hosts import OnHosts
 from mlflash.running.on_slurm import OnSlurm
 from mlflash.running.orders import Orders
+from mlflash.running.processes import ask_within, end_session, spawn
 
 END_S = 60
 TRACEE = """
@@ -42,7 +44,7 @@ sys.stdin.read()
 
 @pytest.fixture
 def unkillable(monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen[bytes]]:
-    monkeypatch.setattr(launcher, "KILL_WAIT_S", 0.2)
+    monkeypatch.setattr(processes, "KILL_WAIT_S", 0.2)
     process = subprocess.Popen([sys.executable, "-S", "-c", TRACEE], stdout=subprocess.PIPE, start_new_session=True)
     with (
         process,
@@ -80,6 +82,26 @@ def test_what_takes_too_long_is_killed_and_what_is_not_there_has_a_name(tmp_path
     )):  # fmt: skip
         with pytest.raises(LaunchFailed, match="gone cannot be started: No such file"):
             start()
+
+
+def test_what_has_time_to_end_tidies_up_and_what_is_asked_ends_with_an_interrupt(tmp_path: Path) -> None:
+    process = spawn(["sh", "-c", "trap 'exit 3' TERM; echo; while :; do sleep 0.01; done"], stdout=subprocess.PIPE)
+    with process:
+        process.stdout.readline()
+        end_session(process, END_S)
+        end_session(process, END_S)  # once more, as at the end of a launch
+    assert process.returncode == 3
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            ask_within(["sh", "-c", f"echo $$ > {tmp_path}/pid; kill -USR1 $PPID; exec sleep 1000"], END_S)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert not Path("/proc", (tmp_path / "pid").read_text().strip()).exists()
 
 
 def test_a_node_that_prints_what_is_no_text_does_not_silence_the_others(tmp_path: Path) -> None:

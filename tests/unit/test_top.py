@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import signal
@@ -21,8 +20,8 @@ from harness import own_memory
 from rich.console import Console
 from waiting import until
 
-from mlflash.demo.launch import mpiexec
 from mlflash.memory.node_directory import NodeMemory
+from mlflash.running.processes import mpiexec, signal_group, spawn
 from mlflash.telemetry.heartbeat import Pulse, all_pulses, live_jobs
 from mlflash.top.history import History, committed, spark
 from mlflash.top.looking import Look, Watch, look_everywhere, look_here
@@ -217,8 +216,7 @@ with mlflash.Checkpointer(job="watched", memory=sys.argv[1], ranks_per_node=2) a
     with own_memory() as memory:
         path = {"PYTHONPATH": str(Path(waiting.__file__).parent)}
         command, env = mpiexec(RANKS, [sys.executable, "-m", "mpi4py", str(script), str(memory)], path)
-        job = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-                               stderr=subprocess.DEVNULL, start_new_session=True, cwd=tmp_path)  # fmt: skip
+        job = spawn(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=tmp_path)
         try:
             ready = tmp_path / "ended"
             until(lambda: len(list(memory.rglob("pulse-*"))) == RANKS, "a pulse of each rank")
@@ -227,7 +225,7 @@ with mlflash.Checkpointer(job="watched", memory=sys.argv[1], ranks_per_node=2) a
             page = wait_for_page(terminal, *texts, ranks="training")
             until(lambda: step_of(terminal()) >= step_of(page) + 10, "ten steps more: the page stands still")
         finally:
-            os.killpg(job.pid, signal.SIGKILL)
+            signal_group(job, signal.SIGKILL)
             job.wait(60)
         wait_for_page(terminal, "0 of 4 ranks alive", ranks="gone")
         terminal("q")

