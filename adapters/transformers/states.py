@@ -13,7 +13,6 @@ import functools
 import json
 from collections.abc import Callable, Collection
 from typing import Any
-from unittest import mock
 
 import torch
 from accelerate.data_loader import get_sampler
@@ -26,6 +25,7 @@ from mlflash import Checkpointer, rng
 from mlflash.errors import ConfigError, StateError
 
 from ..fsdp.states import init_optim_state
+from ..replacing import replaced
 
 ALIKE = ("model.*", "optimizer.*")
 """Names of what all ranks of DDP have alike in a `State`."""
@@ -200,7 +200,7 @@ class State:
         """
         load = self._load
         self.of_rank.together = functools.partial(checkpointer.adapting.load_together, found.step)
-        return mock.patch.multiple(
+        return replaced(
             self._trainer,
             _load_from_checkpoint=lambda *args: None,  # the model comes with the optimizer, when there is one
             _load_optimizer_and_scheduler=lambda *args: load(checkpointer, found.step, found.names),
