@@ -25,8 +25,9 @@ from mlflash.facade.switched_off import turned_off
 
 from .. import intervals
 from ..replacing import replaced
+from .backends import state_of
 from .start import start_from
-from .states import Found, State, has_ended, state_of
+from .states import Found, State, has_ended
 
 
 class MLFlashCallback(TrainerCallback):
