@@ -18,10 +18,9 @@ import os
 import pickle
 import re
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
@@ -30,6 +29,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from mlflash.errors import ConfigError, StructureMismatch, WorldSizeChanged
 
 from ..anything import apart, together
+from ..replacing import replaced
 
 log = logging.getLogger("mlflash")
 
@@ -258,23 +258,20 @@ def _is_partitioned(engine: Any) -> bool:
     return hasattr(engine.optimizer, "dp_process_group")
 
 
-@contextlib.contextmanager
-def _in_use(engine: Any, checkpoint_engine: MemoryCheckpointEngine) -> Iterator[None]:
-    with (
-        mock.patch.object(engine, "checkpoint_engine", checkpoint_engine),
-        mock.patch.object(engine, "save_non_zero_checkpoint", True),
-        mock.patch.object(engine, "_copy_recovery_script", lambda path: None),
-    ):
-        yield
+def _in_use(engine: Any, checkpoint_engine: MemoryCheckpointEngine) -> contextlib.ExitStack:
+    return replaced(
+        engine,
+        checkpoint_engine=checkpoint_engine,
+        save_non_zero_checkpoint=True,
+        _copy_recovery_script=lambda path: None,
+    )
 
 
-@contextlib.contextmanager
-def _weights_only(optimizer: Any) -> Iterator[None]:
+def _weights_only(optimizer: Any) -> contextlib.ExitStack:
     """Let a ZeRO-3 optimizer load its shard of the weights, and no state of its own."""
     load = optimizer.load_state_dict
 
     def load_weights(*args: Any, **options: Any) -> None:
         load(*args, **{**options, "load_optimizer_states": False})
 
-    with mock.patch.object(optimizer, "load_state_dict", load_weights):
-        yield
+    return replaced(optimizer, load_state_dict=load_weights)

@@ -8,7 +8,6 @@ import os
 from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any
-from unittest import mock
 
 from deepspeed.runtime.activation_checkpointing.checkpointing import get_cuda_rng_tracker
 
@@ -17,6 +16,7 @@ from mlflash.errors import ConfigError, StepNotFound, StructureMismatch, Unresto
 from mlflash.facade.switched_off import turned_off
 
 from .. import intervals
+from ..replacing import replaced
 from .files import OTHER_RANKS, TAG, EngineState, alike, refuse_what_is_elsewhere, step_on_disk
 
 
@@ -80,8 +80,8 @@ class Flash:
         self._open = functools.partial(Checkpointer, directory, **settings)
         self.checkpointer = self._open()
         self._save, self._load = engine.save_checkpoint, engine.load_checkpoint
-        for name, mine in (("save_checkpoint", self._save_checkpoint), ("load_checkpoint", self._load_checkpoint)):
-            self._methods.enter_context(mock.patch.object(engine, name, mine))
+        mine = replaced(engine, save_checkpoint=self._save_checkpoint, load_checkpoint=self._load_checkpoint)
+        self._methods.enter_context(mine)
 
     # Saving
 

@@ -19,6 +19,7 @@ from mlflash.errors import ConfigError
 from mlflash.facade.switched_off import turned_off
 
 from .. import intervals
+from ..replacing import replaced
 from .checkpoint_io import PREFIX, step_of_path
 from .files import OnDisk, look
 from .loops import at_step_ends
@@ -110,8 +111,7 @@ class Flash:
             self._undo.append(restore_together(connector, together))
             self._undo.append(go_on(trainer.fit_loop, at, together))
 
-        connector.resume_start = resume_start
-        self._undo.append(lambda: delattr(connector, "resume_start"))
+        self._undo.append(replaced(connector, resume_start=resume_start).close)
 
     def _end_step(self, trainer: Any, epoch_has_ended: bool) -> None:
         """Save, where a step has ended that is one of those. Collective."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from ..replacing import replaced
+
 
 def at_step_ends(trainer: Any, end_step: Callable[[bool], None]) -> Callable[[], None]:
     """Let Lightning's fit loop call a function when all is done that belongs to a batch.
@@ -32,12 +34,9 @@ def at_step_ends(trainer: Any, end_step: Callable[[bool], None]) -> Callable[[],
         if not inner._num_ready_batches_reached():  # else the end of the epoch follows
             end_step(False)
 
-    loop.on_advance_end, inner.on_advance_end = on_epoch_end, on_batch_end
-
-    def undo() -> None:
-        del loop.on_advance_end, inner.on_advance_end
-
-    return undo
+    undo = replaced(loop, on_advance_end=on_epoch_end)
+    undo.callback(replaced(inner, on_advance_end=on_batch_end).close)
+    return undo.close
 
 
 def before_first_step(loop: Any, has_ended: bool | None, prepare: Callable[[Any], None]) -> Callable[[], None]:
@@ -57,22 +56,22 @@ def before_first_step(loop: Any, has_ended: bool | None, prepare: Callable[[Any]
     inner = loop.epoch_loop
 
     def reset() -> None:
-        del inner.reset
+        undo_reset.close()
         if has_ended:
             loop._restarting = inner.restarting = False
         inner.reset()
 
     def advance(fetcher: Any) -> None:
-        del inner.advance
+        undo_advance.close()
         if has_ended is not None:
             loop._restarting = inner.restarting = False
         prepare(fetcher)
         inner.advance(fetcher)
 
-    inner.reset, inner.advance = reset, advance
+    undo_reset, undo_advance = replaced(inner, reset=reset), replaced(inner, advance=advance)
 
     def undo() -> None:
-        for name in ("reset", "advance"):
-            inner.__dict__.pop(name, None)
+        undo_reset.close()
+        undo_advance.close()
 
     return undo

@@ -13,6 +13,7 @@ from typing import Any
 
 from mlflash import rng
 
+from ..replacing import replaced
 from .loops import before_first_step
 
 Together = Callable[[Callable[[], Any]], Any]
@@ -40,14 +41,8 @@ def restore_together(connector: Any, together: Callable[[Callable[[], Any]], Any
     Returns:
         Undoes it.
     """
-    for name in _RESTORES:
-        setattr(connector, name, functools.partial(together, getattr(connector, name)))
-
-    def undo() -> None:
-        for name in _RESTORES:
-            vars(connector).pop(name, None)
-
-    return undo
+    steps = {name: functools.partial(together, getattr(connector, name)) for name in _RESTORES}
+    return replaced(connector, **steps).close
 
 
 def go_on(loop: Any, at: dict[str, Any], together: Together) -> Callable[[], None]:

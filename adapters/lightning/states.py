@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 import torch
 from torch.distributed.checkpoint.state_dict import (
@@ -26,6 +24,7 @@ from mlflash.errors import StructureMismatch
 
 from .. import pickles
 from ..anything import apart, together
+from ..replacing import replaced
 from .resume import position
 
 ALIKE = ("checkpoint.tree.state_dict.*", "checkpoint.tree.optimizer_states.*")
@@ -136,19 +135,18 @@ class Sharded(_State):
         checkpoint, at = load_together(step, put)
         return {**checkpoint, "state_dict": {}, "optimizer_states": []}, at
 
-    @contextlib.contextmanager
-    def _shards_only(self) -> Iterator[None]:
+    def _shards_only(self) -> contextlib.ExitStack:
         """Let the strategy give its shards; by itself it would bring them, or all of the model, to the CPU."""
         strategy = self._trainer.strategy
 
         def optimizer_state(optimizer: Any) -> dict[str, Any]:
             return dict(get_optimizer_state_dict(strategy.model, getattr(optimizer, "_optimizer", optimizer)))
 
-        with (
-            mock.patch.object(strategy, "lightning_module_state_dict", lambda: get_model_state_dict(strategy.model)),
-            mock.patch.object(strategy, "optimizer_state", optimizer_state),
-        ):
-            yield
+        return replaced(
+            strategy,
+            lightning_module_state_dict=lambda: get_model_state_dict(strategy.model),
+            optimizer_state=optimizer_state,
+        )
 
 
 def state_of(trainer: Any, epoch_has_ended: bool = False) -> Whole | Sharded:

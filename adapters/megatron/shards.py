@@ -20,7 +20,6 @@ import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -34,6 +33,7 @@ from mlflash import Checkpointer
 
 from ..dcp import MemoryReader, MemoryWriter
 from ..dcp.ids import step_of
+from ..replacing import replaced
 from .request import nothing_to_do, request
 
 _BACKEND, _VERSION = "torch_dist", 1
@@ -200,7 +200,7 @@ class LoadShards(stock.TorchDistLoadShardedStrategy):
             self._reader.reset(os.fspath(checkpoint_dir))
             return self._reader
 
-        with mock.patch.object(stock, "_get_filesystem_reader", reader):
+        with replaced(stock, _get_filesystem_reader=reader):
             return work(*args, **kwargs)
 
 

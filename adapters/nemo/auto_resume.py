@@ -9,7 +9,6 @@ import pickle
 import zipfile
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
@@ -19,6 +18,7 @@ from nemo.utils.app_state import AppState
 from nemo.utils.exp_manager import NotFoundError, _filter_out_unfinished_checkpoints
 from torch.distributed.checkpoint.api import CheckpointException
 
+from ..replacing import replaced
 from .memory import Memory
 
 log = logging.getLogger("mlflash")
@@ -92,7 +92,7 @@ class MLFlashAutoResume(AutoResume):
         """Let the default one take a path, where there is one."""
         if theirs is None:
             return contextlib.nullcontext()
-        return mock.patch.object(self._default, "get_trainer_ckpt_path", lambda model=None: theirs)
+        return replaced(self._default, get_trainer_ckpt_path=lambda model=None: theirs)
 
     def _context(self, step: int, model: Any) -> Any:
         """That of a checkpoint in memory, or else of the model that training had begun with."""

@@ -15,6 +15,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from mlflash import rng
 
 from ..lightning.loops import before_first_step
+from ..replacing import replaced
 
 
 def position(checkpoint: dict[str, Any], epoch_has_ended: bool | None) -> dict[str, Any]:
@@ -47,16 +48,15 @@ def go_on(trainer: Any, checkpoint: dict[str, Any], at: dict[str, Any]) -> Calla
             set_numbers()
 
     def begin_epoch() -> None:
-        del loop.on_advance_start
+        undo.close()
         set_numbers()  # data loaders have drawn some when they were set up; those of the new epoch come now
         loop.on_advance_start()
 
-    if has_ended:
-        loop.on_advance_start = begin_epoch
+    undo = replaced(loop, **({"on_advance_start": begin_epoch} if has_ended else {}))
     let_steps_be = before_first_step(loop, has_ended, prepare)
 
-    def undo() -> None:
-        loop.__dict__.pop("on_advance_start", None)
+    def undo_all() -> None:
+        undo.close()
         let_steps_be()
 
-    return undo
+    return undo_all

@@ -62,14 +62,9 @@ def wrap_trainer_and_auto_resume_with_mlflash(
     resume = default_auto_resume or AutoResume(resume_if_exists=True, resume_ignore_no_checkpoint=True)
     if isinstance(trainer.strategy, MegatronStrategy):
         _set_up_groups_always(trainer.strategy)
-    callbacks = [one for one in trainer.callbacks if isinstance(one, MLFlashCheckpointCallback)]
-    if turned_off(enabled):
-        for one in callbacks:
-            one.enabled = False
-    callbacks = [one for one in callbacks if one.enabled]
-    if not callbacks:
+    callback = _enabled_callback(trainer, enabled)
+    if callback is None:
         return resume
-    callback = callbacks[0]
     if os.path.abspath(callback.base) != os.path.abspath(flash_base_container):
         raise ConfigError("the callback has another base container", expected=os.fspath(flash_base_container),
                           found=callback.base)  # fmt: skip
@@ -83,6 +78,15 @@ def wrap_trainer_and_auto_resume_with_mlflash(
     _wrap_checkpoint_io(trainer, memory, async_save)
     callback.save_through(memory, always_save_context)
     return MLFlashAutoResume(resume, memory)
+
+
+def _enabled_callback(trainer: Any, enabled: bool) -> MLFlashCheckpointCallback | None:
+    """The first callback that is to save; with `enabled` False or ``MLFLASH_DISABLE=1`` all are switched off."""
+    callbacks = [one for one in trainer.callbacks if isinstance(one, MLFlashCheckpointCallback)]
+    if turned_off(enabled):
+        for one in callbacks:
+            one.enabled = False
+    return next((one for one in callbacks if one.enabled), None)
 
 
 def _wrap_checkpoint_io(trainer: Any, memory: Memory, async_save: bool) -> None:

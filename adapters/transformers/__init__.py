@@ -4,6 +4,7 @@
     start      which checkpoint to start from: of memory and disk the newest
     states     what a Trainer holds ↔ a state for the slots
     engines    the same where DeepSpeed trains
+    backends   which of both it is
 
 Example:
     from mlflash.adapters.transformers import TrainerWrapper

@@ -9,7 +9,6 @@ import contextlib
 import functools
 from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 import transformers.trainer
 from accelerate.utils import DeepSpeedSchedulerWrapper
@@ -18,6 +17,7 @@ from transformers.trainer import _is_peft_model
 from mlflash import Checkpointer
 
 from ..deepspeed.files import EngineState, part_of
+from ..replacing import replaced
 from .states import Found, State
 
 
@@ -61,8 +61,8 @@ class StateOfEngine(State):
             checkpointer.restore({**self.state_dict(), "trainer": ""}, found.step)
 
         with (
-            mock.patch.object(transformers.trainer, "deepspeed_load_checkpoint", load),
-            mock.patch.multiple(
+            replaced(transformers.trainer, deepspeed_load_checkpoint=load),
+            replaced(
                 self._trainer,
                 _load_optimizer_and_scheduler=lambda *args: None,
                 _load_scaler=lambda *args: None,

@@ -14,7 +14,6 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 from transformers import Trainer, TrainerCallback
 from transformers.trainer import TRAINER_STATE_NAME
@@ -25,8 +24,10 @@ from mlflash.errors import ConfigError
 from mlflash.facade.switched_off import turned_off
 
 from .. import intervals
+from ..replacing import replaced
+from .backends import state_of
 from .start import start_from
-from .states import Found, State, has_ended, state_of
+from .states import Found, State, has_ended
 
 
 class MLFlashCallback(TrainerCallback):
@@ -87,7 +88,10 @@ class MLFlashCallback(TrainerCallback):
     # What the Trainer calls
 
     def on_init_end(self, *args: Any, **kwargs: Any) -> None:
-        """Find the Trainer that is being made, which no hook is told of. Not collective."""
+        """Find the Trainer that is being made. Not collective.
+
+        It is looked for among the callers: no hook is given it, and `train` reads what to resume from before any hook.
+        """
         frame = sys._getframe(1)
         while not isinstance(frame.f_locals.get("self"), Trainer):
             assert frame.f_back is not None, "only a Trainer calls this"
@@ -132,11 +136,11 @@ class MLFlashCallback(TrainerCallback):
             self.checkpointer = stack.enter_context(Checkpointer(directory, **{**state.settings, **self._settings}))
             self._state = state
             stack.callback(self._forget)
-            instead: dict[str, Any] = {
-                "_maybe_log_save_evaluate": self._then_save(trainer),
-                "get_batch_samples": self._unless_over(trainer),
-            }
-            stack.enter_context(mock.patch.multiple(trainer, **instead))
+            stack.enter_context(replaced(
+                trainer,
+                _maybe_log_save_evaluate=self._then_save(trainer),
+                get_batch_samples=self._unless_over(trainer),
+            ))  # fmt: skip
             start = start_from(self.checkpointer, trainer.args.output_dir, state.whole) if resume is True else resume
             if isinstance(start, Found):
                 folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mlflash-")))
@@ -185,14 +189,13 @@ def _begin_afresh_or_resume(trainer: Any) -> None:
 
     @functools.wraps(train)
     def once(resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if vars(trainer).get("train") is once:
-            del trainer.train
+        undo.close()
         folder = trainer.args.output_dir
         if resume_from_checkpoint is True and not (os.path.isdir(folder) and get_last_checkpoint(folder)):
             resume_from_checkpoint = None
         return train(resume_from_checkpoint, *args, **kwargs)
 
-    trainer.train = once
+    undo = replaced(trainer, train=once)
 
 
 def TrainerWrapper(

@@ -1,8 +1,7 @@
 """What a Trainer holds of a training ↔ a state for the slots.
 
 Model and optimizer are taken as they are in use: whole where each rank has all of it (DDP), as shards where they are
-sharded (FSDP2), so that another number of ranks can go on. There is no pickle among it. `state_of` chooses by what
-trains the model.
+sharded (FSDP2), so that another number of ranks can go on. There is no pickle among it.
 """
 
 from __future__ import annotations
@@ -13,44 +12,23 @@ import functools
 import json
 from collections.abc import Callable, Collection
 from typing import Any
-from unittest import mock
 
 import torch
 from accelerate.data_loader import get_sampler
 from torch.distributed.tensor import DTensor
 from transformers.trainer import SCHEDULER_NAME
 from transformers.trainer_callback import ExportableState
-from transformers.utils import is_sagemaker_mp_enabled
 
 from mlflash import Checkpointer, rng
-from mlflash.errors import ConfigError, StateError
+from mlflash.errors import StateError
 
 from ..fsdp.states import init_optim_state
+from ..replacing import replaced
 
 ALIKE = ("model.*", "optimizer.*")
 """Names of what all ranks of DDP have alike in a `State`."""
 _SUMS = ("_tr_loss", "_globalstep_last_logged", "current_flos")
 """Of a Trainer: what it has summed up on this rank since it logged. Its own checkpoints do not have these."""
-
-
-def state_of(trainer: Any) -> State:
-    """The state of a trainer, by what trains its model. Not collective.
-
-    Raises:
-        ConfigError: the state is kept elsewhere, by FSDP1, XLA, Megatron-LM or SageMaker.
-    """
-    kind = trainer.accelerator.distributed_type.name
-    if getattr(trainer, "is_deepspeed_enabled", False):
-        from .engines import StateOfEngine  # imports DeepSpeed
-
-        return StateOfEngine(trainer)
-    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
-    if plugin is not None and getattr(plugin, "fsdp_version", 1) != 2:
-        raise ConfigError("FSDP1 keeps its state in flat parameters: set fsdp_config={'version': 2}, or, for the older "
-                          "Trainers that do not know it, FSDP_VERSION=2", found="fsdp_version 1")  # fmt: skip
-    if kind in ("XLA", "MEGATRON_LM") or is_sagemaker_mp_enabled() or getattr(trainer, "is_fsdp_xla_enabled", False):
-        raise ConfigError("what trains the model keeps its own state, and is not known here", found=kind)
-    return State(trainer)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,7 +178,7 @@ class State:
         """
         load = self._load
         self.of_rank.together = functools.partial(checkpointer.adapting.load_together, found.step)
-        return mock.patch.multiple(
+        return replaced(
             self._trainer,
             _load_from_checkpoint=lambda *args: None,  # the model comes with the optimizer, when there is one
             _load_optimizer_and_scheduler=lambda *args: load(checkpointer, found.step, found.names),

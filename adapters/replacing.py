@@ -1,0 +1,72 @@
+"""Methods and attributes of a framework's objects, given other values for a while.
+
+What a framework calls has no hook at some of the places where a checkpoint is taken or loaded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import weakref
+from typing import Any
+
+from mlflash.errors import ConfigError
+
+_INHERITED = object()
+_number = itertools.count()
+_in_place: weakref.WeakValueDictionary[int, _Replacement] = weakref.WeakValueDictionary()
+"""Those that were not undone yet, by number; it keeps no framework's object alive."""
+
+
+def replaced(target: Any, /, **instead: Any) -> contextlib.ExitStack:
+    """Give attributes of an object, a class or a module other values, until what it returns is left or closed.
+
+    Not collective, and for one thread at a time. Each attribute becomes again exactly what it was: the object's own, or
+    inherited. Where others have replaced it since, theirs stays, and if it was done through here, too, it goes back in
+    its turn to what was there before both. To leave twice does nothing.
+
+    Args:
+        target: whose.
+        instead: the values by name; from the call on.
+
+    Returns:
+        A context manager, and the one to keep where only a later call of its `close` undoes it.
+
+    Raises:
+        ConfigError: the object has no such attribute, and nothing was replaced: the framework is of another version.
+    """
+    if missing := [name for name in instead if not hasattr(target, name)]:
+        name = getattr(target, "__qualname__", getattr(target, "__name__", type(target).__qualname__))
+        raise ConfigError("the framework has other names inside than mlflash knows: install an older or a newer "
+                          "version of it", expected=[f"{name}.{one}" for one in missing])  # fmt: skip
+    with contextlib.ExitStack() as stack:
+        for name, new in instead.items():
+            stack.callback(_Replacement(target, name, new).undo)
+        return stack.pop_all()
+
+
+class _Replacement:
+    """One attribute, replaced."""
+
+    def __init__(self, target: Any, name: str, new: Any):
+        self._target, self._name, self._new = target, name, new
+        self._before = vars(target).get(name, _INHERITED)
+        self._number = next(_number)
+        setattr(target, name, new)
+        _in_place[self._number] = self
+
+    def undo(self) -> None:
+        del _in_place[self._number]
+        for number, one in sorted(_in_place.items()):
+            if number > self._number and one._is_on(self):
+                one._before = self._before
+                return
+        if vars(self._target).get(self._name, _INHERITED) is not self._new:
+            return
+        if self._before is _INHERITED:
+            delattr(self._target, self._name)
+        else:
+            setattr(self._target, self._name, self._before)
+
+    def _is_on(self, other: _Replacement) -> bool:
+        return self._target is other._target and self._name == other._name and self._before is other._new

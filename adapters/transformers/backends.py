@@ -1,0 +1,31 @@
+"""Which state a Trainer has, by what trains its model: PyTorch, or DeepSpeed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers.utils import is_sagemaker_mp_enabled
+
+from mlflash.errors import ConfigError
+
+from .states import State
+
+
+def state_of(trainer: Any) -> State:
+    """The state of a trainer, by what trains its model. Not collective.
+
+    Raises:
+        ConfigError: the state is kept elsewhere, by FSDP1, XLA, Megatron-LM or SageMaker.
+    """
+    kind = trainer.accelerator.distributed_type.name
+    if getattr(trainer, "is_deepspeed_enabled", False):
+        from .engines import StateOfEngine  # imports DeepSpeed
+
+        return StateOfEngine(trainer)
+    plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
+    if plugin is not None and getattr(plugin, "fsdp_version", 1) != 2:
+        raise ConfigError("FSDP1 keeps its state in flat parameters: set fsdp_config={'version': 2}, or, for the older "
+                          "Trainers that do not know it, FSDP_VERSION=2", found="fsdp_version 1")  # fmt: skip
+    if kind in ("XLA", "MEGATRON_LM") or is_sagemaker_mp_enabled() or getattr(trainer, "is_fsdp_xla_enabled", False):
+        raise ConfigError("what trains the model keeps its own state, and is not known here", found=kind)
+    return State(trainer)
