@@ -129,6 +129,23 @@ class EngineState:
         """Load all that was not left out. Collective over all ranks. See `load`."""
         self.load(state, load_module_strict=not self._exclude)
 
+    def files_of(self, state: dict[str, Any], **options: Any) -> dict[str, Any]:
+        """Give the files of what `state_dict` gave, if they can be loaded; nothing is changed. Not collective.
+
+        Raises:
+            WorldSizeChanged, StructureMismatch, ConfigError: see `load`.
+        """
+        ranks = torch.distributed.get_world_size()
+        if state["ranks"] != ranks:
+            raise WorldSizeChanged(OTHER_RANKS, expected=f"{state['ranks']} ranks", found=ranks)
+        if self._engine.zero_optimization_partition_weights() and options.get("load_module_only"):
+            raise ConfigError("with ZeRO-3 load_module_only=True loads no weights: load_optimizer_states=False does")
+        files = together(state["files"])
+        if files.keys() != (names := self._names(state["tag"])):
+            raise StructureMismatch("this engine is of another ZeRO stage or precision than the one that was saved",
+                                    expected=sorted(names), found=sorted(files))  # fmt: skip
+        return files
+
     def load(self, state: dict[str, Any], **options: Any) -> dict[str, Any]:
         """Let DeepSpeed load what `state_dict` gave. Collective over all ranks.
 
@@ -144,15 +161,8 @@ class EngineState:
             StructureMismatch: it was saved by another kind of engine.
             ConfigError: the options would load nothing.
         """
-        engine, tag, ranks = self._engine, state["tag"], torch.distributed.get_world_size()
-        if state["ranks"] != ranks:
-            raise WorldSizeChanged(OTHER_RANKS, expected=f"{state['ranks']} ranks", found=ranks)
-        if engine.zero_optimization_partition_weights() and options.get("load_module_only"):
-            raise ConfigError("with ZeRO-3 load_module_only=True loads no weights: load_optimizer_states=False does")
-        files = together(state["files"])
-        if files.keys() != (names := self._names(tag)):
-            raise StructureMismatch("this engine is of another ZeRO stage or precision than the one that was saved",
-                                    expected=sorted(names), found=sorted(files))  # fmt: skip
+        engine, tag = self._engine, state["tag"]
+        files = self.files_of(state, **options)
         for number in range(engine.mp_world_size):  # DeepSpeed counts these, and looks for that number in the first
             name = os.path.basename(engine._get_ckpt_name("", tag, f"{number:02d}"))
             files.setdefault(name, {"mp_world_size": engine.mp_world_size})

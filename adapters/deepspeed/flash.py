@@ -239,15 +239,18 @@ class Flash:
 
     def _give(self, step: int, state: dict[str, Any], options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         """Let the engine go on from what was read. Collective over all ranks."""
+        engine = EngineState(self._engine)
 
         def put() -> dict[str, Any]:
-            client_state = EngineState(self._engine).load(state["engine"], **options)
+            client_state = engine.load(state["engine"], **options)
             rng().load_state_dict(state["rng"])
             get_cuda_rng_tracker().set_states(state["tracker"])
             return client_state
 
         assert self.checkpointer is not None
-        client_state = self.checkpointer.adapting.load_together(step, put)
+        together = self.checkpointer.adapting.load_together
+        together(step, lambda: engine.files_of(state["engine"], **options), anew=True)
+        client_state = together(step, put)
         self._calls = state["calls"]
         self._go_on()
         return f"step {step} of mlflash", client_state

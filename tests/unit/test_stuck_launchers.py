@@ -32,6 +32,13 @@ ctypes.CDLL(None).prctl(0x59616D61, -1, 0, 0, 0)  # PR_SET_PTRACER, anybody
 print(flush=True)
 signal.pause()
 """
+TIDY = """
+import signal
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+print(flush=True)
+signal.sigwait({signal.SIGTERM})
+raise SystemExit(3)
+"""
 # A process that is traced has not ended for its parent before its tracer has seen the end, whatever signal it got.
 TRACER = """
 import ctypes, sys
@@ -85,7 +92,7 @@ def test_what_takes_too_long_is_killed_and_what_is_not_there_has_a_name(tmp_path
 
 
 def test_what_has_time_to_end_tidies_up_and_what_is_asked_ends_with_an_interrupt(tmp_path: Path) -> None:
-    process = spawn(["sh", "-c", "trap 'exit 3' TERM; echo; while :; do sleep 0.01; done"], stdout=subprocess.PIPE)
+    process = spawn([sys.executable, "-S", "-c", TIDY], stdout=subprocess.PIPE)
     with process:
         process.stdout.readline()
         end_session(process, END_S)
@@ -95,10 +102,12 @@ def test_what_has_time_to_end_tidies_up_and_what_is_asked_ends_with_an_interrupt
     def interrupt(number: int, frame: object) -> None:
         raise KeyboardInterrupt
 
+    # More than a pipe takes: it is through when what it printed is being read.
+    program = f"echo $$ > {tmp_path}/pid; head -c 1000000 /dev/zero; kill -USR1 $PPID; exec sleep 1000"
     before = signal.signal(signal.SIGUSR1, interrupt)
     try:
         with pytest.raises(KeyboardInterrupt):
-            ask_within(["sh", "-c", f"echo $$ > {tmp_path}/pid; kill -USR1 $PPID; exec sleep 1000"], END_S)
+            ask_within(["sh", "-c", program], END_S)
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert not Path("/proc", (tmp_path / "pid").read_text().strip()).exists()
