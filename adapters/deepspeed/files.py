@@ -140,7 +140,7 @@ class EngineState:
             raise WorldSizeChanged(OTHER_RANKS, expected=f"{state['ranks']} ranks", found=ranks)
         if self._engine.zero_optimization_partition_weights() and options.get("load_module_only"):
             raise ConfigError("with ZeRO-3 load_module_only=True loads no weights: load_optimizer_states=False does")
-        files = together(state["files"])
+        files: dict[str, Any] = together(state["files"])
         if files.keys() != (names := self._names(state["tag"])):
             raise StructureMismatch("this engine is of another ZeRO stage or precision than the one that was saved",
                                     expected=sorted(names), found=sorted(files))  # fmt: skip
