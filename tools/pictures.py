@@ -23,6 +23,7 @@ REPO = Path(__file__).resolve().parents[1]
 sys.path.append(str(REPO / "tests"))
 
 from browsing import browser, tab  # noqa: E402
+
 from mlflash.running.processes import mpiexec  # noqa: E402
 
 PICTURES = REPO / "docs" / "pictures"
