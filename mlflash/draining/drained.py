@@ -219,7 +219,9 @@ class Drained:
             work()
         except MlflashError as problem:
             return problem
-        except Exception as problem:  # of the file system, or of whatever reads a format
+        except OSError as problem:
+            return CorruptSlot(f"{self.path} cannot be read: {problem}", step=self.step)
+        except Exception as problem:  # of whatever reads a format
             return CorruptSlot(f"{self.path} cannot be read: {text_of(problem)}", step=self.step)
         return None
 
