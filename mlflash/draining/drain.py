@@ -6,7 +6,7 @@
     commit    rank 0 writes the file that commits the checkpoint, and deletes older ones           1 gather, 1 broadcast
 
 What takes long is done on a thread of its own, which never calls MPI; the courier does the rest, a little at a time
-(see `aside`). Whatever goes wrong on any rank, all give the drain up: what was written for it is deleted, the
+(see `background`). Whatever goes wrong on any rank, all give the drain up: what was written for it is deleted, the
 checkpoints in the directory stay, and the next drain begins anew.
 """
 

@@ -7,7 +7,7 @@
                       /ranks/<rank>       external links to what each rank has: its own random generators, say
                       /mlflash/index      the files, their sizes and checksums
 
-h5py lays the files out in memory, with room for the tensors, and never writes to the file system itself (`skeleton`).
+h5py lays the files out in memory, with room for the tensors, and never writes to the file system itself (`file_holes`).
 A "/" in a name is "%2F" here, and "." alone "%2E".
 """
 

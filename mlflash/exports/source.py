@@ -26,7 +26,7 @@ class Source:
 
     Args:
         world: the ranks that have it open.
-        opened: the checkpoint, with what `planned.TOLD` names.
+        opened: the checkpoint, with what `dcp_plans.TOLD` names.
         run: does what is collective.
 
     Attributes:

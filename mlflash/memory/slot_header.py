@@ -60,7 +60,7 @@ class Header:
         group: the ranks that protect each other: of a parity group in ascending order; of copies this rank and its
             partners; this rank alone where there is no redundancy.
         parities: of a parity file, how many of its group may be lost; else 0.
-        share: of shared state, which share of it this is, see `sharing`; the group is then the rank's siblings; -1:
+        share: of shared state, which share of it this is, see `shares`; the group is then the rank's siblings; -1:
             this is the slot of a rank, its copy, or a parity file.
         shared_by: the lowest of the ranks that share this state, or that share what is missing in this slot; -1: none.
         mark: of the fresh start that the run goes back to, see `config.Config.mark`; 0: it was not begun anew.

@@ -1,6 +1,6 @@
 """What Slurm knows of where nodes stand → failure domains.
 
-Each rank is told of its own node (:func:`discover`, then :func:`domains.join`); one rank may ask for the whole
+Each rank is told of its own node (:func:`discover`, then :func:`failure_domains.join`); one rank may ask for the whole
 cluster (:func:`ask_slurm`).
 """
 
@@ -106,7 +106,7 @@ def from_scontrol(text: str) -> Domains:
     """Read the output of ``scontrol show topology``, a line for each switch or block; other lines are passed over.
 
     A switch of any level lists all nodes below it. A level that a host is missing from is filled as in
-    :func:`domains.join`; two switches of one level are named together (``s0,s1``).
+    :func:`failure_domains.join`; two switches of one level are named together (``s0,s1``).
 
     Example:
         ``SwitchName=s0 Level=0 LinkSpeed=1 Nodes=n[1-2]`` and

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def _quantity(name: str) -> Callable[[click.Context, click.Parameter, str | None], Any]:
-    """Read an option by a function of `inputs`, whose error says what is possible."""
+    """Read an option by a function of `units`, whose error says what is possible."""
 
     def read(_: click.Context, option: click.Parameter, text: str | None) -> Any:
         from ..terminal import units

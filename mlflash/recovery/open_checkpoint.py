@@ -1,6 +1,6 @@
 """A checkpoint in memory, in the slots of its old ranks, open: any rank reads any part of any tensor.
 
-What lies on a rank's own node is read from its files; the rest is asked of ranks of other nodes (see `parcels`).
+What lies on a rank's own node is read from its files; the rest is asked of ranks of other nodes (see `fragments`).
 """
 
 from __future__ import annotations

@@ -186,7 +186,7 @@ def _read_head(packed: tuple[bytes, bytes]) -> Head:
 
 
 class RepairedBlocks:
-    """The blocks of groups while they are repaired: see `exchange.Blocks`."""
+    """The blocks of groups while they are repaired: see `parity_exchange.Blocks`."""
 
     compares = False
     pace = AT_ONCE

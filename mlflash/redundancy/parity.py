@@ -238,7 +238,7 @@ class Parity:
 
 
 class _GroupBlocks:
-    """The blocks of a group while its parity is made: see `exchange.Blocks`."""
+    """The blocks of a group while its parity is made: see `parity_exchange.Blocks`."""
 
     compares = True
 

@@ -1,7 +1,7 @@
 """Ranks that hold the same tensors: what they may share, and whether it is still the same.
 
 Where each stores all of its own, the courier has a checksum of every block it sent; one number made of them is
-compared by one small allreduce. Where they share (see `sharing`), each has checksums of all that is shared, and a step
+compared by one small allreduce. Where they share (see `shares`), each has checksums of all that is shared, and a step
 on which they do not agree is not committed. Only where a number differs is each tensor looked at by itself, and those
 that differ are named, once, and not shared any more. A faulty device that computes wrong numbers without a word is
 found in this way, and so is a forgotten allreduce.

@@ -2,7 +2,7 @@
 
     gather     what the old ranks' slots hold: entries, plain leaves, checksums of whole tensors
     plan       of which parts each tensor is made (see `shards`), and who has them
-    exchange   parts on this node are read from its files; the others are asked for (see `parcels`)
+    exchange   parts on this node are read from its files; the others are asked for (see `fragments`)
     commit     the new slot is protected and committed like a save; only then may the old ones go
 
 What each old rank had its own of goes to the rank of its number. Where there was none, a rank keeps what it has; where

@@ -361,7 +361,7 @@ def find_domains(world: World, given: Any) -> Domains | None:
     Collective over the world.
 
     Args:
-        given: see `domains.from_argument`.
+        given: see `failure_domains.from_argument`.
 
     Raises:
         ConfigError: on all ranks, where ``given`` makes no sense.

@@ -2,7 +2,7 @@
 
 The courier copies while training computes; training copies what is left when it comes to the step (the idea is
 DataStates-LLM's, Maurya et al., HPDC 2024). A tensor that was written to in between all the same has
-another version, or other bytes than were noted (`spots`), and then the save fails: no torn copy is committed.
+another version, or other bytes than were noted (`sampled_bytes`), and then the save fails: no torn copy is committed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Step-by-step operations, and MPI collectives as such.
 
-A job of the courier drives them to their end (`comm.World.drive`); what goes on beside the jobs is advanced a little
-whenever the courier has nothing else to do (see `aside`). Every collective takes ``mpi``, the module mpi4py.MPI, and
-``comm``, over which it is collective; None without MPI.
+A job of the courier drives them to their end (`World.drive`); what goes on beside the jobs is advanced a little
+whenever the courier has nothing else to do (see `background`). Every collective takes ``mpi``, the module
+mpi4py.MPI, and ``comm``, over which it is collective; None without MPI.
 """
 
 from __future__ import annotations

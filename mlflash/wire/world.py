@@ -1,6 +1,6 @@
 """World → node, leader and group communicators; agreement.
 
-Only one thread, the courier, calls anything here; how it waits is in `waits`.
+Only one thread, the courier, calls anything here; how it waits is in `deadlines`.
 """
 
 from __future__ import annotations
