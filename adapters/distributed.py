@@ -17,9 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mlflash.checkpointer.disabled import turned_off
 from mlflash.errors import MpiUnavailable
-from mlflash.facade.switched_off import turned_off
-from mlflash.wire.world import find_comm
+from mlflash.mpi.world import find_comm
 
 _BY_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 

@@ -14,10 +14,10 @@ from .version import __version__
 __all__ = ["Checkpointer", "Snapshot", "__version__", "errors", "rng"]
 
 if TYPE_CHECKING:
-    from .checkpointer import Checkpointer
+    from .checkpointer.checkpointer import Checkpointer
     from .saving.snapshot import Snapshot
 else:  # a type checker that sees this would take any name for one of mlflash
-    _LATE = {"Checkpointer": "checkpointer", "Snapshot": "saving.snapshot"}
+    _LATE = {"Checkpointer": "checkpointer.checkpointer", "Snapshot": "saving.snapshot"}
 
     def __getattr__(name: str) -> Any:
         """Import what was not asked for before (PEP 562)."""

@@ -12,21 +12,21 @@ from click.shell_completion import CompletionItem
 from .version import __version__
 
 _COMMANDS = {
-    "run": ("running.command:run", "Start the ranks of a job and again after a failure."),
+    "run": ("commands.run:run", "Start the ranks of a job and again after a failure."),
     "status": ("commands.status:status", "Say what is in memory and what it survives."),
-    "top": ("top.command:top", "Watch the running job in the terminal."),
-    "report": ("reporting.command:report", "Tell from event logs what happened to a job in one page."),
+    "top": ("commands.top:top", "Watch the running job in the terminal."),
+    "report": ("commands.report:report", "Tell from event logs what happened to a job in one page."),
     "list": ("commands.listing:list_steps", "List the checkpoints in memory and in the directory."),
     "inspect": ("commands.inspect_step:inspect_step", "Show the tensors of a checkpoint and where they lie."),
     "verify": ("commands.verify:verify", "Compare every byte with its checksum."),
     "drain": ("commands.drain:drain", "Ask the live job to drain its next checkpoint."),
     "scavenge": ("commands.rescue:scavenge", "Drain what the memory of a dead job can give."),
     "heal": ("commands.rescue:heal", "Make the redundancy in memory whole again."),
-    "export": ("exports.command:export", "Write a checkpoint in a stock format such as safetensors."),
-    "import": ("exports.command:import_", "Make a checkpoint of what PyTorch DCP wrote."),
+    "export": ("commands.export:export", "Write a checkpoint in a stock format such as safetensors."),
+    "import": ("commands.export:import_", "Make a checkpoint of what PyTorch DCP wrote."),
     "clean": ("commands.clean:clean", "Delete what ended jobs hold in the memory of this node."),
     "doctor": ("commands.doctor:doctor", "Say whether nodes and MPI and Slurm are as needed."),
-    "plan": ("planning.command:plan", "Say what schemes cost and survive and how often to save."),
+    "plan": ("commands.plan:plan", "Say what schemes cost and survive and how often to save."),
     "demo": ("commands.demo:demo", "Train a small GPT that loses a node and compare the bits."),
     "completion": ("commands.completion:completion", "Print what lets a shell complete all this after TAB."),
 }

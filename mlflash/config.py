@@ -17,7 +17,7 @@ from typing import Any
 import xxhash
 
 from .errors import ConfigError
-from .placement import scheme
+from .placement import redundancy_scheme
 from .storage.store import is_url
 
 MIB = 1 << 20
@@ -71,7 +71,7 @@ class Config:
     def __post_init__(self) -> None:
         if not self.enabled:
             return  # nothing of it is used
-        self._check("redundancy", _is_scheme(self.redundancy), scheme.EXPECTED)
+        self._check("redundancy", _is_scheme(self.redundancy), redundancy_scheme.EXPECTED)
         self._check("when_busy", self.when_busy in ("wait", "skip"), "'wait' or 'skip'")
         self._check("transport", self.transport in ("auto", "rma", "p2p"), "'auto', 'rma' or 'p2p'")
         self._check("timeout_s", self.timeout_s > 0, "a number of seconds above 0")
@@ -215,7 +215,7 @@ def _word(fresh: bool | str) -> str:
 
 def _is_scheme(text: str) -> bool:
     try:
-        scheme.parse(text)
+        redundancy_scheme.parse(text)
     except ConfigError:
         return False
     return True

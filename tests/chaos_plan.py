@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import random
 
-from mlflash.placement.groups import place
-from mlflash.placement.scheme import parse
+from mlflash.placement.protection_groups import place
+from mlflash.placement.redundancy_scheme import parse
 from mlflash.placement.survival import of
 from mlflash.placement.topology import Topology
 

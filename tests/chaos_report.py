@@ -9,7 +9,7 @@ from typing import Any
 from chaos_launch import Attacked
 from chaos_plan import Event, Memory
 
-from mlflash.running.processes import find_mpiexec
+from mlflash.launcher.processes import find_mpiexec
 
 
 @dataclasses.dataclass

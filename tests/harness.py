@@ -20,7 +20,7 @@ from typing import Any
 from processes import runs, started_by, state
 from waiting import PATIENCE_S, until
 
-from mlflash.running.processes import mpiexec, signal_group, spawn
+from mlflash.launcher.processes import mpiexec, signal_group, spawn
 
 HERE = Path(__file__).parent
 UID = os.getuid()

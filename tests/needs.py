@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mlflash.errors import MpiUnavailable
-from mlflash.running.processes import find_mpiexec
+from mlflash.launcher.processes import find_mpiexec
 
 
 def _has_mpi() -> bool:

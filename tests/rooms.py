@@ -5,32 +5,31 @@ from __future__ import annotations
 # Each room, and the rooms that it may import from. `errors`, `crash_points` and `version` are for all.
 ROOMS: dict[str, str] = {
     "state": "",
-    "storage": "state",
     "placement": "",
-    "config": "storage placement",
+    "storage": "state",
     "memory": "state",
-    "wire": "placement",
+    "mpi": "placement",
+    "config": "placement storage",
     "telemetry": "memory",
-    "redundancy": "state placement config memory wire",
-    "runtime": "state placement config memory wire telemetry redundancy",
-    "recovery": "state memory wire redundancy runtime",
-    "saving": "state config memory wire redundancy runtime recovery",
-    "draining": "state storage config memory wire runtime recovery saving",
-    "restoring": "state storage memory wire redundancy runtime recovery saving draining",
-    "facade": "state storage placement config wire runtime recovery saving draining restoring",
-    "checkpointer": "config wire runtime saving draining restoring facade",
+    "redundancy": "state placement memory mpi",
+    "startup": "state placement memory mpi config telemetry redundancy",
+    "draining": "state storage memory mpi config redundancy startup",
+    "saving": "state memory mpi config redundancy startup",
+    "restoring": "state storage memory mpi redundancy startup draining saving",
+    "checkpointer": "state placement storage mpi config redundancy startup draining saving restoring",
 }
 # What people use, above all of it.
 TOOLS: dict[str, str] = {
-    "terminal": "state storage placement config memory wire draining",
-    "exports": "terminal checkpointer state storage config memory wire recovery draining",
-    "planning": "terminal state placement memory redundancy",
-    "doctor": "terminal planning placement config memory wire redundancy runtime draining",
-    "running": "terminal config memory telemetry",
-    "demo": "running config memory placement",
-    "top": "terminal running memory telemetry",
-    "reporting": "terminal planning",
-    "commands": "terminal doctor demo checkpointer state storage config memory wire redundancy draining",
+    "human_readable": "",
+    "exports": "state storage mpi draining restoring",
+    "inspection": "state placement storage memory mpi redundancy startup draining restoring human_readable",
+    "command_line": "storage memory mpi config draining inspection",
+    "launcher": "memory config telemetry human_readable inspection",
+    "demo": "placement memory config launcher",
+    "live_monitor": "telemetry human_readable command_line launcher",
+    "planning": "state placement memory redundancy human_readable command_line",
+    "log_report": "human_readable planning",
+    "doctor": "placement memory mpi config redundancy startup draining human_readable command_line planning",
+    "commands": "placement storage memory mpi config telemetry draining restoring checkpointer "
+    "human_readable exports inspection command_line launcher demo live_monitor planning log_report doctor",
 }
-FOR_ALL = {"errors", "crash_points", "version"}
-STARTS = {"__init__", "__main__", "cli", "rng"}

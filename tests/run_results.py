@@ -10,7 +10,7 @@ from typing import Any
 
 from waiting import PATIENCE_S, until
 
-from mlflash.running.processes import mpiexec
+from mlflash.launcher.processes import mpiexec
 
 WORKER = Path(__file__).with_name("run_worker.py")
 

@@ -17,7 +17,7 @@ from worker import COMM, RANK, note, set_patience, state_at
 
 import mlflash
 from mlflash import crash_points
-from mlflash.wire import courier
+from mlflash.mpi import courier
 
 STOPPED = COMM.size - 1
 FOREVER_S = 3600
@@ -76,7 +76,7 @@ def every_wait(stop_s: float, directory: str) -> None:
     ckpt = mlflash.Checkpointer(directory)
     ckpt.save(1, state_at(RANK, 1, 100_000)).wait()
     if RANK == STOPPED:
-        stop_before(ckpt._parts.protection, "open_windows")
+        stop_before(ckpt._context.protection, "open_windows")
     grow(ckpt, "before a call that blocks", 2, 1_000_000, stop_s)
     if RANK == STOPPED:
         stop_before(ckpt._world, "within", lambda call: call == "Win_create")

@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from mlflash.memory.segment import create
+from mlflash.memory.copy_threads import ALONE
+from mlflash.memory.shared_memory_segment import create
 from mlflash.memory.slot import Slot
-from mlflash.memory.thread_pool import ALONE
-from mlflash.saving.staging import Stage
+from mlflash.saving.staging import Staging
 from mlflash.state import manifest
 from mlflash.state.flatten import Flattener
 from mlflash.state.layout import Extents
@@ -21,7 +21,7 @@ class Store:
 
     def __init__(self, memory: Any):
         self.memory = memory
-        self.stage, self.flattener = Stage(4096, ALONE, 10.0), Flattener()
+        self.stage, self.flattener = Staging(4096, ALONE, 10.0), Flattener()
 
     def write(self, state: Any) -> None:
         flat = self.flattener.flatten(state)

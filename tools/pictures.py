@@ -24,7 +24,7 @@ sys.path.append(str(REPO / "tests"))
 
 from browsing import browser, tab  # noqa: E402
 
-from mlflash.running.processes import mpiexec  # noqa: E402
+from mlflash.launcher.processes import mpiexec  # noqa: E402
 
 PICTURES = REPO / "docs" / "pictures"
 MOST_NBYTES = 300_000
@@ -94,9 +94,9 @@ def watch_top(memory: Path) -> str:
     """What `mlflash top` shows after it has watched for a while, as SVG."""
     from rich.console import Console
 
-    from mlflash.top.history import History
-    from mlflash.top.looking import look_here
-    from mlflash.top.view import page
+    from mlflash.live_monitor.history import History
+    from mlflash.live_monitor.rank_status import look_here
+    from mlflash.live_monitor.screen import page
 
     history, last = History(), None
     for _ in range(16):

@@ -31,10 +31,10 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from mlflash import Checkpointer
+from mlflash.checkpointer.disabled import turned_off
 from mlflash.errors import StepNotFound, StructureMismatch
-from mlflash.facade.switched_off import turned_off
-from mlflash.recovery.fragments import Parcel
-from mlflash.recovery.open_checkpoint import Old, Readable
+from mlflash.restoring.exchange_fragments import WantedPart
+from mlflash.restoring.open_in_memory import OldRank, OpenCheckpoint
 from mlflash.state.leaves import Entry, from_bytes
 from mlflash.state.plain_values import decode_plain
 from mlflash.storage.dcp_files import pickled
@@ -64,7 +64,7 @@ class MemoryReader(StorageReader):
         self.enabled = checkpointer.enabled and not turned_off(enabled)
         self._source = None if source is None else os.fspath(source)
         self._id: str | os.PathLike[str] | int | None = None
-        self._opened: Readable | None = None
+        self._opened: OpenCheckpoint | None = None
         self._catalog: _Catalog | None = None
 
     @classmethod
@@ -110,11 +110,11 @@ class MemoryReader(StorageReader):
             raise StructureMismatch("the checkpoint does not have this", tensor=name, step=opened.step)
         rank, number, start, end = place
         arrived = np.empty((end - start, 1), dtype=np.uint8)
-        parcel = Parcel(rank, number, (start,), (end - start,), arrived)
-        self._checkpointer.adapting.read(opened, lambda: [parcel], lambda: None, anew=True)
+        wanted_part = WantedPart(rank, number, (start,), (end - start,), arrived)
+        self._checkpointer.adapting.read(opened, lambda: [wanted_part], lambda: None, anew=True)
         return opened.step, arrived.tobytes()
 
-    def _open(self, step: int | None) -> Readable | None:
+    def _open(self, step: int | None) -> OpenCheckpoint | None:
         if self._opened is not None:  # a load that failed before it read
             self._opened.close()
             self._opened = None
@@ -143,7 +143,7 @@ class MemoryReader(StorageReader):
         assert self._opened is not None and self._catalog is not None, "read_metadata comes first"
         reading = _Reading(self._catalog, plan, planner)
         opened, self._opened, self._catalog = self._opened, None, None
-        self._checkpointer.adapting.read(opened, reading.parcels, reading.finish)
+        self._checkpointer.adapting.read(opened, reading.wanted_parts, reading.finish)
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -168,7 +168,7 @@ class SafeLoadPlanner(DefaultLoadPlanner):
 class _Catalog:
     """What a checkpoint has, and where."""
 
-    def __init__(self, opened: Readable):
+    def __init__(self, opened: OpenCheckpoint):
         self._opened = opened
         self.chunks: dict[Key, list[tuple[int, int, Entry]]] = {}
         self.bytes: dict[str, tuple[int, int, int, int]] = {}  # rank, entry, start, end
@@ -201,7 +201,7 @@ class _Catalog:
         key = (fqn, tuple(offset)) if offset is not None else next(key for key in self._written if key[0] == fqn)
         return min(self.chunks[key], key=lambda place: self._opened.distance(place[0]))
 
-    def _add(self, rank: int, old: Old) -> None:
+    def _add(self, rank: int, old: OldRank) -> None:
         if INDEX not in old.told:
             here = {(e.name, e.offset): number for number, e in enumerate(old.entries) if _torch_dtype(e) is not None}
             self.plain |= {path: decode_plain(value) for path, value in old.plain.items() if path not in self.plain}
@@ -232,7 +232,7 @@ class _Reading:
         self._catalog, self._plan, self._planner = catalog, plan, planner
         self._wanted: list[_Wanted] = []
 
-    def parcels(self) -> Iterator[Parcel]:
+    def wanted_parts(self) -> Iterator[WantedPart]:
         """Say what is wanted, and where."""
         for item in self._plan.items:
             if item.type is LoadItemType.BYTE_IO:
@@ -253,7 +253,7 @@ class _Reading:
                 wanted.live.copy_(torch.as_tensor(from_bytes(wanted.entry, wanted.arrived.reshape(-1))))
             self._planner.commit_tensor(wanted.item, wanted.live)
 
-    def _bytes(self, item: ReadItem) -> Iterator[Parcel]:
+    def _bytes(self, item: ReadItem) -> Iterator[WantedPart]:
         name = item.storage_index.fqn
         if name not in self._catalog.bytes:
             self._wanted.append(_Wanted(item, None, None, None))
@@ -261,9 +261,9 @@ class _Reading:
         rank, number, start, end = self._catalog.bytes[name]
         arrived = np.empty((end - start, 1), dtype=np.uint8)
         self._wanted.append(_Wanted(item, arrived, None, None))
-        yield Parcel(rank, number, (start,), (end - start,), arrived)
+        yield WantedPart(rank, number, (start,), (end - start,), arrived)
 
-    def _tensor(self, item: ReadItem) -> Iterator[Parcel]:
+    def _tensor(self, item: ReadItem) -> Iterator[WantedPart]:
         rank, number, entry = self._catalog.source(item)
         live = self._planner.resolve_tensor(item).detach()
         shape = tuple(item.lengths)
@@ -282,7 +282,7 @@ class _Reading:
             self._wanted.append(_Wanted(item, arrived, live, part))
         else:
             self._wanted.append(_Wanted(item, None, live, None))
-        yield Parcel(rank, number, tuple(item.storage_offsets), shape, target)
+        yield WantedPart(rank, number, tuple(item.storage_offsets), shape, target)
 
 
 def _torch_dtype(entry: Entry) -> Any:

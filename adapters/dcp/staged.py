@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from mlflash import Checkpointer
 from mlflash.errors import SaveFailed, StateError
-from mlflash.saving.staged_ahead import Ahead
+from mlflash.saving.early_staging import StagedState
 from mlflash.state.leaves import Flat, dtensor_shard, from_bytes
 from mlflash.storage.dcp_plans import Key
 
@@ -56,7 +56,7 @@ class Staged:
         self.token = next(_tokens)
         self._checkpointer = checkpointer
         live = chunks_of(state_dict)
-        self.ahead: Ahead | None = checkpointer.adapting.stage_ahead(room_for(live, room))
+        self.ahead: StagedState | None = checkpointer.adapting.stage_ahead(room_for(live, room))
         self._chunks = {
             key: Chunk(key, _kept(chunk.value, self.ahead, number), chunk.shape)
             for number, (key, chunk) in enumerate(live.items(), _FIRST)
@@ -152,7 +152,7 @@ def _arrive(token: int, state_dict: dict[str, Any]) -> dict[str, Any]:
     return state_dict
 
 
-def _kept(live: torch.Tensor, ahead: Ahead | None, leaf: int) -> torch.Tensor:
+def _kept(live: torch.Tensor, ahead: StagedState | None, leaf: int) -> torch.Tensor:
     if ahead is None:
         return live.to("cpu", copy=True)
     raw = ahead.bytes_of(leaf)

@@ -25,10 +25,10 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from mlflash import Checkpointer
+from mlflash.checkpointer.disabled import turned_off
 from mlflash.errors import MlflashError, SaveFailed, StateError
-from mlflash.facade.switched_off import turned_off
-from mlflash.saving.begun_saves import Begun
-from mlflash.saving.staged_ahead import Ahead
+from mlflash.saving.early_staging import StagedState
+from mlflash.saving.reserved_saves import ReservedSave
 from mlflash.state.leaves import Flat
 from mlflash.storage.dcp_files import pickled
 from mlflash.storage.dcp_plans import Key
@@ -89,7 +89,7 @@ class _Running(threading.local):
     id: str | os.PathLike[str] | int | None = None
     is_coordinator = False
     written: _Written | None = None
-    begun: Begun | None = None
+    begun: ReservedSave | None = None
 
 
 class MemoryWriter(StorageWriter):
@@ -268,7 +268,7 @@ class MemoryWriter(StorageWriter):
         if question.wait:
             snapshot.wait()
 
-    def _leaves(self, written: _Written, staged: Staged | None, planner_data: bytes | None) -> Flat | Ahead:
+    def _leaves(self, written: _Written, staged: Staged | None, planner_data: bytes | None) -> Flat | StagedState:
         index, blob = pack(written.keys, written.parts, planner_data)
         self._room = (max(self._room[0], len(index)), max(self._room[1], len(blob)))
         if staged is None:

@@ -12,8 +12,8 @@ from typing import Any
 from deepspeed.runtime.activation_checkpointing.checkpointing import get_cuda_rng_tracker
 
 from mlflash import Checkpointer, rng
+from mlflash.checkpointer.disabled import turned_off
 from mlflash.errors import ConfigError, StepNotFound, StructureMismatch, Unrestorable, WorldSizeChanged
-from mlflash.facade.switched_off import turned_off
 
 from .. import intervals
 from ..replacing import replaced

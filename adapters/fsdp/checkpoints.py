@@ -21,8 +21,8 @@ from torch.distributed.checkpoint.state_dict_saver import _save_state_dict, _sta
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
 from mlflash import config
+from mlflash.checkpointer.disabled import turned_off
 from mlflash.errors import MlflashError, SaveFailed, StepNotFound, StructureMismatch
-from mlflash.facade.switched_off import turned_off
 
 from . import ids
 from .groups import Group, Member

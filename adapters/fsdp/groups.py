@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from mlflash import Checkpointer
 from mlflash.errors import WorldMismatch
-from mlflash.wire.world import find_comm
+from mlflash.mpi.world import find_comm
 
 from ..dcp import MemoryReader, MemoryWriter
 

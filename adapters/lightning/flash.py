@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mlflash import Checkpointer
+from mlflash.checkpointer.disabled import turned_off
 from mlflash.errors import ConfigError
-from mlflash.facade.switched_off import turned_off
 
 from .. import intervals
 from ..replacing import replaced

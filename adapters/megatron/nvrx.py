@@ -5,7 +5,7 @@ Without it the same names with the same meaning, so that nothing here needs it.
 
 from __future__ import annotations
 
-from mlflash.facade.switched_off import turned_off
+from mlflash.checkpointer.disabled import turned_off
 
 try:
     from nvidia_resiliency_ext.checkpointing.local.base_state_dict import TensorAwareStateDict

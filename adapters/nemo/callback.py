@@ -12,9 +12,9 @@ from typing import Any
 from lightning.pytorch import Callback
 from nemo.lightning.io.pl import TrainerContext
 
+from mlflash.checkpointer.disabled import turned_off
 from mlflash.errors import ConfigError
-from mlflash.facade.switched_off import turned_off
-from mlflash.wire.world import check_torch_rank
+from mlflash.mpi.world import check_torch_rank
 
 from .. import intervals
 from ..dcp.ids import step_of

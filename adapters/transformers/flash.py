@@ -20,8 +20,8 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import get_last_checkpoint
 
 from mlflash import Checkpointer
+from mlflash.checkpointer.disabled import turned_off
 from mlflash.errors import ConfigError
-from mlflash.facade.switched_off import turned_off
 
 from .. import intervals
 from ..replacing import replaced

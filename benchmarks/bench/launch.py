@@ -13,7 +13,7 @@ from types import FrameType
 from typing import Any
 
 from mlflash.errors import LaunchFailed
-from mlflash.running.processes import ask_within, mpiexec
+from mlflash.launcher.processes import ask_within, mpiexec
 
 Lines = list[dict[str, Any]]
 

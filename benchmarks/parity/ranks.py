@@ -13,24 +13,24 @@ from bench.rows import Samples, row
 from mpi4py import MPI
 
 from mlflash.config import Config
-from mlflash.memory.inventory import ParityGroup
-from mlflash.memory.node_directory import NodeMemory
+from mlflash.memory.node_directory import NodeDirectory
 from mlflash.memory.parity_file import read_heads
 from mlflash.memory.parity_layout import Stripes
-from mlflash.memory.segment import create
+from mlflash.memory.shared_memory_segment import create
 from mlflash.memory.slot import Slot, Use
 from mlflash.memory.slot_header import Attempt, Header
-from mlflash.memory.slot_pool import Shelf
-from mlflash.placement.groups import place
-from mlflash.placement.scheme import parse
-from mlflash.recovery.repair import Repair, RepairedBlocks
-from mlflash.redundancy import erasure
-from mlflash.redundancy.parity_exchange import Exchange, roles_of
+from mlflash.memory.slot_pool import SlotPool
+from mlflash.mpi.rma_windows import Poke
+from mlflash.mpi.world import World
+from mlflash.placement.protection_groups import place
+from mlflash.placement.redundancy_scheme import parse
+from mlflash.redundancy import erasure_codes
+from mlflash.redundancy.parity_exchange import ParityExchange, roles_of
 from mlflash.redundancy.protection import Protection
-from mlflash.redundancy.transfer import Source
+from mlflash.redundancy.slot_transfer import Source
+from mlflash.restoring.rebuild_from_parity import Repair, RepairedBlocks
+from mlflash.startup.choose_checkpoint import ParityGroup
 from mlflash.state.layout import PAGE_NBYTES, Extents
-from mlflash.wire.rma_windows import Poke
-from mlflash.wire.world import World
 
 COMM = MPI.COMM_WORLD
 EXCHANGE, XOR = "raw exchange", "xor"
@@ -45,7 +45,7 @@ class Slots:
     def __init__(self, memory: Path, nbytes: int, transport: str):
         self.world = World(COMM, 1, 60.0).connect()
         self.world.start_job(lambda error: None)
-        self.memory = NodeMemory(str(memory), f"parity-{transport}", COMM.rank)
+        self.memory = NodeDirectory(str(memory), f"parity-{transport}", COMM.rank)
         self.transport = transport
         if transport == "rma":
             self.world.poke = Poke(self.world)
@@ -102,11 +102,14 @@ class Slots:
 
     def scheme(self, text: str) -> tuple[Callable[[], None], Callable[[], None] | None]:
         """Give what protects all slots, checksums at both ends and all; and what rebuilds as many as may be lost."""
-        protection = Protection(self.world, self.config, place(self.world.topology, parse(text)))
-        shelf = Shelf(self.memory, protection.owners)
+        protection = Protection(
+            self.world, place(self.world.topology, parse(text)), self.config.transport, self.config.chunk_nbytes,
+            self.config.block_nbytes, self.config.job,
+        )  # fmt: skip
+        pool = SlotPool(self.memory, protection.owners)
         for owner, nbytes in protection.inbox_nbytes([self.extents.nbytes] * COMM.size).items():
-            shelf.inbox[owner][:] = [self.filled(nbytes) for _ in range(2)]
-        protection.open_windows(shelf)
+            pool.inbox[owner][:] = [self.filled(nbytes) for _ in range(2)]
+        protection.open_windows(pool)
 
         def protect() -> None:
             self.generation += 1
@@ -116,24 +119,24 @@ class Slots:
                 return Header(attempt, 1, COMM.rank, COMM.size, COMM.rank, 0, 100, self.extents, check, 0, "n", text,
                               "parity", protection.group)  # fmt: skip
 
-            protection.offer(shelf, self.extents)
+            protection.offer(pool, self.extents)
             source = Source(self.slot, self.extents, header)
-            assert protection.protect(shelf, source, attempt), "redundancy did not arrive whole"
-            shelf.release(attempt, [self.slot], True)
+            assert protection.protect(pool, source, attempt), "redundancy did not arrive whole"
+            pool.release(attempt, [self.slot], True)
 
-        return protect, self.rebuild(shelf, parse(text).losses) if parse(text).parity else None
+        return protect, self.rebuild(pool, parse(text).losses) if parse(text).parity else None
 
-    def rebuild(self, shelf: Shelf, losses: int) -> Callable[[], None]:
+    def rebuild(self, pool: SlotPool, losses: int) -> Callable[[], None]:
         """Give what rebuilds the slots of the first ranks, each at its own."""
         group, lost_ranks = tuple(range(COMM.size)), range(losses)
         stripes = Stripes((self.extents.blocks,) * COMM.size, losses)
         lost = {stripes.unit(rank, False, block) for rank in lost_ranks for block in range(self.extents.blocks)}
         lost |= {stripes.unit(rank, True, block) for rank in lost_ranks for block in range(stripes.parity_blocks)}
         known = ParityGroup(group, losses, tuple(None if rank in lost_ranks else (rank, 0) for rank in group))
-        exchange = Exchange(self.world, COMM, group, self.transport, self.extents.block_nbytes, COMM.size)
+        exchange = ParityExchange(self.world, COMM, group, self.transport, self.extents.block_nbytes, COMM.size)
 
         def rebuild() -> None:
-            held = next(slot for slot in shelf.inbox[COMM.rank] if slot.use is Use.HOLDS)
+            held = next(slot for slot in pool.inbox[COMM.rank] if slot.use is Use.HOLDS)
             heads = {header.rank: (header, table) for header, table in read_heads(held) if header.rank in lost_ranks}
             repair = Repair(known, (self.extents,) * COMM.size, stripes.rebuild(lost) or [], heads, group, group)
             slots = {COMM.rank: self.arrived if COMM.rank in lost_ranks else self.slot}
@@ -176,7 +179,7 @@ def main() -> None:
         actions[text] = protect
         if rebuild is not None:
             actions[f"{text}, rebuild"] = rebuild
-    bench.header(**{"Reed-Solomon by": erasure.library().split(" (")[0]})
+    bench.header(**{"Reed-Solomon by": erasure_codes.library().split(" (")[0]})
     write(bench, bench.repeat(actions), int(nbytes))
 
 

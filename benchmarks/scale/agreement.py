@@ -10,7 +10,7 @@ from scale.jobs import COMMITS, STATE_NBYTES, Phase, simulated
 from scale.meeting import Call
 from scale.model import sent_per_byte
 
-from mlflash.placement.scheme import parse
+from mlflash.placement.redundancy_scheme import parse
 
 ALLREDUCES = 3  # aim for a commit
 JOBS = (("copy", "p2p", False), ("copy", "rma", False), ("xor:8", "p2p", False), ("rs:6+2", "p2p", False),

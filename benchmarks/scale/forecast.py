@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from scale import model
 from scale.parameters import NODE_MTBF_RSC_S, NODE_MTBF_S, PERLMUTTER, SLINGSHOT_11, TECTONIC, Fabric, FileSystem, Node
 
-from mlflash.placement.scheme import parse
+from mlflash.placement.redundancy_scheme import parse
 
 GPUS = (1000, 2000, 4000, 8000, 16_000, 32_000, 64_000, 100_000)
 FEW = (1000, 16_000, 100_000)  # in the table

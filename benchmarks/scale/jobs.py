@@ -19,10 +19,10 @@ from scale.meeting import Call, Fabric
 from scale.simulated_mpi import module, world
 
 import mlflash
-import mlflash.wire.world
+import mlflash.mpi.world
 from mlflash.memory.inventory import encode
-from mlflash.placement.groups import Placement, place
-from mlflash.placement.scheme import parse
+from mlflash.placement.protection_groups import Placement, place
+from mlflash.placement.redundancy_scheme import parse
 from mlflash.placement.topology import Topology
 
 PER_NODE = tables.PER_NODE
@@ -164,13 +164,13 @@ def _state(rank: int, step: int) -> dict[str, Any]:
 @contextlib.contextmanager
 def simulated(ranks: int, scheme: str, transport: str = "p2p", alike: bool = False) -> Iterator[SimulatedJob]:
     """Make a job whose MPI is simulated; memory and module are as they were afterwards."""
-    real = mlflash.wire.world.load_mpi
+    real = mlflash.mpi.world.load_mpi
     top = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     with tempfile.TemporaryDirectory(dir=top, prefix="mlflash-scale-") as memory:
-        mlflash.wire.world.load_mpi = module
+        mlflash.mpi.world.load_mpi = module
         job = SimulatedJob(ranks, scheme, transport, alike, Path(memory))
         try:
             yield job
         finally:
-            mlflash.wire.world.load_mpi = real
+            mlflash.mpi.world.load_mpi = real
             job.end()

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy as np
 import xxhash
 
-from mlflash.redundancy import erasure
+from mlflash.redundancy import erasure_codes
 
 _BLOCK_NBYTES, _BLOCKS, _REPETITIONS = 1 << 20, 64, 9
 
@@ -22,8 +22,8 @@ def measure() -> dict[str, tuple[float, float, float]]:
 
     def code(data: np.ndarray, parities: int) -> Callable[[], None]:
         many = len(data)
-        matrix = erasure.matrix(many, tuple(range(many)), tuple(range(many, many + parities)))
-        return lambda: erasure.combine(matrix, list(data), list(into[:parities]))
+        matrix = erasure_codes.matrix(many, tuple(range(many)), tuple(range(many, many + parities)))
+        return lambda: erasure_codes.combine(matrix, list(data), list(into[:parities]))
 
     def check() -> None:
         for block in source:

@@ -11,11 +11,11 @@ import math
 
 from scale.parameters import DRAIN_EVERY_S, NODE_MTBF_S, RELAUNCH_S, STATE_NBYTES, Fabric, FileSystem, Node
 
-from mlflash.placement.groups import place
-from mlflash.placement.scheme import Scheme, parse
+from mlflash.placement.protection_groups import place
+from mlflash.placement.redundancy_scheme import Scheme, parse
 from mlflash.placement.survival import of
 from mlflash.planning.interval import Costs, best_interval, waste
-from mlflash.planning.prospects import Job, share_uncovered
+from mlflash.planning.scheme_comparison import Job, share_uncovered
 
 COMMIT_ALLREDUCES = 2  # counted by run.py; three where ranks share state
 # Counted by run.py: 19 of a relaunched start, 34 of a restore with a lost slot (copies; p2p), healing and those of one

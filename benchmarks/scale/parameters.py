@@ -34,7 +34,7 @@ class Node:
     check_Bps: float = 14.0 * GB  # measured: XXH3-64 over blocks of 1 MiB
     xor_Bps: float = 19.0 * GB  # measured: 7 + 1, ISA-L
     rs_Bps: float = 15.0 * GB  # measured: 6 + 2, ISA-L
-    poll_s: float = 1e-3  # mlflash.wire.world.World.pause
+    poll_s: float = 1e-3  # mlflash.mpi.world.World.pause
     start_s: float = 10e-6  # measured: relaunched Checkpointers of 131,072 ranks
     restore_s: float = 10e-6  # measured: the same
     inventory_nbytes: float = 323.0  # counted: rs:6+2, 8 ranks

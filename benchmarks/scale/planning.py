@@ -16,12 +16,13 @@ from typing import Any
 import numpy as np
 from scale.tables import NODES_PER_RACK, PER_NODE, RACKS_PER_ROW, inventories
 
-from mlflash.memory.inventory import Inventory, choose, decode, encode, join
+from mlflash.memory.inventory import Inventory, decode, encode, join
 from mlflash.placement.failure_domains import from_lines
-from mlflash.placement.groups import Placement, place
-from mlflash.placement.scheme import parse
+from mlflash.placement.protection_groups import Placement, place
+from mlflash.placement.redundancy_scheme import parse
 from mlflash.placement.survival import Survival, describe, of
 from mlflash.placement.topology import Topology, from_node_ids
+from mlflash.startup.choose_checkpoint import choose
 
 SCHEMES = ("copy", "xor:8", "rs:6+2")
 RANKS = (1024, 4096, 16_384, 65_536, 131_072)

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 
 from mlflash.memory.inventory import FOUND, Inventory, join, scan
-from mlflash.memory.node_directory import NodeMemory
+from mlflash.memory.node_directory import NodeDirectory
 from mlflash.memory.slot_header import Kind
-from mlflash.placement.groups import Placement
+from mlflash.placement.protection_groups import Placement
 from mlflash.placement.topology import Topology
 
 PER_NODE, NODES_PER_RACK, RACKS_PER_ROW = 8, 32, 8
@@ -50,7 +50,7 @@ def whole_inventories(topology: Topology, placed: Placement, memory: Path, live:
     """
     real = {}
     for node in (rank // PER_NODE for rank in live):
-        with contextlib.closing(NodeMemory(str(memory), "scale", node)) as held:
+        with contextlib.closing(NodeDirectory(str(memory), "scale", node)) as held:
             real[node] = scan(held, node)
     newest = max((row for part in real.values() for row in part.rows), key=lambda row: int(row["generation"]))
     found = []

@@ -14,8 +14,8 @@ import numpy as np
 import xxhash
 from mpi4py import MPI
 
-from mlflash.wire.rma_windows import Poke
-from mlflash.wire.world import World
+from mlflash.mpi.rma_windows import Poke
+from mlflash.mpi.world import World
 
 BLOCK_NBYTES = 1 << 20
 VISIBLE_S = 30.0  # how long a Put chunk may take to become visible after its notice

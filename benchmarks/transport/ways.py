@@ -96,7 +96,7 @@ def two_sided(x: Exchange) -> None:
 WAYS: dict[str, Callable[[Exchange], None]] = {
     "Put + flush": put_and_flush,
     "Rput": rput,
-    "Rput, pushed": rput,  # see mlflash.wire.rma_windows.Poke
+    "Rput, pushed": rput,  # see mlflash.mpi.rma_windows.Poke
     "Put + unlock": lock,
     "PSCW": pscw,
     "fence": fence,

@@ -1,5 +1,5 @@
-"""The commands of ``mlflash``: looking at checkpoints without disturbing the job, and rescuing them without it.
+"""The commands of ``mlflash``: each is a module of its name, and a thin one.
 
-In come words of a command line; out go text or one JSON document, and an exit code. Each command is a module of its own
-name. It imports the room of each command that has one, and `terminal`, which they all share.
+In come words of a command line; out go text or one JSON document, and an exit code. It imports the room that does the
+work, and `command_line`, which all commands share.
 """

@@ -7,16 +7,16 @@ from typing import Any
 
 import click
 
+from ..command_line import shell_completion
+from ..command_line.options import json_option, memory_option
+from ..command_line.run_on_ranks import FINE, WRONG
 from ..errors import JobInUse, MlflashError
-from ..memory.node_directory import NodeMemory, emulated_nodes, jobs_of
+from ..memory.node_directory import NodeDirectory, emulated_nodes, jobs_of
 from ..memory.node_directory import clean as clean_job
-from ..terminal import completing
-from ..terminal.options import json_option, memory_option
-from ..terminal.together import FINE, WRONG
 
 
 @click.command()
-@click.argument("jobs", nargs=-1, metavar="[JOB]...", shell_complete=completing.jobs)
+@click.argument("jobs", nargs=-1, metavar="[JOB]...", shell_complete=shell_completion.jobs)
 @click.option("--all", "everything", is_flag=True, help="All jobs of this user on this node.")
 @click.option("--dry-run", is_flag=True, help="Delete nothing, and say what would be.")
 @memory_option
@@ -63,7 +63,7 @@ def _clean(memory: str, job: str, dry_run: bool) -> dict[str, Any]:
 def _count(memory: str, job: str, node: int | None, found: dict[str, Any]) -> None:
     """Count the slot files of a node."""
     try:
-        held = NodeMemory(memory, job, node, make=False)
+        held = NodeDirectory(memory, job, node, make=False)
     except FileNotFoundError:
         return
     try:

@@ -7,11 +7,11 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..terminal.printing import new_table
-from ..terminal.units import show_bytes
-from ..terminal.words import many, named
-from .contents import Contents, Shard
-from .tensor_statistics import Statistics
+from ..command_line.output import new_table
+from ..human_readable.units import show_bytes
+from ..human_readable.wording import many, named
+from ..inspection.checkpoint_contents import Contents, Shard
+from ..inspection.tensor_statistics import Statistics
 
 if TYPE_CHECKING:
     from rich.console import Console

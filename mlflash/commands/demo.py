@@ -22,8 +22,8 @@ def demo(steps: int, kill_step: int | None, seed: int | None, redundancy: str) -
     """
     from rich.console import Console
 
+    from ..demo.one_launch import DemoFailed
     from ..demo.run import draw, run
-    from ..demo.training import DemoFailed
     from ..errors import MlflashError
 
     if kill_step is not None and kill_step >= steps:

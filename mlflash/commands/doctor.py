@@ -8,17 +8,17 @@ import traceback
 
 import click
 
+from ..command_line import shell_completion
+from ..command_line.options import json_option, memory_option
+from ..command_line.run_on_ranks import FINE, WRONG
 from ..config import DISABLE, from_environment
 from ..errors import ConfigError
-from ..terminal import completing
-from ..terminal.options import json_option, memory_option
-from ..terminal.together import FINE, WRONG
 
 _GRACE_S = 15.0  # by which the process is watched longer than a wait for other ranks may take
 
 
 def _bytes(_: click.Context, option: click.Parameter, text: str | None) -> int | None:
-    from ..terminal.units import read_bytes
+    from ..human_readable.units import read_bytes
 
     try:
         return None if text is None else read_bytes(text)
@@ -28,7 +28,7 @@ def _bytes(_: click.Context, option: click.Parameter, text: str | None) -> int |
 
 @click.command()
 @click.option("--need", callback=_bytes, help="State of a rank, such as 12GiB or 80GB: is there room for its slots?")
-@click.option("--redundancy", shell_complete=completing.schemes,
+@click.option("--redundancy", shell_complete=shell_completion.schemes,
               help="Scheme that the room is counted for. [MLFLASH_REDUNDANCY, or copy]")  # fmt: skip
 @click.option("--draining", is_flag=True, help="Count a third own slot for each rank.")
 @click.option("--nodes", type=click.IntRange(1), help="Nodes of the job. [those it is started on]")
@@ -45,17 +45,17 @@ def doctor(need: int | None, redundancy: str | None, draining: bool, nodes: int 
     start it as the training will be. It changes nothing, but for a few small files without names in memory. Exits
     with 1 where something is an error.
     """
-    from ..doctor import launch
+    from ..doctor import launch_environment
     from ..doctor.examination import Examination, Job
     from ..doctor.view import show
-    from ..doctor.watch import Watch
+    from ..doctor.watchdog import Watch
 
     try:
         env = {**os.environ, DISABLE: ""}  # said by `software.switch`
         given = from_environment(env, None, job="any", memory=memory, redundancy=redundancy, drain_every=0)
     except ConfigError as error:
         raise click.UsageError(str(error)) from None
-    started = launch.read(os.environ)
+    started = launch_environment.read(os.environ)
     watch = Watch(started.rank == 0, as_json, timeout + _GRACE_S * (1 if started.rank == 0 else 2))
     examination = Examination(given, Job(need, 3 if draining else 2, nodes, ranks_per_node), started, watch, timeout)
     try:

@@ -9,16 +9,16 @@ from typing import Any
 
 import click
 
+from ..command_line import choose_job
+from ..command_line.options import job_options, settings
+from ..command_line.output import answer
+from ..command_line.progress_bar import Bar
+from ..command_line.run_on_ranks import FINE, WRONG
 from ..config import Config
-from ..draining.catalog import Listed, list_checkpoints
+from ..draining.checkpoint_directory import Listed, list_checkpoints
 from ..errors import MlflashError
-from ..memory.node_directory import NodeMemory, emulated_nodes, jobs_of
+from ..memory.node_directory import NodeDirectory, emulated_nodes, jobs_of
 from ..storage.store import open_store
-from ..terminal import jobs
-from ..terminal.options import job_options, settings
-from ..terminal.printing import answer
-from ..terminal.progress import Bar
-from ..terminal.together import FINE, WRONG
 
 _LOOK_S = 0.1
 
@@ -36,7 +36,7 @@ def drain(context: click.Context, wait_s: float | None, directory: str | None, j
     where no such job is alive here, or it was not done in time.
     """
     given = settings(memory, job, directory)
-    name = jobs.decide(jobs_of(given.memory), os.environ, job, given.directory, given.memory)
+    name = choose_job.decide(jobs_of(given.memory), os.environ, job, given.directory, given.memory)
     try:
         document = _ask(given, name, wait_s)
     except (MlflashError, OSError) as error:
@@ -70,11 +70,11 @@ def _ask(given: Config, job: str, wait_s: float | None) -> dict[str, Any]:
     return document
 
 
-def _live(memory: str, job: str) -> tuple[NodeMemory, int]:
+def _live(memory: str, job: str) -> tuple[NodeDirectory, int]:
     """The directory of a node where the job is alive, and one of its processes."""
     for node in (None, *emulated_nodes(memory, job)):
         try:
-            held = NodeMemory(memory, job, node, make=False)
+            held = NodeDirectory(memory, job, node, make=False)
         except FileNotFoundError:
             continue
         pid = held.alive()

@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import click
 
+from ..command_line import choose_job, shell_completion
+from ..command_line.options import job_options, settings
+from ..command_line.output import answer
+from ..command_line.run_on_ranks import FINE, run_together
 from ..config import Config
 from ..errors import CorruptSlot, MlflashError
-from ..terminal import completing, jobs, on_disk
-from ..terminal.looking import Node, look, look_around, places
-from ..terminal.options import job_options, settings
-from ..terminal.outlook import Outlook, Prospect, look_ahead
-from ..terminal.printing import answer
-from ..terminal.sealed import Changed
-from ..terminal.together import FINE, gather, run_together
-from ..terminal.units import show_seconds
-from ..wire.world import World
-from . import contents
-from .contents import Contents, Itinerary
+from ..human_readable.units import show_seconds
+from ..inspection import checkpoint_contents, on_disk
+from ..inspection.checkpoint_contents import Contents, Itinerary
+from ..inspection.node_memory import Node, look, look_around, places
+from ..inspection.restorability import Prospect, Restorability, what_is_restorable
+from ..inspection.slot_file import Changed
+from ..mpi.gather_on_rank_0 import gather
+from ..mpi.world import World
 from .contents_view import Shown, show, to_json
 
 
 @click.command("inspect")
-@click.argument("step", type=click.IntRange(0), shell_complete=completing.steps)
+@click.argument("step", type=click.IntRange(0), shell_complete=shell_completion.steps)
 @click.argument("tensor", required=False)
 @click.option("--from", "source", type=click.Choice(["memory", "directory"]), help="Where to look. [memory first]")
 @job_options
@@ -37,7 +38,7 @@ def inspect_step(step: int, tensor: str | None, source: str | None, directory: s
         raise click.UsageError("--from directory needs --directory")
 
     def work(world: World) -> int:
-        name = jobs.choose(world, given, job, directory)
+        name = choose_job.choose(world, given, job, directory)
         shown = None if source == "directory" else _from_memory(world, given, name, step, tensor)
         if shown is None and source != "memory":
             shown = _from_directory(world, given.directory, step, tensor)
@@ -57,9 +58,9 @@ def _from_memory(world: World, given: Config, job: str, step: int, tensor: str |
     nodes = look_around(world, given.memory, job)
     plan: tuple[Prospect, Itinerary] | None = None
     if world.rank == 0:
-        outlook: Outlook = look_ahead(nodes, world.world is not None)
-        one = contents.attempt_to_show(outlook.prospects, step)
-        plan = None if one is None else (one, contents.plan(nodes, one))
+        outlook: Restorability = what_is_restorable(nodes, world.world is not None)
+        one = checkpoint_contents.attempt_to_show(outlook.prospects, step)
+        plan = None if one is None else (one, checkpoint_contents.plan(nodes, one))
     plan = world.broadcast(plan, 0)
     if plan is None:
         return None
@@ -68,7 +69,7 @@ def _from_memory(world: World, given: Config, job: str, step: int, tensor: str |
     if world.local_rank == 0:
         try:
             here: list[Node] = [look(given.memory, job, *place) for place in places(world, given.memory, job)]
-            mine = contents.read_memory(given.memory, job, here, way, tensor, tensor is not None)
+            mine = checkpoint_contents.read_memory(given.memory, job, here, way, tensor, tensor is not None)
         except (Changed, FileNotFoundError):
             error = CorruptSlot("it was written over while it was read, as the job goes on: try again", step=step)
         except MlflashError as problem:
@@ -85,22 +86,22 @@ def _from_memory(world: World, given: Config, job: str, step: int, tensor: str |
 
 
 def _from_directory(world: World, directory: str | None, step: int, tensor: str | None) -> Shown | None:
-    shelf = on_disk.look_into(world, directory)
-    one = next((listed for listed in shelf.listed if listed.step == step), None) if shelf is not None else None
-    if shelf is None or one is None:
+    stored = on_disk.look_into(world, directory)
+    one = next((listed for listed in stored.listed if listed.step == step), None) if stored is not None else None
+    if stored is None or one is None:
         return None
     found, error = Contents(), None
     if world.rank == 0:
         try:
-            found = contents.read_directory(shelf.path, one, tensor, tensor is not None)
+            found = checkpoint_contents.read_directory(stored.path, one, tensor, tensor is not None)
         except OSError as problem:
-            error = CorruptSlot(f"{shelf.path}/{one.folder} cannot be read: {problem}", step=step)
+            error = CorruptSlot(f"{stored.path}/{one.folder} cannot be read: {problem}", step=step)
         except CorruptSlot as problem:
             error = problem
     world.raise_together(error)
     _refuse_unknown(world, tensor, found, step)
     about = f"{show_seconds(on_disk.age_s(one.card.unix_ns))} ago"
-    return Shown(step, one.card.world_size, f"{shelf.path}/{one.folder}", about, (), found)
+    return Shown(step, one.card.world_size, f"{stored.path}/{one.folder}", about, (), found)
 
 
 def _refuse_unknown(world: World, tensor: str | None, found: Contents, step: int) -> None:

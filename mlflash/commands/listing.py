@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..terminal import on_disk
-from ..terminal.options import job_options, settings
-from ..terminal.outlook import Outlook
-from ..terminal.printing import answer, new_table
-from ..terminal.together import FINE, WRONG, run_together
-from ..terminal.units import show_seconds
-from ..terminal.words import named
-from ..wire.world import World
+from ..command_line.options import job_options, settings
+from ..command_line.output import answer, new_table
+from ..command_line.run_on_ranks import FINE, WRONG, run_together
+from ..human_readable.units import show_seconds
+from ..human_readable.wording import named
+from ..inspection import on_disk
+from ..inspection.restorability import Restorability
+from ..mpi.world import World
 from .status import attempt_to_json, look
 
 if TYPE_CHECKING:
@@ -33,27 +33,27 @@ def list_steps(directory: str | None, job: str | None, memory: str, as_json: boo
         found = look(world, given, job, directory)
         if world.rank:
             return FINE
-        outlook, shelf = found.outlook, found.shelf
+        outlook, stored = found.outlook, found.stored
         document = {
             "job": found.job,
             "memory": [attempt_to_json(one) for one in outlook.prospects],
             "unseen": list(outlook.unseen),
-            "directory": None if shelf is None else shelf.to_json(),
+            "directory": None if stored is None else stored.to_json(),
         }
-        answer(as_json, document, lambda console: _show(console, outlook, shelf))
+        answer(as_json, document, lambda console: _show(console, outlook, stored))
         something = outlook.newest is not None or bool(outlook.unseen and outlook.prospects)
-        return FINE if something or (shelf is not None and shelf.newest is not None) else WRONG
+        return FINE if something or (stored is not None and stored.newest is not None) else WRONG
 
     run_together(given, as_json, work)
 
 
-def _show(console: Console, outlook: Outlook, shelf: on_disk.Shelf | None) -> None:
+def _show(console: Console, outlook: Restorability, stored: on_disk.DirectoryContents | None) -> None:
     rows: list[tuple[tuple[int, int], list[str]]] = []
     for one in outlook.prospects:
         state = _state(one.choice is not None, bool(outlook.unseen), one.missing, one.committed)
         row = [str(one.step), "memory", str(one.world_size), show_seconds(on_disk.age_s(one.unix_ns)), state]
         rows.append(((one.attempt.generation, 1), row))
-    for listed in shelf.listed if shelf is not None else ():
+    for listed in stored.listed if stored is not None else ():
         age, size = show_seconds(on_disk.age_s(listed.card.unix_ns)), str(listed.card.world_size)
         rows.append(((listed.card.attempt.generation, 0), [str(listed.step), "directory", size, age, listed.folder]))
     if not rows:

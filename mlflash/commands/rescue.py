@@ -7,32 +7,34 @@ from typing import Any
 
 import click
 
-from ..checkpointer import Checkpointer
+from ..checkpointer.checkpointer import Checkpointer
+from ..command_line import choose_job, shell_completion
+from ..command_line.options import directory_option, job_option, json_option, memory_option, settings
+from ..command_line.output import answer
+from ..command_line.progress_bar import Bar
+from ..command_line.run_on_ranks import FINE, WRONG, run_together
 from ..config import Config
 from ..draining.drain import Drain
 from ..errors import DeadlineExceeded, DrainFailed
+from ..human_readable.units import show_bytes, show_seconds
+from ..inspection import on_disk
+from ..inspection.node_memory import look_around
+from ..inspection.restorability import Restorability, survival, what_is_restorable
 from ..memory.node_directory import emulated_nodes, jobs_of
+from ..mpi.gather_on_rank_0 import gather_from_all
+from ..mpi.world import World
 from ..storage.store import is_url
-from ..terminal import completing, jobs, on_disk
-from ..terminal.looking import look_around
-from ..terminal.options import directory_option, job_option, json_option, memory_option, settings
-from ..terminal.outlook import Outlook, look_ahead, survival
-from ..terminal.printing import answer
-from ..terminal.progress import Bar
-from ..terminal.together import FINE, WRONG, gather_from_all, run_together
-from ..terminal.units import show_bytes, show_seconds
-from ..wire.world import World
 from .status import describe, describe_lost
 
 _LOOK_S = 0.2
 _redundancy_option = click.option(
-    "--redundancy", envvar="MLFLASH_REDUNDANCY", metavar="SCHEME", shell_complete=completing.schemes,
+    "--redundancy", envvar="MLFLASH_REDUNDANCY", metavar="SCHEME", shell_complete=shell_completion.schemes,
     help="Scheme of the job. [as in memory]"
 )  # fmt: skip
 
 
 @click.command()
-@click.argument("directory", shell_complete=completing.directories)
+@click.argument("directory", shell_complete=shell_completion.directories)
 @job_option
 @memory_option
 @json_option
@@ -48,9 +50,9 @@ def scavenge(directory: str, job: str | None, memory: str, as_json: bool) -> Non
 
     def work(world: World) -> int:
         started = time.perf_counter()
-        name = jobs.choose(world, given, job, directory)
+        name = choose_job.choose(world, given, job, directory)
         before = _outlook(world, given, name)
-        shelf = on_disk.look_into(world, given.directory)
+        stored = on_disk.look_into(world, given.directory)
         newest, lost = before.newest, before.lost
         drain, nbytes = None, 0
         if newest is not None:
@@ -61,7 +63,7 @@ def scavenge(directory: str, job: str | None, memory: str, as_json: bool) -> Non
             nbytes = sum(gather_from_all(world, 0 if drain is None else drain.nbytes))
         if world.rank:
             return FINE
-        there = shelf.newest if shelf is not None else None
+        there = stored.newest if stored is not None else None
         beyond = lost or newest  # if that is not in the directory either, it is gone
         covered = drain is not None or (
             there is not None and (beyond is None or there.card.attempt.generation >= beyond.attempt.generation)
@@ -73,7 +75,9 @@ def scavenge(directory: str, job: str | None, memory: str, as_json: bool) -> Non
         elif newest is not None and not covered:
             lines.append(f"step {newest.step} in memory is damaged, and nothing was drained")
         elif there is not None:
-            lines.append(f"memory has nothing newer than step {there.step}, which is in {shelf and shelf.path} already")
+            lines.append(
+                f"memory has nothing newer than step {there.step}, which is in {stored and stored.path} already"
+            )
         else:
             lines.append("memory has nothing that can be restored, and there is nothing in the directory"
                          + _elsewhere(world, given, name))  # fmt: skip
@@ -103,7 +107,7 @@ def heal(directory: str | None, redundancy: str | None, job: str | None, memory:
     given = settings(memory, job, directory)
 
     def work(world: World) -> int:
-        name = jobs.choose(world, given, job, directory)
+        name = choose_job.choose(world, given, job, directory)
         before = _outlook(world, given, name)
         newest = before.newest
         if newest is None:
@@ -119,7 +123,7 @@ def heal(directory: str | None, redundancy: str | None, job: str | None, memory:
         nodes = look_around(world, given.memory, name, as_restored=True)
         if world.rank:
             return FINE
-        after = look_ahead(nodes, world.world is not None)
+        after = what_is_restorable(nodes, world.world is not None)
         made = after.newest
         survives = None if made is None else survival(nodes, made)
         whole = made is not None and made.step == step
@@ -140,11 +144,11 @@ def _elsewhere(world: World, given: Config, job: str) -> str:
     return f"; nothing of {job} is here, but of {', '.join(others)}: name it with --job" if others else ""
 
 
-def _outlook(world: World, given: Config, job: str) -> Outlook:
+def _outlook(world: World, given: Config, job: str) -> Restorability:
     """What all nodes can give, told to all ranks. Collective."""
     nodes = look_around(world, given.memory, job, as_restored=True)
-    told = look_ahead(nodes, together=True) if world.rank == 0 else None
-    outlook: Outlook = world.broadcast(told, 0)
+    told = what_is_restorable(nodes, together=True) if world.rank == 0 else None
+    outlook: Restorability = world.broadcast(told, 0)
     return outlook
 
 

@@ -9,17 +9,18 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ..command_line import choose_job
+from ..command_line.options import job_options, settings
+from ..command_line.output import answer, new_table
+from ..command_line.run_on_ranks import FINE, WRONG, run_together
 from ..config import Config
+from ..human_readable.units import show_bytes, show_seconds
+from ..human_readable.wording import many, named, ranges
+from ..inspection import on_disk
+from ..inspection.node_memory import File, Node, look_around
+from ..inspection.restorability import Prospect, Restorability, Survival, survival, what_is_restorable
 from ..memory.slot_header import Attempt, Header, Kind
-from ..terminal import jobs, on_disk
-from ..terminal.looking import File, Node, look_around
-from ..terminal.options import job_options, settings
-from ..terminal.outlook import Outlook, Prospect, Survival, look_ahead, survival
-from ..terminal.printing import answer, new_table
-from ..terminal.together import FINE, WRONG, run_together
-from ..terminal.units import show_bytes, show_seconds
-from ..terminal.words import many, named, ranges
-from ..wire.world import World
+from ..mpi.world import World
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -51,10 +52,10 @@ def status(directory: str | None, job: str | None, memory: str, as_json: bool) -
 
 def look(world: World, given: Config, job: str | None, directory: str | None) -> Found:
     """Look at memory and directory of a job. Collective over the world; what is in memory only rank 0 learns."""
-    name = jobs.choose(world, given, job, directory)
+    name = choose_job.choose(world, given, job, directory)
     nodes = look_around(world, given.memory, name)
-    shelf = on_disk.look_into(world, given.directory)
-    return Found(name, nodes, look_ahead(nodes, world.world is not None), shelf)
+    stored = on_disk.look_into(world, given.directory)
+    return Found(name, nodes, what_is_restorable(nodes, world.world is not None), stored)
 
 
 @dataclasses.dataclass
@@ -63,17 +64,17 @@ class Found:
 
     job: str
     nodes: list[Node]
-    outlook: Outlook
-    shelf: on_disk.Shelf | None
+    outlook: Restorability
+    stored: on_disk.DirectoryContents | None
 
     @property
     def is_well(self) -> bool:
         """Whether nothing is damaged, no committed step is lost, and there is something to restore."""
-        if any(node.damaged for node in self.nodes) or (self.shelf is not None and self.shelf.damaged):
+        if any(node.damaged for node in self.nodes) or (self.stored is not None and self.stored.damaged):
             return False
         if self.outlook.unseen:  # of what is on other nodes nothing is known
             return bool(self.outlook.prospects)
-        drained = self.shelf.newest if self.shelf is not None else None
+        drained = self.stored.newest if self.stored is not None else None
         lost = self.outlook.lost
         if lost is not None and (drained is None or drained.card.attempt.generation < lost.attempt.generation):
             return False
@@ -98,7 +99,7 @@ class Found:
             "unseen": list(self.outlook.unseen),
             "attempts": [attempt_to_json(one) for one in self.outlook.prospects],
             "nodes": [_node_to_json(node) for node in self.nodes],
-            "directory": None if self.shelf is None else self.shelf.to_json(),
+            "directory": None if self.stored is None else self.stored.to_json(),
         }
 
     def show(self, console: Console) -> None:
@@ -126,31 +127,31 @@ class Found:
                              "seen under mpiexec or srun, with a process on each node")  # fmt: skip
         elif (survives := self.survives) is not None:
             yield "red" if survives.fatal else "", f"survives the loss of: any process; {survives}"
-        if newest is not None or (self.shelf is not None and self.shelf.newest is not None):
+        if newest is not None or (self.stored is not None and self.stored.newest is not None):
             yield "", "by their headers: only `mlflash verify` reads every byte of them"
         if self.outlook.lost is not None and not self.outlook.unseen:
             yield "red", describe_lost(self.outlook.lost)
         for node in self.nodes:
             for file in node.damaged:
                 yield "red", f"damaged: {file.name} on {node.name}: {file.damage}"
-        yield from directory_lines(self.shelf)
+        yield from directory_lines(self.stored)
 
 
-def directory_lines(shelf: on_disk.Shelf | None) -> Iterator[tuple[str, str]]:
+def directory_lines(stored: on_disk.DirectoryContents | None) -> Iterator[tuple[str, str]]:
     """What was drained, for people: style and text."""
-    if shelf is None:
+    if stored is None:
         yield "", "drained: not looked at (--directory)"
         return
-    if shelf.newest is None:
-        yield "yellow", f"drained: nothing, in {shelf.path}"
+    if stored.newest is None:
+        yield "yellow", f"drained: nothing, in {stored.path}"
     else:
-        steps = sorted({one.step for one in shelf.listed})
-        age = show_seconds(on_disk.age_s(shelf.newest.card.unix_ns))
-        yield "", f"drained: step {shelf.newest.step}, {age} ago; {many(len(steps), 'step')} in {shelf.path}"
-    if shelf.unfinished:
-        yield "yellow", f"not finished, being drained or left by a drain that died: {', '.join(shelf.unfinished)}"
-    if shelf.damaged:
-        yield "red", f"damaged: {', '.join(shelf.damaged)}"
+        steps = sorted({one.step for one in stored.listed})
+        age = show_seconds(on_disk.age_s(stored.newest.card.unix_ns))
+        yield "", f"drained: step {stored.newest.step}, {age} ago; {many(len(steps), 'step')} in {stored.path}"
+    if stored.unfinished:
+        yield "yellow", f"not finished, being drained or left by a drain that died: {', '.join(stored.unfinished)}"
+    if stored.damaged:
+        yield "red", f"damaged: {', '.join(stored.damaged)}"
 
 
 def describe(one: Prospect) -> str:

@@ -7,20 +7,22 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ..command_line import choose_job
+from ..command_line.options import job_options, settings
+from ..command_line.output import answer
+from ..command_line.progress_bar import Bar
+from ..command_line.run_on_ranks import FINE, WRONG, run_together
 from ..config import Config
 from ..errors import CorruptSlot, MlflashError
-from ..memory.node_directory import NodeMemory
+from ..human_readable.units import show_bytes
+from ..human_readable.wording import many
+from ..inspection import on_disk
+from ..inspection.node_memory import File, look, places
+from ..inspection.slot_file import Changed, Sealed
+from ..memory.node_directory import NodeDirectory
+from ..mpi.gather_on_rank_0 import gather_from_all
+from ..mpi.world import World
 from ..storage.store import open_store
-from ..terminal import jobs, on_disk
-from ..terminal.looking import File, look, places
-from ..terminal.options import job_options, settings
-from ..terminal.printing import answer
-from ..terminal.progress import Bar
-from ..terminal.sealed import Changed, Sealed
-from ..terminal.together import FINE, WRONG, gather_from_all, run_together
-from ..terminal.units import show_bytes
-from ..terminal.words import many
-from ..wire.world import World
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -56,7 +58,7 @@ def verify(directory: str | None, job: str | None, memory: str, as_json: bool) -
     given = settings(memory, job, directory)
 
     def work(world: World) -> int:
-        name = jobs.choose(world, given, job, directory)
+        name = choose_job.choose(world, given, job, directory)
         in_memory = _verify_memory(world, given, name)
         on_its_disk = _verify_directory(world, given.directory)
         if world.rank:
@@ -86,7 +88,7 @@ def _verify_memory(world: World, given: Config, job: str) -> list[Checked]:
                 checked = mine[node.name] = Checked(node.name)
                 if not node.path:
                     continue
-                held = NodeMemory(given.memory, job, node.emulated, make=False)
+                held = NodeDirectory(given.memory, job, node.emulated, make=False)
                 try:
                     for file in node.files[world.local_rank :: world.local_size]:
                         _verify_file(held, file, checked, bar)
@@ -101,7 +103,7 @@ def _verify_memory(world: World, given: Config, job: str) -> list[Checked]:
     return _join(gather_from_all(world, mine))
 
 
-def _verify_file(held: NodeMemory, file: File, checked: Checked, bar: Bar) -> None:
+def _verify_file(held: NodeDirectory, file: File, checked: Checked, bar: Bar) -> None:
     if file.damage:
         checked.files += 1
         checked.damaged.append((file.name, file.damage))
@@ -121,19 +123,19 @@ def _verify_file(held: NodeMemory, file: File, checked: Checked, bar: Bar) -> No
 
 
 def _verify_directory(world: World, directory: str | None) -> list[Checked]:
-    shelf = on_disk.look_into(world, directory)
-    if shelf is None:
+    stored = on_disk.look_into(world, directory)
+    if stored is None:
         return []
-    store = open_store(shelf.path)
+    store = open_store(stored.path)
     mine: dict[str, Checked] = {}
-    total = sum(on_disk.stored_nbytes(store, one) for one in shelf.listed) if world.rank == 0 else 0
+    total = sum(on_disk.stored_nbytes(store, one) for one in stored.listed) if world.rank == 0 else 0
     with Bar("directory", total // world.size, world.rank == 0) as bar:
-        for one in shelf.listed:
+        for one in stored.listed:
             nbytes, wrong = on_disk.verify(world, store, one, bar.advance)
-            where, ranks = f"{shelf.path}/{one.folder}", len(range(world.rank, one.card.world_size, world.size))
+            where, ranks = f"{stored.path}/{one.folder}", len(range(world.rank, one.card.world_size, world.size))
             mine[where] = Checked(where, ranks, nbytes, wrong)
-    for folder in shelf.damaged if world.rank == 0 else ():
-        where = f"{shelf.path}/{folder}"
+    for folder in stored.damaged if world.rank == 0 else ():
+        where = f"{stored.path}/{folder}"
         mine[where] = Checked(where, 1, 0, [("the file that commits it", "its first bytes are damaged")])
     return _join(gather_from_all(world, mine))
 

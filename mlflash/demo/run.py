@@ -13,11 +13,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from ..launcher.processes import find_mpiexec
 from ..memory.node_directory import job_path
 from ..placement.topology import Topology
-from ..running.processes import find_mpiexec
-from .account import Told, describe_origin, describe_seconds, differences
-from .training import DemoFailed, Training
+from .comparison import Told, describe_origin, describe_seconds, differences
+from .one_launch import DemoFailed, Training
 
 _RANKS, _RANKS_PER_NODE = 4, 2
 _TOPOLOGY = Topology(tuple(rank // _RANKS_PER_NODE for rank in range(_RANKS)), ("node0", "node1"))

@@ -22,9 +22,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import mlflash
 
-from .journal import Journal, memcpy_s
 from .model import GPT
-from .text import Batches
+from .rank_log import RankLog, memcpy_s
+from .training_text import Batches
 
 BATCH, CONTEXT = 4, 128
 SAVE_EVERY = 2  # steps
@@ -40,8 +40,8 @@ def main() -> None:
     args = parser.parse_args()
 
     rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
-    journal = Journal(args.folder, rank)
-    journal.tell("start", pid=os.getpid())
+    rank_log = RankLog(args.folder, rank)
+    rank_log.tell("start", pid=os.getpid())
     start_gloo(rank, size)
 
     torch.manual_seed(args.seed)
@@ -58,7 +58,7 @@ def main() -> None:
         restored = ckpt.restore(state)
         report = ckpt.report()
         own_node = report["restored_from"] == report["node"]
-        journal.tell("ready", restored=restored, own_node=own_node, survives=ckpt.survives,
+        rank_log.tell("ready", restored=restored, own_node=own_node, survives=ckpt.survives,
                      parameters=sum(p.numel() for p in model.parameters()))  # fmt: skip
         snapshots, yardstick = [], []
         for step in range((restored or 0) + 1, args.steps + 1):
@@ -72,13 +72,13 @@ def main() -> None:
                 snapshots.append(ckpt.save(step, state))
             elif snapshots:  # between saves, so that neither is in the other's way
                 yardstick.append(memcpy_s(snapshots[-1].nbytes))
-            journal.tell("step", step=step, loss=loss.item(), seconds=time.perf_counter() - begin)
+            rank_log.tell("step", step=step, loss=loss.item(), seconds=time.perf_counter() - begin)
         ckpt.wait()
         report = ckpt.report()
 
     tensors: dict[str, Any] = final_tensors(model, optimizer)
     np.savez(args.folder / f"rank{rank}.npz", **tensors)
-    journal.tell(
+    rank_log.tell(
         "done",
         partners=report["partners"],
         transport=report["transport"],

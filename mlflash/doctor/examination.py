@@ -14,12 +14,12 @@ from typing import Any
 
 from ..config import DISABLE, Config
 from ..errors import DeadlineExceeded, MlflashError, MpiUnavailable, WorldMismatch
-from ..wire.world import World, find_comm, has_rdma, load_mpi
-from . import copying, gpu, logout, memory, mounts, ranks, rma, slurm, software
+from ..mpi.world import World, find_comm, has_rdma, load_mpi
+from . import copying, gpu, logind, memory, mounts, mpi_ranks, rma, slurm, software
 from .findings import Diagnosis, Finding, fine, merge, warning, wrong
-from .launch import Launch, judge_size, tidy_version
-from .need import Need, count, shape
-from .watch import Watch
+from .launch_environment import Launch, judge_size, tidy_version
+from .memory_need import Need, count, shape
+from .watchdog import Watch
 
 Check = Callable[[], "Iterable[Finding] | Finding"]
 SUBJECTS = ("MPI", "memory", "Slurm", "software", "GPU")
@@ -141,7 +141,7 @@ class Examination:
         container = mounts.container_of(os.environ)
         self._look("memory", "file system", lambda: mounts.kind(mine, given.memory))
         self._look("memory", "lifetime", lambda: mounts.lasting(mine, first, given.memory, container, os.environ))
-        self._look("memory", "logout", lambda: logout.removal(given.memory, os.geteuid()))
+        self._look("memory", "logout", lambda: logind.removal(given.memory, os.geteuid()))
         self._look("memory", "writing", lambda: memory.writing(given.memory), f"make {given.memory} writable, or name "
                    "another memory file system with --memory")  # fmt: skip
         self._look("memory", "pages", lambda: copying.pages(given.memory))
@@ -217,7 +217,7 @@ class Examination:
         world, mpi = self._world, self._mpi
         if world.world is not None:
             self._place(world)
-        self._look("MPI", "library", lambda: ranks.library(mpi))
+        self._look("MPI", "library", lambda: mpi_ranks.library(mpi))
         name = tidy_version(mpi.Get_library_version())
         self._look("MPI", "world", lambda: judge_size(self._launch, mpi.COMM_WORLD.size, name), of_all=True)
 
@@ -235,11 +235,11 @@ class Examination:
     def _look_together(self, world: World) -> None:
         memory_, sizes = self._given.memory, [len(ranks_) for ranks_ in world.topology.ranks_on]
         self._look_at_room(len(sizes), max(sizes))
-        self._look("MPI", "fabric", ranks.fabric)
+        self._look("MPI", "fabric", mpi_ranks.fabric)
         self._gather(world)
-        self._together("MPI", "nodes", lambda: ranks.nodes(world, memory_, os.environ), of_all=True)
-        self._together("MPI", "failure domains", lambda: ranks.domains(world, self._given.domains), of_all=True)
-        self._together("MPI", "clocks", lambda: ranks.clocks(world), of_all=True)
+        self._together("MPI", "nodes", lambda: mpi_ranks.nodes(world, memory_, os.environ), of_all=True)
+        self._together("MPI", "failure domains", lambda: mpi_ranks.domains(world, self._given.domains), of_all=True)
+        self._together("MPI", "clocks", lambda: mpi_ranks.clocks(world), of_all=True)
         self._together("software", "threads", lambda: software.threads(world, os.environ))
         self._together("MPI", "RMA within a node", lambda: rma.within_nodes(world, memory_))
         self._together("MPI", "RMA between nodes", lambda: rma.between_nodes(world, memory_))

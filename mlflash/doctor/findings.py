@@ -7,8 +7,8 @@ import enum
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ..terminal.units import show_bytes, show_seconds
-from ..terminal.words import named
+from ..human_readable.units import show_bytes, show_seconds
+from ..human_readable.wording import named
 
 Range = tuple[float, float]
 _NAMED = 4  # nodes named in a line

@@ -14,9 +14,9 @@ import numpy as np
 from ..errors import UnsafePath
 from ..memory import node_directory, user_directory
 from ..memory.memory_limits import available
-from ..memory.node_directory import NodeMemory
+from ..memory.node_directory import NodeDirectory
 from .findings import Finding, fine, warning, wrong
-from .need import Need
+from .memory_need import Need
 
 _TRIED_NBYTES = 16 << 20
 _TINY_NBYTES = 1 << 30  # Docker's /dev/shm has 64 MiB where nobody asks for more
@@ -104,7 +104,7 @@ def judge_limit(check: str, left: int, need: Need | None, more: str) -> Finding:
 def writing(memory: str, nbytes: int = _TRIED_NBYTES) -> Iterator[Finding]:
     """Write a small file without a name, which is gone when it is closed; and look at this user's directory."""
     try:
-        NodeMemory(memory, "doctor-looks-only", None, make=False).close()
+        NodeDirectory(memory, "doctor-looks-only", None, make=False).close()
     except FileNotFoundError:
         pass
     except UnsafePath as error:

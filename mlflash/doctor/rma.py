@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..errors import DeadlineExceeded, MlflashError
-from ..wire.nonblocking import Moves
-from ..wire.rma_windows import Poke
-from ..wire.world import World, has_rdma
+from ..mpi.nonblocking import Operation
+from ..mpi.rma_windows import Poke
+from ..mpi.world import World, has_rdma
 from .findings import Finding, fine, warning, wrong
 
 _MOST_NBYTES, _LEAST_NBYTES = 32 << 20, 1 << 20
@@ -167,7 +167,7 @@ class Trial:
         self._window.Free()
 
 
-def awake(request: Any) -> Moves:
+def awake(request: Any) -> Operation:
     """Wait for an MPI request without sleeping: `World.drive` sleeps when nothing moved for some time."""
     moved = False
     while not request.Test():

@@ -9,8 +9,8 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from ..config import DISABLE, is_enabled
-from ..placement.scheme import parse
-from ..wire.world import World
+from ..mpi.world import World
+from ..placement.redundancy_scheme import parse
 from .findings import Finding, fine, warning, wrong
 
 _PACKAGES = ("mlflash", "numpy", "torch", "mpi4py", "h5py", "xxhash")
@@ -46,7 +46,7 @@ def checksums() -> Iterator[Finding]:
 
 def parity(scheme: str) -> Iterator[Finding]:
     """Name the library that codes parity."""
-    from ..redundancy.erasure import library
+    from ..redundancy.erasure_codes import library
 
     by = re.sub(r"/\S*/", "", library())
     if by == "numpy" and parse(scheme).parity:
@@ -58,7 +58,7 @@ def parity(scheme: str) -> Iterator[Finding]:
 def compression(method: str) -> Iterator[Finding]:
     """See whether drained files can be compressed as asked."""
     if method not in ("", "gzip"):
-        from ..draining.hdf5 import plugin
+        from ..draining.hdf5_files import plugin
 
         plugin()
     yield fine("compression", f"of drained files: {method or 'none'}")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ..terminal.printing import answer
-from ..terminal.words import many
+from ..command_line.output import answer
+from ..human_readable.wording import many
 from .findings import Diagnosis, Level
 
 if TYPE_CHECKING:

@@ -1,5 +1,5 @@
-"""From committed slots to files in a directory, and back.
+"""From committed slots to files in a directory.
 
-In come committed slots; out go files in a directory or bucket, and what is read of them again. It imports `storage`,
-`recovery` for slots that are open to be read, and `saving` for the commits that it follows.
+In come committed slots; out go files in a directory or bucket, of HDF5 or PyTorch DCP. It imports `storage`, and
+`redundancy` for slots whose shares lie in other files.
 """

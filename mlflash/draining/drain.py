@@ -25,15 +25,15 @@ import numpy as np
 
 from ..crash_points import reach
 from ..errors import DeadlineExceeded, DrainFailed, MlflashError, text_of
-from ..storage.file_holes import Skeleton
+from ..mpi.background_collectives import BackgroundCollectives, in_thread
+from ..mpi.nonblocking import Operation, side_by_side
+from ..mpi.world import World
+from ..storage.file_holes import FileWithHoles
 from ..storage.store import Store
-from ..wire.background import Aside, in_thread
-from ..wire.nonblocking import Moves, side_by_side
-from ..wire.world import World
-from . import catalog
-from .cargo import Cargo, Load, Look, Receipt, load, look
-from .catalog import Stored
-from .form import Form
+from . import checkpoint_directory
+from .checkpoint_directory import Stored
+from .drain_input import DrainInput, Load, Look, Receipt, load, look
+from .file_format import Form
 
 log = logging.getLogger("mlflash")
 
@@ -147,14 +147,16 @@ class Drain:
         self._ended.set()
 
 
-def run(drain: Drain, cargo: Cargo, world: World, aside: Aside, store: Store, terms: Terms, clean: bool = False
-        ) -> Moves:  # fmt: skip
+def run(
+    drain: Drain, drain_input: DrainInput, world: World, collectives: BackgroundCollectives, store: Store,
+    terms: Terms, clean: bool = False,
+) -> Operation:  # fmt: skip
     """Bring a drain to its end. Collective over the world.
 
     Args:
         drain: is told how it goes, but not that it has ended.
-        cargo: what this process hands in.
-        world, aside: the ranks, and their communicators for this.
+        drain_input: what this process hands in.
+        world, collectives: the ranks, and their communicators for this.
         store: the directory.
         terms: how it is to be done.
         clean: delete first what interrupted drains of earlier runs have left.
@@ -164,20 +166,30 @@ def run(drain: Drain, cargo: Cargo, world: World, aside: Aside, store: Store, te
     """
     ended: list[MlflashError | None] = []
 
-    def main() -> Moves:
-        ended.append((yield from _run(drain, cargo, world, aside, store, terms, clean)))
+    def main() -> Operation:
+        ended.append((yield from _run(drain, drain_input, world, collectives, store, terms, clean)))
 
     def silent(ranks: Sequence[int]) -> None:
         drain.silent = tuple(ranks), world.names_of(ranks)
 
-    yield from side_by_side([main(), aside.beat(lambda: drain.progress, lambda: bool(ended), drain.moves, silent)])
+    yield from side_by_side(
+        [main(), collectives.beat(lambda: drain.progress, lambda: bool(ended), drain.moves, silent)]
+    )
     return ended[0]
 
 
-def _run(drain: Drain, cargo: Cargo, world: World, aside: Aside, store: Store, terms: Terms, clean: bool) -> Moves:
+def _run(
+    drain: Drain,
+    drain_input: DrainInput,
+    world: World,
+    collectives: BackgroundCollectives,
+    store: Store,
+    terms: Terms,
+    clean: bool,
+) -> Operation:
     error: MlflashError | None = None
     try:
-        on_its_way = _OnItsWay(drain, cargo, world, aside, store, terms)
+        on_its_way = _OnItsWay(drain, drain_input, world, collectives, store, terms)
         try:
             yield from on_its_way.run(clean)
         except MlflashError as problem:  # the same on all ranks
@@ -199,54 +211,62 @@ class _OnItsWay:
 
     form: Form  # known once it is looked at
 
-    def __init__(self, drain: Drain, cargo: Cargo, world: World, aside: Aside, store: Store, terms: Terms):
-        self.drain, self.cargo, self.world, self.aside = drain, cargo, world, aside
+    def __init__(
+        self,
+        drain: Drain,
+        drain_input: DrainInput,
+        world: World,
+        collectives: BackgroundCollectives,
+        store: Store,
+        terms: Terms,
+    ):
+        self.drain, self.drain_input, self.world, self.collectives = drain, drain_input, world, collectives
         self.store, self.inside, self.terms = store, store, terms
         self.written: list[str] = []
         self.commits: list[str] = []  # those among them that say that the checkpoint is whole
         self.receipts: list[tuple[Stored, Receipt]] = []
 
-    def run(self, clean: bool) -> Moves:
+    def run(self, clean: bool) -> Operation:
         reach("drain.begun")
-        world, aside, cargo = self.world, self.aside, self.cargo
+        world, collectives, drain_input = self.world, self.collectives, self.drain_input
         looked: Look
         looked, folder = yield from self._together(lambda: self._look(clean))
-        folder = yield from aside.broadcast(folder)
+        folder = yield from collectives.broadcast(folder)
         self.inside = self.store.at(folder)
         self.drain.path = self.inside.path
-        hosts = yield from aside.gather((min(cargo.homes, default=cargo.world_size), looked.sets))
+        hosts = yield from collectives.gather((min(drain_input.homes, default=drain_input.world_size), looked.sets))
         sets = {rank: by for _, theirs in hosts for rank, by in theirs.items()}
         lowest = min(range(world.size), key=lambda process: hosts[process][0])
-        table: list[bytes] = yield from aside.broadcast(looked.table, lowest)
+        table: list[bytes] = yield from collectives.broadcast(looked.table, lowest)
         mine = [all(one in held for held in looked.digests.values()) for one in table]
-        alike = yield from aside.agree(np.array(mine, dtype=np.uint8))
+        alike = yield from collectives.agree(np.array(mine, dtype=np.uint8))
         common = [one for one, is_alike in zip(table, alike, strict=True) if is_alike]
         reach("drain.dealt")
 
         def write() -> None:
-            for rank, home in cargo.homes.items():
+            for rank, home in drain_input.homes.items():
                 entries = [home.manifest.entries[looked.digests[rank][one]] for one in common]
-                self._write(rank, load(rank, home, entries, sets, cargo.world_size, self.terms.block_nbytes))
+                self._write(rank, load(rank, home, entries, sets, drain_input.world_size, self.terms.block_nbytes))
 
-        _, error = yield from aside.in_turn(self.terms.writers, lambda: self._attempt(write))
-        yield from aside.raise_together(error)
+        _, error = yield from collectives.in_turn(self.terms.writers, lambda: self._attempt(write))
+        yield from collectives.raise_together(error)
         reach("drain.written")
-        told = yield from aside.collect(self.receipts)
+        told = yield from collectives.collect(self.receipts)
         yield from self._together(lambda: self._commit(sorted((r for those in told for r in those), key=_by_rank)))
         reach("drain.committed")
         if world.rank == 0:
             yield from in_thread(self._delete_surplus, "mlflash-drain")
 
-    def undo(self) -> Moves:
+    def undo(self) -> Operation:
         """Delete what was written, that which says that it is whole first."""
         rest = [name for name in self.written if name not in self.commits]
         for names in (self.commits, rest):
             yield from in_thread(functools.partial(self._delete, names), "mlflash-drain")
-            yield from self.aside.agree(np.zeros(1, dtype=np.int64))
+            yield from self.collectives.agree(np.zeros(1, dtype=np.int64))
         if self.world.rank == 0 and self.inside is not self.store:
             yield from self._attempt(self.inside.remove_directory)
 
-    def _attempt(self, work: Callable[[], Any]) -> Moves:
+    def _attempt(self, work: Callable[[], Any]) -> Operation:
         """Do something on a thread; gives its result, and what went wrong."""
         error: MlflashError | None = None
         result: Any = None
@@ -263,29 +283,29 @@ class _OnItsWay:
         self.drain.progress += 1
         return result, error
 
-    def _together(self, work: Callable[[], Any]) -> Moves:
+    def _together(self, work: Callable[[], Any]) -> Operation:
         """Do something on a thread, on all ranks; what goes wrong on any is raised on all."""
         result, error = yield from self._attempt(work)
-        yield from self.aside.raise_together(error)
+        yield from self.collectives.raise_together(error)
         return result
 
     def _look(self, clean: bool) -> tuple[Look, str]:
         self.form = _form(self.terms)  # here, as it imports a library: where that fails on one rank, all hear of it
         if self.world.rank:
-            return look(self.cargo), ""
+            return look(self.drain_input), ""
         if clean:  # at the first drain of a run the directory may have to be made; later it must still be there
             self.store.make()
             self._delete_leftovers()
-        folder = catalog.new_folder(self.store, self.cargo.step)
+        folder = checkpoint_directory.new_folder(self.store, self.drain_input.step)
         self.inside = self.store.at(folder)
         self.inside.make(parents=False)
-        return look(self.cargo), folder
+        return look(self.drain_input), folder
 
     def _write(self, rank: int, loaded: Load) -> None:
         """Write the files of a rank."""
         self.drain.progress += 1
         files, stored, receipt = self.form.rank_files(
-            self.cargo, rank, self.cargo.homes[rank], loaded, self.terms.owner
+            self.drain_input, rank, self.drain_input.homes[rank], loaded, self.terms.owner
         )
         self.drain.nbytes += sum(skeleton.nbytes for _, skeleton in files)
         at_once = min(self.terms.writers or self.world.size, self.world.size)
@@ -293,24 +313,26 @@ class _OnItsWay:
             for name, skeleton in files:
                 self.written.append(name)
                 content = _paced(skeleton.stream(_CHUNK_NBYTES), self.drain, self.terms.rate / at_once)
-                self.inside.write(name, content, catalog.tag(self.cargo.attempt, self.terms.owner))
+                self.inside.write(name, content, checkpoint_directory.tag(self.drain_input.attempt, self.terms.owner))
         self.receipts.append((stored, receipt))
 
     def _commit(self, told: list[tuple[Stored, Receipt]]) -> None:
         """Write what commits the checkpoint (rank 0)."""
         if self.world.rank:
             return
-        if [receipt.rank for _, receipt in told] != list(range(self.cargo.world_size)):
+        if [receipt.rank for _, receipt in told] != list(range(self.drain_input.world_size)):
             raise DrainFailed("not every rank of the checkpoint handed its state in",
-                              expected=f"{self.cargo.world_size} ranks", found=len(told))  # fmt: skip
+                              expected=f"{self.drain_input.world_size} ranks", found=len(told))  # fmt: skip
         for stored, _ in told:  # what is not there any more must not be committed
             for name, nbytes in ((stored.card, stored.nbytes), (stored.data, stored.data_nbytes)):
                 if self.inside.nbytes(name) != nbytes:
                     raise DrainFailed("a file is not as it was written", expected=f"{nbytes} bytes in {name}",
                                       found=self.inside.nbytes(name))  # fmt: skip
-        files = self.form.master_files(self.cargo, [stored for stored, _ in told], [receipt for _, receipt in told],
-                                       self.terms.job, self.terms.owner)  # fmt: skip
-        tag = catalog.tag(self.cargo.attempt, self.terms.owner)
+        files = self.form.master_files(
+            self.drain_input, [stored for stored, _ in told], [receipt for _, receipt in told],
+            self.terms.job, self.terms.owner,
+        )  # fmt: skip
+        tag = checkpoint_directory.tag(self.drain_input.attempt, self.terms.owner)
         with _closing(files):
             for name, skeleton in files:
                 self.written.append(name)
@@ -328,7 +350,7 @@ class _OnItsWay:
     def _delete_leftovers(self) -> None:
         """Delete what interrupted drains of earlier runs left; where that fails, the next drain tries again."""
         try:
-            catalog.delete_leftovers(self.store, self.terms.owner, self.cargo.attempt.run_id)
+            checkpoint_directory.delete_leftovers(self.store, self.terms.owner, self.drain_input.attempt.run_id)
             self.drain.clean = True
         except Exception as problem:
             log.warning("what interrupted drains left could not be deleted: %s", problem)
@@ -336,9 +358,11 @@ class _OnItsWay:
     def _delete_surplus(self) -> None:
         """Delete the checkpoints of this job that need not be kept; where that fails, the next drain tries again."""
         try:
-            listed = catalog.list_checkpoints(self.store)
-            for one in catalog.surplus(listed, self.terms.owner, self.terms.keep_last, self.terms.keep_every):
-                catalog.delete(self.store, one)
+            listed = checkpoint_directory.list_checkpoints(self.store)
+            for one in checkpoint_directory.surplus(
+                listed, self.terms.owner, self.terms.keep_last, self.terms.keep_every
+            ):
+                checkpoint_directory.delete(self.store, one)
         except Exception as problem:
             log.warning("older checkpoints could not be deleted: %s", problem)
 
@@ -346,10 +370,10 @@ class _OnItsWay:
 def _form(terms: Terms) -> Form:
     """The form of files. Loads the library that it needs."""
     if terms.form == "dcp":
-        from .as_dcp import Dcp
+        from .dcp_format import Dcp
 
         return Dcp()
-    from .as_hdf5 import Hdf5
+    from .hdf5_format import Hdf5
 
     return Hdf5(terms.compression)
 
@@ -359,7 +383,7 @@ def _by_rank(told: tuple[Stored, Receipt]) -> int:
 
 
 @contextlib.contextmanager
-def _closing(files: Iterable[tuple[str, Skeleton]]) -> Iterator[None]:
+def _closing(files: Iterable[tuple[str, FileWithHoles]]) -> Iterator[None]:
     """Free the memory of files that were laid out, however it ends."""
     try:
         yield

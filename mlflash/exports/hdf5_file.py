@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..draining import hdf5
+from ..draining import hdf5_files
 from ..storage.store import Store
 from ..storage.whole_state import Whole, Written
 from .mapping import plan
@@ -31,9 +31,11 @@ def write(whole: Whole, store: Store, rules: Sequence[Rule] = (), name: str = "s
     outputs = plan(whole.entries, rules, whole.ties)
     own = [output for output in outputs if output.tie is None]
     ties = {output.entry.name: output.tie for output in outputs if output.tie is not None}
-    objects = {} if rules else hdf5.readable(whole.tree, list(whole.entries), whole.plain)
+    objects = {} if rules else hdf5_files.readable(whole.tree, list(whole.entries), whole.plain)
     batches = Batches(whole, own)
-    skeleton, _ = hdf5.tensors([output.entry for output in own], [batches.source(one) for one in own], ties, objects)
+    skeleton, _ = hdf5_files.tensors(
+        [output.entry for output in own], [batches.source(one) for one in own], ties, objects
+    )
     try:
         return Written({name: store.write(name, skeleton.stream(_CHUNK_NBYTES))}, len(own), ties)
     finally:

@@ -6,9 +6,9 @@ import dataclasses
 import math
 from typing import Any
 
-from ..draining.index import first_names
+from ..draining.file_index import first_names
 from ..errors import CorruptSlot
-from ..recovery.open_checkpoint import Old, Readable, held_by_name
+from ..restoring.open_in_memory import OldRank, OpenCheckpoint, held_by_name
 from ..state.dtypes import item_nbytes
 from ..state.leaves import Entry, Tree
 from ..state.plain_values import encode_key
@@ -37,13 +37,13 @@ class Outline:
     left_out: tuple[str, ...] = ()
 
 
-def outline(opened: Readable) -> Outline:
+def outline(opened: OpenCheckpoint) -> Outline:
     """Say what a checkpoint holds, which was opened with ``told=planned.TOLD``. Not collective."""
     first = min(opened.olds)
     return _of_plan(opened) if dcp_plans.is_planned(opened.olds[first].tree) else _of_state(opened)
 
 
-def _of_state(opened: Readable) -> Outline:
+def _of_state(opened: OpenCheckpoint) -> Outline:
     """What ranks had their own of is that of the lowest rank."""
     found = Outline(held=held_by_name(opened))
     numbers: dict[str, int] = {}
@@ -59,7 +59,7 @@ def _of_state(opened: Readable) -> Outline:
     return found
 
 
-def _of_plan(opened: Readable) -> Outline:
+def _of_plan(opened: OpenCheckpoint) -> Outline:
     """The nested state that a plan was made of, as far as the planner kept where each part of it was."""
     found = Outline()
     paths: dict[str, Path] = {}
@@ -95,7 +95,7 @@ def _whole(entry: Entry) -> Entry:
     return dataclasses.replace(entry, offset=zero, shape=entry.global_shape, start=0, nbytes=nbytes)
 
 
-def _numbered(tree: Tree, old: Old, numbers: dict[str, int], plain: list[Any], path: str) -> Tree:
+def _numbered(tree: Tree, old: OldRank, numbers: dict[str, int], plain: list[Any], path: str) -> Tree:
     """A rank's tree, with the numbers of the whole; adds its plain leaves."""
     tag, rest = tree
     if tag == "e":

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 
 from ..errors import CorruptSlot, MlflashError
-from ..recovery.fragments import Parcel, items
-from ..recovery.open_checkpoint import Readable
+from ..mpi.world import World
+from ..restoring.exchange_fragments import WantedPart, items
+from ..restoring.open_in_memory import OpenCheckpoint
 from ..state import shards
-from ..wire.world import World
 from .outline import outline
 
 Run = Callable[[Callable[[], Any]], Any]
@@ -33,7 +33,7 @@ class Source:
         left_out: names of what has no form outside of its pickle; what else there is, `Whole` says.
     """
 
-    def __init__(self, world: World, opened: Readable, run: Run = lambda work: work()):
+    def __init__(self, world: World, opened: OpenCheckpoint, run: Run = lambda work: work()):
         self._world, self._opened, self._run = world, opened, run
         self.step = opened.step
         its = outline(opened)
@@ -43,9 +43,9 @@ class Source:
     def bytes_of(self, names: Sequence[str]) -> dict[str, np.ndarray]:
         """Read tensors, each whole; for the first rank, while the others are in `serve`. Collective over the world."""
         found = {name: np.empty(self.entries[name].nbytes, dtype=np.uint8) for name in names}
-        parcels = [parcel for name in names for parcel in self._parcels(name, found[name])]
+        wanted_parts = [wanted_part for name in names for wanted_part in self._parcels(name, found[name])]
         self._run(lambda: self._world.broadcast(True, 0))  # from here on the others read, too
-        if not self._run(lambda: self._opened.read(parcels)):
+        if not self._run(lambda: self._opened.read(wanted_parts)):
             raise CorruptSlot("parts of the checkpoint cannot be read", step=self.step)
         return found
 
@@ -77,7 +77,7 @@ class Source:
             raise
         return result
 
-    def _parcels(self, name: str, raw: np.ndarray) -> list[Parcel]:
+    def _parcels(self, name: str, raw: np.ndarray) -> list[WantedPart]:
         entry, held = self.entries[name], self._held[name]
         if not entry.nbytes:
             return []
@@ -88,5 +88,5 @@ class Source:
         )
         parts = shards.fragments(entry, held[:1] if own else held, held[0].rank, near)
         target = items(raw, entry)
-        return [Parcel(part.rank, part.number, part.source, part.shape, target[shards.box(part.target, part.shape)])
+        return [WantedPart(part.rank, part.number, part.source, part.shape, target[shards.box(part.target, part.shape)])
                 for part in parts or ()]  # fmt: skip

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..state.plain_values import decode_plain
 from ..state.shards import plain_leaves
-from ..storage.file_holes import Skeleton
+from ..storage.file_holes import FileWithHoles
 from ..storage.store import Store
 from ..storage.torch_files import hollow, save
 from ..storage.whole_state import Whole, Written, build, tensor_dtype
@@ -48,7 +48,7 @@ def write(
     tensors = dict(zip((output.entry.name for output in own), empty, strict=True))
     state = _flat(outputs, tensors) if flat else _nested(whole, ties, tensors)
     batches = Batches(whole, own)
-    skeleton = Skeleton()
+    skeleton = FileWithHoles()
     try:
         for start, output in zip(save(state, skeleton), own, strict=True):
             skeleton.place(start, output.entry.nbytes, batches.source(output))

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from ..errors import CorruptSlot
 from .inventory import Place, file_name, file_number, first_pages
-from .node_directory import NodeMemory
+from .node_directory import NodeDirectory
 from .slot_header import COMMIT_START, MAGIC, RESTORES_START, Attempt, Header, Kind, any_record, unpack
 
 MOST_STEPS = 16
@@ -42,7 +42,7 @@ class Trace:
     damage: str
 
 
-def trace(memory: NodeMemory, node: int) -> list[Trace]:
+def trace(memory: NodeDirectory, node: int) -> list[Trace]:
     """List the files of this node that hold something, damaged ones too. Not collective."""
     found = []
     for name, page, nbytes in first_pages(memory):

@@ -30,7 +30,7 @@ _locked_here: set[tuple[str, int]] = set()  # POSIX locks do not keep a process 
 os.register_at_fork(after_in_child=_locked_here.clear)  # nor does a process that was forked have them
 
 
-class NodeMemory:
+class NodeDirectory:
     """This job's files on this node.
 
     Args:
@@ -291,7 +291,7 @@ def clean(memory: str, job: str) -> int:
     """
     freed = 0
     for node in [*emulated_nodes(memory, job), None]:
-        held = NodeMemory(memory, job, node)
+        held = NodeDirectory(memory, job, node)
         try:
             held.lock(0, 1, wait_s=0)
             freed += held.wipe()

@@ -19,9 +19,9 @@ from ..state.layout import CHECK_NBYTES, PAGE_NBYTES, Extents
 from ..state.leaves import Entry
 from ..state.manifest import Manifest, decode
 from ..state.rebuild import Read
-from .segment import Segment
+from .copy_threads import ALONE, CopyThreads
+from .shared_memory_segment import Segment
 from .slot_header import COMMIT_START, HEADER_NBYTES, RESTORES_START, Attempt, Header, pack_record, read_record, unpack
-from .thread_pool import ALONE, Crew
 
 _RUN = 16  # blocks that one thread checks at a time
 _NOTHING: np.ndarray = np.empty(0, dtype=np.uint8)
@@ -123,7 +123,7 @@ class Slot:
         sums = [xxhash.xxh3_64_intdigest(body[extents.block(i)].data) for i in range(first, last)]
         return np.array(sums, dtype="<u8")
 
-    def bad_blocks(self, extents: Extents, crew: Crew = ALONE) -> list[int]:
+    def bad_blocks(self, extents: Extents, copy_threads: CopyThreads = ALONE) -> list[int]:
         """List the blocks whose bytes are not what the table says. Reads the whole body."""
         table = self.table(extents)
         bad: list[int] = []
@@ -133,7 +133,7 @@ class Slot:
             differ = self.check_blocks(extents, first, last) != table[first:last]
             bad.extend(first + int(i) for i in np.flatnonzero(differ))
 
-        crew.run([functools.partial(compare, first) for first in range(0, extents.blocks, _RUN)])
+        copy_threads.run([functools.partial(compare, first) for first in range(0, extents.blocks, _RUN)])
         return sorted(bad)
 
     def verify_table(self) -> None:
@@ -148,7 +148,7 @@ class Slot:
             raise CorruptSlot(f"the block table of {self.name} is damaged", rank=header.rank,
                               step=header.step)  # fmt: skip
 
-    def verify(self, crew: Crew = ALONE) -> None:
+    def verify(self, copy_threads: CopyThreads = ALONE) -> None:
         """Check table and body of a sealed slot against its header, every byte.
 
         Raises:
@@ -157,7 +157,7 @@ class Slot:
         self.verify_table()
         header = self.header
         assert header is not None
-        if bad := self.bad_blocks(header.extents, crew):
+        if bad := self.bad_blocks(header.extents, copy_threads):
             raise CorruptSlot(
                 f"{len(bad)} of {header.extents.blocks} blocks of {self.name} are damaged, first block {bad[0]}",
                 rank=header.rank,

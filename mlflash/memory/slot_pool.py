@@ -16,16 +16,17 @@ import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 
 from ..errors import CorruptSlot
-from . import segment
-from .inventory import Files, file_name, file_number
-from .node_directory import NodeMemory
+from . import shared_memory_segment
+from .file_assignment import AssignedFiles
+from .inventory import file_name, file_number
+from .node_directory import NodeDirectory
 from .slot import Slot, Use
 from .slot_header import Attempt
 
 log = logging.getLogger("mlflash")
 
 
-class Shelf:
+class SlotPool:
     """This rank's slots.
 
     Args:
@@ -34,7 +35,7 @@ class Shelf:
         own: slots of its own; three where checkpoints are drained, as one of them may be read for long.
     """
 
-    def __init__(self, memory: NodeMemory, owners: Sequence[int], own: int = 2):
+    def __init__(self, memory: NodeDirectory, owners: Sequence[int], own: int = 2):
         self._memory = memory
         self.own = [Slot() for _ in range(own)]
         self.shares = [Slot() for _ in range(own)]  # without files where nothing is shared
@@ -43,7 +44,7 @@ class Shelf:
         self._spare: set[int] = set()  # files to delete once nothing can need them
         self._kept: set[int] = set()  # files to delete once a newer step is committed
         self._stale: set[int] = set()  # those among them that do not hold the attempt restored
-        self._quarantined: list[segment.Segment] = []  # files that a device has not ended its copies into
+        self._quarantined: list[shared_memory_segment.Segment] = []  # files that a device has not ended its copies into
         self.aside: set[int] = set()  # files of this node that are left to themselves until a newer step is committed
         self.changed = threading.Condition()  # notified when a slot becomes free
         self._lent: collections.Counter[int] = collections.Counter()  # how many views this rank has given, by inode
@@ -57,7 +58,7 @@ class Shelf:
         """Bytes of the node's memory that the files of this rank take."""
         return sum(slot.segment.nbytes for slot in self.all() if slot.segment is not None)
 
-    def adopt(self, files: Files, kept: Attempt | None, trusted: Container[int], spare: Sequence[int],
+    def adopt(self, files: AssignedFiles, kept: Attempt | None, trusted: Container[int], spare: Sequence[int],
               needed: Sequence[int] = ()) -> None:  # fmt: skip
         """Take over files that an earlier process left. Not collective.
 
@@ -83,9 +84,9 @@ class Shelf:
                 mapping.close()
         self._kept = set(needed)
         self._spare, self._stale = set(spare), {number for number in spare if number not in trusted}
-        segment.prefault_in_background([s.segment for s in self.all() if s.segment is not None])
+        shared_memory_segment.prefault_in_background([s.segment for s in self.all() if s.segment is not None])
 
-    def mapped(self) -> dict[int, segment.Segment]:
+    def mapped(self) -> dict[int, shared_memory_segment.Segment]:
         """The mappings of the slots, by inode of their files."""
         return {slot.segment.inode: slot.segment for slot in self.all() if slot.segment is not None}
 
@@ -104,11 +105,11 @@ class Shelf:
                 slot.header = None
                 self._distrusted.append(slot)
 
-    def _attach(self, number: int | None, mapped: dict[int, segment.Segment]) -> Slot:
+    def _attach(self, number: int | None, mapped: dict[int, shared_memory_segment.Segment]) -> Slot:
         if number is None:
             return Slot()
         try:
-            return Slot(segment.attach(self._memory, file_name(number), mapped))
+            return Slot(shared_memory_segment.attach(self._memory, file_name(number), mapped))
         except (CorruptSlot, FileNotFoundError):
             self._memory.remove(file_name(number))
         except OSError as error:  # not ours, or of no use to us: neither may stop this rank alone
@@ -189,7 +190,7 @@ class Shelf:
 
         Not collective. Until then no save gets the slot that is lent.
         """
-        mapped, take_back = segment.lend(self._memory, slot.name)
+        mapped, take_back = shared_memory_segment.lend(self._memory, slot.name)
         self._lent[mapped.inode] += 1
         weakref.finalize(mapped.view, self._returned, mapped.inode, take_back).atexit = False
         return Slot(mapped)
@@ -319,7 +320,7 @@ class Shelf:
     def pin_own(self) -> None:
         """Page-lock, behind, the slots that this rank copies its state into. Not collective."""
         own = [slot.segment for slot in (*self.own, *self.shares) if slot.segment is not None]
-        segment.prefault_in_background(own, pin=True)
+        shared_memory_segment.prefault_in_background(own, pin=True)
 
     def close(self) -> None:
         """Unmap everything; the files stay."""

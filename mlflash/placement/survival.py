@@ -15,7 +15,7 @@ from functools import cached_property
 
 import numpy as np
 
-from .groups import Placement
+from .protection_groups import Placement
 from .topology import Topology, tied_together
 
 _ENUMERATED = 20  # nodes tied together by limits that differ, of which every subset is looked at

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from ..errors import ConfigError
-from ..terminal.units import show_seconds, show_share
+from ..human_readable.units import show_seconds, show_share
 from .interval import Costs, waste, young
-from .prospects import Job, Prospect
+from .scheme_comparison import Job, SchemeCosts
 
 _SAME = 0.01  # curves that are nowhere further apart, as a share of the axis, are drawn as one
 _APART = 0.05  # a line of text, as a share of the axis
@@ -20,7 +20,7 @@ _TICKS_S = (0.1, 1, 10, 60, 600, 3600, 6 * 3600, 86_400, 10 * 86_400, 100 * 86_4
 _LINES = ("-", "--", "-.", ":")
 
 
-def draw(path: str, job: Job, costs: Costs, prospects: Sequence[Prospect]) -> None:
+def draw(path: str, job: Job, costs: Costs, prospects: Sequence[SchemeCosts]) -> None:
     """Draw waste against interval to a file, PNG or what else its name ends in.
 
     Raises:
@@ -58,7 +58,7 @@ def draw(path: str, job: Job, costs: Costs, prospects: Sequence[Prospect]) -> No
         raise ConfigError(f"cannot draw to {path!r}: {error}") from None
 
 
-def _axes(costs: Costs, prospects: Sequence[Prospect]) -> tuple[np.ndarray, float]:
+def _axes(costs: Costs, prospects: Sequence[SchemeCosts]) -> tuple[np.ndarray, float]:
     """Intervals around the best one and the commit, evenly spaced in their logarithm; the highest percent drawn.
 
     Raises:
@@ -75,7 +75,7 @@ def _axes(costs: Costs, prospects: Sequence[Prospect]) -> tuple[np.ndarray, floa
     return np.geomspace(low_s, 40 * best_s, 400), min(100.0, max(3 * min(wasted), 1.4 * max(wasted)))
 
 
-def _curves(intervals_s: np.ndarray, top: float, costs: Costs, prospects: Sequence[Prospect]
+def _curves(intervals_s: np.ndarray, top: float, costs: Costs, prospects: Sequence[SchemeCosts]
             ) -> list[tuple[str, np.ndarray, float | None]]:  # fmt: skip
     """Labels, percent and best interval of the curves that differ, the lowest first."""
     found: list[tuple[list[str], np.ndarray, float | None]] = []

@@ -10,16 +10,18 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..terminal.printing import new_table
-from ..terminal.units import YEAR_S, show_bytes, show_seconds, show_share
-from ..terminal.words import many
+from ..command_line.output import new_table
+from ..human_readable.units import YEAR_S, show_bytes, show_seconds, show_share
+from ..human_readable.wording import many
 from .interval import Costs, daly, young
-from .prospects import Job, Prospect, least
+from .scheme_comparison import Job, SchemeCosts, least
 
 _NAMED = 2  # domains that hold too much of a group, of each scheme
 
 
-def show(console: Console, job: Job, costs: Costs | None, prospects: Sequence[Prospect], notes: Sequence[str]) -> None:
+def show(
+    console: Console, job: Job, costs: Costs | None, prospects: Sequence[SchemeCosts], notes: Sequence[str]
+) -> None:
     """Print a plan: what was asked, a line for each scheme, what each survives, warnings, the least memory."""
     for line in _asked(job, costs, prospects):
         console.print(line, highlight=False, soft_wrap=True)
@@ -38,7 +40,7 @@ def show(console: Console, job: Job, costs: Costs | None, prospects: Sequence[Pr
         console.print(Text(f"{text} ({best.memory_nbytes / job.state_nbytes:.2f} x state)", style="green"))
 
 
-def _asked(job: Job, costs: Costs | None, prospects: Sequence[Prospect]) -> Iterator[str]:
+def _asked(job: Job, costs: Costs | None, prospects: Sequence[SchemeCosts]) -> Iterator[str]:
     nodes, state = len(job.node_names), job.state_nbytes
     slots = {2: "two slots", 3: "three slots (it drains)"}[job.own_slots]
     yield (
@@ -72,7 +74,7 @@ def _asked(job: Job, costs: Costs | None, prospects: Sequence[Prospect]) -> Iter
         )
 
 
-def _table(job: Job, costs: Costs | None, prospects: Sequence[Prospect]) -> Table:
+def _table(job: Job, costs: Costs | None, prospects: Sequence[SchemeCosts]) -> Table:
     other_made = any(p.made != str(p.scheme) for p in prospects)
     heads = ["scheme", *["made here"] * other_made, ">a node", ">x state", *["fits"] * (job.memory_nbytes is not None)]
     heads += [f">{lost} lost" for lost in range(1, len(prospects[0].chances) + 1)]
@@ -111,11 +113,11 @@ def _few(count: float) -> str:
     return f"{count:,.0f}" if count >= 10 else f"{count:.2g}"
 
 
-def _falls(p: Prospect, costs: Costs) -> float:
+def _falls(p: SchemeCosts, costs: Costs) -> float:
     return (p.uncovered or 0.0) * YEAR_S / costs.mtbf_s
 
 
-def to_json(job: Job, costs: Costs | None, prospects: Sequence[Prospect], notes: Sequence[str]) -> dict[str, Any]:
+def to_json(job: Job, costs: Costs | None, prospects: Sequence[SchemeCosts], notes: Sequence[str]) -> dict[str, Any]:
     """Give a plan as plain values; bytes, seconds and shares, whatever units were given."""
     given = {"nodes": len(job.node_names), "ranks_per_node": job.ranks_per_node, "nbytes_per_rank": job.nbytes,
              "alike_nbytes": job.alike_nbytes,

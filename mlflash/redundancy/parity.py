@@ -18,13 +18,13 @@ from ..memory.parity_file import Head, heads_blocks, pack_heads, read_heads
 from ..memory.parity_layout import Stripes, Unit, parity_extents
 from ..memory.slot import Slot, Use, table_check
 from ..memory.slot_header import HEADER_NBYTES, Attempt, Header, unpack
-from ..memory.slot_pool import Shelf, any_whole
-from ..placement.groups import Placement
+from ..memory.slot_pool import SlotPool, any_whole
+from ..mpi.nonblocking import Operation, done, side_by_side
+from ..mpi.world import World
+from ..placement.protection_groups import Placement
 from ..state.layout import Extents
-from ..wire.nonblocking import Moves, done, side_by_side
-from ..wire.world import World
-from .parity_exchange import Exchange, Roles, roles_of
-from .transfer import Source, offer, swap
+from .parity_exchange import ParityExchange, Roles, roles_of
+from .slot_transfer import Source, offer, swap
 
 log = logging.getLogger("mlflash")
 
@@ -53,7 +53,7 @@ class Parity:
         self._comm = None
         if placement.parity_groups and transport == "rma":
             self._comm = world.split(number.get(self.group, len(number)))
-        self._exchange: Exchange | None = None
+        self._exchange: ParityExchange | None = None
         self._planned: tuple[tuple[Stripes, tuple[int, ...]], Roles] | None = None
         self._lacking: Sequence[int] = ()  # ranks without their parity
         self._holders: Sequence[int] = ()  # ranks that get theirs now
@@ -84,7 +84,7 @@ class Parity:
         if self._comm is not None:
             self._world.drop(self._comm)
 
-    def offer(self, shelf: Shelf, extents: Extents | None, again: bool) -> list[tuple[Slot, int]]:
+    def offer(self, pool: SlotPool, extents: Extents | None, again: bool) -> list[tuple[Slot, int]]:
         """Tell the group the size of this rank's slot; returns the parity slot needed, with its bytes.
 
         Collective over the group.
@@ -106,7 +106,7 @@ class Parity:
         self._holders = self._lacking if again else self.group
         if self._world.rank not in self._holders:
             return []
-        self._target = shelf.free_slot(shelf.inbox[self._world.rank])
+        self._target = pool.free_slot(pool.inbox[self._world.rank])
         if self._target is None:
             raise AssertionError("both parity slots hold something")
         return [(self._target, self._parity_extents.nbytes)]
@@ -120,11 +120,11 @@ class Parity:
         block_nbytes = self._extents[self._world.rank].block_nbytes
         return parity_extents(self._stripes.blocks, self.scheme.losses, block_nbytes)
 
-    def moves(self, shelf: Shelf, source: Source, attempt: Attempt) -> list[Moves]:
+    def moves(self, pool: SlotPool, source: Source, attempt: Attempt) -> list[Operation]:
         """Make the parity, as operations whose result is whether this rank's share is whole and sealed."""
         return [self._make(source, attempt)] if self._extents else []
 
-    def _make(self, source: Source, attempt: Attempt) -> Moves:
+    def _make(self, source: Source, attempt: Attempt) -> Operation:
         units = sorted({size.block_nbytes for size in self._extents.values()})
         if len(units) > 1:
             log.warning("the ranks of a parity group have different block_nbytes: %s", ", ".join(map(str, units)))
@@ -162,10 +162,10 @@ class Parity:
         if self._exchange is None or self._exchange.block_nbytes != block_nbytes:
             if self._exchange is not None:
                 self._exchange.free()
-            self._exchange = Exchange(self._world, self._comm, self.group, self._transport, block_nbytes,
+            self._exchange = ParityExchange(self._world, self._comm, self.group, self._transport, block_nbytes,
                                       len(self.group))  # fmt: skip
 
-    def _swap_heads(self, source: Source) -> Moves:
+    def _swap_heads(self, source: Source) -> Operation:
         """Send this rank's head to those that get parity, and take theirs; gives raw headers and tables, by rank."""
         mpi, comm, me = self._world.mpi, self._world.data, self._world.rank
         page = source.slot.view[:HEADER_NBYTES].copy()
@@ -212,27 +212,27 @@ class Parity:
         target.use = Use.BUSY
         return True
 
-    def missing(self, shelf: Shelf, attempt: Attempt) -> bool:
+    def missing(self, pool: SlotPool, attempt: Attempt) -> bool:
         """Whether a rank of the group lacks its parity of an attempt. The members wait for each other.
 
         Each rank checks every byte of its own; a bad one is forgotten.
         """
         if not self.group:
             return False
-        whole = any_whole(self.kept(shelf, attempt), _verify, f"rank {self._world.rank}: parity")
+        whole = any_whole(self.kept(pool, attempt), _verify, f"rank {self._world.rank}: parity")
         mine = (int(whole), 0, 0)
         answers = swap(self._world, dict.fromkeys(self._others, mine), self._others)
         has = {**answers, self._world.rank: list(mine)}
         self._lacking = [rank for rank in self.group if not has[rank][0]]
         return bool(self._lacking)
 
-    def kept(self, shelf: Shelf, attempt: Attempt) -> list[Slot]:
+    def kept(self, pool: SlotPool, attempt: Attempt) -> list[Slot]:
         """The inbox slots that hold this rank's parity of an attempt, for the group of today."""
         wanted = (self._world.rank, attempt, self.group, self.scheme.losses)
         return [
             slot
             for owner in self.owners
-            for slot in shelf.inbox[owner]
+            for slot in pool.inbox[owner]
             if (h := slot.header) is not None and (h.rank, h.attempt, h.group, h.parities) == wanted
         ]
 

@@ -23,12 +23,12 @@ import xxhash
 from ..crash_points import reach
 from ..memory.parity_layout import Task, Unit
 from ..memory.slot_header import MAX_GROUP
-from ..wire.nonblocking import Moves, done, side_by_side
-from ..wire.rate_limit import Pace
-from ..wire.rma_windows import OpenMemory
-from ..wire.world import World
-from . import erasure
-from .transfer import ARRIVAL_S
+from ..mpi.nonblocking import Operation, done, side_by_side
+from ..mpi.rma_windows import OpenMemory
+from ..mpi.send_rate import SendRate
+from ..mpi.world import World
+from . import erasure_codes
+from .slot_transfer import ARRIVAL_S
 
 _BODY, _CHECK, _READY = 0, 1, 2
 _FIRST_TAG, _TAGGED = 100, 64  # tasks end in any order: messages carry the task's number, modulo this, and the unit's
@@ -44,7 +44,7 @@ class Blocks(Protocol):
     """
 
     compares: bool
-    pace: Pace
+    pace: SendRate
 
     def rank_of(self, unit: Unit) -> int:
         """The rank that reads or writes a block."""
@@ -97,7 +97,7 @@ def roles_of(rank: int, tasks: Iterable[Task], rank_of: Callable[[Unit], int]) -
     return roles
 
 
-class Exchange:
+class ParityExchange:
     """Buffers, and the window over them.
 
     Collective over ``comm`` with the transport rma.
@@ -128,7 +128,7 @@ class Exchange:
         if self._window is not None:
             self._window.free()
 
-    def moves(self, roles: Roles, blocks: Blocks) -> list[Moves]:
+    def moves(self, roles: Roles, blocks: Blocks) -> list[Operation]:
         """This rank's part in some tasks, as operations whose result is whether every block was whole.
 
         Args:
@@ -140,13 +140,13 @@ class Exchange:
         takes = (self._take(coder, tag, unit, blocks) for coder, tag, unit in roles.takes)
         return [in_order(sends, 2 * _DEPTH), in_order(codes, _DEPTH), in_order(takes, _DEPTH)]
 
-    def _send_block(self, coder: int, tag: int, unit: Unit, blocks: Blocks) -> Moves:
+    def _send_block(self, coder: int, tag: int, unit: Unit, blocks: Blocks) -> Operation:
         yield from blocks.pace.send(blocks.nbytes(unit))
         raw, check = blocks.read(unit)
         yield from self._send(coder, tag, raw, check, tell=False)
         return True
 
-    def _take(self, coder: int, tag: int, unit: Unit, blocks: Blocks) -> Moves:
+    def _take(self, coder: int, tag: int, unit: Unit, blocks: Blocks) -> Operation:
         into = blocks.place(unit)
         lane = self._free.pop() if self._window is not None else -1
         buffer = into if lane < 0 else self._lanes[lane][: into.nbytes]
@@ -157,11 +157,11 @@ class Exchange:
         reach("parity.arrived")
         return good and blocks.placed(unit, check)
 
-    def _code(self, number: int, task: Task, blocks: Blocks) -> Moves:
+    def _code(self, number: int, task: Task, blocks: Blocks) -> Operation:
         me = self._world.rank
         lanes = [self._free.pop() for _ in (*task.inputs, *task.outputs)]
         sources: list[np.ndarray | None] = []
-        arriving: list[Moves] = []
+        arriving: list[Operation] = []
         for nth, unit, lane in zip(task.have, task.inputs, lanes, strict=False):
             if unit is None:
                 sources.append(None)
@@ -184,7 +184,7 @@ class Exchange:
         for unit, lane in zip(task.outputs, lanes[len(task.inputs) :], strict=True):
             here = blocks.rank_of(unit) == me and blocks.nbytes(unit) == self.block_nbytes
             made.append(blocks.place(unit) if here else self._lanes[lane])
-        erasure.combine(erasure.matrix(len(task.inputs), task.have, task.want), sources, made)
+        erasure_codes.combine(erasure_codes.matrix(len(task.inputs), task.have, task.want), sources, made)
         reach("parity.coded")
         yield True
         for nth, unit, coded in zip(task.want, task.outputs, made, strict=True):
@@ -201,14 +201,14 @@ class Exchange:
         self._free += lanes
         return good
 
-    def _input(self, holder: int, tag: int, unit: Unit, lane: int, blocks: Blocks) -> Moves:
+    def _input(self, holder: int, tag: int, unit: Unit, lane: int, blocks: Blocks) -> Operation:
         buffer = self._lanes[lane][: blocks.nbytes(unit)]
         good, check = yield from self._receive(holder, tag, buffer, lane, told=False)
         if blocks.compares:
             blocks.took(unit, check or xxhash.xxh3_64_intdigest(buffer.data))
         return good
 
-    def _send(self, peer: int, tag: int, raw: np.ndarray, check: int, tell: bool) -> Moves:
+    def _send(self, peer: int, tag: int, raw: np.ndarray, check: int, tell: bool) -> Operation:
         """Send a block; with ``tell`` its checksum too, which a Put needs in any case as its notice."""
         mpi, comm = self._world.mpi, self._world.data
         digest = np.array([check], dtype="<u8")
@@ -230,7 +230,7 @@ class Exchange:
         # The receiver polls for the bytes; Flush, which has no deadline, comes when all is acknowledged.
         return None
 
-    def _receive(self, peer: int, tag: int, into: np.ndarray, lane: int, told: bool) -> Moves:
+    def _receive(self, peer: int, tag: int, into: np.ndarray, lane: int, told: bool) -> Operation:
         """Receive a block; gives whether it is what was ``told``, where that is, and its checksum."""
         mpi, comm = self._world.mpi, self._world.data
         digest = np.empty(1, dtype="<u8")
@@ -258,12 +258,12 @@ def _tag(task: int, unit: int) -> int:
     return _FIRST_TAG + ((task % _TAGGED) * MAX_GROUP + unit) * 3
 
 
-def in_order(operations: Iterator[Moves], width: int) -> Moves:
+def in_order(operations: Iterator[Operation], width: int) -> Operation:
     """Begin operations in their order, so many at a time; the result is whether all of them gave True.
 
     Each makes its first step before the next one begins, so that what it posts is posted in order.
     """
-    running: list[Moves] = []
+    running: list[Operation] = []
     good = True
     while True:
         running += itertools.islice(operations, width - len(running))

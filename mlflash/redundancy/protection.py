@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..config import Config
 from ..memory.slot import Slot
 from ..memory.slot_header import Attempt
-from ..memory.slot_pool import Shelf
-from ..placement.groups import Placement
+from ..memory.slot_pool import SlotPool
+from ..mpi.world import World, has_rdma
+from ..placement.protection_groups import Placement
 from ..state.layout import Extents
-from ..wire.world import World, has_rdma
-from .copies import Copies
 from .parity import Parity
-from .transfer import Source
+from .partner_copies import PartnerCopies
+from .slot_transfer import Source
 
 
 class Protection:
@@ -23,17 +22,22 @@ class Protection:
 
     Args:
         world: the communicators.
-        config: transport and sizes.
         placement: who protects whom.
+        transport: ``p2p``, ``rma`` or ``auto``.
+        chunk_nbytes: of a message.
+        block_nbytes: what has a checksum, and what is coded at a time.
+        job: its name.
     """
 
-    def __init__(self, world: World, config: Config, placement: Placement):
+    def __init__(
+        self, world: World, placement: Placement, transport: str, chunk_nbytes: int, block_nbytes: int, job: str
+    ):
         self._world = world
         self.placement = placement
         world.form_groups(placement.connected)
-        self.transport = _choose_transport(world, config)
-        self._copies = Copies(world, placement, self.transport, config.chunk_nbytes)
-        self._parity = Parity(world, placement, self.transport, config.block_nbytes, config.job)
+        self.transport = _choose_transport(world, transport)
+        self._copies = PartnerCopies(world, placement, self.transport, chunk_nbytes)
+        self._parity = Parity(world, placement, self.transport, block_nbytes, job)
         self._parts = (self._copies, self._parity)
 
     @property
@@ -62,15 +66,15 @@ class Protection:
         """Bytes that each inbox pair must take, where the ranks' slots have so many."""
         return {**self._copies.inbox_nbytes(nbytes_of), **self._parity.inbox_nbytes(nbytes_of)}
 
-    def open_windows(self, shelf: Shelf) -> None:
+    def open_windows(self, pool: SlotPool) -> None:
         """Expose the inbox slots. Collective over the group; nothing happens with the transport p2p."""
-        self._copies.open_windows(shelf)
+        self._copies.open_windows(pool)
 
     def close_windows(self) -> None:
         """Take the inbox slots back. Collective over the group; must come before a slot gets a new file."""
         self._copies.close_windows()
 
-    def offer(self, shelf: Shelf, extents: Extents | None, again: bool = False) -> list[tuple[Slot, int]]:
+    def offer(self, pool: SlotPool, extents: Extents | None, again: bool = False) -> list[tuple[Slot, int]]:
         """Announce what this rank will send; returns the inbox slots needed for what comes, with their bytes.
 
         Collective over the group.
@@ -79,29 +83,29 @@ class Protection:
             extents: parts of the slot to send; None sends nothing.
             again: only what `missing` found missing.
         """
-        return [need for part in self._parts for need in part.offer(shelf, extents, again)]
+        return [need for part in self._parts for need in part.offer(pool, extents, again)]
 
-    def protect(self, shelf: Shelf, source: Source, attempt: Attempt) -> bool:
+    def protect(self, pool: SlotPool, source: Source, attempt: Attempt) -> bool:
         """Exchange what was offered; whether all that concerns this rank arrived whole.
 
         Collective over the group. On return the own slot is sealed, and so is each inbox slot whose content was
         verified.
         """
-        work = [operation for part in self._parts for operation in part.moves(shelf, source, attempt)]
+        work = [operation for part in self._parts for operation in part.moves(pool, source, attempt)]
         self._world.waiting_for = sorted({rank for part in self._parts for rank in part.waiting_for})
         arrived = self._world.drive(work)
         self._world.waiting_for = ()
         source.seal()
         return all(arrived)
 
-    def missing(self, shelf: Shelf, attempt: Attempt) -> bool:
+    def missing(self, pool: SlotPool, attempt: Attempt) -> bool:
         """Whether redundancy of this rank's slot of an attempt is missing. Collective over the group."""
-        lacking = [part.missing(shelf, attempt) for part in self._parts]
+        lacking = [part.missing(pool, attempt) for part in self._parts]
         return any(lacking)
 
-    def kept(self, shelf: Shelf, attempt: Attempt) -> list[Slot]:
+    def kept(self, pool: SlotPool, attempt: Attempt) -> list[Slot]:
         """The inbox slots that hold redundancy of an attempt, where it belongs."""
-        return [slot for part in self._parts for slot in part.kept(shelf, attempt)]
+        return [slot for part in self._parts for slot in part.kept(pool, attempt)]
 
     def free(self) -> None:
         """Free windows and communicators. Collective over the world."""
@@ -115,9 +119,9 @@ class Protection:
 _AUTO = {"one host": "p2p", "network": "p2p", "RDMA": "rma"}
 
 
-def _choose_transport(world: World, config: Config) -> str:
+def _choose_transport(world: World, asked: str) -> str:
     """The transport asked for, or the one for what all nodes have between them. Collective over the world."""
-    if config.transport != "auto":
-        return config.transport
+    if asked != "auto":
+        return asked
     between = "one host" if world.emulated or len(world.topology.node_names) == 1 else "network"
     return _AUTO["RDMA" if world.agree([int(between == "network" and has_rdma())])[0] else between]

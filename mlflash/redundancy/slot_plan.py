@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from ..state.layout import Extents, Layout
-from .shares import Piece, Sharing, cuts
+from .deduplication import Piece, Sharing, cuts
 
 
 @dataclasses.dataclass(frozen=True)

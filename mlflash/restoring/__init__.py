@@ -1,5 +1,6 @@
-"""A restore: a committed checkpoint → the live state, on all ranks or on none.
+"""A restore: a committed checkpoint, in the memory of any node or in a directory → the live state, on all ranks.
 
-In comes a live state, or none; out goes the step it was filled with. Other ranks, other shards and drained checkpoints
-are put together first. It imports `recovery`, `saving` and `draining`.
+In comes a live state, or none; out goes the step it was filled with. On the way slots are chosen, verified, fetched
+from other nodes, rebuilt from parity and put together from other ranks' shards. It imports `saving`, to commit what was
+put together, and `draining` for checkpoints in a directory.
 """

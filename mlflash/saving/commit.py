@@ -22,17 +22,17 @@ from collections.abc import Callable
 
 from ..crash_points import reach
 from ..errors import DeadlineExceeded, MlflashError, SaveFailed, StepOrderError, text_of
-from ..memory.segment import Segment
+from ..memory.shared_memory_segment import Segment
 from ..memory.slot import Slot
 from ..memory.slot_header import Attempt, Header
-from ..redundancy.shares import Piece
+from ..redundancy.deduplication import Piece
 from ..redundancy.slot_plan import Plan
-from ..redundancy.transfer import Source
-from ..runtime.grow_slots import needs_room
-from ..runtime.parts import Parts
+from ..redundancy.slot_transfer import Source
+from ..startup.context import Context
+from ..startup.grow_slots import needs_room
 from ..state.layout import Extents
 from ..state.leaves import Flat
-from .deferred_copies import Later
+from .deferred_copies import DeferredCopies
 from .snapshot import Snapshot
 from .staging import all_checks
 
@@ -79,7 +79,7 @@ class Save:
         self.skip = False
         self.stage: Callable[[], None] | None = None
         self.checks: dict[Piece, int] = {}
-        self.later: Later | None = None
+        self.later: DeferredCopies | None = None
         self.drains_idle = True
         self.drain_asked = False
         self.staged = threading.Event()
@@ -91,12 +91,12 @@ class Save:
         return self.plan.layout.extents
 
 
-def run(save: Save, parts: Parts, committed_now: Callable[[], None] = lambda: None) -> None:
+def run(save: Save, context: Context, committed_now: Callable[[], None] = lambda: None) -> None:
     """Bring one save to its end. Collective over the world.
 
     Args:
         save: which.
-        parts: of this rank.
+        context: of this rank.
         committed_now: done once it is committed, before the snapshot says so.
 
     Raises:
@@ -107,11 +107,11 @@ def run(save: Save, parts: Parts, committed_now: Callable[[], None] = lambda: No
     if save.later is not None:
         save.later.help()
     try:
-        if not _announce(save, parts):
-            _settle(save, parts)
-            _announce(save, parts)
+        if not _announce(save, context):
+            _settle(save, context)
+            _announce(save, context)
         if not save.snapshot.skipped:
-            _protect(save, parts)
+            _protect(save, context)
     except MlflashError as problem:
         if not problem.agreed:
             raise
@@ -123,8 +123,8 @@ def run(save: Save, parts: Parts, committed_now: Callable[[], None] = lambda: No
             save.later.cancel()
         except DeadlineExceeded as late:  # a device is still at it: the shelf gives that slot to nobody
             error = error or late
-    if taken := parts.shelf.taken_by(save):
-        parts.shelf.release(save.attempt, taken, committed)
+    if taken := context.pool.taken_by(save):
+        context.pool.release(save.attempt, taken, committed)
     try:
         if committed:
             reach("commit.released")
@@ -145,9 +145,9 @@ def refuse(save: Save, error: MlflashError) -> None:
     save.staged.set()
 
 
-def _settle(save: Save, parts: Parts) -> None:
+def _settle(save: Save, context: Context) -> None:
     """Agree on what is shared of a new structure."""
-    replicas = parts.sharers
+    replicas = context.sharers
     if replicas is None:
         return
     able = save.problem is None
@@ -159,15 +159,15 @@ def _settle(save: Save, parts: Parts) -> None:
     save.unsettled = None
 
 
-def _announce(save: Save, parts: Parts) -> bool:
+def _announce(save: Save, context: Context) -> bool:
     """Tell the others; whether it was heard. Else some rank's structure is new, and it has to be settled first."""
-    world, shelf = parts.world, parts.shelf
+    world, pool = context.world, context.pool
     extents = save.extents
-    demand = parts.protection.offer(shelf, extents)
+    demand = context.protection.offer(pool, extents)
     if extents is not None and save.slot is not None:
-        mine = [(save.slot, shelf.own, extents)]
+        mine = [(save.slot, pool.own, extents)]
         if save.share is not None and save.plan is not None and save.plan.share_extents is not None:
-            mine.append((save.share, shelf.shares, save.plan.share_extents))
+            mine.append((save.share, pool.shares, save.plan.share_extents))
         demand = [(slot, size.nbytes) for slot, _, size in mine] + demand  # the main thread waits for their pages
         if save.stage is not None:  # both of a pair at once, as the main thread waits and uses neither
             demand += [(other, size.nbytes) for slot, pair, size in mine for other in pair if other is not slot]
@@ -177,13 +177,13 @@ def _announce(save: Save, parts: Parts) -> bool:
     settled = save.unsettled is None or save.problem is not None
     all_settled, first_failed, can_wait, low, high, no_skip, idle, not_asked, newest = world.agree([
         int(settled), failed, int(not grow), step, -step, int(not save.skip), int(save.drains_idle),
-        int(not save.drain_asked), -parts.generation,
+        int(not save.drain_asked), -context.generation,
     ])  # fmt: skip
     if not all_settled:
         return False
-    save.attempt = parts.number_attempt(1 - newest)
+    save.attempt = context.number_attempt(1 - newest)
     save.drains_idle, save.drain_asked = bool(idle), not not_asked
-    falls_in = low != -high and _falls_in(parts, step, low)
+    falls_in = low != -high and _falls_in(context, step, low)
     if falls_in and step > low:
         raise OneAhead
     if first_failed < world.size and not falls_in:
@@ -196,11 +196,11 @@ def _announce(save: Save, parts: Parts) -> bool:
     save.snapshot.skipped = not no_skip
     reach("protect.announced")
     if not can_wait and no_skip:
-        parts.make_room(demand, parts.shelf.taken_by(save) if save.stage is not None else [])
+        context.make_room(demand, context.pool.taken_by(save) if save.stage is not None else [])
     return True
 
 
-def _falls_in(parts: Parts, step: int, low: int) -> bool:
+def _falls_in(context: Context, step: int, low: int) -> bool:
     """Whether a rank that left saves out falls in again: those that are ahead stay where they are, the others go on.
 
     An exception, such as that of a signal handler, may have kept it from posting some, and its saves would be ahead of
@@ -210,10 +210,10 @@ def _falls_in(parts: Parts, step: int, low: int) -> bool:
 
     Collective over the world, where the steps of the ranks differ. Nothing is, for this save, where it is so.
     """
-    left = -1 if parts.left_at is None else parts.left_at
-    falls_in = bool(parts.world.agree([int(step > left if step == low else low <= left)])[0])
+    left = -1 if context.left_at is None else context.left_at
+    falls_in = bool(context.world.agree([int(step > left if step == low else low <= left)])[0])
     if step == low or not falls_in:
-        parts.left_at = step
+        context.left_at = step
     return falls_in
 
 
@@ -228,8 +228,8 @@ def _locally(save: Save, work: Callable[[], object]) -> None:
         save.problem = save.problem or SaveFailed(f"the state could not be copied: {text_of(error)}")
 
 
-def _protect(save: Save, parts: Parts) -> None:
-    world = parts.world
+def _protect(save: Save, context: Context) -> None:
+    world = context.world
     assert save.slot is not None and save.plan is not None
     if save.stage is not None:
         if not save.left:
@@ -240,16 +240,16 @@ def _protect(save: Save, parts: Parts) -> None:
     if save.later is not None and save.problem is None:
         _locally(save, save.later.finish)
         save.problem = save.problem or save.later.error
-    _confirm(save, parts)
-    source = Source(save.slot, save.plan.layout.extents, lambda check: _header(save, parts, check), parts.pace)
-    parts.pace.begin()
+    _confirm(save, context)
+    source = Source(save.slot, save.plan.layout.extents, lambda check: _header(save, context, check), context.pace)
+    context.pace.begin()
     start = time.perf_counter()
     try:
-        whole = parts.protection.protect(parts.shelf, source, save.attempt)
+        whole = context.protection.protect(context.pool, source, save.attempt)
     finally:
-        parts.pace.end()
-    peers = [rank for rank in parts.protection.group if rank != world.rank]
-    parts.journal.protected(save.snapshot.step, time.perf_counter() - start, save.plan.layout.extents.nbytes, peers)
+        context.pace.end()
+    peers = [rank for rank in context.protection.group if rank != world.rank]
+    context.recorder.protected(save.snapshot.step, time.perf_counter() - start, save.plan.layout.extents.nbytes, peers)
     reach("protect.sealed")
     if save.problem is None and not whole:
         save.problem = SaveFailed("its redundancy did not arrive whole")
@@ -260,15 +260,15 @@ def _protect(save: Save, parts: Parts) -> None:
     reach("commit.agreed")
     save.slot.record_commit(save.attempt, save.snapshot.step)
     reach("commit.half_recorded")
-    for slot in parts.protection.kept(parts.shelf, save.attempt):
+    for slot in context.protection.kept(context.pool, save.attempt):
         slot.record_commit(save.attempt, save.snapshot.step)
     reach("commit.recorded")
-    parts.shelf.drop_spare(committed=True)
+    context.pool.drop_spare(committed=True)
 
 
-def _confirm(save: Save, parts: Parts) -> None:
+def _confirm(save: Save, context: Context) -> None:
     """Seal this rank's share, where all that hold it hold the same."""
-    replicas = parts.sharers
+    replicas = context.sharers
     if replicas is None:
         return
     plan, share = save.plan, save.share
@@ -279,13 +279,13 @@ def _confirm(save: Save, parts: Parts) -> None:
     save.problem = save.problem or unlike
     reach("share.agreed")
     if plan is not None and share is not None and (extents := plan.share_extents) is not None:
-        source = Source(share, extents, lambda check: _share_header(save, parts, check))
+        source = Source(share, extents, lambda check: _share_header(save, context, check))
         _locally(save, source.seal)
     reach("share.sealed")
 
 
-def _share_header(save: Save, parts: Parts, check: int) -> Header | None:
-    mine = _header(save, parts, check)
+def _share_header(save: Save, context: Context, check: int) -> Header | None:
+    mine = _header(save, context, check)
     plan = save.plan
     if mine is None or plan is None or plan.sharing is None or plan.share_extents is None:
         return None
@@ -294,7 +294,7 @@ def _share_header(save: Save, parts: Parts, check: int) -> Header | None:
     )
 
 
-def _header(save: Save, parts: Parts, check: int) -> Header | None:
+def _header(save: Save, context: Context, check: int) -> Header | None:
     if save.later is not None:
         save.later.look()
         save.problem = save.problem or save.later.error
@@ -303,7 +303,7 @@ def _header(save: Save, parts: Parts, check: int) -> Header | None:
     if save.slot.segment is not save.segment:
         save.problem = SaveFailed("the slot got another file after it was staged")
         return None
-    world = parts.world
+    world = context.world
     return Header(
         attempt=save.attempt,
         step=save.snapshot.step,
@@ -316,9 +316,9 @@ def _header(save: Save, parts: Parts, check: int) -> Header | None:
         table_check=check,
         unix_ns=time.time_ns(),
         node=world.node_name,
-        scheme=parts.protection.scheme,
-        job=parts.config.job,
-        group=parts.protection.group,
+        scheme=context.protection.scheme,
+        job=context.config.job,
+        group=context.protection.group,
         shared_by=-1 if save.plan.sharing is None else save.plan.sharing.by,
-        mark=parts.config.mark,
+        mark=context.config.mark,
     )

@@ -2,7 +2,7 @@
 
 Large contiguous CPU tensors go through ``np.copyto`` (memcpy on one thread; torch's OpenMP copy is up to 26 times
 slower where ranks fight for cores), small ones through one ``torch._foreach_copy_`` per dtype, those on other devices
-through a `Transfer`.
+through a `DeviceCopies`.
 """
 
 from __future__ import annotations
@@ -15,31 +15,33 @@ from typing import Any
 import numpy as np
 
 from ..errors import SaveFailed, StateError
-from ..memory.segment import Segment
-from ..memory.thread_pool import Crew
+from ..memory.copy_threads import CopyThreads
+from ..memory.shared_memory_segment import Segment
 from ..state.layout import Layout
 from ..state.leaves import Flat, Structure, as_bits, as_bytes, from_bytes, is_copied_as_bytes, kept_bytes, live_bytes
 from .deferred_copies import LARGE_NBYTES, Work
-from .device_copies import Transfer
-from .sampled_bytes import Spots
+from .device_copies import DeviceCopies
+from .mutation_check import SampledBytes
 
 _PIECE_NBYTES = 8 << 20  # what training waits for at most, where the courier is in the middle of a piece
 
 
-class Way:
+class CopyPlan:
     """Where the leaves go in one slot, and how.
 
     Args:
         layout: of the slot.
         segments: of the slot, and of the share.
         targets: for each leaf a view of the slot; None: it goes nowhere, or in pieces.
-        crew: copies together.
+        copy_threads: copies together.
         timeout_s: how long devices may take, seconds.
     """
 
-    def __init__(self, layout: Layout, segments: list[Segment], targets: list[Any], crew: Crew, timeout_s: float):
+    def __init__(
+        self, layout: Layout, segments: list[Segment], targets: list[Any], copy_threads: CopyThreads, timeout_s: float
+    ):
         self.layout, self.segments, self._targets = layout, segments, targets
-        self._crew, self._timeout_s = crew, timeout_s
+        self._copy_threads, self._timeout_s = copy_threads, timeout_s
         self._structure: Structure | None = None
         self._lazy: frozenset[int] = frozenset()
 
@@ -76,11 +78,11 @@ class Way:
             value = values[number]
             if value.is_conj() or value.is_neg():
                 _copy_together([target], [value])
-            elif self._crew.threads == 1:
+            elif self._copy_threads.threads == 1:
                 np.copyto(raw, as_bytes(value))
             else:
                 works += _in_pieces(raw, as_bytes(value))
-        self._crew.run(works)
+        self._copy_threads.run(works)
         for dtype, (targets, numbers) in kinds.small.items():
             its = [values[n] for n in numbers]
             _copy_together(targets, list(map(as_bits, its)) if is_copied_as_bytes(dtype) else its)
@@ -88,30 +90,30 @@ class Way:
             if not transfer.wait(self._timeout_s):
                 raise SaveFailed(f"a device had not made its copies after {self._timeout_s:g} s")
 
-    def begin(self, values: list[Any], spots: Spots) -> tuple[list[Work], list[Transfer]]:
+    def begin(self, values: list[Any], samples: SampledBytes) -> tuple[list[Work], list[DeviceCopies]]:
         """Begin what is copied later: the pieces that are to be made, and what devices are at.
 
         Both know where the bytes are now: a parameter may get other memory meanwhile (FSDP does that).
 
         Args:
             values: the leaves.
-            spots: gets bytes of these.
+            samples: gets bytes of these.
         """
         pieces: list[Work] = []
         for number, _, raw in self._later.large:
             live = kept_bytes(values[number].detach())
-            spots.add(self.layout.entries[number].name, live, raw)
+            samples.add(self.layout.entries[number].name, live, raw)
             pieces += _in_pieces(raw, live)
         noted = {}
         for device, (targets, numbers) in self._later.on_devices.items():
             names, its = [self.layout.entries[n].name for n in numbers], [values[n] for n in numbers]
-            noted[device] = spots.note_on(device, names, its, [as_bytes(target) for target in targets])
+            noted[device] = samples.note_on(device, names, its, [as_bytes(target) for target in targets])
         return pieces, self._later.transfers(values, noted, self.segments)
 
     def read_back(self, flat: Flat) -> None:
         """Read one leaf of each kind as a restore would, and compare it with the live one; the smallest of them.
 
-        Of a leaf that is copied later only dtype and shape: `Spots` compares its bytes.
+        Of a leaf that is copied later only dtype and shape: `SampledBytes` compares its bytes.
 
         Raises:
             StateError: a restore would find something else.
@@ -179,7 +181,7 @@ class _Kinds:
 
     def transfers(
         self, values: list[Any], more: Mapping[Any, tuple[Any, Any]], segments: Sequence[Segment]
-    ) -> list[Transfer]:
+    ) -> list[DeviceCopies]:
         """Let devices begin their copies.
 
         Args:
@@ -193,7 +195,7 @@ class _Kinds:
             if device in more:
                 target, value = more[device]
                 targets, its = [*targets, target], [*its, value]
-            found.append(Transfer(device, targets, its, segments))
+            found.append(DeviceCopies(device, targets, its, segments))
         return found
 
 

@@ -18,8 +18,8 @@ from typing import Any
 from ..crash_points import reach
 from ..errors import DeadlineExceeded, StateError, text_of
 from ..state.leaves import Flat, Structure
-from .device_copies import Transfer
-from .sampled_bytes import Spots
+from .device_copies import DeviceCopies
+from .mutation_check import SampledBytes
 
 log = logging.getLogger("mlflash")
 
@@ -32,7 +32,7 @@ _CHANGED = (
 LARGE_NBYTES = 64 << 10  # to remember where a smaller tensor is takes as long as to copy it
 
 
-class Later:
+class DeferredCopies:
     """The copies of one save that need not have been made when it returns.
 
     Args:
@@ -40,7 +40,7 @@ class Later:
         transfers: copies that devices are making.
         tensors: names and tensors that must not change before all is copied.
         timeout_s: how long anything here waits at most; after it the save fails.
-        spots: bytes that the copies must have.
+        samples: bytes that the copies must have.
 
     Attributes:
         is_empty: whether there were none.
@@ -51,12 +51,12 @@ class Later:
     def __init__(
         self,
         pieces: Sequence[Work],
-        transfers: Sequence[Transfer],
+        transfers: Sequence[DeviceCopies],
         tensors: Iterable[tuple[str, Any]],
         timeout_s: float,
-        spots: Spots | None = None,
+        samples: SampledBytes | None = None,
     ):
-        self._spots = spots or Spots()
+        self._spots = samples or SampledBytes()
         self._pieces = collections.deque(pieces)
         self._left = len(self._pieces)
         self._transfers = list(transfers)
@@ -169,11 +169,11 @@ class Steps:
     """Hears of the steps of all torch optimizers there are, before they are made."""
 
     def __init__(self) -> None:
-        self._laters: list[Later] = []
+        self._laters: list[DeferredCopies] = []
         self._told: Callable[[], None] | None = None
         self._counted: Callable[[], Any] = lambda: None  # one of several optimizers: a training step is a step of it
 
-    def before_next(self, later: Later) -> None:
+    def before_next(self, later: DeferredCopies) -> None:
         """Make any optimizer's next step wait for copies. Not collective."""
         self._laters = [*(one for one in self._laters if not one.is_over), later]
         self._listen()

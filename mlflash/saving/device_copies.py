@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ..memory.segment import Segment
+    from ..memory.shared_memory_segment import Segment
 
 _PIECE_NBYTES = 8 << 20
 _LOOK_S = 2e-4  # how often the host looks whether a copy has ended: waiting inside of the driver has no deadline
@@ -19,7 +19,7 @@ _LOOK_S = 2e-4  # how often the host looks whether a copy has ended: waiting ins
 _streams: dict[Any, Any] = {}
 
 
-class Transfer:
+class DeviceCopies:
     """Copies from one device to pinned memory, on their way when this is made.
 
     They come after all that the caller's stream has been given so far. The tensors are held until the copies are

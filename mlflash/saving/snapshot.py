@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 
 from ..errors import DeadlineExceeded, MlflashError, SaveFailed
-from .deferred_copies import Later
+from .deferred_copies import DeferredCopies
 
 log = logging.getLogger("mlflash")
 
@@ -36,7 +36,7 @@ class Snapshot:
         self.commit_s: float | None = None
         self.skipped = False
         self.reported = False  # its error was raised to the caller
-        self.later: Later | None = None  # what is copied after `save` has returned
+        self.later: DeferredCopies | None = None  # what is copied after `save` has returned
         self._start = time.perf_counter()
         self._error: MlflashError | None = None
         self._late: DeadlineExceeded | None = None

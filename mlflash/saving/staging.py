@@ -18,16 +18,16 @@ import xxhash
 
 from ..crash_points import reach
 from ..errors import SaveFailed
+from ..memory.copy_threads import CopyThreads
 from ..memory.slot import Slot
-from ..memory.thread_pool import Crew
-from ..redundancy.shares import Piece, Sharing, pieces
+from ..redundancy.deduplication import Piece, Sharing, pieces
 from ..redundancy.slot_plan import Plan
 from ..state import manifest
 from ..state.layout import PAGE_NBYTES, Layout, plan
 from ..state.leaves import Flat, Leaf, Structure, from_bytes, live_bytes
-from .copy_plan import Way
-from .deferred_copies import Later, Work
-from .sampled_bytes import Spots
+from .copy_plan import CopyPlan
+from .deferred_copies import DeferredCopies, Work
+from .mutation_check import SampledBytes
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -39,7 +39,7 @@ def _whole_or_anew(method: Method) -> Method:
     """
 
     @functools.wraps(method)
-    def call(self: Stage, *args: Any, **options: Any) -> Any:
+    def call(self: Staging, *args: Any, **options: Any) -> Any:
         if self._in_the_middle:
             self._start_over()
         self._in_the_middle = True
@@ -50,17 +50,17 @@ def _whole_or_anew(method: Method) -> Method:
     return cast("Method", call)
 
 
-class Stage:
+class Staging:
     """Copies states of (mostly) one structure into slots.
 
     Args:
         block_nbytes: bytes per checksum, for the layout.
-        crew: copies together.
+        copy_threads: copies together.
         timeout_s: how long the pages of a new slot, or devices, may take, seconds.
     """
 
-    def __init__(self, block_nbytes: int, crew: Crew, timeout_s: float):
-        self._block_nbytes, self._crew, self._timeout_s = block_nbytes, crew, timeout_s
+    def __init__(self, block_nbytes: int, copy_threads: CopyThreads, timeout_s: float):
+        self._block_nbytes, self._copy_threads, self._timeout_s = block_nbytes, copy_threads, timeout_s
         self._start_over()
 
     def _start_over(self) -> None:
@@ -70,7 +70,7 @@ class Stage:
         self._layout: Layout | None = None
         self._pieces: tuple[Piece, ...] = ()
         self._entries = self._tree_bytes = b""
-        self._ways: dict[tuple[str, str], Way] = {}
+        self._ways: dict[tuple[str, str], CopyPlan] = {}
         self._read_back: tuple[Layout, bytes] | None = None  # as a restore would; from then on only values change
         self._copied: Layout | None = None
 
@@ -130,7 +130,7 @@ class Stage:
     @_whole_or_anew
     def copy(
         self, flat: Flat, planned: Plan, slot: Slot, share: Slot | None = None, lazy: frozenset[int] = frozenset()
-    ) -> tuple[dict[Piece, int], Later]:
+    ) -> tuple[dict[Piece, int], DeferredCopies]:
         """Copy a state into a slot; returns once the live tensors may be changed again, but for lazy ones.
 
         Not collective. The slots are unsealed by this and stay so.
@@ -167,24 +167,24 @@ class Stage:
         if self._copied is not planned.layout:
             way.read_back(flat)
             self._copied = planned.layout
-        spots = Spots()
-        later, transfers = way.begin(flat.values, spots)
+        samples = SampledBytes()
+        later, transfers = way.begin(flat.values, samples)
         checks: dict[Piece, int] = {}
         if share is not None:
-            for leaf, work in _pieces_of(flat, planned, share, checks, lazy, spots):
+            for leaf, work in _pieces_of(flat, planned, share, checks, lazy, samples):
                 if leaf in lazy:
                     later.append(work)
                 else:
                     work()
-        spots.note()
+        samples.note()
         reach("stage.copied")
         tensors = ((flat.structure.entries[n].name, flat.values[n]) for n in lazy)
-        copies = Later(later, transfers, tensors, self._timeout_s, spots)
+        copies = DeferredCopies(later, transfers, tensors, self._timeout_s, samples)
         for segment in way.segments:
             segment.writers.append(copies)
         return checks, copies
 
-    def _way(self, planned: Plan, slot: Slot, share: Slot | None, flat: Flat) -> Way:
+    def _way(self, planned: Plan, slot: Slot, share: Slot | None, flat: Flat) -> CopyPlan:
         """Where each leaf that goes anywhere as a whole goes, and how."""
         layout = planned.layout
         key = (slot.name, "" if share is None else share.name)
@@ -204,7 +204,7 @@ class Stage:
                 for piece, room in _own_pieces(planned, share):
                     if room.nbytes == layout.entries[piece.leaf].nbytes:
                         targets[piece.leaf] = from_bytes(layout.entries[piece.leaf], room)
-            way = self._ways[key] = Way(layout, segments, targets, self._crew, self._timeout_s)
+            way = self._ways[key] = CopyPlan(layout, segments, targets, self._copy_threads, self._timeout_s)
         return way
 
     def replan(self) -> None:
@@ -230,14 +230,14 @@ def _own_pieces(planned: Plan, share: Slot) -> list[tuple[Piece, np.ndarray]]:
 
 
 def _pieces_of(
-    flat: Flat, planned: Plan, share: Slot, checks: dict[Piece, int], lazy: frozenset[int], spots: Spots
+    flat: Flat, planned: Plan, share: Slot, checks: dict[Piece, int], lazy: frozenset[int], samples: SampledBytes
 ) -> Iterator[tuple[int, Work]]:
     """Of leaves that are cut: what copies the pieces of this rank's share; and what checks those of others.
 
     Args:
         checks: gets the checksums of the others' pieces.
         lazy: leaves of which the work is done later.
-        spots: gets bytes of their pieces.
+        samples: gets bytes of their pieces.
     """
     assert planned.sharing is not None
 
@@ -254,7 +254,7 @@ def _pieces_of(
         if room.nbytes < entry.nbytes:
             live = live_bytes(flat.values[piece.leaf], piece.start, piece.end, kept=piece.leaf in lazy)
             if piece.leaf in lazy:
-                spots.add(entry.name, live, room)
+                samples.add(entry.name, live, room)
             yield piece.leaf, functools.partial(np.copyto, room, live)
     for piece in planned.pieces:
         if piece.share != planned.sharing.share:

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from ..errors import StructureMismatch
 from ..state.leaves import Entry
 from .dcp_keys import Path
-from .file_holes import Skeleton, Source
+from .file_holes import FileWithHoles, Source
 from .torch_files import around
 from .whole_state import tensor_dtype
 
@@ -52,7 +52,7 @@ class Contents:
 
 def rank_file(
     pieces: Sequence[Entry], sources: Sequence[Source], extras: Mapping[str, bytes]
-) -> tuple[Skeleton, list[Place], list[int]]:
+) -> tuple[FileWithHoles, list[Place], list[int]]:
     """Put a ``.distcp`` file together.
 
     Not collective. The sources are called when the file is streamed. The caller closes the skeleton.
@@ -70,7 +70,7 @@ def rank_file(
         StateError: an array has no torch dtype.
     """
     frames = [around(tensor_dtype(piece), piece.shape) for piece in pieces]
-    skeleton = Skeleton()
+    skeleton = FileWithHoles()
     places, starts, at = [], [], 0
     for piece, source, (before, after) in zip(pieces, sources, frames, strict=True):
         start = at + len(before)

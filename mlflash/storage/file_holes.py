@@ -17,7 +17,7 @@ Source = Callable[[], np.ndarray]
 """Gives the bytes of a tensor, ``(nbytes,)`` uint8."""
 
 
-class Skeleton:
+class FileWithHoles:
     """A file being put together in memory.
 
     Attributes:

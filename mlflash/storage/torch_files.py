@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .file_holes import Skeleton
+from .file_holes import FileWithHoles
 
 _LOCAL_HEADER = struct.Struct("<26xHH")  # of a zip record: what it ends with is the length of name and extra field
 
@@ -50,7 +50,7 @@ def _ground(nbytes: int) -> np.ndarray:
         os.close(fd)
 
 
-def save(value: Any, skeleton: Skeleton) -> list[int]:
+def save(value: Any, skeleton: FileWithHoles) -> list[int]:
     """Write a value that has hollow tensors as ``torch.save`` does.
 
     Not collective.
@@ -74,7 +74,7 @@ def save(value: Any, skeleton: Skeleton) -> list[int]:
 def around(dtype: str, shape: tuple[int, ...]) -> tuple[bytes, bytes]:
     """What ``torch.save`` of one tensor writes before its bytes, and after. Not collective."""
     (tensor,) = hollow([(dtype, shape)])
-    skeleton = Skeleton()
+    skeleton = FileWithHoles()
     try:
         (start,) = save(tensor, skeleton)
         fd, end = skeleton.file.fileno(), start + tensor.nbytes

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..errors import UnsafePath
-from ..memory.node_directory import NodeMemory, emulated_nodes, jobs_of
+from ..memory.node_directory import NodeDirectory, emulated_nodes, jobs_of
 from ..version import __version__
 
 log = logging.getLogger("mlflash")
@@ -38,7 +38,7 @@ _ALWAYS: dict[str, Any] = {
 _NUMBERS = ("drained", "stall_s", "protect_s", "commit_s", "stalled_s", "nbytes", "held", "saves", "failed", "nodes")
 
 
-class Pulse:
+class Heartbeat:
     """The file of this rank; not collective.
 
     Args:
@@ -48,7 +48,7 @@ class Pulse:
         run: which start of `mlflash run` this is; "" without it.
     """
 
-    def __init__(self, memory: NodeMemory, rank: int, size: int, local_rank: int, node: str, run: str):
+    def __init__(self, memory: NodeDirectory, rank: int, size: int, local_rank: int, node: str, run: str):
         self._lock = threading.Lock()  # the courier writes, too
         self._fd = _open(memory, f"pulse-{local_rank:04d}")
         self._over = False
@@ -100,7 +100,7 @@ class Pulse:
             os.close(fd)
 
 
-def _open(memory: NodeMemory, name: str) -> int:
+def _open(memory: NodeDirectory, name: str) -> int:
     """Open the file of a rank, with room for all it will ever say; -1 where that cannot be: training goes on."""
     try:
         fd = memory.open(name, os.O_RDWR | os.O_CREAT)
@@ -127,11 +127,11 @@ class Heard(NamedTuple):
     """What the ranks of some nodes say of themselves.
 
     Attributes:
-        pulses: of the ranks, and whether each is alive.
+        heartbeats: of the ranks, and whether each is alive.
         unread: why other files cannot be read, in words: of another version of mlflash, or of nobody.
     """
 
-    pulses: list[dict[str, Any]]
+    heartbeats: list[dict[str, Any]]
     unread: list[str]
 
 
@@ -153,7 +153,7 @@ def why_unread(said: object) -> str:
     return f"cannot be read: written by {by} (this is {__version__}; {', '.join(wrong[:3])})"
 
 
-def read_pulses(memory: str, job: str, node: int | None) -> Heard:
+def read_heartbeats(memory: str, job: str, node: int | None) -> Heard:
     """Read what the ranks of a node say, and whether each is alive; nothing where the job has no memory there.
 
     Not collective.
@@ -163,32 +163,38 @@ def read_pulses(memory: str, job: str, node: int | None) -> Heard:
         node: number of an emulated node; None: the real one.
     """
     try:
-        held = NodeMemory(memory, job, node, make=False)
+        held = NodeDirectory(memory, job, node, make=False)
     except FileNotFoundError:
         return Heard([], [])
     try:
         heard = Heard([], [])
         for name in held.pulse_names():
-            said = read_pulse(held, name)
+            said = read_heartbeat(held, name)
             if isinstance(said, str):
                 heard.unread.append(f"{held.path}/{name} {said}")
             elif said is not None:
-                heard.pulses.append(said | {"alive": _is_alive(said["pid"])})
+                heard.heartbeats.append(said | {"alive": _is_alive(said["pid"])})
         return heard
     finally:
         held.close()
 
 
-def all_pulses(memory: str, job: str) -> Heard:
+def all_heartbeats(memory: str, job: str) -> Heard:
     """The same of this node, and of all that are emulated on it. Not collective."""
     nodes: list[int | None] = [*emulated_nodes(memory, job), None]
-    heard = [read_pulses(memory, job, node) for node in nodes]
-    return Heard([pulse for one in heard for pulse in one.pulses], [text for one in heard for text in one.unread])
+    heard = [read_heartbeats(memory, job, node) for node in nodes]
+    return Heard(
+        [heartbeat for one in heard for heartbeat in one.heartbeats], [text for one in heard for text in one.unread]
+    )
 
 
 def live_jobs(memory: str) -> list[str]:
     """List the jobs of this user that are alive on this node. Not collective."""
-    return [job for job in jobs_of(memory) if any(pulse["alive"] for pulse in all_pulses(memory, job).pulses)]
+    return [
+        job
+        for job in jobs_of(memory)
+        if any(heartbeat["alive"] for heartbeat in all_heartbeats(memory, job).heartbeats)
+    ]
 
 
 def _is_alive(pid: int) -> bool:
@@ -198,7 +204,7 @@ def _is_alive(pid: int) -> bool:
         return False
 
 
-def read_pulse(memory: NodeMemory, name: str) -> dict[str, Any] | str | None:
+def read_heartbeat(memory: NodeDirectory, name: str) -> dict[str, Any] | str | None:
     """Read the file of some rank, or say why it cannot be read; None where it is gone, or empty. Not collective."""
     try:
         fd = memory.open(name, os.O_RDONLY)

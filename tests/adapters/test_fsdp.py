@@ -275,8 +275,8 @@ def test_an_id_saved_again_is_replaced_only_when_that_is_committed(root: Path, m
                 raise errors.SaveFailed("the test says so")
 
             if RANK == 1:
-                patch.setattr("mlflash.saving.saves.Saves._fill", fail)
-                patch.setattr("mlflash.saving.saves.Saves.stage_ahead", lambda *args: None)
+                patch.setattr("mlflash.saving.save_queue.SaveQueue._fill", fail)
+                patch.setattr("mlflash.saving.save_queue.SaveQueue.stage_ahead", lambda *args: None)
             checkpoints.async_save({"w": torch.full((3,), 3.0)}, "step-5/all")
             with pytest.raises(errors.SaveFailed, match="the test says so"):
                 checkpoints.maybe_finalize_async_calls()

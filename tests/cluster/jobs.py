@@ -16,7 +16,7 @@ from cluster.nodes import HEAD, Nodes
 from harness import Launch, Result
 from waiting import PATIENCE_S, until
 
-from mlflash.running.processes import find_mpiexec, signal_group
+from mlflash.launcher.processes import find_mpiexec, signal_group
 
 TESTS = Path(__file__).parents[1]
 TRAIN, OTHERS = TESTS / "worker.py", TESTS / "cluster" / "programs.py"

@@ -17,7 +17,7 @@ from cluster.jobs import NETMODS, NETMODS_HERE
 from cluster.nodes import HEAD, Nodes
 from run_results import WORKER, Results, uninterrupted
 
-from mlflash.running.processes import signal_group, spawn
+from mlflash.launcher.processes import signal_group, spawn
 
 MLFLASH = str(Path(sys.executable).with_name("mlflash"))
 ENV = {**NETMODS[NETMODS_HERE[0]], "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error", "OMPI_ALLOW_RUN_AS_ROOT": "1",

@@ -17,8 +17,8 @@ from allpairspy import AllPairs
 from harness import Cluster, train_and_die
 
 from mlflash.crash_points import POINTS
-from mlflash.placement.groups import place
-from mlflash.placement.scheme import parse
+from mlflash.placement.protection_groups import place
+from mlflash.placement.redundancy_scheme import parse
 from mlflash.placement.survival import of
 from mlflash.placement.topology import from_node_ids
 

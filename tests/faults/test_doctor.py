@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from waiting import PATIENCE_S
 
-from mlflash.running.processes import find_mpiexec, mpiexec
+from mlflash.launcher.processes import find_mpiexec, mpiexec
 
 MLFLASH = str(Path(sys.executable).with_name("mlflash"))
 
@@ -23,9 +23,9 @@ PROGRAM = """
 import ctypes, os, signal, sys
 here = int(os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "0")))
 from mlflash.commands import doctor
-from mlflash.doctor import examination, ranks, rma, software, watch
+from mlflash.doctor import examination, mpi_ranks, rma, software, watchdog
 rma._SLOW_GBS = rma._SLOW_RDMA_GBS = 0
-ranks._SKEW_S = float("inf")
+mpi_ranks._SKEW_S = float("inf")
 {change}
 from mlflash.cli import main
 main()
@@ -40,14 +40,14 @@ examination.Examination._together = hurry
 """
 # The checks before this one may take as long as they take.
 WATCH_LIBRARY_ONLY = """
-class Watch(watch.Watch):
+class Watch(watchdog.Watch):
     def __init__(self, *given):
         self.given = given
     def doing(self, pending, known):
         if pending.check == "library":
             super().__init__(*self.given)
             super().doing(pending, known)
-watch.Watch = Watch
+watchdog.Watch = Watch
 """
 
 
@@ -184,7 +184,7 @@ def test_bytes_that_arrive_changed_are_an_error(shm: Path) -> None:
     ],
 )
 def test_a_rank_that_hangs_is_named_in_time(shm: Path, hang: str) -> None:
-    change = f"{HURRY}\nif here == 1: ranks.domains = lambda *_: {hang}"
+    change = f"{HURRY}\nif here == 1: mpi_ranks.domains = lambda *_: {hang}"
     # Any other wait would outlast the test, and so would the watch.
     found = examine(shm, 2, "--timeout", 1000, code=1, change=change)
     (line,) = lines_of(found, "failure domains")
@@ -201,7 +201,7 @@ def test_a_rank_that_hangs_is_named_in_time(shm: Path, hang: str) -> None:
     ],
 )
 def test_where_the_process_that_prints_ends_its_child_prints(shm: Path, end: str, text: str) -> None:
-    change = f"{WATCH_LIBRARY_ONLY}\ndoctor._GRACE_S = 2\nranks.library = lambda mpi: {end}"
+    change = f"{WATCH_LIBRARY_ONLY}\ndoctor._GRACE_S = 2\nmpi_ranks.library = lambda mpi: {end}"
     program = PROGRAM.format(change=change)
     done = run([sys.executable, "-c", program, "doctor", "--json", "--timeout", "1"], environment(shm, 0))
     assert done.returncode == -9, done.stderr

@@ -22,7 +22,7 @@ from allpairspy import AllPairs
 from harness import Cluster, Result, assert_unrestorable
 
 from mlflash.crash_points import POINTS
-from mlflash.draining import index
+from mlflash.draining import file_index
 
 # Several blocks and chunks per rank.
 SMALL = {"MLFLASH_BLOCK_NBYTES": "65536", "MLFLASH_CHUNK_NBYTES": "65536"}
@@ -515,15 +515,15 @@ def flip(path: Path, at: int) -> None:
     path.write_bytes(raw)
 
 
-def card_of(path: Path) -> index.Card:
-    return index.read_card(path.read_bytes()[: index.CARD_NBYTES])
+def card_of(path: Path) -> file_index.Card:
+    return file_index.read_card(path.read_bytes()[: file_index.CARD_NBYTES])
 
 
 def flip_in(folder: Path, name: str, at: int, only: str = "") -> None:
     """Change a bit of a tensor, in the file of the first rank that has a part of it."""
     for path in sorted(folder.glob(f"rank-*{only}.h5")):
         card = card_of(path)
-        its = index.decode(path.read_bytes()[card.index_start :][: card.index_nbytes], card.file_nbytes)
+        its = file_index.decode(path.read_bytes()[card.index_start :][: card.index_nbytes], card.file_nbytes)
         for piece in its.pieces:
             if piece.entry.name == name and piece.entry.nbytes > at:
                 flip(path, piece.entry.start + at)

@@ -16,7 +16,7 @@ import torch
 from harness import Cluster, assert_restored, train_and_die
 from waiting import PATIENCE_S
 
-from mlflash.running.processes import mpiexec
+from mlflash.launcher.processes import mpiexec
 
 MLFLASH = str(Path(sys.executable).with_name("mlflash"))
 

@@ -34,7 +34,7 @@ from mlflash.state.flatten import flatten
 from mlflash.state.leaves import Entry, live_bytes
 from mlflash.storage import dcp_files
 from mlflash.storage.dcp_keys import keys_of
-from mlflash.storage.file_holes import Skeleton
+from mlflash.storage.file_holes import FileWithHoles
 from mlflash.storage.store import open_store
 from mlflash.storage.torch_files import hollow
 from mlflash.storage.torch_files import save as save_hollow
@@ -356,7 +356,7 @@ def test_a_torch_file_refuses_what_torch_cannot_load_by_name(tmp_path: Path) -> 
 
 
 def test_the_holes_of_a_torch_file_take_no_memory() -> None:
-    skeleton = Skeleton()
+    skeleton = FileWithHoles()
     tensors = hollow([("float32", (1 << 37,)), ("bfloat16", (1 << 36,))])
     starts = save_hollow({"a": tensors[0], "b": [tensors[1], tensors[0]]}, skeleton)
     status = os.fstat(skeleton.file.fileno())

@@ -25,7 +25,7 @@ from click.testing import CliRunner
 
 from mlflash import Checkpointer, errors
 from mlflash.cli import main
-from mlflash.draining.catalog import list_checkpoints
+from mlflash.draining.checkpoint_directory import list_checkpoints
 from mlflash.storage import store
 from mlflash.storage.store import Directory, Remote, open_store
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mlflash.running.processes import mpiexec
+from mlflash.launcher.processes import mpiexec
 
 HERE = Path(__file__).parent
 DOCS = HERE.parents[1] / "docs"

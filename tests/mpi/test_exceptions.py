@@ -96,7 +96,7 @@ def test_what_fails_while_the_courier_copies_is_the_outcome_on_all_and_saving_go
 ) -> None:
     with monkeypatch.context() as patch:  # such as of a dtype that torch cannot view
         if RANK == LAST:
-            patch.setattr(staging.Stage, "copy", _fails)
+            patch.setattr(staging.Staging, "copy", _fails)
         with pytest.raises(errors.SaveFailed, match=rf"could not be copied: TypeError.*\[rank {LAST} "):
             ckpt.save(1, state_of(1)).wait()
     assert_goes_on(ckpt, 2)
@@ -126,7 +126,7 @@ def test_a_rank_that_fails_in_the_middle_is_named_at_once_and_not_after_the_dead
         raise ZeroDivisionError("a mistake of ours")
 
     if RANK == LAST:
-        monkeypatch.setattr(ckpt._parts.protection, "protect", broken)
+        monkeypatch.setattr(ckpt._context.protection, "protect", broken)
     start = time.monotonic()
     with pytest.raises(errors.SaveFailed, match=rf"rank {LAST}|ZeroDivisionError"):
         ckpt.save(2, state_of(2)).wait()

@@ -297,6 +297,6 @@ def test_a_restore_and_the_next_save_do_not_come_between(options: dict[str, Any]
 
 
 def _job(work: Any) -> Any:
-    from mlflash.wire.courier import Job
+    from mlflash.mpi.courier import Job
 
     return Job(work)

@@ -15,7 +15,7 @@ from mpi4py import MPI
 from waiting import take
 
 from mlflash import Checkpointer
-from mlflash.wire.rate_limit import Pace
+from mlflash.mpi.send_rate import SendRate
 
 pytestmark = pytest.mark.mpi(min_size=2)
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
@@ -61,11 +61,11 @@ def test_steps_of_one_of_the_optimizers_are_timed_where_they_may_not_be_slowed(
 ) -> None:
     told = []
 
-    def step_of(pace: Pace, step: Callable[[Pace], None] = Pace.step) -> None:
+    def step_of(pace: SendRate, step: Callable[[SendRate], None] = SendRate.step) -> None:
         told.append(pace)
         step(pace)
 
-    monkeypatch.setattr(Pace, "step", step_of)
+    monkeypatch.setattr(SendRate, "step", step_of)
     model = torch.nn.Linear(300, 300)
     optimizers = [torch.optim.SGD(model.parameters(), lr=1e-6) for _ in range(2)]
 

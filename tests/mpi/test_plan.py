@@ -9,10 +9,10 @@ import pytest
 from mpi4py import MPI
 
 from mlflash import Checkpointer
-from mlflash.placement.groups import place
-from mlflash.placement.scheme import parse
+from mlflash.placement.protection_groups import place
+from mlflash.placement.redundancy_scheme import parse
 from mlflash.placement.survival import describe, of
-from mlflash.planning.prospects import Job, node_nbytes
+from mlflash.planning.scheme_comparison import Job, node_nbytes
 
 pytestmark = pytest.mark.mpi
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import mlflash
-from mlflash.redundancy.replicas import Replicas
+from mlflash.redundancy.replicated_tensors import ReplicatedTensors
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def test_equal_tensors_are_compared_by_one_small_allreduce_and_nothing_is_said(
 ) -> None:
     np.random.seed(comm.rank)  # the generators may differ
     looked = []
-    monkeypatch.setattr(Replicas, "_compare_each", lambda *args: looked.append(args))
+    monkeypatch.setattr(ReplicatedTensors, "_compare_each", lambda *args: looked.append(args))
     with mlflash.Checkpointer(**options, replicated=True, strict=True) as ckpt:
         for step in (1, 2, 3):
             state = state_of(step) | {"note": "x" * 100 * comm.rank}  # plain leaves are not compared

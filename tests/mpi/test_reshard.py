@@ -196,7 +196,7 @@ def test_parts_that_are_damaged_on_their_way_are_refused(
                 state = state_at(0, Shard(0), blank=True)
                 if RANK == 1:
                     monkeypatch.setattr(
-                        "mlflash.recovery.fragments.xxhash", SimpleNamespace(xxh3_64_intdigest=lambda raw: 1)
+                        "mlflash.restoring.exchange_fragments.xxhash", SimpleNamespace(xxh3_64_intdigest=lambda raw: 1)
                     )
                 with pytest.raises(errors.CorruptSlot, match="did not arrive whole"):
                     ckpt.restore(state)

@@ -8,14 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mlflash.memory.node_directory import NodeMemory
-from mlflash.memory.segment import create
+from mlflash.memory.node_directory import NodeDirectory
+from mlflash.memory.shared_memory_segment import create
 from mlflash.memory.slot import Slot, read_header
 from mlflash.memory.slot_header import Attempt, Header
-from mlflash.redundancy.transfer import Source, receive, send, slot_of
+from mlflash.mpi.rma_windows import OpenMemory, Poke
+from mlflash.mpi.world import World
+from mlflash.redundancy.slot_transfer import Source, receive, send, slot_of
 from mlflash.state.layout import Extents
-from mlflash.wire.rma_windows import OpenMemory, Poke
-from mlflash.wire.world import World
 
 pytestmark = pytest.mark.mpi(min_size=2)
 EXTENTS = Extents(manifest_room=4096, payload_nbytes=1_000_000, block_nbytes=65_536)
@@ -41,7 +41,7 @@ class Ring:
     def __init__(self, comm: Any, root: Path, transport: str):
         self.world = World(comm, 1, 30.0).connect()
         self.world.start_job(lambda error: None)
-        self.memory = NodeMemory(str(root), "t", comm.rank)
+        self.memory = NodeDirectory(str(root), "t", comm.rank)
         self.out, self.inbox = (Slot(create(self.memory, EXTENTS.nbytes)) for _ in range(2))
         for slot in (self.out, self.inbox):
             slot.segment.prefault()
@@ -97,7 +97,7 @@ def test_a_byte_that_changes_on_the_way_is_found_and_the_copy_is_not_sealed(
     ring: Ring, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "mlflash.redundancy.transfer.ARRIVAL_S", 1.0
+        "mlflash.redundancy.slot_transfer.ARRIVAL_S", 1.0
     )  # seconds that a Put byte may take to become visible
     assert ring.exchange(Damaged(ring.out, EXTENTS, ring.header), ring.come) == [False, False]
     assert ring.inbox.header is None and read_header(ring.inbox.view) is None

@@ -40,7 +40,7 @@ files = [path for path in Path(sys.argv[1]).rglob("*.h5")]
 assert 0 < sum(path.stat().st_size for path in files) < 1 << 20, files
 """
 PARITY = """
-from mlflash.redundancy.erasure import library
+from mlflash.redundancy.erasure_codes import library
 assert 'pyeclib' in library() or 'libisal.so.2' in library(), library()
 """
 S3 = "from mlflash.storage.store import open_store; import s3fs; assert open_store('s3://bucket/run').path == 's3://bucket/run'"

@@ -38,7 +38,7 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> int:
             reveal_type(error.rank)
     return start
 """
-REVEALED = ["mlflash.checkpointer.Checkpointer", "int", "str", "mlflash.adapters.dcp.writer.MemoryWriter",
+REVEALED = ["mlflash.checkpointer.checkpointer.Checkpointer", "int", "str", "mlflash.adapters.dcp.writer.MemoryWriter",
             "mlflash.adapters.dcp.reader.MemoryReader", "mlflash.saving.snapshot.Snapshot", "int | None"]  # fmt: skip
 WRONG = """
 import mlflash

@@ -23,21 +23,21 @@ from hypothesis import strategies as st
 
 import mlflash
 from mlflash.cli import main
-from mlflash.commands.tensor_statistics import Statistics, statistics
+from mlflash.command_line import choose_job
 from mlflash.config import job_name
-from mlflash.memory.node_directory import NodeMemory
+from mlflash.human_readable.wording import ranges
+from mlflash.inspection.node_memory import File, Node, look
+from mlflash.inspection.restorability import recorded_scheme, survival, what_is_restorable
+from mlflash.inspection.slot_file import Changed, Sealed
+from mlflash.inspection.tensor_statistics import Statistics, statistics
+from mlflash.memory.node_directory import NodeDirectory
 from mlflash.memory.slot_header import HEADER_NBYTES, Attempt, Header
-from mlflash.placement.groups import place
-from mlflash.placement.scheme import parse
+from mlflash.placement.protection_groups import place
+from mlflash.placement.redundancy_scheme import parse
 from mlflash.placement.survival import of
 from mlflash.placement.topology import Topology
 from mlflash.state.layout import Extents
 from mlflash.state.leaves import Entry
-from mlflash.terminal import jobs
-from mlflash.terminal.looking import File, Node, look
-from mlflash.terminal.outlook import look_ahead, recorded_scheme, survival
-from mlflash.terminal.sealed import Changed, Sealed
-from mlflash.terminal.words import ranges
 
 UID = os.getuid()
 STATE = {
@@ -161,7 +161,7 @@ def test_the_directory_names_the_job_in_and_out_of_slurm() -> None:
     other = job_name(inside, "/fs/run43")
 
     def decide(*there: str, env: Any = outside, job: str | None = None) -> str:
-        return jobs.decide(there, env, job, "/fs/run42", "/dev/shm")
+        return choose_job.decide(there, env, job, "/fs/run42", "/dev/shm")
 
     assert decide(slurm, other) == slurm
     assert decide(slurm, other, env={"SLURM_JOB_ID": "72"}) == slurm
@@ -228,7 +228,7 @@ def test_damage_in_the_directory_is_found(shm: Path, tmp_path: Path) -> None:
 
 def test_a_slot_that_is_rewritten_meanwhile_is_not_called_damaged(shm: Path) -> None:
     save(shm, 1, 2)
-    held = NodeMemory(str(shm), "j", None, make=False)
+    held = NodeDirectory(str(shm), "j", None, make=False)
     file, header = look(str(shm), "j", None, "here").sealed[0]
     path = Path(held.path) / file.name
     good = path.read_bytes()
@@ -370,7 +370,7 @@ def test_what_is_survived_is_what_the_placement_promises_and_less_once_nodes_are
     randomly = random.Random(1)
     for gone in ([], [randomly.randrange(count)]):
         left = [node for number, node in enumerate(nodes) if number not in gone]
-        newest = look_ahead(left, True).newest
+        newest = what_is_restorable(left, True).newest
         assert (newest is not None) == promised.survives(gone)
         if newest is None:
             continue
@@ -386,18 +386,18 @@ def test_what_is_survived_is_what_the_placement_promises_and_less_once_nodes_are
 
 def test_survival_in_words() -> None:
     nodes = nodes_of(Topology((0, 1, 2, 3), ("a", "b", "c", "d")), "copy")
-    ahead = look_ahead(nodes, True)
+    ahead = what_is_restorable(nodes, True)
     assert str(survival(nodes, ahead.newest)) == "any 1 of 4 nodes; 4 of 6 pairs of nodes; not: a and c together, " \
         "b and d together"  # fmt: skip
-    assert str(survival(nodes[:3], look_ahead(nodes[:3], True).newest)) == "2 of 3 nodes; not: b"
+    assert str(survival(nodes[:3], what_is_restorable(nodes[:3], True).newest)) == "2 of 3 nodes; not: b"
 
 
 def test_a_node_alone_does_not_judge_what_lies_on_others() -> None:
     real = [Node(node.name, "", None, None, False, node.files) for node in
             nodes_of(Topology((0, 1, 2), ("a", "b", "c")), "copy")]  # fmt: skip
-    assert look_ahead(real[:1], together=False).unseen
-    assert not look_ahead(real, together=False).unseen
-    assert not look_ahead(real[:1], together=True).unseen
+    assert what_is_restorable(real[:1], together=False).unseen
+    assert not what_is_restorable(real, together=False).unseen
+    assert not what_is_restorable(real[:1], together=True).unseen
 
 
 def test_ranges_and_schemes() -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from harness import Cluster, Result
 
-from mlflash.running.processes import mpiexec
+from mlflash.launcher.processes import mpiexec
 
 REPO = Path(__file__).parents[2]
 pytestmark = pytest.mark.slow

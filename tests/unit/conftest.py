@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from mlflash.memory.node_directory import NodeMemory
+from mlflash.memory.node_directory import NodeDirectory
 
 
 @pytest.fixture
-def node_memory(shm: Path) -> Iterator[NodeMemory]:
-    memory = NodeMemory(str(shm), "j", None)
+def node_memory(shm: Path) -> Iterator[NodeDirectory]:
+    memory = NodeDirectory(str(shm), "j", None)
     yield memory
     memory.close()

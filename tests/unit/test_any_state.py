@@ -16,13 +16,13 @@ from states import Built, Spec, changed, differences, untied
 from stored import Store
 
 from mlflash.errors import StateError
-from mlflash.memory.node_directory import NodeMemory
+from mlflash.memory.node_directory import NodeDirectory
 
 
 def check(*specs: Spec) -> None:
     """Save states one after the other, as a training does, and read each."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
-        memory = NodeMemory(directory, "j", None)
+        memory = NodeDirectory(directory, "j", None)
         try:
             store = Store(memory)
             for spec in specs:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from waiting import take
 
-from mlflash.memory import thread_pool
-from mlflash.memory.thread_pool import Crew, crew_of
+from mlflash.memory import copy_threads
+from mlflash.memory.copy_threads import CopyThreads, copy_threads_of
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
@@ -28,7 +28,7 @@ def test_every_work_is_done_once_and_is_done_when_run_returns(threads: int) -> N
 
         return do
 
-    one = Crew(threads)
+    one = CopyThreads(threads)
     for times in (1, 2):
         one.run([work(number) for number in range(300)])
         assert counts == [times] * 300
@@ -53,7 +53,7 @@ def test_what_goes_wrong_is_raised_when_nobody_is_at_work_any_more(threads: int)
         together.wait(60)
         raise ValueError("bad")
 
-    one = Crew(threads)
+    one = CopyThreads(threads)
     for number in range(20):
         works = [good] * (threads - 1)
         works.insert(number % threads, bad)
@@ -77,18 +77,18 @@ def test_what_goes_wrong_is_raised_when_nobody_is_at_work_any_more(threads: int)
 def test_a_crew_grows_as_long_as_that_is_worth_it(
     monkeypatch: pytest.MonkeyPatch, cores: int, ranks: int, seconds: dict[int, float], found: int
 ) -> None:
-    monkeypatch.setattr(thread_pool.os, "sched_getaffinity", lambda pid: set(range(cores)))
-    monkeypatch.setattr(thread_pool, "_copy_s", lambda number: seconds[number])
+    monkeypatch.setattr(copy_threads.os, "sched_getaffinity", lambda pid: set(range(cores)))
+    monkeypatch.setattr(copy_threads, "_copy_s", lambda number: seconds[number])
     asked: list[Any] = []
 
     def agree(numbers: list[int]) -> list[int]:
         asked.append(numbers)
         return numbers
 
-    assert crew_of(0, ranks, agree).threads == found
+    assert copy_threads_of(0, ranks, agree).threads == found
     assert len(asked) <= 4
-    assert crew_of(3, ranks, agree).threads == 3
+    assert copy_threads_of(3, ranks, agree).threads == 3
 
 
 def test_measuring_takes_a_moment_and_gives_a_number() -> None:
-    assert 1 <= crew_of(0, 1, lambda numbers: numbers).threads <= 8
+    assert 1 <= copy_threads_of(0, 1, lambda numbers: numbers).threads <= 8

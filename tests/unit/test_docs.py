@@ -14,9 +14,9 @@ from rooms import ROOMS
 
 from mlflash import errors
 from mlflash.config import Config
-from mlflash.placement.groups import place
-from mlflash.placement.scheme import parse
-from mlflash.planning.prospects import Job, node_nbytes
+from mlflash.placement.protection_groups import place
+from mlflash.placement.redundancy_scheme import parse
+from mlflash.planning.scheme_comparison import Job, node_nbytes
 
 REPO = Path(__file__).parents[2]
 DOCS = REPO / "docs"
@@ -81,7 +81,7 @@ def test_the_table_of_rooms_is_complete_in_their_order_and_names_files_that_are_
     rooms = {path.stem for path in (REPO / "mlflash").iterdir() if path.is_dir() and (path / "__init__.py").exists()}
     assert above is not None
     tools = set(re.findall(r"(?<!`mlflash )`(\w+)`", above[1]))
-    assert {*named, *tools} == (rooms | {"config", "checkpointer"}) - {"adapters"} and not tools & {*named}
+    assert {*named, *tools} == (rooms | {"config"}) - {"adapters"} and not tools & {*named}
     assert named == [*ROOMS], "the rooms of test_package.py"
     for page in (text, (REPO / "DECISIONS.md").read_text()):
         for path in re.findall(rf"`((?:{'|'.join(sorted(rooms))})/\w+)[.`]", page):

@@ -16,9 +16,9 @@ import pytest
 from click.testing import CliRunner
 
 from mlflash.cli import main
-from mlflash.doctor import launch, watch
+from mlflash.doctor import launch_environment, watchdog
 from mlflash.doctor.findings import Diagnosis, Finding, Level, fine, merge, show, warning, wrong
-from mlflash.doctor.launch import Launch
+from mlflash.doctor.launch_environment import Launch
 
 MLFLASH = str(Path(sys.executable).with_name("mlflash"))
 GIB = 1 << 30
@@ -128,7 +128,7 @@ def test_a_line_says_which_nodes_or_ranks_it_is_of() -> None:
     ],
 )
 def test_the_launcher_is_known_by_its_environment(env: dict[str, str], expected: Launch) -> None:
-    assert launch.read(env) == expected
+    assert launch_environment.read(env) == expected
 
 
 @pytest.mark.parametrize(
@@ -146,8 +146,8 @@ def test_the_launcher_is_known_by_its_environment(env: dict[str, str], expected:
     ],
 )
 def test_each_mpi_has_its_flag(said: str, name: str, flag: str) -> None:
-    assert launch.tidy_version(said).startswith(name)
-    assert launch.mpi_flag(launch.tidy_version(said)).startswith(flag)
+    assert launch_environment.tidy_version(said).startswith(name)
+    assert launch_environment.mpi_flag(launch_environment.tidy_version(said)).startswith(flag)
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_each_mpi_has_its_flag(said: str, name: str, flag: str) -> None:
     ],
 )
 def test_a_world_of_another_size_is_an_error(started: Launch, size: int, level: Level, text: str) -> None:
-    found = launch.judge_size(started, size, "Open MPI v5.0.11")
+    found = launch_environment.judge_size(started, size, "Open MPI v5.0.11")
     assert (found.level, found.words.startswith(text)) == (level, True), found
     if level is Level.ERROR:
         assert ("srun --mpi=pmix" in found.remedy) == (started.by == "srun") and "Open MPI v5.0.11" in found.remedy
@@ -176,7 +176,7 @@ def listen(speak: Callable[[Any], None], patience_s: float = 30) -> list[Diagnos
     heard, speaker = multiprocessing.Pipe(duplex=False)
     shown: list[Diagnosis] = []
     speak(speaker)
-    watch.stand_by(heard, 0, patience_s, shown.append)
+    watchdog.stand_by(heard, 0, patience_s, shown.append)
     heard.close()
     speaker.close()
     return shown
@@ -213,7 +213,7 @@ def test_a_child_that_hangs_does_not_keep_the_doctor(monkeypatch: pytest.MonkeyP
     hung.write_text("#!/bin/sh\nexec sleep 1000\n")
     hung.chmod(0o700)
     monkeypatch.setattr(sys, "executable", str(hung))
-    watching = watch.Watch(True, False, 0.2)
+    watching = watchdog.Watch(True, False, 0.2)
     child = watching._child
     watching.over()
     assert child is not None and child.wait(30) == -9

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from mlflash.doctor import copying, gpu, logout, memory, mounts, need, ranks, rma, slurm, software
+from mlflash.doctor import copying, gpu, logind, memory, memory_need, mounts, mpi_ranks, rma, slurm, software
 from mlflash.doctor.findings import Level
 from mlflash.memory.memory_limits import headroom
-from mlflash.planning import prospects
+from mlflash.planning import scheme_comparison
 
 GIB = 1 << 30
 SPARE = 64 << 20  # what must stay free when so much is allocated
@@ -100,7 +100,7 @@ def test_containers_are_known_by_their_marks(tmp_path: Path) -> None:
 
 def test_a_logout_that_deletes_shared_memory_is_worth_a_warning(tmp_path: Path) -> None:
     def level(uid: int = 1000, memory_: str = "/dev/shm") -> list[Level]:
-        return [one.level for one in logout.removal(memory_, uid, str(tmp_path))]
+        return [one.level for one in logind.removal(memory_, uid, str(tmp_path))]
 
     assert level() == [], "no logind, no word"
     (tmp_path / "run/systemd/users").mkdir(parents=True)
@@ -138,7 +138,7 @@ def test_a_disk_is_no_memory() -> None:
 def test_free_space_against_what_the_job_takes(
     size: int, free: int, held: int, needed: int | None, level: Level, text: str
 ) -> None:
-    wanted = None if needed is None else need.Need(needed, "")
+    wanted = None if needed is None else memory_need.Need(needed, "")
     found = memory.judge_space("/dev/shm", size, free, held, wanted)
     assert (found.level, text in found.words) == (level, True), found.words
     assert bool(found.remedy) == (level > Level.OK)
@@ -146,7 +146,7 @@ def test_free_space_against_what_the_job_takes(
 
 @pytest.mark.parametrize(("needed", "level"), [(None, 0), (70, 0), (90, 1), (100, 1), (101, 2)])
 def test_what_a_cgroup_leaves_against_what_the_job_takes(needed: int | None, level: int) -> None:
-    wanted = None if needed is None else need.Need(needed * GIB, "")
+    wanted = None if needed is None else memory_need.Need(needed * GIB, "")
     found = memory.judge_limit("cgroup", 100 * GIB + SPARE, wanted, "ask")
     assert found.level == level
     assert ("ask" in found.remedy) == (level > 0)
@@ -191,17 +191,17 @@ def test_locked_memory_counts_with_rdma(limit: int, rdma: bool, root: bool, leve
 
 
 def test_what_a_job_takes_is_what_plan_says() -> None:
-    found = need.count(GIB, "xor:4", 3, nodes=4, ranks_per_node=8)
-    job = prospects.Job(("a", "b", "c", "d"), 8, GIB, own_slots=3)
-    ((scheme, placed),), _ = prospects.consider(job, ["xor:4"])
-    planned = prospects.prospect(job, scheme, placed, 1, None)
+    found = memory_need.count(GIB, "xor:4", 3, nodes=4, ranks_per_node=8)
+    job = scheme_comparison.Job(("a", "b", "c", "d"), 8, GIB, own_slots=3)
+    ((scheme, placed),), _ = scheme_comparison.consider(job, ["xor:4"])
+    planned = scheme_comparison.scheme_costs(job, scheme, placed, 1, None)
     assert found.nbytes == planned.memory_nbytes > 24 * GIB
     assert found.spare_nbytes == planned.spare_nbytes == headroom(found.nbytes) == SPARE
     assert found.words == "8 ranks of 1 GiB, 3 slots each, xor:4 over 4 nodes"
-    assert "makes nothing on one node" in need.count(GIB, "copy", 2, 1, 1).words
-    assert need.shape({}) == (1, 1)
-    assert need.shape({"SLURM_JOB_NUM_NODES": "4", "SLURM_NTASKS_PER_NODE": "8"}) == (4, 8)
-    assert need.shape({"SLURM_JOB_NUM_NODES": "4", "SLURM_NTASKS": "30"}) == (4, 8)
+    assert "makes nothing on one node" in memory_need.count(GIB, "copy", 2, 1, 1).words
+    assert memory_need.shape({}) == (1, 1)
+    assert memory_need.shape({"SLURM_JOB_NUM_NODES": "4", "SLURM_NTASKS_PER_NODE": "8"}) == (4, 8)
+    assert memory_need.shape({"SLURM_JOB_NUM_NODES": "4", "SLURM_NTASKS": "30"}) == (4, 8)
 
 
 # Slurm
@@ -249,8 +249,8 @@ def test_no_answer_of_slurm_is_a_warning(tmp_path: Path, monkeypatch: pytest.Mon
 # Ranks and nodes
 
 
-def places(*of: tuple[int, str, str, str]) -> list[ranks.Place]:
-    return [ranks.Place(*one) for one in of]
+def places(*of: tuple[int, str, str, str]) -> list[mpi_ranks.Place]:
+    return [mpi_ranks.Place(*one) for one in of]
 
 
 @pytest.mark.parametrize(
@@ -266,16 +266,16 @@ def places(*of: tuple[int, str, str, str]) -> list[ranks.Place]:
         (places((0, "b 1", "a", "0"), (0, "b 1", "a", "1")), Level.WARNING, "SLURM_NODEID tells 2 apart"),
     ],
 )
-def test_nodes_are_told_apart_by_their_memory(of: list[ranks.Place], level: Level, text: str) -> None:
-    found = ranks.judge_nodes(of, "/dev/shm", emulated=False)
+def test_nodes_are_told_apart_by_their_memory(of: list[mpi_ranks.Place], level: Level, text: str) -> None:
+    found = mpi_ranks.judge_nodes(of, "/dev/shm", emulated=False)
     assert (found.level, text in found.words) == (level, True), found.words
-    assert ranks.judge_nodes(of, "/dev/shm", emulated=True).level is Level.OK
+    assert mpi_ranks.judge_nodes(of, "/dev/shm", emulated=True).level is Level.OK
 
 
 def test_clocks_and_unknown_domains() -> None:
-    assert ranks.judge_clocks(0.01).level is Level.OK
-    assert ranks.judge_clocks(61.0).words == "61 s apart" and ranks.judge_clocks(61.0).level is Level.WARNING
-    assert ranks.unknown_domains(2).level is Level.OK and ranks.unknown_domains(3).level is Level.WARNING
+    assert mpi_ranks.judge_clocks(0.01).level is Level.OK
+    assert mpi_ranks.judge_clocks(61.0).words == "61 s apart" and mpi_ranks.judge_clocks(61.0).level is Level.WARNING
+    assert mpi_ranks.unknown_domains(2).level is Level.OK and mpi_ranks.unknown_domains(3).level is Level.WARNING
 
 
 def test_the_library_is_found_among_the_mapped_files() -> None:
@@ -284,9 +284,9 @@ def test_the_library_is_found_among_the_mapped_files() -> None:
         "7f1-7f2 r-xp 00000000 fe:00 14 /opt/cray/lib/libmpi_gnu_123.so.12\n"
         "7f2-7f3 r-xp 00000000 fe:00 15 /opt/cray/lib/libmpi_gnu_123.so.12\n"
     )
-    assert ranks.loaded_from(maps) == "/opt/cray/lib/libmpi_gnu_123.so.12"
-    assert ranks.loaded_from("x /a/libmpich.so.12\n") == "/a/libmpich.so.12"
-    assert ranks.loaded_from("x /a/libmpifort.so.12\n") == ""
+    assert mpi_ranks.loaded_from(maps) == "/opt/cray/lib/libmpi_gnu_123.so.12"
+    assert mpi_ranks.loaded_from("x /a/libmpich.so.12\n") == "/a/libmpich.so.12"
+    assert mpi_ranks.loaded_from("x /a/libmpifort.so.12\n") == ""
 
 
 @pytest.mark.parametrize(
@@ -337,15 +337,15 @@ def test_what_is_installed_is_named() -> None:
 
 
 def test_parity_by_numpy_is_worth_a_warning_where_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    from mlflash.redundancy import erasure
+    from mlflash.redundancy import erasure_codes
 
     monkeypatch.setenv("MLFLASH_ISAL", "0")
-    erasure._isal.cache_clear()
+    erasure_codes._isal.cache_clear()
     try:
         assert [one.level for one in software.parity("xor:8")] == [Level.WARNING]
         assert [one.level for one in software.parity("copy")] == [Level.OK]
     finally:
-        erasure._isal.cache_clear()
+        erasure_codes._isal.cache_clear()
 
 
 def test_without_a_gpu_that_is_said(tmp_path: Path, shm: Path) -> None:

@@ -25,15 +25,15 @@ from hypothesis import strategies as st
 
 from mlflash import errors
 from mlflash.config import Config
-from mlflash.draining import catalog, dealing, hdf5, index
-from mlflash.draining.catalog import Listed, Stored
-from mlflash.draining.index import CARD_NBYTES, Card, Piece
+from mlflash.draining import checkpoint_directory, file_index, hdf5_files, work_division
+from mlflash.draining.checkpoint_directory import Listed, Stored
+from mlflash.draining.file_index import CARD_NBYTES, Card, Piece
 from mlflash.memory.slot_header import Attempt
 from mlflash.state import layout, manifest
 from mlflash.state.dtypes import TORCH_ITEM_NBYTES
 from mlflash.state.flatten import flatten
 from mlflash.state.leaves import Entry, array_entry, live_bytes, tensor_entry
-from mlflash.storage.file_holes import Skeleton, Source
+from mlflash.storage.file_holes import FileWithHoles, Source
 from mlflash.storage.store import Directory
 
 H5DUMP = shutil.which("h5dump")
@@ -66,7 +66,7 @@ def cards(draw: st.DrawFn) -> Card:
 @given(card=cards())
 def test_a_card_comes_back_as_it_was(card: Card) -> None:
     raw = card.pack()
-    assert len(raw) == CARD_NBYTES and index.read_card(raw) == card
+    assert len(raw) == CARD_NBYTES and file_index.read_card(raw) == card
 
 
 def test_the_bytes_of_a_card_are_the_golden_ones() -> None:
@@ -91,19 +91,19 @@ def test_every_damaged_byte_of_a_card_is_found() -> None:
         for bits in (1, 128, 255):
             damaged = raw[:place] + bytes([raw[place] ^ bits]) + raw[place + 1 :]
             with pytest.raises(errors.CorruptSlot):
-                index.read_card(damaged)
+                file_index.read_card(damaged)
 
 
 @pytest.mark.parametrize("nbytes", [0, 7, 8, 100, 199])
 def test_a_short_card_is_refused(nbytes: int) -> None:
     with pytest.raises(errors.CorruptSlot):
-        index.read_card(CARD.pack()[:nbytes])
+        file_index.read_card(CARD.pack()[:nbytes])
 
 
 @given(raw=st.binary(max_size=600), magic=st.booleans())
 def test_no_bytes_make_the_card_reader_do_anything_but_refuse(raw: bytes, magic: bool) -> None:
     with pytest.raises(errors.CorruptSlot):
-        index.read_card(index.MAGIC * magic + raw)
+        file_index.read_card(file_index.MAGIC * magic + raw)
 
 
 @pytest.mark.parametrize(
@@ -112,15 +112,15 @@ def test_no_bytes_make_the_card_reader_do_anything_but_refuse(raw: bytes, magic:
 )
 def test_a_card_that_contradicts_itself_is_refused_though_its_checksum_is_right(wrong: dict[str, int]) -> None:
     with pytest.raises(errors.CorruptSlot, match="contradict"):
-        index.read_card(dataclasses.replace(CARD, **wrong).pack())
+        file_index.read_card(dataclasses.replace(CARD, **wrong).pack())
 
 
 def test_the_longest_name_of_a_job_fits_into_a_card_whole() -> None:
     owners = {Config(job="j" * 63 + last, directory="/d").owner for last in "ab"}
-    packed = {index.read_card(dataclasses.replace(CARD, owner=owner).pack()).owner for owner in owners}
+    packed = {file_index.read_card(dataclasses.replace(CARD, owner=owner).pack()).owner for owner in owners}
     assert packed == owners
     longest = f"{2**32 - 1}:{'0' * 8}:{'j' * 64}"
-    assert index.read_card(dataclasses.replace(CARD, owner=longest).pack()).owner == longest
+    assert file_index.read_card(dataclasses.replace(CARD, owner=longest).pack()).owner == longest
 
 
 # Indexes
@@ -143,12 +143,12 @@ def example() -> tuple[bytes, int, list[int], list[Piece], np.ndarray]:
 
 def encoded() -> bytes:
     text, payload_nbytes, commons, pieces, checks = example()
-    return index.encode(text, payload_nbytes, commons, "rank-00000.h5", pieces, 1024, checks)
+    return file_index.encode(text, payload_nbytes, commons, "rank-00000.h5", pieces, 1024, checks)
 
 
 def test_an_index_comes_back_as_it_was() -> None:
     text, payload_nbytes, commons, pieces, checks = example()
-    read = index.decode(encoded(), 5000)
+    read = file_index.decode(encoded(), 5000)
     assert read.manifest == manifest.decode(text, payload_nbytes)
     assert (read.commons, read.pieces) == (tuple(commons), tuple(pieces))
     assert (read.data, read.block_nbytes) == ("rank-00000.h5", 1024)
@@ -166,10 +166,10 @@ def test_any_pieces_come_back_as_they_were(data: st.DataObject) -> None:
         nbytes = math.prod(shape) * TORCH_ITEM_NBYTES[dtype]
         entries.append(Entry(name, "tensor", dtype, shape, (0,) * len(shape), shape, at, nbytes))
         pieces.append(Piece(entries[-1], -1, checks))
-        at, checks = at + nbytes, checks + index.blocks(nbytes, 7)
+        at, checks = at + nbytes, checks + file_index.blocks(nbytes, 7)
     text = manifest.join(manifest.encode_entries(tuple(entries)), manifest.encode_tree(["l", []]), [])
-    raw = index.encode(text, at, [-1] * len(names), "x", pieces, 7, np.arange(checks, dtype=np.uint64))
-    read = index.decode(raw, at)
+    raw = file_index.encode(text, at, [-1] * len(names), "x", pieces, 7, np.arange(checks, dtype=np.uint64))
+    read = file_index.decode(raw, at)
     assert read.pieces == tuple(pieces) and read.manifest.entries == tuple(entries)
     assert read.checks.tolist() == list(range(checks))
 
@@ -201,16 +201,16 @@ def spoil(document: Any, data: st.DataObject) -> Any:
 def test_an_index_with_anything_wrong_in_it_is_refused_or_still_valid(data: st.DataObject) -> None:
     document = spoil(json.loads(encoded()), data)
     try:
-        read = index.decode(json.dumps(document).encode(), 5000)
+        read = file_index.decode(json.dumps(document).encode(), 5000)
     except errors.CorruptSlot:
         return
     own = {piece.entry.name for piece in read.pieces if piece.common < 0}
     for piece in read.pieces:
         entry = piece.entry
         assert 0 <= entry.start <= entry.start + entry.nbytes <= 5000 or piece.packed
-        assert piece.first_check + index.blocks(entry.nbytes, read.block_nbytes) <= read.checks.size
+        assert piece.first_check + file_index.blocks(entry.nbytes, read.block_nbytes) <= read.checks.size
     assert len(read.commons) == len(read.manifest.entries)
-    names = index.first_names(read.manifest.entries)
+    names = file_index.first_names(read.manifest.entries)
     assert all(common >= 0 or name in own for common, name in zip(read.commons, names, strict=True))
     assert "/" not in read.data and not read.data.startswith(".")
 
@@ -266,7 +266,7 @@ def test_a_hostile_index_is_refused_with_its_reason(path: tuple[Any, ...], value
     document = json.loads(encoded())
     put(document, *path, value=value)
     with pytest.raises(errors.CorruptSlot, match=re.escape(reason)):
-        index.decode(json.dumps(document).encode(), 5000)
+        file_index.decode(json.dumps(document).encode(), 5000)
 
 
 @pytest.mark.parametrize(
@@ -276,7 +276,7 @@ def test_an_index_that_lacks_something_is_refused(missing: str) -> None:
     document = json.loads(encoded())
     del document[missing]
     with pytest.raises(errors.CorruptSlot, match=missing):
-        index.decode(json.dumps(document).encode(), 5000)
+        file_index.decode(json.dumps(document).encode(), 5000)
 
 
 @pytest.mark.parametrize(
@@ -284,7 +284,7 @@ def test_an_index_that_lacks_something_is_refused(missing: str) -> None:
 )
 def test_what_is_no_index_is_refused(raw: bytes) -> None:
     with pytest.raises(errors.CorruptSlot):
-        index.decode(raw, 5000)
+        file_index.decode(raw, 5000)
 
 
 # The file that commits
@@ -305,28 +305,30 @@ FILES = [Stored(f"rank-0000{n}.h5", 4096, 2**64 - 1, f"rank-0000{n}.h5", 4096) f
 
 def test_the_index_of_the_committing_file_comes_back_as_it_was(tmp_path: Path) -> None:
     store = Directory(str(tmp_path))
-    listed = write_master(store, "step-00000001", catalog.encode_master("hdf5", "job", FILES), world_size=2)
-    assert catalog.read_master(store.at(listed.folder), listed) == FILES
+    listed = write_master(
+        store, "step-00000001", checkpoint_directory.encode_master("hdf5", "job", FILES), world_size=2
+    )
+    assert checkpoint_directory.read_master(store.at(listed.folder), listed) == FILES
     path = tmp_path / "step-00000001" / "checkpoint.h5"
     good = path.read_bytes()
     for place in range(CARD_NBYTES, len(good)):
         path.write_bytes(good[:place] + bytes([good[place] ^ 4]) + good[place + 1 :])
         with pytest.raises(errors.CorruptSlot, match="is damaged"):
-            catalog.read_master(store.at(listed.folder), listed)
+            checkpoint_directory.read_master(store.at(listed.folder), listed)
     path.write_bytes(good[:-1])
     with pytest.raises(errors.CorruptSlot, match="is damaged"):
-        catalog.read_master(store.at(listed.folder), listed)
+        checkpoint_directory.read_master(store.at(listed.folder), listed)
 
 
 @settings(max_examples=200, deadline=None)
 @given(data=st.data())
 def test_a_committing_file_with_anything_wrong_in_it_is_refused_or_still_valid(data: st.DataObject) -> None:
-    document = spoil(json.loads(catalog.encode_master("hdf5", "job", FILES)), data)
+    document = spoil(json.loads(checkpoint_directory.encode_master("hdf5", "job", FILES)), data)
     text = json.dumps(document).encode()
     card = dataclasses.replace(CARD, rank=-1, world_size=2, index_nbytes=len(text), index_start=0,
                                index_check=xxhash.xxh3_64_intdigest(text))  # fmt: skip
     try:
-        files = catalog.read_master(_One(text), Listed("step-00000001", "checkpoint.h5", card))
+        files = checkpoint_directory.read_master(_One(text), Listed("step-00000001", "checkpoint.h5", card))
     except errors.CorruptSlot:
         return
     assert len(files) == 2
@@ -364,7 +366,7 @@ def test_a_hostile_committing_file_is_refused(tmp_path: Path, fields: Any) -> No
     store = Directory(str(tmp_path))
     listed = write_master(store, "step-00000001", json.dumps({"files": [fields]}).encode())
     with pytest.raises(errors.CorruptSlot):
-        catalog.read_master(store.at(listed.folder), listed)
+        checkpoint_directory.read_master(store.at(listed.folder), listed)
 
 
 # Who writes what
@@ -379,13 +381,13 @@ def test_parts_are_disjoint_cover_everything_and_are_balanced(shapes: list[tuple
         Entry(str(n), "tensor", "float32", shape, (0,) * len(shape), shape, 0, 4 * math.prod(shape))
         for n, shape in enumerate(shapes)
     ]
-    dealt = [list(dealing.deal(entries, ranks, nth)) for nth in range(ranks)]
-    assert dealt == [list(dealing.deal(entries, ranks, nth)) for nth in range(ranks)]
+    dealt = [list(work_division.deal(entries, ranks, nth)) for nth in range(ranks)]
+    assert dealt == [list(work_division.deal(entries, ranks, nth)) for nth in range(ranks)]
     for number, entry in enumerate(entries):
         rows = entry.shape[0] if entry.shape else 1
         taken = [row for parts in dealt for n, begin, end in parts if n == number for row in range(begin, end)]
         assert taken == list(range(rows)), "each row once, in the order of the ranks"
-    loads = [sum(dealing.part_of(entries[n], *rows).nbytes for n, *rows in parts) for parts in dealt]
+    loads = [sum(work_division.part_of(entries[n], *rows).nbytes for n, *rows in parts) for parts in dealt]
     total = sum(entry.nbytes for entry in entries)
     assert sum(loads) == total
     units = [e.nbytes // e.shape[0] if e.nbytes >= MIB and e.shape[0] > 1 else e.nbytes for e in entries if e.nbytes]
@@ -394,13 +396,13 @@ def test_parts_are_disjoint_cover_everything_and_are_balanced(shapes: list[tuple
 
 def test_empty_tensors_are_dealt_once() -> None:
     entries = [Entry("e", "tensor", "float32", (0, 5), (0, 0), (0, 5), 0, 0)] * 2
-    assert [list(dealing.deal(entries, 3, nth)) for nth in range(3)] == [[(0, 0, 0), (1, 0, 0)], [], []]
+    assert [list(work_division.deal(entries, 3, nth)) for nth in range(3)] == [[(0, 0, 0), (1, 0, 0)], [], []]
 
 
 def test_a_part_is_one_run_of_the_bytes_of_its_tensor() -> None:
     whole = np.arange(60, dtype="<f4").reshape(6, 10)
     entry = Entry("w", "array", "<f4", (12, 10), (6, 0), (6, 10), 0, 240)
-    part = dealing.part_of(entry, 2, 5)
+    part = work_division.part_of(entry, 2, 5)
     assert (part.offset, part.shape, part.start, part.nbytes) == ((8, 0), (3, 10), 80, 120)
     assert whole.tobytes()[part.start : part.start + part.nbytes] == whole[2:5].tobytes()
 
@@ -425,7 +427,7 @@ def pieces_of(values: Mapping[str, Any]) -> tuple[list[Entry], list[Source]]:
     return entries, [lambda value=value: live_bytes(value) for value in values.values()]
 
 
-def write(path: Path, skeleton: Skeleton) -> None:
+def write(path: Path, skeleton: FileWithHoles) -> None:
     Directory(str(path.parent)).write(path.name, skeleton.stream(MIB))
     skeleton.close()
 
@@ -433,8 +435,8 @@ def write(path: Path, skeleton: Skeleton) -> None:
 def written(path: Path, values: Mapping[str, Any], ties: Mapping[str, str] | None = None, objects: Any = None
             ) -> tuple[list[Entry], list[int]]:  # fmt: skip
     entries, sources = pieces_of(values)
-    skeleton, starts = hdf5.tensors(entries, sources, ties or {}, objects)
-    hdf5.add_index(skeleton, b"index")
+    skeleton, starts = hdf5_files.tensors(entries, sources, ties or {}, objects)
+    hdf5_files.add_index(skeleton, b"index")
     skeleton.patch(0, CARD.pack())
     write(path, skeleton)
     return entries, starts
@@ -493,7 +495,7 @@ def test_every_dtype_of_pytorch_is_stored_and_read_as_what_it_is_or_marked_as_ra
 
 def test_every_dtype_of_a_slot_has_a_form() -> None:
     for name, nbytes in TORCH_ITEM_NBYTES.items():
-        form = hdf5.form_of("tensor", name)
+        form = hdf5_files.form_of("tensor", name)
         assert math.prod(form.shape) * form.dtype.get_size() == nbytes
 
 
@@ -562,21 +564,21 @@ def test_what_is_compressed_is_read_by_plain_hdf5_and_has_no_place(tmp_path: Pat
         "half": torch.zeros(300, 300).bfloat16(),
         "small": np.ones(9),
     }
-    skeleton, starts = hdf5.tensors(*pieces_of(values), {}, {}, "gzip")
+    skeleton, starts = hdf5_files.tensors(*pieces_of(values), {}, {}, "gzip")
     write(tmp_path / "rank.h5", skeleton)
     assert [start is None for start in starts] == [True, True, False]
     assert (tmp_path / "rank.h5").stat().st_size < values["big"].nbytes / 2
     found = read_elsewhere(tmp_path / "rank.h5", tmp_path)
     assert found["big"][0].tobytes() == values["big"].tobytes() and not found["half"][0].any()
-    with hdf5.open_file(str(tmp_path / "rank.h5")) as file:
-        raw = hdf5.read_rows(file["tensors"]["big"], 7, 9, 16_000)
+    with hdf5_files.open_file(str(tmp_path / "rank.h5")) as file:
+        raw = hdf5_files.read_rows(file["tensors"]["big"], 7, 9, 16_000)
     assert raw.tobytes() == values["big"][7:9].tobytes()
 
 
 def test_odd_names_are_kept_apart_and_can_be_told_from_the_names_in_the_file(tmp_path: Path) -> None:
     values = {name: np.full(3, n) for n, name in enumerate(ODD)}
     written(tmp_path / "rank.h5", values)
-    names = [hdf5.dataset_name(name) for name in ODD]
+    names = [hdf5_files.dataset_name(name) for name in ODD]
     assert len(set(names)) == len(ODD) and not any("/" in name for name in names)
     found = read_elsewhere(tmp_path / "rank.h5", tmp_path)
     assert {name: found[name][0].tolist() for name in names} == {name: [n] * 3 for n, name in enumerate(names)}
@@ -584,15 +586,19 @@ def test_odd_names_are_kept_apart_and_can_be_told_from_the_names_in_the_file(tmp
 
 @given(one=st.text(max_size=8), other=st.text(max_size=8))
 def test_different_names_are_different_in_the_file(one: str, other: str) -> None:
-    assert (hdf5.dataset_name(one) == hdf5.dataset_name(other)) == (one == other)
+    assert (hdf5_files.dataset_name(one) == hdf5_files.dataset_name(other)) == (one == other)
 
 
 @needs_h5dump
 def test_h5dump_finds_odd_names(tmp_path: Path) -> None:
     written(tmp_path / "rank.h5", {name: np.full(2, n) for n, name in enumerate(ODD)})
     for n, name in enumerate(ODD):
-        if len(name) < 1000 and hdf5.dataset_name(name) not in (" ", "'\"", "\\"):  # h5dump trims and unquotes these
-            assert h5dump(tmp_path / "rank.h5", f"/tensors/{hdf5.dataset_name(name)}") == [str(n)] * 2, name
+        if len(name) < 1000 and hdf5_files.dataset_name(name) not in (
+            " ",
+            "'\"",
+            "\\",
+        ):  # h5dump trims and unquotes these
+            assert h5dump(tmp_path / "rank.h5", f"/tensors/{hdf5_files.dataset_name(name)}") == [str(n)] * 2, name
 
 
 def test_scalars_and_empty_tensors_keep_their_shapes(tmp_path: Path) -> None:
@@ -624,12 +630,12 @@ def test_tied_tensors_are_hard_links_and_objects_are_json(tmp_path: Path) -> Non
 
 
 def test_the_card_and_the_index_are_where_they_are_said_to_be(tmp_path: Path) -> None:
-    skeleton, _ = hdf5.tensors(*pieces_of({"a": np.arange(5)}), {}, {})
-    start = hdf5.add_index(skeleton, b"my index")
+    skeleton, _ = hdf5_files.tensors(*pieces_of({"a": np.arange(5)}), {}, {})
+    start = hdf5_files.add_index(skeleton, b"my index")
     skeleton.patch(0, CARD.pack())
     write(tmp_path / "rank.h5", skeleton)
     raw = (tmp_path / "rank.h5").read_bytes()
-    assert index.read_card(raw[:CARD_NBYTES]) == CARD and raw[start : start + 8] == b"my index"
+    assert file_index.read_card(raw[:CARD_NBYTES]) == CARD and raw[start : start + 8] == b"my index"
     elsewhere(
         "file = h5py.File(sys.argv[1])\nassert file['mlflash/index'][...].tobytes() == b'my index'\n"
         "assert file.userblock_size == 512\nfile.close()",
@@ -654,15 +660,15 @@ def three_ranks(tmp_path: Path) -> tuple[Path, np.ndarray]:
     ranks: dict[int, list[tuple[str, Entry, bool]]] = {}
     for rank, parts in boxes.items():
         made = [shard(name, whole, offset, shape) for name, offset, shape in parts if math.prod(shape)]
-        skeleton, _ = hdf5.tensors(
+        skeleton, _ = hdf5_files.tensors(
             [entry for entry, _ in made], [lambda part=part: live_bytes(part) for _, part in made], {}, None
         )
-        write(tmp_path / hdf5.rank_file_name(rank), skeleton)
+        write(tmp_path / hdf5_files.rank_file_name(rank), skeleton)
         ranks[rank] = [(name, shard(name, whole, offset, shape)[0], True) for name, offset, shape in parts]
     ranks[0].append(("differs", dataclasses.replace(ranks[0][0][1], name="differs"), False))
     ranks[1].append(("half of it", dataclasses.replace(ranks[0][1][1], name="half of it"), True))
-    write(tmp_path / hdf5.MASTER, hdf5.whole(ranks, {"tied": "w/%b"}, {"step": 3}, {"step": 3}))
-    return tmp_path / hdf5.MASTER, whole
+    write(tmp_path / hdf5_files.MASTER, hdf5_files.whole(ranks, {"tied": "w/%b"}, {"step": 3}, {"step": 3}))
+    return tmp_path / hdf5_files.MASTER, whole
 
 
 def test_the_master_shows_tensors_whole_over_several_files_and_overlapping_replicas(
@@ -703,13 +709,13 @@ def test_three_thousand_tensors_are_laid_out_fast_and_in_little_memory() -> None
     entry = Entry("", "tensor", "bfloat16", (1024, 2048), (0, 0), (1024, 2048), 0, 4 * MIB)
     entries = [dataclasses.replace(entry, name=f"model.layers.{n}.weight") for n in range(3000)]
     begin = time.process_time()
-    skeleton, starts = hdf5.tensors(entries, [_never] * 3000, {}, {})
-    start = hdf5.add_index(skeleton, bytes(MIB))
+    skeleton, starts = hdf5_files.tensors(entries, [_never] * 3000, {}, {})
+    start = hdf5_files.add_index(skeleton, bytes(MIB))
     assert time.process_time() - begin < 4  # 1.6 s on an idle core
     assert skeleton.nbytes > 12e9 and len(set(starts)) == 3000 and start > 0
     assert os.fstat(skeleton.file.fileno()).st_blocks * 512 < 50e6
     begin = time.process_time()
-    master = hdf5.whole(
+    master = hdf5_files.whole(
         {rank: [(entry.name, entry, True) for entry in entries[rank::3]] for rank in range(3)}, {}, {}, {}
     )
     assert time.process_time() - begin < 4
@@ -731,7 +737,7 @@ def _never() -> np.ndarray:
     chunk=st.sampled_from([1, 7, 64, 5000]),
 )
 def test_the_stream_is_the_file(parts: list[tuple[bytes, bytes]], chunk: int) -> None:
-    skeleton, wanted = Skeleton(), bytearray()
+    skeleton, wanted = FileWithHoles(), bytearray()
     for content, hole in parts:
         skeleton.file.seek(len(wanted))
         skeleton.file.write(content)
@@ -747,7 +753,7 @@ def test_the_stream_is_the_file(parts: list[tuple[bytes, bytes]], chunk: int) ->
 
 
 def test_places_may_come_in_any_order_and_patches_afterwards() -> None:
-    skeleton = Skeleton()
+    skeleton = FileWithHoles()
     skeleton.place(8, 4, lambda: np.frombuffer(b"last", dtype=np.uint8))
     skeleton.place(2, 5, lambda: np.frombuffer(b"first", dtype=np.uint8))
     skeleton.patch(0, b"ab")
@@ -757,7 +763,7 @@ def test_places_may_come_in_any_order_and_patches_afterwards() -> None:
 
 @pytest.mark.parametrize("nbytes", [3, 5])
 def test_a_source_of_the_wrong_size_raises(tmp_path: Path, nbytes: int) -> None:
-    skeleton = Skeleton()
+    skeleton = FileWithHoles()
     skeleton.place(0, 4, lambda: np.zeros(nbytes, dtype=np.uint8))
     with pytest.raises(AssertionError, match=f"a tensor has {nbytes} bytes, not 4"):
         write(tmp_path / "file", skeleton)
@@ -790,7 +796,7 @@ def test_the_newest_is_the_one_of_the_largest_generation_whatever_its_step(tmp_p
     for folder, step, generation in (("step-00000005", 5, 1), ("step-00000003", 3, 9), ("step-00000003.1", 3, 12),
                                      ("step-123456789", 123_456_789, 10)):  # fmt: skip
         commit(store, folder, step, generation)
-    assert [(one.folder, one.step) for one in catalog.list_checkpoints(store)] == [
+    assert [(one.folder, one.step) for one in checkpoint_directory.list_checkpoints(store)] == [
         ("step-00000003.1", 3), ("step-123456789", 123_456_789), ("step-00000003", 3), ("step-00000005", 5)
     ]  # fmt: skip
 
@@ -809,8 +815,8 @@ def test_what_is_no_committed_checkpoint_is_passed_over(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "step-00000008" / "checkpoint.h5")  # must not be waited for
     (tmp_path / "step-00000009").mkdir()
     shutil.copy(tmp_path / "step-00000001" / "rank-00000.h5", tmp_path / "step-00000009" / "checkpoint.h5")
-    assert catalog.list_checkpoints(store) == [wanted]
-    assert catalog.list_checkpoints(Directory(str(tmp_path / "nowhere"))) == []
+    assert checkpoint_directory.list_checkpoints(store) == [wanted]
+    assert checkpoint_directory.list_checkpoints(Directory(str(tmp_path / "nowhere"))) == []
 
 
 def test_links_are_not_followed_when_reading_or_deleting(tmp_path: Path) -> None:
@@ -824,12 +830,12 @@ def test_links_are_not_followed_when_reading_or_deleting(tmp_path: Path) -> None
     put_rank(outside, "step-00000004", run_id=bytes(16))
     (tmp_path / "d" / "step-00000004").symlink_to(tmp_path / "outside" / "step-00000004")
     before = tree(tmp_path)
-    assert catalog.list_checkpoints(store) == [wanted]
-    catalog.delete_leftovers(store, "me", b"x" * 16)
+    assert checkpoint_directory.list_checkpoints(store) == [wanted]
+    checkpoint_directory.delete_leftovers(store, "me", b"x" * 16)
     with pytest.raises(errors.UnsafePath, match="not followed"):
-        catalog.delete(store, listed)
+        checkpoint_directory.delete(store, listed)
     assert tree(tmp_path) == before
-    assert [catalog.new_folder(store, step) for step in (1, 4)] == ["step-00000001.1", "step-00000004.1"]
+    assert [checkpoint_directory.new_folder(store, step) for step in (1, 4)] == ["step-00000001.1", "step-00000004.1"]
     for name in ("checkpoint.h5", "rank-00000.h5"):
         with pytest.raises(OSError, match="not followed"):
             store.at("step-00000003").read(name)
@@ -842,8 +848,8 @@ def test_a_link_to_the_directory_itself_is_the_users_affair(tmp_path: Path) -> N
     (tmp_path / "scratch").symlink_to(tmp_path / "real")
     store = Directory(str(tmp_path / "scratch"))
     listed = commit(store, "step-00000001", 1, 1)
-    assert catalog.list_checkpoints(store) == [listed]
-    catalog.delete(store, listed)
+    assert checkpoint_directory.list_checkpoints(store) == [listed]
+    checkpoint_directory.delete(store, listed)
     assert list((tmp_path / "real").iterdir()) == []
 
 
@@ -870,24 +876,24 @@ def test_a_folder_of_another_user_is_passed_over_and_is_in_nobodys_way(shm: Path
     shm.chmod(0o777)
     with somebody_else(shm / "step-00000003"):
         mine = commit(store, "step-00000001", 1, 1)
-        assert catalog.list_checkpoints(store) == [mine]
-        catalog.delete_leftovers(store, "me", b"x" * 16)
-        assert catalog.new_folder(store, 3) == "step-00000003.1"
-        catalog.delete(store, mine)
+        assert checkpoint_directory.list_checkpoints(store) == [mine]
+        checkpoint_directory.delete_leftovers(store, "me", b"x" * 16)
+        assert checkpoint_directory.new_folder(store, 3) == "step-00000003.1"
+        checkpoint_directory.delete(store, mine)
     assert tree(shm) == ["step-00000003/checkpoint.h5", "step-00000003/rank-00000.h5"]
 
 
 def test_a_new_folder_is_one_that_is_not_taken(tmp_path: Path) -> None:
     store = Directory(str(tmp_path))
-    assert catalog.new_folder(store, 12) == "step-00000012"
+    assert checkpoint_directory.new_folder(store, 12) == "step-00000012"
     commit(store, "step-00000012", 12, 1)
-    assert catalog.new_folder(store, 12) == "step-00000012.1"
+    assert checkpoint_directory.new_folder(store, 12) == "step-00000012.1"
     put_rank(store, "step-00000012.7")
-    assert catalog.new_folder(store, 12) == "step-00000012.8"
-    assert catalog.new_folder(store, 1) == "step-00000001"
+    assert checkpoint_directory.new_folder(store, 12) == "step-00000012.8"
+    assert checkpoint_directory.new_folder(store, 1) == "step-00000001"
     (tmp_path / "step-00000013").write_text("in the way")
-    assert catalog.new_folder(store, 13) == "step-00000013.1"
-    assert catalog.new_folder(store, 123_456_789) == "step-123456789"
+    assert checkpoint_directory.new_folder(store, 13) == "step-00000013.1"
+    assert checkpoint_directory.new_folder(store, 123_456_789) == "step-123456789"
 
 
 def model(listed: Sequence[Listed], owner: str, keep_last: int, keep_every: int) -> set[str]:
@@ -923,7 +929,7 @@ def test_what_is_surplus_is_what_a_simple_model_says(
         for n, (step, owner) in enumerate(history)
     ]
     order.shuffle(listed)
-    found = {one.folder for one in catalog.surplus(listed, "me", keep_last, keep_every)}
+    found = {one.folder for one in checkpoint_directory.surplus(listed, "me", keep_last, keep_every)}
     stay = model(listed, "me", keep_last, keep_every)
     assert found == {one.folder for one in listed} - stay
     mine = {one.step for one in listed if one.card.owner == "me"}
@@ -940,7 +946,7 @@ def test_deleting_leaves_foreign_files_and_then_the_folder(tmp_path: Path, caplo
     (tmp_path / "step-00000001" / ".metadata").symlink_to(tmp_path / "nowhere")
     (tmp_path / "step-00000001" / "notes.txt").write_text("mine")
     for listed in (one, two):
-        catalog.delete(store, listed)
+        checkpoint_directory.delete(store, listed)
     assert tree(tmp_path) == [f"step-00000001/{name}" for name in (
         ".metadata", "notes.txt", "rank-00001.h5", "rank-00002.h5", "rank-00003.h5")]  # fmt: skip
     assert not (tmp_path / "step-00000002").exists()
@@ -961,7 +967,7 @@ def test_deleting_takes_the_committing_file_first(tmp_path: Path) -> None:
     store = Watched(str(tmp_path))
     listed = commit(store, "step-00000001", 1, 1)
     put_rank(store, "step-00000001", "rank-00001.h5")
-    catalog.delete(store, listed)
+    checkpoint_directory.delete(store, listed)
     assert removed == ["checkpoint.h5", "rank-00000.h5", "rank-00001.h5"]
 
 
@@ -972,8 +978,8 @@ def test_files_of_dcp_are_deleted_with_their_cards(tmp_path: Path) -> None:
     inside = store.at("step-00000001")
     inside.write("__0_0.distcp", [b"data"])
     inside.write("__1_0.distcp", [b"data without a card"])
-    inside.write(".metadata", [b"pickle ", catalog.tag(listed.card.attempt, "me").encode(), b" more"])
-    catalog.delete(store, listed)
+    inside.write(".metadata", [b"pickle ", checkpoint_directory.tag(listed.card.attempt, "me").encode(), b" more"])
+    checkpoint_directory.delete(store, listed)
     assert tree(tmp_path) == ["step-00000001/__1_0.distcp"]
 
 
@@ -982,7 +988,7 @@ def test_only_what_interrupted_drains_of_earlier_runs_of_this_job_left_is_delete
     earlier, now = bytes(16), RUN
 
     def temporary(name: str, run_id: bytes, owner: str) -> str:
-        return f".{name}.{catalog.tag(Attempt(run_id, 1), owner)}.tmp"
+        return f".{name}.{checkpoint_directory.tag(Attempt(run_id, 1), owner)}.tmp"
 
     left = {
         "step-00000001": ["rank-00000.h5", "rank-00001.h5", temporary("rank-00002.h5", earlier, "me")],
@@ -995,7 +1001,7 @@ def test_only_what_interrupted_drains_of_earlier_runs_of_this_job_left_is_delete
     put_rank(store, "step-00000003", "rank-00000.mlflash", run_id=earlier)
     store.at("step-00000003").write("__0_0.distcp", [b"data"])
     store.at("step-00000003").write(temporary("__1_0.distcp", earlier, "me"), [b"data"])
-    store.at("step-00000003").write(".metadata", [catalog.tag(Attempt(earlier, 1), "me").encode()])
+    store.at("step-00000003").write(".metadata", [checkpoint_directory.tag(Attempt(earlier, 1), "me").encode()])
     gone = tree(tmp_path)
     # These stay.
     commit(store, "step-00000004", 4, 1, run_id=earlier)
@@ -1011,7 +1017,7 @@ def test_only_what_interrupted_drains_of_earlier_runs_of_this_job_left_is_delete
     (tmp_path / "step-00000001" / "notes.txt").write_text("mine")
     (tmp_path / "step-00000009").mkdir()
     stay = sorted(set(tree(tmp_path)) - set(gone))
-    catalog.delete_leftovers(store, "me", now)
+    checkpoint_directory.delete_leftovers(store, "me", now)
     assert tree(tmp_path) == stay
     assert not (tmp_path / "step-00000002").exists() and not (tmp_path / "step-00000003").exists()
     assert (tmp_path / "step-00000009").exists() and (tmp_path / "step-00000001").exists()
@@ -1031,5 +1037,5 @@ def test_leftovers_of_many_ranks_are_found_in_one_pass(tmp_path: Path) -> None:
     store = Watched(str(tmp_path))
     for rank in range(60):
         put_rank(store, "step-00000001", f"rank-{rank:05d}.h5", run_id=bytes(16))
-    catalog.delete_leftovers(store, "me", RUN)
+    checkpoint_directory.delete_leftovers(store, "me", RUN)
     assert tree(tmp_path) == [] and len(reads) <= 3 * 60

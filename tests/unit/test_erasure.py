@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mlflash.errors import ConfigError
-from mlflash.redundancy import erasure
+from mlflash.redundancy import erasure_codes
 
 KERNELS = ("numpy", "ISA-L")
 
@@ -32,12 +32,12 @@ for _bit in range(14, 7, -1):
 def using(kernel: str) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setenv("MLFLASH_ISAL", "0" if kernel == "numpy" else "")
-        erasure._isal.cache_clear()
-        if not erasure.library().startswith(kernel):
+        erasure_codes._isal.cache_clear()
+        if not erasure_codes.library().startswith(kernel):
             assert find_spec("pyeclib") is None, "pyeclib is installed, so its libisal must be found"
             pytest.skip("no ISA-L here")
         yield
-    erasure._isal.cache_clear()
+    erasure_codes._isal.cache_clear()
 
 
 @pytest.fixture(params=KERNELS)
@@ -53,18 +53,18 @@ def random_units(number: int, nbytes: int, seed: int = 0) -> list[np.ndarray]:
 def made(coefficients: np.ndarray, sources: Sequence[np.ndarray | None], nbytes: int) -> list[np.ndarray]:
     memory = np.full((len(coefficients), nbytes + 64), 0xA5, dtype=np.uint8)
     out = [row[33 : 33 + nbytes] for row in memory]
-    erasure.combine(coefficients, sources, out)
+    erasure_codes.combine(coefficients, sources, out)
     assert np.all(memory[:, :33] == 0xA5) and np.all(memory[:, 33 + nbytes :] == 0xA5), "written outside of out"
     return out
 
 
 def with_parity(units: list[np.ndarray], parities: int) -> list[np.ndarray]:
     n = len(units)
-    return units + made(erasure.matrix(n, range(n), range(n, n + parities)), units, units[0].nbytes)
+    return units + made(erasure_codes.matrix(n, range(n), range(n, n + parities)), units, units[0].nbytes)
 
 
 def made_good(units: list[np.ndarray], n: int, have: Sequence[int], lost: Sequence[int]) -> bool:
-    found = made(erasure.matrix(n, have, lost), [units[unit] for unit in have], units[0].nbytes)
+    found = made(erasure_codes.matrix(n, have, lost), [units[unit] for unit in have], units[0].nbytes)
     return all(np.array_equal(units[unit], again) for unit, again in zip(lost, found, strict=True))
 
 
@@ -75,7 +75,7 @@ def by_the_book(coefficients: np.ndarray, sources: Sequence[np.ndarray]) -> np.n
 
 @pytest.mark.parametrize("n", range(1, 9))
 def test_every_loss_of_up_to_k_units_is_made_good_and_one_more_is_refused(n: int, kernel: str) -> None:
-    for k in range(1, erasure.MAX_PARITY + 1):
+    for k in range(1, erasure_codes.MAX_PARITY + 1):
         units = with_parity(random_units(n, 67), k)
         for lost in itertools.chain.from_iterable(itertools.combinations(range(n + k), r) for r in range(k + 1)):
             left = [unit for unit in range(n + k) if unit not in lost]
@@ -83,7 +83,7 @@ def test_every_loss_of_up_to_k_units_is_made_good_and_one_more_is_refused(n: int
                 assert made_good(units, n, have, lost), (k, have, lost)
         for lost in itertools.combinations(range(n + k), k + 1):
             with pytest.raises(ValueError, match=f"{n - 1} units are there, {n} are needed"):
-                erasure.matrix(n, [unit for unit in range(n + k) if unit not in lost], lost)
+                erasure_codes.matrix(n, [unit for unit in range(n + k) if unit not in lost], lost)
 
 
 @given(shape=st.data(), nbytes=st.integers(0, 5000), n=st.integers(1, 29), k=st.integers(1, 3), seed=st.integers(0, 99))
@@ -111,26 +111,26 @@ def test_any_coefficients_give_the_sum_by_the_book(seed: int, nbytes: int, rows:
 
 
 def test_long_arrays_at_odd_addresses_are_made_good(kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(erasure, "_SPAN_NBYTES", 100_001)
-    n, nbytes = 5, 3 * erasure._TILE_NBYTES + 4321
+    monkeypatch.setattr(erasure_codes, "_SPAN_NBYTES", 100_001)
+    n, nbytes = 5, 3 * erasure_codes._TILE_NBYTES + 4321
     memory = np.random.default_rng(1).integers(0, 256, (n + 3, nbytes + 3), dtype=np.uint8)
     units = [row[i % 3 : i % 3 + nbytes] for i, row in enumerate(memory)]
-    erasure.combine(erasure.matrix(n, range(n), (5, 6, 7)), units[:n], units[n:])
+    erasure_codes.combine(erasure_codes.matrix(n, range(n), (5, 6, 7)), units[:n], units[n:])
     assert made_good(units, n, (7, 1, 6, 3, 5), (4, 0, 2))
 
 
 def test_the_matrix_is_that_of_raid_6_and_raidz3() -> None:
-    assert np.array_equal(erasure._times(_a, _b), TIMES)
-    assert erasure.matrix(3, (0, 1, 2), (3, 4, 5)).tolist() == [[1, 1, 1], [1, 2, 4], [1, 4, 16]]
-    assert erasure.matrix(9, range(9), (10,)).tolist() == [[1, 2, 4, 8, 16, 32, 64, 128, 0x1D]]
-    assert erasure.matrix(3, (3, 2, 0), (1, 2)).tolist() == [[1, 1, 1], [0, 1, 0]]
-    assert erasure.matrix(31, range(31), (31,)).tolist() == [[1] * 31]
-    assert erasure.matrix(2, [np.int64(0), np.int64(1)], []).shape == (0, 2)
+    assert np.array_equal(erasure_codes._times(_a, _b), TIMES)
+    assert erasure_codes.matrix(3, (0, 1, 2), (3, 4, 5)).tolist() == [[1, 1, 1], [1, 2, 4], [1, 4, 16]]
+    assert erasure_codes.matrix(9, range(9), (10,)).tolist() == [[1, 2, 4, 8, 16, 32, 64, 128, 0x1D]]
+    assert erasure_codes.matrix(3, (3, 2, 0), (1, 2)).tolist() == [[1, 1, 1], [0, 1, 0]]
+    assert erasure_codes.matrix(31, range(31), (31,)).tolist() == [[1] * 31]
+    assert erasure_codes.matrix(2, [np.int64(0), np.int64(1)], []).shape == (0, 2)
 
 
 def test_no_square_part_of_29_units_and_3_parities_is_singular() -> None:
     """So that any n units are enough: a loss of r data units is a system of r equations."""
-    rows = erasure.matrix(29, range(29), (29, 30, 31))
+    rows = erasure_codes.matrix(29, range(29), (29, 30, 31))
 
     def minor(r: int, s: int, i: np.ndarray, j: np.ndarray) -> np.ndarray:
         return TIMES[rows[r, i], rows[s, j]] ^ TIMES[rows[r, j], rows[s, i]]
@@ -165,7 +165,7 @@ def test_the_sums_are_those_of_zfec(n: int, k: int, kernel: str) -> None:
     theirs = encoder.encode([unit.tobytes() for unit in ours[:n]])
     assert [unit.tobytes() for unit in made(coefficients, ours[:n], 1021)] == theirs[n:]
     have = [*range(k, n), *parities][:n]
-    found = made(erasure.matrix(n, have, range(n)), [ours[unit] for unit in have], 1021)
+    found = made(erasure_codes.matrix(n, have, range(n)), [ours[unit] for unit in have], 1021)
     again = zfec.Decoder(n, n + k).decode([theirs[unit] for unit in have], have)
     assert [unit.tobytes() for unit in found] == again == theirs[:n]
 
@@ -174,7 +174,7 @@ def test_a_source_that_is_none_is_all_zeros(kernel: str) -> None:
     units = random_units(5, 1003)
     units[0][:] = units[3][:] = 0
     sources = [None, units[1], units[2], None, units[4]]
-    coefficients = erasure.matrix(5, range(5), (5, 6, 7))
+    coefficients = erasure_codes.matrix(5, range(5), (5, 6, 7))
     assert np.array_equal(made(coefficients, sources, 1003), made(coefficients, units, 1003))
     assert not np.any(made(coefficients, [None] * 5, 1003))
     assert not np.any(made(np.array([[0, 0], [0, 7]], dtype=np.uint8), [units[1], None], 1003))
@@ -197,11 +197,11 @@ def test_a_source_that_is_none_is_all_zeros(kernel: str) -> None:
 )
 def test_a_matrix_that_cannot_be_is_refused(data: int, have: Sequence[int], want: Sequence[int], text: str) -> None:
     with pytest.raises(ValueError, match=text):
-        erasure.matrix(data, have, want)
+        erasure_codes.matrix(data, have, want)
 
 
 def test_arrays_that_do_not_fit_are_refused() -> None:
-    pq = erasure.matrix(2, (0, 1), (2, 3))
+    pq = erasure_codes.matrix(2, (0, 1), (2, 3))
     with pytest.raises(ValueError, match="read-only"):
         pq[0, 0] = 7
     memory = np.zeros(100, dtype=np.uint8)
@@ -222,14 +222,14 @@ def test_arrays_that_do_not_fit_are_refused() -> None:
         (pq, [a, b], [c, memory[40:56]], r"out\[0\] shares memory"),
     ):
         with pytest.raises(ValueError, match=text):
-            erasure.combine(coefficients, sources, out)
+            erasure_codes.combine(coefficients, sources, out)
     assert not np.any(memory), "nothing is written before all was checked"
-    erasure.combine(pq, [a, a], [c, d])  # sources may be one array
-    erasure.combine(pq[:0], [a, b], [])
+    erasure_codes.combine(pq, [a, a], [c, d])  # sources may be one array
+    erasure_codes.combine(pq[:0], [a, b], [])
 
 
 def test_four_threads_make_what_one_makes(kernel: str) -> None:
-    n, nbytes = 6, 2 * erasure._TILE_NBYTES + 77
+    n, nbytes = 6, 2 * erasure_codes._TILE_NBYTES + 77
     work = [random_units(n, nbytes, seed) for seed in range(8)]
     expected = [with_parity(units, 3)[n:] for units in work]
     with ThreadPoolExecutor(4) as pool:
@@ -241,17 +241,17 @@ def test_four_threads_make_what_one_makes(kernel: str) -> None:
 PROGRAM = """
 import pathlib, sys
 import numpy as np
-from mlflash.redundancy import erasure
+from mlflash.redundancy import erasure_codes
 def loaded(): return "libisal" in pathlib.Path("/proc/self/maps").read_text()
 units = [np.arange(64, dtype=np.uint8), np.ones(64, dtype=np.uint8), np.empty(64, dtype=np.uint8)]
 before = loaded()
-erasure.combine(erasure.matrix(2, (0, 1), (3,)), units[:2], units[2:])
-print(before, loaded(), "pyeclib" in sys.modules, erasure.library())
+erasure_codes.combine(erasure_codes.matrix(2, (0, 1), (3,)), units[:2], units[2:])
+print(before, loaded(), "pyeclib" in sys.modules, erasure_codes.library())
 """
 
 
 def test_a_process_loads_the_named_library_when_first_needed_and_never_pyeclib(kernel: str) -> None:
-    found = erasure.library()
+    found = erasure_codes.library()
     for named in ("0",) if kernel == "numpy" else ("", found.removeprefix("ISA-L (").removesuffix(")")):
         environment = {**os.environ, "MLFLASH_ISAL": named}
         process = subprocess.run(
@@ -266,6 +266,6 @@ def test_a_named_library_that_cannot_be_used_is_an_error(monkeypatch: pytest.Mon
 
     for name in ("/no/such/libisal.so.2", _ctypes.__file__):
         monkeypatch.setenv("MLFLASH_ISAL", name)
-        erasure._isal.cache_clear()
+        erasure_codes._isal.cache_clear()
         with pytest.raises(ConfigError, match=f"MLFLASH_ISAL={name}: "):
-            erasure.library()
+            erasure_codes.library()

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from mlflash import errors
 from mlflash.memory import slot_header
-from mlflash.memory.segment import create
+from mlflash.memory.copy_threads import ALONE
+from mlflash.memory.shared_memory_segment import create
 from mlflash.memory.slot import Slot, read_header
 from mlflash.memory.slot_header import Attempt, Header
-from mlflash.memory.thread_pool import ALONE
-from mlflash.redundancy.transfer import Source, chunks
-from mlflash.saving.staging import Stage
+from mlflash.redundancy.slot_transfer import Source, chunks
+from mlflash.saving.staging import Staging
 from mlflash.state import layout, manifest
 from mlflash.state.flatten import flatten
 from mlflash.state.layout import Extents
@@ -36,7 +36,7 @@ def golden_state() -> dict[str, Any]:
 
 
 def write_slot(memory: Any, state: Any, block_nbytes: int = 4096) -> Slot:
-    stage = Stage(block_nbytes, ALONE, 10.0)
+    stage = Staging(block_nbytes, ALONE, 10.0)
     flat = flatten(state)
     plan = stage.plan(flat)
     slot = Slot(create(memory, plan.layout.extents.nbytes))

@@ -74,7 +74,9 @@ def made(module: str, name: str, arguments: tuple[Any, ...], state: Any = None) 
 
 SYSTEM, POPEN = Named("os", "system"), Named("subprocess", "Popen")
 HOSTILE = {
-    "the original": lambda path: called("mlflash.telemetry.metrics", "Metrics", path, "job", Named("builtins", "dict")),
+    "the original": lambda path: called(
+        "mlflash.telemetry.prometheus_metrics", "Metrics", path, "job", Named("builtins", "dict")
+    ),
     "a class of a package": lambda path: made("mlflash.storage.store", "Directory", (path,)),
     "a file": lambda path: called("builtins", "open", path, "w"),
     "io": lambda path: called("_io", "FileIO", path, "w"),
@@ -160,7 +162,7 @@ def test_a_hostile_pickle_is_refused_and_nothing_is_done(
 def test_metrics_of_ours_are_not_made_by_a_checkpoint(tmp_path: pathlib.Path) -> None:
     victim = tmp_path / "victim"
     victim.write_text("precious")
-    with pytest.raises(CorruptSlot, match=r"mlflash\.telemetry\.metrics\.Metrics is not known here"):
+    with pytest.raises(CorruptSlot, match=r"mlflash\.telemetry\.prometheus_metrics\.Metrics is not known here"):
         load(HOSTILE["the original"](str(victim)), [])
     with pytest.raises(StateError, match="is not known here"):
         dump([errors.Unrestorable])

@@ -11,10 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from layouts import layout
 
-from mlflash.memory.inventory import FOUND, Inventory, ParityGroup, assign, choose, decode, encode, file_name, join
+from mlflash.memory.file_assignment import assign
+from mlflash.memory.inventory import FOUND, Inventory, decode, encode, file_name, join
 from mlflash.memory.slot_header import Attempt, Kind
-from mlflash.placement.groups import place
-from mlflash.placement.scheme import parse
+from mlflash.placement.protection_groups import place
+from mlflash.placement.redundancy_scheme import parse
+from mlflash.startup.choose_checkpoint import ParityGroup, choose
 
 RUN_A, RUN_B = b"a" * 16, b"b" * 16
 RUN_NUMBERS = (0x3F9C_11D7_A6E2_5B48, 0xC471_0E8D_92F3_6AB5)  # no pattern in them, as in a real one

@@ -13,11 +13,11 @@ from waiting import is_in, take, until
 
 from mlflash import Checkpointer
 from mlflash.errors import DeadlineExceeded, StateError
+from mlflash.mpi.courier import Job
 from mlflash.saving import deferred_copies
-from mlflash.saving.deferred_copies import Later, Steps, Unchanging
-from mlflash.saving.device_copies import Transfer
+from mlflash.saving.deferred_copies import DeferredCopies, Steps, Unchanging
+from mlflash.saving.device_copies import DeviceCopies
 from mlflash.state.flatten import Flattener
-from mlflash.wire.courier import Job
 
 DEADLINE = 60.0
 
@@ -81,7 +81,7 @@ def test_each_piece_is_copied_once_however_many_help() -> None:
 
         return copy
 
-    later = Later([work(number) for number in range(500)], [], [], DEADLINE)
+    later = DeferredCopies([work(number) for number in range(500)], [], [], DEADLINE)
     threads = [threading.Thread(target=later.help) for _ in range(4)]
     for thread in threads:
         thread.start()
@@ -100,7 +100,7 @@ def test_when_it_is_cancelled_nothing_is_written_any_more() -> None:
         assert go_on.wait(DEADLINE)
         written.append("slow")
 
-    later = Later([slow, lambda: written.append("never")], [], [], DEADLINE)
+    later = DeferredCopies([slow, lambda: written.append("never")], [], [], DEADLINE)
     helper = threading.Thread(target=later.help)
     helper.start()
     assert begun.wait(DEADLINE)
@@ -120,7 +120,7 @@ def test_when_it_is_cancelled_nothing_is_written_any_more() -> None:
 def test_a_tensor_that_was_written_to_before_all_was_copied_is_named() -> None:
     model, _ = model_and_optimizer()
     weight = model[0].weight.detach()  # as a state_dict gives it: another object, the same memory
-    later = Later([lambda: None], [], [("weight", weight)], DEADLINE)
+    later = DeferredCopies([lambda: None], [], [("weight", weight)], DEADLINE)
     with torch.no_grad():
         model[0].weight.add_(1)
     later.finish()
@@ -129,14 +129,14 @@ def test_a_tensor_that_was_written_to_before_all_was_copied_is_named() -> None:
 
 def test_a_tensor_whose_change_is_told_late_is_found_when_it_is_looked_at_again() -> None:
     model, _ = model_and_optimizer()
-    later = Later([lambda: None], [], [("weight", model[0].weight)], DEADLINE)
+    later = DeferredCopies([lambda: None], [], [("weight", model[0].weight)], DEADLINE)
     later.finish()
     assert later.error is None
     with torch.no_grad():
         model[0].weight.add_(1)  # may have begun while it was copied
     later.look()
     assert later.error is not None
-    later = Later([lambda: None], [], [("weight", model[0].weight)], DEADLINE)
+    later = DeferredCopies([lambda: None], [], [("weight", model[0].weight)], DEADLINE)
     later.finish()
     later.hold_back()
     with torch.no_grad():
@@ -153,7 +153,7 @@ def test_a_copy_that_takes_too_long_fails_the_save_and_a_step_goes_on() -> None:
         begun.set()
         assert go_on.wait(DEADLINE)
 
-    later, steps = Later([stuck], [], [], 0.05), Steps()
+    later, steps = DeferredCopies([stuck], [], [], 0.05), Steps()
     courier = threading.Thread(target=later.help)
     courier.start()
     assert begun.wait(DEADLINE)
@@ -173,8 +173,8 @@ def test_copies_of_a_device_come_before_what_it_is_given_later() -> None:
     values = [torch.randn(5 << 20), torch.randn(7, 3).t(), torch.randn(9, dtype=torch.cfloat).conj()]
     targets = [torch.zeros_like(value.resolve_conj()) for value in values]
     kept = [value.clone() for value in values]
-    transfer = Transfer(torch.device("cpu"), targets, values)
-    later = Later([], [transfer], [("first", values[0])], DEADLINE)
+    transfer = DeviceCopies(torch.device("cpu"), targets, values)
+    later = DeferredCopies([], [transfer], [("first", values[0])], DEADLINE)
     assert not later.is_empty
     later.hold_back()
     values[0].add_(1)
@@ -187,7 +187,7 @@ def test_what_fails_is_told_and_ends_the_wait() -> None:
     def fail() -> None:
         raise RuntimeError("no")
 
-    later = Later([fail, lambda: None], [], [], DEADLINE)
+    later = DeferredCopies([fail, lambda: None], [], [], DEADLINE)
     later.finish()
     assert "no" in str(later.error)
 
@@ -201,13 +201,13 @@ def test_any_optimizer_waits_before_it_steps(options: dict[str, Any]) -> None:
         before = model[0].weight.detach().clone()
         seen: list[Any] = []
         copy = functools.partial(_append_clone, seen, model[0].weight)
-        later = Later([copy], [], [("w", model[0].weight)], DEADLINE)
+        later = DeferredCopies([copy], [], [("w", model[0].weight)], DEADLINE)
         steps.before_next(later)
         one.step()
         assert torch.equal(seen[0], before) and later.error is None
     steps.close()
     seen = []
-    steps._laters.append(Later([lambda: seen.append(1)], [], [], DEADLINE))
+    steps._laters.append(DeferredCopies([lambda: seen.append(1)], [], [], DEADLINE))
     optimizer.step()
     assert not seen
 

@@ -15,18 +15,18 @@ from click.testing import CliRunner
 
 from mlflash import errors
 from mlflash.cli import main
-from mlflash.memory.inventory import Files
+from mlflash.memory.file_assignment import AssignedFiles
 from mlflash.memory.memory_limits import available
-from mlflash.memory.node_directory import NodeMemory, clean, emulated_nodes, held_by_jobs, jobs_of
-from mlflash.memory.segment import attach, create, lend, prefault_in_background
-from mlflash.memory.slot_pool import Shelf
-from mlflash.telemetry.heartbeat import Pulse, all_pulses, live_jobs
+from mlflash.memory.node_directory import NodeDirectory, clean, emulated_nodes, held_by_jobs, jobs_of
+from mlflash.memory.shared_memory_segment import attach, create, lend, prefault_in_background
+from mlflash.memory.slot_pool import SlotPool
+from mlflash.telemetry.heartbeat import Heartbeat, all_heartbeats, live_jobs
 
 UID = os.getuid()
 
 
 def test_directories_are_0700_and_files_0600(shm: Path) -> None:
-    memory = NodeMemory(str(shm), "j", 3)
+    memory = NodeDirectory(str(shm), "j", 3)
     assert memory.path == str(shm / f"mlflash-{UID}" / "j" / "node3")
     for directory in (shm / f"mlflash-{UID}", shm / f"mlflash-{UID}" / "j", Path(memory.path)):
         assert directory.stat().st_mode & 0o777 == 0o700
@@ -40,14 +40,14 @@ def test_a_directory_open_to_others_is_refused(shm: Path, mode: int) -> None:
     (shm / f"mlflash-{UID}").mkdir()
     (shm / f"mlflash-{UID}").chmod(mode)
     with pytest.raises(errors.UnsafePath, match="not a private directory"):
-        NodeMemory(str(shm), "j", None)
+        NodeDirectory(str(shm), "j", None)
 
 
 def test_a_memory_file_system_that_is_not_there_is_named(shm: Path) -> None:
     with pytest.raises(errors.ConfigError, match=r"there is no memory file system at .*/nowhere: No such file"):
-        NodeMemory(str(shm / "nowhere"), "j", None)
+        NodeDirectory(str(shm / "nowhere"), "j", None)
     with pytest.raises(FileNotFoundError):
-        NodeMemory(str(shm / "nowhere"), "j", None, make=False)
+        NodeDirectory(str(shm / "nowhere"), "j", None, make=False)
 
 
 def test_a_symlink_on_the_way_is_refused(shm: Path) -> None:
@@ -55,7 +55,7 @@ def test_a_symlink_on_the_way_is_refused(shm: Path) -> None:
     (shm / f"mlflash-{UID}").mkdir(mode=0o700)
     (shm / f"mlflash-{UID}" / "j").symlink_to(shm / "elsewhere")
     with pytest.raises(errors.UnsafePath):
-        NodeMemory(str(shm), "j", None)
+        NodeDirectory(str(shm), "j", None)
     assert list((shm / "elsewhere").iterdir()) == []
 
 
@@ -66,7 +66,7 @@ def test_a_directory_of_somebody_else_is_refused(shm: Path) -> None:
     (shm / f"mlflash-{UID}").chmod(0o700)
     os.chown(path, 12_345, 12_345)
     with pytest.raises(errors.UnsafePath, match="uid 12345"):
-        NodeMemory(str(shm), "j", None)
+        NodeDirectory(str(shm), "j", None)
 
 
 def take(shm: Path, kind: str) -> Path:
@@ -91,20 +91,20 @@ def test_where_somebody_took_this_users_directory_first_the_next_name_is_used_an
 ) -> None:
     taken = take(shm, kind)
     before = taken.lstat()
-    memory = NodeMemory(str(shm), "j", 3)
+    memory = NodeDirectory(str(shm), "j", 3)
     memory.lock(0, 1)
     assert memory.path == str(shm / f"mlflash-{UID}.1" / "j" / "node3") and Path(memory.path).stat().st_mode & 63 == 0
     create(memory, 4096)
-    pulse = Pulse(memory, 0, 1, 0, "n", "")
-    beside = NodeMemory(str(shm), "k", None)
+    heartbeat = Heartbeat(memory, 0, 1, 0, "n", "")
+    beside = NodeDirectory(str(shm), "k", None)
     assert beside.path == str(shm / f"mlflash-{UID}.1" / "k"), "another job, another rank: the same directory"
     beside.close()
     assert [jobs_of(str(shm)), emulated_nodes(str(shm), "j"), live_jobs(str(shm))] == [["j", "k"], [3], ["j"]]
-    assert held_by_jobs(str(shm)) == {"j": 4096, "k": 0} == {**NodeMemory(str(shm), "k", None).other_jobs(), "k": 0}
+    assert held_by_jobs(str(shm)) == {"j": 4096, "k": 0} == {**NodeDirectory(str(shm), "k", None).other_jobs(), "k": 0}
     assert CliRunner().invoke(main, ["clean", "--memory", str(shm)]).output == "j\nk\n"
     status = CliRunner().invoke(main, ["status", "--memory", str(shm), "--job", "j", "--json"])
     assert memory.path in status.output and '"file": "slot-0000"' in status.output
-    pulse.end("ended")
+    heartbeat.end("ended")
     memory.close()
     after = taken.lstat()
     assert (after.st_ino, after.st_mode, after.st_uid, after.st_mtime) == (
@@ -112,28 +112,28 @@ def test_where_somebody_took_this_users_directory_first_the_next_name_is_used_an
     said = [record for record in caplog.records if str(taken) in record.getMessage()]
     assert len(said) == 1 and "is passed over" in said[0].getMessage()
     taken.rmdir() if kind == "directory" else taken.unlink()
-    again = NodeMemory(str(shm), "j", 3)
+    again = NodeDirectory(str(shm), "j", 3)
     assert again.slot_names() == ["slot-0000"], "the first name is free now: the job is where it was"
     again.close()
     (shm / f"mlflash-{UID}").mkdir(mode=0o700)
-    NodeMemory(str(shm), "new", None).close()
-    assert NodeMemory(str(shm), "j", 3).slot_names() == ["slot-0000"]
+    NodeDirectory(str(shm), "new", None).close()
+    assert NodeDirectory(str(shm), "j", 3).slot_names() == ["slot-0000"]
     assert (jobs_of(str(shm)), clean(str(shm), "j")) == (["j", "k", "new"], 4096)
 
 
 def test_a_memory_where_nothing_can_be_made_is_named(shm: Path) -> None:
     if UID == 0:
         with pytest.raises(errors.ConfigError, match="no directory can be made in /proc"):
-            NodeMemory("/proc", "j", None)
+            NodeDirectory("/proc", "j", None)
         return
     shm.chmod(0o500)
     with pytest.raises(errors.ConfigError, match="no directory can be made"):
-        NodeMemory(str(shm), "j", None)
+        NodeDirectory(str(shm), "j", None)
 
 
 @pytest.mark.parametrize("kind", ["link", "dangling", "open", "directory", "hardlink"])
 def test_what_is_named_like_a_file_of_ours_and_is_not_is_passed_over_and_never_touched(
-    shm: Path, node_memory: NodeMemory, kind: str, caplog: pytest.LogCaptureFixture
+    shm: Path, node_memory: NodeDirectory, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     target = shm / "target"
     target.write_bytes(b"x" * 8192)
@@ -153,15 +153,15 @@ def test_what_is_named_like_a_file_of_ours_and_is_not_is_passed_over_and_never_t
     assert node_memory.slot_names() == node_memory.pulse_names() == []
     assert create(node_memory, 4096).name == "slot-0001" and create(node_memory, 4096).name == "slot-0003"
     assert not node_memory.has_request() and not node_memory.take_request()
-    Pulse(node_memory, 0, 1, 0, "n", "").end("ended")
-    assert all_pulses(str(shm), "j") == ([], [])
-    shelf = Shelf(node_memory, [1])
-    shelf.adopt(Files([0, 1], {1: [2, 3]}, [None, None]), None, (), [0, 2])
-    assert [slot.name for slot in shelf.all()] == ["", "slot-0001", "", "", "", "slot-0003"]
-    shelf.drop_spare()
+    Heartbeat(node_memory, 0, 1, 0, "n", "").end("ended")
+    assert all_heartbeats(str(shm), "j") == ([], [])
+    pool = SlotPool(node_memory, [1])
+    pool.adopt(AssignedFiles([0, 1], {1: [2, 3]}, [None, None]), None, (), [0, 2])
+    assert [slot.name for slot in pool.all()] == ["", "slot-0001", "", "", "", "slot-0003"]
+    pool.drop_spare()
     assert node_memory.nbytes("slot-0000") == 0 and node_memory.other_jobs() == {}
     node_memory.remove("slot-0000")
-    shelf.close()
+    pool.close()
     assert node_memory.wipe() == 8192
     after = {entry.name: entry.lstat() for entry in Path(node_memory.path).iterdir()}
     assert {n: (s.st_ino, s.st_mode, s.st_size) for n, s in after.items()} == {
@@ -172,7 +172,7 @@ def test_what_is_named_like_a_file_of_ours_and_is_not_is_passed_over_and_never_t
 
 
 @pytest.mark.parametrize("kind", ["symlink", "hardlink", "open", "fifo"])
-def test_a_slot_file_that_is_not_a_private_file_is_refused(shm: Path, node_memory: NodeMemory, kind: str) -> None:
+def test_a_slot_file_that_is_not_a_private_file_is_refused(shm: Path, node_memory: NodeDirectory, kind: str) -> None:
     path = Path(node_memory.path) / "slot-0000"
     target = shm / "target"
     target.write_bytes(b"x" * 4096)
@@ -193,8 +193,8 @@ def test_a_slot_file_that_is_not_a_private_file_is_refused(shm: Path, node_memor
 
 @pytest.mark.parametrize("name", ["../node1/slot-0000", "/etc/passwd", "..", ""])
 def test_no_name_leads_out_of_the_nodes_directory(shm: Path, name: str) -> None:
-    memory = NodeMemory(str(shm), "j", 0)
-    other = NodeMemory(str(shm), "j", 1)
+    memory = NodeDirectory(str(shm), "j", 0)
+    other = NodeDirectory(str(shm), "j", 1)
     create(other, 4096)
     with pytest.raises(errors.ForeignNode):
         memory.open(name, os.O_RDONLY)
@@ -206,28 +206,28 @@ def test_no_name_leads_out_of_the_nodes_directory(shm: Path, name: str) -> None:
 
 def test_a_second_live_process_is_refused_with_the_pid_of_the_first(shm: Path) -> None:
     program = (
-        "import sys; from mlflash.memory.node_directory import NodeMemory; m = NodeMemory(sys.argv[1], 'j', None); "
-        "m.lock(0, 2); print('held', flush=True); sys.stdin.read()"
+        "import sys; from mlflash.memory.node_directory import NodeDirectory; "
+        "m = NodeDirectory(sys.argv[1], 'j', None); m.lock(0, 2); print('held', flush=True); sys.stdin.read()"
     )
     with subprocess.Popen([sys.executable, "-c", program, str(shm)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                           text=True) as holder:  # fmt: skip
         assert holder.stdout.readline() == "held\n"
-        memory = NodeMemory(str(shm), "j", None)
+        memory = NodeDirectory(str(shm), "j", None)
         with pytest.raises(errors.JobInUse, match=f"held by pid {holder.pid}"):
             memory.lock(0, 1, wait_s=0.1)
         memory.close()
-        beside = NodeMemory(str(shm), "j", None)
+        beside = NodeDirectory(str(shm), "j", None)
         beside.lock(1, 2, wait_s=0.1)  # another local rank of the same job
         beside.close()
         holder.kill()
         holder.wait(60)
-        after = NodeMemory(str(shm), "j", None)
+        after = NodeDirectory(str(shm), "j", None)
         after.lock(0, 1)  # the lock died with its process
         after.close()
 
 
 def test_a_second_checkpointer_of_one_process_is_refused(shm: Path) -> None:
-    first, second = NodeMemory(str(shm), "j", None), NodeMemory(str(shm), "j", None)
+    first, second = NodeDirectory(str(shm), "j", None), NodeDirectory(str(shm), "j", None)
     first.lock(0, 1)
     with pytest.raises(errors.JobInUse, match="this process has a Checkpointer"):
         second.lock(0, 1)
@@ -236,7 +236,7 @@ def test_a_second_checkpointer_of_one_process_is_refused(shm: Path) -> None:
     second.close()
 
 
-def test_a_segment_outlives_its_mapping(node_memory: NodeMemory) -> None:
+def test_a_segment_outlives_its_mapping(node_memory: NodeDirectory) -> None:
     segment = create(node_memory, 10_000)
     assert segment.nbytes == 12_288
     prefault_in_background([segment])
@@ -249,7 +249,7 @@ def test_a_segment_outlives_its_mapping(node_memory: NodeMemory) -> None:
     assert np.array_equal(again.view, expected)
 
 
-def test_a_file_is_lent_until_it_is_taken_back_whatever_forked_children_hold(node_memory: NodeMemory) -> None:
+def test_a_file_is_lent_until_it_is_taken_back_whatever_forked_children_hold(node_memory: NodeDirectory) -> None:
     segment = create(node_memory, 4096)
     other = create(node_memory, 4096)
     first, second, third = (lend(node_memory, one.name) for one in (segment, segment, other))
@@ -276,13 +276,13 @@ def test_a_file_is_lent_until_it_is_taken_back_whatever_forked_children_hold(nod
         os.waitpid(child, 0)
 
 
-def test_two_segments_never_share_a_name(node_memory: NodeMemory) -> None:
+def test_two_segments_never_share_a_name(node_memory: NodeDirectory) -> None:
     assert [create(node_memory, 4096).name for _ in range(3)] == ["slot-0000", "slot-0001", "slot-0002"]
     node_memory.remove("slot-0001")
     assert create(node_memory, 4096).name == "slot-0001"
 
 
-def test_prefaulting_does_not_change_what_a_segment_holds(node_memory: NodeMemory) -> None:
+def test_prefaulting_does_not_change_what_a_segment_holds(node_memory: NodeDirectory) -> None:
     segment = create(node_memory, 1 << 20)
     segment.view[:] = 7
     segment.close()
@@ -300,7 +300,7 @@ def test_a_full_tmpfs_is_an_error_that_leaves_nothing_behind(shm: Path, mib: int
         ["mount", "-t", "tmpfs", "-o", f"size={mib}m,mode=0700", "tmpfs", str(small)], check=True, timeout=30
     )
     try:
-        memory = NodeMemory(str(small), "j", None)
+        memory = NodeDirectory(str(small), "j", None)
         with pytest.raises(errors.MemoryTooSmall, match="is full"):
             create(memory, 12 << 20)
         assert memory.slot_names() == []
@@ -350,14 +350,14 @@ def test_the_real_limits_can_be_read() -> None:
 
 
 def test_a_rank_with_a_long_story_is_still_heard(shm: Path) -> None:
-    memory = NodeMemory(str(shm), "j", None)
-    pulse = Pulse(memory, 3, 8, 1, "n1", "")
+    memory = NodeDirectory(str(shm), "j", None)
+    heartbeat = Heartbeat(memory, 3, 8, 1, "n1", "")
     source = "s3://" + "\N{CJK UNIFIED IDEOGRAPH-4E00}" * 2000 + "/step-00000007"
-    pulse.beat("restored", restored=7, source=source, stall_s=0.123456789)
-    (said,) = all_pulses(str(shm), "j").pulses
+    heartbeat.beat("restored", restored=7, source=source, stall_s=0.123456789)
+    (said,) = all_heartbeats(str(shm), "j").heartbeats
     assert (said["rank"], said["node"], said["restored"], said["alive"]) == (3, "n1", 7, True)
     assert said["source"].endswith("/step-00000007") and source.endswith(said["source"])
     assert said["stall_s"] == 0.123457
-    pulse.end("ended")
+    heartbeat.end("ended")
     memory.close()
     assert live_jobs(str(shm)) == ["j"], "the process is alive still"

@@ -22,9 +22,9 @@ from click.testing import CliRunner
 
 import mlflash
 from mlflash import config
+from mlflash.checkpointer import disabled
 from mlflash.cli import main
 from mlflash.errors import ConfigError, Unrestorable
-from mlflash.facade import switched_off
 
 ADAPTERS = Path(__file__).parents[2] / "adapters"
 # A launcher has started it, in a world that is not there: any call of MPI would fail.
@@ -66,7 +66,7 @@ SAID = "mlflash is off (MLFLASH_DISABLE=1): nothing is saved in memory, and noth
 def checkpointer(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, shm: Path) -> mlflash.Checkpointer:
     """One that is off, by either way."""
     monkeypatch.setenv("MLFLASH_MEMORY", str(shm))
-    monkeypatch.setattr(switched_off, "_said", set())
+    monkeypatch.setattr(disabled, "_said", set())
     if request.param == "environment":
         monkeypatch.setenv("MLFLASH_DISABLE", "1")
     return mlflash.Checkpointer("/nowhere/run", enabled=request.param == "environment")
@@ -162,12 +162,12 @@ def test_adapters_find_nothing_and_may_call_all_they_call(checkpointer: mlflash.
 @pytest.mark.parametrize(
     "kind",
     [
-        switched_off.Courier,
-        switched_off.Drains,
-        switched_off.Saves,
-        switched_off.Newest,
-        switched_off.Restores,
-        switched_off.Facts,
+        disabled.Courier,
+        disabled.DrainQueue,
+        disabled.SaveQueue,
+        disabled.Newest,
+        disabled.Restores,
+        disabled.RankReport,
     ],
 )
 def test_stand_ins_have_all_that_is_called_and_nothing_of_what_they_stand_for(kind: type) -> None:
@@ -196,22 +196,22 @@ def test_off_is_off_whichever_says_so(text: str, given: bool | None, enabled: bo
 
 def test_a_switch_that_says_nothing_clear_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLASH_DISABLE", "maybe")
-    for make in (mlflash.Checkpointer, switched_off.turned_off):
+    for make in (mlflash.Checkpointer, disabled.turned_off):
         with pytest.raises(ConfigError, match="MLFLASH_DISABLE is neither true nor false"):
             make()
 
 
 def test_it_is_said_once_for_each_reason(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(switched_off, "_said", set())
+    monkeypatch.setattr(disabled, "_said", set())
     for name in ("RANK", "PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID"):
         monkeypatch.delenv(name, raising=False)
-    assert not switched_off.turned_off() and not switched_off.turned_off(True)
+    assert not disabled.turned_off() and not disabled.turned_off(True)
     for _ in range(2):
-        assert switched_off.turned_off(False)
+        assert disabled.turned_off(False)
         mlflash.Checkpointer(enabled=False)
         with monkeypatch.context() as patch:
             patch.setenv("MLFLASH_DISABLE", "1")
-            assert switched_off.turned_off(True)
+            assert disabled.turned_off(True)
     said = [record.getMessage().partition(":")[0] for record in caplog.records if record.levelno == logging.WARNING]
     assert said == ["mlflash is off (enabled=False)", "mlflash is off (MLFLASH_DISABLE=1)"]
 
@@ -249,7 +249,7 @@ def seen():
             words = line.read_text().split("\\0")
         except OSError:
             continue
-        if "mlflash.running.node_look" in words and {str(shm)!r} in words:
+        if "mlflash.launcher.node_status" in words and {str(shm)!r} in words:
             looks.add(line.parent.name)
     return len(looks)
 until(lambda: seen() >= 5, "looks at this node, half a second after one another")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from mlflash.wire.rate_limit import Pace
+from mlflash.mpi.send_rate import SendRate
 
 CHUNK = 4 << 20
 
@@ -22,7 +22,7 @@ class Clock:
         return self.now
 
 
-def send(pace: Pace, clock: Clock, nbytes: int, tick_s: float = 1e-3) -> float:
+def send(pace: SendRate, clock: Clock, nbytes: int, tick_s: float = 1e-3) -> float:
     """Send in chunks over a link that takes no time; returns the seconds."""
     start = clock.now
     for _ in range(nbytes // CHUNK):
@@ -34,7 +34,7 @@ def send(pace: Pace, clock: Clock, nbytes: int, tick_s: float = 1e-3) -> float:
 @pytest.mark.parametrize("rate", [50e6, 1e9, 20e9])
 def test_bytes_go_at_the_rate_and_pauses_are_not_made_up_for(rate: float) -> None:
     clock = Clock()
-    pace = Pace(rate, 0, 300, clock)
+    pace = SendRate(rate, 0, 300, clock)
     for _ in range(3):
         pace.begin()
         nbytes = 200 * CHUNK
@@ -45,7 +45,7 @@ def test_bytes_go_at_the_rate_and_pauses_are_not_made_up_for(rate: float) -> Non
 
 def test_without_a_rate_nothing_waits() -> None:
     clock = Clock()
-    assert send(Pace(0, 0, 300, clock), clock, 1 << 40) == 0
+    assert send(SendRate(0, 0, 300, clock), clock, 1 << 40) == 0
 
 
 class Training:
@@ -55,7 +55,7 @@ class Training:
     much of the time that it communicates.
     """
 
-    def __init__(self, pace: Pace, clock: Clock, link: float, communicates: float, noise: float = 0.0) -> None:
+    def __init__(self, pace: SendRate, clock: Clock, link: float, communicates: float, noise: float = 0.0) -> None:
         self.pace, self.clock, self.link, self.communicates = pace, clock, link, communicates
         self.random, self.noise = random.Random(1), noise
         self.slowdowns: list[float] = []
@@ -85,7 +85,7 @@ class Training:
 
 def trained(link: float, communicates: float, nbytes: float, noise: float = 0.0, aim: float = 0.03) -> Training:
     clock = Clock()
-    training = Training(Pace(0, aim, 300, clock), clock, link, communicates, noise)
+    training = Training(SendRate(0, aim, 300, clock), clock, link, communicates, noise)
     training.run(60, nbytes, every=100)
     return training
 
@@ -120,15 +120,15 @@ def test_a_save_is_through_before_the_next_one_whatever_it_costs() -> None:
 
 def test_an_asked_rate_is_never_passed() -> None:
     clock = Clock()
-    training = Training(Pace(0.2e9, 0.03, 300, clock), clock, 1e9, 0.01)
+    training = Training(SendRate(0.2e9, 0.03, 300, clock), clock, 1e9, 0.01)
     training.run(40, 2e9, every=200)
     assert training.pace.rate == 0.2e9
 
 
-@pytest.mark.parametrize("end", [lambda pace: None, Pace.end])
-def test_a_save_that_never_ends_or_sends_nothing_does_no_harm(end: Callable[[Pace], None]) -> None:
+@pytest.mark.parametrize("end", [lambda pace: None, SendRate.end])
+def test_a_save_that_never_ends_or_sends_nothing_does_no_harm(end: Callable[[SendRate], None]) -> None:
     clock = Clock()
-    pace = Pace(0, 0.03, 300, clock)
+    pace = SendRate(0, 0.03, 300, clock)
     for _ in range(50):
         pace.begin()
         clock.now += 1
@@ -152,7 +152,7 @@ class SlowLink:
         link: bytes per second.
     """
 
-    def __init__(self, pace: Pace, clock: Clock, chunk: int, link: float = 25e6):
+    def __init__(self, pace: SendRate, clock: Clock, chunk: int, link: float = 25e6):
         self.pace, self.clock, self.chunk, self.link = pace, clock, chunk, link
         self.stall_s = 0.0  # of a save
 
@@ -191,7 +191,7 @@ class SlowLink:
 @pytest.mark.parametrize("chunk", [1 << 18, 1 << 20, CHUNK])
 def test_transfers_that_take_longer_than_a_step_slow_training_no_more_than_asked(chunk: int, aim: float) -> None:
     clock = Clock()
-    link = SlowLink(Pace(0, aim, 300, clock), clock, chunk)
+    link = SlowLink(SendRate(0, aim, 300, clock), clock, chunk)
     assert link.save(8 * CHUNK // chunk, 1000)[0] > aim
     late = [link.save(8 * CHUNK // chunk, 1000) for _ in range(30)][20:]
     slowdown = sum(one for one, _ in late) / len(late)
@@ -201,7 +201,7 @@ def test_transfers_that_take_longer_than_a_step_slow_training_no_more_than_asked
 
 def test_the_first_save_is_slowed_too_where_it_takes_long() -> None:
     clock = Clock()
-    pace = Pace(0, 0.03, 300, clock)
+    pace = SendRate(0, 0.03, 300, clock)
     link = SlowLink(pace, clock, CHUNK)
     for _ in range(10):
         clock.now += STEP_S
@@ -212,7 +212,7 @@ def test_the_first_save_is_slowed_too_where_it_takes_long() -> None:
 
 def test_what_save_itself_takes_is_not_put_down_to_the_courier() -> None:
     clock = Clock()
-    pace = Pace(0, 0.1, 300, clock)
+    pace = SendRate(0, 0.1, 300, clock)
     link = SlowLink(pace, clock, 1 << 10)  # too small to slow anything
     link.stall_s = 0.5
     for _ in range(20):

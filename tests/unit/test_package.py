@@ -10,64 +10,62 @@ import subprocess
 import sys
 from pathlib import Path
 
+import draw_rooms
 import pytest
-from rooms import FOR_ALL, ROOMS, STARTS, TOOLS
+from rooms import ROOMS, TOOLS
 
 import mlflash
 from mlflash import config, errors
 
 REPO = Path(__file__).parents[2]
 
-MAY_IMPORT_MPI = {"wire/world.py"}
-MAY_IMPORT_TORCH = {"state", "storage", "saving", "exports", "doctor", "commands", "demo"}
-FLOORS = 11
+ROOT = REPO / "mlflash"
+
+MAY_IMPORT_MPI = {"mpi/world.py"}
+MAY_IMPORT_TORCH = {"state", "storage", "saving", "exports", "inspection", "commands", "doctor", "demo"}
+FLOORS = 7
 
 
 def files() -> list[Path]:
-    root = REPO / "mlflash"
-    return [path for path in sorted(root.rglob("*.py")) if "adapters" not in path.relative_to(root).parts]
+    return draw_rooms.files_of(ROOT)
 
 
 def room_of(path: Path) -> str:
-    return path.relative_to(REPO / "mlflash").with_suffix("").parts[0]
-
-
-def imports(path: Path) -> tuple[set[str], set[str]]:
-    """Rooms of mlflash, and other top-level packages, that a file imports anywhere."""
-    package = ["mlflash", *path.relative_to(REPO / "mlflash").parts[:-1]]
-    ours, others = set(), set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.ImportFrom):
-            base = [*package[: len(package) - node.level + 1], *(node.module or "").split(".")] if node.level else (
-                node.module or "").split(".")  # fmt: skip
-            base = [part for part in base if part]
-            if base[0] == "mlflash":
-                ours |= {base[1]} if len(base) > 1 else {alias.name for alias in node.names}
-            else:
-                others.add(base[0])
-        elif isinstance(node, ast.Import):
-            others |= {alias.name.split(".")[0] for alias in node.names}
-    return ours & {room_of(one) for one in files()}, others
+    return draw_rooms.room_of(ROOT, path)
 
 
 def test_each_room_imports_only_from_the_rooms_that_it_may() -> None:
     allowed = {name: set(rooms.split()) for name, rooms in {**ROOMS, **TOOLS}.items()}
-    assert {room_of(path) for path in files()} == set(allowed) | FOR_ALL | STARTS, "a new room has to find its place"
     for number, (name, rooms) in enumerate(allowed.items()):
         assert rooms <= set([*allowed][:number]), f"{name} stands before what it may import"
-    used: dict[str, set[str]] = {name: set() for name in allowed}
+    assert draw_rooms.rooms(ROOT) == allowed, "a new room has to find its place, and an import its room"
     for path in files():
-        name, (ours, _) = room_of(path), imports(path)
-        if name in FOR_ALL:
-            assert ours <= FOR_ALL, path
-        elif name not in STARTS:
-            used[name] |= ours - FOR_ALL - {name, "rng"}
-            assert used[name] <= allowed[name], f"{path} imports from {used[name] - allowed[name]}"
-    assert used == allowed, "what no room imports from is not in the table"
-    floors: dict[str, int] = {}
-    for name in ROOMS:
-        floors[name] = 1 + max((floors[room] for room in allowed[name]), default=0)
+        if room_of(path) in draw_rooms.FOR_ALL:
+            assert draw_rooms.imports(ROOT, path)[0] <= {"mlflash", *draw_rooms.FOR_ALL}, path
+    floors = draw_rooms.floors({name: allowed[name] for name in ROOMS})
     assert max(floors.values()) == FLOORS
+
+
+def test_the_picture_of_the_rooms_is_drawn_from_their_imports() -> None:
+    drawn = draw_rooms.draw(draw_rooms.rooms(ROOT))
+    assert draw_rooms.PICTURE.read_text() == drawn, "`python tools/draw_rooms.py` draws it again"
+
+
+def test_a_room_imports_what_its_modules_import_however_they_write_it(tmp_path: Path) -> None:
+    for name, text in {
+        "low/a.py": "", "mid/b.py": "from ..low.a import c", "high/d.py": "def e():\n    from mlflash.mid import b",
+        "high/f.py": "from . import d\nfrom ..errors import g\nimport numpy.linalg", "top.py": "from .high import d, f",
+    }.items():  # fmt: skip
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    found = draw_rooms.rooms(tmp_path)
+    assert found == {"low": set(), "mid": {"low"}, "high": {"mid"}, "top": {"high"}}
+    assert draw_rooms.floors(found) == {"low": 1, "mid": 2, "high": 3, "top": 4}
+    assert draw_rooms.imports(tmp_path, tmp_path / "high" / "f.py")[1] == {"numpy"}
+    assert draw_rooms.direct({"a": set(), "b": {"a"}, "c": {"a", "b"}}) == {("b", "a"), ("c", "b")}
+    with pytest.raises(ValueError, match="import each other: \\['x', 'y'\\]"):
+        draw_rooms.floors({"x": {"y"}, "y": {"x"}})
 
 
 def test_each_room_says_what_comes_in_what_goes_out_and_what_it_may_import() -> None:
@@ -100,7 +98,7 @@ def beside(path: Path) -> set[str]:
 
 def test_mpi_is_imported_in_one_place_and_torch_only_where_tensors_are() -> None:
     for path in files():
-        _, others = imports(path)
+        _, others = draw_rooms.imports(ROOT, path)
         name = path.relative_to(REPO / "mlflash").as_posix()
         assert "mpi4py" not in others or name in MAY_IMPORT_MPI | {"demo/train.py"}, name
         assert "torch" not in others or room_of(path) in MAY_IMPORT_TORCH | {"rng"}, name

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 from waiting import until
 
-from mlflash.memory.node_directory import NodeMemory
-from mlflash.memory.segment import create, prefault_in_background
+from mlflash.memory.node_directory import NodeDirectory
+from mlflash.memory.shared_memory_segment import create, prefault_in_background
 
 PORTABLE = 1
 
@@ -49,7 +49,7 @@ def cudart(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> C
     return played
 
 
-def test_a_segment_is_pinned_once_for_all_devices(node_memory: NodeMemory, cudart: Cudart) -> None:
+def test_a_segment_is_pinned_once_for_all_devices(node_memory: NodeDirectory, cudart: Cudart) -> None:
     segment = create(node_memory, 10_000)
     address = segment.view.ctypes.data
     segment.pin()
@@ -60,12 +60,12 @@ def test_a_segment_is_pinned_once_for_all_devices(node_memory: NodeMemory, cudar
     assert cudart.pinned == []
 
 
-def test_an_error_of_pinning_does_not_stay_for_the_next_kernel(node_memory: NodeMemory, cudart: Cudart) -> None:
+def test_an_error_of_pinning_does_not_stay_for_the_next_kernel(node_memory: NodeDirectory, cudart: Cudart) -> None:
     create(node_memory, 10_000).pin()
     assert cudart.launches == (1 if cudart.status else 0)
 
 
-def test_segments_are_pinned_behind(node_memory: NodeMemory, cudart: Cudart) -> None:
+def test_segments_are_pinned_behind(node_memory: NodeDirectory, cudart: Cudart) -> None:
     segments = [create(node_memory, nbytes) for nbytes in (10_000, 3 << 20)]
     segments[0].prefault()  # those whose pages are there already, too
     prefault_in_background(segments, pin=True)
@@ -74,7 +74,7 @@ def test_segments_are_pinned_behind(node_memory: NodeMemory, cudart: Cudart) -> 
     assert all(segment.ready.is_set() for segment in segments)
 
 
-def test_a_closed_segment_is_not_pinned(node_memory: NodeMemory, cudart: Cudart) -> None:
+def test_a_closed_segment_is_not_pinned(node_memory: NodeDirectory, cudart: Cudart) -> None:
     segment = create(node_memory, 10_000)
     segment.close()
     segment.pin()

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from layouts import SCHEMES, layout
 
 from mlflash.errors import ConfigError
-from mlflash.placement.groups import Placement, deal, place
-from mlflash.placement.scheme import parse
+from mlflash.placement.protection_groups import Placement, deal, place
+from mlflash.placement.redundancy_scheme import parse
 from mlflash.placement.topology import Topology, from_node_ids
-from mlflash.runtime.parts import _say_what_is_made
+from mlflash.startup.start import _say_what_is_made
 
 
 def nodes_of(topology: Topology, ranks: tuple[int, ...]) -> set[int]:

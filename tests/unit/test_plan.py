@@ -21,13 +21,14 @@ from hypothesis import strategies as st
 from mlflash import Checkpointer
 from mlflash.cli import main
 from mlflash.errors import ConfigError
-from mlflash.placement.groups import made, place
-from mlflash.placement.scheme import parse
+from mlflash.human_readable.units import read_bytes, read_seconds, show_bytes, show_seconds
+from mlflash.placement.protection_groups import made, place
+from mlflash.placement.redundancy_scheme import parse
 from mlflash.placement.survival import of
 from mlflash.planning.interval import Costs, best_interval, daly, waste, young
-from mlflash.planning.prospects import SCHEMES, Job, consider, node_nbytes, prospect, share_uncovered
+from mlflash.planning.measured_run import measured
+from mlflash.planning.scheme_comparison import SCHEMES, Job, consider, node_nbytes, scheme_costs, share_uncovered
 from mlflash.planning.view import show_chance
-from mlflash.terminal.units import measured, read_bytes, read_seconds, show_bytes, show_seconds
 
 DOC = (Path(__file__).parents[2] / "docs" / "plan.md").read_text()
 GIB = 1 << 30
@@ -127,7 +128,7 @@ def test_chances_are_those_of_trying_each_loss(scheme: str, nodes: int) -> None:
     here = job(nodes)
     placed = place(here.topology, parse(scheme))
     found = of(here.topology, placed)
-    p = prospect(here, parse(scheme), placed, 4, None)
+    p = scheme_costs(here, parse(scheme), placed, 4, None)
     for lost, chance in enumerate(p.chances, 1):
         tried = [found.survives(some) for some in itertools.combinations(range(nodes), lost)]
         assert chance == sum(tried) / len(tried)
@@ -138,7 +139,7 @@ def test_chances_agree_with_a_simulation_of_many_nodes() -> None:
     for scheme in ("copy", "rs:6+2"):
         placed = place(here.topology, parse(scheme))
         found = of(here.topology, placed)
-        chances = prospect(here, parse(scheme), placed, 5, None).chances
+        chances = scheme_costs(here, parse(scheme), placed, 5, None).chances
         for lost in (2, 3, 5):
             share = sum(found.survives(rng.sample(range(96), lost)) for _ in range(tries)) / tries
             chance = chances[lost - 1]

@@ -16,22 +16,22 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mlflash.cli import main
-from mlflash.reporting.advice import NODE_MTBF_S
-from mlflash.reporting.curves import scale, thinned
-from mlflash.reporting.figures import Point, spread
-from mlflash.reporting.lines import File, files_of, read
-from mlflash.reporting.markup import tag
-from mlflash.reporting.page import page
-from mlflash.reporting.rows import MOST_ROWS, rows
-from mlflash.reporting.story import Story, tell, to_json
-from mlflash.reporting.words import lasted, ticks
-from mlflash.terminal.words import many
+from mlflash.human_readable.wording import many
+from mlflash.log_report.advice import NODE_MTBF_S
+from mlflash.log_report.curves import scale, thinned
+from mlflash.log_report.formatting import lasted, ticks
+from mlflash.log_report.job_history import JobHistory, tell, to_json
+from mlflash.log_report.log_statistics import Point, spread
+from mlflash.log_report.markup import tag
+from mlflash.log_report.page import page
+from mlflash.log_report.read_logs import File, files_of, read
+from mlflash.log_report.timeline_rows import MOST_ROWS, rows
 
 PLAN = {"ranks": 2, "redundancy": "copy", "survives": "any process; any 1 of 2 nodes", "transport": "p2p", "job": "j",
         "version": "0.1.0", "drain_every": 2}  # fmt: skip
 
 
-def story_of(*paths: Path) -> Story:
+def story_of(*paths: Path) -> JobHistory:
     return tell(read(files_of([str(path) for path in paths])))
 
 

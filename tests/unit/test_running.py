@@ -12,21 +12,24 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlflash.running.command import run
-from mlflash.running.looks import Looks, Watch
-from mlflash.running.on_hosts import OnHosts
-from mlflash.running.on_slurm import is_lost, own_id
-from mlflash.running.outage import failure, recovery
-from mlflash.running.policy import Restarts
-from mlflash.running.seats import Seats, reseat, take_seats
+from mlflash.commands.run import run
+from mlflash.launcher.downtime import failure, recovery
+from mlflash.launcher.node_assignment import NodeAssignment, assign_nodes, reassign_nodes
+from mlflash.launcher.node_watch import Looks, Watch
+from mlflash.launcher.on_hosts import OnHosts
+from mlflash.launcher.on_slurm import is_lost, own_id
+from mlflash.launcher.restart_policy import Restarts
 
 HOSTS = [f"n{number}" for number in range(8)]
 
 
 def test_the_first_nodes_that_are_fit_are_taken() -> None:
-    assert take_seats(["c", "a", "b"], 2, 4) == Seats(("c", "a"), 4)
-    assert take_seats(["a"], 2, 1) is None and take_seats(["a"], 2, 1, least=1) == Seats(("a",), 1)
-    assert list(Seats(("a", "b"), 2).hosts_of_ranks()) == ["a", "a", "b", "b"] and Seats(("a", "b"), 2).ranks == 4
+    assert assign_nodes(["c", "a", "b"], 2, 4) == NodeAssignment(("c", "a"), 4)
+    assert assign_nodes(["a"], 2, 1) is None and assign_nodes(["a"], 2, 1, least=1) == NodeAssignment(("a",), 1)
+    assert (
+        list(NodeAssignment(("a", "b"), 2).hosts_of_ranks()) == ["a", "a", "b", "b"]
+        and NodeAssignment(("a", "b"), 2).ranks == 4
+    )
 
 
 @pytest.mark.parametrize(
@@ -41,18 +44,18 @@ def test_the_first_nodes_that_are_fit_are_taken() -> None:
     ],
 )
 def test_who_can_stay_stays_and_spares_take_the_other_seats(fit: str, least: int, hosts: str | None) -> None:
-    before = Seats(tuple("abc"), 2)
-    assert reseat(before, list(fit), 3, least) == (None if hosts is None else Seats(tuple(hosts), 2))
+    before = NodeAssignment(tuple("abc"), 2)
+    assert reassign_nodes(before, list(fit), 3, least) == (None if hosts is None else NodeAssignment(tuple(hosts), 2))
 
 
 def test_a_run_that_got_smaller_grows_again() -> None:
-    assert reseat(Seats(("a", "c"), 1), ["a", "b", "c"], 3, 2) == Seats(("a", "c", "b"), 1)
+    assert reassign_nodes(NodeAssignment(("a", "c"), 1), ["a", "b", "c"], 3, 2) == NodeAssignment(("a", "c", "b"), 1)
 
 
 @given(st.lists(st.sampled_from(HOSTS), min_size=1, max_size=5, unique=True), st.sets(st.sampled_from(HOSTS)))
 def test_nobody_sits_twice_and_nobody_moves_without_need(taken: list[str], fit: set[str]) -> None:
-    before = Seats(tuple(taken), 1)
-    after = reseat(before, sorted(fit), len(taken))
+    before = NodeAssignment(tuple(taken), 1)
+    after = reassign_nodes(before, sorted(fit), len(taken))
     assert (after is None) == (len(fit) < len(taken))
     if after is not None:
         assert len({*after.hosts}) == len(taken) and {*after.hosts} <= fit
@@ -139,8 +142,8 @@ class Nodes:
         return said
 
 
-def say(*pulses: dict[str, Any]) -> str:
-    return json.dumps({"free": 1, "gpus": None, "interface": None, "steps": [], "pulses": pulses})
+def say(*heartbeats: dict[str, Any]) -> str:
+    return json.dumps({"free": 1, "gpus": None, "interface": None, "steps": [], "heartbeats": heartbeats})
 
 
 def test_what_a_later_look_has_found_is_not_undone_by_an_earlier_one_that_took_longer() -> None:
@@ -172,7 +175,7 @@ def test_a_node_far_behind_most_others_is_not_waited_for(tmp_path: Path) -> None
 def test_ranks_are_dead_when_two_looks_in_a_row_say_so() -> None:
     nodes = Nodes()
     looks = Looks(nodes, "/dev/shm", "job", 0, "")  # type: ignore[arg-type]
-    watch = Watch(looks, "r", Seats(("a", "b"), 1), 0)
+    watch = Watch(looks, "r", NodeAssignment(("a", "b"), 1), 0)
 
     def look(**said: str) -> str:
         nodes.said = said

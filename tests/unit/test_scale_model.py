@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from scale import agreement, forecast, model
 from scale.parameters import PERLMUTTER, SLINGSHOT_11, Fabric, FileSystem, Node
 
-from mlflash.placement.scheme import parse
+from mlflash.placement.redundancy_scheme import parse
 from mlflash.planning.interval import daly, inflation
 
 SCHEMES = ("copy", "copy:2", "xor:8", "rs:6+2", "rs:8+3")

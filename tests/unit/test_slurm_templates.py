@@ -16,8 +16,8 @@ import needs
 import pytest
 from waiting import until
 
-from mlflash.running.command import run
-from mlflash.running.processes import mpiexec
+from mlflash.commands.run import run
+from mlflash.launcher.processes import mpiexec
 
 REPO = Path(__file__).parents[2]
 GOLDEN = Path(__file__).parent / "golden"
@@ -191,7 +191,7 @@ def test_mlflash_run_understands_what_it_is_given_and_it_fits_what_slurm_is_told
     assert started.wait() == 0
     found, told, directory = options(started.argv()), directives(name), tmp_path / "run42"
     directory = directory / "3" if name == "array" else directory
-    assert directory.is_dir() and found["journal"] == directory / "run.jsonl" and str(directory) in found["argv"]
+    assert directory.is_dir() and found["run_log"] == directory / "run.jsonl" and str(directory) in found["argv"]
     assert found["nodes"] + found["spares"] == int(told["nodes"]) and found["spares"] == 1
     assert found["gpus"] == int(told["gpus-per-node"]) == int(told["ntasks-per-node"])
     assert found["argv"][:3] == ("python", "-m", "mpi4py") and found["mpi"] == "pmix"
@@ -268,7 +268,8 @@ def test_the_page_has_every_option_of_mlflash_run_and_no_other() -> None:
 
 
 def test_the_page_has_every_event_of_the_journal_and_its_fields() -> None:
-    trees = [ast.parse((REPO / "mlflash" / "running" / name).read_text()) for name in ("supervisor.py", "guard.py")]
+    trees = [ast.parse((REPO / "mlflash" / "launcher" / f"{name}.py").read_text())
+             for name in ("supervisor", "first_node_guard")]  # fmt: skip
     calls = [node for tree in trees for node in ast.walk(tree)
              if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".note")]  # fmt: skip
     assert len(calls) > 4

@@ -10,25 +10,25 @@ import pytest
 import torch
 
 from mlflash.errors import StateError
-from mlflash.saving.deferred_copies import Later
-from mlflash.saving.sampled_bytes import Spots
+from mlflash.saving.deferred_copies import DeferredCopies
+from mlflash.saving.mutation_check import SampledBytes
 from mlflash.state.leaves import as_bytes
 
 SIZES = [1, 15, 16_384, 100_003, 3 << 20]
 
 
-def noted(tensors: list[torch.Tensor], on_device: bool) -> tuple[Spots, list[np.ndarray], Callable[[], None]]:
+def noted(tensors: list[torch.Tensor], on_device: bool) -> tuple[SampledBytes, list[np.ndarray], Callable[[], None]]:
     """Spots of some tensors, where they are to be copied to, and what copies them."""
-    spots, lives = Spots(), [as_bytes(tensor) for tensor in tensors]
+    samples, lives = SampledBytes(), [as_bytes(tensor) for tensor in tensors]
     rooms = [np.empty_like(live) for live in lives]
     names = [f"t{number}" for number in range(len(tensors))]
     extra: list[tuple[Any, Any]] = []
     if on_device:
-        extra.append(spots.note_on(torch.device("cpu"), names, tensors, rooms))
+        extra.append(samples.note_on(torch.device("cpu"), names, tensors, rooms))
     else:
         for name, live, room in zip(names, lives, rooms, strict=True):
-            spots.add(name, live, room)
-    spots.note()
+            samples.add(name, live, room)
+    samples.note()
 
     def copy() -> None:
         for live, room in zip(lives, rooms, strict=True):
@@ -36,7 +36,7 @@ def noted(tensors: list[torch.Tensor], on_device: bool) -> tuple[Spots, list[np.
         for into, value in extra:
             into.copy_(value)
 
-    return spots, rooms, copy
+    return samples, rooms, copy
 
 
 @pytest.mark.parametrize("on_device", [False, True])
@@ -45,38 +45,38 @@ def test_a_small_change_of_a_whole_tensor_is_found(dtype: torch.dtype, on_device
     torch.manual_seed(0)
     for size in SIZES[2:]:
         tensors = [torch.randn(size).to(dtype) for _ in range(3)]
-        spots, _, copy = noted(tensors, on_device)
+        samples, _, copy = noted(tensors, on_device)
         tensors[1].data.mul_(1.01)
         copy()
-        assert spots.changed() == "t1"
+        assert samples.changed() == "t1"
 
 
 @pytest.mark.parametrize("on_device", [False, True])
 def test_what_was_not_changed_has_the_bytes_that_were_noted(on_device: bool) -> None:
     tensors = [torch.full((size,), float("nan")) for size in SIZES]
-    spots, _, copy = noted(tensors, on_device)
+    samples, _, copy = noted(tensors, on_device)
     copy()
     for tensor in tensors:
         tensor.data.zero_()  # after the copy it may
-    assert spots.changed() is None
-    assert Spots().changed() is None
+    assert samples.changed() is None
+    assert SampledBytes().changed() is None
 
 
 def test_a_write_between_two_pieces_is_found_in_the_second() -> None:
     tensor = torch.randn(8 << 20)
-    spots, (room,), _ = noted([tensor], on_device=False)
+    samples, (room,), _ = noted([tensor], on_device=False)
     half, live = room.nbytes // 2, as_bytes(tensor)
     np.copyto(room[:half], live[:half])
     tensor.data.add_(1e-3)
     np.copyto(room[half:], live[half:])
-    assert spots.changed() == "t0"
+    assert samples.changed() == "t0"
 
 
 def test_a_save_of_what_was_written_to_past_torch_fails() -> None:
     weight = torch.nn.Parameter(torch.randn(1000, 100))
     before = weight.detach().clone()
-    spots, rooms, copy = noted([weight.detach()], on_device=False)
-    later = Later([copy], [], [("t0", weight.detach())], 10.0, spots)
+    samples, rooms, copy = noted([weight.detach()], on_device=False)
+    later = DeferredCopies([copy], [], [("t0", weight.detach())], 10.0, samples)
     weight.data.copy_(before * 0.5)
     later.finish()
     assert isinstance(later.error, StateError) and later.error.tensor == "t0"

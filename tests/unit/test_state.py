@@ -61,10 +61,10 @@ states = st.recursive(
 def test_any_nested_state_round_trips(state: Any) -> None:
     import tempfile
 
-    from mlflash.memory.node_directory import NodeMemory
+    from mlflash.memory.node_directory import NodeDirectory
 
     with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
-        memory = NodeMemory(directory, "j", None)
+        memory = NodeDirectory(directory, "j", None)
         store = Store(memory)
         store.write({"top": state})
         assert same(store.load(), {"top": state})

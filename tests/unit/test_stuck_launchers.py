@@ -15,14 +15,14 @@ import pytest
 from waiting import until
 
 from mlflash.errors import LaunchFailed
-from mlflash.running import guard, looks, processes, supervisor
-from mlflash.running.journal import Journal
-from mlflash.running.launcher import Step
-from mlflash.running.looks import Beside, Looks
-from mlflash.running.on_hosts import OnHosts
-from mlflash.running.on_slurm import OnSlurm
-from mlflash.running.orders import Orders
-from mlflash.running.processes import ask_within, end_session, spawn
+from mlflash.launcher import first_node_guard, node_watch, processes, supervisor
+from mlflash.launcher.launch_system import Step
+from mlflash.launcher.node_watch import Beside, Looks
+from mlflash.launcher.on_hosts import OnHosts
+from mlflash.launcher.on_slurm import OnSlurm
+from mlflash.launcher.processes import ask_within, end_session, spawn
+from mlflash.launcher.run_log import RunLog
+from mlflash.launcher.run_options import RunOptions
 
 END_S = 60
 TRACEE = """
@@ -121,7 +121,7 @@ def test_a_node_that_prints_what_is_no_text_does_not_silence_the_others(tmp_path
     assert told == {"b": "well\n", "bad": "\N{REPLACEMENT CHARACTER}well\n"}
 
 
-SOUND: dict[str, Any] = {"free": 1, "gpus": None, "interface": None, "pulses": [], "steps": []}
+SOUND: dict[str, Any] = {"free": 1, "gpus": None, "interface": None, "heartbeats": [], "steps": []}
 
 
 class Nodes:
@@ -168,13 +168,13 @@ def test_a_run_goes_on_whatever_looks_at_its_nodes_come_to_and_says_it(
         fail,
         lambda: "[" * 100_000,
         lambda: "[]",
-        lambda: json.dumps(SOUND | {"pulses": [{"version": "9.9"}]}),
+        lambda: json.dumps(SOUND | {"heartbeats": [{"version": "9.9"}]}),
         lambda: json.dumps({"version": "8.8"}),
         lambda: json.dumps(SOUND | {"unread": ["pulse-0000 cannot be read"]}),
         end,
     )
-    orders = Orders(["cat"], 1, 1, 0, 0, "j", str(tmp_path), None, True, 0, 0.01, 0, 0, "")
-    assert supervisor.Supervisor(nodes, orders, Journal(None)).run() == 0  # type: ignore[arg-type]
+    options = RunOptions(["cat"], 1, 1, 0, 0, "j", str(tmp_path), None, True, 0, 0.01, 0, 0, "")
+    assert supervisor.Supervisor(nodes, options, RunLog(None)).run() == 0  # type: ignore[arg-type]
     for text in ("cannot be looked at: RuntimeError('the cable')", "what a says cannot be read: it is no look",
                  "cannot be read: written by version 9.9", "cannot be read: written by version 8.8",
                  "a: pulse-0000 cannot be read"):  # fmt: skip
@@ -184,7 +184,7 @@ def test_a_run_goes_on_whatever_looks_at_its_nodes_come_to_and_says_it(
 def test_a_look_that_does_not_end_is_told_of_and_keeps_nothing_from_ending(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(looks, "_STUCK_S", 0.0)
+    monkeypatch.setattr(node_watch, "_STUCK_S", 0.0)
     over = threading.Event()
     nodes = Nodes(lambda: str(over.wait(END_S)))
     look = Beside(Looks(nodes, "/dev/shm", "j", 0, ""), ["a"])  # type: ignore[arg-type]
@@ -206,12 +206,12 @@ def test_a_guard_that_cannot_be_started_is_told_of_and_started_as_soon_as_it_can
         (tmp_path / f"{name}.new").chmod(0o700)
         (tmp_path / f"{name}.new").rename(tmp_path / name)
 
-    monkeypatch.setattr(guard, "_BEAT_S", 0.05)
+    monkeypatch.setattr(first_node_guard, "_BEAT_S", 0.05)
     for name, value in (("PATH", str(tmp_path)), ("SLURMD_NODENAME", "a"), ("SLURM_JOB_NODELIST", "a,b")):
         monkeypatch.setenv(name, value)
     program("scontrol", "printf 'a\\nb\\n'")
-    orders = Orders(["true"], 1, 1, 0, 0, "j", str(tmp_path), None, True, 0, 1, 0, 0, "")
-    with guard.Guard(OnSlurm("1"), orders, None):
+    options = RunOptions(["true"], 1, 1, 0, 0, "j", str(tmp_path), None, True, 0, 1, 0, 0, "")
+    with first_node_guard.Guard(OnSlurm("1"), options, None):
         until(lambda: "nobody guards" in caplog.text, "a warning", END_S)
         program("srun", f"exec /bin/cat > {tmp_path}/heard")
         until(lambda: (tmp_path / "heard").exists() and (tmp_path / "heard").read_bytes(), "a beat", END_S)

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from layouts import SCHEMES, layout
 
-from mlflash.placement.groups import place
-from mlflash.placement.scheme import parse
+from mlflash.placement.protection_groups import place
+from mlflash.placement.redundancy_scheme import parse
 from mlflash.placement.survival import Limit, Survival, describe, of, too_close
 
 

@@ -20,18 +20,18 @@ from harness import own_memory
 from rich.console import Console
 from waiting import until
 
-from mlflash.memory.node_directory import NodeMemory
-from mlflash.running.processes import mpiexec, signal_group, spawn
-from mlflash.telemetry.heartbeat import Pulse, all_pulses, live_jobs
-from mlflash.top.history import History, committed, spark
-from mlflash.top.looking import Look, Watch, look_everywhere, look_here
-from mlflash.top.view import page, state_of
+from mlflash.launcher.processes import mpiexec, signal_group, spawn
+from mlflash.live_monitor.history import History, committed, spark
+from mlflash.live_monitor.rank_status import Look, Watch, look_everywhere, look_here
+from mlflash.live_monitor.screen import page, state_of
+from mlflash.memory.node_directory import NodeDirectory
+from mlflash.telemetry.heartbeat import Heartbeat, all_heartbeats, live_jobs
 
 MLFLASH = str(Path(sys.executable).with_name("mlflash"))
 RANKS = 4
 
 
-def pulse(rank: int, **changes: Any) -> dict[str, Any]:
+def heartbeat(rank: int, **changes: Any) -> dict[str, Any]:
     said = {"run": "", "rank": rank, "ranks": 4, "node": f"n{rank // 2}", "nodes": 2, "pid": 7, "alive": True,
             "state": "started", "restored": None, "source": "", "saved": 20, "committed": 10, "beat": 100.0,
             "redundancy": "xor:4", "times": {"made": 1.0, "restored": 40.0}, "saves": 2, "failed": 0, "stall_s": 0.02,
@@ -50,7 +50,7 @@ def test_the_page_says_who_is_alive_how_far_they_are_and_what_it_costs() -> None
     history = History()
     for at, step, stall in ((100.0, 10, 0.02), (102.0, 20, 0.04)):
         news = {"committed": step, "beat": at, "saves": step // 10, "stall_s": stall}
-        look = Look(at, tuple(pulse(rank, **news) for rank in range(4)), (("vm", 1 << 34),))
+        look = Look(at, tuple(heartbeat(rank, **news) for rank in range(4)), (("vm", 1 << 34),))
         history.add(look)
         history.add(look)
     text = shown(look, history)
@@ -61,33 +61,38 @@ def test_the_page_says_who_is_alive_how_far_they_are_and_what_it_costs() -> None
 
 
 def test_what_needs_a_person_is_said() -> None:
-    pulses = (pulse(0, failed=3, restored=7, source="memory"), pulse(1, alive=False), pulse(2, state="failed"))
-    text = shown(Look(200.0, pulses, silent=("n9",), wrong="Slurm does not answer"))
+    heartbeats = (
+        heartbeat(0, failed=3, restored=7, source="memory"),
+        heartbeat(1, alive=False),
+        heartbeat(2, state="failed"),
+    )
+    text = shown(Look(200.0, heartbeats, silent=("n9",), wrong="Slurm does not answer"))
     for part in ("1 of 4 ranks alive", "gone", "failed", "Slurm does not answer", "no answer from n9",
                  "3 saves of this run did not become checkpoints", "step 7  from memory, 2.7 min ago"):  # fmt: skip
         assert part in text, text
     nothing = shown(Look(1.0))
     assert "no rank of this job" in nothing and "0 of 0" not in nothing
     assert "4 of 4 ranks have ended on 2 of 2 nodes" in shown(
-        Look(1.0, tuple(pulse(n, state="ended") for n in range(4)))
+        Look(1.0, tuple(heartbeat(n, state="ended") for n in range(4)))
     )
-    assert "1 other node: --slurm-job ID or --hosts A,B asks them" in shown(Look(1.0, (pulse(0), pulse(1))))
+    assert "1 other node: --slurm-job ID or --hosts A,B asks them" in shown(Look(1.0, (heartbeat(0), heartbeat(1))))
 
 
 def test_where_there_are_more_ranks_than_lines_a_line_is_a_node_and_shows_its_worst_rank() -> None:
-    pulses = tuple(pulse(rank, node=f"n{rank // 64}", ranks=512, nodes=8, alive=rank != 100) for rank in range(512))
-    text = shown(Look(100.0, pulses), height=30)
+    heartbeats = tuple(
+        heartbeat(rank, node=f"n{rank // 64}", ranks=512, nodes=8, alive=rank != 100) for rank in range(512)
+    )
+    text = shown(Look(100.0, heartbeats), height=30)
     lines = [line.split() for line in text.splitlines() if line.strip().startswith("n")]
     assert [line[:2] for line in lines if line[1:2] == ["64"]] == [[f"n{node}", "64"] for node in range(8)]
     assert text.count("1 gone") == 1 and len(text.splitlines()) <= 30
 
 
 def test_words_and_bars() -> None:
-    assert [state_of(pulse(0, **change)) for change in ({"saved": None}, {}, {"alive": False}, {"state": "ended"})] == [
-        "starting", "training", "gone", "ended",
-    ]  # fmt: skip
-    assert committed(Look(1.0, (pulse(0), pulse(1, committed=None)))) is None
-    assert committed(Look(1.0, (pulse(0), pulse(1, committed=5)))) == 5
+    changes: list[dict[str, Any]] = [{"saved": None}, {}, {"alive": False}, {"state": "ended"}]
+    assert [state_of(heartbeat(0, **one)) for one in changes] == ["starting", "training", "gone", "ended"]
+    assert committed(Look(1.0, (heartbeat(0), heartbeat(1, committed=None)))) is None
+    assert committed(Look(1.0, (heartbeat(0), heartbeat(1, committed=5)))) == 5
     assert (spark([1, 2, 4], 10), spark([0, 0], 5), spark([], 5), spark(range(9), 2)) == ("▂▄█", "▁▁", "", "▇█")
 
 
@@ -95,22 +100,22 @@ def test_nodes_that_say_nonsense_or_nothing_are_named() -> None:
     class Nodes:
         def on_each(self, hosts: Any, argv: Any, timeout_s: float, behind_s: float) -> dict[str, str]:
             rest = {"gpus": None, "interface": None, "steps": []}
-            good = {"pulses": [pulse(0, beat=5.0, node="a"), pulse(1)], "free": 3, **rest}
-            moved = {"pulses": [pulse(0, beat=9.0, node="b")], "free": 4, **rest}
+            good = {"heartbeats": [heartbeat(0, beat=5.0, node="a"), heartbeat(1)], "free": 3, **rest}
+            moved = {"heartbeats": [heartbeat(0, beat=9.0, node="b")], "free": 4, **rest}
             return {"a": json.dumps(good), "b": json.dumps(moved), "c": "Killed"}
 
     look = look_everywhere(Nodes(), ["a", "b", "c", "d"], "/dev/shm", "j")  # type: ignore[arg-type]
     assert look.silent == ("c", "d") and look.free == (("a", 3), ("b", 4))
-    assert [(one["rank"], one["node"]) for one in look.pulses] == [(0, "b"), (1, "n0")]
+    assert [(one["rank"], one["node"]) for one in look.heartbeats] == [(0, "b"), (1, "n0")]
 
 
 def test_a_look_that_fails_is_shown_and_the_next_one_comes_all_the_same() -> None:
     again = threading.Event()
-    looks = iter([lambda: Look(1.0, (pulse(0),)), fail, lambda: Look(2.0) if again.wait(60) else fail()])
+    looks = iter([lambda: Look(1.0, (heartbeat(0),)), fail, lambda: Look(2.0) if again.wait(60) else fail()])
     watch = Watch(lambda: next(looks)(), 0.001)
     try:
         until(lambda: watch.last.wrong, "a word of the look that failed")
-        assert "the last look failed: RuntimeError('the cable')" in shown(watch.last) and watch.last.pulses
+        assert "the last look failed: RuntimeError('the cable')" in shown(watch.last) and watch.last.heartbeats
         again.set()
         until(lambda: watch.last.at == 2.0, "the look after it")
     finally:
@@ -122,8 +127,8 @@ def fail() -> Look:
 
 
 def test_pulses_of_another_version_and_torn_ones_are_said_to_be_so_and_the_others_are_shown(shm: Path) -> None:
-    memory = NodeMemory(str(shm), "j", None)
-    mine = Pulse(memory, 0, 1, 0, "n0", "")
+    memory = NodeDirectory(str(shm), "j", None)
+    mine = Heartbeat(memory, 0, 1, 0, "n0", "")
     mine.beat("saved", saved=3)
     directory = Path(memory.path)
     good = json.loads((directory / "pulse-0000").read_text())
@@ -139,8 +144,8 @@ def test_pulses_of_another_version_and_torn_ones_are_said_to_be_so_and_the_other
         file.touch(0o600)
         file.write_text(text)
     try:
-        heard = all_pulses(str(shm), "j")
-        assert [one["saved"] for one in heard.pulses] == [3] and len(heard.unread) == len(texts) - 1
+        heard = all_heartbeats(str(shm), "j")
+        assert [one["saved"] for one in heard.heartbeats] == [3] and len(heard.unread) == len(texts) - 1
         assert all(f"pulse-{number:04d} cannot be read: " in text for number, text in enumerate(heard.unread, 1))
         assert "cannot be read: written by version 9.9 (this is" in heard.unread[0] and live_jobs(str(shm)) == ["j"]
         console = " ".join(shown(look_here(str(shm), "j"), width=300).split())

@@ -26,7 +26,7 @@ from mlflash.memory.slot_header import (
     any_record,
     unpack,
 )
-from mlflash.runtime import grow_slots
+from mlflash.startup import grow_slots
 from mlflash.state.layout import Extents
 
 Make = Callable[..., Checkpointer]

@@ -19,9 +19,9 @@ def test_top_asks_all_nodes_of_the_job(slurm: Slurm) -> None:
     page = slurm.run(MLFLASH, "top", "--once", *options, timeout=60).stdout
     assert "2 of 2 ranks alive on 2 of 2 nodes" in page, page
     told = json.loads(slurm.run(MLFLASH, "top", "--json", *options, timeout=60).stdout)
-    assert [(pulse["rank"], pulse["node"], pulse["alive"]) for pulse in told["ranks"]] == [
+    assert [(heartbeat["rank"], heartbeat["node"], heartbeat["alive"]) for heartbeat in told["ranks"]] == [
         (0, "host1", True), (1, "host2", True),
     ]  # fmt: skip
-    assert all(pulse["committed"] >= 19 for pulse in told["ranks"]) and told["silent"] == []
+    assert all(heartbeat["committed"] >= 19 for heartbeat in told["ranks"]) and told["silent"] == []
     assert set(told["free"]) == {"host1", "host2", "host3"}, "the spare is a node of the job, too"
     training.job.cancel()

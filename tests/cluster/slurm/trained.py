@@ -13,7 +13,7 @@ from cluster.slurm.daemons import Slurm
 from cluster.slurm.jobs import MPI_ENVIRONMENT, PMI, Job, edited
 from run_results import Results
 
-from mlflash.running.processes import mpiexec
+from mlflash.launcher.processes import mpiexec
 
 TESTS = Path(__file__).parents[2]
 # The frameworks' own warnings are many.

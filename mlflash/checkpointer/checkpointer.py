@@ -1,0 +1,419 @@
+"""The facade: one object that saves, restores and waits."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from types import TracebackType
+from typing import Any
+
+from .. import config
+from ..draining.drain import Drain
+from ..draining.drain_queue import DrainQueue
+from ..errors import Closed
+from ..mpi.courier import FORKED, Courier
+from ..mpi.world import World, find_world
+from ..restoring.heal import heal_or_remember
+from ..restoring.rescue import heal, scavenge
+from ..restoring.restore import Restores
+from ..saving.save_queue import SaveQueue
+from ..saving.snapshot import Snapshot
+from ..startup.context import Context
+from ..startup.start import make
+from . import disabled, unclosed
+from .for_adapters import Adapting
+from .rank_report import RankReport
+
+
+class Checkpointer:
+    """Saves the state of a training job in the memory of its nodes, and restores it after a failure.
+
+    Collective over ``comm``. Use it as a context manager, or call :meth:`close`.
+
+    Args:
+        directory: directory on the parallel file system, or a URL that fsspec knows, to which checkpoints are drained
+            and from which they are restored; gives the job its name where nothing else does.
+        redundancy: how slots are protected on other nodes: "copy", or "copy:k": k copies of each; "xor:n": groups of
+            n nodes, any 1 of which may be lost; "rs:n+k": groups of n + k nodes, any k of which may be lost (k is 1
+            to 3); "none". Default "copy".
+        memory: node-local memory file system. Default "/dev/shm".
+        job: name that ties a relaunch to the memory of the run before. Default: ``MLFLASH_JOB``, then
+            ``SLURM_JOB_ID`` with a digest of ``directory``, then a name made from ``directory``.
+        comm: mpi4py communicator; None is COMM_WORLD under an MPI launcher or srun, else this process alone.
+        strict: raise when a save fails, instead of warning and going on.
+        timeout_s: deadline of every wait, seconds. Default 300.
+        when_busy: when both slots are busy, "wait" for the older commit, or "skip" this save on all ranks.
+        reserve: bytes of state per rank to allocate at once; see :meth:`prepare`.
+        transport: "rma", "p2p" or "auto"; how copies go to other nodes.
+        skip_stuck: restore an older step where the newest one was restored by so many runs already and none of
+            them committed a newer one. Default 0: never, only warn.
+        domains: which nodes are lost together: the path of a file with a host (or host list) and its domains,
+            outermost first, in each line; or a mapping from host to domain or tuple of domains. The nodes of a
+            redundancy group are spread over them. Default: ``MLFLASH_DOMAINS``, then what Slurm knows of them.
+        replicated: the ranks that hold the same state as this one (an mpi4py communicator or group, a
+            torch.distributed process group, a list of ranks, or True for all), or a mapping from patterns of entry
+            names to them. What they hold alike is stored once per node and not sent, where they are on more nodes
+            than may be lost; they compare it at every step, and where it differs the step fails with a warning that
+            names tensors and ranks. With ``share=False`` it is compared only. Nothing is sent over the group given.
+            Default: the replicas that DTensors have by their placements, in the state of the first `restore` or
+            `prepare`.
+        fresh: begin anew, whatever is there: True, or any word. Each word does so once: a relaunch with it goes on from
+            what came of it. What memory had is deleted after the first commit, ``directory`` keeps it all.
+        drain_every: every so many checkpoints are drained to ``directory``, and the newest one at the end; takes a
+            third slot. Default 0: none.
+        keep_last, keep_every: what stays in ``directory``: the newest so many, and multiples of it. Default 0, 0: all.
+        drain_rate, drain_writers: bytes per second of all ranks together; ranks that write at a time. Default 0: all.
+        format: "hdf5", or "dcp": what plain `torch.distributed.checkpoint.load` reads.
+        log: a file that gets a line of JSON for each event, see docs/watching.md; each other node has one beside it.
+        process_group: the torch.distributed group that has the ranks of ``comm``; nothing is sent. Default: all.
+        enabled: False, or ``MLFLASH_DISABLE=1`` whatever is given here: no method does anything, nothing is collective,
+            no setting is checked, and MPI is not started.
+        settings: further fields of :class:`mlflash.config.Config`.
+
+    Attributes:
+        enabled, adapting: whether it does anything; what adapters need besides.
+
+    Raises:
+        ConfigError: a setting is missing or makes no sense.
+        JobInUse: another live job uses this name on one of the nodes.
+        MpiUnavailable, WorldMismatch: MPI is not what the launcher or torch.distributed says.
+        UnsafePath: the job's directory in memory is not private to this user.
+        MemoryTooSmall, DeadlineExceeded: ``reserve`` does not fit; not all ranks have come to it.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str] | None = None,
+        *,
+        redundancy: str | None = None,
+        memory: str | None = None,
+        job: str | None = None,
+        comm: Any = None,
+        strict: bool | None = None,
+        timeout_s: float | None = None,
+        when_busy: str | None = None,
+        reserve: int | None = None,
+        transport: str | None = None,
+        skip_stuck: int | None = None,
+        fresh: bool | str | None = None,
+        drain_every: int | None = None,
+        drain_rate: float | None = None,
+        drain_writers: int | None = None,
+        keep_last: int | None = None,
+        keep_every: int | None = None,
+        format: str | None = None,
+        log: str | os.PathLike[str] | None = None,
+        domains: Any = None,
+        replicated: Any = None,
+        process_group: Any = None,
+        enabled: bool = True,
+        **settings: Any,
+    ):
+        self._config = config.from_environment(
+            os.environ, directory, redundancy=redundancy, memory=memory, job=job, strict=strict, timeout_s=timeout_s,
+            when_busy=when_busy, reserve=reserve, transport=transport, skip_stuck=skip_stuck, fresh=fresh,
+            drain_every=drain_every, drain_rate=drain_rate, drain_writers=drain_writers, keep_last=keep_last,
+            keep_every=keep_every, format=format, log=None if log is None else os.fspath(log), enabled=enabled,
+            **settings,
+        )  # fmt: skip
+        self.enabled = self._config.enabled
+        self._closed = "" if self.enabled else "off"  # why; there is nothing to close then
+        if self.enabled:
+            self._start(comm, process_group, replicated, domains)
+            return
+        self._courier, self._drains, self._saves, self._restores, self.adapting, self._facts = disabled.stand_ins(comm)
+
+    def _start(self, comm: Any, process_group: Any, replicated: Any, domains: Any) -> None:
+        """Make what does the work. Collective over comm."""
+        comm = find_world(os.environ) if comm is None else comm
+        self._world = World(comm, self._config.ranks_per_node, self._config.timeout_s, process_group)
+        self._courier = Courier(self._world, threaded=self._world.threads, nice=self._config.nice)
+        try:
+            self._context: Context = self._courier.call(lambda: make(self._config, self._world, replicated, domains))
+        except BaseException:
+            self._courier.stop(abandon=True)
+            raise
+        self._drains = DrainQueue(self._config, self._context, self._courier)
+        context = self._context
+        self._saves = SaveQueue(
+            self._config, context, self._courier, self._drains, lambda home: heal_or_remember(context, home)
+        )
+        self._restores = Restores(self._context, self._courier, self._saves, self._drains)
+        self.adapting = Adapting(self._world, self._courier, self._saves, self._restores, self._drains,
+                                 self._config.strict, self._check_open)  # fmt: skip
+        self._facts = RankReport(self._context, self._drains)
+        unclosed.add(self, lambda me, state: me._end(abandon=True, state=state), Checkpointer._leave)
+        try:
+            self._courier.call(self._drains.go_beyond)
+            self._context.recorder.started(self._facts.of_run(), lambda: self.survives)
+            if self._config.reserve and not self._context.unusable:  # room may be what was committed needs, come back
+                self._saves.reserve(self._config.reserve)
+        except BaseException:  # the caller gets no object to close
+            self._end(abandon=True, state="failed")
+            raise
+
+    # Saving
+
+    def save(self, step: int, state: Any, *, until: Any = None) -> Snapshot:
+        """Copy the state into this rank's slot and let it be protected and committed in the background.
+
+        Collective over comm, in that all ranks save the same steps in the same order; but no rank waits for
+        another here, unless both slots are busy or the state has grown. After it returns, ``state`` may be
+        changed at once.
+
+        Args:
+            step: training step, 0 or more, larger than the one before.
+            state: nested dicts, lists and tuples of tensors, arrays, plain values, and objects with
+                ``state_dict`` and ``load_state_dict``.
+            until: torch optimizers: what they hold is copied while training goes on, until one of them steps; the
+                save fails where something else has written to it.
+
+        Returns:
+            The snapshot; its ``wait()`` ends when it is committed.
+
+        Raises:
+            StepOrderError: the step does not grow. The other ranks' save of it fails too.
+            StateError: a leaf cannot be saved; its path is named. Or a restore has failed and left the state undefined.
+            SaveFailed: only with ``strict``: this save, or an earlier one in the background, failed.
+        """
+        self._check_open()
+        return self._saves.save(step, state, until)
+
+    def wait(self) -> None:
+        """Wait until every save so far is committed or has failed.
+
+        Not collective.
+
+        Raises:
+            SaveFailed, DeadlineExceeded: only with ``strict``.
+        """
+        self._check_open()
+        self._saves.wait()
+
+    def prepare(self, state: Any) -> None:
+        """Allocate the slots for a state like this one, before the first save; their pages are faulted in behind.
+
+        Collective over comm. Leaves that an adapter made will do as well.
+
+        Raises:
+            MemoryTooSmall: they do not fit into the node's memory; nothing was allocated.
+            StateError: a leaf cannot be saved.
+        """
+        self._check_open()
+        self._saves.prepare(state)
+
+    # Restoring
+
+    def restore(
+        self, state: Any, step: int | None = None, *, source: str | os.PathLike[str] | None = None
+    ) -> int | None:
+        """Fill the state, in place, with the newest step that memory or the directory can give.
+
+        Collective over comm. Every byte is verified on all ranks before anything is changed. Afterwards the
+        redundancy is made whole again in the background. Either way the slots are made as :meth:`prepare` does.
+
+        Where it was saved by another number of ranks, or in other shards, each tensor is put together from the old
+        shards; what all old ranks had alike goes to all, and what each had its own of to the rank of its number. Rank 0
+        warns of what is left behind of lost ranks, and what new ones got none of.
+
+        Args:
+            state: live tensors and arrays are copied into, plain leaves replaced, objects get copies through
+                ``load_state_dict``.
+            step: restore this step instead of the newest.
+            source: another directory that checkpoints were drained to: it is read only, and memory is not looked at.
+
+        Returns:
+            The step, or None where nothing was ever committed, or all that was is passed over (``fresh``).
+
+        Raises:
+            Unrestorable: checkpoints are there, and none can be restored; ``reasons`` says of each step why. Nothing
+                was changed or deleted: with a lost node back, a relaunch can still restore.
+            StructureMismatch: the state does not look like the saved one; both sides are named. Nothing was changed,
+                or what was is put back, or the text says that the state is undefined: :meth:`save` refuses it then.
+            StepNotFound: there is no such step, or it cannot be restored; the text says why.
+            MemoryTooSmall: there is no room to put it together.
+        """
+        self._check_open()
+        return self._restores.restore(state, step, None if source is None else os.fspath(source))
+
+    def load(
+        self, step: int | None = None, *, source: str | os.PathLike[str] | None = None, copy: bool = True
+    ) -> tuple[int | None, Any]:
+        """Give the newest step that memory or the directory can give as fresh CPU tensors and arrays.
+
+        Collective over comm. Objects come back as what their ``state_dict`` returned.
+
+        Args:
+            step: this one instead of the newest.
+            source: see :meth:`restore`.
+            copy: False gives views of what is in memory, at once and unverified. What is written to them stays in this
+                process; as long as any is there, saves have one slot less, and wait for each other.
+
+        Returns:
+            ``(step, state)``, or ``(None, None)`` where :meth:`restore` gives None.
+
+        Raises:
+            Unrestorable: see :meth:`restore`.
+            StepNotFound: there is no such step, or it cannot be loaded; the text says why.
+            WorldSizeChanged: it was saved by another number of ranks: only :meth:`restore` knows what is wanted.
+        """
+        self._check_open()
+        return self._restores.load(step, None if source is None else os.fspath(source), copy)
+
+    def steps(self) -> list[int]:
+        """List the steps that can be restored from memory or the directory, ascending.
+
+        Collective over comm. Looks at headers only; the bytes are verified by :meth:`restore`.
+        """
+        self._check_open()
+        return self._restores.steps()
+
+    # Draining
+
+    def drain(self) -> Drain:
+        """Write the checkpoint that was committed or restored last to the directory, in the background.
+
+        Collective over comm. Waits for the drain before it and for the saves so far. Where ``drain_every`` is 0 there
+        are two slots only: the next save but one then waits for the drain.
+
+        Returns:
+            The drain; its ``wait()`` ends when the checkpoint is in the directory.
+
+        Raises:
+            DrainFailed: there is no directory, or nothing to drain.
+        """
+        self._check_open()
+        self._saves.settle()
+        return self._drains.drain()
+
+    def wait_drained(self, timeout_s: float | None = None) -> None:
+        """Wait until no drain is on its way; how it ended is in what :meth:`drain` gave, and in the log.
+
+        Not collective.
+
+        Args:
+            timeout_s: seconds; None: for as long as some rank gets on.
+
+        Raises:
+            DeadlineExceeded: it goes on still.
+        """
+        self._check_open()
+        self._drains.wait(timeout_s)
+
+    def scavenge(self) -> Drain | None:
+        """Write the newest checkpoint that memory can give to the directory, with no training.
+
+        Collective over comm, which may be of another number of ranks than the job: one on each node that is left will
+        do. What is lost is rebuilt from copies or parity. What is in memory stays there.
+
+        Returns:
+            The drain; None where memory has nothing that is newer than what is in the directory.
+        """
+        self._check_open()
+        drain: Drain | None = self._courier.call(lambda: scavenge(self._context, self._drains))
+        return drain
+
+    def heal(self) -> int | None:
+        """Make the redundancy of the newest checkpoint in memory whole again, with no training.
+
+        Collective over comm, which must have as many ranks as the job, on the nodes where they will be.
+
+        Returns:
+            Its step; None where memory has nothing.
+
+        Raises:
+            WorldSizeChanged: this is another number of ranks.
+            MemoryTooSmall, SaveFailed: it could not be made whole; what there was is untouched.
+        """
+        self._check_open()
+        step: int | None = self._courier.call(lambda: heal(self._context))
+        return step
+
+    # Looking
+
+    @property
+    def last_step(self) -> int | None:
+        """The newest step that was saved or restored by this Checkpointer; None before the first. Not collective."""
+        return self._saves.last_step
+
+    @property
+    def timeout_s(self) -> float:
+        """Deadline of every wait, seconds."""
+        return self._config.timeout_s
+
+    @property
+    def survives(self) -> str:
+        """What may die without a committed step being lost, in words: computed from who protects whom.
+
+        Not collective.
+
+        Example:
+            "any process; any 1 of 8 nodes; 24 of 28 pairs of nodes; any 1 rack; not: racks A and B together"
+        """
+        return self._facts.survives
+
+    def report(self) -> dict[str, Any]:
+        """Give counters, seconds per verb, how this rank is placed, and the last drain, see `report.report_of`.
+
+        Not collective.
+        """
+        return self._facts.report()
+
+    # Ending
+
+    def close(self) -> None:
+        """Wait for the saves and drains so far, free windows and communicators; the slots stay in memory.
+
+        Collective over comm. May be called twice. With ``drain_every`` the newest checkpoint is drained before.
+
+        Raises:
+            SaveFailed, DeadlineExceeded: as in :meth:`wait`; or not all ranks have come. It is closed all the same.
+        """
+        if self._closed:
+            return
+        is_freed = False
+        try:
+            self._saves.settle()
+            if not self._courier.is_stuck:
+                self._drains.finish()
+            for free in (self._drains.free, self._context.free):
+                is_freed = not self._courier.is_stuck and self._drains.idle
+                if is_freed:
+                    self._courier.call(free)
+        finally:  # also where it is interrupted: what is collective is left then, as other ranks may not come to it
+            self._end(not is_freed or self._courier.is_stuck, "ended" if sys.exc_info()[0] is None else "failed")
+        self._saves.raise_what_failed()
+
+    def _end(self, abandon: bool, state: str) -> None:
+        self._closed = "this Checkpointer was closed"
+        with contextlib.ExitStack() as steps:  # the last one first, and each whatever those before it raise
+            steps.callback(unclosed.discard, self)
+            steps.callback(self._context.memory.close)
+            if not abandon:  # an abandoned courier may still be inside MPI, with the slots as its buffers
+                steps.callback(self._context.pool.close)
+            steps.callback(self._saves.end)
+            steps.callback(self._courier.stop, abandon)
+            steps.callback(self._drains.give_up)
+            steps.callback(self._context.recorder.end, state)
+
+    def _leave(self) -> None:
+        """Be closed in a process that was forked: all of it is the parent's, and goes on there. Not collective."""
+        self._closed = FORKED
+        for leave in (self._courier.leave, self._context.recorder.leave, self._saves.end):
+            leave()
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+                 ) -> None:  # fmt: skip
+        """Close; where an exception is on its way, without any collective and without waiting."""
+        if kind is None:
+            self.close()
+        elif not self._closed:
+            self._end(abandon=True, state="failed")
+
+    def _check_open(self) -> None:
+        if self._closed and self.enabled:
+            raise Closed(self._closed)

@@ -1,0 +1,364 @@
+"""What a Checkpointer works with where mlflash is off: the same as ever to who calls it, and none of it does anything.
+
+It is off by ``MLFLASH_DISABLE=1``, the kill switch, or by ``enabled=False``. Training then goes on as if mlflash was
+not there: MPI is not started, no file is made, no thread, nothing waits for other ranks. The first process says so.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+import threading
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
+
+import numpy as np
+
+from .. import config
+from ..draining import drain_queue
+from ..draining.checkpoint_directory import Listed, Listing
+from ..draining.drain import Drain
+from ..errors import MlflashError, Unrestorable
+from ..mpi import courier
+from ..redundancy.rank_checkpoint import RankCheckpoint
+from ..restoring import newest_step, restore
+from ..restoring.exchange_fragments import WantedPart
+from ..restoring.open_in_directory import OpenInDirectory
+from ..restoring.open_in_memory import OpenCheckpoint
+from ..saving import save_queue
+from ..saving.early_staging import StagedState
+from ..saving.reserved_saves import ReservedSave, ReservedSaves
+from ..saving.snapshot import Snapshot
+from ..state.leaves import Flat
+from ..storage.store import Store
+from . import for_adapters, rank_report
+
+log = logging.getLogger("mlflash")
+
+_RANK_NAMES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
+_NO_STEP = -1
+_said: set[str] = set()
+
+
+def turned_off(enabled: bool = True) -> bool:
+    """Whether nothing is to be done, for the entry of an adapter; where it is so the first process says it, once.
+
+    Not collective.
+
+    Args:
+        enabled: what the adapter was given.
+
+    Raises:
+        ConfigError: ``MLFLASH_DISABLE`` is neither true nor false.
+    """
+    if config.is_enabled(os.environ, enabled):
+        return False
+    say()
+    return True
+
+
+def say(comm: Any = None) -> None:
+    """Let the first process say that mlflash is off, and which of the two it is by. Not collective.
+
+    Args:
+        comm: communicator that tells this rank, where nothing else does.
+    """
+    why = "enabled=False" if config.is_enabled(os.environ) else f"{config.DISABLE}={os.environ[config.DISABLE]}"
+    if why not in _said and _rank(comm) == 0:
+        log.warning("mlflash is off (%s): nothing is saved in memory, and nothing is restored from there", why)
+    _said.add(why)
+
+
+def _rank(comm: Any) -> int:
+    """This rank, as far as anything tells it without MPI being started; else 0."""
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        return int(distributed.get_rank())
+    told = next((os.environ[name] for name in _RANK_NAMES if os.environ.get(name, "").isdecimal()), None)
+    if told is None and comm is not None:
+        return int(comm.rank)
+    return int(told or 0)
+
+
+def stand_ins(
+    comm: Any = None,
+) -> tuple[
+    courier.Courier,
+    drain_queue.DrainQueue,
+    save_queue.SaveQueue,
+    restore.Restores,
+    for_adapters.Adapting,
+    rank_report.RankReport,
+]:
+    """Make what a Checkpointer that is off works with, and say that it is. Not collective.
+
+    Args:
+        comm: what the Checkpointer was given.
+    """
+    say(comm)
+    return Courier(), DrainQueue(), SaveQueue(), Restores(), Adapting(), RankReport(_rank(comm))
+
+
+def not_saved(step: object) -> Snapshot:
+    """What a save gives: done, not committed, skipped; to wait for it takes no time, and is no error."""
+    snapshot = Snapshot(int(step) if isinstance(step, (int, np.integer)) else _NO_STEP, lambda: None)
+    snapshot.leave()
+    return snapshot
+
+
+# Each stands for the class whose name it has, has all that is called of that, and nothing of what is in it: so no
+# constructor calls the one of its base.
+
+
+class Courier(courier.Courier):
+    """Does no job."""
+
+    def __init__(self) -> None:
+        self.late = self.broken = None
+
+    @property
+    def is_stuck(self) -> bool:
+        """It is not: there is nothing to do."""
+        return False
+
+    @property
+    def post(self) -> Callable[[courier.Job], None]:
+        """Leave it."""
+        return lambda job: None
+
+    def call(self, work: Callable[[], Any]) -> Any:
+        """Leave it: None is what there is to be had."""
+
+    def together(self, work: Callable[[], Any], foreign: Any, step: int | None = None) -> Any:
+        """Do it, and agree with nobody."""
+        return work()
+
+    def begin_background(self, moves: Any) -> None:
+        """Leave it."""
+
+    def go_on_behind(self) -> None:
+        """Nothing goes on."""
+
+    def stop(self, abandon: bool) -> None:
+        """There is no thread."""
+
+    def leave(self) -> None:
+        """Nothing is the parent's."""
+
+
+class DrainQueue(drain_queue.DrainQueue):
+    """Drains nothing, and sees nothing in the directory."""
+
+    def __init__(self) -> None:
+        self.store = self.last = None
+
+    idle, is_on, asked = True, False, False
+
+    def ask(self) -> None:
+        """Leave it."""
+
+    def committed(self, slot: Any, share: Any, asked: bool, idle: bool) -> None:
+        """Nothing is."""
+
+    def drain(self) -> Drain:
+        """What has ended, without a path."""
+        drain = Drain(_NO_STEP)
+        drain.end(None)
+        return drain
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Nothing is on its way."""
+
+    def finish(self) -> None:
+        """Nothing is left to drain."""
+
+    def give_up(self) -> None:
+        """Nothing is on its way."""
+
+    def go_beyond(self) -> None:
+        """Nothing is numbered."""
+
+    def listed(self, store: Store | None = None) -> list[Listed]:
+        """Nobody looks."""
+        return []
+
+    def look(self, store: Store | None = None) -> Listing:
+        """Nobody looks."""
+        return Listing()
+
+    def free(self) -> None:
+        """There is nothing to free."""
+
+    def begin(self, drain_input: Any, held: Any = ()) -> Drain:
+        """As `drain`."""
+        return self.drain()
+
+
+class SaveQueue(save_queue.SaveQueue):
+    """Saves nothing, and looks at no state and no step."""
+
+    def __init__(self) -> None:
+        self.last_step = None
+        self.begun = ReservedSaves(lambda begun: None, 0.0)
+
+    def save(self, step: int, state: object, until: object = None) -> Snapshot:
+        """Leave it."""
+        return not_saved(step)
+
+    def begin(self, step: int, thread: threading.Thread) -> ReservedSave:
+        """Nothing comes."""
+        return ReservedSave(step, thread, ())
+
+    def save_again(self, flat: Flat | StagedState | MlflashError, begun: ReservedSave) -> Snapshot:
+        """Leave it."""
+        return not_saved(begun.step)
+
+    def stage_ahead(self, flat: Flat) -> StagedState | None:
+        """There are no slots."""
+        return None
+
+    def forget(self) -> None:
+        """There are no slots."""
+
+    def end(self) -> None:
+        """Nothing is on its way."""
+
+    def wait(self) -> None:
+        """Nothing is on its way."""
+
+    def settle(self) -> None:
+        """Nothing is on its way."""
+
+    def raise_what_failed(self) -> None:
+        """Nothing has."""
+
+    def plan(self, flat: Flat) -> Any:
+        """Nobody asks."""
+        raise NotImplementedError("nothing is planned where mlflash is off")
+
+    def prepare(self, state: object) -> None:
+        """Make nothing."""
+
+    def reserve(self, nbytes: int, share_nbytes: int = 0) -> None:
+        """Make nothing."""
+
+
+class Newest(newest_step.Newest):
+    """Finds nothing."""
+
+    def __init__(self) -> None:
+        pass
+
+    def step(self) -> int | None:
+        """There is none."""
+        return None
+
+    def step_alike(self) -> int | None:
+        """There is none."""
+        return None
+
+    def why_not(self, step: int) -> str | None:
+        """Nobody looks."""
+        return "mlflash is off"
+
+    def verify(self, drained: OpenInDirectory) -> None:
+        """Nothing is read."""
+
+    def take(self, step: int | None) -> RankCheckpoint | None:
+        """Nothing was verified."""
+        return None
+
+
+class Restores(restore.Restores):
+    """Restores nothing, whatever memory and directory hold."""
+
+    def __init__(self) -> None:
+        self.newest = Newest()
+
+    def restore(self, state: Any, step: int | None, source: str | None = None) -> int | None:
+        """Leave the state as it is."""
+        return None
+
+    def load(self, step: int | None, source: str | None = None, copy: bool = True) -> tuple[int | None, Any]:
+        """There is nothing."""
+        return None, None
+
+    def open(self, step: int | None, told: Collection[str], source: str | None = None) -> OpenCheckpoint | None:
+        """There is nothing."""
+        return None
+
+    def read(
+        self,
+        opened: OpenCheckpoint,
+        wanted: Callable[[], Iterable[WantedPart]],
+        done: Callable[[], None],
+        anew: bool = False,
+    ) -> None:
+        """Nothing was opened."""
+
+    def steps(self) -> list[int]:
+        """There are none."""
+        return []
+
+    def steps_alike(self) -> list[int]:
+        """There are none."""
+        return []
+
+
+class Adapting(for_adapters.Adapting):
+    """What adapters find. An adapter asks `Checkpointer.enabled` first, and leaves its framework alone."""
+
+    def __init__(self) -> None:
+        self._saves, self._restores, self._drains = SaveQueue(), Restores(), DrainQueue()
+        self._check_open = lambda: None
+
+    def run(self, work: Callable[[], Any]) -> Any:
+        """Leave it: None is what there is to be had."""
+
+    def seen_by_first(self, look: Callable[[], Any]) -> Any:
+        """Look on each rank: nothing could tell the others."""
+        return look()
+
+    def save_or_warn(self, step: int, state: Any) -> Snapshot | None:
+        """Leave it."""
+        return not_saved(step)
+
+    def give_up(self, ahead: StagedState) -> None:
+        """Nothing was staged."""
+
+    def load_together(self, step: int, work: Callable[[], Any], anew: bool = False) -> Any:
+        """Do it, and agree with nobody."""
+        return work()
+
+    def loaded_elsewhere(self) -> None:
+        """No load has failed."""
+
+    def go_on_instead(self, error: Unrestorable, instead: object) -> None:
+        """Nobody looks for checkpoints that could not be used."""
+
+
+class RankReport(rank_report.RankReport):
+    """What a rank tells of itself.
+
+    Args:
+        rank: of it, as far as that is known.
+    """
+
+    survives = "nothing: mlflash is off"
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+
+    def of_run(self) -> dict[str, Any]:
+        """Nothing runs."""
+        return {}
+
+    def report(self) -> dict[str, Any]:
+        """As that of a Checkpointer that has done nothing."""
+        return {
+            "enabled": False, "rank": self._rank, "node": socket.gethostname(), "scheme": "none", "group": (),
+            "partners": (), "shared with": (), "transport": "", "job": "", "memory": "", "restored_from": "",
+            "drain": None, "send rate": None, "slowdown": None, "slots": [], "counts": {}, "seconds": {},
+        }  # fmt: skip

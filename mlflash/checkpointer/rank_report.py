@@ -1,0 +1,93 @@
+"""What a rank can tell about itself."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from ..draining.drain import Drain
+from ..draining.drain_queue import DrainQueue
+from ..placement.survival import describe, of
+from ..startup.context import Context
+from ..version import __version__
+
+
+class RankReport:
+    """What a rank can tell about itself. Not collective.
+
+    Args:
+        context: this rank's slots and communicators.
+        drains: has the last drain.
+    """
+
+    def __init__(self, context: Context, drains: DrainQueue):
+        self._context, self._drains = context, drains
+
+    @property
+    def survives(self) -> str:
+        """What may die without a committed step being lost; see `Checkpointer.survives`."""
+        context = self._context
+        survival = of(context.world.topology, context.protection.placement, context.shares)
+        return describe(survival, context.domains_by_kind)
+
+    def report(self) -> dict[str, Any]:
+        """Give counters and the like, see `report_of`."""
+        return report_of(self._context, self._drains.last)
+
+    def of_run(self) -> dict[str, Any]:
+        """Give what does not change while this run goes on, for its journal."""
+        world, config, protection = self._context.world, self._context.config, self._context.protection
+        return {
+            "ranks": world.size, "nodes": list(world.topology.node_names), "redundancy": protection.scheme,
+            "transport": protection.transport, "partners": list(protection.partners), "job": config.job,
+            "directory": config.directory, "drain_every": config.drain_every, "pid": os.getpid(),
+            "version": __version__,
+        }  # fmt: skip
+
+
+def report_of(context: Context, drain: Drain | None) -> dict[str, Any]:
+    """Give counters, seconds per verb, and how this rank is placed. Not collective.
+
+    Returns:
+        ``enabled`` (whether anything is done; where not the rest is there, and empty), ``rank``, ``node``,
+        ``scheme``, ``group`` (ranks that protect each other), ``partners`` (those that hold copies), ``shared with``
+        (ranks that store together what they hold alike), ``transport``, ``job``, ``memory`` (its directory there),
+        ``restored_from`` (node whose memory the last restore took this rank's state from, the folder of the
+        directory, or ""), ``drain`` (step, path, seconds, bytes and error of the newest one, or None),
+        ``send rate`` (bytes per second at most; None: no limit), ``slowdown`` (of the last steps beside the courier,
+        where ``max_slowdown`` is set), ``slots`` (what they hold, file, use, rank, step and bytes of each),
+        ``counts`` and ``seconds``.
+    """
+    world, replicas = context.world, context.replicas
+    holds = {
+        id(slot): what for what, pair in (("own", context.pool.own), ("share", context.pool.shares)) for slot in pair
+    }
+    slots = [
+        {"what": holds.get(id(s), "of others"), "file": s.name, "use": s.use.value, "nbytes": s.view.nbytes,
+         "rank": None if s.header is None else s.header.rank, "step": None if s.header is None else s.header.step}
+        for s in context.pool.all()
+        if s.segment is not None or s not in context.pool.shares
+    ]  # fmt: skip
+    drained = None if drain is None else {
+        "step": drain.step, "path": drain.path, "seconds": drain.seconds, "nbytes": drain.nbytes,
+        "error": None if drain.error is None else str(drain.error),
+    }  # fmt: skip
+    return {
+        "enabled": True,
+        "rank": world.rank,
+        "node": world.node_name,
+        "scheme": context.protection.scheme,
+        "group": context.protection.group,
+        "partners": context.protection.partners,
+        "shared with": () if replicas is None or replicas.sharing is None else replicas.sharing.ranks,
+        "transport": context.protection.transport,
+        "job": context.config.job,
+        "memory": context.memory.path,
+        "restored_from": context.restored_from,
+        "drain": drained,
+        "send rate": None if context.pace.rate == float("inf") else context.pace.rate,
+        "slowdown": context.pace.slowdown,
+        "slots": slots,
+        "counts": dict(context.recorder.counts) | ({} if replicas is None else {"tensors diverged": replicas.diverged}),
+        "seconds": dict(context.recorder.seconds),
+    }

@@ -1,0 +1,5 @@
+"""What all commands share: their options, the job that they are about, shell completion, ranks, output.
+
+In come words of a command line; out come settings, and tables, JSON and progress on a terminal. It imports `inspection`
+to offer what is there.
+"""

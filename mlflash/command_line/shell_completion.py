@@ -1,0 +1,95 @@
+"""What a shell offers for values of options and arguments. What cannot be read is not offered, and nobody is told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+from click.shell_completion import CompletionItem
+
+from ..errors import MlflashError
+from ..memory.node_directory import emulated_nodes, jobs_of
+from ..storage.store import is_url
+
+_SCHEMES = {
+    "copy": "a copy of each slot on another node",
+    "copy:2": "two copies on two other nodes",
+    "xor:8": "any 1 node of 8 may be lost",
+    "rs:6+2": "any 2 nodes of 8 may be lost",
+    "rs:5+3": "any 3 nodes of 8 may be lost",
+    "none": "processes may be lost, nodes not",
+}
+
+
+def directories(_: click.Context, __: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Offer directories, as the shell knows them."""
+    return [CompletionItem(incomplete, type="dir")]
+
+
+def files(_: click.Context, __: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Offer files, as the shell knows them."""
+    return [CompletionItem(incomplete, type="file")]
+
+
+def schemes(_: click.Context, __: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Offer the schemes that README names."""
+    return [CompletionItem(name, help=text) for name, text in _SCHEMES.items() if name.startswith(incomplete)]
+
+
+def jobs(context: click.Context, _: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Offer the jobs that have memory on this node."""
+    there = _jobs(context)
+    taken = context.params.get("jobs") or ()
+    return [CompletionItem(name) for name in there if name.startswith(incomplete) and name not in taken]
+
+
+def steps(context: click.Context, _: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Offer the steps in the memory of this node and in the directory, newest first."""
+    found = dict.fromkeys(_steps_in_memory(context), "in memory")
+    for step in _steps_in_directory(context.params.get("directory")):
+        found[step] = "in memory and drained" if step in found else "drained"
+    ordered = sorted(found.items(), reverse=True)
+    return [CompletionItem(str(step), help=text) for step, text in ordered if str(step).startswith(incomplete)]
+
+
+def steps_or_newest(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """The same, and "newest"."""
+    newest = [CompletionItem("newest")] if "newest".startswith(incomplete) else []
+    return newest + steps(context, parameter, incomplete)
+
+
+def _jobs(context: click.Context) -> list[str]:
+    try:
+        return jobs_of(_memory(context))
+    except OSError:
+        return []
+
+
+def _memory(context: click.Context) -> str:
+    return str(context.params.get("memory") or "/dev/shm")
+
+
+def _steps_in_memory(context: click.Context) -> set[int]:
+    """The steps of the job that is named, else of all that there are."""
+    from ..inspection.node_memory import look
+
+    memory, job, found = _memory(context), context.params.get("job"), set()
+    for name in [job] if job else _jobs(context):
+        try:
+            for number in (None, *emulated_nodes(memory, name)):
+                found |= {header.step for _, header in look(memory, name, number, "").sealed}
+        except (MlflashError, OSError):
+            continue
+    return found
+
+
+def _steps_in_directory(directory: str | None) -> set[int]:
+    """By the names of its folders: thousands of them would take long to open."""
+    if directory is None or is_url(directory):
+        return set()
+    from ..draining.checkpoint_directory import step_of
+
+    try:
+        return {step for path in Path(directory).iterdir() if (step := step_of(path.name)) is not None}
+    except OSError:
+        return set()

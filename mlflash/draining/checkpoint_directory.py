@@ -1,0 +1,290 @@
+"""The checkpoints in a directory: which there are, how the next is named, which may be deleted.
+
+A checkpoint is a folder ``step-00001200``; the file that commits it is written last and deleted first. Where a step
+is drained again (training went back, and came by once more) the new folder is ``step-00001200.1``, so that the old
+one stays whole until the new one is. Only files whose card names this job are deleted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import xxhash
+
+from ..crash_points import reach
+from ..errors import CorruptSlot
+from ..memory.slot_header import Attempt
+from ..state import manifest
+from ..storage.store import Store
+from .file_index import CARD_NBYTES, Card, read_card
+
+log = logging.getLogger("mlflash")
+
+MASTERS = ("checkpoint.h5", "checkpoint.mlflash")
+_STEP = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
+_FILE = re.compile(r"rank-\d{5,}\.(?:h5|mlflash)|__\d+_\d+\.distcp|\.metadata|checkpoint\.(?:h5|mlflash)")
+_DATA = re.compile(r"__(\d+)_0\.distcp")
+_TEMPORARY = re.compile(r"\.(?P<name>.+)\.(?P<tag>(?P<run>[0-9a-f]{32})-\d+-(?P<owner>[0-9a-f]{16}))\.tmp")
+
+
+@dataclasses.dataclass(frozen=True)
+class Listed:
+    """A committed checkpoint in a directory.
+
+    Attributes:
+        folder: its name there.
+        master: the file that commits it.
+        card: of that file.
+    """
+
+    folder: str
+    master: str
+    card: Card
+
+    @property
+    def step(self) -> int:
+        """The training step."""
+        return self.card.step
+
+    @property
+    def age(self) -> tuple[int, int]:
+        """Sorts checkpoints by when they were saved: their generations only grow, from run to run."""
+        return self.card.attempt.generation, self.card.unix_ns
+
+
+@dataclasses.dataclass(frozen=True)
+class Listing:
+    """What is in a directory.
+
+    Attributes:
+        listed: the committed checkpoints, newest first.
+        damaged: folders whose committing file is there and cannot be read, and why.
+        problem: why the directory cannot be read; "" where it can, or is not there.
+    """
+
+    listed: tuple[Listed, ...] = ()
+    damaged: dict[str, str] = dataclasses.field(default_factory=dict)
+    problem: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """The files of one rank.
+
+    Attributes:
+        card: the file with card and index.
+        nbytes, index_check: its size and the checksum of its index, as when the checkpoint was committed.
+        data: the file with the pieces, which may be the same.
+        data_nbytes: its size.
+    """
+
+    card: str
+    nbytes: int
+    index_check: int
+    data: str
+    data_nbytes: int
+
+
+def tag(attempt: Attempt, owner: str) -> str:
+    """The part of a temporary name that says whose it is: of which save, and of which job."""
+    return f"{attempt.run_id.hex()}-{attempt.generation}-{_digest(owner)}"
+
+
+def _digest(owner: str) -> str:
+    return xxhash.xxh3_64_hexdigest(owner.encode())
+
+
+def is_folder(name: str) -> bool:
+    """Whether a name is that of a checkpoint's folder."""
+    return step_of(name) is not None
+
+
+def step_of(name: str) -> int | None:
+    """The step that a folder is named after; None where it is none of a checkpoint."""
+    match = _STEP.fullmatch(name)
+    return None if match is None else int(match[1])
+
+
+def list_checkpoints(store: Store) -> list[Listed]:
+    """List the committed checkpoints, newest first; see `look`. Not collective."""
+    return [*look(store).listed]
+
+
+def look(store: Store) -> Listing:
+    """List what is in a directory. Not collective. Reads the first bytes of each checkpoint only.
+
+    Raises:
+        OSError: the directory cannot be read.
+    """
+    found: list[Listed] = []
+    damaged: dict[str, str] = {}
+    for folder in store.names():
+        inside = store.at(folder)
+        for master in MASTERS if is_folder(folder) else ():
+            try:
+                card = read_card(inside.read(master, 0, CARD_NBYTES))
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+            except (CorruptSlot, OSError) as error:  # this one only: the others are whole
+                log.warning("%s/%s is passed over: %s", inside.path, master, error)
+                damaged[folder] = f"{master}: {error}"
+                continue
+            if card.rank < 0:
+                found.append(Listed(folder, master, card))
+                damaged.pop(folder, None)
+                break
+    return Listing(tuple(sorted(found, key=lambda one: one.age, reverse=True)), damaged)
+
+
+def new_folder(store: Store, step: int) -> str:
+    """A name for a checkpoint that is not taken, but by an empty folder. Not collective."""
+    name = f"step-{step:08d}"
+    matches = [match for folder in store.names() if (match := _STEP.fullmatch(folder)) is not None]
+    taken = [int(match[2] or 0) for match in matches if int(match[1]) == step]
+    if not taken or (taken == [0] and _names(store.at(name)) == []):
+        return name
+    return f"{name}.{max(taken) + 1}"
+
+
+def _names(inside: Store) -> list[str] | None:
+    """What is in a folder; None where it is none, or somebody else's."""
+    try:
+        return inside.names()
+    except (NotADirectoryError, PermissionError):
+        return None
+
+
+def encode_master(form: str, job: str, files: Sequence[Stored]) -> bytes:
+    """Encode the index of the file that commits a checkpoint."""
+    listed = [list(dataclasses.astuple(stored)) for stored in files]
+    return json.dumps({"format": form, "job": job, "files": listed}, separators=(",", ":")).encode()
+
+
+def read_master(inside: Store, listed: Listed) -> list[Stored]:
+    """Read which files a checkpoint has, by rank; ``inside`` is its folder.
+
+    Not collective.
+
+    Raises:
+        CorruptSlot: that is damaged, or the file changed after it was written.
+    """
+    card = listed.card
+    raw = inside.read(listed.master, card.index_start, card.index_nbytes)
+    if len(raw) != card.index_nbytes or xxhash.xxh3_64_intdigest(raw) != card.index_check:
+        raise CorruptSlot(f"{inside.path}/{listed.master} is damaged", step=card.step)
+    try:
+        files = [_stored(fields) for fields in json.loads(raw)["files"]]
+        if len(files) != card.world_size:
+            raise ValueError(f"{len(files)} files of {card.world_size} ranks")
+    except manifest.BAD_DOCUMENT as error:
+        raise CorruptSlot(f"{inside.path}/{listed.master} is damaged: {error!r}", step=card.step) from None
+    return files
+
+
+def _stored(fields: Any) -> Stored:
+    stored = Stored(*fields)
+    for name in (stored.card, stored.data):
+        if not isinstance(name, str) or not _FILE.fullmatch(name):
+            raise ValueError(f"{name!r} is no name of a drained file")
+    if not all(type(n) is int and n >= 0 for n in (stored.nbytes, stored.index_check, stored.data_nbytes)):
+        raise ValueError(f"the size or checksum of {stored.card} makes no sense")
+    return stored
+
+
+def surplus(listed: Sequence[Listed], owner: str, keep_last: int, keep_every: int) -> list[Listed]:
+    """Which checkpoints of this job need not be kept.
+
+    Not collective.
+
+    Args:
+        listed: all there are.
+        owner: only those of this job, see `config.Config.owner`.
+        keep_last: so many of the newest are kept; 0: all there are.
+        keep_every: so are all whose step is a multiple of this; 0: no others.
+    """
+    if not keep_last:
+        return []
+    mine = sorted((one for one in listed if one.card.owner == owner), key=lambda one: one.age, reverse=True)
+    # Of a step that was drained again the older one is of no use, whatever is kept; nor does it count.
+    newest = {one.step: one for one in reversed(mine)}
+    useful = [one for one in mine if newest[one.step] is one]
+    kept = useful[:keep_last] + [one for one in useful if keep_every and one.step % keep_every == 0]
+    return [one for one in mine if one not in kept]
+
+
+def delete(store: Store, listed: Listed) -> None:
+    """Delete a checkpoint: the file that commits it first. Foreign files in its folder stay, and so does it then.
+
+    Not collective.
+    """
+    inside = store.at(listed.folder)
+    names = [name for name in inside.names() if name != listed.master and _is_of(inside, name, listed.card)]
+    inside.remove(listed.master)
+    reach("drain.uncommitted")
+    for name in names:
+        inside.remove(name)
+    if not inside.remove_directory():
+        log.warning("%s stays: there are files in it that this job did not write", inside.path)
+
+
+def delete_leftovers(store: Store, owner: str, run_id: bytes) -> None:
+    """Delete what drains of earlier runs of this job left when they were interrupted. Not collective.
+
+    Args:
+        store: the directory.
+        owner: this job.
+        run_id: of this run, whose files stay.
+    """
+    for folder in store.names():
+        inside = store.at(folder)
+        if not is_folder(folder):
+            continue
+        names = _names(inside) or []
+        if any(master in names for master in MASTERS):
+            continue
+        mine, drains = [], {}
+        for name in names:
+            if (match := _TEMPORARY.fullmatch(name)) is not None:  # its card may not be in it yet
+                if match["owner"] == _digest(owner) and match["run"] != run_id.hex():
+                    mine.append(name)
+                continue
+            card = _card_of(inside, name)
+            if card is not None and card.owner == owner and card.attempt.run_id != run_id:
+                drains[card.attempt] = card
+        # In the order of their names: data before the card that says whose they are.
+        mine += [name for name in names if any(_is_of(inside, name, card) for card in drains.values())]
+        for name in dict.fromkeys(mine):
+            inside.remove(name)
+        if mine:
+            inside.remove_directory()
+
+
+def _is_of(inside: Store, name: str, of: Card) -> bool:
+    """Whether a file was written by the drain that a card is of.
+
+    Its own card says so, or that of its rank, which was there before it; else its temporary name, or the id in it.
+    """
+    if (match := _TEMPORARY.fullmatch(name)) is not None:
+        return match["tag"] == tag(of.attempt, of.owner)
+    if name == ".metadata":
+        try:
+            return tag(of.attempt, of.owner).encode() in inside.read(name)
+        except (FileNotFoundError, PermissionError):
+            return False
+    rank = _DATA.fullmatch(name)
+    card = _card_of(inside, name if rank is None else f"rank-{int(rank[1]):05d}.mlflash")
+    return card is not None and (card.attempt, card.owner) == (of.attempt, of.owner)
+
+
+def _card_of(inside: Store, name: str) -> Card | None:
+    if not _FILE.fullmatch(name):
+        return None
+    try:
+        return read_card(inside.read(name, 0, CARD_NBYTES))
+    except (CorruptSlot, OSError):
+        return None

@@ -1,0 +1,114 @@
+"""What a rank writes, and what commits a checkpoint → a directory that plain `torch.distributed.checkpoint.load` reads.
+
+DCP's files have no room for a card: each rank has one beside, written before its data, so that whose that is can be
+told even when a drain is interrupted. `.metadata` says where DCP finds what; mlflash itself restores by its own index,
+since DCP keeps one tensor of a name only, and pickles what is no tensor.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+import zlib
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from ..redundancy.rank_checkpoint import RankCheckpoint
+from ..state.leaves import Entry, from_bytes
+from ..state.plain_values import decode_plain
+from ..storage import dcp_plans
+from ..storage.dcp_files import METADATA, Contents, metadata, pickled, rank_file
+from ..storage.dcp_keys import Keys, Path, keys_of
+from ..storage.file_holes import FileWithHoles
+from ..storage.whole_state import build
+from . import checkpoint_directory
+from .checkpoint_directory import Stored
+from .drain_input import DrainInput, Load, Receipt
+from .file_format import plain_file
+
+MASTER = "checkpoint.mlflash"
+
+
+class Dcp:
+    """PyTorch's distributed checkpoint."""
+
+    def rank_files(self, drain_input: DrainInput, rank: int, home: RankCheckpoint, load: Load, owner: str
+                   ) -> tuple[list[tuple[str, FileWithHoles]], Stored, Receipt]:  # fmt: skip
+        key_of, extras, paths = _keys(rank, home, load)
+        known = [number for number, part in enumerate(load.parts) if part.entry.name in key_of]
+        pieces = [_renamed(load.parts[number].entry, key_of) for number in known]
+        skeleton, places, begin = rank_file(pieces, [load.sources[number] for number in known], extras)
+        starts = dict(zip(known, begin, strict=True))
+        for number, part in enumerate(load.parts):
+            if number not in starts:  # arrays, and tensors in tuples: for mlflash only
+                starts[number] = skeleton.nbytes
+                skeleton.place(starts[number], part.entry.nbytes, load.sources[number])
+        name, card_name = f"__{rank}_0.distcp", f"rank-{rank:05d}.mlflash"
+        text, its = load.index(home, name, [starts[number] for number in range(len(load.parts))])
+        card_file, card = plain_file(drain_input, rank, owner, text)
+        stored = Stored(card_name, card.file_nbytes, card.index_check, name, skeleton.nbytes)
+        ties = {key_of[a]: key_of[b] for a, b in load.ties.items() if a in key_of and b in key_of}
+        more = pickle.dumps((Contents(name, pieces, list(extras), places), paths, ties))
+        receipt = dataclasses.replace(Receipt.of(rank, its, load.ties, None), pieces=[], more=zlib.compress(more, 1))
+        return [(card_name, card_file), (name, skeleton)], stored, receipt
+
+    def master_files(
+        self, drain_input: DrainInput, stored: Sequence[Stored], receipts: Sequence[Receipt], job: str, owner: str
+    ) -> list[tuple[str, FileWithHoles]]:
+        files: list[Contents] = []
+        paths: dict[str, Path | None] = {}
+        ties: dict[str, str] = {}
+        for receipt in receipts:
+            contents, its_paths, its_ties = pickle.loads(zlib.decompress(receipt.more))  # of our own ranks
+            files.append(contents)
+            paths |= {key: path for key, path in its_paths.items() if paths.get(key) is None}
+            ties = its_ties | ties
+        listing = FileWithHoles()
+        listing.patch(
+            0,
+            metadata(
+                files,
+                {key: path or (key,) for key, path in paths.items()},
+                ties,
+                checkpoint_directory.tag(drain_input.attempt, owner),
+            ),
+        )
+        commit, _ = plain_file(drain_input, -1, owner, checkpoint_directory.encode_master("dcp", job, stored))
+        return [(METADATA, listing), (MASTER, commit)]
+
+
+def _keys(
+    rank: int, home: RankCheckpoint, load: Load
+) -> tuple[dict[str, str], dict[str, bytes], Mapping[str, Path | None]]:
+    """DCP's keys of the tensors, by name; its pickled objects, by key; and where each key is in the nested state.
+
+    Where that is only the rank knows to which the planner told it, if a plan has written the slot; else each does.
+    """
+    entries, tree = home.manifest.entries, home.manifest.tree
+    if dcp_plans.is_planned(tree):
+        index, blob = (home.reader()(entries[number]).tobytes() for number in range(2))
+        plan = dcp_plans.Index.decode(index)
+        objects = {key: blob[start:end] for key, (start, end) in plan.parts.items()}
+        return dcp_plans.names_of(tree, entries), objects, dict.fromkeys(plan.names()) | plan.paths()
+    keys = keys_of(tree, entries)
+    names = {entries[number].name: key for key, number in keys.tensors.items()}
+    return names, _extras(rank, home, load, keys), keys.paths
+
+
+def _renamed(entry: Entry, key_of: Mapping[str, str]) -> Entry:
+    return dataclasses.replace(entry, name=key_of[entry.name])
+
+
+def _extras(rank: int, home: RankCheckpoint, load: Load, keys: Keys) -> dict[str, bytes]:
+    """What DCP pickles: each rank's, but for what rank 0 writes just as well."""
+    entries, plain, read = home.manifest.entries, home.manifest.plain, home.reader()
+    found = {}
+    for key, tree in keys.objects.items():
+        inside: list[int] = []
+        build(tree, inside.append, lambda _: None)
+        if rank and inside and all(load.commons[number] == 0 for number in inside):
+            continue
+        found[key] = pickled(build(tree, lambda number: from_bytes(entries[number], np.array(read(entries[number]))),
+                                   lambda number: decode_plain(plain[number])))  # fmt: skip
+    return found

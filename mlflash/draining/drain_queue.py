@@ -1,0 +1,293 @@
+"""The drains of this run: when one is due, that one follows the other, and what is in the directory.
+
+One drain goes on at a time; a checkpoint that comes due meanwhile is passed over for the next one. Which one is drained
+is agreed on with the commit (see `commit`), so that no rank waits for another.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Sequence
+
+from ..config import Config
+from ..errors import DeadlineExceeded, DrainFailed, MlflashError
+from ..memory.inventory import scan
+from ..memory.slot import Slot, Use
+from ..memory.slot_header import Attempt, Kind
+from ..mpi.background_collectives import BackgroundCollectives, in_thread
+from ..mpi.courier import Courier
+from ..mpi.nonblocking import Operation
+from ..redundancy.rank_checkpoint import RankCheckpoint, ShareFiles, open_rank_checkpoint
+from ..startup.context import Context
+from ..storage.store import Store, open_store
+from . import checkpoint_directory, drain
+from .checkpoint_directory import Listed, Listing
+from .drain import Drain, Terms
+from .drain_input import DrainInput
+
+log = logging.getLogger("mlflash")
+
+_LOOK_S = 0.001  # how often rank 0 looks whether the directory was read
+
+
+class DrainQueue:
+    """Drains checkpoints to the directory.
+
+    Args:
+        config: of the job.
+        context: this rank's slots and communicators.
+        courier: makes the MPI calls.
+
+    Attributes:
+        last: the newest drain, on its way or ended; None before the first.
+        store: the directory; None where there is none.
+    """
+
+    def __init__(self, config: Config, context: Context, courier: Courier):
+        self._config, self._context, self._courier = config, context, courier
+        self.store: Store | None = None if config.directory is None else open_store(config.directory)
+        self.last: Drain | None = None
+        self._collectives: BackgroundCollectives | None = None
+        self._since = 0  # checkpoints committed after the newest one that was drained
+        self._asked = False
+        self._clean = False  # what interrupted drains of earlier runs left is deleted
+        self._drained: Attempt | None = None  # the newest attempt that was, or is being
+        self._terms = Terms(
+            config.format, config.owner, config.job, config.block_nbytes * 4, config.compression, config.drain_rate,
+            config.drain_writers, config.keep_last, config.keep_every,
+        )  # fmt: skip
+
+    @property
+    def idle(self) -> bool:
+        """Whether no drain is on its way on this rank."""
+        return self.last is None or self.last.done
+
+    @property
+    def is_on(self) -> bool:
+        """Whether checkpoints are drained by themselves."""
+        return self._config.drain_every > 0
+
+    @property
+    def asked(self) -> bool:
+        """Whether somebody has asked for a drain on this node (`mlflash drain`)."""
+        world, memory = self._context.world, self._context.memory
+        self._asked = self._asked or (self.store is not None and world.local_rank == 0 and memory.take_request())
+        return self._asked
+
+    def ask(self) -> None:
+        """Let the next checkpoint that is committed be drained; agreed on with the commit. Not collective."""
+        self._asked = True
+
+    def committed(self, slot: Slot | None, share: Slot | None, asked: bool, idle: bool) -> None:
+        """Count a checkpoint that was committed just now, and begin to drain it where it is due; for the courier.
+
+        Collective over the world.
+
+        Args:
+            slot, share: of this rank; None: it has none.
+            asked, idle: whether a drain was asked for, and whether none is on its way; agreed on by all ranks.
+        """
+        self._since += 1
+        due = asked or (self.is_on and self._since >= self._config.drain_every)
+        if self.store is None or slot is None or not due:
+            return
+        if idle:
+            self._begin(slot, share)
+        else:
+            self._context.recorder.counts["drains put off"] += 1
+
+    def drain(self) -> Drain:
+        """Drain the newest checkpoint; see `Checkpointer.drain`."""
+        if self.store is None:
+            raise DrainFailed("this Checkpointer was given no directory to drain to")
+        self.wait()
+
+        def work() -> None:
+            pool = self._context.pool
+            held = [slot for slot in pool.own if slot.header is not None and slot.use is Use.HOLDS]
+            slot = max(held, key=lambda one: one.generation, default=None)
+            missing = DrainFailed("nothing was committed or restored yet") if slot is None else None
+            self._context.world.raise_together(missing)
+            assert slot is not None and slot.header is not None
+            if slot.header.attempt == self._drained and self.last is not None and self.last.error is None:
+                return
+            attempt = slot.header.attempt
+            share = next((s for s in pool.shares if s.header is not None and s.header.attempt == attempt), None)
+            self._begin(slot, share)
+
+        self._courier.call(work)
+        assert self.last is not None
+        return self.last
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Wait until no drain is on its way; see `Checkpointer.wait_drained`."""
+        if self.last is None or self.last.done:
+            return
+        try:
+            self.last.wait(timeout_s)
+        except DeadlineExceeded as error:
+            error.rank, error.node = self._context.world.rank, self._context.world.node_name
+            raise
+        except MlflashError:
+            pass  # a warning already
+
+    def finish(self) -> None:
+        """Drain what was committed last, where draining is on and it was not, and wait. Collective over the world.
+
+        A drain that fails is a warning.
+        """
+        try:
+            self.wait()
+            if self.is_on and self._since:
+                self.drain()
+                self.wait()
+        except DrainFailed:
+            pass  # a warning already
+
+    def give_up(self) -> None:
+        """Let a drain that is on its way end soon, and what it wrote be deleted. Not collective."""
+        if self.last is not None:
+            self.last.given_up.set()
+
+    def go_beyond(self) -> None:
+        """Number on from what is in the directory, which a fresh start passes over. Collective over the world."""
+        if self._context.world.rank == 0 and self.store is not None:
+            # On a thread of its own, as the file system may hang: nobody waits for what it says.
+            threading.Thread(target=self._say_what_will_not_come, args=(self.store,), name="mlflash-look",
+                             daemon=True).start()  # fmt: skip
+        context, there = self._context, self._list(self.store)
+        others = [one for one in there.listed if self._config.mark not in (0, one.card.mark)]
+        if there.problem:  # whatever is there was numbered from 1 on, or by an earlier time
+            newest = int(context.world.broadcast(time.time_ns() // 1_000_000, 0))
+            if self._config.mark and not context.take_stock().rows.size:
+                context.floor = newest
+        else:
+            newest = max((one.card.attempt.generation for one in there.listed), default=0)
+        context.floor = max(context.floor, *(one.card.attempt.generation + 1 for one in others), 0)
+        context.generation = max(context.generation, newest)
+        if others and context.world.rank == 0:
+            log.warning("fresh start %r: steps %s in %s are passed over, and stay there", self._config.fresh,
+                        sorted({one.step for one in others}), self.store and self.store.path)  # fmt: skip
+
+    def _say_what_will_not_come(self, store: Store) -> None:
+        """Say at the start what will not get into the directory, and not only when a drain fails. Not collective."""
+        if not self.is_on:
+            log.info("nothing gets into %s by itself, as drain_every is 0: drain() writes the newest checkpoint",
+                     store.path)  # fmt: skip
+        if why := store.why_not_writable():
+            log.warning("no checkpoint can be drained to %s: %s", store.path, why)
+
+    def listed(self, store: Store | None = None) -> list[Listed]:
+        """List the committed checkpoints of the directory (or of another), newest first; see `look`.
+
+        Collective over the world.
+        """
+        return [*self.look(store).listed]
+
+    def look(self, store: Store | None = None) -> Listing:
+        """List what is in the directory, but for what a fresh start passes over; or all that is in another.
+
+        Collective over the world: rank 0 looks. A directory that cannot be read is a warning, and empty.
+        """
+        floor = self._context.floor
+        if store not in (None, self.store) or not floor:
+            return self._list(store or self.store)
+        there = self._list(self.store)
+        ours = tuple(one for one in there.listed if one.card.attempt.generation >= floor)
+        return Listing(ours, {}, there.problem)  # of what cannot be read nobody knows whose it is
+
+    def _list(self, store: Store | None) -> Listing:
+        """The same; the problem is, too, that it does not answer in half the time that the other ranks wait."""
+        if store is None:
+            return Listing()
+        world = self._context.world
+        found: Listing | None = None
+        problem = ""
+        if world.rank == 0:
+            looking = in_thread(lambda: checkpoint_directory.look(store), "mlflash-list")
+            end = time.monotonic() + self._config.timeout_s / 2
+            try:
+                while found is None and time.monotonic() < end:
+                    try:
+                        next(looking)
+                        time.sleep(_LOOK_S)
+                    except StopIteration as through:
+                        found = through.value
+                if found is None:
+                    problem = f"{store.path} does not answer"
+            except Exception as error:  # fsspec raises what it likes
+                problem = f"{store.path} cannot be read: {error}"
+            if problem:
+                log.warning("nothing is restored from the directory: %s", problem)
+        told: Listing = world.broadcast(found or Listing(problem=problem), 0)
+        return told
+
+    def free(self) -> None:
+        """Free the communicator. Collective over the world."""
+        if self._collectives is not None:
+            self._collectives.free()
+
+    def begin(self, drain_input: DrainInput, held: Sequence[Slot] = ()) -> Drain:
+        """Begin to drain what this process hands in.
+
+        Collective over the world; for a job of the courier, while no drain is on its way.
+
+        Args:
+            drain_input: it.
+            held: slots of this rank among it, which saves may not write meanwhile.
+        """
+        context, store = self._context, self.store
+        if store is None:
+            raise DrainFailed("this Checkpointer was given no directory to drain to")
+        if self._collectives is None:
+            self._collectives = BackgroundCollectives(context.world)
+        for slot in held:
+            slot.drains = True
+        self._since, self._asked = 0, False
+        self._drained = drain_input.attempt
+        current = self.last = Drain(drain_input.step, self._look, self._config.timeout_s)
+        context.recorder.counts["drains"] += 1
+        collectives = self._collectives
+
+        def moves() -> Operation:
+            error = yield from drain.run(
+                current, drain_input, context.world, collectives, store, self._terms, not self._clean
+            )
+            self._clean = self._clean or current.clean
+            for home in drain_input.homes.values():
+                context.pool.unmap_others([home.slot, *home.shares])
+            context.pool.drained(held)
+            current.end(error)
+            context.recorder.drained(current.step, current.seconds or 0.0, current.nbytes, current.path, error)
+
+        self._courier.begin_background(moves())
+        return current
+
+    def _look(self) -> None:
+        """Let drains go on where there is no thread for it; for those who wait."""
+        self._courier.go_on_behind()
+        if self._courier.broken is not None:
+            raise DrainFailed("mlflash stopped after an earlier error", found=self._courier.broken)
+
+    def _begin(self, slot: Slot, share: Slot | None) -> None:
+        """Begin to drain what is in slots of this rank."""
+        context, header = self._context, slot.header
+        assert header is not None
+
+        def open_home_of_mine() -> dict[int, RankCheckpoint]:
+            files: ShareFiles = {}
+            if slot.manifest().shared is not None:
+                node = context.world.node_index
+                rows = scan(context.memory, node).of(header.attempt).rows
+                shares = rows[rows["kind"] == Kind.SHARE]
+                files = {(node, (int(row["shared_by"]), int(row["number"]))): int(row["file"]) for row in shares}
+            return {
+                context.world.rank: open_rank_checkpoint(
+                    context.memory, context.pool.mapped(), context.world.node_index, slot, files
+                )
+            }
+
+        drain_input = DrainInput(header.attempt, header.step, context.world.size, open_home_of_mine, header.mark)
+        self.begin(drain_input, [one for one in (slot, share) if one is not None])

@@ -1,0 +1,308 @@
+"""Pieces of tensors ↔ HDF5 files: one per rank, and a master whose virtual datasets show every tensor whole.
+
+    rank-00003.h5     /tensors/<name>     a piece: its bytes as they were in the slot; tied tensors are hard links
+                      /objects            everything else of the rank's state, as JSON
+                      /mlflash/index      what mlflash restores from
+    checkpoint.h5     /tensors/<name>     a whole tensor, put together from the ranks' files
+                      /ranks/<rank>       external links to what each rank has: its own random generators, say
+                      /mlflash/index      the files, their sizes and checksums
+
+h5py lays the files out in memory, with room for the tensors, and never writes to the file system itself (`file_holes`).
+A "/" in a name is "%2F" here, and "." alone "%2E".
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import h5py
+import numpy as np
+
+from ..errors import ConfigError
+from ..state.dtypes import TORCH_ITEM_NBYTES
+from ..state.leaves import Entry, Tree
+from ..state.plain_values import decode_plain
+from ..state.shards import covers, cut
+from ..storage.file_holes import FileWithHoles, Source
+from .file_index import CARD_NBYTES
+
+MASTER = "checkpoint.h5"
+_PLUGINS = {"zstd": "Zstd", "lz4": "LZ4", "blosc": "Blosc", "blosc2": "Blosc2", "bshuf": "Bitshuffle", "bzip2": "BZip2"}
+_PACKED_NBYTES = 64 << 10  # smaller pieces are not compressed
+_CHUNK_NBYTES = 1 << 20
+_RUN_NBYTES = 32 << 20  # compressed at a time
+
+_TORCH = {
+    "bool": "b1", "uint8": "u1", "int8": "i1", "int16": "<i2", "uint16": "<u2", "int32": "<i4", "uint32": "<u4",
+    "int64": "<i8", "uint64": "<u8", "float16": "<f2", "float32": "<f4", "float64": "<f8", "complex64": "<c8",
+    "complex128": "<c16",
+}  # fmt: skip
+# Bytes, position of the sign, of the exponent, its bits, of the mantissa, its bits, bias of the exponent.
+_FLOATS = {"bfloat16": (2, 15, 7, 8, 0, 7, 127), "float8_e5m2": (1, 7, 2, 5, 0, 2, 15)}
+"""Floats that HDF5 can describe and h5py reads as what they are. Not float8_e4m3fn and the like: HDF5 takes the largest
+exponent for infinities, where those have numbers up to 448."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """How the elements of an entry are stored.
+
+    Attributes:
+        dtype: of HDF5.
+        shape: of one element; () but where an element is stored as bytes.
+        raw: whether a reader has to know what the bytes mean.
+    """
+
+    dtype: Any
+    shape: tuple[int, ...] = ()
+    raw: bool = False
+
+
+def rank_file_name(rank: int) -> str:
+    """``rank_file_name(3) == "rank-00003.h5"``."""
+    return f"rank-{rank:05d}.h5"
+
+
+def dataset_name(name: str) -> str:
+    """The name of an entry as a name in HDF5."""
+    escaped = name.replace("%", "%25").replace("/", "%2F").replace("\0", "%00")
+    return {"": "%", ".": "%2E"}.get(escaped, escaped)
+
+
+@functools.cache
+def form_of(kind: str, dtype: str) -> Form:
+    """How entries of a dtype are stored: as what they are where HDF5 can say it, else as bytes. Not collective."""
+    if kind == "tensor":
+        if dtype in _FLOATS:
+            return Form(_float_type(*_FLOATS[dtype]))
+        if dtype in _TORCH:
+            return Form(h5py.h5t.py_create(np.dtype(_TORCH[dtype]), logical=True))
+        nbytes = TORCH_ITEM_NBYTES[dtype]
+        return Form(h5py.h5t.STD_U8LE, () if nbytes == 1 else (nbytes,), raw=True)
+    known = np.dtype(dtype)
+    if dtype == "|b1" or (known.kind in "iufc" and known.itemsize <= 16):
+        return Form(h5py.h5t.py_create(known, logical=True))
+    if known.kind == "S" and known.itemsize:
+        return Form(h5py.h5t.py_create(known, logical=True))
+    if known.kind in "mM":
+        return Form(h5py.h5t.py_create(np.dtype(known.str[0] + "i8"), logical=True), raw=True)
+    return Form(h5py.h5t.STD_U8LE, (known.itemsize,), raw=True)
+
+
+def _float_type(nbytes: int, sign: int, exponent: int, exponent_bits: int, mantissa: int, mantissa_bits: int,
+                bias: int) -> Any:  # fmt: skip
+    kind = h5py.h5t.IEEE_F32LE.copy()
+    kind.set_fields(sign, exponent, exponent_bits, mantissa, mantissa_bits)
+    kind.set_size(nbytes)
+    kind.set_ebias(bias)
+    return kind
+
+
+def tensors(pieces: Sequence[Entry], sources: Sequence[Source], ties: Mapping[str, str], objects: Any,
+            compression: str = "") -> tuple[FileWithHoles, list[int | None]]:  # fmt: skip
+    """Lay the file of a rank out.
+
+    Not collective.
+
+    Args:
+        pieces: of tensors.
+        sources: the bytes of each.
+        ties: further names, and the names of the pieces they are.
+        objects: everything else of the state, for `json`.
+        compression: of all but small pieces; they are in memory then until the file is written.
+
+    Returns:
+        The file, without index and card; and where each piece begins in it, None where it is compressed.
+    """
+    skeleton = FileWithHoles()
+    starts: list[int | None] = []
+    with h5py.File(skeleton.file, "w", userblock_size=CARD_NBYTES) as file:
+        group = file.create_group("tensors", track_order=True)
+        for piece, source in zip(pieces, sources, strict=True):
+            form = form_of(piece.kind, piece.dtype)
+            if compression and piece.nbytes >= _PACKED_NBYTES:
+                _packed(group, piece, form, compression, source())
+                starts.append(None)
+                continue
+            dataset = _contiguous(group, dataset_name(piece.name), form.dtype, (*piece.shape, *form.shape))
+            _describe_piece(dataset, piece, form)
+            if dataset.id.get_storage_size() != piece.nbytes:
+                raise AssertionError(f"HDF5 takes {dataset.id.get_storage_size()} bytes for {piece}")
+            start = int(dataset.id.get_offset() or 0)
+            starts.append(start)
+            skeleton.place(start, piece.nbytes, source)
+        for name, target in ties.items():
+            group[dataset_name(name)] = group[dataset_name(target)]
+        file["objects"] = json.dumps(objects)
+    return skeleton, starts
+
+
+def whole(ranks: Mapping[int, Sequence[tuple[str, Entry, bool]]], ties: Mapping[str, str], objects: Any,
+          about: Mapping[str, Any]) -> FileWithHoles:  # fmt: skip
+    """Lay the master file out, without index and card.
+
+    Not collective.
+
+    Args:
+        ranks: of each rank, the pieces in its file: name of the tensor, and whether that has one value.
+        ties: further names of tensors.
+        objects: of rank 0, see `tensors`.
+        about: attributes of the file.
+    """
+    skeleton = FileWithHoles()
+    places: dict[str, list[tuple[int, Entry]]] = {}
+    for rank, pieces in ranks.items():
+        for name, piece, is_one in pieces:
+            if is_one:
+                places.setdefault(name, []).append((rank, piece))
+    # Virtual datasets need the newer format, which HDF5 1.10 reads.
+    with h5py.File(skeleton.file, "w", userblock_size=CARD_NBYTES, libver=("v110", "v110")) as file:
+        file.attrs.update(about)
+        group = file.create_group("tensors", track_order=True)
+        for name, parts in places.items():
+            boxes = list({(part.offset, part.shape) for _, part in parts})
+            if covers(parts[0][1].global_shape, boxes):  # what is in no file would be read as zeros
+                _virtual(group, name, parts)
+        for name, target in ties.items():
+            if dataset_name(target) in group:
+                group[dataset_name(name)] = group[dataset_name(target)]
+        links = file.create_group("ranks")
+        for rank in ranks:
+            links[f"{rank:05d}"] = h5py.ExternalLink(rank_file_name(rank), "/tensors")
+        file["objects"] = json.dumps(objects)
+    return skeleton
+
+
+def add_index(skeleton: FileWithHoles, text: bytes) -> int:
+    """Add the index, as the last dataset; returns where it begins in the file. Not collective."""
+    with h5py.File(skeleton.file, "r+") as file:
+        dataset = _contiguous(file.create_group("mlflash"), "index", h5py.h5t.STD_U8LE, (len(text),))
+        start = int(dataset.id.get_offset())
+    skeleton.place(start, len(text), lambda: np.frombuffer(text, dtype=np.uint8))
+    return start
+
+
+def _contiguous(group: Any, name: str, dtype: Any, shape: tuple[int, ...]) -> Any:
+    """Make a dataset whose bytes are in one run of the file, and are not written."""
+    form = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    form.set_layout(h5py.h5d.CONTIGUOUS)
+    form.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
+    form.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+    space = h5py.h5s.create_simple(shape) if shape else h5py.h5s.create(h5py.h5s.SCALAR)
+    return h5py.Dataset(h5py.h5d.create(group.id, name.encode(), dtype, space, form))
+
+
+def _packed(group: Any, piece: Entry, form: Form, compression: str, raw: np.ndarray) -> None:
+    """Make a dataset in compressed chunks."""
+    shape = (*piece.shape, *form.shape)
+    properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    properties.set_chunk(next(part for _, part in cut(shape, form.dtype.get_size(), _CHUNK_NBYTES)))
+    if compression == "gzip":
+        properties.set_shuffle()
+        properties.set_deflate(4)
+    else:
+        options = getattr(plugin(), _PLUGINS[compression])()
+        properties.set_filter(options["compression"], h5py.h5z.FLAG_MANDATORY, tuple(options["compression_opts"]))
+    name, space = dataset_name(piece.name).encode(), h5py.h5s.create_simple(shape)
+    dataset = h5py.Dataset(h5py.h5d.create(group.id, name, form.dtype, space, properties))
+    _describe_piece(dataset, piece, form)
+    row = raw.nbytes // shape[0]
+    rows = max(1, _RUN_NBYTES // row)
+    for first in range(0, shape[0], rows):  # h5py's lock is free in between
+        last = min(shape[0], first + rows)
+        there, here = _rows(dataset, first, last)
+        dataset.id.write(here, there, np.ascontiguousarray(raw[first * row : last * row]), dataset.id.get_type())
+
+
+def read_rows(dataset: Any, first: int, last: int, nbytes: int) -> np.ndarray:
+    """Read rows of a dataset as the bytes that they were in the slot, ``(nbytes,)`` uint8. Not collective."""
+    raw = np.empty(nbytes, dtype=np.uint8)
+    there, here = _rows(dataset, first, last)
+    dataset.id.read(here, there, raw, dataset.id.get_type())  # of the type of the file, so that nothing is converted
+    return raw
+
+
+def _rows(dataset: Any, first: int, last: int) -> tuple[Any, Any]:
+    shape = (last - first, *dataset.shape[1:])
+    there = dataset.id.get_space()
+    there.select_hyperslab((first, *(0,) * (len(shape) - 1)), shape)
+    return there, h5py.h5s.create_simple(shape)
+
+
+def open_file(file: Any) -> Any:
+    """Open an HDF5 file to be read, whatever it is compressed by. Not collective."""
+    with contextlib.suppress(ConfigError):
+        plugin()
+    return h5py.File(file, "r")
+
+
+def plugin() -> Any:
+    """Load hdf5plugin, which makes its compressions known to HDF5. Not collective.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    try:
+        import hdf5plugin
+    except ImportError:
+        raise ConfigError("this compression needs hdf5plugin: pip install 'mlflash[compression]'") from None
+    return hdf5plugin
+
+
+def _describe_piece(dataset: Any, piece: Entry, form: Form) -> None:
+    _describe(dataset, piece, form)
+    dataset.attrs["offset"] = np.array(piece.offset, dtype=np.int64)
+
+
+def _describe(dataset: Any, entry: Entry, form: Form) -> None:
+    dataset.attrs["dtype"] = entry.dtype
+    dataset.attrs["global_shape"] = np.array(entry.global_shape, dtype=np.int64)
+    if form.raw:
+        dataset.attrs["raw"] = "HDF5 has no type for this dtype: its elements as integers"
+
+
+def _virtual(group: Any, name: str, parts: Sequence[tuple[int, Entry]]) -> None:
+    """Make a dataset that shows the pieces of several files as one tensor."""
+    first = parts[0][1]
+    form = form_of(first.kind, first.dtype)
+    shape = (*first.global_shape, *form.shape)
+    properties = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+    space = h5py.h5s.create_simple(shape) if shape else h5py.h5s.create(h5py.h5s.SCALAR)
+    if first.nbytes or any(part.nbytes for _, part in parts):
+        properties.set_layout(h5py.h5d.VIRTUAL)
+        for rank, part in {(part.offset, part.shape): (rank, part) for rank, part in reversed(parts)}.values():
+            if part.nbytes:
+                target = space.copy()
+                here = (*part.shape, *form.shape)
+                source = h5py.h5s.create_simple(here) if here else h5py.h5s.create(h5py.h5s.SCALAR)
+                if shape:
+                    target.select_hyperslab((*part.offset, *(0,) * len(form.shape)), here)
+                inside = f"/tensors/{dataset_name(part.name)}".replace("%", "%%")  # "%b" would be the number of a block
+                properties.set_virtual(target, rank_file_name(rank).encode(), inside.encode(), source)
+    dataset = h5py.Dataset(h5py.h5d.create(group.id, dataset_name(name).encode(), form.dtype, space, properties))
+    _describe(dataset, first, form)
+
+
+def readable(tree: Tree, names: Sequence[str], plain: Sequence[Any]) -> Any:
+    """What a state holds besides tensors, as JSON that people read: {"$tensor": name} where a tensor is.
+
+    Not collective. What JSON does not know is a string; the exact values are in the index.
+    """
+    tag, rest = tree
+    if tag == "e":
+        return {"$tensor": names[rest]}
+    if tag == "p":
+        value = decode_plain(plain[rest])
+        known = value is None or isinstance(value, (bool, str)) or type(value) is int
+        finite = isinstance(value, float) and value == value and abs(value) != float("inf")
+        return value if known or finite else repr(value)
+    if tag == "o":
+        return readable(rest, names, plain)
+    if tag == "d":
+        return {str(decode_plain(key)): readable(sub, names, plain) for key, sub in rest}
+    return [readable(sub, names, plain) for sub in rest]

@@ -1,5 +1,0 @@
-"""What stands beside `Checkpointer`: its side for adapters, its stand-in that does nothing, its report.
-
-In come the calls of users and adapters; out go their results, when the room has done it that can. It imports all that
-saves, restores and drains.
-"""

@@ -1,0 +1,70 @@
+"""Bytes, times and shares as people write and read them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from ..errors import ConfigError
+
+_BYTES = {
+    "": 1, "B": 1,
+    **{f"{letter}B": 1000**power for power, letter in enumerate("KMGTP", 1)},
+    **{f"{letter}iB": 1024**power for power, letter in enumerate("KMGTP", 1)},
+}  # fmt: skip
+_SECONDS = {"": 1.0, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86_400.0, "y": 365.25 * 86_400}
+YEAR_S = _SECONDS["y"]
+_NUMBER = re.compile(r"([0-9]+(?:\.[0-9]*)?(?:e[+-]?[0-9]{1,3})?) *([a-zA-Z]*)")
+
+
+def read_bytes(text: str) -> int:
+    """Read a number of bytes: ``read_bytes("12GiB") == 12 << 30``, ``read_bytes("80GB") == 80 * 10**9``.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    units = {**_BYTES, "kB": 1000}
+    return round(_read(text, units, "bytes such as 12GiB (2^30), 80GB (10^9) or 500MB"))
+
+
+def read_seconds(text: str) -> float:
+    """Read a time: ``read_seconds("30000h") == 1.08e8``; without a unit it is seconds.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    return _read(text, _SECONDS, "a time such as 0.5s, 250ms, 2min, 30000h, 200d or 5y")
+
+
+def _read(text: str, units: Mapping[str, float], expected: str) -> float:
+    match = _NUMBER.fullmatch(text.strip())
+    if match is None or match[2] not in units or not 0 <= float(match[1]) < 1e30:
+        raise ConfigError("cannot be read", expected=expected, found=repr(text[:80]))
+    return float(match[1]) * units[match[2]]
+
+
+def show_bytes(nbytes: float) -> str:
+    """Write bytes: ``show_bytes(12 << 30) == "12 GiB"``."""
+    power = 0
+    while nbytes >= 1024 and power < 5:
+        nbytes, power = nbytes / 1024, power + 1
+    return f"{_short(nbytes, 1)} {'KMGTP'[power - 1]}iB" if power else f"{nbytes:.0f} B"
+
+
+def show_seconds(seconds: float) -> str:
+    """Write a time with two or three digits: ``show_seconds(93) == "93 s"``, ``show_seconds(5400) == "90 min"``."""
+    for unit, above in (("y", 2), ("d", 3), ("h", 1), ("min", 2), ("s", 1)):
+        count = seconds / _SECONDS[unit]
+        if count >= above:
+            return f"{_short(count, 0 if count >= 10 else 1)} {unit}"
+    return f"{_short(seconds * 1000, 0 if seconds >= 0.01 else 1)} ms"
+
+
+def show_share(share: float) -> str:
+    """Write a share of time in percent with two digits: ``show_share(0.00123) == "0.12 %"``."""
+    return f"{100 * share:.1f} %" if share >= 0.1 else f"{100 * share:.2g} %"
+
+
+def _short(number: float, digits: int) -> str:
+    """Write a number without zeros behind its point: 12.0 → 12."""
+    return f"{number:.{digits}f}".removesuffix(".0")

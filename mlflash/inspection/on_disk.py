@@ -1,0 +1,134 @@
+"""What is in the directory: checkpoints, what is on its way there or was left there, and what is damaged."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any
+
+from ..draining.checkpoint_directory import MASTERS, Listed, is_folder, list_checkpoints, read_master
+from ..errors import CorruptSlot, MlflashError
+from ..human_readable.wording import many
+from ..mpi.world import World
+from ..restoring.open_in_directory import OpenInDirectory
+from ..storage.store import Store, open_store
+
+
+@dataclasses.dataclass(frozen=True)
+class DirectoryContents:
+    """What a directory holds.
+
+    Attributes:
+        path: of it.
+        listed: committed checkpoints, newest first.
+        unfinished: folders without the file that commits a checkpoint: being drained, or left by a drain that died.
+        damaged: folders whose commit cannot be read.
+    """
+
+    path: str
+    listed: tuple[Listed, ...]
+    unfinished: tuple[str, ...]
+    damaged: tuple[str, ...]
+
+    @property
+    def newest(self) -> Listed | None:
+        """What a restore would take; None: there is nothing."""
+        return self.listed[0] if self.listed else None
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain values."""
+        return {
+            "path": self.path,
+            "checkpoints": [checkpoint_to_json(self.path, one) for one in self.listed],
+            "unfinished": list(self.unfinished),
+            "damaged": list(self.damaged),
+        }
+
+
+def checkpoint_to_json(path: str, one: Listed) -> dict[str, Any]:
+    """A checkpoint of a directory as plain values."""
+    return {
+        "step": one.step,
+        "path": f"{path}/{one.folder}",
+        "ranks": one.card.world_size,
+        "generation": one.card.attempt.generation,
+        "run": one.card.attempt.run_id.hex(),
+        "age_s": age_s(one.card.unix_ns),
+    }
+
+
+def age_s(unix_ns: int) -> float:
+    """Seconds since a time."""
+    return round(max(0.0, time.time() - unix_ns / 1e9), 3)
+
+
+def look_into(world: World, directory: str | None) -> DirectoryContents | None:
+    """Look what a directory holds.
+
+    Collective over the world: rank 0 looks, and all are told. None where no directory is given.
+
+    Raises:
+        CorruptSlot: on all ranks, where it cannot be read.
+    """
+    if directory is None:
+        return None
+    found: DirectoryContents | None = None
+    error: MlflashError | None = None
+    if world.rank == 0:
+        try:
+            found = _look_into(open_store(directory))
+        except MlflashError as problem:
+            error = problem
+        except Exception as problem:  # fsspec raises what it likes
+            error = CorruptSlot(f"{directory} cannot be read: {problem!r}")
+    world.raise_together(error)
+    stored: DirectoryContents | None = world.broadcast(found, 0)
+    return stored
+
+
+def _look_into(store: Store) -> DirectoryContents:
+    listed = list_checkpoints(store)
+    good = {one.folder for one in listed}
+    unfinished: list[str] = []
+    damaged: list[str] = []
+    for folder in store.names():
+        if is_folder(folder) and folder not in good:
+            committed = set(store.at(folder).names()) & set(MASTERS)
+            (damaged if committed else unfinished).append(folder)
+    return DirectoryContents(store.path, tuple(listed), tuple(unfinished), tuple(damaged))
+
+
+def stored_nbytes(store: Store, one: Listed) -> int:
+    """Bytes of the tensors' files of a checkpoint; 0 where they cannot be told. Not collective."""
+    try:
+        return sum(stored.data_nbytes for stored in read_master(store.at(one.folder), one))
+    except (MlflashError, OSError):
+        return 0
+
+
+def verify(world: World, store: Store, one: Listed, advance: Callable[[int], None]
+           ) -> tuple[int, list[tuple[str, str]]]:  # fmt: skip
+    """Read every byte of a checkpoint; each process reads the files of some ranks.
+
+    Collective over the world.
+
+    Args:
+        advance: is told of bytes.
+
+    Returns:
+        The bytes that this process has read, and the files that are damaged, with what is wrong with each.
+    """
+    try:
+        drained = OpenInDirectory(world, store, one)
+    except CorruptSlot as error:  # the same on all ranks
+        return 0, [(one.master, error.message)] if world.rank == 0 else []
+    nbytes, wrong = 0, []
+    try:
+        for name, read, bad in drained.verify(range(world.rank, drained.world_size, world.size)):
+            nbytes += read
+            advance(read)
+            wrong += [(name, f"{many(len(bad), 'part')} of tensors damaged, first {bad[0]}")] if bad else []
+    finally:
+        drained.close()
+    return nbytes, wrong

@@ -1,0 +1,198 @@
+"""What the nodes' memory can give, and what could still be lost: found by taking files away, not from any scheme.
+
+Pure: it works on what `looking` found.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+
+from ..errors import ConfigError
+from ..human_readable.wording import listed
+from ..memory.inventory import Inventory
+from ..memory.slot_header import Attempt, Header, Kind
+from ..placement.redundancy_scheme import Scheme, parse
+from ..startup.choose_checkpoint import Choice, choose
+from .node_memory import Node, inventory_of
+
+_PAIRS_OF = 64  # nodes, of which every pair is looked at
+_NAMED = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Prospect:
+    """An attempt of which there is something in memory.
+
+    Attributes:
+        attempt, step, world_size: of it.
+        scheme: by which it was protected.
+        unix_ns: when it was saved, ns since 1970.
+        committed: whether any of its files has the receipt of its commit.
+        restores: how many runs have restored it.
+        nbytes: of all its files.
+        choice: how it is restored; None: it cannot be.
+        missing: the ranks of whom there is no slot, be it rebuilt or not.
+    """
+
+    attempt: Attempt
+    step: int
+    world_size: int
+    scheme: str
+    unix_ns: int
+    committed: bool
+    restores: int
+    nbytes: int
+    choice: Choice | None
+    missing: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Restorability:
+    """What the nodes can give.
+
+    Attributes:
+        prospects: newest first.
+        unseen: nodes that headers name, and nobody looked at.
+    """
+
+    prospects: tuple[Prospect, ...]
+    unseen: tuple[str, ...]
+
+    @property
+    def newest(self) -> Prospect | None:
+        """What a restore would take; None: there is nothing."""
+        return next((one for one in self.prospects if one.choice is not None), None)
+
+    @property
+    def lost(self) -> Prospect | None:
+        """The newest one that was committed and that cannot be restored from these nodes, nor a newer one."""
+        first = next((one for one in self.prospects if one.committed or one.choice is not None), None)
+        return first if first is not None and first.choice is None else None
+
+
+def what_is_restorable(nodes: Sequence[Node], together: bool) -> Restorability:
+    """Say what some nodes can give.
+
+    Not collective.
+
+    Args:
+        nodes: all that there are.
+        together: whether these are all nodes that are left (by the launcher); else others may not have been looked at.
+    """
+    found = inventory_of(list(nodes))
+    headers: dict[Attempt, list[tuple[Header, bool, int, int]]] = {}
+    for node in nodes:
+        for file, header in node.sealed:
+            headers.setdefault(header.attempt, []).append((header, file.committed, file.restores, file.nbytes))
+    prospects = []
+    for attempt, step, world_size in found.attempts():
+        its = headers[attempt]
+        slots = {header.rank for header, *_ in its if header.kind is Kind.SLOT}
+        prospects.append(
+            Prospect(
+                attempt, step, world_size, recorded_scheme(header.scheme for header, *_ in its),
+                max(header.unix_ns for header, *_ in its), any(committed for _, committed, *_ in its),
+                max(restores for _, _, restores, _ in its), sum(nbytes for *_, nbytes in its),
+                choose(found.of(attempt), ()), tuple(sorted(set(range(world_size)) - slots)),
+            )
+        )  # fmt: skip
+    seen = {node.name for node in nodes}
+    whole = together or all(node.emulated is not None for node in nodes)
+    named = {header.node for its in headers.values() for header, *_ in its}
+    return Restorability(tuple(prospects), () if whole else tuple(sorted(named - seen)))
+
+
+def recorded_scheme(texts: Iterable[str]) -> str:
+    """The scheme of an attempt, of what the headers of its files say: that of parity where some ranks have copies.
+
+    Example:
+        xor:4, xor:5 and copy → xor:4: groups may be larger than asked for, and a rank without a group has a copy.
+    """
+    schemes: list[Scheme] = []
+    for text in set(texts):
+        try:
+            schemes.append(parse(text))
+        except ConfigError:
+            continue
+    best = min(schemes, key=lambda one: (not one.parity, -one.losses, one.members), default=None)
+    return "none" if best is None else str(best)
+
+
+@dataclasses.dataclass(frozen=True)
+class Survival:
+    """Which losses of nodes an attempt would survive as its files lie now.
+
+    Attributes:
+        nodes: how many nodes have something of it.
+        fatal: names of those that must not be lost.
+        pairs: how many pairs there are; 0 where they were not looked at.
+        fatal_pairs: those that must not be lost together, though either may.
+    """
+
+    nodes: int
+    fatal: tuple[str, ...]
+    pairs: int
+    fatal_pairs: tuple[tuple[str, str], ...]
+
+    @property
+    def surviving_pairs(self) -> int:
+        """How many pairs of nodes may be lost."""
+        single, good = len(self.fatal), self.nodes - len(self.fatal)
+        return self.pairs - single * good - math.comb(single, 2) - len(self.fatal_pairs) if self.pairs else 0
+
+    def __str__(self) -> str:
+        """In words: "any 1 of 4 nodes; 4 of 6 pairs of nodes; not: n0 and n2 together, n1 and n3 together"."""
+        if self.nodes == 1:
+            return f"no node: there is only {self.fatal[0]}"
+        if len(self.fatal) == self.nodes:
+            return "no node"
+        text = [f"any 1 of {self.nodes} nodes" if not self.fatal else
+                f"{self.nodes - len(self.fatal)} of {self.nodes} nodes"]  # fmt: skip
+        if good := self.surviving_pairs:
+            text.append(f"any 2 of {self.nodes} nodes" if good == self.pairs else
+                        f"{good:,} of {self.pairs:,} pairs of nodes")  # fmt: skip
+        pairs = self.fatal_pairs if self.surviving_pairs else ()
+        fatal = [*self.fatal, *(f"{a} and {b} together" for a, b in pairs)]
+        if fatal:
+            text.append("not: " + listed(fatal, _NAMED))
+        return "; ".join(text)
+
+
+def survival(nodes: Sequence[Node], of: Prospect) -> Survival:
+    """Say which losses an attempt that can be restored would survive, by trying each of them. Not collective."""
+    found = inventory_of(list(nodes)).of(of.attempt)
+    here = sorted(set(found.rows["node"].tolist()))
+
+    def fatal(*lost: int) -> bool:
+        rows = found.rows
+        for node in lost:
+            rows = rows[rows["node"] != node]
+        return not rows.size or choose(Inventory(rows, found.groups), ()) is None
+
+    single = [node for node in here if fatal(node)]
+    pairs = 0 if len(here) > _PAIRS_OF else math.comb(len(here), 2)
+    tied = [pair for pair in _tied(found) if pairs and not set(pair) & set(single)]
+    names = [node.name for node in nodes]
+    return Survival(len(here), tuple(names[node] for node in single), pairs,
+                    tuple((names[a], names[b]) for a, b in tied if fatal(a, b)))  # fmt: skip
+
+
+def _tied(found: Inventory) -> list[tuple[int, int]]:
+    """Pairs of nodes that something lies on of which not more than two nodes have a part: the others may be lost."""
+    holders: dict[tuple[str, int, int], set[int]] = {}
+    groups: dict[int, set[int]] = {}
+    for row in found.rows:
+        rank, node = int(row["rank"]), int(row["node"])
+        if row["kind"] == Kind.SHARE:
+            holders.setdefault(("share", int(row["shared_by"]), int(row["number"])), set()).add(node)
+        elif row["kind"] == Kind.PARITY:
+            groups.setdefault(int(row["group"]), set()).add(node)
+        else:
+            holders.setdefault(("slot", rank, 0), set()).add(node)
+    tied = [nodes for nodes in holders.values() if len(nodes) == 2]
+    for number, nodes in groups.items():
+        tied.append(nodes | {node for rank in found.groups[number] for node in holders.get(("slot", rank, 0), ())})
+    return sorted({pair for nodes in tied for pair in itertools.combinations(sorted(nodes), 2)})

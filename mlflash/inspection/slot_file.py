@@ -1,0 +1,139 @@
+"""A sealed file of node memory, read and never mapped: its checksums, its manifest, its bytes.
+
+It may be rewritten while it is read. A slot is unsealed before its first byte changes, so that what was read is what
+was sealed where its header is the same after as before.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from types import TracebackType
+
+import numpy as np
+import xxhash
+
+from ..errors import CorruptSlot, UnsafePath
+from ..memory.node_directory import NodeDirectory
+from ..memory.parity_file import decode_heads
+from ..memory.slot import table_check
+from ..memory.slot_header import HEADER_NBYTES, Header, Kind, unpack
+from ..state.layout import CHECK_NBYTES, PAGE_NBYTES
+from ..state.manifest import Manifest, decode
+
+RUN_NBYTES = 8 << 20  # read at a time
+
+
+class Changed(Exception):
+    """The file does not hold any more what its header said: it is being written."""
+
+
+class Sealed:
+    """A file of this node, open to be read; a context manager.
+
+    Args:
+        memory: the job's directory.
+        name: of the file.
+        header: what it holds.
+
+    Raises:
+        Changed: it holds something else by now.
+    """
+
+    def __init__(self, memory: NodeDirectory, name: str, header: Header):
+        self.name, self.header = name, header
+        self._memory = memory
+        try:
+            self._fd = memory.open(name, os.O_RDONLY)
+        except (FileNotFoundError, UnsafePath):
+            raise Changed from None
+
+    def __enter__(self) -> Sealed:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        os.close(self._fd)
+
+    def read(self, start: int, nbytes: int) -> np.ndarray:
+        """Read bytes of the file: ``(nbytes,)`` uint8; fewer where it ends before."""
+        raw = np.empty(nbytes, dtype=np.uint8)
+        done = 0
+        while done < nbytes and (got := os.preadv(self._fd, [raw[done:].data], start + done)):
+            done += got
+        return raw[:done]
+
+    def manifest(self) -> Manifest:
+        """Read the manifest of a slot.
+
+        Raises:
+            CorruptSlot: it does not follow the format.
+        """
+        raw = self.read(PAGE_NBYTES, self.header.manifest_nbytes).tobytes()
+        return decode(raw, self.header.extents.payload_nbytes)
+
+    def check(self) -> None:
+        """Make sure that the file still holds what its header says; what was read before is then good.
+
+        Raises:
+            Changed: it does not.
+        """
+        try:
+            fd = self._memory.open(self.name, os.O_RDONLY)  # not the one that is open: it may have been deleted
+        except (FileNotFoundError, UnsafePath):
+            raise Changed from None
+        try:
+            page = os.pread(fd, HEADER_NBYTES, 0)
+        finally:
+            os.close(fd)
+        try:
+            same = unpack(page) == self.header
+        except CorruptSlot:
+            same = False
+        if not same:
+            raise Changed
+
+    def verify(self, advance: Callable[[int], None]) -> None:
+        """Check every byte against the checksums.
+
+        Args:
+            advance: is told of bytes.
+
+        Raises:
+            CorruptSlot: something is damaged.
+            Changed: the file is being written.
+        """
+        try:
+            self._verify(advance)
+        except CorruptSlot:
+            self.check()
+            raise
+        self.check()
+
+    def _verify(self, advance: Callable[[int], None]) -> None:
+        extents = self.header.extents
+        table = np.frombuffer(self.read(extents.table_start, extents.blocks * CHECK_NBYTES).tobytes(), dtype="<u8")
+        if table.size != extents.blocks or table_check(table) != self.header.table_check:
+            raise CorruptSlot("its block table is damaged")
+        bad = []
+        for first, sums in self._sums(advance):
+            bad += [first + nth for nth, found in enumerate(sums) if found != int(table[first + nth])]
+        if bad:
+            raise CorruptSlot(f"{len(bad)} of {extents.blocks} blocks are damaged, first block {bad[0]}")
+        if self.header.kind is Kind.SLOT:
+            self.manifest()
+        elif self.header.kind is Kind.PARITY:
+            decode_heads(self.read(PAGE_NBYTES, self.header.manifest_nbytes).tobytes(), self.header, self.name)
+
+    def _sums(self, advance: Callable[[int], None]) -> Iterator[tuple[int, list[int]]]:
+        """Checksum the blocks of the body, some at a time: number of the first, and checksums."""
+        extents = self.header.extents
+        many = max(1, RUN_NBYTES // extents.block_nbytes)
+        for first in range(0, extents.blocks, many):
+            last = min(extents.blocks, first + many)
+            start, end = extents.block(first).start, extents.block(last - 1).stop
+            raw = self.read(PAGE_NBYTES + start, end - start)
+            blocks = [raw[extents.block(n).start - start : extents.block(n).stop - start] for n in range(first, last)]
+            yield first, [xxhash.xxh3_64_intdigest(block.data) for block in blocks]
+            advance(end - start)

@@ -1,0 +1,60 @@
+"""How long training stood still after a failure, and where the time went. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+Pulse = dict[str, Any]  # what a rank said of itself, see `mlflash.telemetry.heartbeat`
+
+
+@dataclasses.dataclass(frozen=True)
+class Failure:
+    """The end of a start.
+
+    Attributes:
+        last_beat: when a rank got on last, Unix time.
+        noticed: when it was found out, and what was left ended.
+        saved: the last step that a rank had handed to a save; None: none, or nobody knows.
+    """
+
+    last_beat: float
+    noticed: float
+    saved: int | None
+
+
+def failure(heartbeats: Sequence[Pulse], noticed: float) -> Failure:
+    """How a start ended, from what its ranks said last."""
+    beats = [float(heartbeat["beat"]) for heartbeat in heartbeats]
+    saved = [int(heartbeat["saved"]) for heartbeat in heartbeats if heartbeat["saved"] is not None]
+    return Failure(max(beats, default=noticed), noticed, max(saved, default=None))
+
+
+def unrestorable(heartbeats: Sequence[Pulse]) -> str:
+    """Why a start could restore none of the checkpoints that are there, as its ranks said; "" where that was not so."""
+    return next((str(heartbeat["unrestorable"]) for heartbeat in heartbeats if heartbeat.get("unrestorable")), "")
+
+
+def recovery(heartbeats: Sequence[Pulse], before: Failure | None, started: float) -> dict[str, Any]:
+    """How a start came on, for the journal: what it restored, and how long that took after the failure before.
+
+    Args:
+        heartbeats: of its ranks.
+        before: how the start before it ended; None: there was none.
+        started: when the launcher was called, Unix time.
+    """
+    found: dict[str, Any] = {what: next((heartbeat[what] for heartbeat in heartbeats if heartbeat[what]), None)
+                             for what in ("restored", "source")}  # fmt: skip
+    times = {what: [heartbeat["times"][what] for heartbeat in heartbeats if what in heartbeat["times"]]
+             for what in ("made", "restored", "saved")}  # fmt: skip
+    if before is None or not all(times.values()):
+        return found
+    made, restored, saved = (max(times[what]) for what in ("made", "restored", "saved"))
+    if before.saved is not None and found["restored"] is not None:
+        found["steps_lost"] = before.saved - found["restored"]
+    marks = (before.last_beat, before.noticed, started, made, restored, saved)
+    spans = [round(after - first, 3) for first, after in itertools.pairwise(marks)]
+    names = ("detect_s", "look_s", "launch_s", "restore_s", "first_step_s")
+    return found | {"outage_s": round(saved - before.last_beat, 3)} | dict(zip(names, spans, strict=True))

@@ -1,0 +1,208 @@
+"""Somebody who notices that the first node of a job died, on which `mlflash run` itself runs.
+
+Slurm leaves such a job RUNNING without a batch script, until its time limit (``--no-kill``). So a process on another
+node listens for `mlflash run`. Where it hears nothing, and Slurm has that node as lost, it ends the ranks, brings what
+is in memory to the directory, and requeues the job.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+from ..errors import LaunchFailed
+from .cleanup import wind_up
+from .node_watch import Looks
+from .on_slurm import OnSlurm, ask, beside, hosts_of, is_lost, states_of
+from .processes import kill, spawn
+from .run_log import RunLog
+from .run_options import RunOptions
+
+log = logging.getLogger("mlflash")
+
+_BEAT_S = 3.0
+_SILENCE_S = 15.0  # without a beat Slurm is asked
+_CLOSE_S = 5.0
+_ASK_AGAIN_S = 0.5
+_ASK_LONG_S = 300.0
+_BYE = b"bye\n"
+
+
+class Guard:
+    """The guard as `mlflash run` has it: started, started again where its node dies, told that all is well.
+
+    A context manager. Does nothing where no node of the job could be the guard's, or this process is on none of them
+    (in an salloc).
+
+    Args:
+        slurm: the allocation.
+        options: what is run.
+        run_log: where to note what happens; None: nowhere.
+    """
+
+    def __init__(self, slurm: OnSlurm, options: RunOptions, run_log: Path | None):
+        here = os.environ.get("SLURMD_NODENAME", "")
+        hosts = slurm.hosts()
+        self._hosts = [host for host in reversed(hosts) if host != here] if here in hosts else []
+        told = {"job": slurm.job, "host": here, "mpi": slurm.mpi, "extra": slurm.extra,
+                "options": dataclasses.asdict(options), "run_log": str(run_log.absolute()) if run_log else None,
+                "slurm": {name: value for name, value in os.environ.items() if name.startswith("SLURM_")}}  # fmt: skip
+        self._command = [sys.executable, "-m", "mlflash.launcher.first_node_guard", json.dumps(told)]
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._keep, name="mlflash-guard", daemon=True)
+
+    def __enter__(self) -> Guard:
+        if self._hosts:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self._ended.set()
+        if self._hosts:
+            self._thread.join(3 * _CLOSE_S)
+
+    def _keep(self) -> None:
+        process: subprocess.Popen[bytes] | None = None
+        starts, wrong = 0, False
+        while True:
+            if process is None or not _told(process, b"\n"):
+                if process is not None:
+                    _close(process)
+                process = None
+                try:
+                    process, starts, wrong = self._start(starts), starts + 1, False
+                except LaunchFailed as error:
+                    if not wrong:
+                        log.warning("nobody guards the first node of this job: %s; it is tried again", error)
+                    wrong = True
+            if self._ended.wait(_BEAT_S):
+                break
+        if process is not None:
+            _told(process, _BYE)
+            _close(process)
+
+    def _start(self, starts: int) -> subprocess.Popen[bytes]:
+        """Start it, each time on another node."""
+        command = beside([self._hosts[starts % len(self._hosts)]], ["--output=none"], self._command)
+        process = spawn(command, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL)
+        assert process.stdin is not None
+        os.set_blocking(process.stdin.fileno(), False)  # one that hangs reads nothing
+        return process
+
+
+def _told(process: subprocess.Popen[bytes], beat: bytes) -> bool:
+    """Tell the guard that all is well; says whether it is there."""
+    assert process.stdin is not None
+    try:
+        process.stdin.write(beat)
+        process.stdin.flush()
+    except OSError:
+        return False
+    return process.poll() is None
+
+
+def _close(process: subprocess.Popen[bytes]) -> None:
+    assert process.stdin is not None
+    try:
+        process.stdin.close()
+    except OSError:
+        pass
+    try:
+        process.wait(_CLOSE_S)
+    except subprocess.TimeoutExpired:
+        kill(process)
+
+
+def main() -> int:
+    """Guard a job: ``python -m mlflash.launcher.first_node_guard JSON``, with beats on standard input."""
+    told = json.loads(sys.argv[1])
+    # Steps are to be started as `mlflash run` would, not as parts of this one.
+    for name in [name for name in os.environ if name.startswith("SLURM_")]:
+        del os.environ[name]
+    os.environ.update(told["slurm"])
+    if not _is_left_alone(told["host"]):
+        return 0
+    # Requeuing ends this process, too; Slurm waits for its last words for a while (KillWait).
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    run_log = RunLog(Path(told["run_log"]) if told["run_log"] else None)
+    try:
+        _take_over(
+            OnSlurm(told["job"], told["mpi"], told["extra"]), told["host"], RunOptions(**told["options"]), run_log
+        )
+    except Exception as error:  # what this prints is read by nobody
+        run_log.note("guard", why=f"{told['host']} died, on which mlflash run was", failed=repr(error))
+        raise
+    return 0
+
+
+def _is_left_alone(host: str) -> bool:
+    """Listen until `mlflash run` says goodbye (False), or its node is lost."""
+    hears, last, lost = True, time.monotonic(), 0
+    while lost < 2:
+        if not hears:
+            time.sleep(_BEAT_S)
+        elif select.select([0], [], [], _BEAT_S)[0]:
+            said = os.read(0, 4096)
+            if said.endswith(_BYE):
+                return False
+            # The end of all beats: srun died. With its node, or alone: Slurm knows.
+            hears, last = said != b"", time.monotonic()
+        if time.monotonic() - last > _SILENCE_S:
+            lost = lost + 1 if _is_lost(host) else 0
+    return True
+
+
+def _is_lost(host: str) -> bool:
+    try:
+        return is_lost(states_of([host]).get(host, "unknown"))
+    except LaunchFailed:  # slurmctld does not answer
+        return False
+
+
+def _hosts_left(job: str) -> list[str]:
+    """The nodes of a job; slurmctld may be slow to answer just when a node has died."""
+    end = time.monotonic() + _ASK_LONG_S
+    while True:
+        try:
+            return hosts_of(job)
+        except LaunchFailed:
+            if time.monotonic() > end:
+                raise
+            time.sleep(_ASK_AGAIN_S)
+
+
+def _take_over(slurm: OnSlurm, host: str, options: RunOptions, run_log: RunLog) -> None:
+    """End the ranks and wind up; put the job back into the queue, or end it where that is not allowed."""
+    why = f"{host} died, on which mlflash run was"
+    slurm.end_steps()
+    left = [name for name in _hosts_left(slurm.job) if name != host]
+    looks = Looks(slurm, options.memory, options.job, 0, "")
+    scavenged = wind_up(slurm, looks, options, left)
+    try:
+        ask(["scontrol", "requeue", slurm.job])
+    except LaunchFailed as error:
+        run_log.note("guard", why=why, scavenged=scavenged, requeued=str(error))
+        ask(["scancel", slurm.job], check=False)
+        return
+    run_log.note("guard", why=why, scavenged=scavenged, requeued=True)
+    end = time.monotonic() + _ASK_LONG_S
+    # For what is in the memory of these nodes.
+    while time.monotonic() < end and left and (options.keep_memory or not scavenged):
+        try:
+            ask(["scontrol", "update", f"jobid={slurm.job}", f"nodelist={','.join(left)}"])
+            return
+        except LaunchFailed:  # too early
+            time.sleep(_ASK_AGAIN_S)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,70 @@
+"""What one node says of itself: ``python -m mlflash.launcher.node_status MEMORY [JOB [INTERFACE]]``.
+
+One JSON document: the pulses of the job's ranks here, the newest committed step that is held here, free memory, GPUs;
+without a job, which jobs are alive here.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import socket
+import struct
+import sys
+from typing import Any
+
+from ..errors import LaunchFailed
+from ..inspection.node_memory import look
+from ..memory.node_directory import emulated_nodes
+from ..telemetry.heartbeat import all_heartbeats, live_jobs
+from ..version import __version__
+from .processes import ask_within
+
+_FLAGS_OF, _UP_AND_RUNNING = 0x8913, 0x41  # SIOCGIFFLAGS; IFF_UP | IFF_RUNNING
+_GPU_S = 20.0  # a GPU that fell off the bus can hold nvidia-smi up
+
+
+def main() -> int:
+    """Look at this node and print it."""
+    if len(sys.argv) == 2:
+        print(json.dumps({"jobs": live_jobs(sys.argv[1]), "version": __version__}), flush=True)
+        return 0
+    memory, job, *interface = sys.argv[1:]
+    space = os.statvfs(memory)
+    heard = all_heartbeats(memory, job)
+    nodes: list[int | None] = [*emulated_nodes(memory, job), None]
+    found: dict[str, Any] = {
+        "host": socket.gethostname(), "free": space.f_bavail * space.f_frsize, "gpus": _gpus(),
+        "interface": _is_up(interface[0]) if interface else None,
+        "heartbeats": heard.heartbeats, "unread": heard.unread, "version": __version__,
+        "steps": sorted({header.step for node in nodes for file, header in look(memory, job, node, "").sealed}),
+    }  # fmt: skip
+    print(json.dumps(found), flush=True)
+    return 0
+
+
+def _gpus() -> int | None:
+    """GPUs that answer; None where there is no program to ask."""
+    if shutil.which("nvidia-smi") is None:
+        return None
+    try:
+        done = ask_within(["nvidia-smi", "-L"], _GPU_S)
+    except LaunchFailed:
+        return 0
+    return len(done.stdout.splitlines()) if done.returncode == 0 else 0
+
+
+def _is_up(interface: str) -> bool:
+    """Whether a network interface is there, up, and has a carrier."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+        try:
+            answer = fcntl.ioctl(asked, _FLAGS_OF, struct.pack("16sH14x", interface.encode(), 0))
+        except OSError:
+            return False
+    return bool(struct.unpack("16sH14x", answer)[1] & _UP_AND_RUNNING == _UP_AND_RUNNING)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,96 @@
+"""mpiexec with a list of hosts: Hydra (MPICH, Intel MPI) or PRRTE (Open MPI), and a remote shell."""
+
+from __future__ import annotations
+
+import os
+import queue
+import shlex
+import signal
+import socket
+import subprocess
+import threading
+from collections.abc import Mapping, Sequence
+
+from .launch_system import Patience, Step
+from .node_assignment import NodeAssignment
+from .processes import find_mpiexec, signal_group, spawn
+
+
+class OnHosts:
+    """Starts ranks by mpiexec, see `launcher.Launcher`.
+
+    Args:
+        hosts: the nodes, spares too.
+        shell: what ssh is, or does as ssh does.
+        extra: further words for mpiexec.
+    """
+
+    def __init__(self, hosts: Sequence[str], shell: str = "ssh", extra: Sequence[str] = ()):
+        self._hosts, self._shell, self._extra = list(hosts), shell, list(extra)
+        self._local = {"localhost", socket.gethostname()}
+
+    def hosts(self) -> list[str]:
+        return list(self._hosts)
+
+    def gone(self, hosts: Sequence[str]) -> dict[str, str]:
+        return {}  # only a look at each node can tell
+
+    def unwanted(self, hosts: Sequence[str]) -> dict[str, str]:
+        return {}
+
+    def start(self, seats: NodeAssignment, argv: Sequence[str], env: Mapping[str, str]) -> Step:
+        path, vendor = find_mpiexec()
+        alone = set(seats.hosts) <= self._local
+        count, per_node = str(seats.ranks), str(seats.ranks_per_node)
+        if vendor == "openmpi":
+            hosts = ",".join(f"{host}:{per_node}" for host in seats.hosts)
+            command = [path, "--host", hosts, "--bind-to", "none", "--map-by", ":OVERSUBSCRIBE", "-n", count]
+            command += [word for name in env for word in ("-x", name)]
+            command += [] if alone else ["--prtemca", "plm_ssh_agent", self._shell]
+        else:
+            way = ["-launcher", "fork"] if alone else ["-launcher", "ssh", "-launcher-exec", self._shell]
+            command = [path, *way, "-hosts", ",".join(seats.hosts), "-ppn", per_node, "-n", count]
+        whole = {**os.environ, **env}
+        return Step(spawn([*command, *self._extra, *argv], env=whole))
+
+    def on_each(self, hosts: Sequence[str], argv: Sequence[str], timeout_s: float, behind_s: float | None = None
+                ) -> dict[str, str]:  # fmt: skip
+        patience = Patience(len(hosts), timeout_s, behind_s)
+        told: dict[str, str] = {}
+        answers: _Answers = queue.SimpleQueue()
+        running: dict[str, subprocess.Popen[str]] = {}
+        try:
+            for host in dict.fromkeys(hosts):
+                running[host] = process = self._run_on(host, argv)
+                given = (host, process, answers)
+                threading.Thread(target=_listen, args=given, name="mlflash-lines", daemon=True).start()
+            while running and (left := patience.left_s) > 0:
+                try:
+                    host, text = answers.get(timeout=left)
+                except queue.Empty:
+                    break
+                del running[host]
+                if text is not None:
+                    told[host] = text
+                patience.answered(len(told))
+        finally:
+            for process in running.values():  # the threads wait for their end
+                signal_group(process, signal.SIGKILL)
+        return told
+
+    def _run_on(self, host: str, argv: Sequence[str]) -> subprocess.Popen[str]:
+        words = list(argv) if host in self._local else [self._shell, host, shlex.join(argv)]
+        return spawn(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, errors="replace")
+
+
+_Answers = queue.SimpleQueue[tuple[str, "str | None"]]
+
+
+def _listen(host: str, process: subprocess.Popen[str], answers: _Answers) -> None:
+    """Put what a process prints into a queue when it ends; None where it failed."""
+    text = None
+    try:
+        said = process.communicate()[0]
+        text = said if process.returncode == 0 else None
+    finally:
+        answers.put((host, text))

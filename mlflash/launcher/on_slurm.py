@@ -1,0 +1,199 @@
+"""Slurm: a step of srun on chosen nodes of this allocation, and short steps beside it."""
+
+from __future__ import annotations
+
+import os
+import queue
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..errors import LaunchFailed
+from .launch_system import Patience, Step
+from .node_assignment import NodeAssignment
+from .processes import KILL_WAIT_S, ask_within, spawn
+
+_ASK_S = 30.0  # deadline of a question to Slurm
+_LOST = ("down", "error", "fail", "powered_down", "powering_down", "reboot", "unknown")
+_NAME = "mlflash-"  # of steps, with a number
+_TERM_WAIT_S, _GONE_WAIT_S = 5.0, 1.0  # for ranks of a `mlflash run` that is gone, after each signal
+_TOLD = "mlflash-told:"  # before each line that a program on a node prints
+
+
+class OnSlurm:
+    """Starts ranks by srun, see `launcher.Launcher`.
+
+    Args:
+        job: id of the allocation.
+        mpi: what srun's --mpi is to be; "" leaves it to Slurm.
+        extra: further words for srun, where ranks are started.
+
+    Attributes:
+        job, mpi, extra: as given.
+    """
+
+    def __init__(self, job: str, mpi: str = "", extra: Sequence[str] = ()):
+        self.job, self.mpi, self.extra = job, mpi, list(extra)
+        self._starts = 0
+
+    def hosts(self) -> list[str]:
+        return ask(["scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]]).split()
+
+    def gone(self, hosts: Sequence[str]) -> dict[str, str]:
+        try:
+            ours = hosts_of(self.job) or hosts
+            states = states_of(hosts)
+        except LaunchFailed:  # slurmctld does not answer: what it does not say is not so
+            return {}
+        lost = {host: state for host, state in states.items() if is_lost(state)}
+        # With --no-kill Slurm takes a dead node out of the job for good, also where it comes up again.
+        return {host: "not of this job any more" for host in hosts if host not in ours} | lost
+
+    def unwanted(self, hosts: Sequence[str]) -> dict[str, str]:
+        try:
+            return {host: state for host, state in states_of(hosts).items() if state.startswith("drain")}
+        except LaunchFailed:
+            return {}
+
+    def start(self, seats: NodeAssignment, argv: Sequence[str], env: Mapping[str, str]) -> Step:
+        self._starts += 1
+        try:
+            file, hosts = tempfile.mkstemp(prefix="mlflash-hosts-")
+            with open(file, "w") as lines:
+                lines.writelines(f"{host}\n" for host in seats.hosts_of_ranks())
+        except OSError as error:
+            raise LaunchFailed(f"there is no place for the list of hosts: {error}") from error
+        name = f"{_NAME}{self._starts}"
+        # Overlapping: of a step that a node died under Slurm does not give the cores back for a while.
+        command = ["srun", "--overlap", "--no-kill", "--kill-on-bad-exit=1", "--distribution=arbitrary",
+                   "--job-name", name, f"--nodes={len(seats.hosts)}", f"--ntasks={seats.ranks}"]  # fmt: skip
+        command += [f"--mpi={self.mpi}"] if self.mpi else []
+        whole = {**os.environ, **env, "SLURM_HOSTFILE": hosts}
+        process = spawn([*command, *self.extra, *argv], env=whole)
+        return _SlurmStep(process, self.job, name, Path(hosts))
+
+    def end_steps(self) -> None:
+        """End all ranks of this job, whoever started them."""
+        for name, wait_s in (("TERM", _TERM_WAIT_S), ("KILL", _GONE_WAIT_S)):
+            if ours := [number for number, step in _steps_of(self.job) if step.startswith(_NAME)]:
+                ask(["scancel", f"--signal={name}", *ours], check=False)
+                time.sleep(wait_s)
+
+    def on_each(self, hosts: Sequence[str], argv: Sequence[str], timeout_s: float, behind_s: float | None = None
+                ) -> dict[str, str]:  # fmt: skip
+        """Slurm does not say which node a line is from: the program's lines are marked with the node's name."""
+        mark = f'"$@" | sed "s/^/{_TOLD}$SLURMD_NODENAME:/"'
+        command = beside(hosts, [], ["sh", "-c", mark, "sh", *argv])
+        process = spawn(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, errors="replace")
+        told: dict[str, str] = {}
+        patience = Patience(len(hosts), timeout_s, behind_s)
+        for line in _lines(process, patience):
+            if line.startswith(_TOLD):
+                host, _, rest = line.removeprefix(_TOLD).partition(":")
+                told[host] = told.get(host, "") + rest
+                patience.answered(len(told))
+        Step(process).end()  # where some node does not answer
+        return told
+
+
+class _SlurmStep(Step):
+    """A step of srun: where a node of it is dead, srun itself does not end by a signal."""
+
+    def __init__(self, process: subprocess.Popen[Any], job: str, name: str, hosts: Path):
+        super().__init__(process)
+        self._job, self._name, self._hosts = job, name, hosts
+
+    def end(self, wait_s: float = KILL_WAIT_S) -> None:
+        if (number := self._number()) is not None:
+            ask(["scancel", "--signal=TERM", number], check=False)
+        super().end(wait_s)
+        if (number := self._number()) is not None:
+            ask(["scancel", "--signal=KILL", number], check=False)
+        self._hosts.unlink(missing_ok=True)
+
+    def _number(self) -> str | None:
+        """Job and step as Slurm names them; None where it has ended."""
+        return next((number for number, name in _steps_of(self._job) if name == self._name), None)
+
+
+def _steps_of(job: str) -> list[list[str]]:
+    """Number and name of each step that has not ended."""
+    text = ask(["squeue", "--noheader", "--steps", "--jobs", job, "--format", "%i %j"], check=False)
+    return [words for line in text.splitlines() if len(words := line.split()) == 2]
+
+
+def _lines(process: subprocess.Popen[str], patience: Patience) -> Iterator[str]:
+    """The lines that a process prints, as long as there is patience."""
+    assert process.stdout is not None
+    source = process.stdout
+    lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+
+    def read() -> None:
+        try:
+            with source:
+                for line in source:
+                    lines.put(line)
+        finally:
+            lines.put(None)
+
+    threading.Thread(target=read, name="mlflash-look-lines", daemon=True).start()
+    while (left := patience.left_s) > 0:
+        try:
+            line = lines.get(timeout=left)
+        except queue.Empty:
+            continue
+        if line is None:
+            return
+        yield line
+
+
+def own_id(environ: Mapping[str, str]) -> str:
+    """What to call the job of this environment: the number of the last job of an array means the whole array."""
+    if "SLURM_ARRAY_JOB_ID" in environ:
+        return f"{environ['SLURM_ARRAY_JOB_ID']}_{environ['SLURM_ARRAY_TASK_ID']}"
+    return environ["SLURM_JOB_ID"]
+
+
+def beside(hosts: Sequence[str], options: Sequence[str], argv: Sequence[str]) -> list[str]:
+    """The srun that starts a program once on each of some nodes, beside the ranks."""
+    count = len(hosts)
+    return ["srun", "--overlap", "--no-kill", "--kill-on-bad-exit=0", "--mpi=none", "--mem=0", f"--nodes={count}",
+            f"--ntasks={count}", "--ntasks-per-node=1", f"--nodelist={','.join(hosts)}", *options, *argv]  # fmt: skip
+
+
+def hosts_of(job: str) -> list[str]:
+    """The nodes that a job has now; none where it has ended. Raises LaunchFailed where Slurm does not answer."""
+    told = ask(["squeue", "--noheader", "--jobs", job, "--format", "%N"]).strip()
+    return ask(["scontrol", "show", "hostnames", told]).split() if told else []
+
+
+def states_of(hosts: Sequence[str]) -> dict[str, str]:
+    """The state of each node in the words of sinfo; raises LaunchFailed where Slurm does not answer."""
+    text = ask(["sinfo", "--noheader", "--Node", "--nodes", ",".join(hosts), "--format", "%N %T"])
+    return {words[0]: words[1] for line in text.splitlines() if len(words := line.split()) == 2 and words[0] in hosts}
+
+
+def is_lost(state: str) -> bool:
+    """Whether a node that sinfo calls so is out of service; one that is only being drained goes on training."""
+    return state.endswith("*") or state.rstrip("*$~#!%@^+-").lower() in _LOST
+
+
+def ask(command: Sequence[str], check: bool = True) -> str:
+    """Ask Slurm by one of its commands; gives what it printed.
+
+    Raises:
+        LaunchFailed: it failed, or took too long; not with ``check=False``, which gives "" then.
+    """
+    try:
+        done = ask_within(command, _ASK_S)
+    except LaunchFailed as error:
+        if check:
+            raise LaunchFailed(f"Slurm does not answer: {error.message}") from error
+        return ""
+    if check and done.returncode:
+        raise LaunchFailed(f"{' '.join(command)} failed", found=done.stderr.strip() or done.returncode)
+    return done.stdout

@@ -1,0 +1,242 @@
+"""One run of a job after the other, until it ends well or there is no hope.
+
+start → watch → (end what is left) → judge → look at all nodes → put spares into empty seats → start again
+
+What a node says of itself is `looks`'.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+import time
+import uuid
+from collections.abc import Sequence
+
+from ..config import DISABLE, FRESH
+from ..human_readable.wording import listed, many
+from .cleanup import scavenge, wind_up
+from .downtime import Failure, failure, recovery, unrestorable
+from .launch_system import Launcher, Step
+from .node_assignment import NodeAssignment, assign_nodes, reassign_nodes
+from .node_watch import Beside, Looks, Watch
+from .processes import KILL_WAIT_S
+from .restart_policy import Restarts
+from .run_log import RunLog
+from .run_options import RunOptions
+
+UNRESTORABLE = 65
+"""Exit code where checkpoints are there and none can be restored: another start would find the same."""
+_NAP_S = 0.1
+_LOST_WAIT_S = 3.0
+_NAMED = 8  # nodes named in a line
+_GONE_S = 3.0  # between two questions whether nodes are in service
+
+
+@dataclasses.dataclass
+class Outcome:
+    """How one start ended.
+
+    Attributes:
+        why: "" where all ranks came to their end.
+        code: exit code of the launcher; None where it had to be ended.
+        lost: nodes that are out of service.
+        told: number of the signal that ended it; 0: none did.
+        hangs: whether ranks are there, and do not get on.
+        unrestorable: what they said of checkpoints that are there, and none of which can be restored; "": nothing.
+    """
+
+    why: str = ""
+    code: int | None = None
+    lost: dict[str, str] = dataclasses.field(default_factory=dict)
+    told: int = 0
+    hangs: bool = False
+    unrestorable: str = ""
+
+
+class Supervisor:
+    """Runs a job.
+
+    Args:
+        launcher: starts ranks.
+        options: what is to be run.
+        run_log: is told what happens.
+
+    Attributes:
+        told: a signal handler puts the number of the signal here: the run is to end.
+    """
+
+    def __init__(self, launcher: Launcher, options: RunOptions, run_log: RunLog):
+        self._launcher, self._options, self._run_log = launcher, options, run_log
+        self._restarts = Restarts(options.max_restarts)
+        self._looks = Looks(launcher, options.memory, options.job, options.gpus, options.interface)
+        self._failure: Failure | None = None  # how the start before this one ended
+        self.told = 0
+
+    def run(self) -> int:
+        """Run until the end.
+
+        Returns:
+            An exit code: 0 where all ranks came to their end.
+
+        Raises:
+            LaunchFailed: the system that starts processes does not work.
+        """
+        everywhere = self._launcher.hosts()
+        seats = assign_nodes(
+            self._fit(everywhere), self._options.nodes, self._options.ranks_per_node, self._options.least
+        )
+        while seats is not None:
+            outcome = self._one_run(seats)
+            if not outcome.why:
+                return self._finish(everywhere, 0, "all ranks came to their end")
+            if outcome.told:
+                return self._finish(everywhere, 128 + outcome.told, outcome.why)
+            if outcome.unrestorable:
+                return self._leave(outcome.unrestorable)
+            newest = self._looks.newest()
+            self._say(f"start {self._restarts.done + 1} failed: {outcome.why}; newest checkpoint: {newest}")
+            hopeless = self._restarts.after_failure(newest, bool(outcome.lost))
+            if hopeless:
+                return self._finish(everywhere, outcome.code or 1, hopeless)
+            self._pause(self._restarts.pause_s)
+            before, seats = (
+                seats,
+                reassign_nodes(seats, self._fit(everywhere), self._options.nodes, self._options.least),
+            )
+            if seats is not None:
+                self._fetch(before, seats)
+        least = self._options.least or self._options.nodes
+        why = f"fewer than {least} nodes are fit to train, of {listed(everywhere, _NAMED)}"
+        return self._finish(everywhere, 1, why)
+
+    def _one_run(self, seats: NodeAssignment) -> Outcome:
+        """Start the ranks and watch them; nothing of them is left afterwards where it can be reached."""
+        run = uuid.uuid4().hex  # names this start to its ranks
+        self._run_log.note(
+            "start", job=self._options.job, number=self._restarts.done, hosts=list(seats.hosts), ranks=seats.ranks
+        )
+        on = listed(seats.hosts, _NAMED)
+        self._say(f"start {self._restarts.done + 1}: {many(seats.ranks, 'rank')} on {on}")
+        started = time.time()
+        env = {"MLFLASH_RUN": run, "MLFLASH_JOB": self._options.job, "MLFLASH_MEMORY": self._options.memory}
+        # Open MPI brings to other nodes only what it is told to.
+        env |= {name: os.environ[name] for name in (DISABLE, FRESH) if name in os.environ}
+        step = self._launcher.start(seats, self._options.argv, env)
+        watch = Watch(self._looks, run, seats, self._options.hang_timeout_s)
+        lost = False
+        try:
+            outcome = self._watch(step, seats, watch)
+            lost = bool(outcome.lost)
+            if outcome.hangs:
+                self._looks.show_stacks(seats.hosts, run)
+        finally:
+            # Where a node is lost the other ranks wait for it, and srun for its end.
+            step.end(_LOST_WAIT_S if lost else KILL_WAIT_S)
+        noticed = time.time()
+        self._looks.look([host for host in seats.hosts if host not in outcome.lost])
+        if outcome.code == 0 and not outcome.why:
+            outcome.why = watch.not_ended()
+        heartbeats = self._looks.heartbeats(run)
+        outcome.unrestorable = unrestorable(heartbeats)
+        self._run_log.note("end", why=outcome.why, code=outcome.code, lost=outcome.lost, newest=self._looks.newest(),
+                           **recovery(heartbeats, self._failure, started))  # fmt: skip
+        self._failure = failure(heartbeats, noticed)
+        return outcome
+
+    def _watch(self, step: Step, seats: NodeAssignment, watch: Watch) -> Outcome:
+        """Wait until a run ends, hangs, loses a node, or is told to end."""
+        next_gone = next_look = time.monotonic() + _GONE_S
+        look: Beside | None = None
+        while (code := step.poll()) is None:
+            now = time.monotonic()
+            if self.told:
+                return self._last_checkpoint(step, seats)
+            if now > next_gone:
+                next_gone = now + _GONE_S
+                if lost := self._launcher.gone(seats.hosts):
+                    return Outcome("lost " + ", ".join(f"{host} ({state})" for host, state in lost.items()), lost=lost)
+            if look is not None and look.done():
+                look = None
+                if (outcome := self._judge(seats, watch)) is not None:
+                    return outcome
+            if look is None and now > next_look:
+                next_look = now + self._options.look_every_s
+                look = Beside(self._looks, seats.hosts)
+            time.sleep(_NAP_S)
+        return Outcome("" if code == 0 else f"exit code {code}", code, self._launcher.gone(seats.hosts))
+
+    def _judge(self, seats: NodeAssignment, watch: Watch) -> Outcome | None:
+        """Say what a look at the nodes of a run that goes on means for it; None: it goes on."""
+        silent = self._looks.silent(seats.hosts)
+        if len(silent) == len(seats.hosts):  # Slurm, or the network of this node: nothing is known
+            return None
+        if watch.hangs():
+            return Outcome(f"no rank has saved for {self._options.hang_timeout_s:g} s", hangs=True)
+        dead = watch.dead()
+        return Outcome(dead, lost=dict.fromkeys(silent, "silent")) if dead else None
+
+    def _last_checkpoint(self, step: Step, seats: NodeAssignment) -> Outcome:
+        """Wait for one more checkpoint, as long as there is time."""
+        end = time.monotonic() + self._options.grace_s
+        self._looks.look(seats.hosts)
+        before = self._looks.newest()
+        self._say(f"signal {self.told}: waiting up to {self._options.grace_s:g} s for a checkpoint after step {before}")
+        while step.poll() is None and time.monotonic() < end:
+            time.sleep(1.0)
+            self._looks.look(seats.hosts)
+            newest = self._looks.newest()
+            if newest is not None and (before is None or newest > before):
+                break
+        return Outcome(f"ended by signal {self.told}", step.poll(), told=self.told)
+
+    def _fit(self, hosts: Sequence[str]) -> list[str]:
+        """Which nodes can train: they are in service, they answer, and what they say of themselves is well."""
+        gone = self._launcher.gone(hosts)
+        unwanted = self._launcher.unwanted(hosts)
+        for host, state in gone.items():
+            self._say(f"{host} is {state}")
+        there = [host for host in hosts if host not in gone]
+        self._looks.look(there)
+        wrong = {host: self._looks.wrong_with(host) or unwanted.get(host, "") for host in there}
+        for host, why in wrong.items():
+            if why:
+                self._say(f"{host} is not fit to train: {why}")
+        return [host for host in there if not wrong[host]]
+
+    def _fetch(self, before: NodeAssignment, after: NodeAssignment) -> None:
+        """Bring what is in memory to the directory, where a node that is unfit to train can still be reached."""
+        silent = self._looks.silent(before.hosts)
+        there = [host for host in before.hosts if host not in silent]
+        leaving = [host for host in there if host not in after.hosts]
+        if leaving and self._options.directory:
+            self._say(f"{', '.join(leaving)} leaves: what is in memory goes to {self._options.directory} first")
+            scavenge(self._launcher, self._options, there)
+
+    def _finish(self, hosts: Sequence[str], code: int, why: str) -> int:
+        """Bring what is in memory to the directory, and clean up."""
+        scavenged = wind_up(self._launcher, self._looks, self._options, hosts)
+        if scavenged is False:
+            there = ", ".join(self._looks.holding(hosts))
+            self._say(f"{self._options.directory} could not be given the newest checkpoint; it is in memory of {there}")
+            code = code or 1
+        self._run_log.note("finish", code=code, why=why, scavenged=scavenged)
+        self._say(f"finished with exit code {code}: {why}")
+        return code
+
+    def _leave(self, why: str) -> int:
+        """End without touching memory: what it holds may be whole again when a lost node is back."""
+        self._run_log.note("finish", code=UNRESTORABLE, why=why, scavenged=None)
+        self._say(f"finished with exit code {UNRESTORABLE}: {why}\n"
+                  f"what is in memory stays there: start it again with the lost nodes back, begin anew with {FRESH}=1, "
+                  f"or `mlflash clean {self._options.job}`")  # fmt: skip
+        return UNRESTORABLE
+
+    def _pause(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end and not self.told:
+            time.sleep(_NAP_S)
+
+    def _say(self, text: str) -> None:
+        print(f"mlflash run: {text}", file=sys.stderr, flush=True)

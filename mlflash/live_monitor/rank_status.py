@@ -1,0 +1,101 @@
+"""What the ranks of a running job say of themselves: those of this node, or of all nodes that can be asked."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ..errors import LaunchFailed, MlflashError
+from ..launcher.launch_system import Launcher
+from ..launcher.node_watch import ask
+from ..telemetry.heartbeat import all_heartbeats
+
+Pulse = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Look:
+    """What was seen at one time.
+
+    Attributes:
+        at: seconds since 1970.
+        heartbeats: of ranks, by rank.
+        free: bytes of memory that nodes have left, by host.
+        silent: hosts that did not answer.
+        wrong: why nobody could be asked; "" where all is well.
+        unread: why something could not be read, in words.
+    """
+
+    at: float
+    heartbeats: tuple[Pulse, ...] = ()
+    free: tuple[tuple[str, int], ...] = ()
+    silent: tuple[str, ...] = ()
+    wrong: str = ""
+    unread: tuple[str, ...] = ()
+
+
+def look_here(memory: str, job: str) -> Look:
+    """Look at this node, and at all that are emulated on it. Not collective."""
+    at = time.time()
+    space = os.statvfs(memory)
+    heard = all_heartbeats(memory, job)
+    free = ((socket.gethostname(), space.f_bavail * space.f_frsize),)
+    return Look(at, _newest(heard.heartbeats), free, unread=tuple(heard.unread))
+
+
+def look_everywhere(launcher: Launcher, hosts: Sequence[str], memory: str, job: str) -> Look:
+    """Ask nodes, as `mlflash run` does. Not collective."""
+    at = time.time()
+    try:
+        said, unread = ask(launcher, hosts, memory, job)
+    except LaunchFailed as error:
+        return Look(at, silent=tuple(hosts), wrong=str(error))
+    heartbeats = [heartbeat for document in said.values() for heartbeat in document["heartbeats"]]
+    free = tuple((host, int(document["free"])) for host, document in said.items())
+    return Look(at, _newest(heartbeats), free, tuple(host for host in hosts if host not in said), unread=tuple(unread))
+
+
+def jobs_everywhere(launcher: Launcher, hosts: Sequence[str], memory: str) -> list[str]:
+    """Ask nodes which jobs of this user are alive there. Not collective. Raises LaunchFailed: nobody can be asked."""
+    return sorted({job for document in ask(launcher, hosts, memory)[0].values() for job in document["jobs"]})
+
+
+def _newest(heartbeats: Sequence[Pulse]) -> tuple[Pulse, ...]:
+    """By rank; a rank that has moved is where its last beat came from."""
+    found: dict[int, Pulse] = {}
+    for heartbeat in sorted(heartbeats, key=lambda one: float(one["beat"])):
+        found[int(heartbeat["rank"])] = heartbeat
+    size = max(found.values(), key=lambda one: float(one["beat"]))["ranks"] if found else 0
+    return tuple(found[rank] for rank in sorted(found) if rank < size)  # a relaunch may have fewer ranks
+
+
+class Watch:
+    """Looks again and again, on a thread of its own: a node that does not answer must not hold up the terminal.
+
+    Args:
+        look: does so once.
+        every_s: seconds from the end of a look to the next.
+    """
+
+    def __init__(self, look: Callable[[], Look], every_s: float):
+        self._look, self._every_s = look, every_s
+        self._over = threading.Event()
+        self.last = look()
+        threading.Thread(target=self._keep_looking, name="mlflash-top", daemon=True).start()
+
+    def _keep_looking(self) -> None:
+        while not self._over.wait(self._every_s):
+            try:
+                self.last = self._look()
+            except Exception as error:  # whatever it is, it is shown, and the next look may find all well
+                why = str(error) if isinstance(error, MlflashError) else repr(error)
+                self.last = dataclasses.replace(self.last, wrong=f"the last look failed: {why}")
+
+    def end(self) -> None:
+        """Look no more."""
+        self._over.set()

@@ -1,0 +1,184 @@
+"""A look and what came by before → what the terminal shows."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from ..command_line.output import new_table
+from ..human_readable.units import show_bytes, show_seconds
+from ..human_readable.wording import many
+from .history import History, committed, spark
+from .rank_status import Look, Pulse
+
+_QUIET_S = 60.0  # without a beat, from which on that is worth a colour
+_STYLES = {"training": "green", "starting": "cyan", "ended": "dim", "failed": "red", "gone": "bold red"}
+_UNREAD = 3  # of them are said
+_AROUND = 12  # lines that are not ranks
+
+
+def page(job: str, look: Look, history: History, width: int = 80, height: int = 40) -> RenderableType:
+    """Lay out one page.
+
+    Args:
+        job: name of it.
+        look: the last one.
+        history: of all.
+        width, height: of the terminal; where there are more ranks than lines, a line is a node.
+    """
+    parts: list[RenderableType] = [_headline(job, look), Text(), _figures(look, history, width), Text()]
+    if not look.heartbeats:
+        parts.append(Text("no rank of this job has made a Checkpointer where was looked", style="yellow"))
+    elif len(look.heartbeats) <= max(4, height - _AROUND):
+        parts.append(_ranks(look))
+    else:
+        parts.append(_nodes(look))
+    for text in _warnings(look):
+        parts.append(Text(text, style="yellow"))
+    return Group(*parts)
+
+
+def state_of(heartbeat: Pulse) -> str:
+    """How a rank is, in a word: training, starting, ended, failed, or gone (its process died without a word)."""
+    if heartbeat["state"] != "started":
+        return str(heartbeat["state"])
+    if not heartbeat["alive"]:
+        return "gone"
+    return "starting" if heartbeat["saved"] is None and heartbeat["restored"] is None else "training"
+
+
+def _headline(job: str, look: Look) -> Text:
+    heartbeats = look.heartbeats
+    alive = sum(bool(heartbeat["alive"]) and heartbeat["state"] == "started" for heartbeat in heartbeats)
+    ranks = heartbeats[0]["ranks"] if heartbeats else 0
+    nodes = {heartbeat["node"] for heartbeat in heartbeats}
+    of = max((int(heartbeat.get("nodes", 0)) for heartbeat in heartbeats), default=0)
+    text = Text.assemble(("mlflash ", "bold"), job, "   ")
+    if heartbeats and all(heartbeat["state"] == "ended" for heartbeat in heartbeats):
+        text.append(f"{len(heartbeats)} of {ranks} ranks have ended")
+    elif heartbeats:
+        text.append(f"{alive} of {ranks} ranks alive", style="" if alive == ranks else "bold red")
+    text.append(f" on {len(nodes)} of {many(of, 'node')}" if heartbeats else "no rank")
+    schemes = sorted({str(heartbeat.get("redundancy", "")) for heartbeat in heartbeats} - {""})
+    text.append(f"   {', '.join(schemes)}" if schemes else "")
+    text.append(time.strftime("   %H:%M:%S", time.localtime(look.at)), style="dim")
+    return text
+
+
+def _figures(look: Look, history: History, width: int) -> Table:
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim")
+    grid.add_column(justify="right")
+    grid.add_column(style="cyan", no_wrap=True, overflow="crop")
+    bars = max(8, min(60, width - 40))
+    step, every_s = committed(look), history.every_s
+    age = max((float(p["beat"]) for p in look.heartbeats if p["committed"] == step), default=look.at)
+    often = f"every {show_seconds(every_s)}" if every_s else ""
+    grid.add_row("checkpoint", "none yet" if step is None else f"step {step}", Text(often, style="default"))
+    if step is not None:
+        grid.add_row("last sign", f"{_age(look.at - age)} ago", "")
+    if restored := next((heartbeat for heartbeat in look.heartbeats if heartbeat["restored"] is not None), None):
+        ago = _age(look.at - float(restored["times"]["restored"]))
+        source = Text(f"from {restored['source']}, {ago} ago", style="dim")
+        grid.add_row("restored", f"step {restored['restored']}", source)
+    for name, values in (("stall", history.stalls), ("commit", history.commits)):
+        if values:
+            grid.add_row(name, show_seconds(values[-1]), spark(values, bars))
+    if speed := _speed(look.heartbeats):
+        grid.add_row("protect", f"{show_bytes(speed)}/s", Text("the slowest rank", style="dim"))
+    for host, free in look.free[:4]:
+        held = sum(int(heartbeat.get("held", 0)) for heartbeat in look.heartbeats if _on(heartbeat, host, look))
+        grid.add_row("memory", show_bytes(held), Text(f"of {host}; {show_bytes(free)} free", style="dim"))
+    return grid
+
+
+def _on(heartbeat: Pulse, host: str, look: Look) -> bool:
+    """Whether a rank is on a host; where only one was looked at all are: emulated nodes have names of their own."""
+    return len(look.free) == 1 or heartbeat["node"] == host
+
+
+def _speed(heartbeats: Sequence[Pulse]) -> float:
+    speeds = [
+        heartbeat["nbytes"] / heartbeat["protect_s"]
+        for heartbeat in heartbeats
+        if heartbeat.get("protect_s") and heartbeat.get("nbytes")
+    ]
+    return min(speeds, default=0.0)
+
+
+def _ranks(look: Look) -> Table:
+    """A line for each rank."""
+    ordered = sorted(look.heartbeats, key=lambda one: (str(one["node"]), int(one["rank"])))
+    return _table(
+        look, ">rank", [(str(heartbeat["node"]), str(heartbeat["rank"]), [heartbeat]) for heartbeat in ordered]
+    )
+
+
+def _nodes(look: Look) -> Table:
+    """A line for each node: the rank that is furthest behind in each column."""
+    by_node: dict[str, list[Pulse]] = {}
+    for heartbeat in look.heartbeats:
+        by_node.setdefault(str(heartbeat["node"]), []).append(heartbeat)
+    return _table(
+        look, ">ranks", [(name, str(len(heartbeats)), heartbeats) for name, heartbeats in sorted(by_node.items())]
+    )
+
+
+def _table(look: Look, what: str, lines: Sequence[tuple[str, str, Sequence[Pulse]]]) -> Table:
+    """Lines of a node, what of it, and the ranks that are meant; the name of a node is said once."""
+    table = new_table("node", what, "state", ">saved", ">checkpoint", ">last sign", ">stall", ">commit", ">memory")
+    before = ""
+    for node, of_it, heartbeats in lines:
+        table.add_row("" if node == before else node, of_it, *_cells(look, heartbeats))
+        before = node
+    return table
+
+
+def _cells(look: Look, heartbeats: Sequence[Pulse]) -> list[Text]:
+    states = [state_of(heartbeat) for heartbeat in heartbeats]
+    worst = next(state for state in ("gone", "failed", "starting", "training", "ended") if state in states)
+    count = states.count(worst)
+    text = worst if count == len(heartbeats) else f"{count} {worst}"
+    quiet = look.at - min(float(heartbeat["beat"]) for heartbeat in heartbeats)
+    alive = worst in ("training", "starting")
+    return [
+        Text(text, style=_STYLES[worst]),
+        Text(_step(heartbeats, "saved")),
+        Text(_step(heartbeats, "committed")),
+        Text(_age(quiet), style="yellow" if alive and quiet > _QUIET_S else ""),
+        Text(_longest(heartbeats, "stall_s")),
+        Text(_longest(heartbeats, "commit_s")),
+        Text(show_bytes(sum(int(heartbeat.get("held", 0)) for heartbeat in heartbeats))),
+    ]
+
+
+def _step(heartbeats: Sequence[Pulse], key: str) -> str:
+    steps = [heartbeat[key] for heartbeat in heartbeats]
+    return "-" if None in steps else str(min(steps))
+
+
+def _longest(heartbeats: Sequence[Pulse], key: str) -> str:
+    values = [float(heartbeat[key]) for heartbeat in heartbeats if heartbeat.get(key) is not None]
+    return show_seconds(max(values)) if values else "-"
+
+
+def _age(seconds: float) -> str:
+    return show_seconds(max(0.0, seconds)) if seconds >= 1 else "0 s"
+
+
+def _warnings(look: Look) -> list[str]:
+    found = [look.wrong] if look.wrong else []
+    found += look.unread[:_UNREAD]
+    if look.silent:
+        found.append(f"no answer from {', '.join(look.silent)}")
+    if failed := sum(int(heartbeat.get("failed", 0)) for heartbeat in look.heartbeats if heartbeat["rank"] == 0):
+        found.append(f"{many(failed, 'save')} of this run did not become checkpoints; the log says why")
+    seen = {heartbeat["node"] for heartbeat in look.heartbeats}
+    of = max((int(heartbeat.get("nodes", 0)) for heartbeat in look.heartbeats), default=0)
+    if len(seen) < of and not look.silent:
+        found.append(f"{many(of - len(seen), 'other node')}: --slurm-job ID or --hosts A,B asks them")
+    return found

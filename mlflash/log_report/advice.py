@@ -1,0 +1,98 @@
+"""How often to save, by what was measured: the intervals of Young and Daly, see `planning.interval`."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import statistics
+from collections.abc import Sequence
+
+from ..planning.interval import Costs, best_interval, waste, young
+from .failures import Failure
+from .launches import Launch
+from .log_statistics import Spread
+
+NODE_MTBF_S = 264 * 86400.0
+"""Between failures of one node, where none was measured: what Llama 3's training saw, see docs/plan.md."""
+_RESTART_S = 120.0  # where none was measured, as `mlflash plan` has it
+
+
+@dataclasses.dataclass(frozen=True)
+class Advice:
+    """How often to save.
+
+    Attributes:
+        costs: what saves and failures cost: measured, but for what is said to be assumed.
+        failures: how many failures the time between them comes from; 0: it is assumed.
+        node_mtbf_s: the time between failures of one node that was assumed; 0: it was measured.
+        restart_measured: whether ``costs.restart_s`` is.
+        best_s, young_s: the interval that wastes least (Daly's), and Young's, from save to save; None: no save was
+            measured.
+        now_s: the interval that was found, the median; None: there were fewer than two saves.
+        step_s: the time of a step, the median; None as above.
+        best_waste, now_waste: the share of time that each of them costs in the long run.
+    """
+
+    costs: Costs
+    failures: int
+    node_mtbf_s: float
+    restart_measured: bool
+    best_s: float | None
+    young_s: float | None
+    now_s: float | None
+    step_s: float | None
+    best_waste: float | None
+    now_waste: float | None
+
+    @property
+    def best_steps(self) -> int | None:
+        """The best interval in steps, at least 1."""
+        return None if self.best_s is None or not self.step_s else max(1, round(self.best_s / self.step_s))
+
+
+def advise(launches: Sequence[Launch], failures: Sequence[Failure], wall_s: float, stall: Spread, commit: Spread,
+           node_mtbf_s: float | None) -> Advice:  # fmt: skip
+    """Put together what was measured, and say what interval it suggests.
+
+    Args:
+        launches, failures: what happened.
+        wall_s: from the first event to the last.
+        stall, commit: of a save, in seconds, on the slowest rank.
+        node_mtbf_s: mean time between failures of one node; None: measured, or `NODE_MTBF_S` where none was.
+    """
+    nodes = max(1, len(launches[-1].nodes))
+    measured = bool(failures) and node_mtbf_s is None and wall_s > 0
+    assumed_s = node_mtbf_s or NODE_MTBF_S
+    recoveries = [one.down_s + one.recovery_s for one in failures if one.went_on]
+    costs = Costs(
+        wall_s / len(failures) if measured else assumed_s / nodes,
+        stall.mean,
+        max(commit.mean, stall.mean),
+        statistics.fmean(recoveries) if recoveries else _RESTART_S,
+    )
+    best_s = best_interval(costs, 0.0) if stall.count else None
+    now_s, step_s = _pace(launches)
+    return Advice(
+        costs,
+        len(failures) if measured else 0,
+        0.0 if measured else assumed_s,
+        bool(recoveries),
+        best_s,
+        None if best_s is None else young(costs.stall_s, costs.mtbf_s),
+        now_s,
+        step_s,
+        waste(best_s, costs, 0.0) if best_s else None,
+        waste(now_s, costs, 0.0) if now_s else None,
+    )
+
+
+def _pace(launches: Sequence[Launch]) -> tuple[float | None, float | None]:
+    """Give the time from save to save, and that of a step; medians, in seconds."""
+    intervals, steps = [], []
+    for stretch in (stretch for launch in launches for stretch in launch.stretches):
+        saves = list(stretch.saves.values())
+        for before, after in itertools.pairwise(saves):
+            if after.step > before.step and after.began > before.began:
+                intervals.append(after.began - before.began)
+                steps.append((after.began - before.began) / (after.step - before.step))
+    return (statistics.median(intervals), statistics.median(steps)) if intervals else (None, None)

@@ -1,0 +1,114 @@
+"""Several threads for one rank's copies and checks, where one cannot use the bandwidth of the memory.
+
+Where ranks fight for cores more threads only get in each other's way, so it is measured, by all ranks at a time, as
+they will copy at a time.
+"""
+
+from __future__ import annotations
+
+import collections
+import os
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+
+import numpy as np
+
+_MOST = 8
+_PIECE_NBYTES, _PIECES, _TRIES = 4 << 20, 8, 5
+_WORTH = 1.15  # so much faster a larger crew has to be
+
+
+class CopyThreads:
+    """Threads that do pieces of work together with the one who asks them to.
+
+    Args:
+        threads: with that one.
+    """
+
+    def __init__(self, threads: int):
+        self.threads = threads
+        self._pool: ThreadPoolExecutor | None = None
+
+    def run(self, works: Sequence[Callable[[], object]]) -> None:
+        """Do all works, in any order; returns when they are done. Not collective.
+
+        Raises:
+            Exception: what one of them raised; no work is being done any more then.
+        """
+        if self.threads == 1 or len(works) < 2:
+            for work in works:
+                work()
+            return
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(self.threads - 1, "mlflash-crew")
+        left = collections.deque(works)
+
+        def some() -> None:
+            while True:
+                try:
+                    work = left.popleft()
+                except IndexError:
+                    return
+                work()
+
+        helping: list[Future[None]] = []
+        try:
+            for _ in range(min(self.threads, len(works)) - 1):  # where no thread can be started, others are at work
+                helping.append(self._pool.submit(some))
+            some()
+        finally:
+            left.clear()
+            wait(helping)
+        for one in helping:
+            one.result()
+
+    def close(self) -> None:
+        """End the threads."""
+        if self._pool is not None:
+            self._pool.shutdown()
+            self._pool = None
+
+
+ALONE = CopyThreads(1)
+
+
+def copy_threads_of(threads: int, ranks: int, agree: Callable[[list[int]], list[int]]) -> CopyThreads:
+    """Make a crew of so many threads, or of as many as are worth it. Collective over the world.
+
+    Args:
+        threads: 0: to be measured.
+        ranks: that share this rank's cores.
+        agree: takes the minimum of numbers over all ranks.
+    """
+    if threads:
+        return CopyThreads(threads)
+    most = min(_MOST, len(os.sched_getaffinity(0)) // ranks)
+    best, best_s = 1, 0.0
+    for number in (1, 2, 4, 8):
+        worth_a_try = number <= most and (number == 1 or best == number // 2)
+        if agree([-int(worth_a_try and most > 1)])[0] == 0:  # nobody would use it
+            break
+        seconds = _copy_s(number) if worth_a_try else 0.0
+        if worth_a_try and (number == 1 or seconds * _WORTH < best_s):
+            best, best_s = number, seconds
+    return CopyThreads(best)
+
+
+def _copy_s(threads: int) -> float:
+    """Seconds that a crew takes to copy a few large tensors: the median."""
+    copy_threads = CopyThreads(threads)
+    source = np.ones((_PIECES, _PIECE_NBYTES), dtype=np.uint8)
+    target = np.ones_like(source)
+    works = [_copying(target[i], source[i]) for i in range(_PIECES)]
+    seconds = []
+    for _ in range(_TRIES):
+        start = time.perf_counter()
+        copy_threads.run(works)
+        seconds.append(time.perf_counter() - start)
+    copy_threads.close()
+    return sorted(seconds)[_TRIES // 2]
+
+
+def _copying(target: np.ndarray, source: np.ndarray) -> Callable[[], None]:
+    return lambda: np.copyto(target, source)

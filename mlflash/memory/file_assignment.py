@@ -1,0 +1,108 @@
+"""The files of a node → the ranks that take them over."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from .inventory import Inventory, file_number
+from .slot_header import Attempt, Kind
+
+
+@dataclasses.dataclass
+class AssignedFiles:
+    """The files that a rank takes over: numbers, or None where there is none yet.
+
+    The first of each pair is the one for the attempt that was chosen, the next one for the next save.
+
+    Attributes:
+        own: the rank's slots.
+        inbox: by owner, copies of another rank's slots; under the rank's own number, its parity files.
+        share: of shared state.
+    """
+
+    own: list[int | None]
+    inbox: dict[int, list[int | None]]
+    share: list[int | None]
+
+
+def assign(
+    found: Inventory,
+    names: Sequence[str],
+    node: int,
+    chosen: Attempt | None,
+    same_ranks: bool,
+    inboxes: Mapping[int, Sequence[int]],
+    shares: Mapping[int, tuple[int, int]],
+    own: int = 2,
+) -> tuple[dict[int, AssignedFiles], list[int]]:
+    """Share the files of a node out among its ranks, so that ranks that moved do not double the memory.
+
+    A file of the chosen attempt goes to the rank whose state, whose partner's copy, whose parity or whose share of
+    shared state it is; the others of that attempt come last, since they must not be written until the redundancy is
+    whole in its new places.
+
+    Args:
+        found: all sealed files of all nodes.
+        names: all slot files of this node, sealed or not.
+        node: index of this node.
+        chosen: the attempt that must be kept.
+        same_ranks: whether that attempt's ranks are the ranks of today (same world size).
+        inboxes: for each rank of this node, the ranks whose copies it holds, and itself where it holds parity.
+        shares: for each rank of this node that stores a share of shared state, the numbers of set and share.
+        own: how many slots of its own, and for its share, a rank has.
+
+    Returns:
+        The files of each rank here, and the numbers of those left over (to be deleted once the redundancy is
+        whole in its new places).
+    """
+    unused = _Unused(found.on(node), names, chosen)
+    files = {
+        rank: AssignedFiles([None] * own, {owner: [None, None] for owner in inboxes[rank]}, [None] * own)
+        for rank in inboxes
+    }
+    pairs: list[tuple[tuple[Kind, object], list[int | None]]]
+    pairs = [((Kind.SLOT, rank), files[rank].own) for rank in inboxes]
+    pairs += [
+        ((Kind.PARITY if owner == rank else Kind.SLOT, owner), pair)
+        for rank in inboxes
+        for owner, pair in files[rank].inbox.items()
+    ]
+    pairs += [((Kind.SHARE, shares[rank]), files[rank].share) for rank in inboxes if rank in shares]
+    if same_ranks:
+        for (kind, what), pair in pairs:
+            pair[0] = unused.take(True, kind, what)
+    for index in range(max(2, own)):
+        those = [(content, pair) for content, pair in pairs if index < len(pair)]
+        for (kind, what), pair in those:
+            if pair[index] is None:
+                pair[index] = unused.take(False, kind, what)
+        for (kind, _), pair in those:
+            if pair[index] is None:  # a parity file is no place for a slot, nor the other way: the sizes differ
+                pair[index] = unused.take(False, kind)
+    for (kind, _), pair in pairs:
+        if pair[1] is None and pair[0] not in unused.kept:  # one of the two can always be written
+            pair[1] = unused.take(True, kind)
+    return files, unused.numbers
+
+
+class _Unused:
+    """The files of a node that no rank has taken over yet: ``numbers``, and which of them are ``kept``."""
+
+    def __init__(self, here: Inventory, names: Sequence[str], chosen: Attempt | None):
+        self.numbers = sorted(file_number(name) for name in names)
+        self.kept = {int(file) for file in here.of(chosen).rows["file"]} if chosen else set()
+        self._content: dict[int, tuple[Kind, object]] = {}
+        for row in here.rows:
+            kind = Kind(row["kind"])
+            of_share = (int(row["shared_by"]), int(row["number"]))
+            self._content[int(row["file"])] = (kind, of_share if kind is Kind.SHARE else int(row["rank"]))
+
+    def take(self, is_kept: bool, kind: Kind, what: object = None) -> int | None:
+        """Take the first file of a kind, or one that holds nothing; with ``what``, the one that holds that."""
+        for number in self.numbers:
+            its_kind, holds = self._content.get(number, (kind, None))
+            if (number in self.kept) is is_kept and its_kind is kind and what in (None, holds):
+                self.numbers.remove(number)
+                return number
+        return None

@@ -1,0 +1,247 @@
+"""A named file in node memory, mapped by this rank; it outlives the process.
+
+Room is taken in huge pages where there are such, and with ``posix_fallocate`` (a full tmpfs is an error, not SIGBUS);
+other pages are faulted in once, in the background, with MADV_POPULATE_WRITE: a copy into fresh tmpfs pages costs 4 to
+10 times a warm one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import functools
+import logging
+import mmap
+import os
+import struct
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from ..errors import CorruptSlot, MemoryTooSmall
+from ..state.layout import PAGE_NBYTES, round_up
+from . import huge_pages
+from .node_directory import NodeDirectory
+
+log = logging.getLogger("mlflash")
+
+_MADV_POPULATE_WRITE = 23  # Linux 5.14; not a constant of Python's mmap
+_FLOCK = struct.Struct("hhlli")  # struct flock on 64-bit Linux
+_PORTABLE = 1  # cudaHostRegisterPortable: for all devices of the process
+_PREFAULT_NBYTES = 64 << 20  # per system call, so that close() need not wait long
+
+
+class Writer(Protocol):
+    """Something that copies into a segment."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it writes nothing any more."""
+
+
+_never_unmapped: list[Segment] = []  # a device may write into these until the process ends
+
+
+class Segment:
+    """A mapped slot file; made by :func:`create` or :func:`attach`.
+
+    Attributes:
+        name: file name in the node's directory.
+        view: its bytes, shape ``(nbytes,)``, uint8.
+        ready: set once the pages are there.
+        writers: copies into it that a device or another thread may still be making.
+    """
+
+    def __init__(self, name: str, fd: int, nbytes: int, fresh: bool, private: bool = False):
+        self.name = name
+        self.nbytes = nbytes
+        self.inode = os.fstat(fd).st_ino  # not given to another file while this mapping is there
+        self.ready = threading.Event()
+        self.writers: list[Writer] = []
+        self._fresh = fresh
+        self._lock = threading.Lock()
+        self._asked_to_pin = self._pinned = False
+        self.view = huge_pages.map_file(fd, nbytes, private)
+        self._fd = os.dup(fd)
+        self._close_file = weakref.finalize(self, os.close, self._fd)
+        self._close_file.atexit = False
+
+    @property
+    def is_lent(self) -> bool:
+        """Whether anybody, in whatever process of this node, has views of the file; see `lend`."""
+        return self._close_file.alive and _ask(self._fd, fcntl.F_OFD_GETLK, fcntl.F_WRLCK) != fcntl.F_UNLCK
+
+    def prefault(self) -> None:
+        """Fault the pages in and pin them where there is CUDA. Not collective; done once."""
+        at = 0
+        try:
+            while at < self.nbytes and not self.ready.is_set():
+                with self._lock:
+                    if not self.view.nbytes:
+                        break
+                    length = min(_PREFAULT_NBYTES, self.nbytes - at)
+                    failed = huge_pages.advise(self.view.ctypes.data + at, length, _MADV_POPULATE_WRITE)
+                    if failed and self._fresh:  # an older kernel: touch each page; nobody uses the slot before `ready`
+                        self.view[at : at + length : mmap.PAGESIZE] = 0
+                    at += length
+        finally:  # without it, it is slower, that is all; and somebody waits
+            self.ready.set()
+
+    def pin(self) -> None:
+        """Page-lock the segment for copies from CUDA devices; nothing happens without CUDA. Any thread; done once."""
+        torch = sys.modules.get("torch")
+        if self._asked_to_pin or torch is None or not torch.cuda.is_available():
+            return
+        with self._lock:
+            if self._asked_to_pin or not self.view.nbytes:
+                return
+            self._asked_to_pin = True
+            status = torch.cuda.cudart().cudaHostRegister(self.view.ctypes.data, self.nbytes, _PORTABLE)
+            self._pinned = int(status) == 0
+        if not self._pinned:  # copies are slower, that is all; but the next kernel would be told of this error
+            with contextlib.suppress(RuntimeError):
+                torch.zeros(1, device="cuda")
+
+    @property
+    def is_written_to(self) -> bool:
+        """Whether a device or another thread may still be copying into it. Not collective."""
+        self.writers = [writer for writer in self.writers if not writer.is_done]
+        return bool(self.writers)
+
+    def close(self) -> None:
+        """Unmap, unless something is still copying into it; the file stays. May be called twice."""
+        self.ready.set()
+        if self.is_written_to:
+            _never_unmapped.append(self)
+            return
+        with self._lock:
+            if self._pinned:
+                sys.modules["torch"].cuda.cudart().cudaHostUnregister(self.view.ctypes.data)
+                self._pinned = False
+            self.view = np.empty(0, dtype=np.uint8)
+        self._close_file()
+
+
+def lend(memory: NodeDirectory, name: str) -> tuple[Segment, Callable[[], None]]:
+    """Map a file for views: what is written to them stays here, and as long as it is lent nobody else may write it.
+
+    Not collective. Who has lent it is said by a lock on the file, which goes with the process, and which every rank of
+    the node sees that gets the file meanwhile. A file that is deleted stays as it is for those that have views of it.
+
+    Returns:
+        The mapping, and what is to be called once nobody has views of it.
+    """
+    fd = memory.open(name, os.O_RDWR)
+    try:
+        _ask(fd, fcntl.F_OFD_SETLK, fcntl.F_RDLCK)
+        segment = attach(memory, name, private=True)
+    except BaseException:
+        os.close(fd)
+        raise
+    return segment, functools.partial(_take_back, fd, os.getpid())
+
+
+def _take_back(fd: int, lender: int) -> None:
+    if os.getpid() == lender:  # in a process that was forked the parent's views are there still
+        _ask(fd, fcntl.F_OFD_SETLK, fcntl.F_UNLCK)  # not by closing it: a child has the descriptor, too
+    os.close(fd)
+
+
+def _ask(fd: int, command: int, kind: int) -> int:
+    """Set or test a lock on all of a file that belongs to its descriptor, not to the process; returns what there is."""
+    return int(_FLOCK.unpack(fcntl.fcntl(fd, command, _FLOCK.pack(kind, os.SEEK_SET, 0, 0, 0)))[0])
+
+
+def create(memory: NodeDirectory, nbytes: int) -> Segment:
+    """Make a new segment of at least ``nbytes`` bytes, all of them allocated.
+
+    Not collective.
+
+    Raises:
+        MemoryTooSmall: the file system is full; nothing is left behind.
+    """
+    nbytes = round_up(max(nbytes, PAGE_NBYTES), PAGE_NBYTES)
+    name, fd = memory.new_slot_name()
+    segment: Segment | None = None
+    try:
+        os.truncate(fd, nbytes)
+        segment = Segment(name, fd, nbytes, fresh=True)
+        huge_pages.fill(fd, segment.view)
+        os.posix_fallocate(fd, 0, nbytes)
+        return segment
+    except OSError as error:
+        if segment is not None:
+            segment.close()
+        memory.remove(name)
+        if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT):
+            raise
+        raise MemoryTooSmall(f"{memory.path} is full", expected=f"{nbytes} bytes for a slot") from None
+    finally:
+        os.close(fd)
+
+
+def attach(
+    memory: NodeDirectory, name: str, mapped: Mapping[int, Segment] | None = None, private: bool = False
+) -> Segment:
+    """Map a segment that an earlier process left.
+
+    Not collective.
+
+    Args:
+        memory: this node's directory.
+        name: its file.
+        mapped: mappings that are there already, by inode: one of the same file is given back instead of a new
+            one, whose pages would have to be faulted in again (which takes longer than to read them).
+        private: what is written to it stays here: pages that are written to are copied first.
+
+    Raises:
+        CorruptSlot: the file is shorter than a page, or has holes that there is no room to fill.
+        UnsafePath: it is not a private file of this user.
+    """
+    fd = memory.open(name, os.O_RDWR)
+    try:
+        status = os.fstat(fd)
+        nbytes = status.st_size // PAGE_NBYTES * PAGE_NBYTES
+        if nbytes == 0:
+            raise CorruptSlot(f"{name} is shorter than a page")
+        known = (mapped or {}).get(status.st_ino)
+        if known is not None and known.nbytes == nbytes:
+            return known
+        if status.st_blocks * 512 < nbytes:  # a hole in the file would be SIGBUS on a full tmpfs
+            os.posix_fallocate(fd, 0, nbytes)
+        return Segment(name, fd, nbytes, fresh=False, private=private)
+    except OSError as error:
+        raise CorruptSlot(f"{name} cannot be mapped: {error.strerror}") from error
+    finally:
+        os.close(fd)
+
+
+def prefault_in_background(segments: Sequence[Segment], pin: bool = False) -> None:
+    """Fault in the pages of some segments, one after the other, on a thread of its own.
+
+    Args:
+        segments: which.
+        pin: page-lock them, too.
+    """
+    todo = [segment for segment in segments if pin or not segment.ready.is_set()]
+
+    def run() -> None:
+        for segment in todo:
+            try:
+                segment.prefault()
+                if pin:
+                    segment.pin()
+            except Exception:  # of CUDA, say: the others are waited for
+                log.warning("the pages of %s could not be prepared", segment.name, exc_info=True)
+
+    if not todo:
+        return
+    try:
+        threading.Thread(target=run, name="mlflash-prefault", daemon=True).start()
+    except RuntimeError:  # no thread can be started
+        run()

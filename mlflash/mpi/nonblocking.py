@@ -1,0 +1,88 @@
+"""Step-by-step operations, and MPI collectives as such.
+
+A job of the courier drives them to their end (`World.drive`); what goes on beside the jobs is advanced a little
+whenever the courier has nothing else to do (see `background`). Every collective takes ``mpi``, the module
+mpi4py.MPI, and ``comm``, over which it is collective; None without MPI.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Generator, Iterable
+from typing import Any
+
+import numpy as np
+
+from ..errors import MlflashError
+
+Operation = Generator[bool, None, Any]
+"""A step-by-step operation: yields True when it moved, False when it waits; returns its result."""
+
+
+def done(request: Any) -> Operation:
+    """Wait for an MPI request."""
+    while not request.Test():
+        yield False
+
+
+def side_by_side(operations: Iterable[Operation]) -> Operation:
+    """Run operations together, as one; its result is the list of theirs."""
+    running = dict(enumerate(operations))
+    results: list[Any] = [None] * len(running)
+    while running:
+        moved = False
+        for i, operation in list(running.items()):
+            try:
+                moved |= next(operation)
+            except StopIteration as end:
+                results[i] = end.value
+                del running[i]
+                moved = True
+        if running:
+            yield moved
+    return results
+
+
+def agree(mpi: Any, comm: Any, values: np.ndarray) -> Operation:
+    """Take the minimum of each number over all ranks: one allreduce."""
+    if comm is None:
+        return values
+    out = np.empty_like(values)
+    yield from done(comm.Iallreduce(values, out, mpi.MIN))
+    return out
+
+
+def gather(mpi: Any, comm: Any, value: Any) -> Operation:
+    """Give every rank the (pickled) value of every rank."""
+    if comm is None:
+        return [value]
+    mine = np.frombuffer(pickle.dumps(value), dtype=np.uint8)
+    sizes = np.empty(comm.size, dtype=np.int64)
+    yield from done(comm.Iallgather(np.array([mine.nbytes], dtype=np.int64), sizes))
+    out = np.empty(int(sizes.sum()), dtype=np.uint8)
+    starts = np.concatenate(([0], np.cumsum(sizes)[:-1]))
+    yield from done(comm.Iallgatherv(mine, [out, (sizes, starts), mpi.BYTE]))
+    return [pickle.loads(out[a : a + n].tobytes()) for a, n in zip(starts, sizes, strict=True)]
+
+
+def broadcast(comm: Any, value: Any, root: int) -> Operation:
+    """Give every rank the (pickled) value of one."""
+    if comm is None:
+        return value
+    mine = np.frombuffer(pickle.dumps(value) if comm.rank == root else b"", dtype=np.uint8)
+    size = np.array([mine.nbytes], dtype=np.int64)
+    yield from done(comm.Ibcast(size, root))
+    out = mine.copy() if comm.rank == root else np.empty(int(size[0]), dtype=np.uint8)
+    yield from done(comm.Ibcast(out, root))
+    return pickle.loads(out.tobytes())
+
+
+def raise_together(mpi: Any, comm: Any, error: MlflashError | None) -> Operation:
+    """Raise on every rank what went wrong on any: a cause before its consequences, and that of the lowest rank."""
+    rank, size = (0, 1) if comm is None else (comm.rank, comm.size)
+    mine = [rank if error is not None and not error.follows else size, rank if error is not None else size]
+    cause, first = yield from agree(mpi, comm, np.array(mine, dtype=np.int64))
+    if first < size:
+        agreed: MlflashError = yield from broadcast(comm, error, int(cause if cause < size else first))
+        agreed.agreed = True
+        raise agreed

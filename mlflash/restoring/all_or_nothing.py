@@ -1,0 +1,124 @@
+"""A state is filled on all ranks, or on none: what goes wrong on any rank is raised on all, and what was loaded is put
+back.
+
+    objects whose saved state is small    one after the other; what they gave before is kept meanwhile
+    large ones, then tensors and arrays   there is no room for what was there before: where that fails, the state is
+                                          undefined, and nothing is saved until a restore has succeeded
+    objects of a framework                likewise: adapters load them, see `Loading.changing`
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+import xxhash
+
+from ..crash_points import reach
+from ..errors import DeadlineExceeded, MlflashError, StructureMismatch
+from ..mpi.courier import Courier
+from ..mpi.world import World
+from ..saving.save_queue import SaveQueue
+from ..state.rebuild import Filling
+
+T = TypeVar("T")
+
+_KEPT_NBYTES = 64 << 20  # of all that a rank keeps to put it back
+_UNDEFINED = ("the state given is undefined now: restore again, or begin anew; save refuses until a restore has "
+              "succeeded")  # fmt: skip
+
+
+class Loading:
+    """Fills states.
+
+    Args:
+        world: the ranks.
+        courier: lets them agree.
+        saves: told that a state is undefined.
+    """
+
+    def __init__(self, world: World, courier: Courier, saves: SaveQueue):
+        self._world, self._courier, self._saves = world, courier, saves
+
+    def together(self, step: int, work: Callable[[], T]) -> T:
+        """Do something with the state on this rank; what goes wrong on any rank is raised on all.
+
+        Collective over the world.
+        """
+        return self._courier.together(work, lambda why: StructureMismatch(f"loading failed: {why}"), step)
+
+    @contextlib.contextmanager
+    def changing(self, step: int) -> Iterator[None]:
+        """Change the state where nothing can be put back: when that fails, the state is undefined. Not collective."""
+        self._saves.undefined = _half_loaded(step)
+        try:
+            yield
+        except DeadlineExceeded:
+            raise
+        except MlflashError as error:  # the same on all ranks
+            self._stay_undefined(error)
+            raise
+        self._saves.undefined = ""
+
+    def _stay_undefined(self, error: MlflashError) -> None:
+        self._saves.undefined = str(error)
+        error.message += f"; {_UNDEFINED}"
+
+    def fill(self, step: int, filling: Filling) -> None:
+        """Fill a state that was compared with what it is filled with. Collective over the world.
+
+        Raises:
+            MlflashError: on all ranks, what went wrong on any. The state is as it was before, or the text says that it
+                is undefined.
+        """
+        small = self._small(filling)
+
+        def load_small() -> None:
+            filling.keep(small)
+            filling.load(small)
+
+        def load_rest() -> None:
+            filling.load([path for path in filling.objects if path not in small])
+            filling.fill_leaves()
+
+        reach("restore.loading")
+        before = self._saves.undefined
+        self._saves.undefined = _half_loaded(step)  # so it is, too, where this is interrupted
+        try:
+            self.together(step, load_small)
+            self.together(step, load_rest)
+        except DeadlineExceeded:  # the ranks cannot agree on anything now
+            raise
+        except MlflashError as error:  # the same on all ranks
+            whole = filling.put_back()
+            if self._courier.call(lambda: self._world.agree([int(whole)]))[0]:
+                self._saves.undefined = before
+            else:
+                self._stay_undefined(error)
+            raise
+        self._saves.undefined = ""
+
+    def _small(self, filling: Filling) -> list[str]:
+        """The objects that are kept, the same on all ranks: what they do may be collective. Collective over the world.
+
+        Where ranks have different objects none is.
+        """
+        sizes = {path: filling.nbytes_of(path) for path in filling.objects}
+        name = xxhash.xxh3_64_intdigest("\n".join(sizes).encode()) >> 1  # fits an int64
+
+        def agree() -> list[int]:
+            if self._world.agree([name, -name]) != [name, -name] or not sizes:
+                return []
+            return [-most for most in self._world.agree([-nbytes for nbytes in sizes.values()])]
+
+        small, left = set(), _KEPT_NBYTES
+        for nbytes, path in sorted(zip(self._courier.call(agree), sizes, strict=False)):
+            left -= nbytes
+            if left >= 0:
+                small.add(path)
+        return [path for path in sizes if path in small]
+
+
+def _half_loaded(step: int) -> str:
+    return f"step {step} was not loaded to its end"

@@ -1,0 +1,131 @@
+"""Parts of tensors → the ranks that ask for them: packed by who has them, checked where they arrive.
+
+Each rank tells the others what it wants of them, and every part travels in runs of at most a chunk. Parts of a shard
+that is cut along another dimension are strided: the sender packs them, where a Get would need a datatype for each.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+import pickle
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from ..mpi.nonblocking import Operation, done
+from ..mpi.world import World
+from ..startup.context import Context
+from ..state.leaves import Entry
+from ..state.rebuild import Read
+from ..state.shards import box, cut
+
+_ASK, _BODY, _CHECK = 41, 42, 43
+_DEPTH = 2  # runs of a pair of ranks that are on their way at a time
+
+
+@dataclasses.dataclass(frozen=True)
+class WantedPart:
+    """A part of an old shard that is wanted.
+
+    Attributes:
+        rank, number: the old rank, and the entry in its manifest.
+        source: where the part begins in that shard.
+        shape: of the part.
+        target: where it goes, ``(*shape, item bytes)`` uint8.
+    """
+
+    rank: int
+    number: int
+    source: tuple[int, ...]
+    shape: tuple[int, ...]
+    target: np.ndarray
+
+
+def items(raw: np.ndarray, entry: Entry) -> np.ndarray:
+    """View the bytes of an entry as ``(*shape, item bytes)``."""
+    return raw.reshape(*entry.shape, entry.nbytes // max(1, math.prod(entry.shape)))
+
+
+def exchange(
+    context: Context, has: Mapping[int, tuple[Read, Sequence[Entry]]], asked: Mapping[int, Sequence[WantedPart]]
+) -> bool:
+    """Send what others ask for, and receive what this rank asks for; whether all of that arrived whole.
+
+    Collective over the world.
+
+    Args:
+        has: what this rank has, by old rank: its bytes, and its entries.
+        asked: by the rank that has it, what this rank wants.
+    """
+    world = context.world
+    if world.world is None:
+        return True
+    questions = {
+        rank: pickle.dumps([(p.rank, p.number, p.source, p.shape) for p in those]) for rank, those in asked.items()
+    }
+    lengths, theirs = np.zeros(world.size, dtype=np.int64), np.zeros(world.size, dtype=np.int64)
+    for rank, text in questions.items():
+        lengths[rank] = len(text)
+    world.finish(world.world.Ialltoall(lengths, theirs))
+    arrived = {int(rank): np.empty(int(theirs[rank]), dtype=np.uint8) for rank in np.flatnonzero(theirs)}
+    requests = [world.data.Irecv([text, world.mpi.BYTE], rank, _ASK) for rank, text in arrived.items()]
+    requests += [world.data.Isend([np.frombuffer(text, np.uint8), world.mpi.BYTE], rank, _ASK)
+                 for rank, text in questions.items()]  # fmt: skip
+    world.finish(*requests)
+    chunk = context.config.chunk_nbytes
+    work = [_send(world, rank, pickle.loads(text.tobytes()), has, chunk) for rank, text in arrived.items()]
+    work += [_receive(world, rank, those, chunk) for rank, those in asked.items()]
+    world.waiting_for = sorted({*arrived, *asked})
+    good = world.drive(work)
+    world.waiting_for = ()
+    return all(good)
+
+
+def _send(world: World, peer: int, wanted: Sequence[tuple[int, int, Any, Any]],
+          has: Mapping[int, tuple[Read, Sequence[Entry]]], chunk: int) -> Operation:  # fmt: skip
+    sent: collections.deque[tuple[Any, ...]] = collections.deque()
+    for rank, number, source, shape in wanted:
+        read, entries = has[rank]
+        part = items(read(entries[number]), entries[number])[box(source, shape)]
+        for run in _runs(part, chunk):
+            raw = np.ascontiguousarray(run).reshape(-1)
+            check = np.array([xxhash.xxh3_64_intdigest(raw.data)], dtype="<u8")
+            body = world.data.Isend([raw, world.mpi.BYTE], peer, _BODY)
+            sent.append((body, world.data.Isend([check, world.mpi.BYTE], peer, _CHECK)))
+            yield True
+            while len(sent) > _DEPTH:
+                for request in sent.popleft():
+                    yield from done(request)
+    for requests in sent:
+        for request in requests:
+            yield from done(request)
+    return True
+
+
+def _receive(world: World, peer: int, wanted: Sequence[WantedPart], chunk: int) -> Operation:
+    runs = (run for wanted_part in wanted for run in _runs(wanted_part.target, chunk))
+    posted: collections.deque[tuple[np.ndarray, np.ndarray, np.ndarray, Any, Any]] = collections.deque()
+    good = True
+    while True:
+        while len(posted) < _DEPTH and (run := next(runs, None)) is not None:
+            raw, check = np.empty(run.nbytes, dtype=np.uint8), np.empty(1, dtype="<u8")
+            body = world.data.Irecv([raw, world.mpi.BYTE], peer, _BODY)
+            posted.append((run, raw, check, body, world.data.Irecv([check, world.mpi.BYTE], peer, _CHECK)))
+        if not posted:
+            return good
+        target, raw, check, body, told = posted.popleft()
+        yield from done(body)
+        yield from done(told)
+        good &= xxhash.xxh3_64_intdigest(raw.data) == int(check[0])
+        target[...] = raw.reshape(target.shape)
+        yield True
+
+
+def _runs(part: np.ndarray, chunk: int) -> Iterator[np.ndarray]:
+    """Cut ``(*shape, item bytes)`` into runs of at most a chunk."""
+    for offset, shape in cut(part.shape[:-1], part.shape[-1], chunk):
+        yield part[box(offset, shape)]

@@ -1,0 +1,284 @@
+"""Memory → the newest whole checkpoint, on every rank; then the redundancy made whole again.
+
+    take stock   each node lists its sealed slots; all ranks make the same choice
+    verify       every byte of every slot that will be used, on all ranks, before anything is loaded
+    repair       lost slots and damaged blocks are made again from parity, where there is some
+    fetch        slots that are on another node come to a slot of the rank's own
+    reunite      so do the shares of what several ranks hold alike
+    (load)       by the caller, from the own slot; an error there is agreed on too
+    heal         copies and parity are checked, and made again where they are missing
+
+A slot found bad is struck off the list and the choice is made again, so that all ranks always take the same
+attempt.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+from ..crash_points import reach
+from ..errors import CorruptSlot, WorldSizeChanged
+from ..memory import commit_records
+from ..memory.inventory import Inventory, Place, file_name
+from ..memory.shared_memory_segment import Segment, attach
+from ..memory.slot import Slot
+from ..memory.slot_header import Attempt
+from ..redundancy.rank_checkpoint import RankCheckpoint, open_rank_checkpoint
+from ..redundancy.slot_transfer import slot_of
+from ..startup.choose_checkpoint import Choice, choose
+from ..startup.context import Context
+from .fetch_slots import fetch
+from .gather_deduplicated import reunite
+from .heal import give_receipts
+from .open_in_memory import FoundElsewhere
+from .rebuild_from_parity import Repairs
+
+log = logging.getLogger("mlflash")
+
+
+def restorable_steps(context: Context, alike: bool = False) -> list[int]:
+    """List the steps of which every rank's slot is somewhere, ascending. Collective over the world.
+
+    Args:
+        context: of this rank.
+        alike: only those that as many ranks have saved.
+    """
+    found = context.take_stock()
+    whole = [
+        step
+        for attempt, step, size in found.attempts()
+        if (not alike or size == context.world.size) and choose(found.of(attempt), context.world.topology.node_of)
+    ]
+    return sorted(set(whole))
+
+
+def bring_home(
+    context: Context, step: int | None, others: bool = False, oldest: int = 0, checked: bool = True,
+    struck: dict[Place, str] | None = None,
+) -> RankCheckpoint | FoundElsewhere | None:  # fmt: skip
+    """Bring the newest restorable attempt (or that of a step) into this rank's own slot.
+
+    Collective over the world.
+
+    Args:
+        context: of this rank.
+        step: this one only.
+        others: where it is of another number of ranks, bring it to where it can be read.
+        oldest: pass over attempts of a smaller generation: there is something newer elsewhere.
+        checked: verify every byte, not only headers and tables.
+        struck: gets the files that were found to be damaged, and how; the same on all ranks.
+
+    Returns:
+        This rank's state, every byte of it verified on every rank; or what there is of other ranks here; None where
+        there is nothing.
+
+    Raises:
+        WorldSizeChanged: it was saved by another number of ranks, and is not to be resharded.
+    """
+    found = context.take_stock().since(oldest)
+    reach("restore.listed")
+    while True:
+        node_of, skip_stuck = context.world.topology.node_of, context.config.skip_stuck if step is None else 0
+        choice = choose(found, node_of, step, skip_stuck)
+        passed_over = choose(found, node_of, step) if skip_stuck else choice
+        if choice is None:
+            return None
+        same_ranks = choice.world_size == context.world.size
+        if not same_ranks and not others:
+            raise _other_ranks(choice, context.world.size)
+        slots: dict[int, Slot] = {}
+        bad = _bring(context, found, choice, slots, checked)
+        if not bad:
+            if same_ranks:
+                own = next(slot for slot in context.pool.own if _is(slot, context.world.rank, choice.attempt))
+                slots = {context.world.rank: own}
+            files, lacking = reunite(context, choice, slots, checked)
+            bad = dict.fromkeys(lacking, "what it shares with other ranks is damaged or gone")
+        if bad:
+            context.pool.unmap_others(slots.values())
+            found = found.without(bad)
+            if struck is not None:
+                struck |= bad
+            continue
+        context.restores = choice.restores + 1
+        if passed_over is not None and passed_over.attempt != choice.attempt and context.world.rank == 0:
+            log.warning(
+                "step %d was restored %d times and nothing newer was committed since: step %d is taken instead "
+                "(skip_stuck=%d)", passed_over.step, passed_over.restores, choice.step, context.config.skip_stuck,
+            )  # fmt: skip
+        homes = {
+            rank: open_rank_checkpoint(context.memory, context.pool.mapped(), context.world.node_index, slot, files)
+            for rank, slot in slots.items()
+        }
+        if not same_ranks:
+            context.restored_from = "other ranks"
+            context.rolled_forward = False
+            return FoundElsewhere(choice.attempt, choice.step, context.restores, homes, files)
+        place = choice.source[context.world.rank]
+        context.restored_from = "parity" if place is None else context.world.topology.node_names[place[0]]
+        context.rolled_forward = bool(context.world.agree([int(not own.committed)])[0])
+        if not context.rolled_forward:
+            give_receipts(own)
+        return homes[context.world.rank]
+
+
+def _other_ranks(choice: Choice, size: int) -> WorldSizeChanged:
+    return WorldSizeChanged(
+        "the checkpoint in memory was saved by another number of ranks: restore(state) puts it together for this one; "
+        "or leave it behind with another job name, `fresh`, or `mlflash clean`",
+        step=choice.step, expected=f"a world of {choice.world_size} ranks", found=f"{size}",
+    )  # fmt: skip
+
+
+def why_not(context: Context, struck: Mapping[Place, str]) -> tuple[dict[int, str], list[int]]:
+    """Say why memory gives nothing. Collective over the world.
+
+    Args:
+        struck: files that were found to be damaged, and how.
+
+    Returns:
+        Why each step that was committed cannot be restored, the newest first; and the steps of saves that did not end.
+    """
+    traces = [one for one in context.find_traces() if one.attempt is None or one.attempt.generation >= context.floor]
+    told = commit_records.why_not(traces, struck, context.world.topology.node_names)
+    return told, sorted({one.step for one in traces if one.step >= 0} - told.keys())
+
+
+def count(context: Context, home: Slot) -> None:
+    """Count, once a run, that a run has restored this attempt, and warn where others have done so before.
+
+    Not collective. The count goes with the slot; a newer commit begins a new one.
+    """
+    header = home.header
+    assert header is not None
+    if header.attempt == context.counted:
+        return
+    context.counted = header.attempt
+    home.record_restores(header.attempt, context.restores)
+    if context.restores > 1 and context.world.rank == 0:
+        log.warning(
+            "step %d was restored %d times now and nothing newer was committed since: if training always fails at the "
+            "same place, Checkpointer(skip_stuck=%d) takes the step before it",
+            header.step, context.restores, context.restores,
+        )  # fmt: skip
+
+
+def _bring(context: Context, found: Inventory, choice: Choice, slots: dict[int, Slot], checked: bool
+           ) -> dict[Place, str]:  # fmt: skip
+    """Verify the slots of a choice, rebuild, repair and fetch; gives the files to do without, and why, where it failed.
+
+    Args:
+        slots: gets the slots of other ranks that this rank has, where the ranks of the choice are not those of today.
+    """
+    same_ranks = choice.world_size == context.world.size
+    serves = _servers(context, choice)
+    read: dict[int, Slot] = {}
+    damaged, bad = _verify(context, choice, serves, read, checked)
+    repairs = None
+    if not bad and (damaged or choice.rebuilt):
+        repairs = Repairs(context, choice, serves, read, damaged)
+        bad = dict.fromkeys(repairs.beyond, "it is damaged, and parity cannot give it back")
+    if not bad:
+        reach("restore.verified")
+        context.adopt(found, choice)
+        reach("restore.adopted")
+        lost = repairs.run() if repairs is not None else []
+        bad = dict.fromkeys(lost, "what parity made of it is not whole")
+        if not bad and same_ranks:
+            bad = dict.fromkeys(_fetch(context, choice, serves, read), "it did not arrive whole from its node")
+    if repairs is not None:
+        repairs.close()
+    if bad or same_ranks:
+        context.pool.unmap_others(read.values())
+        return bad
+    slots |= read
+    for rank, slot in (repairs.rebuilt if repairs is not None else {}).items():
+        slots[rank] = slot
+        context.pool.keep_for_now(slot)
+    return {}
+
+
+def _verify(context: Context, choice: Choice, serves: list[int], slots: dict[int, Slot], checked: bool
+            ) -> tuple[dict[int, list[int]], dict[Place, str]]:  # fmt: skip
+    """Verify every byte of the slots of a choice, on all ranks.
+
+    Args:
+        slots: gets those that this rank reads.
+        checked: every byte, not only table and manifest.
+
+    Returns:
+        Bad blocks that parity may repair, by rank; files that cannot be restored from, and why.
+    """
+    world = context.world
+    mine: list[tuple[int, list[int] | str]] = []
+    for rank, place in enumerate(choice.source):
+        if serves[rank] == world.rank and place is not None:
+            try:
+                mapped = context.pool.mapped() if choice.world_size == world.size else {}
+                slots[rank] = _open(context, choice.attempt, rank, place, mapped)
+                blocks = _bad_blocks(context, slots[rank], choice.group_of(rank) is not None) if checked else []
+                if not checked:
+                    slots[rank].verify_table()
+                    slots[rank].manifest()
+            except (CorruptSlot, OSError) as error:
+                log.warning("rank %d: this slot cannot be restored from: %s", world.rank, error)
+                mine.append((rank, getattr(error, "message", str(error))))
+            else:
+                mine += [(rank, blocks)] if blocks else []
+    found = [pair for pairs in world.gather(mine) for pair in pairs]
+    bad = {place: why for rank, why in found if isinstance(why, str) and (place := choice.source[rank]) is not None}
+    return {rank: blocks for rank, blocks in found if not isinstance(blocks, str)}, dict(sorted(bad.items()))
+
+
+def _open(context: Context, attempt: Attempt, rank: int, place: Place, mapped: dict[int, Segment]) -> Slot:
+    slot = Slot(attach(context.memory, file_name(place[1]), mapped))
+    if not _is(slot, rank, attempt):
+        raise CorruptSlot("the header of a slot changed", rank=rank)
+    return slot
+
+
+def _bad_blocks(context: Context, slot: Slot, parity: bool) -> list[int]:
+    """Read every byte of a slot; returns the bad blocks where there is parity to repair them."""
+    if not parity:
+        slot.verify(context.copy_threads)
+        slot.manifest()
+        return []
+    assert slot.header is not None
+    slot.verify_table()
+    bad = slot.bad_blocks(slot.header.extents, context.copy_threads)
+    if bad:
+        log.warning("%d of %d blocks of %s are damaged, first block %d: parity is asked for them",
+                    len(bad), slot.header.extents.blocks, slot.name, bad[0])  # fmt: skip
+    else:
+        slot.manifest()
+    return bad
+
+
+def _servers(context: Context, choice: Choice) -> list[int]:
+    """For each rank of the choice, who reads its slot: the rank itself where it is on its node, else one of that node,
+    in turn. Where it is rebuilt: the rank itself, or where there is none, any.
+    """
+    topology, size = context.world.topology, context.world.size
+    return [
+        rank % size if place is None else topology.reader(rank, place[0]) for rank, place in enumerate(choice.source)
+    ]
+
+
+def _is(slot: Slot, rank: int, attempt: Attempt) -> bool:
+    return slot.header is not None and (slot.header.rank, slot.header.attempt) == (rank, attempt)
+
+
+def _fetch(context: Context, choice: Choice, serves: list[int], slots: dict[int, Slot]) -> list[Place]:
+    """Bring slots from other nodes; returns those that did not arrive whole."""
+    world = context.world
+    if all(server == rank for rank, server in enumerate(serves)):
+        return []
+    mine = {rank: slots[rank] for rank, server in enumerate(serves) if server == world.rank and rank != world.rank}
+    server = serves[world.rank] if serves[world.rank] != world.rank else None
+    home = None if server is None else context.pool.free_slot(context.pool.own)
+    whole = fetch(context, mine, server, home, slot_of(world.rank, choice.attempt))
+    reach("restore.fetched")
+    context.recorder.counts["slots fetched"] += server is not None
+    failed = [] if whole else [choice.source[world.rank]]
+    return sorted(place for places in world.gather(failed) for place in places if place is not None)

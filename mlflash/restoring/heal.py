@@ -1,0 +1,102 @@
+"""The restored step, whole again on all nodes: copies and parity are checked, and made again where they are missing."""
+
+from __future__ import annotations
+
+import logging
+
+from ..crash_points import reach
+from ..errors import CorruptSlot, MlflashError
+from ..memory.slot import Slot
+from ..redundancy.slot_transfer import Source
+from ..startup.context import Context
+
+log = logging.getLogger("mlflash")
+
+_HEAL_TRIES = 3
+
+
+def give_receipts(*slots: Slot) -> None:
+    """Write the receipt of their commit into slots that came from another node, or rolled forward and are whole now.
+
+    Not collective. So that whatever node is left knows that the step was committed.
+    """
+    for slot in slots:
+        if slot.header is not None and not slot.committed:
+            slot.record_commit(slot.header.attempt, slot.header.step)
+
+
+def heal_or_remember(context: Context, home: Slot) -> None:
+    """Heal, a few times over; what cannot be healed now is remembered, and each later save tries again first.
+
+    Collective over the world.
+    """
+    for _ in range(_HEAL_TRIES):
+        try:
+            heal(context, home)
+        except MlflashError as error:  # the same on all ranks
+            if context.unhealed is None and context.world.rank in (0, error.rank):
+                log.warning("the restored step has no full redundancy: %s", error)
+            context.unhealed = home
+            if not isinstance(error, CorruptSlot):
+                return  # only a copy that arrived damaged may arrive whole next time
+        else:
+            context.unhealed = None
+            assert home.header is not None
+            context.pool.free_older(home.header.attempt)
+            return
+
+
+def heal(context: Context, home: Slot) -> None:
+    """Make the redundancy of the restored attempt whole in its new places; then free everything else.
+
+    Collective over the world.
+
+    Raises:
+        MemoryTooSmall, SaveFailed: on all ranks; what was there before is untouched.
+    """
+    world, pool, protection = context.world, context.pool, context.protection
+    header = home.header
+    assert header is not None
+    if not context.rolled_forward:
+        pool.drop_stale()
+    lacking = protection.missing(pool, header.attempt)
+    whole = world.agree([int(not lacking)])[0]
+    reach("heal.begun")
+    if not whole:
+        _protect_again(context, home, lacking)
+        reach("heal.copied")
+    kept = protection.kept(pool, header.attempt)
+    give_receipts(home, *kept)
+    shares = [slot for slot in pool.shares if slot.header is not None and slot.header.attempt == header.attempt]
+    pool.keep_only([home, *shares, *kept])
+    pool.drop_spare()
+    reach("heal.freed")
+    # The next save shall find room.
+    demand = [(slot, header.extents.nbytes) for slot in pool.own]
+    demand += [(slot, share.header.extents.nbytes) for share in shares if share.header for slot in pool.shares]
+    for owner, pair in pool.inbox.items():
+        sizes = [copy.header.extents.nbytes for copy in kept if copy.header is not None and copy.header.rank == owner]
+        demand += [(slot, nbytes) for nbytes in sizes for slot in pair]
+    context.ensure_room(demand)
+    reach("heal.done")
+
+
+def _protect_again(context: Context, home: Slot, lacking: bool) -> None:
+    world, pool, protection = context.world, context.pool, context.protection
+    header = home.header
+    assert header is not None
+    context.recorder.counts["slots healed"] += lacking
+    demand = protection.offer(pool, header.extents if lacking else None, again=True)
+    context.ensure_room(demand, pairs=False)  # the other slot of a pair may hold the last copy of the step before
+    whole = protection.protect(pool, Source(home, header.extents, None, context.pace), header.attempt)
+    error: MlflashError | None = None
+    if not whole:
+        error = CorruptSlot(
+            "its redundancy did not arrive whole", rank=world.rank, node=world.node_name, step=header.step
+        )
+    try:
+        world.raise_together(error)
+    except MlflashError:  # where a copy failed somewhere its slot must be free for the next save
+        pool.release(header.attempt, [home], False)
+        raise
+    pool.release(header.attempt, [home], True)

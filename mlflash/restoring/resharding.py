@@ -1,0 +1,299 @@
+"""A checkpoint of other ranks, or in other shards → this run's: each rank puts its state together in a slot of its own.
+
+    gather     what the old ranks' slots hold: entries, plain leaves, checksums of whole tensors
+    plan       of which parts each tensor is made (see `shards`), and who has them
+    exchange   parts on this node are read from its files; the others are asked for (see `fragments`)
+    commit     the new slot is protected and committed like a save; only then may the old ones go
+
+What each old rank had its own of goes to the rank of its number. Where there was none, a rank keeps what it has; where
+there is none any more, it is left behind; rank 0 says both.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from ..crash_points import reach
+from ..errors import CorruptSlot, MlflashError, SaveFailed, StructureMismatch, text_of
+from ..memory.slot import Slot
+from ..redundancy.rank_checkpoint import RankCheckpoint
+from ..redundancy.slot_plan import Plan
+from ..saving import commit
+from ..saving.snapshot import Snapshot
+from ..saving.staging import Staging
+from ..startup.context import Context
+from ..state import shards
+from ..state.flatten import flatten, flatten_or_none
+from ..state.layout import PAGE_NBYTES
+from ..state.leaves import Entry, Flat, Leaf, Tree, live_bytes, tensor_entry
+from ..state.rebuild import Filling, compare, refuse_differences
+from ..state.shards import box
+from ..state.torch_objects import is_like, parameters
+from .exchange_fragments import WantedPart, items
+from .open_in_memory import FoundElsewhere, OldRank, OpenCheckpoint, held_by_name
+
+log = logging.getLogger("mlflash")
+
+_NAMED = 5  # leaves named in a warning
+
+
+@dataclasses.dataclass
+class _Wanted:
+    """The state of a new rank: where it goes, and of what it is made.
+
+    Attributes:
+        flat: its leaves; the values are live ones, or None where there are none yet.
+        made_of: for each leaf that is brought, by number, the parts of old shards that make it up.
+    """
+
+    flat: Flat
+    made_of: dict[int, list[shards.Fragment]]
+
+
+@dataclasses.dataclass
+class Resharded:
+    """A state that was put together in an own slot (its share stays empty), and not loaded yet."""
+
+    slot: Slot
+    share: Slot
+    plan: Plan
+    flat: Flat
+
+    def filling(self, state: Any) -> Filling:
+        """Fill it into a live state, in place. Not collective."""
+        layout = self.plan.layout
+        read = self.slot.reader(layout.extents)
+        return Filling(state, self.flat.structure.tree, layout.entries, self.flat.plain, read)
+
+
+def reshard(context: Context, old: OpenCheckpoint, state: Any) -> Resharded:
+    """Put this rank's state together. Collective over the world; nothing of ``state`` is changed.
+
+    Raises:
+        StructureMismatch: on all ranks, where that of any does not go together with the checkpoint.
+        MemoryTooSmall: on all ranks, where there is no room for it beside the old slots.
+        CorruptSlot: on all ranks, where a part did not arrive whole on any.
+    """
+    world = context.world
+
+    def want() -> tuple[_Wanted, Plan]:
+        try:
+            wanted = _want(context, old, state)
+            return wanted, Staging(context.config.block_nbytes, context.copy_threads, context.config.timeout_s).plan(
+                wanted.flat
+            )
+        except MlflashError:
+            raise
+        except Exception as problem:  # state_dict() of an object may raise anything: all ranks must hear of it
+            raise StructureMismatch(f"the state could not be read: {text_of(problem)}", step=old.step) from problem
+
+    def take() -> tuple[Slot, Slot]:
+        taken = context.pool.take(0, old, leave=True)
+        if taken is None:
+            raise SaveFailed("both own slots of a rank hold something: views that load(copy=False) gave may still be "
+                             "there", step=old.step)  # fmt: skip
+        return taken
+
+    wanted, plan = world.on_all(want)
+    try:
+        slot, share = world.on_all(take)
+    except MlflashError:
+        context.pool.give_back(context.pool.taken_by(old))
+        raise
+    made = Resharded(slot, share, plan, wanted.flat)
+    try:
+        context.ensure_room([(slot, plan.layout.extents.nbytes)], waiting=[slot])
+        assert slot.segment is not None
+        world.wait_for(slot.segment.ready.is_set)
+        whole = _fill_slot(old, wanted, plan, slot)
+        if not world.agree([int(whole)])[0]:
+            raise CorruptSlot("parts of the checkpoint did not arrive whole", step=old.step)
+    except MlflashError:  # the same on all ranks
+        give_up(context, made)
+        raise
+    reach("restore.resharded")
+    if world.rank == 0:
+        _warn_of_own(old, world.size)
+    return made
+
+
+def _warn_of_own(old: OpenCheckpoint, size: int) -> None:
+    """Say what old ranks had their own of where there is no such rank any more, or was none before. Not collective."""
+    own = {name for name, those in held_by_name(old).items() if shards.is_private(those)}
+    own |= shards.private_plain({rank: one.plain for rank, one in old.olds.items()})
+    names = {rank: {entry.name for entry in one.entries} | one.plain.keys() for rank, one in old.olds.items()}
+    staying = {name for rank in names if rank < size for name in names[rank]}
+    gone, new = sorted(names.keys() - range(size)), sorted(range(size) - names.keys())
+    how = f"step {old.step} was saved by {len(names)} ranks, and {size} go on"
+    if left := sorted({name for rank in gone for name in names[rank] if name in own or name not in staying}):
+        log.warning("%s: what %s had of its own is left behind: %s. Memory does not have it after this restore; where "
+                    "the step was drained, load(%d, source=directory) on %d ranks gives it",
+                    how, _ranks(gone), _some(left), old.step, len(names))  # fmt: skip
+    if new and own:
+        log.warning("%s: each rank had its own of %s, and there was no %s: there it stays as it is",
+                    how, _some(sorted(own)), _ranks(new))  # fmt: skip
+
+
+def _ranks(numbers: list[int]) -> str:
+    return f"rank {numbers[0]}" + (f" to {numbers[-1]}" if len(numbers) > 1 else "")
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
+
+
+def give_up(context: Context, made: Resharded) -> None:
+    """Let saves write the slots that a state was put together in, as it was not loaded. Not collective."""
+    context.pool.give_back([made.slot, made.share])
+
+
+def protect(context: Context, old: OpenCheckpoint, made: Resharded) -> None:
+    """Commit what was put together, as a save of its own; then the old slots may go. Collective over the world.
+
+    Where it cannot be, that is a warning, and the old slots stay until a newer step is committed.
+    """
+    save = commit.Save(Snapshot(old.step, lambda: None))
+    context.pool.hand_over([made.slot, made.share], save)
+    save.slot, save.share, save.plan, save.segment = made.slot, made.share, made.plan, made.slot.segment
+    save.problem = None
+    try:
+        commit.run(save, context)
+        made.slot.record_restores(save.attempt, old.restores)
+    except MlflashError as error:
+        if context.world.rank in (0, error.rank):
+            log.warning("the restored step has no redundancy among the ranks of this run: %s", error)
+    old.close()
+
+
+def unless_alike(context: Context, home: RankCheckpoint, state: Any) -> RankCheckpoint | FoundElsewhere:
+    """Tell whether the state of any rank has other shards than its checkpoint; else it can be loaded as it is.
+
+    Collective over the world.
+    """
+    differ = context.world.on_all(lambda: _only_shards_differ(state, home))
+    if not context.world.agree([int(not differ)])[0]:
+        return FoundElsewhere(home.header.attempt, home.header.step, context.restores, {context.world.rank: home},
+                         home.files)  # fmt: skip
+    return home
+
+
+def _only_shards_differ(state: Any, home: RankCheckpoint) -> bool:
+    if "torch.distributed.tensor" not in sys.modules and all(e.shape == e.global_shape for e in home.manifest.entries):
+        return False  # nothing on either side is a shard
+    flat = flatten_or_none(state)
+    if flat is None:
+        return False
+    entries = home.manifest.entries
+    live = _live_entries(state, flat, home.manifest.tree, entries)
+    alike = tuple(_as_live(entry, live) for entry in entries)
+    if all((a.offset, a.shape) == (b.offset, b.shape) for a, b in zip(alike, entries, strict=True)):
+        return False
+    return not compare(state, home.manifest.tree, alike)
+
+
+def _live_entries(state: Any, flat: Flat, tree: Tree, entries: tuple[Entry, ...]) -> dict[str, Entry]:
+    """The entries of the live tensors, and of those that optimizers will make like their parameters, by name."""
+    live = {leaf.entry.name: leaf.entry for leaf in flat.leaves}
+    for number, parameter in parameters(state, tree).items():
+        entry, torch = entries[number], sys.modules["torch"]
+        if entry.name not in live and is_like(entry, parameter):
+            its = tensor_entry(torch, parameter, entry.name)[1]  # its dtype may be another one
+            nbytes = math.prod(its.shape) * getattr(torch, entry.dtype).itemsize
+            live[entry.name] = dataclasses.replace(entry, global_shape=its.global_shape, offset=its.offset,
+                                                   shape=its.shape, nbytes=nbytes)  # fmt: skip
+    return live
+
+
+def _refuse_flat_shards(state: Any, old: OldRank, held: Mapping[str, list[shards.Held]]) -> None:
+    """Refuse an optimizer's state whose shards do not say that they are shards, where the parameters are cut anew."""
+    for number, parameter in parameters(state, old.tree).items():
+        entry, shape = old.entries[number], tuple(parameter.shape)
+        if shards.is_private(held[entry.name]) and len(entry.shape) == len(shape) and not is_like(entry, parameter):
+            raise StructureMismatch(
+                "each rank had a shard of this tensor that does not say so, as with FSDP1, and the parameter is cut "
+                "otherwise here: restore on the ranks that saved it, shard the model with fully_shard (FSDP2), or save "
+                "what mlflash.adapters.fsdp.sharded_state_dict gives", tensor=entry.name,
+                expected=f"a parameter of {list(entry.shape)}", found=list(shape),
+            )  # fmt: skip
+
+
+def _as_live(entry: Entry, live: Mapping[str, Entry]) -> Entry:
+    """An entry of the checkpoint, in the shard that a live tensor of its name is."""
+    mine = live.get(entry.name)
+    same = (entry.kind, entry.dtype, entry.global_shape)
+    return mine if mine is not None and (mine.kind, mine.dtype, mine.global_shape) == same else entry
+
+
+def _want(context: Context, opened: OpenCheckpoint, state: Any) -> _Wanted:
+    """Say what this rank's state is made of.
+
+    Its structure is that of the old rank of its number, since objects (an optimizer before its first step) may not
+    have theirs yet; its shards are those of the live tensors.
+    """
+    world, olds = context.world, opened.olds
+    flat = flatten(state)
+    live = {leaf.entry.name: leaf for leaf in flat.leaves}
+    own = olds[world.rank if world.rank in olds else sorted(olds)[world.rank % len(olds)]]
+    near = {rank for rank in olds if opened.is_near(rank)}
+    held = held_by_name(opened)
+    _refuse_flat_shards(state, own, held)
+    live_entries = _live_entries(state, flat, own.tree, own.entries)
+    entries = [_as_live(entry, live_entries) for entry in own.entries]
+    if world.rank not in olds:  # what each had its own of may have any shape here
+        entries = [live_entries.get(e.name, e) if shards.is_private(held[e.name]) else e for e in entries]
+    refuse_differences(state, own.tree, tuple(entries))
+    leaves: list[Leaf] = []
+    starts: dict[int, int] = {}
+    made_of: dict[int, list[shards.Fragment]] = {}
+    for number, (entry, before) in enumerate(zip(entries, own.entries, strict=True)):
+        tie = starts.setdefault(before.start, number) if before.nbytes else number
+        if dataclasses.replace(entries[tie], name=entry.name, start=entry.start) != entry:
+            tie = number  # tied before, but cut into other shards now
+        value = live[entry.name].value if entry.name in live else None
+        leaves.append(Leaf(dataclasses.replace(entry, start=0), value, -1 if tie == number else tie))
+        if tie != number or not entry.nbytes:
+            continue
+        if entry.name not in live_entries and any(one.check is None for one in held[entry.name]):
+            raise StructureMismatch(
+                "this tensor was saved in shards, and the state given does not say in which it is wanted: make the "
+                "optimizer's state before (see mlflash.adapters.fsdp.init_optim_state)", tensor=entry.name,
+            )  # fmt: skip
+        found = shards.fragments(entry, held[entry.name], world.rank, near)
+        if found is None and value is None:  # nothing is there that could stay as it is
+            found = shards.fragments(entry, held[entry.name], sorted(olds)[world.rank % len(olds)], near)
+        if found is not None:
+            made_of[number] = found
+    paths = shards.plain_leaves(own.tree)
+    here = shards.plain_leaves(flat.structure.tree)
+    values: list[Any] = [None] * len(paths)
+    for path, at in paths.items():
+        values[at] = flat.plain[here[path]] if path in here else own.plain[path]
+    values, _ = shards.merge_plain(values, paths, {rank: one.plain for rank, one in olds.items()}, world.rank)
+    return _Wanted(Flat.of(leaves, own.tree, values), made_of)
+
+
+def _fill_slot(opened: OpenCheckpoint, wanted: _Wanted, plan: Plan, slot: Slot) -> bool:
+    """Bring all parts into the new slot; whether they arrived whole. Collective over the world."""
+    return opened.read(_wanted_in(wanted, plan, slot))
+
+
+def _wanted_in(wanted: _Wanted, plan: Plan, slot: Slot) -> Iterator[WantedPart]:
+    """Copy what the live state keeps into the new slot, and say which parts of the checkpoint go where in it."""
+    slot.unseal()
+    slot.view[PAGE_NBYTES : PAGE_NBYTES + len(plan.manifest)] = np.frombuffer(plan.manifest, dtype=np.uint8)
+    payload = slot.payload(plan.layout.extents)
+    payload[:] = 0
+    for number, (entry, leaf) in enumerate(zip(plan.layout.entries, wanted.flat.leaves, strict=True)):
+        room = payload[entry.start : entry.start + entry.nbytes]
+        if leaf.tie < 0 and entry.nbytes and number not in wanted.made_of and leaf.value is not None:
+            room[:] = live_bytes(leaf.value)
+        for part in wanted.made_of.get(number, ()):
+            target = items(room, entry)[box(part.target, part.shape)]
+            yield WantedPart(part.rank, part.number, part.source, part.shape, target)

@@ -1,0 +1,100 @@
+"""Saves that were begun on all ranks before it is known whether they come: a framework plans first, and may fail.
+
+A rank on which one does not come posts its failure: the jobs of all ranks must match.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+from ..errors import SaveFailed
+from .early_staging import StagedState
+
+log = logging.getLogger("mlflash")
+
+
+@dataclasses.dataclass(eq=False)
+class ReservedSave:
+    """A save that was begun on all ranks, and that this rank posts, or fails to come to.
+
+    Attributes:
+        step: of it.
+        thread: works for it, and is through with it when it posts it, begins something else, or ends.
+        staged_states: what had been staged ahead when it was begun; nobody else comes for it any more.
+        came: whether its thread has come to save it, and will post it.
+    """
+
+    step: int
+    thread: threading.Thread
+    staged_states: tuple[StagedState, ...]
+    came: bool = False
+
+
+class ReservedSaves:
+    """Those of this rank. Not collective.
+
+    Args:
+        post_failure: posts the failure of one that does not come.
+        timeout_s: how long the others wait for one that takes its time, seconds.
+    """
+
+    def __init__(self, post_failure: Callable[[ReservedSave], None], timeout_s: float):
+        self._post_failure, self._timeout_s = post_failure, timeout_s
+        self._all: list[ReservedSave] = []
+        self._lock = threading.Lock()
+
+    def add(self, step: int, thread: threading.Thread, staged_states: tuple[StagedState, ...]) -> ReservedSave:
+        """Say that a save comes; see `Adapting.begin`."""
+        begun = ReservedSave(step, thread, staged_states)
+        with self._lock:
+            self._all.append(begun)
+        return begun
+
+    def end(self, at_once: bool = False) -> None:
+        """Post the failure of those whose thread is through with them.
+
+        Args:
+            at_once: also of those whose thread is still on its way.
+        """
+        here = threading.current_thread()
+        with self._lock:
+            waiting = [begun for begun in self._all if not begun.came]
+            over = [one for one in waiting if at_once or one.thread is here or not one.thread.is_alive()]
+            self._all = [begun for begun in self._all if begun not in over]
+        for begun in over:
+            if at_once:
+                log.warning("step %d is given up: the thread that began it does not come to save it", begun.step)
+            self._post_failure(begun)
+
+    def wait(self) -> None:
+        """Wait until all are posted, or their failure; those that do not come in time fail.
+
+        What this thread posts next comes after them in any case.
+        """
+        end = time.monotonic() + self._timeout_s
+        self.end()
+        while self._all:
+            time.sleep(1e-3)
+            self.end(at_once=time.monotonic() > end)
+
+    @contextlib.contextmanager
+    def coming(self, begun: ReservedSave) -> Iterator[None]:
+        """Let one come: until it is posted, which is done inside, what other threads post waits for it.
+
+        Raises:
+            SaveFailed: its failure was posted before.
+        """
+        with self._lock:
+            if begun not in self._all:
+                raise SaveFailed("it was given up before it came", step=begun.step)
+            begun.came = True
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._all.remove(begun)

@@ -1,0 +1,403 @@
+"""The saves of this run: numbered, staged, posted to the courier, and watched until they end.
+
+Every call of `save` posts exactly one job, whatever goes wrong before: the queues of all ranks must match. An exception
+may come at any moment, as signal handlers raise some: a save has failed until it is staged, and is posted in a
+``finally``. A save of an adapter may be staged before its step is known; and it is begun before it is known whether it
+comes (`ReservedSave`).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+
+from ..config import Config
+from ..crash_points import reach
+from ..errors import DeadlineExceeded, MlflashError, SaveFailed, StateError, StepOrderError, text_of
+from ..memory.slot import Slot
+from ..mpi.courier import Courier, Job
+from ..mpi.world import check_torch_rank
+from ..redundancy.slot_plan import Plan
+from ..startup.context import Context
+from ..state.flatten import Flattener
+from ..state.leaves import Flat
+from . import commit
+from .deferred_copies import Steps, Unchanging
+from .early_staging import StagedState, StagedStates
+from .reserved_saves import ReservedSave, ReservedSaves
+from .snapshot import Snapshot
+from .staging import Staging, has_room
+
+log = logging.getLogger("mlflash")
+
+_LEFT = "an exception came while it was staged, as of a signal handler"
+
+
+class CommitListener(Protocol):
+    """What a save needs to know of drains."""
+
+    @property
+    def idle(self) -> bool:
+        """Whether no drain is on its way on this rank."""
+
+    @property
+    def asked(self) -> bool:
+        """Whether somebody has asked for a drain on this node."""
+
+    def committed(self, slot: Slot | None, share: Slot | None, asked: bool, idle: bool) -> None:
+        """Count a checkpoint that was committed just now, and begin to drain it where it is due. Collective."""
+
+
+class SaveQueue:
+    """Makes snapshots of states and keeps those that have not ended.
+
+    Args:
+        config: when_busy, strict and timeout_s are used here.
+        context: this rank's slots and communicators.
+        courier: does everything after staging.
+        drains: told what was committed.
+        heal: tries once more to make the redundancy of the restored step whole. Collective over the world.
+
+    Attributes:
+        last_step: the newest step saved or restored; the next one must be larger.
+        undefined: why the state is undefined: a restore has failed when it had changed some of it.
+        stage: copies states into slots.
+        staged_states: states that were staged before their step was known.
+        begun: saves of which it is not known yet whether they come.
+    """
+
+    def __init__(self, config: Config, context: Context, courier: Courier, drains: CommitListener,
+                 heal: Callable[[Slot], None]):  # fmt: skip
+        self._config, self._context, self._courier, self._drains, self._heal = config, context, courier, drains, heal
+        self._world, self._recorder = context.world, context.recorder
+        self._pending: list[Snapshot] = []
+        self._version = 0  # of what is shared
+        self._staging: commit.Save | None = None  # the newest one that the courier stages
+        self.begun = ReservedSaves(self._post_failure, config.timeout_s)
+        self.last_step: int | None = None
+        self.undefined = ""
+        self._flattener = Flattener()
+        self._unchanging, self._steps = Unchanging(), Steps()
+        if config.max_slowdown:
+            self._steps.tell(context.pace.step)
+        self.stage = Staging(config.block_nbytes, context.copy_threads, config.timeout_s)
+        self.staged_states = StagedStates(self.stage, context.pool)
+
+    def save(self, step: int, state: object, until: object = None) -> Snapshot:
+        """Stage a state and post the rest; see `Checkpointer.save`."""
+        self.begun.wait()
+        return self._save(step, lambda save: self._fill(save, self._flattener.flatten(state), until))
+
+    def begin(self, step: int, thread: threading.Thread) -> ReservedSave:
+        """Say that a save comes; see `Adapting.begin`."""
+        self.begun.end()
+        begun = self.begun.add(step, thread, self.staged_states.all)
+        self.last_step = step if self.last_step is None else max(step, self.last_step)
+        return begun
+
+    def _post_failure(self, begun: ReservedSave) -> None:
+        """Post the failure of a save that does not come: other ranks may have posted theirs. Not collective."""
+        for ahead in begun.staged_states:
+            self.staged_states.give_up(ahead)
+        try:
+            self._save(begun.step, _fail, again=True)
+        except MlflashError:
+            pass  # it says that of the step, too
+
+    def save_again(self, flat: Flat | StagedState | MlflashError, begun: ReservedSave) -> Snapshot:
+        """Save what was begun, which may be the newest one once more; see `Adapting.save_again`."""
+
+        def fill(save: commit.Save) -> None:
+            if isinstance(flat, MlflashError):
+                raise flat
+            if isinstance(flat, StagedState):
+                if not self.staged_states.take(flat):
+                    raise self._failure(save, "what was staged for it was given up")
+                self._context.pool.hand_over((flat.slot, flat.share), save)
+                save.slot, save.share, save.plan = flat.slot, flat.share, flat.plan
+                save.segment, save.checks = flat.segment, flat.checks
+            else:
+                self._fill(save, flat)
+
+        with self.begun.coming(begun):
+            for ahead in begun.staged_states:
+                if ahead is not flat:
+                    self.staged_states.give_up(ahead)
+            return self._save(begun.step, fill, again=True)
+
+    def stage_ahead(self, flat: Flat) -> StagedState | None:
+        """Stage a state whose step is not known yet; None where that needs other ranks. Not collective.
+
+        That is so where its slots must be made first, or where what is shared must be agreed on, or where another
+        state is staged ahead.
+        """
+        if self.staged_states.all or not self._is_settled(flat):
+            return None
+        return self.staged_states.stage(
+            flat, self.plan(flat), self._config.timeout_s if self._config.when_busy == "wait" else 0
+        )
+
+    def forget(self) -> None:
+        """Forget the slots, which are going to be replaced, and what was staged ahead into them. Not collective."""
+        self.staged_states.give_up_all()
+        self.stage.forget()
+
+    def end(self) -> None:
+        """Let slots and optimizers be: nothing is saved any more. Not collective."""
+        self.stage.forget()
+        self._steps.close()
+
+    def _save(self, step: int, fill: Callable[[commit.Save], None], again: bool = False) -> Snapshot:
+        whole = isinstance(step, (int, np.integer)) and not isinstance(step, bool)
+        snapshot = Snapshot(int(step) if whole else -1, lambda: self._courier.late)
+        save = commit.Save(snapshot)
+        late, refused = lambda error: self._note_late(snapshot, error), lambda error: commit.refuse(save, error)
+        job, post = Job(lambda: self._bring_to_end(save), late, refused), self._courier.post
+        mistake: BaseException | None = None
+        try:
+            try:
+                try:
+                    self._check_step(int(step) if whole else None, step, again)
+                    self._refuse_undefined()
+                    fill(save)
+                    save.problem = None  # from here on it may be committed, and not before
+                except BaseException as error:  # state_dict() of an object may raise anything: no rank must wait for us
+                    mistake = self._give_up(save, error)
+                self._recorder.posting(snapshot.step)
+            finally:
+                post(job)  # written in C: no exception of a signal handler comes between
+            if save.stage is not None and not again and not save.staged.wait(self._config.timeout_s):
+                save.left = "no room was made in time"
+        except BaseException:
+            save.left = _LEFT
+            post(job)  # should it not have been: it is done once
+            raise
+        finally:
+            self._pending.append(snapshot)
+        snapshot.reported = mistake is not None or again  # what waits for it tells all ranks
+        snapshot.stalled()
+        if not again:  # that may be another thread than training's
+            self._context.pace.stalled(snapshot.stall_s)
+        staged = save.slot is not None and save.problem is None
+        self._recorder.saved(snapshot.step, snapshot.stall_s, snapshot.nbytes, snapshot.later is not None, staged)
+        if mistake is not None:
+            raise mistake
+        if not again:
+            self.raise_what_failed()
+        return snapshot
+
+    def _refuse_undefined(self) -> None:
+        if self.undefined:
+            raise StateError("the state is undefined, as a restore of it has failed, and is not saved: restore "
+                             "again, or begin anew", found=self.undefined)  # fmt: skip
+
+    def _give_up(self, save: commit.Save, error: BaseException) -> BaseException | None:
+        """Note why a save is posted as a failure; returns what the caller has to hear now."""
+        problem = error if isinstance(error, MlflashError) else None
+        problem = problem or _unreadable(text_of(error))
+        problem.rank, problem.node = self._world.rank, self._world.node_name
+        save.problem = problem
+        save.snapshot.end(problem)  # this rank need not hear from the others to know
+        return error if error is not problem or isinstance(error, (StateError, StepOrderError)) else None
+
+    def wait(self) -> None:
+        """Wait until every save so far has ended or is late; see `Checkpointer.wait`."""
+        self.settle()
+        self.raise_what_failed()
+
+    def settle(self) -> None:
+        """Wait as `wait` does, and raise nothing: what is collective begins with this, on all ranks. Not collective."""
+        self.begun.wait()
+        for snapshot in self._pending:
+            try:
+                snapshot.wait()
+            except MlflashError:
+                pass  # a warning already, or raised by the next save, wait or close
+
+    def _check_step(self, step: int | None, given: object, again: bool) -> None:
+        least = 0 if self.last_step is None else self.last_step + (0 if again else 1)
+        if step is None or step < least:
+            raise StepOrderError(
+                "steps must grow from save to save", expected=f"a whole number, {least} or more", found=repr(given)
+            )
+        self.last_step = step
+
+    def _fill(self, save: commit.Save, flat: Flat, until: object = None) -> None:
+        check_torch_rank(self._world)
+        lazy = frozenset[int]() if until is None else self._unchanging.find(flat, until)
+        settled = self._is_settled(flat)
+        if settled:
+            self._lay_out(save, flat)
+        if self._stuck:
+            raise self._failure(save, "an earlier save is still waiting for other ranks")
+        if self._context.pool.is_device_stuck:
+            raise self._failure(save, "a device has not ended its copies for an earlier save")
+        if self._staging is not None and not self._staging.staged.wait(self._config.timeout_s):
+            raise self._failure(save, "an earlier save is still being staged")
+        taken = self._take_slots(save)
+        if taken is None:
+            return
+        reach("stage.begun")
+        save.slot, save.share = taken
+        if not settled:
+            save.unsettled, save.lay_out = flat, lambda: self._lay_out(save, flat)
+        if save.plan is not None and has_room(save.plan, *taken):
+            self._stage(save, flat, lazy)
+        else:
+            save.stage, self._staging = lambda: self._stage(save, flat), save
+
+    def _lay_out(self, save: commit.Save, flat: Flat) -> None:
+        save.plan = self.plan(flat)
+        save.snapshot.nbytes = save.plan.nbytes
+
+    def plan(self, flat: Flat) -> Plan:
+        """Lay a state out, sharing what the ranks have agreed on. Not collective."""
+        replicas = self._context.sharers
+        if replicas is None:
+            return self.stage.plan(flat)
+        return self.stage.plan(flat, replicas.sharing, replicas.is_shared)
+
+    def prepare(self, state: object) -> None:
+        """Make the slots for a state like this one; see `Checkpointer.prepare`."""
+        self.settle()
+        flat = self._look_at(state)
+        planned = self._courier.together(lambda: self.plan(flat), _unreadable)
+        self.stage.replan()  # what is shared is settled once more by the first save
+        size = planned.share_extents
+        self.reserve(planned.layout.extents.nbytes, 0 if size is None else size.nbytes)
+        if flat.is_on_device:
+            self._context.pool.pin_own()
+
+    def reserve(self, nbytes: int, share_nbytes: int = 0) -> None:
+        """Make slots of at least so many bytes. Collective over comm.
+
+        Raises:
+            MemoryTooSmall: they do not fit into the node's memory.
+        """
+        context = self._context
+
+        def work() -> None:
+            sizes = context.protection.inbox_nbytes(self._world.gather(nbytes))
+            demand = [(slot, nbytes) for slot in context.pool.own]
+            demand += [(slot, share_nbytes) for slot in context.pool.shares if share_nbytes]
+            demand += [(slot, sizes[owner]) for owner, pair in context.pool.inbox.items() for slot in pair]
+            if not context.looked and self.last_step is None:  # the newest may be damaged, and an older one be needed
+                demand = [(slot, size) for slot, size in demand if slot.header is None]
+            context.make_room(demand, pairs=False)
+
+        self.settle()
+        self._courier.call(work)
+
+    def _look_at(self, state: object) -> Flat:
+        """Take a state apart, if it is not leaves already, and find out what of it is shared. Collective over comm."""
+        flat = self._courier.together(
+            lambda: state if isinstance(state, Flat) else self._flattener.flatten(state), _unreadable
+        )
+
+        def work() -> None:
+            self._context.find_replicas(flat)
+            if (replicas := self._context.sharers) is not None:
+                replicas.settle(flat)
+
+        self._courier.call(work)
+        return flat
+
+    def _is_settled(self, flat: Flat) -> bool:
+        """Whether the ranks have agreed on what they share of a state like this one."""
+        replicas = self._context.sharers
+        if replicas is None:
+            return True
+        if replicas.version != self._version:
+            self._version = replicas.version
+            self.stage.replan()
+        return self.stage.knows(flat)
+
+    def _stage(self, save: commit.Save, flat: Flat, lazy: frozenset[int] = frozenset()) -> None:
+        assert save.slot is not None and save.plan is not None
+        save.segment = save.slot.segment
+        save.checks, later = self.stage.copy(flat, save.plan, save.slot, save.share, lazy)
+        if not later.is_empty:
+            save.later = save.snapshot.later = later
+            self._steps.before_next(later)
+
+    def _take_slots(self, save: commit.Save) -> tuple[Slot, Slot] | None:
+        if self._config.when_busy == "skip":
+            taken = self._context.pool.take(0, save)
+            save.skip = taken is None
+            return taken
+        # While a heal fails, slots may be held back until it is done; the job of this save tries again.
+        end = time.monotonic() + (self._config.timeout_s if self._context.unhealed is None else 0.0)
+        while (taken := self._context.pool.take(0.05, save)) is None:
+            if self._stuck or time.monotonic() > end:
+                held = "both slots are still busy with earlier saves"
+                if self._context.unhealed is not None:
+                    held = "the restored step has no full redundancy yet, and both slots are needed for it"
+                raise self._failure(save, held)
+        return taken
+
+    @property
+    def _stuck(self) -> bool:
+        return self._courier.late is not None or self._courier.broken is not None
+
+    def _failure(self, save: commit.Save, why: str) -> SaveFailed:
+        return SaveFailed(why, rank=self._world.rank, node=self._world.node_name, step=save.snapshot.step)
+
+    def _bring_to_end(self, save: commit.Save) -> None:
+        start = time.perf_counter()
+        try:
+            while True:
+                if self._context.unhealed is not None:
+                    self._heal(self._context.unhealed)
+                save.drains_idle, save.drain_asked = self._drains.idle, self._drains.asked
+                try:
+                    commit.run(save, self._context, lambda: self._committed(save))
+                    break
+                except commit.OneAhead:
+                    self._world.job_number += 1
+            self._compare_replicas(save)
+            self._recorder.ended(save.snapshot.step, save.snapshot.skipped)
+        except MlflashError as error:
+            self._recorder.failed(save.snapshot.step, error)
+            raise
+        except BaseException as error:
+            commit.refuse(save, self._failure(save, f"the courier failed: {text_of(error)}"))
+            raise
+        finally:
+            self._recorder.seconds["protect and commit"] += time.perf_counter() - start
+
+    def _committed(self, save: commit.Save) -> None:
+        self._context.unhealed = None  # a newer step has its redundancy
+        self._drains.committed(save.slot, save.share, save.drain_asked, save.drains_idle)
+        self._recorder.holds(self._context.pool.nbytes)
+        self._recorder.committed(save.snapshot.step, save.snapshot.age_s, save.attempt.generation)
+
+    def _compare_replicas(self, save: commit.Save) -> None:
+        replicas = self._context.replicas
+        if replicas is not None and not save.snapshot.skipped and save.slot is not None and save.plan is not None:
+            replicas.compare(save.slot, save.plan, save.snapshot.step)
+
+    def _note_late(self, snapshot: Snapshot, error: DeadlineExceeded) -> None:
+        snapshot.late(error)
+        self._recorder.late(snapshot.step, error)
+
+    def raise_what_failed(self) -> None:
+        """Forget the snapshots that have ended; with ``strict``, raise what failed, once."""
+        wrong = [s for s in self._pending if s.error is not None and not s.reported]
+        self._pending = [s for s in self._pending if not s.done]
+        for snapshot in wrong:
+            snapshot.reported = True
+        if wrong and self._config.strict and wrong[0].error is not None:
+            raise wrong[0].error
+
+
+def _unreadable(why: str) -> StateError:
+    return StateError(f"the state could not be read: {why}")
+
+
+def _fail(save: commit.Save) -> None:
+    raise SaveFailed("it failed on some rank before it came to storage", step=save.snapshot.step)

@@ -1,0 +1,125 @@
+"""What the nodes hold → which attempt to restore, and from where. Pure: every rank makes the same choice."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from ..memory.inventory import Inventory, Place
+from ..memory.parity_layout import recoverable
+from ..memory.slot_header import Attempt, Kind
+
+
+@dataclasses.dataclass(frozen=True)
+class ParityGroup:
+    """The parity files of a group that are there, for one attempt.
+
+    Attributes:
+        ranks: of the group, ascending.
+        losses: how many of them may be lost.
+        files: of each rank in turn, where its parity is; None: gone.
+    """
+
+    ranks: tuple[int, ...]
+    losses: int
+    files: tuple[Place | None, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """An attempt that can be restored.
+
+    Attributes:
+        source: of each rank, where its slot is; None: it has to be rebuilt.
+        rebuilt: the group of each rank whose slot has to be rebuilt.
+        parity: all groups of which there are parity files.
+        shares: of shared state, by number of the set and of the share, where its files are: on several nodes.
+        restores: how many runs have restored the attempt so far.
+    """
+
+    attempt: Attempt
+    step: int
+    world_size: int
+    source: tuple[Place | None, ...]
+    restores: int = 0
+    rebuilt: Mapping[int, ParityGroup] = dataclasses.field(default_factory=dict)
+    parity: tuple[ParityGroup, ...] = ()
+    shares: Mapping[tuple[int, int], tuple[Place, ...]] = dataclasses.field(default_factory=dict)
+
+    def group_of(self, rank: int) -> ParityGroup | None:
+        """The group that can repair a rank's slot; None where there is none."""
+        known = self.rebuilt.get(rank)
+        return known or next((group for group in self.parity if rank in group.ranks), None)
+
+
+def choose(found: Inventory, node_of: Sequence[int], step: int | None = None, skip_stuck: int = 0) -> Choice | None:
+    """Choose the newest attempt of which there is a slot for every rank, or parity that gives it back.
+
+    Whether it was committed is not asked: an attempt that is sealed everywhere rolls forward.
+
+    Args:
+        found: all sealed files of all nodes.
+        node_of: node of each rank now; a slot on the rank's own node is preferred, then the lowest node.
+        step: only attempts of this step.
+        skip_stuck: pass over attempts that so many runs have restored, where there is an older one; 0: never.
+    """
+    newest_stuck: Choice | None = None
+    for attempt, its_step, world_size in found.attempts():
+        if step is not None and its_step != step:
+            continue
+        if newest_stuck is not None and world_size != newest_stuck.world_size:
+            continue
+        choice = _sources(found.of(attempt), attempt, its_step, world_size, node_of)
+        if choice is None:
+            continue
+        if not skip_stuck or choice.restores < skip_stuck:
+            return choice
+        newest_stuck = newest_stuck or choice
+    return newest_stuck
+
+
+def _sources(found: Inventory, attempt: Attempt, step: int, world_size: int, node_of: Sequence[int]) -> Choice | None:
+    """Where each rank's slot of an attempt is, or how it is rebuilt; None where one is nowhere."""
+    slots: dict[int, Place] = {}
+    parity: dict[tuple[int, int], dict[int, Place]] = collections.defaultdict(dict)
+    rows = found.rows[np.lexsort([found.rows[name] for name in ("file", "node", "rank")])]
+    shares: dict[tuple[int, int], list[Place]] = {}
+    columns = [rows[name].tolist() for name in ("rank", "node", "file", "group", "shared_by", "kind", "number")]
+    is_share, is_parity, size = int(Kind.SHARE), int(Kind.PARITY), len(node_of)  # looked up once, not for each file
+    for rank, node, file, group, set_of, kind, number in zip(*columns, strict=True):
+        if kind == is_share:
+            shares.setdefault((set_of, number), []).append((node, file))
+            continue
+        known = parity[group, number] if kind == is_parity else slots
+        if rank not in known or (rank < size and node_of[rank] == node and known[rank][0] != node):
+            known[rank] = (node, file)
+    groups = tuple(
+        ParityGroup(found.groups[number], losses, tuple(files.get(rank) for rank in found.groups[number]))
+        for (number, losses), files in parity.items()
+    )
+    rebuilt: dict[int, ParityGroup] = {}
+    if missing := set(range(world_size)) - slots.keys():
+        for group in groups:
+            no_slot = [nth for nth, rank in enumerate(group.ranks) if rank in missing]
+            if not no_slot:
+                continue
+            no_parity = [nth for nth, place in enumerate(group.files) if place is None]
+            if recoverable(len(group.ranks), group.losses, no_slot, no_parity):
+                rebuilt |= {group.ranks[nth]: group for nth in no_slot if group.ranks[nth] not in rebuilt}
+    if missing - rebuilt.keys() or not _shares_complete(rows, shares):
+        return None
+    restores = int(found.rows["restores"].max())
+    source = tuple(slots.get(rank) for rank in range(world_size))
+    places = {share: tuple(found) for share, found in shares.items()}
+    return Choice(attempt, step, world_size, source, restores, rebuilt, groups, places)
+
+
+def _shares_complete(rows: np.ndarray, shares: Mapping[tuple[int, int], object]) -> bool:
+    """Whether there is a file of every share of all state that is shared."""
+    files = rows[rows["kind"] == Kind.SHARE]
+    counts = dict(zip(files["shared_by"].tolist(), files["shares"].tolist(), strict=True))
+    needed = set(rows["shared_by"].tolist()) - {-1}
+    return all((number, share) in shares for number in needed for share in range(counts.get(number, 1)))

@@ -1,0 +1,239 @@
+"""The parts of one rank's Checkpointer, made in order."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import logging
+from collections.abc import Sequence
+
+from ..config import Config
+from ..errors import MemoryTooSmall
+from ..memory.commit_records import Trace
+from ..memory.copy_threads import CopyThreads
+from ..memory.file_assignment import assign
+from ..memory.inventory import Inventory, file_number, of_headers
+from ..memory.node_directory import NodeDirectory
+from ..memory.slot import Slot
+from ..memory.slot_header import Attempt, Kind
+from ..memory.slot_pool import SlotPool
+from ..mpi.send_rate import SendRate
+from ..mpi.world import World
+from ..placement.failure_domains import Domains
+from ..placement.redundancy_scheme import Scheme
+from ..redundancy import deduplication
+from ..redundancy.deduplication import Share
+from ..redundancy.protection import Protection
+from ..redundancy.replicated_tensors import ReplicatedTensors
+from ..state.leaves import Flat, replica_ranks
+from ..telemetry.recorder import Recorder
+from . import earlier_runs
+from .choose_checkpoint import Choice
+from .grow_slots import make_room, needs_room
+
+log = logging.getLogger("mlflash")
+
+_NAMED = 3  # hosts or domains named in a warning
+
+
+@dataclasses.dataclass
+class Context:
+    """What save and restore work with.
+
+    Attributes:
+        domains: where the nodes stand, as far as that is known.
+        recorder: told what happens to this rank.
+        copy_threads: threads for copies and checks.
+        pace: how fast the courier sends while training goes on.
+        replicas: compares tensors between ranks that hold the same ones, where the user said so.
+        run_id: random number of this run, the same on all ranks.
+        generation: number of the newest attempt known; the next one is larger.
+        rolled_forward: whether no rank saw the restored attempt committed: copies of it may never have been made.
+        unhealed: the restored slot while its redundancy could not be made whole; the same on all ranks.
+        restored_from: node whose memory held what this rank restored; "" before.
+        restores: how many runs have restored the attempt that this one restored, itself included.
+        counted: the attempt that this run was counted for.
+        left_at: the step of this rank at which the ranks were last found to save different ones; None: never.
+        floor: what is of a smaller generation is passed over: this run goes back to a fresh start.
+        unusable: whether memory has what was committed, and cannot give it back as far as its headers tell.
+        looked: whether a restore has said what there is: until then nothing that may be older and whole is given up.
+        gives_way: whether the files that are left aside may be deleted where there is no room beside them.
+    """
+
+    config: Config
+    world: World
+    memory: NodeDirectory
+    protection: Protection
+    domains: Domains | None
+    pool: SlotPool
+    recorder: Recorder
+    copy_threads: CopyThreads
+    pace: SendRate
+    replicas: ReplicatedTensors | None = None
+    run_id: bytes = b""
+    generation: int = 0
+    restored_from: str = ""
+    rolled_forward: bool = False
+    unhealed: Slot | None = None
+    restores: int = 0
+    counted: Attempt | None = None
+    left_at: int | None = None
+    floor: int = 0
+    unusable: bool = False
+    looked: bool = False
+    gives_way: bool = False
+
+    @property
+    def domains_by_kind(self) -> dict[str, list[str]]:
+        """For each kind of failure domain, innermost first, the name of each node's."""
+        if self.domains is None:
+            return {}
+        nodes = [self.domains.names(name) for name in self.world.topology.node_names]
+        return {kind: [names[level] for names in nodes] for level, kind in reversed([*enumerate(self.domains.kinds)])}
+
+    @property
+    def sharers(self) -> ReplicatedTensors | None:
+        """Who stores together what several ranks hold alike; None: each rank stores all of its own."""
+        return None if self.replicas is None or self.replicas.sharing is None else self.replicas
+
+    @property
+    def shares(self) -> dict[int, Share]:
+        """For each rank that shares state, the set and the number of its share."""
+        return {} if self.replicas is None else self.replicas.shares
+
+    def find_replicas(self, flat: Flat | None) -> None:
+        """Look which ranks hold the same shards of DTensors as this one, where nobody said so.
+
+        Collective over the world.
+
+        Args:
+            flat: the state; None: it cannot be read.
+        """
+        if self.replicas is not None or not self.config.share:
+            return
+        rank, losses = self.world.rank, losses_of(self.protection.placement.scheme, self.world)
+        nbytes: collections.Counter[tuple[int, ...]] = collections.Counter()
+        for leaf in flat.leaves if flat is not None else ():
+            if leaf.whole is not None and leaf.tie < 0:
+                nbytes[self.world.from_torch(replica_ranks(leaf.whole))] += leaf.entry.nbytes
+        useful = [ranks for ranks in sorted(nbytes) if rank in ranks]
+        useful = [ranks for ranks in useful if deduplication.find(self.world.topology, ranks, rank, losses) is not None]
+        mine = max(useful, key=lambda ranks: nbytes[ranks], default=(rank,))
+        if self.world.agree([int(len(mine) == 1)])[0]:
+            return
+        named = self.world.gather((mine[0], len(mine), hash(mine)))
+        alike = all(named[rank] == named[self.world.rank] for rank in mine)
+        if not self.world.agree([int(alike)])[0]:
+            return  # as with meshes that not all ranks are in: each stores its own
+        self.replicas = ReplicatedTensors(self.world, list(mine), placed=True)
+        self.replicas.share(losses)
+
+    def take_stock(self) -> Inventory:
+        """List what all nodes hold, but for what a fresh start passes over. Collective over the world."""
+        return earlier_runs.take(self.world, self.memory).since(self.floor)
+
+    def find_traces(self) -> list[Trace]:
+        """List the files that say of themselves that they hold something. Collective over the world."""
+        return earlier_runs.traces(self.world, self.memory)
+
+    def adopt(self, found: Inventory, choice: Choice | None) -> None:
+        """Take over this node's files, keeping those of the choice from being written. Collective over the world."""
+        world = self.world
+        names: list[str] = self.world.tell_node(self.memory.slot_names() if world.local_rank == 0 else None)
+        kept = choice.attempt if choice is not None else None
+        same_ranks = choice is not None and choice.world_size == world.size
+        placement = self.protection.placement
+        inboxes = {rank: placement.inbox_of(rank) for rank in world.topology.ranks_on[world.node_index]}
+        if kept is not None:  # it can be used after all
+            self.pool.aside -= set(found.on(world.node_index).of(kept).rows["file"].tolist())
+        names = [name for name in names if file_number(name) not in self.pool.aside]
+        files, left_over = assign(found, names, world.node_index, kept, same_ranks, inboxes, self.shares,
+                                  len(self.pool.own))  # fmt: skip
+        self.protection.close_windows()
+        rows = found.on(world.node_index).of(kept).rows if kept is not None else found.rows[:0]
+        # Shares may belong to no rank of today; nor do the slots of ranks of another world.
+        foreign = (rows["kind"] == Kind.SHARE) | (not same_ranks)
+        trusted, needed = set(rows["file"].tolist()), set(rows["file"][foreign].tolist())
+        left_over = left_over if world.local_rank == 0 else []
+        spare, kept_on = [n for n in left_over if n not in needed], [n for n in left_over if n in needed]
+        kept_on += sorted(self.pool.aside) if world.local_rank == 0 else []
+        self.pool.adopt(files[world.rank], kept, trusted, spare, kept_on)
+        self.protection.open_windows(self.pool)
+        # No file is deleted or reused before every rank of the node has attached its own.
+        world.agree([0])
+
+    def make_room(self, demand: Sequence[tuple[Slot, int]], waiting: Sequence[Slot] = (), pairs: bool = True) -> None:
+        """Make room in this rank's slots. Collective over the world.
+
+        Slots that are busy are left alone: the main thread may be staging into one at this moment.
+
+        Args:
+            demand: slots and the bytes each must take.
+            waiting: busy slots that the main thread waits for, and does not touch.
+            pairs: also for the other inbox slot of each pair, which will be needed next.
+
+        Raises:
+            MemoryTooSmall: on all ranks; slots that hold a committed step are as they were.
+        """
+        wanted = {id(slot): (slot, nbytes) for slot, nbytes in demand}
+        for pair in self.pool.inbox.values() if pairs else ():
+            size = max((wanted[id(slot)][1] for slot in pair if id(slot) in wanted), default=0)
+            if size:
+                wanted |= {id(slot): (slot, size) for slot in pair}
+        self.protection.close_windows()
+        try:
+            with self.pool.reserved([slot for slot, _ in wanted.values()]) as mine:
+                usable = [(slot, n) for slot, n in wanted.values() if any(slot is m for m in (*waiting, *mine))]
+                try:
+                    make_room(self.world, self.memory, usable)
+                except MemoryTooSmall:
+                    if not self._give_way():
+                        raise
+                    make_room(self.world, self.memory, usable)
+        finally:
+            self.protection.open_windows(self.pool)
+
+    def leave_alone(self) -> None:
+        """Leave every file that holds something as it is until a newer step is committed. Collective over the world."""
+        self.unusable, self.gives_way = True, False
+        here = self.world.node_index
+        self.pool.aside = {file for node, file in (one.place for one in self.find_traces()) if node == here}
+        self.adopt(of_headers([], here), None)
+
+    def _give_way(self) -> bool:
+        """Delete what was passed over and left aside, where it may go; whether there was any. Collective."""
+        if self.world.agree([int(not (self.gives_way and self.pool.aside))])[0]:
+            return False
+        if self.world.rank == 0:
+            log.warning("memory has no room for the slots of this run beside the checkpoints that are passed over: "
+                        "these are deleted now, and not after its first commit")  # fmt: skip
+        self.pool.drop_aside()
+        self.world.agree([0])  # what each node has now is counted after that
+        return True
+
+    def ensure_room(self, demand: Sequence[tuple[Slot, int]], waiting: Sequence[Slot] = (), pairs: bool = True) -> None:
+        """Make room where any rank needs it. Collective over the world: one allreduce, as a rule.
+
+        Raises:
+            MemoryTooSmall: as `make_room`.
+        """
+        if not self.world.agree([int(not any(needs_room(slot, nbytes) for slot, nbytes in demand))])[0]:
+            self.make_room(demand, waiting, pairs)
+
+    def number_attempt(self, generation: int) -> Attempt:
+        """Number an attempt as the ranks have agreed. Not collective."""
+        self.generation = generation
+        return Attempt(self.run_id, generation)
+
+    def free(self) -> None:
+        """Free windows, communicators and threads. Collective over the world."""
+        self.copy_threads.close()
+        self.protection.free()
+        if self.replicas is not None:
+            self.replicas.free()
+        self.world.free()
+
+
+def losses_of(asked: Scheme, world: World) -> int:
+    """How many nodes may be lost, as far as there are nodes for what was asked."""
+    return min(asked.losses, len(world.topology.node_names) - 1)

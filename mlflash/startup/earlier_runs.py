@@ -1,0 +1,73 @@
+"""What the memory of all nodes holds, and what of it a run begins with: the same answer on all ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+
+from ..config import Config
+from ..memory import commit_records
+from ..memory.commit_records import Trace
+from ..memory.inventory import Inventory, decode, encode, join, scan
+from ..memory.node_directory import NodeDirectory
+from ..mpi.world import World
+from .choose_checkpoint import Choice, choose
+
+log = logging.getLogger("mlflash")
+
+
+@dataclasses.dataclass(frozen=True)
+class EarlierRuns:
+    """What earlier runs left in memory.
+
+    Attributes:
+        found, choice: what may be restored, and what would be, as far as headers tell.
+        newest: no generation is larger.
+        floor, unusable: see `Parts`.
+        aside: numbers of the files of this node that are left alone.
+    """
+
+    found: Inventory
+    choice: Choice | None
+    newest: int
+    floor: int = 0
+    unusable: bool = False
+    aside: set[int] = dataclasses.field(default_factory=set)
+
+
+def look(config: Config, world: World, memory: NodeDirectory) -> EarlierRuns:
+    """Look what earlier runs left, and what of it must be left alone. Collective over the world."""
+    found = take(world, memory)
+    newest = int(found.rows["generation"].max(initial=0))
+    choice = choose(found, world.topology.node_of)
+    if choice is not None and not config.fresh:
+        return EarlierRuns(found, choice, newest)
+    found_traces = traces(world, memory)
+    floor = commit_records.floor(found_traces, config.mark) if config.fresh else 0
+    generations = {one.place: -1 if one.attempt is None else one.attempt.generation for one in found_traces}
+    choice = choose(found.since(floor), world.topology.node_of)
+    unusable = choice is None and any(one.generation >= floor for one in commit_records.committed(found_traces))
+    aside = {file for (node, file), generation in generations.items()
+             if node == world.node_index and (unusable or (config.fresh and generation < floor))}  # fmt: skip
+    newest = max(newest, *generations.values(), 0)
+    if config.fresh and world.rank == 0:
+        before = sorted({one.step for one in found_traces if one.step >= 0 and generations[one.place] < floor})
+        if before:
+            log.warning("fresh start %r: steps %s in memory are passed over, and deleted once this run has committed",
+                        config.fresh, before)  # fmt: skip
+        if choice is not None:
+            log.info("fresh start %r was made before, and this run goes on from its step %d: another word begins anew",
+                     config.fresh, choice.step)  # fmt: skip
+    return EarlierRuns(found.since(floor), choice, newest, floor, unusable, aside)
+
+
+def traces(world: World, memory: NodeDirectory) -> list[Trace]:
+    """List the files of all nodes that say that they hold something. Collective over the world."""
+    mine = commit_records.encode(commit_records.trace(memory, world.node_index)) if world.local_rank == 0 else None
+    return commit_records.join(world.gather_nodes(mine))
+
+
+def take(world: World, memory: NodeDirectory) -> Inventory:
+    """List what all nodes hold. Collective over the world."""
+    packed = world.gather_nodes(encode(scan(memory, world.node_index)) if world.local_rank == 0 else None)
+    return join([decode(part) for part in packed])

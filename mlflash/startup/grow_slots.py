@@ -1,0 +1,72 @@
+"""Room for the slots: larger files, or none at all where the node has no memory for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..crash_points import reach
+from ..errors import MemoryTooSmall
+from ..memory import shared_memory_segment
+from ..memory.memory_limits import available, headroom
+from ..memory.node_directory import NodeDirectory
+from ..memory.slot import Slot, Use
+from ..memory.slot_pool import unmap
+from ..mpi.world import World
+from ..state.layout import PAGE_NBYTES, round_up
+
+
+def needs_room(slot: Slot, nbytes: int) -> bool:
+    """Whether a slot must get a larger file before ``nbytes`` go into it."""
+    return slot.use is not Use.HOLDS and not slot.drains and slot.view.nbytes < nbytes and not slot.is_lent
+
+
+def make_room(world: World, memory: NodeDirectory, demand: Sequence[tuple[Slot, int]]) -> None:
+    """Give slots larger files; refuse before anything is allocated where the node has no room for them.
+
+    Collective over the world. A slot that holds a committed step is left as it is.
+
+    Args:
+        demand: slots of this rank and the bytes each must take.
+
+    Raises:
+        MemoryTooSmall: on all ranks, with the numbers of the node that lacks memory.
+    """
+    todo = [(slot, round_up(nbytes, PAGE_NBYTES)) for slot, nbytes in demand if needs_room(slot, nbytes)]
+    mine = sum(nbytes - slot.view.nbytes for slot, nbytes in todo)
+    asked = mine if world.node is None else sum(world.gather(mine, world.node))
+
+    def look() -> None:
+        left = available(memory.path)
+        what, least = min(left.items(), key=lambda item: item[1])
+        spared = headroom(asked)
+        if todo and asked + spared > least:
+            raise MemoryTooSmall(
+                "the slots of this node do not fit into its memory: save less, use fewer ranks per node or a scheme "
+                "that needs less memory, or raise the limit named below",
+                expected=f"{asked:,} bytes more for the slots of {world.local_size} ranks, and {spared:,} bytes to "
+                "spare",
+                found=f"{least:,} bytes: {what}" + _other_jobs(memory),
+            )
+
+    def create() -> None:
+        try:
+            for slot, nbytes in todo:
+                if slot.segment is not None:  # a free slot holds nothing that is still needed
+                    old = slot.name
+                    unmap(slot)
+                    memory.remove(old)
+                reach("room.removed")
+                slot.segment = shared_memory_segment.create(memory, nbytes)
+                reach("room.created")
+        finally:  # also where another rank found no room: what was made here stays, and will be used
+            shared_memory_segment.prefault_in_background([slot.segment for slot, _ in todo if slot.segment is not None])
+
+    world.on_all(look)
+    world.on_all(create)
+
+
+def _other_jobs(memory: NodeDirectory) -> str:
+    held = "".join(f"\n    {job}: {nbytes:,} bytes" for job, nbytes in memory.other_jobs().items())
+    return (
+        f"; other jobs of yours hold slots here (`mlflash clean JOB` frees those of a dead one):{held}" if held else ""
+    )

@@ -1,0 +1,177 @@
+"""All that one rank's Checkpointer consists of, made in order and on all ranks."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+from ..config import Config
+from ..errors import DeadlineExceeded, MlflashError
+from ..memory import user_directory
+from ..memory.copy_threads import copy_threads_of
+from ..memory.node_directory import NodeDirectory
+from ..memory.slot_pool import SlotPool
+from ..mpi.rma_windows import Poke
+from ..mpi.send_rate import SendRate
+from ..mpi.world import World, check_torch_rank
+from ..placement import redundancy_scheme
+from ..placement.failure_domains import Domains, from_argument
+from ..placement.failure_domains import join as join_domains
+from ..placement.protection_groups import Placement, made, place
+from ..placement.slurm_topology import ask_slurm, discover
+from ..placement.survival import too_close
+from ..redundancy import erasure_codes
+from ..redundancy.protection import Protection
+from ..redundancy.replicated_tensors import ReplicatedTensors
+from ..telemetry.event_log import EventLog, file_of_node
+from ..telemetry.heartbeat import Heartbeat, read_heartbeats
+from ..telemetry.prometheus_metrics import Metrics
+from ..telemetry.recorder import Recorder
+from . import earlier_runs
+from .context import Context, losses_of
+
+log = logging.getLogger("mlflash")
+
+_NAMED = 3  # hosts or domains named in a warning
+
+
+def make(config: Config, world: World, replicated: Any = None, domains: Any = None) -> Context:
+    """Connect the ranks, lock the job, look what earlier runs left, and take their files over.
+
+    Collective over comm.
+
+    Raises:
+        ConfigError: on all ranks, where ``replicated`` or ``domains`` make no sense.
+        JobInUse, UnsafePath, WorldMismatch: on all ranks, where any rank finds it so.
+    """
+    world.connect()
+    held: list[NodeDirectory] = []
+    # One looks for all of a node: they must not end in two directories, whatever others do with their names meanwhile.
+    top: str = world.tell_node(_claim(config) if world.local_rank == 0 else "")
+
+    def hold() -> None:
+        check_torch_rank(world)
+        if redundancy_scheme.parse(config.redundancy).parity:
+            erasure_codes.library()
+        held.append(NodeDirectory(config.memory, config.job, world.node_index if world.emulated else None, top=top))
+        held[0].lock(world.local_rank, world.local_size)
+
+    replicas: ReplicatedTensors | None = None
+    try:
+        world.on_all(hold)
+        if replicated is not None:
+            replicas = ReplicatedTensors(world, replicated)
+        known = find_domains(world, config.domains if domains is None else domains)
+    except BaseException as problem:
+        for memory in held:
+            memory.close()
+        if isinstance(problem, MlflashError) and not isinstance(problem, DeadlineExceeded):  # the same on all ranks
+            world.free()
+        raise
+    try:
+        return _assemble(config, world, held[0], replicas, known)
+    except BaseException:
+        held[0].close()
+        raise
+
+
+def _assemble(
+    config: Config, world: World, memory: NodeDirectory, replicas: ReplicatedTensors | None, known: Domains | None
+) -> Context:
+    """Take over what earlier runs left. Collective over the world."""
+    left = earlier_runs.look(config, world, memory)
+    recorded = [group.ranks for group in left.choice.parity] if left.choice is not None else []
+    standing = [] if known is None else [known.names(name) for name in world.topology.node_names]
+    placement = place(world.topology, redundancy_scheme.parse(config.redundancy), standing, recorded)
+    if replicas is not None and config.share:
+        replicas.share(losses_of(placement.scheme, world))
+    protection = Protection(world, placement, config.transport, config.chunk_nbytes, config.block_nbytes, config.job)
+    pool = SlotPool(memory, protection.owners, 3 if config.drain_every else 2)
+    copy_threads = copy_threads_of(config.copy_threads, world.size if world.emulated else world.local_size, world.agree)
+    pace = SendRate(config.send_rate, config.max_slowdown, config.timeout_s)
+    run_id: bytes = world.broadcast(os.urandom(16), 0)
+    recorder = world.on_all(lambda: _recorder(config, world, memory, run_id.hex()[:8]))
+    context = Context(config, world, memory, protection, known, pool, recorder, copy_threads, pace, replicas, run_id)
+    if protection.transport == "rma" and world.world is not None:
+        world.poke = Poke(world)
+    context.generation, context.floor, context.unusable = left.newest, left.floor, left.unusable
+    context.gives_way, pool.aside = not left.unusable, left.aside
+    context.adopt(left.found, left.choice)
+    if world.rank == 0:
+        _say_what_is_made(placement, len(world.topology.node_names))
+    close = too_close(world.topology, placement, context.domains_by_kind)
+    if close and world.rank == 0:
+        more = f" (and {len(close) - _NAMED} more)" if len(close) > _NAMED else ""
+        log.warning("%s%s: if that is lost, memory cannot restore", "; ".join(close[:_NAMED]), more)
+    return context
+
+
+def _claim(config: Config) -> str:
+    """Find this user's directory, or make it; "" where that cannot be: each rank then sees why."""
+    try:
+        return user_directory.claim(config.memory, config.job)
+    except (OSError, MlflashError):
+        return ""
+
+
+def _recorder(config: Config, world: World, memory: NodeDirectory, run: str) -> Recorder:
+    heartbeat = Heartbeat(
+        memory, world.rank, world.size, world.local_rank, world.node_name, os.environ.get("MLFLASH_RUN", "")
+    )
+    file = file_of_node(config.log, world.node_index) if config.log else None
+    events = EventLog(file, run=run, rank=world.rank, node=world.node_name)
+    return Recorder(world.rank, heartbeat, events, _metrics(config, world))
+
+
+def _metrics(config: Config, world: World) -> Metrics | None:
+    """Show the metrics of this node, where that is wanted: its first rank does."""
+    if not config.metrics or world.local_rank:
+        return None
+    node = world.node_index if world.emulated else None
+    return Metrics(config.metrics, config.job, lambda: read_heartbeats(config.memory, config.job, node))
+
+
+def _say_what_is_made(placement: Placement, nodes: int) -> None:
+    """Warn where there are too few nodes for what was asked."""
+    asked, copied = placement.scheme, any(placement.partners)
+    if asked.kind == "none":
+        return
+    if nodes == 1:
+        log.warning("redundancy %r needs a second node: with this one alone nothing is protected", str(asked))
+    elif nodes < asked.losses + (2 if asked.parity else 1) or (asked.parity and copied):
+        log.warning("redundancy %r needs more nodes with as many ranks than there are here (%d): %s is made of it",
+                    str(asked), nodes, made(placement))  # fmt: skip
+
+
+def find_domains(world: World, given: Any) -> Domains | None:
+    """Find out where the nodes stand: as given, else as Slurm tells each node, else as Slurm tells of all.
+
+    Collective over the world.
+
+    Args:
+        given: see `failure_domains.from_argument`.
+
+    Raises:
+        ConfigError: on all ranks, where ``given`` makes no sense.
+    """
+    error: MlflashError | None = None
+    found: Domains | None = None
+    if world.rank == 0:  # one rank reads the file: the others must not see another version of it
+        try:
+            found = from_argument(given)
+        except MlflashError as problem:
+            error = problem
+    world.raise_together(error)
+    if given is None:
+        own = discover(os.environ, world.node_name) if world.local_rank == 0 else None
+        told = world.gather_nodes(own)
+        found = join_domains(list(zip(world.topology.node_names, told, strict=True)))
+        if found is None and world.rank == 0 and "SLURM_JOB_ID" in os.environ and len(told) > 2:
+            found = ask_slurm()
+    found = world.broadcast(found, 0)
+    unknown = [] if found is None else [name for name in world.topology.node_names if not found.knows(name)]
+    if unknown and given is not None and world.rank == 0:
+        log.warning("nothing is said of the failure domains of %s: each counts as one of its own",
+                    ", ".join(unknown[:_NAMED]) + (" and others" if len(unknown) > _NAMED else ""))  # fmt: skip
+    return found

@@ -1,0 +1,152 @@
+"""What the ranks of a node say of themselves → Prometheus: a file for the collector of textfiles, or an endpoint.
+
+The first rank of each node does it for all of them, on a thread that calls no MPI; see docs/watching.md.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from .heartbeat import Heard
+
+log = logging.getLogger("mlflash")
+
+_EVERY_S = 5.0
+_CLOSE_S = 2.0
+_LOOPBACK = "127.0.0.1"
+_PORT = re.compile(r":(\d{1,5})")
+
+# Name, what it is, the key in the pulse (see `journal`).
+_GAUGES = (
+    ("saved_step", "Newest step that was staged.", "saved"),
+    ("committed_step", "Newest step that is a checkpoint.", "committed"),
+    ("drained_step", "Newest step that was drained.", "drained"),
+    ("restored_step", "Step that this run began from.", "restored"),
+    ("stall_seconds", "How long the last save kept training waiting.", "stall_s"),
+    ("protect_seconds", "How long the redundancy of the last save took.", "protect_s"),
+    ("commit_seconds", "From the call of the last save to its commit.", "commit_s"),
+    ("slot_bytes", "State of this rank in the last save.", "nbytes"),
+    ("memory_bytes", "Memory of the node that slots of this rank take.", "held"),
+    ("heartbeat_timestamp_seconds", "When the rank last got on.", "beat"),
+)
+_COUNTERS = (
+    ("checkpoints", "Checkpoints committed by this run.", "saves"),
+    ("failed_saves", "Saves of this run that did not become checkpoints.", "failed"),
+    ("stalled_seconds", "How long saves of this run kept training waiting.", "stalled_s"),
+)
+
+
+class Metrics:
+    """Shows the metrics of one node until it is closed; not collective.
+
+    What cannot be shown is a warning: training goes on.
+
+    Args:
+        where: name of a file, which is written every few seconds; or ":PORT", served on loopback only.
+        job: name of the job.
+        look: gives what the ranks of the node say.
+    """
+
+    def __init__(self, where: str, job: str, look: Callable[[], Heard]):
+        self._over = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._server: Any = None
+        try:
+            import prometheus_client
+        except ImportError:
+            log.warning("there are no metrics without the package prometheus-client: pip install 'mlflash[prometheus]'")
+            return
+        registry = prometheus_client.CollectorRegistry()
+        registry.register(_Collector(job, look))
+        if port := port_of(where):
+            try:
+                self._server, self._thread = prometheus_client.start_http_server(port, _LOOPBACK, registry)
+            except OSError as error:
+                log.warning("there are no metrics at %s:%d: %s", _LOOPBACK, port, error)
+            return
+
+        def write() -> None:
+            prometheus_client.write_to_textfile(where, registry)
+
+        self._thread = threading.Thread(target=self._keep_up, args=(write,), name="mlflash-metrics", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Show what was last, and nothing any more. May be called twice."""
+        self._over.set()
+        if self._server is not None:
+            self._server.shutdown()
+            self._server.server_close()
+        if self._thread is not None:
+            self._thread.join(_CLOSE_S)
+        self._thread = self._server = None
+
+    def leave(self) -> None:
+        """Show nothing in a process that was forked, and keep no port open that the parent may close."""
+        if self._server is not None:
+            self._server.socket.close()
+        self._thread = self._server = None
+
+    def _keep_up(self, write: Callable[[], None]) -> None:
+        """Write again and again, and once more at the end."""
+        wrong = over = False
+        while not over:
+            over = self._over.wait(_EVERY_S)
+            try:
+                write()
+            except Exception as error:  # whatever it is, the next time may go well
+                if not wrong:
+                    log.warning("metrics cannot be written: %s", error)
+                wrong = True
+            else:
+                wrong = False
+
+
+class _Collector:
+    """What prometheus_client asks when somebody wants to know."""
+
+    def __init__(self, job: str, look: Callable[[], Heard]):
+        self._job, self._look = job, look
+        self._warned: set[str] = set()
+
+    def collect(self) -> Iterator[Any]:
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        heartbeats = self._heard().heartbeats
+        labels = ["job_name", "node", "rank"]
+        values = [
+            ([self._job, str(heartbeat.get("node", "")), str(heartbeat["rank"])], heartbeat) for heartbeat in heartbeats
+        ]
+        up = GaugeMetricFamily("mlflash_up", "Whether the process of the rank is alive.", labels=labels)
+        for label, heartbeat in values:
+            up.add_metric(label, float(bool(heartbeat["alive"])))
+        yield up
+        for families, kind in ((_GAUGES, GaugeMetricFamily), (_COUNTERS, CounterMetricFamily)):
+            for name, text, key in families:
+                family = kind(f"mlflash_{name}", text, labels=labels)
+                for label, heartbeat in values:
+                    if heartbeat.get(key) is not None:
+                        family.add_metric(label, float(heartbeat[key]))
+                yield family
+
+    def _heard(self) -> Heard:
+        """Look, and warn once of each thing that cannot be read."""
+        try:
+            heard = self._look()
+        except Exception as error:  # it is asked again
+            heard = Heard([], [f"metrics of this node cannot be had: {error!r}"])
+        for text in heard.unread:
+            if text not in self._warned:
+                log.warning("%s", text)
+        self._warned = {*heard.unread}
+        return heard
+
+
+def port_of(where: str) -> int:
+    """The port that is meant by ":9464"; 0 where it is the name of a file."""
+    found = _PORT.fullmatch(where)
+    return int(found[1]) if found else 0
