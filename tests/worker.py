@@ -116,22 +116,9 @@ def train(last: int = 0, more: int = -1, nbytes: int = 300_000, die_at: int = -1
             note("saving", step=step)
             snapshot = ckpt.save(step, state)
             update(state, wanted(step + 1000))  # at once, as the promise says
-            if step == die_at and die == "saved" and die_rank == RANK:
-                kill_my_node(wipe=True)
-            if step == die_at and die == "committed" and die_rank == RANK:
-                while not snapshot.committed:
-                    if busy:
-                        np.dot(np.ones((200, 200)), np.ones((200, 200)))
-                kill_my_node(wipe=True)
-            if step == die_at and die == "all":
-                snapshot.wait()
-                note("committed", step=step)
-                COMM.Barrier()
-                os.kill(os.getpid(), signal.SIGKILL)
-            if pause:
-                end = time.monotonic() + pause
-                while time.monotonic() < end:
-                    np.dot(np.ones((100, 100)), np.ones((100, 100)))
+            if step == die_at and (die == "all" or die_rank == RANK):
+                die_of(die, snapshot, busy)
+            compute(pause)
             if one_by_one:
                 snapshot.wait()
             pending.append(snapshot)
@@ -143,9 +130,32 @@ def train(last: int = 0, more: int = -1, nbytes: int = 300_000, die_at: int = -1
         note("end", steps=steps, report=ckpt.report())
 
 
+def compute(seconds: float) -> None:
+    """Keep a core busy, as training does."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        np.dot(np.ones((100, 100)), np.ones((100, 100)))
+
+
+def die_of(how: str, snapshot: mlflash.Snapshot, busy: bool) -> None:
+    """Die in the moment that `train` was told."""
+    if how == "saved":
+        kill_my_node(wipe=True)
+    elif how == "committed":
+        while not snapshot.committed:
+            if busy:
+                np.dot(np.ones((200, 200)), np.ones((200, 200)))
+        kill_my_node(wipe=True)
+    elif how == "all":
+        snapshot.wait()
+        note("committed", step=snapshot.step)
+        COMM.Barrier()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
 def set_patience(ckpt: mlflash.Checkpointer, seconds: float) -> None:
     """Change timeout_s from now on, so that no deadline passes but the one that is meant to."""
-    ckpt._world.timeout_s = seconds
+    ckpt._context.world.timeout_s = seconds
     object.__setattr__(ckpt._config, "timeout_s", seconds)
 
 

@@ -12,15 +12,13 @@ from .. import config
 from ..draining.drain import Drain
 from ..draining.drain_queue import DrainQueue
 from ..errors import Closed
-from ..mpi.courier import FORKED, Courier
-from ..mpi.world import World, find_world
+from ..mpi.courier import FORKED
 from ..restoring.heal import heal_or_remember
 from ..restoring.rescue import heal, scavenge
 from ..restoring.restore import Restores
 from ..saving.save_queue import SaveQueue
 from ..saving.snapshot import Snapshot
-from ..startup.context import Context
-from ..startup.start import make
+from ..startup.start import start
 from . import disabled, unclosed
 from .for_adapters import Adapting
 from .rank_report import RankReport
@@ -83,33 +81,15 @@ class Checkpointer:
     """
 
     def __init__(
-        self,
-        directory: str | os.PathLike[str] | None = None,
-        *,
-        redundancy: str | None = None,
-        memory: str | None = None,
-        job: str | None = None,
-        comm: Any = None,
-        strict: bool | None = None,
-        timeout_s: float | None = None,
-        when_busy: str | None = None,
-        reserve: int | None = None,
-        transport: str | None = None,
-        skip_stuck: int | None = None,
-        fresh: bool | str | None = None,
-        drain_every: int | None = None,
-        drain_rate: float | None = None,
-        drain_writers: int | None = None,
-        keep_last: int | None = None,
-        keep_every: int | None = None,
-        format: str | None = None,
-        log: str | os.PathLike[str] | None = None,
-        domains: Any = None,
-        replicated: Any = None,
-        process_group: Any = None,
-        enabled: bool = True,
-        **settings: Any,
-    ):
+        self, directory: str | os.PathLike[str] | None = None, *, redundancy: str | None = None,
+        memory: str | None = None, job: str | None = None, comm: Any = None, strict: bool | None = None,
+        timeout_s: float | None = None, when_busy: str | None = None, reserve: int | None = None,
+        transport: str | None = None, skip_stuck: int | None = None, fresh: bool | str | None = None,
+        drain_every: int | None = None, drain_rate: float | None = None, drain_writers: int | None = None,
+        keep_last: int | None = None, keep_every: int | None = None, format: str | None = None,
+        log: str | os.PathLike[str] | None = None, domains: Any = None, replicated: Any = None,
+        process_group: Any = None, enabled: bool = True, **settings: Any,
+    ):  # fmt: skip
         self._config = config.from_environment(
             os.environ, directory, redundancy=redundancy, memory=memory, job=job, strict=strict, timeout_s=timeout_s,
             when_busy=when_busy, reserve=reserve, transport=transport, skip_stuck=skip_stuck, fresh=fresh,
@@ -126,28 +106,21 @@ class Checkpointer:
 
     def _start(self, comm: Any, process_group: Any, replicated: Any, domains: Any) -> None:
         """Make what does the work. Collective over comm."""
-        comm = find_world(os.environ) if comm is None else comm
-        self._world = World(comm, self._config.ranks_per_node, self._config.timeout_s, process_group)
-        self._courier = Courier(self._world, threaded=self._world.threads, nice=self._config.nice)
-        try:
-            self._context: Context = self._courier.call(lambda: make(self._config, self._world, replicated, domains))
-        except BaseException:
-            self._courier.stop(abandon=True)
-            raise
-        self._drains = DrainQueue(self._config, self._context, self._courier)
-        context = self._context
+        self._courier, context = start(self._config, comm, process_group, replicated, domains)
+        self._context = context
+        self._drains = DrainQueue(self._config, context, self._courier)
         self._saves = SaveQueue(
             self._config, context, self._courier, self._drains, lambda home: heal_or_remember(context, home)
         )
-        self._restores = Restores(self._context, self._courier, self._saves, self._drains)
-        self.adapting = Adapting(self._world, self._courier, self._saves, self._restores, self._drains,
+        self._restores = Restores(context, self._courier, self._saves, self._drains)
+        self.adapting = Adapting(context.world, self._courier, self._saves, self._restores, self._drains,
                                  self._config.strict, self._check_open)  # fmt: skip
-        self._facts = RankReport(self._context, self._drains)
+        self._facts = RankReport(context, self._drains)
         unclosed.add(self, lambda me, state: me._end(abandon=True, state=state), Checkpointer._leave)
         try:
             self._courier.call(self._drains.go_beyond)
-            self._context.recorder.started(self._facts.of_run(), lambda: self.survives)
-            if self._config.reserve and not self._context.unusable:  # room may be what was committed needs, come back
+            context.recorder.started(self._facts.of_run(), lambda: self.survives)
+            if self._config.reserve and not context.unusable:  # room may be what was committed needs, come back
                 self._saves.reserve(self._config.reserve)
         except BaseException:  # the caller gets no object to close
             self._end(abandon=True, state="failed")

@@ -22,10 +22,11 @@ from ..mpi.nonblocking import Operation
 from ..redundancy.rank_checkpoint import RankCheckpoint, ShareFiles, open_rank_checkpoint
 from ..startup.context import Context
 from ..storage.store import Store, open_store
-from . import checkpoint_directory, drain
+from . import checkpoint_directory, write_checkpoint
 from .checkpoint_directory import Listed, Listing
-from .drain import Drain, Terms
+from .drain import Drain
 from .drain_input import DrainInput
+from .write_checkpoint import Terms
 
 log = logging.getLogger("mlflash")
 
@@ -252,7 +253,7 @@ class DrainQueue:
         collectives = self._collectives
 
         def moves() -> Operation:
-            error = yield from drain.run(
+            error = yield from write_checkpoint.run(
                 current, drain_input, context.world, collectives, store, self._terms, not self._clean
             )
             self._clean = self._clean or current.clean

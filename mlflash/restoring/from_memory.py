@@ -24,7 +24,7 @@ from ..memory.inventory import Inventory, Place, file_name
 from ..memory.shared_memory_segment import Segment, attach
 from ..memory.slot import Slot
 from ..memory.slot_header import Attempt
-from ..redundancy.rank_checkpoint import RankCheckpoint, open_rank_checkpoint
+from ..redundancy.rank_checkpoint import RankCheckpoint, ShareFiles, open_rank_checkpoint
 from ..redundancy.slot_transfer import slot_of
 from ..startup.choose_checkpoint import Choice, choose
 from ..startup.context import Context
@@ -101,26 +101,32 @@ def bring_home(
             if struck is not None:
                 struck |= bad
             continue
-        context.restores = choice.restores + 1
         if passed_over is not None and passed_over.attempt != choice.attempt and context.world.rank == 0:
             log.warning(
                 "step %d was restored %d times and nothing newer was committed since: step %d is taken instead "
                 "(skip_stuck=%d)", passed_over.step, passed_over.restores, choice.step, context.config.skip_stuck,
             )  # fmt: skip
-        homes = {
-            rank: open_rank_checkpoint(context.memory, context.pool.mapped(), context.world.node_index, slot, files)
-            for rank, slot in slots.items()
-        }
-        if not same_ranks:
-            context.restored_from = "other ranks"
-            context.rolled_forward = False
-            return FoundElsewhere(choice.attempt, choice.step, context.restores, homes, files)
-        place = choice.source[context.world.rank]
-        context.restored_from = "parity" if place is None else context.world.topology.node_names[place[0]]
-        context.rolled_forward = bool(context.world.agree([int(not own.committed)])[0])
-        if not context.rolled_forward:
-            give_receipts(own)
-        return homes[context.world.rank]
+        return _opened(context, choice, slots, files)
+
+
+def _opened(context: Context, choice: Choice, slots: Mapping[int, Slot], files: ShareFiles
+            ) -> RankCheckpoint | FoundElsewhere:  # fmt: skip
+    """Open what was brought here, and note where it came from. Collective over the world."""
+    context.restores = choice.restores + 1
+    mine = {
+        rank: open_rank_checkpoint(context.memory, context.pool.mapped(), context.world.node_index, slot, files)
+        for rank, slot in slots.items()
+    }
+    if choice.world_size != context.world.size:
+        context.restored_from = "other ranks"
+        context.rolled_forward = False
+        return FoundElsewhere(choice.attempt, choice.step, context.restores, mine, files)
+    place, own = choice.source[context.world.rank], slots[context.world.rank]
+    context.restored_from = "parity" if place is None else context.world.topology.node_names[place[0]]
+    context.rolled_forward = bool(context.world.agree([int(not own.committed)])[0])
+    if not context.rolled_forward:
+        give_receipts(own)
+    return mine[context.world.rank]
 
 
 def _other_ranks(choice: Choice, size: int) -> WorldSizeChanged:

@@ -19,6 +19,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from typing import Protocol
 
 from ..crash_points import reach
 from ..errors import DeadlineExceeded, MlflashError, SaveFailed, StepOrderError, text_of
@@ -41,6 +42,21 @@ log = logging.getLogger("mlflash")
 
 class OneAhead(Exception):
     """The other ranks have not come to this save yet: this rank has left one out."""
+
+
+class CommitListener(Protocol):
+    """What a save needs to know of drains."""
+
+    @property
+    def idle(self) -> bool:
+        """Whether no drain is on its way on this rank."""
+
+    @property
+    def asked(self) -> bool:
+        """Whether somebody has asked for a drain on this node."""
+
+    def committed(self, slot: Slot | None, share: Slot | None, asked: bool, idle: bool) -> None:
+        """Count a checkpoint that was committed just now, and begin to drain it where it is due. Collective."""
 
 
 class Save:

@@ -12,7 +12,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import Protocol
 
 import numpy as np
 
@@ -38,21 +37,6 @@ log = logging.getLogger("mlflash")
 _LEFT = "an exception came while it was staged, as of a signal handler"
 
 
-class CommitListener(Protocol):
-    """What a save needs to know of drains."""
-
-    @property
-    def idle(self) -> bool:
-        """Whether no drain is on its way on this rank."""
-
-    @property
-    def asked(self) -> bool:
-        """Whether somebody has asked for a drain on this node."""
-
-    def committed(self, slot: Slot | None, share: Slot | None, asked: bool, idle: bool) -> None:
-        """Count a checkpoint that was committed just now, and begin to drain it where it is due. Collective."""
-
-
 class SaveQueue:
     """Makes snapshots of states and keeps those that have not ended.
 
@@ -71,7 +55,7 @@ class SaveQueue:
         begun: saves of which it is not known yet whether they come.
     """
 
-    def __init__(self, config: Config, context: Context, courier: Courier, drains: CommitListener,
+    def __init__(self, config: Config, context: Context, courier: Courier, drains: commit.CommitListener,
                  heal: Callable[[Slot], None]):  # fmt: skip
         self._config, self._context, self._courier, self._drains, self._heal = config, context, courier, drains, heal
         self._world, self._recorder = context.world, context.recorder

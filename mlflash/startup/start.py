@@ -12,9 +12,10 @@ from ..memory import user_directory
 from ..memory.copy_threads import copy_threads_of
 from ..memory.node_directory import NodeDirectory
 from ..memory.slot_pool import SlotPool
+from ..mpi.courier import Courier
 from ..mpi.rma_windows import Poke
 from ..mpi.send_rate import SendRate
-from ..mpi.world import World, check_torch_rank
+from ..mpi.world import World, check_torch_rank, find_world
 from ..placement import redundancy_scheme
 from ..placement.failure_domains import Domains, from_argument
 from ..placement.failure_domains import join as join_domains
@@ -34,6 +35,30 @@ from .context import Context, losses_of
 log = logging.getLogger("mlflash")
 
 _NAMED = 3  # hosts or domains named in a warning
+
+
+def start(config: Config, comm: Any, process_group: Any, replicated: Any = None, domains: Any = None
+          ) -> tuple[Courier, Context]:  # fmt: skip
+    """Start a rank's courier, and let it make the context. Collective over comm.
+
+    Args:
+        comm: an mpi4py communicator; None: that of this process's launcher.
+        process_group: of torch.distributed, whose ranks must be those of comm.
+        replicated, domains: see `make`.
+
+    Raises:
+        MpiUnavailable: there is no MPI, or not the one of this launcher.
+        MlflashError: as `make`.
+    """
+    comm = find_world(os.environ) if comm is None else comm
+    world = World(comm, config.ranks_per_node, config.timeout_s, process_group)
+    courier = Courier(world, threaded=world.threads, nice=config.nice)
+    try:
+        context: Context = courier.call(lambda: make(config, world, replicated, domains))
+    except BaseException:
+        courier.stop(abandon=True)
+        raise
+    return courier, context
 
 
 def make(config: Config, world: World, replicated: Any = None, domains: Any = None) -> Context:

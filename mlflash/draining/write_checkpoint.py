@@ -1,0 +1,326 @@
+"""A committed checkpoint → a folder of the directory, in the background, straight from the slots.
+
+    look      each rank makes digests of what others may hold alike; rank 0 names the folder
+    deal      what all ranks hold alike, and what sets of them share, is dealt out                2 gathers, 1 allreduce
+    write     at most so many ranks at a time: checksums, the slot verified, the file written      1 allreduce
+    commit    rank 0 writes the file that commits the checkpoint, and deletes older ones           1 gather, 1 broadcast
+
+What takes long is done on a thread of its own, which never calls MPI; the courier does the rest, a little at a time
+(see `background`). Whatever goes wrong on any rank, all give the drain up: what was written for it is deleted, the
+checkpoints in the directory stay, and the next drain begins anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..crash_points import reach
+from ..errors import DrainFailed, MlflashError, text_of
+from ..mpi.background_collectives import BackgroundCollectives, in_thread
+from ..mpi.nonblocking import Operation, side_by_side
+from ..mpi.world import World
+from ..storage.file_holes import FileWithHoles
+from ..storage.store import Store
+from . import checkpoint_directory
+from .checkpoint_directory import Stored
+from .drain import Drain
+from .drain_input import DrainInput, Load, Look, Receipt, load, look
+from .file_format import Form
+
+log = logging.getLogger("mlflash")
+
+_CHUNK_NBYTES = 8 << 20  # written at a time
+_LOOK_S = 0.2
+
+
+@dataclasses.dataclass(frozen=True)
+class Terms:
+    """How drains are to be done.
+
+    Attributes:
+        form: "hdf5" or "dcp", see `form.Form`.
+        owner, job: go into the files.
+        block_nbytes: bytes per checksum.
+        compression: of HDF5, see `config.COMPRESSIONS`.
+        rate: bytes per second of all ranks together; 0: as fast as they go.
+        writers: ranks that write at a time; 0: all.
+        keep_last, keep_every: which older checkpoints stay, see `catalog.surplus`.
+    """
+
+    form: str
+    owner: str
+    job: str
+    block_nbytes: int
+    compression: str = ""
+    rate: float = 0.0
+    writers: int = 0
+    keep_last: int = 0
+    keep_every: int = 0
+
+
+def run(
+    drain: Drain, drain_input: DrainInput, world: World, collectives: BackgroundCollectives, store: Store,
+    terms: Terms, clean: bool = False,
+) -> Operation:  # fmt: skip
+    """Bring a drain to its end. Collective over the world.
+
+    Args:
+        drain: is told how it goes, but not that it has ended.
+        drain_input: what this process hands in.
+        world, collectives: the ranks, and their communicators for this.
+        store: the directory.
+        terms: how it is to be done.
+        clean: delete first what interrupted drains of earlier runs have left.
+
+    Returns:
+        Why it failed; None where it did not. It raises nothing.
+    """
+    ended: list[MlflashError | None] = []
+
+    def main() -> Operation:
+        ended.append((yield from _run(drain, drain_input, world, collectives, store, terms, clean)))
+
+    def silent(ranks: Sequence[int]) -> None:
+        drain.silent = tuple(ranks), world.names_of(ranks)
+
+    yield from side_by_side(
+        [main(), collectives.beat(lambda: drain.progress, lambda: bool(ended), drain.moves, silent)]
+    )
+    return ended[0]
+
+
+def _run(
+    drain: Drain,
+    drain_input: DrainInput,
+    world: World,
+    collectives: BackgroundCollectives,
+    store: Store,
+    terms: Terms,
+    clean: bool,
+) -> Operation:
+    error: MlflashError | None = None
+    try:
+        on_its_way = _OnItsWay(drain, drain_input, world, collectives, store, terms)
+        try:
+            yield from on_its_way.run(clean)
+        except MlflashError as problem:  # the same on all ranks
+            error = problem
+            yield from on_its_way.undo()
+    except Exception as problem:  # the courier must go on
+        log.exception("the drain of step %d failed on rank %d", drain.step, world.rank)
+        error = DrainFailed(f"the drain failed: {text_of(problem)}", rank=world.rank, step=drain.step)
+    if error is None and world.rank == 0:
+        log.info("step %d was drained to %s", drain.step, drain.path)
+    elif error is not None and world.rank in (0, error.rank):
+        log.warning("step %d was not drained: %s", drain.step, error)
+    reach("drain.ended")
+    return error
+
+
+class _OnItsWay:
+    """The state of one drain on one rank."""
+
+    form: Form  # known once it is looked at
+
+    def __init__(
+        self,
+        drain: Drain,
+        drain_input: DrainInput,
+        world: World,
+        collectives: BackgroundCollectives,
+        store: Store,
+        terms: Terms,
+    ):
+        self.drain, self.drain_input, self.world, self.collectives = drain, drain_input, world, collectives
+        self.store, self.inside, self.terms = store, store, terms
+        self.written: list[str] = []
+        self.commits: list[str] = []  # those among them that say that the checkpoint is whole
+        self.receipts: list[tuple[Stored, Receipt]] = []
+
+    def run(self, clean: bool) -> Operation:
+        reach("drain.begun")
+        world, collectives, drain_input = self.world, self.collectives, self.drain_input
+        looked: Look
+        looked, folder = yield from self._together(lambda: self._look(clean))
+        folder = yield from collectives.broadcast(folder)
+        self.inside = self.store.at(folder)
+        self.drain.path = self.inside.path
+        hosts = yield from collectives.gather((min(drain_input.homes, default=drain_input.world_size), looked.sets))
+        sets = {rank: by for _, theirs in hosts for rank, by in theirs.items()}
+        lowest = min(range(world.size), key=lambda process: hosts[process][0])
+        table: list[bytes] = yield from collectives.broadcast(looked.table, lowest)
+        mine = [all(one in held for held in looked.digests.values()) for one in table]
+        alike = yield from collectives.agree(np.array(mine, dtype=np.uint8))
+        common = [one for one, is_alike in zip(table, alike, strict=True) if is_alike]
+        reach("drain.dealt")
+
+        def write() -> None:
+            for rank, home in drain_input.homes.items():
+                entries = [home.manifest.entries[looked.digests[rank][one]] for one in common]
+                self._write(rank, load(rank, home, entries, sets, drain_input.world_size, self.terms.block_nbytes))
+
+        _, error = yield from collectives.in_turn(self.terms.writers, lambda: self._attempt(write))
+        yield from collectives.raise_together(error)
+        reach("drain.written")
+        told = yield from collectives.collect(self.receipts)
+        yield from self._together(lambda: self._commit(sorted((r for those in told for r in those), key=_by_rank)))
+        reach("drain.committed")
+        if world.rank == 0:
+            yield from in_thread(self._delete_surplus, "mlflash-drain")
+
+    def undo(self) -> Operation:
+        """Delete what was written, that which says that it is whole first."""
+        rest = [name for name in self.written if name not in self.commits]
+        for names in (self.commits, rest):
+            yield from in_thread(functools.partial(self._delete, names), "mlflash-drain")
+            yield from self.collectives.agree(np.zeros(1, dtype=np.int64))
+        if self.world.rank == 0 and self.inside is not self.store:
+            yield from self._attempt(self.inside.remove_directory)
+
+    def _attempt(self, work: Callable[[], Any]) -> Operation:
+        """Do something on a thread; gives its result, and what went wrong."""
+        error: MlflashError | None = None
+        result: Any = None
+        try:
+            result = yield from in_thread(work, "mlflash-drain")
+        except MlflashError as problem:
+            error = problem
+        except Exception as problem:  # h5py, torch and fsspec raise what they like
+            what = f"[Errno {problem.errno}] {problem.strerror}" if isinstance(problem, OSError) else repr(problem)
+            error = DrainFailed(f"{what} in {self.inside.path}: this checkpoint is in memory only")
+            error.__cause__ = problem
+        if error is not None:
+            error.rank, error.node, error.step = self.world.rank, self.world.node_name, self.drain.step
+        self.drain.progress += 1
+        return result, error
+
+    def _together(self, work: Callable[[], Any]) -> Operation:
+        """Do something on a thread, on all ranks; what goes wrong on any is raised on all."""
+        result, error = yield from self._attempt(work)
+        yield from self.collectives.raise_together(error)
+        return result
+
+    def _look(self, clean: bool) -> tuple[Look, str]:
+        self.form = _form(self.terms)  # here, as it imports a library: where that fails on one rank, all hear of it
+        if self.world.rank:
+            return look(self.drain_input), ""
+        if clean:  # at the first drain of a run the directory may have to be made; later it must still be there
+            self.store.make()
+            self._delete_leftovers()
+        folder = checkpoint_directory.new_folder(self.store, self.drain_input.step)
+        self.inside = self.store.at(folder)
+        self.inside.make(parents=False)
+        return look(self.drain_input), folder
+
+    def _write(self, rank: int, loaded: Load) -> None:
+        """Write the files of a rank."""
+        self.drain.progress += 1
+        files, stored, receipt = self.form.rank_files(
+            self.drain_input, rank, self.drain_input.homes[rank], loaded, self.terms.owner
+        )
+        self.drain.nbytes += sum(skeleton.nbytes for _, skeleton in files)
+        at_once = min(self.terms.writers or self.world.size, self.world.size)
+        with _closing(files):
+            for name, skeleton in files:
+                self.written.append(name)
+                content = _paced(skeleton.stream(_CHUNK_NBYTES), self.drain, self.terms.rate / at_once)
+                self.inside.write(name, content, checkpoint_directory.tag(self.drain_input.attempt, self.terms.owner))
+        self.receipts.append((stored, receipt))
+
+    def _commit(self, told: list[tuple[Stored, Receipt]]) -> None:
+        """Write what commits the checkpoint (rank 0)."""
+        if self.world.rank:
+            return
+        if [receipt.rank for _, receipt in told] != list(range(self.drain_input.world_size)):
+            raise DrainFailed("not every rank of the checkpoint handed its state in",
+                              expected=f"{self.drain_input.world_size} ranks", found=len(told))  # fmt: skip
+        for stored, _ in told:  # what is not there any more must not be committed
+            for name, nbytes in ((stored.card, stored.nbytes), (stored.data, stored.data_nbytes)):
+                if self.inside.nbytes(name) != nbytes:
+                    raise DrainFailed("a file is not as it was written", expected=f"{nbytes} bytes in {name}",
+                                      found=self.inside.nbytes(name))  # fmt: skip
+        files = self.form.master_files(
+            self.drain_input, [stored for stored, _ in told], [receipt for _, receipt in told],
+            self.terms.job, self.terms.owner,
+        )  # fmt: skip
+        tag = checkpoint_directory.tag(self.drain_input.attempt, self.terms.owner)
+        with _closing(files):
+            for name, skeleton in files:
+                self.written.append(name)
+                self.commits.append(name)
+                reach("drain.committing")
+                self.inside.write(name, skeleton.stream(_CHUNK_NBYTES), tag)
+
+    def _delete(self, names: list[str]) -> None:
+        try:
+            for name in names:
+                self.inside.remove(name)
+        except Exception as problem:  # the next run tries again
+            log.warning("what was drained of step %d could not be deleted: %s", self.drain.step, problem)
+
+    def _delete_leftovers(self) -> None:
+        """Delete what interrupted drains of earlier runs left; where that fails, the next drain tries again."""
+        try:
+            checkpoint_directory.delete_leftovers(self.store, self.terms.owner, self.drain_input.attempt.run_id)
+            self.drain.clean = True
+        except Exception as problem:
+            log.warning("what interrupted drains left could not be deleted: %s", problem)
+
+    def _delete_surplus(self) -> None:
+        """Delete the checkpoints of this job that need not be kept; where that fails, the next drain tries again."""
+        try:
+            listed = checkpoint_directory.list_checkpoints(self.store)
+            for one in checkpoint_directory.surplus(
+                listed, self.terms.owner, self.terms.keep_last, self.terms.keep_every
+            ):
+                checkpoint_directory.delete(self.store, one)
+        except Exception as problem:
+            log.warning("older checkpoints could not be deleted: %s", problem)
+
+
+def _form(terms: Terms) -> Form:
+    """The form of files. Loads the library that it needs."""
+    if terms.form == "dcp":
+        from .dcp_format import Dcp
+
+        return Dcp()
+    from .hdf5_format import Hdf5
+
+    return Hdf5(terms.compression)
+
+
+def _by_rank(told: tuple[Stored, Receipt]) -> int:
+    return told[1].rank
+
+
+@contextlib.contextmanager
+def _closing(files: Iterable[tuple[str, FileWithHoles]]) -> Iterator[None]:
+    """Free the memory of files that were laid out, however it ends."""
+    try:
+        yield
+    finally:
+        for _, skeleton in files:
+            skeleton.close()
+
+
+def _paced(content: Iterable[memoryview], drain: Drain, rate: float) -> Iterator[memoryview]:
+    """Give content no faster than so many bytes per second; 0: at once."""
+    start, sent = time.monotonic(), 0
+    for piece in content:
+        if drain.given_up.is_set():
+            raise DrainFailed("the Checkpointer was left")
+        yield piece
+        sent += piece.nbytes
+        drain.written += piece.nbytes
+        drain.progress += 1
+        while rate and (ahead := sent / rate - (time.monotonic() - start)) > 0 and not drain.given_up.is_set():
+            drain.given_up.wait(min(ahead, _LOOK_S))
+            drain.progress += 1
