@@ -51,7 +51,7 @@ POINTS = {
     "restore.adopted": "the files belong to the ranks of this run",
     "restore.rebuilt": "lost slots and damaged blocks are made again from parity",
     "restore.fetched": "slots from other nodes are here",
-    "restore.reunited": "each node has all shares of what its ranks share",
+    "restore.gathered": "each node has all shares of what its ranks share",
     "restore.resharded": "the state is put together from those of other ranks, its slot is not sealed",
     "restore.loading": "the state was compared, nothing of it is changed",
     "restore.loaded": "all ranks have loaded",

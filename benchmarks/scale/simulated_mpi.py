@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from scale.meeting import Call, Done, Fabric, Later, Receive, raw_bytes
 
-_DUPLICATES = {"given": ("control",), "control": ("world",), "world": ("data",)}  # as `comm.World` makes them
+_DUPLICATES = {"given": ("control",), "control": ("world",), "world": ("data",)}  # as `world.World` makes them
 
 
 class Comm:

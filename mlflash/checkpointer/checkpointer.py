@@ -327,7 +327,7 @@ class Checkpointer:
         return self._facts.survives
 
     def report(self) -> dict[str, Any]:
-        """Give counters, seconds per verb, how this rank is placed, and the last drain, see `report.report_of`.
+        """Give counters, seconds per verb, how this rank is placed, and the last drain, see `rank_report.report_of`.
 
         Not collective.
         """

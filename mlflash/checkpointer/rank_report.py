@@ -35,7 +35,7 @@ class RankReport:
         return report_of(self._context, self._drains.last)
 
     def of_run(self) -> dict[str, Any]:
-        """Give what does not change while this run goes on, for its journal."""
+        """Give what does not change while this run goes on, for its recorder."""
         world, config, protection = self._context.world, self._context.config, self._context.protection
         return {
             "ranks": world.size, "nodes": list(world.topology.node_names), "redundancy": protection.scheme,

@@ -32,7 +32,7 @@ class Told:
     loss: float = float("nan")
 
     def note(self, rank: int, line: dict[str, Any]) -> None:
-        """Take a line of a rank's journal in."""
+        """Take a line of a rank's log in."""
         if line["event"] == "ready":
             self.ready[rank] = line
             self.last_step[rank] = line["restored"] or 0

@@ -53,7 +53,7 @@ class Training:
             self._mpiexec = spawn(command, env=environment, stdout=log, stderr=log)
 
     def events(self) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Yield ``(rank, line of its journal)`` as they come, until mpiexec has ended and all is read.
+        """Yield ``(rank, line of its log)`` as they come, until mpiexec has ended and all is read.
 
         Raises:
             DemoFailed: nothing was killed, and time is up, mpiexec failed or a rank did not come to its end.

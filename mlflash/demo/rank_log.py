@@ -15,10 +15,10 @@ import numpy as np
 
 
 class RankLog:
-    """The journal of one rank.
+    """The log of one rank.
 
     Args:
-        folder: where the journals of the run are.
+        folder: where the logs of the run are.
         rank: whose it is.
     """
 

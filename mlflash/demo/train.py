@@ -36,7 +36,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--folder", type=Path, required=True, help="for journals and final tensors")
+    parser.add_argument("--folder", type=Path, required=True, help="for logs and final tensors")
     args = parser.parse_args()
 
     rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size

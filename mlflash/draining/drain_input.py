@@ -1,6 +1,6 @@
 """What a process hands in to a drain → what each rank's file gets.
 
-What all ranks hold alike, and what sets of them share, is dealt out, so that it is written once (see `dealing`).
+What all ranks hold alike, and what sets of them share, is dealt out, so that it is written once (see `work_division`).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class DrainInput:
 
 @dataclasses.dataclass
 class Look:
-    """What a process can say of its cargo before it hears of the others'.
+    """What a process can say of what it hands in, before it hears of the others'.
 
     Attributes:
         digests: for each rank those of its whole tensors, and the numbers of their entries.
@@ -62,7 +62,7 @@ class Part:
     Attributes:
         entry: which; ``start`` is where it begins in the tensor.
         tensor: the whole of what the slot has of it.
-        common: see `index.Piece`.
+        common: see `file_index.Piece`.
     """
 
     entry: Entry
@@ -77,7 +77,7 @@ class Load:
     Attributes:
         parts: of tensors.
         sources: the bytes of each.
-        commons: see `index.Index`.
+        commons: see `file_index.Index`.
         ties: further names of tensors.
         block_nbytes, checks, first_checks: a checksum for each block of each part; and where those of a part begin.
     """
@@ -106,7 +106,7 @@ class Load:
 
 
 def look(drain_input: DrainInput) -> Look:
-    """Open a cargo, and make digests of the whole tensors of each rank, where other ranks may hold them alike.
+    """Open what is handed in, and make digests of the whole tensors that other ranks may hold alike.
 
     Not collective.
     """

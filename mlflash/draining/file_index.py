@@ -43,7 +43,7 @@ class Card:
         index_start, index_nbytes, index_check: where the index is, and its XXH3-64.
         unix_ns: when it was written, ns since 1970.
         owner: which job wrote it, see `config.Config.owner`.
-        mark: of what was drained, see `header.Header`.
+        mark: of what was drained, see `slot_header.Header`.
     """
 
     attempt: Attempt

@@ -46,13 +46,13 @@ class Terms:
     """How drains are to be done.
 
     Attributes:
-        form: "hdf5" or "dcp", see `form.Form`.
+        form: "hdf5" or "dcp", see `file_format.Form`.
         owner, job: go into the files.
         block_nbytes: bytes per checksum.
         compression: of HDF5, see `config.COMPRESSIONS`.
         rate: bytes per second of all ranks together; 0: as fast as they go.
         writers: ranks that write at a time; 0: all.
-        keep_last, keep_every: which older checkpoints stay, see `catalog.surplus`.
+        keep_last, keep_every: which older checkpoints stay, see `checkpoint_directory.surplus`.
     """
 
     form: str

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-Pulse = dict[str, Any]  # what a rank said of itself, see `mlflash.telemetry.heartbeat`
+Heartbeat = dict[str, Any]  # what a rank said of itself, see `mlflash.telemetry.heartbeat`
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,20 +25,20 @@ class Failure:
     saved: int | None
 
 
-def failure(heartbeats: Sequence[Pulse], noticed: float) -> Failure:
+def failure(heartbeats: Sequence[Heartbeat], noticed: float) -> Failure:
     """How a start ended, from what its ranks said last."""
     beats = [float(heartbeat["beat"]) for heartbeat in heartbeats]
     saved = [int(heartbeat["saved"]) for heartbeat in heartbeats if heartbeat["saved"] is not None]
     return Failure(max(beats, default=noticed), noticed, max(saved, default=None))
 
 
-def unrestorable(heartbeats: Sequence[Pulse]) -> str:
+def unrestorable(heartbeats: Sequence[Heartbeat]) -> str:
     """Why a start could restore none of the checkpoints that are there, as its ranks said; "" where that was not so."""
     return next((str(heartbeat["unrestorable"]) for heartbeat in heartbeats if heartbeat.get("unrestorable")), "")
 
 
-def recovery(heartbeats: Sequence[Pulse], before: Failure | None, started: float) -> dict[str, Any]:
-    """How a start came on, for the journal: what it restored, and how long that took after the failure before.
+def recovery(heartbeats: Sequence[Heartbeat], before: Failure | None, started: float) -> dict[str, Any]:
+    """How a start came on, for the log of the run: what it restored, and how long that took after the failure before.
 
     Args:
         heartbeats: of its ranks.

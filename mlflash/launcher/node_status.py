@@ -1,7 +1,7 @@
 """What one node says of itself: ``python -m mlflash.launcher.node_status MEMORY [JOB [INTERFACE]]``.
 
-One JSON document: the pulses of the job's ranks here, the newest committed step that is held here, free memory, GPUs;
-without a job, which jobs are alive here.
+One JSON document: the heartbeats of the job's ranks here, the newest committed step that is held here, free memory,
+GPUs; without a job, which jobs are alive here.
 """
 
 from __future__ import annotations

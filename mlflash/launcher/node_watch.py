@@ -16,7 +16,7 @@ from typing import Any
 from ..errors import LaunchFailed
 from ..telemetry.heartbeat import SHOW_STACKS, why_unread
 from ..version import __version__
-from .downtime import Pulse
+from .downtime import Heartbeat
 from .launch_system import Launcher
 from .node_assignment import NodeAssignment
 
@@ -135,7 +135,7 @@ class Looks:
                  for what in ("committed", "restored") if heartbeat[what] is not None]  # fmt: skip
         return max(steps, default=None)
 
-    def heartbeats(self, run: str) -> list[Pulse]:
+    def heartbeats(self, run: str) -> list[Heartbeat]:
         """What the ranks of a start have said of themselves."""
         return [
             heartbeat for said in self._said.values() for heartbeat in said["heartbeats"] if heartbeat["run"] == run

@@ -2,7 +2,7 @@
 
 start → watch → (end what is left) → judge → look at all nodes → put spares into empty seats → start again
 
-What a node says of itself is `looks`'.
+What a node says of itself is `node_watch`'s.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from ..launcher.launch_system import Launcher
 from ..launcher.node_watch import ask
 from ..telemetry.heartbeat import all_heartbeats
 
-Pulse = dict[str, Any]
+Heartbeat = dict[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Look:
     """
 
     at: float
-    heartbeats: tuple[Pulse, ...] = ()
+    heartbeats: tuple[Heartbeat, ...] = ()
     free: tuple[tuple[str, int], ...] = ()
     silent: tuple[str, ...] = ()
     wrong: str = ""
@@ -65,9 +65,9 @@ def jobs_everywhere(launcher: Launcher, hosts: Sequence[str], memory: str) -> li
     return sorted({job for document in ask(launcher, hosts, memory)[0].values() for job in document["jobs"]})
 
 
-def _newest(heartbeats: Sequence[Pulse]) -> tuple[Pulse, ...]:
+def _newest(heartbeats: Sequence[Heartbeat]) -> tuple[Heartbeat, ...]:
     """By rank; a rank that has moved is where its last beat came from."""
-    found: dict[int, Pulse] = {}
+    found: dict[int, Heartbeat] = {}
     for heartbeat in sorted(heartbeats, key=lambda one: float(one["beat"])):
         found[int(heartbeat["rank"])] = heartbeat
     size = max(found.values(), key=lambda one: float(one["beat"]))["ranks"] if found else 0

@@ -13,7 +13,7 @@ from ..command_line.output import new_table
 from ..human_readable.units import show_bytes, show_seconds
 from ..human_readable.wording import many
 from .history import History, committed, spark
-from .rank_status import Look, Pulse
+from .rank_status import Heartbeat, Look
 
 _QUIET_S = 60.0  # without a beat, from which on that is worth a colour
 _STYLES = {"training": "green", "starting": "cyan", "ended": "dim", "failed": "red", "gone": "bold red"}
@@ -42,7 +42,7 @@ def page(job: str, look: Look, history: History, width: int = 80, height: int = 
     return Group(*parts)
 
 
-def state_of(heartbeat: Pulse) -> str:
+def state_of(heartbeat: Heartbeat) -> str:
     """How a rank is, in a word: training, starting, ended, failed, or gone (its process died without a word)."""
     if heartbeat["state"] != "started":
         return str(heartbeat["state"])
@@ -96,12 +96,12 @@ def _figures(look: Look, history: History, width: int) -> Table:
     return grid
 
 
-def _on(heartbeat: Pulse, host: str, look: Look) -> bool:
+def _on(heartbeat: Heartbeat, host: str, look: Look) -> bool:
     """Whether a rank is on a host; where only one was looked at all are: emulated nodes have names of their own."""
     return len(look.free) == 1 or heartbeat["node"] == host
 
 
-def _speed(heartbeats: Sequence[Pulse]) -> float:
+def _speed(heartbeats: Sequence[Heartbeat]) -> float:
     speeds = [
         heartbeat["nbytes"] / heartbeat["protect_s"]
         for heartbeat in heartbeats
@@ -120,7 +120,7 @@ def _ranks(look: Look) -> Table:
 
 def _nodes(look: Look) -> Table:
     """A line for each node: the rank that is furthest behind in each column."""
-    by_node: dict[str, list[Pulse]] = {}
+    by_node: dict[str, list[Heartbeat]] = {}
     for heartbeat in look.heartbeats:
         by_node.setdefault(str(heartbeat["node"]), []).append(heartbeat)
     return _table(
@@ -128,7 +128,7 @@ def _nodes(look: Look) -> Table:
     )
 
 
-def _table(look: Look, what: str, lines: Sequence[tuple[str, str, Sequence[Pulse]]]) -> Table:
+def _table(look: Look, what: str, lines: Sequence[tuple[str, str, Sequence[Heartbeat]]]) -> Table:
     """Lines of a node, what of it, and the ranks that are meant; the name of a node is said once."""
     table = new_table("node", what, "state", ">saved", ">checkpoint", ">last sign", ">stall", ">commit", ">memory")
     before = ""
@@ -138,7 +138,7 @@ def _table(look: Look, what: str, lines: Sequence[tuple[str, str, Sequence[Pulse
     return table
 
 
-def _cells(look: Look, heartbeats: Sequence[Pulse]) -> list[Text]:
+def _cells(look: Look, heartbeats: Sequence[Heartbeat]) -> list[Text]:
     states = [state_of(heartbeat) for heartbeat in heartbeats]
     worst = next(state for state in ("gone", "failed", "starting", "training", "ended") if state in states)
     count = states.count(worst)
@@ -156,12 +156,12 @@ def _cells(look: Look, heartbeats: Sequence[Pulse]) -> list[Text]:
     ]
 
 
-def _step(heartbeats: Sequence[Pulse], key: str) -> str:
+def _step(heartbeats: Sequence[Heartbeat], key: str) -> str:
     steps = [heartbeat[key] for heartbeat in heartbeats]
     return "-" if None in steps else str(min(steps))
 
 
-def _longest(heartbeats: Sequence[Pulse], key: str) -> str:
+def _longest(heartbeats: Sequence[Heartbeat], key: str) -> str:
     values = [float(heartbeat[key]) for heartbeat in heartbeats if heartbeat.get(key) is not None]
     return show_seconds(max(values)) if values else "-"
 

@@ -112,7 +112,7 @@ class Log:
 
 
 def files_of(paths: Sequence[str]) -> list[Path]:
-    """Give the files of all nodes, by the names of some, without any twice; see `events.file_of_node`. Not collective.
+    """Give the files of all nodes, by the names of some, without any twice; see `event_log`. Not collective.
 
     Example:
         ``run.jsonl`` stands for run.jsonl, run.node1.jsonl, run.node2.jsonl and so on.

@@ -16,7 +16,7 @@ import numpy as np
 
 _MOST = 8
 _PIECE_NBYTES, _PIECES, _TRIES = 4 << 20, 8, 5
-_WORTH = 1.15  # so much faster a larger crew has to be
+_WORTH = 1.15  # so much faster more threads have to be
 
 
 class CopyThreads:
@@ -41,7 +41,7 @@ class CopyThreads:
                 work()
             return
         if self._pool is None:
-            self._pool = ThreadPoolExecutor(self.threads - 1, "mlflash-crew")
+            self._pool = ThreadPoolExecutor(self.threads - 1, "mlflash-copy")
         left = collections.deque(works)
 
         def some() -> None:
@@ -74,7 +74,7 @@ ALONE = CopyThreads(1)
 
 
 def copy_threads_of(threads: int, ranks: int, agree: Callable[[list[int]], list[int]]) -> CopyThreads:
-    """Make a crew of so many threads, or of as many as are worth it. Collective over the world.
+    """Make so many threads that copy, or of as many as are worth it. Collective over the world.
 
     Args:
         threads: 0: to be measured.
@@ -96,7 +96,7 @@ def copy_threads_of(threads: int, ranks: int, agree: Callable[[list[int]], list[
 
 
 def _copy_s(threads: int) -> float:
-    """Seconds that a crew takes to copy a few large tensors: the median."""
+    """Seconds that so many threads take to copy a few large tensors: the median."""
     copy_threads = CopyThreads(threads)
     source = np.ones((_PIECES, _PIECE_NBYTES), dtype=np.uint8)
     target = np.ones_like(source)

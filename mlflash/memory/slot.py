@@ -43,7 +43,7 @@ class Slot:
         use: whether it may be written.
         header: what it holds, once sealed or adopted; None otherwise.
         drains: whether it is being drained: it is not to be written then, whatever its use.
-        taker: what it is busy with; see `Shelf.take`.
+        taker: what it is busy with; see `SlotPool.take`.
     """
 
     def __init__(self, segment: Segment | None = None):

@@ -4,7 +4,7 @@
     verify       every byte of every slot that will be used, on all ranks, before anything is loaded
     repair       lost slots and damaged blocks are made again from parity, where there is some
     fetch        slots that are on another node come to a slot of the rank's own
-    reunite      so do the shares of what several ranks hold alike
+    gather       so do the shares of what several ranks hold alike
     (load)       by the caller, from the own slot; an error there is agreed on too
     heal         copies and parity are checked, and made again where they are missing
 
@@ -29,7 +29,7 @@ from ..redundancy.slot_transfer import slot_of
 from ..startup.choose_checkpoint import Choice, choose
 from ..startup.context import Context
 from .fetch_slots import fetch
-from .gather_deduplicated import reunite
+from .gather_deduplicated import gather_shares
 from .heal import give_receipts
 from .open_in_memory import FoundElsewhere
 from .rebuild_from_parity import Repairs
@@ -53,7 +53,7 @@ def restorable_steps(context: Context, alike: bool = False) -> list[int]:
     return sorted(set(whole))
 
 
-def bring_home(
+def find_and_verify(
     context: Context, step: int | None, others: bool = False, oldest: int = 0, checked: bool = True,
     struck: dict[Place, str] | None = None,
 ) -> RankCheckpoint | FoundElsewhere | None:  # fmt: skip
@@ -93,7 +93,7 @@ def bring_home(
             if same_ranks:
                 own = next(slot for slot in context.pool.own if _is(slot, context.world.rank, choice.attempt))
                 slots = {context.world.rank: own}
-            files, lacking = reunite(context, choice, slots, checked)
+            files, lacking = gather_shares(context, choice, slots, checked)
             bad = dict.fromkeys(lacking, "what it shares with other ranks is damaged or gone")
         if bad:
             context.pool.unmap_others(slots.values())

@@ -45,7 +45,7 @@ class _Errand:
         return self.place[0] != self.node
 
 
-def reunite(
+def gather_shares(
     context: Context, choice: Choice, slots: Mapping[int, Slot], checked: bool = True
 ) -> tuple[ShareFiles, list[Place]]:
     """Bring the shares that slots need to the nodes where these are read.
@@ -62,15 +62,15 @@ def reunite(
     """
     mine = {rank: shared for rank, slot in slots.items() if (shared := slot.manifest().shared) is not None}
     nothing = context.world.agree([int(not mine)])[0]
-    files, bad = ({}, []) if nothing else _reunite(context, choice, mine, checked)
-    reach("restore.reunited")
+    files, bad = ({}, []) if nothing else _gather_shares(context, choice, mine, checked)
+    reach("restore.gathered")
     return files, bad
 
 
-def _reunite(
+def _gather_shares(
     context: Context, choice: Choice, mine: Mapping[int, Shared], checked: bool
 ) -> tuple[ShareFiles, list[Place]]:
-    """Do that; see `reunite`.
+    """Do that; see `gather_shares`.
 
     Args:
         mine: what is shared of the slots that this rank has or reads.

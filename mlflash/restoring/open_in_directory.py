@@ -260,7 +260,7 @@ class OpenInDirectory:
         return self._commons.get((common, name), []) if common >= 0 else [(rank, held.own[name])]
 
     def _runs(self, wanted_part: WantedPart) -> Iterator[tuple[int, int, Box, np.ndarray]]:
-        """Of which parts of which pieces a parcel is made: old rank, piece, box in the piece, and where it goes."""
+        """Of which parts of which pieces a wanted part is made: old rank, piece, box in the piece, where it goes."""
         entry = self._held[wanted_part.rank].manifest.entries[wanted_part.number]
         want = (tuple(a + b for a, b in zip(entry.offset, wanted_part.source, strict=True)), wanted_part.shape)
         filled = 0

@@ -25,7 +25,7 @@ def scavenge(context: Context, drains: DrainQueue) -> Drain | None:
     """
     listed = drains.listed()
     newest = max((one.card.attempt.generation for one in listed), default=0)
-    found = from_memory.bring_home(context, None, others=True, oldest=newest + 1)
+    found = from_memory.find_and_verify(context, None, others=True, oldest=newest + 1)
     if found is None:
         return None
     if isinstance(found, RankCheckpoint):
@@ -52,7 +52,7 @@ def heal(context: Context) -> int | None:
         WorldSizeChanged: this is another number of ranks.
         MemoryTooSmall, SaveFailed: it could not be made whole; what there was is untouched.
     """
-    found = from_memory.bring_home(context, None)
+    found = from_memory.find_and_verify(context, None)
     if not isinstance(found, RankCheckpoint):
         return None
     make_whole(context, found.slot)

@@ -275,7 +275,7 @@ class Restores:
             left = [one for one in listed if one.folder not in bad]
             if source is None:
                 oldest = left[0].card.attempt.generation if left else 0
-                found = from_memory.bring_home(self._context, step, others, oldest, checked, struck)
+                found = from_memory.find_and_verify(self._context, step, others, oldest, checked, struck)
                 if found is not None:
                     self._context.looked = True
                     return found

@@ -137,7 +137,7 @@ def run(save: Save, context: Context, committed_now: Callable[[], None] = lambda
     if save.later is not None:
         try:
             save.later.cancel()
-        except DeadlineExceeded as late:  # a device is still at it: the shelf gives that slot to nobody
+        except DeadlineExceeded as late:  # a device is still at it: the pool gives that slot to nobody
             error = error or late
     if taken := context.pool.taken_by(save):
         context.pool.release(save.attempt, taken, committed)

@@ -30,7 +30,7 @@ SHOW_STACKS = signal.SIGRTMIN + 7
 _NBYTES = 4096  # written at once, so that a reader never finds half of two
 _LETTERS = 512  # of a text, each of which may take six bytes
 _STATES = ("started", "ended", "failed")
-# What each pulse says, and what it may say besides: who reads it need not look.
+# What each heartbeat says, and what it may say besides: who reads it need not look.
 _ALWAYS: dict[str, Any] = {
     "run": str, "rank": int, "ranks": int, "node": str, "pid": int, "state": str, "restored": int | None, "source": str,
     "saved": int | None, "committed": int | None, "times": dict, "beat": int | float,
@@ -138,7 +138,7 @@ class Heard(NamedTuple):
 def why_unread(said: object) -> str:
     """Why what a rank has said of itself cannot be read; "" where it can."""
     if not isinstance(said, dict):
-        return "cannot be read: it is no pulse"
+        return "cannot be read: it is no heartbeat"
     wrong = [name for name, kind in _ALWAYS.items() if not isinstance(said.get(name, ...), kind)]
     wrong += [name for name in _NUMBERS if not isinstance(said.get(name), int | float | None)]
     if not wrong:
@@ -220,7 +220,7 @@ def read_heartbeat(memory: NodeDirectory, name: str) -> dict[str, Any] | str | N
     except OSError as error:
         return f"cannot be read: {error.strerror}"
     except (ValueError, RecursionError):
-        return "cannot be read: it is torn, or no pulse"
+        return "cannot be read: it is torn, or no heartbeat"
     finally:
         os.close(fd)
     return why_unread(said) or said

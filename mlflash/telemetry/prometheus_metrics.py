@@ -20,7 +20,7 @@ _CLOSE_S = 2.0
 _LOOPBACK = "127.0.0.1"
 _PORT = re.compile(r":(\d{1,5})")
 
-# Name, what it is, the key in the pulse (see `journal`).
+# Name, what it is, the key in the heartbeat (see `recorder`).
 _GAUGES = (
     ("saved_step", "Newest step that was staged.", "saved"),
     ("committed_step", "Newest step that is a checkpoint.", "committed"),

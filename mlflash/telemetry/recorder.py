@@ -1,7 +1,7 @@
 """What happens to this rank, told to all who want to know.
 
 counts, seconds     `Checkpointer.report`
-pulse               `mlflash run`, `mlflash top`, metrics: from outside, on this node
+heartbeat           `mlflash run`, `mlflash top`, metrics: from outside, on this node
 events              the file that ``log=`` names
 log                 one INFO line for each checkpoint, restore and drain, on rank 0
 """
@@ -20,7 +20,7 @@ from .prometheus_metrics import Metrics
 
 log = logging.getLogger("mlflash")
 
-_LETTERS = 300  # of why nothing can be restored, in the pulse; the log and the event have all of it
+_LETTERS = 300  # of why nothing can be restored, in the heartbeat; the log and the event have all of it
 
 
 class Recorder:
@@ -141,7 +141,7 @@ class Recorder:
             self._metrics.close()
 
     def leave(self) -> None:
-        """Say nothing in a process that was forked: pulse, events and metrics are the parent's. Not collective."""
+        """Say nothing in a process that was forked: heartbeat, events and metrics are the parent's. Not collective."""
         self._heartbeat.leave()
         self._events.leave()
         if self._metrics is not None:

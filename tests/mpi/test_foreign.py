@@ -22,7 +22,7 @@ def state_of(step: int) -> dict[str, Any]:
 
 
 def plant(node: Path, kind: str) -> dict[str, tuple[int, int, int]]:
-    """Put foreign files where slots and pulses are looked for; returns what they are like."""
+    """Put foreign files where slots and heartbeats are looked for; returns what they are like."""
     target = node.parent / "target"
     target.write_bytes(b"x" * 8192)
     planted = [node / name for name in ("slot-0090", "slot-0100", "pulse-0077")]

@@ -18,7 +18,7 @@ SIZES = [1, 15, 16_384, 100_003, 3 << 20]
 
 
 def noted(tensors: list[torch.Tensor], on_device: bool) -> tuple[SampledBytes, list[np.ndarray], Callable[[], None]]:
-    """Spots of some tensors, where they are to be copied to, and what copies them."""
+    """Sampled bytes of some tensors, where they are to be copied to, and what copies them."""
     samples, lives = SampledBytes(), [as_bytes(tensor) for tensor in tensors]
     rooms = [np.empty_like(live) for live in lives]
     names = [f"t{number}" for number in range(len(tensors))]

@@ -146,7 +146,7 @@ def test_a_copy_that_is_not_the_leaf_fails_the_first_save_of_its_structure(store
         way.read_back(flat)
     assert caught.value.tensor == "a"
     way.lead(flat, frozenset((0, 1)))
-    way.read_back(flat)  # copied later: Spots compare
+    way.read_back(flat)  # copied later: SampledBytes compare
 
 
 # Classes
