@@ -40,7 +40,7 @@ from mlflash.state.plain_values import decode_plain
 from mlflash.storage.dcp_files import pickled
 from mlflash.storage.dcp_plans import BYTES_NUMBER, INDEX, Index, Key, keys_of
 
-from .ids import names_a_step, step_of
+from ..ids import names_a_step, step_of
 
 log = logging.getLogger("mlflash")
 
@@ -147,6 +147,19 @@ class MemoryReader(StorageReader):
         done: Future[None] = Future()
         done.set_result(None)
         return done
+
+
+def latest(checkpointer: Checkpointer) -> str | None:
+    """Name the newest checkpoint that can be loaded, such as ``"step-00000012"``; None where there is none.
+
+    Collective over the Checkpointer's comm. Every byte of it is verified: an older one is named where the newest is
+    damaged beyond repair. The newest is the one saved last.
+
+    Raises:
+        Unrestorable: checkpoints are there, and none of them can be loaded.
+    """
+    step = checkpointer.adapting.newest_step()
+    return None if step is None else f"step-{step:08d}"
 
 
 class SafeLoadPlanner(DefaultLoadPlanner):

@@ -33,7 +33,7 @@ from mlflash.state.leaves import Flat
 from mlflash.storage.dcp_files import pickled
 from mlflash.storage.dcp_plans import Key
 
-from .ids import names_a_step, step_of
+from ..ids import names_a_step, step_of
 from .leaves import Chunk, cloned, flat_of, key_of, pack
 from .process import Door, open_door
 from .staged import Staged, StagedDict, chunks_of, in_child, room_for

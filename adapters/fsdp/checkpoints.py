@@ -6,7 +6,7 @@ import concurrent.futures
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -22,10 +22,11 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
 from mlflash import config
 from mlflash.checkpointer.disabled import turned_off
-from mlflash.errors import MlflashError, SaveFailed, StepNotFound, StructureMismatch
+from mlflash.errors import MlflashError, SaveFailed, StateError, StepNotFound, StructureMismatch
 
+from .. import ids as names
 from . import ids
-from .groups import Group, Member
+from .groups import Everyone, Group, Member
 from .states import DEGREE
 
 log = logging.getLogger("mlflash")
@@ -51,11 +52,14 @@ class Checkpoints:
 
     def __init__(self, directory: str | os.PathLike[str] | None = None, enabled: bool = True, **settings: Any):
         self.enabled = not turned_off(enabled)
-        self._job = config.from_environment(os.environ, directory, job=settings.pop("job", None), enabled=enabled).job
+        given = config.from_environment(os.environ, directory, job=settings.pop("job", None), enabled=enabled)
+        self._job, self._everyone = given.job, Everyone(settings.get("timeout_s") or given.timeout_s)
         self._settings = {**settings, "directory": directory}
         self._groups: dict[tuple[int, ...], Group] = {}
         self._members: dict[tuple[str, tuple[int, ...]], Member] = {}
         self._calls: list[tuple[Group, concurrent.futures.Future[Metadata]]] = []
+        self._loaded: dict[str, int] = {}  # by name, the step that several groups loaded, until it is saved again
+        self._undefined: dict[str, str] = {}  # by name, why its state is undefined since they loaded it
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "mlflash-fsdp")
 
     def async_save(
@@ -96,8 +100,8 @@ class Checkpoints:
             writer = FsspecWriter(os.fspath(checkpoint_id), overwrite=True)
             staged = DefaultStager(StagingOptions(False, False, False, False)).stage(state_dict)
         else:
-            name, step = ids.parse(checkpoint_id)
-            writer = self._member(name, group).writer
+            name, step = names.read(checkpoint_id)
+            writer, step = self._member(name, group).writer, self._next(name, step)
             staged = writer.stage(state_dict)
         done = self._thread.submit(_save, staged, writer, step, group.planning, coordinator)
         self._calls.append((group, done))
@@ -138,8 +142,9 @@ class Checkpoints:
     ) -> int | None:
         """Fill a state dict in place.
 
-        Collective over the process group. A local state dict goes back to the same number of shards, with any number of
-        replicas; a sharded one to any number of ranks.
+        Collective over all ranks of torch.distributed, each with its own process group. Groups that load the same id
+        load the same step, whichever of them has saved it. A local state dict goes back to the same number of shards,
+        with any number of replicas; a sharded one to any number of ranks.
 
         Args:
             state_dict: as it was given to `async_save`.
@@ -151,9 +156,11 @@ class Checkpoints:
                 name then until a load has succeeded.
 
         Returns:
-            The step; None where memory holds nothing of this name. 0 for a URL.
+            The step; None, with a warning, where nothing was saved under this name: ``state_dict`` is as it was. 0 for
+            a URL.
 
         Raises:
+            DeadlineExceeded: not all ranks have come to it in time.
             StructureMismatch: it is sharded over another number of ranks, or does not look like the saved one.
             StepNotFound: there is no such step.
             Unrestorable: checkpoints of this name are there, and none of them can be loaded.
@@ -163,27 +170,36 @@ class Checkpoints:
         group = self._group(process_group)
         group.coordinator(coordinator_rank)
         if ids.is_url(checkpoint_id):
-            _load(state_dict, FsspecReader(os.fspath(checkpoint_id)), group.status)
-            if then is not None:
-                _agreed(then, group.status)
-            for member in self._members.values():
-                member.checkpointer.adapting.loaded_elsewhere()
+            self._load_url(state_dict, os.fspath(checkpoint_id), group, then)
             return 0
-        name, step = ids.parse(checkpoint_id)
-        member = self._member(name, group)
-        steps = [] if step is None else member.checkpointer.steps()
-        if not steps:
-            newest = member.checkpointer.adapting.newest_step()
-            if newest is None:
-                return None
-            step = newest if step is None else step
-        elif step not in steps:
-            raise StepNotFound("memory does not hold this step of it", step=step, found=f"steps in memory: {steps}")
-        member.reader.reset(f"step-{step}")
-        _load(state_dict, member.reader, group.status)
+        name, step = names.read(checkpoint_id)
+        with self._that_loads(name, group) as (member, every):
+            steps = [] if step is None else member.checkpointer.steps()
+            if not steps:
+                newest = member.checkpointer.adapting.newest_step()
+                if newest is None:
+                    if every.ranks[0] == dist.get_rank():
+                        log.warning("nothing was saved under the id %s: the state that was to be loaded is as it was",
+                                    checkpoint_id)  # fmt: skip
+                    return None
+                step = newest if step is None else step
+            elif step not in steps:
+                raise StepNotFound("memory does not hold this step of it", step=step, found=f"steps in memory: {steps}")
+            member.reader.reset(f"step-{step}")
+            _load(state_dict, member.reader, every.status)
+            if then is not None:
+                member.checkpointer.adapting.load_together(step, then)
+            if every is not group:
+                self._loaded[name] = step
+            return step
+
+    def _load_url(self, state_dict: dict[str, Any], url: str, group: Group, then: Callable[[], Any] | None) -> None:
+        _load(state_dict, FsspecReader(url), group.status)
         if then is not None:
-            member.checkpointer.adapting.load_together(step, then)
-        return step
+            _agreed(then, group.status)
+        for member in self._members.values():
+            member.checkpointer.adapting.loaded_elsewhere()
+        self._undefined.clear()
 
     def close(self) -> None:
         """Wait for all saves and free everything but the checkpoints. Collective over all groups that were used.
@@ -226,6 +242,35 @@ class Checkpoints:
         if key not in self._members:
             self._members[key] = Member(group, ids.job_of(self._job, name), self._settings)
         return self._members[key]
+
+    @contextlib.contextmanager
+    def _that_loads(self, name: str, group: Group) -> Iterator[tuple[Member, Group]]:
+        """Give who loads a name: this group, or one of all the groups that load it now. Collective over all ranks."""
+        ranks = self._everyone.that_load(name, group)
+        if ranks == tuple(sorted(group.ranks)):
+            yield self._member(name, group), group
+            return
+        if (own := self._members.pop((name, group.ranks), None)) is not None:
+            own.close()  # one job at a time may have this name on a node
+        if ranks not in self._groups:
+            self._groups[ranks] = Group.of_ranks(ranks)
+        every = self._groups[ranks]
+        member = Member(every, ids.job_of(self._job, name), self._settings)
+        try:
+            yield member, every
+        except BaseException as error:
+            self._undefined[name] = member.checkpointer.adapting.undefined
+            member.checkpointer.__exit__(type(error), error, None)
+            raise
+        self._undefined.pop(name, None)
+        member.close()
+
+    def _next(self, name: str, step: int | None) -> int | None:
+        """The step of a save of what several groups have loaded."""
+        if why := self._undefined.get(name):
+            raise StateError("the state is undefined, as a load of it has failed, and is not saved", found=why)
+        before = self._loaded.pop(name, None)
+        return step if before is None or step is not None else before + 1
 
 
 def _ranks_of(process_group: Any) -> tuple[int, ...]:

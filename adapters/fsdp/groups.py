@@ -1,16 +1,18 @@
-"""The ranks of a process group, with a Checkpointer and a gloo group of their own."""
+"""The ranks of a process group, with a Checkpointer and gloo groups of their own; and all ranks, as they load."""
 
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import hashlib
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
 
 from mlflash import Checkpointer
-from mlflash.errors import WorldMismatch
+from mlflash.errors import DeadlineExceeded, WorldMismatch
 from mlflash.mpi.world import find_comm
 
 from ..dcp import MemoryReader, MemoryWriter
@@ -35,11 +37,12 @@ class Group:
     def of(process_group: Any) -> Group:
         """Make one. Collective over the process group; None is the default group."""
         ranks = tuple(dist.get_process_group_ranks(process_group or dist.group.WORLD))
-        every = ranks == tuple(range(dist.get_world_size()))
-        options = {} if every else {"ranks": list(ranks), "use_local_synchronization": True}
-        return Group(
-            ranks, process_group or dist.group.WORLD, *(dist.new_group(backend="gloo", **options) for _ in range(2))
-        )
+        return Group(ranks, process_group or dist.group.WORLD, _new_group(ranks), _new_group(ranks))
+
+    @staticmethod
+    def of_ranks(ranks: Sequence[int]) -> Group:
+        """Make one of ranks of the world. Collective over these."""
+        return Group(tuple(ranks), _new_group(ranks), _new_group(ranks), _new_group(ranks))
 
     def coordinator(self, rank: int | None) -> int:
         """The place in the group of a rank of the world; None: of the lowest one.
@@ -52,6 +55,42 @@ class Group:
             raise WorldMismatch("the coordinator is not in the process group", expected=f"one of {self.ranks}",
                                 found=str(rank))  # fmt: skip
         return self.ranks.index(wanted)
+
+
+class Everyone:
+    """All ranks of torch.distributed, which tell each other what their groups load.
+
+    Not collective.
+
+    Args:
+        timeout_s: how long a rank waits for the others.
+    """
+
+    def __init__(self, timeout_s: float):
+        self._timeout_s = timeout_s
+        self._group: Any = None
+
+    def that_load(self, name: str, group: Group) -> tuple[int, ...]:
+        """Give the ranks of all groups that load the same name now, ascending. Collective over all ranks.
+
+        Raises:
+            DeadlineExceeded: not all ranks have come in time.
+        """
+        world = tuple(range(dist.get_world_size()))
+        if tuple(sorted(group.ranks)) == world:
+            return world
+        said: list[Any] = [None] * len(world)
+        try:
+            if self._group is None:
+                self._group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=self._timeout_s))
+            dist.all_gather_object(said, (name, group.ranks), group=self._group)
+        except RuntimeError as error:  # gloo has no other
+            raise DeadlineExceeded(
+                "not all ranks have come to this load: all ranks of torch.distributed load at the same time, each with "
+                "its own process group", rank=dist.get_rank(), expected=f"all within {self._timeout_s:g} s",
+                found=str(error).splitlines()[0],
+            ) from error  # fmt: skip
+        return tuple(sorted({rank for theirs, ranks in said if theirs == name for rank in ranks}))
 
 
 class Member:
@@ -83,3 +122,10 @@ class Member:
         finally:
             if own is not None:
                 own.Free()
+
+
+def _new_group(ranks: Sequence[int]) -> Any:
+    every = tuple(ranks) == tuple(range(dist.get_world_size()))
+    return dist.new_group(
+        backend="gloo", **({} if every else {"ranks": list(ranks), "use_local_synchronization": True})
+    )

@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from mlflash import Checkpointer
 
 from ..dcp import MemoryReader, MemoryWriter
-from ..dcp.ids import step_of
+from ..ids import step_of
 from ..replacing import replaced
 from .request import nothing_to_do, request
 

@@ -17,7 +17,7 @@ from mlflash.errors import ConfigError
 from mlflash.mpi.world import check_torch_rank
 
 from .. import intervals
-from ..dcp.ids import step_of
+from ..ids import step_of
 from ..lightning.loops import at_step_ends
 from ..lightning.resume import restore_together
 from .checkpoint_io import MLFlashCheckpointIO

@@ -21,7 +21,7 @@ from mlflash import Checkpointer, config
 from mlflash.errors import MlflashError, Unrestorable
 from mlflash.memory.node_directory import clean
 
-from ..dcp.ids import step_of
+from ..ids import step_of
 from ..megatron.shards import LoadShards, SaveShards
 from .position import position
 

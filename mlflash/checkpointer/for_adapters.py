@@ -256,6 +256,11 @@ class Adapting:
         with contextlib.nullcontext() if anew else self._loading.changing(step):
             return self._loading.together(step, work)
 
+    @property
+    def undefined(self) -> str:
+        """Why the state is undefined, as a load into it has failed; "" where it is not. Not collective."""
+        return self._saves.undefined
+
     def loaded_elsewhere(self) -> None:
         """Say that the whole state was loaded from something else: after a load of ours that failed it may be saved.
 

@@ -114,7 +114,7 @@ def look_around(world: World, memory: str, job: str, as_restored: bool = False) 
 def places(world: World, memory: str, job: str, as_restored: bool = False) -> list[tuple[int | None, str]]:
     """The nodes that this process looks at: number among the emulated ones, and name. Not collective."""
     if world.emulated and (as_restored or world.world is not None):
-        return [(world.node_index, world.node_name)]
+        return [(world.emulated_node, world.node_name)]
     host = world.node_name if world.world is not None else socket.gethostname()
     if as_restored:
         return [(None, host)]

@@ -114,8 +114,10 @@ class World(Waits):
     def __init__(self, comm: Any, ranks_per_node: int, timeout_s: float, torch_group: Any = None):
         super().__init__(timeout_s)
         self.torch_group = torch_group
-        self.emulated = ranks_per_node > 0
-        self._given, self._ranks_per_node = comm, ranks_per_node
+        self.emulated_node: int | None = None  # its number, counted over all ranks that there are
+        if ranks_per_node:
+            self.emulated_node = (0 if comm is None else load_mpi().COMM_WORLD.rank) // ranks_per_node
+        self._given = comm
         self.group: Any = None  # communicator of the redundancy group, see form_groups
         self.mpi: Any = None
         self.world: Any = None
@@ -125,7 +127,7 @@ class World(Waits):
         self.leaders: Any = None
         if comm is None or comm.size == 1:
             self.rank, self.size, self.local_rank = 0, 1, 0
-            self.topology = Topology((0,), ("node0" if self.emulated else socket.gethostname(),))
+            self.topology = Topology((0,), (f"node{self.emulated_node}" if self.emulated else socket.gethostname(),))
             return
         self.mpi = load_mpi()
         self.rank, self.size, self.local_rank = comm.rank, comm.size, 0
@@ -139,9 +141,9 @@ class World(Waits):
         self.pings = Pings(self.mpi, self.control, lambda: self.job_number)  # now it can be asked who is missing
         self.world = self.duplicate(self.control)
         self.data = self.duplicate(self.world)
-        if self.emulated:
-            name = f"node{self.rank // self._ranks_per_node}"
-            self.node = self.split(self.rank // self._ranks_per_node)
+        if self.emulated_node is not None:
+            name = f"node{self.emulated_node}"
+            self.node = self.split(self.emulated_node)
         else:
             name = self.mpi.Get_processor_name()
             with self.together("Comm_split_type", self.world):
@@ -151,6 +153,11 @@ class World(Waits):
         self.topology = from_node_ids(self.gather((lowest, name)))
         self.leaders = self.split(0 if self.local_rank == 0 else self.mpi.UNDEFINED)
         return self
+
+    @property
+    def emulated(self) -> bool:
+        """Whether nodes are emulated."""
+        return self.emulated_node is not None
 
     @property
     def threads(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 from typing import Any
 
 from ..config import Config
@@ -79,7 +80,7 @@ def make(config: Config, world: World, replicated: Any = None, domains: Any = No
         check_torch_rank(world)
         if redundancy_scheme.parse(config.redundancy).parity:
             erasure_codes.library()
-        held.append(NodeDirectory(config.memory, config.job, world.node_index if world.emulated else None, top=top))
+        held.append(NodeDirectory(config.memory, config.job, world.emulated_node, top=top))
         held[0].lock(world.local_rank, world.local_size)
 
     replicas: ReplicatedTensors | None = None
@@ -124,7 +125,8 @@ def _assemble(
     context.gives_way, pool.aside = not left.unusable, left.aside
     context.adopt(left.found, left.choice)
     if world.rank == 0:
-        _say_what_is_made(placement, len(world.topology.node_names))
+        part = world.mpi is not None and world.mpi.COMM_WORLD.size > world.size
+        _say_what_is_made(placement, world.topology.node_names, part)
     close = too_close(world.topology, placement, context.domains_by_kind)
     if close and world.rank == 0:
         more = f" (and {len(close) - _NAMED} more)" if len(close) > _NAMED else ""
@@ -153,16 +155,27 @@ def _metrics(config: Config, world: World) -> Metrics | None:
     """Show the metrics of this node, where that is wanted: its first rank does."""
     if not config.metrics or world.local_rank:
         return None
-    node = world.node_index if world.emulated else None
-    return Metrics(config.metrics, config.job, lambda: read_heartbeats(config.memory, config.job, node))
+    return Metrics(config.metrics, config.job, lambda: read_heartbeats(config.memory, config.job, world.emulated_node))
 
 
-def _say_what_is_made(placement: Placement, nodes: int) -> None:
-    """Warn where there are too few nodes for what was asked."""
-    asked, copied = placement.scheme, any(placement.partners)
+def _say_what_is_made(placement: Placement, names: Sequence[str], part: bool = False) -> None:
+    """Warn where there are too few nodes for what was asked.
+
+    Args:
+        placement: what is made of it.
+        names: of the nodes.
+        part: whether there are ranks besides, which have no part in this.
+    """
+    asked, copied, nodes = placement.scheme, any(placement.partners), len(names)
     if asked.kind == "none":
         return
-    if nodes == 1:
+    if nodes == 1 and part:
+        log.warning(
+            "redundancy %r protects nothing here: all ranks that save together are on %s, and what they save is lost "
+            "with it; let ranks of other nodes save with them, or drain it (directory=, drain_every=)",
+            str(asked), names[0],
+        )  # fmt: skip
+    elif nodes == 1:
         log.warning("redundancy %r needs a second node: with this one alone nothing is protected", str(asked))
     elif nodes < asked.losses + (2 if asked.parity else 1) or (asked.parity and copied):
         log.warning("redundancy %r needs more nodes with as many ranks than there are here (%d): %s is made of it",

@@ -166,6 +166,14 @@ def test_placing_16384_ranks_takes_less_than_a_second() -> None:
 def test_too_few_nodes_for_a_scheme_are_said_once(
     caplog: pytest.LogCaptureFixture, nodes: int, scheme: str, said: str | None
 ) -> None:
-    _say_what_is_made(place(layout(*[2] * nodes), parse(scheme)), nodes)
+    topology = layout(*[2] * nodes)
+    _say_what_is_made(place(topology, parse(scheme)), topology.node_names)
     assert len(caplog.records) == (said is not None)
     assert said is None or re.search(said, caplog.records[0].getMessage())
+
+
+def test_a_group_that_lies_on_one_node_is_told_that_it_is_lost_with_it(caplog: pytest.LogCaptureFixture) -> None:
+    alone = layout(2)
+    _say_what_is_made(place(alone, parse("copy")), alone.node_names, part=True)
+    (said,) = caplog.records
+    assert f"are on {alone.node_names[0]}, and what they save is lost with it" in said.getMessage()

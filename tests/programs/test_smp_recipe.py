@@ -1,0 +1,36 @@
+"""SMP's sharded recipe as its page has it: whatever a replica has saved, all replicas go on from."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from harness import Cluster, Result
+
+pytestmark = pytest.mark.slow
+
+
+def ran(cluster: Cluster, *args: str) -> Result:
+    return cluster.run(4, "smp_job.py", *args, env={"PYTHONWARNINGS": "ignore"})  # torch's own
+
+
+@pytest.mark.parametrize(
+    ("ids", "ranks_per_node"), [("page", 2), ("script", 4)], ids=["a replica on each node", "one node"]
+)
+def test_all_replicas_go_on_with_the_step_and_the_bits_that_one_has_saved(
+    shm: Path, ids: str, ranks_per_node: int
+) -> None:
+    cluster = Cluster(shm, ranks_per_node=ranks_per_node)
+    first = ran(cluster, ids, "9", "4")
+    assert first.returncode != 0, "it was killed"
+    assert {r["step"] for r in first.of("loaded")} == {None} and "nothing was saved under the id" in first.log
+    assert ("are on node0, and what they save is lost with it" in first.log) == (ranks_per_node == 2)
+    again = ran(cluster, ids, "9")
+    assert again.returncode == 0, again.log
+    loaded, ended = again.of("loaded"), again.of("ended")
+    assert [len(loaded), len(ended)] == [4, 4]
+    assert {r["step"] for r in loaded} == {4} and len({r["digest"] for r in loaded}) == 1, loaded
+    assert len({r["digest"] for r in ended}) == 1
+    jobs = {path.name for path in (shm / f"mlflash-{os.getuid()}").iterdir() if path.is_dir()}
+    assert len(jobs) == 1, "all saves of one thing take turns in the same slots"
