@@ -7,6 +7,7 @@ is agreed on with the commit (see `commit`), so that no rank waits for another.
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ from ..mpi.courier import Courier
 from ..mpi.nonblocking import Operation
 from ..redundancy.rank_checkpoint import RankCheckpoint, ShareFiles, open_rank_checkpoint
 from ..startup.context import Context
-from ..storage.store import Store, open_store
+from ..storage.store import Store, is_url, open_store
 from . import checkpoint_directory, write_checkpoint
 from .checkpoint_directory import Listed, Listing
 from .drain import Drain
@@ -174,6 +175,12 @@ class DrainQueue:
 
     def _say_what_will_not_come(self, store: Store) -> None:
         """Say at the start what will not get into the directory, and not only when a drain fails. Not collective."""
+        step = self._context.left_step
+        if step is not None and not is_url(store.path) and not os.path.exists(store.path):
+            log.log(logging.WARNING if self.is_on else logging.INFO,
+                    "%s is not there, and memory still has step %d of job %s: a restore takes that; to begin anew give "
+                    "fresh=True or MLFLASH_FRESH=1, or run `mlflash clean %s`",
+                    store.path, step, self._config.job, self._config.job)  # fmt: skip
         if not self.is_on:
             log.info("nothing gets into %s by itself, as drain_every is 0: drain() writes the newest checkpoint",
                      store.path)  # fmt: skip

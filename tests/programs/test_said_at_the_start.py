@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -33,6 +34,24 @@ def test_what_will_not_get_into_the_directory_is_said_at_the_start(
     assert f"{shm / 'file'} is not a directory" in warned[0].getMessage() and warned[0].levelno == logging.WARNING
     assert len(said(caplog, "nothing gets into")) == len(said(caplog, "can be drained to")) == 1
     assert not (shm / "fine").exists(), "nothing is made before it is needed"
+
+
+def test_who_deletes_the_directory_is_told_that_memory_still_has_the_job(
+    shm: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    place, options = shm / "run", {"memory": str(shm), "redundancy": "none", "job": "d", "drain_every": 1}
+    with Checkpointer(place, **options) as ckpt:
+        ckpt.save(14, {"w": 1})
+    assert not said(caplog, "is not there")
+    shutil.rmtree(place)
+    with Checkpointer(place, **options) as ckpt:
+        (warned,) = until(lambda: said(caplog, "is not there"), "the line of a directory that is gone")
+        assert ckpt.restore({"w": 1}) == 14
+    assert warned.levelno == logging.WARNING
+    assert all(word in warned.getMessage() for word in (str(place), "step 14", "MLFLASH_FRESH=1", "mlflash clean d"))
+    with Checkpointer(place, **options, fresh=True) as ckpt:
+        assert ckpt.restore({"w": 1}) is None
+    assert len(said(caplog, "is not there")) == 1, "nothing is said of what is passed over, nor where the directory is"
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root: mounts a file system read-only")
