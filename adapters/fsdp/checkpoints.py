@@ -31,6 +31,8 @@ from .states import DEGREE
 
 log = logging.getLogger("mlflash")
 
+_MANY = 8  # names that one group of ranks may have without anybody asking whether they are steps
+
 
 class Checkpoints:
     """Saves and loads state dicts in the memory of the nodes, or at URLs.
@@ -240,6 +242,9 @@ class Checkpoints:
     def _member(self, name: str, group: Group) -> Member:
         key = (name, group.ranks)
         if key not in self._members:
+            if sum(ranks == group.ranks for _, ranks in self._members) == _MANY and group.ranks[0] == dist.get_rank():
+                log.warning("%d checkpoints have slots of their own here: ids of one thing should differ by their step "
+                            "alone, such as %s-7steps", _MANY + 1, name)  # fmt: skip
             self._members[key] = Member(group, ids.job_of(self._job, name), self._settings)
         return self._members[key]
 

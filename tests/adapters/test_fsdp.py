@@ -299,6 +299,17 @@ def test_what_has_ended_on_all_ranks_is_finalized_without_waiting(root: Path) ->
         checkpoints._calls.clear()
 
 
+def test_ids_that_differ_by_more_than_their_step_are_warned_about(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with job(), fsdp.Checkpoints(**settings(root)) as checkpoints:
+        for letter in "abcdefghi":
+            checkpoints.async_save({"w": torch.ones(3)}, f"run/{letter}")
+            assert (letter <= "h") == ("slots of their own" not in caplog.text) or RANK
+        checkpoints.maybe_finalize_async_calls()
+        assert caplog.text.count("slots of their own") == (RANK == 0)
+        with pytest.raises(errors.StepNotFound, match="whether a number in this checkpoint id is the step"):
+            checkpoints.async_save({"w": torch.ones(3)}, "run/gpt-1000")
+
+
 class _Never:
     def done(self) -> bool:
         return False
