@@ -14,7 +14,8 @@ from typing import Any
 
 from ..config import DISABLE, Config
 from ..errors import DeadlineExceeded, MlflashError, MpiUnavailable, WorldMismatch
-from ..mpi.world import World, find_comm, has_rdma, load_mpi
+from ..mpi.fabric import has_rdma
+from ..mpi.world import World, find_comm, load_mpi
 from . import copying, gpu, logind, memory, mounts, mpi_ranks, rma, slurm, software
 from .findings import Diagnosis, Finding, fine, merge, warning, wrong
 from .launch_environment import Launch, judge_size, tidy_version

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 from ..errors import ConfigError
 from ..human_readable.wording import many
-from ..mpi.world import World, has_rdma
+from ..mpi.fabric import has_rdma
+from ..mpi.world import World
 from .findings import Finding, fine, warning, wrong
 from .launch_environment import tidy_version
 

@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..errors import DeadlineExceeded, MlflashError
+from ..mpi.fabric import has_rdma
 from ..mpi.nonblocking import Operation
 from ..mpi.rma_windows import Poke
-from ..mpi.world import World, has_rdma
+from ..mpi.world import World
 from .findings import Finding, fine, warning, wrong
 
 _MOST_NBYTES, _LEAST_NBYTES = 32 << 20, 1 << 20

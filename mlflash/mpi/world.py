@@ -339,8 +339,3 @@ def check_torch_rank(world: World) -> None:
             expected=f"torch.distributed rank {world.rank} of {world.size}, as in MPI",
             found=f"torch.distributed rank {rank} of {size}",
         )
-
-
-def has_rdma() -> bool:
-    """Whether this node has an RDMA device (InfiniBand, RoCE, Slingshot). Not collective."""
-    return any(os.path.isdir(d) and os.listdir(d) for d in ("/sys/class/infiniband", "/sys/class/cxi"))

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from ..memory.slot import Slot
 from ..memory.slot_header import Attempt
 from ..memory.slot_pool import SlotPool
-from ..mpi.world import World, has_rdma
+from ..mpi.fabric import choose_transport
+from ..mpi.world import World
 from ..placement.protection_groups import Placement
 from ..state.layout import Extents
 from .parity import Parity
@@ -35,7 +36,7 @@ class Protection:
         self._world = world
         self.placement = placement
         world.form_groups(placement.connected)
-        self.transport = _choose_transport(world, transport)
+        self.transport = choose_transport(world, transport)
         self._copies = PartnerCopies(world, placement, self.transport, chunk_nbytes)
         self._parity = Parity(world, placement, self.transport, block_nbytes, job)
         self._parts = (self._copies, self._parity)
@@ -111,17 +112,3 @@ class Protection:
         """Free windows and communicators. Collective over the world."""
         self._copies.close_windows()
         self._parity.free()
-
-
-# What "auto" is, by what lies between the nodes; from the tables of benchmarks/transport. There Isend and Irecv were by
-# far the fastest on one host, and on a network within an eighth of the best Put, or faster while the main thread
-# computed. RDMA was not measured: there a Put needs nothing of its target's CPU, and two-sided needs both couriers.
-_AUTO = {"one host": "p2p", "network": "p2p", "RDMA": "rma"}
-
-
-def _choose_transport(world: World, asked: str) -> str:
-    """The transport asked for, or the one for what all nodes have between them. Collective over the world."""
-    if asked != "auto":
-        return asked
-    between = "one host" if world.emulated or len(world.topology.node_names) == 1 else "network"
-    return _AUTO["RDMA" if world.agree([int(between == "network" and has_rdma())])[0] else between]
