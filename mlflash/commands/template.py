@@ -60,13 +60,15 @@ def template(name: str | None, output: Path, force: bool, **values: Any) -> None
     except OSError as error:
         raise click.ClickException(f"{error.filename or output} cannot be written: {error.strerror}") from None
     _show(chosen)
-    click.echo(f"{' and '.join(files)} are written: sbatch {shlex.quote(str(output / f'{name}.sbatch'))}"
-               if len(files) > 1 else f"{name}.sbatch is written: sbatch {shlex.quote(str(output / next(iter(files))))}")
+    click.echo(f"written: {' and '.join(files)}; next: sbatch {shlex.quote(str(output / f'{name}.sbatch'))}")
 
 
 def _show(chosen: dict[str, Choice]) -> None:
     """Say what was filled in, and from where."""
     for name, choice in chosen.items():
         if name not in _NOT_SHOWN:
-            click.echo(f"{name:15} {choice.value} ({choice.why})" if choice.value is not None
-                       else f"{name:15} left out: {choice.why}")
+            click.echo(
+                f"{name:15} {choice.value} ({choice.why})"
+                if choice.value is not None
+                else f"{name:15} left out: {choice.why}"
+            )

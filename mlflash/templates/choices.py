@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from ..errors import ConfigError
 from ..human_readable.wording import listed, many
-from .cluster import Cluster, Kind, Partition, seconds
+from .cluster import Cluster, Partition, seconds
 
 _LEAST_S = 420  # Slurm's signal may come 360 s before the end, and there has to be something to save by then
 _NODES, _SPARES = 2, 1

@@ -1,4 +1,4 @@
-"""What the cluster says of itself: partitions and their nodes, the account of this user, the flag of srun for its MPI."""
+"""What the cluster says of itself: partitions, their nodes, the account of this user, the flag of srun for an MPI."""
 
 from __future__ import annotations
 
@@ -152,9 +152,7 @@ def seconds(text: str) -> int | None:
     if match is None:
         return None
     days, first, second, third = (None if part is None else int(part) for part in match.groups())
-    if days is not None:
-        hours, minutes, rest = first, second, third
-    elif third is not None:
+    if days is not None or third is not None:
         hours, minutes, rest = first, second, third
     else:
         hours, minutes, rest = 0, first, second

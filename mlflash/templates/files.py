@@ -16,7 +16,7 @@ _OPTION = re.compile(r"\s*(?:#SBATCH )?(--[\w-]+)")
 
 def packaged(name: str) -> str:
     """The text of a file of the folder slurm/."""
-    return importlib.resources.files("mlflash").joinpath("slurm", name).read_text(encoding="utf-8")
+    return importlib.resources.files("mlflash").joinpath("slurm").joinpath(name).read_text(encoding="utf-8")
 
 
 def fill(text: str, chosen: Mapping[str, Choice]) -> str:

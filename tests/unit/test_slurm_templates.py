@@ -18,6 +18,7 @@ import pytest
 from waiting import until
 
 from mlflash.commands.run import run
+from mlflash.commands.template import template
 from mlflash.launcher.processes import mpiexec
 from mlflash.templates.choices import TEMPLATES, Asked, Choice, choose
 from mlflash.templates.cluster import Cluster, read_nodes
@@ -74,7 +75,9 @@ with open(f"{__file__}.{dist.get_rank()}", "w") as file:
 def written(name: str, home: str = "/lustre/me", bin: str = "/lustre/me/venv/bin", **more: Any) -> str:
     """What `mlflash template` writes for these arguments, on that cluster."""
     if name in ("megatron", "nemo"):
-        words = ("--tensor-model-parallel-size", "8") if name == "megatron" else ("--log", "$directory", "--flash", "$flash")
+        words = (
+            ("--log", "$directory", "--flash", "$flash") if name == "nemo" else ("--tensor-model-parallel-size", "8")
+        )
         more = {"script": f"{home}/pretrain.py", "arguments": words, **more}
         mounts = f"--container-mounts=/dev/shm:/dev/shm,{home}:{home}"
         more = {"srun_args": f"--container-image={home}/it.sqsh {mounts} --no-container-remap-root", **more}
@@ -267,14 +270,28 @@ def test_ranks_get_torch_distributed_from_mpi_and_then_run_the_script(name: str,
     assert ranks[0][6:] == ranks[1][6:]
 
 
+def section(title: str) -> str:
+    return PAGE.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+
+
 def test_the_page_has_every_option_of_mlflash_run_and_no_other() -> None:
-    table = re.findall(r"^\| `(--[\w-]+)", PAGE, re.M)
+    page = section("Options")
+    table = re.findall(r"^\| `(--[\w-]+)", page, re.M)
     there = [option.opts[0] for option in run.params if isinstance(option, click.Option)]
     assert table == there
     for option in run.params:
         if isinstance(option, click.Option) and option.show_default:
-            (row,) = re.findall(rf"^\| `{option.opts[0]}\b.*$", PAGE, re.M)
+            (row,) = re.findall(rf"^\| `{option.opts[0]}\b.*$", page, re.M)
             assert f"`{option.default}`" in row or f" {option.default:g}" in row, row
+
+
+def test_the_page_has_every_template_and_every_option_that_they_have() -> None:
+    page = section("The first job")
+    assert re.findall(r"^\| \[(\w+)\]\(\.\./slurm/\w+\.sbatch\)", page, re.M) == list(TEMPLATES)
+    rows = [row.partition(" | ")[0] for row in re.findall(r"^\| `--.*$", page, re.M)]
+    there = {option.opts[0] for option in template.params if isinstance(option, click.Option)}
+    assert {*re.findall(r"`(--[\w-]+)`", "".join(rows))} == there - {"--output", "--force"}
+    assert "`--output`" in page and "`--force`" in page
 
 
 def test_the_page_has_every_event_of_the_journal_and_its_fields() -> None:

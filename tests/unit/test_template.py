@@ -92,7 +92,7 @@ def test_what_is_not_given_is_what_the_cluster_says_and_what_neither_says_is_lef
                  "job-name        a.b (given)", "cpus-per-task   62 (the nodes of partition cpu have 62 CPUs)",
                  "time            left out: it was not given, and partition cpu has no limit"):  # fmt: skip
         assert f"{line}\n" in shown, shown
-    assert shown.endswith(f"train.sbatch and train.py are written: sbatch {site}/train.sbatch\n")
+    assert shown.endswith(f"written: train.sbatch and train.py; next: sbatch {site}/train.sbatch\n")
     assert (site / "train.py").read_text() == (REPO / "slurm" / "train.py").read_text()
     assert f"\ndirectory={site}/a.b-checkpoints\n" in text
 
@@ -158,7 +158,7 @@ def test_nothing_is_overwritten_without_force(site: Path) -> None:
     assert "train.py would be overwritten" in told and not (site / "array.sbatch").exists()
     assert "train.sbatch and train.py would be" in run("train", "-o", site, "--time", 30, code=2).output
     # One's own training is none of the files.
-    assert "array.sbatch is written" in run("array", "-o", site, "--script", site / "train.py").output
+    assert "written: array.sbatch; next" in run("array", "-o", site, "--script", site / "train.py").output
     assert (site / "train.py").read_text() == "mine" and (site / "train.sbatch").read_text() == before
     run("train", "--output", site, "--force", "--time", 30)
     assert (site / "train.py").read_text() != "mine" and (site / "train.sbatch").read_text() != before
@@ -166,12 +166,13 @@ def test_nothing_is_overwritten_without_force(site: Path) -> None:
 
 def test_a_shell_reads_words_and_paths_as_they_were_given(tmp_path: Path) -> None:
     odd = tmp_path / "a 'b' \"c\" $(d) `e` \\ {f}"
-    words = ("$directory/x y", "${directory}", "$HOME's \"$1\" `id` $(id) \\", "plain", "", "it's", "a@spares@")
+    words = ("$directory/x y", "${directory}", '$HOME\'s "$1" `id` $(id) \\', "plain", "", "it's", "a@spares@")
     odd.mkdir()
     (odd / "my.py").touch()
     found = choose(Asked("array", odd, script=str(odd / "my.py"), arguments=words), NOTHING)
-    script = "\n".join([f"directory={found['directory'].value}", f"bin={found['bin'].value}", "HOME=/h",
-                        f"printf '%s\\0' \"$directory\" {found['script'].value} {found['arguments'].value}"])  # fmt: skip
+    text = {name: choice.value for name, choice in found.items()}
+    script = f"directory={text['directory']}\nbin={text['bin']}\nHOME=/h\n"
+    script += f"printf '%s\\0' \"$directory\" {text['script']} {text['arguments']}"
     printed = subprocess.run(["bash", "-euc", script], capture_output=True, text=True, check=True).stdout
     directory = f"{odd}/array-checkpoints"
     assert printed.split("\0")[:-1] == [

@@ -1,4 +1,4 @@
-"""The Slurm part of docs/quickstart.md, its commands as they stand: what `mlflash template` writes is submitted unread."""
+"""The Slurm part of docs/quickstart.md, its commands as they stand: what `mlflash template` wrote is not edited."""
 
 from __future__ import annotations
 
