@@ -29,7 +29,7 @@ VENV := $(if $(filter mpich,$(MPI)),.venv,.venv-$(MPI))
 BIN := $(VENV)/bin
 REPORTS := .reports/$(MPI)
 SIZES := 1 2 3 4 5 8
-SOURCES := setup.cfg setup.py pyproject.toml $(shell find mlflash adapters -name '*.py' -o -name 'page.*')
+SOURCES := setup.cfg setup.py pyproject.toml $(wildcard slurm/*) $(shell find mlflash adapters -name '*.py' -o -name 'page.*')
 
 # mpiexec as root, with more ranks than cores; both variables are ignored by MPICH.
 LAUNCH := $(if $(filter openmpi,$(MPI)),--oversubscribe --bind-to none)

@@ -26,6 +26,7 @@ _COMMANDS = {
     "import": ("commands.export:import_", "Make a checkpoint of what PyTorch DCP wrote."),
     "clean": ("commands.clean:clean", "Delete what ended jobs hold in the memory of this node."),
     "doctor": ("commands.doctor:doctor", "Say whether nodes and MPI and Slurm are as needed."),
+    "template": ("commands.template:template", "Write a ready batch script for Slurm and its training."),
     "plan": ("commands.plan:plan", "Say what schemes cost and survive and how often to save."),
     "demo": ("commands.demo:demo", "Train a small GPT that loses a node and compare the bits."),
     "completion": ("commands.completion:completion", "Print what lets a shell complete all this after TAB."),

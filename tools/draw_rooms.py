@@ -23,8 +23,8 @@ _WIDTH, _HEIGHT, _GAP_X, _GAP_Y, _MARGIN = 132, 34, 22, 62, 20
 
 
 def files_of(root: Path) -> list[Path]:
-    """List the modules below ``mlflash``, without the adapters."""
-    return [path for path in sorted(root.rglob("*.py")) if "adapters" not in path.relative_to(root).parts]
+    """List the modules below ``mlflash``, without the adapters and the trainings of templates."""
+    return [path for path in sorted(root.rglob("*.py")) if not {"adapters", "slurm"} & {*path.relative_to(root).parts}]
 
 
 def room_of(root: Path, path: Path) -> str:

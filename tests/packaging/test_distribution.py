@@ -29,7 +29,8 @@ def test_the_wheel_is_pure_and_holds_the_package_only(wheel: Path) -> None:
     tops = {name.split("/")[0] for name in names}
     assert tops == {"mlflash", f"mlflash-{mlflash.__version__}.dist-info"}
     modules = {str(path.relative_to(REPO)) for path in (REPO / "mlflash").rglob("*.py")}
-    modules |= {f"mlflash/{path.relative_to(REPO)}" for path in (REPO / "adapters").rglob("*.py")}
+    for folder in ("adapters", "slurm"):
+        modules |= {f"mlflash/{path.relative_to(REPO)}" for path in (REPO / folder).rglob("*.py")}
     assert {name for name in names if name.endswith(".py")} == modules
     assert f"mlflash-{mlflash.__version__}.dist-info/licenses/LICENSE" in names
 
@@ -42,7 +43,7 @@ def test_the_source_distribution_is_the_project(built: tuple[Path, Path]) -> Non
     if not (REPO / ".git").exists():
         pytest.skip("needs git: this is no checkout")
     tracked = call("git", "ls-files", "-co", "--exclude-standard", cwd=REPO).splitlines()
-    # A link is not in it: mlflash/adapters leads a checkout to what a wheel has there.
+    # A link is not in it: mlflash/adapters and mlflash/slurm lead a checkout to what a wheel has there.
     assert names == {name for name in tracked if not name.startswith(".") and not (REPO / name).is_symlink()}
 
 
@@ -87,12 +88,37 @@ def test_the_citation_is_valid_and_of_this_version(tools: Path) -> None:
     assert f"\nversion: {mlflash.__version__}\n" in text and "\nlicense: Apache-2.0\n" in text
 
 
-def test_an_editable_install_finds_the_adapters(plain_environment: Path, checkout: Path, tmp_path: Path) -> None:
+def test_the_wheel_writes_each_template_as_it_lies_in_the_project(plain_environment: Path, tmp_path: Path) -> None:
+    for sbatch in (REPO / "slurm").glob("*.sbatch"):
+        out, script = tmp_path / sbatch.stem, tmp_path / "mine.py"
+        script.touch()
+        call(
+            plain_environment / "bin/python",
+            "-m",
+            "mlflash",
+            "template",
+            sbatch.stem,
+            "--output",
+            out,
+            "--script",
+            script,
+        )
+        head = sbatch.read_text().partition("\n\n")[0]
+        assert (out / sbatch.name).read_text().startswith(head)
+        trainings = [path.read_text() for path in (REPO / "slurm").glob("*.py")]
+        assert all(path.read_text() in trainings for path in out.glob("*.py"))
+
+
+def test_an_editable_install_finds_the_adapters_and_templates(
+    plain_environment: Path, checkout: Path, tmp_path: Path
+) -> None:
     target = tmp_path / "venv"
     call(sys.executable, "-m", "venv", target)
     call(target / "bin/python", "-m", "pip", "install", "-q", "--no-deps", "-e", checkout)
     show = "import mlflash, mlflash.adapters as adapters; print(mlflash.__file__, adapters.__file__)"
     found = call(target / "bin/python", "-c", show).split()
     assert len(found) == 2 and all(Path(file).is_relative_to(checkout) for file in found)
+    packaged = "from mlflash.templates.files import packaged; print(packaged('train.sbatch'))"
+    assert call(target / "bin/python", "-c", packaged).strip() == (REPO / "slurm" / "train.sbatch").read_text().strip()
     found = call(plain_environment / "bin/python", "-c", show).split()
     assert len(found) == 2 and all(Path(file).is_relative_to(plain_environment) for file in found)

@@ -1,4 +1,4 @@
-"""The sbatch templates: what a user copies parses, says what it must, and does what its comments say."""
+"""The sbatch templates: what is written of one parses, says what it must, and does what its comments say."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
 import needs
@@ -17,20 +18,20 @@ import pytest
 from waiting import until
 
 from mlflash.commands.run import run
+from mlflash.commands.template import template
 from mlflash.launcher.processes import mpiexec
+from mlflash.templates.choices import TEMPLATES, Asked, Choice, choose
+from mlflash.templates.cluster import Cluster, read_nodes
+from mlflash.templates.files import fill, texts
 
 REPO = Path(__file__).parents[2]
 GOLDEN = Path(__file__).parent / "golden"
 NAMES = ("array", "megatron", "nemo", "train")
-TEXTS = {name: (REPO / "slurm" / f"{name}.sbatch").read_text() for name in NAMES}
+RAW = {name: (REPO / "slurm" / f"{name}.sbatch").read_text() for name in NAMES}
 PAGE = (REPO / "docs" / "slurm.md").read_text()
 
-# What a user fills in, in the three places.
-EXAMPLE = {
-    "--account=CHANGE_ME": "--account=proj42",
-    "--partition=CHANGE_ME": "--partition=gpu",
-    "/CHANGE_ME": "/lustre/me",
-}
+SINFO = "".join(f"gpu*|2-00:00:00|1-128|96|gpu:h100:8(S:0-1)|n{number}\n" for number in range(200))
+CLUSTER = Cluster(read_nodes(SINFO)[0], "proj42", "Open MPI v5.0.11", frozenset({"pmi2", "pmix"}))
 USR1, TERM = 128 + signal.SIGUSR1, 128 + signal.SIGTERM
 
 # In the place of `mlflash`: notes what it was called with; ends as it is told to, or by a signal as `mlflash run` does.
@@ -71,13 +72,20 @@ with open(f"{__file__}.{dist.get_rank()}", "w") as file:
 """
 
 
-def fill(name: str, example: dict[str, str] = EXAMPLE) -> str:
-    text = TEXTS[name]
-    for old, new in example.items():
-        assert old in text
-        text = text.replace(old, new)
-    assert "CHANGE_ME" not in text.replace("no CHANGE_ME may be left", "")
-    return text
+def written(name: str, home: str = "/lustre/me", bin: str = "/lustre/me/venv/bin", **more: Any) -> str:
+    """What `mlflash template` writes for these arguments, on that cluster."""
+    if name in ("megatron", "nemo"):
+        words = (
+            ("--log", "$directory", "--flash", "$flash") if name == "nemo" else ("--tensor-model-parallel-size", "8")
+        )
+        more = {"script": f"{home}/pretrain.py", "arguments": words, **more}
+        mounts = f"--container-mounts=/dev/shm:/dev/shm,{home}:{home}"
+        more = {"srun_args": f"--container-image={home}/it.sqsh {mounts} --no-container-remap-root", **more}
+    asked = Asked(name, Path(home), **{"nodes": 8, "directory": f"{home}/run42", **more})
+    return texts(asked, {**choose(asked, CLUSTER), "bin": Choice(bin, "")})[f"{name}.sbatch"]
+
+
+TEXTS = {name: written(name) for name in NAMES}
 
 
 def directives(name: str) -> dict[str, str]:
@@ -96,8 +104,10 @@ class Started:
             (out / program).chmod(0o700)
         os.mkfifo(out / "go")
         script = out / "job.sbatch"
-        script.write_text(fill(name, {"/CHANGE_ME/venv/bin": str(out), **EXAMPLE, "/CHANGE_ME": str(out)}))
+        script.write_text(written(name, str(out), str(out)))
+        (out / "train.py").write_text((REPO / "slurm" / TEMPLATES[name].training).read_text())
         slurm = {
+            "SLURM_JOB_NUM_NODES": "9",
             "SLURM_JOB_ID": "71",
             "SLURM_ARRAY_JOB_ID": "70",
             "SLURM_ARRAY_TASK_ID": "3",
@@ -143,7 +153,7 @@ def options(argv: list[str]) -> dict[str, object]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_shell_finds_no_fault(name: str) -> None:
-    subprocess.run(["bash", "-n", REPO / "slurm" / f"{name}.sbatch"], check=True)  # make lint: shellcheck
+    subprocess.run(["bash", "-n"], input=TEXTS[name], text=True, check=True)  # make lint: shellcheck of the templates
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -158,12 +168,15 @@ def test_slurm_is_told_what_a_job_with_spares_needs(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_there_are_three_places_to_edit_and_all_that_must_be_changed_is_in_them(name: str) -> None:
-    parts = re.split(r"^# ---- (?:EDIT (\d): .*|end of EDIT (\d)) ----$", TEXTS[name], flags=re.M)
-    assert parts[1::3] == ["1", None, "2", None, "3", None] and parts[2::3] == [None, "1", None, "2", None, "3"]
-    outside, inside = parts[0::6], parts[3::6]
-    assert all("CHANGE_ME" in place for place in inside)
-    assert sum(text.count("CHANGE_ME") for text in outside) == 1, "where it says that none may be left"
+def test_each_word_between_two_signs_is_filled_in_and_without_a_value_its_line_is_left_out(name: str) -> None:
+    assert not re.search(r"@[\w-]+@", TEXTS[name])
+    words = set(re.findall(r"@([a-z-]+)@", RAW[name]))
+    assert {"account", "partition", "nodes", "spares", "time", "mpi", "directory", "bin", "srun-args"} <= words
+    nothing = fill(RAW[name], {word: Choice(None, "nobody said") for word in words})
+    lines = re.findall(r"^\s*# (--[\w-]+) is left out: nobody said\.$", nothing, re.M)
+    assert {"--account", "--partition", "--nodes", "--time", "--mpi", "--gpus"} <= set(lines)
+    subprocess.run(["bash", "-n"], input=nothing, text=True, check=True)
+    assert not re.search(r"@[\w-]+@", nothing)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -177,8 +190,8 @@ def test_every_line_is_explained(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_left_of_an_example_without_comments_is_this(name: str, tmp_path: Path) -> None:
-    lines = fill(name).splitlines(keepends=True)
+def test_what_is_written_without_its_comments_is_this(name: str, tmp_path: Path) -> None:
+    lines = TEXTS[name].splitlines(keepends=True)
     left = "".join(line for line in lines if line.strip() and not re.match(r"\s*#(?!!|SBATCH)", line))
     found, golden = tmp_path / f"{name}.sbatch", GOLDEN / f"{name}.sbatch"
     found.write_text(left)
@@ -195,6 +208,7 @@ def test_mlflash_run_understands_what_it_is_given_and_it_fits_what_slurm_is_told
     assert found["nodes"] + found["spares"] == int(told["nodes"]) and found["spares"] == 1
     assert found["gpus"] == int(told["gpus-per-node"]) == int(told["ntasks-per-node"])
     assert found["argv"][:3] == ("python", "-m", "mpi4py") and found["mpi"] == "pmix"
+    assert found["argv"][3] == f"{tmp_path}/train.py"
     assert found["directory"] == str(directory / "mlflash" if name in ("nemo", "megatron") else directory)
     assert found["grace"] < int(told["signal"].rpartition("@")[2]) / 2
     if name in ("nemo", "megatron"):
@@ -244,27 +258,40 @@ def test_ranks_get_torch_distributed_from_mpi_and_then_run_the_script(name: str,
     started = Started(name, tmp_path, 0)
     assert started.wait() == 0
     words = list(options(started.argv())["argv"])
-    script = Path(words[words.index("-c") + 2])
-    script.parent.mkdir(exist_ok=True)
+    script = tmp_path / "pretrain.py"
     script.write_text(SCRIPT)
     script.with_name("helper.py").touch()  # what stands beside a script can be imported by it
     line, env = mpiexec(2, [sys.executable, *words[1:]], {"OMP_NUM_THREADS": "1"})
     done = subprocess.run(line, env=env, cwd="/", capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
     ranks = [json.loads(Path(f"{script}.{rank}").read_text()) for rank in range(2)]
-    arguments = words[words.index("-c") + 2 :]
+    arguments = words[words.index(str(script)) :]
     assert [rank[:6] for rank in ranks] == [["__main__", arguments, r, str(r), "2", str(r)] for r in range(2)]
     assert ranks[0][6:] == ranks[1][6:]
 
 
+def section(title: str) -> str:
+    return PAGE.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+
+
 def test_the_page_has_every_option_of_mlflash_run_and_no_other() -> None:
-    table = re.findall(r"^\| `(--[\w-]+)", PAGE, re.M)
+    page = section("Options")
+    table = re.findall(r"^\| `(--[\w-]+)", page, re.M)
     there = [option.opts[0] for option in run.params if isinstance(option, click.Option)]
     assert table == there
     for option in run.params:
         if isinstance(option, click.Option) and option.show_default:
-            (row,) = re.findall(rf"^\| `{option.opts[0]}\b.*$", PAGE, re.M)
+            (row,) = re.findall(rf"^\| `{option.opts[0]}\b.*$", page, re.M)
             assert f"`{option.default}`" in row or f" {option.default:g}" in row, row
+
+
+def test_the_page_has_every_template_and_every_option_that_they_have() -> None:
+    page = section("The first job")
+    assert re.findall(r"^\| \[(\w+)\]\(\.\./slurm/\w+\.sbatch\)", page, re.M) == list(TEMPLATES)
+    rows = [row.partition(" | ")[0] for row in re.findall(r"^\| `--.*$", page, re.M)]
+    there = {option.opts[0] for option in template.params if isinstance(option, click.Option)}
+    assert {*re.findall(r"`(--[\w-]+)`", "".join(rows))} == there - {"--output", "--force"}
+    assert "`--output`" in page and "`--force`" in page
 
 
 def test_the_page_has_every_event_of_the_journal_and_its_fields() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,19 +19,23 @@ ENDED = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL
 # The --mpi= of srun that the MPI of this environment was built for, and one that gives it worlds of one rank.
 PMI, OTHER_PMI = {"mpich": ("pmi2", "none"), "openmpi": ("pmix", "pmi2")}[VENDOR]
 MPI_ENVIRONMENT = NETMODS[NETMODS_HERE[0]]
-TEMPLATES = Path(__file__).parents[3] / "slurm"
+MLFLASH = Path(sys.executable).with_name("mlflash")
 
 
-def edited(name: str, changes: dict[str, str]) -> str:
-    """A template as a user edits it: each line that begins so becomes another one, or none."""
-    lines = []
-    for line in (TEMPLATES / name).read_text().splitlines():
-        begin = next((begin for begin in changes if line.strip().startswith(begin)), None)
-        if begin is None or changes[begin]:
-            lines.append(line if begin is None else changes[begin])
-    text = "\n".join(lines) + "\n"
-    assert "=CHANGE_ME" not in text and "/CHANGE_ME" not in text
-    return text
+def written(slurm: Slurm, template: str, more: str, *options: object) -> str:
+    """The batch script that `mlflash template` writes on the login node, by this Slurm's own partition, CPUs and MPI.
+
+    Args:
+        slurm: it is asked.
+        template: name.
+        more: further options for `mlflash run`, which hold instead of the script's, as the tests have less patience.
+        options: of `mlflash template`.
+    """
+    folder = slurm.path / f"written{len([*slurm.path.glob('written*')])}"
+    slurm.run(str(MLFLASH), "template", template, "--output", str(folder), "--time", "10", *map(str, options))
+    text = (folder / f"{template}.sbatch").read_text()
+    assert text.count('"${options[@]}"') == 1 and f"\n  --mpi {PMI}\n" in text
+    return text.replace('"${options[@]}"', f'"${{options[@]}}" --look-every 3 {more}')
 
 
 class Job:

@@ -19,6 +19,6 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Losses:
 
 @pytest.mark.timeout(300)
 def test_nemo_loses_a_node_and_goes_on_with_a_spare(slurm: Slurm, expected: Losses) -> None:
-    start = f'python -m mpi4py -c "$start" {SCRIPT} --log-dir "$directory" --flash "$flash" --last {LAST}'
-    training = Training(slurm, "nemo.sbatch", {"training=": f"training=({start})"}, NAMES, {"PYTHONPATH": str(TESTS)})
+    words = ["--log-dir", "$directory", "--flash", "$flash", "--last", str(LAST)]
+    training = Training(slurm, "nemo", SCRIPT, words, NAMES, {"PYTHONPATH": str(TESTS)})
     training.loses_a_node_and_ends_as(expected)

@@ -3,46 +3,37 @@
 from __future__ import annotations
 
 import json
-import shlex
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from cluster.slurm.daemons import Slurm
-from cluster.slurm.jobs import MPI_ENVIRONMENT, OTHER_PMI, PMI, Job, edited
+from cluster.slurm.jobs import MPI_ENVIRONMENT, OTHER_PMI, Job, written
 from run_results import WORKER, Results, uninterrupted
 
 LAST = 150
 
 
-def submit(slurm: Slurm, template: str, out: str, options: str = "", nodes: int = 3, **training: object) -> Job:
-    """Submit a training on two nodes; any more are spares. ``out``, and ``out``-pfs, are where it writes."""
-    rank = [sys.executable, "-m", "mpi4py", str(WORKER), f"{out}-pfs", out, str(LAST),
-            json.dumps({"pause": 0.05, **training})]  # fmt: skip
-    # Only the shell of the job knows which of an array it is.
-    command = " ".join(word if "$" in word else shlex.quote(word) for word in rank)
-    text = edited(template, {
-        "#SBATCH --account": "", "#SBATCH --partition": "#SBATCH --partition=main", "#SBATCH --gpus": "",
-        "#SBATCH --nodes": f"#SBATCH --nodes={nodes}", "#SBATCH --ntasks": "#SBATCH --ntasks-per-node=1",
-        "#SBATCH --cpus": "#SBATCH --cpus-per-task=1", "#SBATCH --time": "#SBATCH --time=00:10:00",
-        "#SBATCH --array": "#SBATCH --array=0-1",
-        "export PATH": f'export PATH="{Path(sys.executable).parent}:$PATH"', "mpi=": f"mpi={PMI}",
-        "directory=": f"directory={out}-pfs", "training=": f"training=({command})", "--nodes ": "  --nodes 2",
-        "--spares 1": f"  --spares {nodes - 2} --look-every 3", "--gpus 8": "",
-        "--journal": f"  --journal {out}/run.jsonl", '--mpi "$mpi"': f'  --mpi "$mpi" {options}',
-    })  # fmt: skip
+def submit(slurm: Slurm, template: str, out: str, options: str = "", nodes: int = 3, directory: str = "",
+           **training: object) -> Job:  # fmt: skip
+    """Submit a training on two nodes; any more are spares. ``out``, and ``directory``, are where it writes."""
+    text = written(
+        slurm, template, f'--journal "{out}/run.jsonl" {options}', "--nodes", 2, "--spares", nodes - 2, "--directory",
+        directory or f"{out}-pfs", "--script", WORKER, "--", "$directory", out, LAST,
+        json.dumps({"pause": 0.05, **training}),
+    )  # fmt: skip
     env = {**MPI_ENVIRONMENT, "PYTHONWARNINGS": "error", "OMP_NUM_THREADS": "1"}
-    return slurm.sbatch(text, env=env)
+    return slurm.sbatch(text, *(["--array=0-1"] if template == "array" else []), env=env)
 
 
 class Training(Results):
-    """A job that trains, by default submitted from train.sbatch, and what it writes."""
+    """A job that trains, by default submitted from the template "train", and what it writes."""
 
-    def __init__(self, slurm: Slurm, options: str = "", name: str = "out", job: Job | None = None, **more: Any):
+    def __init__(self, slurm: Slurm, options: str = "", name: str = "out", job: Job | None = None,
+                 directory: Path | None = None, **more: Any):  # fmt: skip
         super().__init__(slurm.path / name)
-        self.slurm, self.directory = slurm, slurm.path / f"{name}-pfs"
-        self.job = job or submit(slurm, "train.sbatch", str(self.out), options, **more)
+        self.slurm, self.directory = slurm, directory or slurm.path / f"{name}-pfs"
+        self.job = job or submit(slurm, "train", str(self.out), options, **more)
 
     def go_on(self) -> None:
         """Let a training with ``hold_at`` begin that step."""
@@ -101,8 +92,9 @@ def test_before_the_time_limit_it_is_scavenged_and_the_next_job_goes_on(slurm: S
 
 
 def test_two_of_an_array_do_not_touch_each_other_and_each_requeues_itself(slurm: Slurm, expected: list[str]) -> None:
-    whole = submit(slurm, "array.sbatch", f"{slurm.path}/$SLURM_ARRAY_TASK_ID", nodes=2)
-    both = [Training(slurm, name=task, job=Job(slurm, f"{whole.id}_{task}")) for task in ("0", "1")]
+    whole = submit(slurm, "array", f"{slurm.path}/$SLURM_ARRAY_TASK_ID", nodes=2, directory=f"{slurm.path}/pfs")
+    both = [Training(slurm, name=task, job=Job(slurm, f"{whole.id}_{task}"), directory=slurm.path / "pfs" / task)
+            for task in ("0", "1")]  # fmt: skip
     both[1].wait_for_step(20)
     both[1].job.signal("USR1", "--batch")  # as before the time limit
     for training in both:
@@ -165,7 +157,7 @@ def test_with_the_wrong_mpi_it_ends_and_says_which_flag_is_meant(slurm: Slurm) -
 def test_a_job_that_loses_its_first_node_is_scavenged_and_requeued(slurm: Slurm, expected: list[str]) -> None:
     training = Training(slurm, hold_at=25)
     training.wait_for_step(20)
-    slurm.wait("the guard", lambda: "running.guard" in slurm.nodes.run("host3", "ps", "-efww"))
+    slurm.wait("the guard", lambda: "first_node_guard" in slurm.nodes.run("host3", "ps", "-efww"))
     slurm.nodes.crash("host1")
     training.go_on()
     slurm.wait("the job to be requeued", lambda: training.job.details()["Restarts"] == "1")

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from cluster.slurm.daemons import Slurm
-from cluster.slurm.jobs import MPI_ENVIRONMENT, PMI, Job, edited
+from cluster.slurm.jobs import MPI_ENVIRONMENT, Job, written
 from run_results import Results
 
 from mlflash.launcher.processes import mpiexec
@@ -49,25 +49,19 @@ class Training(Results):
 
     Args:
         slurm: it is submitted there.
-        template: its file name.
-        edits: what the template's own training needs, besides what all templates do.
+        template: its name.
+        script: the framework's own training, which the train.py of the template starts.
+        arguments: its words.
         names: of the numbers that are compared.
         env: of the job, besides.
     """
 
-    def __init__(self, slurm: Slurm, template: str, edits: Mapping[str, str], names: Sequence[str],
+    def __init__(self, slurm: Slurm, template: str, script: Path, arguments: Sequence[str], names: Sequence[str],
                  env: Mapping[str, str] | None = None):  # fmt: skip
         super().__init__(slurm.path / "out")
         self._slurm, self._names = slurm, names
-        text = edited(template, {
-            "#SBATCH --account": "", "#SBATCH --partition": "#SBATCH --partition=main", "#SBATCH --gpus": "",
-            "#SBATCH --nodes": "#SBATCH --nodes=3", "#SBATCH --ntasks": "#SBATCH --ntasks-per-node=1",
-            "#SBATCH --cpus": "#SBATCH --cpus-per-task=1", "#SBATCH --time": "#SBATCH --time=00:10:00",
-            "export PATH": f'export PATH="{Path(sys.executable).parent}:$PATH"', "mpi=": f"mpi={PMI}",
-            "srun_args=": 'srun_args=""', "--no-container": "", "directory=": f"directory={slurm.path}/pfs",
-            "--nodes 8": "--nodes 2", "--spares 1": "--spares 1 --look-every 3", "--gpus 8": "",
-            "--journal": f"--journal {self.out}/run.jsonl", **edits,
-        })  # fmt: skip
+        text = written(slurm, template, f'--journal "{self.out}/run.jsonl"', "--nodes", 2, "--spares", 1,
+                       "--directory", slurm.path / "pfs", "--script", script, "--", *arguments)  # fmt: skip
         self.job: Job = slurm.sbatch(text, env={**MPI_ENVIRONMENT, **ENV, **(env or {}), "OUT": str(self.out)})
 
     def log(self) -> str:

@@ -1,0 +1,20 @@
+"""Runs a script of NeMo on the ranks that srun started; the script makes the two calls of docs/nemo.md.
+
+Usage: python -m mpi4py train.py SCRIPT [ARGUMENTS]...
+
+The ranks get RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT and torch.distributed from MPI, without torchrun.
+Slurm's variables would not do: the first node of the job need not be that of rank 0 once a spare has taken its place.
+"""
+
+import os
+import runpy
+import sys
+
+from mlflash.adapters.distributed import init_process_group
+
+if __name__ == "__main__":
+    init_process_group()
+    # As `python SCRIPT ARGUMENTS` would.
+    sys.argv = sys.argv[1:]
+    sys.path.insert(0, os.path.dirname(sys.argv[0]))
+    runpy.run_path(sys.argv[0], run_name="__main__")
