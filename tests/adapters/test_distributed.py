@@ -1,4 +1,4 @@
-"""torch.distributed from MPI is started by torch's own arguments; what they cannot have here is refused on all ranks."""
+"""torch.distributed from MPI takes torch's own arguments; what cannot be honoured is refused on all ranks."""
 
 from __future__ import annotations
 
@@ -92,6 +92,8 @@ def test_what_only_one_rank_is_given_is_refused_on_all_ranks(comm: Any) -> None:
     mine = comm.rank == last
     for more in ({"rank": 0}, {"world_size": comm.size + 1}):
         error = refused(**(more if mine else {}))
-        assert type(error) is errors.WorldMismatch and error.rank == last and f"rank {last} of {comm.size}" in str(error)
+        assert (
+            type(error) is errors.WorldMismatch and error.rank == last and f"rank {last} of {comm.size}" in str(error)
+        )
         assert "comm=" in str(error)
     assert type(refused(timeout=60 if mine else None)) is errors.ConfigError
