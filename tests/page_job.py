@@ -1,4 +1,4 @@
-"""Blocks of a page, one after the other in one launch: each is run as it stands, and all that is in its state is noted.
+"""Blocks of a page, one after the other in one launch: each is run as it stands, and what it has at its end is noted.
 
     mpiexec -n 2 python page_job.py '[{"script": "ddp.py", "job": "ddp", "stop": 12}]'
 
@@ -44,6 +44,10 @@ def bits(value: Any) -> Any:
     return repr(value)
 
 
+def holds_state(value: Any) -> bool:
+    return isinstance(value, (dict, torch.Tensor)) or (hasattr(value, "state_dict") and not isinstance(value, type))
+
+
 def run(script: str, job: str, stop: int | None) -> None:
     """Run a block as the job of this name."""
     os.environ["MLFLASH_JOB"] = job
@@ -63,7 +67,9 @@ def run(script: str, job: str, stop: int | None) -> None:
     hook = register_optimizer_step_pre_hook(look)
     exec(compile(Path(script).read_text(), script, "exec"), names)
     hook.remove()
-    note("ended", RANK, case=job, first=names["first"], last=names["step"], state=bits(names["state"]))
+    mine = {name: value for name, value in names.items() if not name.startswith("_")}
+    left = {name: bits(value) for name, value in mine.items() if holds_state(value)}  # more than is in the state
+    note("ended", RANK, case=job, first=names["first"], last=names["step"], left=left)
 
 
 if __name__ == "__main__":
