@@ -20,7 +20,7 @@ def job(size: int = COMM.size) -> Iterator[MPI.Comm | None]:
     if comm == MPI.COMM_NULL:
         yield None
     else:
-        init_process_group(comm, host="127.0.0.1")
+        init_process_group(comm=comm, host="127.0.0.1")
         try:
             yield comm
         finally:

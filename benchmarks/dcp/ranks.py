@@ -46,7 +46,7 @@ class Ways:
 
     def __init__(self, bench: Bench):
         self.bench, self.memory = bench, bench.memory
-        init_process_group(COMM)
+        init_process_group(comm=COMM)
         self.mesh: DeviceMesh = init_device_mesh("cpu", (COMM.size,))
         self.group = dist.new_group(backend="gloo")  # an asynchronous save talks while training does
         self.step = 0

@@ -34,7 +34,7 @@ def main() -> None:
     out, memory, disk = (Path(argument) for argument in sys.argv[1:4])
     tensors, nbytes, repetitions = (int(argument) for argument in sys.argv[4:7])
     torch.set_num_threads(1)
-    init_process_group(COMM, host="127.0.0.1")
+    init_process_group(comm=COMM, host="127.0.0.1")
     bench = Bench(COMM, out, memory, repetitions, warm_up=0)
     bench.header()
     state = state_of(tensors, nbytes)

@@ -36,7 +36,7 @@ class Rivals:
 
     def __init__(self, bench: Bench):
         self.bench, self.memory = bench, bench.memory
-        init_process_group(COMM)
+        init_process_group(comm=COMM)
         self.queue: Any = None
         if HAVE_NVRX:
             from nvidia_resiliency_ext.checkpointing.async_ckpt.core import AsyncCallsQueue

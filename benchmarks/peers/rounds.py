@@ -175,7 +175,7 @@ def main() -> None:
     bench = Bench(out, root, count, nbytes)
     vendor, version = MPI.get_vendor()
     bench.say({"mpi": f"{vendor} {'.'.join(map(str, version))}"})
-    init_process_group(COMM)
+    init_process_group(comm=COMM)
     place = Place(COMM, memory)
     peers = {one.name: bench.opened(one.name, place) for one in OURS}
     warnings.resetwarnings()  # from here on they are those of the library: not ours to mend, and not to be errors

@@ -90,7 +90,7 @@ def trained(bench: Bench, training: Training, aim: float, chunk: int, every: int
 def main() -> None:
     out, memory, how = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
     torch.set_num_threads(1)
-    init_process_group(COMM, host=COMM.bcast(socket.gethostname()))
+    init_process_group(comm=COMM, host=COMM.bcast(socket.gethostname()))
     bench = Bench(COMM, out, memory, repetitions=1)
     bench.header(**{"gradient, KiB": GRADIENT_NBYTES >> 10, "state, MiB": STATE_NBYTES >> 20,
                     "steps between saves": EVERY})  # fmt: skip

@@ -60,7 +60,7 @@ def train_beside(saves: int, every: int, nbytes: int, gradient_nbytes: int, max_
 
     os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
     torch.set_num_threads(1)
-    init_process_group(COMM)
+    init_process_group(comm=COMM)
     gradient = torch.ones(gradient_nbytes // 4)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
 

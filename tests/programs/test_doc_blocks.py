@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 REPO = Path(__file__).parents[2]
-# Their scripts are whole trainings, which are killed: tests/frameworks/test_docs.py, test_quickstart.py.
-TRAININGS = {"lightning", "transformers", "deepspeed", "torchtitan", "nemo", "quickstart"}
+# Their scripts are whole trainings, which are killed: frameworks/test_docs.py, test_quickstart.py,
+# test_pytorch_page.py.
+TRAININGS = {"lightning", "transformers", "deepspeed", "torchtitan", "nemo", "quickstart", "pytorch"}
 BLOCKS = [
     pytest.param(block, id=f"{page.name}-{number}")
     for page in [REPO / "README.md", *sorted((REPO / "docs").glob("*.md"))]

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from harness import Cluster, Result
 
-from mlflash.launcher.processes import mpiexec
-
-REPO = Path(__file__).parents[2]
 pytestmark = pytest.mark.slow
 
 
@@ -46,16 +39,3 @@ def test_an_optimizer_without_state_gets_it_as_its_parameters_are_and_goes_on_wi
     assert len(on_two) == 2 * (len(found) // 4 - len(refused))
     for case, tensors in on_two.items():
         assert tensors == before[case], case
-
-
-def test_the_recipe_of_the_docs_for_fsdp2_goes_on_when_it_is_started_again(shm: Path, tmp_path: Path) -> None:
-    page = (REPO / "docs" / "using.md").read_text()
-    (block,) = [one for one in re.findall(r"^```python\n(.*?)^```", page, re.M | re.S) if "fully_shard" in one]
-    (tmp_path / "train.py").write_text(block)
-    for first in (1, 4):
-        settings = {"MLFLASH_MEMORY": str(shm), "TMPDIR": str(tmp_path)}
-        command, environment = mpiexec(2, [sys.executable, "-m", "mpi4py", "train.py"], {**os.environ, **settings})
-        done = subprocess.run(command, env=environment, cwd=tmp_path, timeout=100, capture_output=True, text=True,
-                              check=False)  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        assert sorted(done.stdout.splitlines()) == [f"rank {rank}: steps {first} to {first + 2}" for rank in (0, 1)]

@@ -405,7 +405,7 @@ def test_torchrun_is_enough_to_start_torch_distributed(shm: Path) -> None:
     program = """
 import sys, torch.distributed as dist
 from mlflash.adapters.distributed import init_process_group
-init_process_group()
+init_process_group("gloo", "env://", world_size=2)
 assert dist.get_world_size() == 2 and "mpi4py" not in sys.modules
 values = [None, None]
 dist.all_gather_object(values, dist.get_rank())
