@@ -1,5 +1,5 @@
 """``mlflash demo``: a small GPT loses a node, and ends with the weights of an uninterrupted run.
 
 In come a few options; out come the account of two runs, and their weights. It imports `mlflash` as a
-user does, and `running` to start processes.
+user does, and `launcher` to start processes.
 """

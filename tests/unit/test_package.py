@@ -74,6 +74,14 @@ def test_each_room_says_what_comes_in_what_goes_out_and_what_it_may_import() -> 
             text = ast.get_docstring(ast.parse((REPO / "mlflash" / room / "__init__.py").read_text())) or ""
             assert re.search(r"\bIn (come|comes|go)\b", text) and re.search(r"\bout (come|comes|go|goes)\b", text), room
             assert "imports" in text, room
+            names = {path.stem for path in (REPO / "mlflash" / room).glob("*.py")} | {
+                *ROOMS,
+                *TOOLS,
+                "errors",
+                "mlflash",
+            }
+            named = set(re.findall(r"`([a-z_]+)(?:\.[a-z_]+)?`", text))
+            assert named <= names | {"state_dict"}, f"{room} names {named - names}"
 
 
 def test_no_module_of_a_room_imports_itself_by_way_of_others() -> None:
