@@ -25,7 +25,7 @@ def test_all_replicas_go_on_with_the_step_and_the_bits_that_one_has_saved(
     first = ran(cluster, ids, "9", "4")
     assert first.returncode != 0, "it was killed"
     assert {r["step"] for r in first.of("loaded")} == {None} and "nothing was saved under the id" in first.log
-    assert ("are on node0, and what they save is lost with it" in first.log) == (ranks_per_node == 2)
+    assert "are on node0, and what they save is lost with it" in first.log
     again = ran(cluster, ids, "9")
     assert again.returncode == 0, again.log
     loaded, ended = again.of("loaded"), again.of("ended")
