@@ -1,7 +1,8 @@
 """TorchTitan: checkpoints in the memory of the nodes, between those that its checkpointer writes to disk.
 
 `MemoryCheckpointManager` is TorchTitan's `CheckpointManager`, with all of its options, which are about the disk as
-before. Every ``memory_interval`` steps, or with None whenever it writes to disk, it saves in memory besides; a load takes the newest of memory and disk.
+before. Every ``memory_interval`` steps, or with None whenever it writes to disk, it saves in memory besides; a load
+takes the newest of memory and disk.
 
 What is saved is what TorchTitan's manager holds (model parts, optimizers, schedulers, data loader, step) and the random
 numbers of this rank; by `Checkpointer.save` and `restore`, and not through DCP, which would plan each save anew: for
@@ -96,7 +97,7 @@ class MemoryCheckpointManager(CheckpointManager):
                 nothing = "load_only is set, and TorchTitan saves nothing either" if self.load_only else ""
                 intervals.say(flash, None if self.load_only else self._every, self._skip, own, nothing)
         elif not config.enable and not turned_off(config.memory_enable) and dist.get_rank() == 0:
-            log.warning("nothing is saved in memory: TorchTitan's checkpoints are off; --checkpoint.enable turns on both")
+            log.warning("nothing is saved in memory: TorchTitan's are off; --checkpoint.enable turns both on")
 
     def __del__(self) -> None:
         """Abandon what was never closed: a finalizer runs on each rank when it likes, and may wait for no other."""

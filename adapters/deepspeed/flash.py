@@ -38,7 +38,7 @@ def attach(
 
     Args:
         engine: what ``deepspeed.initialize`` returned.
-        every_n_steps: `Flash.save_if_needed` saves every so many steps (``engine.global_steps``). Default: every step for
+        every_n_steps: `Flash.save_if_needed` saves every so many steps (``engine.global_steps``). Default: each for
             which it is called; and ``engine.save_checkpoint`` saves in memory besides, unless `storage_every` is given.
         skip_every_n_steps: but not where the step is a multiple of this.
         storage_every: see `Flash`.
@@ -66,8 +66,8 @@ class Flash:
         checkpointer: None where nothing is done.
     """
 
-    def __init__(self, engine: Any, every_n_steps: int | None, skip_every_n_steps: int | None, storage_every: int | None,
-                 enabled: bool, directory: Any, settings: dict[str, Any]):  # fmt: skip
+    def __init__(self, engine: Any, every_n_steps: int | None, skip_every_n_steps: int | None,
+                 storage_every: int | None, enabled: bool, directory: Any, settings: dict[str, Any]):  # fmt: skip
         intervals.check(every_n_steps, skip_every_n_steps)
         if storage_every is not None and storage_every < 0:
             raise ConfigError("storage_every is 0 or more", found=storage_every)

@@ -26,13 +26,16 @@ from .position import go_on
 
 
 class MLFlashCheckpointCallback(Callback):
-    """Saves in memory every so many steps, or whenever NeMo saves, once `wrap_trainer_and_auto_resume_with_mlflash` has wrapped its trainer.
+    """Saves in memory every so many steps, or whenever NeMo saves.
+
+    It does so once `wrap_trainer_and_auto_resume_with_mlflash` has wrapped its trainer.
 
     Args:
         checkpoint_base_container: names the checkpoints, as for the wrap: another one for each job, and the same one
             when a job starts again. It is no directory; nothing is written there.
-        every_n_steps: a checkpoint in memory every so many steps (``trainer.global_step``). Default: whenever NeMo saves,
-            by its ModelCheckpoint or ``trainer.save_checkpoint``; without any nothing is saved, and a warning says so.
+        every_n_steps: a checkpoint in memory every so many steps (``trainer.global_step``). Default: whenever NeMo
+            saves, by its ModelCheckpoint or ``trainer.save_checkpoint``; without any nothing is saved, and a warning
+            says so.
         skip_every_n_steps: but not where the step is a multiple of this: there NeMo writes one to disk. 0: none.
         enabled: False, or ``MLFLASH_DISABLE=1``: nothing is done.
         keep_mlflash_checkpoint_on_train_end: whether checkpoints stay in memory when training has come to its end.

@@ -78,7 +78,7 @@ def train(run: Run) -> None:
             number = engine.global_steps + 1
             run.loss(number, step(engine, seen))
             seen += 1
-            if not run.trigger or run.trigger == "save_if_needed":
+            if not run.follows:
                 flash.save_if_needed({"seen": seen})
             if run.disk and engine.global_steps == number and number % run.disk == 0:
                 numbers: list[Any] = [None] * size

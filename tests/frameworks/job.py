@@ -41,7 +41,8 @@ class Run:
         last: step after which it ends.
         job: ties it to the trainings before it: to their memory, and to what they wrote to disk.
         every, skip: a checkpoint in memory every so many steps, but not every so many; `skip` None: no such.
-        trigger: of the framework's own saves, which memory follows, as nothing is said of memory; "": `every` is said.
+        trigger: of the framework's own saves to disk; "": see `disk`. What mlflash says is noted then.
+        follows: whether the adapter is told no interval, and so saves when the framework does; else it is told `every`.
         dies_at: all ranks are killed in this step, once what memory was given is committed; 0: none.
         disk: the framework writes a checkpoint of its own to disk every so many steps; 0: never.
         kept: so many of those stay there; 0: all.
@@ -75,6 +76,7 @@ class Run:
     torn_to: float = 0.5
     traps: list[dict[str, object]] = dataclasses.field(default_factory=list)
     trigger: str = ""
+    follows: bool = False
     dies_at: int = 0
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
     losses: int = 0  # noted so far
@@ -83,7 +85,7 @@ class Run:
     @property
     def interval(self) -> int | None:
         """What the adapter is told of when to save in memory."""
-        return None if self.trigger else self.every
+        return None if self.follows else self.every
 
     @property
     def directory(self) -> Path:
@@ -113,7 +115,7 @@ class Run:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Note what mlflash says, where memory follows the framework."""
+        """Note what mlflash says, where the framework's own saves are looked at."""
         log, handler = logging.getLogger("mlflash"), logging.Handler()
         handler.emit = lambda record: note("said", run=self.name, text=record.getMessage())  # type: ignore[method-assign]
         if not self.trigger:

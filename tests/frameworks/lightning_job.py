@@ -157,7 +157,8 @@ def train(run: Run) -> None:
     trainer = pl.Trainer(
         strategy=strategy(run, size),
         accelerator="cpu", devices=size, max_steps=run.last, callbacks=callbacks, logger=False,
-        enable_checkpointing=bool(run.disk) or run.trigger in TRIGGERS, enable_progress_bar=False, enable_model_summary=False,
+        enable_checkpointing=bool(run.disk) or run.trigger in TRIGGERS, enable_progress_bar=False,
+        enable_model_summary=False,
         default_root_dir=run.directory, use_distributed_sampler=False,
         accumulate_grad_batches=2 if run.variant == "accumulate" else 1, num_sanity_val_steps=1,
         val_check_interval=2 if run.variant == "validate" else None,

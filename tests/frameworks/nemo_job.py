@@ -24,7 +24,7 @@ MEGATRON = {
 }
 TRIGGERS: dict[str, dict[str, Any]] = {
     "train steps": {"every_n_train_steps": 2},
-    "time": {"train_time_interval": datetime.timedelta(0)},
+    "time": {"train_time_interval": datetime.timedelta(microseconds=1)},
     "epochs": {"every_n_epochs": 1, "save_on_train_epoch_end": True},
 }
 
@@ -44,7 +44,7 @@ class Note(pl.Callback):
         """The loss of a step."""
         self.run.loss(trainer.global_step, outputs["loss"].item())
         if self.run.trigger == "by hand" and trainer.global_step == 3:
-            trainer.save_checkpoint(f"{self.run.directory}/checkpoints/step=3")
+            trainer.save_checkpoint(f"{self.run.directory}/checkpoints/step=2")  # as NeMo counts
         if self.run.variant == "by hand" and trainer.global_step == 3:
             trainer.save_checkpoint(f"{base(self.run)}/step-3")
             trainer.save_checkpoint(f"{base(self.run)}0/step-3")
