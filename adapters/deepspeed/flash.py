@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import os
 from collections.abc import Callable, Mapping
 from types import TracebackType
@@ -19,8 +18,6 @@ from mlflash.errors import ConfigError, StepNotFound, StructureMismatch, Unresto
 from .. import intervals
 from ..replacing import replaced
 from .files import OTHER_RANKS, TAG, EngineState, alike, refuse_what_is_elsewhere, step_on_disk
-
-log = logging.getLogger("mlflash")
 
 
 def attach(
@@ -87,11 +84,10 @@ class Flash:
         self._save, self._load = engine.save_checkpoint, engine.load_checkpoint
         mine = replaced(engine, save_checkpoint=self._save_checkpoint, load_checkpoint=self._load_checkpoint)
         self._methods.enter_context(mine)
-        own = "save_if_needed is called" + (", and engine.save_checkpoint" if self._follows else "")
+        own = "save_if_needed or engine.save_checkpoint is called"
         intervals.say(self.checkpointer, every_n_steps, skip_every_n_steps, own)
-        if storage_every is not None and self.checkpointer.adapting.world.rank == 0:
-            log.info("engine.save_checkpoint saves in memory, and to storage %s",
-                     f"every {storage_every} calls" if storage_every else "never")  # fmt: skip
+        if None not in (every_n_steps, storage_every):
+            intervals.say(self.checkpointer, None, None, "engine.save_checkpoint is called, too")
 
     @property
     def _follows(self) -> bool:
