@@ -1,8 +1,13 @@
-"""At which steps a framework's training is saved in memory, where its user gives two intervals."""
+"""At which steps a framework's training is saved in memory: at intervals, or whenever the framework saves."""
 
 from __future__ import annotations
 
+import logging
+
+from mlflash import Checkpointer
 from mlflash.errors import ConfigError
+
+log = logging.getLogger("mlflash")
 
 
 def check(every: int | None, skip: int | None) -> None:
@@ -24,3 +29,23 @@ def is_due(step: int, every: int, skip: int | None) -> bool:
         skip: but not of this; None: none such.
     """
     return step > 0 and every > 0 and step % every == 0 and (skip is None or step % skip != 0)
+
+
+def say(checkpointer: Checkpointer, every: int | None, skip: int | None, own: str, nothing: str = "") -> None:
+    """Say in the log of rank 0 which steps are going to be saved in memory. Not collective.
+
+    Args:
+        checkpointer: open.
+        every, skip: see `is_due`; `every` None: those that the framework saves.
+        own: when that is, after "whenever".
+        nothing: why the framework saves none, and which argument changes that; else nothing.
+    """
+    if checkpointer.adapting.world.rank != 0:
+        return
+    but = "" if skip is None else f", but not every {skip}"
+    if every is not None:
+        log.info("saving in memory every %d steps%s", every, but)
+    elif nothing:
+        log.warning("nothing is saved in memory: %s", nothing)
+    else:
+        log.info("saving in memory whenever %s%s", own, but)

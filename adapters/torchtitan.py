@@ -1,7 +1,8 @@
 """TorchTitan: checkpoints in the memory of the nodes, between those that its checkpointer writes to disk.
 
 `MemoryCheckpointManager` is TorchTitan's `CheckpointManager`, with all of its options, which are about the disk as
-before. Every ``memory_interval`` steps it saves in memory besides; a load takes the newest of memory and disk.
+before. Every ``memory_interval`` steps, or with None whenever it writes to disk, it saves in memory besides; a load
+takes the newest of memory and disk.
 
 What is saved is what TorchTitan's manager holds (model parts, optimizers, schedulers, data loader, step) and the random
 numbers of this rank; by `Checkpointer.save` and `restore`, and not through DCP, which would plan each save anew: for
@@ -23,10 +24,12 @@ Example:
 from __future__ import annotations
 
 import dataclasses
+import logging
 import sys
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torchtitan.components.checkpointer import DATALOADER, MODEL, OPTIMIZER, CheckpointManager
 from torchtitan.components.checkpointer.utils import canonical_fqn
 from torchtitan.tools import filesystem
@@ -36,6 +39,8 @@ from mlflash.checkpointer.disabled import turned_off
 from mlflash.errors import ConfigError, StructureMismatch
 
 from . import intervals
+
+log = logging.getLogger("mlflash")
 
 _NUMBERS = "random numbers"
 
@@ -58,8 +63,8 @@ class MemoryCheckpointManager(CheckpointManager):
         """Whether to save in memory, and to load from there; not with ``MLFLASH_DISABLE=1``. Without TorchTitan's
         ``enable`` nothing is done."""
 
-        memory_interval: int = 10
-        """Steps from one checkpoint in memory to the next."""
+        memory_interval: int | None = 10
+        """Steps from one checkpoint in memory to the next; None: whenever TorchTitan saves."""
 
         memory_skip: int | None = None
         """None in memory where the step is a multiple of this, such as ``interval``: it goes to disk."""
@@ -87,6 +92,12 @@ class MemoryCheckpointManager(CheckpointManager):
         if config.enable and not config.create_seed_checkpoint and not turned_off(config.memory_enable):
             flash = Checkpointer(config.memory_directory, **config.memory_settings)
             self._flash = flash if flash.enabled else None
+            if self._flash is not None:
+                own = f"TorchTitan saves (interval={self.interval}, and the last step)"
+                nothing = "load_only is set, and TorchTitan saves nothing either" if self.load_only else ""
+                intervals.say(flash, None if self.load_only else self._every, self._skip, own, nothing)
+        elif not config.enable and not turned_off(config.memory_enable) and dist.get_rank() == 0:
+            log.warning("nothing is saved in memory: TorchTitan's are off; --checkpoint.enable turns both on")
 
     def __del__(self) -> None:
         """Abandon what was never closed: a finalizer runs on each rank when it likes, and may wait for no other."""
@@ -94,7 +105,8 @@ class MemoryCheckpointManager(CheckpointManager):
         super().__del__()
 
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
-        is_due = intervals.is_due(curr_step, self._every, self._skip)
+        is_due = self._every is not None or self._should_save(curr_step, last_step)
+        is_due = is_due and intervals.is_due(curr_step, self._every or 1, self._skip)
         if self._flash is not None and is_due and not self.load_only:
             with torch.no_grad():
                 self._flash.adapting.save_or_warn(curr_step, {**self._state(), _NUMBERS: rng()})

@@ -22,7 +22,7 @@ from .files import OTHER_RANKS, TAG, EngineState, alike, refuse_what_is_elsewher
 
 def attach(
     engine: Any,
-    every_n_steps: int = 1,
+    every_n_steps: int | None = None,
     skip_every_n_steps: int | None = None,
     storage_every: int | None = None,
     enabled: bool = True,
@@ -35,7 +35,8 @@ def attach(
 
     Args:
         engine: what ``deepspeed.initialize`` returned.
-        every_n_steps: `Flash.save_if_needed` saves every so many steps (``engine.global_steps``).
+        every_n_steps: `Flash.save_if_needed` saves every so many steps (``engine.global_steps``). Default: each for
+            which it is called; and ``engine.save_checkpoint`` saves in memory besides, unless `storage_every` is given.
         skip_every_n_steps: but not where the step is a multiple of this.
         storage_every: see `Flash`.
         enabled: False, or ``MLFLASH_DISABLE=1``: nothing is done, and the engine's methods stay its own.
@@ -53,16 +54,17 @@ class Flash:
 
     Args:
         engine, every_n_steps, skip_every_n_steps, enabled, directory, settings: see `attach`.
-        storage_every: what ``engine.save_checkpoint`` does. None: it writes to storage, as without mlflash. A number:
-            it saves in memory, and at every so manieth call to storage besides; 0: never to storage.
+        storage_every: what ``engine.save_checkpoint`` does. None: it writes to storage, as without mlflash; and saves
+            in memory besides, if the step is not there yet and `every_n_steps` is not given. A number: it saves in
+            memory, and at every so manieth call to storage besides; 0: never to storage.
 
     Attributes:
         storage_every: may be changed at any time, on all ranks alike.
         checkpointer: None where nothing is done.
     """
 
-    def __init__(self, engine: Any, every_n_steps: int, skip_every_n_steps: int | None, storage_every: int | None,
-                 enabled: bool, directory: Any, settings: dict[str, Any]):  # fmt: skip
+    def __init__(self, engine: Any, every_n_steps: int | None, skip_every_n_steps: int | None,
+                 storage_every: int | None, enabled: bool, directory: Any, settings: dict[str, Any]):  # fmt: skip
         intervals.check(every_n_steps, skip_every_n_steps)
         if storage_every is not None and storage_every < 0:
             raise ConfigError("storage_every is 0 or more", found=storage_every)
@@ -82,6 +84,15 @@ class Flash:
         self._save, self._load = engine.save_checkpoint, engine.load_checkpoint
         mine = replaced(engine, save_checkpoint=self._save_checkpoint, load_checkpoint=self._load_checkpoint)
         self._methods.enter_context(mine)
+        own = "save_if_needed or engine.save_checkpoint is called"
+        intervals.say(self.checkpointer, every_n_steps, skip_every_n_steps, own)
+        if None not in (every_n_steps, storage_every):
+            intervals.say(self.checkpointer, None, None, "engine.save_checkpoint is called, too")
+
+    @property
+    def _follows(self) -> bool:
+        """Whether memory has what `engine.save_checkpoint` writes to storage, as nobody has said what it shall have."""
+        return self._every is None and self.storage_every is None
 
     # Saving
 
@@ -103,7 +114,7 @@ class Flash:
         if self.checkpointer is None or step == self._step:  # gradients are still summed up
             return False
         self._step = step
-        if not intervals.is_due(step, self._every, self._skip):
+        if not intervals.is_due(step, self._every or 1, self._skip):
             return False
         self.save(client_state() if callable(client_state) else client_state, tag)
         return True
@@ -144,9 +155,16 @@ class Flash:
             to_storage = self.storage_every > 0 and self._calls >= self.storage_every
             self._calls = 0 if to_storage else self._calls
             self.save(client_state, tag, exclude_frozen_parameters)
+        elif self._follows and self._is_new(self._engine.global_steps):
+            self.save(client_state, tag, exclude_frozen_parameters)
         if to_storage:
             self._save(save_dir, tag, client_state or {}, save_latest, exclude_frozen_parameters)
         return True
+
+    def _is_new(self, step: int) -> bool:
+        """Whether a step is one for memory, and memory has been given none of it."""
+        assert self.checkpointer is not None
+        return step != self.checkpointer.last_step and intervals.is_due(step, 1, self._skip)
 
     # Loading
 

@@ -22,7 +22,7 @@ from .. import intervals
 from ..replacing import replaced
 from .checkpoint_io import PREFIX, step_of_path
 from .files import OnDisk, look
-from .loops import at_step_ends
+from .loops import OwnSaves, at_step_ends
 from .resume import go_on, restore_together
 from .states import ALIKE, state_of
 
@@ -35,7 +35,9 @@ class Flash:
     Not collective to make; its Checkpointer is made when training begins, over all ranks.
 
     Args:
-        every_n_steps: a checkpoint in memory every so many steps (``trainer.global_step``).
+        every_n_steps: a checkpoint in memory every so many steps (``trainer.global_step``). Default: whenever Lightning
+            saves, by a ModelCheckpoint or ``trainer.save_checkpoint``; without any nothing is saved, and a warning says
+            so.
         skip_every_n_steps: but not where the step is a multiple of this: there Lightning writes one to disk.
         enabled: False, or ``MLFLASH_DISABLE=1``: nothing is done.
         directory: where checkpoints are drained or scavenged to. Default: none.
@@ -50,7 +52,7 @@ class Flash:
 
     def __init__(
         self,
-        every_n_steps: int,
+        every_n_steps: int | None = None,
         skip_every_n_steps: int | None = None,
         enabled: bool = True,
         directory: str | os.PathLike[str] | None = None,
@@ -68,6 +70,7 @@ class Flash:
         self._undo: list[Callable[[], None]] = []
         self._told = False
         self._step = 0
+        self._own: OwnSaves | None = None
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Open the Checkpointer, and let Lightning start from the newest of memory and disk. Collective."""
@@ -79,6 +82,9 @@ class Flash:
             raise ConfigError("FSDPStrategy needs a device_mesh: without one its shards do not say what they are")
         self.checkpointer = Checkpointer(self._directory, **{**_shared(trainer), **self._settings})
         self._take_over_start(trainer, trainer._checkpoint_connector)
+        self._own = OwnSaves(trainer)
+        self._own.say_when(self.checkpointer, self._every, self._skip)
+        self._undo.append(self._own.undo)
         self._undo.append(at_step_ends(trainer, lambda has_ended: self._end_step(trainer, has_ended)))
         for number in self._signals:
             self._before[number] = signal.signal(number, self._note_signal)
@@ -115,12 +121,14 @@ class Flash:
 
     def _end_step(self, trainer: Any, epoch_has_ended: bool) -> None:
         """Save, where a step has ended that is one of those. Collective."""
-        step, before = trainer.global_step, self._step
-        if self.checkpointer is None or step == before:  # gradients are still summed up
+        if self.checkpointer is None:
             return
-        self._step = step
-        is_last = bool(self._signals) and trainer.strategy.reduce_boolean_decision(self._told, all=False)
-        if is_last or intervals.is_due(step, self._every, self._skip):
+        step, before = trainer.global_step, self._step
+        is_new, self._step = step != before, step  # else gradients are still summed up, or it was here before
+        assert self._own is not None
+        is_due = is_new if self._every is not None else self._own.take() and step != self.checkpointer.last_step
+        is_last = is_new and bool(self._signals) and trainer.strategy.reduce_boolean_decision(self._told, all=False)
+        if is_last or (is_due and intervals.is_due(step, self._every or 1, self._skip)):
             self.checkpointer.adapting.save_or_warn(step, state_of(trainer, epoch_has_ended))
             if self._waits:
                 self.checkpointer.wait()

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from mlflash import Checkpointer
+
+from .. import intervals
 from ..replacing import replaced
 
 
@@ -12,7 +15,7 @@ def at_step_ends(trainer: Any, end_step: Callable[[bool], None]) -> Callable[[],
     """Let Lightning's fit loop call a function when all is done that belongs to a batch.
 
     Not collective. After the last batch of an epoch it is called when all is done that belongs to the epoch, too;
-    where training stops within an epoch, once more for the last batch.
+    where training stops within an epoch, once more for the last batch; and once more when training has ended.
 
     Args:
         trainer: Lightning's.
@@ -23,7 +26,7 @@ def at_step_ends(trainer: Any, end_step: Callable[[bool], None]) -> Callable[[],
     """
     loop = trainer.fit_loop
     inner = loop.epoch_loop
-    end_epoch, end_batch = loop.on_advance_end, inner.on_advance_end
+    end_epoch, end_batch, end_run = loop.on_advance_end, inner.on_advance_end, loop.on_run_end
 
     def on_epoch_end() -> None:
         end_epoch()
@@ -34,9 +37,49 @@ def at_step_ends(trainer: Any, end_step: Callable[[bool], None]) -> Callable[[],
         if not inner._num_ready_batches_reached():  # else the end of the epoch follows
             end_step(False)
 
-    undo = replaced(loop, on_advance_end=on_epoch_end)
+    def on_run_end() -> None:
+        end_run()
+        end_step(inner._num_ready_batches_reached())
+
+    undo = replaced(loop, on_advance_end=on_epoch_end, on_run_end=on_run_end)
     undo.callback(replaced(inner, on_advance_end=on_batch_end).close)
     return undo.close
+
+
+class OwnSaves:
+    """Which steps Lightning saves by itself, through a ModelCheckpoint or a call by hand.
+
+    Not collective; Lightning saves on all ranks. It is noted until the step is over: a checkpoint within a step, where
+    gradients are still summed up, counts for the end of that step.
+
+    Args:
+        trainer: Lightning's.
+        is_memory: whether a path that is saved to means memory: that is none of Lightning's own saves.
+    """
+
+    def __init__(self, trainer: Any, is_memory: Callable[[Any], bool] = lambda path: False):
+        self._trainer, self._was_told = trainer, False
+        save = trainer.save_checkpoint
+
+        def save_checkpoint(filepath: Any, *args: Any, **kwargs: Any) -> None:
+            save(filepath, *args, **kwargs)
+            self._was_told |= not is_memory(filepath)
+
+        self.undo = replaced(trainer, save_checkpoint=save_checkpoint).close
+
+    def take(self) -> bool:
+        """Whether Lightning has saved the step that has just ended; asked again, it has not. Not collective."""
+        if not self._was_told or self._trainer.fit_loop.epoch_loop._should_accumulate():
+            return False
+        self._was_told = False
+        return True
+
+    def say_when(self, checkpointer: Checkpointer, every: int | None, skip: int | None) -> None:
+        """Say in the log which steps are going to be saved in memory. Not collective."""
+        named = ", ".join(type(one).__name__ for one in self._trainer.checkpoint_callbacks)
+        why = ("the Trainer has no ModelCheckpoint, and nobody has called trainer.save_checkpoint so far; "
+               "every_n_steps=... of the callback turns it on")  # fmt: skip
+        intervals.say(checkpointer, every, skip, f"Lightning saves ({named})", "" if named else why)
 
 
 def before_first_step(loop: Any, has_ended: bool | None, prepare: Callable[[Any], None]) -> Callable[[], None]:

@@ -18,7 +18,7 @@ from mlflash.mpi.world import check_torch_rank
 
 from .. import intervals
 from ..ids import step_of
-from ..lightning.loops import at_step_ends
+from ..lightning.loops import OwnSaves, at_step_ends
 from ..lightning.resume import restore_together
 from .checkpoint_io import MLFlashCheckpointIO
 from .memory import OF_RANK, Memory, delete
@@ -26,12 +26,16 @@ from .position import go_on
 
 
 class MLFlashCheckpointCallback(Callback):
-    """Saves in memory every so many steps, once `wrap_trainer_and_auto_resume_with_mlflash` has wrapped its trainer.
+    """Saves in memory every so many steps, or whenever NeMo saves.
+
+    It does so once `wrap_trainer_and_auto_resume_with_mlflash` has wrapped its trainer.
 
     Args:
         checkpoint_base_container: names the checkpoints, as for the wrap: another one for each job, and the same one
             when a job starts again. It is no directory; nothing is written there.
-        every_n_steps: a checkpoint in memory every so many steps (``trainer.global_step``).
+        every_n_steps: a checkpoint in memory every so many steps (``trainer.global_step``). Default: whenever NeMo
+            saves, by its ModelCheckpoint or ``trainer.save_checkpoint``; without any nothing is saved, and a warning
+            says so.
         skip_every_n_steps: but not where the step is a multiple of this: there NeMo writes one to disk. 0: none.
         enabled: False, or ``MLFLASH_DISABLE=1``: nothing is done.
         keep_mlflash_checkpoint_on_train_end: whether checkpoints stay in memory when training has come to its end.
@@ -40,7 +44,7 @@ class MLFlashCheckpointCallback(Callback):
         memory: those of a `MegatronStrategy`, once its trainer is wrapped.
     """
 
-    def __init__(self, checkpoint_base_container: str | os.PathLike[str], every_n_steps: int,
+    def __init__(self, checkpoint_base_container: str | os.PathLike[str], every_n_steps: int | None = None,
                  skip_every_n_steps: int | None = None, enabled: bool = True,
                  keep_mlflash_checkpoint_on_train_end: bool = False):  # fmt: skip
         intervals.check(every_n_steps, skip_every_n_steps or None)
@@ -52,6 +56,7 @@ class MLFlashCheckpointCallback(Callback):
         self._with_context = False
         self._undo: list[Callable[[], None]] = []
         self._step = 0
+        self._own: OwnSaves | None = None
 
     def save_through(self, memory: Memory, with_context: bool) -> None:
         """Let `Trainer.save_checkpoint` save, by paths below the base. Not collective."""
@@ -74,6 +79,9 @@ class MLFlashCheckpointCallback(Callback):
             raise ConfigError("wrap_trainer_and_auto_resume_with_mlflash(trainer, ...) has to come before fit")
         if self.memory is not None:
             check_torch_rank(self.memory.checkpointer.adapting.world)
+            self._own = OwnSaves(trainer, self.memory.holds)
+            self._own.say_when(self.memory.checkpointer, self.every, self.skip)
+            self._undo.append(self._own.undo)
             self._undo.append(at_step_ends(trainer, lambda has_ended: self._end_step(trainer, has_ended)))
             restores = restore_together(trainer._checkpoint_connector, lambda work: self._together(trainer, work))
             self._undo.append(restores)
@@ -112,11 +120,15 @@ class MLFlashCheckpointCallback(Callback):
 
     def _end_step(self, trainer: Any, epoch_has_ended: bool) -> None:
         """Save, where a step has ended that is one of those. Collective."""
+        assert self.memory is not None and self._own is not None
         step, before = trainer.global_step, self._step
         self._step = step
-        if step == before or not intervals.is_due(step, self.every, self.skip):
+        if self.every is not None:
+            is_due = step != before
+        else:
+            is_due = self._own.take() and step != self.memory.checkpointer.last_step
+        if not is_due or not intervals.is_due(step, self.every or 1, self.skip):
             return
-        assert self.memory is not None
         self.memory.epoch_has_ended = epoch_has_ended
         try:
             trainer.save_checkpoint(self.memory.path_of(step))

@@ -37,7 +37,8 @@ class MLFlashCallback(TrainerCallback):
     Trainer's ``output_dir``, and afresh where there is none. A path that is given is taken, whatever memory has.
 
     Args:
-        every_n_steps: a checkpoint in memory every so many steps. Default: the Trainer's ``save_steps``.
+        every_n_steps: a checkpoint in memory every so many steps. Default: whenever the Trainer saves, by its
+            ``save_strategy`` or because a callback asks for it; with "no" nothing is saved, and a warning says so.
         skip_every_n_steps: but not where the step is a multiple of this: there the Trainer writes one to disk.
         enabled: False, or ``MLFLASH_DISABLE=1``: nothing is done, but that ``resume_from_checkpoint=True`` still begins
             afresh where the Trainer has written no checkpoint.
@@ -118,8 +119,13 @@ class MLFlashCallback(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, *more: Any, **kwargs: Any) -> None:
         """Note whether the step is one to save. Not collective."""
-        self._is_due = intervals.is_due(state.global_step, self._every or int(state.save_steps), self._skip)
+        self._is_due = self._every is not None and intervals.is_due(state.global_step, self._every, self._skip)
         self._epoch_has_ended = False
+
+    def on_save(self, args: Any, state: Any, *more: Any, **kwargs: Any) -> None:
+        """Note that the Trainer has saved the step, for whatever reason. Not collective."""
+        if self._every is None:
+            self._is_due = intervals.is_due(state.global_step, 1, self._skip)
 
     def on_epoch_end(self, *args: Any, **kwargs: Any) -> None:
         """Note that the step before was the last one of its epoch. Not collective."""
@@ -136,6 +142,7 @@ class MLFlashCallback(TrainerCallback):
             self.checkpointer = stack.enter_context(Checkpointer(directory, **{**state.settings, **self._settings}))
             self._state = state
             stack.callback(self._forget)
+            self._say_when(trainer)
             stack.enter_context(replaced(
                 trainer,
                 _maybe_log_save_evaluate=self._then_save(trainer),
@@ -149,6 +156,14 @@ class MLFlashCallback(TrainerCallback):
                 start = str(folder)
             yield start
 
+    def _say_when(self, trainer: Any) -> None:
+        assert self.checkpointer is not None
+        strategy = trainer.args.save_strategy.value
+        why = ('save_strategy is "no", and no callback has asked for it so far; TrainerWrapper(trainer, '
+               'save_mem_interval=...) or MLFlashCallback(every_n_steps=...) turns it on')  # fmt: skip
+        intervals.say(self.checkpointer, self._every, self._skip, f'the Trainer saves (save_strategy="{strategy}")',
+                      why if strategy == "no" else "")  # fmt: skip
+
     def _forget(self) -> None:
         self.checkpointer = self._state = None
 
@@ -161,9 +176,10 @@ class MLFlashCallback(TrainerCallback):
                 return
             log_save_evaluate(*args, **kwargs)
             if self._is_due and (self._epoch_has_ended or not has_ended(trainer)):  # then it is called once more
-                self._is_due = False
+                self._is_due, step = False, trainer.state.global_step
                 assert self.checkpointer is not None
-                self.checkpointer.adapting.save_or_warn(trainer.state.global_step, self._state)
+                if step != self.checkpointer.last_step:  # the Trainer saves a step again where it ends an epoch early
+                    self.checkpointer.adapting.save_or_warn(step, self._state)
 
         return and_save
 
@@ -208,7 +224,8 @@ def TrainerWrapper(
 
     Args:
         trainer: of Hugging Face's Trainer or a class made from it.
-        save_mem_interval: a checkpoint in memory every so many steps. Default: the Trainer's ``save_steps``.
+        save_mem_interval: a checkpoint in memory every so many steps. Default: whenever the Trainer saves, see
+            `MLFlashCallback`.
         directory, skip_every_n_steps, enabled, settings: see `MLFlashCallback`.
 
     Returns:

@@ -67,7 +67,9 @@ def train(run: Run) -> None:
     """Train to a step, from the newest checkpoint there is."""
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     engine = engine_of(**VARIANTS[run.variant])
-    with attach(engine, run.every, run.skip, enabled=run.enabled, **run.checkpointing) as flash:
+    each = {"storage_every": 1} if run.trigger == "storage_every" else {}
+    with attach(engine, run.interval, run.skip, enabled=run.enabled, **each, **run.checkpointing) as flash:
+        run.checkpointer = lambda: flash.checkpointer
         _, client_state = engine.load_checkpoint(run.directory)
         seen = client_state["seen"] if client_state else 0
         if client_state and "numbers" in client_state:  # on disk DeepSpeed keeps what rank 0 has
@@ -76,7 +78,8 @@ def train(run: Run) -> None:
             number = engine.global_steps + 1
             run.loss(number, step(engine, seen))
             seen += 1
-            flash.save_if_needed({"seen": seen})
+            if not run.follows:
+                flash.save_if_needed({"seen": seen})
             if run.disk and engine.global_steps == number and number % run.disk == 0:
                 numbers: list[Any] = [None] * size
                 torch.distributed.all_gather_object(numbers, rng().state_dict())

@@ -10,11 +10,13 @@ import dataclasses
 import hashlib
 import importlib
 import json
+import logging
 import os
 import shutil
+import signal
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -39,6 +41,9 @@ class Run:
         last: step after which it ends.
         job: ties it to the trainings before it: to their memory, and to what they wrote to disk.
         every, skip: a checkpoint in memory every so many steps, but not every so many; `skip` None: no such.
+        trigger: of the framework's own saves to disk; "": see `disk`. What mlflash says is noted then.
+        follows: whether the adapter is told no interval, and so saves when the framework does; else it is told `every`.
+        dies_at: all ranks are killed in this step, once what memory was given is committed; 0: none.
         disk: the framework writes a checkpoint of its own to disk every so many steps; 0: never.
         kept: so many of those stay there; 0: all.
         enabled: whether mlflash is, by the argument of the adapter.
@@ -70,8 +75,17 @@ class Run:
     torn: str = ""
     torn_to: float = 0.5
     traps: list[dict[str, object]] = dataclasses.field(default_factory=list)
+    trigger: str = ""
+    follows: bool = False
+    dies_at: int = 0
     settings: dict[str, Any] = dataclasses.field(default_factory=dict)
     losses: int = 0  # noted so far
+    checkpointer: Callable[[], Any] = lambda: None  # the open one, where the run dies
+
+    @property
+    def interval(self) -> int | None:
+        """What the adapter is told of when to save in memory."""
+        return None if self.follows else self.every
 
     @property
     def directory(self) -> Path:
@@ -92,6 +106,25 @@ class Run:
         """Note the loss of a step: the first is 1."""
         note("loss", run=self.name, step=step, loss=loss)
         self.losses += 1
+        if step == self.dies_at:
+            checkpointer = self.checkpointer()
+            checkpointer.wait()
+            note("held", run=self.name, steps=checkpointer.steps())
+            torch.distributed.barrier()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Note what mlflash says, where the framework's own saves are looked at."""
+        log, handler = logging.getLogger("mlflash"), logging.Handler()
+        handler.emit = lambda record: note("said", run=self.name, text=record.getMessage())  # type: ignore[method-assign]
+        if not self.trigger:
+            yield
+            return
+        with mock.patch.object(log, "level", logging.INFO):
+            log.addHandler(handler)
+            yield
+            log.removeHandler(handler)
 
     def commit_slowly(self, behind: bool) -> None:
         """Let commits take time from now on, and note them.
@@ -180,7 +213,7 @@ def main(framework: str, runs: list[dict[str, Any]]) -> None:
             _refuse(1, run.refused // run.every)
         if run.traps:
             set_traps(run.traps, rank)
-        with mock.patch.dict(os.environ, {"MLFLASH_DISABLE": "1"} if run.switched_off else {}):
+        with mock.patch.dict(os.environ, {"MLFLASH_DISABLE": "1"} if run.switched_off else {}), run.listening():
             if run.spoilt:
                 _spoil(train, run, rank)
             else:

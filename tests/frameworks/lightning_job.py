@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import signal
 import warnings
@@ -101,6 +102,26 @@ class Average(pl.Callback):
         self.mean = state["mean"]
 
 
+class ByHand(pl.Callback):
+    """Saves after step 3, as a hook of a user's may."""
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        """Save."""
+        if trainer.global_step == 3:
+            trainer.save_checkpoint(f"{trainer.default_root_dir}/by-hand.ckpt")
+
+
+TRIGGERS: dict[str, dict[str, Any]] = {
+    "train steps": {"every_n_train_steps": 2},
+    "epochs": {"every_n_epochs": 1},
+    "time": {"train_time_interval": datetime.timedelta(0)},
+    "epoch end": {"every_n_epochs": 1, "save_on_train_epoch_end": True, "save_last": True},
+    "validation": {"every_n_epochs": 1, "save_on_train_epoch_end": False},
+    "last": {"every_n_train_steps": 100, "save_last": True},
+    "weights only": {"every_n_train_steps": 2, "save_weights_only": True},
+}
+
+
 def strategy(run: Run, size: int) -> Any:
     """Make the strategy of a variant."""
     if run.variant == "fsdp2":
@@ -118,10 +139,15 @@ def train(run: Run) -> None:
     model, average = Model(run), Average()
     torch.manual_seed(100 + rank)
     signals = [signal.SIGUSR1] if run.variant == "signal" else []
-    flash = MLFlashCallback(run.every, run.skip, run.enabled, signals=signals, **run.checkpointing)
+    flash = MLFlashCallback(run.interval, run.skip, run.enabled, signals=signals, **run.checkpointing)
+    run.checkpointer = lambda: flash.checkpointer
     if run.variant == "slow commits":
         run.commit_slowly(behind=run.settings.get("async_save", True))
     callbacks: list[Any] = [flash, average]
+    if run.trigger in TRIGGERS:
+        callbacks.append(ModelCheckpoint(run.directory, save_top_k=-1, **TRIGGERS[run.trigger]))
+    if run.trigger == "by hand":
+        callbacks.append(ByHand())
     if run.disk:
         callbacks.append(ModelCheckpoint(run.directory, every_n_train_steps=run.disk, save_last=True,
                                          save_top_k=run.kept or -1))  # fmt: skip
@@ -131,7 +157,8 @@ def train(run: Run) -> None:
     trainer = pl.Trainer(
         strategy=strategy(run, size),
         accelerator="cpu", devices=size, max_steps=run.last, callbacks=callbacks, logger=False,
-        enable_checkpointing=bool(run.disk), enable_progress_bar=False, enable_model_summary=False,
+        enable_checkpointing=bool(run.disk) or run.trigger in TRIGGERS, enable_progress_bar=False,
+        enable_model_summary=False,
         default_root_dir=run.directory, use_distributed_sampler=False,
         accumulate_grad_batches=2 if run.variant == "accumulate" else 1, num_sanity_val_steps=1,
         val_check_interval=2 if run.variant == "validate" else None,

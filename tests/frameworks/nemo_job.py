@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,11 @@ MEGATRON = {
     "async": {"ckpt_async_save": True},
     "reshardable": {"ckpt_optim_fully_reshardable": True},
 }
+TRIGGERS: dict[str, dict[str, Any]] = {
+    "train steps": {"every_n_train_steps": 2},
+    "time": {"train_time_interval": datetime.timedelta(microseconds=1)},
+    "epochs": {"every_n_epochs": 1, "save_on_train_epoch_end": True},
+}
 
 
 def base(run: Run) -> str:
@@ -37,6 +43,8 @@ class Note(pl.Callback):
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *args: Any) -> None:
         """The loss of a step."""
         self.run.loss(trainer.global_step, outputs["loss"].item())
+        if self.run.trigger == "by hand" and trainer.global_step == 3:
+            trainer.save_checkpoint(f"{self.run.directory}/checkpoints/step=2")  # as NeMo counts
         if self.run.variant == "by hand" and trainer.global_step == 3:
             trainer.save_checkpoint(f"{base(self.run)}/step-3")
             trainer.save_checkpoint(f"{base(self.run)}0/step-3")
@@ -87,20 +95,22 @@ def _train(run: Run) -> None:
     plain = run.variant.startswith("fsdp2")
     folder = run.directory / "checkpoints"
     nl.resume.AppState().log_dir = run.directory
-    flash = MLFlashCheckpointCallback(base(run), run.every, run.skip, run.enabled, "delete" not in run.variant)
+    flash = MLFlashCheckpointCallback(base(run), run.interval, run.skip, run.enabled, "delete" not in run.variant)
+    run.checkpointer = lambda: flash.memory.checkpointer  # type: ignore[union-attr]
     callbacks: list[Any] = [Note(run), flash]
-    if run.disk:
+    is_saved = bool(run.disk) or run.trigger in TRIGGERS
+    if is_saved:
         run.directory.mkdir(exist_ok=True)
         disk = nl.ModelCheckpoint(
-            dirpath=str(folder), monitor="step", mode="max", filename="{step}", every_n_train_steps=run.disk,
+            dirpath=str(folder), monitor="step", mode="max", filename="{step}",
             save_last="link", save_top_k=run.kept or -1, save_optim_on_train_end=True, always_save_context=False,
-            save_context_on_train_end=False,
+            save_context_on_train_end=False, **TRIGGERS.get(run.trigger, {"every_n_train_steps": run.disk}),
         )  # fmt: skip
         disk.CHECKPOINT_NAME_LAST = "{step}-last"  # as NeMoLogger does
         callbacks.append(disk)
     trainer = nl.Trainer(
         strategy=_strategy(run.variant, size), accelerator="cpu", devices=size, max_steps=run.last, callbacks=callbacks,
-        logger=False, enable_checkpointing=bool(run.disk), enable_progress_bar=False, enable_model_summary=False,
+        logger=False, enable_checkpointing=is_saved, enable_progress_bar=False, enable_model_summary=False,
         use_distributed_sampler=False, limit_val_batches=0, val_check_interval=0.0, default_root_dir=str(run.directory),
     )  # fmt: skip
     resume = nl.AutoResume(resume_from_directory=str(folder), resume_if_exists=True,

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from harness import HERE, UID, Cluster, Result, own_memory
 
 RANKS, LAST = 2, 7
@@ -51,6 +53,111 @@ def order(result: Result, name: str, rank: int) -> str:
     """In which order a rank of a training noted losses and commits: their first letters."""
     noted = (record for record in result.records if record["rank"] == rank and record["event"] in ("loss", "commit"))
     return "".join(record["event"][0] for record in noted if record["run"] == name)
+
+
+# By framework, which steps of five it saves by itself, for each of its triggers; the first is an interval.
+TRIGGERS: dict[str, dict[str, list[int]]] = {
+    "transformers": {
+        "steps": [2, 4], "ratio": [2, 4], "last step": [4, 5], "epoch": [4, 5], "epoch ends early": [3, 5],
+        "best": [1, 2, 3, 4, 5], "best at end": [2, 4], "model only": [2, 4], "callback": [3], "no": [],
+    },
+    "lightning": {
+        "train steps": [2, 4], "epochs": [4, 5], "time": [1, 2, 3, 4, 5], "epoch end": [4, 5], "validation": [2, 4],
+        "last": [5], "weights only": [2, 4], "by hand": [3], "none": [],
+    },
+    "torchtitan": {"interval": [2, 4], "last step": [5], "first step": [1], "load only": [], "off": []},
+    "deepspeed": {"save_checkpoint": [2, 4], "storage_every": [2, 4], "nothing": []},
+    "nemo": {"train steps": [2, 4], "time": [1, 2, 3, 4, 5], "epochs": [5], "by hand": [3], "none": []},
+}  # fmt: skip
+# What the log names where the framework saves nothing, as far as it can be told when training begins.
+TURNS_ON = {"no": "save_mem_interval", "callback": "every_n_steps", "none": "every_n_steps", "by hand": "every_n_steps",
+            "load only": "load_only", "off": "--checkpoint.enable"}  # fmt: skip
+# Names that the frameworks give to their checkpoints. NeMo's count from 0; those of Lightning say their step inside.
+NAMES = {"transformers": r"checkpoint-(\d+)", "torchtitan": r"step-(\d+)", "deepspeed": r"global_step(\d+)",
+         "nemo": r"step=(\d+)(?:-last)?"}  # fmt: skip
+
+
+class OwnSaves:
+    """For each trigger of a framework a training that memory is to follow, ended after step 5; then gone on with.
+
+    One more is killed in step 5, and one more is told an interval for memory.
+    """
+
+    def __init__(self, framework: str, root: Path):
+        self.framework, self._root = framework, root
+        interval, cluster = next(iter(TRIGGERS[framework])), Cluster(root)
+        begun = {name: self._spec(name, name, follows=True) for name in TRIGGERS[framework]}
+        begun["named"] = self._spec("named", interval, every=3)
+        begun["killed"] = self._spec("killed", interval, follows=True)
+        first = run(cluster, framework, *(one | {"last": 5} for one in list(begun.values())[:-1]),
+                    begun["killed"] | {"last": LAST, "dies_at": 5})  # fmt: skip
+        assert len(first.of("done")) == (len(begun) - 1) * RANKS, first.log
+        self.held = [record["steps"] for record in first.of("held")]
+        self.on_disk = {name: self._steps_on_disk(spec["job"]) for name, spec in begun.items()}
+        self.in_memory = {name: self._commits(Path(spec["settings"]["log"])) for name, spec in begun.items()}
+        self.said = {name: self._said(first, name) for name in begun}
+        self._second = run(cluster, framework, *(one | {"last": LAST} for one in begun.values()))
+        assert len(self._second.of("done")) == len(begun) * RANKS, self._second.log
+
+    def goes_on(self, name: str, newest: int) -> None:
+        """Assert that a training went on from a step of memory; 0: from the beginning."""
+        assert min(step for _, step in losses(self._second, name)) == newest + 1, self._second.log
+        restored = {text for text in self._said(self._second, name) if text.startswith("restored step")}
+        expected = {f"restored step {newest} from memory"} if newest else set()
+        assert {text.partition(" in ")[0] for text in restored} == expected
+
+    def _spec(self, name: str, trigger: str, **more: Any) -> dict[str, Any]:
+        job = f"own-{name}".replace(" ", "-")
+        variant = "validate" if trigger == "validation" else VARIANTS[self.framework][0]
+        disk = 2 if self.framework == "deepspeed" and trigger != "nothing" else 0
+        return {"name": name, "job": job, "trigger": trigger, "variant": variant, "disk": disk,
+                "settings": {"log": str(self._root / f"{job}.jsonl")}, **more}  # fmt: skip
+
+    def _steps_on_disk(self, job: str) -> list[int]:
+        folder = self._root / f"disk-{job}"
+        if self.framework == "lightning":
+            return sorted({torch.load(path, weights_only=False)["global_step"] for path in folder.rglob("*.ckpt")})
+        found = [re.fullmatch(NAMES[self.framework], path.name) for path in folder.rglob("*")]
+        return sorted({int(name[1]) + (self.framework == "nemo") for name in found if name})
+
+    @staticmethod
+    def _commits(log: Path) -> list[int]:
+        events = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+        return [event["step"] for event in events if event["event"] == "commit"]
+
+    @staticmethod
+    def _said(result: Result, name: str) -> list[str]:
+        return [record["text"] for record in result.of("said") if record["run"] == name]
+
+
+@pytest.fixture(scope="module")
+def own_saves(request: pytest.FixtureRequest) -> Iterator[OwnSaves]:
+    with own_memory() as root:
+        yield OwnSaves(request.param, root)
+
+
+@pytest.mark.parametrize(("own_saves", "trigger"), [(one, trigger) for one in TRIGGERS for trigger in TRIGGERS[one]],
+                         indirect=["own_saves"], scope="module")  # fmt: skip
+def test_without_an_interval_memory_has_the_steps_that_the_framework_saves(own_saves: OwnSaves, trigger: str) -> None:
+    expected = TRIGGERS[own_saves.framework][trigger]
+    assert own_saves.in_memory[trigger] == own_saves.on_disk[trigger] == expected
+    own_saves.goes_on(trigger, max(expected, default=0))
+    (said,) = [text for text in own_saves.said[trigger] if "in memory" in text]
+    assert said.startswith("nothing is saved in memory: " if trigger in TURNS_ON else "saving in memory whenever ")
+    assert TURNS_ON.get(trigger, "") in said
+
+
+@pytest.mark.parametrize("own_saves", TRIGGERS, indirect=True, scope="module")
+def test_killed_it_goes_on_from_the_newest_step_that_the_framework_has_saved(own_saves: OwnSaves) -> None:
+    assert own_saves.held == [own_saves.on_disk["killed"]] * RANKS == [[2, 4]] * RANKS
+    own_saves.goes_on("killed", 4)
+
+
+@pytest.mark.parametrize("own_saves", TRIGGERS, indirect=True, scope="module")
+def test_an_interval_that_is_named_holds_and_nothing_else(own_saves: OwnSaves) -> None:
+    assert own_saves.on_disk["named"] == [2, 4]
+    assert own_saves.in_memory["named"] == [3]
+    assert "saving in memory every 3 steps" in own_saves.said["named"]
 
 
 class Trainings:

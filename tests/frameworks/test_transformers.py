@@ -169,7 +169,7 @@ def test_a_training_that_has_ended_is_not_trained_further(result: Result) -> Non
     assert digests(result, "short, again") == digests(result, "short, ended")
 
 
-def test_the_wrapper_saves_every_save_steps_and_can_be_taken_off(result: Result) -> None:
+def test_the_wrapper_saves_every_save_mem_interval_and_can_be_taken_off(result: Result) -> None:
     assert losses(result, "wrapped, gone on") == reference(result, 4)
     for record in result.of("removed"):
         assert "No valid checkpoint found" in record["failed"] and record["left"] == ["train"]

@@ -95,6 +95,33 @@ def deepspeed_config(stage: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+class Asks(TrainerCallback):
+    """Asks for a save after step 3, as a callback of a user's may; also for the end of the epoch."""
+
+    def __init__(self, ends_epoch: bool):
+        self.ends_epoch = ends_epoch
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_save |= state.global_step == 3
+        control.should_epoch_stop |= self.ends_epoch and state.global_step == 3
+
+
+BEST = {"metric_for_best_model": "eval_loss", "greater_is_better": False, "eval_strategy": "steps"}
+TRIGGERS: dict[str, dict[str, Any]] = {
+    "": {},
+    "steps": {"save_strategy": "steps", "save_steps": 2},
+    "ratio": {"save_strategy": "steps", "save_steps": 0.1},
+    "last step": {"save_strategy": "steps", "save_steps": 4},
+    "epoch": {"save_strategy": "epoch"},
+    "epoch ends early": {"save_strategy": "epoch"},
+    "best": {"save_strategy": "best", "eval_steps": 1, **BEST},
+    "best at end": {"save_strategy": "steps", "save_steps": 2, "eval_steps": 2, "load_best_model_at_end": True, **BEST},
+    "model only": {"save_strategy": "steps", "save_steps": 2, "save_only_model": True},
+    "callback": {"save_strategy": "no"},
+    "no": {"save_strategy": "no"},
+}
+
+
 def make_trainer(run: Run, callbacks: list[Any] | None = None, **arguments: Any) -> NotingTrainer:
     """Make a trainer of four batches to the epoch, or of five, two to the step; each rank draws numbers of its own."""
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
@@ -126,8 +153,11 @@ def make_trainer(run: Run, callbacks: list[Any] | None = None, **arguments: Any)
 
 def train(run: Run) -> None:
     """Train to a step, from the newest checkpoint there is."""
-    flash = MLFlashCallback(run.every, run.skip, run.enabled, **run.checkpointing)
-    trainer = make_trainer(run, [flash])
+    flash = MLFlashCallback(run.interval, run.skip, run.enabled, **run.checkpointing)
+    run.checkpointer = lambda: flash.checkpointer
+    asks = [Asks(run.trigger != "callback")] if run.trigger in ("callback", "epoch ends early") else []
+    last = {"max_steps": run.last} if run.trigger == "last step" else {}
+    trainer = make_trainer(run, [*asks, flash], **TRIGGERS[run.trigger], **last)
     trainer.train(resume_from_checkpoint=run.enabled)
     assert any(isinstance(param, DTensor) for param in trainer.model.parameters()) is (run.variant == "fsdp2")
     engine = trainer.deepspeed

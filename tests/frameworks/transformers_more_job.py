@@ -125,10 +125,10 @@ def scaled(run: Run) -> None:
 
 
 def wrapped(run: Run) -> None:
-    """By the wrapper, as often as the Trainer's arguments say."""
-    plain = make_trainer(run, save_steps=3)
-    trainer = TrainerWrapper(plain, **run.checkpointing)
-    assert trainer is plain and trainer.args.save_steps == 3
+    """By the wrapper, with nothing on disk."""
+    plain = make_trainer(run)
+    trainer = TrainerWrapper(plain, 3, **run.checkpointing)
+    assert trainer is plain and trainer.args.save_strategy == "no"
     trainer.train(resume_from_checkpoint=True)
     run.end(trainer.model, [trainer.optimizer])
     trainer.remove_callback(MLFlashCallback)
