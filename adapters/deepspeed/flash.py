@@ -59,7 +59,7 @@ class Flash:
             memory, and at every so manieth call to storage besides; 0: never to storage.
 
     Attributes:
-        storage_every: may be changed at any time, on all ranks alike.
+        storage_every: may be changed at any time, on all ranks alike; to None: storage only, as without mlflash.
         checkpointer: None where nothing is done.
     """
 
@@ -72,6 +72,7 @@ class Flash:
         self.checkpointer: Checkpointer | None = None
         self._engine, self._every, self._skip = engine, every_n_steps, skip_every_n_steps
         self._step = engine.global_steps
+        self._is_told_nothing = every_n_steps is None and storage_every is None  # of what memory is to have
         self._calls = 0  # of engine.save_checkpoint since one of them wrote to storage
         self._methods = contextlib.ExitStack()  # of the engine, which are replaced
         if turned_off(enabled):
@@ -88,11 +89,6 @@ class Flash:
         intervals.say(self.checkpointer, every_n_steps, skip_every_n_steps, own)
         if None not in (every_n_steps, storage_every):
             intervals.say(self.checkpointer, None, None, "engine.save_checkpoint is called, too")
-
-    @property
-    def _follows(self) -> bool:
-        """Whether memory has what `engine.save_checkpoint` writes to storage, as nobody has said what it shall have."""
-        return self._every is None and self.storage_every is None
 
     # Saving
 
@@ -155,7 +151,7 @@ class Flash:
             to_storage = self.storage_every > 0 and self._calls >= self.storage_every
             self._calls = 0 if to_storage else self._calls
             self.save(client_state, tag, exclude_frozen_parameters)
-        elif self._follows and self._is_new(self._engine.global_steps):
+        elif self._is_told_nothing and self._is_new(self._engine.global_steps):
             self.save(client_state, tag, exclude_frozen_parameters)
         if to_storage:
             self._save(save_dir, tag, client_state or {}, save_latest, exclude_frozen_parameters)
