@@ -18,6 +18,20 @@ from scale.meeting import Call, Done, Fabric, Later, Receive, raw_bytes
 _DUPLICATES = {"given": ("control",), "control": ("world",), "world": ("data",)}  # as `world.World` makes them
 
 
+class Group:
+    """The ranks of a communicator, as numbers of all ranks."""
+
+    def __init__(self, members: Sequence[int]):
+        self._members = members
+
+    def Translate_ranks(self, ranks: Sequence[int], all_ranks: Group) -> list[int]:
+        """Give the numbers that some ranks have of all."""
+        return [self._members[rank] for rank in ranks]
+
+    def Free(self) -> None:
+        """Do nothing."""
+
+
 class Comm:
     """One live rank's view of a communicator."""
 
@@ -42,6 +56,10 @@ class Comm:
         kind = next(self._splits)
         members = self.fabric.members(kind, self._me)
         return Comm(self.fabric, kind, (*self._next(), kind, members[0]), members, self._me)
+
+    def Get_group(self) -> Group:
+        """Give its ranks."""
+        return Group(self._members)
 
     def Free(self) -> None:
         """Do nothing."""
@@ -200,7 +218,8 @@ def module() -> Any:
     )
     return SimpleNamespace(
         MIN="MIN", BYTE="BYTE", UNDEFINED=-1, ANY_SOURCE=-2, MODE_NOCHECK=0, THREAD_MULTIPLE=3, COMM_NULL=None,
-        COMM_SELF=None, COMM_TYPE_SHARED=0, Win=windows, Status=lambda: None, Query_thread=lambda: 3,
+        COMM_SELF=None, COMM_TYPE_SHARED=0, COMM_WORLD=SimpleNamespace(size=0, Get_group=lambda: Group(())),
+        Win=windows, Status=lambda: None, Query_thread=lambda: 3,
     )  # fmt: skip
 
 

@@ -99,6 +99,15 @@ def load_mpi() -> Any:
     return MPI
 
 
+def _number_of_all(comm: Any) -> int:
+    """The rank that this rank of a communicator has in COMM_WORLD. Not collective."""
+    mine, all_ranks = comm.Get_group(), load_mpi().COMM_WORLD.Get_group()
+    number: int = mine.Translate_ranks([comm.rank], all_ranks)[0]
+    mine.Free()
+    all_ranks.Free()
+    return number
+
+
 class World(Waits):
     """The ranks of one Checkpointer, on communicators of its own: it has them after `connect`.
 
@@ -116,7 +125,7 @@ class World(Waits):
         self.torch_group = torch_group
         self.emulated_node: int | None = None  # its number, counted over all ranks that there are
         if ranks_per_node:
-            self.emulated_node = (0 if comm is None else load_mpi().COMM_WORLD.rank) // ranks_per_node
+            self.emulated_node = (0 if comm is None else _number_of_all(comm)) // ranks_per_node
         self._given = comm
         self.group: Any = None  # communicator of the redundancy group, see form_groups
         self.mpi: Any = None
