@@ -20,14 +20,15 @@ def check(every: int | None, skip: int | None) -> None:
         raise ConfigError("intervals are 1 or more", found=f"{every}, {skip}")
 
 
-def is_due(step: int, every: int, skip: int | None) -> bool:
+def is_due(step: int, every: int | None, skip: int | None) -> bool:
     """Whether a step that has ended is to be saved.
 
     Args:
         step: 0 before the first.
-        every: where it is a multiple of this; 0 or less: never.
+        every: where it is a multiple of this; 0 or less: never; None: each step.
         skip: but not of this; None: none such.
     """
+    every = 1 if every is None else every
     return step > 0 and every > 0 and step % every == 0 and (skip is None or step % skip != 0)
 
 

@@ -106,7 +106,7 @@ class MemoryCheckpointManager(CheckpointManager):
 
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
         is_due = self._every is not None or self._should_save(curr_step, last_step)
-        is_due = is_due and intervals.is_due(curr_step, self._every or 1, self._skip)
+        is_due = is_due and intervals.is_due(curr_step, self._every, self._skip)
         if self._flash is not None and is_due and not self.load_only:
             with torch.no_grad():
                 self._flash.adapting.save_or_warn(curr_step, {**self._state(), _NUMBERS: rng()})

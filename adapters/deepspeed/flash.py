@@ -110,7 +110,7 @@ class Flash:
         if self.checkpointer is None or step == self._step:  # gradients are still summed up
             return False
         self._step = step
-        if not intervals.is_due(step, self._every or 1, self._skip):
+        if not intervals.is_due(step, self._every, self._skip):
             return False
         self.save(client_state() if callable(client_state) else client_state, tag)
         return True
@@ -160,7 +160,7 @@ class Flash:
     def _is_new(self, step: int) -> bool:
         """Whether a step is one for memory, and memory has been given none of it."""
         assert self.checkpointer is not None
-        return step != self.checkpointer.last_step and intervals.is_due(step, 1, self._skip)
+        return step != self.checkpointer.last_step and intervals.is_due(step, None, self._skip)
 
     # Loading
 

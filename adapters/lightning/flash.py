@@ -82,8 +82,8 @@ class Flash:
             raise ConfigError("FSDPStrategy needs a device_mesh: without one its shards do not say what they are")
         self.checkpointer = Checkpointer(self._directory, **{**_shared(trainer), **self._settings})
         self._take_over_start(trainer, trainer._checkpoint_connector)
-        self._own = OwnSaves(trainer)
-        self._own.say_when(self.checkpointer, self._every, self._skip)
+        self._own = OwnSaves(trainer, self.checkpointer, self._every, self._skip)
+        self._own.say_when()
         self._undo.append(self._own.undo)
         self._undo.append(at_step_ends(trainer, lambda has_ended: self._end_step(trainer, has_ended)))
         for number in self._signals:
@@ -126,9 +126,9 @@ class Flash:
         step, before = trainer.global_step, self._step
         is_new, self._step = step != before, step  # else gradients are still summed up, or it was here before
         assert self._own is not None
-        is_due = is_new if self._every is not None else self._own.take() and step != self.checkpointer.last_step
+        is_due = self._own.is_due(is_new)
         is_last = is_new and bool(self._signals) and trainer.strategy.reduce_boolean_decision(self._told, all=False)
-        if is_last or (is_due and intervals.is_due(step, self._every or 1, self._skip)):
+        if is_last or is_due:
             self.checkpointer.adapting.save_or_warn(step, state_of(trainer, epoch_has_ended))
             if self._waits:
                 self.checkpointer.wait()

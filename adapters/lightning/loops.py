@@ -54,11 +54,15 @@ class OwnSaves:
 
     Args:
         trainer: Lightning's.
+        checkpointer: open.
+        every, skip: what the user has said, see `intervals.is_due`.
         is_memory: whether a path that is saved to means memory: that is none of Lightning's own saves.
     """
 
-    def __init__(self, trainer: Any, is_memory: Callable[[Any], bool] = lambda path: False):
-        self._trainer, self._was_told = trainer, False
+    def __init__(self, trainer: Any, checkpointer: Checkpointer, every: int | None, skip: int | None,
+                 is_memory: Callable[[Any], bool] = lambda path: False):  # fmt: skip
+        self._trainer, self._checkpointer, self._every, self._skip = trainer, checkpointer, every, skip
+        self._was_told = False
         save = trainer.save_checkpoint
 
         def save_checkpoint(filepath: Any, *args: Any, **kwargs: Any) -> None:
@@ -67,19 +71,29 @@ class OwnSaves:
 
         self.undo = replaced(trainer, save_checkpoint=save_checkpoint).close
 
-    def take(self) -> bool:
-        """Whether Lightning has saved the step that has just ended; asked again, it has not. Not collective."""
+    def is_due(self, is_new: bool) -> bool:
+        """Whether memory is to have the step that has just ended. Not collective.
+
+        Args:
+            is_new: whether it is another step than the last time.
+        """
+        step = self._trainer.global_step
+        asked = is_new if self._every is not None else self._take() and step != self._checkpointer.last_step
+        return asked and intervals.is_due(step, self._every, self._skip)
+
+    def _take(self) -> bool:
+        """Whether Lightning has saved the step that has just ended; asked again, it has not."""
         if not self._was_told or self._trainer.fit_loop.epoch_loop._should_accumulate():
             return False
         self._was_told = False
         return True
 
-    def say_when(self, checkpointer: Checkpointer, every: int | None, skip: int | None) -> None:
+    def say_when(self) -> None:
         """Say in the log which steps are going to be saved in memory. Not collective."""
         named = ", ".join(type(one).__name__ for one in self._trainer.checkpoint_callbacks)
         why = ("the Trainer has no ModelCheckpoint, and nobody has called trainer.save_checkpoint so far; "
                "every_n_steps=... of the callback turns it on")  # fmt: skip
-        intervals.say(checkpointer, every, skip, f"Lightning saves ({named})", "" if named else why)
+        intervals.say(self._checkpointer, self._every, self._skip, f"Lightning saves ({named})", "" if named else why)
 
 
 def before_first_step(loop: Any, has_ended: bool | None, prepare: Callable[[Any], None]) -> Callable[[], None]:

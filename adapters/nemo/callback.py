@@ -79,8 +79,8 @@ class MLFlashCheckpointCallback(Callback):
             raise ConfigError("wrap_trainer_and_auto_resume_with_mlflash(trainer, ...) has to come before fit")
         if self.memory is not None:
             check_torch_rank(self.memory.checkpointer.adapting.world)
-            self._own = OwnSaves(trainer, self.memory.holds)
-            self._own.say_when(self.memory.checkpointer, self.every, self.skip)
+            self._own = OwnSaves(trainer, self.memory.checkpointer, self.every, self.skip, self.memory.holds)
+            self._own.say_when()
             self._undo.append(self._own.undo)
             self._undo.append(at_step_ends(trainer, lambda has_ended: self._end_step(trainer, has_ended)))
             restores = restore_together(trainer._checkpoint_connector, lambda work: self._together(trainer, work))
@@ -123,11 +123,7 @@ class MLFlashCheckpointCallback(Callback):
         assert self.memory is not None and self._own is not None
         step, before = trainer.global_step, self._step
         self._step = step
-        if self.every is not None:
-            is_due = step != before
-        else:
-            is_due = self._own.take() and step != self.memory.checkpointer.last_step
-        if not is_due or not intervals.is_due(step, self.every or 1, self.skip):
+        if not self._own.is_due(step != before):
             return
         self.memory.epoch_has_ended = epoch_has_ended
         try:

@@ -125,7 +125,7 @@ class MLFlashCallback(TrainerCallback):
     def on_save(self, args: Any, state: Any, *more: Any, **kwargs: Any) -> None:
         """Note that the Trainer has saved the step, for whatever reason. Not collective."""
         if self._every is None:
-            self._is_due = intervals.is_due(state.global_step, 1, self._skip)
+            self._is_due = intervals.is_due(state.global_step, None, self._skip)
 
     def on_epoch_end(self, *args: Any, **kwargs: Any) -> None:
         """Note that the step before was the last one of its epoch. Not collective."""

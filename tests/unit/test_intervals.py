@@ -20,3 +20,4 @@ def test_a_multiple_is_due_but_not_one_of_what_is_skipped() -> None:
     assert [step for step in range(13) if is_due(step, 2, 6)] == [2, 4, 8, 10]
     assert [step for step in range(7) if is_due(step, 3, None)] == [3, 6]
     assert not any(is_due(step, 0, None) for step in range(5))
+    assert [step for step in range(5) if is_due(step, None, 3)] == [1, 2, 4]
