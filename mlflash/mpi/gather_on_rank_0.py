@@ -9,8 +9,6 @@ from .world import World
 
 def gather(world: World, value: Any) -> list[Any]:
     """Give rank 0 what the first process of each node brings; all others get nothing. Collective over the world."""
-    if world.world is None:
-        return [value]
     if world.local_rank != 0:
         return []
     told = world.gather(value, world.leaders)
@@ -19,7 +17,5 @@ def gather(world: World, value: Any) -> list[Any]:
 
 def gather_from_all(world: World, value: Any) -> list[Any]:
     """Give rank 0 what each process brings; all others get nothing. Collective over the world."""
-    if world.world is None:
-        return [value]
     told = world.gather(value)
     return told if world.rank == 0 else []
