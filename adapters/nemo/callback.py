@@ -87,10 +87,11 @@ class MLFlashCheckpointCallback(Callback):
             self._undo.append(restores)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Take the training's context, where that is to be saved.
+        """Take the training's context, where that is to be saved. Collective.
 
         Raises:
             ConfigError: something has replaced the CheckpointIO, as PEFT does.
+            StateError: on the other ranks, where NeMo could not describe the training on rank 0.
         """
         if self.memory is None:
             return
@@ -98,8 +99,12 @@ class MLFlashCheckpointCallback(Callback):
         if not isinstance(checkpoint_io, MLFlashCheckpointIO):
             raise ConfigError("the strategy has another CheckpointIO since it was wrapped, as PEFT brings one: its "
                               "checkpoints cannot be kept in memory", found=type(checkpoint_io).__name__)  # fmt: skip
-        if self._with_context and trainer.is_global_zero:
-            self.memory.context = _context_of(trainer)
+        if self._with_context:
+            self.memory.checkpointer.adapting.seen_by_first(lambda: self._take_context(trainer))
+
+    def _take_context(self, trainer: Any) -> None:
+        assert self.memory is not None
+        self.memory.context = _context_of(trainer)
 
     def _together(self, trainer: Any, work: Callable[[], Any]) -> Any:
         """Load a part of a checkpoint, if it is one from memory on all ranks or on none. Collective."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import os
 from pathlib import Path
@@ -39,6 +40,12 @@ class Note(pl.Callback):
 
     def __init__(self, run: Run):
         self.run = run
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What NeMo writes of a callback into a context: no open Checkpointer, unless that is what is tried."""
+        if self.run.variant == "context with what is open":
+            return vars(self)
+        return {"run": dataclasses.replace(self.run, checkpointer=lambda: None)}
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *args: Any) -> None:
         """The loss of a step."""
@@ -122,7 +129,7 @@ def _train(run: Run) -> None:
     try:
         if run.variant != "not wrapped":
             resume = wrap_trainer_and_auto_resume_with_mlflash(
-                trainer, base(run), "sync" not in run.variant, resume, always_save_context=run.variant == "context",
+                trainer, base(run), "sync" not in run.variant, resume, always_save_context=run.variant.startswith("context"),
                 enabled="wrap off" not in run.variant, **run.checkpointing,
             )  # fmt: skip
         if run.variant == "other io":  # as PEFT does

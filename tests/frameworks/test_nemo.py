@@ -89,9 +89,10 @@ def test_memory_is_kept_or_removed_at_the_end_as_asked_and_mistakes_are_told(shm
         {"name": "after hand", "last": 5, "job": "by-hand", "every": 100},
         {"name": "not wrapped", "last": 4, "job": "mistake", "variant": "not wrapped"},
         {"name": "other io", "last": 4, "job": "mistake", "variant": "other io"},
+        {"name": "no context", "last": 4, "job": "mistake", "variant": "context with what is open"},
         {"name": "after it", "last": 4, "job": "mistake"},
     )  # fmt: skip
-    assert len(result.of("done")) == 11 * 2, result.log
+    assert len(result.of("done")) == 12 * 2, result.log
     assert steps(result, "kept") == steps(result, "deleted") == [1, 2, 3, 4]
     assert list(memory.glob("kept/node*/slot-*")) and steps(result, "goes on") == [5]
     assert not list(memory.glob("deleted/node*/slot-*"))
@@ -110,6 +111,8 @@ def test_memory_is_kept_or_removed_at_the_end_as_asked_and_mistakes_are_told(shm
     assert steps(result, "after it") == [1, 2, 3, 4] and refused(result, "after it") == set()
     (other_io,) = refused(result, "other io")
     assert "the strategy has another CheckpointIO" in other_io and "MegatronCheckpointIO" in other_io
+    no_context = refused(result, "no context")
+    assert len(no_context) == 2 and all("cannot pickle" in why for why in no_context), no_context
 
 
 def test_a_wrap_that_is_off_leaves_the_trainer_to_nemo(shm: Path) -> None:
