@@ -29,11 +29,13 @@ _LEFT_S = 2  # for mpiexec to end after its ranks; what they have started is kil
 
 @contextlib.contextmanager
 def own_memory() -> Iterator[Path]:
-    """A directory of our own in /dev/shm, removed afterwards, also when its test fails."""
+    """A directory of our own in /dev/shm, removed afterwards, with the jobs in it, also when its test fails."""
     path = Path(tempfile.mkdtemp(prefix="mlflash-test-", dir="/dev/shm"))
     try:
         yield path
     finally:
+        for launch in [one for one in live if one.out.is_relative_to(path)]:  # its test ran out of time
+            launch.kill()
         shutil.rmtree(path)
 
 
