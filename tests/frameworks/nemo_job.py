@@ -129,8 +129,9 @@ def _train(run: Run) -> None:
     try:
         if run.variant != "not wrapped":
             resume = wrap_trainer_and_auto_resume_with_mlflash(
-                trainer, base(run), "sync" not in run.variant, resume, always_save_context=run.variant.startswith("context"),
-                enabled="wrap off" not in run.variant, **run.checkpointing,
+                trainer, base(run), "sync" not in run.variant, resume,
+                always_save_context=run.variant.startswith("context"), enabled="wrap off" not in run.variant,
+                **run.checkpointing,
             )  # fmt: skip
         if run.variant == "other io":  # as PEFT does
             trainer.strategy.checkpoint_io = trainer.strategy.unwrapped_checkpoint_io._wrapped
