@@ -42,7 +42,7 @@ def doctor(need: int | None, redundancy: str | None, draining: bool, nodes: int 
     """Say whether nodes, MPI and Slurm are as mlflash needs them.
 
     Alone it looks at this node; under srun or mpiexec at all nodes it was started on, and at what is between them:
-    start it as the training will be. It changes nothing, but for a few small files without names in memory. Exits
+    start it as the training will be. It changes nothing, but for small files in memory, which it deletes. Exits
     with 1 where something is an error.
     """
     from ..doctor import launch_environment

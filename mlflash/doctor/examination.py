@@ -16,7 +16,7 @@ from ..config import DISABLE, Config
 from ..errors import DeadlineExceeded, MlflashError, MpiUnavailable, WorldMismatch
 from ..mpi.fabric import has_rdma
 from ..mpi.world import World, find_comm, load_mpi
-from . import copying, gpu, logind, memory, mounts, mpi_ranks, rma, slurm, software
+from . import copying, gpu, logind, memory, mounts, mpi_ranks, rma, slurm, software, transports
 from .findings import Diagnosis, Finding, fine, merge, warning, wrong
 from .launch_environment import Launch, judge_size, tidy_version
 from .memory_need import Need, count, shape
@@ -244,6 +244,7 @@ class Examination:
         self._together("software", "threads", lambda: software.threads(world, os.environ))
         self._together("MPI", "RMA within a node", lambda: rma.within_nodes(world, memory_))
         self._together("MPI", "RMA between nodes", lambda: rma.between_nodes(world, memory_))
+        self._together("MPI", "transport", lambda: transports.between(world, self._given), of_all=True)
         self._gather(world)
 
     def _together(self, subject: str, check: str, look: Check, of_all: bool = False) -> None:

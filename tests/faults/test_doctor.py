@@ -23,7 +23,8 @@ PROGRAM = """
 import ctypes, os, signal, sys
 here = int(os.environ.get("PMI_RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "0")))
 from mlflash.commands import doctor
-from mlflash.doctor import examination, mpi_ranks, rma, software, watchdog
+from mlflash.doctor import examination, mpi_ranks, rma, software, transports, watchdog
+transports._CLEARLY, transports._AT_MOST_S = float("inf"), 0.2
 rma._SLOW_GBS = rma._SLOW_RDMA_GBS = 0
 mpi_ranks._SKEW_S = float("inf")
 {change}
@@ -117,6 +118,9 @@ def test_all_ranks_are_looked_at_and_nothing_is_left(shm: Path, ranks: int, per_
         assert line["values"]["put_gbs"][0] > 0 and "all bytes compared" in line["text"]
     if between:
         assert len(between[0]["nodes"]) == nodes
+    (saves,) = lines_of(found, "transport")
+    assert saves["level"] == "ok" and saves["text"].endswith("auto takes p2p (one host)")
+    assert all(saves["values"][f"{which}_{how}_s"][0] > 0 for which in ("taken", "other") for how in ("waits", "works"))
     assert is_at(found, "nodes") == is_at(found, "world") == is_at(found, "clocks" if nodes > 1 else "nodes") == "ok"
     (wanted,) = lines_of(found, "need")
     assert f"{min(per_node, ranks)} rank" in wanted["text"]
@@ -174,6 +178,39 @@ def test_bytes_that_arrive_changed_are_an_error(shm: Path) -> None:
         shm, 2, code=1, change="if here == 1: rma.pattern = lambda rank, nbytes, old=rma.pattern: old(rank + 1, nbytes)"
     )
     assert [line["level"] for line in lines_of(found, "RMA between nodes")] == ["error"]
+
+
+def test_the_transport_that_is_clearly_faster_is_named(shm: Path) -> None:
+    slow = """
+import time
+from mlflash.mpi import world
+def late(self, mine=world.World.pause):
+    if transports.measuring == "p2p": time.sleep(0.05)
+    mine(self)
+world.World.pause = late
+"""
+    watched = """
+def watched(world, path, transport, *more, old=transports.measure):
+    transports.measuring = transport
+    return old(world, path, transport, *more)
+transports.measure, transports.measuring, transports._CLEARLY = watched, "", 1.25
+"""
+    found = examine(shm, 2, code=0, change=slow + watched)
+    (line,) = lines_of(found, "transport")
+    assert line["level"] == "warning" and line["advice"].startswith("set MLFLASH_TRANSPORT=rma: rma was"), line
+    assert list(shm.iterdir()) == []
+
+
+def test_a_transport_that_does_not_work_is_an_error_and_nothing_is_left(shm: Path) -> None:
+    refuse = """
+from mlflash.mpi import rma_windows
+def refuse(self, *given): raise RuntimeError("MPI_ERR_RMA_SYNC")
+rma_windows.OpenMemory.put = refuse
+"""
+    found = examine(shm, 2, code=1, change=refuse)
+    (line,) = lines_of(found, "transport")
+    assert line["level"] == "error" and "MPI_ERR_RMA_SYNC" in line["text"] and "p2p" in line["advice"], line
+    assert list(shm.iterdir()) == []
 
 
 @pytest.mark.parametrize(

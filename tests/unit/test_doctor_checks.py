@@ -8,7 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from mlflash.doctor import copying, gpu, logind, memory, memory_need, mounts, mpi_ranks, rma, slurm, software
+from mlflash.doctor import (
+    copying,
+    gpu,
+    logind,
+    memory,
+    memory_need,
+    mounts,
+    mpi_ranks,
+    rma,
+    slurm,
+    software,
+    transports,
+)
 from mlflash.doctor.findings import Level
 from mlflash.memory.memory_limits import headroom
 from mlflash.planning import scheme_comparison
@@ -319,6 +331,27 @@ def test_speeds_are_judged(put: float, get: float, same: bool, rdma: bool, level
     (found,) = rma.judge("RMA between nodes", rma.Measured(put, get, 10.0, same), rdma)
     assert found.level is level
     assert list(rma.judge("RMA between nodes", rma.Measured(0.0, 0.0, 0.0, True), rdma)) == []
+
+
+@pytest.mark.parametrize(
+    ("p2p", "rma_", "taken", "asked", "between", "advice"),
+    [
+        ((1.0, 2.0), (0.9, 1.9), "p2p", "auto", "network", ""),  # as good as alike
+        ((1.0, 2.0), (1.0, 1.0), "p2p", "auto", "network", "set MLFLASH_TRANSPORT=rma: rma was 1.4 times"),
+        ((1.0, 1.0), (1.0, 2.0), "rma", "auto", "RDMA", "set MLFLASH_TRANSPORT=p2p: p2p was 1.4 times"),
+        ((1.0, 1.0), (2.0, 2.0), "rma", "rma", "network", "unset MLFLASH_TRANSPORT: p2p was 2.0 times"),
+        ((9.0, 9.0), (1.0, 1.0), "p2p", "p2p", "RDMA", "unset MLFLASH_TRANSPORT: rma was 9.0 times"),
+        ((1.0, 1.0), (1.0, 9.0), "p2p", "p2p", "network", ""),
+    ],
+)
+def test_the_transport_that_is_clearly_faster_is_advised(
+    p2p: tuple[float, float], rma_: tuple[float, float], taken: str, asked: str, between: str, advice: str
+) -> None:
+    times = {"p2p": transports.Measured(*p2p), "rma": transports.Measured(*rma_)}
+    found = transports.judge(times, taken, asked, between, 16 << 20)
+    assert found.level == (Level.WARNING if advice else Level.OK)
+    assert found.remedy.startswith(advice)
+    assert "saves of 16 MiB" in found.words and ("auto takes" in found.words) == (asked == "auto")
 
 
 def test_each_rank_has_bytes_of_its_own() -> None:

@@ -1,0 +1,140 @@
+"""Which transport is faster between these nodes: whole saves with each, while the main thread waits or works."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import secrets
+import shutil
+import statistics
+import time
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+
+from ..checkpointer.checkpointer import Checkpointer
+from ..config import Config, is_enabled
+from ..mpi.fabric import AUTO, between_nodes, choose_transport
+from ..mpi.world import World
+from ..saving.snapshot import Snapshot
+from .findings import Finding, fine, warning
+
+_CHECK = "transport"
+_TRANSPORTS = ("p2p", "rma")
+_AT_MOST_S = 2.0  # for each of the two transports and two main threads: so long, and one save more
+_SAVES = 7  # of which the first does not count
+_MOST_NBYTES, _LEAST_NBYTES = 16 << 20, 1 << 20
+_SHARE = 8  # of what is free, for all slots of a node's ranks
+_SLOTS = 4  # of a rank: its own, and its partner's copies
+_CLEARLY = 1.25  # times as fast: below that they are called alike, as the same saves differ by so much
+_ARRAY = 4096  # numbers; a call of numpy takes some microseconds then, as those of a training loop do
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """Seconds from `save` to the commit on all ranks, medians.
+
+    Attributes:
+        waits_s: while the main thread of each rank waits.
+        works_s: while it calls numpy on small arrays, one call after the other.
+    """
+
+    waits_s: float
+    works_s: float
+
+
+def between(world: World, given: Config) -> Iterator[Finding]:
+    """Save with each transport, and compare what it takes. Collective over the world; said of all.
+
+    It takes at most about ten seconds, and a directory of its own in memory, which is gone afterwards.
+
+    Args:
+        world: all ranks.
+        given: settings: memory, transport, emulated nodes.
+    """
+    if len(world.topology.node_names) == 1:
+        return
+    if not is_enabled(os.environ):
+        yield fine(_CHECK, "not measured, as mlflash is off")
+        return
+    nbytes = world.agree([_room(given.memory, world.local_size)])[0]
+    if nbytes < _LEAST_NBYTES:
+        yield fine(_CHECK, f"not measured: there is too little room in {given.memory}")
+        return
+    path = os.path.join(given.memory, "mlflash-doctor-" + world.broadcast(secrets.token_hex(4), 0))
+    try:
+        world.on_all(lambda: os.makedirs(path, 0o700, exist_ok=True))
+        times = {transport: measure(world, path, transport, nbytes, given) for transport in _TRANSPORTS}
+        world.agree([0])  # nobody has it open any more
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+    yield judge(times, choose_transport(world, given.transport), given.transport, between_nodes(world), nbytes)
+
+
+def measure(world: World, memory: str, transport: str, nbytes: int, given: Config) -> Measured:
+    """Time saves of so many bytes on each rank. Collective over the world.
+
+    Args:
+        memory: a directory in memory, of this measurement alone.
+    """
+    state = {"bytes": np.zeros(nbytes, np.uint8)}
+    taken: list[float] = []
+    with Checkpointer(
+        job=f"doctor-{transport}", memory=memory, comm=world.world, transport=transport, redundancy="copy", strict=True,
+        timeout_s=world.timeout_s, ranks_per_node=given.ranks_per_node, reserve=0, when_busy="wait", drain_every=0,
+        fresh=False, log="", metrics="", send_rate=0.0, max_slowdown=0.0,
+    ) as ckpt:  # fmt: skip
+        ckpt.prepare(state)
+        for works in (False, True):
+            seconds: list[float] = []
+            end = time.monotonic() + _AT_MOST_S
+            while len(seconds) < _SAVES and world.agree([int(time.monotonic() < end)])[0]:
+                state["bytes"][:: 1 << 12] += 1
+                snapshot = ckpt.save((ckpt.last_step or 0) + 1, state)
+                if works:
+                    _work_beside(snapshot)
+                snapshot.wait()
+                assert snapshot.commit_s is not None
+                seconds.append(max(world.gather(snapshot.commit_s)))
+            taken.append(statistics.median(seconds[1:] or seconds))
+    return Measured(*taken)
+
+
+def judge(times: Mapping[str, Measured], taken: str, asked: str, lies_between: str, nbytes: int) -> Finding:
+    """Say which transport is the faster, and whether it is the one that is taken.
+
+    Args:
+        times: of each transport.
+        taken: the one that a job would take.
+        asked: what the settings say: a transport, or "auto".
+        lies_between: the nodes: a key of `mlflash.mpi.fabric.AUTO`.
+        nbytes: of a save.
+    """
+    other = next(transport for transport in times if transport != taken)
+    by = f"auto takes {taken} ({lies_between})" if asked == "auto" else f"MLFLASH_TRANSPORT says {taken}"
+    text = (f"saves of {{save_nbytes}}: {taken} {{taken_waits_s}}, beside a busy main thread {{taken_works_s}}; "
+            f"{other} {{other_waits_s}}, {{other_works_s}}; {by}")  # fmt: skip
+    values = {"save_nbytes": nbytes, "taken_waits_s": times[taken].waits_s, "taken_works_s": times[taken].works_s,
+              "other_waits_s": times[other].waits_s, "other_works_s": times[other].works_s}  # fmt: skip
+    faster = (times[taken].waits_s * times[taken].works_s / (times[other].waits_s * times[other].works_s)) ** 0.5
+    if faster < _CLEARLY:
+        return fine(_CHECK, text, **values)
+    remedy = "unset MLFLASH_TRANSPORT" if AUTO[lies_between] == other else f"set MLFLASH_TRANSPORT={other}"
+    return warning(_CHECK, text, f"{remedy}: {other} was {faster:.1f} times as fast here", **values)
+
+
+def _work_beside(snapshot: Snapshot) -> None:
+    """Do what a training loop does to the interpreter, many short calls, until a save has ended. Not collective."""
+    numbers = np.ones(_ARRAY, np.float32)
+    while not snapshot.done:
+        np.multiply(numbers, 1.0, out=numbers)
+
+
+def _room(memory: str, local_size: int) -> int:
+    """How many bytes a rank may save; 0 where there is no such file system."""
+    try:
+        stat = os.statvfs(memory)
+    except OSError:
+        return 0
+    part = stat.f_bavail * stat.f_frsize // _SHARE // (_SLOTS * local_size)
+    return min(_MOST_NBYTES, part // _LEAST_NBYTES * _LEAST_NBYTES)
