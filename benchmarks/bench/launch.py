@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -21,7 +21,8 @@ KILL_S = 5.0  # between SIGTERM and SIGKILL
 HOME = Path(__file__).parents[1]
 
 
-def launch(ranks: int, script: Path, arguments: list[str], timeout_s: float, per_node: int = 1) -> tuple[str, Lines]:
+def launch(ranks: int, script: Path, arguments: list[str], timeout_s: float, per_node: int = 1,
+           environment: Mapping[str, str] | None = None) -> tuple[str, Lines]:  # fmt: skip
     """Run a script on emulated nodes.
 
     Args:
@@ -31,6 +32,7 @@ def launch(ranks: int, script: Path, arguments: list[str], timeout_s: float, per
         arguments: the others.
         timeout_s: they are killed after so many seconds.
         per_node: ranks on each node.
+        environment: of MPI, besides this process's own.
 
     Returns:
         What went wrong ("": nothing), and the lines they wrote.
@@ -38,7 +40,9 @@ def launch(ranks: int, script: Path, arguments: list[str], timeout_s: float, per
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="mlflash-bench-") as memory:
         out = Path(memory, "out.jsonl")
         argv, env = program(script, out, memory, arguments)
-        command, env = mpiexec(ranks, argv, {**env, "MLFLASH_RANKS_PER_NODE": str(per_node), "TMPDIR": memory})
+        command, env = mpiexec(
+            ranks, argv, {**(environment or {}), **env, "MLFLASH_RANKS_PER_NODE": str(per_node), "TMPDIR": memory}
+        )
         before = signal.signal(signal.SIGTERM, _end)  # else ranks and memory would stay behind
         try:
             why = run_until(command, timeout_s, KILL_S, env=env)

@@ -1,4 +1,4 @@
-"""Where the two ranks run: on this host, or on two nodes made of namespaces, each with a network of its own."""
+"""Where the two ranks run: on this host, or on two nodes made of namespaces; and over which fabric of software."""
 
 from __future__ import annotations
 
@@ -12,19 +12,51 @@ from bench.launch import Lines, launch
 Launch = Callable[[Path, list[str], float], tuple[str, Lines]]
 """Runs a script with arguments (after a file for lines of JSON and a directory in memory) on two ranks, at most so
 many seconds; returns what went wrong ("": nothing) and the lines."""
+Places = dict[str, Callable[[], contextlib.AbstractContextManager[Launch]]]
+"""By name, what opens a place."""
+
+_UCX = {"MPIR_CVAR_NOLOCAL": "1", "MPIR_CVAR_CH4_NETMOD": "ucx"}
+_OFI = {"MPIR_CVAR_NOLOCAL": "1", "MPIR_CVAR_CH4_NETMOD": "ofi"}
+# What UCX and libfabric have without a network card, by name; MPICH takes its network for all messages. The first is
+# the only one whose Put needs no call at its target, as with RDMA: the kernel copies between the processes.
+_ON_ONE_HOST = {
+    "UCX cma": {**_UCX, "UCX_TLS": "posix,cma,self"},
+    "UCX posix": {**_UCX, "UCX_TLS": "posix,self"},
+    "UCX tcp": {**_UCX, "UCX_TLS": "tcp,self"},
+    "libfabric shm": {**_OFI, "FI_PROVIDER": "shm"},
+    "libfabric tcp": {**_OFI, "FI_PROVIDER": "tcp"},
+    "libfabric sockets": {**_OFI, "FI_PROVIDER": "sockets"},
+    "libfabric udp": {**_OFI, "FI_PROVIDER": "udp;ofi_rxd"},
+}
+_BETWEEN_NODES = {"libfabric sockets": {**_OFI, "FI_PROVIDER": "sockets"}}
 
 
-def places() -> dict[str, Callable[[], contextlib.AbstractContextManager[Launch]]]:
-    """The places that there are on this machine, with this MPI, by name."""
-    found: dict[str, Callable[[], contextlib.AbstractContextManager[Launch]]] = {"one host": _one_host}
+def places() -> Places:
+    """The places that there are on this machine, with this MPI as its users have it."""
+    found: Places = {"one host": lambda: _one_host_over({})}
     if not nodes_apart.why_not_here():
         for name, environment in nodes_apart.NETWORKS.items():
             found[f"two nodes, {name}"] = _two_nodes_over(environment)
     return found
 
 
-def _one_host() -> contextlib.AbstractContextManager[Launch]:
-    return contextlib.nullcontext(lambda script, arguments, timeout_s: launch(2, script, arguments, timeout_s))
+def fabrics() -> Places:
+    """The fabrics of software that stand in for those of hardware, on one host and between nodes; of MPICH only."""
+    if "ucx" not in nodes_apart.NETWORKS:
+        return {}
+    found: Places = {}
+    for name, environment in _ON_ONE_HOST.items():
+        found[f"one host, {name}"] = lambda environment=environment: _one_host_over(environment)  # type: ignore[misc]
+    if not nodes_apart.why_not_here():
+        for name, environment in _BETWEEN_NODES.items():
+            found[f"two nodes, {name}"] = _two_nodes_over(environment)
+    return found
+
+
+def _one_host_over(environment: Mapping[str, str]) -> contextlib.AbstractContextManager[Launch]:
+    return contextlib.nullcontext(
+        lambda script, arguments, timeout_s: launch(2, script, arguments, timeout_s, environment=environment)
+    )
 
 
 def _two_nodes_over(environment: Mapping[str, str]) -> Callable[[], contextlib.AbstractContextManager[Launch]]:

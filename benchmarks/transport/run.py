@@ -1,7 +1,8 @@
 """Time the ways of MPI to send a slot to another node: on one host, between nodes, beside a busy main thread.
 
     python benchmarks/transport/run.py [--mib 64] [--chunk-mib 4 ...] [--repetitions 7] [--main idle ...]
-                                       [--place "one host" ...] [--way "Isend + Irecv" ...] [--quick] [--json FILE] ...
+                                       [--place "one host" ...] [--fabrics] [--way "Isend + Irecv" ...] [--quick]
+                                       [--json FILE] ...
 
 Both ranks send to each other at once, checksums at both ends. Two nodes are namespaces (as root, on Linux). It takes
 the MPI of this Python environment: run it in one of each.
@@ -21,11 +22,12 @@ from bench.aims import AIMS  # noqa: E402
 from bench.question import begin, finish, parser_of  # noqa: E402
 from bench.rows import Row  # noqa: E402
 from computing import IDLE, MAINS, PYTHON  # noqa: E402
-from places import Launch, places  # noqa: E402
+from places import Launch, fabrics, places  # noqa: E402
 
 WAYS = ("Put + flush", "Rput", "Rput, pushed", "Put + unlock", "PSCW", "fence", "Isend + Irecv",
         "mlflash, p2p", "mlflash, rma")  # fmt: skip
 QUICK_WAYS = ("Rput, pushed", "Isend + Irecv")
+FABRIC_WAYS = ("Rput, pushed", "Isend + Irecv", "mlflash, p2p", "mlflash, rma")  # what `auto` chooses between
 START_S = 60.0  # a launch with its imports
 APART = "committed between hosts"
 
@@ -36,7 +38,7 @@ def main() -> int:
     rows: list[Row] = []
     said: dict[str, Any] = {}
     wrong: list[str] = []
-    for place, open_place in places().items():
+    for place, open_place in (places() | fabrics()).items():
         if place not in args.place:
             continue
         with open_place() as launch:
@@ -46,7 +48,7 @@ def main() -> int:
                     case = f"{place}, chunks of {chunk_mib} MiB; by what the main thread does"
                     for row in found:
                         row["case"], row["column"] = case, main_does
-                        if row["what"].startswith("mlflash") and place != "one host" and main_does == IDLE:
+                        if row["what"].startswith("mlflash") and place.startswith("two nodes") and main_does == IDLE:
                             row["shows"], row["aim"] = APART, (AIMS[APART].over, AIMS[APART].most)
                     rows += found
                     wrong += [f"{place}, main {main_does}: {one}" for one in ended]
@@ -61,14 +63,17 @@ def main() -> int:
 
 def arguments() -> argparse.Namespace:
     parser = parser_of(__doc__, timeout_s=None, repetitions=7)
-    there = list(places())
+    there, stand_ins = list(places()), list(fabrics())
     parser.add_argument("--mib", type=int, default=64, help="MiB per rank and direction")
     parser.add_argument("--chunk-mib", type=int, nargs="+", default=[4], help="MiB per transfer")
     parser.add_argument("--deadline-s", type=float, default=12.0, help="of one exchange: longer is never")
     parser.add_argument("--main", nargs="+", choices=MAINS, default=MAINS, help="what the main thread does")
-    parser.add_argument("--place", nargs="+", choices=there, default=there, help="where")
+    parser.add_argument("--place", nargs="+", choices=there + stand_ins, default=there, help="where")
+    parser.add_argument("--fabrics", action="store_true", help="over all that stands in for a fabric of hardware")
     parser.add_argument("--way", nargs="+", choices=WAYS, default=WAYS, help="how")
     args = parser.parse_args()
+    if args.fabrics:
+        args.place, args.way = stand_ins if args.place is there else args.place, FABRIC_WAYS
     if args.quick:
         args.mib, args.repetitions, args.main, args.place = 8, 2, [IDLE, PYTHON], there[:1]
         args.way = QUICK_WAYS
