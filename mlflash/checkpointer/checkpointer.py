@@ -16,6 +16,7 @@ from ..mpi.courier import FORKED
 from ..restoring.heal import heal_or_remember
 from ..restoring.rescue import heal, scavenge
 from ..restoring.restore import Restores
+from ..saving.commits import Commits
 from ..saving.save_queue import SaveQueue
 from ..saving.snapshot import Snapshot
 from ..startup.start import start
@@ -109,9 +110,8 @@ class Checkpointer:
         self._courier, context = start(self._config, comm, process_group, replicated, domains)
         self._context = context
         self._drains = DrainQueue(self._config, context, self._courier)
-        self._saves = SaveQueue(
-            self._config, context, self._courier, self._drains, lambda home: heal_or_remember(context, home)
-        )
+        commits = Commits(context, self._drains, lambda home: heal_or_remember(context, home))
+        self._saves = SaveQueue(self._config, context, self._courier, commits)
         self._restores = Restores(context, self._courier, self._saves, self._drains)
         self.adapting = Adapting(context.world, self._courier, self._saves, self._restores, self._drains,
                                  self._config.strict, self._check_open)  # fmt: skip

@@ -139,6 +139,11 @@ class SlotPool:
         """The slots that are busy with something. Not collective."""
         return [slot for slot in (*self.own, *self.shares) if slot.taker is taker and slot.use is Use.BUSY]
 
+    def numbers_of(self, slot: Slot, share: Slot) -> tuple[int, int]:
+        """The numbers of an own slot and of one for a share, by which the courier knows them. Not collective."""
+        own, shares = ([id(one) for one in slots] for slots in (self.own, self.shares))
+        return own.index(id(slot)), shares.index(id(share))
+
     def hand_over(self, slots: Iterable[Slot], taker: object) -> None:
         """Let slots that were taken be busy with something else. Not collective."""
         for slot in slots:

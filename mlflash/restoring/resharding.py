@@ -26,6 +26,7 @@ from ..memory.slot import Slot
 from ..redundancy.rank_checkpoint import RankCheckpoint
 from ..redundancy.slot_plan import Plan
 from ..saving import commit
+from ..saving.pending_save import PendingSave
 from ..saving.snapshot import Snapshot
 from ..saving.staging import Staging
 from ..startup.context import Context
@@ -159,10 +160,13 @@ def protect(context: Context, old: OpenCheckpoint, made: Resharded) -> None:
 
     Where it cannot be, that is a warning, and the old slots stay until a newer step is committed.
     """
-    save = commit.Save(Snapshot(old.step, lambda: None))
-    context.pool.hand_over([made.slot, made.share], save)
-    save.slot, save.share, save.plan, save.segment = made.slot, made.share, made.plan, made.slot.segment
-    save.problem = None
+    trainer = PendingSave(Snapshot(old.step, lambda: None))
+    request = trainer.request
+    context.pool.hand_over([made.slot, made.share], request)
+    request.slot, request.share = context.pool.numbers_of(made.slot, made.share)
+    assert made.slot.segment is not None
+    request.plan, request.inode, request.problem = made.plan, made.slot.segment.inode, None
+    save = commit.Save(request, trainer, context)
     try:
         commit.run(save, context)
         made.slot.record_restores(save.attempt, old.restores)

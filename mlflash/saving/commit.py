@@ -16,25 +16,19 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import threading
 import time
 from collections.abc import Callable
 from typing import Protocol
 
 from ..crash_points import reach
 from ..errors import DeadlineExceeded, MlflashError, SaveFailed, StepOrderError, text_of
-from ..memory.shared_memory_segment import Segment
 from ..memory.slot import Slot
 from ..memory.slot_header import Attempt, Header
-from ..redundancy.deduplication import Piece
-from ..redundancy.slot_plan import Plan
 from ..redundancy.slot_transfer import Source
 from ..startup.context import Context
 from ..startup.grow_slots import needs_room
 from ..state.layout import Extents
-from ..state.leaves import Flat
-from .deferred_copies import DeferredCopies
-from .snapshot import Snapshot
+from .save_request import SaveRequest, Trainer
 from .staging import all_checks
 
 log = logging.getLogger("mlflash")
@@ -62,47 +56,40 @@ class CommitListener(Protocol):
 class Save:
     """One save on its way through the courier.
 
+    Args:
+        request: what the trainer asks.
+        trainer: answers what is asked meanwhile.
+        context: of this rank.
+
     Attributes:
+        step: the training step.
         attempt: its number, which the ranks agree on when they announce it.
-        slot, share: where the state is staged into; the second gets this rank's share of what several hold alike.
-        unsettled: a state of a structure of which the ranks have not agreed yet what is shared; the main thread waits.
-        lay_out: makes the plan, once they have agreed.
-        problem: why this rank cannot take part; it then only sends a failed receipt. That is so from the start:
-            a save that an exception leaves before it is staged must not look as if it was.
-        left: why the main thread goes on though the slots may not be filled yet, and may change the state: such as an
-            exception of a signal handler.
-        skip: this rank's slots are busy and the save is to be skipped on all ranks.
-        stage: fills the slots, where the main thread could not because they were too small; it then waits.
-        segment: the mapping that was staged into.
-        checks: of the pieces of shared state that other ranks of this node store.
-        later: what is copied after `save` has returned; None: all is there.
+        slot, share: where the state is staged into; None: nowhere.
+        plan, inode, checks, problem: of the request; made or found later where it says so.
+        skipped: whether it is given up on all ranks, as the slots of one are busy.
         drains_idle: whether no drain is on its way: here, and once that was agreed on, anywhere.
         drain_asked: whether somebody asked for a drain: here, and once that was agreed on, anywhere.
-        staged: set when the slot is filled, or the save has ended.
     """
 
-    def __init__(self, snapshot: Snapshot):
-        self.snapshot = snapshot
+    def __init__(self, request: SaveRequest, trainer: Trainer, context: Context):
+        self.request, self.trainer, self.step = request, trainer, request.step
         self.attempt = Attempt(bytes(16), 0)
-        self.slot: Slot | None = None
-        self.share: Slot | None = None
-        self.unsettled: Flat | None = None
-        self.lay_out: Callable[[], None] | None = None
-        self.plan: Plan | None = None
-        self.segment: Segment | None = None
-        self.problem: MlflashError | None = SaveFailed("an exception came before it was staged", step=snapshot.step)
-        self.left = ""
-        self.skip = False
-        self.stage: Callable[[], None] | None = None
-        self.checks: dict[Piece, int] = {}
-        self.later: DeferredCopies | None = None
-        self.drains_idle = True
-        self.drain_asked = False
-        self.staged = threading.Event()
+        self.slot = None if request.slot is None else context.pool.own[request.slot]
+        self.share = None if request.share is None else context.pool.shares[request.share]
+        self.plan, self.inode, self.checks, self.problem = request.plan, request.inode, request.checks, request.problem
+        self.is_settled = not request.is_unsettled
+        self.skipped = False
+        self.drains_idle, self.drain_asked = True, False
+
+    @property
+    def waits_for_room(self) -> bool:
+        """Whether the trainer waits for room in the slots."""
+        return self.request.waits_for_room
 
     @property
     def extents(self) -> Extents | None:
-        if self.plan is None or self.problem is not None or self.skip:
+        """Of what this rank sends; None: nothing."""
+        if self.plan is None or self.problem is not None or self.request.skip:
             return None
         return self.plan.layout.extents
 
@@ -120,45 +107,36 @@ def run(save: Save, context: Context, committed_now: Callable[[], None] = lambda
         OneAhead: the other ranks come to this save with their next one: it is to be run once more.
     """
     error: MlflashError | None = None
-    if save.later is not None:
-        save.later.help()
+    save.trainer.begin_deferred()
     try:
         if not _announce(save, context):
             _settle(save, context)
             _announce(save, context)
-        if not save.snapshot.skipped:
+        if not save.skipped:
             _protect(save, context)
     except MlflashError as problem:
         if not problem.agreed:
             raise
         error = problem  # all ranks raise it, so that nothing is on its way any more
     # After any other exception no slot is released: MPI may still write into some, and the older step is needed.
-    committed = error is None and not save.snapshot.skipped
-    if save.later is not None:
-        try:
-            save.later.cancel()
-        except DeadlineExceeded as late:  # a device is still at it: the pool gives that slot to nobody
-            error = error or late
-    if taken := context.pool.taken_by(save):
+    committed = error is None and not save.skipped
+    try:
+        save.trainer.cancel_deferred()
+    except DeadlineExceeded as late:  # a device is still at it: the pool gives that slot to nobody
+        error = error or late
+    if taken := context.pool.taken_by(save.request):
         context.pool.release(save.attempt, taken, committed)
     try:
         if committed:
             reach("commit.released")
             committed_now()
     finally:  # it is agreed on, whatever comes after
-        save.stage = save.lay_out = save.unsettled = None  # they hold the live state
-        save.snapshot.end(SaveFailed("skipped: both slots of a rank were busy") if save.snapshot.skipped else error)
-        save.staged.set()
+        skipped = SaveFailed("skipped: both slots of a rank were busy") if save.skipped else error
+        save.trainer.ended(skipped, save.skipped)
     if error is not None:
         raise error
     if committed:
         reach("commit.seen")
-
-
-def refuse(save: Save, error: MlflashError) -> None:
-    """End a save that the courier cannot bring to its end. Not collective."""
-    save.snapshot.end(error)
-    save.staged.set()
 
 
 def _settle(save: Save, context: Context) -> None:
@@ -167,12 +145,16 @@ def _settle(save: Save, context: Context) -> None:
     if replicas is None:
         return
     able = save.problem is None
-    settled = replicas.settle(save.unsettled if able else None, able, save.snapshot.step)
-    if able and save.lay_out is not None:
-        _locally(save, save.lay_out)
+    settled = replicas.settle(save.trainer.unsettled() if able and not save.is_settled else None, able, save.step)
+    if able and not save.is_settled:
+        _locally(save, lambda: _lay_out(save))
         if not settled:
             replicas.version += 1  # to be asked again
-    save.unsettled = None
+    save.is_settled = True
+
+
+def _lay_out(save: Save) -> None:
+    save.plan = save.trainer.lay_out()
 
 
 def _announce(save: Save, context: Context) -> bool:
@@ -185,14 +167,14 @@ def _announce(save: Save, context: Context) -> bool:
         if save.share is not None and save.plan is not None and save.plan.share_extents is not None:
             mine.append((save.share, pool.shares, save.plan.share_extents))
         demand = [(slot, size.nbytes) for slot, _, size in mine] + demand  # the main thread waits for their pages
-        if save.stage is not None:  # both of a pair at once, as the main thread waits and uses neither
+        if save.waits_for_room:  # both of a pair at once, as the main thread waits and uses neither
             demand += [(other, size.nbytes) for slot, pair, size in mine for other in pair if other is not slot]
     failed = world.rank if save.problem is not None else world.size
     grow = any(needs_room(slot, nbytes) for slot, nbytes in demand)
-    step = save.snapshot.step
-    settled = save.unsettled is None or save.problem is not None
+    step = save.step
+    settled = save.is_settled or save.problem is not None
     all_settled, first_failed, can_wait, low, high, no_skip, idle, not_asked, newest = world.agree([
-        int(settled), failed, int(not grow), step, -step, int(not save.skip), int(save.drains_idle),
+        int(settled), failed, int(not grow), step, -step, int(not save.request.skip), int(save.drains_idle),
         int(not save.drain_asked), -context.generation,
     ])  # fmt: skip
     if not all_settled:
@@ -209,10 +191,10 @@ def _announce(save: Save, context: Context) -> bool:
                                 found=f"steps {low} to {-high}, {step} here")  # fmt: skip
         unlike.agreed = True
         raise unlike
-    save.snapshot.skipped = not no_skip
+    save.skipped = not no_skip
     reach("protect.announced")
     if not can_wait and no_skip:
-        context.make_room(demand, context.pool.taken_by(save) if save.stage is not None else [])
+        context.make_room(demand, context.pool.taken_by(save.request) if save.waits_for_room else [])
     return True
 
 
@@ -240,22 +222,17 @@ def _locally(save: Save, work: Callable[[], object]) -> None:
     except MlflashError as error:
         save.problem = save.problem or error
     except Exception as error:  # of torch, a device or an adapter
-        log.debug("step %d", save.snapshot.step, exc_info=True)
+        log.debug("step %d", save.step, exc_info=True)
         save.problem = save.problem or SaveFailed(f"the state could not be copied: {text_of(error)}")
 
 
 def _protect(save: Save, context: Context) -> None:
     world = context.world
     assert save.slot is not None and save.plan is not None
-    if save.stage is not None:
-        if not save.left:
-            _locally(save, save.stage)
-        if save.left:
-            save.problem = save.problem or SaveFailed(save.left)
-        save.staged.set()
-    if save.later is not None and save.problem is None:
-        _locally(save, save.later.finish)
-        save.problem = save.problem or save.later.error
+    if save.waits_for_room:
+        _locally(save, lambda: _stage(save))
+    if save.problem is None:
+        _locally(save, lambda: _note(save, save.trainer.finish_deferred()))
     _confirm(save, context)
     source = Source(save.slot, save.plan.layout.extents, lambda check: _header(save, context, check), context.pace)
     context.pace.begin()
@@ -265,7 +242,7 @@ def _protect(save: Save, context: Context) -> None:
     finally:
         context.pace.end()
     peers = [rank for rank in context.protection.group if rank != world.rank]
-    context.recorder.protected(save.snapshot.step, time.perf_counter() - start, save.plan.layout.extents.nbytes, peers)
+    context.recorder.protected(save.step, time.perf_counter() - start, save.plan.layout.extents.nbytes, peers)
     reach("protect.sealed")
     if save.problem is None and not whole:
         save.problem = SaveFailed("its redundancy did not arrive whole")
@@ -274,12 +251,20 @@ def _protect(save: Save, context: Context) -> None:
         save.problem.rank, save.problem.node = world.rank, world.node_name
     world.raise_together(save.problem)
     reach("commit.agreed")
-    save.slot.record_commit(save.attempt, save.snapshot.step)
+    save.slot.record_commit(save.attempt, save.step)
     reach("commit.half_recorded")
     for slot in context.protection.kept(context.pool, save.attempt):
-        slot.record_commit(save.attempt, save.snapshot.step)
+        slot.record_commit(save.attempt, save.step)
     reach("commit.recorded")
     context.pool.drop_spare(committed=True)
+
+
+def _stage(save: Save) -> None:
+    save.inode, save.checks = save.trainer.stage()
+
+
+def _note(save: Save, problem: MlflashError | None) -> None:
+    save.problem = save.problem or problem
 
 
 def _confirm(save: Save, context: Context) -> None:
@@ -291,7 +276,7 @@ def _confirm(save: Save, context: Context) -> None:
     checks: dict[int, int] = {}
     if plan is not None and share is not None and plan.share_extents is not None and save.problem is None:
         _locally(save, lambda: checks.update(all_checks(plan, share, save.checks)))
-    unlike = replicas.confirm(plan, checks if save.problem is None else None, save.snapshot.step)
+    unlike = replicas.confirm(plan, checks if save.problem is None else None, save.step)
     save.problem = save.problem or unlike
     reach("share.agreed")
     if plan is not None and share is not None and (extents := plan.share_extents) is not None:
@@ -311,18 +296,16 @@ def _share_header(save: Save, context: Context, check: int) -> Header | None:
 
 
 def _header(save: Save, context: Context, check: int) -> Header | None:
-    if save.later is not None:
-        save.later.look()
-        save.problem = save.problem or save.later.error
+    _note(save, save.trainer.is_changed())
     if save.problem is not None or save.plan is None or save.slot is None:
         return None  # staging failed: this slot must never look whole
-    if save.slot.segment is not save.segment:
+    if save.slot.segment is None or save.slot.segment.inode != save.inode:
         save.problem = SaveFailed("the slot got another file after it was staged")
         return None
     world = context.world
     return Header(
         attempt=save.attempt,
-        step=save.snapshot.step,
+        step=save.step,
         rank=world.rank,
         world_size=world.size,
         node_index=world.node_index,

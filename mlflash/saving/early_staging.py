@@ -7,7 +7,6 @@ import dataclasses
 import numpy as np
 
 from ..errors import MlflashError
-from ..memory.shared_memory_segment import Segment
 from ..memory.slot import Slot
 from ..memory.slot_pool import SlotPool
 from ..redundancy.deduplication import Piece
@@ -23,14 +22,14 @@ class StagedState:
     Attributes:
         slot, share: where it is.
         plan: how.
-        segment, checks: as in `commit.Save`.
+        inode, checks: as in `SaveRequest`.
         given_up: whether the slot was given to other saves.
     """
 
     slot: Slot
     share: Slot
     plan: Plan
-    segment: Segment | None
+    inode: int
     checks: dict[Piece, int]
     given_up: bool = False
 
@@ -70,8 +69,9 @@ class StagedStates:
             taken = self._pool.take(timeout_s, flat)
             if taken is None or not has_room(planned, *taken):
                 return None
-            checks = self._stage.copy(flat, planned, *taken)[0]
-            ahead = StagedState(*taken, planned, taken[0].segment, checks)
+            assert taken[0].segment is not None
+            inode = taken[0].segment.inode
+            ahead = StagedState(*taken, planned, inode, self._stage.copy(flat, planned, *taken)[0])
             self.all += (ahead,)
         except MlflashError:
             return None

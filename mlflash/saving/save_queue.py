@@ -21,13 +21,15 @@ from ..errors import DeadlineExceeded, MlflashError, SaveFailed, StateError, Ste
 from ..memory.slot import Slot
 from ..mpi.courier import Courier, Job
 from ..mpi.world import check_torch_rank
+from ..redundancy.deduplication import Piece
 from ..redundancy.slot_plan import Plan
 from ..startup.context import Context
 from ..state.flatten import Flattener
 from ..state.leaves import Flat
-from . import commit
+from .commits import Commits
 from .deferred_copies import Steps, Unchanging
 from .early_staging import StagedState, StagedStates
+from .pending_save import PendingSave
 from .reserved_saves import ReservedSave, ReservedSaves
 from .snapshot import Snapshot
 from .staging import Staging, has_room
@@ -44,8 +46,7 @@ class SaveQueue:
         config: when_busy, strict and timeout_s are used here.
         context: this rank's slots and communicators.
         courier: does everything after staging.
-        drains: told what was committed.
-        heal: tries once more to make the redundancy of the restored step whole. Collective over the world.
+        commits: what it does.
 
     Attributes:
         last_step: the newest step saved or restored; the next one must be larger.
@@ -55,13 +56,12 @@ class SaveQueue:
         begun: saves of which it is not known yet whether they come.
     """
 
-    def __init__(self, config: Config, context: Context, courier: Courier, drains: commit.CommitListener,
-                 heal: Callable[[Slot], None]):  # fmt: skip
-        self._config, self._context, self._courier, self._drains, self._heal = config, context, courier, drains, heal
+    def __init__(self, config: Config, context: Context, courier: Courier, commits: Commits):
+        self._config, self._context, self._courier, self._commits = config, context, courier, commits
         self._world, self._recorder = context.world, context.recorder
         self._pending: list[Snapshot] = []
         self._version = 0  # of what is shared
-        self._staging: commit.Save | None = None  # the newest one that the courier stages
+        self._staging: PendingSave | None = None  # the newest one that waits for room
         self.begun = ReservedSaves(self._post_failure, config.timeout_s)
         self.last_step: int | None = None
         self.undefined = ""
@@ -96,15 +96,16 @@ class SaveQueue:
     def save_again(self, flat: Flat | StagedState | MlflashError, begun: ReservedSave) -> Snapshot:
         """Save what was begun, which may be the newest one once more; see `Adapting.save_again`."""
 
-        def fill(save: commit.Save) -> None:
+        def fill(save: PendingSave) -> None:
             if isinstance(flat, MlflashError):
                 raise flat
             if isinstance(flat, StagedState):
                 if not self.staged_states.take(flat):
                     raise self._failure(save, "what was staged for it was given up")
-                self._context.pool.hand_over((flat.slot, flat.share), save)
-                save.slot, save.share, save.plan = flat.slot, flat.share, flat.plan
-                save.segment, save.checks = flat.segment, flat.checks
+                request, pool = save.request, self._context.pool
+                pool.hand_over((flat.slot, flat.share), request)
+                request.slot, request.share = pool.numbers_of(flat.slot, flat.share)
+                request.plan, request.inode, request.checks = flat.plan, flat.inode, flat.checks
             else:
                 self._fill(save, flat)
 
@@ -136,12 +137,13 @@ class SaveQueue:
         self.stage.forget()
         self._steps.close()
 
-    def _save(self, step: int, fill: Callable[[commit.Save], None], again: bool = False) -> Snapshot:
+    def _save(self, step: int, fill: Callable[[PendingSave], None], again: bool = False) -> Snapshot:
         whole = isinstance(step, (int, np.integer)) and not isinstance(step, bool)
         snapshot = Snapshot(int(step) if whole else -1, lambda: self._courier.late)
-        save = commit.Save(snapshot)
-        late, refused = lambda error: self._note_late(snapshot, error), lambda error: commit.refuse(save, error)
-        job, post = Job(lambda: self._bring_to_end(save), late, refused), self._courier.post
+        save = PendingSave(snapshot)
+        request = save.request
+        late, refused = lambda error: self._note_late(snapshot, error), lambda error: save.ended(error)
+        job, post = Job(lambda: self._commits.bring_to_end(request, save), late, refused), self._courier.post
         mistake: BaseException | None = None
         try:
             try:
@@ -149,13 +151,13 @@ class SaveQueue:
                     self._check_step(int(step) if whole else None, step, again)
                     self._refuse_undefined()
                     fill(save)
-                    save.problem = None  # from here on it may be committed, and not before
+                    request.problem = None  # from here on it may be committed, and not before
                 except BaseException as error:  # state_dict() of an object may raise anything: no rank must wait for us
                     mistake = self._give_up(save, error)
                 self._recorder.posting(snapshot.step)
             finally:
                 post(job)  # written in C: no exception of a signal handler comes between
-            if save.stage is not None and not again and not save.staged.wait(self._config.timeout_s):
+            if request.waits_for_room and not again and not save.staged.wait(self._config.timeout_s):
                 save.left = "no room was made in time"
         except BaseException:
             save.left = _LEFT
@@ -167,7 +169,7 @@ class SaveQueue:
         snapshot.stalled()
         if not again:  # that may be another thread than training's
             self._context.pace.stalled(snapshot.stall_s)
-        staged = save.slot is not None and save.problem is None
+        staged = request.slot is not None and request.problem is None
         self._recorder.saved(snapshot.step, snapshot.stall_s, snapshot.nbytes, snapshot.later is not None, staged)
         if mistake is not None:
             raise mistake
@@ -180,12 +182,12 @@ class SaveQueue:
             raise StateError("the state is undefined, as a restore of it has failed, and is not saved: restore "
                              "again, or begin anew", found=self.undefined)  # fmt: skip
 
-    def _give_up(self, save: commit.Save, error: BaseException) -> BaseException | None:
+    def _give_up(self, save: PendingSave, error: BaseException) -> BaseException | None:
         """Note why a save is posted as a failure; returns what the caller has to hear now."""
         problem = error if isinstance(error, MlflashError) else None
         problem = problem or _unreadable(text_of(error))
         problem.rank, problem.node = self._world.rank, self._world.node_name
-        save.problem = problem
+        save.request.problem = problem
         save.snapshot.end(problem)  # this rank need not hear from the others to know
         return error if error is not problem or isinstance(error, (StateError, StepOrderError)) else None
 
@@ -211,8 +213,9 @@ class SaveQueue:
             )
         self.last_step = step
 
-    def _fill(self, save: commit.Save, flat: Flat, until: object = None) -> None:
+    def _fill(self, save: PendingSave, flat: Flat, until: object = None) -> None:
         check_torch_rank(self._world)
+        request = save.request
         lazy = frozenset[int]() if until is None else self._unchanging.find(flat, until)
         settled = self._is_settled(flat)
         if settled:
@@ -227,17 +230,20 @@ class SaveQueue:
         if taken is None:
             return
         reach("stage.begun")
-        save.slot, save.share = taken
+        request.slot, request.share = self._context.pool.numbers_of(*taken)
         if not settled:
-            save.unsettled, save.lay_out = flat, lambda: self._lay_out(save, flat)
-        if save.plan is not None and has_room(save.plan, *taken):
-            self._stage(save, flat, lazy)
+            request.is_unsettled = True
+            save.flat, save.plan_now = flat, lambda: self._lay_out(save, flat)
+        if request.plan is not None and has_room(request.plan, *taken):
+            request.inode, request.checks = self._stage(save, flat, taken, lazy)
         else:
-            save.stage, self._staging = lambda: self._stage(save, flat), save
+            request.waits_for_room, self._staging = True, save
+            save.stage_now = lambda: self._stage(save, flat, taken)
 
-    def _lay_out(self, save: commit.Save, flat: Flat) -> None:
-        save.plan = self.plan(flat)
-        save.snapshot.nbytes = save.plan.nbytes
+    def _lay_out(self, save: PendingSave, flat: Flat) -> Plan:
+        planned = save.request.plan = self.plan(flat)
+        save.snapshot.nbytes = planned.nbytes
+        return planned
 
     def plan(self, flat: Flat) -> Plan:
         """Lay a state out, sharing what the ranks have agreed on. Not collective."""
@@ -301,22 +307,26 @@ class SaveQueue:
             self.stage.replan()
         return self.stage.knows(flat)
 
-    def _stage(self, save: commit.Save, flat: Flat, lazy: frozenset[int] = frozenset()) -> None:
-        assert save.slot is not None and save.plan is not None
-        save.segment = save.slot.segment
-        save.checks, later = self.stage.copy(flat, save.plan, save.slot, save.share, lazy)
+    def _stage(self, save: PendingSave, flat: Flat, taken: tuple[Slot, Slot], lazy: frozenset[int] = frozenset()
+               ) -> tuple[int, dict[Piece, int]]:  # fmt: skip
+        slot, share = taken
+        assert save.request.plan is not None and slot.segment is not None
+        inode = slot.segment.inode
+        checks, later = self.stage.copy(flat, save.request.plan, slot, share, lazy)
         if not later.is_empty:
             save.later = save.snapshot.later = later
             self._steps.before_next(later)
+        return inode, checks
 
-    def _take_slots(self, save: commit.Save) -> tuple[Slot, Slot] | None:
+    def _take_slots(self, save: PendingSave) -> tuple[Slot, Slot] | None:
+        request = save.request
         if self._config.when_busy == "skip":
-            taken = self._context.pool.take(0, save)
-            save.skip = taken is None
+            taken = self._context.pool.take(0, request)
+            request.skip = taken is None
             return taken
         # While a heal fails, slots may be held back until it is done; the job of this save tries again.
         end = time.monotonic() + (self._config.timeout_s if self._context.unhealed is None else 0.0)
-        while (taken := self._context.pool.take(0.05, save)) is None:
+        while (taken := self._context.pool.take(0.05, request)) is None:
             if self._stuck or time.monotonic() > end:
                 held = "both slots are still busy with earlier saves"
                 if self._context.unhealed is not None:
@@ -328,42 +338,8 @@ class SaveQueue:
     def _stuck(self) -> bool:
         return self._courier.late is not None or self._courier.broken is not None
 
-    def _failure(self, save: commit.Save, why: str) -> SaveFailed:
-        return SaveFailed(why, rank=self._world.rank, node=self._world.node_name, step=save.snapshot.step)
-
-    def _bring_to_end(self, save: commit.Save) -> None:
-        start = time.perf_counter()
-        try:
-            while True:
-                if self._context.unhealed is not None:
-                    self._heal(self._context.unhealed)
-                save.drains_idle, save.drain_asked = self._drains.idle, self._drains.asked
-                try:
-                    commit.run(save, self._context, lambda: self._committed(save))
-                    break
-                except commit.OneAhead:
-                    self._world.job_number += 1
-            self._compare_replicas(save)
-            self._recorder.ended(save.snapshot.step, save.snapshot.skipped)
-        except MlflashError as error:
-            self._recorder.failed(save.snapshot.step, error)
-            raise
-        except BaseException as error:
-            commit.refuse(save, self._failure(save, f"the courier failed: {text_of(error)}"))
-            raise
-        finally:
-            self._recorder.seconds["protect and commit"] += time.perf_counter() - start
-
-    def _committed(self, save: commit.Save) -> None:
-        self._context.unhealed = None  # a newer step has its redundancy
-        self._drains.committed(save.slot, save.share, save.drain_asked, save.drains_idle)
-        self._recorder.holds(self._context.pool.nbytes)
-        self._recorder.committed(save.snapshot.step, save.snapshot.age_s, save.attempt.generation)
-
-    def _compare_replicas(self, save: commit.Save) -> None:
-        replicas = self._context.replicas
-        if replicas is not None and not save.snapshot.skipped and save.slot is not None and save.plan is not None:
-            replicas.compare(save.slot, save.plan, save.snapshot.step)
+    def _failure(self, save: PendingSave, why: str) -> SaveFailed:
+        return SaveFailed(why, rank=self._world.rank, node=self._world.node_name, step=save.request.step)
 
     def _note_late(self, snapshot: Snapshot, error: DeadlineExceeded) -> None:
         snapshot.late(error)
@@ -383,5 +359,5 @@ def _unreadable(why: str) -> StateError:
     return StateError(f"the state could not be read: {why}")
 
 
-def _fail(save: commit.Save) -> None:
-    raise SaveFailed("it failed on some rank before it came to storage", step=save.snapshot.step)
+def _fail(save: PendingSave) -> None:
+    raise SaveFailed("it failed on some rank before it came to storage", step=save.request.step)

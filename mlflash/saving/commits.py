@@ -1,0 +1,69 @@
+"""What the courier does for each save of this run: heals first where that is due, commits, and tells who asked."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from ..errors import MlflashError, SaveFailed, text_of
+from ..memory.slot import Slot
+from ..startup.context import Context
+from . import commit
+from .save_request import SaveRequest, Trainer
+
+
+class Commits:
+    """Brings saves to their end. Collective over the world; for the courier.
+
+    Args:
+        context: this rank's slots and communicators.
+        drains: told what was committed.
+        heal: tries once more to make the redundancy of the restored step whole. Collective over the world.
+    """
+
+    def __init__(self, context: Context, drains: commit.CommitListener, heal: Callable[[Slot], None]):
+        self._context, self._drains, self._heal = context, drains, heal
+
+    def bring_to_end(self, request: SaveRequest, trainer: Trainer) -> None:
+        """Commit what a trainer has staged, or fail on all ranks.
+
+        Raises:
+            MlflashError: on all ranks, why it failed; the trainer was told.
+        """
+        context, start = self._context, time.perf_counter()
+        save = commit.Save(request, trainer, context)
+        try:
+            while True:
+                if context.unhealed is not None:
+                    self._heal(context.unhealed)
+                save.drains_idle, save.drain_asked = self._drains.idle, self._drains.asked
+                try:
+                    commit.run(save, context, lambda: self._committed(save))
+                    break
+                except commit.OneAhead:
+                    context.world.job_number += 1
+            self._compare_replicas(save)
+            context.recorder.ended(request.step, save.skipped)
+        except MlflashError as error:
+            context.recorder.failed(request.step, error)
+            raise
+        except BaseException as error:
+            world = context.world
+            trainer.ended(SaveFailed(f"the courier failed: {text_of(error)}", rank=world.rank, node=world.node_name,
+                                     step=request.step))  # fmt: skip
+            raise
+        finally:
+            context.recorder.seconds["protect and commit"] += time.perf_counter() - start
+
+    def _committed(self, save: commit.Save) -> None:
+        recorder = self._context.recorder
+        self._context.unhealed = None  # a newer step has its redundancy
+        self._drains.committed(save.slot, save.share, save.drain_asked, save.drains_idle)
+        recorder.holds(self._context.pool.nbytes)
+        age_s = time.perf_counter() - save.request.begun_s
+        recorder.committed(save.step, age_s, save.attempt.generation)
+
+    def _compare_replicas(self, save: commit.Save) -> None:
+        replicas = self._context.replicas
+        if replicas is not None and not save.skipped and save.slot is not None and save.plan is not None:
+            replicas.compare(save.slot, save.plan, save.step)

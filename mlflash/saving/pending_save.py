@@ -1,0 +1,86 @@
+"""The trainer's side of one save that its courier has: the live state, what is copied later, and who waits."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from ..errors import MlflashError, SaveFailed
+from ..redundancy.deduplication import Piece
+from ..redundancy.slot_plan import Plan
+from ..state.leaves import Flat
+from .deferred_copies import DeferredCopies
+from .save_request import SaveRequest
+from .snapshot import Snapshot
+
+
+class PendingSave:
+    """Answers what the courier asks in the middle of a save: see `save_request.Trainer`.
+
+    Attributes:
+        request: what the courier was asked.
+        snapshot: what the user has of it.
+        flat: the state, while the courier may still ask for it.
+        plan_now: makes the plan, once the ranks have agreed.
+        stage_now: fills the slots; gives the inode and the checksums of the request.
+        later: what is copied after `save` has returned; None: all is there.
+        left: why the main thread goes on though the slots may not be filled yet, and may change the state: such as an
+            exception of a signal handler.
+        staged: set when the slots are filled, or the save has ended.
+    """
+
+    def __init__(self, snapshot: Snapshot):
+        self.request, self.snapshot = SaveRequest(snapshot.step), snapshot
+        self.flat: Flat | None = None
+        self.plan_now: Callable[[], Plan] | None = None
+        self.stage_now: Callable[[], tuple[int, dict[Piece, int]]] | None = None
+        self.later: DeferredCopies | None = None
+        self.left = ""
+        self.staged = threading.Event()
+
+    def unsettled(self) -> Flat | None:
+        return self.flat
+
+    def lay_out(self) -> Plan:
+        assert self.plan_now is not None
+        return self.plan_now()
+
+    def stage(self) -> tuple[int, dict[Piece, int]]:
+        try:
+            self._refuse_left()
+            assert self.stage_now is not None
+            staged = self.stage_now()
+            self._refuse_left()
+            return staged
+        finally:
+            self.staged.set()
+
+    def _refuse_left(self) -> None:
+        if self.left:
+            raise SaveFailed(self.left)
+
+    def begin_deferred(self) -> None:
+        if self.later is not None:
+            self.later.help()
+
+    def finish_deferred(self) -> MlflashError | None:
+        if self.later is None:
+            return None
+        self.later.finish()
+        return self.later.error
+
+    def is_changed(self) -> MlflashError | None:
+        if self.later is None:
+            return None
+        self.later.look()
+        return self.later.error
+
+    def cancel_deferred(self) -> None:
+        if self.later is not None:
+            self.later.cancel()
+
+    def ended(self, error: MlflashError | None, skipped: bool = False) -> None:
+        self.flat = self.plan_now = self.stage_now = None  # they hold the live state
+        self.snapshot.skipped = skipped
+        self.snapshot.end(error)
+        self.staged.set()
