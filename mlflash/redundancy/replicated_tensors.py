@@ -13,7 +13,7 @@ import collections
 import fnmatch
 import logging
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,8 +23,9 @@ from ..errors import ConfigError, MlflashError, SaveFailed
 from ..memory.slot import Slot
 from ..mpi.world import World
 from ..state.layout import Layout
-from ..state.leaves import Entry, Flat, Leaf, live_bytes, replica_ranks
+from ..state.leaves import Leaf
 from . import deduplication
+from .shareable_leaves import ShareableLeaf, key_of
 from .slot_plan import Plan
 
 log = logging.getLogger("mlflash")
@@ -135,11 +136,13 @@ class ReplicatedTensors:
         if self._comm is not None:
             self._world.drop(self._comm)
 
-    def settle(self, flat: Flat | None, able: bool = True, step: int | None = None) -> bool:
+    def settle(self, leaves: Sequence[ShareableLeaf] | None, digests: Callable[[Collection[int]], Mapping[int, int]],
+               able: bool = True, step: int | None = None) -> bool:  # fmt: skip
         """Agree on what of a state is shared: what all members hold, and hold alike now. Collective over the group.
 
         Args:
-            flat: a state of a structure that was not settled before; None: there is nothing new on this rank.
+            leaves: of a structure that was not settled before; None: there is nothing new on this rank.
+            digests: makes checksums of leaves, by their keys.
             able: False: this rank has no state, so that nothing can be settled.
             step: named in a warning of what differs. None: it is settled again before the first save, as ranks may
                 still get the same values.
@@ -147,18 +150,13 @@ class ReplicatedTensors:
         Returns:
             Whether it is settled.
         """
-        if self._world.agree([int(flat is None)], self._comm)[0]:
+        if self._world.agree([int(leaves is None)], self._comm)[0]:
             return True
         if self._provisional:
             self._agreed.clear()
         self._provisional = step is None
-        mine: dict[int, int] = {}
-        names: dict[int, str] = {}
-        for leaf in flat.leaves if flat is not None else ():
-            key = _key(leaf.entry)
-            if self._may_share(leaf) and leaf.entry.name not in flat.structure.private and key not in self._agreed:  # type: ignore[union-attr]
-                names[key] = leaf.entry.name
-                mine[key] = xxhash.xxh3_64_intdigest(live_bytes(leaf.value).data)
+        names = {leaf.key: leaf.name for leaf in leaves or () if self._may_share(leaf) and leaf.key not in self._agreed}
+        mine = digests(names.keys()) if names else {}
         settled = bool(self._world.agree([int(able)], self._comm)[0])
         alike, others = self._sort_out(mine)
         self._agreed |= alike
@@ -170,14 +168,14 @@ class ReplicatedTensors:
 
     def is_shared(self, leaf: Leaf) -> bool:
         """Whether all members hold a leaf alike, as far as they have agreed on it. Not collective."""
-        return _key(leaf.entry) in self._agreed
+        return key_of(leaf.entry) in self._agreed
 
-    def _may_share(self, leaf: Leaf) -> bool:
-        if leaf.tie >= 0 or not leaf.entry.nbytes or leaf.entry.name in self._apart:
+    def _may_share(self, leaf: ShareableLeaf) -> bool:
+        if leaf.name in self._apart:
             return False
         if self._placed:
-            return leaf.whole is not None and self._world.from_torch(replica_ranks(leaf.whole)) == tuple(self.members)
-        return any(fnmatch.fnmatchcase(leaf.entry.name, pattern) for pattern in self._patterns)
+            return leaf.replicas is not None and self._world.from_torch(leaf.replicas) == tuple(self.members)
+        return any(fnmatch.fnmatchcase(leaf.name, pattern) for pattern in self._patterns)
 
     def confirm(self, plan: Plan | None, checks: Mapping[int, int] | None, step: int) -> SaveFailed | None:
         """Compare what is shared before it is sealed: the same on all members, or it must not be committed.
@@ -195,8 +193,8 @@ class ReplicatedTensors:
         mine = {}
         names = {}
         if plan is not None and checks is not None:
-            names = {_key(entry): entry.name for entry in plan.layout.entries}
-            mine = {_key(plan.layout.entries[leaf]): check for leaf, check in checks.items()}
+            names = {key_of(entry): entry.name for entry in plan.layout.entries}
+            mine = {key_of(plan.layout.entries[leaf]): check for leaf, check in checks.items()}
         number = xxhash.xxh3_64_intdigest(repr(sorted(mine.items())).encode()) & _POSITIVE
         low, high, able = self._world.agree([number, -number, int(checks is not None)], self._comm)
         if low == -high and able:
@@ -282,7 +280,7 @@ class ReplicatedTensors:
         names = {}
         for entry in layout.entries:
             if entry.nbytes and entry.name not in self._apart:
-                key = _key(entry)
+                key = key_of(entry)
                 names[key] = entry.name
                 mine[key] = xxhash.xxh3_64_intdigest(payload[entry.start : entry.start + entry.nbytes].data)
         _, others = self._sort_out(mine)
@@ -333,11 +331,6 @@ def whole_blocks(layout: Layout, apart: set[str]) -> tuple[np.ndarray, list[tupl
             if not usable[block]:
                 pieces.append((max(start, block * size), min(end, (block + 1) * size)))
     return np.flatnonzero(usable), pieces
-
-
-def _key(entry: Entry) -> int:
-    same = (entry.name, entry.kind, entry.dtype, entry.global_shape, entry.offset, entry.shape)
-    return xxhash.xxh3_64_intdigest(repr(same).encode())
 
 
 def _differing(names: Mapping[int, str], holders: Mapping[int, dict[int, list[int]]]) -> dict[str, list[list[int]]]:

@@ -21,6 +21,7 @@ from ..memory.inventory import Place
 from ..memory.slot import Slot
 from ..mpi.courier import Courier, Job
 from ..redundancy.rank_checkpoint import RankCheckpoint
+from ..redundancy.shareable_leaves import replica_nbytes
 from ..saving.save_queue import SaveQueue
 from ..startup.context import Context
 from ..state.flatten import flatten_or_none
@@ -61,7 +62,8 @@ class Restores:
         """Fill a state in place; see `Checkpointer.restore`."""
         self._saves.begun.wait()
         placed = flatten_or_none(state) if "torch.distributed.tensor" in sys.modules else None
-        self._courier.call(lambda: self._context.find_replicas(placed))
+        held = replica_nbytes(placed)
+        self._courier.call(lambda: self._context.find_replicas(held))
         bad: dict[str, str] = {}
         while True:
             found = self._find(step, others=True, source=source, bad=bad)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Protocol
 
 from ..crash_points import reach
@@ -145,7 +145,14 @@ def _settle(save: Save, context: Context) -> None:
     if replicas is None:
         return
     able = save.problem is None
-    settled = replicas.settle(save.trainer.unsettled() if able and not save.is_settled else None, able, save.step)
+    leaves = save.trainer.shareable() if able and not save.is_settled else None
+    made: dict[int, int] = {}
+
+    def digests(keys: Collection[int]) -> dict[int, int]:
+        _locally(save, lambda: made.update(save.trainer.digests(keys)))
+        return made
+
+    settled = replicas.settle(leaves, digests, able, save.step)
     if able and not save.is_settled:
         _locally(save, lambda: _lay_out(save))
         if not settled:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from ..errors import MlflashError, SaveFailed
 from ..redundancy.deduplication import Piece
+from ..redundancy.shareable_leaves import ShareableLeaf, digests, shareable
 from ..redundancy.slot_plan import Plan
 from ..state.leaves import Flat
 from .deferred_copies import DeferredCopies
@@ -38,8 +39,11 @@ class PendingSave:
         self.left = ""
         self.staged = threading.Event()
 
-    def unsettled(self) -> Flat | None:
-        return self.flat
+    def shareable(self) -> list[ShareableLeaf]:
+        return [] if self.flat is None else shareable(self.flat)
+
+    def digests(self, keys: Collection[int]) -> dict[int, int]:
+        return {} if self.flat is None else digests(self.flat, keys)
 
     def lay_out(self) -> Plan:
         assert self.plan_now is not None

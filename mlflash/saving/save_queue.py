@@ -22,6 +22,7 @@ from ..memory.slot import Slot
 from ..mpi.courier import Courier, Job
 from ..mpi.world import check_torch_rank
 from ..redundancy.deduplication import Piece
+from ..redundancy.shareable_leaves import digests, replica_nbytes, shareable
 from ..redundancy.slot_plan import Plan
 from ..startup.context import Context
 from ..state.flatten import Flattener
@@ -289,10 +290,12 @@ class SaveQueue:
             lambda: state if isinstance(state, Flat) else self._flattener.flatten(state), _unreadable
         )
 
+        held = replica_nbytes(flat)
+
         def work() -> None:
-            self._context.find_replicas(flat)
+            self._context.find_replicas(held)
             if (replicas := self._context.sharers) is not None:
-                replicas.settle(flat)
+                replicas.settle(shareable(flat), lambda keys: digests(flat, keys))
 
         self._courier.call(work)
         return flat

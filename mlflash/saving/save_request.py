@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections.abc import Collection
 from typing import Protocol
 
 from ..errors import MlflashError, SaveFailed
 from ..redundancy.deduplication import Piece
+from ..redundancy.shareable_leaves import ShareableLeaf
 from ..redundancy.slot_plan import Plan
-from ..state.leaves import Flat
 
 
 @dataclasses.dataclass(eq=False)
@@ -50,8 +51,11 @@ class SaveRequest:
 class Trainer(Protocol):
     """What the courier asks of the trainer in the middle of a save. None of it is collective."""
 
-    def unsettled(self) -> Flat | None:
-        """Give the state of which the ranks have not agreed yet what they share; the trainer does not touch it."""
+    def shareable(self) -> list[ShareableLeaf]:
+        """List what other ranks may hold alike of a state that is not settled yet; the trainer does not change it."""
+
+    def digests(self, keys: Collection[int]) -> dict[int, int]:
+        """Make checksums of some of that, by key."""
 
     def lay_out(self) -> Plan:
         """Lay it out, now that they have agreed."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ..config import Config
 from ..errors import MemoryTooSmall
@@ -25,7 +25,6 @@ from ..redundancy import deduplication
 from ..redundancy.deduplication import Share
 from ..redundancy.protection import Protection
 from ..redundancy.replicated_tensors import ReplicatedTensors
-from ..state.leaves import Flat, replica_ranks
 from ..telemetry.recorder import Recorder
 from . import earlier_runs
 from .choose_checkpoint import Choice
@@ -103,21 +102,20 @@ class Context:
         """For each rank that shares state, the set and the number of its share."""
         return {} if self.replicas is None else self.replicas.shares
 
-    def find_replicas(self, flat: Flat | None) -> None:
+    def find_replicas(self, held: Mapping[tuple[int, ...], int]) -> None:
         """Look which ranks hold the same shards of DTensors as this one, where nobody said so.
 
         Collective over the world.
 
         Args:
-            flat: the state; None: it cannot be read.
+            held: bytes of DTensors, by the ranks of torch.distributed that hold the same; see `replica_nbytes`.
         """
         if self.replicas is not None or not self.config.share:
             return
         rank, losses = self.world.rank, losses_of(self.protection.placement.scheme, self.world)
         nbytes: collections.Counter[tuple[int, ...]] = collections.Counter()
-        for leaf in flat.leaves if flat is not None else ():
-            if leaf.whole is not None and leaf.tie < 0:
-                nbytes[self.world.from_torch(replica_ranks(leaf.whole))] += leaf.entry.nbytes
+        for ranks, count in held.items():
+            nbytes[self.world.from_torch(ranks)] += count
         useful = [ranks for ranks in sorted(nbytes) if rank in ranks]
         useful = [ranks for ranks in useful if deduplication.find(self.world.topology, ranks, rank, losses) is not None]
         mine = max(useful, key=lambda ranks: nbytes[ranks], default=(rank,))

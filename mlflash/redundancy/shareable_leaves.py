@@ -1,0 +1,65 @@
+"""What of a state other ranks may hold alike, as plain data: who compares it with theirs needs no tensor for that."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Collection
+
+import xxhash
+
+from ..state.leaves import Entry, Flat, live_bytes, replica_ranks
+
+
+@dataclasses.dataclass(frozen=True)
+class ShareableLeaf:
+    """A leaf that has bytes of its own, and is not private to its rank.
+
+    Attributes:
+        key: the same on all ranks that have the same shard of a tensor of this name; see `key_of`.
+        name: of its entry.
+        replicas: of a DTensor, the ranks of torch.distributed that hold the same shard by its placements; else None.
+    """
+
+    key: int
+    name: str
+    replicas: tuple[int, ...] | None
+
+
+def shareable(flat: Flat) -> list[ShareableLeaf]:
+    """List the leaves of a state that other ranks may hold alike. Not collective."""
+    return [
+        ShareableLeaf(
+            key_of(leaf.entry), leaf.entry.name, None if leaf.whole is None else replica_ranks(leaf.whole)
+        )
+        for leaf in flat.leaves
+        if leaf.tie < 0 and leaf.entry.nbytes and leaf.entry.name not in flat.structure.private
+    ]  # fmt: skip
+
+
+def digests(flat: Flat, keys: Collection[int]) -> dict[int, int]:
+    """Make a checksum of each leaf of some keys, as they are now. Not collective; it reads all their bytes."""
+    return {
+        key: xxhash.xxh3_64_intdigest(live_bytes(leaf.value).data)
+        for leaf in flat.leaves
+        if leaf.tie < 0 and (key := key_of(leaf.entry)) in keys
+    }
+
+
+def replica_nbytes(flat: Flat | None) -> dict[tuple[int, ...], int]:
+    """Count the bytes of DTensors by the ranks of torch.distributed that hold the same of them. Not collective.
+
+    Args:
+        flat: the state; None: it cannot be read.
+    """
+    nbytes: collections.Counter[tuple[int, ...]] = collections.Counter()
+    for leaf in flat.leaves if flat is not None else ():
+        if leaf.whole is not None and leaf.tie < 0:
+            nbytes[replica_ranks(leaf.whole)] += leaf.entry.nbytes
+    return dict(nbytes)
+
+
+def key_of(entry: Entry) -> int:
+    """Give the number of a shard of a tensor: of its name, type, shape and place in the whole. Not collective."""
+    same = (entry.name, entry.kind, entry.dtype, entry.global_shape, entry.offset, entry.shape)
+    return xxhash.xxh3_64_intdigest(repr(same).encode())
