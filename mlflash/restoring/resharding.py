@@ -15,14 +15,15 @@ import dataclasses
 import logging
 import math
 import sys
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
 from ..crash_points import reach
-from ..errors import CorruptSlot, MlflashError, SaveFailed, StructureMismatch, text_of
+from ..errors import CorruptSlot, DeadlineExceeded, MlflashError, SaveFailed, StructureMismatch
 from ..memory.slot import Slot
+from ..mpi.courier import Courier
 from ..redundancy.rank_checkpoint import RankCheckpoint
 from ..redundancy.slot_plan import Plan
 from ..saving import commit
@@ -38,9 +39,11 @@ from ..state.rebuild import Filling, compare, refuse_differences
 from ..state.shards import box
 from ..state.torch_objects import is_like, parameters
 from .exchange_fragments import WantedPart, items
-from .open_in_memory import FoundElsewhere, OldRank, OpenCheckpoint, held_by_name
+from .open_in_memory import OldRank, OpenCheckpoint, held_by_name
 
 log = logging.getLogger("mlflash")
+
+T = TypeVar("T")
 
 _NAMED = 5  # leaves named in a warning
 
@@ -74,26 +77,45 @@ class Resharded:
         return Filling(state, self.flat.structure.tree, layout.entries, self.flat.plain, read)
 
 
-def reshard(context: Context, old: OpenCheckpoint, state: Any) -> Resharded:
+def reshard(context: Context, courier: Courier, old: OpenCheckpoint, state: Any) -> Resharded:
     """Put this rank's state together. Collective over the world; nothing of ``state`` is changed.
+
+    The live state is looked at where this is called; the courier makes room, and brings what is elsewhere.
 
     Raises:
         StructureMismatch: on all ranks, where that of any does not go together with the checkpoint.
         MemoryTooSmall: on all ranks, where there is no room for it beside the old slots.
         CorruptSlot: on all ranks, where a part did not arrive whole on any.
     """
-    world = context.world
 
     def want() -> tuple[_Wanted, Plan]:
-        try:
-            wanted = _want(context, old, state)
-            return wanted, Staging(context.config.block_nbytes, context.copy_threads, context.config.timeout_s).plan(
-                wanted.flat
-            )
-        except MlflashError:
-            raise
-        except Exception as problem:  # state_dict() of an object may raise anything: all ranks must hear of it
-            raise StructureMismatch(f"the state could not be read: {text_of(problem)}", step=old.step) from problem
+        wanted = _want(context, old, state)
+        stage = Staging(context.config.block_nbytes, context.copy_threads, context.config.timeout_s)
+        return wanted, stage.plan(wanted.flat)
+
+    def together(work: Callable[[], T]) -> T:
+        return courier.together(work, lambda why: StructureMismatch(f"the state could not be read: {why}"), old.step)
+
+    wanted, plan = together(want)
+    slot, share = courier.call(lambda: _take_slots(context, old, plan.layout.extents.nbytes))
+    made = Resharded(slot, share, plan, wanted.flat)
+    try:
+        parts = together(lambda: [*_wanted_in(wanted, plan, slot)])
+        courier.call(lambda: _bring(context, old, parts))
+    except DeadlineExceeded:  # the courier may still write into it
+        raise
+    except MlflashError:  # the same on all ranks
+        give_up(context, made)
+        raise
+    reach("restore.resharded")
+    if context.world.rank == 0:
+        _warn_of_own(old, context.world.size)
+    return made
+
+
+def _take_slots(context: Context, old: OpenCheckpoint, nbytes: int) -> tuple[Slot, Slot]:
+    """Take own slots for what is put together, with room for so many bytes. Collective over the world."""
+    world = context.world
 
     def take() -> tuple[Slot, Slot]:
         taken = context.pool.take(0, old, leave=True)
@@ -102,27 +124,22 @@ def reshard(context: Context, old: OpenCheckpoint, state: Any) -> Resharded:
                              "there", step=old.step)  # fmt: skip
         return taken
 
-    wanted, plan = world.on_all(want)
     try:
         slot, share = world.on_all(take)
-    except MlflashError:
-        context.pool.give_back(context.pool.taken_by(old))
-        raise
-    made = Resharded(slot, share, plan, wanted.flat)
-    try:
-        context.ensure_room([(slot, plan.layout.extents.nbytes)], waiting=[slot])
+        context.ensure_room([(slot, nbytes)], waiting=[slot])
         assert slot.segment is not None
         world.wait_for(slot.segment.ready.is_set)
-        whole = _fill_slot(old, wanted, plan, slot)
-        if not world.agree([int(whole)])[0]:
-            raise CorruptSlot("parts of the checkpoint did not arrive whole", step=old.step)
     except MlflashError:  # the same on all ranks
-        give_up(context, made)
+        context.pool.give_back(context.pool.taken_by(old))
         raise
-    reach("restore.resharded")
-    if world.rank == 0:
-        _warn_of_own(old, world.size)
-    return made
+    return slot, share
+
+
+def _bring(context: Context, old: OpenCheckpoint, parts: Sequence[WantedPart]) -> None:
+    """Bring parts of a checkpoint to where they are wanted. Collective over the world."""
+    whole = old.read(parts)
+    if not context.world.agree([int(whole)])[0]:
+        raise CorruptSlot("parts of the checkpoint did not arrive whole", step=old.step)
 
 
 def _warn_of_own(old: OpenCheckpoint, size: int) -> None:
@@ -176,19 +193,11 @@ def protect(context: Context, old: OpenCheckpoint, made: Resharded) -> None:
     old.close()
 
 
-def unless_alike(context: Context, home: RankCheckpoint, state: Any) -> RankCheckpoint | FoundElsewhere:
-    """Tell whether the state of any rank has other shards than its checkpoint; else it can be loaded as it is.
+def only_shards_differ(state: Any, home: RankCheckpoint) -> bool:
+    """Whether the state of this rank has other shards than its checkpoint, and can be put together from those.
 
-    Collective over the world.
+    Not collective.
     """
-    differ = context.world.on_all(lambda: _only_shards_differ(state, home))
-    if not context.world.agree([int(not differ)])[0]:
-        return FoundElsewhere(home.header.attempt, home.header.step, context.restores, {context.world.rank: home},
-                         home.files)  # fmt: skip
-    return home
-
-
-def _only_shards_differ(state: Any, home: RankCheckpoint) -> bool:
     if "torch.distributed.tensor" not in sys.modules and all(e.shape == e.global_shape for e in home.manifest.entries):
         return False  # nothing on either side is a shard
     flat = flatten_or_none(state)
@@ -281,11 +290,6 @@ def _want(context: Context, opened: OpenCheckpoint, state: Any) -> _Wanted:
         values[at] = flat.plain[here[path]] if path in here else own.plain[path]
     values, _ = shards.merge_plain(values, paths, {rank: one.plain for rank, one in olds.items()}, world.rank)
     return _Wanted(Flat.of(leaves, own.tree, values), made_of)
-
-
-def _fill_slot(opened: OpenCheckpoint, wanted: _Wanted, plan: Plan, slot: Slot) -> bool:
-    """Bring all parts into the new slot; whether they arrived whole. Collective over the world."""
-    return opened.read(_wanted_in(wanted, plan, slot))
 
 
 def _wanted_in(wanted: _Wanted, plan: Plan, slot: Slot) -> Iterator[WantedPart]:

@@ -9,15 +9,19 @@ import contextlib
 import logging
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from ..crash_points import reach
-from ..draining.checkpoint_directory import Listed, Listing, step_of
 from ..draining.drain_queue import DrainQueue
-from ..errors import CorruptSlot, MemoryTooSmall, MlflashError, StateError, StepNotFound, Unrestorable, WorldSizeChanged
-from ..memory.commit_records import MOST_STEPS
-from ..memory.inventory import Place
+from ..errors import (
+    CorruptSlot,
+    MemoryTooSmall,
+    MlflashError,
+    StateError,
+    StructureMismatch,
+    WorldSizeChanged,
+)
 from ..memory.slot import Slot
 from ..mpi.courier import Courier, Job
 from ..redundancy.rank_checkpoint import RankCheckpoint
@@ -26,9 +30,9 @@ from ..saving.save_queue import SaveQueue
 from ..startup.context import Context
 from ..state.flatten import flatten_or_none
 from ..state.rebuild import Filling, materialize, refuse_differences
-from ..storage.store import open_store
 from . import from_memory, resharding
 from .all_or_nothing import Loading
+from .choose_source import Sources
 from .exchange_fragments import WantedPart
 from .heal import heal_or_remember
 from .newest_step import Newest
@@ -54,6 +58,7 @@ class Restores:
     def __init__(self, context: Context, courier: Courier, saves: SaveQueue, drains: DrainQueue):
         self._context, self._courier, self._saves, self._drains = context, courier, saves, drains
         self._world, self._recorder = context.world, context.recorder
+        self._sources = Sources(context, drains)
         self._loading = Loading(context.world, courier, saves)
         self._began = time.perf_counter()  # the restore that goes on
         self.newest = Newest(context, courier, self._find, self._find_whole, self.steps_alike)
@@ -72,7 +77,7 @@ class Restores:
             try:
                 return self._put_together(found, state)
             except CorruptSlot as error:  # the same on all ranks
-                self._pass_over(found.listed, found.damage or str(error), bad)
+                self._sources.pass_over(found.listed, found.damage or str(error), bad)
             finally:
                 found.close()
         if found is None:
@@ -80,8 +85,9 @@ class Restores:
             return None
         if isinstance(found, RankCheckpoint):
             home = found
-            found = self._courier.call(lambda: resharding.unless_alike(self._context, home, state))
-            if isinstance(found, FoundElsewhere):
+            if self._shards_differ(home, state):
+                found = FoundElsewhere(home.header.attempt, home.header.step, self._context.restores,
+                                       {self._world.rank: home}, home.files)  # fmt: skip
                 self._heal_first(home)
         if isinstance(found, FoundElsewhere):
             elsewhere = found
@@ -97,6 +103,17 @@ class Restores:
         self._recorder.seconds["load"] += time.perf_counter() - start
         return self._restored(home)
 
+    def _shards_differ(self, home: RankCheckpoint, state: Any) -> bool:
+        """Whether the state of any rank has other shards than its checkpoint; else it can be loaded as it is.
+
+        Collective over the world.
+        """
+        differ = self._courier.together(
+            lambda: resharding.only_shards_differ(state, home),
+            lambda why: StructureMismatch(f"the state could not be read: {why}"), home.header.step,
+        )  # fmt: skip
+        return not self._courier.call(lambda: self._world.agree([int(not differ)]))[0]
+
     def load(self, step: int | None, source: str | None = None, copy: bool = True) -> tuple[int | None, Any]:
         """Give the state anew; see `Checkpointer.load`."""
         bad: dict[str, str] = {}
@@ -104,7 +121,7 @@ class Restores:
             try:
                 return self._load_drained(found)
             except CorruptSlot as error:  # the same on all ranks
-                self._pass_over(found.listed, found.damage or str(error), bad)
+                self._sources.pass_over(found.listed, found.damage or str(error), bad)
             finally:
                 found.close()
         if not isinstance(found, RankCheckpoint):
@@ -192,14 +209,14 @@ class Restores:
         start = time.perf_counter()
         made: resharding.Resharded
         try:
-            made = self._courier.call(lambda: resharding.reshard(self._context, old, state))
+            made = resharding.reshard(self._context, self._courier, old, state)
         except MemoryTooSmall:  # on all ranks
             if self._context.gives_way or not isinstance(old, OpenInDirectory):
                 raise
             # What memory has is no use now; but it may go for what is known to be whole only.
             self.newest.verify(old)
             self._context.gives_way = True
-            made = self._courier.call(lambda: resharding.reshard(self._context, old, state))
+            made = resharding.reshard(self._context, self._courier, old, state)
         try:
             self._loading.fill(old.step, made.filling(state))
         except BaseException:  # where it is interrupted, too
@@ -237,7 +254,7 @@ class Restores:
         if found is not None:
             return found
         passed_over = {} if bad is None else bad
-        found = self._courier.call(lambda: self._newest(step, others, source, told, passed_over, checked))
+        found = self._courier.call(lambda: self._sources.choose(step, others, source, told, passed_over, checked))
         self._recorder.seconds["find and fetch"] += time.perf_counter() - start
         return found
 
@@ -251,103 +268,9 @@ class Restores:
                 self.newest.verify(found)
                 break
             except CorruptSlot as error:  # the same on all ranks
-                self._pass_over(found.listed, found.damage or str(error), bad)
+                self._sources.pass_over(found.listed, found.damage or str(error), bad)
                 found.close()
         return found
-
-    def _newest(self, step: int | None, others: bool, source: str | None, told: Collection[str], bad: dict[str, str],
-                checked: bool) -> RankCheckpoint | FoundElsewhere | OpenInDirectory | None:  # fmt: skip
-        """Choose between memory and directory: what was saved last. Collective over the world.
-
-        Args:
-            bad: folders of the directory that are passed over, and why; gets those found so.
-            checked: verify every byte of what is in memory.
-
-        Returns:
-            What was found; None where nothing was ever committed.
-
-        Raises:
-            Unrestorable, StepNotFound: on all ranks; nothing was changed.
-        """
-        store = self._drains.store if source is None else open_store(source)
-        there = self._drains.look(store)
-        listed = [one for one in there.listed if step in (None, one.step)]
-        struck: dict[Place, str] = {}
-        while True:
-            left = [one for one in listed if one.folder not in bad]
-            if source is None:
-                oldest = left[0].card.attempt.generation if left else 0
-                found = from_memory.find_and_verify(self._context, step, others, oldest, checked, struck)
-                if found is not None:
-                    self._context.looked = True
-                    return found
-            if not left or store is None:
-                break
-            if struck and not self._context.unusable:  # what is in the directory may be damaged, too
-                self._context.leave_alone()
-            try:
-                drained = OpenInDirectory(self._world, store, left[0], told)
-            except CorruptSlot as error:  # the same on all ranks
-                self._pass_over(left[0], str(error), bad)
-            else:
-                self._say_why(drained, step, source)
-                return drained
-        self._refuse_unusable(step, source, there, bad, struck)
-        self._context.looked = True
-        return None
-
-    def _refuse_unusable(self, step: int | None, source: str | None, there: Listing, bad: Mapping[str, str],
-                         struck: Mapping[Place, str]) -> None:  # fmt: skip
-        """Raise where something is there, and none of it can be used. Collective over the world.
-
-        Args:
-            there: what is in the directory.
-            bad, struck: folders there, and files in memory, that were found to be damaged, and how.
-        """
-        reasons, begun = from_memory.why_not(self._context, struck) if source is None else ({}, [])
-        in_memory = bool(reasons)
-        for folder, why in {**there.damaged, **bad}.items():
-            at = step_of(folder)
-            if at is not None and (at in reasons or len(reasons) < MOST_STEPS):
-                reasons[at] = "; ".join(filter(None, (reasons.get(at), f"{folder}: {why}")))
-        if step is not None:
-            held = [] if source is not None else from_memory.restorable_steps(self._context)
-            drained = sorted({one.step for one in there.listed if one.folder not in bad})
-            store = self._drains.store if source is None else open_store(source)
-            in_store = f", in {store.path}: {there.problem or drained}" if store is not None else ""
-            why = f"this step is there, and cannot be restored: {reasons[step]}" if step in reasons else ""
-            raise StepNotFound(why or "this step cannot be restored", step=step,
-                               found=f"steps in memory: {held}{in_store}")  # fmt: skip
-        if reasons or there.problem:
-            error = Unrestorable(
-                (f"{there.problem}, and memory has nothing that can be restored" if there.problem else
-                 "checkpoints are there, and none of them can be restored")
-                + ": nothing was deleted. Start again where what is missing is back, or begin anew with "
-                "Checkpointer(fresh=True) or MLFLASH_FRESH=1",
-                reasons=reasons,
-            )  # fmt: skip
-            if in_memory:
-                self._context.leave_alone()
-            self._recorder.unrestorable(error)
-            raise error
-        if begun and self._world.rank == 0:
-            log.warning("memory has parts of step %s, whose first save did not end: nothing was ever committed",
-                        ", ".join(map(str, begun)))  # fmt: skip
-
-    def _pass_over(self, listed: Listed, why: str, bad: dict[str, str]) -> None:
-        bad[listed.folder] = why
-        if self._world.rank == 0:
-            log.warning("%s cannot be restored from, and an older checkpoint is looked for: %s", listed.folder, why)
-
-    def _say_why(self, drained: OpenInDirectory, step: int | None, source: str | None) -> None:
-        self._context.restored_from, self._context.rolled_forward = drained.path, False
-        if source is not None or step is not None:
-            why = "as asked"
-        else:
-            held = from_memory.restorable_steps(self._context)
-            why = f"memory has only older steps: {held}" if held else "memory has nothing"
-        if self._world.rank == 0:
-            log.info("restoring step %d from %s: %s", drained.step, drained.path, why)
 
     def _restored(self, home: RankCheckpoint) -> int:
         self._context.pool.unmap_others(home.shares)

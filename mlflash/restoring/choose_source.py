@@ -1,0 +1,127 @@
+"""Memory or a directory: which checkpoint a restore takes, and what is said where nothing can be used."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping
+
+from ..draining.checkpoint_directory import Listed, Listing, step_of
+from ..draining.drain_queue import DrainQueue
+from ..errors import CorruptSlot, StepNotFound, Unrestorable
+from ..memory.commit_records import MOST_STEPS
+from ..memory.inventory import Place
+from ..redundancy.rank_checkpoint import RankCheckpoint
+from ..startup.context import Context
+from ..storage.store import open_store
+from . import from_memory
+from .open_in_directory import OpenInDirectory
+from .open_in_memory import FoundElsewhere
+
+log = logging.getLogger("mlflash")
+
+
+class Sources:
+    """Chooses what is restored; for the courier.
+
+    Args:
+        context: this rank's slots and communicators.
+        drains: knows what is in the directory.
+    """
+
+    def __init__(self, context: Context, drains: DrainQueue):
+        self._context, self._drains = context, drains
+
+    def choose(self, step: int | None, others: bool, source: str | None, told: Collection[str], bad: dict[str, str],
+               checked: bool) -> RankCheckpoint | FoundElsewhere | OpenInDirectory | None:  # fmt: skip
+        """Choose between memory and directory: what was saved last. Collective over the world.
+
+        Args:
+            bad: folders of the directory that are passed over, and why; gets those found so.
+            checked: verify every byte of what is in memory.
+
+        Returns:
+            What was found; None where nothing was ever committed.
+
+        Raises:
+            Unrestorable, StepNotFound: on all ranks; nothing was changed.
+        """
+        store = self._drains.store if source is None else open_store(source)
+        there = self._drains.look(store)
+        listed = [one for one in there.listed if step in (None, one.step)]
+        struck: dict[Place, str] = {}
+        while True:
+            left = [one for one in listed if one.folder not in bad]
+            if source is None:
+                oldest = left[0].card.attempt.generation if left else 0
+                found = from_memory.find_and_verify(self._context, step, others, oldest, checked, struck)
+                if found is not None:
+                    self._context.looked = True
+                    return found
+            if not left or store is None:
+                break
+            if struck and not self._context.unusable:  # what is in the directory may be damaged, too
+                self._context.leave_alone()
+            try:
+                drained = OpenInDirectory(self._context.world, store, left[0], told)
+            except CorruptSlot as error:  # the same on all ranks
+                self.pass_over(left[0], str(error), bad)
+            else:
+                self._say_why(drained, step, source)
+                return drained
+        self._refuse_unusable(step, source, there, bad, struck)
+        self._context.looked = True
+        return None
+
+    def _refuse_unusable(self, step: int | None, source: str | None, there: Listing, bad: Mapping[str, str],
+                         struck: Mapping[Place, str]) -> None:  # fmt: skip
+        """Raise where something is there, and none of it can be used. Collective over the world.
+
+        Args:
+            there: what is in the directory.
+            bad, struck: folders there, and files in memory, that were found to be damaged, and how.
+        """
+        reasons, begun = from_memory.why_not(self._context, struck) if source is None else ({}, [])
+        in_memory = bool(reasons)
+        for folder, why in {**there.damaged, **bad}.items():
+            at = step_of(folder)
+            if at is not None and (at in reasons or len(reasons) < MOST_STEPS):
+                reasons[at] = "; ".join(filter(None, (reasons.get(at), f"{folder}: {why}")))
+        if step is not None:
+            held = [] if source is not None else from_memory.restorable_steps(self._context)
+            drained = sorted({one.step for one in there.listed if one.folder not in bad})
+            store = self._drains.store if source is None else open_store(source)
+            in_store = f", in {store.path}: {there.problem or drained}" if store is not None else ""
+            why = f"this step is there, and cannot be restored: {reasons[step]}" if step in reasons else ""
+            raise StepNotFound(why or "this step cannot be restored", step=step,
+                               found=f"steps in memory: {held}{in_store}")  # fmt: skip
+        if reasons or there.problem:
+            error = Unrestorable(
+                (f"{there.problem}, and memory has nothing that can be restored" if there.problem else
+                 "checkpoints are there, and none of them can be restored")
+                + ": nothing was deleted. Start again where what is missing is back, or begin anew with "
+                "Checkpointer(fresh=True) or MLFLASH_FRESH=1",
+                reasons=reasons,
+            )  # fmt: skip
+            if in_memory:
+                self._context.leave_alone()
+            self._context.recorder.unrestorable(error)
+            raise error
+        if begun and self._context.world.rank == 0:
+            log.warning("memory has parts of step %s, whose first save did not end: nothing was ever committed",
+                        ", ".join(map(str, begun)))  # fmt: skip
+
+    def pass_over(self, listed: Listed, why: str, bad: dict[str, str]) -> None:
+        """Note that a checkpoint of the directory is not to be used, and why. Not collective."""
+        bad[listed.folder] = why
+        if self._context.world.rank == 0:
+            log.warning("%s cannot be restored from, and an older checkpoint is looked for: %s", listed.folder, why)
+
+    def _say_why(self, drained: OpenInDirectory, step: int | None, source: str | None) -> None:
+        self._context.restored_from, self._context.rolled_forward = drained.path, False
+        if source is not None or step is not None:
+            why = "as asked"
+        else:
+            held = from_memory.restorable_steps(self._context)
+            why = f"memory has only older steps: {held}" if held else "memory has nothing"
+        if self._context.world.rank == 0:
+            log.info("restoring step %d from %s: %s", drained.step, drained.path, why)
