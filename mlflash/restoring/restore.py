@@ -66,8 +66,7 @@ class Restores:
     def restore(self, state: Any, step: int | None, source: str | None = None) -> int | None:
         """Fill a state in place; see `Checkpointer.restore`."""
         self._saves.begun.wait()
-        placed = flatten_or_none(state) if "torch.distributed.tensor" in sys.modules else None
-        held = replica_nbytes(placed)
+        held = self._courier.together(lambda: _held_by_replicas(state), _unreadable)
         self._courier.call(lambda: self._context.find_replicas(held))
         bad: dict[str, str] = {}
         while True:
@@ -109,9 +108,8 @@ class Restores:
         Collective over the world.
         """
         differ = self._courier.together(
-            lambda: resharding.only_shards_differ(state, home),
-            lambda why: StructureMismatch(f"the state could not be read: {why}"), home.header.step,
-        )  # fmt: skip
+            lambda: resharding.only_shards_differ(state, home), _unreadable, home.header.step
+        )
         return not self._courier.call(lambda: self._world.agree([int(not differ)]))[0]
 
     def load(self, step: int | None, source: str | None = None, copy: bool = True) -> tuple[int | None, Any]:
@@ -312,6 +310,15 @@ class Restores:
         heal_or_remember(self._context, home)
         self._recorder.healed(step, time.perf_counter() - start, self._recorder.counts["slots healed"] > before)
         self._recorder.holds(self._context.pool.nbytes)
+
+
+def _held_by_replicas(state: Any) -> dict[tuple[int, ...], int]:
+    """The bytes of DTensors of a state, by the ranks that hold the same of them. Not collective."""
+    return replica_nbytes(flatten_or_none(state) if "torch.distributed.tensor" in sys.modules else None)
+
+
+def _unreadable(why: str) -> StructureMismatch:
+    return StructureMismatch(f"the state could not be read: {why}")
 
 
 def _finish(whole: bool, done: Callable[[], None]) -> None:

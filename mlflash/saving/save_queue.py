@@ -22,7 +22,7 @@ from ..memory.slot import Slot
 from ..mpi.courier import Courier, Job
 from ..mpi.world import check_torch_rank
 from ..redundancy.deduplication import Piece
-from ..redundancy.shareable_leaves import digests, replica_nbytes, shareable
+from ..redundancy.shareable_leaves import ShareableLeaf, digests, replica_nbytes, shareable
 from ..redundancy.slot_plan import Plan
 from ..startup.context import Context
 from ..state.flatten import Flattener
@@ -270,34 +270,19 @@ class SaveQueue:
         Raises:
             MemoryTooSmall: they do not fit into the node's memory.
         """
-        context = self._context
-
-        def work() -> None:
-            sizes = context.protection.inbox_nbytes(self._world.gather(nbytes))
-            demand = [(slot, nbytes) for slot in context.pool.own]
-            demand += [(slot, share_nbytes) for slot in context.pool.shares if share_nbytes]
-            demand += [(slot, sizes[owner]) for owner, pair in context.pool.inbox.items() for slot in pair]
-            if not context.looked and self.last_step is None:  # the newest may be damaged, and an older one be needed
-                demand = [(slot, size) for slot, size in demand if slot.header is None]
-            context.make_room(demand, pairs=False)
-
         self.settle()
-        self._courier.call(work)
+        is_first = self.last_step is None
+        self._courier.call(lambda: self._context.reserve(nbytes, share_nbytes, is_first))
 
     def _look_at(self, state: object) -> Flat:
         """Take a state apart, if it is not leaves already, and find out what of it is shared. Collective over comm."""
-        flat = self._courier.together(
-            lambda: state if isinstance(state, Flat) else self._flattener.flatten(state), _unreadable
-        )
 
-        held = replica_nbytes(flat)
+        def look() -> tuple[Flat, dict[tuple[int, ...], int], list[ShareableLeaf]]:
+            flat = state if isinstance(state, Flat) else self._flattener.flatten(state)
+            return flat, replica_nbytes(flat), shareable(flat)
 
-        def work() -> None:
-            self._context.find_replicas(held)
-            if (replicas := self._context.sharers) is not None:
-                replicas.settle(shareable(flat), lambda keys: digests(flat, keys))
-
-        self._courier.call(work)
+        flat, held, leaves = self._courier.together(look, _unreadable)
+        self._courier.call(lambda: self._context.settle_shared(held, leaves, lambda keys: digests(flat, keys)))
         return flat
 
     def _is_settled(self, flat: Flat) -> bool:

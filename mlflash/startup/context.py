@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from ..config import Config
 from ..errors import MemoryTooSmall
@@ -25,6 +25,7 @@ from ..redundancy import deduplication
 from ..redundancy.deduplication import Share
 from ..redundancy.protection import Protection
 from ..redundancy.replicated_tensors import ReplicatedTensors
+from ..redundancy.shareable_leaves import ShareableLeaf
 from ..telemetry.recorder import Recorder
 from . import earlier_runs
 from .choose_checkpoint import Choice
@@ -127,6 +128,37 @@ class Context:
             return  # as with meshes that not all ranks are in: each stores its own
         self.replicas = ReplicatedTensors(self.world, list(mine), placed=True)
         self.replicas.share(losses)
+
+    def settle_shared(self, held: Mapping[tuple[int, ...], int], leaves: Sequence[ShareableLeaf],
+                      digests: Callable[[Collection[int]], Mapping[int, int]]) -> None:  # fmt: skip
+        """Agree on what is shared of a state that is not saved yet. Collective over the world.
+
+        Args:
+            held: see `find_replicas`.
+            leaves, digests: see `ReplicatedTensors.settle`.
+        """
+        self.find_replicas(held)
+        if (replicas := self.sharers) is not None:
+            replicas.settle(leaves, digests)
+
+    def reserve(self, nbytes: int, share_nbytes: int, is_first: bool) -> None:
+        """Make slots of at least so many bytes, and those of their redundancy. Collective over the world.
+
+        Args:
+            nbytes, share_nbytes: of this rank's own slots, and of those for its share of what several hold alike.
+            is_first: whether nothing was saved or restored before.
+
+        Raises:
+            MemoryTooSmall: on all ranks; they do not fit into a node's memory.
+        """
+        pool = self.pool
+        sizes = self.protection.inbox_nbytes(self.world.gather(nbytes))
+        demand = [(slot, nbytes) for slot in pool.own]
+        demand += [(slot, share_nbytes) for slot in pool.shares if share_nbytes]
+        demand += [(slot, sizes[owner]) for owner, pair in pool.inbox.items() for slot in pair]
+        if is_first and not self.looked:  # the newest may be damaged, and an older one be needed
+            demand = [(slot, size) for slot, size in demand if slot.header is None]
+        self.make_room(demand, pairs=False)
 
     def take_stock(self) -> Inventory:
         """List what all nodes hold, but for what a fresh start passes over. Collective over the world."""
