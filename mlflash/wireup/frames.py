@@ -1,0 +1,62 @@
+"""Messages on a stream: the length in four bytes, big endian, then JSON.
+
+Whoever receives says how large a message may be. Nothing is kept for a longer one: its first four bytes end the
+connection.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+_LENGTH_NBYTES = 4
+
+
+class BadFrame(ValueError):
+    """What was received is no message: too long, or no JSON."""
+
+
+def pack(message: object) -> bytes:
+    """Give the bytes that a message is sent as. Not collective."""
+    text = json.dumps(message, separators=(",", ":")).encode("ascii")
+    return len(text).to_bytes(_LENGTH_NBYTES, "big") + text
+
+
+class Frames:
+    """The messages in the bytes of one stream, as they arrive.
+
+    Not collective.
+
+    Args:
+        largest_nbytes: of one message; may be changed between two of them.
+    """
+
+    def __init__(self, largest_nbytes: int):
+        self.largest_nbytes = largest_nbytes
+        self._received = bytearray()
+
+    def add(self, received: bytes) -> None:
+        """Append what has arrived. Not collective."""
+        self._received += received
+
+    def messages(self) -> Iterator[Any]:
+        """Take the messages that are there whole, one after the other. Not collective.
+
+        Raises:
+            BadFrame: the stream cannot be read on.
+        """
+        while len(self._received) >= _LENGTH_NBYTES:
+            nbytes = int.from_bytes(self._received[:_LENGTH_NBYTES], "big")
+            if nbytes > self.largest_nbytes:
+                raise BadFrame(f"a message of {nbytes} bytes, where {self.largest_nbytes} are allowed")
+            end = _LENGTH_NBYTES + nbytes
+            if len(self._received) < end:
+                return
+            text = bytes(self._received[_LENGTH_NBYTES:end])
+            del self._received[:end]
+            try:
+                message = json.loads(text)
+            except (ValueError, RecursionError) as error:
+                raise BadFrame(f"no JSON: {text[:80]!r}") from error
+            yield message

@@ -1,0 +1,339 @@
+"""A small key-value store over TCP, through which processes find each other. This is the server.
+
+It is one object without a thread, driven by whoever owns it: `step` does what there is to do, and `fileno` is readable
+whenever there is something, so that it fits into any event loop.
+
+Messages are those of `frames`. The first of a connection is the token, a string of 32 hexadecimal digits; after
+anything else the connection is closed, and nothing is said. From then on a message is a list, ``[number, operation,
+...]`` with a number that the client chooses, and so is its answer, ``[number, result]``, or ``[number, null, text]``
+where it was refused. Answers come in any order:
+
+| message                        | result                                                              |
+|--------------------------------|---------------------------------------------------------------------|
+| ``[n, "put", key, value]``     | true; a value that was there is replaced                            |
+| ``[n, "get", key]``            | the value, as soon as there is one                                  |
+| ``[n, "look", key]``           | the value, or null                                                  |
+| ``[n, "add", key, number]``    | the sum; a key that is not there counts as 0, its value is the text |
+| ``[n, "delete", prefix]``      | how many keys began with it; those who wait for them wait on        |
+| ``[n, "cancel", m]``           | whether message m still waited; it will not be answered             |
+| ``[n, "ping"]``                | true                                                                |
+
+Keys and values are strings, numbers are integers. A connection that sends anything else is closed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import hmac
+import secrets
+import selectors
+import socket
+import time
+from typing import Any
+
+from .frames import BadFrame, Frames, pack
+
+_LARGEST_NUMBER = 2**53
+_TOKEN_NBYTES = 16
+_NO_MORE = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """What one store holds at most, so that nobody who can reach its port can hurt it.
+
+    Attributes:
+        strangers: connections that have not sent the token; the oldest is closed for the next.
+        stranger_s: how long such a connection may take, seconds.
+        message_nbytes: of a message, after the token.
+        key_length: characters of a key.
+        keys: how many.
+        nbytes: characters of all keys and values.
+        waits: messages of one connection that wait.
+        unsent_nbytes: answers of one connection that it has not taken.
+    """
+
+    strangers: int = 64
+    stranger_s: float = 10.0
+    message_nbytes: int = 1 << 16
+    key_length: int = 512
+    keys: int = 1_000_000
+    nbytes: int = 1 << 28
+    waits: int = 1024
+    unsent_nbytes: int = 1 << 20
+
+
+class _Refused(Exception):
+    """A message that is well formed, but asks for what cannot be had."""
+
+
+@dataclasses.dataclass(eq=False)
+class _Connection:
+    sock: socket.socket
+    frames: Frames
+    since: float
+    is_known: bool = False  # it has sent the token
+    is_open: bool = True
+    unsent: bytearray = dataclasses.field(default_factory=bytearray)
+    waits: dict[int, str] = dataclasses.field(default_factory=dict)  # message → the key it waits for
+
+
+class KeyValueStore:
+    """A key-value store that listens. Close it; it may be closed twice.
+
+    Not collective. A process that was forked from this one holds the port open, but does not serve it.
+
+    Args:
+        host: the one address it listens on, IPv4 or IPv6.
+        port: 0 for any.
+        token: 32 hexadecimal digits, which all clients know; made if None.
+        limits: what it holds at most.
+
+    Raises:
+        OSError: the address is not of this machine, or the port is taken.
+    """
+
+    def __init__(self, host: str = "127.0.0.1", port: int = 0, token: str | None = None, limits: Limits | None = None):
+        self.token = token or secrets.token_hex(_TOKEN_NBYTES)
+        self.limits = limits or Limits()
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        self._listener = socket.socket(family, kind, protocol)
+        try:
+            self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self._listener.bind(address)
+            self._listener.listen(1024)
+            self._listener.setblocking(False)
+        except OSError:
+            self._listener.close()
+            raise
+        self.address: tuple[str, int] = self._listener.getsockname()[:2]
+        self._values: dict[str, str] = {}
+        self._nbytes = 0
+        self._waiting: dict[str, dict[tuple[_Connection, int], None]] = {}  # in the order in which they came
+        self._connections: dict[_Connection, None] = {}
+        self._strangers: dict[_Connection, None] = {}  # the oldest first
+        self._selector = selectors.EpollSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._is_listening = self._is_open = True
+
+    def fileno(self) -> int:
+        """A descriptor that is readable when `step` has something to do. Not collective."""
+        return self._selector.fileno()
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    @property
+    def connections(self) -> int:
+        """How many connections there are. Not collective."""
+        return len(self._connections)
+
+    def step(self, timeout_s: float | None = 0.0) -> None:
+        """Answer what has come. Not collective.
+
+        Args:
+            timeout_s: how long to wait for something, seconds; None: for ever.
+        """
+        for ready, events in self._selector.select(timeout_s):
+            if ready.data is None:
+                self._accept()
+                continue
+            connection: _Connection = ready.data
+            try:
+                if connection.is_open and events & selectors.EVENT_WRITE:
+                    self._flush(connection)
+                if connection.is_open and events & selectors.EVENT_READ:
+                    self._receive(connection)
+            except (OSError, BadFrame):
+                self._drop(connection)
+        late = time.monotonic() - self.limits.stranger_s
+        for connection in [one for one in self._strangers if one.since <= late]:
+            self._drop(connection)
+
+    def close(self) -> None:
+        """Close all connections; who waits is told so. Not collective."""
+        if self._is_open:
+            self._is_open = False
+            for connection in list(self._connections):
+                self._drop(connection)
+            self._listen(False)
+            self._selector.close()
+            self._listener.close()
+
+    # Connections
+
+    def _listen(self, on: bool) -> None:
+        if on != self._is_listening:
+            self._is_listening = on
+            if on:
+                self._selector.register(self._listener, selectors.EVENT_READ)
+            else:
+                self._selector.unregister(self._listener)
+
+    def _accept(self) -> None:
+        try:
+            sock, _ = self._listener.accept()
+        except OSError as error:
+            if error.errno in _NO_MORE:  # without this, the waiting connection would keep step() from ever sleeping
+                self._listen(False)
+                if self._strangers:
+                    self._drop(next(iter(self._strangers)))
+            return
+        sock.setblocking(False)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        # A node that has lost its power says nothing any more: its connection ends after a minute.
+        for option, seconds in ((socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3)):
+            sock.setsockopt(socket.IPPROTO_TCP, option, seconds)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        connection = _Connection(sock, Frames(2 * _TOKEN_NBYTES + 2), time.monotonic())
+        self._connections[connection] = self._strangers[connection] = None
+        self._selector.register(sock, selectors.EVENT_READ, connection)
+        if len(self._strangers) > self.limits.strangers:
+            self._drop(next(iter(self._strangers)))
+
+    def _drop(self, connection: _Connection) -> None:
+        if not connection.is_open:
+            return
+        connection.is_open = False
+        for number in list(connection.waits):
+            self._forget(connection, number)
+        del self._connections[connection]
+        self._strangers.pop(connection, None)
+        self._selector.unregister(connection.sock)
+        try:
+            connection.sock.shutdown(socket.SHUT_RDWR)  # closing says nothing where a forked process has it open, too
+        except OSError:
+            pass
+        connection.sock.close()
+        if self._is_open:
+            self._listen(True)
+
+    def _receive(self, connection: _Connection) -> None:
+        received = connection.sock.recv(1 << 16)
+        if not received:
+            self._drop(connection)
+            return
+        connection.frames.add(received)
+        for message in connection.frames.messages():
+            if connection.is_known:
+                self._answer(connection, message)
+            elif isinstance(message, str) and hmac.compare_digest(message.encode(errors="replace"), self._secret):
+                connection.is_known = True
+                connection.frames.largest_nbytes = self.limits.message_nbytes
+                del self._strangers[connection]
+            else:
+                raise BadFrame("no token")
+            if not connection.is_open:
+                return
+
+    @property
+    def _secret(self) -> bytes:
+        return self.token.encode()
+
+    def _send(self, connection: _Connection, *message: Any) -> None:
+        connection.unsent += pack(message)
+        try:
+            self._flush(connection)
+        except OSError:
+            self._drop(connection)
+
+    def _flush(self, connection: _Connection) -> None:
+        try:
+            del connection.unsent[: connection.sock.send(connection.unsent)]
+        except BlockingIOError:
+            pass
+        if len(connection.unsent) > self.limits.unsent_nbytes:
+            self._drop(connection)
+            return
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.unsent else 0)
+        if self._selector.get_key(connection.sock).events != events:
+            self._selector.modify(connection.sock, events, connection)
+
+    # Messages
+
+    def _answer(self, connection: _Connection, message: Any) -> None:
+        if not (isinstance(message, list) and message and _is_number(message[0])):
+            raise BadFrame("a message without a number")
+        number, *operation = message
+        if number in connection.waits:
+            raise BadFrame(f"two messages {number} at a time")
+        try:
+            result = self._operate(connection, number, operation)
+        except _Refused as refused:
+            self._send(connection, number, None, str(refused))
+        else:
+            if number not in connection.waits:
+                self._send(connection, number, result)
+
+    def _operate(self, connection: _Connection, number: int, operation: list[Any]) -> Any:
+        match operation:
+            case ["put", str(key), str(value)]:
+                self._put(key, value)
+                return True
+            case ["get", str(key)]:
+                if key in self._values:
+                    return self._values[key]
+                return self._wait(connection, number, key)
+            case ["look", str(key)]:
+                return self._values.get(key)
+            case ["add", str(key), summand] if _is_number(summand):
+                return self._add(key, summand)
+            case ["delete", str(prefix)] if prefix:
+                return self._delete(prefix)
+            case ["cancel", other] if _is_number(other):
+                return self._forget(connection, other)
+            case ["ping"]:
+                return True
+        raise BadFrame(f"no operation of the store: {str(operation)[:80]}")
+
+    def _put(self, key: str, value: str) -> None:
+        self._check(key)
+        before = self._values.get(key)
+        nbytes = self._nbytes + len(value) + (len(key) if before is None else -len(before))
+        if nbytes > self.limits.nbytes or (before is None and len(self._values) >= self.limits.keys):
+            raise _Refused(f"the store is full: {len(self._values)} keys, {self._nbytes} bytes")
+        self._values[key], self._nbytes = value, nbytes
+        for connection, number in list(self._waiting.get(key, {})):
+            if self._forget(connection, number):  # else it was dropped, as it did not take the answer before this one
+                self._send(connection, number, value)
+
+    def _check(self, key: str) -> None:
+        if not 0 < len(key) <= self.limits.key_length:
+            raise _Refused(f"a key has 1 to {self.limits.key_length} characters, this one {len(key)}")
+
+    def _add(self, key: str, summand: int) -> int:
+        try:
+            total = int(self._values.get(key, "0")) + summand
+        except ValueError:
+            raise _Refused(f"{key} is no number") from None
+        if not _is_number(total):
+            raise _Refused(f"{key} would be larger than 2**53")
+        self._put(key, str(total))
+        return total
+
+    def _delete(self, prefix: str) -> int:
+        keys = [key for key in self._values if key.startswith(prefix)]
+        for key in keys:
+            self._nbytes -= len(key) + len(self._values.pop(key))
+        return len(keys)
+
+    def _wait(self, connection: _Connection, number: int, key: str) -> None:
+        self._check(key)
+        if len(connection.waits) >= self.limits.waits:
+            raise _Refused(f"{self.limits.waits} messages of this connection wait already")
+        connection.waits[number] = key
+        self._waiting.setdefault(key, {})[connection, number] = None
+
+    def _forget(self, connection: _Connection, number: int) -> bool:
+        key = connection.waits.pop(number, None)
+        if key is None:
+            return False
+        del self._waiting[key][connection, number]
+        if not self._waiting[key]:
+            del self._waiting[key]
+        return True
+
+
+def _is_number(number: object) -> bool:
+    return type(number) is int and -_LARGEST_NUMBER < number < _LARGEST_NUMBER

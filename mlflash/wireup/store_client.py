@@ -1,0 +1,239 @@
+"""A client of the key-value store: calls that wait with a deadline, or requests that an event loop drives.
+
+`send` never waits, and `step` calls what was given to it when the answer is there, or the connection is lost; `put`,
+`get` and the others do both, and wait.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import select
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+
+from ..errors import DeadlineExceeded
+from .frames import BadFrame, Frames, pack
+
+Then = Callable[[Any, OSError | None], None]
+"""What is called with the answer, or with what went wrong."""
+
+_LARGEST_NBYTES = 1 << 20
+
+
+class StoreLost(ConnectionError):
+    """The key-value store cannot be reached, or not any more."""
+
+
+class StoreRefused(OSError):
+    """The key-value store has not done what it was asked for."""
+
+
+class StoreClient:
+    """A connection to the store. Close it; it may be closed twice.
+
+    Not collective. It is not waited for: the first answer says that the connection stands. One thread uses it.
+
+    Args:
+        address: host and port; a host in figures where nothing may wait.
+        token: that of the store.
+    """
+
+    def __init__(self, address: tuple[str, int], token: str):
+        self.address = address
+        self.lost: StoreLost | None = None
+        self._frames = Frames(_LARGEST_NBYTES)
+        self._unsent = bytearray(pack(token))
+        self._then: dict[int, Then] = {}
+        self._number = 0
+        self._is_connected = False
+        family, kind, protocol, _, where = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)[0]
+        self._sock = socket.socket(family, kind, protocol)
+        self._sock.setblocking(False)
+        self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        failed = self._sock.connect_ex(where)
+        if failed not in (0, errno.EINPROGRESS):
+            self._lose(os.strerror(failed))
+
+    def fileno(self) -> int:
+        """The descriptor to wait for. Not collective."""
+        return self._sock.fileno()
+
+    @property
+    def events(self) -> int:
+        """What of select.poll to wait for; 0 where there is no connection any more. Not collective."""
+        if self.lost is not None:
+            return 0
+        return select.POLLIN | (select.POLLOUT if self._unsent else 0)
+
+    def send(self, then: Then, *operation: Any) -> int:
+        """Ask something of the store, and have the answer given to ``then``, in `step`. Not collective.
+
+        Returns:
+            the number of the message.
+        """
+        self._number += 1
+        if self.lost is not None:
+            then(None, self.lost)
+            return self._number
+        self._then[self._number] = then
+        self._unsent += pack([self._number, *operation])
+        if self._is_connected:
+            self._flush()
+        return self._number
+
+    def step(self) -> None:
+        """Send and receive what can be, without waiting. Not collective."""
+        if self.lost is not None:
+            return
+        if not self._is_connected:
+            self._connect()
+        if self._is_connected:
+            self._flush()
+            self._receive()
+
+    def close(self) -> None:
+        """Close the connection; what was asked is not answered any more. Not collective."""
+        self._then.clear()
+        self._lose("it was closed")
+
+    # Calls that wait
+
+    def put(self, key: str, value: str, timeout_s: float) -> None:
+        """Set the value of a key. Not collective.
+
+        Raises:
+            DeadlineExceeded: the store has not answered; it may be done all the same.
+            StoreLost: there is no connection.
+            StoreRefused: the store is full.
+        """
+        self._ask(timeout_s, "put", key, value)
+
+    def get(self, key: str, timeout_s: float) -> str:
+        """Wait for a key to be there, and give its value. Not collective.
+
+        Raises:
+            DeadlineExceeded: it did not come.
+            StoreLost: there is no connection.
+        """
+        value: str = self._ask(timeout_s, "get", key)
+        return value
+
+    def look(self, key: str, timeout_s: float) -> str | None:
+        """Give the value that a key has now; None where it is not there. Not collective."""
+        value: str | None = self._ask(timeout_s, "look", key)
+        return value
+
+    def add(self, key: str, number: int, timeout_s: float) -> int:
+        """Add to the number that a key has, 0 where it is not there, and give the sum. Not collective."""
+        total: int = self._ask(timeout_s, "add", key, number)
+        return total
+
+    def delete(self, prefix: str, timeout_s: float) -> int:
+        """Delete all keys that begin with a prefix, and say how many. Not collective."""
+        count: int = self._ask(timeout_s, "delete", prefix)
+        return count
+
+    def ping(self, timeout_s: float) -> None:
+        """See whether the store answers. Not collective."""
+        self._ask(timeout_s, "ping")
+
+    def barrier(self, name: str, size: int, timeout_s: float) -> None:
+        """Wait for as many clients as there are. Collective over the clients that call it with this name, once each."""
+        if self.add(f"{name}/arrived", 1, timeout_s) == size:
+            self.put(f"{name}/all", "1", timeout_s)
+        self.get(f"{name}/all", timeout_s)
+
+    def _ask(self, timeout_s: float, *operation: Any) -> Any:
+        answers: list[tuple[Any, OSError | None]] = []
+        number = self.send(lambda result, error: answers.append((result, error)), *operation)
+        end = time.monotonic() + timeout_s
+        while not answers:
+            left = end - time.monotonic()
+            if left <= 0:
+                self._then.pop(number, None)
+                if operation[0] == "get":
+                    self.send(lambda result, error: None, "cancel", number)
+                what = " ".join(str(word) for word in operation[:2])
+                host, port = self.address
+                raise DeadlineExceeded(
+                    f"waited {timeout_s:g} s for the key-value store at {host} port {port} to answer: {what}"
+                )
+            poll = select.poll()
+            poll.register(self._sock, self.events)
+            poll.poll(left * 1000)
+            self.step()
+        result, error = answers[0]
+        if error is not None:
+            raise error
+        return result
+
+    # The connection
+
+    def _connect(self) -> None:
+        failed = self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if failed:
+            self._lose(os.strerror(failed))
+            return
+        try:
+            self._sock.getpeername()
+        except OSError:  # not yet
+            return
+        self._is_connected = True
+
+    def _flush(self) -> None:
+        try:
+            while self._unsent:
+                del self._unsent[: self._sock.send(self._unsent)]
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            self._lose(str(error))
+
+    def _receive(self) -> None:
+        while self.lost is None:
+            try:
+                received = self._sock.recv(1 << 16)
+            except BlockingIOError:
+                return
+            except OSError as error:
+                self._lose(str(error))
+                return
+            if not received:
+                self._lose("it closed the connection")
+                return
+            self._frames.add(received)
+            try:
+                for message in self._frames.messages():
+                    self._take(message)
+            except BadFrame as error:
+                self._lose(str(error))
+
+    def _take(self, message: Any) -> None:
+        match message:
+            case [int(number), result]:
+                error = None
+            case [int(number), result, str(text)]:
+                error = StoreRefused(text)
+            case _:
+                raise BadFrame(f"no answer of a key-value store: {str(message)[:80]}")
+        then = self._then.pop(number, None)  # None: nobody waits for it any more
+        if then is not None:
+            then(result, error)
+
+    def _lose(self, why: str) -> None:
+        if self.lost is not None:
+            return
+        self.lost = StoreLost(
+            f"no connection to the key-value store at {self.address[0]} port {self.address[1]}: {why}"
+        )
+        try:
+            self._sock.shutdown(socket.SHUT_RDWR)  # closing says nothing where a forked process has it open, too
+        except OSError:
+            pass
+        self._sock.close()
+        waiting, self._then = self._then, {}
+        for then in waiting.values():
+            then(None, self.lost)
