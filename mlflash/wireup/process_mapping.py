@@ -1,0 +1,58 @@
+"""Which node each rank is on, as a PMI server tells MPI: ``(vector,(node,nodes,ranks per node),...)``.
+
+A block ``(2,3,4)`` says that the next four ranks are on node 2, then four on node 3 and four on node 4. Where the
+blocks end before the ranks do, they begin again, which MPICH does only if the first one begins at node 0; so nodes are
+numbered here as they first appear. Example: the nodes 7 7 9 9 9 are ``(vector,(0,1,2),(1,1,3))``, and 7 9 7 9 are
+``(vector,(0,2,1))``.
+
+Source: MPICH, src/mpl/src/mpl_rankmap.c.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import NamedTuple
+
+_LONGEST = 128  # blocks that are looked at as what begins again; more do not fit into a value of PMI
+
+
+class Block(NamedTuple):
+    """Nodes that follow each other, with as many ranks each."""
+
+    node: int
+    nodes: int
+    ranks: int
+
+
+def blocks(nodes: Sequence[int]) -> tuple[Block, ...]:
+    """Describe which node each rank is on by as few blocks as one look finds. Not collective.
+
+    Args:
+        nodes: of each rank, any numbers `(ranks)`.
+    """
+    numbers: dict[int, int] = {}
+    renumbered = [numbers.setdefault(node, len(numbers)) for node in nodes]
+    found: list[Block] = []
+    for node, ranks in groupby(renumbered):
+        count = len(list(ranks))
+        last = found[-1] if found else None
+        if last and last.ranks == count and last.node + last.nodes == node:
+            found[-1] = Block(last.node, last.nodes + 1, count)
+        else:
+            found.append(Block(node, 1, count))
+    for length, block in enumerate(found[1:_LONGEST], 1):
+        if block.node == 0 and nodes_of(found[:length], len(nodes)) == renumbered:
+            return tuple(found[:length])
+    return tuple(found)
+
+
+def nodes_of(described: Sequence[Block], size: int) -> list[int]:
+    """Say which node each rank is on, as MPI reads these blocks. Not collective."""
+    once = [block.node + i for block in described for i in range(block.nodes) for _ in range(block.ranks)]
+    return (once * (size // max(1, len(once)) + 1))[:size]
+
+
+def mapping(nodes: Sequence[int]) -> str:
+    """Write down which node each rank is on, as the value of PMI_process_mapping. Not collective."""
+    return f"(vector,{','.join('({},{},{})'.format(*block) for block in blocks(nodes))})"
