@@ -9,6 +9,7 @@ ROOMS: dict[str, str] = {
     "storage": "state",
     "memory": "state",
     "mpi": "placement",
+    "wireup": "",
     "config": "placement storage",
     "telemetry": "memory",
     "redundancy": "state placement memory mpi",

@@ -1,0 +1,98 @@
+"""What a forked courier does before and after it is itself: from the zygote's fork to its end.
+
+It keeps three descriptors of the zygote's: the socket to its trainer, the one that MPI starts over, and a pipe to the
+zygote; and a pidfd of its trainer, since a socket is not closed by the death of a trainer that has forked others.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import os
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable, Collection
+from typing import NoReturn
+
+from .frames import pack
+from .mpich_segments import mapped_by
+
+_PR_SET_PDEATHSIG = 1
+# Loaded before any fork. None is the program itself, whose C library is there already.
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+@dataclasses.dataclass
+class Courier:
+    """What a courier is given: it is the only argument of its entry point.
+
+    Attributes:
+        epoch: the name of this world of MPI.
+        rank: in it.
+        nodes: the node of each rank `(ranks)`.
+        trainer: a socket, whose other end is the trainer's.
+        trainer_pidfd: readable when the trainer has ended.
+        reports_fd: a pipe to the zygote.
+    """
+
+    epoch: str
+    rank: int
+    nodes: tuple[int, ...]
+    trainer: socket.socket
+    trainer_pidfd: int
+    reports_fd: int
+
+    def tell_mpi_is_up(self) -> None:
+        """Tell the zygote that MPI is initialised, and what it has to remove should this process be killed.
+
+        Not collective. Call it right after MPI_Init.
+        """
+        os.write(self.reports_fd, pack({"mapped": sorted(mapped_by("self"))}))
+
+
+def run(entry: Callable[[Courier], object], courier: Courier, pmi: socket.socket, zygote_pid: int) -> NoReturn:
+    """Be a courier, in a process that was just forked, and end. Not collective.
+
+    The process ends with status 0 when the entry point returns, with that of a SystemExit, and with 1 after any other
+    exception, which is printed. Nothing of the zygote's runs at its end.
+    """
+    status = 1
+    try:
+        _leave(zygote_pid, {0, 1, 2, courier.trainer.fileno(), courier.trainer_pidfd, courier.reports_fd, pmi.fileno()})
+        os.environ.update(PMI_FD=str(pmi.fileno()), PMI_RANK=str(courier.rank), PMI_SIZE=str(len(courier.nodes)))
+        entry(courier)
+        status = 0
+    except SystemExit as ended:
+        status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            try:
+                stream.flush()
+            except (OSError, ValueError):  # nobody reads it any more
+                pass
+        os._exit(status)
+
+
+def _leave(zygote_pid: int, kept: Collection[int]) -> None:
+    os.setsid()
+    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+        try:
+            signal.signal(number, signal.SIG_DFL)
+        except OSError:  # one that the C library keeps for itself
+            continue
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # a trainer that has gone is an OSError of a write, as in any Python
+    # Nobody would see its end or remove what it leaves.
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != zygote_pid:
+        os._exit(1)
+    # Closed below their sockets: those stay referenced by the zygote's frames, which never return here.
+    for fd in [int(name) for name in os.listdir("/proc/self/fd")]:
+        if fd not in kept:
+            try:
+                os.close(fd)
+            except OSError:  # that of the directory
+                pass

@@ -1,0 +1,331 @@
+"""The zygote: a process beside each trainer that has imported numpy and MPI, and forks couriers in milliseconds.
+
+``python -m mlflash.wireup.zygote FD TRAINER_PID MODULE:FUNCTION...`` is started by `zygote_client`, with a socket to
+the trainer. It has one thread, never initialises MPI, and never imports torch. The functions named are all that it will
+ever run in a courier. It ends when it is told to, or when its trainer has ended, but not before the last courier has. A
+trainer's end is learnt by a pidfd: a process that the trainer has forked, to load data, may hold the socket open.
+
+Messages are those of `frames`. The trainer asks, and gets one answer to each, in order: with ``"error": text``, or
+with what is said here.
+
+| ``{"do": ...}`` | more fields                                      | the answer                              |
+|-----------------|--------------------------------------------------|-----------------------------------------|
+| ``"fork"``      | ``epoch`` ``rank`` ``nodes`` ``store`` ``token`` | ``pid``, when it is forked              |
+|                 | ``entry``; one descriptor, by SCM_RIGHTS         |                                         |
+| ``"ask"``       | ``pid``                                          | ``running``, ``mpi`` (whether it is up) |
+| ``"kill"``      | ``pid``                                          | ``running``: whether it still was       |
+| ``"end"``       |                                                  | nothing; no courier is forked after it  |
+
+``nodes`` is a list of the node of each rank, ``store`` host (in figures) and port, ``entry`` one of the functions that
+were named. Unasked, it says ``{"event": "up", "pid": ...}`` when a courier's MPI is initialised, and of each courier's
+end ``{"event": "ended", "pid", "epoch", "rank", "status", "signal", "why"}``: an exit status or the number of a signal,
+the other is null; ``why`` is what the zygote killed it for, or null.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import gc
+import importlib
+import os
+import select
+import signal
+import socket
+import sys
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from . import courier_process, mpich_segments
+from .courier_process import Courier
+from .frames import BadFrame, Frames, pack
+from .pmi_server import PmiServer, is_epoch_name
+from .store_client import StoreClient
+
+_LARGEST_NBYTES = 1 << 23
+_TORCH = "torch"
+Entry = Callable[[Courier], object]
+
+
+class _Refused(Exception):
+    """A command that cannot be done."""
+
+
+@dataclasses.dataclass
+class _Child:
+    """A courier, as its zygote sees it."""
+
+    pid: int
+    pidfd: int
+    epoch: str
+    rank: int
+    pmi: PmiServer
+    store: StoreClient
+    reports_fd: int
+    reports: Frames
+    mapped: set[str]
+    reports_more: bool = True
+    is_up: bool = False
+    why: str | None = None
+
+    def note_segments(self) -> None:
+        """Look which shared memory of MPI it maps, while it lives."""
+        self.mapped |= mpich_segments.mapped_by(self.pid)
+
+    def close(self) -> None:
+        """Close what the zygote has of it."""
+        self.pmi.close()
+        self.store.close()
+        os.close(self.pidfd)
+        os.close(self.reports_fd)
+
+
+class Zygote:
+    """The process: `run` is its loop.
+
+    Not collective.
+
+    Args:
+        sock: to the trainer.
+        trainer_pidfd: of the trainer.
+        entries: what may be run in a courier, by name.
+    """
+
+    def __init__(self, sock: socket.socket, trainer_pidfd: int, entries: dict[str, Entry]):
+        self._sock, self._trainer_pidfd, self._entries = sock, trainer_pidfd, entries
+        self._frames = Frames(_LARGEST_NBYTES)
+        self._unsent = bytearray()
+        self._descriptors: deque[int] = deque()  # received, and not taken by a fork
+        self._children: dict[int, _Child] = {}
+        self._used: set[tuple[str, int]] = set()  # epochs and ranks
+        self._segments: set[str] = set()  # of couriers that were killed; somebody maps them still
+        self._is_trainer_alive = self._hears = True
+        self._is_ending = False
+        sock.setblocking(False)
+
+    def run(self) -> None:
+        """Do what the trainer asks for, until it has ended and all couriers have. Not collective."""
+        while self._children or not (self._is_ending or not self._is_trainer_alive):
+            for act in self._ready():
+                act()
+            for child in list(self._children.values()):
+                if child.pmi.error is not None and child.why is None:
+                    self._kill(child, child.pmi.error)
+        mpich_segments.remove_unmapped(self._segments)
+        if self._is_trainer_alive and self._unsent:
+            self._sock.settimeout(1.0)
+            self._flush()
+
+    def _ready(self) -> list[Callable[[], None]]:
+        """Wait, and give what there is to do."""
+        watched: dict[int, Callable[[], None]] = {}
+        poll = select.poll()  # a new one each time: couriers inherit none of it
+
+        def watch(fd: int, events: int, act: Callable[[], None]) -> None:
+            if fd >= 0 and events:
+                poll.register(fd, events)
+                watched[fd] = act
+
+        if self._is_trainer_alive:
+            watch(self._trainer_pidfd, select.POLLIN, self._lose_trainer)
+            events = (select.POLLIN if self._hears else 0) | (select.POLLOUT if self._unsent else 0)
+            watch(self._sock.fileno(), events, self._talk)
+        for child in self._children.values():
+            # Its end comes first: what it has reported is read then, too.
+            watch(child.pidfd, select.POLLIN, functools.partial(self._reap, child))
+            watch(child.reports_fd, select.POLLIN if child.reports_more else 0, functools.partial(self._hear, child))
+            watch(child.pmi.fileno(), select.POLLIN, child.pmi.receive)
+            watch(child.store.fileno(), child.store.events, child.store.step)
+        return [watched[fd] for fd, _ in poll.poll()]
+
+    # The trainer
+
+    def _lose_trainer(self) -> None:
+        self._is_trainer_alive = False
+
+    def _talk(self) -> None:
+        self._flush()
+        try:
+            received, descriptors, _, _ = socket.recv_fds(self._sock, 1 << 16, 16)
+        except BlockingIOError:
+            return
+        except OSError:
+            received, descriptors = b"", []
+        self._descriptors.extend(descriptors)
+        if not received:  # nobody can ask for anything any more
+            self._hears, self._is_ending = False, True
+            return
+        self._frames.add(received)
+        try:
+            for message in self._frames.messages():
+                self._tell(self._obey(message))
+        except BadFrame as error:
+            print(f"mlflash zygote: the trainer sent {error}", file=sys.stderr)
+            self._hears, self._is_ending = False, True
+
+    def _tell(self, message: dict[str, Any]) -> None:
+        self._unsent += pack(message)
+        self._flush()
+
+    def _flush(self) -> None:
+        try:
+            while self._unsent:
+                del self._unsent[: self._sock.send(self._unsent)]
+        except BlockingIOError:
+            pass
+        except OSError:  # it has gone
+            self._unsent.clear()
+
+    def _obey(self, message: Any) -> dict[str, Any]:
+        try:
+            match message:
+                case {"do": "fork", "epoch": str(), "rank": int(), "nodes": list(), "store": [str(), int()],
+                      "token": str(), "entry": str()}:  # fmt: skip
+                    return {"pid": self._fork(message)}
+                case {"do": "ask", "pid": int(pid)}:
+                    child = self._children.get(pid)
+                    return {"running": child is not None, "mpi": child is not None and child.is_up}
+                case {"do": "kill", "pid": int(pid)}:
+                    if (child := self._children.get(pid)) is not None:
+                        self._kill(child, None)
+                    return {"running": child is not None}
+                case {"do": "end"}:
+                    self._is_ending = True
+                    return {}
+            raise _Refused(f"no command of a zygote: {str(message)[:80]}")
+        except _Refused as refused:
+            return {"error": str(refused)}
+        except OSError as error:
+            return {"error": f"it could not fork: {error}"}
+
+    # Couriers
+
+    def _fork(self, order: dict[str, Any]) -> int:
+        descriptor = self._descriptors.popleft() if self._descriptors else -1
+        trainer = socket.socket(fileno=descriptor) if descriptor >= 0 else None
+        try:
+            epoch, rank, nodes = order["epoch"], order["rank"], order["nodes"]
+            if trainer is None:
+                raise _Refused("no descriptor came with it")
+            if order["entry"] not in self._entries:
+                raise _Refused(f"{order['entry']!r} is not one of its entry points: {', '.join(self._entries)}")
+            if not (is_epoch_name(epoch) and 0 <= rank < len(nodes) and all(type(node) is int for node in nodes)):
+                raise _Refused(f"no rank of an epoch: rank {rank} of {len(nodes)}, epoch {epoch[:80]!r}")
+            if self._is_ending:
+                raise _Refused("it was told to end")
+            if (epoch, rank) in self._used:
+                raise _Refused(f"the name {epoch} was used before: MPI_Init would hang")
+            threads = len(os.listdir("/proc/self/task"))
+            if threads != 1:
+                raise _Refused(f"it has {threads} threads, and only one of them would be in the courier")
+            self._used.add((epoch, rank))
+            mpich_segments.remove_unmapped(self._segments)
+            return self._fork_checked(order, trainer)
+        finally:
+            if trainer is not None:
+                trainer.close()
+
+    def _fork_checked(self, order: dict[str, Any], trainer: socket.socket) -> int:
+        epoch, rank, nodes = order["epoch"], order["rank"], tuple(order["nodes"])
+        zygote_pid = os.getpid()
+        with contextlib.ExitStack() as opened:
+            ours, its = socket.socketpair()
+            opened.callback(its.close)
+            reports_fd, reporting_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+            opened.callback(os.close, reporting_fd)
+            with contextlib.ExitStack() as kept:
+                kept.callback(os.close, reports_fd)
+                store = StoreClient((order["store"][0], order["store"][1]), order["token"])
+                kept.callback(store.close)
+                pmi = PmiServer(ours, epoch, rank, nodes, store)
+                kept.callback(pmi.close)
+                gc.freeze()  # what is collected in the courier would close descriptors that have its numbers
+                pid = os.fork()
+                if pid == 0:
+                    courier = Courier(epoch, rank, nodes, trainer, self._trainer_pidfd, reporting_fd)
+                    courier_process.run(self._entries[order["entry"]], courier, its, zygote_pid)
+                gc.unfreeze()
+                try:
+                    pidfd = os.pidfd_open(pid)
+                except OSError:
+                    os.kill(pid, signal.SIGKILL)
+                    os.waitpid(pid, 0)
+                    raise
+                kept.pop_all()
+        self._children[pid] = _Child(pid, pidfd, epoch, rank, pmi, store, reports_fd, Frames(_LARGEST_NBYTES), set())
+        return pid
+
+    def _kill(self, child: _Child, why: str | None) -> None:
+        child.why = child.why or why
+        child.note_segments()
+        try:
+            signal.pidfd_send_signal(child.pidfd, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+
+    def _hear(self, child: _Child) -> None:
+        """Take what a courier says of itself: once, that MPI is up."""
+        if child.pid not in self._children:
+            return
+        try:
+            reported = os.read(child.reports_fd, 1 << 16)
+            child.reports_more = bool(reported)
+            child.reports.add(reported)
+            for report in child.reports.messages():
+                child.is_up = True
+                child.mapped |= {name for name in report["mapped"] if mpich_segments.is_segment(name)}
+                self._tell({"event": "up", "pid": child.pid})
+        except BlockingIOError:
+            pass
+        except (BadFrame, KeyError, TypeError) as error:
+            self._kill(child, f"it reported {error!r}")
+
+    def _reap(self, child: _Child) -> None:
+        if child.pid not in self._children:
+            return
+        status = os.waitstatus_to_exitcode(os.waitpid(child.pid, 0)[1])
+        self._hear(child)
+        del self._children[child.pid]
+        child.close()
+        self._segments = mpich_segments.remove_unmapped(self._segments | child.mapped)
+        why = child.why or child.pmi.error
+        self._tell({"event": "ended", "pid": child.pid, "epoch": child.epoch, "rank": child.rank, "why": why,
+                    "status": status if status >= 0 else None, "signal": -status if status < 0 else None})  # fmt: skip
+
+
+def _import(entries: list[str]) -> dict[str, Entry]:
+    """Import all that couriers will need. What is imported after a fork costs time in each epoch."""
+    import mpi4py
+    import numpy  # noqa: F401
+
+    mpi4py.rc.initialize = mpi4py.rc.finalize = False
+    from mpi4py import MPI
+
+    found = {}
+    for entry in entries:
+        module, _, function = entry.partition(":")
+        found[entry] = getattr(importlib.import_module(module), function)
+    if MPI.Is_initialized() or _TORCH in sys.modules:
+        raise RuntimeError(f"importing {', '.join(entries)} has initialised MPI or imported torch")
+    return found
+
+
+def main(arguments: list[str]) -> NoReturn:
+    """Be the zygote of a trainer. Not collective."""
+    trainer_pid = int(arguments[1])
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # a trainer may have started it with some blocked
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)  # what a scheduler sends to a whole step is meant for the trainers
+    trainer_pidfd = os.pidfd_open(trainer_pid)
+    if os.getppid() != trainer_pid:  # it ended meanwhile, and this may be the pidfd of another process
+        sys.exit(0)
+    with socket.socket(fileno=int(arguments[0])) as sock:
+        sock.set_inheritable(False)
+        Zygote(sock, trainer_pidfd, _import(arguments[2:])).run()
+    sys.exit(0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,297 @@
+"""A trainer's side of its zygote: starting it, having couriers forked, waiting for their ends."""
+
+from __future__ import annotations
+
+import array
+import dataclasses
+import os
+import select
+import socket
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from ..errors import DeadlineExceeded
+from .frames import BadFrame, Frames, pack
+from .launcher_variables import without_launcher
+
+_LARGEST_NBYTES = 1 << 20
+
+
+class ZygoteLost(ConnectionError):
+    """The zygote has ended, and its couriers with it."""
+
+
+class ZygoteRefused(OSError):
+    """The zygote does not do what it was asked for."""
+
+
+@dataclasses.dataclass(frozen=True)
+class CourierEnd:
+    """How a courier ended.
+
+    Attributes:
+        pid: that it had.
+        epoch: the name of its world.
+        rank: in it.
+        status: that it exited with; None after a signal.
+        signal: that killed it; None after an exit.
+        why: what the zygote killed it for; None where it did not.
+    """
+
+    pid: int
+    epoch: str
+    rank: int
+    status: int | None
+    signal: int | None
+    why: str | None
+
+
+class ZygoteClient:
+    """The zygote of this process. Stop it; it may be stopped twice.
+
+    Not collective. It returns before the zygote has imported everything: the first courier waits for that. One thread
+    uses it, and no process that was forked from this one.
+
+    Args:
+        entry_points: ``module:function`` of all that a courier may ever run, importable without the trainer's script.
+        environment: of the zygote, without what is of a launcher; that of this process if None.
+        output: where couriers print to; where this process does if None.
+    """
+
+    def __init__(
+        self,
+        entry_points: Sequence[str],
+        environment: Mapping[str, str] | None = None,
+        output: IO[Any] | None = None,
+    ):
+        self._owner = os.getpid()
+        self._sock, its = socket.socketpair()
+        self._frames = Frames(_LARGEST_NBYTES)
+        self._answers: deque[dict[str, Any]] = deque()
+        self._unanswered = 0  # of commands that were not waited for to the end
+        self._up: set[int] = set()
+        self._running: set[int] = set()
+        self.ended: dict[int, CourierEnd] = {}
+        """Couriers that have ended, as far as `step` has seen."""
+        with its:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", __package__ + ".zygote", str(its.fileno()), str(self._owner), *entry_points],
+                env=_paths(without_launcher(os.environ if environment is None else environment)),
+                pass_fds=[its.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,  # no signal that a terminal or a launcher sends to the trainer's group
+            )
+        self._sock.setblocking(False)
+
+    def fileno(self) -> int:
+        """A descriptor that is readable when `step` has something to do. Not collective."""
+        return self._sock.fileno()
+
+    @property
+    def running(self) -> frozenset[int]:
+        """The couriers that have not ended, as far as `step` has seen. Not collective."""
+        return frozenset(self._running)
+
+    def is_up(self, pid: int) -> bool:
+        """Whether a courier has initialised MPI, as far as `step` has seen. Not collective."""
+        return pid in self._up
+
+    def fork(
+        self,
+        entry_point: str,
+        epoch: str,
+        rank: int,
+        nodes: Sequence[int],
+        store: tuple[str, int],
+        token: str,
+        descriptor: int,
+        timeout_s: float,
+    ) -> int:
+        """Have a courier forked, and give its process number.
+
+        Not collective, but its MPI_Init is, over all ranks of the epoch.
+
+        Args:
+            entry_point: what it runs, one of those given before.
+            epoch: a name that was never used before.
+            rank: of the courier.
+            nodes: the node of each rank `(ranks)`.
+            store: host, in figures, and port of the key-value store.
+            token: that of the store.
+            descriptor: a socket, of which the courier gets a copy; close yours.
+            timeout_s: how long to wait, seconds; the first time, for the zygote's imports, too.
+
+        Raises:
+            DeadlineExceeded: the zygote has not answered.
+            ZygoteLost: it has ended.
+            ZygoteRefused: it has forked nobody, and says why.
+        """
+        order = {"do": "fork", "entry": entry_point, "epoch": epoch, "rank": rank, "nodes": list(nodes),
+                 "store": list(store), "token": token}  # fmt: skip
+        pid: int = self._ask(order, timeout_s, [descriptor])["pid"]
+        return pid
+
+    def ask(self, pid: int, timeout_s: float) -> dict[str, bool]:
+        """Ask whether a courier is ``running`` and whether its ``mpi`` is up. Not collective."""
+        return self._ask({"do": "ask", "pid": pid}, timeout_s)
+
+    def kill(self, pid: int, timeout_s: float) -> None:
+        """Have a courier killed, by SIGKILL; `wait` for its end. Not collective."""
+        self._ask({"do": "kill", "pid": pid}, timeout_s)
+
+    def wait(self, pid: int, timeout_s: float) -> CourierEnd:
+        """Wait for the end of a courier. Not collective.
+
+        Raises:
+            DeadlineExceeded: it goes on.
+            ZygoteLost: the zygote has ended.
+        """
+        self._until(lambda: pid in self.ended, f"courier {pid} to end", timeout_s)
+        return self.ended[pid]
+
+    def wait_up(self, pid: int, timeout_s: float) -> bool:
+        """Wait for a courier to have initialised MPI, or ended, and say whether it has initialised it. Not collective.
+
+        Raises:
+            DeadlineExceeded: it has done neither.
+            ZygoteLost: the zygote has ended.
+        """
+        self._until(lambda: pid in self._up or pid in self.ended, f"courier {pid} to initialise MPI", timeout_s)
+        return pid in self._up
+
+    def step(self, timeout_s: float = 0.0) -> None:
+        """Take what the zygote says. Not collective.
+
+        Raises:
+            ZygoteLost: it has ended.
+        """
+        self._check_owner()
+        if self._sock.fileno() < 0:
+            raise self._lost()
+        poll = select.poll()
+        poll.register(self._sock, select.POLLIN)
+        poll.poll(max(0.0, timeout_s) * 1000)
+        try:
+            received = self._sock.recv(1 << 16)
+        except BlockingIOError:
+            return
+        except OSError:
+            received = b""
+        if not received:
+            raise self._lost()
+        self._frames.add(received)
+        try:
+            for message in self._frames.messages():
+                self._take(message)
+        except BadFrame as error:
+            raise ZygoteLost(f"the zygote sent {error}") from error
+
+    def stop(self, timeout_s: float) -> None:
+        """Kill the couriers that are left, and end the zygote, whatever state it is in. Not collective.
+
+        Args:
+            timeout_s: how long it may take to end well, seconds; it is killed then.
+        """
+        if os.getpid() != self._owner:
+            return
+        end = time.monotonic() + timeout_s
+        try:
+            for pid in sorted(self._running):
+                self.kill(pid, end - time.monotonic())
+            for pid in sorted(self._running):
+                self.wait(pid, end - time.monotonic())
+            if self.process.poll() is None:
+                self._ask({"do": "end"}, end - time.monotonic())
+            self.process.wait(max(0.0, end - time.monotonic()))
+        except (DeadlineExceeded, ZygoteLost, subprocess.TimeoutExpired):
+            self.process.kill()
+            self.process.wait()
+        self._sock.close()
+
+    # Messages
+
+    def _ask(self, message: dict[str, Any], timeout_s: float, descriptors: Sequence[int] = ()) -> dict[str, Any]:
+        self._check_owner()
+        end = time.monotonic() + timeout_s
+        self._send(pack(message), descriptors, end, timeout_s)
+        self._unanswered += 1
+        self._until(lambda: len(self._answers) == self._unanswered, "its zygote to answer", end - time.monotonic())
+        answer = self._answers[-1]  # those before it came too late for who had asked
+        self._answers.clear()
+        self._unanswered = 0
+        if "error" in answer:
+            raise ZygoteRefused(f"the zygote refused to {message['do']}: {answer['error']}")
+        return answer
+
+    def _send(self, frame: bytes, descriptors: Sequence[int], end: float, timeout_s: float) -> None:
+        view = memoryview(frame)
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", descriptors))] if descriptors else []
+        while view:
+            try:
+                view = view[self._sock.sendmsg([view], rights) :]
+                rights = []
+            except BlockingIOError:
+                poll = select.poll()
+                poll.register(self._sock, select.POLLOUT)
+                left = end - time.monotonic()
+                if left <= 0 or not poll.poll(left * 1000):
+                    if len(view) < len(frame):  # half a message: nothing can be said after it
+                        self._sock.close()
+                    raise DeadlineExceeded(f"waited {timeout_s:g} s for its zygote to take a message") from None
+            except OSError as error:
+                raise self._lost() from error
+
+    def _until(self, is_there: Callable[[], bool], what: str, timeout_s: float) -> None:
+        end = time.monotonic() + timeout_s
+        self._check_owner()
+        while not is_there():
+            left = end - time.monotonic()
+            if left <= 0:
+                raise DeadlineExceeded(f"waited {max(0.0, timeout_s):g} s for {what}")
+            self.step(left)
+
+    def _take(self, message: dict[str, Any]) -> None:
+        match message:
+            case {"event": "up", "pid": int(pid)}:
+                self._up.add(pid)
+            case {"event": "ended", "pid": int(pid), **fields}:
+                self.ended[pid] = CourierEnd(
+                    pid, fields["epoch"], fields["rank"], fields["status"], fields["signal"], fields["why"]
+                )
+                self._running.discard(pid)
+            case {"pid": int(pid)}:  # of a fork; an earlier courier may have had this number
+                self.ended.pop(pid, None)
+                self._up.discard(pid)
+                self._running.add(pid)
+                self._answers.append(message)
+            case dict():
+                self._answers.append(message)
+            case _:
+                raise BadFrame(f"no message of a zygote: {str(message)[:80]}")
+
+    def _lost(self) -> ZygoteLost:
+        try:
+            status: object = self.process.wait(1.0)
+        except subprocess.TimeoutExpired:
+            status = "nothing yet"
+        return ZygoteLost(f"the zygote of this trainer has ended, with {status}; what it printed says why")
+
+    def _check_owner(self) -> None:
+        if os.getpid() != self._owner:
+            raise RuntimeError("a process that was forked from the trainer has no zygote")
+
+
+def _paths(environment: dict[str, str]) -> dict[str, str]:
+    """Have Python find mlflash where this process does, and nothing in the working directory."""
+    root = str(Path(__file__).resolve().parents[2])
+    first = str(Path(sys.path[0] or ".").resolve()) if sys.path else ""
+    if root in (first, os.getcwd()):  # a checkout, which is not installed
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (environment.get("PYTHONPATH"), root)))
+    return {**environment, "PYTHONSAFEPATH": "1"}

@@ -1,0 +1,284 @@
+"""Couriers that no launcher knows of: real MPICH, real processes, killed and forked again."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import needs
+import pytest
+from processes import started_by
+from waiting import PATIENCE_S, until
+
+from mlflash.launcher.processes import find_mpiexec, mpiexec
+from mlflash.wireup.key_value_store import KeyValueStore
+from mlflash.wireup.pmi_server import new_epoch_name
+from mlflash.wireup.store_client import StoreClient
+
+TESTS = Path(__file__).parents[1]
+RANKS = 3
+SHM = Path("/dev/shm")
+
+pytestmark = [
+    needs.MPI,
+    pytest.mark.skipif(os.environ.get("MLFLASH_TEST_MPI") == "openmpi", reason="needs MPICH: Open MPI speaks no PMI-1"),
+]
+
+
+class Job:
+    """Trainers that do what the test says, and the store through which it says so."""
+
+    def __init__(self, host: str = "127.0.0.1"):
+        self.store = KeyValueStore(host)
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+        self.client = StoreClient(self.store.address, self.store.token)
+        self.commands = [0] * RANKS
+        self.trainers: list[subprocess.Popen[bytes]] = []
+        self.pids: set[int] = set()  # all that were ever known
+
+    def _serve(self) -> None:
+        while not self._is_over.is_set():
+            self.store.step(0.05)
+
+    def start(self, hydra: bool = False) -> Job:
+        command = [sys.executable, str(TESTS / "wireup_trainer.py"), self.store.address[0], str(self.store.address[1])]
+        command.append(self.store.token)
+        plain = {name: value for name, value in os.environ.items() if not name.startswith(("PMI", "SLURM", "OMPI"))}
+        paths = os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH"))))
+        environment = {**plain, "PYTHONPATH": paths, "MPIR_CVAR_CH4_NETMOD": "ofi", "FI_PROVIDER": "tcp",
+                       "PYTHONWARNINGS": "error"}  # fmt: skip
+        if hydra:
+            command, environment = mpiexec(RANKS, command, environment)
+            self.trainers = [subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL)]
+        else:
+            for rank in range(RANKS):
+                names = {"RANK": str(rank), "WORLD_SIZE": str(RANKS)}
+                self.trainers.append(subprocess.Popen(command, env={**environment, **names}, stdin=subprocess.DEVNULL))
+        return self
+
+    def ask(self, rank: int, command: str, *values: Any) -> int:
+        number = self.commands[rank]
+        self.commands[rank] += 1
+        self.client.put(f"do/{rank}/{number}", json.dumps([command, *values]), PATIENCE_S)
+        return number
+
+    def answer(self, rank: int, number: int) -> Any:
+        trainer = self.trainers[min(rank, len(self.trainers) - 1)]
+
+        def answered() -> str | None:
+            found = self.client.look(f"done/{rank}/{number}", PATIENCE_S)
+            assert found or trainer.poll() in (None, 0), f"trainer {rank} ended with {trainer.returncode}"
+            return found
+
+        return json.loads(until(answered, f"trainer {rank} to answer"))
+
+    def tell(self, rank: int, command: str, *values: Any) -> Any:
+        return self.answer(rank, self.ask(rank, command, *values))
+
+    def all(self, command: str, *values: Any, ranks: Sequence[int] = range(RANKS)) -> list[Any]:
+        asked = [self.ask(rank, command, *values) for rank in ranks]
+        return [self.answer(rank, number) for rank, number in zip(ranks, asked, strict=True)]
+
+    def epoch(self, nodes: Sequence[int] = (0,) * RANKS) -> str:
+        """Start an epoch, with an allreduce, and print how long it took."""
+        name = new_epoch_name(1)
+        took = self.all("start", name, list(nodes))
+        forked, up, summed = (max(times) for times in zip(*took, strict=True))
+        print(
+            f"epoch on nodes {list(nodes)}: forked {forked:.0f} ms, MPI up {up:.0f} ms, allreduce done {summed:.0f} ms"
+        )
+        self.pids |= {pid for pids in self.all("pids") for pid in pids}
+        return name
+
+    def stop(self) -> list[int]:
+        self.all("stop")
+        return [trainer.wait(PATIENCE_S) for trainer in self.trainers]
+
+    def close(self) -> None:
+        for trainer in self.trainers:
+            if trainer.poll() is None:
+                for pid in [*started_by({trainer.pid}), trainer.pid]:
+                    os.kill(pid, signal.SIGKILL)
+            trainer.wait(PATIENCE_S)
+        self.client.close()
+        self._is_over.set()
+        self._thread.join()
+        self.store.close()
+
+
+@pytest.fixture
+def job() -> Iterator[Job]:
+    job = Job()
+    yield job
+    job.close()
+
+
+def lives(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
+
+
+def mapped(job: Job) -> set[str]:
+    """The shared memory that MPI of the newest couriers has; there is some."""
+    names = {name for said in job.all("tell", "describe") for name in said["segments"]}
+    assert names and all((SHM / name).exists() for name in names)
+    return names
+
+
+def test_a_killed_courier_is_replaced_by_a_new_epoch_and_leaves_nothing(job: Job) -> None:
+    job.start()
+    first = job.epoch()
+    segments = mapped(job)
+    assert job.tell(0, "ask") == {"running": True, "mpi": True}
+    os.kill(job.tell(1, "pids")[2], signal.SIGKILL)
+    assert job.tell(1, "wait") == [None, signal.SIGKILL, None]
+    assert job.all("kill", ranks=(0, 2)) == [[None, signal.SIGKILL, None]] * 2
+    assert job.tell(0, "ask") == {"running": False, "mpi": False}
+    assert not [name for name in segments if (SHM / name).exists()]
+    assert "used before" in job.tell(0, "fork", first, [0] * RANKS)
+
+    job.epoch()
+    segments |= mapped(job)
+    assert job.all("end") == [[0, None, None]] * RANKS
+    assert job.stop() == [0] * RANKS
+    assert not [pid for pid in job.pids if lives(pid)]
+    assert not [name for name in segments if (SHM / name).exists()]
+
+
+def test_hydra_notices_nothing_of_couriers(job: Job) -> None:
+    assert find_mpiexec()[1] == "mpich"
+    job.start(hydra=True)
+    job.epoch()
+    os.kill(job.tell(1, "pids")[2], signal.SIGKILL)
+    assert job.tell(1, "wait") == [None, signal.SIGKILL, None]
+    job.all("kill", ranks=(0, 2))
+    job.epoch([0, 0, 1])
+    said = job.tell(0, "tell", "describe")["environment"]
+    assert not [
+        name for name in said if name.startswith(("PMI", "HYD")) and name not in ("PMI_FD", "PMI_RANK", "PMI_SIZE")
+    ]
+    assert said["FI_PROVIDER"] == "tcp" and said["CUDA_VISIBLE_DEVICES"] == "" and said["OPENBLAS_NUM_THREADS"] == "1"
+    job.all("end")
+    assert job.stop() == [0]
+    assert not [pid for pid in job.pids if lives(pid)]
+
+
+def test_what_a_dead_trainer_has_begun_is_finished_and_then_nothing_is_left(job: Job, tmp_path: Path) -> None:
+    job.start()
+    job.epoch()
+    segments = mapped(job)
+    loader = job.tell(1, "fork_a_loader")
+    trainer, zygote, courier = job.tell(1, "pids")
+    path = tmp_path / "written"
+    assert job.tell(1, "tell", "outlive", str(path)) == "works"
+    os.kill(trainer, signal.SIGKILL)
+    assert job.trainers[1].wait(PATIENCE_S) == -signal.SIGKILL
+    until(path.exists, "the courier finishes")
+    until(lambda: not lives(courier) and not lives(zygote), "courier and zygote are gone")
+    assert lives(loader), "which holds all that its trainer had open"
+    assert job.all("kill", ranks=(0, 2)) == [[None, signal.SIGKILL, None]] * 2
+    assert not [name for name in segments if (SHM / name).exists()]
+    os.kill(loader, signal.SIGKILL)
+    job.all("stop", ranks=(0, 2))
+    assert [job.trainers[rank].wait(PATIENCE_S) for rank in (0, 2)] == [0, 0]
+    assert not [pid for pid in job.pids if lives(pid)]
+
+
+def test_many_epochs_leave_no_descriptors_processes_keys_or_memory(job: Job) -> None:
+    job.start()
+    job.epoch()
+    job.all("kill")
+    before = job.all("descriptors")
+    segments: set[str] = set()
+    layouts = ([0, 0, 0], [0, 1, 2], [0, 1, 1], [0, 0, 1], [5, 7, 5])
+    for number in range(10):
+        name = job.epoch(layouts[number % len(layouts)])
+        segments |= mapped(job)
+        ended = job.all("end" if number % 2 else "kill")
+        assert ended == ([[0, None, None]] if number % 2 else [[None, signal.SIGKILL, None]]) * RANKS
+        assert job.client.delete(f"{name}/", PATIENCE_S) >= RANKS
+    assert job.all("descriptors") == before
+    assert not [pid for pid in job.pids - {pid for pids in job.all("pids") for pid in pids[:2]} if lives(pid)]
+    assert not [name for name in segments if (SHM / name).exists()]
+    job.client.delete("do", PATIENCE_S)
+    job.client.delete("done", PATIENCE_S)
+    assert len(job.store) == RANKS, "what the first epoch left"
+    assert job.stop() == [0] * RANKS
+
+
+def test_a_courier_has_what_is_its_own_and_tells_how_it_ends(job: Job) -> None:
+    job.start()
+    job.epoch()
+    said = job.tell(0, "tell", "describe")
+    pids = job.tell(0, "pids")
+    assert said["session"] == pids[2] and not said["torch"]
+    assert not [line for line in Path(f"/proc/{pids[1]}/maps").read_text().splitlines() if "libtorch" in line]
+    assert len(os.listdir(f"/proc/{pids[1]}/task")) == 1
+    job.ask(0, "tell", "abort", 7)
+    assert job.tell(0, "wait") == [None, signal.SIGKILL, "MPI_Abort(7)"]
+    job.all("kill", ranks=(1, 2))
+
+    alone = [0]
+    assert isinstance(job.tell(2, "fork", new_epoch_name(2), alone, "exits", 0), int)
+    assert job.tell(2, "wait") == [3, None, None]
+    job.tell(2, "fork", new_epoch_name(2), alone, "raises", 0)
+    assert job.tell(2, "wait") == [1, None, None]
+    job.tell(2, "fork", new_epoch_name(2), alone, "speaks_no_pmi", 0)
+    status, killed_by, why = job.tell(2, "wait")
+    assert (status, killed_by) == (None, signal.SIGKILL) and "GET / HTTP/1.1" in why
+    assert "is not one of its entry points" in job.tell(2, "fork", new_epoch_name(2), alone, "do", 0)
+    assert "no rank of an epoch" in job.tell(2, "fork", new_epoch_name(2), alone, "serve", 1)
+    assert "no rank of an epoch" in job.tell(2, "fork", "a/b", alone, "serve", 0)
+
+
+def test_a_courier_in_init_can_be_killed_while_others_never_come(job: Job) -> None:
+    job.start()
+    name, nodes = new_epoch_name(1), [0, 1, 2]
+    job.all("fork", name, nodes, ranks=(0, 1))
+    job.tell(2, "fork", name, nodes, "before_mpi")
+    until(lambda: job.client.look(f"{name}/barrier/1", PATIENCE_S) == "2", "two couriers are in MPI_Init")
+    assert job.tell(0, "ask") == {"running": True, "mpi": False}, "its zygote answers"
+    assert job.all("kill") == [[None, signal.SIGKILL, None]] * RANKS
+    job.epoch(nodes)
+    assert job.all("kill") == [[None, signal.SIGKILL, None]] * RANKS
+
+
+def test_two_couriers_of_one_rank_do_not_hang(job: Job) -> None:
+    job.start()
+    name = new_epoch_name(1)
+    job.tell(0, "fork", name, [0, 0], "serve", 0)
+    job.tell(1, "fork", name, [0, 0], "serve", 0)
+    assert "two couriers have this rank" in job.tell(1, "wait")[2]
+    job.tell(0, "kill")
+
+
+def test_a_killed_zygote_takes_its_courier_along_and_the_trainer_is_told(job: Job) -> None:
+    job.start()
+    job.epoch()
+    segments = mapped(job)
+    _, zygote, courier = job.tell(1, "pids")
+    os.kill(zygote, signal.SIGKILL)
+    until(lambda: not lives(courier), "a courier that nobody would see")
+    job.all("kill", ranks=(0, 2))
+    assert not [name for name in segments if (SHM / name).exists()]
+    assert job.stop() == [0] * RANKS, "a trainer whose zygote was killed can still stop it"
+
+
+def test_how_long_an_epoch_takes(job: Job) -> None:
+    job.start()
+    took = []
+    for _ in range(5):
+        took.append(max(times[-1] for times in job.all("start", new_epoch_name(1), [0] * RANKS)))
+        job.all("kill")
+    print(
+        f"{RANKS} ranks, fork to allreduce done: median {statistics.median(took):.0f} ms of {sorted(map(round, took))}"
+    )
