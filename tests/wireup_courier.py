@@ -37,7 +37,7 @@ def do(courier: Courier, mpi: Any, command: str, *values: Any) -> object:
         return [mpi.COMM_WORLD.rank, mpi.COMM_WORLD.size, mpi.COMM_WORLD.allreduce(values[0])]
     if command == "describe":
         return {"segments": sorted(mapped_by("self")), "descriptors": len(os.listdir("/proc/self/fd")) - 1,
-                "session": os.getsid(0), "torch": "torch" in sys.modules,
+                "session": os.getsid(0), "beside": beside(mpi), "torch": "torch" in sys.modules,
                 "environment": {**os.environ}}  # fmt: skip
     if command == "outlive":  # works until its trainer has gone, and a bit longer
         threading.Thread(target=outlive, args=(courier, Path(values[0])), daemon=True).start()
@@ -48,6 +48,14 @@ def do(courier: Courier, mpi: Any, command: str, *values: Any) -> object:
         mpi.COMM_WORLD.Abort(values[0])
         hang()
     raise AssertionError(command)
+
+
+def beside(mpi: Any) -> int:
+    """How many ranks MPI takes to be on this node. Collective over the world."""
+    node = mpi.COMM_WORLD.Split_type(mpi.COMM_TYPE_SHARED)
+    size: int = node.size
+    node.Free()
+    return size
 
 
 def outlive(courier: Courier, path: Path) -> None:

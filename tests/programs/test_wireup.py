@@ -127,9 +127,11 @@ def lives(pid: int) -> bool:
     return Path(f"/proc/{pid}").exists()
 
 
-def mapped(job: Job) -> set[str]:
-    """The shared memory that MPI of the newest couriers has; there is some."""
-    names = {name for said in job.all("tell", "describe") for name in said["segments"]}
+def mapped(job: Job, nodes: Sequence[int] = (0,) * RANKS) -> set[str]:
+    """The shared memory that MPI of the newest couriers has; there is some, and it knows who shares a node."""
+    said_by = job.all("tell", "describe")
+    assert [said["beside"] for said in said_by] == [nodes.count(node) for node in nodes]
+    names = {name for said in said_by for name in said["segments"]}
     assert names and all((SHM / name).exists() for name in names)
     return names
 
@@ -162,7 +164,7 @@ def test_hydra_notices_nothing_of_couriers(job: Job) -> None:
     assert job.tell(1, "wait") == [None, signal.SIGKILL, None]
     job.all("kill", ranks=(0, 2))
     job.epoch([0, 0, 1])
-    said = job.tell(0, "tell", "describe")["environment"]
+    said = job.all("tell", "describe")[0]["environment"]
     assert not [
         name for name in said if name.startswith(("PMI", "HYD")) and name not in ("PMI_FD", "PMI_RANK", "PMI_SIZE")
     ]
@@ -201,8 +203,9 @@ def test_many_epochs_leave_no_descriptors_processes_keys_or_memory(job: Job) -> 
     segments: set[str] = set()
     layouts = ([0, 0, 0], [0, 1, 2], [0, 1, 1], [0, 0, 1], [5, 7, 5])
     for number in range(10):
-        name = job.epoch(layouts[number % len(layouts)])
-        segments |= mapped(job)
+        nodes = layouts[number % len(layouts)]
+        name = job.epoch(nodes)
+        segments |= mapped(job, nodes)
         ended = job.all("end" if number % 2 else "kill")
         assert ended == ([[0, None, None]] if number % 2 else [[None, signal.SIGKILL, None]]) * RANKS
         assert job.client.delete(f"{name}/", PATIENCE_S) >= RANKS
@@ -218,7 +221,7 @@ def test_many_epochs_leave_no_descriptors_processes_keys_or_memory(job: Job) -> 
 def test_a_courier_has_what_is_its_own_and_tells_how_it_ends(job: Job) -> None:
     job.start()
     job.epoch()
-    said = job.tell(0, "tell", "describe")
+    said = job.all("tell", "describe")[0]
     pids = job.tell(0, "pids")
     assert said["session"] == pids[2] and not said["torch"]
     assert not [line for line in Path(f"/proc/{pids[1]}/maps").read_text().splitlines() if "libtorch" in line]

@@ -1,0 +1,401 @@
+"""The store through which processes find each other: its answers, its waits, and that nobody can hurt it."""
+
+from __future__ import annotations
+
+import os
+import resource
+import select
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from waiting import PATIENCE_S, is_in, until
+
+from mlflash.errors import DeadlineExceeded
+from mlflash.wireup.frames import BadFrame, Frames, pack
+from mlflash.wireup.key_value_store import KeyValueStore, Limits
+from mlflash.wireup.store_client import StoreClient, StoreLost, StoreRefused
+
+
+class Served:
+    """A store that a thread drives."""
+
+    def __init__(self, host: str = "127.0.0.1", **limits: Any):
+        self.store = KeyValueStore(host, limits=Limits(**limits))
+        self.clients: list[StoreClient] = []
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        while not self._is_over.is_set():
+            self.store.step(0.02)
+
+    def client(self) -> StoreClient:
+        self.clients.append(StoreClient(self.store.address, self.store.token))
+        return self.clients[-1]
+
+    def stranger(self, *sent: bytes) -> socket.socket:
+        sock = socket.create_connection(self.store.address, PATIENCE_S)
+        sock.sendall(b"".join(sent))
+        return sock
+
+    def known(self, *sent: bytes) -> socket.socket:
+        return self.stranger(pack(self.store.token), *sent)
+
+    def close(self) -> None:
+        self.end()
+        for client in self.clients:
+            client.close()
+
+    def end(self) -> None:
+        self._is_over.set()
+        self._thread.join()
+        self.store.close()
+
+
+@pytest.fixture
+def served() -> Iterator[Served]:
+    served = Served()
+    yield served
+    served.close()
+
+
+def is_closed(sock: socket.socket) -> bool:
+    """Wait for the other side to close a connection, and close this one."""
+    with sock:
+        try:
+            return sock.recv(1) == b""
+        except ConnectionError:
+            return True
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_keys_are_put_looked_at_counted_and_deleted(host: str) -> None:
+    served = Served(host)
+    try:
+        client, other = served.client(), served.client()
+        assert served.store.address[0] == host
+        client.ping(PATIENCE_S)
+        assert client.look("a", PATIENCE_S) is None
+        client.put("a", "1 ü \n", PATIENCE_S)
+        assert other.get("a", PATIENCE_S) == "1 ü \n"
+        assert [other.add("n", 2, PATIENCE_S), client.add("n", -5, PATIENCE_S)] == [2, -3]
+        assert client.get("n", PATIENCE_S) == "-3"
+        for number in range(3000):
+            client.send(lambda result, error: None, "put", f"epoch/{number}", "x")
+        client.put("epoch-2", "y", PATIENCE_S)
+        assert len(served.store) == 3003
+        assert other.delete("epoch/", PATIENCE_S) == 3000 and other.delete("epoch/", PATIENCE_S) == 0
+        assert len(served.store) == 3 and client.get("epoch-2", PATIENCE_S) == "y"
+    finally:
+        served.close()
+
+
+def test_a_get_waits_for_the_key_and_no_longer_than_it_was_told(served: Served) -> None:
+    client, got = served.client(), []
+    waiter = threading.Thread(target=lambda: got.append(served.client().get("late", PATIENCE_S)))
+    waiter.start()
+    until(lambda: is_in(waiter, StoreClient._ask), "it waits")
+    with pytest.raises(
+        DeadlineExceeded, match=r"waited 0\.05 s for the key-value store at 127\.0\.0\.1 port \d+ .*get never"
+    ):
+        client.get("never", 0.05)
+    client.put("never", "too late", PATIENCE_S)
+    assert client.get("never", PATIENCE_S) == "too late", "the one given up is not answered in its place"
+    client.put("late", "now", PATIENCE_S)
+    waiter.join(PATIENCE_S)
+    assert got == ["now"]
+    until(lambda: not served.store._waiting, "nothing waits any more")
+
+
+def test_clients_of_a_barrier_wait_for_all_of_them(served: Served) -> None:
+    passed: list[int] = []
+
+    def come(number: int) -> None:
+        served.client().barrier("b", 3, PATIENCE_S)
+        passed.append(number)
+
+    threads = [threading.Thread(target=come, args=(number,)) for number in range(3)]
+    for thread in threads[:2]:
+        thread.start()
+    client = served.client()
+    until(lambda: client.look("b/arrived", PATIENCE_S) == "2", "two have come")
+    assert not passed
+    threads[2].start()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    assert sorted(passed) == [0, 1, 2]
+
+
+def test_who_waits_when_the_store_ends_is_told(served: Served) -> None:
+    lost: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            served.client().get("never", PATIENCE_S)
+        except StoreLost as error:
+            lost.append(error)
+
+    waiter = threading.Thread(target=wait)
+    waiter.start()
+    until(lambda: bool(served.store._waiting), "it waits")
+    served.end()
+    waiter.join(PATIENCE_S)
+    assert "closed the connection" in str(lost[0])
+    with pytest.raises(StoreLost, match="no connection to the key-value store"):
+        StoreClient(served.store.address, served.store.token).ping(PATIENCE_S)
+
+
+def test_a_wrong_token_closes_the_connection(served: Served) -> None:
+    for first in ("0" * 32, "", served.store.token[:-1], served.store.token + "0", 7, None, [served.store.token], "ü"):
+        assert is_closed(served.stranger(pack(first), pack([1, "put", "a", "b"])))
+    with pytest.raises(StoreLost):
+        StoreClient(served.store.address, "f" * 32).ping(PATIENCE_S)
+    assert len(served.store) == 0
+
+
+@settings(max_examples=60)
+@given(st.binary(min_size=5, max_size=300))
+@example(b"\xff\xff\xff\xff" + b"x" * 10)
+@example(b"GET / HTTP/1.1\r\n\r\n")
+@example(pack("x" * 32)[:-1] + b"\xff")
+def test_garbage_of_a_stranger_closes_its_connection_and_no_other(garbage: bytes) -> None:
+    served = shared()
+    answers(served.stranger(garbage))
+    assert served.clients[0].add("alive", 1, PATIENCE_S) > 0
+
+
+anything = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
+    max_leaves=8,
+)
+words = st.sampled_from(["put", "get", "look", "add", "delete", "cancel", "ping", "a", "b", "", 0, 1, 2**60, True, -1])
+
+
+@settings(max_examples=100)
+@given(st.lists(anything | st.lists(words | anything, max_size=5), max_size=5))
+@example([[1, "get", "nothing"], [1, "get", "nothing"]])
+@example([[1, "get", "nothing"], [1, "cancel", 1], [1, "cancel", 1]])
+@example([[1, "add", "a", 10**400]])
+def test_what_a_client_sends_wrongly_hurts_no_other(messages: list[Any]) -> None:
+    served = shared()
+    answers(served.known(*map(pack, messages)))
+    assert served.clients[0].add("alive", 1, PATIENCE_S) > 0
+
+
+def answers(sock: socket.socket) -> bytes:
+    """Say that nothing more will come, and wait for the connection to be closed."""
+    received = b""
+    with sock:
+        try:
+            sock.shutdown(socket.SHUT_WR)
+            while more := sock.recv(1 << 16):
+                received += more
+        except OSError:  # it was closed before
+            pass
+    return received
+
+
+operations = st.lists(
+    st.tuples(st.just("put"), st.sampled_from(["a", "ab", "b", "b/c"]), st.sampled_from(["", "7", "x"]))
+    | st.tuples(st.just("add"), st.sampled_from(["a", "ab", "b", "b/c"]), st.integers(-3, 3))
+    | st.tuples(st.sampled_from(["look", "delete"]), st.sampled_from(["a", "ab", "b", "b/"])),
+    max_size=20,
+)
+
+
+@settings(max_examples=60)
+@given(operations)
+def test_it_holds_what_a_dictionary_would(todo: list[tuple[Any, ...]]) -> None:
+    client, model = shared().clients[0], {}
+    client.put("a", "", PATIENCE_S)
+    for prefix in ("a", "b"):
+        client.delete(prefix, PATIENCE_S)
+    for operation, key, *more in todo:
+        if operation == "put":
+            client.put(key, *more, PATIENCE_S)
+            model[key] = more[0]
+        elif operation == "look":
+            assert client.look(key, PATIENCE_S) == model.get(key)
+        elif operation == "delete":
+            gone = {name for name in model if name.startswith(key)}
+            assert client.delete(key, PATIENCE_S) == len(gone)
+            model = {name: value for name, value in model.items() if name not in gone}
+        elif not model.get(key, "0").lstrip("-").isdigit():
+            with pytest.raises(StoreRefused, match="is no number"):
+                client.add(key, more[0], PATIENCE_S)
+        else:
+            model[key] = str(int(model.get(key, "0")) + more[0])
+            assert client.add(key, more[0], PATIENCE_S) == int(model[key])
+
+
+_shared: list[Served] = []
+
+
+def shared() -> Served:
+    """One store for all examples, with a client that stays."""
+    if not _shared:
+        _shared.append(Served())
+        _shared[0].client()
+    return _shared[0]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def close_shared() -> Iterator[None]:
+    yield
+    if _shared:
+        served = _shared.pop()
+        until(lambda: served.store.connections == 1, "all others are gone")
+        assert not served.store._strangers
+        served.close()
+
+
+def test_it_holds_no_more_than_it_may() -> None:
+    served = Served(keys=3, nbytes=100, key_length=10, waits=2)
+    try:
+        client = served.client()
+        for key in "abc":
+            client.put(key, "1", PATIENCE_S)
+        for refused in (lambda: client.put("d", "1", PATIENCE_S), lambda: client.put("a", "x" * 100, PATIENCE_S)):
+            with pytest.raises(StoreRefused, match="full: 3 keys, 6 bytes"):
+                refused()
+        with pytest.raises(StoreRefused, match="1 to 10 characters, this one 11"):
+            client.put("x" * 11, "1", PATIENCE_S)
+        with pytest.raises(StoreRefused, match=r"larger than 2\*\*53"):
+            client.put("a", str(2**53 - 1), PATIENCE_S)
+            client.add("a", 1, PATIENCE_S)
+        for _ in range(2):
+            client.send(lambda result, error: None, "get", "never")
+        with pytest.raises(StoreRefused, match="2 messages of this connection wait already"):
+            client.get("never", PATIENCE_S)
+        client.put("a", "x" * 90, PATIENCE_S)
+        client.delete("a", PATIENCE_S)
+        client.put("a", "x" * 90, PATIENCE_S)
+        assert is_closed(served.known((1 << 20).to_bytes(4, "big"))), "a message that is too long"
+    finally:
+        served.close()
+
+
+def test_strangers_that_stay_silent_keep_nobody_out_and_are_closed() -> None:
+    served = Served(strangers=3)
+    try:
+        silent = [served.stranger() for _ in range(3)]
+        client = served.client()
+        client.ping(PATIENCE_S)
+        more = [served.stranger(b"\x00") for _ in range(3)]
+        assert all(is_closed(sock) for sock in silent)
+        client.ping(PATIENCE_S)
+        assert served.store.connections == 4
+        for sock in more:
+            sock.close()
+    finally:
+        served.close()
+    served = Served(stranger_s=0.1)
+    try:
+        client = served.client()
+        client.ping(PATIENCE_S)
+        assert is_closed(served.stranger(b"\x00\x00"))
+        client.ping(PATIENCE_S)
+    finally:
+        served.close()
+
+
+def test_a_client_that_takes_no_answers_is_closed_and_holds_up_nobody() -> None:
+    served = Served(unsent_nbytes=1 << 20)
+    try:
+        client = served.client()
+        client.put("long", "x" * 60_000, PATIENCE_S)
+        slow = served.known()
+        slow.settimeout(PATIENCE_S)
+        until(lambda: served.store.connections == 2, "both are there")
+        sent = 0
+        while served.store.connections == 2:
+            try:
+                slow.sendall(pack([sent, "look", "long"]))
+            except ConnectionError:
+                break
+            sent += 1
+            client.ping(PATIENCE_S)
+        slow.close()
+        assert sent < 1000 and client.get("long", PATIENCE_S) == "x" * 60_000
+    finally:
+        served.close()
+
+
+def test_it_sleeps_where_no_descriptor_is_left_and_accepts_again() -> None:
+    store = KeyValueStore()
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with socket.create_connection(store.address) as first:
+        first.sendall(pack(store.token))
+        until(lambda: store.step() or store.connections == 1, "the first is there")
+        store.step()
+        second = socket.create_connection(store.address)
+        try:
+            os.close(lowest := os.dup(0))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, limits[1]))
+            store.step()
+            assert not select.select([store], [], [], 0)[0], "it would never sleep"
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    until(lambda: store.step() or store.connections == 1, "the first is gone, the second is there")
+    second.sendall(pack(store.token) + pack([1, "ping"]))
+    until(lambda: store.step() or bool(select.select([second], [], [], 0)[0]), "an answer")
+    assert second.recv(100) == pack([1, True])
+    second.close()
+    store.close()
+    store.close()
+
+
+def test_it_fits_into_another_event_loop() -> None:
+    store = KeyValueStore()
+    client = StoreClient(store.address, store.token)
+    answered: list[Any] = []
+    client.send(lambda result, error: answered.append((result, error)), "add", "n", 4)
+    poll = select.poll()
+
+    def turn() -> bool:
+        poll.register(store, select.POLLIN)
+        poll.register(client, client.events)
+        for fd, _ in poll.poll(1000 * PATIENCE_S):
+            if fd == store.fileno():
+                store.step()
+            else:
+                client.step()
+        return bool(answered)
+
+    until(turn, "an answer")
+    assert answered == [(4, None)]
+    store.close()
+    client.step()
+    assert client.lost is not None and client.events == 0
+    client.send(lambda result, error: answered.append((result, error)), "ping")
+    assert isinstance(answered[1][1], StoreLost)
+    client.close()
+
+
+@given(st.lists(st.text(max_size=20), max_size=5), st.integers(1, 7))
+def test_messages_come_out_as_they_went_in_however_the_bytes_arrive(messages: list[str], step: int) -> None:
+    frames, found = Frames(1000), []
+    sent = b"".join(map(pack, messages))
+    for start in range(0, len(sent), step):
+        frames.add(sent[start : start + step])
+        found += list(frames.messages())
+    assert found == messages
+
+
+def test_a_message_that_is_too_long_or_too_deep_is_refused() -> None:
+    for bad in ((1001).to_bytes(4, "big"), b"\x00\x00\x03\xe8" + b"[" * 1000, b"\x00\x00\x00\x00"):
+        frames = Frames(1000)
+        frames.add(bad)
+        with pytest.raises(BadFrame):
+            list(frames.messages())
+    deep = Frames(1 << 20)
+    deep.add((1 << 20).to_bytes(4, "big") + b"[" * (1 << 20))
+    with pytest.raises(BadFrame, match="no JSON"):
+        list(deep.messages())

@@ -1,0 +1,265 @@
+"""What MPI is told while it starts: where ranks are, what others have put, and nothing that breaks the server."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import socket
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from waiting import until
+
+from mlflash.wireup.key_value_store import KeyValueStore
+from mlflash.wireup.pmi_server import PmiError, PmiServer, is_epoch_name, new_epoch_name, parse
+from mlflash.wireup.process_mapping import Block, blocks, mapping, nodes_of
+from mlflash.wireup.store_client import StoreClient
+
+
+def read_as_mpich(text: str, size: int) -> list[int]:
+    """The node of each rank as MPICH 5 reads it: MPL_rankmap_str_to_array, without what we never write."""
+    triples = [tuple(map(int, found)) for found in re.findall(r"\((\d+),(\d+),(\d+)\)", text)]
+    assert text == f"(vector,{','.join(f'({a},{b},{c})' for a, b, c in triples)})"
+    nodes: list[int] = []
+    again = next((number for number, triple in enumerate(triples) if triple[0] == 0), len(triples))
+    while True:
+        for node, count, ranks in triples:
+            nodes += [node + i for i in range(count) for _ in range(ranks)]
+            if len(nodes) >= size:
+                return nodes[:size]
+        triples = triples[again:]
+        assert triples, "the mapping ends before the ranks do"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "text"),
+    [
+        ([0], "(vector,(0,1,1))"),
+        ([0, 0, 0, 0], "(vector,(0,1,4))"),
+        ([0, 1, 2, 3], "(vector,(0,4,1))"),
+        ([0, 0, 1, 1, 2, 2], "(vector,(0,3,2))"),
+        ([0, 0, 1, 1, 2], "(vector,(0,2,2),(2,1,1))"),
+        ([0, 1, 1, 1, 2], "(vector,(0,1,1),(1,1,3),(2,1,1))"),
+        ([7, 7, 9, 9, 9], "(vector,(0,1,2),(1,1,3))"),
+        ([7, 9, 7, 9], "(vector,(0,2,1))"),
+        ([0, 1, 2, 0, 1, 2, 0], "(vector,(0,3,1))"),
+        ([0, 0, 1, 0, 0, 1], "(vector,(0,1,2),(1,1,1))"),
+        ([0, 1, 0], "(vector,(0,2,1))"),
+        ([0, 1, 1, 0, 2], "(vector,(0,1,1),(1,1,2),(0,1,1),(2,1,1))"),
+        ([5, 4, 3, 2], "(vector,(0,4,1))"),
+    ],
+)
+def test_nodes_are_written_down_as_mpich_reads_them(nodes: list[int], text: str) -> None:
+    assert mapping(nodes) == text
+
+
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=30) | st.lists(st.integers(0, 1), min_size=1, max_size=40))
+def test_any_nodes_come_back(nodes: list[int]) -> None:
+    first = list(dict.fromkeys(nodes))
+    numbered = [first.index(node) for node in nodes]
+    assert read_as_mpich(mapping(nodes), len(nodes)) == numbered
+    assert nodes_of(blocks(nodes), len(nodes)) == numbered
+
+
+def test_a_large_world_on_uneven_nodes_is_small() -> None:
+    nodes = [node for node in range(2000) for _ in range(8)]
+    assert blocks(nodes) == (Block(0, 2000, 8),)
+    assert blocks([*nodes[:-3], 2000, 2000]) == (Block(0, 1999, 8), Block(1999, 1, 5), Block(2000, 1, 2))
+    scattered = [rank * 7919 % 4099 for rank in range(16_384)]
+    assert read_as_mpich(mapping(scattered), len(scattered)) == nodes_of(blocks(scattered), len(scattered))
+
+
+class Client:
+    """An MPI process, as the server sees it, and the event loop that both stand in."""
+
+    def __init__(self, store: KeyValueStore, rank: int = 0, nodes: Sequence[int] = (0,), epoch: str = "e1"):
+        self.store, self.epoch = store, epoch
+        self.asking = StoreClient(store.address, store.token)
+        self.sock, its = socket.socketpair()
+        self.sock.setblocking(False)
+        self.server = PmiServer(its, epoch, rank, nodes, self.asking)
+        self.received = b""
+
+    def turn(self) -> None:
+        self.store.step()
+        self.asking.step()
+        if self.server.fileno() >= 0:
+            self.server.receive()
+        with contextlib.suppress(BlockingIOError, ConnectionError):
+            self.received += self.sock.recv(1 << 16)
+
+    def say(self, line: str) -> None:
+        self.sock.sendall(line.encode() + b"\n")
+
+    def answer(self) -> str:
+        until(lambda: self.turn() or b"\n" in self.received or self.server.error, "an answer")
+        assert self.server.error is None, self.server.error
+        line, _, self.received = self.received.partition(b"\n")
+        return line.decode()
+
+    def ask(self, line: str) -> str:
+        self.say(line)
+        return self.answer()
+
+    def error(self) -> str:
+        until(lambda: self.turn() or self.server.error, "an error")
+        return str(self.server.error)
+
+    def close(self) -> None:
+        self.server.close()
+        self.asking.close()
+        self.sock.close()
+
+
+Make = Callable[..., Client]
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    store, made = KeyValueStore(), []
+
+    def make(rank: int = 0, nodes: Sequence[int] = (0,), epoch: str = "e1") -> Client:
+        made.append(Client(store, rank, nodes, epoch))
+        return made[-1]
+
+    yield make
+    for client in made:
+        client.close()
+    store.close()
+
+
+def test_what_mpich_asks_is_answered(make: Make) -> None:
+    client = make(1, [3, 3, 4])
+    for line, answer in {
+        "cmd=init pmi_version=1 pmi_subversion=1": "cmd=response_to_init pmi_version=1 pmi_subversion=1 rc=0",
+        "cmd=get_maxes": "cmd=maxes rc=0 kvsname_max=256 keylen_max=64 vallen_max=1024",
+        "cmd=get_appnum": "cmd=appnum rc=0 appnum=0",
+        "cmd=get_my_kvsname": "cmd=my_kvsname rc=0 kvsname=e1",
+        "cmd=get_universe_size": "cmd=universe_size rc=0 size=3",
+        "cmd=get kvsname=e1 key=PMI_process_mapping":
+            "cmd=get_result rc=0 msg=success value=(vector,(0,1,2),(1,1,1))",
+        "cmd=get kvsname=e1 key=PMI_hwloc_xmlfile": "cmd=get_result rc=-1 msg=key_not_found value=unknown",
+        "cmd=get kvsname=e1 key=-bcast-1-0": "cmd=get_result rc=-1 msg=key_not_found value=unknown",
+        "cmd=put kvsname=e1 key=-bcast-1-0 value=a\\ b=(c)[8]": "cmd=put_result rc=0 msg=success",
+        "cmd=get key=-bcast-1-0 kvsname=e1": "cmd=get_result rc=0 msg=success value=a\\ b=(c)[8]",
+        "cmd=finalize": "cmd=finalize_ack rc=0",
+    }.items():  # fmt: skip
+        assert client.ask(line) == answer
+    assert client.server.is_finalized
+    assert set(client.store._values) == {"e1/started/1", "e1/put/-bcast-1-0"}
+    client.sock.close()
+    until(lambda: client.server.receive() or client.server.fileno() < 0, "the end")
+    assert client.server.error is None
+
+
+def test_a_barrier_waits_for_all_ranks_and_holds_up_nobody_else(make: Make) -> None:
+    one, other = make(0, [0, 1]), make(1, [0, 1])
+    for _ in range(3):
+        one.say("cmd=barrier_in")
+        assert other.ask("cmd=get_appnum") == "cmd=appnum rc=0 appnum=0"
+        one.turn()
+        assert not one.received
+        other.say("cmd=barrier_in")
+        until(lambda: one.turn() or other.turn() or (one.received and other.received), "both are let through")
+        assert one.answer() == other.answer() == "cmd=barrier_out rc=0"
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        ("", "no command"),
+        ("GET / HTTP/1.1", "no words key=value"),
+        ("kvsname=e1 cmd=get", "no command"),
+        ("cmd=launch_missiles", "an unknown command: launch_missiles"),
+        ("mcmd=spawn", "no command"),
+        ("cmd=put kvsname=other key=a value=b", "put in 'other', which is not 'e1'"),
+        ("cmd=put kvsname=e1 value=b", "a key of 0 characters"),
+        (f"cmd=put kvsname=e1 key={'k' * 64} value=b", "a key of 64 characters"),
+        (f"cmd=put kvsname=e1 key=k value={'v' * 1024}", "a value of 1024 characters"),
+        ("cmd=" + "x" * 10_000, "a line of more than 4096 bytes"),
+        ("cmd=ü", "no text"),
+        ("cmd=barrier_in\ncmd=barrier_in", "barrier_in before the last command was answered"),
+        ("cmd=abort exitcode=7 message=abort", r"MPI_Abort\(7\)"),
+        ("cmd=barrier_in\ncmd=abort exitcode=3", r"MPI_Abort\(3\)"),
+        ("cmd=abort exitcode=x", r"MPI_Abort\(1\)"),
+    ],
+)
+def test_what_is_no_pmi_ends_the_process_that_sent_it(make: Make, line: str, why: str) -> None:
+    client = make(nodes=[0, 0])
+    client.say(line)
+    assert re.search(why, client.error())
+    assert client.server.fileno() == -1
+
+
+def test_a_name_that_was_used_before_and_a_store_that_has_ended_are_errors(make: Make) -> None:
+    first, second = make(), make()
+    first.ask("cmd=put kvsname=e1 key=k value=v")
+    assert "two couriers have this rank" in second.error()
+    third = make(epoch="e2")
+    third.ask("cmd=put kvsname=e2 key=k value=v")
+    third.asking.close()
+    third.say("cmd=get kvsname=e2 key=k")
+    assert "no connection to the key-value store" in third.error()
+
+
+def test_a_process_that_takes_no_answers_is_ended(make: Make) -> None:
+    client = make()
+    client.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
+
+    def is_ended() -> str | None:
+        with contextlib.suppress(BlockingIOError, ConnectionError):
+            client.sock.send(b"cmd=get_appnum\n" * 50)
+        client.server.receive()
+        return client.server.error
+
+    assert "does not take its answers" in str(until(is_ended, "an error"))
+
+
+line = st.binary(max_size=60) | st.builds(
+    lambda command, words: b" ".join([b"cmd=" + command, *words]),
+    st.sampled_from([b"init", b"put", b"get", b"barrier_in", b"finalize", b"abort", b"get_maxes", b""]),
+    st.lists(
+        st.sampled_from([b"kvsname=e1", b"key=k", b"key=PMI_process_mapping", b"value=v", b"=", b"rc=0", b"value=\\"])
+        | st.binary(max_size=10),
+        max_size=4,
+    ),
+)
+
+
+@settings(max_examples=200)
+@given(line)
+@example(b"cmd=get key=\\\\\\")
+@example(b"cmd")
+@example(b"cmd= x=\xff")
+def test_any_line_is_words_or_an_error(line: bytes) -> None:
+    try:
+        words = parse(line)
+    except PmiError:
+        return
+    assert line.startswith(b"cmd=")
+    assert all(re.fullmatch(r"[A-Za-z0-9_-]+", word) and "\n" not in value for word, value in words.items())
+
+
+@settings(max_examples=60)
+@given(st.lists(line, max_size=6))
+def test_no_process_can_break_the_server(lines: list[bytes]) -> None:
+    store = KeyValueStore()
+    client, other = Client(store, 0, [0, 0]), Client(store, 1, [0, 0])
+    try:
+        client.sock.sendall(b"\n".join([*lines, b""]))
+        for _ in range(5):
+            client.turn()
+        assert other.ask("cmd=put kvsname=e1 key=x value=y") == "cmd=put_result rc=0 msg=success"
+    finally:
+        client.close()
+        other.close()
+        store.close()
+
+
+def test_epochs_have_names_that_go_into_a_line_and_are_new() -> None:
+    names = {new_epoch_name(3) for _ in range(100)}
+    assert len(names) == 100 and all(is_epoch_name(name) and name.startswith("epoch-3-") for name in names)
+    for bad in ("", "a b", "a/b", "a\n", "x" * 201, "ü", "a="):
+        assert not is_epoch_name(bad)
