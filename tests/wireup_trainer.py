@@ -14,7 +14,7 @@ from waiting import PATIENCE_S, hang
 
 from mlflash.wireup.launcher_variables import launched
 from mlflash.wireup.store_client import StoreClient
-from mlflash.wireup.zygote_client import ZygoteClient, ZygoteRefused
+from mlflash.wireup.zygote_client import ZygoteClient, ZygoteLost, ZygoteRefused
 
 ENTRIES = [f"wireup_courier:{name}" for name in ("serve", "before_mpi", "exits", "raises", "speaks_no_pmi")]
 
@@ -40,7 +40,7 @@ class Trainer:
                     its.fileno(),
                     PATIENCE_S,
                 )
-            except ZygoteRefused as refused:
+            except (ZygoteRefused, ZygoteLost) as refused:
                 mine.close()
                 return str(refused)
         mine.settimeout(PATIENCE_S)
@@ -106,6 +106,8 @@ def main() -> None:
     for number in range(1000):
         command, *values = json.loads(store.get(f"do/{me.rank}/{number}", 3 * PATIENCE_S))
         if command == "stop":
+            for courier in trainer.couriers.values():
+                courier.close()
             trainer.zygote.stop(PATIENCE_S)
             store.put(f"done/{me.rank}/{number}", "null", PATIENCE_S)
             break

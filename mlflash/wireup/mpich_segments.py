@@ -1,7 +1,9 @@
 """The shared memory that MPICH makes in /dev/shm, and leaves there when its processes are killed.
 
-Its name follows from the epoch's name, by a hash that is MPICH's own; so a process is asked, through /proc, which ones
-it maps, while it lives.
+A process is asked, through /proc, which it maps, while it lives. One that was killed before anybody asked may have made
+those whose names follow from the epoch's; only an MPICH that makes them in another way leaves them then.
+
+Source: MPICH, src/mpid/ch4/shm/posix/posix_init.c and src/util/mpir_pmi.c.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 
 SHARED_MEMORY = Path("/dev/shm")
-_NAME = re.compile(r" /dev/shm/(mpich_shm_[0-9a-f]{1,16}_[0-9]{1,9})$", re.MULTILINE)
+_NAME = re.compile(r" /dev/shm/(mpich_(?:shm|vci)_[0-9a-f]{1,16}_[0-9]{1,9})$", re.MULTILINE)
 
 
 def is_segment(name: object) -> bool:
@@ -36,6 +38,17 @@ def mapped_by(pid: int | str) -> set[str]:
         return set()
 
 
+def named_after(epoch: str, node: int) -> set[str]:
+    """Name the segments that MPICH 5 makes for an epoch on a node. Not collective.
+
+    Args:
+        epoch: its name, which nobody else ever used.
+        node: its number, as in `process_mapping`.
+    """
+    hashes = (_fnv(epoch.encode()), _fnv(f"{epoch}-1".encode()))  # MPICH 5.0 and 5.1
+    return {f"mpich_{what}_{hashed:x}_{node}" for what in ("shm", "vci") for hashed in hashes}
+
+
 def remove_unmapped(names: Collection[str]) -> set[str]:
     """Remove those of these segments that no process maps any more. Not collective.
 
@@ -52,6 +65,14 @@ def remove_unmapped(names: Collection[str]) -> set[str]:
     for name in ours - still:
         (SHARED_MEMORY / name).unlink(missing_ok=True)
     return still
+
+
+def _fnv(text: bytes) -> int:
+    """Hash by FNV-1a, 32 bits."""
+    hashed = 2166136261
+    for byte in text:
+        hashed = (hashed ^ byte) * 16777619 & 0xFFFFFFFF
+    return hashed
 
 
 def _mapped_by_any(pids: Iterable[int]) -> set[str]:

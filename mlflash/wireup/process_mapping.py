@@ -25,14 +25,23 @@ class Block(NamedTuple):
     ranks: int
 
 
+def numbered(nodes: Sequence[int]) -> list[int]:
+    """Number nodes as they first appear, from 0. Not collective.
+
+    Args:
+        nodes: of each rank, any numbers `(ranks)`.
+    """
+    numbers: dict[int, int] = {}
+    return [numbers.setdefault(node, len(numbers)) for node in nodes]
+
+
 def blocks(nodes: Sequence[int]) -> tuple[Block, ...]:
     """Describe which node each rank is on by as few blocks as one look finds. Not collective.
 
     Args:
         nodes: of each rank, any numbers `(ranks)`.
     """
-    numbers: dict[int, int] = {}
-    renumbered = [numbers.setdefault(node, len(numbers)) for node in nodes]
+    renumbered = numbered(nodes)
     found: list[Block] = []
     for node, ranks in groupby(renumbered):
         count = len(list(ranks))

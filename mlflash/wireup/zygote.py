@@ -42,6 +42,7 @@ from . import courier_process, mpich_segments
 from .courier_process import Courier
 from .frames import BadFrame, Frames, pack
 from .pmi_server import PmiServer, is_epoch_name
+from .process_mapping import numbered
 from .store_client import StoreClient
 
 _LARGEST_NBYTES = 1 << 23
@@ -65,14 +66,14 @@ class _Child:
     store: StoreClient
     reports_fd: int
     reports: Frames
-    mapped: set[str]
+    segments: set[str]  # that it may leave behind
     reports_more: bool = True
     is_up: bool = False
     why: str | None = None
 
     def note_segments(self) -> None:
         """Look which shared memory of MPI it maps, while it lives."""
-        self.mapped |= mpich_segments.mapped_by(self.pid)
+        self.segments |= mpich_segments.mapped_by(self.pid)
 
     def close(self) -> None:
         """Close what the zygote has of it."""
@@ -254,7 +255,9 @@ class Zygote:
                     os.waitpid(pid, 0)
                     raise
                 kept.pop_all()
-        self._children[pid] = _Child(pid, pidfd, epoch, rank, pmi, store, reports_fd, Frames(_LARGEST_NBYTES), set())
+        segments = mpich_segments.named_after(epoch, numbered(nodes)[rank])
+        reports = Frames(_LARGEST_NBYTES)
+        self._children[pid] = _Child(pid, pidfd, epoch, rank, pmi, store, reports_fd, reports, segments)
         return pid
 
     def _kill(self, child: _Child, why: str | None) -> None:
@@ -275,7 +278,7 @@ class Zygote:
             child.reports.add(reported)
             for report in child.reports.messages():
                 child.is_up = True
-                child.mapped |= {name for name in report["mapped"] if mpich_segments.is_segment(name)}
+                child.segments |= {name for name in report["mapped"] if mpich_segments.is_segment(name)}
                 self._tell({"event": "up", "pid": child.pid})
         except BlockingIOError:
             pass
@@ -289,7 +292,7 @@ class Zygote:
         self._hear(child)
         del self._children[child.pid]
         child.close()
-        self._segments = mpich_segments.remove_unmapped(self._segments | child.mapped)
+        self._segments = mpich_segments.remove_unmapped(self._segments | child.segments)
         why = child.why or child.pmi.error
         self._tell({"event": "ended", "pid": child.pid, "epoch": child.epoch, "rank": child.rank, "why": why,
                     "status": status if status >= 0 else None, "signal": -status if status < 0 else None})  # fmt: skip

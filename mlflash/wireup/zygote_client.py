@@ -16,8 +16,10 @@ from pathlib import Path
 from typing import IO, Any
 
 from ..errors import DeadlineExceeded
+from . import mpich_segments
 from .frames import BadFrame, Frames, pack
 from .launcher_variables import without_launcher
+from .process_mapping import numbered
 
 _LARGEST_NBYTES = 1 << 20
 
@@ -76,6 +78,7 @@ class ZygoteClient:
         self._unanswered = 0  # of commands that were not waited for to the end
         self._up: set[int] = set()
         self._running: set[int] = set()
+        self._segments: dict[int, set[str]] = {}  # that the couriers make
         self.ended: dict[int, CourierEnd] = {}
         """Couriers that have ended, as far as `step` has seen."""
         with its:
@@ -136,6 +139,8 @@ class ZygoteClient:
         order = {"do": "fork", "entry": entry_point, "epoch": epoch, "rank": rank, "nodes": list(nodes),
                  "store": list(store), "token": token}  # fmt: skip
         pid: int = self._ask(order, timeout_s, [descriptor])["pid"]
+        if pid in self._running:
+            self._segments[pid] = mpich_segments.named_after(epoch, numbered(nodes)[rank])
         return pid
 
     def ask(self, pid: int, timeout_s: float) -> dict[str, bool]:
@@ -213,6 +218,7 @@ class ZygoteClient:
         except (DeadlineExceeded, ZygoteLost, subprocess.TimeoutExpired):
             self.process.kill()
             self.process.wait()
+        mpich_segments.remove_unmapped(set().union(*self._segments.values()))  # a zygote that was killed did not
         self._sock.close()
 
     # Messages
@@ -266,6 +272,7 @@ class ZygoteClient:
                     pid, fields["epoch"], fields["rank"], fields["status"], fields["signal"], fields["why"]
                 )
                 self._running.discard(pid)
+                self._segments.pop(pid, None)
             case {"pid": int(pid)}:  # of a fork; an earlier courier may have had this number
                 self.ended.pop(pid, None)
                 self._up.discard(pid)

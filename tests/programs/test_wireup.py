@@ -20,6 +20,7 @@ from waiting import PATIENCE_S, until
 
 from mlflash.launcher.processes import find_mpiexec, mpiexec
 from mlflash.wireup.key_value_store import KeyValueStore
+from mlflash.wireup.mpich_segments import mapped_by, named_after
 from mlflash.wireup.pmi_server import new_epoch_name
 from mlflash.wireup.store_client import StoreClient
 
@@ -44,6 +45,7 @@ class Job:
         self.client = StoreClient(self.store.address, self.store.token)
         self.commands = [0] * RANKS
         self.trainers: list[subprocess.Popen[bytes]] = []
+        self.took: list[float] = []  # ms of each epoch
         self.pids: set[int] = set()  # all that were ever known
 
     def _serve(self) -> None:
@@ -94,6 +96,7 @@ class Job:
         name = new_epoch_name(1)
         took = self.all("start", name, list(nodes))
         forked, up, summed = (max(times) for times in zip(*took, strict=True))
+        self.took.append(summed)
         print(
             f"epoch on nodes {list(nodes)}: forked {forked:.0f} ms, MPI up {up:.0f} ms, allreduce done {summed:.0f} ms"
         )
@@ -209,6 +212,8 @@ def test_many_epochs_leave_no_descriptors_processes_keys_or_memory(job: Job) -> 
         ended = job.all("end" if number % 2 else "kill")
         assert ended == ([[0, None, None]] if number % 2 else [[None, signal.SIGKILL, None]]) * RANKS
         assert job.client.delete(f"{name}/", PATIENCE_S) >= RANKS
+    print(f"{RANKS} ranks, fork to allreduce done: median {statistics.median(job.took[1:]):.0f} ms of "
+          f"{sorted(map(round, job.took[1:]))}")  # fmt: skip
     assert job.all("descriptors") == before
     assert not [pid for pid in job.pids - {pid for pids in job.all("pids") for pid in pids[:2]} if lives(pid)]
     assert not [name for name in segments if (SHM / name).exists()]
@@ -251,8 +256,21 @@ def test_a_courier_in_init_can_be_killed_while_others_never_come(job: Job) -> No
     until(lambda: job.client.look(f"{name}/barrier/1", PATIENCE_S) == "2", "two couriers are in MPI_Init")
     assert job.tell(0, "ask") == {"running": True, "mpi": False}, "its zygote answers"
     assert job.all("kill") == [[None, signal.SIGKILL, None]] * RANKS
+
+    # On one node they wait for each other in shared memory, and say nothing of it before they are killed.
+    name = new_epoch_name(2)
+    job.all("fork", name, [0, 0, 0], ranks=(0, 1))
+    job.tell(2, "fork", name, [0, 0, 0], "before_mpi")
+    segments = named_after(name, 0)
+    couriers = [pids[2] for pids in job.all("pids")]
+    until(lambda: all(mapped_by(pid) & segments for pid in couriers[:2]), "two couriers are in MPI_Init")
+    for pid in couriers:
+        os.kill(pid, signal.SIGKILL)
+    assert job.all("wait") == [[None, signal.SIGKILL, None]] * RANKS
+    assert not [name for name in segments if (SHM / name).exists()]
     job.epoch(nodes)
-    assert job.all("kill") == [[None, signal.SIGKILL, None]] * RANKS
+    assert job.stop() == [0] * RANKS, "which ends the couriers that are left"
+    assert not [pid for pid in job.pids if lives(pid)]
 
 
 def test_two_couriers_of_one_rank_do_not_hang(job: Job) -> None:
@@ -268,20 +286,13 @@ def test_a_killed_zygote_takes_its_courier_along_and_the_trainer_is_told(job: Jo
     job.start()
     job.epoch()
     segments = mapped(job)
+    job.all("kill", ranks=(0, 2))
+    assert all((SHM / name).exists() for name in segments), "of the courier that is left"
     _, zygote, courier = job.tell(1, "pids")
     os.kill(zygote, signal.SIGKILL)
     until(lambda: not lives(courier), "a courier that nobody would see")
-    job.all("kill", ranks=(0, 2))
+    assert "has ended, with -9" in job.tell(1, "fork", new_epoch_name(2), [0], "serve", 0)
+    job.tell(1, "stop")
     assert not [name for name in segments if (SHM / name).exists()]
-    assert job.stop() == [0] * RANKS, "a trainer whose zygote was killed can still stop it"
-
-
-def test_how_long_an_epoch_takes(job: Job) -> None:
-    job.start()
-    took = []
-    for _ in range(5):
-        took.append(max(times[-1] for times in job.all("start", new_epoch_name(1), [0] * RANKS)))
-        job.all("kill")
-    print(
-        f"{RANKS} ranks, fork to allreduce done: median {statistics.median(took):.0f} ms of {sorted(map(round, took))}"
-    )
+    job.all("stop", ranks=(0, 2))
+    assert [trainer.wait(PATIENCE_S) for trainer in job.trainers] == [0] * RANKS

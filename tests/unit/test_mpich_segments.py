@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from mlflash.wireup import mpich_segments
-from mlflash.wireup.mpich_segments import SHARED_MEMORY, is_segment, mapped_by, remove_unmapped
+from mlflash.wireup.mpich_segments import SHARED_MEMORY, is_segment, mapped_by, named_after, remove_unmapped
 
 
 @pytest.fixture
@@ -49,6 +49,12 @@ def test_nothing_but_a_file_of_ours_is_removed(name: str, monkeypatch: pytest.Mo
     link.unlink()
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
     assert mpich_segments.remove_unmapped({name}) == set() and target.exists()
+
+
+def test_names_follow_from_the_epoch_as_in_mpich() -> None:
+    assert "mpich_shm_2a5e72b0_3" in named_after("kvs_probe", 3), "seen with MPICH 5.0.2"
+    assert "mpich_vci_8595b9a2_0" in named_after("kvs_probe", 0), "kvs_probe-1, in MPICH 5.1"
+    assert all(map(is_segment, named_after("kvs_probe", 4000)))
 
 
 def test_only_what_mpich_calls_so_is_a_segment() -> None:
