@@ -12,6 +12,7 @@ from typing import Any
 
 from waiting import PATIENCE_S, hang
 
+from mlflash.errors import DeadlineExceeded
 from mlflash.wireup.launcher_variables import launched
 from mlflash.wireup.store_client import StoreClient
 from mlflash.wireup.zygote_client import ZygoteClient, ZygoteLost, ZygoteRefused
@@ -26,7 +27,9 @@ class Trainer:
         self.couriers: dict[int, socket.socket] = {}
         self.pid = 0  # of the newest
 
-    def fork(self, epoch: str, nodes: list[int], entry: str = "serve", rank: int | None = None) -> int | str:
+    def fork(
+        self, epoch: str, nodes: list[int], entry: str = "serve", rank: int | None = None, token: str | None = None
+    ) -> int | str:
         mine, its = socket.socketpair()
         with its:
             try:
@@ -36,7 +39,7 @@ class Trainer:
                     self.rank if rank is None else rank,
                     nodes,
                     self.address,
-                    self.token,
+                    token or self.token,
                     its.fileno(),
                     PATIENCE_S,
                 )
@@ -78,8 +81,11 @@ class Trainer:
             lines.write('["end"]\n')
         return self.wait()
 
-    def ask(self) -> dict[str, bool]:
-        return self.zygote.ask(self.pid, PATIENCE_S)
+    def ask(self, timeout_s: float = PATIENCE_S) -> dict[str, bool] | str:
+        try:
+            return self.zygote.ask(self.pid, timeout_s)
+        except DeadlineExceeded as exceeded:
+            return str(exceeded)
 
     def pids(self) -> list[int]:
         return [os.getpid(), self.zygote.process.pid, self.pid]
@@ -108,7 +114,7 @@ def main() -> None:
         if command == "stop":
             for courier in trainer.couriers.values():
                 courier.close()
-            trainer.zygote.stop(PATIENCE_S)
+            trainer.zygote.stop(*values or [PATIENCE_S])
             store.put(f"done/{me.rank}/{number}", "null", PATIENCE_S)
             break
         result = getattr(trainer, command)(*values)

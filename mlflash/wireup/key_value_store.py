@@ -8,15 +8,16 @@ anything else the connection is closed, and nothing is said. From then on a mess
 ...]`` with a number that the client chooses, and so is its answer, ``[number, result]``, or ``[number, null, text]``
 where it was refused. Answers come in any order:
 
-| message                        | result                                                              |
-|--------------------------------|---------------------------------------------------------------------|
-| ``[n, "put", key, value]``     | true; a value that was there is replaced                            |
-| ``[n, "get", key]``            | the value, as soon as there is one                                  |
-| ``[n, "look", key]``           | the value, or null                                                  |
-| ``[n, "add", key, number]``    | the sum; a key that is not there counts as 0, its value is the text |
-| ``[n, "delete", prefix]``      | how many keys began with it; those who wait for them wait on        |
-| ``[n, "cancel", m]``           | whether message m still waited; it will not be answered             |
-| ``[n, "ping"]``                | true                                                                |
+| message                    | result                                                               |
+|----------------------------|----------------------------------------------------------------------|
+| ``[n, "put", key, value]`` | true; a value that was there is replaced                             |
+| ``[n, "get", key]``        | the value, as soon as there is one                                   |
+| ``[n, "look", key]``       | the value, or null                                                   |
+| ``[n, "below", prefix]``   | an object: the rest of each key that begins with it, and its value   |
+| ``[n, "add", key, number]``| the sum; a key that is not there counts as 0, its value is the text  |
+| ``[n, "delete", prefix]``  | how many keys began with it; those who wait for them wait on         |
+| ``[n, "cancel", m]``       | whether message m still waited; it will not be answered              |
+| ``[n, "ping"]``            | true                                                                 |
 
 Keys and values are strings, numbers are integers. A connection that sends anything else is closed.
 """
@@ -61,7 +62,7 @@ class Limits:
     keys: int = 1_000_000
     nbytes: int = 1 << 28
     waits: int = 1024
-    unsent_nbytes: int = 1 << 20
+    unsent_nbytes: int = 1 << 23
 
 
 class _Refused(Exception):
@@ -113,6 +114,8 @@ class KeyValueStore:
         self._waiting: dict[str, dict[tuple[_Connection, int], None]] = {}  # in the order in which they came
         self._connections: dict[_Connection, None] = {}
         self._strangers: dict[_Connection, None] = {}  # the oldest first
+        self._answered: dict[_Connection, None] = {}  # in this step
+        self._below: dict[str, dict[str, str]] = {}  # answers, until a key changes: all ranks ask for the same
         self._selector = selectors.EpollSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._is_listening = self._is_open = True
@@ -141,12 +144,15 @@ class KeyValueStore:
                 continue
             connection: _Connection = ready.data
             try:
-                if connection.is_open and events & selectors.EVENT_WRITE:
+                if events & selectors.EVENT_WRITE:
                     self._flush(connection)
                 if connection.is_open and events & selectors.EVENT_READ:
                     self._receive(connection)
             except (OSError, BadFrame):
                 self._drop(connection)
+        flushing, self._answered = self._answered, {}
+        for connection in flushing:
+            self._flush(connection)
         late = time.monotonic() - self.limits.stranger_s
         for connection in [one for one in self._strangers if one.since <= late]:
             self._drop(connection)
@@ -233,16 +239,20 @@ class KeyValueStore:
 
     def _send(self, connection: _Connection, *message: Any) -> None:
         connection.unsent += pack(message)
-        try:
+        self._answered[connection] = None
+        if len(connection.unsent) > self.limits.unsent_nbytes:
             self._flush(connection)
-        except OSError:
-            self._drop(connection)
 
     def _flush(self, connection: _Connection) -> None:
+        if not connection.is_open:
+            return
         try:
             del connection.unsent[: connection.sock.send(connection.unsent)]
         except BlockingIOError:
             pass
+        except OSError:
+            self._drop(connection)
+            return
         if len(connection.unsent) > self.limits.unsent_nbytes:
             self._drop(connection)
             return
@@ -277,6 +287,8 @@ class KeyValueStore:
                 return self._wait(connection, number, key)
             case ["look", str(key)]:
                 return self._values.get(key)
+            case ["below", str(prefix)] if prefix:
+                return self._find_below(prefix)
             case ["add", str(key), summand] if _is_number(summand):
                 return self._add(key, summand)
             case ["delete", str(prefix)] if prefix:
@@ -294,9 +306,10 @@ class KeyValueStore:
         if nbytes > self.limits.nbytes or (before is None and len(self._values) >= self.limits.keys):
             raise _Refused(f"the store is full: {len(self._values)} keys, {self._nbytes} bytes")
         self._values[key], self._nbytes = value, nbytes
+        self._below.clear()
         for connection, number in list(self._waiting.get(key, {})):
-            if self._forget(connection, number):  # else it was dropped, as it did not take the answer before this one
-                self._send(connection, number, value)
+            self._forget(connection, number)
+            self._send(connection, number, value)
 
     def _check(self, key: str) -> None:
         if not 0 < len(key) <= self.limits.key_length:
@@ -314,9 +327,18 @@ class KeyValueStore:
 
     def _delete(self, prefix: str) -> int:
         keys = [key for key in self._values if key.startswith(prefix)]
+        self._below.clear()
         for key in keys:
             self._nbytes -= len(key) + len(self._values.pop(key))
         return len(keys)
+
+    def _find_below(self, prefix: str) -> dict[str, str]:
+        if prefix not in self._below:
+            found = {key[len(prefix) :]: value for key, value in self._values.items() if key.startswith(prefix)}
+            if sum(map(len, found)) + sum(map(len, found.values())) > self.limits.unsent_nbytes // 8:
+                raise _Refused(f"there is too much below {prefix}")
+            self._below = {prefix: found}
+        return self._below[prefix]
 
     def _wait(self, connection: _Connection, number: int, key: str) -> None:
         self._check(key)

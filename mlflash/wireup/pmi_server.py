@@ -31,7 +31,7 @@ import socket
 from collections.abc import Callable, Sequence
 
 from .process_mapping import mapping
-from .store_client import StoreClient
+from .store_client import StoreClient, StoreRefused
 
 _NAME_LENGTH, _KEY_LENGTH, _VALUE_LENGTH = 256, 64, 1024
 _LINE_LENGTH = 4096
@@ -104,6 +104,8 @@ class PmiServer:
         self._received = bytearray()
         self._is_busy = False  # with a command that the store has not answered
         self._barriers = 0
+        # What all ranks have put, asked for at once after each barrier: MPI asks for each of them, on each rank.
+        self._known: dict[str, str] | None = None
         self._is_open = True
         sock.setblocking(False)
         self._ask(self._started, "add", f"started/{rank}", 1)
@@ -192,9 +194,26 @@ class PmiServer:
             self._found(self._mapping if len(self._mapping) < _VALUE_LENGTH else None)
         elif key.startswith("PMI_"):  # what only a launcher may know of; nobody puts it
             self._found(None)
+        elif self._known is None:
+            self._learn(key)
+        elif key in self._known:
+            self._found(self._known[key])
         else:
             self._is_busy = True
             self._ask(self._found, "look", f"put/{key}")
+
+    def _learn(self, key: str) -> None:
+        def learnt(known: dict[str, str], error: OSError | None) -> None:
+            if not self._is_open:
+                return
+            if error is not None and not isinstance(error, StoreRefused):
+                self._fail(str(error))
+                return
+            self._known = {} if error else known  # refused: too much for one answer, so each is asked for
+            self._get(key)
+
+        self._is_busy = True
+        self._store.send(learnt, "below", f"{self._epoch}/put/")
 
     def _found(self, value: object) -> None:
         if value is None:
@@ -204,6 +223,7 @@ class PmiServer:
 
     def _enter_barrier(self) -> None:
         self._is_busy = True
+        self._known = None
         self._barriers += 1
         name = f"barrier/{self._barriers}"
 

@@ -20,7 +20,7 @@ from .frames import BadFrame, Frames, pack
 Then = Callable[[Any, OSError | None], None]
 """What is called with the answer, or with what went wrong."""
 
-_LARGEST_NBYTES = 1 << 20
+_LARGEST_NBYTES = 1 << 23
 
 
 class StoreLost(ConnectionError):
@@ -125,6 +125,15 @@ class StoreClient:
         """Give the value that a key has now; None where it is not there. Not collective."""
         value: str | None = self._ask(timeout_s, "look", key)
         return value
+
+    def below(self, prefix: str, timeout_s: float) -> dict[str, str]:
+        """Give all keys that begin with a prefix, without it, and their values. Not collective.
+
+        Raises:
+            StoreRefused: they are more than one answer holds, about a megabyte.
+        """
+        found: dict[str, str] = self._ask(timeout_s, "below", prefix)
+        return found
 
     def add(self, key: str, number: int, timeout_s: float) -> int:
         """Add to the number that a key has, 0 where it is not there, and give the sum. Not collective."""

@@ -228,7 +228,7 @@ class ZygoteClient:
         end = time.monotonic() + timeout_s
         self._send(pack(message), descriptors, end, timeout_s)
         self._unanswered += 1
-        self._until(lambda: len(self._answers) == self._unanswered, "its zygote to answer", end - time.monotonic())
+        self._until(lambda: len(self._answers) == self._unanswered, "its zygote to answer", timeout_s, end)
         answer = self._answers[-1]  # those before it came too late for who had asked
         self._answers.clear()
         self._unanswered = 0
@@ -254,8 +254,8 @@ class ZygoteClient:
             except OSError as error:
                 raise self._lost() from error
 
-    def _until(self, is_there: Callable[[], bool], what: str, timeout_s: float) -> None:
-        end = time.monotonic() + timeout_s
+    def _until(self, is_there: Callable[[], bool], what: str, timeout_s: float, end: float | None = None) -> None:
+        end = time.monotonic() + timeout_s if end is None else end
         self._check_owner()
         while not is_there():
             left = end - time.monotonic()

@@ -243,9 +243,29 @@ def test_a_courier_has_what_is_its_own_and_tells_how_it_ends(job: Job) -> None:
     job.tell(2, "fork", new_epoch_name(2), alone, "speaks_no_pmi", 0)
     status, killed_by, why = job.tell(2, "wait")
     assert (status, killed_by) == (None, signal.SIGKILL) and "GET / HTTP/1.1" in why
+    job.tell(2, "fork", new_epoch_name(2), alone, "before_mpi", 0, "f" * 32)
+    status, killed_by, why = job.tell(2, "wait")
+    assert (status, killed_by) == (None, signal.SIGKILL) and "no connection to the key-value store" in why
     assert "is not one of its entry points" in job.tell(2, "fork", new_epoch_name(2), alone, "do", 0)
     assert "no rank of an epoch" in job.tell(2, "fork", new_epoch_name(2), alone, "serve", 1)
     assert "no rank of an epoch" in job.tell(2, "fork", "a/b", alone, "serve", 0)
+
+
+def test_a_zygote_that_hangs_costs_its_trainer_a_deadline_and_no_later_answer_is_taken_for_another(job: Job) -> None:
+    job.start()
+    job.tell(0, "fork", new_epoch_name(1), [0], "before_mpi", 0)
+    zygote = job.tell(0, "pids")[1]
+    os.kill(zygote, signal.SIGSTOP)
+    assert job.tell(0, "ask", 0.05) == "waited 0.05 s for its zygote to answer"
+    os.kill(zygote, signal.SIGCONT)
+    assert job.tell(0, "kill") == [None, signal.SIGKILL, None]
+    assert job.tell(0, "ask") == {"running": False, "mpi": False}
+    job.tell(0, "fork", new_epoch_name(1), [0], "before_mpi", 0)
+    job.pids = set(job.tell(0, "pids"))
+    os.kill(zygote, signal.SIGSTOP)
+    job.tell(0, "stop", 0.05)
+    assert job.trainers[0].wait(PATIENCE_S) == 0
+    until(lambda: not [pid for pid in job.pids if lives(pid)], "all are gone")
 
 
 def test_a_courier_in_init_can_be_killed_while_others_never_come(job: Job) -> None:

@@ -175,7 +175,9 @@ anything = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
     max_leaves=8,
 )
-words = st.sampled_from(["put", "get", "look", "add", "delete", "cancel", "ping", "a", "b", "", 0, 1, 2**60, True, -1])
+words = st.sampled_from(
+    ["put", "get", "look", "below", "add", "delete", "cancel", "ping", "a", "b", "", 0, 1, 2**60, True, -1]
+)
 
 
 @settings(max_examples=100)
@@ -205,7 +207,7 @@ def answers(sock: socket.socket) -> bytes:
 operations = st.lists(
     st.tuples(st.just("put"), st.sampled_from(["a", "ab", "b", "b/c"]), st.sampled_from(["", "7", "x"]))
     | st.tuples(st.just("add"), st.sampled_from(["a", "ab", "b", "b/c"]), st.integers(-3, 3))
-    | st.tuples(st.sampled_from(["look", "delete"]), st.sampled_from(["a", "ab", "b", "b/"])),
+    | st.tuples(st.sampled_from(["look", "below", "delete"]), st.sampled_from(["a", "ab", "b", "b/"])),
     max_size=20,
 )
 
@@ -223,6 +225,9 @@ def test_it_holds_what_a_dictionary_would(todo: list[tuple[Any, ...]]) -> None:
             model[key] = more[0]
         elif operation == "look":
             assert client.look(key, PATIENCE_S) == model.get(key)
+        elif operation == "below":
+            found = {name.removeprefix(key): value for name, value in model.items() if name.startswith(key)}
+            assert client.below(key, PATIENCE_S) == found
         elif operation == "delete":
             gone = {name for name in model if name.startswith(key)}
             assert client.delete(key, PATIENCE_S) == len(gone)
@@ -277,7 +282,21 @@ def test_it_holds_no_more_than_it_may() -> None:
         client.put("a", "x" * 90, PATIENCE_S)
         client.delete("a", PATIENCE_S)
         client.put("a", "x" * 90, PATIENCE_S)
+        assert client.below("b", PATIENCE_S) == {"": "1"}
         assert is_closed(served.known((1 << 20).to_bytes(4, "big"))), "a message that is too long"
+    finally:
+        served.close()
+
+
+def test_what_is_below_a_prefix_has_to_fit_into_an_answer() -> None:
+    served = Served(unsent_nbytes=800)
+    try:
+        client = served.client()
+        client.put("a/1", "x" * 99, PATIENCE_S)
+        assert client.below("a/", PATIENCE_S) == {"1": "x" * 99}
+        client.put("a/2", "", PATIENCE_S)
+        with pytest.raises(StoreRefused, match="too much below a/"):
+            client.below("a/", PATIENCE_S)
     finally:
         served.close()
 

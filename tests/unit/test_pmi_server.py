@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from waiting import until
 
-from mlflash.wireup.key_value_store import KeyValueStore
+from mlflash.wireup.key_value_store import KeyValueStore, Limits
 from mlflash.wireup.pmi_server import PmiError, PmiServer, is_epoch_name, new_epoch_name, parse
 from mlflash.wireup.process_mapping import Block, blocks, mapping, nodes_of
 from mlflash.wireup.store_client import StoreClient
@@ -152,6 +152,28 @@ def test_what_mpich_asks_is_answered(make: Make) -> None:
     client.sock.close()
     until(lambda: client.server.receive() or client.server.fileno() < 0, "the end")
     assert client.server.error is None
+
+
+def test_what_was_put_before_a_barrier_is_there_after_it(make: Make) -> None:
+    ranks = [make(rank, [0, 1, 2]) for rank in range(3)]
+    for phase in "ab":
+        for number, client in enumerate(ranks):
+            client.ask(f"cmd=put kvsname=e1 key=k{number} value={phase}{number}")
+            client.say("cmd=barrier_in")
+        until(lambda: [client.turn() for client in ranks] and all(client.received for client in ranks), "a barrier")
+        for client in ranks:
+            assert client.answer() == "cmd=barrier_out rc=0"
+            for number in (2, 0, 1):
+                found = client.ask(f"cmd=get kvsname=e1 key=k{number}")
+                assert found == f"cmd=get_result rc=0 msg=success value={phase}{number}"
+    # Without a barrier, too; and where it is too much to be told at once, one by one.
+    ranks[0].ask("cmd=put kvsname=e1 key=late value=1")
+    assert ranks[1].ask("cmd=get kvsname=e1 key=late").endswith("value=1")
+    ranks[0].store.limits = Limits(unsent_nbytes=64)
+    other = make(0, [0], "e2")
+    other.ask("cmd=put kvsname=e2 key=long value=123456789")
+    assert other.ask("cmd=get kvsname=e2 key=long").endswith("value=123456789")
+    assert other.ask("cmd=get kvsname=e2 key=short").endswith("value=unknown")
 
 
 def test_a_barrier_waits_for_all_ranks_and_holds_up_nobody_else(make: Make) -> None:
