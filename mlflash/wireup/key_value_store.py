@@ -83,7 +83,9 @@ class _Connection:
 class KeyValueStore:
     """A key-value store that listens. Close it; it may be closed twice.
 
-    Not collective. A process that was forked from this one holds the port open, but does not serve it.
+    Not collective. A process that was forked from this one holds the port open, but does not serve it. Each connection
+    takes a descriptor: where RLIMIT_NOFILE allows fewer than there are ranks, the last ones are not heard until others
+    close theirs, and MPI_Init waits for all.
 
     Args:
         host: the one address it listens on, IPv4 or IPv6.

@@ -321,7 +321,10 @@ def main(arguments: list[str]) -> NoReturn:
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # a trainer may have started it with some blocked
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)  # what a scheduler sends to a whole step is meant for the trainers
-    trainer_pidfd = os.pidfd_open(trainer_pid)
+    try:
+        trainer_pidfd = os.pidfd_open(trainer_pid)
+    except ProcessLookupError:
+        sys.exit(0)
     if os.getppid() != trainer_pid:  # it ended meanwhile, and this may be the pidfd of another process
         sys.exit(0)
     with socket.socket(fileno=int(arguments[0])) as sock:

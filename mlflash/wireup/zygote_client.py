@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import contextlib
 import dataclasses
 import os
 import select
@@ -81,7 +82,8 @@ class ZygoteClient:
         self._segments: dict[int, set[str]] = {}  # that the couriers make
         self.ended: dict[int, CourierEnd] = {}
         """Couriers that have ended, as far as `step` has seen."""
-        with its:
+        with contextlib.ExitStack() as failed, its:
+            failed.callback(self._sock.close)
             self.process = subprocess.Popen(
                 [sys.executable, "-m", __package__ + ".zygote", str(its.fileno()), str(self._owner), *entry_points],
                 env=_paths(without_launcher(os.environ if environment is None else environment)),
@@ -91,6 +93,7 @@ class ZygoteClient:
                 stderr=output,
                 start_new_session=True,  # no signal that a terminal or a launcher sends to the trainer's group
             )
+            failed.pop_all()
         self._sock.setblocking(False)
 
     def fileno(self) -> int:

@@ -1,0 +1,112 @@
+"""A zygote of this process: what it refuses to be and to do."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import needs
+import pytest
+from waiting import PATIENCE_S, until
+
+from mlflash.wireup.key_value_store import KeyValueStore
+from mlflash.wireup.pmi_server import new_epoch_name
+from mlflash.wireup.zygote_client import ZygoteClient, ZygoteLost, ZygoteRefused
+
+pytestmark = needs.MPI
+
+
+@pytest.fixture
+def store() -> Iterator[KeyValueStore]:
+    store = KeyValueStore()
+    yield store
+    store.close()
+
+
+def start(folder: Path, source: str) -> ZygoteClient:
+    """A zygote whose only entry point is the function `run` of a module with this source."""
+    (folder / "entry.py").write_text(source)
+    paths = os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))
+    with open(folder / "output", "w") as output:
+        return ZygoteClient(["entry:run"], {**os.environ, "PYTHONPATH": paths}, output)
+
+
+def fork(zygote: ZygoteClient, store: KeyValueStore) -> int:
+    mine, its = socket.socketpair()
+    with mine, its:
+        return zygote.fork("entry:run", new_epoch_name(1), 0, [0], store.address, store.token, its.fileno(), PATIENCE_S)
+
+
+def test_it_refuses_to_fork_while_it_has_a_second_thread(tmp_path: Path, store: KeyValueStore) -> None:
+    zygote = start(tmp_path, "import threading\ngo = threading.Event()\nrun = print\n"
+                             "threading.Thread(target=go.wait, daemon=True).start()\n")  # fmt: skip
+    with pytest.raises(ZygoteRefused, match="it has 2 threads"):
+        fork(zygote, store)
+    with pytest.raises(ZygoteRefused, match=r"no command of a zygote: \{'do': 'dance'\}"):
+        zygote._ask({"do": "dance"}, PATIENCE_S)
+    assert zygote.ask(1, PATIENCE_S) == {"running": False, "mpi": False}, "no courier of ours"
+    zygote.kill(1, PATIENCE_S)
+    zygote.stop(PATIENCE_S)
+    zygote.stop(PATIENCE_S)
+    assert zygote.process.returncode == 0
+    with pytest.raises(ZygoteLost, match="has ended, with 0"):
+        fork(zygote, store)
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("import torch\nrun = print\n", "has initialised MPI or imported torch"),
+        ("from mpi4py import MPI\nMPI.Init()\nrun = print\n", "has initialised MPI or imported torch"),
+        ("run = missing\n", "name 'missing' is not defined"),
+    ],
+)
+def test_it_ends_where_it_could_not_fork_couriers(tmp_path: Path, store: KeyValueStore, source: str, said: str) -> None:
+    (tmp_path / "torch.py").touch()  # imported in no time
+    zygote = start(tmp_path, source)
+    with pytest.raises(ZygoteLost, match="has ended, with 1; what it printed says why"):
+        fork(zygote, store)
+    zygote.stop(PATIENCE_S)
+    assert said in (tmp_path / "output").read_text()
+
+
+def test_couriers_print_where_they_are_told_and_import_nothing_of_the_working_directory(
+    tmp_path: Path, store: KeyValueStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if sys.version_info >= (3, 11):  # an older Python looks there first
+        monkeypatch.chdir(tmp_path)
+    (tmp_path / "work").mkdir()
+    (tmp_path / "socket.py").write_text("raise AssertionError('of the working directory')")
+    source = "import os\ndef run(courier):\n    print('rank', courier.rank, os.environ['PMI_SIZE'], os.getcwd())\n"
+    zygote = start(tmp_path / "work", source)
+    pid = fork(zygote, store)
+    end = zygote.wait(pid, PATIENCE_S)
+    assert (end.pid, end.rank, end.status, end.signal) == (pid, 0, 0, None)
+    assert (tmp_path / "work" / "output").read_text() == f"rank 0 1 {os.getcwd()}\n"
+    zygote.stop(PATIENCE_S)
+
+
+def test_a_process_that_the_trainer_forked_has_no_zygote(tmp_path: Path, store: KeyValueStore) -> None:
+    zygote = start(tmp_path, "run = print\n")
+    fork(zygote, store)
+    child = os.fork()
+    if child == 0:
+        try:
+            zygote.stop(PATIENCE_S)
+            zygote.step()
+        except RuntimeError:
+            os._exit(7)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    zygote.ask(1, PATIENCE_S)
+    zygote.stop(PATIENCE_S)
+
+
+def test_a_zygote_ends_with_a_trainer_that_never_stops_it() -> None:
+    program = "from mlflash.wireup.zygote_client import ZygoteClient; print(ZygoteClient([]).process.pid)"
+    ran = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, timeout=PATIENCE_S)
+    until(lambda: not Path(f"/proc/{int(ran.stdout)}").exists(), "the zygote is gone")
