@@ -125,9 +125,8 @@ class PmiServer:
             received = self._sock.recv(_LINE_LENGTH)
         except BlockingIOError:
             return
-        except OSError as error:
-            self._fail(str(error))
-            return
+        except OSError:  # it ended without reading an answer
+            received = b""
         if not received:  # the process has ended, or has no need of PMI any more
             self.close()
             return
@@ -255,8 +254,10 @@ class PmiServer:
             line = f"cmd={words}\n".encode("ascii")
             if self._sock.send(line) < len(line):
                 self._fail("it does not take its answers")
-        except OSError as error:
-            self._fail(f"it does not take its answers: {error}")
+        except BlockingIOError:
+            self._fail("it does not take its answers")
+        except OSError:  # it has ended, which whoever forked it sees
+            self.close()
 
     def _fail(self, why: str) -> None:
         self.error = self.error or why

@@ -239,6 +239,20 @@ def test_a_process_that_takes_no_answers_is_ended(make: Make) -> None:
     assert "does not take its answers" in str(until(is_ended, "an error"))
 
 
+def test_a_process_that_is_killed_has_made_no_error(make: Make) -> None:
+    client, other = make(0, [0, 0]), make(1, [0, 0])
+    client.say("cmd=get_appnum")
+    client.server.receive()
+    client.sock.close()  # without reading the answer, which resets the connection
+    until(lambda: client.server.receive() or client.server.fileno() < 0, "the end")
+    assert client.server.error is None
+    other.say("cmd=get kvsname=e1 key=k")
+    other.server.receive()
+    other.sock.close()
+    until(lambda: other.store.step() or other.asking.step() or other.server.fileno() < 0, "an answer to nobody")
+    assert other.server.error is None
+
+
 line = st.binary(max_size=60) | st.builds(
     lambda command, words: b" ".join([b"cmd=" + command, *words]),
     st.sampled_from([b"init", b"put", b"get", b"barrier_in", b"finalize", b"abort", b"get_maxes", b""]),
