@@ -32,6 +32,7 @@ class Matrix:
         open_mpi: the same under Open MPI, where everything was run under MPICH, too, and a launch takes three times as
             long.
         by: cases with the same value of this parameter go together; None: each is one.
+        by_text: so do those with the same text of this parameter, where they have it, in whichever test they are.
         singles: tests with a single case are divided, too.
     """
 
@@ -40,6 +41,7 @@ class Matrix:
     parts: int
     open_mpi: int = 0
     by: str | None = None
+    by_text: str | None = None
     singles: bool = False
 
 
@@ -64,7 +66,9 @@ MATRICES = (
     Matrix("tests/cluster/test_node_loss.py", "transports between nodes that are really apart", 2, 4),
     Matrix("tests/cluster/test_parity.py", "schemes between nodes that are really apart", 2, 4),
     Matrix("tests/cluster/test_points.py", "crash points of nodes that are really apart", 4, 12),
-    Matrix("tests/frameworks/test_contract.py", "variants of each framework", 2, by="trained"),
+    Matrix("tests/frameworks/test_contract.py",
+           "variants of each framework, and which frameworks are asked when they save", 2, by="trained",
+           by_text="own_saves"),
     Matrix("tests/frameworks/test_docs.py", "scripts of the pages on frameworks", 2, by="page"),
     Matrix("tests/packaging/test_extras.py", "extras, each in an environment of its own", 3, singles=True),
 )  # fmt: skip
@@ -124,6 +128,8 @@ def _takes(share: int, item: pytest.Item, name: str, number: int, is_open_mpi: b
     parts = matrix.open_mpi or matrix.parts if is_open_mpi else matrix.parts
     if matrix.by is not None:
         cases = getattr(item, "callspec", None)
+        if cases is not None and (text := cases.params.get(matrix.by_text)) is not None:
+            return has(share, matrix.tests, parts, zlib.crc32(text.encode()))
         if cases is None or matrix.by not in cases.indices:
             return True
         return has(share, matrix.tests, parts, cases.indices[matrix.by])

@@ -71,13 +71,17 @@ class Item:
     def __init__(self, nodeid: str, indices: dict[str, int] | None):
         self.nodeid = nodeid
         if indices is not None:
-            self.callspec = type("CallSpec", (), {"indices": indices})()
+            params = {name: f"value {index}" for name, index in indices.items()}
+            self.callspec = type("CallSpec", (), {"indices": indices, "params": params})()
 
 
 @pytest.mark.parametrize("is_open_mpi", [False, True])
 def test_each_case_is_in_as_many_shares_as_the_table_says(is_open_mpi: bool) -> None:
     items = [Item(f"{matrix.tests}x.py::test_{name}[{case}]", {matrix.by or "case": case})
              for matrix in share.MATRICES for name in "abc" for case in range(12)]  # fmt: skip
+    texts = [(matrix.tests, matrix.by_text) for matrix in share.MATRICES if matrix.by_text]
+    items += [Item(f"{tests}::test_{name}[{case}]", {text: case}) for tests, text in texts for name in "ab"
+              for case in range(5)]  # fmt: skip
     items += [Item("tests/unit/test_x.py::test_a[1]", {"case": 1}), Item("tests/faults/test_jobs.py::test_b", None)]
     items.append(Item("tests/packaging/test_extras.py::test_c", None))
     in_shares = {id(item): 0 for item in items}
@@ -92,6 +96,14 @@ def test_each_case_is_in_as_many_shares_as_the_table_says(is_open_mpi: bool) -> 
         parts = matrix.open_mpi or matrix.parts if is_open_mpi else matrix.parts
         assert in_shares[id(item)] == share.SHARES / parts, item.nodeid
     assert [in_shares[id(item)] for item in items[-3:]] == [12, 3 if is_open_mpi else 12, 4]
+
+
+def test_cases_with_the_same_text_of_a_parameter_go_together() -> None:
+    (matrix,) = [one for one in share.MATRICES if one.by_text]
+    one, other = (Item(f"{matrix.tests}::test_{name}", {"own_saves": 3, "more": 1}) for name in "ab")
+    other.callspec.indices["own_saves"] = 4  # its place in the table of another test
+    for number in range(share.SHARES):
+        assert len(share.divide([one, other], number, False)[0]) in (0, 2)  # type: ignore[list-item]
 
 
 def test_each_matrix_names_tests_that_there_are_and_stands_in_contributing() -> None:
