@@ -7,6 +7,7 @@ connection.
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,6 +22,19 @@ def pack(message: object) -> bytes:
     """Give the bytes that a message is sent as. Not collective."""
     text = json.dumps(message, separators=(",", ":")).encode("ascii")
     return len(text).to_bytes(_LENGTH_NBYTES, "big") + text
+
+
+def send_ready(sock: socket.socket, unsent: bytearray) -> None:
+    """Send what a socket takes without waiting, and drop it from what is unsent. Not collective.
+
+    Raises:
+        OSError: the connection is lost.
+    """
+    try:
+        while unsent:
+            del unsent[: sock.send(unsent)]
+    except BlockingIOError:
+        pass
 
 
 class Frames:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..errors import DeadlineExceeded
-from .frames import BadFrame, Frames, pack
+from .frames import BadFrame, Frames, pack, send_ready
 
 Then = Callable[[Any, OSError | None], None]
 """What is called with the answer, or with what went wrong."""
@@ -194,10 +194,7 @@ class StoreClient:
 
     def _flush(self) -> None:
         try:
-            while self._unsent:
-                del self._unsent[: self._sock.send(self._unsent)]
-        except BlockingIOError:
-            pass
+            send_ready(self._sock, self._unsent)
         except OSError as error:
             self._lose(str(error))
 

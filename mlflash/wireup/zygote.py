@@ -40,7 +40,7 @@ from typing import Any, NoReturn
 
 from . import courier_process, mpich_segments
 from .courier_process import Courier
-from .frames import BadFrame, Frames, pack
+from .frames import BadFrame, Frames, pack, send_ready
 from .pmi_server import PmiServer, is_epoch_name
 from .process_mapping import numbered
 from .store_client import StoreClient
@@ -172,10 +172,7 @@ class Zygote:
 
     def _flush(self) -> None:
         try:
-            while self._unsent:
-                del self._unsent[: self._sock.send(self._unsent)]
-        except BlockingIOError:
-            pass
+            send_ready(self._sock, self._unsent)
         except OSError:  # it has gone
             self._unsent.clear()
 
