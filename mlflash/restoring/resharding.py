@@ -178,12 +178,10 @@ def protect(context: Context, old: OpenCheckpoint, made: Resharded) -> None:
     Where it cannot be, that is a warning, and the old slots stay until a newer step is committed.
     """
     trainer = PendingSave(Snapshot(old.step, lambda: None))
-    request = trainer.request
-    context.pool.hand_over([made.slot, made.share], request)
-    request.slot, request.share = context.pool.numbers_of(made.slot, made.share)
     assert made.slot.segment is not None
-    request.plan, request.inode, request.problem = made.plan, made.slot.segment.inode, None
-    save = commit.Save(request, trainer, context)
+    trainer.take_over(context.pool, made.slot, made.share, made.plan, made.slot.segment.inode)
+    trainer.request.problem = None
+    save = commit.Save(trainer.request, trainer, context)
     try:
         commit.run(save, context)
         made.slot.record_restores(save.attempt, old.restores)

@@ -6,6 +6,8 @@ import threading
 from collections.abc import Callable, Collection
 
 from ..errors import MlflashError, SaveFailed
+from ..memory.slot import Slot
+from ..memory.slot_pool import SlotPool
 from ..redundancy.deduplication import Piece
 from ..redundancy.shareable_leaves import ShareableLeaf, digests, shareable
 from ..redundancy.slot_plan import Plan
@@ -38,6 +40,17 @@ class PendingSave:
         self.later: DeferredCopies | None = None
         self.left = ""
         self.staged = threading.Event()
+
+    def take_over(self, pool: SlotPool, slot: Slot, share: Slot, plan: Plan, inode: int) -> None:
+        """Save what own slots hold that were filled for something else. Not collective.
+
+        Args:
+            plan: how they were filled.
+            inode: of the file of the slot that was.
+        """
+        pool.hand_over((slot, share), self.request)
+        self.request.slot, self.request.share = pool.numbers_of(slot, share)
+        self.request.plan, self.request.inode = plan, inode
 
     def shareable(self) -> list[ShareableLeaf]:
         return [] if self.flat is None else shareable(self.flat)

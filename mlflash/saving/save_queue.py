@@ -22,7 +22,7 @@ from ..memory.slot import Slot
 from ..mpi.courier import Courier, Job
 from ..mpi.world import check_torch_rank
 from ..redundancy.deduplication import Piece
-from ..redundancy.shareable_leaves import ShareableLeaf, digests, replica_nbytes, shareable
+from ..redundancy.shareable_leaves import digests, replica_nbytes, shareable
 from ..redundancy.slot_plan import Plan
 from ..startup.context import Context
 from ..state.flatten import Flattener
@@ -103,10 +103,8 @@ class SaveQueue:
             if isinstance(flat, StagedState):
                 if not self.staged_states.take(flat):
                     raise self._failure(save, "what was staged for it was given up")
-                request, pool = save.request, self._context.pool
-                pool.hand_over((flat.slot, flat.share), request)
-                request.slot, request.share = pool.numbers_of(flat.slot, flat.share)
-                request.plan, request.inode, request.checks = flat.plan, flat.inode, flat.checks
+                save.take_over(self._context.pool, flat.slot, flat.share, flat.plan, flat.inode)
+                save.request.checks = flat.checks
             else:
                 self._fill(save, flat)
 
@@ -277,12 +275,13 @@ class SaveQueue:
     def _look_at(self, state: object) -> Flat:
         """Take a state apart, if it is not leaves already, and find out what of it is shared. Collective over comm."""
 
-        def look() -> tuple[Flat, dict[tuple[int, ...], int], list[ShareableLeaf]]:
+        def look() -> tuple[Flat, dict[tuple[int, ...], int]]:
             flat = state if isinstance(state, Flat) else self._flattener.flatten(state)
-            return flat, replica_nbytes(flat), shareable(flat)
+            return flat, replica_nbytes(flat)
 
-        flat, held, leaves = self._courier.together(look, _unreadable)
-        self._courier.call(lambda: self._context.settle_shared(held, leaves, lambda keys: digests(flat, keys)))
+        flat, held = self._courier.together(look, _unreadable)
+        leaves, made = lambda: shareable(flat), lambda keys: digests(flat, keys)
+        self._courier.call(lambda: self._context.settle_shared(held, leaves, made))
         return flat
 
     def _is_settled(self, flat: Flat) -> bool:

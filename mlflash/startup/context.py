@@ -129,17 +129,17 @@ class Context:
         self.replicas = ReplicatedTensors(self.world, list(mine), placed=True)
         self.replicas.share(losses)
 
-    def settle_shared(self, held: Mapping[tuple[int, ...], int], leaves: Sequence[ShareableLeaf],
+    def settle_shared(self, held: Mapping[tuple[int, ...], int], leaves: Callable[[], Sequence[ShareableLeaf]],
                       digests: Callable[[Collection[int]], Mapping[int, int]]) -> None:  # fmt: skip
         """Agree on what is shared of a state that is not saved yet. Collective over the world.
 
         Args:
             held: see `find_replicas`.
-            leaves, digests: see `ReplicatedTensors.settle`.
+            leaves, digests: see `ReplicatedTensors.settle`; asked for only where anything is shared.
         """
         self.find_replicas(held)
         if (replicas := self.sharers) is not None:
-            replicas.settle(leaves, digests)
+            replicas.settle(leaves(), digests)
 
     def reserve(self, nbytes: int, share_nbytes: int, is_first: bool) -> None:
         """Make slots of at least so many bytes, and those of their redundancy. Collective over the world.
