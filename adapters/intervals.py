@@ -41,7 +41,7 @@ def say(checkpointer: Checkpointer, every: int | None, skip: int | None, own: st
         own: when that is, after "whenever".
         nothing: why the framework saves none, and which argument changes that; else nothing.
     """
-    if checkpointer.adapting.world.rank != 0:
+    if checkpointer.adapting.ranks.rank != 0:
         return
     but = "" if skip is None else f", but not every {skip}"
     if every is not None:

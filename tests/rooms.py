@@ -13,16 +13,18 @@ ROOMS: dict[str, str] = {
     "config": "placement storage",
     "telemetry": "memory",
     "redundancy": "state placement memory mpi",
+    "protocol": "state placement memory config telemetry redundancy",
     "startup": "state placement memory mpi config telemetry redundancy",
-    "draining": "state storage memory mpi config redundancy startup",
-    "saving": "state memory mpi config redundancy startup",
-    "restoring": "state storage memory mpi redundancy startup draining saving",
-    "checkpointer": "state placement storage mpi config redundancy startup draining saving restoring",
+    "draining": "state storage memory mpi config redundancy protocol startup",
+    "saving": "state memory redundancy protocol startup",
+    "restoring": "state storage memory mpi redundancy protocol startup draining saving",
+    "courier": "placement memory mpi config redundancy protocol startup draining saving restoring",
+    "checkpointer": "state config mpi protocol draining saving restoring courier",
 }
 # What people use, above all of it.
 TOOLS: dict[str, str] = {
     "human_readable": "",
-    "exports": "state storage mpi draining restoring",
+    "exports": "state storage protocol draining restoring",
     "inspection": "state placement storage memory mpi redundancy startup draining restoring human_readable",
     "command_line": "storage memory mpi config draining inspection",
     "launcher": "memory config telemetry human_readable inspection",

@@ -76,10 +76,10 @@ def every_wait(stop_s: float, directory: str) -> None:
     ckpt = mlflash.Checkpointer(directory)
     ckpt.save(1, state_at(RANK, 1, 100_000)).wait()
     if RANK == STOPPED:
-        stop_before(ckpt._context.protection, "open_windows")
+        stop_before(ckpt._courier.session.context.protection, "open_windows")
     grow(ckpt, "before a call that blocks", 2, 1_000_000, stop_s)
     if RANK == STOPPED:
-        stop_before(ckpt._context.world, "within", lambda call: call == "Win_create")
+        stop_before(ckpt._courier.session.context.world, "within", lambda call: call == "Win_create")
     grow(ckpt, "inside of it", 4, 3_000_000, stop_s)
 
     set_patience(ckpt, FOREVER_S if RANK == STOPPED else 3 * stop_s)  # to be asked who does not answer takes time

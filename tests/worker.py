@@ -155,7 +155,7 @@ def die_of(how: str, snapshot: mlflash.Snapshot, busy: bool) -> None:
 
 def set_patience(ckpt: mlflash.Checkpointer, seconds: float) -> None:
     """Change timeout_s from now on, so that no deadline passes but the one that is meant to."""
-    ckpt._context.world.timeout_s = seconds
+    ckpt._courier.session.context.world.timeout_s = seconds
     object.__setattr__(ckpt._config, "timeout_s", seconds)
 
 

@@ -33,7 +33,7 @@ from torch.futures import Future
 from mlflash import Checkpointer
 from mlflash.checkpointer.disabled import turned_off
 from mlflash.errors import StepNotFound, StructureMismatch
-from mlflash.restoring.exchange_fragments import WantedPart
+from mlflash.protocol.wanted_parts import WantedPart
 from mlflash.restoring.open_in_memory import OldRank, OpenCheckpoint
 from mlflash.state.leaves import Entry, from_bytes
 from mlflash.state.plain_values import decode_plain

@@ -14,7 +14,7 @@ from nemo.lightning.io.pl import TrainerContext
 
 from mlflash.checkpointer.disabled import turned_off
 from mlflash.errors import ConfigError
-from mlflash.mpi.world import check_torch_rank
+from mlflash.protocol.torch_rank import check_torch_rank
 
 from .. import intervals
 from ..ids import step_of
@@ -78,7 +78,8 @@ class MLFlashCheckpointCallback(Callback):
         if self._place is None:
             raise ConfigError("wrap_trainer_and_auto_resume_with_mlflash(trainer, ...) has to come before fit")
         if self.memory is not None:
-            check_torch_rank(self.memory.checkpointer.adapting.world)
+            ranks = self.memory.checkpointer.adapting.ranks
+            check_torch_rank(ranks.rank, ranks.size, ranks.torch_group)
             self._own = OwnSaves(trainer, self.memory.checkpointer, self.every, self.skip, self.memory.holds)
             self._own.say_when()
             self._undo.append(self._own.undo)

@@ -122,7 +122,7 @@ class SimulatedJob:
         def restore(rank: int) -> int | None:
             checkpointer = self._checkpointers[self.live.index(rank)]
             restored = checkpointer.restore(found[rank])
-            checkpointer._courier.call(lambda: None)  # healing goes on behind; nothing public waits for it
+            checkpointer.adapting.ranks.agree([0])  # healing goes on behind; nothing public waits for it
             return restored
 
         phase, steps = self._together(restore)

@@ -9,20 +9,16 @@ from types import TracebackType
 from typing import Any
 
 from .. import config
+from ..courier.connect import connect
 from ..draining.drain import Drain
-from ..draining.drain_queue import DrainQueue
 from ..errors import Closed
 from ..mpi.courier import FORKED
-from ..restoring.heal import heal_or_remember
-from ..restoring.rescue import heal, scavenge
+from ..protocol.messages import Free, FreeDrains, GoBeyond, HealNewest, Report, RunFacts, Scavenge, Survives
 from ..restoring.restore import Restores
-from ..saving.commits import Commits
 from ..saving.save_queue import SaveQueue
 from ..saving.snapshot import Snapshot
-from ..startup.start import start
 from . import disabled, unclosed
 from .for_adapters import Adapting
-from .rank_report import RankReport
 
 
 class Checkpointer:
@@ -103,24 +99,21 @@ class Checkpointer:
         if self.enabled:
             self._start(comm, process_group, replicated, domains)
             return
-        self._courier, self._drains, self._saves, self._restores, self.adapting, self._facts = disabled.stand_ins(comm)
+        self._courier, self._drains, self._saves, self._restores, self.adapting = disabled.stand_ins(comm)
 
     def _start(self, comm: Any, process_group: Any, replicated: Any, domains: Any) -> None:
         """Make what does the work. Collective over comm."""
-        self._courier, context = start(self._config, comm, process_group, replicated, domains)
-        self._context = context
-        self._drains = DrainQueue(self._config, context, self._courier)
-        commits = Commits(context, self._drains, lambda home: heal_or_remember(context, home))
-        self._saves = SaveQueue(self._config, context, self._courier, commits)
-        self._restores = Restores(context, self._courier, self._saves, self._drains)
-        self.adapting = Adapting(context.world, self._courier, self._saves, self._restores, self._drains,
-                                 self._config.strict, self._check_open)  # fmt: skip
-        self._facts = RankReport(context, self._drains)
+        self._trainer, self._drains, started = connect(self._config, comm, process_group, replicated, domains)
+        trainer, self._courier = self._trainer, self._trainer.courier
+        self._saves = SaveQueue(trainer)
+        self._restores = Restores(trainer, self._saves, self._drains)
+        self.adapting = Adapting(trainer.ranks, self._saves, self._restores, self._drains, self._config.strict,
+                                 self._check_open)  # fmt: skip
         unclosed.add(self, lambda me, state: me._end(abandon=True, state=state), Checkpointer._leave)
         try:
-            self._courier.call(self._drains.go_beyond)
-            context.recorder.started(self._facts.of_run(), lambda: self.survives)
-            if self._config.reserve and not context.unusable:  # room may be what was committed needs, come back
+            self._courier.call(GoBeyond())
+            trainer.recorder.started(self._courier.ask(RunFacts()), lambda: self.survives)
+            if self._config.reserve and not started.unusable:  # room may be what was committed needs, come back
                 self._saves.reserve(self._config.reserve)
         except BaseException:  # the caller gets no object to close
             self._end(abandon=True, state="failed")
@@ -284,8 +277,7 @@ class Checkpointer:
             The drain; None where memory has nothing that is newer than what is in the directory.
         """
         self._check_open()
-        drain: Drain | None = self._courier.call(lambda: scavenge(self._context, self._drains))
-        return drain
+        return self._drains.last if self._courier.call(Scavenge()) else None
 
     def heal(self) -> int | None:
         """Make the redundancy of the newest checkpoint in memory whole again, with no training.
@@ -300,7 +292,7 @@ class Checkpointer:
             MemoryTooSmall, SaveFailed: it could not be made whole; what there was is untouched.
         """
         self._check_open()
-        step: int | None = self._courier.call(lambda: heal(self._context))
+        step: int | None = self._courier.call(HealNewest())
         return step
 
     # Looking
@@ -324,14 +316,16 @@ class Checkpointer:
         Example:
             "any process; any 1 of 8 nodes; 24 of 28 pairs of nodes; any 1 rack; not: racks A and B together"
         """
-        return self._facts.survives
+        survives: str = self._courier.ask(Survives())
+        return survives
 
     def report(self) -> dict[str, Any]:
         """Give counters, seconds per verb, how this rank is placed, and the last drain, see `rank_report.report_of`.
 
         Not collective.
         """
-        return self._facts.report()
+        report: dict[str, Any] = self._courier.ask(Report())
+        return report
 
     # Ending
 
@@ -350,10 +344,11 @@ class Checkpointer:
             self._saves.settle()
             if not self._courier.is_stuck:
                 self._drains.finish()
-            for free in (self._drains.free, self._context.free):
+            for free in (FreeDrains(), Free()):
                 is_freed = not self._courier.is_stuck and self._drains.idle
                 if is_freed:
                     self._courier.call(free)
+            self._trainer.copy_threads.close()
         finally:  # also where it is interrupted: what is collective is left then, as other ranks may not come to it
             self._end(not is_freed or self._courier.is_stuck, "ended" if sys.exc_info()[0] is None else "failed")
         self._saves.raise_what_failed()
@@ -362,18 +357,17 @@ class Checkpointer:
         self._closed = "this Checkpointer was closed"
         with contextlib.ExitStack() as steps:  # the last one first, and each whatever those before it raise
             steps.callback(unclosed.discard, self)
-            steps.callback(self._context.memory.close)
-            if not abandon:  # an abandoned courier may still be inside MPI, with the slots as its buffers
-                steps.callback(self._context.pool.close)
+            steps.callback(self._trainer.memory.close)
+            steps.callback(self._trainer.slots.close)
             steps.callback(self._saves.end)
             steps.callback(self._courier.stop, abandon)
             steps.callback(self._drains.give_up)
-            steps.callback(self._context.recorder.end, state)
+            steps.callback(self._trainer.recorder.end, state)
 
     def _leave(self) -> None:
         """Be closed in a process that was forked: all of it is the parent's, and goes on there. Not collective."""
         self._closed = FORKED
-        for leave in (self._courier.leave, self._context.recorder.leave, self._saves.end):
+        for leave in (self._courier.leave, self._trainer.recorder.leave, self._saves.end):
             leave()
 
     def __enter__(self) -> Checkpointer:

@@ -17,14 +17,13 @@ from typing import Any
 import numpy as np
 
 from .. import config
-from ..draining import drain_queue
-from ..draining.checkpoint_directory import Listed, Listing
+from ..draining import drains
 from ..draining.drain import Drain
 from ..errors import MlflashError, Unrestorable
-from ..mpi import courier
-from ..redundancy.rank_checkpoint import RankCheckpoint
+from ..protocol.client import Client, Pace
+from ..protocol.messages import Message, Report, Survives
+from ..protocol.wanted_parts import WantedPart
 from ..restoring import newest_step, restore
-from ..restoring.exchange_fragments import WantedPart
 from ..restoring.open_in_directory import OpenInDirectory
 from ..restoring.open_in_memory import OpenCheckpoint
 from ..saving import save_queue
@@ -32,8 +31,7 @@ from ..saving.early_staging import StagedState
 from ..saving.reserved_saves import ReservedSave, ReservedSaves
 from ..saving.snapshot import Snapshot
 from ..state.leaves import Flat
-from ..storage.store import Store
-from . import for_adapters, rank_report
+from . import for_adapters
 
 log = logging.getLogger("mlflash")
 
@@ -84,21 +82,14 @@ def _rank(comm: Any) -> int:
 
 def stand_ins(
     comm: Any = None,
-) -> tuple[
-    courier.Courier,
-    drain_queue.DrainQueue,
-    save_queue.SaveQueue,
-    restore.Restores,
-    for_adapters.Adapting,
-    rank_report.RankReport,
-]:
+) -> tuple[Client, drains.Drains, save_queue.SaveQueue, restore.Restores, for_adapters.Adapting]:
     """Make what a Checkpointer that is off works with, and say that it is. Not collective.
 
     Args:
         comm: what the Checkpointer was given.
     """
     say(comm)
-    return Courier(), DrainQueue(), SaveQueue(), Restores(), Adapting(), RankReport(_rank(comm))
+    return Courier(_rank(comm)), Drains(), SaveQueue(), Restores(), Adapting()
 
 
 def not_saved(step: object) -> Snapshot:
@@ -112,31 +103,46 @@ def not_saved(step: object) -> Snapshot:
 # constructor calls the one of its base.
 
 
-class Courier(courier.Courier):
-    """Does no job."""
+class Courier(Client):
+    """Does nothing that it is asked for; see `protocol.client.Client`.
 
-    def __init__(self) -> None:
-        self.late = self.broken = None
+    Args:
+        rank: as far as that is known.
+    """
+
+    late = broken = None
+    is_stuck = False
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
 
     @property
-    def is_stuck(self) -> bool:
-        """It is not: there is nothing to do."""
-        return False
+    def pace(self) -> Pace:
+        """Nobody asks how long steps take."""
+        return self
 
     @property
-    def post(self) -> Callable[[courier.Job], None]:
+    def post(self) -> Callable[[Any], None]:
         """Leave it."""
         return lambda job: None
 
-    def call(self, work: Callable[[], Any]) -> Any:
+    def job(self, message: Message, answers: Any = None, on_late: Any = None, on_refused: Any = None) -> None:
+        """There is nothing to do."""
+
+    def call(self, message: Message, answers: Any = None) -> Any:
         """Leave it: None is what there is to be had."""
 
-    def together(self, work: Callable[[], Any], foreign: Any, step: int | None = None) -> Any:
-        """Do it, and agree with nobody."""
-        return work()
+    def ask(self, message: Message) -> Any:
+        """Answer as a courier that has done nothing."""
+        if isinstance(message, Survives):
+            return "nothing: mlflash is off"
+        return self._report() if isinstance(message, Report) else None
 
-    def begin_background(self, moves: Any) -> None:
-        """Leave it."""
+    def step(self) -> None:
+        """Nobody asks how long it took."""
+
+    def stalled(self, seconds: float) -> None:
+        """Nobody asks."""
 
     def go_on_behind(self) -> None:
         """Nothing goes on."""
@@ -147,20 +153,27 @@ class Courier(courier.Courier):
     def leave(self) -> None:
         """Nothing is the parent's."""
 
+    def _report(self) -> dict[str, Any]:
+        return {
+            "enabled": False, "rank": self._rank, "node": socket.gethostname(), "scheme": "none", "group": (),
+            "partners": (), "shared with": (), "transport": "", "job": "", "memory": "", "restored_from": "",
+            "drain": None, "send rate": None, "slowdown": None, "slots": [], "counts": {}, "seconds": {},
+        }  # fmt: skip
 
-class DrainQueue(drain_queue.DrainQueue):
+
+class Drains(drains.Drains):
     """Drains nothing, and sees nothing in the directory."""
 
-    def __init__(self) -> None:
-        self.store = self.last = None
+    idle = True
 
-    idle, is_on, asked = True, False, False
+    def __init__(self) -> None:
+        self.last = None
+
+    def began(self, drain: Drain) -> None:
+        """None does."""
 
     def ask(self) -> None:
         """Leave it."""
-
-    def committed(self, slot: Any, share: Any, asked: bool, idle: bool) -> None:
-        """Nothing is."""
 
     def drain(self) -> Drain:
         """What has ended, without a path."""
@@ -176,24 +189,6 @@ class DrainQueue(drain_queue.DrainQueue):
 
     def give_up(self) -> None:
         """Nothing is on its way."""
-
-    def go_beyond(self) -> None:
-        """Nothing is numbered."""
-
-    def listed(self, store: Store | None = None) -> list[Listed]:
-        """Nobody looks."""
-        return []
-
-    def look(self, store: Store | None = None) -> Listing:
-        """Nobody looks."""
-        return Listing()
-
-    def free(self) -> None:
-        """There is nothing to free."""
-
-    def begin(self, drain_input: Any, held: Any = ()) -> Drain:
-        """As `drain`."""
-        return self.drain()
 
 
 class SaveQueue(save_queue.SaveQueue):
@@ -244,6 +239,9 @@ class SaveQueue(save_queue.SaveQueue):
     def reserve(self, nbytes: int, share_nbytes: int = 0) -> None:
         """Make nothing."""
 
+    def find_replicas(self, state: object) -> None:
+        """Nobody asks."""
+
 
 class Newest(newest_step.Newest):
     """Finds nothing."""
@@ -265,10 +263,6 @@ class Newest(newest_step.Newest):
 
     def verify(self, drained: OpenInDirectory) -> None:
         """Nothing is read."""
-
-    def take(self, step: int | None) -> RankCheckpoint | None:
-        """Nothing was verified."""
-        return None
 
 
 class Restores(restore.Restores):
@@ -311,11 +305,8 @@ class Adapting(for_adapters.Adapting):
     """What adapters find. An adapter asks `Checkpointer.enabled` first, and leaves its framework alone."""
 
     def __init__(self) -> None:
-        self._saves, self._restores, self._drains = SaveQueue(), Restores(), DrainQueue()
+        self._saves, self._restores, self._drains = SaveQueue(), Restores(), Drains()
         self._check_open = lambda: None
-
-    def run(self, work: Callable[[], Any]) -> Any:
-        """Leave it: None is what there is to be had."""
 
     def seen_by_first(self, look: Callable[[], Any]) -> Any:
         """Look on each rank: nothing could tell the others."""
@@ -337,28 +328,3 @@ class Adapting(for_adapters.Adapting):
 
     def go_on_instead(self, error: Unrestorable, instead: object) -> None:
         """Nobody looks for checkpoints that could not be used."""
-
-
-class RankReport(rank_report.RankReport):
-    """What a rank tells of itself.
-
-    Args:
-        rank: of it, as far as that is known.
-    """
-
-    survives = "nothing: mlflash is off"
-
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
-
-    def of_run(self) -> dict[str, Any]:
-        """Nothing runs."""
-        return {}
-
-    def report(self) -> dict[str, Any]:
-        """As that of a Checkpointer that has done nothing."""
-        return {
-            "enabled": False, "rank": self._rank, "node": socket.gethostname(), "scheme": "none", "group": (),
-            "partners": (), "shared with": (), "transport": "", "job": "", "memory": "", "restored_from": "",
-            "drain": None, "send rate": None, "slowdown": None, "slots": [], "counts": {}, "seconds": {},
-        }  # fmt: skip

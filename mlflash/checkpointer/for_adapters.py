@@ -8,12 +8,11 @@ import threading
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, TypeVar
 
-from ..draining.drain_queue import DrainQueue
+from ..draining.drains import Drains
 from ..errors import MlflashError, StateError, StepOrderError, Unrestorable
-from ..mpi.courier import Courier
-from ..mpi.world import World
+from ..protocol.ranks import Ranks
+from ..protocol.wanted_parts import WantedPart
 from ..restoring.all_or_nothing import Loading
-from ..restoring.exchange_fragments import WantedPart
 from ..restoring.open_in_memory import OpenCheckpoint
 from ..restoring.restore import Restores
 from ..saving.early_staging import StagedState
@@ -31,22 +30,14 @@ class Adapting:
     """The side of a Checkpointer that adapters use; `Checkpointer.adapting`.
 
     Attributes:
-        world: its ranks; nothing of it may be called but in `run`.
+        ranks: its ranks.
     """
 
-    def __init__(self, world: World, courier: Courier, saves: SaveQueue, restores: Restores, drains: DrainQueue,
-                 strict: bool, check_open: Callable[[], None]):  # fmt: skip
+    def __init__(self, ranks: Ranks, saves: SaveQueue, restores: Restores, drains: Drains, strict: bool,
+                 check_open: Callable[[], None]):  # fmt: skip
         self._saves, self._restores, self._drains, self._check_open = saves, restores, drains, check_open
-        self.world, self._courier, self._strict = world, courier, strict
-        self._loading = Loading(world, courier, saves)
-
-    def run(self, work: Callable[[], Any]) -> Any:
-        """Do something collective where MPI may be called: on the courier's thread.
-
-        Collective over comm.
-        """
-        self._check_open()
-        return self._courier.call(work)
+        self.ranks, self._strict = ranks, strict
+        self._loading = Loading(ranks, saves)
 
     def seen_by_first(self, look: Callable[[], Any]) -> Any:
         """Let rank 0 look at what other ranks may see in another state, such as files, and tell all of them.
@@ -59,13 +50,14 @@ class Adapting:
         Raises:
             StateError: on the other ranks, where ``look`` has raised something on rank 0.
         """
+        self._check_open()
         seen, problem = None, None
-        if self.world.rank == 0:
+        if self.ranks.rank == 0:
             try:
                 seen = look()
             except Exception as error:  # the others must not wait for us
                 problem = error
-        found, why = self.run(lambda: self.world.broadcast((seen, problem and repr(problem)), 0))
+        found, why = self.ranks.broadcast((seen, problem and repr(problem)), 0)
         if problem is not None:
             raise problem
         if why is not None:
@@ -140,7 +132,7 @@ class Adapting:
         """
         if instead is None:
             raise error
-        if self.world.rank == 0:
+        if self.ranks.rank == 0:
             log.warning("going on from %s instead: %s", instead, error)
 
     def steps_alike(self) -> list[int]:

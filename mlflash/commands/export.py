@@ -140,7 +140,7 @@ def _from_memory(given: Config, job: str, step: int | None, into: Callable[[Sour
         if opened is None:
             raise StepNotFound("memory has nothing that can be exported")
         try:
-            return Source(adapting.world, opened, adapting.run).export(into)
+            return Source(adapting.ranks, opened).export(into)
         finally:
             opened.close()
 

@@ -10,10 +10,10 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ..config import Config
-from ..errors import DeadlineExceeded, DrainFailed, MlflashError
+from ..errors import DrainFailed
 from ..memory.inventory import scan
 from ..memory.slot import Slot, Use
 from ..memory.slot_header import Attempt, Kind
@@ -41,14 +41,15 @@ class DrainQueue:
         config: of the job.
         context: this rank's slots and communicators.
         courier: makes the MPI calls.
+        told: is told of each drain that begins.
 
     Attributes:
         last: the newest drain, on its way or ended; None before the first.
         store: the directory; None where there is none.
     """
 
-    def __init__(self, config: Config, context: Context, courier: Courier):
-        self._config, self._context, self._courier = config, context, courier
+    def __init__(self, config: Config, context: Context, courier: Courier, told: Callable[[Drain], None]):
+        self._config, self._context, self._courier, self._told = config, context, courier, told
         self.store: Store | None = None if config.directory is None else open_store(config.directory)
         self.last: Drain | None = None
         self._collectives: BackgroundCollectives | None = None
@@ -100,53 +101,28 @@ class DrainQueue:
         else:
             self._context.recorder.counts["drains put off"] += 1
 
-    def drain(self) -> Drain:
-        """Drain the newest checkpoint; see `Checkpointer.drain`."""
-        if self.store is None:
-            raise DrainFailed("this Checkpointer was given no directory to drain to")
-        self.wait()
+    def begin_newest(self, if_due: bool = False) -> None:
+        """Begin to drain the newest checkpoint, while no drain is on its way. Collective over the world.
 
-        def work() -> None:
-            pool = self._context.pool
-            held = [slot for slot in pool.own if slot.header is not None and slot.use is Use.HOLDS]
-            slot = max(held, key=lambda one: one.generation, default=None)
-            missing = DrainFailed("nothing was committed or restored yet") if slot is None else None
-            self._context.world.raise_together(missing)
-            assert slot is not None and slot.header is not None
-            if slot.header.attempt == self._drained and self.last is not None and self.last.error is None:
-                return
-            attempt = slot.header.attempt
-            share = next((s for s in pool.shares if s.header is not None and s.header.attempt == attempt), None)
-            self._begin(slot, share)
+        Args:
+            if_due: only where draining is on, and it was not drained yet.
 
-        self._courier.call(work)
-        assert self.last is not None
-        return self.last
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        """Wait until no drain is on its way; see `Checkpointer.wait_drained`."""
-        if self.last is None or self.last.done:
-            return
-        try:
-            self.last.wait(timeout_s)
-        except DeadlineExceeded as error:
-            error.rank, error.node = self._context.world.rank, self._context.world.node_name
-            raise
-        except MlflashError:
-            pass  # a warning already
-
-    def finish(self) -> None:
-        """Drain what was committed last, where draining is on and it was not, and wait. Collective over the world.
-
-        A drain that fails is a warning.
+        Raises:
+            DrainFailed: on all ranks; there is nothing to drain.
         """
-        try:
-            self.wait()
-            if self.is_on and self._since:
-                self.drain()
-                self.wait()
-        except DrainFailed:
-            pass  # a warning already
+        if if_due and not (self.is_on and self._since):
+            return
+        pool = self._context.pool
+        held = [slot for slot in pool.own if slot.header is not None and slot.use is Use.HOLDS]
+        slot = max(held, key=lambda one: one.generation, default=None)
+        missing = DrainFailed("nothing was committed or restored yet") if slot is None else None
+        self._context.world.raise_together(missing)
+        assert slot is not None and slot.header is not None
+        if slot.header.attempt == self._drained and self.last is not None and self.last.error is None:
+            return
+        attempt = slot.header.attempt
+        share = next((s for s in pool.shares if s.header is not None and s.header.attempt == attempt), None)
+        self._begin(slot, share)
 
     def give_up(self) -> None:
         """Let a drain that is on its way end soon, and what it wrote be deleted. Not collective."""
@@ -256,6 +232,7 @@ class DrainQueue:
         self._since, self._asked = 0, False
         self._drained = drain_input.attempt
         current = self.last = Drain(drain_input.step, self._look, self._config.timeout_s)
+        self._told(current)
         context.recorder.counts["drains"] += 1
         collectives = self._collectives
 
@@ -267,6 +244,7 @@ class DrainQueue:
             for home in drain_input.homes.values():
                 context.pool.unmap_others([home.slot, *home.shares])
             context.pool.drained(held)
+            context.tell_trainer()
             current.end(error)
             context.recorder.drained(current.step, current.seconds or 0.0, current.nbytes, current.path, error)
 
@@ -291,11 +269,7 @@ class DrainQueue:
                 rows = scan(context.memory, node).of(header.attempt).rows
                 shares = rows[rows["kind"] == Kind.SHARE]
                 files = {(node, (int(row["shared_by"]), int(row["number"]))): int(row["file"]) for row in shares}
-            return {
-                context.world.rank: open_rank_checkpoint(
-                    context.memory, context.pool.mapped(), context.world.node_index, slot, files
-                )
-            }
+            return {context.world.rank: open_rank_checkpoint(context.pool.open, context.world.node_index, slot, files)}
 
         drain_input = DrainInput(header.attempt, header.step, context.world.size, open_home_of_mine, header.mark)
         self.begin(drain_input, [one for one in (slot, share) if one is not None])

@@ -11,14 +11,11 @@ from typing import Any
 import numpy as np
 
 from ..errors import CorruptSlot, MlflashError
-from ..mpi.world import World
-from ..restoring.exchange_fragments import WantedPart, items
+from ..protocol.ranks import Collectives
+from ..protocol.wanted_parts import WantedPart, items
 from ..restoring.open_in_memory import OpenCheckpoint
 from ..state import shards
 from .outline import outline
-
-Run = Callable[[Callable[[], Any]], Any]
-"""Does something collective where MPI may be called, and gives its result."""
 
 
 class Source:
@@ -27,14 +24,13 @@ class Source:
     Args:
         world: the ranks that have it open.
         opened: the checkpoint, with what `dcp_plans.TOLD` names.
-        run: does what is collective.
 
     Attributes:
         left_out: names of what has no form outside of its pickle; what else there is, `Whole` says.
     """
 
-    def __init__(self, world: World, opened: OpenCheckpoint, run: Run = lambda work: work()):
-        self._world, self._opened, self._run = world, opened, run
+    def __init__(self, world: Collectives, opened: OpenCheckpoint):
+        self._world, self._opened = world, opened
         self.step = opened.step
         its = outline(opened)
         self._held, self.entries, self.ties = its.held, its.entries, its.ties
@@ -44,8 +40,8 @@ class Source:
         """Read tensors, each whole; for the first rank, while the others are in `serve`. Collective over the world."""
         found = {name: np.empty(self.entries[name].nbytes, dtype=np.uint8) for name in names}
         wanted_parts = [wanted_part for name in names for wanted_part in self._parcels(name, found[name])]
-        self._run(lambda: self._world.broadcast(True, 0))  # from here on the others read, too
-        if not self._run(lambda: self._opened.read(wanted_parts)):
+        self._world.broadcast(True, 0)  # from here on the others read, too
+        if not self._opened.read(wanted_parts):
             raise CorruptSlot("parts of the checkpoint cannot be read", step=self.step)
         return found
 
@@ -58,19 +54,19 @@ class Source:
             MlflashError, OSError: what went wrong, on the first rank; on the others an MlflashError.
         """
         if self._world.rank:
-            while self._run(lambda: self._world.broadcast(None, 0)):
-                self._run(lambda: self._opened.read(()))
-            return self._run(lambda: self._world.raise_together(None))
+            while self._world.broadcast(None, 0):
+                self._opened.read(())
+            return self._world.raise_together(None)
         error: BaseException | None = None
         result: Any = None
         try:
             result = write(self)
         except Exception as problem:  # the others must hear of it
             error = problem
-        self._run(lambda: self._world.broadcast(False, 0))
+        self._world.broadcast(False, 0)
         told = error if error is None or isinstance(error, MlflashError) else MlflashError(f"it failed: {error}")
         try:
-            self._run(lambda: self._world.raise_together(told))
+            self._world.raise_together(told)
         except MlflashError:
             if error is not None:
                 raise error from None

@@ -68,7 +68,7 @@ class NodeDirectory:
                 fd = _open_directory(part, above, path, make)
             finally:
                 os.close(above)
-        self.path = path
+        self.path, self.top = path, top
         self.fd = fd
         self._memory, self._job = memory, job
         self._lock_fd = -1

@@ -57,19 +57,25 @@ class Segment:
         writers: copies into it that a device or another thread may still be making.
     """
 
-    def __init__(self, name: str, fd: int, nbytes: int, fresh: bool, private: bool = False):
+    def __init__(
+        self, name: str, fd: int, nbytes: int, fresh: bool, private: bool = False, same: Segment | None = None
+    ):
         self.name = name
         self.nbytes = nbytes
         self.inode = os.fstat(fd).st_ino  # not given to another file while this mapping is there
-        self.ready = threading.Event()
+        self.ready: threading.Event = threading.Event() if same is None else same.ready
         self.writers: list[Writer] = []
         self._fresh = fresh
         self._lock = threading.Lock()
         self._asked_to_pin = self._pinned = False
-        self.view = huge_pages.map_file(fd, nbytes, private)
+        self.view: np.ndarray = huge_pages.map_file(fd, nbytes, private) if same is None else same.view
         self._fd = os.dup(fd)
         self._close_file = weakref.finalize(self, os.close, self._fd)
         self._close_file.atexit = False
+
+    def again(self) -> Segment:
+        """Give the same mapping once more, which is there until both are closed. Not collective."""
+        return Segment(self.name, self._fd, self.nbytes, fresh=False, same=self)
 
     @property
     def is_lent(self) -> bool:
@@ -185,9 +191,8 @@ def create(memory: NodeDirectory, nbytes: int) -> Segment:
         os.close(fd)
 
 
-def attach(
-    memory: NodeDirectory, name: str, mapped: Mapping[int, Segment] | None = None, private: bool = False
-) -> Segment:
+def attach(memory: NodeDirectory, name: str, mapped: Mapping[int, Segment] | None = None, private: bool = False,
+           again: Mapping[int, Segment] | None = None) -> Segment:  # fmt: skip
     """Map a segment that an earlier process left.
 
     Not collective.
@@ -198,6 +203,7 @@ def attach(
         mapped: mappings that are there already, by inode: one of the same file is given back instead of a new
             one, whose pages would have to be faulted in again (which takes longer than to read them).
         private: what is written to it stays here: pages that are written to are copied first.
+        again: likewise; one of the same file is given once more, and the caller closes what it gets in any case.
 
     Raises:
         CorruptSlot: the file is shorter than a page, or has holes that there is no room to fill.
@@ -212,6 +218,9 @@ def attach(
         known = (mapped or {}).get(status.st_ino)
         if known is not None and known.nbytes == nbytes:
             return known
+        known = (again or {}).get(status.st_ino)
+        if known is not None and known.nbytes == nbytes:
+            return known.again()
         if status.st_blocks * 512 < nbytes:  # a hole in the file would be SIGBUS on a full tmpfs
             os.posix_fallocate(fd, 0, nbytes)
         return Segment(name, fd, nbytes, fresh=False, private=private)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import enum
 import functools
 import time
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import xxhash
@@ -20,6 +21,7 @@ from ..state.leaves import Entry
 from ..state.manifest import Manifest, decode
 from ..state.rebuild import Read
 from .copy_threads import ALONE, CopyThreads
+from .node_directory import NodeDirectory
 from .shared_memory_segment import Segment
 from .slot_header import COMMIT_START, HEADER_NBYTES, RESTORES_START, Attempt, Header, pack_record, read_record, unpack
 
@@ -43,12 +45,12 @@ class Slot:
         use: whether it may be written.
         header: what it holds, once sealed or adopted; None otherwise.
         drains: whether it is being drained: it is not to be written then, whatever its use.
-        taker: what it is busy with; see `SlotPool.take`.
+        taker: what it is busy with; see `OwnSlots.take`.
     """
 
-    def __init__(self, segment: Segment | None = None):
+    def __init__(self, segment: Segment | None = None, use: Use = Use.FREE):
         self.segment = segment
-        self.use = Use.FREE
+        self.use = use
         self.drains = False
         self.taker: object = None
         self.header: Header | None = None if segment is None else read_header(segment.view)
@@ -213,3 +215,25 @@ def read_header(view: np.ndarray) -> Header | None:
     except CorruptSlot:
         return None
     return header if header.extents.nbytes <= view.nbytes else None
+
+
+def oldest_free(slots: Iterable[Slot]) -> Slot | None:
+    """A slot that may be written; the one with the older content first."""
+    return min((slot for slot in slots if slot.is_free), key=lambda slot: slot.generation, default=None)
+
+
+def leave_behind(memory: NodeDirectory, slots: Iterable[Slot], may_leave: Callable[[Segment], bool]) -> Slot | None:
+    """Leave the file of a slot to those who have views of it; the slot is free, and gets another one.
+
+    Args:
+        memory: where its file is removed.
+        slots: of which one may be written, were it not lent.
+        may_leave: whether a file is to be left.
+    """
+    for slot in slots:
+        if slot.use is Use.FREE and not slot.drains and slot.segment is not None and may_leave(slot.segment):
+            memory.remove(slot.name)
+            slot.segment.close()
+            slot.segment, slot.header = None, None
+            return slot
+    return None

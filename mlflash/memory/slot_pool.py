@@ -8,31 +8,48 @@ drained there is a third own one, as one may be read for long.
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import logging
-import threading
-import weakref
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from typing import Protocol
 
 from ..errors import CorruptSlot
 from . import shared_memory_segment
 from .file_assignment import AssignedFiles
 from .inventory import file_name, file_number
 from .node_directory import NodeDirectory
-from .slot import Slot, Use
+from .own_slots import SlotFile, SlotId
+from .slot import Slot, Use, leave_behind, oldest_free
 from .slot_header import Attempt
 
 log = logging.getLogger("mlflash")
 
 
+_TRAINER = object()  # the taker of own slots that the trainer may fill
+
+
+class TrainerSlots(Protocol):
+    """What the pool asks and tells the trainer: see `OwnSlots`, which has it."""
+
+    def prepare(self, wanted: Sequence[tuple[SlotId, int]], waiting: Sequence[SlotId] = ()) -> list[SlotId]:
+        """See `OwnSlots.prepare`."""
+
+    def update(self, files: Iterable[SlotFile]) -> None:
+        """See `OwnSlots.update`."""
+
+
 class SlotPool:
-    """This rank's slots.
+    """This rank's slots, in its courier.
+
+    Own slots that are free are the trainer's to fill; here they are busy then.
 
     Args:
         memory: this node's directory.
         owners: the ranks whose copies this rank holds, and itself where it holds parity.
         own: slots of its own; three where checkpoints are drained, as one of them may be read for long.
+
+    Attributes:
+        trainer: fills the own slots; None: there is none yet.
     """
 
     def __init__(self, memory: NodeDirectory, owners: Sequence[int], own: int = 2):
@@ -44,10 +61,9 @@ class SlotPool:
         self._spare: set[int] = set()  # files to delete once nothing can need them
         self._kept: set[int] = set()  # files to delete once a newer step is committed
         self._stale: set[int] = set()  # those among them that do not hold the attempt restored
-        self._quarantined: list[shared_memory_segment.Segment] = []  # files that a device has not ended its copies into
         self.aside: set[int] = set()  # files of this node that are left to themselves until a newer step is committed
-        self.changed = threading.Condition()  # notified when a slot becomes free
-        self._lent: collections.Counter[int] = collections.Counter()  # how many views this rank has given, by inode
+        self.trainer: TrainerSlots | None = None
+        self._told: dict[SlotId, int] = {}  # inodes of the files that the trainer knows of
 
     def all(self) -> list[Slot]:
         """All slots, own ones first."""
@@ -90,6 +106,19 @@ class SlotPool:
         """The mappings of the slots, by inode of their files."""
         return {slot.segment.inode: slot.segment for slot in self.all() if slot.segment is not None}
 
+    def open(self, file: int, mapped: Mapping[int, shared_memory_segment.Segment] | None = None) -> Slot:
+        """Map a slot file of this node; `unmap_others` unmaps it. Not collective.
+
+        Args:
+            file: its number.
+            mapped: mappings that are there besides those of the slots, by inode.
+
+        Raises:
+            CorruptSlot, UnsafePath, OSError: it cannot be mapped.
+        """
+        known = {**(mapped or {}), **self.mapped()}
+        return Slot(shared_memory_segment.attach(self._memory, file_name(file), known))
+
     def unmap_others(self, slots: Iterable[Slot]) -> None:
         """Unmap those of some slots whose files are not among this rank's. Not collective."""
         in_use = self.mapped()
@@ -116,135 +145,107 @@ class SlotPool:
             log.warning("%s is passed over: %s", file_name(number), error)
         return Slot()
 
-    def take(self, wait_s: float, taker: object, leave: bool = False) -> tuple[Slot, Slot] | None:
-        """Take an own slot and one for a share, for a save; None where both hold something or are busy for so long.
+    # Own slots are the trainer's or the courier's
 
-        Not collective.
+    def _own(self) -> list[tuple[SlotId, Slot]]:
+        kinds = ((False, self.own), (True, self.shares))
+        return [(SlotId(kind, number), slot) for kind, slots in kinds for number, slot in enumerate(slots)]
+
+    def receive(self, filled: Sequence[tuple[SlotId, int]], taker: object) -> list[Slot]:
+        """Get slots from the trainer: they are busy with what it has filled them for. Not collective.
 
         Args:
-            wait_s: how long to wait for them, seconds.
-            taker: what they are taken for. `taken_by` finds them again, should an exception keep the caller from
-                ever noting what it took.
-            leave: rather leave files to the views that this rank has given than wait for the end of these.
+            filled: which, and the inodes of the files that the trainer has mapped; 0: none. It has left the file that
+                this slot had before, where it is another one.
+            taker: what they are busy with.
         """
-        with self.changed:
-            self.changed.wait_for(lambda: self._free_pair(leave) is not None, wait_s)
-            pair = self._free_pair(leave)
-            for slot in pair or ():
-                slot.taker = taker
-                slot.use = Use.BUSY
-            return pair
+        slots, got = dict(self._own()), []
+        for name, inode in filled:
+            slot = slots[name]
+            if slot.segment is not None and slot.segment.inode != inode:
+                slot.segment.close()
+                slot.segment = None
+            self._told[name] = inode
+            slot.header, slot.use, slot.taker = None, Use.BUSY, taker
+            got.append(slot)
+        return got
 
     def taken_by(self, taker: object) -> list[Slot]:
-        """The slots that are busy with something. Not collective."""
-        return [slot for slot in (*self.own, *self.shares) if slot.taker is taker and slot.use is Use.BUSY]
+        """The own slots that are busy with something. Not collective."""
+        return [slot for _, slot in self._own() if slot.taker is taker and slot.use is Use.BUSY]
 
-    def numbers_of(self, slot: Slot, share: Slot) -> tuple[int, int]:
-        """The numbers of an own slot and of one for a share, by which the courier knows them. Not collective."""
-        own, shares = ([id(one) for one in slots] for slots in (self.own, self.shares))
-        return own.index(id(slot)), shares.index(id(share))
-
-    def hand_over(self, slots: Iterable[Slot], taker: object) -> None:
-        """Let slots that were taken be busy with something else. Not collective."""
+    def leave_to_trainer(self, slots: Iterable[Slot]) -> None:
+        """Let the trainer go on with slots that it has told of, and not handed over. Not collective."""
         for slot in slots:
-            slot.taker = taker
+            slot.taker = _TRAINER
 
-    @property
-    def is_device_stuck(self) -> bool:
-        """Whether a device has not ended its copies into a slot of an earlier save. Not collective."""
-        with self.changed:
-            over = [one for one in self._quarantined if not one.is_written_to]
-            self._quarantined = [one for one in self._quarantined if one not in over]
-        for one in over:
-            one.close()
-        return bool(self._quarantined)
+    def news(self) -> list[SlotFile]:
+        """Give the trainer what may be filled, and say which files its slots have. Not collective.
 
-    def give_back(self, taken: Iterable[Slot]) -> None:
-        """Free slots that were taken for a save that does not come. Not collective."""
-        with self.changed:
-            for slot in taken:
-                self._free(slot)
-            self.changed.notify_all()
-
-    def _free(self, slot: Slot) -> None:
-        """Let saves write a slot again. What a device is still copying into stays the device's: the slot gets another
-        file with the next save.
+        Returns:
+            What it has not been told yet.
         """
-        stuck = slot.segment
-        if stuck is not None and stuck.is_written_to:
-            log.warning("a device has not ended its copies into %s: that file is given up", stuck.name)
-            self._quarantined.append(stuck)
-            self._memory.remove(stuck.name)
-            slot.segment, slot.header = None, None
-        slot.taker = None
-        slot.use = Use.FREE
+        news = []
+        for name, slot in self._own():
+            is_free = slot.use is Use.FREE and not slot.drains
+            inode = 0 if slot.segment is None else slot.segment.inode
+            if is_free:
+                slot.use, slot.taker = Use.BUSY, _TRAINER
+            if is_free or self._told.get(name, 0) != inode:
+                self._told[name] = inode
+                news.append(SlotFile(name, file_number(slot.name) if inode else None, inode, is_free))
+        return news
 
-    def _free_pair(self, leave: bool) -> tuple[Slot, Slot] | None:
-        own, share = (self.free_slot(pair, leave) for pair in (self.own, self.shares))
-        return None if own is None or share is None else (own, share)
+    def take_back(self, slots: Iterable[Slot] | None = None) -> None:
+        """Get those of some own slots from the trainer that it does not need now; they are free. Not collective.
+
+        Args:
+            slots: which; None: all.
+        """
+        self._prepare([(slot, 0) for slot in ((*self.own, *self.shares) if slots is None else slots)], ())
+
+    def _prepare(self, wanted: Sequence[tuple[Slot, int]], waiting: Sequence[Slot]) -> None:
+        """Get free slots from the trainer, and have it leave the files of those that are too small."""
+        names = {id(slot): name for name, slot in self._own()}
+        asked = [(names[id(slot)], nbytes) for slot, nbytes in wanted
+                 if id(slot) in names and (slot.taker is _TRAINER or any(slot is one for one in waiting))]  # fmt: skip
+        if not asked:
+            return
+        assert self.trainer is not None
+        given = set(self.trainer.prepare(asked, [names[id(slot)] for slot in waiting]))
+        for name, slot in self._own():
+            if name in given:
+                slot.taker, slot.use = None, Use.FREE
 
     def drained(self, slots: Iterable[Slot]) -> None:
         """Let saves write slots again that were drained. Not collective."""
-        with self.changed:
-            for slot in slots:
-                slot.drains = False
-            self.changed.notify_all()
+        for slot in slots:
+            slot.drains = False
 
-    def lend(self, slot: Slot) -> Slot:
-        """Give a slot to be read for as long as anybody has views of it; what is written to these stays here.
-
-        Not collective. Until then no save gets the slot that is lent.
-        """
-        mapped, take_back = shared_memory_segment.lend(self._memory, slot.name)
-        self._lent[mapped.inode] += 1
-        weakref.finalize(mapped.view, self._returned, mapped.inode, take_back).atexit = False
-        return Slot(mapped)
-
-    def _returned(self, inode: int, take_back: Callable[[], None]) -> None:
-        take_back()
-        with self.changed:
-            self._lent[inode] -= 1
-            self.changed.notify_all()
-
-    def _leave_behind(self, pair: Sequence[Slot], ours: bool) -> Slot | None:
-        """Leave the file of a slot to those who have views of it; the slot is free, and gets another one.
-
-        Args:
-            pair: of which one may be written, were it not lent.
-            ours: also a file that this rank itself has lent.
-        """
-        for slot in pair:
-            if slot.use is not Use.FREE or slot.drains or slot.segment is None:
-                continue
-            if ours or not self._lent[slot.segment.inode]:
-                self._memory.remove(slot.name)
-                unmap(slot)
-                return slot
-        return None
-
-    def free_slot(self, pair: Sequence[Slot], leave: bool = True) -> Slot | None:
+    def free_slot(self, pair: Sequence[Slot]) -> Slot | None:
         """A slot of a pair that may be written; the one with the older content first.
 
-        Where there is none but for views of its file, that is left to them: those of others in any case, as nobody here
-        knows when they end, and with ``leave`` those that this rank has given.
+        Where there is none but for views of its file, that is left to them.
         """
-        free = [slot for slot in pair if slot.is_free]
-        return min(free, key=lambda slot: slot.generation, default=None) or self._leave_behind(pair, leave)
+        return oldest_free(pair) or leave_behind(self._memory, pair, lambda segment: True)
 
     @contextlib.contextmanager
-    def reserved(self, slots: Sequence[Slot]) -> Iterator[list[Slot]]:
-        """Keep the free ones of some slots from being taken for a save while their files are replaced; gives these."""
-        with self.changed:
-            taken = [slot for slot in slots if slot.is_free]
-            for slot in taken:
-                slot.use = Use.BUSY
+    def reserved(self, demand: Sequence[tuple[Slot, int]], waiting: Sequence[Slot] = ()) -> Iterator[list[Slot]]:
+        """Keep the free ones of some slots from being taken for a save while their files are replaced; gives these.
+
+        Args:
+            demand: slots, and the bytes that each has to take.
+            waiting: busy slots, whose files the trainer waits for, and leaves.
+        """
+        self._prepare(demand, waiting)
+        taken = [slot for slot, _ in demand if slot.is_free]
+        for slot in taken:
+            slot.use = Use.BUSY
         try:
             yield taken
         finally:
-            with self.changed:
-                for slot in taken:
-                    slot.use = Use.FREE
-                self.changed.notify_all()
+            for slot in taken:
+                slot.use = Use.FREE
 
     def release(self, attempt: Attempt, taken: Sequence[Slot], committed: bool) -> None:
         """End an attempt: committed, its slots hold it and all older ones are free; failed, its slots are free.
@@ -254,49 +255,40 @@ class SlotPool:
             taken: the slots it was staged into; the others may be busy with the next save already.
             committed: how it ended.
         """
-        with self.changed:
-            for slot in [*taken, *(slot for pair in self.inbox.values() for slot in pair)]:
-                if slot.use is Use.BUSY and committed:
-                    slot.taker, slot.use = None, Use.HOLDS
-                    if slot.segment is not None:
-                        slot.segment.writers.clear()  # all is there; they hold the state that was copied
-                elif slot.use is Use.BUSY:
-                    self._free(slot)
-            for slot in self.all():
-                if committed and slot.use is Use.HOLDS and (slot.header is None or slot.header.attempt != attempt):
-                    slot.use = Use.FREE
-            self.changed.notify_all()
+        for slot in [*taken, *(slot for pair in self.inbox.values() for slot in pair)]:
+            if slot.use is Use.BUSY:
+                slot.taker, slot.use = None, Use.HOLDS if committed else Use.FREE
+        for slot in self.all():
+            if committed and slot.use is Use.HOLDS and (slot.header is None or slot.header.attempt != attempt):
+                slot.use = Use.FREE
 
     def keep_only(self, slots: Sequence[Slot]) -> None:
         """Free every slot but these (redundancy is whole in its new places), and unseal those found damaged."""
-        with self.changed:
-            for slot in self._distrusted:
-                if slot.use is Use.FREE:
-                    slot.unseal()
-                    slot.use = Use.FREE
-            self._distrusted = []
-            for slot in self.all():
-                if slot.use is Use.HOLDS and not any(slot is kept for kept in slots):
-                    slot.use = Use.FREE
-            self.changed.notify_all()
+        self.take_back(self._distrusted)
+        for slot in self._distrusted:
+            if slot.use is Use.FREE:
+                slot.unseal()
+                slot.use = Use.FREE
+        self._distrusted = []
+        for slot in self.all():
+            if slot.use is Use.HOLDS and not any(slot is kept for kept in slots):
+                slot.use = Use.FREE
 
     def hold_older(self) -> None:
         """Keep what the own slots hold besides the restored step from being written, until `free_older`.
 
         Not collective.
         """
-        with self.changed:
-            for slot in (*self.own, *self.shares):
-                if slot.use is Use.FREE and slot.header is not None:
-                    slot.use = Use.HOLDS
+        self.take_back()
+        for slot in (*self.own, *self.shares):
+            if slot.use is Use.FREE and slot.header is not None:
+                slot.use = Use.HOLDS
 
     def free_older(self, kept: Attempt) -> None:
         """Let saves write the own slots that do not hold the restored attempt. Not collective."""
-        with self.changed:
-            for slot in (*self.own, *self.shares):
-                if slot.use is Use.HOLDS and (slot.header is None or slot.header.attempt != kept):
-                    slot.use = Use.FREE
-            self.changed.notify_all()
+        for slot in (*self.own, *self.shares):
+            if slot.use is Use.HOLDS and (slot.header is None or slot.header.attempt != kept):
+                slot.use = Use.FREE
 
     def keep_for_now(self, slot: Slot) -> None:
         """Keep the file of a slot that is none of this rank's until a newer step is committed. Not collective."""
@@ -321,11 +313,6 @@ class SlotPool:
         for number in sorted(numbers):
             self._memory.remove(file_name(number))
         self._spare, self._stale, self._kept = self._spare - numbers, self._stale - numbers, self._kept - numbers
-
-    def pin_own(self) -> None:
-        """Page-lock, behind, the slots that this rank copies its state into. Not collective."""
-        own = [slot.segment for slot in (*self.own, *self.shares) if slot.segment is not None]
-        shared_memory_segment.prefault_in_background(own, pin=True)
 
     def close(self) -> None:
         """Unmap everything; the files stay."""

@@ -13,7 +13,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 from ..errors import Closed, DeadlineExceeded, MlflashError, text_of
 from .deadlines import Abandoned
@@ -22,8 +22,6 @@ from .nonblocking import Operation
 from .world import World
 
 log = logging.getLogger("mlflash")
-
-T = TypeVar("T")
 
 _IDLE_S = 0.05  # how often an idle courier looks for pings
 _ASIDE_S = 0.001, 0.02  # the same while something beside its jobs gets on; and while it waits
@@ -124,43 +122,6 @@ class Courier:
         if not job.woken.is_set():
             raise self.late or Closed("mlflash stopped after an earlier error", found=self.broken)
         return job.result
-
-    def together(self, work: Callable[[], T], foreign: Callable[[str], MlflashError], step: int | None = None) -> T:
-        """Do something on this rank, where this is called; what goes wrong on any rank is raised on all.
-
-        Collective over the world.
-
-        Args:
-            work: may raise anything.
-            foreign: makes the error that other ranks are told, where it is none of ours, of its text.
-            step: what it is about.
-
-        Raises:
-            MlflashError: on all ranks, what went wrong on the lowest one. What is no `Exception`, such as an
-                interruption, is raised as it is where it came.
-        """
-        results: list[T] = []
-        error: MlflashError | None = None
-        left: BaseException | None = None
-        try:
-            results.append(work())
-        except MlflashError as problem:
-            error = problem
-        except BaseException as problem:
-            left = None if isinstance(problem, Exception) else problem
-            error = foreign(text_of(problem))
-            error.__cause__ = problem
-        if error is not None:
-            error.rank, error.node = self._world.rank, self._world.node_name
-            error.step = error.step if step is None else step
-        try:
-            self.call(lambda: self._world.raise_together(error))
-        except DeadlineExceeded as late:  # the others are still at it, or waited for this rank in the middle of it
-            raise late from error
-        finally:
-            if left is not None:
-                raise left
-        return results[0]
 
     @property
     def is_stuck(self) -> bool:

@@ -5,10 +5,9 @@ Only one thread, the courier, calls anything here; how it waits is in `deadlines
 
 from __future__ import annotations
 
-import os
 import socket
-import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -117,12 +116,10 @@ class World(Waits):
         comm: an mpi4py communicator, or None for one process without MPI.
         ranks_per_node: emulate nodes of so many ranks; 0 for real nodes.
         timeout_s: deadline of each job, seconds.
-        torch_group: the process group of torch.distributed that has these ranks; None: its default group.
     """
 
-    def __init__(self, comm: Any, ranks_per_node: int, timeout_s: float, torch_group: Any = None):
+    def __init__(self, comm: Any, ranks_per_node: int, timeout_s: float):
         super().__init__(timeout_s)
-        self.torch_group = torch_group
         self.emulated_node: int | None = None  # its number, counted over all ranks that there are
         if ranks_per_node:
             self.emulated_node = (0 if comm is None else _number_of_all(comm)) // ranks_per_node
@@ -184,13 +181,6 @@ class World(Waits):
     @property
     def local_size(self) -> int:
         return len(self.topology.ranks_on[self.node_index])
-
-    def from_torch(self, ranks: Iterable[int]) -> tuple[int, ...]:
-        """Which of these ranks some ranks of torch.distributed are, ascending."""
-        if self.torch_group is None:
-            return tuple(sorted(ranks))
-        known = sys.modules["torch"].distributed.get_process_group_ranks(self.torch_group)
-        return tuple(sorted(known.index(rank) for rank in ranks if rank in known))
 
     def form_groups(self, colors: Sequence[int]) -> None:
         """Make a communicator for each redundancy group. Collective over the world."""
@@ -264,6 +254,10 @@ class World(Waits):
         """
         self._run(nonblocking.raise_together(self.mpi, self.world, error))
 
+    def renew_deadline(self) -> None:
+        """Begin to wait anew: all ranks get on. Not collective."""
+        self.deadline = time.monotonic() + self.timeout_s
+
     def on_all(self, work: Callable[[], T]) -> T:
         """Do something on each rank by itself; what goes wrong on any is raised on all. Collective over the world.
 
@@ -320,31 +314,3 @@ class World(Waits):
         if self.size <= ASK_ALL:
             return [rank for rank in range(self.size) if rank != self.rank]
         return [ranks[0] for ranks in self.topology.ranks_on[1:]] if self.rank == 0 else ()
-
-
-def check_torch_rank(world: World) -> None:
-    """Refuse a torch.distributed rank that is not the MPI rank. Not collective.
-
-    Raises:
-        WorldMismatch: naming both.
-    """
-    torch = sys.modules.get("torch")
-    if torch is None or not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return
-    group = world.torch_group
-    rank, size = torch.distributed.get_rank(group), torch.distributed.get_world_size(group)
-    if world.size == 1 < size and "TORCHELASTIC_RUN_ID" in os.environ:
-        raise WorldMismatch(
-            "torchrun started this process, and its ranks are no MPI ranks: start with mpiexec -n RANKS or srun "
-            "instead, and let mlflash.adapters.distributed.init_process_group set up torch.distributed",
-            expected="ranks of mpiexec or srun",
-            found=f"rank {rank} of {size} of torchrun, and no MPI launcher",
-        )
-    if (rank, size) != (world.rank, world.size):
-        raise WorldMismatch(
-            "torch.distributed and MPI number the ranks differently: initialise torch.distributed with the MPI "
-            "rank and size (mlflash.adapters.distributed.init_process_group does so), give Checkpointer a comm ordered "
-            "like it (comm.Split(0, torch_rank)), or the process group that has the ranks of comm (process_group=)",
-            expected=f"torch.distributed rank {world.rank} of {world.size}, as in MPI",
-            found=f"torch.distributed rank {rank} of {size}",
-        )

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable
 
 import numpy as np
 
-from ..memory.inventory import file_name
-from ..memory.node_directory import NodeDirectory
-from ..memory.shared_memory_segment import Segment, attach
 from ..memory.slot import Slot
 from ..memory.slot_header import Header
 from ..state.leaves import Entry
@@ -67,14 +64,11 @@ class RankCheckpoint:
         return read
 
 
-def open_rank_checkpoint(
-    memory: NodeDirectory, mapped: Mapping[int, Segment], node: int, slot: Slot, files: ShareFiles
-) -> RankCheckpoint:
+def open_rank_checkpoint(open_file: Callable[[int], Slot], node: int, slot: Slot, files: ShareFiles) -> RankCheckpoint:
     """Put a slot and its shares on this node together, to be read; the caller unmaps them. Not collective.
 
     Args:
-        memory: of this node.
-        mapped: files that are mapped already, by number.
+        open_file: maps the file of a number.
         node: index of this node.
         slot: verified.
         files: where shares are.
@@ -83,6 +77,5 @@ def open_rank_checkpoint(
     shared = home.manifest.shared
     for number in range(0 if shared is None else shared.shares):
         assert shared is not None
-        name = file_name(files[node, (shared.by, number)])
-        home.shares.append(Slot(attach(memory, name, mapped)))
+        home.shares.append(open_file(files[node, (shared.by, number)]))
     return home

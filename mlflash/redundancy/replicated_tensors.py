@@ -12,9 +12,7 @@ from __future__ import annotations
 import collections
 import fnmatch
 import logging
-import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import xxhash
@@ -23,7 +21,6 @@ from ..errors import ConfigError, MlflashError, SaveFailed
 from ..memory.slot import Slot
 from ..mpi.world import World
 from ..state.layout import Layout
-from ..state.leaves import Leaf
 from . import deduplication
 from .shareable_leaves import ShareableLeaf, key_of
 from .slot_plan import Plan
@@ -34,49 +31,6 @@ _NAMED = 8  # tensors named in a warning
 _POSITIVE = (1 << 62) - 1
 
 
-def members_of(replicated: Any, world: World) -> list[int]:
-    """The ranks that hold the same state as this one, ascending. Not collective; nothing is sent over a given group.
-
-    Args:
-        replicated: an mpi4py communicator or group, a torch.distributed process group, ranks, or True for all; or a
-            mapping from patterns of names to one of these.
-        world: the communicators.
-
-    Raises:
-        ConfigError: it is none of these, or this rank is not in it.
-    """
-    if isinstance(replicated, Mapping):
-        sets = [members_of(group, world) for group in replicated.values()]
-        if not sets or any(members != sets[0] for members in sets) or not all(isinstance(p, str) for p in replicated):
-            raise ConfigError("replicated= names the entries by patterns, and for all of them the same ranks",
-                              expected="{'model.*': ranks, ...}", found=repr(replicated))  # fmt: skip
-        return sets[0]
-    if replicated is True:
-        return list(range(world.size))
-    torch = sys.modules.get("torch")
-    if world.world is not None and (hasattr(replicated, "Get_group") or hasattr(replicated, "Translate_ranks")):
-        group = replicated.Get_group() if hasattr(replicated, "Get_group") else replicated
-        ranks = world.mpi.Group.Translate_ranks(group, list(range(group.size)), world.world.Get_group())
-    elif (
-        torch is not None
-        and torch.distributed.is_available()
-        and isinstance(replicated, torch.distributed.ProcessGroup)
-    ):
-        ranks = world.from_torch(torch.distributed.get_process_group_ranks(replicated))
-    elif isinstance(replicated, Sequence) and all(isinstance(rank, int) for rank in replicated):
-        ranks = replicated
-    else:
-        ranks = ()
-    members = sorted({int(rank) for rank in ranks})
-    if world.rank not in members or not 0 <= members[0] <= members[-1] < world.size:
-        raise ConfigError(
-            "replicated= must say which ranks hold the same state as this one",
-            expected=f"a communicator, process group or list of ranks below {world.size}, with rank {world.rank} in it",
-            found=repr(replicated),
-        )
-    return members
-
-
 class ReplicatedTensors:
     """Knows what the ranks of a group hold alike, and compares it.
 
@@ -84,7 +38,8 @@ class ReplicatedTensors:
 
     Args:
         world: the communicators.
-        replicated: see `members_of`.
+        members: the ranks that hold the same state as this one, ascending.
+        patterns: of the names of what they hold alike.
         placed: what is alike is only what DTensors of these ranks are by their placements.
 
     Attributes:
@@ -92,33 +47,28 @@ class ReplicatedTensors:
         sharing: how they share it; None: each stores all of its own.
         shares: for each rank of the world that shares state, the set and the number of its share.
         version: grows when less is shared than before.
+        agreed: keys of the leaves that all members hold alike.
         diverged: how many tensors were found to differ.
 
     Raises:
         ConfigError: on all ranks, where the ranks do not name each other.
     """
 
-    def __init__(self, world: World, replicated: Any, placed: bool = False):
+    def __init__(self, world: World, members: Sequence[int], patterns: Sequence[str] = ("*",), placed: bool = False):
         self._world, self._placed = world, placed
-        error: MlflashError | None = None
-        self.members = [world.rank]
-        try:
-            self.members = members_of(replicated, world)
-        except MlflashError as problem:
-            problem.rank, problem.node = world.rank, world.node_name
-            error = problem
-        world.raise_together(error)
+        self.members = list(members)
         mine = (self.members[0], len(self.members), xxhash.xxh3_64_intdigest(repr(self.members).encode()))
         named = world.gather(mine)
+        error: MlflashError | None = None
         if any(named[rank] != mine for rank in self.members):
             error = ConfigError("replicated= differs between ranks that name each other", rank=world.rank,
                                 expected=f"ranks {_listed(self.members)} on each of them")  # fmt: skip
         world.raise_together(error)
-        self._patterns = tuple(replicated) if isinstance(replicated, Mapping) else ("*",)
+        self._patterns = tuple(patterns)
         self._comm = world.split(min(self.members))
         self._apart: set[str] = set()  # tensors not compared: private, not on all ranks, or reported already
         self._blocks: tuple[Layout, np.ndarray, list[tuple[int, int]]] | None = None
-        self._agreed: set[int] = set()  # keys of tensors that all members hold alike
+        self.agreed: frozenset[int] = frozenset()
         self._provisional = False
         self.sharing: deduplication.Sharing | None = None
         self.shares: dict[int, deduplication.Share] = {}
@@ -153,28 +103,24 @@ class ReplicatedTensors:
         if self._world.agree([int(leaves is None)], self._comm)[0]:
             return True
         if self._provisional:
-            self._agreed.clear()
+            self.agreed = frozenset()
         self._provisional = step is None
-        names = {leaf.key: leaf.name for leaf in leaves or () if self._may_share(leaf) and leaf.key not in self._agreed}
+        names = {leaf.key: leaf.name for leaf in leaves or () if self._may_share(leaf) and leaf.key not in self.agreed}
         mine = digests(names.keys()) if names else {}
         settled = bool(self._world.agree([int(able)], self._comm)[0])
         alike, others = self._sort_out(mine)
-        self._agreed |= alike
+        self.agreed |= alike
         if step is not None:
             differ = _differing(names, others)
             self._apart |= differ.keys()
             self._warn(differ, step)
         return settled
 
-    def is_shared(self, leaf: Leaf) -> bool:
-        """Whether all members hold a leaf alike, as far as they have agreed on it. Not collective."""
-        return key_of(leaf.entry) in self._agreed
-
     def _may_share(self, leaf: ShareableLeaf) -> bool:
         if leaf.name in self._apart:
             return False
         if self._placed:
-            return leaf.replicas is not None and self._world.from_torch(leaf.replicas) == tuple(self.members)
+            return leaf.replicas is not None and leaf.replicas == tuple(self.members)
         return any(fnmatch.fnmatchcase(leaf.name, pattern) for pattern in self._patterns)
 
     def confirm(self, plan: Plan | None, checks: Mapping[int, int] | None, step: int) -> SaveFailed | None:
@@ -204,8 +150,8 @@ class ReplicatedTensors:
             failed.follows = True
             return failed
         _, others = self._sort_out(mine)
-        self.version += bool(others.keys() & self._agreed)
-        self._agreed -= others.keys()
+        self.version += bool(others.keys() & self.agreed)
+        self.agreed -= others.keys()
         differ = _differing(names, others)
         self._warn({name: by for name, by in differ.items() if name not in self._apart}, step)
         self._apart |= differ.keys()

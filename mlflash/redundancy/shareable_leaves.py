@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable
+from typing import Protocol
 
 import xxhash
 
 from ..state.leaves import Entry, Flat, live_bytes, replica_ranks
+from .deduplication import Sharing
+
+FromTorch = Callable[[Iterable[int]], tuple[int, ...]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,7 +22,7 @@ class ShareableLeaf:
     Attributes:
         key: the same on all ranks that have the same shard of a tensor of this name; see `key_of`.
         name: of its entry.
-        replicas: of a DTensor, the ranks of torch.distributed that hold the same shard by its placements; else None.
+        replicas: of a DTensor, the ranks that hold the same shard by its placements; else None.
     """
 
     key: int
@@ -26,11 +30,41 @@ class ShareableLeaf:
     replicas: tuple[int, ...] | None
 
 
-def shareable(flat: Flat) -> list[ShareableLeaf]:
-    """List the leaves of a state that other ranks may hold alike. Not collective."""
+class Shareable(Protocol):
+    """What the courier asks of a state that ranks may share. None of it is collective."""
+
+    def shareable(self) -> list[ShareableLeaf]:
+        """List what other ranks may hold alike of a state that is not settled yet; the trainer does not change it."""
+
+    def digests(self, keys: Collection[int]) -> dict[int, int]:
+        """Make checksums of some of that, by key."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SharingNews:
+    """What ranks share, as far as they have agreed on it.
+
+    Attributes:
+        sharing: who shares; None: each rank stores all of its own.
+        agreed: keys of the leaves that they hold alike; see `shareable_leaves.key_of`.
+        version: grows when less is shared than before.
+    """
+
+    sharing: Sharing | None = None
+    agreed: frozenset[int] = frozenset()
+    version: int = 0
+
+
+def shareable(flat: Flat, from_torch: FromTorch) -> list[ShareableLeaf]:
+    """List the leaves of a state that other ranks may hold alike. Not collective.
+
+    Args:
+        flat: the state.
+        from_torch: gives the ranks that some ranks of torch.distributed are.
+    """
     return [
         ShareableLeaf(
-            key_of(leaf.entry), leaf.entry.name, None if leaf.whole is None else replica_ranks(leaf.whole)
+            key_of(leaf.entry), leaf.entry.name, None if leaf.whole is None else from_torch(replica_ranks(leaf.whole))
         )
         for leaf in flat.leaves
         if leaf.tie < 0 and leaf.entry.nbytes and leaf.entry.name not in flat.structure.private
@@ -46,16 +80,17 @@ def digests(flat: Flat, keys: Collection[int]) -> dict[int, int]:
     }
 
 
-def replica_nbytes(flat: Flat | None) -> dict[tuple[int, ...], int]:
-    """Count the bytes of DTensors by the ranks of torch.distributed that hold the same of them. Not collective.
+def replica_nbytes(flat: Flat | None, from_torch: FromTorch) -> dict[tuple[int, ...], int]:
+    """Count the bytes of DTensors by the ranks that hold the same of them. Not collective.
 
     Args:
         flat: the state; None: it cannot be read.
+        from_torch: as for `shareable`.
     """
     nbytes: collections.Counter[tuple[int, ...]] = collections.Counter()
     for leaf in flat.leaves if flat is not None else ():
         if leaf.whole is not None and leaf.tie < 0:
-            nbytes[replica_ranks(leaf.whole)] += leaf.entry.nbytes
+            nbytes[from_torch(replica_ranks(leaf.whole))] += leaf.entry.nbytes
     return dict(nbytes)
 
 

@@ -17,8 +17,7 @@ import xxhash
 
 from ..crash_points import reach
 from ..errors import DeadlineExceeded, MlflashError, StructureMismatch
-from ..mpi.courier import Courier
-from ..mpi.world import World
+from ..protocol.ranks import Ranks
 from ..saving.save_queue import SaveQueue
 from ..state.rebuild import Filling
 
@@ -33,20 +32,19 @@ class Loading:
     """Fills states.
 
     Args:
-        world: the ranks.
-        courier: lets them agree.
+        ranks: of this run.
         saves: told that a state is undefined.
     """
 
-    def __init__(self, world: World, courier: Courier, saves: SaveQueue):
-        self._world, self._courier, self._saves = world, courier, saves
+    def __init__(self, ranks: Ranks, saves: SaveQueue):
+        self._ranks, self._saves = ranks, saves
 
     def together(self, step: int, work: Callable[[], T]) -> T:
         """Do something with the state on this rank; what goes wrong on any rank is raised on all.
 
         Collective over the world.
         """
-        return self._courier.together(work, lambda why: StructureMismatch(f"loading failed: {why}"), step)
+        return self._ranks.together(work, lambda why: StructureMismatch(f"loading failed: {why}"), step)
 
     @contextlib.contextmanager
     def changing(self, step: int) -> Iterator[None]:
@@ -92,7 +90,7 @@ class Loading:
             raise
         except MlflashError as error:  # the same on all ranks
             whole = filling.put_back()
-            if self._courier.call(lambda: self._world.agree([int(whole)]))[0]:
+            if self._ranks.agree([int(whole)])[0]:
                 self._saves.undefined = before
             else:
                 self._stay_undefined(error)
@@ -107,13 +105,11 @@ class Loading:
         sizes = {path: filling.nbytes_of(path) for path in filling.objects}
         name = xxhash.xxh3_64_intdigest("\n".join(sizes).encode()) >> 1  # fits an int64
 
-        def agree() -> list[int]:
-            if self._world.agree([name, -name]) != [name, -name] or not sizes:
-                return []
-            return [-most for most in self._world.agree([-nbytes for nbytes in sizes.values()])]
-
+        if self._ranks.agree([name, -name]) != [name, -name] or not sizes:
+            return []
+        largest = [-most for most in self._ranks.agree([-nbytes for nbytes in sizes.values()])]
         small, left = set(), _KEPT_NBYTES
-        for nbytes, path in sorted(zip(self._courier.call(agree), sizes, strict=False)):
+        for nbytes, path in sorted(zip(largest, sizes, strict=True)):
             left -= nbytes
             if left >= 0:
                 small.add(path)

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
 from ..draining.checkpoint_directory import Listed, Listing, step_of
 from ..draining.drain_queue import DrainQueue
-from ..errors import CorruptSlot, StepNotFound, Unrestorable
+from ..errors import StepNotFound, Unrestorable
 from ..memory.commit_records import MOST_STEPS
 from ..memory.inventory import Place
 from ..redundancy.rank_checkpoint import RankCheckpoint
 from ..startup.context import Context
 from ..storage.store import open_store
 from . import from_memory
-from .open_in_directory import OpenInDirectory
-from .open_in_memory import FoundElsewhere
+from .found import FoundElsewhere
 
 log = logging.getLogger("mlflash")
 
@@ -31,12 +30,12 @@ class Sources:
     def __init__(self, context: Context, drains: DrainQueue):
         self._context, self._drains = context, drains
 
-    def choose(self, step: int | None, others: bool, source: str | None, told: Collection[str], bad: dict[str, str],
-               checked: bool) -> RankCheckpoint | FoundElsewhere | OpenInDirectory | None:  # fmt: skip
+    def choose(self, step: int | None, others: bool, source: str | None, bad: Mapping[str, str], checked: bool
+               ) -> RankCheckpoint | FoundElsewhere | Listed | None:  # fmt: skip
         """Choose between memory and directory: what was saved last. Collective over the world.
 
         Args:
-            bad: folders of the directory that are passed over, and why; gets those found so.
+            bad: folders of the directory that are passed over, and why.
             checked: verify every byte of what is in memory.
 
         Returns:
@@ -49,25 +48,18 @@ class Sources:
         there = self._drains.look(store)
         listed = [one for one in there.listed if step in (None, one.step)]
         struck: dict[Place, str] = {}
-        while True:
-            left = [one for one in listed if one.folder not in bad]
-            if source is None:
-                oldest = left[0].card.attempt.generation if left else 0
-                found = from_memory.find_and_verify(self._context, step, others, oldest, checked, struck)
-                if found is not None:
-                    self._context.looked = True
-                    return found
-            if not left or store is None:
-                break
+        left = [one for one in listed if one.folder not in bad]
+        if source is None:
+            oldest = left[0].card.attempt.generation if left else 0
+            found = from_memory.find_and_verify(self._context, step, others, oldest, checked, struck)
+            if found is not None:
+                self._context.looked = True
+                return found
+        if left and store is not None:
             if struck and not self._context.unusable:  # what is in the directory may be damaged, too
                 self._context.leave_alone()
-            try:
-                drained = OpenInDirectory(self._context.world, store, left[0], told)
-            except CorruptSlot as error:  # the same on all ranks
-                self.pass_over(left[0], str(error), bad)
-            else:
-                self._say_why(drained, step, source)
-                return drained
+            self._say_why(left[0], f"{store.path}/{left[0].folder}", step, source)
+            return left[0]
         self._refuse_unusable(step, source, there, bad, struck)
         self._context.looked = True
         return None
@@ -110,18 +102,12 @@ class Sources:
             log.warning("memory has parts of step %s, whose first save did not end: nothing was ever committed",
                         ", ".join(map(str, begun)))  # fmt: skip
 
-    def pass_over(self, listed: Listed, why: str, bad: dict[str, str]) -> None:
-        """Note that a checkpoint of the directory is not to be used, and why. Not collective."""
-        bad[listed.folder] = why
-        if self._context.world.rank == 0:
-            log.warning("%s cannot be restored from, and an older checkpoint is looked for: %s", listed.folder, why)
-
-    def _say_why(self, drained: OpenInDirectory, step: int | None, source: str | None) -> None:
-        self._context.restored_from, self._context.rolled_forward = drained.path, False
+    def _say_why(self, listed: Listed, path: str, step: int | None, source: str | None) -> None:
+        self._context.restored_from, self._context.rolled_forward = path, False
         if source is not None or step is not None:
             why = "as asked"
         else:
             held = from_memory.restorable_steps(self._context)
             why = f"memory has only older steps: {held}" if held else "memory has nothing"
         if self._context.world.rank == 0:
-            log.info("restoring step %d from %s: %s", drained.step, drained.path, why)
+            log.info("restoring step %d from %s: %s", listed.step, path, why)

@@ -7,8 +7,6 @@ that is cut along another dimension are strided: the sender packs them, where a 
 from __future__ import annotations
 
 import collections
-import dataclasses
-import math
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -18,6 +16,7 @@ import xxhash
 
 from ..mpi.nonblocking import Operation, done
 from ..mpi.world import World
+from ..protocol.wanted_parts import WantedPart, items
 from ..startup.context import Context
 from ..state.leaves import Entry
 from ..state.rebuild import Read
@@ -25,29 +24,6 @@ from ..state.shards import box, cut
 
 _ASK, _BODY, _CHECK = 41, 42, 43
 _DEPTH = 2  # runs of a pair of ranks that are on their way at a time
-
-
-@dataclasses.dataclass(frozen=True)
-class WantedPart:
-    """A part of an old shard that is wanted.
-
-    Attributes:
-        rank, number: the old rank, and the entry in its manifest.
-        source: where the part begins in that shard.
-        shape: of the part.
-        target: where it goes, ``(*shape, item bytes)`` uint8.
-    """
-
-    rank: int
-    number: int
-    source: tuple[int, ...]
-    shape: tuple[int, ...]
-    target: np.ndarray
-
-
-def items(raw: np.ndarray, entry: Entry) -> np.ndarray:
-    """View the bytes of an entry as ``(*shape, item bytes)``."""
-    return raw.reshape(*entry.shape, entry.nbytes // max(1, math.prod(entry.shape)))
 
 
 def exchange(

@@ -20,8 +20,7 @@ from collections.abc import Mapping
 from ..crash_points import reach
 from ..errors import CorruptSlot, WorldSizeChanged
 from ..memory import commit_records
-from ..memory.inventory import Inventory, Place, file_name
-from ..memory.shared_memory_segment import Segment, attach
+from ..memory.inventory import Inventory, Place
 from ..memory.slot import Slot
 from ..memory.slot_header import Attempt
 from ..redundancy.rank_checkpoint import RankCheckpoint, ShareFiles, open_rank_checkpoint
@@ -29,9 +28,9 @@ from ..redundancy.slot_transfer import slot_of
 from ..startup.choose_checkpoint import Choice, choose
 from ..startup.context import Context
 from .fetch_slots import fetch
+from .found import FoundElsewhere
 from .gather_deduplicated import gather_shares
 from .heal import give_receipts
-from .open_in_memory import FoundElsewhere
 from .rebuild_from_parity import Repairs
 
 log = logging.getLogger("mlflash")
@@ -114,7 +113,7 @@ def _opened(context: Context, choice: Choice, slots: Mapping[int, Slot], files: 
     """Open what was brought here, and note where it came from. Collective over the world."""
     context.restores = choice.restores + 1
     mine = {
-        rank: open_rank_checkpoint(context.memory, context.pool.mapped(), context.world.node_index, slot, files)
+        rank: open_rank_checkpoint(context.pool.open, context.world.node_index, slot, files)
         for rank, slot in slots.items()
     }
     if choice.world_size != context.world.size:
@@ -221,8 +220,7 @@ def _verify(context: Context, choice: Choice, serves: list[int], slots: dict[int
     for rank, place in enumerate(choice.source):
         if serves[rank] == world.rank and place is not None:
             try:
-                mapped = context.pool.mapped() if choice.world_size == world.size else {}
-                slots[rank] = _open(context, choice.attempt, rank, place, mapped)
+                slots[rank] = _open(context, choice.attempt, rank, place)
                 blocks = _bad_blocks(context, slots[rank], choice.group_of(rank) is not None) if checked else []
                 if not checked:
                     slots[rank].verify_table()
@@ -237,8 +235,8 @@ def _verify(context: Context, choice: Choice, serves: list[int], slots: dict[int
     return {rank: blocks for rank, blocks in found if not isinstance(blocks, str)}, dict(sorted(bad.items()))
 
 
-def _open(context: Context, attempt: Attempt, rank: int, place: Place, mapped: dict[int, Segment]) -> Slot:
-    slot = Slot(attach(context.memory, file_name(place[1]), mapped))
+def _open(context: Context, attempt: Attempt, rank: int, place: Place) -> Slot:
+    slot = context.pool.open(place[1])
     if not _is(slot, rank, attempt):
         raise CorruptSlot("the header of a slot changed", rank=rank)
     return slot

@@ -14,8 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from ..crash_points import reach
 from ..errors import CorruptSlot
-from ..memory.inventory import Place, file_name, file_number
-from ..memory.shared_memory_segment import attach
+from ..memory.inventory import Place, file_number
 from ..memory.slot import Slot
 from ..memory.slot_header import Attempt, Header, Kind
 from ..redundancy.deduplication import Share, cuts
@@ -141,7 +140,7 @@ def _verify(context: Context, attempt: Attempt, errands: list[_Errand], checked:
 
 
 def _open(context: Context, attempt: Attempt, errand: _Errand) -> Slot:
-    slot = Slot(attach(context.memory, file_name(errand.place[1]), context.pool.mapped()))
+    slot = context.pool.open(errand.place[1])
     if slot.header is None or not _is(attempt, errand, slot.header):
         raise CorruptSlot("the header of a share changed", rank=errand.rank)
     return slot

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
-import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -20,14 +19,14 @@ from ..draining import file_index
 from ..draining.checkpoint_directory import Listed, read_master
 from ..draining.file_index import CARD_NBYTES, Index, Piece, blocks, first_names, read_card
 from ..errors import CorruptSlot, MlflashError, text_of
-from ..mpi.world import World
+from ..protocol.ranks import Collectives
+from ..protocol.wanted_parts import WantedPart, items
 from ..redundancy.rank_checkpoint import RankCheckpoint
 from ..state import shards
 from ..state.manifest import Manifest
 from ..state.rebuild import Read
 from ..state.shards import Box, box, cut, overlap
 from ..storage.store import Store
-from .exchange_fragments import WantedPart, items
 from .open_in_memory import OldRank
 
 log = logging.getLogger("mlflash")
@@ -59,7 +58,7 @@ class OpenInDirectory:
         CorruptSlot: on all ranks, where a file is missing, damaged, or was changed since.
     """
 
-    def __init__(self, world: World, store: Store, listed: Listed, told: Collection[str] = ()):
+    def __init__(self, world: Collectives, store: Store, listed: Listed, told: Collection[str] = ()):
         self._world, self._inside, self.listed = world, store.at(listed.folder), listed
         self.step, self.path, self.world_size = listed.step, self._inside.path, listed.card.world_size
         self.restores, self.damage = 0, ""
@@ -125,7 +124,7 @@ class OpenInDirectory:
                 except Exception as error:  # of whatever reads files, and of what says which parts are wanted
                     log.warning("rank %d: %s cannot be restored from: %s", self._world.rank, self.path, error)
                     good, why = False, str(error)
-            self._world.deadline = time.monotonic() + self._world.timeout_s
+            self._world.renew_deadline()
             all_good, all_through = self._world.agree([int(good), int(not more)])
             if not all_good:
                 self.damage = next(filter(None, self._world.gather(why)), "")

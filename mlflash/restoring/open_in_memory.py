@@ -14,37 +14,16 @@ from typing import Any, Protocol
 import numpy as np
 import xxhash
 
-from ..memory.inventory import file_name, file_number
-from ..memory.shared_memory_segment import attach
-from ..memory.slot import Slot
-from ..memory.slot_header import Attempt
+from ..memory.inventory import file_number
+from ..protocol.messages import Exchange
+from ..protocol.trainer_context import TrainerContext
+from ..protocol.wanted_parts import WantedPart, items
 from ..redundancy.rank_checkpoint import RankCheckpoint, ShareFiles, open_rank_checkpoint
-from ..startup.context import Context
 from ..state import shards
 from ..state.leaves import Entry, Tree
 from ..state.rebuild import Read
 from ..state.shards import Held, box
-from .exchange_fragments import WantedPart, exchange, items
-
-
-@dataclasses.dataclass
-class FoundElsewhere:
-    """A restorable checkpoint in the slots of its old ranks.
-
-    Attributes:
-        attempt, step: of it.
-        restores: how many runs have restored it, this one included.
-        homes: what this rank has or reads, by old rank; verified.
-        files: where shares are.
-        same_ranks: whether its ranks are those of today, each with its own slot.
-    """
-
-    attempt: Attempt
-    step: int
-    restores: int
-    homes: dict[int, RankCheckpoint]
-    files: ShareFiles
-    same_ranks: bool = False
+from .found import FoundElsewhere
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +75,7 @@ class OpenInMemory:
     Collective over the world.
 
     Args:
-        context: of this rank.
+        trainer: of this rank.
         found: where the checkpoint is.
         checks: make checksums of all tensors that are whole.
         told: names of small entries whose bytes all ranks shall know.
@@ -108,26 +87,27 @@ class OpenInMemory:
         home: this rank's own slot, where the ranks are those of today; else None.
     """
 
-    def __init__(self, context: Context, found: FoundElsewhere, checks: bool = False, told: Collection[str] = ()):
-        self.found, self._context = found, context
+    def __init__(self, trainer: TrainerContext, found: FoundElsewhere, checks: bool = False,
+                 told: Collection[str] = ()):  # fmt: skip
+        self.found, self._trainer, self._ranks = found, trainer, trainer.ranks
         self.step, self.restores = found.step, found.restores
-        self.home = found.homes.get(context.world.rank) if found.same_ranks else None
-        mine = context.world.on_all(
-            lambda: {rank: _describe(context, home, checks, told) for rank, home in found.homes.items()}
+        me = self._ranks.rank
+        self.home = found.homes.get(me) if found.same_ranks else None
+        mine = self._ranks.on_all(
+            lambda: {rank: _describe(me, home, checks, told) for rank, home in found.homes.items()}
         )
-        packed = context.world.gather(zlib.compress(pickle.dumps(mine), 1))
+        packed = self._ranks.gather(zlib.compress(pickle.dumps(mine), 1))
         self.olds: Mapping[int, OldRank] = {
             rank: old for theirs in packed for rank, old in pickle.loads(zlib.decompress(theirs)).items()
         }
 
     def is_near(self, rank: int) -> bool:
         """Whether the slot of an old rank is on this node. Not collective."""
-        topology = self._context.world.topology
-        return topology.node_of[self.olds[rank].server] == self._context.world.node_index
+        return self._ranks.topology.node_of[self.olds[rank].server] == self._ranks.node_index
 
     def distance(self, rank: int) -> int:
         """How far the slot of an old rank is: 0 that of this rank's own number, 1 on this node, 2 elsewhere."""
-        return 2 if not self.is_near(rank) else int(rank != self._context.world.rank)
+        return 2 if not self.is_near(rank) else int(rank != self._ranks.rank)
 
     def read(self, wanted: Iterable[WantedPart]) -> bool:
         """Bring parts of tensors to where they are wanted; whether all of them arrived whole.
@@ -138,13 +118,11 @@ class OpenInMemory:
             MlflashError: on all ranks, where one could not read its part or ``wanted`` failed there.
         """
         asked: dict[int, list[WantedPart]] = {}
-        self._context.world.on_all(lambda: self._read_near(wanted, asked))
-        has = {rank: (home.reader(), home.manifest.entries) for rank, home in self.found.homes.items()}
-        good = exchange(self._context, has, asked)
-        self._context.recorder.counts["bytes asked of other nodes"] += sum(
-            p.target.nbytes for ps in asked.values() for p in ps
-        )
-        return good
+        self._ranks.on_all(lambda: self._read_near(wanted, asked))
+        found = self.found
+        homes = {rank: file_number(home.slot.name) for rank, home in found.homes.items()}
+        whole: bool = self._trainer.courier.call(Exchange(found.attempt, homes, found.files, asked))
+        return whole
 
     def _read_near(self, wanted: Iterable[WantedPart], asked: dict[int, list[WantedPart]]) -> None:
         """Read what lies on this node; adds the rest to what other ranks are asked for. Not collective."""
@@ -157,7 +135,7 @@ class OpenInMemory:
                     asked.setdefault(old.server, []).append(wanted_part)
                     continue
                 if wanted_part.rank not in homes:
-                    homes[wanted_part.rank] = self._open(old)
+                    homes[wanted_part.rank] = open_home(self._trainer, old.file, self.found.files)
                 if wanted_part.rank not in reads:
                     reads[wanted_part.rank] = homes[wanted_part.rank].reader()
                 source = homes[wanted_part.rank].manifest.entries[wanted_part.number]
@@ -172,15 +150,18 @@ class OpenInMemory:
         for home in self.found.homes.values():
             self._unmap(home)
 
-    def _open(self, old: OldRank) -> RankCheckpoint:
-        segment = attach(self._context.memory, file_name(old.file), self._context.pool.mapped())
-        context = self._context
-        return open_rank_checkpoint(
-            context.memory, context.pool.mapped(), context.world.node_index, Slot(segment), self.found.files
-        )
-
     def _unmap(self, home: RankCheckpoint) -> None:
-        self._context.pool.unmap_others([home.slot, *home.shares])
+        self._trainer.slots.unmap_others([home.slot, *home.shares])
+
+
+def open_home(trainer: TrainerContext, file: int, files: ShareFiles) -> RankCheckpoint:
+    """Map the slot of an old rank of this node, and its shares, to be read. Not collective.
+
+    Args:
+        file: number of its file.
+        files: where shares are.
+    """
+    return open_rank_checkpoint(trainer.slots.open, trainer.ranks.node_index, trainer.slots.open(file), files)
 
 
 def held_by_name(opened: OpenCheckpoint) -> dict[str, list[Held]]:
@@ -192,7 +173,7 @@ def held_by_name(opened: OpenCheckpoint) -> dict[str, list[Held]]:
     return held
 
 
-def _describe(context: Context, home: RankCheckpoint, checks: bool, told: Collection[str]) -> OldRank:
+def _describe(server: int, home: RankCheckpoint, checks: bool, told: Collection[str]) -> OldRank:
     read, entries = home.reader(), home.manifest.entries
     made = {
         number: xxhash.xxh3_64_intdigest(np.ascontiguousarray(read(entry)).data)
@@ -203,4 +184,4 @@ def _describe(context: Context, home: RankCheckpoint, checks: bool, told: Collec
     plain = {path: home.manifest.plain[number] for path, number in paths.items()}
     text = {entry.name: read(entry).tobytes() for entry in entries if entry.name in told}
     number = file_number(home.slot.name)
-    return OldRank(context.world.rank, number, entries, home.manifest.tree, plain, made, text)
+    return OldRank(server, number, entries, home.manifest.tree, plain, made, text)

@@ -16,10 +16,9 @@ import numpy as np
 
 from ..crash_points import reach
 from ..errors import CorruptSlot
-from ..memory.inventory import Place, file_name
+from ..memory.inventory import Place
 from ..memory.parity_file import Head, heads_blocks, read_heads
 from ..memory.parity_layout import Stripes, Task, Unit
-from ..memory.shared_memory_segment import attach
 from ..memory.slot import Slot, Use
 from ..memory.slot_header import unpack
 from ..mpi.send_rate import AT_ONCE
@@ -122,7 +121,7 @@ class Repairs:
         place, rank, context = group.files[nth], group.ranks[nth], self._context
         assert place is not None
         try:
-            slot = Slot(attach(context.memory, file_name(place[1]), context.pool.mapped()))
+            slot = context.pool.open(place[1])
             header = slot.header
             wanted = (rank, self._choice.attempt, group.ranks, group.losses)
             if header is None or (header.rank, header.attempt, header.group, header.parities) != wanted:

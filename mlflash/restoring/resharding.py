@@ -15,22 +15,22 @@ import dataclasses
 import logging
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import numpy as np
 
 from ..crash_points import reach
-from ..errors import CorruptSlot, DeadlineExceeded, MlflashError, SaveFailed, StructureMismatch
+from ..errors import Closed, CorruptSlot, DeadlineExceeded, MlflashError, SaveFailed, StructureMismatch
 from ..memory.slot import Slot
-from ..mpi.courier import Courier
+from ..protocol.messages import CommitRestored, MakeRoom
+from ..protocol.trainer_context import TrainerContext
+from ..protocol.wanted_parts import WantedPart, items
 from ..redundancy.rank_checkpoint import RankCheckpoint
 from ..redundancy.slot_plan import Plan
-from ..saving import commit
 from ..saving.pending_save import PendingSave
 from ..saving.snapshot import Snapshot
 from ..saving.staging import Staging
-from ..startup.context import Context
 from ..state import shards
 from ..state.flatten import flatten, flatten_or_none
 from ..state.layout import PAGE_NBYTES
@@ -38,7 +38,6 @@ from ..state.leaves import Entry, Flat, Leaf, Tree, live_bytes, tensor_entry
 from ..state.rebuild import Filling, compare, refuse_differences
 from ..state.shards import box
 from ..state.torch_objects import is_like, parameters
-from .exchange_fragments import WantedPart, items
 from .open_in_memory import OldRank, OpenCheckpoint, held_by_name
 
 log = logging.getLogger("mlflash")
@@ -77,69 +76,75 @@ class Resharded:
         return Filling(state, self.flat.structure.tree, layout.entries, self.flat.plain, read)
 
 
-def reshard(context: Context, courier: Courier, old: OpenCheckpoint, state: Any) -> Resharded:
+def reshard(trainer: TrainerContext, old: OpenCheckpoint, state: Any, gives_way: bool = False) -> Resharded:
     """Put this rank's state together. Collective over the world; nothing of ``state`` is changed.
 
-    The live state is looked at where this is called; the courier makes room, and brings what is elsewhere.
+    Args:
+        trainer: of this rank.
+        old: the checkpoint.
+        state: the live state.
+        gives_way: files that are left aside may be deleted for it.
 
     Raises:
         StructureMismatch: on all ranks, where that of any does not go together with the checkpoint.
         MemoryTooSmall: on all ranks, where there is no room for it beside the old slots.
         CorruptSlot: on all ranks, where a part did not arrive whole on any.
     """
+    ranks = trainer.ranks
 
     def want() -> tuple[_Wanted, Plan]:
-        wanted = _want(context, old, state)
-        stage = Staging(context.config.block_nbytes, context.copy_threads, context.config.timeout_s)
+        wanted = _want(ranks.rank, old, state)
+        stage = Staging(trainer.config.block_nbytes, trainer.copy_threads, trainer.config.timeout_s)
         return wanted, stage.plan(wanted.flat)
 
     def together(work: Callable[[], T]) -> T:
-        return courier.together(work, lambda why: StructureMismatch(f"the state could not be read: {why}"), old.step)
+        return ranks.together(work, lambda why: StructureMismatch(f"the state could not be read: {why}"), old.step)
 
     wanted, plan = together(want)
-    slot, share = courier.call(lambda: _take_slots(context, old, plan.layout.extents.nbytes))
+    slot, share = _take_slots(trainer, old, plan.layout.extents.nbytes, gives_way)
     made = Resharded(slot, share, plan, wanted.flat)
     try:
         parts = together(lambda: [*_wanted_in(wanted, plan, slot)])
-        courier.call(lambda: _bring(context, old, parts))
+        if not ranks.agree([int(old.read(parts))])[0]:
+            raise CorruptSlot("parts of the checkpoint did not arrive whole", step=old.step)
     except DeadlineExceeded:  # the courier may still write into it
         raise
     except MlflashError:  # the same on all ranks
-        give_up(context, made)
+        give_up(trainer, made)
         raise
     reach("restore.resharded")
-    if context.world.rank == 0:
-        _warn_of_own(old, context.world.size)
+    if ranks.rank == 0:
+        _warn_of_own(old, ranks.size)
     return made
 
 
-def _take_slots(context: Context, old: OpenCheckpoint, nbytes: int) -> tuple[Slot, Slot]:
+def _take_slots(trainer: TrainerContext, old: OpenCheckpoint, nbytes: int, gives_way: bool) -> tuple[Slot, Slot]:
     """Take own slots for what is put together, with room for so many bytes. Collective over the world."""
-    world = context.world
+    slots = trainer.slots
 
     def take() -> tuple[Slot, Slot]:
-        taken = context.pool.take(0, old, leave=True)
+        taken = slots.take(0, old, leave=True)
         if taken is None:
             raise SaveFailed("both own slots of a rank hold something: views that load(copy=False) gave may still be "
                              "there", step=old.step)  # fmt: skip
         return taken
 
+    def wait_for_pages(slot: Slot) -> None:
+        if slot.segment is None or not slot.segment.ready.wait(trainer.config.timeout_s):
+            raise SaveFailed(f"the pages of a slot were not there after {trainer.config.timeout_s:g} s", step=old.step)
+
     try:
-        slot, share = world.on_all(take)
-        context.ensure_room([(slot, nbytes)], waiting=[slot])
-        assert slot.segment is not None
-        world.wait_for(slot.segment.ready.is_set)
+        slot, share = trainer.ranks.on_all(take)
+        files = [0 if one.segment is None else one.segment.inode for one in (slot, share)]
+        names = slots.ids_of([slot, share])
+        trainer.courier.call(MakeRoom([*zip(names, files, strict=True)], nbytes, gives_way))
+        trainer.ranks.on_all(lambda: wait_for_pages(slot))
+    except DeadlineExceeded:  # the courier may still make room in them
+        raise
     except MlflashError:  # the same on all ranks
-        context.pool.give_back(context.pool.taken_by(old))
+        slots.give_back(slots.taken_by(old))
         raise
     return slot, share
-
-
-def _bring(context: Context, old: OpenCheckpoint, parts: Sequence[WantedPart]) -> None:
-    """Bring parts of a checkpoint to where they are wanted. Collective over the world."""
-    whole = old.read(parts)
-    if not context.world.agree([int(whole)])[0]:
-        raise CorruptSlot("parts of the checkpoint did not arrive whole", step=old.step)
 
 
 def _warn_of_own(old: OpenCheckpoint, size: int) -> None:
@@ -167,26 +172,26 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
 
 
-def give_up(context: Context, made: Resharded) -> None:
+def give_up(trainer: TrainerContext, made: Resharded) -> None:
     """Let saves write the slots that a state was put together in, as it was not loaded. Not collective."""
-    context.pool.give_back([made.slot, made.share])
+    trainer.slots.give_back([made.slot, made.share])
 
 
-def protect(context: Context, old: OpenCheckpoint, made: Resharded) -> None:
+def protect(trainer: TrainerContext, old: OpenCheckpoint, made: Resharded) -> None:
     """Commit what was put together, as a save of its own; then the old slots may go. Collective over the world.
 
     Where it cannot be, that is a warning, and the old slots stay until a newer step is committed.
     """
-    trainer = PendingSave(Snapshot(old.step, lambda: None))
+    save = PendingSave(Snapshot(old.step, lambda: None), trainer.slots, trainer.ranks)
     assert made.slot.segment is not None
-    trainer.take_over(context.pool, made.slot, made.share, made.plan, made.slot.segment.inode)
-    trainer.request.problem = None
-    save = commit.Save(trainer.request, trainer, context)
+    save.take_over(made.slot, made.share, made.plan, made.slot.segment.inode)
+    save.request.problem = None
     try:
-        commit.run(save, context)
-        made.slot.record_restores(save.attempt, old.restores)
+        trainer.courier.call(CommitRestored(save.request, old.restores), save)
+    except (Closed, DeadlineExceeded):
+        raise
     except MlflashError as error:
-        if context.world.rank in (0, error.rank):
+        if trainer.ranks.rank in (0, error.rank):
             log.warning("the restored step has no redundancy among the ranks of this run: %s", error)
     old.close()
 
@@ -242,22 +247,22 @@ def _as_live(entry: Entry, live: Mapping[str, Entry]) -> Entry:
     return mine if mine is not None and (mine.kind, mine.dtype, mine.global_shape) == same else entry
 
 
-def _want(context: Context, opened: OpenCheckpoint, state: Any) -> _Wanted:
+def _want(rank: int, opened: OpenCheckpoint, state: Any) -> _Wanted:
     """Say what this rank's state is made of.
 
     Its structure is that of the old rank of its number, since objects (an optimizer before its first step) may not
     have theirs yet; its shards are those of the live tensors.
     """
-    world, olds = context.world, opened.olds
+    olds = opened.olds
     flat = flatten(state)
     live = {leaf.entry.name: leaf for leaf in flat.leaves}
-    own = olds[world.rank if world.rank in olds else sorted(olds)[world.rank % len(olds)]]
-    near = {rank for rank in olds if opened.is_near(rank)}
+    own = olds[rank if rank in olds else sorted(olds)[rank % len(olds)]]
+    near = {one for one in olds if opened.is_near(one)}
     held = held_by_name(opened)
     _refuse_flat_shards(state, own, held)
     live_entries = _live_entries(state, flat, own.tree, own.entries)
     entries = [_as_live(entry, live_entries) for entry in own.entries]
-    if world.rank not in olds:  # what each had its own of may have any shape here
+    if rank not in olds:  # what each had its own of may have any shape here
         entries = [live_entries.get(e.name, e) if shards.is_private(held[e.name]) else e for e in entries]
     refuse_differences(state, own.tree, tuple(entries))
     leaves: list[Leaf] = []
@@ -276,9 +281,9 @@ def _want(context: Context, opened: OpenCheckpoint, state: Any) -> _Wanted:
                 "this tensor was saved in shards, and the state given does not say in which it is wanted: make the "
                 "optimizer's state before (see mlflash.adapters.fsdp.init_optim_state)", tensor=entry.name,
             )  # fmt: skip
-        found = shards.fragments(entry, held[entry.name], world.rank, near)
+        found = shards.fragments(entry, held[entry.name], rank, near)
         if found is None and value is None:  # nothing is there that could stay as it is
-            found = shards.fragments(entry, held[entry.name], sorted(olds)[world.rank % len(olds)], near)
+            found = shards.fragments(entry, held[entry.name], sorted(olds)[rank % len(olds)], near)
         if found is not None:
             made_of[number] = found
     paths = shards.plain_leaves(own.tree)
@@ -286,7 +291,7 @@ def _want(context: Context, opened: OpenCheckpoint, state: Any) -> _Wanted:
     values: list[Any] = [None] * len(paths)
     for path, at in paths.items():
         values[at] = flat.plain[here[path]] if path in here else own.plain[path]
-    values, _ = shards.merge_plain(values, paths, {rank: one.plain for rank, one in olds.items()}, world.rank)
+    values, _ = shards.merge_plain(values, paths, {number: one.plain for number, one in olds.items()}, rank)
     return _Wanted(Flat.of(leaves, own.tree, values), made_of)
 
 

@@ -6,14 +6,15 @@ What goes wrong on any rank is raised on all of them, so that no rank trains on 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
-import sys
 import time
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 from ..crash_points import reach
-from ..draining.drain_queue import DrainQueue
+from ..draining.checkpoint_directory import Listed
+from ..draining.drains import Drains
 from ..errors import (
     CorruptSlot,
     MemoryTooSmall,
@@ -22,22 +23,19 @@ from ..errors import (
     StructureMismatch,
     WorldSizeChanged,
 )
-from ..memory.slot import Slot
-from ..mpi.courier import Courier, Job
-from ..redundancy.rank_checkpoint import RankCheckpoint
-from ..redundancy.shareable_leaves import replica_nbytes
+from ..protocol.messages import Choose, FoundInMemory, HealFirst, HealRestored, HoldOlder, Restored, Steps
+from ..protocol.trainer_context import TrainerContext
+from ..protocol.wanted_parts import WantedPart
+from ..redundancy.rank_checkpoint import RankCheckpoint, open_rank_checkpoint
 from ..saving.save_queue import SaveQueue
-from ..startup.context import Context
-from ..state.flatten import flatten_or_none
 from ..state.rebuild import Filling, materialize, refuse_differences
-from . import from_memory, resharding
+from ..storage.store import open_store
+from . import resharding
 from .all_or_nothing import Loading
-from .choose_source import Sources
-from .exchange_fragments import WantedPart
-from .heal import heal_or_remember
+from .found import FoundElsewhere
 from .newest_step import Newest
 from .open_in_directory import OpenInDirectory
-from .open_in_memory import FoundElsewhere, OpenCheckpoint, OpenInMemory
+from .open_in_memory import OpenCheckpoint, OpenInMemory, open_home
 
 log = logging.getLogger("mlflash")
 
@@ -46,28 +44,28 @@ class Restores:
     """Fills states with what memory or the directory holds.
 
     Args:
-        context: this rank's slots and communicators.
-        courier: does all that is collective.
+        trainer: this rank's slots, and its courier, which does all that is collective.
         saves: told of the step that was restored.
-        drains: knows what is in the directory.
+        drains: waited for before.
 
     Attributes:
         newest: says which step can really be loaded.
     """
 
-    def __init__(self, context: Context, courier: Courier, saves: SaveQueue, drains: DrainQueue):
-        self._context, self._courier, self._saves, self._drains = context, courier, saves, drains
-        self._world, self._recorder = context.world, context.recorder
-        self._sources = Sources(context, drains)
-        self._loading = Loading(context.world, courier, saves)
+    def __init__(self, trainer: TrainerContext, saves: SaveQueue, drains: Drains):
+        self._trainer, self._courier, self._saves, self._drains = trainer, trainer.courier, saves, drains
+        self._ranks, self._recorder, self._slots = trainer.ranks, trainer.recorder, trainer.slots
+        self._loading = Loading(trainer.ranks, saves)
         self._began = time.perf_counter()  # the restore that goes on
-        self.newest = Newest(context, courier, self._find, self._find_whole, self.steps_alike)
+        self._from = ""  # where the newest one that was found came from
+        self._rolled_forward = False
+        self._restores = 0
+        self.newest = Newest(trainer, functools.partial(self._find_whole, remember=True), self._look, self.steps_alike)
 
     def restore(self, state: Any, step: int | None, source: str | None = None) -> int | None:
         """Fill a state in place; see `Checkpointer.restore`."""
         self._saves.begun.wait()
-        held = self._courier.together(lambda: _held_by_replicas(state), _unreadable)
-        self._courier.call(lambda: self._context.find_replicas(held))
+        self._saves.find_replicas(state)
         bad: dict[str, str] = {}
         while True:
             found = self._find(step, others=True, source=source, bad=bad)
@@ -76,7 +74,7 @@ class Restores:
             try:
                 return self._put_together(found, state)
             except CorruptSlot as error:  # the same on all ranks
-                self._sources.pass_over(found.listed, found.damage or str(error), bad)
+                self._pass_over(found.listed, found.damage or str(error), bad)
             finally:
                 found.close()
         if found is None:
@@ -85,14 +83,10 @@ class Restores:
         if isinstance(found, RankCheckpoint):
             home = found
             if self._shards_differ(home, state):
-                found = FoundElsewhere(home.header.attempt, home.header.step, self._context.restores,
-                                       {self._world.rank: home}, home.files)  # fmt: skip
+                found = self._as_elsewhere(home)
                 self._heal_first(home)
         if isinstance(found, FoundElsewhere):
-            elsewhere = found
-            found = self._courier.call(lambda: OpenInMemory(self._context, elsewhere, checks=True))
-        if not isinstance(found, RankCheckpoint):
-            return self._put_together(found, state)
+            return self._put_together(OpenInMemory(self._trainer, found, checks=True), state)
         start = time.perf_counter()
         self._hold_until_healed(home)
         manifest, read = home.manifest, home.reader()
@@ -102,15 +96,18 @@ class Restores:
         self._recorder.seconds["load"] += time.perf_counter() - start
         return self._restored(home)
 
+    def _as_elsewhere(self, home: RankCheckpoint, same_ranks: bool = False) -> FoundElsewhere:
+        """Take this rank's own checkpoint for one of any ranks."""
+        return FoundElsewhere(home.header.attempt, home.header.step, self._restores, {self._ranks.rank: home},
+                              home.files, same_ranks)  # fmt: skip
+
     def _shards_differ(self, home: RankCheckpoint, state: Any) -> bool:
         """Whether the state of any rank has other shards than its checkpoint; else it can be loaded as it is.
 
         Collective over the world.
         """
-        differ = self._courier.together(
-            lambda: resharding.only_shards_differ(state, home), _unreadable, home.header.step
-        )
-        return not self._courier.call(lambda: self._world.agree([int(not differ)]))[0]
+        differ = self._ranks.together(lambda: resharding.only_shards_differ(state, home), _unreadable, home.header.step)
+        return not self._ranks.agree([int(not differ)])[0]
 
     def load(self, step: int | None, source: str | None = None, copy: bool = True) -> tuple[int | None, Any]:
         """Give the state anew; see `Checkpointer.load`."""
@@ -119,7 +116,7 @@ class Restores:
             try:
                 return self._load_drained(found)
             except CorruptSlot as error:  # the same on all ranks
-                self._sources.pass_over(found.listed, found.damage or str(error), bad)
+                self._pass_over(found.listed, found.damage or str(error), bad)
             finally:
                 found.close()
         if not isinstance(found, RankCheckpoint):
@@ -131,11 +128,11 @@ class Restores:
         def build() -> Any:
             its, manifest = home, home.manifest
             if not copy:
-                lend = self._context.pool.lend
+                lend = self._slots.lend
                 its = RankCheckpoint(lend(home.slot), manifest, [lend(share) for share in home.shares], home.files)
             return materialize(manifest.tree, manifest.entries, manifest.plain, its.reader(), copy)
 
-        state = self._courier.together(build, lambda why: MlflashError(f"loading failed: {why}"), home.header.step)
+        state = self._ranks.together(build, lambda why: MlflashError(f"loading failed: {why}"), home.header.step)
         return self._restored(home), state
 
     def open(self, step: int | None, told: Collection[str], source: str | None = None) -> OpenCheckpoint | None:
@@ -147,11 +144,8 @@ class Restores:
         if isinstance(found, RankCheckpoint):
             home = found
             self._heal_first(home)
-            found = FoundElsewhere(home.header.attempt, home.header.step, self._context.restores,
-                              {self._world.rank: home}, home.files, same_ranks=True)  # fmt: skip
-        elsewhere = found
-        opened: OpenInMemory = self._courier.call(lambda: OpenInMemory(self._context, elsewhere, told=told))
-        return opened
+            found = self._as_elsewhere(home, same_ranks=True)
+        return OpenInMemory(self._trainer, found, told=told)
 
     def read(
         self,
@@ -166,7 +160,7 @@ class Restores:
         try:
             self._loading.together(step, lambda: wanted_parts.extend(wanted()))
             with contextlib.nullcontext() if anew else self._loading.changing(step):
-                whole = self._courier.call(lambda: opened.read(wanted_parts))
+                whole = opened.read(wanted_parts)
                 self._loading.together(step, lambda: _finish(whole, done))
         finally:
             opened.close()
@@ -182,13 +176,7 @@ class Restores:
 
     def _steps(self, alike: bool) -> list[int]:
         self._saves.settle()
-        size = self._world.size
-
-        def work() -> list[int]:
-            drained = {one.step for one in self._drains.listed() if not alike or one.card.world_size == size}
-            return sorted(drained.union(from_memory.restorable_steps(self._context, alike=alike)))
-
-        steps: list[int] = self._courier.call(work)
+        steps: list[int] = self._courier.call(Steps(alike))
         return steps
 
     def steps_alike(self) -> list[int]:
@@ -199,7 +187,7 @@ class Restores:
         try:
             self._saves.prepare(state)
         except (MemoryTooSmall, StateError) as error:  # training may begin; each save will say so again
-            if self._world.rank == 0:
+            if self._ranks.rank == 0:
                 log.warning("the slots could not be made: %s", error)
 
     def _put_together(self, old: OpenCheckpoint, state: Any) -> int:
@@ -207,114 +195,135 @@ class Restores:
         start = time.perf_counter()
         made: resharding.Resharded
         try:
-            made = resharding.reshard(self._context, self._courier, old, state)
+            made = resharding.reshard(self._trainer, old, state)
         except MemoryTooSmall:  # on all ranks
-            if self._context.gives_way or not isinstance(old, OpenInDirectory):
+            if not isinstance(old, OpenInDirectory):
                 raise
             # What memory has is no use now; but it may go for what is known to be whole only.
             self.newest.verify(old)
-            self._context.gives_way = True
-            made = resharding.reshard(self._context, self._courier, old, state)
+            made = resharding.reshard(self._trainer, old, state, gives_way=True)
         try:
             self._loading.fill(old.step, made.filling(state))
         except BaseException:  # where it is interrupted, too
-            resharding.give_up(self._context, made)
+            resharding.give_up(self._trainer, made)
             raise
         self._recorder.seconds["load"] += time.perf_counter() - start
         reach("restore.loaded")
-        self._courier.call(lambda: resharding.protect(self._context, old, made))
+        resharding.protect(self._trainer, old, made)
         self._recorder.counts["drained restores" if isinstance(old, OpenInDirectory) else "resharded"] += 1
         self._count(old.step, old)
         return old.step
 
     def _load_drained(self, found: OpenInDirectory) -> tuple[int, Any]:
-        if found.world_size != self._world.size:
+        if found.world_size != self._ranks.size:
             raise WorldSizeChanged("the checkpoint was saved by another number of ranks: restore(state) puts it "
                                    "together for this one", step=found.step, expected=f"{found.world_size} ranks",
-                                   found=self._world.size)  # fmt: skip
-        manifest, read, wanted_parts = found.state(self._world.rank)
-        whole = self._courier.call(lambda: found.read(wanted_parts))
+                                   found=self._ranks.size)  # fmt: skip
+        manifest, read, wanted_parts = found.state(self._ranks.rank)
+        whole = found.read(wanted_parts)
         self._loading.together(found.step, lambda: _finish(whole, lambda: None))
         self._count(found.step, found)
         return found.step, materialize(manifest.tree, manifest.entries, manifest.plain, read)
 
     def _find(
         self, step: int | None, others: bool = False, source: str | None = None, told: Collection[str] = (),
-        bad: dict[str, str] | None = None, checked: bool = True,
+        bad: dict[str, str] | None = None, checked: bool = True, remember: bool = False,
     ) -> RankCheckpoint | FoundElsewhere | OpenInDirectory | None:  # fmt: skip
         start = self._began = time.perf_counter()
         self._saves.settle()
         self._drains.wait()
         self._saves.forget()
-        found: RankCheckpoint | FoundElsewhere | OpenInDirectory | None = (
-            self.newest.take(step) if source is None else None
-        )
-        if found is not None:
-            return found
         passed_over = {} if bad is None else bad
-        found = self._courier.call(lambda: self._sources.choose(step, others, source, told, passed_over, checked))
+        again = source is None
+        while True:
+            found = self._courier.call(Choose(step, others, source, passed_over, checked, again, remember))
+            if found is None or isinstance(found, FoundInMemory):
+                break
+            again, self._from, self._rolled_forward = False, "", False
+            store = open_store(source or self._trainer.config.directory or "")
+            try:
+                return OpenInDirectory(self._ranks, store, found, told)
+            except CorruptSlot as error:  # the same on all ranks
+                self._pass_over(found, str(error), passed_over)
+            finally:
+                self._recorder.seconds["find and fetch"] += time.perf_counter() - start
+        opened = None if found is None else self._ranks.on_all(lambda: self._open_found(found))
         self._recorder.seconds["find and fetch"] += time.perf_counter() - start
-        return found
+        return opened
+
+    def _open_found(self, found: FoundInMemory) -> RankCheckpoint | FoundElsewhere:
+        """Map what the courier has found in memory. Not collective."""
+        self._from, self._rolled_forward, self._restores = found.restored_from, found.rolled_forward, found.restores
+        slots, node = self._slots, self._ranks.node_index
+        if found.own is not None:
+            return open_rank_checkpoint(slots.open, node, slots.holding(found.own), found.files)
+        homes = {rank: open_home(self._trainer, file, found.files) for rank, file in found.homes.items()}
+        return FoundElsewhere(found.attempt, found.step, found.restores, homes, found.files)
+
+    def _pass_over(self, listed: Listed, why: str, bad: dict[str, str]) -> None:
+        """Note that a checkpoint of the directory is not to be used, and why. Not collective."""
+        bad[listed.folder] = why
+        if self._ranks.rank == 0:
+            log.warning("%s cannot be restored from, and an older checkpoint is looked for: %s", listed.folder, why)
+
+    def _look(self) -> None:
+        """Raise where what is there cannot be used. Collective over the world."""
+        found = self._find(None, others=True, checked=False)
+        if isinstance(found, OpenInDirectory):
+            found.close()
+        elif found is not None:
+            for home in [found] if isinstance(found, RankCheckpoint) else found.homes.values():
+                self._slots.unmap_others([home.slot, *home.shares])
 
     def _find_whole(
-        self, step: int | None, others: bool = False, source: str | None = None, told: Collection[str] = ()
-    ) -> RankCheckpoint | FoundElsewhere | OpenInDirectory | None:
+        self, step: int | None, others: bool = False, source: str | None = None, told: Collection[str] = (),
+        remember: bool = False,
+    ) -> RankCheckpoint | FoundElsewhere | OpenInDirectory | None:  # fmt: skip
         """Find a step, or the newest, of which every byte is verified, also where it comes from the directory."""
         bad: dict[str, str] = {}
-        while isinstance(found := self._find(step, others, source, told, bad), OpenInDirectory):
+        while isinstance(found := self._find(step, others, source, told, bad, remember=remember), OpenInDirectory):
             try:
                 self.newest.verify(found)
                 break
             except CorruptSlot as error:  # the same on all ranks
-                self._sources.pass_over(found.listed, found.damage or str(error), bad)
+                self._pass_over(found.listed, found.damage or str(error), bad)
                 found.close()
         return found
 
     def _restored(self, home: RankCheckpoint) -> int:
-        self._context.pool.unmap_others(home.shares)
+        self._slots.unmap_others(home.shares)
         reach("restore.loaded")
-        step = home.header.step
-        from_memory.count(self._context, home.slot)
-        self._count(step, home)
-        self._context.unhealed = None  # the heal comes now, and saves wait for it
-        self._courier.post(Job(lambda: self._heal(home.slot)))
+        step, own = home.header.step, self._number_of(home)
+        self._count(step, home, own)
+        self._courier.post(self._courier.job(HealRestored(own)))
         return step
 
-    def _count(self, step: int, source: object) -> None:
+    def _number_of(self, home: RankCheckpoint) -> int:
+        """The number of this rank's own slot that holds a checkpoint."""
+        return next(number for number, slot in enumerate(self._slots.own) if slot is home.slot)
+
+    def _count(self, step: int, source: object, own: int | None = None) -> None:
         """Note that a step was restored: out of memory, or of a directory."""
         self._saves.last_step = step
-        self._context.gives_way = True  # what is newer, and could not be restored, has no claim to room any more
+        self._courier.call(Restored(own))
         where = source.path if isinstance(source, OpenInDirectory) else "memory"
-        how = "" if isinstance(source, RankCheckpoint) else f", put together for {self._world.size} ranks"
+        how = "" if isinstance(source, RankCheckpoint) else f", put together for {self._ranks.size} ranks"
         nbytes = source.slot.header.extents.nbytes if isinstance(source, RankCheckpoint) and source.slot.header else 0
-        seconds = time.perf_counter() - self._began
-        self._recorder.restored(step, seconds, where, self._context.restored_from, nbytes, how)
+        came_from = source.path if isinstance(source, OpenInDirectory) else self._from
+        self._recorder.restored(step, time.perf_counter() - self._began, where, came_from, nbytes, how)
 
     def _hold_until_healed(self, home: RankCheckpoint) -> None:
         """Where a step was rolled forward, keep saves from the step before, whether this one can be loaded or not.
 
-        Until its copies are made only that covers a lost node. Not collective, but the same on all ranks.
+        Until its copies are made only that covers a lost node. Collective over the world.
         """
-        if self._context.rolled_forward:
-            self._context.pool.hold_older()
-            self._context.unhealed = home.slot
+        if self._rolled_forward:
+            self._courier.call(HoldOlder(self._number_of(home)))
 
     def _heal_first(self, home: RankCheckpoint) -> None:
         """Where a step was rolled forward its slots must not be all there is while it is put together or read."""
-        if self._context.rolled_forward:
-            self._courier.call(lambda: heal_or_remember(self._context, home.slot))
-
-    def _heal(self, home: Slot) -> None:
-        start, step = time.perf_counter(), 0 if home.header is None else home.header.step
-        before = self._recorder.counts["slots healed"]
-        heal_or_remember(self._context, home)
-        self._recorder.healed(step, time.perf_counter() - start, self._recorder.counts["slots healed"] > before)
-        self._recorder.holds(self._context.pool.nbytes)
-
-
-def _held_by_replicas(state: Any) -> dict[tuple[int, ...], int]:
-    """The bytes of DTensors of a state, by the ranks that hold the same of them. Not collective."""
-    return replica_nbytes(flatten_or_none(state) if "torch.distributed.tensor" in sys.modules else None)
+        if self._rolled_forward:
+            self._courier.call(HealFirst(self._number_of(home)))
 
 
 def _unreadable(why: str) -> StructureMismatch:

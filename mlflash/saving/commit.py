@@ -24,11 +24,11 @@ from ..crash_points import reach
 from ..errors import DeadlineExceeded, MlflashError, SaveFailed, StepOrderError, text_of
 from ..memory.slot import Slot
 from ..memory.slot_header import Attempt, Header
+from ..protocol.save_request import SaveRequest, Trainer
 from ..redundancy.slot_transfer import Source
 from ..startup.context import Context
 from ..startup.grow_slots import needs_room
 from ..state.layout import Extents
-from .save_request import SaveRequest, Trainer
 from .staging import all_checks
 
 log = logging.getLogger("mlflash")
@@ -74,8 +74,10 @@ class Save:
     def __init__(self, request: SaveRequest, trainer: Trainer, context: Context):
         self.request, self.trainer, self.step = request, trainer, request.step
         self.attempt = Attempt(bytes(16), 0)
-        self.slot = None if request.slot is None else context.pool.own[request.slot]
-        self.share = None if request.share is None else context.pool.shares[request.share]
+        handed = {name: slot for (name, _), slot in zip(request.filled, context.pool.receive(request.filled, request),
+                                                        strict=True)}  # fmt: skip
+        self.slot: Slot | None = next((slot for name, slot in handed.items() if not name.is_share), None)
+        self.share: Slot | None = next((slot for name, slot in handed.items() if name.is_share), None)
         self.plan, self.inode, self.checks, self.problem = request.plan, request.inode, request.checks, request.problem
         self.is_settled = not request.is_unsettled
         self.skipped = False
@@ -131,6 +133,7 @@ def run(save: Save, context: Context, committed_now: Callable[[], None] = lambda
             reach("commit.released")
             committed_now()
     finally:  # it is agreed on, whatever comes after
+        context.tell_trainer()  # before who waits for the save goes on
         skipped = SaveFailed("skipped: both slots of a rank were busy") if save.skipped else error
         save.trainer.ended(skipped, save.skipped)
     if error is not None:
@@ -153,6 +156,7 @@ def _settle(save: Save, context: Context) -> None:
         return made
 
     settled = replicas.settle(leaves, digests, able, save.step)
+    context.tell_trainer()
     if able and not save.is_settled:
         _locally(save, lambda: _lay_out(save))
         if not settled:

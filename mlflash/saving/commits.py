@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 from ..errors import MlflashError, SaveFailed, text_of
 from ..memory.slot import Slot
+from ..protocol.save_request import SaveRequest, Trainer
 from ..startup.context import Context
 from . import commit
-from .save_request import SaveRequest, Trainer
 
 
 class Commits:

@@ -7,8 +7,8 @@ import dataclasses
 import numpy as np
 
 from ..errors import MlflashError
+from ..memory.own_slots import OwnSlots
 from ..memory.slot import Slot
-from ..memory.slot_pool import SlotPool
 from ..redundancy.deduplication import Piece
 from ..redundancy.slot_plan import Plan
 from ..state.leaves import Flat
@@ -58,7 +58,7 @@ class StagedStates:
         pool: has the slots.
     """
 
-    def __init__(self, stage: Staging, pool: SlotPool):
+    def __init__(self, stage: Staging, pool: OwnSlots):
         self._stage, self._pool = stage, pool
         self.all: tuple[StagedState, ...] = ()
 

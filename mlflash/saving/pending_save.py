@@ -6,18 +6,37 @@ import threading
 from collections.abc import Callable, Collection
 
 from ..errors import MlflashError, SaveFailed
+from ..memory.own_slots import OwnSlots
 from ..memory.slot import Slot
-from ..memory.slot_pool import SlotPool
+from ..protocol.ranks import Ranks
+from ..protocol.save_request import SaveRequest
 from ..redundancy.deduplication import Piece
 from ..redundancy.shareable_leaves import ShareableLeaf, digests, shareable
 from ..redundancy.slot_plan import Plan
 from ..state.leaves import Flat
 from .deferred_copies import DeferredCopies
-from .save_request import SaveRequest
 from .snapshot import Snapshot
 
 
-class PendingSave:
+class LiveState:
+    """Answers what the courier asks of a state that ranks may share: see `save_request.Shareable`.
+
+    Args:
+        flat: the state; None: it is gone.
+        ranks: of this run.
+    """
+
+    def __init__(self, flat: Flat | None, ranks: Ranks):
+        self.flat, self._ranks = flat, ranks
+
+    def shareable(self) -> list[ShareableLeaf]:
+        return [] if self.flat is None else shareable(self.flat, self._ranks.from_torch)
+
+    def digests(self, keys: Collection[int]) -> dict[int, int]:
+        return {} if self.flat is None else digests(self.flat, keys)
+
+
+class PendingSave(LiveState):
     """Answers what the courier asks in the middle of a save: see `save_request.Trainer`.
 
     Attributes:
@@ -32,31 +51,32 @@ class PendingSave:
         staged: set when the slots are filled, or the save has ended.
     """
 
-    def __init__(self, snapshot: Snapshot):
-        self.request, self.snapshot = SaveRequest(snapshot.step), snapshot
-        self.flat: Flat | None = None
+    def __init__(self, snapshot: Snapshot, slots: OwnSlots, ranks: Ranks):
+        super().__init__(None, ranks)
+        self.request, self.snapshot, self._slots = SaveRequest(snapshot.step), snapshot, slots
         self.plan_now: Callable[[], Plan] | None = None
         self.stage_now: Callable[[], tuple[int, dict[Piece, int]]] | None = None
         self.later: DeferredCopies | None = None
         self.left = ""
         self.staged = threading.Event()
 
-    def take_over(self, pool: SlotPool, slot: Slot, share: Slot, plan: Plan, inode: int) -> None:
+    def note_slots(self, slot: Slot, share: Slot) -> None:
+        """Note which slots are handed to the courier with it. Not collective."""
+        request = self.request
+        own, shares = (0 if one.segment is None else one.segment.inode for one in (slot, share))
+        request.files = own, shares
+        request.slot, request.share = (name.number for name in self._slots.ids_of([slot, share]))
+
+    def take_over(self, slot: Slot, share: Slot, plan: Plan, inode: int) -> None:
         """Save what own slots hold that were filled for something else. Not collective.
 
         Args:
             plan: how they were filled.
             inode: of the file of the slot that was.
         """
-        pool.hand_over((slot, share), self.request)
-        self.request.slot, self.request.share = pool.numbers_of(slot, share)
+        self._slots.hand_over((slot, share), self.request)
+        self.note_slots(slot, share)
         self.request.plan, self.request.inode = plan, inode
-
-    def shareable(self) -> list[ShareableLeaf]:
-        return [] if self.flat is None else shareable(self.flat)
-
-    def digests(self, keys: Collection[int]) -> dict[int, int]:
-        return {} if self.flat is None else digests(self.flat, keys)
 
     def lay_out(self) -> Plan:
         assert self.plan_now is not None
@@ -98,6 +118,12 @@ class PendingSave:
 
     def ended(self, error: MlflashError | None, skipped: bool = False) -> None:
         self.flat = self.plan_now = self.stage_now = None  # they hold the live state
+        if error is None and not skipped:
+            self._slots.committed(self.request)
+        else:  # the courier has given back those that it was handed
+            handed = {name for name, _ in self.request.filled}
+            mine = self._slots.taken_by(self.request)
+            self._slots.give_back(slot for slot in mine if self._slots.ids_of([slot])[0] not in handed)
         self.snapshot.skipped = skipped
         self.snapshot.end(error)
         self.staged.set()

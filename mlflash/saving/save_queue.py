@@ -9,28 +9,27 @@ comes (`ReservedSave`).
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 import time
 from collections.abc import Callable
 
 import numpy as np
 
-from ..config import Config
 from ..crash_points import reach
-from ..errors import DeadlineExceeded, MlflashError, SaveFailed, StateError, StepOrderError, text_of
+from ..errors import DeadlineExceeded, MlflashError, SaveFailed, StateError, StepOrderError, StructureMismatch, text_of
 from ..memory.slot import Slot
-from ..mpi.courier import Courier, Job
-from ..mpi.world import check_torch_rank
+from ..protocol.messages import Commit, FindReplicas, Reserve, SettleShared
+from ..protocol.torch_rank import check_torch_rank
+from ..protocol.trainer_context import TrainerContext
 from ..redundancy.deduplication import Piece
-from ..redundancy.shareable_leaves import digests, replica_nbytes, shareable
+from ..redundancy.shareable_leaves import replica_nbytes
 from ..redundancy.slot_plan import Plan
-from ..startup.context import Context
-from ..state.flatten import Flattener
+from ..state.flatten import Flattener, flatten_or_none
 from ..state.leaves import Flat
-from .commits import Commits
 from .deferred_copies import Steps, Unchanging
 from .early_staging import StagedState, StagedStates
-from .pending_save import PendingSave
+from .pending_save import LiveState, PendingSave
 from .reserved_saves import ReservedSave, ReservedSaves
 from .snapshot import Snapshot
 from .staging import Staging, has_room
@@ -44,10 +43,7 @@ class SaveQueue:
     """Makes snapshots of states and keeps those that have not ended.
 
     Args:
-        config: when_busy, strict and timeout_s are used here.
-        context: this rank's slots and communicators.
-        courier: does everything after staging.
-        commits: what it does.
+        trainer: this rank's slots, and its courier, which does everything after staging.
 
     Attributes:
         last_step: the newest step saved or restored; the next one must be larger.
@@ -57,9 +53,10 @@ class SaveQueue:
         begun: saves of which it is not known yet whether they come.
     """
 
-    def __init__(self, config: Config, context: Context, courier: Courier, commits: Commits):
-        self._config, self._context, self._courier, self._commits = config, context, courier, commits
-        self._world, self._recorder = context.world, context.recorder
+    def __init__(self, trainer: TrainerContext):
+        config = trainer.config
+        self._trainer, self._config, self._courier, self._slots = trainer, config, trainer.courier, trainer.slots
+        self._ranks, self._recorder = trainer.ranks, trainer.recorder
         self._pending: list[Snapshot] = []
         self._version = 0  # of what is shared
         self._staging: PendingSave | None = None  # the newest one that waits for room
@@ -69,9 +66,9 @@ class SaveQueue:
         self._flattener = Flattener()
         self._unchanging, self._steps = Unchanging(), Steps()
         if config.max_slowdown:
-            self._steps.tell(context.pace.step)
-        self.stage = Staging(config.block_nbytes, context.copy_threads, config.timeout_s)
-        self.staged_states = StagedStates(self.stage, context.pool)
+            self._steps.tell(self._courier.pace.step)
+        self.stage = Staging(config.block_nbytes, trainer.copy_threads, config.timeout_s)
+        self.staged_states = StagedStates(self.stage, self._slots)
 
     def save(self, step: int, state: object, until: object = None) -> Snapshot:
         """Stage a state and post the rest; see `Checkpointer.save`."""
@@ -103,7 +100,7 @@ class SaveQueue:
             if isinstance(flat, StagedState):
                 if not self.staged_states.take(flat):
                     raise self._failure(save, "what was staged for it was given up")
-                save.take_over(self._context.pool, flat.slot, flat.share, flat.plan, flat.inode)
+                save.take_over(flat.slot, flat.share, flat.plan, flat.inode)
                 save.request.checks = flat.checks
             else:
                 self._fill(save, flat)
@@ -139,10 +136,10 @@ class SaveQueue:
     def _save(self, step: int, fill: Callable[[PendingSave], None], again: bool = False) -> Snapshot:
         whole = isinstance(step, (int, np.integer)) and not isinstance(step, bool)
         snapshot = Snapshot(int(step) if whole else -1, lambda: self._courier.late)
-        save = PendingSave(snapshot)
+        save = PendingSave(snapshot, self._slots, self._ranks)
         request = save.request
         late, refused = lambda error: self._note_late(snapshot, error), lambda error: save.ended(error)
-        job, post = Job(lambda: self._commits.bring_to_end(request, save), late, refused), self._courier.post
+        job, post = self._courier.job(Commit(request), save, late, refused), self._courier.post
         mistake: BaseException | None = None
         try:
             try:
@@ -167,7 +164,7 @@ class SaveQueue:
         snapshot.reported = mistake is not None or again  # what waits for it tells all ranks
         snapshot.stalled()
         if not again:  # that may be another thread than training's
-            self._context.pace.stalled(snapshot.stall_s)
+            self._courier.pace.stalled(snapshot.stall_s)
         staged = request.slot is not None and request.problem is None
         self._recorder.saved(snapshot.step, snapshot.stall_s, snapshot.nbytes, snapshot.later is not None, staged)
         if mistake is not None:
@@ -185,7 +182,7 @@ class SaveQueue:
         """Note why a save is posted as a failure; returns what the caller has to hear now."""
         problem = error if isinstance(error, MlflashError) else None
         problem = problem or _unreadable(text_of(error))
-        problem.rank, problem.node = self._world.rank, self._world.node_name
+        problem.rank, problem.node = self._ranks.rank, self._ranks.node_name
         save.request.problem = problem
         save.snapshot.end(problem)  # this rank need not hear from the others to know
         return error if error is not problem or isinstance(error, (StateError, StepOrderError)) else None
@@ -213,7 +210,7 @@ class SaveQueue:
         self.last_step = step
 
     def _fill(self, save: PendingSave, flat: Flat, until: object = None) -> None:
-        check_torch_rank(self._world)
+        check_torch_rank(self._ranks.rank, self._ranks.size, self._ranks.torch_group)
         request = save.request
         lazy = frozenset[int]() if until is None else self._unchanging.find(flat, until)
         settled = self._is_settled(flat)
@@ -221,7 +218,7 @@ class SaveQueue:
             self._lay_out(save, flat)
         if self._stuck:
             raise self._failure(save, "an earlier save is still waiting for other ranks")
-        if self._context.pool.is_device_stuck:
+        if self._slots.is_device_stuck:
             raise self._failure(save, "a device has not ended its copies for an earlier save")
         if self._staging is not None and not self._staging.staged.wait(self._config.timeout_s):
             raise self._failure(save, "an earlier save is still being staged")
@@ -229,7 +226,7 @@ class SaveQueue:
         if taken is None:
             return
         reach("stage.begun")
-        request.slot, request.share = self._context.pool.numbers_of(*taken)
+        save.note_slots(*taken)
         if not settled:
             request.is_unsettled = True
             save.flat, save.plan_now = flat, lambda: self._lay_out(save, flat)
@@ -246,21 +243,21 @@ class SaveQueue:
 
     def plan(self, flat: Flat) -> Plan:
         """Lay a state out, sharing what the ranks have agreed on. Not collective."""
-        replicas = self._context.sharers
-        if replicas is None:
+        trainer = self._trainer
+        if trainer.sharing.sharing is None:
             return self.stage.plan(flat)
-        return self.stage.plan(flat, replicas.sharing, replicas.is_shared)
+        return self.stage.plan(flat, trainer.sharing.sharing, trainer.is_shared)
 
     def prepare(self, state: object) -> None:
         """Make the slots for a state like this one; see `Checkpointer.prepare`."""
         self.settle()
         flat = self._look_at(state)
-        planned = self._courier.together(lambda: self.plan(flat), _unreadable)
+        planned = self._ranks.together(lambda: self.plan(flat), _unreadable)
         self.stage.replan()  # what is shared is settled once more by the first save
         size = planned.share_extents
         self.reserve(planned.layout.extents.nbytes, 0 if size is None else size.nbytes)
         if flat.is_on_device:
-            self._context.pool.pin_own()
+            self._slots.pin()
 
     def reserve(self, nbytes: int, share_nbytes: int = 0) -> None:
         """Make slots of at least so many bytes. Collective over comm.
@@ -269,28 +266,35 @@ class SaveQueue:
             MemoryTooSmall: they do not fit into the node's memory.
         """
         self.settle()
-        is_first = self.last_step is None
-        self._courier.call(lambda: self._context.reserve(nbytes, share_nbytes, is_first))
+        self._courier.call(Reserve(nbytes, share_nbytes, is_first=self.last_step is None))
 
     def _look_at(self, state: object) -> Flat:
         """Take a state apart, if it is not leaves already, and find out what of it is shared. Collective over comm."""
 
         def look() -> tuple[Flat, dict[tuple[int, ...], int]]:
             flat = state if isinstance(state, Flat) else self._flattener.flatten(state)
-            return flat, replica_nbytes(flat)
+            return flat, replica_nbytes(flat, self._ranks.from_torch)
 
-        flat, held = self._courier.together(look, _unreadable)
-        leaves, made = lambda: shareable(flat), lambda keys: digests(flat, keys)
-        self._courier.call(lambda: self._context.settle_shared(held, leaves, made))
+        flat, held = self._ranks.together(look, _unreadable)
+        self._courier.call(SettleShared(held), LiveState(flat, self._ranks))
         return flat
+
+    def find_replicas(self, state: object) -> None:
+        """Find out which ranks hold the same of a state, where that says so. Collective over the world."""
+
+        def held() -> dict[tuple[int, ...], int]:
+            flat = flatten_or_none(state) if "torch.distributed.tensor" in sys.modules else None
+            return replica_nbytes(flat, self._ranks.from_torch)
+
+        self._courier.call(FindReplicas(self._ranks.together(held, _not_like)))
 
     def _is_settled(self, flat: Flat) -> bool:
         """Whether the ranks have agreed on what they share of a state like this one."""
-        replicas = self._context.sharers
-        if replicas is None:
+        sharing = self._trainer.sharing
+        if sharing.sharing is None:
             return True
-        if replicas.version != self._version:
-            self._version = replicas.version
+        if sharing.version != self._version:
+            self._version = sharing.version
             self.stage.replan()
         return self.stage.knows(flat)
 
@@ -308,15 +312,15 @@ class SaveQueue:
     def _take_slots(self, save: PendingSave) -> tuple[Slot, Slot] | None:
         request = save.request
         if self._config.when_busy == "skip":
-            taken = self._context.pool.take(0, request)
+            taken = self._slots.take(0, request)
             request.skip = taken is None
             return taken
         # While a heal fails, slots may be held back until it is done; the job of this save tries again.
-        end = time.monotonic() + (self._config.timeout_s if self._context.unhealed is None else 0.0)
-        while (taken := self._context.pool.take(0.05, request)) is None:
+        end = time.monotonic() + (0.0 if self._trainer.is_unhealed else self._config.timeout_s)
+        while (taken := self._slots.take(0.05, request)) is None:
             if self._stuck or time.monotonic() > end:
                 held = "both slots are still busy with earlier saves"
-                if self._context.unhealed is not None:
+                if self._trainer.is_unhealed:
                     held = "the restored step has no full redundancy yet, and both slots are needed for it"
                 raise self._failure(save, held)
         return taken
@@ -326,7 +330,7 @@ class SaveQueue:
         return self._courier.late is not None or self._courier.broken is not None
 
     def _failure(self, save: PendingSave, why: str) -> SaveFailed:
-        return SaveFailed(why, rank=self._world.rank, node=self._world.node_name, step=save.request.step)
+        return SaveFailed(why, rank=self._ranks.rank, node=self._ranks.node_name, step=save.request.step)
 
     def _note_late(self, snapshot: Snapshot, error: DeadlineExceeded) -> None:
         snapshot.late(error)
@@ -344,6 +348,10 @@ class SaveQueue:
 
 def _unreadable(why: str) -> StateError:
     return StateError(f"the state could not be read: {why}")
+
+
+def _not_like(why: str) -> StructureMismatch:
+    return StructureMismatch(f"the state could not be read: {why}")
 
 
 def _fail(save: PendingSave) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 from ..config import Config
 from ..errors import MemoryTooSmall
@@ -16,7 +16,7 @@ from ..memory.inventory import Inventory, file_number, of_headers
 from ..memory.node_directory import NodeDirectory
 from ..memory.slot import Slot
 from ..memory.slot_header import Attempt, Kind
-from ..memory.slot_pool import SlotPool
+from ..memory.slot_pool import SlotPool, TrainerSlots
 from ..mpi.send_rate import SendRate
 from ..mpi.world import World
 from ..placement.failure_domains import Domains
@@ -25,7 +25,7 @@ from ..redundancy import deduplication
 from ..redundancy.deduplication import Share
 from ..redundancy.protection import Protection
 from ..redundancy.replicated_tensors import ReplicatedTensors
-from ..redundancy.shareable_leaves import ShareableLeaf
+from ..redundancy.shareable_leaves import Shareable, SharingNews
 from ..telemetry.recorder import Recorder
 from . import earlier_runs
 from .choose_checkpoint import Choice
@@ -34,6 +34,16 @@ from .grow_slots import make_room, needs_room
 log = logging.getLogger("mlflash")
 
 _NAMED = 3  # hosts or domains named in a warning
+
+
+class TrainerEnd(TrainerSlots, Protocol):
+    """What the courier asks and tells its trainer in the middle of a job. None of it is collective."""
+
+    def told_sharing(self, sharing: SharingNews) -> None:
+        """Tell what ranks share from now on."""
+
+    def told_unhealed(self, is_unhealed: bool) -> None:
+        """Tell whether the restored step has no full redundancy yet, so that slots are held back."""
 
 
 @dataclasses.dataclass
@@ -59,6 +69,7 @@ class Context:
         unusable: whether memory has what was committed, and cannot give it back as far as its headers tell.
         looked: whether a restore has said what there is: until then nothing that may be older and whole is given up.
         gives_way: whether the files that are left aside may be deleted where there is no room beside them.
+        trainer: is told what concerns it; None: there is none yet.
     """
 
     config: Config
@@ -84,6 +95,8 @@ class Context:
     unusable: bool = False
     looked: bool = False
     gives_way: bool = False
+    trainer: TrainerEnd | None = None
+    _told: tuple[SharingNews, bool] = (SharingNews(), False)
 
     @property
     def domains_by_kind(self) -> dict[str, list[str]]:
@@ -109,37 +122,52 @@ class Context:
         Collective over the world.
 
         Args:
-            held: bytes of DTensors, by the ranks of torch.distributed that hold the same; see `replica_nbytes`.
+            held: bytes of DTensors, by the ranks that hold the same; see `replica_nbytes`.
         """
         if self.replicas is not None or not self.config.share:
             return
         rank, losses = self.world.rank, losses_of(self.protection.placement.scheme, self.world)
-        nbytes: collections.Counter[tuple[int, ...]] = collections.Counter()
-        for ranks, count in held.items():
-            nbytes[self.world.from_torch(ranks)] += count
-        useful = [ranks for ranks in sorted(nbytes) if rank in ranks]
+        useful = [ranks for ranks in sorted(held) if rank in ranks]
         useful = [ranks for ranks in useful if deduplication.find(self.world.topology, ranks, rank, losses) is not None]
-        mine = max(useful, key=lambda ranks: nbytes[ranks], default=(rank,))
+        mine = max(useful, key=lambda ranks: held[ranks], default=(rank,))
         if self.world.agree([int(len(mine) == 1)])[0]:
             return
         named = self.world.gather((mine[0], len(mine), hash(mine)))
         alike = all(named[rank] == named[self.world.rank] for rank in mine)
         if not self.world.agree([int(alike)])[0]:
             return  # as with meshes that not all ranks are in: each stores its own
-        self.replicas = ReplicatedTensors(self.world, list(mine), placed=True)
+        self.replicas = ReplicatedTensors(self.world, mine, placed=True)
         self.replicas.share(losses)
 
-    def settle_shared(self, held: Mapping[tuple[int, ...], int], leaves: Callable[[], Sequence[ShareableLeaf]],
-                      digests: Callable[[Collection[int]], Mapping[int, int]]) -> None:  # fmt: skip
+    def settle_shared(self, held: Mapping[tuple[int, ...], int], state: Shareable) -> None:
         """Agree on what is shared of a state that is not saved yet. Collective over the world.
 
         Args:
             held: see `find_replicas`.
-            leaves, digests: see `ReplicatedTensors.settle`; asked for only where anything is shared.
+            state: is asked only where anything is shared.
         """
         self.find_replicas(held)
         if (replicas := self.sharers) is not None:
-            replicas.settle(leaves(), digests)
+            replicas.settle(state.shareable(), state.digests)
+
+    @property
+    def sharing(self) -> SharingNews:
+        """What the trainer has to know of what is shared."""
+        replicas = self.sharers
+        return SharingNews() if replicas is None else SharingNews(replicas.sharing, replicas.agreed, replicas.version)
+
+    def tell_trainer(self) -> None:
+        """Tell the trainer what has changed: its slots, what is shared, whether slots are held back. Not collective."""
+        if self.trainer is None:
+            return
+        if files := self.pool.news():
+            self.trainer.update(files)
+        sharing, is_unhealed = self.sharing, self.unhealed is not None
+        if sharing != self._told[0]:
+            self.trainer.told_sharing(sharing)
+        if is_unhealed != self._told[1]:
+            self.trainer.told_unhealed(is_unhealed)
+        self._told = sharing, is_unhealed
 
     def reserve(self, nbytes: int, share_nbytes: int, is_first: bool) -> None:
         """Make slots of at least so many bytes, and those of their redundancy. Collective over the world.
@@ -197,11 +225,11 @@ class Context:
     def make_room(self, demand: Sequence[tuple[Slot, int]], waiting: Sequence[Slot] = (), pairs: bool = True) -> None:
         """Make room in this rank's slots. Collective over the world.
 
-        Slots that are busy are left alone: the main thread may be staging into one at this moment.
+        Slots that are busy are left alone: the trainer may be staging into one at this moment.
 
         Args:
             demand: slots and the bytes each must take.
-            waiting: busy slots that the main thread waits for, and does not touch.
+            waiting: busy slots that the trainer waits for, and does not touch.
             pairs: also for the other inbox slot of each pair, which will be needed next.
 
         Raises:
@@ -214,7 +242,7 @@ class Context:
                 wanted |= {id(slot): (slot, size) for slot in pair}
         self.protection.close_windows()
         try:
-            with self.pool.reserved([slot for slot, _ in wanted.values()]) as mine:
+            with self.pool.reserved([*wanted.values()], waiting) as mine:
                 usable = [(slot, n) for slot, n in wanted.values() if any(slot is m for m in (*waiting, *mine))]
                 try:
                     make_room(self.world, self.memory, usable)
@@ -223,6 +251,7 @@ class Context:
                         raise
                     make_room(self.world, self.memory, usable)
         finally:
+            self.tell_trainer()
             self.protection.open_windows(self.pool)
 
     def leave_alone(self) -> None:

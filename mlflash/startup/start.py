@@ -1,4 +1,4 @@
-"""All that one rank's Checkpointer consists of, made in order and on all ranks."""
+"""All that one rank's courier works with, made in order and on all ranks."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from ..memory import user_directory
 from ..memory.copy_threads import copy_threads_of
 from ..memory.node_directory import NodeDirectory
 from ..memory.slot_pool import SlotPool
-from ..mpi.courier import Courier
 from ..mpi.rma_windows import Poke
 from ..mpi.send_rate import SendRate
-from ..mpi.world import World, check_torch_rank, find_world
+from ..mpi.world import World
 from ..placement import redundancy_scheme
 from ..placement.failure_domains import Domains, from_argument
 from ..placement.failure_domains import join as join_domains
@@ -38,37 +37,21 @@ log = logging.getLogger("mlflash")
 _NAMED = 3  # hosts or domains named in a warning
 
 
-def start(config: Config, comm: Any, process_group: Any, replicated: Any = None, domains: Any = None
-          ) -> tuple[Courier, Context]:  # fmt: skip
-    """Start a rank's courier, and let it make the context. Collective over comm.
-
-    Args:
-        comm: an mpi4py communicator; None: that of this process's launcher.
-        process_group: of torch.distributed, whose ranks must be those of comm.
-        replicated, domains: see `make`.
-
-    Raises:
-        MpiUnavailable: there is no MPI, or not the one of this launcher.
-        MlflashError: as `make`.
-    """
-    comm = find_world(os.environ) if comm is None else comm
-    world = World(comm, config.ranks_per_node, config.timeout_s, process_group)
-    courier = Courier(world, threaded=world.threads, nice=config.nice)
-    try:
-        context: Context = courier.call(lambda: make(config, world, replicated, domains))
-    except BaseException:
-        courier.stop(abandon=True)
-        raise
-    return courier, context
-
-
-def make(config: Config, world: World, replicated: Any = None, domains: Any = None) -> Context:
+def make(config: Config, world: World, problem: MlflashError | None = None,
+         replicas: tuple[Sequence[int], Sequence[str]] | None = None, domains: Any = None) -> Context:  # fmt: skip
     """Connect the ranks, lock the job, look what earlier runs left, and take their files over.
 
     Collective over comm.
 
+    Args:
+        config: of the job.
+        world: of this rank.
+        problem: why this rank cannot take part; it is raised on all.
+        replicas: the ranks that hold the same state as this one, and the patterns of names of what they hold alike.
+        domains: see `find_domains`.
+
     Raises:
-        ConfigError: on all ranks, where ``replicated`` or ``domains`` make no sense.
+        ConfigError: on all ranks, where replicas or domains make no sense.
         JobInUse, UnsafePath, WorldMismatch: on all ranks, where any rank finds it so.
     """
     world.connect()
@@ -77,26 +60,27 @@ def make(config: Config, world: World, replicated: Any = None, domains: Any = No
     top: str = world.tell_node(_claim(config) if world.local_rank == 0 else "")
 
     def hold() -> None:
-        check_torch_rank(world)
+        if problem is not None:
+            raise problem
         if redundancy_scheme.parse(config.redundancy).parity:
             erasure_codes.library()
         held.append(NodeDirectory(config.memory, config.job, world.emulated_node, top=top))
         held[0].lock(world.local_rank, world.local_size)
 
-    replicas: ReplicatedTensors | None = None
+    alike: ReplicatedTensors | None = None
     try:
         world.on_all(hold)
-        if replicated is not None:
-            replicas = ReplicatedTensors(world, replicated)
+        if not world.agree([int(replicas is None)])[0]:
+            alike = ReplicatedTensors(world, *(replicas or ([world.rank], ["*"])))
         known = find_domains(world, config.domains if domains is None else domains)
-    except BaseException as problem:
+    except BaseException as error:
         for memory in held:
             memory.close()
-        if isinstance(problem, MlflashError) and not isinstance(problem, DeadlineExceeded):  # the same on all ranks
+        if isinstance(error, MlflashError) and not isinstance(error, DeadlineExceeded):  # the same on all ranks
             world.free()
         raise
     try:
-        return _assemble(config, world, held[0], replicas, known)
+        return _assemble(config, world, held[0], alike, known)
     except BaseException:
         held[0].close()
         raise

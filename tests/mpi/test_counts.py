@@ -82,7 +82,7 @@ def test_a_save_copies_once_checks_once_at_each_end_and_agrees_three_times(
     state, optimizer = state_and_optimizer()
     until = optimizer if lazy else None
     with Checkpointer(**options, redundancy=redundancy, copy_threads=1) as ckpt:
-        world = ckpt._context.world
+        world = ckpt._courier.session.context.world
         agreed: Counter[str] = Counter()
         if world.world is not None:
             world.world = Counting(world.world, agreed)

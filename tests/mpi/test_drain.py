@@ -354,7 +354,7 @@ def test_saves_go_on_while_a_slow_drain_reads_its_slot_which_is_not_written(
         assert not drain.done and drain.step == 2
         counts = ckpt.report()["counts"]
         assert counts["drains"] == 1 and counts["drains put off"] == 5
-        assert len(ckpt._context.pool.own) == 3
+        assert len(ckpt._courier.session.context.pool.own) == 3
         go_on.set()
     assert steps_in(pfs) == [8, 2]  # the newest one at the end, too
     nodes.lose(*range(SIZE))

@@ -126,7 +126,7 @@ def test_a_rank_that_fails_in_the_middle_is_named_at_once_and_not_after_the_dead
         raise ZeroDivisionError("a mistake of ours")
 
     if RANK == LAST:
-        monkeypatch.setattr(ckpt._context.protection, "protect", broken)
+        monkeypatch.setattr(ckpt._courier.session.context.protection, "protect", broken)
     start = time.monotonic()
     with pytest.raises(errors.SaveFailed, match=rf"rank {LAST}|ZeroDivisionError"):
         ckpt.save(2, state_of(2)).wait()

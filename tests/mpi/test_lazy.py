@@ -228,7 +228,7 @@ def test_a_step_that_was_written_to_too_early_is_on_no_rank_a_checkpoint(
         kept = training.copy()
         training.steps = 2
         hold = threading.Event()
-        ckpt.adapting._courier.post(_job(lambda: hold.wait(PATIENCE_S)))  # the courier is busy with something else
+        ckpt._courier._jobs.post(_job(lambda: hold.wait(PATIENCE_S)))  # the courier is busy with something else
         snapshot = ckpt.save(2, training.state, until=training.optimizer)
         if RANK == 0 or replicated:
             with torch.no_grad():

@@ -151,7 +151,7 @@ def test_a_rank_that_fails_where_the_others_do_not_come_says_why(root: Path) -> 
         pytest.raises(errors.DeadlineExceeded) as caught,
         Checkpointer(comm=COMM, memory=str(root), job="late", ranks_per_node=1, timeout_s=30.0) as ckpt,
     ):
-        ckpt._context.world.timeout_s = 1.0
+        ckpt._courier.session.context.world.timeout_s = 1.0
         if RANK == 0:
             ckpt.adapting.load_together(1, lambda: [][1])
         raise errors.DeadlineExceeded("this rank is elsewhere")

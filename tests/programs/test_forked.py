@@ -36,7 +36,7 @@ def listeners():
 
 def be_a_child(ckpt, snapshot):
     calls = [lambda: ckpt.save(9, state), lambda: ckpt.restore(state), ckpt.load, ckpt.steps, ckpt.wait, ckpt.drain,
-             lambda: ckpt.adapting.run(int), snapshot.wait]
+             lambda: ckpt.adapting.seen_by_first(int), snapshot.wait]
     refused = [is_refused(call) for call in calls]
     assert all(refused), refused
     assert not listeners(), "a port that the parent may close"

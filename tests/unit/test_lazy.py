@@ -259,7 +259,7 @@ def test_a_compiled_step_waits_for_the_copies_or_leaves_none_to_wait_for(
         for number in range(1, 4):
             hold = threading.Event()
             if number != 1:  # nothing is copied behind
-                ckpt.adapting._courier.post(Job(functools.partial(hold.wait, DEADLINE)))
+                ckpt._courier._jobs.post(Job(functools.partial(hold.wait, DEADLINE)))
             kept = {name: value.clone() for name, value in model.state_dict().items()}
             snapshot = ckpt.save(number, state, until=optimizer)
             assert snapshot.later is None if whole and number > 1 else whole or snapshot.later is not None

@@ -134,7 +134,7 @@ def test_adapters_find_nothing_and_may_call_all_they_call(checkpointer: mlflash.
     adapting = checkpointer.adapting
     begun = adapting.begin(3, threading.current_thread())
     calls: dict[str, tuple[Any, ...]] = {
-        "run": (lambda: 1,), "seen_by_first": (lambda: 2,), "save_or_warn": (1, object()),
+        "seen_by_first": (lambda: 2,), "save_or_warn": (1, object()),
         "begin": (3, threading.current_thread()), "save_again": (ConfigError("why"), begun), "stage_ahead": (None,),
         "give_up": (None,), "read": (None, list, lambda: None), "go_on_instead": (Unrestorable("why"), "disk"),
         "load_together": (1, lambda: 4),
@@ -145,7 +145,6 @@ def test_adapters_find_nothing_and_may_call_all_they_call(checkpointer: mlflash.
     assert found["save_or_warn"].done and found["save_again"].wait().step == 3
     assert found["steps_alike"] == []
     nothing = {
-        "run",
         "newest_step",
         "newest_alike",
         "open",
@@ -163,11 +162,10 @@ def test_adapters_find_nothing_and_may_call_all_they_call(checkpointer: mlflash.
     "kind",
     [
         disabled.Courier,
-        disabled.DrainQueue,
+        disabled.Drains,
         disabled.SaveQueue,
         disabled.Newest,
         disabled.Restores,
-        disabled.RankReport,
     ],
 )
 def test_stand_ins_have_all_that_is_called_and_nothing_of_what_they_stand_for(kind: type) -> None:

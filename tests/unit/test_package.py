@@ -23,7 +23,7 @@ ROOT = REPO / "mlflash"
 
 MAY_IMPORT_MPI = {"mpi/world.py", "wireup/zygote.py"}
 MAY_IMPORT_TORCH = {"state", "storage", "saving", "exports", "inspection", "commands", "doctor", "demo"}
-FLOORS = 7
+FLOORS = 8
 
 
 def files() -> list[Path]:

@@ -62,7 +62,7 @@ def test_a_copy_that_never_ends_costs_one_slot_and_no_later_save_waits_for_it(
     stuck = ckpt.save(3, state_of(3))
     with pytest.raises(errors.SaveFailed, match="a device had not made its copies"):
         stuck.wait()
-    (file,) = until(lambda: ckpt._context.pool._quarantined, "the slot is given up")
+    (file,) = until(lambda: ckpt._trainer.slots._quarantined, "the slot is given up")
     assert file.name not in {path.name for path in shm.rglob("slot-*")}  # nobody else takes it over
     start = time.monotonic()
     for step in (4, 5):
@@ -73,7 +73,7 @@ def test_a_copy_that_never_ends_costs_one_slot_and_no_later_save_waits_for_it(
     for step in (6, 7, 8):
         ckpt.save(step, state_of(step)).wait()
         assert torch.equal(ckpt.load()[1]["x"], state_of(step)["x"])
-    assert not ckpt._context.pool.is_device_stuck
+    assert not ckpt._trainer.slots.is_device_stuck
     assert not file.view.nbytes  # unmapped, now that nothing writes to it
 
 
@@ -89,7 +89,7 @@ def test_a_lazy_copy_that_never_ends_ends_its_save_and_leaves_its_slot_alone(
     with pytest.raises(errors.SaveFailed):
         snapshot.wait(PATIENCE_S)
     assert snapshot.done
-    assert until(lambda: ckpt._context.pool._quarantined, "the slot is given up")
+    assert until(lambda: ckpt._trainer.slots._quarantined, "the slot is given up")
     device_goes_on.set()
     ckpt.save(4, {"m": model}, until=optimizer).wait()
     assert ckpt.steps()[-1] == 4

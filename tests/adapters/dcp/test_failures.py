@@ -162,7 +162,8 @@ def test_a_load_whose_plan_fails_at_the_end_on_one_rank_is_raised_on_all_of_them
     with started(torch_job) as running:
         running.save(state_at(1), "step-1")()
     with pytest.raises(CheckpointException), started(torch_job) as running:
-        running.ckpt._context.world.timeout_s = 2.0  # only now: what came before may take as long as it takes
+        # Only now: what came before may take as long as it takes.
+        running.ckpt._courier.session.context.world.timeout_s = 2.0
         running.load(blank(), "step-1", FaultyLoad("finish_plan", rank == RANK))
     with started(torch_job) as running:
         loads(running, 1)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Collection
 from typing import Protocol
 
 from ..errors import MlflashError, SaveFailed
+from ..memory.own_slots import SlotId
 from ..redundancy.deduplication import Piece
-from ..redundancy.shareable_leaves import ShareableLeaf
+from ..redundancy.shareable_leaves import Shareable
 from ..redundancy.slot_plan import Plan
 
 
@@ -24,6 +24,7 @@ class SaveRequest:
         skip: this rank's slots are busy, and the save is to be skipped on all ranks.
         slot, share: numbers of the own slots that the state is staged into; the second gets this rank's share of what
             several ranks hold alike.
+        files: inodes of the files that the trainer has mapped of the two; 0: none.
         inode: of the file of the slot that was staged into; 0: it is not staged yet.
         plan: where the state goes in them; None: the ranks have not agreed yet on what they share of it.
         checks: of the pieces of shared state that other ranks of this node store.
@@ -37,6 +38,7 @@ class SaveRequest:
     skip: bool = False
     slot: int | None = None
     share: int | None = None
+    files: tuple[int, int] = (0, 0)
     inode: int = 0
     plan: Plan | None = None
     checks: dict[Piece, int] = dataclasses.field(default_factory=dict)
@@ -47,15 +49,15 @@ class SaveRequest:
     def __post_init__(self) -> None:
         self.problem = self.problem or SaveFailed("an exception came before it was staged", step=self.step)
 
+    @property
+    def filled(self) -> list[tuple[SlotId, int]]:
+        """The slots that are handed to the courier, and the inodes of their files."""
+        named = ((False, self.slot, self.files[0]), (True, self.share, self.files[1]))
+        return [(SlotId(kind, number), inode) for kind, number, inode in named if number is not None]
 
-class Trainer(Protocol):
+
+class Trainer(Shareable, Protocol):
     """What the courier asks of the trainer in the middle of a save. None of it is collective."""
-
-    def shareable(self) -> list[ShareableLeaf]:
-        """List what other ranks may hold alike of a state that is not settled yet; the trainer does not change it."""
-
-    def digests(self, keys: Collection[int]) -> dict[int, int]:
-        """Make checksums of some of that, by key."""
 
     def lay_out(self) -> Plan:
         """Lay it out, now that they have agreed."""

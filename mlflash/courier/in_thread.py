@@ -1,0 +1,64 @@
+"""The courier as a thread of the trainer's process: messages are handed to it as they are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ..errors import DeadlineExceeded, MlflashError
+from ..mpi.courier import Courier, Job
+from ..protocol.client import Pace
+from ..protocol.messages import Message
+from .session import Session
+
+
+class CourierThread:
+    """Takes messages to the thread: see `protocol.client.Client`.
+
+    Args:
+        jobs: the thread.
+        session: does what messages ask for.
+    """
+
+    def __init__(self, jobs: Courier, session: Session):
+        self._jobs, self.session = jobs, session
+
+    @property
+    def late(self) -> DeadlineExceeded | None:
+        return self._jobs.late
+
+    @property
+    def broken(self) -> BaseException | None:
+        return self._jobs.broken
+
+    @property
+    def is_stuck(self) -> bool:
+        return self._jobs.is_stuck
+
+    @property
+    def pace(self) -> Pace:
+        return self.session.context.pace
+
+    @property
+    def post(self) -> Callable[[Job], None]:
+        return self._jobs.post
+
+    def job(self, message: Message, answers: Any = None, on_late: Callable[[DeadlineExceeded], None] | None = None,
+            on_refused: Callable[[MlflashError], None] | None = None) -> Job:  # fmt: skip
+        return Job(lambda: self.session.handle(message, answers), on_late, on_refused)
+
+    def call(self, message: Message, answers: Any = None) -> Any:
+        return self._jobs.call(lambda: self.session.handle(message, answers))
+
+    def ask(self, message: Message) -> Any:
+        return self.session.answer(message)
+
+    def go_on_behind(self) -> None:
+        self._jobs.go_on_behind()
+
+    def stop(self, abandon: bool) -> None:
+        self._jobs.stop(abandon)
+        self.session.close(abandon)
+
+    def leave(self) -> None:
+        self._jobs.leave()

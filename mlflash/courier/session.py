@@ -1,0 +1,156 @@
+"""What the courier does for one Checkpointer: a handler for each message of its trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ..config import Config
+from ..draining.drain import Drain
+from ..draining.drain_queue import DrainQueue
+from ..errors import MlflashError
+from ..memory.slot import Slot
+from ..mpi.courier import Courier
+from ..mpi.world import World
+from ..protocol import messages as asked
+from ..protocol.messages import Message, Started
+from ..protocol.save_request import Trainer
+from ..redundancy.shareable_leaves import Shareable
+from ..restoring.heal import heal_or_remember
+from ..restoring.rescue import heal, scavenge
+from ..saving import commit
+from ..saving.commits import Commits
+from ..startup.context import Context, TrainerEnd
+from ..startup.start import make
+from .rank_report import RankReport
+from .restores import RestoreHandlers
+
+
+class Session:
+    """The courier's side of one Checkpointer. It lives where MPI may be called.
+
+    Args:
+        config: of the job.
+        world: the communicators.
+        jobs: runs the jobs one after the other, and lets drains go on behind.
+        told_drain: is told of each drain that begins.
+
+    Attributes:
+        context: what saving, draining and restoring work with; it is there from `Start` on.
+    """
+
+    context: Context
+
+    def __init__(self, config: Config, world: World, jobs: Courier, told_drain: Callable[[Drain], None]):
+        self._config, self._world, self._jobs, self._told_drain = config, world, jobs, told_drain
+        self._handlers: dict[type[Message], Callable[..., Any]] = {
+            asked.Start: self._start,
+            asked.Agree: lambda agree: world.agree(agree.values),
+            asked.Gather: lambda gather: world.gather(gather.content),
+            asked.Broadcast: lambda broadcast: world.broadcast(broadcast.content, broadcast.root),
+            asked.RaiseTogether: lambda together: world.raise_together(together.error),
+        }
+
+    def attach(self, trainer: TrainerEnd) -> None:
+        """Tell a trainer from now on what concerns it. Not collective."""
+        self.context.trainer = self.context.pool.trainer = trainer
+
+    def handle(self, message: Message, answers: Any = None) -> Any:
+        """Do what a message asks for. Collective as that is; for the thread that may call MPI.
+
+        Args:
+            message: what is asked.
+            answers: what the trainer can be asked meanwhile.
+
+        Raises:
+            MlflashError: on all ranks.
+        """
+        handler = self._handlers[type(message)]
+        try:
+            result = handler(message) if answers is None else handler(message, answers)
+        except MlflashError:  # agreed on by all ranks: nothing is on its way any more
+            self._tell()
+            raise
+        self._tell()
+        return result
+
+    def answer(self, message: Message) -> Any:
+        """Answer what is asked at once. Not collective; any thread."""
+        match message:
+            case asked.AskDrain():
+                self._drains.ask()
+            case asked.GiveUpDrain():
+                self._drains.give_up()
+            case asked.Report():
+                return self._report.report()
+            case asked.RunFacts():
+                return self._report.of_run()
+            case asked.Survives():
+                return self._report.survives
+            case _:
+                raise TypeError(f"nothing that is answered at once: {message}")
+        return None
+
+    def close(self, abandon: bool) -> None:
+        """Let go of memory, when no job is done any more. Not collective.
+
+        Args:
+            abandon: the courier may still be inside of MPI, with the slots as its buffers.
+        """
+        if hasattr(self, "context"):
+            if not abandon:
+                self.context.pool.close()
+            self.context.memory.close()
+
+    def _tell(self) -> None:
+        if hasattr(self, "context"):
+            self.context.tell_trainer()
+
+    def _start(self, start: asked.Start) -> Started:
+        world = self._world
+        self.context = context = make(self._config, world, start.problem, start.replicas, start.domains)
+        self._drains = DrainQueue(self._config, context, self._jobs, self._told_drain)
+        self._commits = Commits(context, self._drains, lambda home: heal_or_remember(context, home))
+        self._report = RankReport(context, self._drains)
+        self._handlers |= {
+            asked.GoBeyond: lambda message: self._drains.go_beyond(),
+            asked.FreeDrains: lambda message: self._drains.free(),
+            asked.Free: lambda message: context.free(),
+            asked.Commit: lambda message, answers: self._commits.bring_to_end(message.request, answers),
+            asked.CommitRestored: self._commit_restored,
+            asked.Reserve: lambda message: context.reserve(message.nbytes, message.share_nbytes, message.is_first),
+            asked.FindReplicas: lambda message: context.find_replicas(message.held),
+            asked.SettleShared: self._settle_shared,
+            asked.MakeRoom: self._make_room,
+            asked.BeginDrain: lambda message: self._drains.begin_newest(message.if_due),
+            asked.Scavenge: lambda message: scavenge(context, self._drains) is not None,
+            asked.HealNewest: lambda message: heal(context),
+            **RestoreHandlers(context, self._drains).table,
+        }
+        pool, threads = context.pool, context.copy_threads.threads
+        return Started(world.rank, world.topology, world.emulated_node, context.memory.top, len(pool.own), threads,
+                       context.unusable, pool.news(), context.sharing)  # fmt: skip
+
+    def _settle_shared(self, message: asked.SettleShared, state: Shareable) -> None:
+        self.context.settle_shared(message.held, state)
+
+    def _make_room(self, message: asked.MakeRoom) -> None:
+        """Make room for what a restore puts together."""
+        context = self.context
+        context.gives_way = context.gives_way or message.gives_way
+        slot, share = self._keep(message)
+        try:
+            context.ensure_room([(slot, message.nbytes)], waiting=[slot])
+        finally:
+            context.pool.leave_to_trainer([slot, share])
+
+    def _keep(self, message: asked.MakeRoom) -> list[Slot]:
+        return self.context.pool.receive(message.slots, message)
+
+    def _commit_restored(self, message: asked.CommitRestored, trainer: Trainer) -> None:
+        """Commit what was put together; then the old slots may go. Where it cannot be, they stay."""
+        context = self.context
+        save = commit.Save(message.request, trainer, context)
+        commit.run(save, context)
+        if save.slot is not None:
+            save.slot.record_restores(save.attempt, message.restores)

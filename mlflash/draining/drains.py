@@ -1,0 +1,78 @@
+"""The drains of this run, as the trainer sees them: it asks for some, and waits."""
+
+from __future__ import annotations
+
+from ..errors import DeadlineExceeded, DrainFailed, MlflashError
+from ..protocol.client import Client
+from ..protocol.messages import AskDrain, BeginDrain, GiveUpDrain
+from ..protocol.ranks import Ranks
+from .drain import Drain
+
+
+class Drains:
+    """Those of this rank.
+
+    Args:
+        courier: makes them.
+        ranks: of this run.
+        has_directory: whether there is anything to drain to.
+
+    Attributes:
+        last: the newest drain, on its way or ended; None before the first.
+    """
+
+    def __init__(self, courier: Client, ranks: Ranks, has_directory: bool):
+        self._courier, self._ranks, self._has_directory = courier, ranks, has_directory
+        self.last: Drain | None = None
+
+    @property
+    def idle(self) -> bool:
+        """Whether no drain is on its way on this rank."""
+        return self.last is None or self.last.done
+
+    def began(self, drain: Drain) -> None:
+        """Hear of a drain that begins. Not collective."""
+        self.last = drain
+
+    def ask(self) -> None:
+        """Let the next checkpoint that is committed be drained; agreed on with the commit. Not collective."""
+        self._courier.ask(AskDrain())
+
+    def drain(self) -> Drain:
+        """Drain the newest checkpoint; see `Checkpointer.drain`."""
+        if not self._has_directory:
+            raise DrainFailed("this Checkpointer was given no directory to drain to")
+        self.wait()
+        self._courier.call(BeginDrain(if_due=False))
+        assert self.last is not None
+        return self.last
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Wait until no drain is on its way; see `Checkpointer.wait_drained`."""
+        if self.last is None or self.last.done:
+            return
+        try:
+            self.last.wait(timeout_s)
+        except DeadlineExceeded as error:
+            error.rank, error.node = self._ranks.rank, self._ranks.node_name
+            raise
+        except MlflashError:
+            pass  # a warning already
+
+    def finish(self) -> None:
+        """Drain what was committed last, where draining is on and it was not, and wait. Collective over the world.
+
+        A drain that fails is a warning.
+        """
+        try:
+            self.wait()
+            if self._has_directory:
+                self._courier.call(BeginDrain(if_due=True))
+                self.wait()
+        except DrainFailed:
+            pass  # a warning already
+
+    def give_up(self) -> None:
+        """Let a drain that is on its way end soon, and what it wrote be deleted. Not collective."""
+        if not self.idle:
+            self._courier.ask(GiveUpDrain())

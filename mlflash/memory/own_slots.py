@@ -1,0 +1,273 @@
+"""A rank's own slots, as its trainer has them: two for its state, two for its share of what several ranks hold alike.
+
+Each of them is either the trainer's, which may fill it, or the courier's, and never both. A save hands the slots that
+it has filled to the courier; the courier gives back those that may be filled again, and asks for free ones where it
+has to replace their files.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from ..errors import MlflashError
+from . import shared_memory_segment
+from .inventory import file_name
+from .node_directory import NodeDirectory
+from .shared_memory_segment import Segment
+from .slot import Slot, Use, leave_behind, oldest_free, read_header
+
+log = logging.getLogger("mlflash")
+
+
+class SlotId(NamedTuple):
+    """Which of a rank's own slots: one for its state, or one for its share."""
+
+    is_share: bool
+    number: int
+
+
+@dataclasses.dataclass(frozen=True)
+class SlotFile:
+    """What the courier tells of an own slot.
+
+    Attributes:
+        slot: which.
+        file: number of its file; None: it has none yet.
+        inode: of that file; 0: none.
+        is_free: whether it is the trainer's from now on.
+    """
+
+    slot: SlotId
+    file: int | None
+    inode: int
+    is_free: bool
+
+
+class OwnSlots:
+    """The own slots of a rank, in its trainer. Not collective.
+
+    Args:
+        memory: this node's directory.
+        count: how many of each kind; three where checkpoints are drained, as one of them may be read for long.
+        known: mappings of files that this process has besides, by inode: the courier's, where it is a thread.
+
+    Attributes:
+        own, shares: the slots. Use.FREE: the trainer may fill it. Use.BUSY: it is being filled, or saved. Use.HOLDS:
+            it is the courier's.
+        changed: notified when a slot becomes free.
+    """
+
+    def __init__(self, memory: NodeDirectory, count: int, known: Callable[[], Mapping[int, Segment]]):
+        self._memory, self._known = memory, known
+        self.own = [Slot(use=Use.HOLDS) for _ in range(count)]
+        self.shares = [Slot(use=Use.HOLDS) for _ in range(count)]
+        self.changed = threading.Condition()
+        self._quarantined: list[Segment] = []  # files that a device has not ended its copies into
+        self._lent: collections.Counter[int] = collections.Counter()  # how many views this rank has given, by inode
+
+    def _all(self) -> list[tuple[SlotId, Slot]]:
+        kinds = ((False, self.own), (True, self.shares))
+        return [(SlotId(kind, number), slot) for kind, slots in kinds for number, slot in enumerate(slots)]
+
+    def ids_of(self, slots: Iterable[Slot]) -> list[SlotId]:
+        """Name own slots as the courier knows them."""
+        wanted = {id(slot) for slot in slots}
+        return [name for name, slot in self._all() if id(slot) in wanted]
+
+    def mapped(self) -> dict[int, Segment]:
+        """The mappings that this process has, by inode of their files."""
+        mine = {slot.segment.inode: slot.segment for _, slot in self._all() if slot.segment is not None}
+        return {**self._known(), **mine}
+
+    # Filling them
+
+    def take(self, wait_s: float, taker: object, leave: bool = False) -> tuple[Slot, Slot] | None:
+        """Take a slot and one for a share, for a save; None where there is none for so long.
+
+        Args:
+            wait_s: how long to wait for them, seconds.
+            taker: what they are taken for. `taken_by` finds them again, should an exception keep the caller from
+                ever noting what it took.
+            leave: rather leave files to the views that this rank has given than wait for the end of these.
+        """
+        with self.changed:
+            self.changed.wait_for(lambda: self._free_pair(leave) is not None, wait_s)
+            pair = self._free_pair(leave)
+            for slot in pair or ():
+                slot.taker = taker
+                slot.use = Use.BUSY
+            return pair
+
+    def taken_by(self, taker: object) -> list[Slot]:
+        """The slots that are busy with something."""
+        return [slot for _, slot in self._all() if slot.taker is taker and slot.use is Use.BUSY]
+
+    def hand_over(self, slots: Iterable[Slot], taker: object) -> None:
+        """Let slots that were taken be busy with something else."""
+        for slot in slots:
+            slot.taker = taker
+
+    def give_back(self, taken: Iterable[Slot]) -> None:
+        """Free slots that were taken, and that the courier was not told of."""
+        with self.changed:
+            for slot in taken:
+                self._free(slot)
+            self.changed.notify_all()
+
+    def committed(self, taker: object) -> None:
+        """Leave the slots of a save to the courier: they hold a checkpoint now."""
+        with self.changed:
+            for slot in self.taken_by(taker):
+                slot.taker, slot.use = None, Use.HOLDS
+                if slot.segment is not None:
+                    slot.segment.writers.clear()  # all is there; they hold the state that was copied
+
+    def _free_pair(self, leave: bool) -> tuple[Slot, Slot] | None:
+        own, share = (self._free_slot(slots, leave) for slots in (self.own, self.shares))
+        return None if own is None or share is None else (own, share)
+
+    def _free_slot(self, slots: Sequence[Slot], leave: bool) -> Slot | None:
+        """A slot that may be filled; where there is none but for views of its file, that is left to them: those of
+        others in any case, as nobody here knows when they end, and with ``leave`` those that this rank has given.
+        """
+        may_leave: Callable[[Segment], bool] = lambda segment: leave or not self._lent[segment.inode]
+        return oldest_free(slots) or leave_behind(self._memory, slots, may_leave)
+
+    def _free(self, slot: Slot) -> None:
+        """Let saves fill a slot again. What a device is still copying into stays the device's: the slot gets another
+        file with the next save.
+        """
+        stuck = slot.segment
+        if stuck is not None and stuck.is_written_to:
+            log.warning("a device has not ended its copies into %s: that file is given up", stuck.name)
+            self._quarantined.append(stuck)
+            self._memory.remove(stuck.name)
+            slot.segment, slot.header = None, None
+        slot.taker, slot.use = None, Use.FREE
+
+    @property
+    def is_device_stuck(self) -> bool:
+        """Whether a device has not ended its copies into a slot of an earlier save."""
+        with self.changed:
+            over = [one for one in self._quarantined if not one.is_written_to]
+            self._quarantined = [one for one in self._quarantined if one not in over]
+        for one in over:
+            one.close()
+        return bool(self._quarantined)
+
+    # What the courier asks and tells
+
+    def prepare(self, wanted: Sequence[tuple[SlotId, int]], waiting: Sequence[SlotId] = ()) -> list[SlotId]:
+        """Leave free slots to the courier, which may replace their files: those that are too small are unmapped.
+
+        Args:
+            wanted: slots, and the bytes that each has to take; 0: it needs no larger file.
+            waiting: slots that are busy with a save which waits for their files.
+
+        Returns:
+            Those of the others that were free; they are the courier's now.
+        """
+        given = []
+        with self.changed:
+            slots = dict(self._all())
+            for name, nbytes in wanted:
+                slot = slots[name]
+                if slot.use is Use.FREE:
+                    slot.use = Use.HOLDS
+                    given.append(name)
+                elif name not in waiting:
+                    continue
+                if slot.view.nbytes < nbytes:
+                    self._unmap(slot)
+        return given
+
+    def update(self, files: Iterable[SlotFile]) -> None:
+        """Hear which files the slots have, and which of them may be filled from now on."""
+        fresh = []
+        with self.changed:
+            slots = dict(self._all())
+            for told in files:
+                slot = slots[told.slot]
+                if (0 if slot.segment is None else slot.segment.inode) != told.inode:
+                    self._unmap(slot)
+                    fresh += self._map(slot, told)
+                slot.header = None if slot.segment is None else read_header(slot.view)
+                if told.is_free:
+                    self._free(slot)
+            self.changed.notify_all()
+        shared_memory_segment.prefault_in_background(fresh)
+
+    def _map(self, slot: Slot, told: SlotFile) -> list[Segment]:
+        """Map the file of a slot; gives the mapping where its pages are to be faulted in."""
+        known = self._known().get(told.inode)
+        if known is not None:
+            slot.segment = known.again()
+            return []
+        if told.file is None:
+            return []
+        try:
+            slot.segment = shared_memory_segment.attach(self._memory, file_name(told.file))
+        except (MlflashError, OSError) as error:  # the next save gets another file for it
+            log.warning("%s is passed over: %s", file_name(told.file), error)
+            return []
+        return [slot.segment]
+
+    def _unmap(self, slot: Slot) -> None:
+        if slot.segment is not None:
+            slot.segment.close()
+        slot.segment, slot.header = None, None
+
+    # Reading them
+
+    def holding(self, number: int) -> Slot:
+        """Give an own slot that the courier has sealed, to be read."""
+        slot = self.own[number]
+        slot.header = read_header(slot.view)
+        return slot
+
+    def lend(self, slot: Slot) -> Slot:
+        """Give a slot to be read for as long as anybody has views of it; what is written to these stays here.
+
+        Until then no save gets the slot that is lent.
+        """
+        mapped, take_back = shared_memory_segment.lend(self._memory, slot.name)
+        self._lent[mapped.inode] += 1
+        weakref.finalize(mapped.view, self._returned, mapped.inode, take_back).atexit = False
+        return Slot(mapped)
+
+    def _returned(self, inode: int, take_back: Callable[[], None]) -> None:
+        take_back()
+        with self.changed:
+            self._lent[inode] -= 1
+            self.changed.notify_all()
+
+    def unmap_others(self, slots: Iterable[Slot]) -> None:
+        """Unmap those of some slots that are none of these."""
+        mine = [slot.segment for _, slot in self._all()]
+        for slot in slots:
+            if slot.segment is not None and not any(slot.segment is one for one in mine):
+                slot.segment.close()
+
+    def open(self, file: int) -> Slot:
+        """Map a slot file of this node, to be read; `unmap_others` unmaps it.
+
+        Raises:
+            CorruptSlot, UnsafePath, OSError: it cannot be mapped.
+        """
+        return Slot(shared_memory_segment.attach(self._memory, file_name(file), again=self.mapped()))
+
+    def pin(self) -> None:
+        """Page-lock, behind, the slots that the state is copied into."""
+        own = [slot.segment for _, slot in self._all() if slot.segment is not None]
+        shared_memory_segment.prefault_in_background(own, pin=True)
+
+    def close(self) -> None:
+        """Unmap everything; the files stay."""
+        for _, slot in self._all():
+            self._unmap(slot)

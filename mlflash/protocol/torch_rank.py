@@ -1,0 +1,97 @@
+"""Ranks as PyTorch and as users name them → ranks of this run."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..errors import ConfigError, WorldMismatch
+from .ranks import from_torch
+
+
+def replicas_of(
+    replicated: Any, rank: int, size: int, comm: Any, torch_group: Any
+) -> tuple[list[int], list[str]] | None:
+    """The ranks that hold the same state as this one, ascending, and the patterns of names of what they hold alike.
+
+    Not collective; nothing is sent over a given group.
+
+    Args:
+        replicated: an mpi4py communicator or group, a torch.distributed process group, ranks, or True for all; or a
+            mapping from patterns of names to one of these; None: nobody has said so.
+        rank, size, comm: of this run; its communicator, where MPI is in this process.
+        torch_group: see `ranks.from_torch`.
+
+    Raises:
+        ConfigError: it is none of these, or this rank is not in it.
+    """
+    if replicated is None:
+        return None
+    if not isinstance(replicated, Mapping):
+        return _members_of(replicated, rank, size, comm, torch_group), ["*"]
+    sets = [_members_of(group, rank, size, comm, torch_group) for group in replicated.values()]
+    if not sets or any(members != sets[0] for members in sets) or not all(isinstance(p, str) for p in replicated):
+        raise ConfigError("replicated= names the entries by patterns, and for all of them the same ranks",
+                          expected="{'model.*': ranks, ...}", found=repr(replicated))  # fmt: skip
+    return sets[0], list(replicated)
+
+
+def _members_of(replicated: Any, rank: int, size: int, comm: Any, torch_group: Any) -> list[int]:
+    if replicated is True:
+        return list(range(size))
+    torch = sys.modules.get("torch")
+    if size > 1 and comm is not None and (hasattr(replicated, "Get_group") or hasattr(replicated, "Translate_ranks")):
+        group = replicated.Get_group() if hasattr(replicated, "Get_group") else replicated
+        ranks = group.Translate_ranks(list(range(group.size)), comm.Get_group())
+    elif (
+        torch is not None
+        and torch.distributed.is_available()
+        and isinstance(replicated, torch.distributed.ProcessGroup)
+    ):
+        ranks = from_torch(torch.distributed.get_process_group_ranks(replicated), torch_group)
+    elif isinstance(replicated, Sequence) and all(isinstance(one, int) for one in replicated):
+        ranks = replicated
+    else:
+        ranks = ()
+    members = sorted({int(one) for one in ranks})
+    if rank not in members or not 0 <= members[0] <= members[-1] < size:
+        raise ConfigError(
+            "replicated= must say which ranks hold the same state as this one",
+            expected=f"a communicator, process group or list of ranks below {size}, with rank {rank} in it",
+            found=repr(replicated),
+        )
+    return members
+
+
+def check_torch_rank(rank: int, size: int, torch_group: Any) -> None:
+    """Refuse a torch.distributed rank that is not the rank of this run. Not collective.
+
+    Args:
+        rank, size: of this run.
+        torch_group: see `ranks.from_torch`.
+
+    Raises:
+        WorldMismatch: naming both.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None or not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return
+    torch_rank = torch.distributed.get_rank(torch_group)
+    torch_size = torch.distributed.get_world_size(torch_group)
+    if size == 1 < torch_size and "TORCHELASTIC_RUN_ID" in os.environ:
+        raise WorldMismatch(
+            "torchrun started this process, and its ranks are no MPI ranks: start with mpiexec -n RANKS or srun "
+            "instead, and let mlflash.adapters.distributed.init_process_group set up torch.distributed",
+            expected="ranks of mpiexec or srun",
+            found=f"rank {torch_rank} of {torch_size} of torchrun, and no MPI launcher",
+        )
+    if (torch_rank, torch_size) != (rank, size):
+        raise WorldMismatch(
+            "torch.distributed and MPI number the ranks differently: initialise torch.distributed with the MPI "
+            "rank and size (mlflash.adapters.distributed.init_process_group does so), give Checkpointer a comm ordered "
+            "like it (comm.Split(0, torch_rank)), or the process group that has the ranks of comm (process_group=)",
+            expected=f"torch.distributed rank {rank} of {size}, as in MPI",
+            found=f"torch.distributed rank {torch_rank} of {torch_size}",
+        )

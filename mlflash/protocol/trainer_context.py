@@ -1,0 +1,63 @@
+"""What saving and restoring work with in the trainer, and what the courier tells it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+from ..config import Config
+from ..memory.copy_threads import CopyThreads
+from ..memory.node_directory import NodeDirectory
+from ..memory.own_slots import OwnSlots, SlotFile, SlotId
+from ..redundancy.shareable_leaves import SharingNews, key_of
+from ..state.leaves import Leaf
+from ..telemetry.recorder import Recorder
+from .client import Client
+from .ranks import Ranks
+
+
+@dataclasses.dataclass
+class TrainerContext:
+    """What saving and restoring work with in the trainer.
+
+    Attributes:
+        config: of the job.
+        courier: takes messages to the courier.
+        ranks: of this run.
+        memory: this node's directory.
+        slots: this rank's own.
+        copy_threads: threads for copies and checks.
+        recorder: told what happens to this rank.
+        sharing: what ranks share.
+        is_unhealed: whether the restored step has no full redundancy yet.
+    """
+
+    config: Config
+    courier: Client
+    ranks: Ranks
+    memory: NodeDirectory
+    slots: OwnSlots
+    copy_threads: CopyThreads
+    recorder: Recorder
+    sharing: SharingNews = dataclasses.field(default_factory=SharingNews)
+    is_unhealed: bool = False
+
+    def is_shared(self, leaf: Leaf) -> bool:
+        """Whether all ranks that share hold a leaf alike, as far as they have agreed on it."""
+        return key_of(leaf.entry) in self.sharing.agreed
+
+    def prepare(self, wanted: Sequence[tuple[SlotId, int]], waiting: Sequence[SlotId] = ()) -> list[SlotId]:
+        """See `startup.context.TrainerEnd`."""
+        return self.slots.prepare(wanted, waiting)
+
+    def update(self, files: Iterable[SlotFile]) -> None:
+        """See `startup.context.TrainerEnd`."""
+        self.slots.update(files)
+
+    def told_sharing(self, sharing: SharingNews) -> None:
+        """See `startup.context.TrainerEnd`."""
+        self.sharing = sharing
+
+    def told_unhealed(self, is_unhealed: bool) -> None:
+        """See `startup.context.TrainerEnd`."""
+        self.is_unhealed = is_unhealed

@@ -1,0 +1,33 @@
+"""A part of a tensor of an old rank, and where it is wanted."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+
+from ..state.leaves import Entry
+
+
+@dataclasses.dataclass(frozen=True)
+class WantedPart:
+    """A part of an old shard that is wanted.
+
+    Attributes:
+        rank, number: the old rank, and the entry in its manifest.
+        source: where the part begins in that shard.
+        shape: of the part.
+        target: where it goes, ``(*shape, item bytes)`` uint8.
+    """
+
+    rank: int
+    number: int
+    source: tuple[int, ...]
+    shape: tuple[int, ...]
+    target: np.ndarray
+
+
+def items(raw: np.ndarray, entry: Entry) -> np.ndarray:
+    """View the bytes of an entry as ``(*shape, item bytes)``."""
+    return raw.reshape(*entry.shape, entry.nbytes // max(1, math.prod(entry.shape)))

@@ -1,0 +1,28 @@
+"""A checkpoint in memory that was found, in the slots of its old ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from ..memory.slot_header import Attempt
+from ..redundancy.rank_checkpoint import RankCheckpoint, ShareFiles
+
+
+@dataclasses.dataclass
+class FoundElsewhere:
+    """A restorable checkpoint in the slots of its old ranks.
+
+    Attributes:
+        attempt, step: of it.
+        restores: how many runs have restored it, this one included.
+        homes: what this rank has or reads, by old rank; verified.
+        files: where shares are.
+        same_ranks: whether its ranks are those of today, each with its own slot.
+    """
+
+    attempt: Attempt
+    step: int
+    restores: int
+    homes: dict[int, RankCheckpoint]
+    files: ShareFiles
+    same_ranks: bool = False
