@@ -80,3 +80,15 @@ def raises(courier: Courier) -> None:
 def speaks_no_pmi(courier: Courier) -> None:
     os.write(int(os.environ["PMI_FD"]), b"GET / HTTP/1.1\r\n")
     hang()
+
+
+def alone(courier: Courier) -> None:
+    """What the only rank of a job runs: it answers, and has no MPI."""
+    with courier.trainer.makefile("rw") as lines:
+        for line in lines:
+            command, *values = json.loads(line)
+            if command == "end":
+                break
+            has_mpi = courier.has_mpi or "PMI_FD" in os.environ or "mpi4py.MPI" in sys.modules
+            lines.write(json.dumps([courier.rank, len(courier.nodes), "MPI" if has_mpi else values[0]]) + "\n")
+            lines.flush()

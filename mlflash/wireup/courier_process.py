@@ -1,7 +1,8 @@
 """What a forked courier does before and after it is itself: from the zygote's fork to its end.
 
-It keeps three descriptors of the zygote's: the socket to its trainer, the one that MPI starts over, and a pipe to the
-zygote; and a pidfd of its trainer, since a socket is not closed by the death of a trainer that has forked others.
+It keeps three descriptors of the zygote's: the socket to its trainer, the one that MPI starts over, if it may start
+MPI, and a pipe to the zygote; and a pidfd of its trainer, since a socket is not closed by the death of a trainer that
+has forked others.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ class Courier:
         trainer: a socket, whose other end is the trainer's.
         trainer_pidfd: readable when the trainer has ended.
         reports_fd: a pipe to the zygote.
+        has_mpi: whether it may initialise MPI; the only rank of a world may not, and needs none.
     """
 
     epoch: str
@@ -43,6 +45,7 @@ class Courier:
     trainer: socket.socket
     trainer_pidfd: int
     reports_fd: int
+    has_mpi: bool = True
 
     def tell_mpi_is_up(self) -> None:
         """Tell the zygote that MPI is initialised, and what it has to remove should this process be killed.
@@ -52,7 +55,7 @@ class Courier:
         os.write(self.reports_fd, pack({"mapped": sorted(mapped_by("self"))}))
 
 
-def run(entry: Callable[[Courier], object], courier: Courier, pmi: socket.socket, zygote_pid: int) -> NoReturn:
+def run(entry: Callable[[Courier], object], courier: Courier, pmi: socket.socket | None, zygote_pid: int) -> NoReturn:
     """Be a courier, in a process that was just forked, and end. Not collective.
 
     The process ends with status 0 when the entry point returns, with that of a SystemExit, and with 1 after any other
@@ -60,8 +63,10 @@ def run(entry: Callable[[Courier], object], courier: Courier, pmi: socket.socket
     """
     status = 1
     try:
-        _leave(zygote_pid, {0, 1, 2, courier.trainer.fileno(), courier.trainer_pidfd, courier.reports_fd, pmi.fileno()})
-        os.environ.update(PMI_FD=str(pmi.fileno()), PMI_RANK=str(courier.rank), PMI_SIZE=str(len(courier.nodes)))
+        kept = {0, 1, 2, courier.trainer.fileno(), courier.trainer_pidfd, courier.reports_fd}
+        _leave(zygote_pid, kept if pmi is None else kept | {pmi.fileno()})
+        if pmi is not None:
+            os.environ.update(PMI_FD=str(pmi.fileno()), PMI_RANK=str(courier.rank), PMI_SIZE=str(len(courier.nodes)))
         entry(courier)
         status = 0
     except SystemExit as ended:

@@ -14,6 +14,18 @@ from ..errors import WorldMismatch
 _GPUS = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 _PREFIXES = ("PMI", "HYD", "OMPI", "PRTE", "SLURM_PMI", "MPI_LOCAL")  # PMI is PMIX, too, and HYD is HYDI
 
+# What says how many ranks are on this host, or how many hosts there are, and what it says where that is one.
+_ON_ONE_HOST = {
+    "hydra": ("MPI_LOCALNRANKS", ""),
+    "prterun": ("OMPI_COMM_WORLD_LOCAL_SIZE", ""),
+    "torchrun": ("LOCAL_WORLD_SIZE", ""),
+    "srun": ("SLURM_STEP_NUM_NODES", "1"),
+}
+_NAMES_OF_LAUNCH = {
+    "prterun": ("PMIX_NAMESPACE",),
+    "srun": ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"),
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class Launched:
@@ -23,7 +35,7 @@ class Launched:
         rank: of this process.
         size: how many ranks there are.
         local_rank: its number on its node; None where the launcher does not say.
-        launcher: hydra, prterun, srun, torchrun, or none.
+        launcher: hydra, prterun, srun, torchrun, or none; torch.distributed where the program said it itself.
     """
 
     rank: int
@@ -58,7 +70,35 @@ def launched(environment: Mapping[str, str]) -> Launched:
     found = [one for one in (srun, prterun, hydra, torch) if one is not None]
     for other in found[1:]:
         _compare(found[0], other)
+    if not found and "PMI_PORT" in environment and "PMI_ID" in environment:
+        raise WorldMismatch(
+            "hydra has not said which rank of how many this process is: start mpiexec without -pmi-port",
+            expected="PMI_RANK and PMI_SIZE",
+            found=f"PMI_PORT={environment['PMI_PORT'][:80]}",
+        )
     return found[0] if found else Launched(0, 1, 0, "none")
+
+
+def is_on_one_host(environment: Mapping[str, str], me: Launched) -> bool:
+    """Whether the launcher says that all ranks are on this host; False where it does not say. Not collective."""
+    if me.size == 1:
+        return True
+    name, expected = _ON_ONE_HOST.get(me.launcher, ("", ""))
+    return environment.get(name, "") == (expected or str(me.size))
+
+
+def name_of_launch(environment: Mapping[str, str], me: Launched) -> str | None:
+    """Give what no other launch on this host has, and all ranks of this one have. Not collective.
+
+    Example: the first step of Slurm's job 7 is ``srun 7 0 ``, and ``srun 7 0 1`` after a requeue.
+
+    Returns:
+        None where the launcher gives no such name.
+    """
+    needed, *more = _NAMES_OF_LAUNCH.get(me.launcher, ("",))
+    if needed not in environment:
+        return None
+    return " ".join([me.launcher, *(environment.get(name, "") for name in (needed, *more))])
 
 
 def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:

@@ -1,23 +1,29 @@
 """The zygote: a process beside each trainer that has imported numpy and MPI, and forks couriers in milliseconds.
 
-``python -m mlflash.wireup.zygote FD TRAINER_PID MODULE:FUNCTION...`` is started by `zygote_client`, with a socket to
-the trainer. It has one thread, never initialises MPI, and never imports torch. The functions named are all that it will
-ever run in a courier. It ends when it is told to, or when its trainer has ended, but not before the last courier has. A
-trainer's end is learnt by a pidfd: a process that the trainer has forked, to load data, may hold the socket open.
+``python -m mlflash.wireup.zygote FD TRAINER_PID MPI MODULE:FUNCTION...`` is started by `zygote_client`, with a socket
+to the trainer; MPI is ``mpi`` or ``no-mpi``. It has one thread, never initialises MPI, and never imports torch. The
+functions named are all that it will ever run in a courier. It ends when it is told to, or when its trainer has ended,
+but not before the last courier has. A trainer's end is learnt by a pidfd: a process that the trainer has forked, to
+load data, may hold the socket open.
 
 Messages are those of `frames`. The trainer asks, and gets one answer to each, in order: with ``"error": text``, or
 with what is said here.
 
 | ``{"do": ...}`` | more fields                                      | the answer                              |
 |-----------------|--------------------------------------------------|-----------------------------------------|
+| ``"serve"``     | ``host`` ``ranks``                               | ``host``, ``port``, ``token``           |
 | ``"fork"``      | ``epoch`` ``rank`` ``nodes`` ``store`` ``token`` | ``pid``, when it is forked              |
-|                 | ``entry``; one descriptor, by SCM_RIGHTS         |                                         |
+|                 | ``entry`` ``up_s``; one descriptor, by           |                                         |
+|                 | SCM_RIGHTS                                       |                                         |
 | ``"ask"``       | ``pid``                                          | ``running``, ``mpi`` (whether it is up) |
 | ``"kill"``      | ``pid``                                          | ``running``: whether it still was       |
 | ``"end"``       |                                                  | nothing; no courier is forked after it  |
 
+``serve`` has it serve the key-value store of that many ranks, at one of this machine's addresses, until it ends.
 ``nodes`` is a list of the node of each rank, ``store`` host (in figures) and port, ``entry`` one of the functions that
-were named. Unasked, it says ``{"event": "up", "pid": ...}`` when a courier's MPI is initialised, and of each courier's
+were named. A courier whose trainer has ended, and that has not initialised MPI ``up_s`` seconds later, is killed: it
+may wait for ranks that never come. Where ``store`` is null the courier has no MPI, and its world is one rank. Unasked,
+it says ``{"event": "up", "pid": ...}`` when a courier's MPI is initialised, and of each courier's
 end ``{"event": "ended", "pid", "epoch", "rank", "status", "signal", "why"}``: an exit status or the number of a signal,
 the other is null; ``why`` is what the zygote killed it for, or null.
 """
@@ -25,62 +31,38 @@ the other is null; ``why`` is what the zygote killed it for, or null.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import gc
 import importlib
 import os
+import resource
 import select
 import signal
 import socket
 import sys
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any, NoReturn
 
 from . import courier_process, mpich_segments
 from .courier_process import Courier
+from .forked_courier import ForkedCourier
 from .frames import BadFrame, Frames, pack, send_ready
+from .key_value_store import KeyValueStore
 from .pmi_server import PmiServer, is_epoch_name
 from .process_mapping import numbered
 from .store_client import StoreClient
 
 _LARGEST_NBYTES = 1 << 23
 _TORCH = "torch"
+# Each rank has two connections to the store, its trainer's and its courier's; the rest is for strangers and for forks.
+_DESCRIPTORS_PER_RANK, _OTHER_DESCRIPTORS = 2, 192
 Entry = Callable[[Courier], object]
 
 
 class _Refused(Exception):
     """A command that cannot be done."""
-
-
-@dataclasses.dataclass
-class _Child:
-    """A courier, as its zygote sees it."""
-
-    pid: int
-    pidfd: int
-    epoch: str
-    rank: int
-    pmi: PmiServer
-    store: StoreClient
-    reports_fd: int
-    reports: Frames
-    segments: set[str]  # that it may leave behind
-    reports_more: bool = True
-    is_up: bool = False
-    why: str | None = None
-
-    def note_segments(self) -> None:
-        """Look which shared memory of MPI it maps, while it lives."""
-        self.segments |= mpich_segments.mapped_by(self.pid)
-
-    def close(self) -> None:
-        """Close what the zygote has of it."""
-        self.pmi.close()
-        self.store.close()
-        os.close(self.pidfd)
-        os.close(self.reports_fd)
 
 
 class Zygote:
@@ -92,32 +74,48 @@ class Zygote:
         sock: to the trainer.
         trainer_pidfd: of the trainer.
         entries: what may be run in a courier, by name.
+        has_mpi: whether couriers may initialise MPI.
     """
 
-    def __init__(self, sock: socket.socket, trainer_pidfd: int, entries: dict[str, Entry]):
-        self._sock, self._trainer_pidfd, self._entries = sock, trainer_pidfd, entries
+    def __init__(self, sock: socket.socket, trainer_pidfd: int, entries: dict[str, Entry], has_mpi: bool = True):
+        self._sock, self._trainer_pidfd, self._entries, self._has_mpi = sock, trainer_pidfd, entries, has_mpi
         self._frames = Frames(_LARGEST_NBYTES)
         self._unsent = bytearray()
         self._descriptors: deque[int] = deque()  # received, and not taken by a fork
-        self._children: dict[int, _Child] = {}
+        self._children: dict[int, ForkedCourier] = {}
         self._used: set[tuple[str, int]] = set()  # epochs and ranks
         self._segments: set[str] = set()  # of couriers that were killed; somebody maps them still
-        self._is_trainer_alive = self._hears = True
+        self._store: KeyValueStore | None = None  # that it serves
+        self._trainer_ended: float | None = None  # when it did, by time.monotonic
+        self._hears = True
         self._is_ending = False
         sock.setblocking(False)
 
     def run(self) -> None:
         """Do what the trainer asks for, until it has ended and all couriers have. Not collective."""
-        while self._children or not (self._is_ending or not self._is_trainer_alive):
+        while self._children or not (self._is_ending or self._trainer_ended is not None):
             for act in self._ready():
                 act()
             for child in list(self._children.values()):
-                if child.pmi.error is not None and child.why is None:
-                    self._kill(child, child.pmi.error)
+                if child.error is not None and child.why is None:
+                    self._kill(child, child.error)
+            for child, left_s in self._orphans():
+                if left_s <= 0 and child.why is None:
+                    self._kill(child, f"its trainer has ended, and MPI was not up {child.up_s:g} s later")
         mpich_segments.remove_unmapped(self._segments)
-        if self._is_trainer_alive and self._unsent:
+        if self._trainer_ended is None and self._unsent:
             self._sock.settimeout(1.0)
             self._flush()
+        if self._store is not None:
+            self._store.close()
+
+    def _orphans(self) -> list[tuple[ForkedCourier, float]]:
+        """Couriers that may wait in MPI_Init for ranks that never come, and how long each still may, seconds."""
+        if self._trainer_ended is None:
+            return []
+        waited_s = time.monotonic() - self._trainer_ended
+        return [(child, child.up_s - waited_s) for child in self._children.values()
+                if child.mpi is not None and not child.is_up and child.why is None]  # fmt: skip
 
     def _ready(self) -> list[Callable[[], None]]:
         """Wait, and give what there is to do."""
@@ -129,7 +127,7 @@ class Zygote:
                 poll.register(fd, events)
                 watched[fd] = act
 
-        if self._is_trainer_alive:
+        if self._trainer_ended is None:
             watch(self._trainer_pidfd, select.POLLIN, self._lose_trainer)
             events = (select.POLLIN if self._hears else 0) | (select.POLLOUT if self._unsent else 0)
             watch(self._sock.fileno(), events, self._talk)
@@ -137,14 +135,19 @@ class Zygote:
             # Its end comes first: what it has reported is read then, too.
             watch(child.pidfd, select.POLLIN, functools.partial(self._reap, child))
             watch(child.reports_fd, select.POLLIN if child.reports_more else 0, functools.partial(self._hear, child))
-            watch(child.pmi.fileno(), select.POLLIN, child.pmi.receive)
-            watch(child.store.fileno(), child.store.events, child.store.step)
-        return [watched[fd] for fd, _ in poll.poll()]
+            if child.mpi is not None:
+                pmi, store = child.mpi
+                watch(pmi.fileno(), select.POLLIN, pmi.receive)
+                watch(store.fileno(), store.events, store.step)
+        if self._store is not None:
+            watch(self._store.fileno(), select.POLLIN, self._store.step)
+        first = min((left_s for _, left_s in self._orphans()), default=None)
+        return [watched[fd] for fd, _ in poll.poll(None if first is None else max(0.0, first) * 1000)]
 
     # The trainer
 
     def _lose_trainer(self) -> None:
-        self._is_trainer_alive = False
+        self._trainer_ended = time.monotonic()
 
     def _talk(self) -> None:
         self._flush()
@@ -179,9 +182,11 @@ class Zygote:
     def _obey(self, message: Any) -> dict[str, Any]:
         try:
             match message:
-                case {"do": "fork", "epoch": str(), "rank": int(), "nodes": list(), "store": [str(), int()],
-                      "token": str(), "entry": str()}:  # fmt: skip
+                case {"do": "fork", "epoch": str(), "rank": int(), "nodes": list(), "store": [str(), int()] | None,
+                      "token": str(), "entry": str(), "up_s": int() | float()}:  # fmt: skip
                     return {"pid": self._fork(message)}
+                case {"do": "serve", "host": str(host), "ranks": int(ranks)}:
+                    return self._serve(host, ranks)
                 case {"do": "ask", "pid": int(pid)}:
                     child = self._children.get(pid)
                     return {"running": child is not None, "mpi": child is not None and child.is_up}
@@ -196,7 +201,16 @@ class Zygote:
         except _Refused as refused:
             return {"error": str(refused)}
         except OSError as error:
-            return {"error": f"it could not fork: {error}"}
+            return {"error": f"it could not {message['do']}: {error}"}
+
+    # The key-value store
+
+    def _serve(self, host: str, ranks: int) -> dict[str, Any]:
+        if self._store is None:
+            _allow_descriptors(_DESCRIPTORS_PER_RANK * ranks + _OTHER_DESCRIPTORS)
+            self._store = KeyValueStore(host)
+        host, port = self._store.address
+        return {"host": host, "port": port, "token": self._store.token}
 
     # Couriers
 
@@ -211,6 +225,10 @@ class Zygote:
                 raise _Refused(f"{order['entry']!r} is not one of its entry points: {', '.join(self._entries)}")
             if not (is_epoch_name(epoch) and 0 <= rank < len(nodes) and all(type(node) is int for node in nodes)):
                 raise _Refused(f"no rank of an epoch: rank {rank} of {len(nodes)}, epoch {epoch[:80]!r}")
+            if order["store"] is None and len(nodes) > 1:
+                raise _Refused(f"{len(nodes)} ranks need a store, and none was named")
+            if order["store"] is not None and not self._has_mpi:
+                raise _Refused("it was started without MPI")
             if self._is_ending:
                 raise _Refused("it was told to end")
             if (epoch, rank) in self._used:
@@ -229,20 +247,23 @@ class Zygote:
         epoch, rank, nodes = order["epoch"], order["rank"], tuple(order["nodes"])
         zygote_pid = os.getpid()
         with contextlib.ExitStack() as opened:
-            ours, its = socket.socketpair()
-            opened.callback(its.close)
+            ours, its = socket.socketpair() if order["store"] is not None else (None, None)
+            if its is not None:
+                opened.callback(its.close)
             reports_fd, reporting_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
             opened.callback(os.close, reporting_fd)
             with contextlib.ExitStack() as kept:
                 kept.callback(os.close, reports_fd)
-                store = StoreClient((order["store"][0], order["store"][1]), order["token"])
-                kept.callback(store.close)
-                pmi = PmiServer(ours, epoch, rank, nodes, store)
-                kept.callback(pmi.close)
+                mpi = None
+                if ours is not None:
+                    kept.callback(ours.close)
+                    store = StoreClient((order["store"][0], order["store"][1]), order["token"])
+                    kept.callback(store.close)
+                    mpi = (PmiServer(ours, epoch, rank, nodes, store), store)
                 gc.freeze()  # what is collected in the courier would close descriptors that have its numbers
                 pid = os.fork()
                 if pid == 0:
-                    courier = Courier(epoch, rank, nodes, trainer, self._trainer_pidfd, reporting_fd)
+                    courier = Courier(epoch, rank, nodes, trainer, self._trainer_pidfd, reporting_fd, mpi is not None)
                     courier_process.run(self._entries[order["entry"]], courier, its, zygote_pid)
                 gc.unfreeze()
                 try:
@@ -252,12 +273,13 @@ class Zygote:
                     os.waitpid(pid, 0)
                     raise
                 kept.pop_all()
-        segments = mpich_segments.named_after(epoch, numbered(nodes)[rank])
-        reports = Frames(_LARGEST_NBYTES)
-        self._children[pid] = _Child(pid, pidfd, epoch, rank, pmi, store, reports_fd, reports, segments)
+        segments = mpich_segments.named_after(epoch, numbered(nodes)[rank]) if mpi is not None else set()
+        self._children[pid] = ForkedCourier(
+            pid, pidfd, epoch, rank, mpi, order["up_s"], reports_fd, Frames(_LARGEST_NBYTES), segments
+        )
         return pid
 
-    def _kill(self, child: _Child, why: str | None) -> None:
+    def _kill(self, child: ForkedCourier, why: str | None) -> None:
         child.why = child.why or why
         child.note_segments()
         try:
@@ -265,7 +287,7 @@ class Zygote:
         except ProcessLookupError:
             pass
 
-    def _hear(self, child: _Child) -> None:
+    def _hear(self, child: ForkedCourier) -> None:
         """Take what a courier says of itself: once, that MPI is up."""
         if child.pid not in self._children:
             return
@@ -282,7 +304,7 @@ class Zygote:
         except (BadFrame, KeyError, TypeError) as error:
             self._kill(child, f"it reported {error!r}")
 
-    def _reap(self, child: _Child) -> None:
+    def _reap(self, child: ForkedCourier) -> None:
         if child.pid not in self._children:
             return
         status = os.waitstatus_to_exitcode(os.waitpid(child.pid, 0)[1])
@@ -290,24 +312,41 @@ class Zygote:
         del self._children[child.pid]
         child.close()
         self._segments = mpich_segments.remove_unmapped(self._segments | child.segments)
-        why = child.why or child.pmi.error
+        why = child.why or child.error
         self._tell({"event": "ended", "pid": child.pid, "epoch": child.epoch, "rank": child.rank, "why": why,
                     "status": status if status >= 0 else None, "signal": -status if status < 0 else None})  # fmt: skip
 
 
-def _import(entries: list[str]) -> dict[str, Entry]:
+def _allow_descriptors(count: int) -> None:
+    """Have this process open so many descriptors at a time, if it may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < count:
+        raise _Refused(
+            f"the key-value store needs {count} open files, and the hard limit of this host is {hard}: raise it for "
+            "rank 0 (ulimit -Hn, or LimitNOFILE of the daemon that starts it)"
+        )
+    if soft != resource.RLIM_INFINITY and soft < count:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard if hard != resource.RLIM_INFINITY else count, hard))
+
+
+def _import(entries: list[str], with_mpi: bool) -> dict[str, Entry]:
     """Import all that couriers will need. What is imported after a fork costs time in each epoch."""
-    import mpi4py
     import numpy  # noqa: F401
 
-    mpi4py.rc.initialize = mpi4py.rc.finalize = False
-    from mpi4py import MPI
+    initialised: Callable[[], bool] = lambda: False
+    if with_mpi:
+        import mpi4py
+
+        mpi4py.rc.initialize = mpi4py.rc.finalize = False
+        from mpi4py import MPI
+
+        initialised = MPI.Is_initialized
 
     found = {}
     for entry in entries:
         module, _, function = entry.partition(":")
         found[entry] = getattr(importlib.import_module(module), function)
-    if MPI.Is_initialized() or _TORCH in sys.modules:
+    if initialised() or _TORCH in sys.modules:
         raise RuntimeError(f"importing {', '.join(entries)} has initialised MPI or imported torch")
     return found
 
@@ -326,7 +365,8 @@ def main(arguments: list[str]) -> NoReturn:
         sys.exit(0)
     with socket.socket(fileno=int(arguments[0])) as sock:
         sock.set_inheritable(False)
-        Zygote(sock, trainer_pidfd, _import(arguments[2:])).run()
+        has_mpi = arguments[2] == "mpi"
+        Zygote(sock, trainer_pidfd, _import(arguments[3:], has_mpi), has_mpi).run()
     sys.exit(0)
 
 

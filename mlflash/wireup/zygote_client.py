@@ -64,6 +64,7 @@ class ZygoteClient:
         entry_points: ``module:function`` of all that a courier may ever run, importable without the trainer's script.
         environment: of the zygote, without what is of a launcher; that of this process if None.
         output: where couriers print to; where this process does if None.
+        mpi: whether couriers may initialise MPI; without, no MPI has to be installed.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class ZygoteClient:
         entry_points: Sequence[str],
         environment: Mapping[str, str] | None = None,
         output: IO[Any] | None = None,
+        mpi: bool = True,
     ):
         self._owner = os.getpid()
         self._sock, its = socket.socketpair()
@@ -84,8 +86,9 @@ class ZygoteClient:
         """Couriers that have ended, as far as `step` has seen."""
         with contextlib.ExitStack() as failed, its:
             failed.callback(self._sock.close)
+            command = [sys.executable, "-m", __package__ + ".zygote", str(its.fileno()), str(self._owner)]
             self.process = subprocess.Popen(
-                [sys.executable, "-m", __package__ + ".zygote", str(its.fileno()), str(self._owner), *entry_points],
+                [*command, "mpi" if mpi else "no-mpi", *entry_points],
                 env=_paths(without_launcher(os.environ if environment is None else environment)),
                 pass_fds=[its.fileno()],
                 stdin=subprocess.DEVNULL,
@@ -109,16 +112,35 @@ class ZygoteClient:
         """Whether a courier has initialised MPI, as far as `step` has seen. Not collective."""
         return pid in self._up
 
+    def serve(self, host: str, ranks: int, timeout_s: float) -> tuple[tuple[str, int], str]:
+        """Have the zygote serve the key-value store of a job until it ends, and give its address and token.
+
+        Not collective: one rank of a job does it. A second time gives the same.
+
+        Args:
+            host: an address of this machine that all ranks reach.
+            ranks: how many there are.
+            timeout_s: how long to wait, seconds; the first time, for the zygote's imports, too.
+
+        Raises:
+            DeadlineExceeded: the zygote has not answered.
+            ZygoteLost: it has ended.
+            ZygoteRefused: the address cannot be served, or not so many ranks.
+        """
+        answer = self._ask({"do": "serve", "host": host, "ranks": ranks}, timeout_s)
+        return (answer["host"], answer["port"]), answer["token"]
+
     def fork(
         self,
         entry_point: str,
         epoch: str,
         rank: int,
         nodes: Sequence[int],
-        store: tuple[str, int],
+        store: tuple[str, int] | None,
         token: str,
         descriptor: int,
         timeout_s: float,
+        up_s: float | None = None,
     ) -> int:
         """Have a courier forked, and give its process number.
 
@@ -129,10 +151,12 @@ class ZygoteClient:
             epoch: a name that was never used before.
             rank: of the courier.
             nodes: the node of each rank `(ranks)`.
-            store: host, in figures, and port of the key-value store.
+            store: host, in figures, and port of the key-value store; None for a courier that is alone, without MPI.
             token: that of the store.
             descriptor: a socket, of which the courier gets a copy; close yours.
             timeout_s: how long to wait, seconds; the first time, for the zygote's imports, too.
+            up_s: how long the courier may take to initialise MPI after the end of this process, seconds; as long as
+                ``timeout_s`` if None.
 
         Raises:
             DeadlineExceeded: the zygote has not answered.
@@ -140,9 +164,10 @@ class ZygoteClient:
             ZygoteRefused: it has forked nobody, and says why.
         """
         order = {"do": "fork", "entry": entry_point, "epoch": epoch, "rank": rank, "nodes": list(nodes),
-                 "store": list(store), "token": token}  # fmt: skip
+                 "store": None if store is None else list(store), "token": token,
+                 "up_s": timeout_s if up_s is None else up_s}  # fmt: skip
         pid: int = self._ask(order, timeout_s, [descriptor])["pid"]
-        if pid in self._running:
+        if store is not None and pid in self._running:
             self._segments[pid] = mpich_segments.named_after(epoch, numbered(nodes)[rank])
         return pid
 

@@ -1,0 +1,60 @@
+"""A courier as its zygote sees it: what the zygote holds of it until its end."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+
+from . import mpich_segments
+from .frames import Frames
+from .pmi_server import PmiServer
+from .store_client import StoreClient
+
+
+@dataclasses.dataclass
+class ForkedCourier:
+    """A courier that has not ended, or was not reaped. Not collective.
+
+    Attributes:
+        pid: its process number.
+        pidfd: readable when it has ended.
+        epoch: the name of its world.
+        rank: in it.
+        mpi: the server of PMI that it starts MPI over, and that server's connection; None for one without MPI.
+        up_s: how long it may take to initialise MPI after its trainer's end, seconds.
+        reports_fd: a pipe from it.
+        reports: what came from there.
+        segments: shared memory that it may leave behind.
+        reports_more: whether the pipe is open.
+        is_up: whether its MPI is initialised.
+        why: what it was killed for.
+    """
+
+    pid: int
+    pidfd: int
+    epoch: str
+    rank: int
+    mpi: tuple[PmiServer, StoreClient] | None
+    up_s: float
+    reports_fd: int
+    reports: Frames
+    segments: set[str]
+    reports_more: bool = True
+    is_up: bool = False
+    why: str | None = None
+
+    @property
+    def error(self) -> str | None:
+        """Why it cannot go on, as far as its server of PMI knows. Not collective."""
+        return self.mpi[0].error if self.mpi is not None else None
+
+    def note_segments(self) -> None:
+        """Look which shared memory of MPI it maps, while it lives. Not collective."""
+        self.segments |= mpich_segments.mapped_by(self.pid)
+
+    def close(self) -> None:
+        """Close what the zygote has of it. Not collective."""
+        for one in self.mpi or ():
+            one.close()
+        os.close(self.pidfd)
+        os.close(self.reports_fd)

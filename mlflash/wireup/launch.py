@@ -1,0 +1,294 @@
+"""What a trainer starts to have couriers: a zygote, a store that all ranks reach, and one courier after the other.
+
+Each trainer makes one `Couriers`, for as long as it lives. The zygote of rank 0 serves the key-value store; the ranks
+learn where it is once (`rendezvous`), and agree on everything else through it. In the store, epoch N of the couriers
+has ``launch/N/node/RANK``, the node of a rank that wants this epoch, and ``launch/N/all``: as soon as all ranks want
+it, rank 0 puts there which it is, ``[name, nodes]``. A job of one rank has no store and no MPI, only a courier.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import socket
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from ..errors import DeadlineExceeded, WorldMismatch
+from .launcher_variables import is_on_one_host
+from .own_address import own_address
+from .pmi_server import new_epoch_name
+from .process_mapping import Block, blocks, nodes_of
+from .rendezvous import rendezvous, who_am_i
+from .store_client import StoreClient
+from .zygote_client import CourierEnd, ZygoteClient
+
+_ASK_S = 5.0  # for one more answer, when a deadline has passed, to say why
+
+
+class CourierEnded(ConnectionError):
+    """A courier has ended where it was needed; the text says how."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RunningCourier:
+    """A courier, as its trainer has it.
+
+    Attributes:
+        number: of its epoch, from 1.
+        epoch: the name of its world of MPI, the same on all ranks.
+        nodes: the node of each rank, numbered as they first appear `(ranks)`.
+        trainer: the trainer's end of the socket between the two.
+        pid: its process number.
+        pidfd: readable when it has ended.
+    """
+
+    number: int
+    epoch: str
+    nodes: tuple[int, ...]
+    trainer: socket.socket
+    pid: int
+    pidfd: int
+
+    def close(self) -> None:
+        """Close the socket and the pidfd. Not collective."""
+        self.trainer.close()
+        os.close(self.pidfd)
+
+
+class Couriers:
+    """The couriers of this trainer, of which one runs at a time. Close it; it may be closed twice.
+
+    Collective over all ranks of the job. One thread uses it, and no process that was forked from this one. Where one
+    rank raises, others wait for it until their deadline.
+
+    Args:
+        entry_point: ``module:function`` that each courier runs, importable without the trainer's script.
+        environment: of this process, with what its launcher said.
+        timeout_s: how long all of it may take, seconds.
+        node: the number of this rank's node, where nodes are emulated; None: the node is the host.
+        directory: of this user alone, where ranks of one host may meet; None: they meet by MASTER_ADDR.
+        host: the address of rank 0's host at which the others reach it; found out if None.
+        output: where couriers print to; where this process does if None.
+
+    Attributes:
+        rank: of this process.
+        size: how many ranks there are.
+        courier: the newest, which was forked and is on its way to MPI.
+
+    Raises:
+        DeadlineExceeded: ranks have not come; ``ranks`` are those.
+        WorldMismatch: the ranks cannot find each other, or contradict each other.
+        UnsafePath: the directory is somebody else's, or open to others.
+        ZygoteLost: the zygote could not start; what it printed says why.
+        ZygoteRefused: it could not fork, or serve the store.
+    """
+
+    def __init__(
+        self,
+        entry_point: str,
+        environment: Mapping[str, str],
+        timeout_s: float,
+        *,
+        node: int | None = None,
+        directory: Path | None = None,
+        host: str | None = None,
+        output: IO[Any] | None = None,
+    ):
+        end = time.monotonic() + timeout_s
+        self._me = who_am_i(environment)
+        self.rank, self.size = self._me.rank, self._me.size
+        self._entry_point, self._node = entry_point, _name_of_node(node)
+        self._number = 0  # of the newest epoch
+        self._running: RunningCourier | None = None
+        self._store: StoreClient | None = None
+        self._address: tuple[str, int] | None = None
+        self._token = ""
+        with contextlib.ExitStack() as failed:
+            self.zygote = ZygoteClient([entry_point], environment, output, mpi=self.size > 1)
+            failed.callback(self.close)
+            if self.size > 1:
+                self._meet(environment, directory, host, timeout_s)
+            self.next_epoch(_left(end))
+            failed.pop_all()
+
+    @property
+    def courier(self) -> RunningCourier:
+        """The newest courier. Not collective."""
+        if self._running is None:
+            raise CourierEnded("there is no courier: the last epoch could not be started")
+        return self._running
+
+    def _meet(self, environment: Mapping[str, str], directory: Path | None, host: str | None, timeout_s: float) -> None:
+        end, text = time.monotonic() + timeout_s, None
+        if self.rank == 0:
+            here = host or own_address(is_on_one_host(environment, self._me), environment.get("MASTER_ADDR"))
+            (address, port), token = self.zygote.serve(here, self.size, timeout_s)
+            text = f"{address},{port},{token}"
+        told = rendezvous(environment, self._me, text, directory, _left(end))
+        try:
+            address, number, self._token = told.split(",")
+            self._address = (address, int(number))
+        except ValueError:
+            raise WorldMismatch("rank 0 has said no address of a key-value store", found=told[:80]) from None
+        self._store = StoreClient(self._address, self._token)
+        self._store.ping(_left(end))
+
+    def next_epoch(self, timeout_s: float) -> RunningCourier:
+        """Have a courier forked that has a world of MPI with those of all other ranks, after the end of the last one.
+
+        Collective. What still runs is killed first; its socket and pidfd are closed. It returns when the courier is
+        forked; `wait_up` waits for its MPI. After DeadlineExceeded it may be called again.
+
+        Args:
+            timeout_s: how long it may take, seconds. The courier is killed if this process ends, and its MPI is not
+                up as long thereafter.
+
+        Raises:
+            DeadlineExceeded: ranks have not called it; ``ranks`` are those.
+            CourierEnded: the courier has ended at once.
+            StoreLost: the zygote of rank 0 has ended.
+            ZygoteLost: the zygote of this rank has ended.
+            ZygoteRefused: it could not fork.
+        """
+        end = time.monotonic() + timeout_s
+        self._end_courier(timeout_s)
+        name, nodes = self._agree(end, timeout_s)
+        self._number += 1
+        mine, its = socket.socketpair()
+        with contextlib.ExitStack() as failed, its:
+            failed.callback(mine.close)
+            pid = self.zygote.fork(
+                self._entry_point, name, self.rank, nodes, self._address, self._token, its.fileno(),
+                _left(end), timeout_s,
+            )  # fmt: skip
+            pidfd = self._open(pid, _left(end))
+            failed.pop_all()
+        self._running = RunningCourier(self._number, name, nodes, mine, pid, pidfd)
+        return self._running
+
+    def wait_up(self, timeout_s: float) -> None:
+        """Wait until the newest courier has initialised MPI. Not collective, but MPI_Init is.
+
+        Raises:
+            DeadlineExceeded: it has not; ``ranks`` are those whose couriers were not forked.
+            CourierEnded: it has ended.
+            ZygoteLost: the zygote of this rank has ended.
+        """
+        courier = self.courier
+        try:
+            is_up = self.zygote.wait_up(courier.pid, timeout_s)
+        except DeadlineExceeded as exceeded:
+            missing = self._missing(f"{courier.epoch}/started/")
+            which = f"; no courier was forked on {len(missing)} of {self.size} ranks" if missing else ""
+            raise DeadlineExceeded(f"{exceeded.message}{which}", rank=self.rank, ranks=missing) from None
+        if not is_up:
+            raise _ended(self.zygote.ended[courier.pid])
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        """Kill the courier if there is one, and end the zygote. Not collective.
+
+        On rank 0 this ends the store: no rank can start an epoch any more.
+
+        Args:
+            timeout_s: how long the zygote may take to end well, seconds; it is killed then.
+        """
+        self.zygote.stop(timeout_s)
+        if self._store is not None:
+            self._store.close()
+        if self._running is not None:
+            self._running.close()
+            self._running = None
+
+    # One epoch
+
+    def _end_courier(self, timeout_s: float) -> None:
+        if self._running is None:
+            return
+        end = time.monotonic() + timeout_s
+        if self._running.pid in self.zygote.running:
+            self.zygote.kill(self._running.pid, timeout_s)
+            self.zygote.wait(self._running.pid, _left(end))
+        self._running.close()
+        self._running = None
+
+    def _agree(self, end: float, timeout_s: float) -> tuple[str, tuple[int, ...]]:
+        """Agree on the next epoch: its name, and the node of each rank."""
+        number = self._number + 1
+        if self._store is None:
+            return new_epoch_name(number), (0,)
+        prefix = f"launch/{number}"
+        try:
+            self._store.put(f"{prefix}/node/{self.rank}", self._node, _left(end))
+            if self.rank == 0:
+                self._gather(prefix, end)
+            name, described = json.loads(self._store.get(f"{prefix}/all", _left(end)))
+        except DeadlineExceeded as exceeded:
+            missing = self._missing(f"{prefix}/node/")
+            raise DeadlineExceeded(
+                f"waited {timeout_s:g} s for all ranks to start epoch {number} of their couriers: "
+                + (f"{len(missing)} of {self.size} have not come" if missing else "all have come, but too late"),
+                rank=self.rank,
+                ranks=missing,
+            ) from exceeded
+        return name, tuple(nodes_of([Block(*block) for block in described], self.size))
+
+    def _gather(self, prefix: str, end: float) -> None:
+        """Wait for all ranks, and say which epoch it is. Rank 0 does this."""
+        assert self._store is not None
+        names = [self._store.get(f"{prefix}/node/{rank}", _left(end)) for rank in range(self.size)]
+        numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
+        epoch = new_epoch_name(self._number + 1)
+        described = blocks([numbers[name] for name in names])
+        # All have come here, so none needs what stands of the last epoch.
+        before = f"launch/{self._number}/"
+        if (last := self._store.look(f"{before}all", _left(end))) is not None:
+            self._store.delete(f"{json.loads(last)[0]}/", _left(end))
+            self._store.delete(before, _left(end))
+        self._store.put(f"{prefix}/all", json.dumps([epoch, described]), _left(end))
+
+    def _missing(self, prefix: str) -> list[int]:
+        """Which ranks have put nothing below this."""
+        if self._store is None:
+            return []
+        try:
+            there = self._store.below(prefix, _ASK_S)
+        except (OSError, DeadlineExceeded):
+            return []
+        return [rank for rank in range(self.size) if str(rank) not in there]
+
+    def _open(self, pid: int, timeout_s: float) -> int:
+        """Open a pidfd of a courier. Its number is its own as long as its zygote, which waits for it, has not."""
+        try:
+            pidfd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            pidfd = -1
+        try:
+            if pidfd >= 0 and self.zygote.ask(pid, timeout_s)["running"]:
+                return pidfd
+            raise _ended(self.zygote.wait(pid, timeout_s))
+        except BaseException:
+            if pidfd >= 0:
+                os.close(pidfd)
+            raise
+
+
+def _ended(end: CourierEnd) -> CourierEnded:
+    how = f"exited with {end.status}" if end.signal is None else f"was killed by signal {end.signal}"
+    why = f", since {end.why}" if end.why else ""
+    return CourierEnded(f"courier {end.pid} of rank {end.rank} {how}{why}; what it printed may say more")
+
+
+def _name_of_node(number: int | None) -> str:
+    """Name what ranks share memory on: a host since it was booted, or an emulated node of it."""
+    booted = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{socket.gethostname()} {booted}" + ("" if number is None else f" {number}")
+
+
+def _left(end: float) -> float:
+    """Give how many seconds are left of a deadline, by time.monotonic."""
+    return max(0.0, end - time.monotonic())

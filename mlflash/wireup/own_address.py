@@ -1,0 +1,63 @@
+"""The address at which other hosts reach this one."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections.abc import Iterator
+
+_LOOPBACK = "127.0.0.1"
+_ELSEWHERE = ("198.51.100.1", "2001:db8::1")  # addresses of documentation: nothing is sent there
+
+
+def own_address(one_host: bool, main_host: str | None = None) -> str:
+    """Choose, in figures, where this host is reached by all ranks. Not collective.
+
+    It is loopback where all ranks are on this host. Else it is the first of these that is an address of this host and
+    no loopback: what the main host's name means; the address from which this host speaks to the main host; what the
+    own host name means; the address from which it speaks to the rest of the world. Loopback is left where it has none.
+
+    Args:
+        one_host: whether all ranks are known to be on this host.
+        main_host: a name that all ranks know, as MASTER_ADDR; mostly of the host of rank 0.
+    """
+    if one_host:
+        return _LOOPBACK
+    return next(filter(_is_own, _candidates(main_host)), _LOOPBACK)
+
+
+def _candidates(main_host: str | None) -> Iterator[str]:
+    if main_host:
+        yield from _meanings(main_host)
+        yield from _speaking_to(main_host)
+    yield from _meanings(socket.gethostname())
+    for host in _ELSEWHERE:
+        yield from _speaking_to(host)
+
+
+def _meanings(host: str) -> list[str]:
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError:
+        return []
+    return [str(address[0]) for *_, address in found]
+
+
+def _speaking_to(host: str) -> list[str]:
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as sock:
+            sock.connect(address)  # of UDP: only the route is looked up
+            return [str(sock.getsockname()[0])]
+    except OSError:
+        return []
+
+
+def _is_own(address: str) -> bool:
+    try:
+        if ipaddress.ip_address(address).is_loopback or ipaddress.ip_address(address).is_link_local:
+            return False
+        socket.create_server((address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET).close()
+    except (OSError, ValueError):
+        return False
+    return True

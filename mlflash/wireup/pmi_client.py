@@ -1,0 +1,123 @@
+"""Share one text by the launcher's own PMI-1, without MPI: hydra of MPICH and of Intel MPI, ``srun --mpi=pmi2``.
+
+A process is one rank of PMI for its launcher, from ``cmd=init`` until ``cmd=finalize``; one that ends in between has
+its whole job killed. So both are done here, one right after the other, and the launcher watches the process as it
+watches any that never used PMI. It lets nobody begin again: hydra has closed its end. A program that is going to
+initialise MPI by the same PMI must do so before, and PMI is left to it then.
+
+Source: MPICH, src/pmi/src/pmi_wire.c; src/pm/hydra/proxy/pmip_pmi.c (``fn_finalize``).
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import stat
+import sys
+import time
+from collections.abc import Mapping
+
+from ..errors import DeadlineExceeded, WorldMismatch
+from .launcher_variables import Launched
+from .pmi_server import PmiError, parse
+
+_KEY = "mlflash-rendezvous"
+
+
+def has_pmi(environment: Mapping[str, str], me: Launched) -> bool:
+    """Whether this process has a PMI of its launcher that nobody has used yet. Not collective.
+
+    Args:
+        environment: of this process.
+        me: its rank, which has to be that of PMI.
+    """
+    if (environment.get("PMI_RANK"), environment.get("PMI_SIZE")) != (str(me.rank), str(me.size)) or _mpi_is_up():
+        return False
+    try:
+        fd = int(environment["PMI_FD"])
+        if not stat.S_ISSOCK(os.fstat(fd).st_mode):
+            return False
+    except (KeyError, ValueError, OSError):  # whatever stands between launcher and program has closed it
+        return False
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    return not poll.poll(0)  # it has an end, or an answer that somebody else waits for
+
+
+def share(environment: Mapping[str, str], me: Launched, text: str | None, timeout_s: float) -> str:
+    """Give rank 0's text to all. Collective over the ranks of the launcher.
+
+    Args:
+        environment: of this process.
+        me: its rank.
+        text: on rank 0, without spaces; None on others.
+        timeout_s: how long it may take, seconds.
+
+    Raises:
+        DeadlineExceeded: a rank has not come.
+        WorldMismatch: the launcher does not answer as PMI-1 does.
+    """
+    try:
+        with _Pmi(environment, time.monotonic() + timeout_s) as pmi:
+            pmi.ask("init pmi_version=1 pmi_subversion=1", "response_to_init")
+            pmi.ask("get_maxes", "maxes")
+            name = pmi.ask("get_my_kvsname", "my_kvsname")["kvsname"]
+            if text is not None:
+                pmi.ask(f"put kvsname={name} key={_KEY} value={text}", "put_result")
+            pmi.ask("barrier_in", "barrier_out")
+            shared = pmi.ask(f"get kvsname={name} key={_KEY}", "get_result")["value"]
+            pmi.ask("finalize", "finalize_ack")
+            return shared
+    except TimeoutError:
+        raise DeadlineExceeded(
+            f"waited {timeout_s:g} s for all ranks to meet by the PMI of {me.launcher}: one has not come that far",
+            rank=me.rank,
+        ) from None
+    except (OSError, ValueError, KeyError) as error:
+        raise WorldMismatch(
+            f"the ranks cannot meet by the PMI of {me.launcher}: {error}", rank=me.rank, expected="PMI-1"
+        ) from error
+
+
+class _Pmi:
+    """A connection to the server of PMI."""
+
+    def __init__(self, environment: Mapping[str, str], end: float):
+        self._end = end
+        self._received = bytearray()
+        self._sock = socket.socket(fileno=os.dup(int(environment["PMI_FD"])))
+
+    def __enter__(self) -> _Pmi:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._sock.close()
+
+    def ask(self, command: str, answer: str) -> dict[str, str]:
+        self._sock.sendall(f"cmd={command}\n".encode("ascii"))
+        while b"\n" not in self._received:
+            self._wait()
+            received = self._sock.recv(4096)
+            if not received:
+                raise PmiError("the launcher closed the connection")
+            self._received += received
+        line, _, rest = bytes(self._received).partition(b"\n")
+        self._received = bytearray(rest)
+        words = parse(line)
+        if words["cmd"] != answer or words.get("rc", "0") != "0":
+            raise PmiError(f"the launcher answered {line[:80]!r}, where {answer} was expected")
+        return words
+
+    def _wait(self) -> None:
+        poll = select.poll()  # no timeout of the socket: a descriptor shares it with its copies
+        poll.register(self._sock, select.POLLIN)
+        left = self._end - time.monotonic()
+        if left <= 0 or not poll.poll(left * 1000):
+            raise TimeoutError
+
+
+def _mpi_is_up() -> bool:
+    """Whether this program has initialised MPI, whose connection it is then."""
+    mpi = sys.modules.get("mpi4py.MPI")
+    return mpi is not None and bool(mpi.Is_initialized())

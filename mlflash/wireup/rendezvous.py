@@ -1,0 +1,224 @@
+"""How the ranks of a job find each other without MPI: rank 0 has a short text, and all get it.
+
+It goes by the first of these that this job has:
+
+1. torch.distributed, where the program has initialised it: its store;
+2. PMI-1 of the launcher (`pmi_client`): mpiexec of MPICH and of Intel MPI, ``srun --mpi=pmi2``;
+3. MASTER_ADDR and MASTER_PORT: rank 0 listens on the first free one of the 16 ports after MASTER_PORT (on that itself
+   torch listens, or torchrun), and gives the text to whoever names this launch (`text_server`). As with torch's store,
+   whoever reaches that port in that moment can have it;
+4. a socket in a private directory, where all ranks are on one host and the launcher has a name for the launch: prterun
+   and srun.
+
+All ranks go the same way, as they have the same launcher and run the same program.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import functools
+import hashlib
+import os
+import secrets
+import socket
+import stat
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ..errors import DeadlineExceeded, UnsafePath, WorldMismatch
+from . import pmi_client, text_server
+from .launcher_variables import Launched, is_on_one_host, launched, name_of_launch
+
+_PREFIX = "mlflash"
+_PORTS = 16
+_HELP = (
+    "set MASTER_ADDR to the name of rank 0's host and MASTER_PORT to a free port, on all ranks alike, or call "
+    "torch.distributed.init_process_group before"
+)
+
+
+def who_am_i(environment: Mapping[str, str]) -> Launched:
+    """Say which rank of how many this process is: what its launcher says, or else torch.distributed. Not collective.
+
+    Raises:
+        WorldMismatch: the two contradict each other, or the launcher's variables do.
+    """
+    me, torch = launched(environment), _torch_distributed()
+    if torch is None:
+        return me
+    rank, size = int(torch.get_rank()), int(torch.get_world_size())
+    if me.launcher == "none":
+        return Launched(rank, size, None, "torch.distributed")
+    if (rank, size) != (me.rank, me.size):
+        raise WorldMismatch(
+            f"torch.distributed and {me.launcher} say different things of this process",
+            expected=f"rank {me.rank} of {me.size} ({me.launcher})",
+            found=f"rank {rank} of {size} (torch.distributed)",
+        )
+    return me
+
+
+def rendezvous(
+    environment: Mapping[str, str], me: Launched, text: str | None, directory: Path | None, timeout_s: float
+) -> str:
+    """Give rank 0's text to all ranks. Collective over the ranks that the launcher has started.
+
+    Args:
+        environment: of this process.
+        me: its rank.
+        text: on rank 0, of letters, figures and ``.,:-``; None on others.
+        directory: of this user alone, made if it is not there; on one host only. None: that way is not gone.
+        timeout_s: how long it may take, seconds.
+
+    Raises:
+        DeadlineExceeded: ranks have not come.
+        WorldMismatch: they cannot find each other, and what to set that they can.
+        UnsafePath: the directory is somebody else's, or open to others.
+    """
+    torch = _torch_distributed()
+    if torch is not None:
+        return _by_torch(torch, me, text, timeout_s)
+    if me.launcher in ("hydra", "srun") and pmi_client.has_pmi(environment, me):
+        return pmi_client.share(environment, me, text, timeout_s)
+    if "MASTER_ADDR" in environment and "MASTER_PORT" in environment:
+        return _by_ports(environment, me, text, timeout_s)
+    name = name_of_launch(environment, me)
+    if name is not None and directory is not None and is_on_one_host(environment, me):
+        return _by_directory(directory, name, me, text, timeout_s)
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environment]
+    raise WorldMismatch(
+        f"{me.size} ranks of {me.launcher} have no way to find each other without MPI: {_HELP}",
+        rank=me.rank,
+        found=f"no {' and no '.join(missing)}, and torch.distributed is not initialised",
+    )
+
+
+# torch.distributed
+
+
+def _torch_distributed() -> Any:
+    """The module, where this program has imported and initialised it."""
+    torch = sys.modules.get("torch.distributed")
+    is_there = torch is not None and hasattr(torch, "is_initialized") and torch.is_initialized()
+    return torch if is_there else None
+
+
+def _by_torch(torch: Any, me: Launched, text: str | None, timeout_s: float) -> str:
+    store = torch.PrefixStore(_PREFIX, torch.distributed_c10d._get_default_store())
+    key = f"rendezvous/{store.add(f'times/{me.rank}', 1)}"  # all ranks come equally often
+    if text is not None:
+        store.set(key, text)
+        return text
+    try:
+        store.wait([key], datetime.timedelta(seconds=timeout_s))
+    except RuntimeError as error:  # so is torch's error of a store that is late, and of one that is lost
+        raise DeadlineExceeded(
+            f"waited {timeout_s:g} s for rank 0 to put into the store of torch.distributed where its key-value store "
+            f"is: {str(error).splitlines()[0]}",
+            rank=me.rank,
+            ranks=[0],
+        ) from error
+    return bytes(store.get(key)).decode("ascii")
+
+
+# Ports after MASTER_PORT
+
+
+def _by_ports(environment: Mapping[str, str], me: Launched, text: str | None, timeout_s: float) -> str:
+    host, port = environment["MASTER_ADDR"], environment["MASTER_PORT"]
+    if not (port.isascii() and port.isdigit() and 0 < int(port) < 65536 - _PORTS):
+        raise WorldMismatch(
+            "MASTER_PORT is no port that others follow", expected=f"1 to {65535 - _PORTS}", found=port[:80]
+        )
+    ports = range(int(port) + 1, int(port) + 1 + _PORTS)
+    where = f"at ports {ports[0]} to {ports[-1]} of {host}"
+    launch = _digest(port, str(me.size), environment.get("TORCHELASTIC_RUN_ID", ""))
+    if text is None:
+        addresses = [functools.partial(socket.create_connection, (host, number)) for number in ports]
+        return text_server.ask(addresses, where, launch, me.rank, timeout_s)
+    # Only one host hears it where all are on it. Otherwise what MASTER_ADDR means here may not be where others come.
+    listening = functools.partial(_listen_at, host if is_on_one_host(environment, me) else "")
+    listener = text_server.listen([functools.partial(listening, number) for number in ports], where)
+    text_server.serve(listener, launch, me.size, text, timeout_s)
+    return text
+
+
+def _listen_at(host: str, port: int) -> socket.socket:
+    if not host:
+        both = socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if both else socket.AF_INET
+        return socket.create_server((host, port), family=family, dualstack_ipv6=both, backlog=1024)
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    return socket.create_server(address[:2], family=family, backlog=1024)
+
+
+# A directory
+
+
+def _by_directory(directory: Path, name: str, me: Launched, text: str | None, timeout_s: float) -> str:
+    launch = _digest(name, str(me.size))
+    where = f"at a socket in {directory}"
+    with _opened(directory) as folder:
+        path = f"{folder}/{launch}"  # which is short enough for a socket, wherever the directory is
+        if text is None:
+            return text_server.ask([functools.partial(_connect, path)], where, launch, me.rank, timeout_s)
+        listener = text_server.listen([functools.partial(_listen_in, path)], where)
+        try:
+            text_server.serve(listener, launch, me.size, text, timeout_s)
+        finally:
+            os.unlink(path)
+        return text
+
+
+@contextlib.contextmanager
+def _opened(directory: Path) -> Iterator[str]:
+    """A path to a directory that stays the one that was looked at."""
+    with contextlib.suppress(FileExistsError):
+        directory.mkdir(0o700, parents=True)
+    try:
+        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        raise UnsafePath(f"{directory} cannot be opened as a directory: {error.strerror}") from error
+    try:
+        found = os.fstat(fd)
+        if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
+            raise UnsafePath(
+                f"{directory} has to belong to this user, and nobody else may enter it",
+                expected=f"user {os.geteuid()}, mode 700",
+                found=f"user {found.st_uid}, mode {stat.S_IMODE(found.st_mode):o}",
+            )
+        yield f"/proc/self/fd/{fd}"
+    finally:
+        os.close(fd)
+
+
+def _listen_in(path: str) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    new = f"{path}.{secrets.token_hex(4)}"
+    try:
+        listener.bind(new)
+        listener.listen(1024)
+        os.rename(new, path)  # over what a rank 0 that was killed has left
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def _connect(path: str, timeout_s: float) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.settimeout(timeout_s)
+    try:
+        sock.connect(path)
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+def _digest(*words: str) -> str:
+    """What is this launch's own, and no secret."""
+    return hashlib.sha256("\0".join([_PREFIX, str(os.geteuid()), *words]).encode()).hexdigest()[:32]

@@ -1,0 +1,141 @@
+"""A trainer for tests/programs/test_launch.py: starts its couriers, and never touches MPI.
+
+``launch_trainer.py OPTIONS`` with OPTIONS in JSON. What it knows it writes into ``FOLDER/RANK``, a JSON file that is
+there whole or not at all.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from processes import started_by
+from waiting import PATIENCE_S, hang, until
+
+from mlflash.errors import MlflashError
+from mlflash.wireup.launch import Couriers, RunningCourier
+from mlflash.wireup.mpich_segments import mapped_by
+from mlflash.wireup.store_client import StoreLost
+
+options: dict[str, Any] = json.loads(sys.argv[1])
+FOLDER = Path(options["folder"])
+
+
+def say(rank: int, **known: Any) -> None:
+    new = FOLDER / f".{rank}-{os.getpid()}"
+    new.write_text(json.dumps(known))
+    new.rename(FOLDER / str(rank))
+
+
+def ask(courier: RunningCourier, *command: Any) -> Any:
+    courier.trainer.settimeout(PATIENCE_S)
+    with courier.trainer.makefile("rw") as lines:
+        lines.write(json.dumps(command) + "\n")
+        lines.flush()
+        return json.loads(lines.readline() or "null")
+
+
+def start(**more: Any) -> Couriers:
+    directory = Path(options["directory"]) if "directory" in options else None
+    entry = options.get("entry", "wireup_courier:serve")
+    return Couriers(entry, os.environ, options.get("timeout_s", PATIENCE_S), directory=directory, **more)
+
+
+def epochs() -> None:
+    """One epoch after the other, each with an allreduce; every rank's courier is killed in between."""
+    with open(FOLDER / f"output-{os.getpid()}", "w") as output:
+        couriers = start(output=output)
+    pids, segments, took = [os.getpid(), couriers.zygote.process.pid], set(), []
+    begun = time.monotonic()
+    expected = [couriers.rank, couriers.size, sum(range(1, couriers.size + 1))]
+    for number in range(1, options["epochs"] + 1):
+        courier = couriers.courier
+        if couriers.size > 1:
+            couriers.wait_up(PATIENCE_S)
+        assert ask(courier, "sum", couriers.rank + 1) == expected
+        if number > 1:
+            took.append(time.monotonic() - begun)
+        assert courier.number == number and len(courier.nodes) == couriers.size
+        pids.append(courier.pid)
+        segments |= mapped_by(courier.pid)
+        begun = time.monotonic()
+        if number < options["epochs"]:
+            signal.pidfd_send_signal(courier.pidfd, signal.SIGKILL)
+            couriers.next_epoch(PATIENCE_S)
+    ask(courier, "end")
+    ended = couriers.zygote.wait(courier.pid, PATIENCE_S)
+    couriers.close()
+    couriers.close()
+    assert couriers.zygote.process.returncode == 0
+    say(couriers.rank, size=couriers.size, launcher=couriers._me.launcher, pids=pids, segments=sorted(segments),
+        took=took, status=ended.status, modules=sorted(sys.modules), nodes=courier.nodes)  # fmt: skip
+    if options.get("the_first_goes"):
+        first = until((FOLDER / "0").exists, "rank 0 has said all") and json.loads((FOLDER / "0").read_text())
+        if couriers.rank:
+            until(lambda: not Path(f"/proc/{first['pids'][0]}/exe").exists(), "rank 0 has ended")
+            (FOLDER / f"outlived-{couriers.rank}").touch()
+
+
+def late() -> None:
+    """Rank 1 comes to the second epoch only when the others have given up once."""
+    couriers = start()
+    if couriers.rank != 1:
+        try:
+            couriers.next_epoch(0.2)
+        except MlflashError as error:
+            say(couriers.rank, error=str(error), ranks=error.ranks)
+    else:
+        until(lambda: all((FOLDER / str(rank)).exists() for rank in (0, 2)), "the others have given up")
+    couriers.next_epoch(PATIENCE_S)
+    couriers.wait_up(PATIENCE_S)
+    total = ask(couriers.courier, "sum", 1)[2]
+    ask(couriers.courier, "end")
+    couriers.zygote.wait(couriers.courier.pid, PATIENCE_S)
+    couriers.close()
+    (FOLDER / f"total-{couriers.rank}").write_text(str(total))
+
+
+def alone_in_init() -> None:
+    """Rank 0's courier waits in MPI_Init for one that never calls it."""
+    couriers = start()
+    couriers.next_epoch(options["up_s"])
+    try:
+        couriers.wait_up(0.1)
+    except MlflashError as error:
+        say(couriers.rank, error=str(error), pids=[couriers.zygote.process.pid, couriers.courier.pid],
+            epoch=couriers.courier.epoch)  # fmt: skip
+    hang()
+
+
+def fails() -> None:
+    """Says why it cannot start."""
+    try:
+        start()
+    except MlflashError as error:
+        rank = int(os.environ.get("RANK", "0"))
+        say(rank, error=str(error), ranks=error.ranks, kind=type(error).__name__, children=list_children())
+    except StoreLost as error:
+        say(int(os.environ["RANK"]), error=str(error), kind="StoreLost", children=list_children())
+
+
+def list_children() -> list[int]:
+    return sorted(started_by({os.getpid()}))
+
+
+def main() -> None:
+    if options.get("torch"):
+        import torch.distributed
+
+        torch.distributed.init_process_group("gloo")
+    globals()[options["do"]]()
+    if options.get("torch"):
+        torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,188 @@
+"""Trainers that start their couriers with one call, under what launches them: real launchers, MPICH and processes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import needs
+import pytest
+from processes import started_by
+from waiting import PATIENCE_S, until
+
+from mlflash.launcher.processes import find_mpiexec
+from mlflash.wireup.mpich_segments import named_after
+
+TESTS = Path(__file__).parents[1]
+SHM = Path("/dev/shm")
+
+pytestmark = [
+    needs.MPI,
+    pytest.mark.skipif(os.environ.get("MLFLASH_TEST_MPI") == "openmpi", reason="needs MPICH: Open MPI speaks no PMI-1"),
+]
+
+
+def lives(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
+
+
+class Job:
+    """Trainers of one job, and what they write."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.started: list[subprocess.Popen[bytes]] = []
+
+    def start(self, command: Sequence[str], names: Mapping[str, str], **options: Any) -> subprocess.Popen[bytes]:
+        """Start a launcher, or a trainer without one."""
+        left = ("PMI", "SLURM", "OMPI", "MASTER_", "TORCHELASTIC", "RANK", "WORLD_SIZE", "LOCAL_")
+        plain = {name: value for name, value in os.environ.items() if not name.startswith(left)}
+        paths = os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH"))))
+        tuning = {"MPIR_CVAR_CH4_NETMOD": "ofi", "FI_PROVIDER": "tcp", "OMP_NUM_THREADS": "1"}
+        environment = {**plain, **tuning, "PYTHONPATH": paths, **names}
+        if not options.get("torch"):
+            environment["PYTHONWARNINGS"] = "error"
+        program = [str(TESTS / "launch_trainer.py"), json.dumps({"folder": str(self.folder), **options})]
+        self.started.append(
+            subprocess.Popen([*command, *program], env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
+        )
+        return self.started[-1]
+
+    def plain(self, size: int, ranks: Sequence[int] | None = None, **options: Any) -> list[subprocess.Popen[bytes]]:
+        """Start processes that only have what torch's launcher would have told them."""
+        names = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        which = range(size) if ranks is None else ranks
+        return [self.start([sys.executable], {**names, "RANK": str(rank)}, **options) for rank in which]
+
+    def wait(self) -> list[int]:
+        return [process.wait(PATIENCE_S) for process in self.started]
+
+    def said(self, *ranks: int) -> list[dict[str, Any]]:
+        return [json.loads((self.folder / str(rank)).read_text()) for rank in ranks]
+
+    def close(self) -> None:
+        for process in self.started:
+            if process.poll() is None:
+                for pid in [*started_by({process.pid}), process.pid]:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+            process.wait(PATIENCE_S)
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    job = Job(tmp_path)
+    yield job
+    job.close()
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+def check(job: Job, size: int, epochs: int, launcher: str, seconds: float = 0.5) -> list[dict[str, Any]]:
+    """All ranks had all epochs, soon after the couriers of the last were killed, and nothing is left of any."""
+    said = job.said(*range(size))
+    for one in said:
+        assert (one["size"], one["launcher"], one["status"]) == (size, launcher, 0)
+        assert len(set(one["pids"])) == 2 + epochs and len(one["took"]) == epochs - 1
+        assert not [name for name in one["modules"] if name.startswith(("mpi4py", "numpy")) and size > 1] or (
+            "torch" in one["modules"]
+        )
+    until(lambda: not [pid for one in said for pid in one["pids"] if lives(pid)], "no process is left")
+    names = {name for one in said for name in one["segments"]}
+    assert not [name for name in names if (SHM / name).exists()]
+    assert names or size == 1
+    took = sorted(moment for one in said for moment in one["took"])
+    print(f"{launcher}, {size} ranks, courier killed to allreduce done, ms: {[round(1e3 * moment) for moment in took]}")
+    assert statistics.median(took) < seconds * (1 if os.getloadavg()[0] < 4 else 4)
+    return said
+
+
+def test_hydra_starts_couriers_that_are_killed_and_replaced_and_notices_nothing(job: Job) -> None:
+    path, vendor = find_mpiexec()
+    assert vendor == "mpich"
+    job.start([path, "-launcher", "fork", "-n", "3", sys.executable], {}, do="epochs", epochs=4, the_first_goes=True)
+    assert job.wait() == [0]
+    for one in check(job, 3, 4, "hydra"):
+        assert "torch" not in one["modules"] and "mpi4py" not in one["modules"]
+    assert all((job.folder / f"outlived-{rank}").exists() for rank in (1, 2)), "hydra ends no rank with another"
+
+
+def test_hydra_that_does_not_say_which_rank_a_process_is_gets_no_job_of_single_ranks(job: Job) -> None:
+    path = find_mpiexec()[0]
+    job.start([path, "-launcher", "fork", "-pmi-port", "-n", "2", sys.executable], {}, do="fails")
+    assert job.wait() == [0]
+    (said,) = job.said(0)
+    assert said["kind"] == "WorldMismatch" and "without -pmi-port" in said["error"]
+
+
+def test_ranks_that_only_know_a_port_meet_beside_it(job: Job) -> None:
+    job.plain(3, do="epochs", epochs=3)
+    assert job.wait() == [0] * 3
+    for one in check(job, 3, 3, "torchrun"):
+        assert "torch" not in one["modules"] and one["nodes"] == [0, 0, 0]
+
+
+def test_ranks_meet_by_the_store_of_torch_distributed(job: Job) -> None:
+    job.plain(2, do="epochs", epochs=2, torch=True)
+    assert job.wait() == [0] * 2
+    check(job, 2, 2, "torchrun")
+
+
+def test_torchrun_whose_own_store_has_the_port(job: Job) -> None:
+    port = str(free_port())
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", port]
+    job.start(command, {}, do="epochs", epochs=2, torch=False)
+    assert job.wait() == [0]
+    for one in check(job, 2, 2, "torchrun"):
+        assert "torch" not in one["modules"]
+
+
+def test_a_job_of_one_rank_has_a_courier_and_no_mpi(job: Job) -> None:
+    job.start([sys.executable], {}, do="epochs", epochs=2, entry="wireup_courier:alone")
+    assert job.wait() == [0]
+    (one,) = check(job, 1, 2, "none")
+    assert not one["segments"]
+
+
+def test_who_has_not_come_is_named_and_a_late_rank_is_waited_for_again(job: Job) -> None:
+    job.plain(3, do="late")
+    assert job.wait() == [0] * 3
+    for one in job.said(0, 2):
+        assert "all ranks to start epoch 2 of their couriers: 1 of 3 have not come" in one["error"]
+        assert one["ranks"] == [1]
+    assert [(job.folder / f"total-{rank}").read_text() for rank in range(3)] == ["3"] * 3
+
+
+@pytest.mark.slow
+def test_a_rank_that_was_never_started_is_named_and_the_others_leave_nothing(job: Job) -> None:
+    job.plain(3, [0, 1], do="fails", timeout_s=10)
+    assert job.wait() == [0, 0]
+    zero, one = job.said(0, 1)
+    assert zero["kind"] == "DeadlineExceeded" and zero["ranks"] == [2] and "1 of 3 have not come" in zero["error"]
+    assert one["kind"] in ("DeadlineExceeded", "StoreLost"), "rank 0 may have given up before"
+    assert zero["children"] == one["children"] == []
+
+
+def test_a_courier_that_waits_in_init_ends_after_its_trainer(job: Job) -> None:
+    names = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    zero = job.start([sys.executable], {**names, "RANK": "0"}, do="alone_in_init", up_s=0.5)
+    job.start([sys.executable], {**names, "RANK": "1"}, do="alone_in_init", up_s=0.5, entry="wireup_courier:before_mpi")
+    until(lambda: (job.folder / "0").exists() and (job.folder / "1").exists(), "both have waited")
+    (said,) = job.said(0)
+    assert "to initialise MPI" in said["error"] and all(lives(pid) for pid in said["pids"])
+    zero.kill()
+    until(lambda: not [pid for pid in said["pids"] if lives(pid)], "courier and zygote are gone")
+    assert not [name for name in named_after(said["epoch"], 0) if (SHM / name).exists()]
