@@ -49,7 +49,7 @@ from . import courier_process, mpich_segments
 from .courier_process import Courier
 from .forked_courier import ForkedCourier
 from .frames import BadFrame, Frames, pack, send_ready
-from .key_value_store import KeyValueStore
+from .key_value_store import KeyValueStore, Limits
 from .pmi_server import PmiServer, is_epoch_name
 from .process_mapping import numbered
 from .store_client import StoreClient
@@ -208,7 +208,9 @@ class Zygote:
     def _serve(self, host: str, ranks: int) -> dict[str, Any]:
         if self._store is None:
             _allow_descriptors(_DESCRIPTORS_PER_RANK * ranks + _OTHER_DESCRIPTORS)
-            self._store = KeyValueStore(host)
+            # All ranks come at once, and those that were forked first send their token last.
+            strangers = Limits.strangers + _DESCRIPTORS_PER_RANK * ranks
+            self._store = KeyValueStore(host, limits=Limits(strangers=strangers))
         host, port = self._store.address
         return {"host": host, "port": port, "token": self._store.token}
 

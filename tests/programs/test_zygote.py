@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import socket
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from waiting import PATIENCE_S, until
 
 from mlflash.wireup.key_value_store import KeyValueStore
 from mlflash.wireup.pmi_server import new_epoch_name
+from mlflash.wireup.store_client import StoreClient
 from mlflash.wireup.zygote_client import ZygoteClient, ZygoteLost, ZygoteRefused
 
 pytestmark = needs.MPI
@@ -113,3 +115,50 @@ def test_a_zygote_ends_with_a_trainer_that_never_stops_it() -> None:
     program = "from mlflash.wireup.zygote_client import ZygoteClient; print(ZygoteClient([]).process.pid)"
     ran = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, timeout=PATIENCE_S)
     until(lambda: not Path(f"/proc/{int(ran.stdout)}").exists(), "the zygote is gone")
+
+
+def test_it_serves_a_store_until_it_ends_for_as_many_ranks_as_it_may_have_files(tmp_path: Path) -> None:
+    zygote = start(tmp_path, "run = print\n")
+    resource.prlimit(zygote.process.pid, resource.RLIMIT_NOFILE, (100, 400))
+    with pytest.raises(ZygoteRefused, match="needs 592 open files, and the hard limit of this host is 400: raise it"):
+        zygote.serve("127.0.0.1", 200, PATIENCE_S)
+    with pytest.raises(ZygoteRefused, match=r"refused to serve: it could not serve: .*assign requested address"):
+        zygote.serve("192.0.2.77", 3, PATIENCE_S)
+    address, token = zygote.serve("127.0.0.1", 75, PATIENCE_S)
+    assert zygote.serve("127.0.0.1", 75, PATIENCE_S) == (address, token), "the same"
+    assert resource.prlimit(zygote.process.pid, resource.RLIMIT_NOFILE) == (400, 400)
+    clients = [StoreClient(address, token) for _ in range(150)]
+    for client in clients:
+        client.ping(PATIENCE_S)
+    clients[0].put("key", "value", PATIENCE_S)
+    assert clients[-1].get("key", PATIENCE_S) == "value"
+    mine, its = socket.socketpair()
+    with mine, its:
+        pid = zygote.fork("entry:run", new_epoch_name(1), 0, [0], address, token, its.fileno(), PATIENCE_S)
+    assert zygote.wait(pid, PATIENCE_S).status == 0, "a courier holds nothing of the store"
+    clients[1].ping(PATIENCE_S)
+    zygote.stop(PATIENCE_S)
+    until(lambda: clients[0].step() or clients[0].lost is not None, "the store has gone")
+    for client in clients:
+        client.close()
+
+
+def test_a_courier_that_is_alone_needs_neither_store_nor_mpi(tmp_path: Path) -> None:
+    (tmp_path / "mpi4py.py").write_text("raise ImportError('which is not installed')")
+    source = (
+        "import os, sys\nrun = lambda courier: print(courier.has_mpi, 'PMI_FD' in os.environ, 'mpi4py' in sys.modules)"
+    )
+    (tmp_path / "entry.py").write_text(source)
+    paths = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
+    with open(tmp_path / "output", "w") as output:
+        zygote = ZygoteClient(["entry:run"], {**os.environ, "PYTHONPATH": paths}, output, mpi=False)
+    mine, its = socket.socketpair()
+    with mine, its:
+        pid = zygote.fork("entry:run", new_epoch_name(1), 0, [0], None, "", its.fileno(), PATIENCE_S)
+        assert zygote.wait(pid, PATIENCE_S).status == 0
+        with pytest.raises(ZygoteRefused, match="2 ranks need a store"):
+            zygote.fork("entry:run", new_epoch_name(2), 0, [0, 0], None, "", its.fileno(), PATIENCE_S)
+        with pytest.raises(ZygoteRefused, match="it was started without MPI"):
+            zygote.fork("entry:run", new_epoch_name(2), 0, [0], ("127.0.0.1", 9), "", its.fileno(), PATIENCE_S)
+    zygote.stop(PATIENCE_S)
+    assert (tmp_path / "output").read_text() == "False False False\n"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mlflash.errors import WorldMismatch
-from mlflash.wireup.launcher_variables import Launched, launched, without_launcher
+from mlflash.wireup.launcher_variables import Launched, is_on_one_host, launched, name_of_launch, without_launcher
 
 HYDRA = {"PMI_RANK": "1", "PMI_SIZE": "4", "PMI_FD": "9", "HYDI_CONTROL_FD": "7", "MPI_LOCALRANKID": "1"}
 PRTERUN = {"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "3", "OMPI_COMM_WORLD_LOCAL_RANK": "0",
@@ -61,6 +61,7 @@ def test_a_rank_is_what_its_launcher_says(environment: dict[str, str], found: La
         ({"RANK": "0", "WORLD_SIZE": "many"}, "WORLD_SIZE='many'"),
         ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK='-1'"),
         ({**TORCHRUN, "LOCAL_RANK": ""}, "LOCAL_RANK=''"),
+        ({"PMI_PORT": "host:5", "PMI_ID": "1", "HYDI_CONTROL_FD": "7"}, "start mpiexec without -pmi-port"),
     ],
 )
 def test_what_contradicts_itself_is_refused(environment: dict[str, str], text: str) -> None:
@@ -84,3 +85,36 @@ def test_a_zygote_knows_of_no_launcher_and_sees_no_gpu() -> None:
     )
     assert left == {**tuning, **cleared, "OPENBLAS_NUM_THREADS": "1"}
     assert launched(left) == Launched(0, 1, 0, "none")
+
+
+@pytest.mark.parametrize(
+    ("environment", "is_one"),
+    [
+        ({}, True),
+        ({"PMI_RANK": "0", "PMI_SIZE": "1"}, True),
+        (HYDRA, False),
+        ({**HYDRA, "MPI_LOCALNRANKS": "4"}, True),
+        ({**HYDRA, "MPI_LOCALNRANKS": "2"}, False),
+        (PRTERUN, False),
+        ({**PRTERUN, "OMPI_COMM_WORLD_LOCAL_SIZE": "3"}, True),
+        ({**SRUN, "SLURM_STEP_NUM_NODES": "1"}, True),
+        ({**SRUN, "SLURM_STEP_NUM_NODES": "2", "SLURM_JOB_NUM_NODES": "1"}, False),
+        ({**TORCHRUN, "LOCAL_WORLD_SIZE": "6"}, True),
+        ({**TORCHRUN, "LOCAL_WORLD_SIZE": "3"}, False),
+        ({**SRUN, **TORCHRUN, "SLURM_STEP_NUM_NODES": "1"}, False),  # torchrun did not say so
+    ],
+)
+def test_whether_all_ranks_are_on_one_host_is_what_their_own_launcher_says(
+    environment: dict[str, str], is_one: bool
+) -> None:
+    assert is_on_one_host(environment, launched(environment)) == is_one
+
+
+def test_a_launch_has_a_name_of_its_own_where_its_launcher_gives_one() -> None:
+    def name(environment: dict[str, str]) -> str | None:
+        return name_of_launch(environment, launched(environment))
+
+    assert name(HYDRA) is name(TORCHRUN) is name({}) is name(PRTERUN) is None
+    assert name({**PRTERUN, "PMIX_NAMESPACE": "prterun-host-7@1"}) == "prterun prterun-host-7@1"
+    assert name({**SRUN, "SLURM_JOB_ID": "7"}) == "srun 7 0 "
+    assert name({**SRUN, "SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "1"}) == "srun 7 0 1"

@@ -1,0 +1,327 @@
+"""How ranks find each other without MPI: each way, what else may listen there, and what is said when none fits."""
+
+from __future__ import annotations
+
+import functools
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from waiting import PATIENCE_S, until
+
+from mlflash.errors import DeadlineExceeded, UnsafePath, WorldMismatch
+from mlflash.wireup import own_address as own
+from mlflash.wireup import text_server
+from mlflash.wireup.frames import Frames, pack
+from mlflash.wireup.launcher_variables import Launched
+from mlflash.wireup.own_address import own_address
+from mlflash.wireup.rendezvous import _digest, rendezvous, who_am_i
+
+TEXT = "10.0.0.1,4000,abcdef"
+PRTERUN = {"PMIX_NAMESPACE": "prterun-host-7@1", "OMPI_COMM_WORLD_LOCAL_SIZE": "3"}
+
+
+class Ranks:
+    """Calls of several ranks at once, each in a thread."""
+
+    def __init__(self) -> None:
+        self.gave: dict[int, Any] = {}
+        self.threads: list[threading.Thread] = []
+
+    def start(self, rank: int, call: Callable[[], Any]) -> None:
+        def run() -> None:
+            try:
+                self.gave[rank] = call()
+            except Exception as error:
+                self.gave[rank] = error
+
+        self.threads.append(threading.Thread(target=run))
+        self.threads[-1].start()
+
+    def join(self) -> dict[int, Any]:
+        for thread in self.threads:
+            thread.join(PATIENCE_S)
+        return self.gave
+
+
+@pytest.fixture
+def ranks() -> Iterator[Ranks]:
+    ranks = Ranks()
+    yield ranks
+    ranks.join()
+
+
+def meet(
+    ranks: Ranks, environment: dict[str, str], launcher: str = "torchrun", size: int = 3, directory: Path | None = None
+) -> dict[int, Any]:
+    for rank in range(size):
+        me = Launched(rank, size, None, launcher)
+        text = TEXT if rank == 0 else None
+        ranks.start(rank, functools.partial(rendezvous, environment, me, text, directory, PATIENCE_S))
+    return ranks.join()
+
+
+@pytest.fixture
+def port() -> int:
+    """A port with some free ones after it."""
+    while True:
+        with socket.create_server(("127.0.0.1", 0)) as sock:
+            found = int(sock.getsockname()[1])
+        if found < 65000:
+            return found
+
+
+@pytest.mark.parametrize("more", [{}, {"LOCAL_WORLD_SIZE": "3"}])
+def test_all_ranks_get_the_text_at_a_port_after_the_main_one(ranks: Ranks, port: int, more: dict[str, str]) -> None:
+    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **more}
+    assert meet(ranks, environment) == {0: TEXT, 1: TEXT, 2: TEXT}
+    assert meet(ranks, environment) == {0: TEXT, 1: TEXT, 2: TEXT}, "once more"
+
+
+def serve_strangely(listener: socket.socket, answer: bytes, over: threading.Event) -> None:
+    listener.settimeout(0.02)
+    while not over.is_set():
+        try:
+            sock, _ = listener.accept()
+        except TimeoutError:
+            continue
+        with sock:
+            sock.sendall(answer)
+            sock.settimeout(PATIENCE_S)
+            while answer and sock.recv(4096):  # until the other side has had enough
+                pass
+
+
+@pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", pack(["mlflash rendezvous", "x", "y"]), b""])
+def test_what_else_listens_at_these_ports_is_passed_by(ranks: Ranks, port: int, answer: bytes) -> None:
+    over = threading.Event()
+    with socket.create_server(("127.0.0.1", port + 1)) as listener:
+        other = threading.Thread(target=serve_strangely, args=(listener, answer, over))
+        other.start()
+        try:
+            environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+            assert meet(ranks, environment) == {0: TEXT, 1: TEXT, 2: TEXT}
+        finally:
+            over.set()
+            other.join()
+
+
+def test_who_is_no_rank_of_this_launch_gets_no_text_and_delays_none(ranks: Ranks) -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    address = listener.getsockname()
+    ranks.start(0, lambda: text_server.serve(listener, "mine", 3, TEXT, PATIENCE_S))
+    strangers = [socket.create_connection(address, PATIENCE_S) for _ in range(70)]  # some are closed for the next
+    bad = [
+        pack(["mlflash rendezvous", "other", 1]),
+        pack(["mlflash rendezvous", "mine", 3]),
+        pack("got"),
+        b"GET / HTTP",
+    ]
+    for sent in bad:
+        with socket.create_connection(address, PATIENCE_S) as sock:
+            sock.sendall(sent)
+            try:
+                assert sock.recv(1) == b""
+            except ConnectionError:
+                pass
+    connect = functools.partial(socket.create_connection, address)
+    for rank in (1, 2):
+        ranks.start(rank, functools.partial(text_server.ask, [connect], "here", "mine", rank, PATIENCE_S))
+    assert ranks.join() == {0: None, 1: TEXT, 2: TEXT}
+    for sock in strangers:
+        sock.close()
+
+
+def test_a_rank_that_loses_its_answer_asks_again(ranks: Ranks) -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    address = listener.getsockname()
+    ranks.start(0, lambda: text_server.serve(listener, "mine", 2, TEXT, PATIENCE_S))
+    for _ in range(2):
+        with socket.create_connection(address, PATIENCE_S) as sock:
+            sock.sendall(pack(["mlflash rendezvous", "mine", 1]))
+            frames = Frames(4096)
+            frames.add(sock.recv(4096))
+            assert list(frames.messages()) == [["mlflash rendezvous", "mine", TEXT]]
+    connect = functools.partial(socket.create_connection, address)
+    ranks.start(1, lambda: text_server.ask([connect], "here", "mine", 1, PATIENCE_S))
+    assert ranks.join() == {0: None, 1: TEXT}
+
+
+def test_who_does_not_come_is_named(ranks: Ranks, port: int) -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    with pytest.raises(DeadlineExceeded, match="2 of 3 have not come") as caught:
+        text_server.serve(listener, "mine", 3, TEXT, 0)
+    assert caught.value.ranks == (1, 2) and listener.fileno() == -1
+    me, environment = Launched(1, 3, None, "torchrun"), {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    ports = f"at ports {port + 1} to {port + 16} of 127.0.0.1"
+    with pytest.raises(DeadlineExceeded, match=f"where its key-value store is, {ports}; at last: ") as caught:
+        rendezvous(environment, me, None, None, timeout_s=0.1)
+    assert caught.value.ranks == (0,)
+
+
+def test_no_port_is_left(port: int) -> None:
+    taken = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
+    attempts = [functools.partial(socket.create_server, sock.getsockname()) for sock in taken]
+    with pytest.raises(WorldMismatch, match="rank 0 cannot listen nowhere, where the other ranks look for it"):
+        text_server.listen(attempts, "nowhere")
+    for sock in taken:
+        sock.close()
+    for wrong in ("65530", "0", "http"):
+        with pytest.raises(WorldMismatch, match="MASTER_PORT is no port"):
+            rendezvous({"MASTER_ADDR": "a", "MASTER_PORT": wrong}, Launched(0, 2, 0, "srun"), TEXT, None, PATIENCE_S)
+
+
+# A directory
+
+
+def test_ranks_of_one_host_meet_in_a_private_directory(ranks: Ranks, tmp_path: Path) -> None:
+    directory = tmp_path / ("d" * 100) / ("e" * 100)  # longer than the path of a socket may be
+    assert meet(ranks, PRTERUN, "prterun", directory=directory) == {0: TEXT, 1: TEXT, 2: TEXT}
+    assert directory.stat().st_mode & 0o777 == 0o700 and list(directory.iterdir()) == []
+
+
+def test_what_a_killed_rank_0_left_in_the_directory_is_replaced(ranks: Ranks, tmp_path: Path) -> None:
+    directory = tmp_path / "private"
+    me = Launched(1, 3, None, "prterun")
+    ranks.start(1, lambda: rendezvous(PRTERUN, me, None, directory, PATIENCE_S))
+    until(directory.exists, "rank 1 has come")
+    for text, rank in ((TEXT, 0), (None, 2)):
+        if rank == 0:
+            leave_sockets_of(directory)
+        other = Launched(rank, 3, None, "prterun")
+        ranks.start(rank, functools.partial(rendezvous, PRTERUN, other, text, directory, PATIENCE_S))
+    assert ranks.join() == {0: TEXT, 1: TEXT, 2: TEXT}
+
+
+def leave_sockets_of(directory: Path) -> None:
+    """Leave what the rank 0 of an earlier launch with this name would have."""
+    name = _digest("prterun prterun-host-7@1", "3")
+    with socket.socket(socket.AF_UNIX) as stale:
+        stale.bind(str(directory / name))
+
+
+def test_a_directory_of_others_is_refused(tmp_path: Path) -> None:
+    me = Launched(0, 3, 0, "prterun")
+    (tmp_path / "open").mkdir(0o755)
+    (tmp_path / "link").symlink_to(tmp_path)
+    with pytest.raises(UnsafePath, match="nobody else may enter it"):
+        rendezvous(PRTERUN, me, TEXT, tmp_path / "open", PATIENCE_S)
+    with pytest.raises(UnsafePath, match="cannot be opened as a directory"):
+        rendezvous(PRTERUN, me, TEXT, tmp_path / "link", PATIENCE_S)
+
+
+@pytest.mark.parametrize(
+    ("environment", "launcher"),
+    [
+        ({}, "hydra"),
+        ({"PMIX_NAMESPACE": "x", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, "prterun"),  # not on one host
+        ({"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_NODES": "2"}, "srun"),
+        ({"MASTER_ADDR": "host"}, "torchrun"),
+        ({"PMI_FD": "999", "PMI_RANK": "0", "PMI_SIZE": "3"}, "hydra"),  # which something has closed
+    ],
+)
+def test_where_no_way_fits_it_is_said_what_to_set(environment: dict[str, str], launcher: str, tmp_path: Path) -> None:
+    with pytest.raises(WorldMismatch, match="set MASTER_ADDR to the name of rank 0's host and MASTER_PORT") as caught:
+        rendezvous(environment, Launched(0, 3, None, launcher), TEXT, tmp_path / "private", PATIENCE_S)
+    assert ("MASTER_ADDR" in str(caught.value.found)) == ("MASTER_ADDR" not in environment)
+
+
+# torch.distributed
+
+
+class Store:
+    """What is used of torch's stores."""
+
+    def __init__(self, prefix: str = "", inner: Store | None = None):
+        self.prefix = prefix
+        self.values: dict[str, bytes] = inner.values if inner else {}
+
+    def add(self, key: str, number: int) -> int:
+        total = int(self.values.get(f"{self.prefix}/{key}", b"0")) + number
+        self.values[f"{self.prefix}/{key}"] = str(total).encode()
+        return total
+
+    def set(self, key: str, value: str) -> None:
+        self.values[f"{self.prefix}/{key}"] = value.encode()
+
+    def get(self, key: str) -> bytes:
+        return self.values[f"{self.prefix}/{key}"]
+
+    def wait(self, keys: list[str], within: Any) -> None:
+        if f"{self.prefix}/{keys[0]}" not in self.values:
+            raise RuntimeError(f"wait timeout after {within.total_seconds():g} s\nand a stack")
+
+
+@pytest.fixture
+def torch(monkeypatch: pytest.MonkeyPatch) -> Any:
+    torch: Any = ModuleType("torch.distributed")
+    store = Store()
+    torch.rank, torch.size, torch.is_up = 1, 3, True
+    torch.is_initialized = lambda: torch.is_up
+    torch.get_rank, torch.get_world_size = lambda: torch.rank, lambda: torch.size
+    torch.PrefixStore = Store
+    torch.distributed_c10d = ModuleType("distributed_c10d")
+    torch.distributed_c10d._get_default_store = lambda: store
+    monkeypatch.setitem(sys.modules, "torch.distributed", torch)
+    return torch
+
+
+def test_ranks_meet_by_the_store_of_torch_distributed_each_time_anew(torch: Any) -> None:
+    for text in (TEXT, TEXT[::-1]):
+        gave = []
+        for rank in range(3):
+            me = Launched(rank, 3, None, "torchrun")
+            gave.append(rendezvous({"MASTER_ADDR": "a"}, me, text if rank == 0 else None, None, PATIENCE_S))
+        assert gave == [text] * 3
+    with pytest.raises(DeadlineExceeded, match="where its key-value store is: wait timeout after 90 s") as caught:
+        rendezvous({}, Launched(1, 3, None, "torchrun"), None, None, PATIENCE_S)
+    assert caught.value.ranks == (0,) and "stack" not in str(caught.value)
+
+
+def test_a_rank_is_what_torch_distributed_says_where_no_launcher_does(torch: Any) -> None:
+    assert who_am_i({}) == Launched(1, 3, None, "torch.distributed")
+    assert who_am_i({"RANK": "1", "WORLD_SIZE": "3"}) == Launched(1, 3, None, "torchrun")
+    with pytest.raises(WorldMismatch, match=r"rank 0 of 3 \(torchrun\)\n.*rank 1 of 3 \(torch.distributed\)"):
+        who_am_i({"RANK": "0", "WORLD_SIZE": "3"})
+    torch.is_up = False
+    assert who_am_i({}) == Launched(0, 1, 0, "none")
+
+
+# The own address
+
+
+def test_the_own_address_is_loopback_only_where_all_ranks_are_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert own_address(True, "elsewhere") == "127.0.0.1"
+    meant = {
+        "main": ["127.0.1.1", "192.0.2.200", "192.0.2.7"],
+        "me": ["127.0.1.1"],
+        "main6": ["fe80::1", "2001:db8::7"],
+    }
+    ours = {"192.0.2.7", "2001:db8::7", "192.0.2.8"}
+    monkeypatch.setattr(own, "_meanings", lambda host: meant.get(host, []))
+    monkeypatch.setattr(own, "_speaking_to", lambda host: ["192.0.2.8"] if host == "remote" else ["127.0.0.1"])
+    monkeypatch.setattr(socket, "gethostname", lambda: "me")
+
+    def create_server(address: tuple[str, int], **_: Any) -> socket.socket:
+        if address[0] not in ours:
+            raise OSError(99, "Cannot assign requested address")
+        return socket.socket()
+
+    monkeypatch.setattr(socket, "create_server", create_server)
+    assert own_address(False, "main") == "192.0.2.7"
+    assert own_address(False, "main6") == "2001:db8::7"
+    assert own_address(False, "remote") == "192.0.2.8"
+    assert own_address(False, "localhost") == own_address(False) == "127.0.0.1", "which has no other"
+    meant["me"] = ["192.0.2.8"]
+    assert own_address(False, "localhost") == own_address(False) == "192.0.2.8"
+
+
+def test_the_own_address_can_be_listened_at() -> None:
+    for main_host in (None, "localhost", "no.such.host.invalid", socket.gethostname()):
+        found = own_address(False, main_host)
+        socket.create_server((found, 0), family=socket.AF_INET6 if ":" in found else socket.AF_INET).close()
