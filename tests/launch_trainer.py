@@ -117,7 +117,7 @@ def fails() -> None:
     try:
         start()
     except MlflashError as error:
-        rank = int(os.environ.get("RANK", "0"))
+        rank = int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID", "0"))
         say(rank, error=str(error), ranks=error.ranks, kind=type(error).__name__, children=list_children())
     except StoreLost as error:
         say(int(os.environ["RANK"]), error=str(error), kind="StoreLost", children=list_children())

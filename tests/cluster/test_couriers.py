@@ -1,0 +1,54 @@
+"""Trainers on nodes that are really apart start their couriers with one call, and never touch MPI."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cluster.jobs import NETMODS, NETMODS_HERE, TESTS, VENDOR, mpiexec_on
+from cluster.nodes import Nodes
+from waiting import PATIENCE_S, until
+
+pytestmark = pytest.mark.skipif(VENDOR == "openmpi", reason="needs MPICH: Open MPI speaks no PMI-1")
+TRAINER = TESTS / "launch_trainer.py"
+
+
+def trainer(folder: Path, *more: str, **options: Any) -> list[str]:
+    """The command of a trainer that runs two epochs, and writes what it knows into a folder."""
+    paths = os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH"))))
+    names = {**NETMODS[NETMODS_HERE[-1]], "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error"}
+    argv = [sys.executable, str(TRAINER), json.dumps({"do": "epochs", "epochs": 2, "folder": str(folder), **options})]
+    return ["env", *(f"{name}={value}" for name, value in names.items()), *more, *argv]
+
+
+def check(nodes: Nodes, folder: Path, launcher: str, expected: list[int]) -> None:
+    """All ranks had both epochs, each knew who shares its node, and nothing is left on any node."""
+    for rank in range(len(expected)):
+        said = json.loads((folder / str(rank)).read_text())
+        assert (said["launcher"], said["status"], said["nodes"]) == (launcher, 0, expected)
+        assert len(said["took"]) == 1 and "mpi4py" not in said["modules"]
+        print(f"{launcher}, rank {rank}, courier killed to allreduce done: {1e3 * said['took'][0]:.0f} ms")
+    for host in nodes.names:
+        until(lambda host=host: not nodes.running(host, "mlflash.wireup.zygote"), f"no process is left on {host}")
+        assert "mpich" not in nodes.run(host, "ls", "/dev/shm")
+
+
+def test_ranks_on_three_nodes_have_couriers_and_hydra_notices_nothing(nodes: Nodes) -> None:
+    command = mpiexec_on(nodes, ["host1", "host2", "host3"], 1, trainer(nodes.path))
+    assert subprocess.run(command, timeout=PATIENCE_S, stdin=subprocess.DEVNULL).returncode == 0
+    check(nodes, nodes.path, "hydra", [0, 1, 2])
+
+
+def test_ranks_that_only_know_the_name_of_the_first_host_have_couriers(nodes: Nodes) -> None:
+    started = []
+    for rank, host in enumerate(("host1", "host2")):
+        names = ["MASTER_ADDR=host1", "MASTER_PORT=29400", f"RANK={rank}", "WORLD_SIZE=2"]
+        command = nodes.command(host, trainer(nodes.path, *names))
+        started.append(subprocess.Popen(command, stdin=subprocess.DEVNULL))
+    assert [process.wait(PATIENCE_S) for process in started] == [0, 0]
+    check(nodes, nodes.path, "torchrun", [0, 1])
