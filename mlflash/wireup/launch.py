@@ -24,7 +24,7 @@ from .own_address import own_address
 from .pmi_server import new_epoch_name
 from .process_mapping import Block, blocks, nodes_of
 from .rendezvous import rendezvous, who_am_i
-from .store_client import StoreClient
+from .store_client import StoreClient, StoreRefused
 from .zygote_client import CourierEnd, ZygoteClient
 
 _ASK_S = 5.0  # for one more answer, when a deadline has passed, to say why
@@ -157,6 +157,7 @@ class Couriers:
         """
         end = time.monotonic() + timeout_s
         self._end_courier(timeout_s)
+        self.zygote.ask(0, _left(end))  # a rank that could not fork does not say that it has come
         name, nodes = self._agree(end, timeout_s)
         self._number += 1
         mine, its = socket.socketpair()
@@ -240,7 +241,13 @@ class Couriers:
     def _gather(self, prefix: str, end: float) -> None:
         """Wait for all ranks, and say which epoch it is. Rank 0 does this."""
         assert self._store is not None
-        names = [self._store.get(f"{prefix}/node/{rank}", _left(end)) for rank in range(self.size)]
+        self._store.get(f"{prefix}/node/{self.size - 1}", _left(end))  # most have come by then
+        try:
+            there = self._store.below(f"{prefix}/node/", _left(end))
+        except StoreRefused:  # more than one answer holds
+            there = {}
+        names = [there.get(str(rank)) or self._store.get(f"{prefix}/node/{rank}", _left(end))
+                 for rank in range(self.size)]  # fmt: skip
         numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
         epoch = new_epoch_name(self._number + 1)
         described = blocks([numbers[name] for name in names])

@@ -140,8 +140,9 @@ def _by_ports(environment: Mapping[str, str], me: Launched, text: str | None, ti
         addresses = [functools.partial(socket.create_connection, (host, number)) for number in ports]
         return text_server.ask(addresses, where, launch, me.rank, timeout_s)
     # Only one host hears it where all are on it. Otherwise what MASTER_ADDR means here may not be where others come.
-    listening = functools.partial(_listen_at, host if is_on_one_host(environment, me) else "")
-    listener = text_server.listen([functools.partial(listening, number) for number in ports], where)
+    hosts = [host, ""] if is_on_one_host(environment, me) else [""]
+    attempts = [functools.partial(_listen_at, one, number) for one in hosts for number in ports]
+    listener = text_server.listen(attempts, where)
     text_server.serve(listener, launch, me.size, text, timeout_s)
     return text
 

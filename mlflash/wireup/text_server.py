@@ -8,7 +8,6 @@ that came to the same address; it is no secret. Whatever else listens there, or 
 
 from __future__ import annotations
 
-import errno
 import selectors
 import socket
 import time
@@ -199,6 +198,4 @@ def listen(attempts: Sequence[Callable[[], socket.socket]], where: str) -> socke
             return attempt()
         except OSError as error:
             why = str(error)
-            if error.errno not in (errno.EADDRINUSE, errno.EACCES, errno.EADDRNOTAVAIL):
-                break
     raise WorldMismatch(f"rank 0 cannot listen {where}, where the other ranks look for it: {why}", rank=0)
