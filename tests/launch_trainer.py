@@ -19,7 +19,7 @@ from waiting import PATIENCE_S, hang, until
 
 from mlflash.errors import MlflashError
 from mlflash.wireup.launch import Couriers, RunningCourier
-from mlflash.wireup.mpich_segments import mapped_by
+from mlflash.wireup.mpich_segments import mapped_by, named_after
 from mlflash.wireup.store_client import StoreLost
 
 options: dict[str, Any] = json.loads(sys.argv[1])
@@ -40,10 +40,17 @@ def ask(courier: RunningCourier, *command: Any) -> Any:
         return json.loads(lines.readline() or "null")
 
 
+def may_leave(courier: RunningCourier) -> set[str]:
+    """The shared memory that MPI makes for this epoch, whether or not this courier came so far."""
+    nodes = courier.nodes if len(courier.nodes) > 1 else ()
+    return {name for node in nodes for name in named_after(courier.epoch, node)}
+
+
 def start(**more: Any) -> Couriers:
     directory = Path(options["directory"]) if "directory" in options else None
     entry = options.get("entry", "wireup_courier:serve")
-    return Couriers(entry, os.environ, options.get("timeout_s", PATIENCE_S), directory=directory, **more)
+    node = options["nodes"][int(os.environ["RANK"])] if "nodes" in options else None
+    return Couriers(entry, os.environ, options.get("timeout_s", PATIENCE_S), directory=directory, node=node, **more)
 
 
 def epochs() -> None:
@@ -62,7 +69,7 @@ def epochs() -> None:
             took.append(time.monotonic() - begun)
         assert courier.number == number and len(courier.nodes) == couriers.size
         pids.append(courier.pid)
-        segments |= mapped_by(courier.pid)
+        segments |= mapped_by(courier.pid) | may_leave(courier)
         begun = time.monotonic()
         if number < options["epochs"]:
             signal.pidfd_send_signal(courier.pidfd, signal.SIGKILL)
@@ -84,6 +91,7 @@ def epochs() -> None:
 def late() -> None:
     """Rank 1 comes to the second epoch only when the others have given up once."""
     couriers = start()
+    segments = may_leave(couriers.courier)
     if couriers.rank != 1:
         try:
             couriers.next_epoch(0.2)
@@ -94,10 +102,11 @@ def late() -> None:
     couriers.next_epoch(PATIENCE_S)
     couriers.wait_up(PATIENCE_S)
     total = ask(couriers.courier, "sum", 1)[2]
+    segments |= may_leave(couriers.courier)
     ask(couriers.courier, "end")
     couriers.zygote.wait(couriers.courier.pid, PATIENCE_S)
     couriers.close()
-    (FOLDER / f"total-{couriers.rank}").write_text(str(total))
+    (FOLDER / f"total-{couriers.rank}").write_text(json.dumps([total, sorted(segments)]))
 
 
 def alone_in_init() -> None:
@@ -110,6 +119,23 @@ def alone_in_init() -> None:
         say(couriers.rank, error=str(error), pids=[couriers.zygote.process.pid, couriers.courier.pid],
             epoch=couriers.courier.epoch)  # fmt: skip
     hang()
+
+
+def zygotes_killed() -> None:
+    """The zygotes of the ranks named are killed, one after the other."""
+    couriers = start()
+    pids, segments = [os.getpid()], set()
+    for number in range(len(options["killed"]) + 1):
+        couriers.wait_up(PATIENCE_S)
+        assert ask(couriers.courier, "sum", 1)[2] == couriers.size
+        pids += [couriers.zygote.process.pid, couriers.courier.pid]
+        segments |= mapped_by(couriers.courier.pid) | may_leave(couriers.courier)
+        if number < len(options["killed"]):
+            if couriers.rank == options["killed"][number]:
+                couriers.zygote.process.kill()
+            couriers.next_epoch(PATIENCE_S)
+    couriers.close()
+    say(couriers.rank, pids=pids, segments=sorted(segments))
 
 
 def fails() -> None:

@@ -4,14 +4,19 @@ Each trainer makes one `Couriers`, for as long as it lives. The zygote of rank 0
 learn where it is once (`rendezvous`), and agree on everything else through it. In the store, epoch N of the couriers
 has ``launch/N/node/RANK``, the node of a rank that wants this epoch, and ``launch/N/all``: as soon as all ranks want
 it, rank 0 puts there which it is, ``[name, nodes]``. A job of one rank has no store and no MPI, only a courier.
+
+A zygote that was killed, which ends its courier, is replaced by the next epoch; that of rank 0 then serves an empty
+store at the same address with the same token, to which the others connect anew.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
+import select
 import socket
 import time
 from collections.abc import Mapping
@@ -24,8 +29,8 @@ from .own_address import own_address
 from .pmi_server import new_epoch_name
 from .process_mapping import Block, blocks, nodes_of
 from .rendezvous import rendezvous, who_am_i
-from .store_client import StoreClient, StoreRefused
-from .zygote_client import CourierEnd, ZygoteClient
+from .store_client import StoreClient, StoreLost, StoreRefused
+from .zygote_client import CourierEnd, ZygoteClient, ZygoteLost
 
 _ASK_S = 5.0  # for one more answer, when a deadline has passed, to say why
 
@@ -73,7 +78,7 @@ class Couriers:
         node: the number of this rank's node, where nodes are emulated; None: the node is the host.
         directory: of this user alone, where ranks of one host may meet; None: they meet by MASTER_ADDR.
         host: the address of rank 0's host at which the others reach it; found out if None.
-        output: where couriers print to; where this process does if None.
+        output: where couriers print to, open until `close`; where this process does if None.
 
     Attributes:
         rank: of this process.
@@ -109,7 +114,8 @@ class Couriers:
         self._address: tuple[str, int] | None = None
         self._token = ""
         with contextlib.ExitStack() as failed:
-            self.zygote = ZygoteClient([entry_point], environment, output, mpi=self.size > 1)
+            self._start_zygote = functools.partial(ZygoteClient, [entry_point], environment, output, mpi=self.size > 1)
+            self.zygote = self._start_zygote()
             failed.callback(self.close)
             if self.size > 1:
                 self._meet(environment, directory, host, timeout_s)
@@ -135,8 +141,7 @@ class Couriers:
             self._address = (address, int(number))
         except ValueError:
             raise WorldMismatch("rank 0 has said no address of a key-value store", found=told[:80]) from None
-        self._store = StoreClient(self._address, self._token)
-        self._store.ping(_left(end))
+        self._store = self._connect(end)
 
     def next_epoch(self, timeout_s: float) -> RunningCourier:
         """Have a courier forked that has a world of MPI with those of all other ranks, after the end of the last one.
@@ -151,13 +156,15 @@ class Couriers:
         Raises:
             DeadlineExceeded: ranks have not called it; ``ranks`` are those.
             CourierEnded: the courier has ended at once.
-            StoreLost: the zygote of rank 0 has ended.
-            ZygoteLost: the zygote of this rank has ended.
-            ZygoteRefused: it could not fork.
+            ZygoteLost: the zygote of this rank cannot start.
+            ZygoteRefused: it could not fork, or serve the store again.
         """
         end = time.monotonic() + timeout_s
-        self._end_courier(timeout_s)
-        self.zygote.ask(0, _left(end))  # a rank that could not fork does not say that it has come
+        try:
+            self._end_courier(timeout_s)
+            self.zygote.ask(0, _left(end))  # a rank that could not fork does not say that it has come
+        except ZygoteLost:
+            self._replace_zygote(end)
         name, nodes = self._agree(end, timeout_s)
         self._number += 1
         mine, its = socket.socketpair()
@@ -217,6 +224,38 @@ class Couriers:
         self._running.close()
         self._running = None
 
+    def _replace_zygote(self, end: float) -> None:
+        if self._running is not None:  # which the kernel kills; its shared memory can be removed only then
+            poll = select.poll()
+            poll.register(self._running.pidfd, select.POLLIN)
+            poll.poll(_left(end) * 1000)
+            self._running.close()
+            self._running = None
+        self.zygote.stop(0)
+        self.zygote = self._start_zygote()
+        if self.rank == 0 and self._address is not None:
+            self.zygote.serve(self._address[0], self.size, _left(end), self._address[1], self._token)
+        self.zygote.ask(0, _left(end))
+
+    def _connect(self, end: float) -> StoreClient:
+        """Connect to the store, which may just be on its way back."""
+        assert self._address is not None
+        pause_s = 0.005
+        while True:
+            store = StoreClient(self._address, self._token)
+            try:
+                store.ping(_left(end))
+                return store
+            except StoreLost:
+                store.close()
+                if time.monotonic() >= end:
+                    raise
+            except BaseException:
+                store.close()
+                raise
+            time.sleep(min(pause_s, _left(end)))
+            pause_s = min(2 * pause_s, 0.2)
+
     def _agree(self, end: float, timeout_s: float) -> tuple[str, tuple[int, ...]]:
         """Agree on the next epoch: its name, and the node of each rank."""
         number = self._number + 1
@@ -224,10 +263,16 @@ class Couriers:
             return new_epoch_name(number), (0,)
         prefix = f"launch/{number}"
         try:
-            self._store.put(f"{prefix}/node/{self.rank}", self._node, _left(end))
-            if self.rank == 0:
-                self._gather(prefix, end)
-            name, described = json.loads(self._store.get(f"{prefix}/all", _left(end)))
+            while True:
+                try:
+                    self._store.put(f"{prefix}/node/{self.rank}", self._node, _left(end))
+                    if self.rank == 0:
+                        self._gather(prefix, end)
+                    name, described = json.loads(self._store.get(f"{prefix}/all", _left(end)))
+                    break
+                except StoreLost:
+                    self._store.close()
+                    self._store = self._connect(end)
         except DeadlineExceeded as exceeded:
             missing = self._missing(f"{prefix}/node/")
             raise DeadlineExceeded(

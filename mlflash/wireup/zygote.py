@@ -11,7 +11,7 @@ with what is said here.
 
 | ``{"do": ...}`` | more fields                                      | the answer                              |
 |-----------------|--------------------------------------------------|-----------------------------------------|
-| ``"serve"``     | ``host`` ``ranks``                               | ``host``, ``port``, ``token``           |
+| ``"serve"``     | ``host`` ``port`` ``token`` ``ranks``            | ``host``, ``port``, ``token``           |
 | ``"fork"``      | ``epoch`` ``rank`` ``nodes`` ``store`` ``token`` | ``pid``, when it is forked              |
 |                 | ``entry`` ``up_s``; one descriptor, by           |                                         |
 |                 | SCM_RIGHTS                                       |                                         |
@@ -19,7 +19,8 @@ with what is said here.
 | ``"kill"``      | ``pid``                                          | ``running``: whether it still was       |
 | ``"end"``       |                                                  | nothing; no courier is forked after it  |
 
-``serve`` has it serve the key-value store of that many ranks, at one of this machine's addresses, until it ends.
+``serve`` has it serve the key-value store of that many ranks, at one of this machine's addresses, until it ends; with
+port 0 and token null it chooses both.
 ``nodes`` is a list of the node of each rank, ``store`` host (in figures) and port, ``entry`` one of the functions that
 were named. A courier whose trainer has ended, and that has not initialised MPI ``up_s`` seconds later, is killed: it
 may wait for ranks that never come. Where ``store`` is null the courier has no MPI, and its world is one rank. Unasked,
@@ -185,8 +186,8 @@ class Zygote:
                 case {"do": "fork", "epoch": str(), "rank": int(), "nodes": list(), "store": [str(), int()] | None,
                       "token": str(), "entry": str(), "up_s": int() | float()}:  # fmt: skip
                     return {"pid": self._fork(message)}
-                case {"do": "serve", "host": str(host), "ranks": int(ranks)}:
-                    return self._serve(host, ranks)
+                case {"do": "serve", "host": str(), "port": int(), "token": str() | None, "ranks": int()}:
+                    return self._serve(message["host"], message["port"], message["token"], message["ranks"])
                 case {"do": "ask", "pid": int(pid)}:
                     child = self._children.get(pid)
                     return {"running": child is not None, "mpi": child is not None and child.is_up}
@@ -205,12 +206,12 @@ class Zygote:
 
     # The key-value store
 
-    def _serve(self, host: str, ranks: int) -> dict[str, Any]:
+    def _serve(self, host: str, port: int, token: str | None, ranks: int) -> dict[str, Any]:
         if self._store is None:
             _allow_descriptors(_DESCRIPTORS_PER_RANK * ranks + _OTHER_DESCRIPTORS)
             # All ranks come at once, and those that were forked first send their token last.
             strangers = Limits.strangers + _DESCRIPTORS_PER_RANK * ranks
-            self._store = KeyValueStore(host, limits=Limits(strangers=strangers))
+            self._store = KeyValueStore(host, port, token, Limits(strangers=strangers))
         host, port = self._store.address
         return {"host": host, "port": port, "token": self._store.token}
 

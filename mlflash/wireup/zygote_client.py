@@ -112,7 +112,9 @@ class ZygoteClient:
         """Whether a courier has initialised MPI, as far as `step` has seen. Not collective."""
         return pid in self._up
 
-    def serve(self, host: str, ranks: int, timeout_s: float) -> tuple[tuple[str, int], str]:
+    def serve(
+        self, host: str, ranks: int, timeout_s: float, port: int = 0, token: str | None = None
+    ) -> tuple[tuple[str, int], str]:
         """Have the zygote serve the key-value store of a job until it ends, and give its address and token.
 
         Not collective: one rank of a job does it. A second time gives the same.
@@ -121,13 +123,16 @@ class ZygoteClient:
             host: an address of this machine that all ranks reach.
             ranks: how many there are.
             timeout_s: how long to wait, seconds; the first time, for the zygote's imports, too.
+            port: that of a store whose zygote has ended; 0 for any.
+            token: that of such a store; None for a new one.
 
         Raises:
             DeadlineExceeded: the zygote has not answered.
             ZygoteLost: it has ended.
             ZygoteRefused: the address cannot be served, or not so many ranks.
         """
-        answer = self._ask({"do": "serve", "host": host, "ranks": ranks}, timeout_s)
+        order = {"do": "serve", "host": host, "ranks": ranks, "port": port, "token": token}
+        answer = self._ask(order, timeout_s)
         return (answer["host"], answer["port"]), answer["token"]
 
     def fork(

@@ -130,10 +130,10 @@ def test_hydra_that_does_not_say_which_rank_a_process_is_gets_no_job_of_single_r
 
 
 def test_ranks_that_only_know_a_port_meet_beside_it(job: Job) -> None:
-    job.plain(3, do="epochs", epochs=3)
+    job.plain(3, do="epochs", epochs=3, nodes=[7, 7, 9])
     assert job.wait() == [0] * 3
     for one in check(job, 3, 3, "torchrun"):
-        assert "torch" not in one["modules"] and one["nodes"] == [0, 0, 0]
+        assert "torch" not in one["modules"] and one["nodes"] == [0, 0, 1], "which were emulated"
 
 
 def test_ranks_meet_by_the_store_of_torch_distributed(job: Job) -> None:
@@ -175,7 +175,19 @@ def test_who_has_not_come_is_named_and_a_late_rank_is_waited_for_again(job: Job)
     for one in job.said(0, 2):
         assert "all ranks to start epoch 2 of their couriers: 1 of 3 have not come" in one["error"]
         assert one["ranks"] == [1]
-    assert [(job.folder / f"total-{rank}").read_text() for rank in range(3)] == ["3"] * 3
+    for rank in range(3):
+        total, segments = json.loads((job.folder / f"total-{rank}").read_text())
+        assert total == 3 and not [name for name in segments if (SHM / name).exists()]
+
+
+def test_a_killed_zygote_is_replaced_by_the_next_epoch_that_of_rank_0_and_its_store_too(job: Job) -> None:
+    path = find_mpiexec()[0]
+    job.start([path, "-launcher", "fork", "-n", "2", sys.executable], {}, do="zygotes_killed", killed=[1, 0, 0, 1])
+    assert job.wait() == [0]
+    said = job.said(0, 1)
+    assert [len(set(one["pids"][1::2])) for one in said] == [3, 3], "zygotes of each rank"
+    until(lambda: not [pid for one in said for pid in one["pids"] if lives(pid)], "no process is left")
+    assert not [name for one in said for name in one["segments"] if (SHM / name).exists()]
 
 
 @pytest.mark.slow
