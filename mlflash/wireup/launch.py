@@ -60,7 +60,7 @@ class RunningCourier:
     pidfd: int
 
     def close(self) -> None:
-        """Close the socket and the pidfd. Not collective."""
+        """Close the socket and the pidfd, once: `Couriers` does so before the next epoch. Not collective."""
         self.trainer.close()
         os.close(self.pidfd)
 
