@@ -325,6 +325,9 @@ class Checkpointer:
         Not collective.
         """
         report: dict[str, Any] = self._courier.ask(Report())
+        if self.enabled:
+            mine = self._trainer.recorder
+            report["counts"], report["seconds"] = mine.together(report["counts"], report["seconds"])
         return report
 
     # Ending

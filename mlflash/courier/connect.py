@@ -17,6 +17,10 @@ from ..protocol.messages import Start, Started
 from ..protocol.ranks import Ranks
 from ..protocol.torch_rank import check_torch_rank, replicas_of
 from ..protocol.trainer_context import TrainerContext
+from ..telemetry.event_log import EventLog
+from ..telemetry.heartbeat import RankFacts, TrainerHeartbeat, read_heartbeats
+from ..telemetry.prometheus_metrics import Metrics
+from ..telemetry.recorder import TrainerRecorder
 from .in_thread import CourierThread
 from .session import Session
 
@@ -48,7 +52,8 @@ def connect(config: Config, comm: Any, process_group: Any, replicated: Any = Non
     session = Session(config, world, jobs, lambda drain: drains.began(drain))
     courier = CourierThread(jobs, session)
     try:
-        started: Started = courier.call(Start(problem, replicas, domains))
+        start = os.urandom(8).hex()
+        started: Started = courier.call(Start(problem, replicas, domains, start))
         memory = NodeDirectory(config.memory, config.job, started.emulated_node, make=False, top=started.top)
     except BaseException:
         courier.stop(abandon=True)
@@ -56,8 +61,22 @@ def connect(config: Config, comm: Any, process_group: Any, replicated: Any = Non
     ranks = Ranks(courier, started.rank, started.topology, process_group)
     drains = Drains(courier, ranks, config.directory is not None)
     slots = OwnSlots(memory, started.slots, session.context.pool.mapped)
-    trainer = TrainerContext(config, courier, ranks, memory, slots, CopyThreads(started.copy_threads),
-                             session.context.recorder, started.sharing)  # fmt: skip
+    recorder = _recorder(config, ranks, memory, start, started, session.context.recorder.events)
+    session.context.recorder.flush = recorder.flush
+    trainer = TrainerContext(config, courier, ranks, memory, slots, CopyThreads(started.copy_threads), recorder,
+                             started.sharing)  # fmt: skip
     slots.update(started.files)
     session.attach(trainer)
     return trainer, drains, started
+
+
+def _recorder(config: Config, ranks: Ranks, memory: NodeDirectory, start: str, started: Started, events: EventLog
+              ) -> TrainerRecorder:  # fmt: skip
+    local_rank = ranks.topology.ranks_on[ranks.node_index].index(ranks.rank)
+    run = os.environ.get("MLFLASH_RUN", "")
+    facts = RankFacts(ranks.rank, ranks.size, local_rank, ranks.node_name, run, start)
+    metrics = None
+    if config.metrics and not local_rank:  # the first rank of each node shows those of all
+        node = started.emulated_node
+        metrics = Metrics(config.metrics, config.job, lambda: read_heartbeats(config.memory, config.job, node))
+    return TrainerRecorder(ranks.rank, TrainerHeartbeat(memory, facts), events, metrics)

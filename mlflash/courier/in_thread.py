@@ -62,3 +62,4 @@ class CourierThread:
 
     def leave(self) -> None:
         self._jobs.leave()
+        self.session.context.recorder.leave()

@@ -98,6 +98,7 @@ class Session:
             abandon: the courier may still be inside of MPI, with the slots as its buffers.
         """
         if hasattr(self, "context"):
+            self.context.recorder.end()
             if not abandon:
                 self.context.pool.close()
             self.context.memory.close()
@@ -108,7 +109,7 @@ class Session:
 
     def _start(self, start: asked.Start) -> Started:
         world = self._world
-        self.context = context = make(self._config, world, start.problem, start.replicas, start.domains)
+        self.context = context = make(self._config, world, start.problem, start.replicas, start.domains, start.start)
         self._drains = DrainQueue(self._config, context, self._jobs, self._told_drain)
         self._commits = Commits(context, self._drains, lambda home: heal_or_remember(context, home))
         self._report = RankReport(context, self._drains)
@@ -129,7 +130,7 @@ class Session:
         }
         pool, threads = context.pool, context.copy_threads.threads
         return Started(world.rank, world.topology, world.emulated_node, context.memory.top, len(pool.own), threads,
-                       context.unusable, pool.news(), context.sharing)  # fmt: skip
+                       context.unusable, pool.news(), context.sharing, context.run_id.hex()[:8])  # fmt: skip
 
     def _settle_shared(self, message: asked.SettleShared, state: Shareable) -> None:
         self.context.settle_shared(message.held, state)

@@ -15,7 +15,7 @@ class Failure:
     """The end of a start.
 
     Attributes:
-        last_beat: when a rank got on last, Unix time.
+        last_beat: when the training of a rank got on last, Unix time.
         noticed: when it was found out, and what was left ended.
         saved: the last step that a rank had handed to a save; None: none, or nobody knows.
     """

@@ -14,7 +14,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ..errors import LaunchFailed
-from ..telemetry.heartbeat import SHOW_STACKS, why_unread
+from ..telemetry.heartbeat import SHOW_STACKS
+from ..telemetry.heartbeat_format import has_own_courier, is_without_courier, why_unread
 from ..version import __version__
 from .downtime import Heartbeat
 from .launch_system import Launcher
@@ -100,6 +101,10 @@ class Looks:
             told, unread = {}, [f"the nodes cannot be looked at: {error}"]
         except Exception as error:  # a mistake of ours must not be the end of the job, and not be silent
             told, unread = {}, [f"the nodes cannot be looked at: {error!r}"]
+        unread += [
+            f"{host}: the courier of rank {one['rank']} (pid {one['courier_pid']}) died, and its trainer goes on"
+            for host, document in told.items() for one in document["heartbeats"] if is_without_courier(one)
+        ]  # fmt: skip
         for text in unread:
             if text not in self._warned:
                 log.warning("%s", text)
@@ -142,12 +147,13 @@ class Looks:
         ]
 
     def show_stacks(self, hosts: Sequence[str], run: str) -> None:
-        """Have every rank of a start print where each of its threads is."""
+        """Have every rank of a start print where each of its threads is, and its courier the same."""
         for host in hosts:
             heartbeats = self._said[host]["heartbeats"] if host in self._said else []
-            if pids := [
-                str(heartbeat["pid"]) for heartbeat in heartbeats if heartbeat["run"] == run and heartbeat["alive"]
-            ]:
+            mine = [heartbeat for heartbeat in heartbeats if heartbeat["run"] == run]
+            pids = [str(one["pid"]) for one in mine if one["alive"]]
+            pids += [str(one["courier_pid"]) for one in mine if has_own_courier(one) and one["courier_alive"]]
+            if pids:
                 try:
                     self._launcher.on_each([host], ["kill", f"-{SHOW_STACKS}", *pids], LOOK_S)
                 except LaunchFailed as error:
@@ -194,7 +200,7 @@ class Watch:
         self._suspects = ""
 
     def hangs(self) -> bool:
-        """Whether no rank got on for too long."""
+        """Whether no trainer got on for too long: that couriers get on is no progress of the training."""
         last_beat = max(
             (float(heartbeat["beat"]) for heartbeat in self._looks.heartbeats(self._run)), default=self._begun
         )

@@ -29,9 +29,8 @@ class History:
         heartbeats = [heartbeat for heartbeat in look.heartbeats if heartbeat["committed"] == step]
         self.stalls.append(max(float(heartbeat.get("stall_s", 0.0)) for heartbeat in heartbeats))
         self.commits.append(max(float(heartbeat.get("commit_s", 0.0)) for heartbeat in heartbeats))
-        self._times.append(
-            (max(float(heartbeat["beat"]) for heartbeat in heartbeats), min(int(p.get("saves", 0)) for p in heartbeats))
-        )
+        when = max(float(heartbeat.get("courier_beat") or heartbeat["beat"]) for heartbeat in heartbeats)
+        self._times.append((when, min(int(p.get("saves", 0)) for p in heartbeats)))
 
     @property
     def every_s(self) -> float | None:

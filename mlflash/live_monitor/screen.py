@@ -11,12 +11,15 @@ from rich.text import Text
 
 from ..command_line.output import new_table
 from ..human_readable.units import show_bytes, show_seconds
-from ..human_readable.wording import many
+from ..human_readable.wording import many, named
+from ..telemetry.heartbeat_format import is_without_courier
 from .history import History, committed, spark
 from .rank_status import Heartbeat, Look
 
 _QUIET_S = 60.0  # without a beat, from which on that is worth a colour
-_STYLES = {"training": "green", "starting": "cyan", "ended": "dim", "failed": "red", "gone": "bold red"}
+_STYLES = {"training": "green", "starting": "cyan", "ended": "dim", "no courier": "bold yellow", "failed": "red",
+           "gone": "bold red"}  # fmt: skip
+_WORST = ("gone", "failed", "no courier", "starting", "training", "ended")
 _UNREAD = 3  # of them are said
 _AROUND = 12  # lines that are not ranks
 
@@ -43,11 +46,17 @@ def page(job: str, look: Look, history: History, width: int = 80, height: int = 
 
 
 def state_of(heartbeat: Heartbeat) -> str:
-    """How a rank is, in a word: training, starting, ended, failed, or gone (its process died without a word)."""
+    """How a rank is, in a word or two.
+
+    Training, starting, ended, failed, gone (its process died without a word), or "no courier": its courier died
+    without a word, and the training goes on.
+    """
     if heartbeat["state"] != "started":
         return str(heartbeat["state"])
     if not heartbeat["alive"]:
         return "gone"
+    if is_without_courier(heartbeat):
+        return "no courier"
     return "starting" if heartbeat["saved"] is None and heartbeat["restored"] is None else "training"
 
 
@@ -140,11 +149,11 @@ def _table(look: Look, what: str, lines: Sequence[tuple[str, str, Sequence[Heart
 
 def _cells(look: Look, heartbeats: Sequence[Heartbeat]) -> list[Text]:
     states = [state_of(heartbeat) for heartbeat in heartbeats]
-    worst = next(state for state in ("gone", "failed", "starting", "training", "ended") if state in states)
+    worst = next(state for state in _WORST if state in states)
     count = states.count(worst)
     text = worst if count == len(heartbeats) else f"{count} {worst}"
     quiet = look.at - min(float(heartbeat["beat"]) for heartbeat in heartbeats)
-    alive = worst in ("training", "starting")
+    alive = worst in ("training", "starting", "no courier")
     return [
         Text(text, style=_STYLES[worst]),
         Text(_step(heartbeats, "saved")),
@@ -175,6 +184,9 @@ def _warnings(look: Look) -> list[str]:
     found += look.unread[:_UNREAD]
     if look.silent:
         found.append(f"no answer from {', '.join(look.silent)}")
+    if lost := [heartbeat for heartbeat in look.heartbeats if is_without_courier(heartbeat)]:
+        ranks = named([int(heartbeat["rank"]) for heartbeat in lost])
+        found.append(f"training goes on without a courier on {ranks}: what is saved is not committed; the log says why")
     if failed := sum(int(heartbeat.get("failed", 0)) for heartbeat in look.heartbeats if heartbeat["rank"] == 0):
         found.append(f"{many(failed, 'save')} of this run did not become checkpoints; the log says why")
     seen = {heartbeat["node"] for heartbeat in look.heartbeats}

@@ -65,7 +65,7 @@ class JobHistory:
     @property
     def ended(self) -> float:
         """The last event, Unix seconds."""
-        return max(launch.last for launch in self.launches)
+        return max(launch.events[-1].time for launch in self.launches)
 
     @property
     def steps_lost(self) -> int:

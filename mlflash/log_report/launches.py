@@ -86,12 +86,12 @@ class Launch:
     Attributes:
         run: its id.
         events: all of it, ordered by time.
-        began, last: its first and its last sign.
+        began, last: its first sign, and the last one of its training.
         started: what the lowest rank said at its start; None: that is missing.
         ranks: how many it had.
         nodes: their names, in order.
         places: rank → node, of the ranks that were heard of.
-        signs: rank → when it was heard of for the last time.
+        signs: rank → when its training was heard of for the last time.
         ends: rank → "ended" or "failed", for the ranks that could say so.
         stretches: of training; at least one.
         followed: whether there is a later launch.
@@ -163,7 +163,8 @@ def _launch(run: str, events: list[Event]) -> Launch:
     started: Event | None = None
     for event in events:
         places.setdefault(event.rank, event.node)
-        signs[event.rank] = event.time
+        if event.is_sign:
+            signs[event.rank] = event.time
         if event.kind == "end":
             ends[event.rank] = "failed" if event.text("state") == "failed" else "ended"
         elif event.kind == "start" and (started is None or event.rank < started.rank):
@@ -172,7 +173,7 @@ def _launch(run: str, events: list[Event]) -> Launch:
     # A rank of a file that was written by hand may be on two nodes.
     nodes = tuple(dict.fromkeys([*told, *(places[rank] for rank in sorted(places)), *(one.node for one in events)]))
     ranks = max(0 if started is None else started.count("ranks"), len(places))
-    began, last = min(event.began for event in events), events[-1].time
+    began, last = min(event.began for event in events), max(signs.values(), default=events[-1].time)
     return Launch(run, events, began, last, started, ranks, nodes, places, signs, ends, _stretches(events, began, last))
 
 

@@ -23,6 +23,7 @@ _NEEDED = {
     "memory": ("nbytes",), "warning": (), "end": (),
 }  # fmt: skip
 _PLAIN = frozenset(("save", "protect", "memory"))  # the most frequent ones: nothing else of them is kept
+_COURIERS: Mapping[str, Any] = {"by": "courier"}
 _BEGIN = b'{"event":'
 _LATEST_S = 253_402_300_800.0  # the year 10000: no calendar has it
 _MOST_RANKS = 10_000_000
@@ -59,6 +60,11 @@ class Event:
     def began(self) -> float:
         """When it began, Unix seconds."""
         return self.time - self.seconds
+
+    @property
+    def is_sign(self) -> bool:
+        """Whether it is a sign of the training: a courier that is a process of its own may go on without it."""
+        return self.more.get("by") != "courier"
 
     def text(self, name: str) -> str:
         """A field as text; "" where it is missing or null."""
@@ -191,7 +197,7 @@ def _understand(document: dict[str, Any]) -> Event | None:
         return None
     seconds = round(seconds, 9)  # less than a nanosecond is no time, and nothing can be divided by it
     intern = sys.intern
-    more = {} if kind in _PLAIN else document
+    more = document if kind not in _PLAIN else _COURIERS if document.get("by") == "courier" else {}
     return Event(intern(kind), time, intern(run[:80]), rank, intern(node[:200]), seconds, step, nbytes, more)
 
 

@@ -88,7 +88,7 @@ def rows(launches: Sequence[Launch], most: int = MOST_ROWS) -> list[Row]:
         for event in launch.events:
             at = row_of[event.node, event.rank]
             life = lives.setdefault(at, Life(number, event.began, event.time))
-            life.began, life.ended = min(life.began, event.began), max(life.ended, event.time)
+            life.began, life.ended = min(life.began, event.began), max(life.ended, event.time * event.is_sign)
             if event.kind in LANES or event.kind in ("commit", "restore"):
                 again[event.rank, event.kind, event.step] += 1
                 turn = again[event.rank, event.kind, event.step]

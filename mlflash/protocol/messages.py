@@ -37,11 +37,13 @@ class Start(Message):
         replicas: the ranks that hold the same state as this one, ascending, and the patterns of names of what they hold
             alike; None: nobody has said so.
         domains: where the nodes stand; see `failure_domains.from_argument`.
+        start: names this trainer; see `heartbeat.RankFacts`.
     """
 
     problem: MlflashError | None
     replicas: tuple[Sequence[int], Sequence[str]] | None
     domains: Any
+    start: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +59,7 @@ class Started:
         unusable: whether memory has what was committed, and cannot give it back as far as its headers tell.
         files: of the own slots.
         sharing: see there.
+        run: names this run in events.
     """
 
     rank: int
@@ -68,6 +71,7 @@ class Started:
     unusable: bool
     files: Sequence[SlotFile]
     sharing: SharingNews
+    run: str
 
 
 @dataclasses.dataclass(frozen=True)

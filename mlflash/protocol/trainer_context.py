@@ -11,7 +11,7 @@ from ..memory.node_directory import NodeDirectory
 from ..memory.own_slots import OwnSlots, SlotFile, SlotId
 from ..redundancy.shareable_leaves import SharingNews, key_of
 from ..state.leaves import Leaf
-from ..telemetry.recorder import Recorder
+from ..telemetry.recorder import TrainerRecorder
 from .client import Client
 from .ranks import Ranks
 
@@ -27,7 +27,7 @@ class TrainerContext:
         memory: this node's directory.
         slots: this rank's own.
         copy_threads: threads for copies and checks.
-        recorder: told what happens to this rank.
+        recorder: told what the trainer knows of this rank.
         sharing: what ranks share.
         is_unhealed: whether the restored step has no full redundancy yet.
     """
@@ -38,7 +38,7 @@ class TrainerContext:
     memory: NodeDirectory
     slots: OwnSlots
     copy_threads: CopyThreads
-    recorder: Recorder
+    recorder: TrainerRecorder
     sharing: SharingNews = dataclasses.field(default_factory=SharingNews)
     is_unhealed: bool = False
 

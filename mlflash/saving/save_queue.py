@@ -339,6 +339,8 @@ class SaveQueue:
     def raise_what_failed(self) -> None:
         """Forget the snapshots that have ended; with ``strict``, raise what failed, once."""
         wrong = [s for s in self._pending if s.error is not None and not s.reported]
+        if any(s.done and (s.error is None or s.skipped) for s in self._pending):
+            self._recorder.caught_up()
         self._pending = [s for s in self._pending if not s.done]
         for snapshot in wrong:
             snapshot.reported = True

@@ -26,7 +26,7 @@ from ..redundancy.deduplication import Share
 from ..redundancy.protection import Protection
 from ..redundancy.replicated_tensors import ReplicatedTensors
 from ..redundancy.shareable_leaves import Shareable, SharingNews
-from ..telemetry.recorder import Recorder
+from ..telemetry.recorder import CourierRecorder
 from . import earlier_runs
 from .choose_checkpoint import Choice
 from .grow_slots import make_room, needs_room
@@ -52,7 +52,7 @@ class Context:
 
     Attributes:
         domains: where the nodes stand, as far as that is known.
-        recorder: told what happens to this rank.
+        recorder: told what the courier knows of this rank.
         copy_threads: threads for copies and checks.
         pace: how fast the courier sends while training goes on.
         replicas: compares tensors between ranks that hold the same ones, where the user said so.
@@ -78,7 +78,7 @@ class Context:
     protection: Protection
     domains: Domains | None
     pool: SlotPool
-    recorder: Recorder
+    recorder: CourierRecorder
     copy_threads: CopyThreads
     pace: SendRate
     replicas: ReplicatedTensors | None = None

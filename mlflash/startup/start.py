@@ -26,9 +26,8 @@ from ..redundancy import erasure_codes
 from ..redundancy.protection import Protection
 from ..redundancy.replicated_tensors import ReplicatedTensors
 from ..telemetry.event_log import EventLog, file_of_node
-from ..telemetry.heartbeat import Heartbeat, read_heartbeats
-from ..telemetry.prometheus_metrics import Metrics
-from ..telemetry.recorder import Recorder
+from ..telemetry.heartbeat import CourierHeartbeat, RankFacts
+from ..telemetry.recorder import CourierRecorder
 from . import earlier_runs
 from .context import Context, losses_of
 
@@ -38,7 +37,8 @@ _NAMED = 3  # hosts or domains named in a warning
 
 
 def make(config: Config, world: World, problem: MlflashError | None = None,
-         replicas: tuple[Sequence[int], Sequence[str]] | None = None, domains: Any = None) -> Context:  # fmt: skip
+         replicas: tuple[Sequence[int], Sequence[str]] | None = None, domains: Any = None, start: str = ""
+         ) -> Context:  # fmt: skip
     """Connect the ranks, lock the job, look what earlier runs left, and take their files over.
 
     Collective over comm.
@@ -49,6 +49,7 @@ def make(config: Config, world: World, problem: MlflashError | None = None,
         problem: why this rank cannot take part; it is raised on all.
         replicas: the ranks that hold the same state as this one, and the patterns of names of what they hold alike.
         domains: see `find_domains`.
+        start: names this rank's trainer; see `heartbeat.RankFacts`.
 
     Raises:
         ConfigError: on all ranks, where replicas or domains make no sense.
@@ -80,15 +81,16 @@ def make(config: Config, world: World, problem: MlflashError | None = None,
             world.free()
         raise
     try:
-        return _assemble(config, world, held[0], alike, known)
+        return _assemble(config, world, held[0], alike, known, start)
     except BaseException:
         held[0].close()
         raise
 
 
 def _assemble(
-    config: Config, world: World, memory: NodeDirectory, replicas: ReplicatedTensors | None, known: Domains | None
-) -> Context:
+    config: Config, world: World, memory: NodeDirectory, replicas: ReplicatedTensors | None, known: Domains | None,
+    start: str,
+) -> Context:  # fmt: skip
     """Take over what earlier runs left. Collective over the world."""
     left = earlier_runs.look(config, world, memory)
     recorded = [group.ranks for group in left.choice.parity] if left.choice is not None else []
@@ -101,7 +103,7 @@ def _assemble(
     copy_threads = copy_threads_of(config.copy_threads, world.size if world.emulated else world.local_size, world.agree)
     pace = SendRate(config.send_rate, config.max_slowdown, config.timeout_s)
     run_id: bytes = world.broadcast(os.urandom(16), 0)
-    recorder = world.on_all(lambda: _recorder(config, world, memory, run_id.hex()[:8]))
+    recorder = world.on_all(lambda: _recorder(config, world, memory, run_id.hex()[:8], start))
     context = Context(config, world, memory, protection, known, pool, recorder, copy_threads, pace, replicas, run_id)
     if protection.transport == "rma" and world.world is not None:
         world.poke = Poke(world)
@@ -127,20 +129,13 @@ def _claim(config: Config) -> str:
         return ""
 
 
-def _recorder(config: Config, world: World, memory: NodeDirectory, run: str) -> Recorder:
-    heartbeat = Heartbeat(
-        memory, world.rank, world.size, world.local_rank, world.node_name, os.environ.get("MLFLASH_RUN", "")
+def _recorder(config: Config, world: World, memory: NodeDirectory, run: str, start: str) -> CourierRecorder:
+    facts = RankFacts(
+        world.rank, world.size, world.local_rank, world.node_name, os.environ.get("MLFLASH_RUN", ""), start
     )
     file = file_of_node(config.log, world.node_index) if config.log else None
     events = EventLog(file, run=run, rank=world.rank, node=world.node_name)
-    return Recorder(world.rank, heartbeat, events, _metrics(config, world))
-
-
-def _metrics(config: Config, world: World) -> Metrics | None:
-    """Show the metrics of this node, where that is wanted: its first rank does."""
-    if not config.metrics or world.local_rank:
-        return None
-    return Metrics(config.metrics, config.job, lambda: read_heartbeats(config.memory, config.job, world.emulated_node))
+    return CourierRecorder(world.rank, CourierHeartbeat(memory, facts), events)
 
 
 def _say_what_is_made(placement: Placement, names: Sequence[str], part: bool = False) -> None:

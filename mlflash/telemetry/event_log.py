@@ -27,7 +27,7 @@ class EventLog:
 
     Args:
         path: the file of this node, see `file_of_node`; None: nothing is written.
-        common: fields of each event: run, rank and node.
+        common: fields of each event: run, rank and node; ``by="courier"`` for a courier that is a process of its own.
     """
 
     def __init__(self, path: str | None, **common: Any):
@@ -109,9 +109,16 @@ class EventLog:
 
 
 def _write_whole(fd: int, lines: bytes) -> None:
-    """In one write as a rule, as ranks of one node append to one file."""
+    """Write each line in one write: ranks of one node, and their couriers, append to one file.
+
+    Where only a part was taken the line that was cut is written once more, whole: another process may be in between.
+    """
     while lines:
-        lines = lines[os.write(fd, lines) :]
+        taken = os.write(fd, lines)
+        whole = lines.rfind(b"\n", 0, taken) + 1
+        # Where not one line was taken none ever would be: then the rest follows.
+        is_cut = 1 < whole < taken < len(lines) and lines[taken : taken + 1] != b"\n"
+        lines = b"\n" + lines[whole:] if is_cut else lines[taken:]
 
 
 def file_of_node(path: str, node_index: int) -> str:

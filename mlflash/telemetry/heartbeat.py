@@ -2,14 +2,15 @@
 
 `mlflash run` reads it to tell training that goes on from training that hangs, and a run that came to its end from one
 that did not: launchers of MPI return 0 after a lost node. `mlflash top` and metrics show it. It is written by plain
-writes to memory, whatever MPI does.
+writes to memory, whatever MPI does. The trainer and the courier of a rank each write a part of it, also where the other
+is dead: see `heartbeat_format`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import faulthandler
-import json
 import logging
 import os
 import signal
@@ -22,45 +23,48 @@ from typing import Any, NamedTuple
 from ..errors import UnsafePath
 from ..memory.node_directory import NodeDirectory, emulated_nodes, jobs_of
 from ..version import __version__
+from .heartbeat_format import FORMAT, PART_NBYTES, carried_on, courier_part, encode, together, trainer_part
 
 log = logging.getLogger("mlflash")
 
 SHOW_STACKS = signal.SIGRTMIN + 7
-"""The signal at which a rank that `mlflash run` has started prints where each of its threads is."""
+"""The signal at which trainer and courier of a rank that `mlflash run` has started print where each thread is."""
 
-_NBYTES = 4096  # written at once, so that a reader never finds half of two
 _LETTERS = 512  # of a text, each of which may take six bytes
-_STATES = ("started", "ended", "failed")
-# What each heartbeat says, and what it may say besides: who reads it need not look.
-_ALWAYS: dict[str, Any] = {
-    "run": str, "rank": int, "ranks": int, "node": str, "pid": int, "state": str, "restored": int | None, "source": str,
-    "saved": int | None, "committed": int | None, "times": dict, "beat": int | float,
-}  # fmt: skip
-_NUMBERS = ("drained", "stall_s", "protect_s", "commit_s", "stalled_s", "nbytes", "held", "saves", "failed", "nodes")
 
 
-class Heartbeat:
-    """The file of this rank; not collective.
+@dataclasses.dataclass(frozen=True)
+class RankFacts:
+    """Whose heartbeat it is: plain values, which the trainer makes and tells its courier.
 
-    Args:
-        memory: where it is.
+    Attributes:
         rank, size, local_rank: of the world.
         node: name of the node.
         run: which start of `mlflash run` this is; "" without it.
+        start: names this trainer and its Checkpointer: what couriers of others have left in the file is passed over.
     """
 
-    def __init__(self, memory: NodeDirectory, rank: int, size: int, local_rank: int, node: str, run: str):
-        self._lock = threading.Lock()  # the courier writes, too
-        self._fd = _open(memory, f"pulse-{local_rank:04d}")
+    rank: int
+    size: int
+    local_rank: int
+    node: str
+    run: str
+    start: str = dataclasses.field(default_factory=lambda: os.urandom(8).hex())
+
+
+class _Part:
+    """What one process of a rank says, in its part of the file; not collective."""
+
+    def __init__(self, memory: NodeDirectory, facts: RankFacts, at: int):
+        self._lock = threading.Lock()  # a courier that is a thread writes, too
+        self._fd, self._at = _open(memory, f"pulse-{facts.local_rank:04d}"), at
         self._over = False
         self._said: dict[str, Any] = {
-            "run": run, "rank": rank, "ranks": size, "node": node, "pid": os.getpid(), "state": "started",
-            "restored": None, "source": "", "saved": None, "committed": None, "times": {},
-            "version": __version__,
+            "format": FORMAT, "version": __version__, "start": facts.start, "rank": facts.rank, "pid": os.getpid(),
+            "state": "started", "times": {},
         }  # fmt: skip
-        if run:
+        if facts.run:
             faulthandler.register(SHOW_STACKS, sys.__stderr__ or 2)
-        self.beat("made")
 
     @property
     def is_over(self) -> bool:
@@ -68,26 +72,28 @@ class Heartbeat:
         return self._over
 
     def note(self, **news: Any) -> None:
-        """Have something new to say with the next beat."""
+        """Have something new to say with what is written next."""
         with self._lock:
             self._said.update(_short(news))
 
-    def beat(self, event: str, **news: Any) -> None:
-        """Say that the training gets on, and what is new; the first time of each event stays."""
+    def beat(self, event: str = "", **news: Any) -> None:
+        """Say that this process gets on, and what is new; the first time of each event stays."""
         with self._lock:
             if self._fd < 0:
                 return
             now = round(time.time(), 3)
-            self._said["times"].setdefault(event, now)
+            if event:
+                self._said["times"].setdefault(event, now)
             self._said.update(_short(news), beat=now)
-            text = json.dumps(self._said, separators=(",", ":")).encode()
-            # No `try` here: CPython releases no lock for what is raised on that very line, as the tests do.
-            with contextlib.suppress(OSError):  # the memory is full: `_open` said so
-                os.pwrite(self._fd, text.ljust(_NBYTES), 0)
+            self._write()
 
-    def end(self, state: str) -> None:
-        """Say the last word: "ended", or "failed". May be called twice; the first one counts."""
-        self.beat(state, state=state)
+    def _write(self) -> None:
+        text = encode(self._said)
+        # No `try` here: CPython releases no lock for what is raised on that very line, as the tests do.
+        with contextlib.suppress(OSError):  # the memory is full: `_open` said so
+            os.pwrite(self._fd, text, self._at)
+
+    def _close(self) -> None:
         with self._lock:
             if self._fd >= 0:
                 os.close(self._fd)
@@ -100,6 +106,59 @@ class Heartbeat:
             os.close(fd)
 
 
+class TrainerHeartbeat(_Part):
+    """What the trainer of this rank says: its beat is the progress of the training. Not collective.
+
+    Args:
+        memory: where it is.
+        facts: of this rank.
+    """
+
+    def __init__(self, memory: NodeDirectory, facts: RankFacts):
+        super().__init__(memory, facts, 0)
+        self._said |= {"run": facts.run, "ranks": facts.size, "node": facts.node, "restored": None, "source": "",
+                       "saved": None}  # fmt: skip
+        self.beat("made")
+
+    def flush(self) -> None:
+        """Write what was noted, as of the last beat: the training gets on by itself only."""
+        with self._lock:
+            if self._fd >= 0:
+                self._write()
+
+    def end(self, state: str) -> None:
+        """Say the last word: "ended", or "failed". May be called twice; the first one counts."""
+        self.beat(state, state=state)
+        self._close()
+
+
+class CourierHeartbeat(_Part):
+    """What the courier of this rank says; it goes on when the trainer is dead. Not collective.
+
+    A courier that follows another one of the same trainer goes on from what that one has said.
+
+    Args:
+        memory: where it is.
+        facts: of this rank.
+
+    Attributes:
+        before: what the courier before it has said, by name; empty where there was none.
+    """
+
+    def __init__(self, memory: NodeDirectory, facts: RankFacts):
+        super().__init__(memory, facts, PART_NBYTES)
+        self.before: dict[str, Any] = {}
+        with contextlib.suppress(OSError):  # nothing is there, or it could not be opened
+            self.before = carried_on(courier_part(os.pread(self._fd, PART_NBYTES, self._at)), facts.start, facts.rank)
+        self._said |= {"committed": None, "saves": 0, "failed": 0} | self.before
+        self.beat()
+
+    def end(self) -> None:
+        """Say that it goes, and did not die. May be called twice."""
+        self.beat(state="ended")
+        self._close()
+
+
 def _open(memory: NodeDirectory, name: str) -> int:
     """Open the file of a rank, with room for all it will ever say; -1 where that cannot be: training goes on."""
     try:
@@ -108,7 +167,7 @@ def _open(memory: NodeDirectory, name: str) -> int:
         log.warning("this rank cannot say how it gets on, to mlflash run and top: %s", error)
         return -1
     try:
-        os.posix_fallocate(fd, 0, _NBYTES)
+        os.posix_fallocate(fd, 0, 2 * PART_NBYTES)
     except OSError as error:
         log.warning("this rank cannot say how it gets on, to mlflash run and top, as long as %s is full: %s",
                     memory.path, error)  # fmt: skip
@@ -135,24 +194,6 @@ class Heard(NamedTuple):
     unread: list[str]
 
 
-def why_unread(said: object) -> str:
-    """Why what a rank has said of itself cannot be read; "" where it can."""
-    if not isinstance(said, dict):
-        return "cannot be read: it is no heartbeat"
-    wrong = [name for name, kind in _ALWAYS.items() if not isinstance(said.get(name, ...), kind)]
-    wrong += [name for name in _NUMBERS if not isinstance(said.get(name), int | float | None)]
-    if not wrong:
-        times = said["times"]
-        wrong += ["state"] * (said["state"] not in _STATES)
-        wrong += ["times"] * (not all(isinstance(when, int | float) for when in times.values()))
-        wrong += ["times"] * (said["restored"] is not None and "restored" not in times)
-    if not wrong:
-        return ""
-    version = said.get("version")
-    by = f"version {version}" if isinstance(version, str) else "a version that does not say which it is"
-    return f"cannot be read: written by {by} (this is {__version__}; {', '.join(wrong[:3])})"
-
-
 def read_heartbeats(memory: str, job: str, node: int | None) -> Heard:
     """Read what the ranks of a node say, and whether each is alive; nothing where the job has no memory there.
 
@@ -169,11 +210,10 @@ def read_heartbeats(memory: str, job: str, node: int | None) -> Heard:
     try:
         heard = Heard([], [])
         for name in held.pulse_names():
-            said = read_heartbeat(held, name)
-            if isinstance(said, str):
-                heard.unread.append(f"{held.path}/{name} {said}")
-            elif said is not None:
-                heard.heartbeats.append(said | {"alive": _is_alive(said["pid"])})
+            said, unread = read_heartbeat(held, name)
+            heard.unread.extend(f"{held.path}/{name} {text}" for text in unread)
+            if said is not None:
+                heard.heartbeats.append(said)
         return heard
     finally:
         held.close()
@@ -204,23 +244,29 @@ def _is_alive(pid: int) -> bool:
         return False
 
 
-def read_heartbeat(memory: NodeDirectory, name: str) -> dict[str, Any] | str | None:
-    """Read the file of some rank, or say why it cannot be read; None where it is gone, or empty. Not collective."""
+def read_heartbeat(memory: NodeDirectory, name: str) -> tuple[dict[str, Any] | None, list[str]]:
+    """Read the file of some rank. Not collective.
+
+    Returns:
+        What its trainer and its courier say together, see `heartbeat_format.together`; None where the trainer's part is
+        gone, blank, or cannot be read. And, in words, why parts cannot be read.
+    """
     try:
         fd = memory.open(name, os.O_RDONLY)
     except FileNotFoundError:
-        return None
+        return None, []
     except (UnsafePath, OSError) as error:
-        return f"cannot be read: {error}"
+        return None, [f"cannot be read: {error}"]
     try:
-        text = os.pread(fd, _NBYTES, 0)
-        if not text.strip(b"\0 "):  # a rank that has just made it
-            return None
-        said = json.loads(text)
+        text = os.pread(fd, 2 * PART_NBYTES, 0)
     except OSError as error:
-        return f"cannot be read: {error.strerror}"
-    except (ValueError, RecursionError):
-        return "cannot be read: it is torn, or no heartbeat"
+        return None, [f"cannot be read: {error.strerror}"]
     finally:
         os.close(fd)
-    return why_unread(said) or said
+    trainer, courier = trainer_part(text[:PART_NBYTES]), courier_part(text[PART_NBYTES:])
+    if not isinstance(trainer, dict):
+        return None, [] if trainer is None else [trainer]
+    unread = [f"{courier} in what the courier says"] if isinstance(courier, str) else []
+    heard = courier if isinstance(courier, dict) else None
+    courier_alive = heard is not None and _is_alive(heard["pid"])
+    return together(trainer, heard, _is_alive(trainer["pid"]), courier_alive), unread

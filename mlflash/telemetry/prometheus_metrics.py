@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from .heartbeat import Heard
+from .heartbeat_format import has_own_courier
 
 log = logging.getLogger("mlflash")
 
@@ -31,7 +32,7 @@ _GAUGES = (
     ("commit_seconds", "From the call of the last save to its commit.", "commit_s"),
     ("slot_bytes", "State of this rank in the last save.", "nbytes"),
     ("memory_bytes", "Memory of the node that slots of this rank take.", "held"),
-    ("heartbeat_timestamp_seconds", "When the rank last got on.", "beat"),
+    ("heartbeat_timestamp_seconds", "When the training of the rank last got on.", "beat"),
 )
 _COUNTERS = (
     ("checkpoints", "Checkpoints committed by this run.", "saves"),
@@ -125,6 +126,12 @@ class _Collector:
         for label, heartbeat in values:
             up.add_metric(label, float(bool(heartbeat["alive"])))
         yield up
+        own = [(label, heartbeat) for label, heartbeat in values if has_own_courier(heartbeat)]
+        if own:
+            up = GaugeMetricFamily("mlflash_courier_up", "Whether the courier of the rank is alive.", labels=labels)
+            for label, heartbeat in own:
+                up.add_metric(label, float(bool(heartbeat["courier_alive"])))
+            yield up
         for families, kind in ((_GAUGES, GaugeMetricFamily), (_COUNTERS, CounterMetricFamily)):
             for name, text, key in families:
                 family = kind(f"mlflash_{name}", text, labels=labels)

@@ -1,21 +1,24 @@
-"""What happens to this rank, told to all who want to know.
+"""What happens to this rank, told to all who want to know: by its trainer, and by its courier.
 
 counts, seconds     `Checkpointer.report`
 heartbeat           `mlflash run`, `mlflash top`, metrics: from outside, on this node
 events              the file that ``log=`` names
 log                 one INFO line for each checkpoint, restore and drain, on rank 0
+
+Each of the two tells what it knows by itself, and goes on where the other is dead.
 """
 
 from __future__ import annotations
 
 import collections
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..errors import MlflashError
 from .event_log import EventLog
-from .heartbeat import Heartbeat
+from .heartbeat import CourierHeartbeat, TrainerHeartbeat
 from .prometheus_metrics import Metrics
 
 log = logging.getLogger("mlflash")
@@ -23,29 +26,43 @@ log = logging.getLogger("mlflash")
 _LETTERS = 300  # of why nothing can be restored, in the heartbeat; the log and the event have all of it
 
 
-class Recorder:
-    """Of one rank; not collective.
+class _Tally:
+    """What happened to one process of a rank."""
+
+    def __init__(self, rank: int):
+        self._rank = rank
+        self.counts: collections.Counter[str] = collections.Counter()
+        self.seconds: dict[str, float] = collections.defaultdict(float)
+
+    def _tell(self, text: str, *values: object) -> None:
+        if self._rank == 0:
+            log.info(text, *values)
+
+
+class TrainerRecorder(_Tally):
+    """What the trainer of one rank knows; not collective.
 
     Args:
         rank: of the world.
         heartbeat, events: told what happens.
         metrics: shown by this rank for all of its node; None: another one does, or none.
+        courier_is_thread: whether the courier is a thread beside this one, and calls `flush`.
 
     Attributes:
         counts: what happened, by name.
         seconds: that verbs took, by name.
     """
 
-    def __init__(self, rank: int, heartbeat: Heartbeat, events: EventLog, metrics: Metrics | None = None):
-        self._rank, self._heartbeat, self._events, self._metrics = rank, heartbeat, events, metrics
-        self._nbytes: int | None = None
+    def __init__(self, rank: int, heartbeat: TrainerHeartbeat, events: EventLog, metrics: Metrics | None = None,
+                 courier_is_thread: bool = True):  # fmt: skip
+        super().__init__(rank)
+        self._heartbeat, self._events, self._metrics = heartbeat, events, metrics
+        self._courier_is_thread = courier_is_thread
         self._warned_late = False
-        self.counts: collections.Counter[str] = collections.Counter()
-        self.seconds: dict[str, float] = collections.defaultdict(float)
 
     def started(self, facts: Mapping[str, Any], survives: Callable[[], str]) -> None:
         """Say what this run is like; what it survives takes time to find out, and rank 0 is enough to do so."""
-        self._heartbeat.beat("made", redundancy=facts["redundancy"], nodes=len(facts["nodes"]), saves=0, failed=0)
+        self._heartbeat.beat("made", redundancy=facts["redundancy"], nodes=len(facts["nodes"]))
         if self._events.is_on:
             self._events.add("start", **facts, survives=survives() if self._rank == 0 else "")
 
@@ -59,37 +76,14 @@ class Recorder:
         self.counts["bytes staged"] += nbytes
         self.seconds["stall"] += stall_s
         self._heartbeat.note(stall_s=stall_s, stalled_s=self.seconds["stall"], nbytes=nbytes)
+        if not self._courier_is_thread:
+            self.flush()
         if staged:
             self._events.add("save", step=step, seconds=stall_s, nbytes=nbytes, lazy=lazy)
 
-    def protected(self, step: int, seconds: float, nbytes: int, peers: Sequence[int]) -> None:
-        """The redundancy of a slot is in place."""
-        self._heartbeat.note(protect_s=seconds)
-        self._events.add("protect", step=step, seconds=seconds, nbytes=nbytes, peers=list(peers))
-
-    def committed(self, step: int, seconds: float, generation: int) -> None:
-        """All ranks agree that a step is a checkpoint, so many seconds after the call of `save`."""
-        self.counts["committed"] += 1
-        self._heartbeat.beat(
-            "committed", committed=step, commit_s=seconds, saves=self.counts["committed"], unrestorable=""
-        )
-        self._events.add("commit", step=step, seconds=seconds, generation=generation)
-        self._tell("committed step %d, %.3g s after it was saved", step, seconds)
-
-    def ended(self, step: int, skipped: bool) -> None:
-        """The courier is through with a save that did not fail."""
-        self._warned_late = False
-        if skipped:
-            self.counts["skipped"] += 1
-            self._events.add("skip", step=step)
-
-    def failed(self, step: int, error: MlflashError) -> None:
-        """A save was given up."""
-        self.counts["failed"] += 1
-        self._heartbeat.note(failed=self.counts["failed"])
-        self._events.add("fail", step=step, why=str(error))
-        if self._rank in (0, error.rank):
-            log.warning("step %d was not saved: %s", step, error)
+    def flush(self) -> None:
+        """Have the heartbeat say what was noted; a courier that is a thread does so while training goes on."""
+        self._heartbeat.flush()
 
     def late(self, step: int, error: MlflashError) -> None:
         """A save takes longer than the deadline."""
@@ -98,38 +92,35 @@ class Recorder:
             self._warned_late = True
             log.warning("step %d is late, and steps are not saved until it has caught up: %s", step, error)
 
+    def caught_up(self) -> None:
+        """A save has ended that did not fail: the next one that is late is worth a word again."""
+        self._warned_late = False
+
+    def courier_died(self, pid: int, how: str) -> None:
+        """The courier of this rank died, and training goes on.
+
+        Args:
+            pid: of it.
+            how: it ended, in words.
+        """
+        self.counts["couriers lost"] += 1
+        log.warning("the courier of rank %d (pid %d) died, and training goes on: %s", self._rank, pid, how)
+
     def restored(self, step: int, seconds: float, source: str, node: str, nbytes: int, how: str = "") -> None:
         """A step was loaded: ``source`` is "memory" or a folder of the directory."""
         self.counts["restores"] += 1
-        self._heartbeat.beat("restored", restored=step, source=source, unrestorable="")
+        self._heartbeat.beat("restored", restored=step, source=source, restored_at=time.time())
         self._events.add("restore", step=step, seconds=seconds, nbytes=nbytes, source=source, **{"from": node})
         self._tell("restored step %d from %s in %.3g s%s", step, source, seconds, how)
 
-    def unrestorable(self, error: MlflashError) -> None:
-        """Checkpoints are there, and none of them can be restored."""
-        said = str(error)
-        self._heartbeat.beat("unrestorable", unrestorable=said[:_LETTERS].encode("ascii", "replace").decode())
-        self._events.add("unrestorable", why=said)
-
-    def healed(self, step: int, seconds: float, made: bool) -> None:
-        """The redundancy of the restored step was looked at, and made again where it was missing."""
-        self.seconds["heal"] += seconds
-        self._events.add("heal", step=step, seconds=seconds, made=made)
-
-    def drained(self, step: int, seconds: float, nbytes: int, path: str, error: MlflashError | None) -> None:
-        """A drain has ended."""
-        self.counts["drained" if error is None else "drains failed"] += 1
-        self.seconds["drain"] += seconds
-        self._heartbeat.note(**({"drained": step} if error is None else {}))
-        self._events.add("drain", step=step, seconds=seconds, nbytes=nbytes, path=path,
-                         error=None if error is None else str(error))  # fmt: skip
-
-    def holds(self, nbytes: int) -> None:
-        """So many bytes of this node's memory are this rank's."""
-        if nbytes != self._nbytes:
-            self._nbytes = nbytes
-            self._heartbeat.note(held=nbytes)
-            self._events.add("memory", nbytes=nbytes)
+    def together(self, counts: Mapping[str, int], seconds: Mapping[str, float]
+                 ) -> tuple[dict[str, int], dict[str, float]]:  # fmt: skip
+        """Give counts and seconds of this rank: these, and those of its courier."""
+        all_counts, all_seconds = collections.Counter(self.counts), dict(self.seconds)
+        all_counts.update(counts)
+        for verb, taken in seconds.items():
+            all_seconds[verb] = all_seconds.get(verb, 0.0) + taken
+        return dict(all_counts), all_seconds
 
     def end(self, state: str) -> None:
         """Say the last word: "ended", or "failed". May be called twice; the first one counts."""
@@ -148,6 +139,101 @@ class Recorder:
             self._metrics.leave()
         self._metrics = None
 
-    def _tell(self, text: str, *values: object) -> None:
-        if self._rank == 0:
-            log.info(text, *values)
+
+class CourierRecorder(_Tally):
+    """What the courier of one rank knows; not collective.
+
+    Args:
+        rank: of the world.
+        heartbeat, events: told what happens; of a courier that is a thread the events are the trainer's.
+        flush: what the trainer beside it has noted is written by this; None: the courier is a process of its own.
+
+    Attributes:
+        flush: see above; the trainer beside it sets it.
+        events: see above.
+        counts: what happened, by name.
+        seconds: that verbs took, by name.
+    """
+
+    def __init__(self, rank: int, heartbeat: CourierHeartbeat, events: EventLog,
+                 flush: Callable[[], None] | None = None):  # fmt: skip
+        super().__init__(rank)
+        self._heartbeat, self.events, self.flush = heartbeat, events, flush
+        self._saves_before = int(heartbeat.before.get("saves") or 0)  # of the courier before this one
+        self._failed_before = int(heartbeat.before.get("failed") or 0)
+        self._nbytes: int | None = None
+
+    def protected(self, step: int, seconds: float, nbytes: int, peers: Sequence[int]) -> None:
+        """The redundancy of a slot is in place."""
+        self._heartbeat.note(protect_s=seconds)
+        self.events.add("protect", step=step, seconds=seconds, nbytes=nbytes, peers=list(peers))
+
+    def committed(self, step: int, seconds: float, generation: int) -> None:
+        """All ranks agree that a step is a checkpoint, so many seconds after the call of `save`."""
+        self.counts["committed"] += 1
+        self._heartbeat.beat(
+            "committed", committed=step, commit_s=seconds, saves=self._saves_before + self.counts["committed"],
+            unrestorable="",
+        )  # fmt: skip
+        self._flush_trainer()
+        self.events.add("commit", step=step, seconds=seconds, generation=generation)
+        self._tell("committed step %d, %.3g s after it was saved", step, seconds)
+
+    def ended(self, step: int, skipped: bool) -> None:
+        """The courier is through with a save that did not fail."""
+        if skipped:
+            self.counts["skipped"] += 1
+            self.events.add("skip", step=step)
+
+    def failed(self, step: int, error: MlflashError) -> None:
+        """A save was given up."""
+        self.counts["failed"] += 1
+        self._beat(failed=self._failed_before + self.counts["failed"])
+        self.events.add("fail", step=step, why=str(error))
+        if self._rank in (0, error.rank):
+            log.warning("step %d was not saved: %s", step, error)
+
+    def unrestorable(self, error: MlflashError) -> None:
+        """Checkpoints are there, and none of them can be restored."""
+        said = str(error)
+        short = said[:_LETTERS].encode("ascii", "replace").decode()
+        self._heartbeat.beat("unrestorable", unrestorable=short, unrestorable_at=time.time())
+        self.events.add("unrestorable", why=said)
+
+    def healed(self, step: int, seconds: float, made: bool) -> None:
+        """The redundancy of the restored step was looked at, and made again where it was missing."""
+        self.seconds["heal"] += seconds
+        self.events.add("heal", step=step, seconds=seconds, made=made)
+
+    def drained(self, step: int, seconds: float, nbytes: int, path: str, error: MlflashError | None) -> None:
+        """A drain has ended."""
+        self.counts["drained" if error is None else "drains failed"] += 1
+        self.seconds["drain"] += seconds
+        self._beat(**({"drained": step} if error is None else {}))
+        self.events.add("drain", step=step, seconds=seconds, nbytes=nbytes, path=path,
+                         error=None if error is None else str(error))  # fmt: skip
+
+    def holds(self, nbytes: int) -> None:
+        """So many bytes of this node's memory are this rank's."""
+        if nbytes != self._nbytes:
+            self._nbytes = nbytes
+            self._beat(held=nbytes)
+            self.events.add("memory", nbytes=nbytes)
+
+    def end(self) -> None:
+        """Say that the courier goes, and did not die. May be called twice."""
+        self._heartbeat.end()
+        self.events.close()
+
+    def leave(self) -> None:
+        """Say nothing in a process that was forked: heartbeat and events are the parent's. Not collective."""
+        self._heartbeat.leave()
+        self.events.leave()
+
+    def _beat(self, **news: Any) -> None:
+        self._heartbeat.beat(**news)
+        self._flush_trainer()
+
+    def _flush_trainer(self) -> None:
+        if self.flush is not None:
+            self.flush()

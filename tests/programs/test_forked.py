@@ -69,7 +69,7 @@ with mlflash.Checkpointer("d", redundancy="none", log="log", metrics=f":{port}",
         assert snapshot.wait().committed and ckpt.save(2, state).wait().committed and ckpt.drain().wait().step == 2
 if not pid:
     os._exit(0)
-print(json.loads(open(pulse).read())["state"], ckpt.report()["counts"]["committed"])
+print(json.loads(open(pulse).read(4096))["state"], ckpt.report()["counts"]["committed"])
 """
 
 

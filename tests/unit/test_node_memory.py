@@ -20,7 +20,7 @@ from mlflash.memory.memory_limits import available
 from mlflash.memory.node_directory import NodeDirectory, clean, emulated_nodes, held_by_jobs, jobs_of
 from mlflash.memory.shared_memory_segment import attach, create, lend, prefault_in_background
 from mlflash.memory.slot_pool import SlotPool
-from mlflash.telemetry.heartbeat import Heartbeat, all_heartbeats, live_jobs
+from mlflash.telemetry.heartbeat import RankFacts, TrainerHeartbeat, all_heartbeats, live_jobs
 
 UID = os.getuid()
 
@@ -95,7 +95,7 @@ def test_where_somebody_took_this_users_directory_first_the_next_name_is_used_an
     memory.lock(0, 1)
     assert memory.path == str(shm / f"mlflash-{UID}.1" / "j" / "node3") and Path(memory.path).stat().st_mode & 63 == 0
     create(memory, 4096)
-    heartbeat = Heartbeat(memory, 0, 1, 0, "n", "")
+    heartbeat = TrainerHeartbeat(memory, RankFacts(0, 1, 0, "n", ""))
     beside = NodeDirectory(str(shm), "k", None)
     assert beside.path == str(shm / f"mlflash-{UID}.1" / "k"), "another job, another rank: the same directory"
     beside.close()
@@ -153,7 +153,7 @@ def test_what_is_named_like_a_file_of_ours_and_is_not_is_passed_over_and_never_t
     assert node_memory.slot_names() == node_memory.pulse_names() == []
     assert create(node_memory, 4096).name == "slot-0001" and create(node_memory, 4096).name == "slot-0003"
     assert not node_memory.has_request() and not node_memory.take_request()
-    Heartbeat(node_memory, 0, 1, 0, "n", "").end("ended")
+    TrainerHeartbeat(node_memory, RankFacts(0, 1, 0, "n", "")).end("ended")
     assert all_heartbeats(str(shm), "j") == ([], [])
     pool = SlotPool(node_memory, [1])
     pool.adopt(AssignedFiles([0, 1], {1: [2, 3]}, [None, None]), None, (), [0, 2])
@@ -351,7 +351,7 @@ def test_the_real_limits_can_be_read() -> None:
 
 def test_a_rank_with_a_long_story_is_still_heard(shm: Path) -> None:
     memory = NodeDirectory(str(shm), "j", None)
-    heartbeat = Heartbeat(memory, 3, 8, 1, "n1", "")
+    heartbeat = TrainerHeartbeat(memory, RankFacts(3, 8, 1, "n1", ""))
     source = "s3://" + "\N{CJK UNIFIED IDEOGRAPH-4E00}" * 2000 + "/step-00000007"
     heartbeat.beat("restored", restored=7, source=source, stall_s=0.123456789)
     (said,) = all_heartbeats(str(shm), "j").heartbeats

@@ -25,16 +25,18 @@ from mlflash.live_monitor.history import History, committed, spark
 from mlflash.live_monitor.rank_status import Look, Watch, look_everywhere, look_here
 from mlflash.live_monitor.screen import page, state_of
 from mlflash.memory.node_directory import NodeDirectory
-from mlflash.telemetry.heartbeat import Heartbeat, all_heartbeats, live_jobs
+from mlflash.telemetry.heartbeat import RankFacts, TrainerHeartbeat, all_heartbeats, live_jobs
+from mlflash.telemetry.heartbeat_format import PART_NBYTES
 
 MLFLASH = str(Path(sys.executable).with_name("mlflash"))
 RANKS = 4
 
 
 def heartbeat(rank: int, **changes: Any) -> dict[str, Any]:
-    said = {"run": "", "rank": rank, "ranks": 4, "node": f"n{rank // 2}", "nodes": 2, "pid": 7, "alive": True,
-            "state": "started", "restored": None, "source": "", "saved": 20, "committed": 10, "beat": 100.0,
-            "redundancy": "xor:4", "times": {"made": 1.0, "restored": 40.0}, "saves": 2, "failed": 0, "stall_s": 0.02,
+    said = {"format": 2, "run": "", "rank": rank, "ranks": 4, "node": f"n{rank // 2}", "nodes": 2, "pid": 7,
+            "alive": True, "state": "started", "restored": None, "source": "", "saved": 20, "committed": 10,
+            "beat": 100.0, "redundancy": "xor:4",
+            "times": {"made": 1.0, "restored": 40.0}, "saves": 2, "failed": 0, "stall_s": 0.02,
             "commit_s": 0.5, "nbytes": 1 << 30, "protect_s": 0.5, "held": 4 << 30}  # fmt: skip
     return {**said, **changes}
 
@@ -128,10 +130,10 @@ def fail() -> Look:
 
 def test_pulses_of_another_version_and_torn_ones_are_said_to_be_so_and_the_others_are_shown(shm: Path) -> None:
     memory = NodeDirectory(str(shm), "j", None)
-    mine = Heartbeat(memory, 0, 1, 0, "n0", "")
+    mine = TrainerHeartbeat(memory, RankFacts(0, 1, 0, "n0", ""))
     mine.beat("saved", saved=3)
     directory = Path(memory.path)
-    good = json.loads((directory / "pulse-0000").read_text())
+    good = json.loads((directory / "pulse-0000").read_bytes()[:PART_NBYTES])
     strange = {
         "other": {"version": "9.9", "rank": 1}, "older": {"rank": 2}, "list": [1], "state": {**good, "state": "asleep"},
         "restored": {**good, "restored": 7}, "stall": {**good, "stall_s": "long"},

@@ -1,0 +1,175 @@
+"""What stands in the heartbeat of a rank: its trainer's part, its courier's part, and what the two say together. Pure.
+
+The file has two parts of 4096 bytes, the trainer's first. A part is a JSON object, filled up with spaces, or blank.
+Each process writes only its own part, in one write, so that neither waits for the other, nor loses what it says.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from ..version import __version__
+
+FORMAT = 2
+"""Of the parts; the first format had one part, and did not say its number."""
+PART_NBYTES = 4096  # written at once, so that a reader never finds half of two
+
+_LARGEST = 1 << 63
+_SHORT = 64  # letters of each text, where all of them are too long together
+_STATES = ("started", "ended", "failed")
+_NUMBER = int | float
+_OF_BOTH: dict[str, Any] = {"format": int, "start": str, "rank": int, "pid": int, "state": str, "times": dict,
+                            "beat": _NUMBER}  # fmt: skip
+# What a part says, and what it may say besides: who reads it need not look.
+_TRAINER = _OF_BOTH | {
+    "run": str,
+    "ranks": int,
+    "node": str,
+    "restored": int | None,
+    "source": str,
+    "saved": int | None,
+}
+_TRAINER_MAY: dict[str, Any] = {"redundancy": str} | dict.fromkeys(
+    ("nodes", "stall_s", "stalled_s", "nbytes", "restored_at"), _NUMBER
+)
+_COURIER = _OF_BOTH | {"committed": int | None}
+_COURIER_MAY: dict[str, Any] = {"unrestorable": str} | dict.fromkeys(
+    ("drained", "protect_s", "commit_s", "held", "saves", "failed", "unrestorable_at"), _NUMBER
+)
+# What the courier alone knows of a rank, and what of it the next courier of the same trainer goes on from.
+_COURIER_TELLS = ("committed", "drained", "protect_s", "commit_s", "held", "saves", "failed", "unrestorable")
+_GOES_ON = ("committed", "drained", "saves", "failed", "unrestorable", "unrestorable_at", "times")
+# What both say together.
+_RANK = {name: kind for name, kind in _TRAINER.items() if name != "start"} | {"committed": int | None, "alive": bool}
+_RANK_MAY = (
+    _TRAINER_MAY
+    | _COURIER_MAY
+    | {
+        "courier_pid": int | None,
+        "courier_alive": bool | None,
+        "courier_beat": _NUMBER | None,
+        "courier_state": str | None,
+    }
+)
+
+
+def encode(said: Mapping[str, Any]) -> bytes:
+    """Make a part of what a process says; never more than a part, as the other one begins there."""
+    text = json.dumps(said, separators=(",", ":")).encode()
+    if len(text) > PART_NBYTES:
+        short = {name: value[-_SHORT:] if isinstance(value, str) else value for name, value in said.items()}
+        text = json.dumps(short, separators=(",", ":")).encode()
+    return text.ljust(PART_NBYTES)[:PART_NBYTES]
+
+
+def trainer_part(text: bytes) -> dict[str, Any] | str | None:
+    """Read what a trainer says, or why that cannot be read; None where nothing is there."""
+    return _part(text, _TRAINER, _TRAINER_MAY)
+
+
+def courier_part(text: bytes) -> dict[str, Any] | str | None:
+    """Read what a courier says, or why that cannot be read; None where nothing is there."""
+    return _part(text, _COURIER, _COURIER_MAY)
+
+
+def carried_on(before: Mapping[str, Any] | str | None, start: str, rank: int) -> dict[str, Any]:
+    """Give what a courier goes on from: what the one before it has said, where that was of the same trainer.
+
+    Args:
+        before: what `courier_part` has found.
+        start, rank: of the trainer.
+    """
+    if not isinstance(before, Mapping) or (before["start"], before["rank"]) != (start, rank):
+        return {}
+    return {name: before[name] for name in _GOES_ON if name in before}
+
+
+def together(trainer: Mapping[str, Any], courier: Mapping[str, Any] | None, alive: bool, courier_alive: bool
+             ) -> dict[str, Any]:  # fmt: skip
+    """Say of a rank what its trainer and its courier say: its life and its progress are the trainer's alone.
+
+    Args:
+        trainer, courier: their parts; the courier's is left out where it is of another start, and None where it says
+            nothing that can be read.
+        alive, courier_alive: whether their processes are.
+
+    Returns:
+        What each says, as if it were one process, ``alive`` of the trainer, and ``courier_pid``, ``courier_alive``,
+        ``courier_beat`` and ``courier_state``, each None where nothing is known of a courier.
+    """
+    names = (name for name in (*_TRAINER, *_TRAINER_MAY, "version") if name not in ("start", "restored_at"))
+    said: dict[str, Any] = {name: trainer[name] for name in names if name in trainer}
+    said |= {"committed": None, "alive": alive}
+    said |= dict.fromkeys(("courier_pid", "courier_alive", "courier_beat", "courier_state"))
+    if courier is None or (courier["start"], courier["rank"]) != (trainer["start"], trainer["rank"]):
+        return said
+    said |= {name: courier[name] for name in _COURIER_TELLS if name in courier}
+    said |= {"courier_pid": courier["pid"], "courier_alive": courier_alive, "courier_beat": courier["beat"],
+             "courier_state": courier["state"], "times": courier["times"] | trainer["times"]}  # fmt: skip
+    if (trainer.get("restored_at") or 0) >= (courier.get("unrestorable_at") or 0):
+        said.pop("unrestorable", None)  # something else could be
+    return said
+
+
+def has_own_courier(heartbeat: Mapping[str, Any]) -> bool:
+    """Whether a process of its own is the courier of a rank, as far as is known."""
+    return heartbeat.get("courier_pid") not in (None, heartbeat["pid"])
+
+
+def is_without_courier(heartbeat: Mapping[str, Any]) -> bool:
+    """Whether the courier of a rank died without a word, and its trainer goes on."""
+    return (
+        heartbeat["state"] == "started" and heartbeat["alive"] and has_own_courier(heartbeat)
+        and heartbeat.get("courier_state") == "started" and not heartbeat.get("courier_alive")
+    )  # fmt: skip
+
+
+def why_unread(said: object) -> str:
+    """Why what is said of a rank, see `together`, cannot be read; "" where it can. It may come from another version."""
+    return _why_unread(said, _RANK, _RANK_MAY)
+
+
+def _part(text: bytes, must: Mapping[str, Any], may: Mapping[str, Any]) -> dict[str, Any] | str | None:
+    if not text.strip(b"\0 "):  # of a process that has just made it
+        return None
+    try:
+        said: dict[str, Any] = json.loads(text)
+    except (ValueError, RecursionError):
+        return "cannot be read: it is torn, or no heartbeat"
+    return _why_unread(said, must, may) or said
+
+
+def _why_unread(said: object, must: Mapping[str, Any], may: Mapping[str, Any]) -> str:
+    if not isinstance(said, dict):
+        return "cannot be read: it is no heartbeat"
+    wrong = [] if said.get("format") == FORMAT else [f"format {_short(said.get('format', 1))} and not {FORMAT}"]
+    wrong += [name for name, kind in must.items() if name != "format" and not _is_a(said.get(name, ...), kind)]
+    wrong += [name for name, kind in may.items() if name in said and not _is_a(said[name], kind)]
+    if not wrong:
+        times = said["times"]
+        wrong += ["state"] * (said["state"] not in _STATES)
+        wrong += ["pid"] * (said["pid"] <= 0)
+        wrong += ["courier_pid"] * ((said.get("courier_pid") or 1) <= 0)
+        wrong += ["times"] * (not all(_is_a(when, _NUMBER) for when in times.values()))
+        wrong += ["times"] * (said.get("restored") is not None and "restored" not in times)
+    if not wrong:
+        return ""
+    version = said.get("version")
+    by = f"version {_short(version)}" if isinstance(version, str) else "a version that does not say which it is"
+    return f"cannot be read: written by {by} (this is {__version__}; {', '.join(wrong[:3])})"
+
+
+def _is_a(value: object, kind: Any) -> bool:
+    """Whether a value is of a kind, and a number one that can be reckoned with."""
+    if isinstance(value, bool):
+        return kind is bool or kind == (bool | None)
+    if isinstance(value, float) and not math.isfinite(value):
+        return False
+    return isinstance(value, kind) and not (isinstance(value, int | float) and abs(value) >= _LARGEST)
+
+
+def _short(value: object) -> str:
+    return str(value)[:_SHORT]
