@@ -35,8 +35,8 @@ RANKS = 4
 def heartbeat(rank: int, **changes: Any) -> dict[str, Any]:
     said = {"format": 2, "run": "", "rank": rank, "ranks": 4, "node": f"n{rank // 2}", "nodes": 2, "pid": 7,
             "alive": True, "state": "started", "restored": None, "source": "", "saved": 20, "committed": 10,
-            "beat": 100.0, "redundancy": "xor:4",
-            "times": {"made": 1.0, "restored": 40.0}, "saves": 2, "failed": 0, "stall_s": 0.02,
+            "beat": 100.0, "redundancy": "xor:4", "times": {"made": 1.0, "restored": 40.0}, "saves": 2, "failed": 0,
+            "stall_s": 0.02,
             "commit_s": 0.5, "nbytes": 1 << 30, "protect_s": 0.5, "held": 4 << 30}  # fmt: skip
     return {**said, **changes}
 

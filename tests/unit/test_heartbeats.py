@@ -1,0 +1,473 @@
+"""The heartbeat of a rank, of which its trainer and its courier each write a part, in two processes, whichever dies."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+from rich.console import Console
+from waiting import until
+
+from mlflash import errors
+from mlflash.launcher.node_assignment import NodeAssignment
+from mlflash.launcher.node_watch import Looks, Watch
+from mlflash.live_monitor.history import History
+from mlflash.live_monitor.rank_status import look_here
+from mlflash.live_monitor.screen import page, state_of
+from mlflash.memory.node_directory import NodeDirectory
+from mlflash.telemetry import heartbeat, prometheus_metrics
+from mlflash.telemetry.event_log import EventLog
+from mlflash.telemetry.heartbeat import CourierHeartbeat, Heard, RankFacts, TrainerHeartbeat, all_heartbeats
+from mlflash.telemetry.heartbeat_format import FORMAT, PART_NBYTES, encode, trainer_part, why_unread
+from mlflash.telemetry.recorder import CourierRecorder, TrainerRecorder
+
+OLDER = Path(__file__).with_name("golden-pulse-v1.bin")
+GOLDEN = Path(__file__).with_name("golden-pulse-v2.bin")
+FACTS = RankFacts(1, 4, 0, "n0", "r")
+
+# A process that has the job's directory, the facts and a part, and does what lines on its standard input tell it.
+PROCESS = """
+import json, sys
+from mlflash.memory.node_directory import NodeDirectory
+from mlflash.telemetry import event_log
+from mlflash.telemetry.event_log import EventLog
+from mlflash.telemetry.heartbeat import CourierHeartbeat, RankFacts, TrainerHeartbeat
+from mlflash.telemetry.recorder import CourierRecorder, TrainerRecorder
+
+event_log._CLOSE_S = 60
+memory, part, facts, log = sys.argv[1:]
+facts, held = RankFacts(**json.loads(facts)), NodeDirectory(memory, "j", None)
+if part == "courier":
+    events = EventLog(log or None, run="r", rank=facts.rank, node=facts.node, by="courier")
+    recorder = CourierRecorder(facts.rank, CourierHeartbeat(held, facts), events)
+else:
+    events = EventLog(log or None, run="r", rank=facts.rank, node=facts.node)
+    recorder = TrainerRecorder(facts.rank, TrainerHeartbeat(held, facts), events, courier_is_thread=False)
+print("ready", flush=True)
+for line in sys.stdin:
+    name, words = json.loads(line)
+    if name == "many":
+        for step in range(words[0]):
+            recorder.committed(step, 0.5, step) if part == "courier" else recorder.posting(step)
+    else:
+        getattr(recorder, name)(*words)
+    print("done", flush=True)
+"""
+
+
+class Process:
+    """A trainer or a courier of its own."""
+
+    def __init__(self, part: str, shm: Path, facts: RankFacts = FACTS, log: str = ""):
+        argv = [sys.executable, "-c", PROCESS, str(shm), part, json.dumps(dataclasses.asdict(facts)), log]
+        self._process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.pid = self._process.pid
+        self.hear()
+
+    def tell(self, name: str, *words: Any) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps([name, words]) + "\n")
+        self._process.stdin.flush()
+
+    def hear(self) -> None:
+        assert self._process.stdout is not None and self._process.stdout.readline()
+
+    def does(self, name: str, *words: Any) -> None:
+        self.tell(name, *words)
+        self.hear()
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.wait(60)
+        for pipe in (self._process.stdin, self._process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+
+@pytest.fixture
+def start(shm: Path) -> Iterator[Callable[..., Process]]:
+    processes: list[Process] = []
+
+    def begin(part: str, **arguments: Any) -> Process:
+        processes.append(Process(part, shm, **arguments))
+        return processes[-1]
+
+    yield begin
+    for process in processes:
+        process.kill()
+
+
+@pytest.fixture
+def trainer(node_memory: NodeDirectory) -> Iterator[TrainerHeartbeat]:
+    made = TrainerHeartbeat(node_memory, FACTS)
+    yield made
+    made.end("ended")
+
+
+def heard(shm: Path) -> dict[str, Any]:
+    """What the only rank says, which can be read."""
+    (said,), unread = all_heartbeats(str(shm), "j")
+    assert unread == [] and why_unread(said) == "" and why_unread(json.loads(json.dumps(said))) == ""
+    return said
+
+
+def shown(shm: Path) -> str:
+    console = Console(width=200, highlight=False)
+    with console.capture() as captured:
+        console.print(page("j", look_here(str(shm), "j"), History(), 200, 40))
+    return captured.get()
+
+
+def metrics(shm: Path) -> str:
+    registry = CollectorRegistry()
+    registry.register(prometheus_metrics._Collector("j", lambda: all_heartbeats(str(shm), "j")))
+    return generate_latest(registry).decode()
+
+
+class Nodes:
+    """A launcher of a node, which says what it hears."""
+
+    def __init__(self, shm: Path):
+        self._shm = shm
+        self.kills: list[Sequence[str]] = []
+
+    def on_each(self, hosts: list[str], argv: list[str], timeout_s: float, behind_s: float = 0) -> dict[str, str]:
+        if argv[0] == "kill":
+            self.kills.append(argv)
+            return {}
+        found = all_heartbeats(str(self._shm), "j")
+        rest = {"free": 1, "gpus": None, "interface": None, "steps": []}
+        return {"a": json.dumps(rest | {"heartbeats": found.heartbeats, "unread": found.unread})}
+
+
+def test_two_processes_write_their_parts_at_the_same_time_and_readers_find_both_whole(
+    shm: Path, start: Callable[..., Process]
+) -> None:
+    trainer, courier = start("trainer"), start("courier")
+    for process in (trainer, courier):
+        process.tell("many", 2000)
+    seen: list[tuple[int, int]] = []
+
+    def both_are_through() -> bool:
+        said = heard(shm)
+        seen.append((-1 if said["saved"] is None else said["saved"], said["committed"] or -1))
+        return seen[-1] == (1999, 1999)
+
+    until(both_are_through, lambda: f"the last step of both: {seen[-1]}")
+    assert [one[0] for one in seen] == sorted(one[0] for one in seen)
+    assert [one[1] for one in seen] == sorted(one[1] for one in seen)
+    for process in (trainer, courier):
+        process.hear()
+    said = heard(shm)
+    assert (said["pid"], said["alive"], said["courier_pid"], said["courier_alive"]) == (
+        trainer.pid, True, courier.pid, True)  # fmt: skip
+    assert said["saves"] == 2000 and said["times"].keys() == {"made", "saved", "committed"}
+    trainer.does("saved", 1999, 0.25, 77, False, True)
+    assert heard(shm)["nbytes"] == 77, "no courier in its process writes what it has noted"
+    assert state_of(said) == "training" and "courier" not in shown(shm)
+    assert 'mlflash_courier_up{job_name="j",node="n0",rank="1"} 1.0' in metrics(shm)
+
+
+def test_where_the_courier_is_a_thread_nothing_is_shown_of_it(
+    shm: Path, node_memory: NodeDirectory, trainer: TrainerHeartbeat
+) -> None:
+    courier = CourierHeartbeat(node_memory, FACTS)
+    courier.beat("committed", committed=3)
+    said = heard(shm)
+    assert said["pid"] == said["courier_pid"] == os.getpid() and said["committed"] == 3
+    assert "courier" not in shown(shm) and "mlflash_courier_up" not in metrics(shm)
+    courier.end()
+    assert state_of(heard(shm)) == "starting" and "courier" not in shown(shm)
+
+
+def test_a_courier_that_died_is_shown_as_such_and_is_no_dead_rank(
+    shm: Path, trainer: TrainerHeartbeat, start: Callable[..., Process], caplog: pytest.LogCaptureFixture
+) -> None:
+    courier = start("courier")
+    courier.does("committed", 5, 0.5, 1)
+    trainer.beat("saved", saved=6)
+    nodes = Nodes(shm)
+    looks = Looks(nodes, str(shm), "j", 0, "")  # type: ignore[arg-type]
+    watch = Watch(looks, "r", NodeAssignment(("a",), 4), 0)
+    looks.look(["a"])
+    looks.show_stacks(["a"], "r")
+    assert nodes.kills == [["kill", f"-{heartbeat.SHOW_STACKS}", str(os.getpid()), str(courier.pid)]]
+    assert watch.dead() == "" and "courier" not in caplog.text
+    courier.kill()
+    said = heard(shm)
+    assert (said["alive"], said["courier_alive"], said["committed"]) == (True, False, 5)
+    assert state_of(said) == "no courier"
+    text = shown(shm)
+    assert "no courier" in text and "training goes on without a courier on rank 1" in text and "1 of 4 ranks" in text
+    assert 'mlflash_courier_up{job_name="j",node="n0",rank="1"} 0.0' in metrics(shm)
+    assert 'mlflash_up{job_name="j",node="n0",rank="1"} 1.0' in metrics(shm)
+    for _ in range(3):
+        looks.look(["a"])
+        assert watch.dead() == ""
+    assert caplog.text.count(f"a: the courier of rank 1 (pid {courier.pid}) died, and its trainer goes on") == 1
+    looks.show_stacks(["a"], "r")
+    assert nodes.kills[-1][2:] == [str(os.getpid())]
+
+
+def test_a_courier_that_ended_with_a_word_is_not_missed_and_a_dead_rank_misses_none(
+    shm: Path, start: Callable[..., Process]
+) -> None:
+    trainer, courier = start("trainer"), start("courier")
+    courier.does("end")
+    courier.kill()
+    assert state_of(heard(shm)) == "starting", "as between two couriers"
+    other = start("courier")
+    other.kill()
+    assert state_of(heard(shm)) == "no courier"
+    trainer.kill()
+    assert state_of(heard(shm)) == "gone" and "without a courier" not in shown(shm)
+
+
+def test_what_a_courier_commits_after_its_trainer_died_is_heard(shm: Path, start: Callable[..., Process]) -> None:
+    trainer, courier = start("trainer"), start("courier")
+    trainer.does("posting", 7)
+    trainer.kill()
+    before = heard(shm)["beat"]
+    courier.does("committed", 7, 0.5, 1)
+    courier.does("drained", 7, 0.5, 1, "/d", None)
+    said = heard(shm)
+    assert (said["alive"], said["courier_alive"], said["committed"], said["drained"]) == (False, True, 7, 7)
+    assert said["beat"] == before <= said["courier_beat"] and state_of(said) == "gone"
+    looks = Looks(Nodes(shm), str(shm), "j", 0, "")  # type: ignore[arg-type]
+    watch = Watch(looks, "r", NodeAssignment(("a",), 2), 0)
+    for _ in range(2):
+        looks.look(["a"])
+        dead = watch.dead()
+    assert dead == "ranks [1] died" and looks.newest() == 7
+
+
+def test_a_trainer_that_hangs_is_seen_to_hang_though_its_courier_gets_on(
+    shm: Path, node_memory: NodeDirectory, start: Callable[..., Process], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = time.time()
+    monkeypatch.setattr(heartbeat.time, "time", lambda: begun - 1000)
+    trainer = TrainerHeartbeat(node_memory, FACTS)
+    trainer.beat("saved", saved=4)
+    monkeypatch.undo()
+    courier = start("courier")
+    courier.does("committed", 4, 0.5, 1)
+    looks = Looks(Nodes(shm), str(shm), "j", 0, "")  # type: ignore[arg-type]
+    looks.look(["a"])
+    said = heard(shm)
+    assert said["courier_beat"] >= round(begun, 3) and said["alive"] and said["courier_alive"]
+    assert Watch(looks, "r", NodeAssignment(("a",), 4), 900).hangs()
+    assert not Watch(looks, "r", NodeAssignment(("a",), 4), 100_000).hangs()
+    trainer.flush()
+    assert heard(shm)["beat"] == said["beat"], "what was noted is written without a sign of life"
+    trainer.beat("saved", saved=5)
+    looks.look(["a"])
+    assert not Watch(looks, "r", NodeAssignment(("a",), 4), 900).hangs()
+    trainer.end("ended")
+
+
+def test_the_next_courier_goes_on_from_what_the_one_before_it_said_and_one_of_another_start_is_passed_over(
+    shm: Path, node_memory: NodeDirectory, trainer: TrainerHeartbeat, start: Callable[..., Process]
+) -> None:
+    first = start("courier")
+    for step in (1, 2):
+        first.does("committed", step, 0.5, step)
+    first.kill()
+    second = start("courier")
+    said = heard(shm)
+    assert (said["courier_pid"], said["courier_alive"], said["committed"], said["saves"]) == (second.pid, True, 2, 2)
+    second.does("committed", 3, 0.5, 3)
+    assert (heard(shm)["committed"], heard(shm)["saves"]) == (3, 3)
+    TrainerHeartbeat(node_memory, dataclasses.replace(FACTS, start="another")).beat("saved", saved=1)
+    second.does("committed", 4, 0.5, 4)
+    said = heard(shm)
+    assert said["committed"] is said["courier_pid"] is said["courier_alive"] is said["courier_beat"] is None
+    assert state_of(said) == "training"
+
+
+def test_parts_that_are_torn_hostile_or_of_another_version_cost_what_they_say_and_no_more(
+    shm: Path, node_memory: NodeDirectory, trainer: TrainerHeartbeat
+) -> None:
+    courier = CourierHeartbeat(node_memory, FACTS)
+    courier.beat("committed", committed=3)
+    file = Path(node_memory.path) / "pulse-0000"
+    good = json.loads(file.read_bytes()[PART_NBYTES:])
+    bad = [
+        json.dumps(good)[:90], "[" * 4096, "\xff" * 10, "[1]", "7", '{"committed": 9}', json.dumps(good) + "}",
+        *(json.dumps({**good, **wrong}) for wrong in (
+            {"format": 1}, {"format": 3, "version": "9.9"}, {"format": True}, {"committed": "9"}, {"committed": True},
+            {"pid": -1}, {"pid": 0}, {"beat": float("nan")}, {"beat": 10**400}, {"committed": 10**400}, {"saves": None},
+            {"times": {"made": "x"}}, {"times": []}, {"state": "asleep"}, {"unrestorable": 7}, {"start": None},
+        )),
+    ]  # fmt: skip
+    for text in bad:
+        with file.open("r+b") as part:
+            part.seek(PART_NBYTES)
+            part.write(text.encode("latin-1").ljust(PART_NBYTES))
+        (said,), (why,) = all_heartbeats(str(shm), "j")
+        assert "pulse-0000 cannot be read: " in why and why.endswith(" in what the courier says"), (text, why)
+        assert said["committed"] is said["courier_pid"] is None and said["alive"] and why_unread(said) == "", text
+        assert "starting" in shown(shm) and "mlflash_courier_up" not in metrics(shm)
+    lies = {"alive": False, "pid": 1, "beat": 1e12, "run": "x", "saved": 99, "rank": 1, "version": "9.9",
+            "restored": 5, "times": {"made": 1.0, "restored": 2.0}}  # fmt: skip
+    with file.open("r+b") as part:
+        part.seek(PART_NBYTES)
+        part.write(encode({**good, **lies}))
+    said = heard(shm)
+    assert (said["alive"], said["pid"], said["run"], said["saved"], said["restored"]) == (
+        True, os.getpid(), "r", None, None)  # fmt: skip
+    assert said["beat"] < 1e12 and said["version"] != "9.9" and said["times"]["made"] > 1 and said["committed"] == 3
+    with file.open("r+b") as part:
+        part.seek(PART_NBYTES)
+        part.write(encode({**good, "rank": 2}))
+    assert heard(shm)["committed"] is None, "of another rank"
+    with file.open("r+b") as part:
+        part.truncate(PART_NBYTES)
+    assert heard(shm)["courier_pid"] is None
+
+
+def test_a_courier_alone_is_no_rank_and_one_after_a_torn_part_begins_anew(
+    shm: Path, node_memory: NodeDirectory
+) -> None:
+    CourierHeartbeat(node_memory, FACTS).beat("committed", committed=3)
+    assert all_heartbeats(str(shm), "j") == Heard([], [])
+    with (Path(node_memory.path) / "pulse-0000").open("r+b") as part:
+        part.seek(PART_NBYTES)
+        part.write(b'{"format": 2, "committed": 3')
+    TrainerHeartbeat(node_memory, FACTS)
+    assert CourierHeartbeat(node_memory, FACTS).before == {} and heard(shm)["committed"] is None
+
+
+def test_neither_writes_into_the_part_of_the_other_however_much_it_has_to_say(
+    shm: Path, node_memory: NodeDirectory
+) -> None:
+    wide = "\N{CJK UNIFIED IDEOGRAPH-4E00}" * 600
+    trainer = TrainerHeartbeat(node_memory, RankFacts(1, 4, 0, "n" * 2000, "", start="s"))
+    courier = CourierHeartbeat(node_memory, RankFacts(1, 4, 0, "", "", start="s"))
+    courier.beat("committed", committed=3)
+    trainer.beat("restored", restored=1, source=wide, redundancy=wide)
+    said = heard(shm)
+    assert (said["committed"], said["restored"]) == (3, 1) and wide.endswith(said["source"])
+    assert os.path.getsize(Path(node_memory.path) / "pulse-0000") == 2 * PART_NBYTES
+    assert len(encode({"many": ["x"] * 4000})) == PART_NBYTES and trainer_part(encode({"many": ["x"] * 4000})) == (
+        "cannot be read: it is torn, or no heartbeat")  # fmt: skip
+
+
+def test_the_format_is_the_golden_one(shm: Path, node_memory: NodeDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heartbeat, "__version__", "0.1.0")
+    monkeypatch.setattr(heartbeat.time, "time", lambda: 1_700_000_000.25)
+    monkeypatch.setattr(heartbeat.os, "getpid", lambda: 4321)
+    facts = RankFacts(1, 4, 0, "node-a", "", "0123456789abcdef")
+    log = EventLog(None)
+    trainer = TrainerRecorder(1, TrainerHeartbeat(node_memory, facts), log)
+    monkeypatch.setattr(heartbeat.os, "getpid", lambda: 4322)
+    courier = CourierRecorder(1, CourierHeartbeat(node_memory, facts), log, trainer.flush)
+    trainer.started({"redundancy": "copy", "nodes": ["node-a", "node-b"]}, str)
+    courier.unrestorable(errors.Unrestorable("none of them"))
+    trainer.restored(11, 0.5, "/d/step-00000011", "", 1000)
+    trainer.posting(12)
+    trainer.saved(12, 0.25, 1000, False, True)
+    courier.holds(4096)
+    courier.protected(12, 0.125, 1000, [1, 3])
+    courier.committed(12, 0.5, 1)
+    courier.failed(13, errors.SaveFailed("no"))
+    courier.drained(12, 0.5, 1000, "/d", None)
+    monkeypatch.undo()
+    raw = (Path(node_memory.path) / "pulse-0000").read_bytes()
+    if not GOLDEN.exists():
+        GOLDEN.write_bytes(raw)
+    assert raw == GOLDEN.read_bytes(), "the format of heartbeats changed: raise FORMAT and write a new golden file"
+
+
+def test_the_golden_file_reads_as_documented_and_one_of_the_older_format_is_refused(
+    shm: Path, node_memory: NodeDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(heartbeat, "_is_alive", lambda pid: pid == 4322)
+    file = Path(node_memory.path) / "pulse-0000"
+    file.touch(0o600)
+    file.write_bytes(GOLDEN.read_bytes())
+    when = 1_700_000_000.25
+    assert heard(shm) == {
+        "format": FORMAT, "version": "0.1.0", "run": "", "rank": 1, "ranks": 4, "node": "node-a", "pid": 4321,
+        "state": "started", "alive": False, "beat": when, "restored": 11, "source": "/d/step-00000011", "saved": 12,
+        "times": dict.fromkeys(("made", "saved", "restored", "committed", "unrestorable"), when), "redundancy": "copy",
+        "nodes": 2, "stall_s": 0.25, "stalled_s": 0.25, "nbytes": 1000, "committed": 12, "commit_s": 0.5,
+        "protect_s": 0.125, "held": 4096, "saves": 1, "failed": 1, "drained": 12, "courier_pid": 4322,
+        "courier_alive": True, "courier_beat": when, "courier_state": "started",
+    }  # fmt: skip
+    file.write_bytes(OLDER.read_bytes())
+    (found, (why,)) = all_heartbeats(str(shm), "j")
+    assert found == [] and "cannot be read: written by version 0.1.0 (this is" in why and "format 1 and not 2" in why
+    file.write_bytes(OLDER.read_bytes() + GOLDEN.read_bytes()[PART_NBYTES:])
+    assert all_heartbeats(str(shm), "j").heartbeats == []
+    assert "format 1 and not 2" in why_unread(json.loads(OLDER.read_bytes()) | {"alive": True}), "as another node sends"
+
+
+def test_why_nothing_could_be_restored_is_said_until_something_was(
+    shm: Path, node_memory: NodeDirectory, trainer: TrainerHeartbeat
+) -> None:
+    courier = CourierRecorder(1, CourierHeartbeat(node_memory, FACTS), EventLog(None))
+    rank = TrainerRecorder(1, trainer, EventLog(None))
+    courier.unrestorable(errors.Unrestorable("none of them"))
+    assert "none of them" in heard(shm)["unrestorable"]
+    rank.restored(4, 0.5, "memory", "", 1)
+    assert "unrestorable" not in heard(shm)
+    courier.unrestorable(errors.Unrestorable("nor of these"))
+    assert "nor of these" in heard(shm)["unrestorable"]
+    courier.committed(5, 0.5, 1)
+    assert heard(shm)["unrestorable"] == ""
+
+
+def test_both_append_whole_lines_to_one_event_log_and_the_end_is_said_once(
+    shm: Path, tmp_path: Path, start: Callable[..., Process]
+) -> None:
+    log = tmp_path / "run.jsonl"
+    trainer, courier = start("trainer", log=str(log)), start("courier", log=str(log))
+    trainer.tell("many", 10)
+    courier.tell("many", 500)
+    for step in range(500):
+        trainer.tell("saved", step, 0.25, 1000, False, True)
+    for _ in range(501):
+        trainer.hear()
+    courier.hear()
+    for process, words in ((trainer, ("ended",)), (courier, ())):
+        process.does("end", *words)
+        process.does("end", *words)
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [line["step"] for line in lines if line["event"] == "save"] == [*range(500)]
+    assert [line["step"] for line in lines if line["event"] == "commit"] == [*range(500)]
+    assert [line["state"] for line in lines if line["event"] == "end"] == ["ended"] and len(lines) == 1001
+    assert {line["event"] for line in lines if line.get("by") == "courier"} == {"commit"}
+    said = heard(shm)
+    assert (said["state"], said["courier_state"]) == ("ended", "ended") and state_of(said) == "ended"
+
+
+def test_what_both_have_counted_is_one_report(node_memory: NodeDirectory, caplog: pytest.LogCaptureFixture) -> None:
+    log = EventLog(None)
+    trainer = TrainerRecorder(1, TrainerHeartbeat(node_memory, FACTS), log)
+    courier = CourierRecorder(1, CourierHeartbeat(node_memory, FACTS), log, trainer.flush)
+    trainer.saved(1, 0.5, 10, False, True)
+    trainer.counts["resharded"] += 1
+    courier.counts["slots rebuilt"] += 0
+    courier.committed(1, 0.5, 1)
+    courier.seconds["heal"] += 2.0
+    counts, seconds = trainer.together(courier.counts, courier.seconds)
+    assert counts == {"saves": 1, "bytes staged": 10, "resharded": 1, "slots rebuilt": 0, "committed": 1}
+    assert seconds == {"stall": 0.5, "heal": 2.0} and "committed" not in trainer.counts
+    late = errors.DeadlineExceeded("rank 3")
+    for step in (2, 3):
+        trainer.late(step, late)
+    assert caplog.text.count("is late") == 1 and trainer.counts["late"] == 2
+    trainer.caught_up()
+    trainer.late(4, late)
+    trainer.courier_died(77, "signal 9")
+    assert caplog.text.count("is late") == 2 and "the courier of rank 1 (pid 77) died" in caplog.text
+    assert trainer.counts["couriers lost"] == 1
