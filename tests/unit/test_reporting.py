@@ -229,6 +229,25 @@ def test_ranks_that_missed_a_save_of_the_others_went_first(tmp_path: Path) -> No
     assert (failure.first_silent, failure.first_nodes, failure.went_on) == ((1,), ("n2",), False)
 
 
+def test_a_courier_that_goes_on_after_its_trainer_was_killed_is_no_sign_of_the_training(tmp_path: Path) -> None:
+    nodes = ["n1", "n2"]
+    events = [say("start", 0.0, rank, node, nodes=nodes, **PLAN) for rank, node in enumerate(nodes)]
+    events += saved(10, 10.0, nodes, "a", 1)
+    for rank, node in enumerate(nodes):
+        events += [say("save", 20.5, rank, node, step=20, seconds=0.5, nbytes=2000, lazy=False)]
+        late = [("protect", {"seconds": 9.0, "nbytes": 2000}), ("commit", {"seconds": 12.0, "generation": 2})]
+        events += [say(kind, 32.0, rank, node, step=20, by="courier", **more) for kind, more in late]
+    events += [say("warning", 33.0, 1, "n2", level="WARNING", text="the trainer is dead", by="courier")]
+    events += [say("start", 50.0, rank, node, "b", nodes=nodes, **PLAN) for rank, node in enumerate(nodes)]
+    story = story_of(write(tmp_path / "run.jsonl", events))
+    (failure,) = story.failures
+    assert (failure.time, failure.down_s, failure.first_silent, failure.committed) == (20.5, 29.5, (), 20)
+    assert story.remarks[0].text == "the trainer is dead"
+    assert [life.ended for row in rows(story.launches) for life in row.lives] == [20.5, 50.0, 20.5, 50.0]
+    only = story_of(write(tmp_path / "run.jsonl", [one for one in events if one.get("by")]))
+    assert only.ended == 33.0 and page(only)
+
+
 def test_the_parts_of_the_time_add_up_whenever_a_job_is_killed(tmp_path: Path) -> None:
     @settings(max_examples=60, deadline=None)
     @given(st.lists(st.tuples(st.floats(0.1, 200), st.integers(0, 8)), min_size=1, max_size=5))
