@@ -129,6 +129,9 @@ class Courier(Client):
     def job(self, message: Message, answers: Any = None, on_late: Any = None, on_refused: Any = None) -> None:
         """There is nothing to do."""
 
+    def wait_sent(self, job: Any) -> None:
+        """Nothing is."""
+
     def call(self, message: Message, answers: Any = None) -> Any:
         """Leave it: None is what there is to be had."""
 

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import os
+import sys
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..config import Config
 from ..draining.drains import Drains
-from ..errors import MlflashError
+from ..errors import MlflashError, WorldMismatch
 from ..memory.copy_threads import CopyThreads
 from ..memory.node_directory import NodeDirectory
 from ..memory.own_slots import OwnSlots
+from ..memory.shared_memory_segment import Segment
 from ..mpi.courier import Courier
 from ..mpi.world import World, find_world
+from ..protocol.client import Client
 from ..protocol.messages import Start, Started
 from ..protocol.ranks import Ranks
 from ..protocol.torch_rank import check_torch_rank, replicas_of
 from ..protocol.trainer_context import TrainerContext
-from ..telemetry.event_log import EventLog
+from ..telemetry.event_log import EventLog, file_of_node
 from ..telemetry.heartbeat import RankFacts, TrainerHeartbeat, read_heartbeats
 from ..telemetry.prometheus_metrics import Metrics
 from ..telemetry.recorder import TrainerRecorder
@@ -40,38 +44,87 @@ def connect(config: Config, comm: Any, process_group: Any, replicated: Any = Non
         ConfigError: on all ranks, where ``replicated`` or ``domains`` make no sense.
         JobInUse, UnsafePath, WorldMismatch: on all ranks, where any rank finds it so.
     """
+    if config.courier == "process" and comm is None:
+        return _connect_process(config, process_group, replicated, domains)
     comm = find_world(os.environ) if comm is None else comm
     world = World(comm, config.ranks_per_node, config.timeout_s)
+    drains: list[Drains] = []
+    jobs = Courier(world, threaded=world.threads, nice=config.nice)
+    session = Session(config, world, jobs, lambda drain: drains[0].began(drain))
+    courier = CourierThread(jobs, session)
+    start = _start(world.rank, world.size, comm, process_group, replicated, domains)
+    started = _started(courier, start)
+    context = session.context
+    trainer = _trainer(config, courier, process_group, start, started, context.pool.mapped, context.recorder.events)
+    context.recorder.flush = trainer.recorder.flush
+    drains.append(Drains(courier, trainer.ranks, config.directory is not None))
+    session.attach(trainer)
+    return trainer, drains[0], started
+
+
+def _connect_process(config: Config, process_group: Any, replicated: Any, domains: Any
+                     ) -> tuple[TrainerContext, Drains, Started]:  # fmt: skip
+    from .in_process import CourierProcess, link
+
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is not None and mpi.Is_initialized():
+        raise WorldMismatch(
+            "this program uses MPI itself, and its couriers would start it a second time: give courier='thread' (or "
+            "MLFLASH_COURIER=thread), or do not import mpi4py.MPI",
+            expected="no MPI in the training process", found="MPI is initialised",
+        )  # fmt: skip
+    connection = link(config)
+    courier = CourierProcess(connection, config)
+    start = _start(connection.couriers.rank, connection.couriers.size, None, process_group, replicated, domains)
+    started = _started(courier, start)
+    trainer = _trainer(config, courier, process_group, start, started, dict)
+    courier.trainer, courier.drains = trainer, Drains(courier, trainer.ranks, config.directory is not None)
+    return trainer, courier.drains, started
+
+
+def _start(rank: int, size: int, comm: Any, process_group: Any, replicated: Any, domains: Any) -> Start:
+    """Say how this rank starts, or why it cannot. Not collective."""
     problem, replicas = None, None
     try:
-        check_torch_rank(world.rank, world.size, process_group)
-        replicas = replicas_of(replicated, world.rank, world.size, comm, process_group)
+        check_torch_rank(rank, size, process_group)
+        replicas = replicas_of(replicated, rank, size, comm, process_group)
     except MlflashError as error:
         problem = error
-    jobs = Courier(world, threaded=world.threads, nice=config.nice)
-    session = Session(config, world, jobs, lambda drain: drains.began(drain))
-    courier = CourierThread(jobs, session)
+    return Start(problem, replicas, domains, os.urandom(8).hex())
+
+
+def _started(courier: Client, start: Start) -> Started:
     try:
-        start = os.urandom(8).hex()
-        started: Started = courier.call(Start(problem, replicas, domains, start))
+        started: Started = courier.call(start)
+    except BaseException:
+        courier.stop(abandon=True)
+        raise
+    return started
+
+
+def _trainer(config: Config, courier: Client, process_group: Any, start: Start, started: Started,
+             known: Callable[[], Mapping[int, Segment]], events: EventLog | None = None) -> TrainerContext:  # fmt: skip
+    """Make what saving and restoring work with. Not collective.
+
+    Args:
+        known: mappings of slots that this process has already.
+        events: of the courier, where it is a thread.
+    """
+    try:
         memory = NodeDirectory(config.memory, config.job, started.emulated_node, make=False, top=started.top)
     except BaseException:
         courier.stop(abandon=True)
         raise
     ranks = Ranks(courier, started.rank, started.topology, process_group)
-    drains = Drains(courier, ranks, config.directory is not None)
-    slots = OwnSlots(memory, started.slots, session.context.pool.mapped)
-    recorder = _recorder(config, ranks, memory, start, started, session.context.recorder.events)
-    session.context.recorder.flush = recorder.flush
-    trainer = TrainerContext(config, courier, ranks, memory, slots, CopyThreads(started.copy_threads), recorder,
-                             started.sharing)  # fmt: skip
+    slots = OwnSlots(memory, started.slots, known)
     slots.update(started.files)
-    session.attach(trainer)
-    return trainer, drains, started
+    recorder = _recorder(config, ranks, memory, start.start, started, events)
+    threads = CopyThreads(started.copy_threads)
+    return TrainerContext(config, courier, ranks, memory, slots, threads, recorder, started.sharing)
 
 
-def _recorder(config: Config, ranks: Ranks, memory: NodeDirectory, start: str, started: Started, events: EventLog
-              ) -> TrainerRecorder:  # fmt: skip
+def _recorder(config: Config, ranks: Ranks, memory: NodeDirectory, start: str, started: Started,
+              events: EventLog | None) -> TrainerRecorder:  # fmt: skip
     local_rank = ranks.topology.ranks_on[ranks.node_index].index(ranks.rank)
     run = os.environ.get("MLFLASH_RUN", "")
     facts = RankFacts(ranks.rank, ranks.size, local_rank, ranks.node_name, run, start)
@@ -79,4 +132,8 @@ def _recorder(config: Config, ranks: Ranks, memory: NodeDirectory, start: str, s
     if config.metrics and not local_rank:  # the first rank of each node shows those of all
         node = started.emulated_node
         metrics = Metrics(config.metrics, config.job, lambda: read_heartbeats(config.memory, config.job, node))
-    return TrainerRecorder(ranks.rank, TrainerHeartbeat(memory, facts), events, metrics)
+    is_thread = events is not None
+    if events is None:
+        file = file_of_node(config.log, ranks.node_index) if config.log else None
+        events = EventLog(file, run=started.run, rank=ranks.rank, node=ranks.node_name)
+    return TrainerRecorder(ranks.rank, TrainerHeartbeat(memory, facts), events, metrics, is_thread)

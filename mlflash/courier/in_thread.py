@@ -47,6 +47,9 @@ class CourierThread:
             on_refused: Callable[[MlflashError], None] | None = None) -> Job:  # fmt: skip
         return Job(lambda: self.session.handle(message, answers), on_late, on_refused)
 
+    def wait_sent(self, job: Job) -> None:
+        pass  # it is a thread of this process, and ends with it
+
     def call(self, message: Message, answers: Any = None) -> Any:
         return self._jobs.call(lambda: self.session.handle(message, answers))
 

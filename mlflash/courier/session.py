@@ -34,6 +34,7 @@ class Session:
         world: the communicators.
         jobs: runs the jobs one after the other, and lets drains go on behind.
         told_drain: is told of each drain that begins.
+        is_process: whether the trainer is another process.
 
     Attributes:
         context: what saving, draining and restoring work with; it is there from `Start` on.
@@ -41,8 +42,10 @@ class Session:
 
     context: Context
 
-    def __init__(self, config: Config, world: World, jobs: Courier, told_drain: Callable[[Drain], None]):
+    def __init__(self, config: Config, world: World, jobs: Courier, told_drain: Callable[[Drain], None],
+                 is_process: bool = False):  # fmt: skip
         self._config, self._world, self._jobs, self._told_drain = config, world, jobs, told_drain
+        self._is_process = is_process
         self._handlers: dict[type[Message], Callable[..., Any]] = {
             asked.Start: self._start,
             asked.Agree: lambda agree: world.agree(agree.values),
@@ -109,7 +112,9 @@ class Session:
 
     def _start(self, start: asked.Start) -> Started:
         world = self._world
-        self.context = context = make(self._config, world, start.problem, start.replicas, start.domains, start.start)
+        self.context = context = make(
+            self._config, world, start.problem, start.replicas, start.domains, start.start, self._is_process
+        )
         self._drains = DrainQueue(self._config, context, self._jobs, self._told_drain)
         self._commits = Commits(context, self._drains, lambda home: heal_or_remember(context, home))
         self._report = RankReport(context, self._drains)

@@ -40,6 +40,7 @@ class Drain:
         self.moved = time.monotonic()
         self.silent: tuple[tuple[int, ...], str] = ((), "")
         self.given_up = threading.Event()
+        self.told: Callable[[], None] = lambda: None  # done when some rank gets on, and at the end
         self._start = time.perf_counter()
         self._ended = threading.Event()
 
@@ -84,8 +85,10 @@ class Drain:
     def moves(self) -> None:
         """Note that some rank got on (for the courier)."""
         self.moved, self.silent = time.monotonic(), ((), "")
+        self.told()
 
     def end(self, error: MlflashError | None) -> None:
         """Tell the waiters how it ended (for the courier)."""
         self.error, self.seconds = error, time.perf_counter() - self._start
         self._ended.set()
+        self.told()

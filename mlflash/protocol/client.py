@@ -67,6 +67,12 @@ class Client(Protocol):
             on_refused: told when the courier will not do it, after an earlier error.
         """
 
+    def wait_sent(self, job: Any) -> None:
+        """Wait until the courier has a job that was posted: it is done whatever becomes of this process.
+
+        Not collective. It does not wait until it is done.
+        """
+
     def call(self, message: Message, answers: Any = None) -> Any:
         """Post a message and wait for what it gives; collective as the message is.
 

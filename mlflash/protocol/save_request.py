@@ -30,6 +30,7 @@ class SaveRequest:
         checks: of the pieces of shared state that other ranks of this node store.
         is_unsettled: whether the ranks must first agree on what they share of it. The trainer waits meanwhile.
         waits_for_room: whether the slots were too small to stage into. The trainer waits until they are larger.
+        has_deferred: whether anything is copied later: only then the courier asks for that.
         begun_s: when it began, by the clock that all processes of a node have in common (`time.perf_counter`).
     """
 
@@ -44,6 +45,7 @@ class SaveRequest:
     checks: dict[Piece, int] = dataclasses.field(default_factory=dict)
     is_unsettled: bool = False
     waits_for_room: bool = False
+    has_deferred: bool = False
     begun_s: float = dataclasses.field(default_factory=time.perf_counter)
 
     def __post_init__(self) -> None:

@@ -18,6 +18,8 @@ class Plan:
         private: names of tensors that each rank has its own of.
         sharing: the ranks that hold some of it alike; None: nothing is shared.
         pieces: of what is shared.
+        manifest_nbytes: of the manifest; -1: as many as it has. In a courier that is a process the manifest itself is
+            empty: it lies in the slot.
     """
 
     layout: Layout
@@ -25,6 +27,11 @@ class Plan:
     private: frozenset[str]
     sharing: Sharing | None = None
     pieces: tuple[Piece, ...] = ()
+    manifest_nbytes: int = -1
+
+    def __post_init__(self) -> None:
+        if self.manifest_nbytes < 0:
+            object.__setattr__(self, "manifest_nbytes", len(self.manifest))
 
     @property
     def nbytes(self) -> int:

@@ -321,7 +321,7 @@ def _header(save: Save, context: Context, check: int) -> Header | None:
         world_size=world.size,
         node_index=world.node_index,
         local_rank=world.local_rank,
-        manifest_nbytes=len(save.plan.manifest),
+        manifest_nbytes=save.plan.manifest_nbytes,
         extents=save.plan.layout.extents,
         table_check=check,
         unix_ns=time.time_ns(),

@@ -153,6 +153,7 @@ class SaveQueue:
                 self._recorder.posting(snapshot.step)
             finally:
                 post(job)  # written in C: no exception of a signal handler comes between
+            self._courier.wait_sent(job)
             if request.waits_for_room and not again and not save.staged.wait(self._config.timeout_s):
                 save.left = "no room was made in time"
         except BaseException:
@@ -306,6 +307,7 @@ class SaveQueue:
         checks, later = self.stage.copy(flat, save.request.plan, slot, share, lazy)
         if not later.is_empty:
             save.later = save.snapshot.later = later
+            save.request.has_deferred = True
             self._steps.before_next(later)
         return inode, checks
 

@@ -37,8 +37,8 @@ _NAMED = 3  # hosts or domains named in a warning
 
 
 def make(config: Config, world: World, problem: MlflashError | None = None,
-         replicas: tuple[Sequence[int], Sequence[str]] | None = None, domains: Any = None, start: str = ""
-         ) -> Context:  # fmt: skip
+         replicas: tuple[Sequence[int], Sequence[str]] | None = None, domains: Any = None, start: str = "",
+         is_process: bool = False) -> Context:  # fmt: skip
     """Connect the ranks, lock the job, look what earlier runs left, and take their files over.
 
     Collective over comm.
@@ -50,6 +50,7 @@ def make(config: Config, world: World, problem: MlflashError | None = None,
         replicas: the ranks that hold the same state as this one, and the patterns of names of what they hold alike.
         domains: see `find_domains`.
         start: names this rank's trainer; see `heartbeat.RankFacts`.
+        is_process: whether the trainer is another process.
 
     Raises:
         ConfigError: on all ranks, where replicas or domains make no sense.
@@ -81,7 +82,7 @@ def make(config: Config, world: World, problem: MlflashError | None = None,
             world.free()
         raise
     try:
-        return _assemble(config, world, held[0], alike, known, start)
+        return _assemble(config, world, held[0], alike, known, start, is_process)
     except BaseException:
         held[0].close()
         raise
@@ -89,7 +90,7 @@ def make(config: Config, world: World, problem: MlflashError | None = None,
 
 def _assemble(
     config: Config, world: World, memory: NodeDirectory, replicas: ReplicatedTensors | None, known: Domains | None,
-    start: str,
+    start: str, is_process: bool,
 ) -> Context:  # fmt: skip
     """Take over what earlier runs left. Collective over the world."""
     left = earlier_runs.look(config, world, memory)
@@ -103,7 +104,7 @@ def _assemble(
     copy_threads = copy_threads_of(config.copy_threads, world.size if world.emulated else world.local_size, world.agree)
     pace = SendRate(config.send_rate, config.max_slowdown, config.timeout_s)
     run_id: bytes = world.broadcast(os.urandom(16), 0)
-    recorder = world.on_all(lambda: _recorder(config, world, memory, run_id.hex()[:8], start))
+    recorder = world.on_all(lambda: _recorder(config, world, memory, run_id.hex()[:8], start, is_process))
     context = Context(config, world, memory, protection, known, pool, recorder, copy_threads, pace, replicas, run_id)
     if protection.transport == "rma" and world.world is not None:
         world.poke = Poke(world)
@@ -129,12 +130,14 @@ def _claim(config: Config) -> str:
         return ""
 
 
-def _recorder(config: Config, world: World, memory: NodeDirectory, run: str, start: str) -> CourierRecorder:
+def _recorder(config: Config, world: World, memory: NodeDirectory, run: str, start: str, is_process: bool
+              ) -> CourierRecorder:  # fmt: skip
     facts = RankFacts(
         world.rank, world.size, world.local_rank, world.node_name, os.environ.get("MLFLASH_RUN", ""), start
     )
     file = file_of_node(config.log, world.node_index) if config.log else None
-    events = EventLog(file, run=run, rank=world.rank, node=world.node_name)
+    by = {"by": "courier"} if is_process else {}
+    events = EventLog(file, run=run, rank=world.rank, node=world.node_name, **by)
     return CourierRecorder(world.rank, CourierHeartbeat(memory, facts), events)
 
 

@@ -27,7 +27,8 @@ class EventLog:
 
     Args:
         path: the file of this node, see `file_of_node`; None: nothing is written.
-        common: fields of each event: run, rank and node; ``by="courier"`` for a courier that is a process of its own.
+        common: fields of each event: run, rank and node; ``by="courier"`` for a courier that is a process of its own,
+            whose warnings are its trainer's, too.
     """
 
     def __init__(self, path: str | None, **common: Any):
@@ -38,7 +39,8 @@ class EventLog:
         if path is not None:
             self._thread = threading.Thread(target=self._write, name="mlflash-events", daemon=True)
             self._thread.start()
-            log.addFilter(self._see)
+            if "by" not in common:
+                log.addFilter(self._see)
 
     @property
     def is_on(self) -> bool:
