@@ -9,7 +9,7 @@ from typing import Any
 
 from ..config import Config
 from ..draining.drains import Drains
-from ..errors import MlflashError, WorldMismatch
+from ..errors import MlflashError
 from ..memory.copy_threads import CopyThreads
 from ..memory.node_directory import NodeDirectory
 from ..memory.own_slots import OwnSlots
@@ -66,16 +66,11 @@ def _connect_process(config: Config, process_group: Any, replicated: Any, domain
                      ) -> tuple[TrainerContext, Drains, Started]:  # fmt: skip
     from .in_process import CourierProcess, link
 
-    mpi = sys.modules.get("mpi4py.MPI")
-    if mpi is not None and mpi.Is_initialized():
-        raise WorldMismatch(
-            "this program uses MPI itself, and its couriers would start it a second time: give courier='thread' (or "
-            "MLFLASH_COURIER=thread), or do not import mpi4py.MPI",
-            expected="no MPI in the training process", found="MPI is initialised",
-        )  # fmt: skip
     connection = link(config)
     courier = CourierProcess(connection, config)
-    start = _start(connection.couriers.rank, connection.couriers.size, None, process_group, replicated, domains)
+    mpi = sys.modules.get("mpi4py.MPI")  # of a program that uses it besides; its communicators may name ranks
+    comm = mpi.COMM_WORLD if mpi is not None and mpi.Is_initialized() else None
+    start = _start(connection.couriers.rank, connection.couriers.size, comm, process_group, replicated, domains)
     started = _started(courier, start)
     trainer = _trainer(config, courier, process_group, start, started, dict)
     courier.trainer, courier.drains = trainer, Drains(courier, trainer.ranks, config.directory is not None)

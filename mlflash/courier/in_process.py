@@ -9,12 +9,14 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
+import mmap
 import os
 import queue
 import socket
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -98,7 +100,7 @@ class CourierLink:
         self.couriers = Couriers(_ENTRY, os.environ, timeout_s, directory=directory)
         self._sock = self.couriers.courier.trainer
         self.pid = self.couriers.courier.pid
-        self.sessions: dict[int, CourierProcess] = {}
+        self.sessions: weakref.WeakValueDictionary[int, CourierProcess] = weakref.WeakValueDictionary()
         self._numbers = itertools.count(1)
         self.lost: str = ""  # how the courier has ended
         self.queue: queue.SimpleQueue[RemoteJob | _Sent | None] = queue.SimpleQueue()
@@ -210,6 +212,7 @@ class CourierProcess:
         self._link, self._config, self.number = link, config, link.number()
         self.late: DeadlineExceeded | None = None
         self.broken: BaseException | None = None
+        self.is_closed = False
         self.trainer: TrainerContext | None = None
         self.drains: Drains | None = None
         self._jobs: dict[int, RemoteJob] = {}
@@ -317,7 +320,7 @@ class CourierProcess:
         fd = os.memfd_create("mlflash-parts", os.MFD_CLOEXEC)
         try:
             os.truncate(fd, nbytes)
-            landing = np.memmap(os.fdopen(os.dup(fd), "r+b"), np.uint8, "r+", shape=(nbytes,)) if nbytes else None
+            landing = np.frombuffer(mmap.mmap(fd, nbytes), np.uint8) if nbytes else None
             for number in range(most):
                 those = rounds[number] if number < len(rounds) else []
                 good &= self._exchange_some(message, those, landing, fd)
@@ -372,7 +375,7 @@ class CourierProcess:
             self._wait_for_answer(Kind.CLOSE, "Close", abandon, _CLOSE_S if abandon else self._config.timeout_s)
         except (Closed, DeadlineExceeded) as error:
             log.debug("the courier did not say that it has closed: %s", error)
-        self._link.sessions.pop(self.number, None)
+        self.is_closed = True  # it can still be asked for its report
         self._frames.put(None)
 
     def leave(self) -> None:
@@ -489,6 +492,8 @@ class CourierProcess:
 
     def lose(self, why: str) -> None:
         """Let nobody wait for a courier that has ended."""
+        if self.is_closed:
+            return
         if self.broken is None:
             self.broken = Closed("the courier of this rank has ended", found=why)
             if not sys.is_finalizing():

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import mmap
 import os
 import select
 import socket
@@ -43,6 +44,7 @@ log = logging.getLogger("mlflash")
 _ORPHAN_S = 5.0  # how long what a dead trainer has left may take
 _LOOK_S = 0.05
 _PLANS = 3  # that are kept besides the newest
+_CLOSED = 8  # sessions that can still be asked for their report
 _TOLD_S = 0.05  # how often a drain tells how far it is
 _READ_NBYTES = 1 << 20
 
@@ -247,6 +249,7 @@ class Hosted:
         self._plans: dict[int, Plan] = {}
         self._drains = 0
         self.posted = self.done = 0  # jobs
+        self.is_closed = False
 
     def post(self, frame: Frame, files: deque[int]) -> None:
         """Post a job that the trainer asks for."""
@@ -371,7 +374,7 @@ class Landing:
         parts = [part for those in body.asked.values() for part in those]
         if any(part.at < 0 or part.nbytes < 0 or part.at + part.nbytes > size for part in parts):
             raise BadMessage("a part goes beyond its file")
-        self._view = np.empty(0, np.uint8) if not size else np.memmap(fd, np.uint8, "r+", shape=(size,))  # type: ignore[call-overload]
+        self._view = np.frombuffer(mmap.mmap(fd, size) if size else b"", np.uint8)
         self.asked = {rank: [self._wanted(part) for part in those] for rank, those in body.asked.items()}
 
     def _wanted(self, part: wire.PartWire) -> WantedPart:
@@ -476,7 +479,9 @@ def _take(frame: Frame, link: Link, comm: Any, sessions: dict[int, Hosted], star
     elif frame.kind is Kind.TELL:
         hosted.told(frame)
     elif frame.kind is Kind.CLOSE:
-        del sessions[frame.session]
+        hosted.is_closed = True
+        for number in [number for number, one in sessions.items() if one.is_closed][:-_CLOSED]:
+            del sessions[number]
         threading.Thread(target=hosted.close, args=(frame,), name="mlflash-close", daemon=True).start()
     else:
         raise BadMessage(f"a trainer sends no frame of kind {frame.kind}")
@@ -489,6 +494,7 @@ def _finish(sessions: dict[int, Hosted]) -> None:
         while hosted.done < hosted.posted and time.monotonic() < end:
             time.sleep(_LOOK_S)
     for hosted in sessions.values():
-        hosted.session.answer(asked.GiveUpDrain())
+        if not hosted.is_closed and hasattr(hosted.session, "context"):
+            hosted.session.answer(asked.GiveUpDrain())
         if hasattr(hosted.session, "context"):
             hosted.session.context.recorder.end()

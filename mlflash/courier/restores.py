@@ -69,7 +69,6 @@ class RestoreHandlers:
         if message.again and (home := self._take_checked(message.step)) is not None:
             return self._told(home)
         self._unmap()
-        context.pool.take_back()
         found = self._sources.choose(message.step, message.others, message.source, message.bad, message.checked)
         if not isinstance(found, (RankCheckpoint, FoundElsewhere)):
             return found

@@ -244,7 +244,7 @@ class DrainQueue:
             for home in drain_input.homes.values():
                 context.pool.unmap_others([home.slot, *home.shares])
             context.pool.drained(held)
-            context.tell_trainer()
+            context.tell_trainer(held)  # no more than these: whatever job is being done may need the others
             current.end(error)
             context.recorder.drained(current.step, current.seconds or 0.0, current.nbytes, current.path, error)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 from ..errors import CorruptSlot
@@ -179,15 +179,18 @@ class SlotPool:
         for slot in slots:
             slot.taker = _TRAINER
 
-    def news(self) -> list[SlotFile]:
+    def news(self, only: Collection[Slot] | None = None) -> list[SlotFile]:
         """Give the trainer what may be filled, and say which files its slots have. Not collective.
+
+        Args:
+            only: the slots that may be given to it now; None: all.
 
         Returns:
             What it has not been told yet.
         """
         news = []
         for name, slot in self._own():
-            is_free = slot.use is Use.FREE and not slot.drains
+            is_free = slot.use is Use.FREE and not slot.drains and (only is None or any(slot is one for one in only))
             inode = 0 if slot.segment is None else slot.segment.inode
             if is_free:
                 slot.use, slot.taker = Use.BUSY, _TRAINER
@@ -196,26 +199,30 @@ class SlotPool:
                 news.append(SlotFile(name, file_number(slot.name) if inode else None, inode, is_free))
         return news
 
-    def take_back(self, slots: Iterable[Slot] | None = None) -> None:
+    def take_back(self, slots: Iterable[Slot] | None = None) -> list[Slot]:
         """Get those of some own slots from the trainer that it does not need now; they are free. Not collective.
 
         Args:
             slots: which; None: all.
-        """
-        self._prepare([(slot, 0) for slot in ((*self.own, *self.shares) if slots is None else slots)], ())
 
-    def _prepare(self, wanted: Sequence[tuple[Slot, int]], waiting: Sequence[Slot]) -> None:
+        Returns:
+            Those that were the trainer's.
+        """
+        return self._prepare([(slot, 0) for slot in ((*self.own, *self.shares) if slots is None else slots)], ())
+
+    def _prepare(self, wanted: Sequence[tuple[Slot, int]], waiting: Sequence[Slot]) -> list[Slot]:
         """Get free slots from the trainer, and have it leave the files of those that are too small."""
         names = {id(slot): name for name, slot in self._own()}
         asked = [(names[id(slot)], nbytes) for slot, nbytes in wanted
                  if id(slot) in names and (slot.taker is _TRAINER or any(slot is one for one in waiting))]  # fmt: skip
         if not asked:
-            return
+            return []
         assert self.trainer is not None
         given = set(self.trainer.prepare(asked, [names[id(slot)] for slot in waiting]))
-        for name, slot in self._own():
-            if name in given:
-                slot.taker, slot.use = None, Use.FREE
+        got = [slot for name, slot in self._own() if name in given]
+        for slot in got:
+            slot.taker, slot.use = None, Use.FREE
+        return got
 
     def drained(self, slots: Iterable[Slot]) -> None:
         """Let saves write slots again that were drained. Not collective."""
@@ -230,19 +237,22 @@ class SlotPool:
         return oldest_free(pair) or leave_behind(self._memory, pair, lambda segment: True)
 
     @contextlib.contextmanager
-    def reserved(self, demand: Sequence[tuple[Slot, int]], waiting: Sequence[Slot] = ()) -> Iterator[list[Slot]]:
-        """Keep the free ones of some slots from being taken for a save while their files are replaced; gives these.
+    def reserved(self, demand: Sequence[tuple[Slot, int]], waiting: Sequence[Slot] = ()
+                 ) -> Iterator[tuple[list[Slot], list[Slot]]]:  # fmt: skip
+        """Keep the free ones of some slots from being taken for a save while their files are replaced.
+
+        Gives these, and those of them that are the trainer's, which is to get them back.
 
         Args:
             demand: slots, and the bytes that each has to take.
             waiting: busy slots, whose files the trainer waits for, and leaves.
         """
-        self._prepare(demand, waiting)
+        borrowed = self._prepare(demand, waiting)
         taken = [slot for slot, _ in demand if slot.is_free]
         for slot in taken:
             slot.use = Use.BUSY
         try:
-            yield taken
+            yield taken, borrowed
         finally:
             for slot in taken:
                 slot.use = Use.FREE

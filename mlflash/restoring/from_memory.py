@@ -75,6 +75,7 @@ def find_and_verify(
     Raises:
         WorldSizeChanged: it was saved by another number of ranks, and is not to be resharded.
     """
+    context.pool.take_back()
     found = context.take_stock().since(oldest)
     reach("restore.listed")
     while True:

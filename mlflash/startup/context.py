@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
 from ..config import Config
@@ -156,11 +156,15 @@ class Context:
         replicas = self.sharers
         return SharingNews() if replicas is None else SharingNews(replicas.sharing, replicas.agreed, replicas.version)
 
-    def tell_trainer(self) -> None:
-        """Tell the trainer what has changed: its slots, what is shared, whether slots are held back. Not collective."""
+    def tell_trainer(self, only: Collection[Slot] | None = None) -> None:
+        """Tell the trainer what has changed: its slots, what is shared, whether slots are held back. Not collective.
+
+        Args:
+            only: the slots that may be given to it now; None: all.
+        """
         if self.trainer is None:
             return
-        if files := self.pool.news():
+        if files := self.pool.news(only):
             self.trainer.update(files)
         sharing, is_unhealed = self.sharing, self.unhealed is not None
         if sharing != self._told[0]:
@@ -241,8 +245,9 @@ class Context:
             if size:
                 wanted |= {id(slot): (slot, size) for slot in pair}
         self.protection.close_windows()
+        borrowed: list[Slot] = []
         try:
-            with self.pool.reserved([*wanted.values()], waiting) as mine:
+            with self.pool.reserved([*wanted.values()], waiting) as (mine, borrowed):
                 usable = [(slot, n) for slot, n in wanted.values() if any(slot is m for m in (*waiting, *mine))]
                 try:
                     make_room(self.world, self.memory, usable)
@@ -251,7 +256,7 @@ class Context:
                         raise
                     make_room(self.world, self.memory, usable)
         finally:
-            self.tell_trainer()
+            self.tell_trainer(borrowed)  # no more than these: whoever makes room may need the others
             self.protection.open_windows(self.pool)
 
     def leave_alone(self) -> None:
