@@ -1,6 +1,9 @@
 """The courier: it makes all MPI calls of a rank, and does what its trainer asks for.
 
 In come the messages of `protocol`; out come their results. `session` has a handler for each of them, `restores` those
-of restoring, `rank_report` what a rank tells of itself; `in_thread` is the courier as a thread of the trainer's
-process, and `connect` starts it. It imports all that saves, restores and drains.
+of restoring, `rank_report` what a rank tells of itself. `connect` starts it: `in_thread` as a thread of the trainer's
+process, or as a process of its own. Of that the trainer has `in_process`, with the `courier_link` that all its
+Checkpointers share and `exchange_rounds` for what other ranks send; the process itself is `process_main`, with a
+`hosted_session` for each Checkpointer and `remote_trainer` for whom it asks; they talk in `wire_format`. It imports all
+that saves, restores and drains.
 """

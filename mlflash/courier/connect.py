@@ -64,7 +64,8 @@ def connect(config: Config, comm: Any, process_group: Any, replicated: Any = Non
 
 def _connect_process(config: Config, process_group: Any, replicated: Any, domains: Any
                      ) -> tuple[TrainerContext, Drains, Started]:  # fmt: skip
-    from .in_process import CourierProcess, link
+    from .courier_link import link
+    from .in_process import CourierProcess
 
     connection = link(config)
     courier = CourierProcess(connection, config)

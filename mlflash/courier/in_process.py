@@ -6,198 +6,40 @@ how jobs end, in the order in which the courier says so. None of them calls MPI,
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
+import functools
 import logging
-import mmap
-import os
 import queue
-import socket
 import sys
 import threading
 import time
-import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from ..config import Config
 from ..draining.drain import Drain
 from ..draining.drains import Drains
 from ..errors import Closed, DeadlineExceeded, DrainFailed, MlflashError, SaveFailed, text_of
-from ..memory import user_directory
 from ..mpi.courier import FORKED
 from ..protocol import messages as asked
 from ..protocol.client import Pace
 from ..protocol.messages import Exchange, Message
 from ..protocol.save_request import SaveRequest
 from ..protocol.trainer_context import TrainerContext
-from ..protocol.wanted_parts import WantedPart
 from ..redundancy.slot_plan import Plan
-from ..state.shards import box, cut
-from ..wireup.launch import Couriers
 from . import wire_format as wire
+from .courier_link import CourierLink, RemoteJob, Sent
+from .exchange_rounds import Landing, rounds
 from .wire_format import BadMessage, Frame, Kind, Outcome
 
 log = logging.getLogger("mlflash")
 
-_ENTRY = "mlflash.courier.process_main:run"
 _GRACE_S = 10.0  # how long after a deadline its error may take to arrive
 _ANSWER_S = 10.0  # for what is asked beside the jobs
 _CLOSE_S = 3.0  # for a session that is abandoned to be closed
 _LOOK_S = 0.2
 _NOTHING = b"\xc0"  # None, encoded
-_READ_NBYTES = 1 << 20
-_LANDING_NBYTES = 64 << 20  # of other ranks' parts, at a time
-
-
-@dataclasses.dataclass
-class _Sent:
-    """A frame on its way to the socket."""
-
-    packed: bytes
-    fds: tuple[int, ...] = ()
-
-
-class RemoteJob:
-    """A job that the courier does; see `mpi.courier.Job`."""
-
-    def __init__(self, frame: Callable[[], _Sent], number: int, answers: Any,
-                 on_late: Callable[[DeadlineExceeded], None] | None,
-                 on_refused: Callable[[MlflashError], None] | None):  # fmt: skip
-        self.frame, self.number, self.answers = frame, number, answers
-        self.on_late, self.on_refused = on_late, on_refused
-        self.is_sent = False
-        self.sent = threading.Event()
-        self.woken = threading.Event()
-        self.result: Any = None
-        self.error: BaseException | None = None
-        self.late: DeadlineExceeded | None = None
-
-    def refuse(self, why: MlflashError) -> None:
-        """Say that the courier will not do it."""
-        if not self.woken.is_set() and self.on_refused is not None:
-            self.on_refused(why)
-        self.error = self.error or why
-        self.sent.set()
-        self.woken.set()
-
-
-class CourierLink:
-    """The connection of this trainer to its courier, which all Checkpointers of the process share.
-
-    Collective, as `Couriers` is.
-
-    Args:
-        timeout_s: how long the start may take, seconds.
-        directory: of this user alone, where ranks of one host may meet.
-    """
-
-    def __init__(self, timeout_s: float, directory: Path | None):
-        self.couriers = Couriers(_ENTRY, os.environ, timeout_s, directory=directory)
-        self._sock = self.couriers.courier.trainer
-        self.pid = self.couriers.courier.pid
-        self.sessions: weakref.WeakValueDictionary[int, CourierProcess] = weakref.WeakValueDictionary()
-        self._numbers = itertools.count(1)
-        self.lost: str = ""  # how the courier has ended
-        self.queue: queue.SimpleQueue[RemoteJob | _Sent | None] = queue.SimpleQueue()
-        for work, name in ((self._send, "send"), (self._receive, "receive")):
-            threading.Thread(target=work, name=f"mlflash-{name}", daemon=True).start()
-
-    def number(self) -> int:
-        """A number that was not given before."""
-        return next(self._numbers)
-
-    def _send(self) -> None:
-        while (item := self.queue.get()) is not None:
-            if isinstance(item, RemoteJob):
-                if item.is_sent:
-                    continue
-                item.is_sent = True
-                try:
-                    sent = item.frame()
-                except Exception as error:  # as no more is done; or a fault of ours
-                    item.refuse(error if isinstance(error, MlflashError) else Closed(text_of(error)))
-                    continue
-            else:
-                sent = item
-            try:
-                if sent.fds:
-                    begun = socket.send_fds(self._sock, [sent.packed], list(sent.fds))
-                    self._sock.sendall(sent.packed[begun:])
-                else:
-                    self._sock.sendall(sent.packed)
-            except OSError as error:
-                self._lose(f"it takes no message any more: {error}")
-            if isinstance(item, RemoteJob):
-                item.sent.set()
-
-    def _receive(self) -> None:
-        stream = wire.Stream()
-        try:
-            while received := self._sock.recv(_READ_NBYTES):
-                for frame in stream.add(received):
-                    self._take(frame)
-            why = "it has ended"
-        except (BadMessage, OSError) as error:
-            why = str(error)
-        self._lose(why)
-
-    def _take(self, frame: Frame) -> None:
-        if frame.kind is Kind.EVENT and frame.name == "log":
-            level, text = wire.decode(wire.EVENTS["log"], frame.body)
-            log.log(level, "%s", text)
-            return
-        session = self.sessions.get(frame.session)
-        if session is not None:
-            session.take(frame)
-
-    def _lose(self, why: str) -> None:
-        if not self.lost:
-            self.lost = why
-            for session in list(self.sessions.values()):
-                session.lose(why)
-
-    def close(self) -> None:
-        """End the courier. Not collective."""
-        self.queue.put(None)
-        self.couriers.close()
-
-
-_link: CourierLink | None = None
-
-
-def link(config: Config) -> CourierLink:
-    """The connection of this process, made by the first Checkpointer. Collective over all ranks of the job.
-
-    Raises:
-        Closed: its courier has ended.
-        WorldMismatch: MPI is up in this process, or the ranks cannot find each other.
-    """
-    global _link
-    if _link is None:
-        top = user_directory.claim(config.memory, config.job)
-        _link = CourierLink(config.timeout_s, Path(top))
-    if _link.lost:
-        raise Closed("the courier of this process has ended", found=_link.lost)
-    return _link
-
-
-def close_link() -> None:
-    """End the courier of this process, which no Checkpointer needs any more. Not collective."""
-    if _link is not None:
-        _link.close()
-
-
-def _forget() -> None:
-    global _link
-    _link = None
-
-
-os.register_at_fork(after_in_child=_forget)
 
 
 class CourierProcess:
@@ -277,7 +119,7 @@ class CourierProcess:
             raise self.late or Closed("mlflash stopped after an earlier error", found=self.broken)
         return job.result
 
-    def _frame(self, message: Message, number: int) -> _Sent:
+    def _frame(self, message: Message, number: int) -> Sent:
         name, before = type(message).__name__, b""
         body: Any = message
         if isinstance(message, (asked.Commit, asked.CommitRestored)):
@@ -287,7 +129,7 @@ class CourierProcess:
             body = _save_wire(request, plan, restores)
         if self.broken is not None:
             raise Closed("mlflash stopped after an earlier error", found=self.broken)
-        return _Sent(before + wire.pack(Kind.POST, self.number, number, name, wire.encode(body)))
+        return Sent(before + wire.pack(Kind.POST, self.number, number, name, wire.encode(body)))
 
     def _number_plan(self, plan: Plan | None) -> tuple[int, bytes]:
         """The number by which the courier knows a plan; and the frame that tells it, where it does not yet."""
@@ -311,40 +153,22 @@ class CourierProcess:
     def _exchange(self, message: Exchange) -> bool:
         """Get parts from other ranks, so much at a time as the file has room for that both processes see."""
         assert self.trainer is not None
-        rounds = [*_rounds(message.asked)]
-        most = -self.trainer.ranks.agree([-len(rounds)])[0]
+        mine = [*rounds(message.asked)]
+        most = -self.trainer.ranks.agree([-len(mine)])[0]
         if not most:
             return True
         good = True
-        nbytes = max((sum(part.target.nbytes for _, part in those) for those in rounds), default=0)
-        fd = os.memfd_create("mlflash-parts", os.MFD_CLOEXEC)
+        landing = Landing(max((sum(part.target.nbytes for _, part in those) for those in mine), default=0))
         try:
-            os.truncate(fd, nbytes)
-            landing = np.frombuffer(mmap.mmap(fd, nbytes), np.uint8) if nbytes else None
-            for number in range(most):
-                those = rounds[number] if number < len(rounds) else []
-                good &= self._exchange_some(message, those, landing, fd)
+            for those in [*mine, *([] for _ in range(most - len(mine)))]:
+                body = wire.ExchangeWire(message.attempt, message.homes, message.files, landing.places(those))
+                number = self._link.number()
+                sent = Sent(wire.pack(Kind.POST, self.number, number, "Exchange", wire.encode(body)), (landing.fd,))
+                job = self._jobs[number] = RemoteJob(functools.partial(_same, sent), number, None, None, None)
+                good &= self._call(job)
+                landing.take(those)
         finally:
-            os.close(fd)
-        return good
-
-    def _exchange_some(self, message: Exchange, those: Sequence[tuple[int, WantedPart]], landing: Any, fd: int) -> bool:
-        parts: dict[int, list[wire.PartWire]] = {}
-        at = 0
-        for server, part in those:
-            told = wire.PartWire(part.rank, part.number, part.source, part.shape, at, part.target.nbytes)
-            parts.setdefault(server, []).append(told)
-            at += part.target.nbytes
-        body = wire.ExchangeWire(message.attempt, message.homes, message.files, parts)
-        number = self._link.number()
-        packed = wire.pack(Kind.POST, self.number, number, "Exchange", wire.encode(body))
-        job = self._jobs[number] = RemoteJob(lambda: _Sent(packed, (fd,)), number, None, None, None)
-        good: bool = self._call(job)
-        at = 0
-        for _, part in those:
-            raw = landing[at : at + part.target.nbytes]
-            part.target[...] = raw.reshape(part.target.shape)
-            at += part.target.nbytes
+            landing.close()
         return good
 
     # Beside the jobs
@@ -382,7 +206,7 @@ class CourierProcess:
         self.late, self.broken = DeadlineExceeded(FORKED), Closed(FORKED)
 
     def _tell(self, kind: Kind, number: int, name: str, body: object) -> None:
-        self._link.queue.put(_Sent(wire.pack(kind, self.number, number, name, wire.encode(body))))
+        self._link.queue.put(Sent(wire.pack(kind, self.number, number, name, wire.encode(body))))
 
     # What the courier sends
 
@@ -507,6 +331,10 @@ class CourierProcess:
         job.refuse(Closed("mlflash stopped after an earlier error", found=self.broken))
 
 
+def _same(sent: Sent) -> Sent:
+    return sent
+
+
 def _result(frame: Frame) -> Any:
     outcome: Outcome = wire.decode(Outcome, frame.body)
     if outcome.error is not None:
@@ -524,21 +352,3 @@ def _save_wire(request: SaveRequest, plan: int, restores: int) -> wire.SaveWire:
         nbytes, tuple(request.checks.items()), request.is_unsettled, request.waits_for_room, request.has_deferred,
         request.begun_s, restores,
     )  # fmt: skip
-
-
-def _rounds(asked_for: Mapping[int, Sequence[WantedPart]]) -> Iterator[list[tuple[int, WantedPart]]]:
-    """Cut what is asked of ranks into rounds of at most so many bytes."""
-    some: list[tuple[int, WantedPart]] = []
-    left = _LANDING_NBYTES
-    for server, parts in asked_for.items():
-        for part in parts:
-            for offset, shape in cut(part.shape, part.target.shape[-1], _LANDING_NBYTES):
-                source = tuple(a + b for a, b in zip(part.source, offset, strict=True))
-                target = part.target[box(offset, shape)]
-                if some and target.nbytes > left:
-                    yield some
-                    some, left = [], _LANDING_NBYTES
-                some.append((server, WantedPart(part.rank, part.number, source, shape, target)))
-                left -= target.nbytes
-    if some:
-        yield some

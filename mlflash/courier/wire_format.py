@@ -221,42 +221,68 @@ EVENTS: dict[str, Any] = {
     "drain": DrainWire,
     "log": tuple[int, str],
     "broken": MlflashError,
-    "pace": tuple[float, float | None],
 }
 # By name: what the trainer tells.
 TELLS: dict[str, Any] = {"step": None, "stalled": float, "plan": PlanWire}
 
 _ERRORS = {name: getattr(errors, name) for name in errors.__all__}
-_FIELDS = ("rank", "node", "step", "tensor", "expected", "found", "ranks", "nodes", "agreed", "follows")
+_MOST = (1 << 63) - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class ErrorWire:
+    """An error: the name of its class, of `mlflash.errors`, and its fields."""
+
+    name: str
+    message: str
+    rank: int | None
+    node: str | None
+    step: int | None
+    tensor: str | None
+    expected: bool | int | float | str | None
+    found: bool | int | float | str | None
+    ranks: tuple[int, ...]
+    nodes: tuple[str, ...]
+    agreed: bool
+    follows: bool
+    reasons: tuple[tuple[int, str], ...]
+
+
+def _plain(value: object) -> Any:
+    """What an error holds, as something that can be sent: anything else as text, and text without lone surrogates."""
+    if value is None or type(value) in (bool, float) or (type(value) is int and abs(value) <= _MOST):
+        return value
+    return str(value).encode("utf-8", "replace").decode()
+
+
+def _number(value: Any) -> int | None:
+    return None if value is None else int(value)
 
 
 def _encoded(value: object) -> Any:
     if isinstance(value, MlflashError):
-        kind = next(one.__name__ for one in type(value).__mro__ if one.__name__ in _ERRORS)
-        fields = {name: getattr(value, name) for name in _FIELDS}
-        for name in ("expected", "found"):
-            if fields[name] is not None and not isinstance(fields[name], (int, float, str)):
-                fields[name] = str(fields[name])
-        if isinstance(value, errors.Unrestorable):
-            fields["reasons"] = value.reasons
-        return [kind, value.message, fields]
+        name = next(one.__name__ for one in type(value).__mro__ if one.__name__ in _ERRORS)
+        reasons = value.reasons if isinstance(value, errors.Unrestorable) else {}
+        return ErrorWire(
+            name, _plain(value.message), _number(value.rank), _plain(value.node), _number(value.step),
+            _plain(value.tensor), _plain(value.expected), _plain(value.found), tuple(map(int, value.ranks)),
+            tuple(map(_plain, value.nodes)), value.agreed, value.follows,
+            tuple((int(step), _plain(why)) for step, why in reasons.items()),
+        )  # fmt: skip
     raise TypeError(f"{type(value)} is no part of a message")
 
 
 def _decoded(kind: type, value: Any) -> Any:
-    if kind is MlflashError:
-        match value:
-            case [str(name), str(message), dict(fields)] if name in _ERRORS:
-                reasons = fields.pop("reasons", None)
-                if not fields.keys() <= set(_FIELDS):
-                    raise ValueError(f"no fields of an error: {sorted(fields)[:5]}")
-                more = {} if reasons is None else {"reasons": {int(step): str(why) for step, why in reasons.items()}}
-                error = _ERRORS[name](message, **more)
-                for field, held in fields.items():
-                    setattr(error, field, tuple(held) if isinstance(held, list) else held)
-                return error
-        raise ValueError("no error of mlflash")
-    raise TypeError(f"{kind} is no part of a message")
+    if kind is not MlflashError:
+        raise TypeError(f"{kind} is no part of a message")
+    told = msgspec.convert(value, ErrorWire)
+    if told.name not in _ERRORS:
+        raise ValueError(f"no error of mlflash: {told.name[:80]!r}")
+    more = {"reasons": dict(told.reasons)} if told.reasons else {}
+    error = _ERRORS[told.name](told.message, **more)
+    for field in ("rank", "node", "step", "tensor", "expected", "found", "ranks", "nodes", "agreed", "follows"):
+        setattr(error, field, getattr(told, field))
+    return error
 
 
 _encoder = msgspec.msgpack.Encoder(enc_hook=_encoded)
@@ -279,7 +305,7 @@ def decode(kind: Any, body: msgspec.Raw | bytes) -> Any:
     """
     try:
         return msgspec.msgpack.decode(body, type=kind, dec_hook=_decoded)
-    except (msgspec.DecodeError, TypeError, ValueError, KeyError, OverflowError, RecursionError) as error:
+    except (msgspec.DecodeError, TypeError, ValueError, OverflowError, RecursionError) as error:
         raise BadMessage(f"no {getattr(kind, '__name__', kind)}: {error}") from None
 
 
@@ -295,8 +321,16 @@ def known(table: Mapping[str, Any], name: str) -> Any:
 
 
 def pack(kind: Kind, session: int, number: int, name: str, body: bytes) -> bytes:
-    """Give the bytes of a frame."""
+    """Give the bytes of a frame.
+
+    Raises:
+        MlflashError: it is too large.
+    """
     raw = _encoder.encode(Frame(kind, session, number, name, msgspec.Raw(body)))
+    if len(raw) > LARGEST_NBYTES:
+        raise MlflashError(
+            "a message between trainer and courier is too large", expected=LARGEST_NBYTES, found=len(raw)
+        )
     return len(raw).to_bytes(_LENGTH_NBYTES, "big") + raw
 
 

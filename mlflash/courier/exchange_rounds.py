@@ -1,0 +1,68 @@
+"""Parts that other ranks send, in rounds of so many bytes: they come through a file that both processes map."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+
+from ..protocol.wanted_parts import WantedPart
+from ..state.shards import box, cut
+from .wire_format import PartWire
+
+_LANDING_NBYTES = 64 << 20  # at a time
+
+
+def rounds(asked_for: Mapping[int, Sequence[WantedPart]]) -> Iterator[list[tuple[int, WantedPart]]]:
+    """Cut what is asked of ranks into rounds of at most so many bytes."""
+    some: list[tuple[int, WantedPart]] = []
+    left = _LANDING_NBYTES
+    for server, parts in asked_for.items():
+        for part in parts:
+            for offset, shape in cut(part.shape, part.target.shape[-1], _LANDING_NBYTES):
+                source = tuple(a + b for a, b in zip(part.source, offset, strict=True))
+                target = part.target[box(offset, shape)]
+                if some and target.nbytes > left:
+                    yield some
+                    some, left = [], _LANDING_NBYTES
+                some.append((server, WantedPart(part.rank, part.number, source, shape, target)))
+                left -= target.nbytes
+    if some:
+        yield some
+
+
+class Landing:
+    """The file, as the trainer has it. Close it.
+
+    Args:
+        nbytes: of the largest round.
+    """
+
+    def __init__(self, nbytes: int):
+        self.fd = os.memfd_create("mlflash-parts", os.MFD_CLOEXEC)
+        os.truncate(self.fd, nbytes)
+        self._view = np.frombuffer(mmap.mmap(self.fd, nbytes) if nbytes else b"", np.uint8)
+
+    def close(self) -> None:
+        """Unmap and close it."""
+        self._view = np.empty(0, np.uint8)
+        os.close(self.fd)
+
+    def places(self, those: Sequence[tuple[int, WantedPart]]) -> dict[int, list[PartWire]]:
+        """Say where the parts of a round go, by the rank that has them."""
+        parts: dict[int, list[PartWire]] = {}
+        at = 0
+        for server, part in those:
+            told = PartWire(part.rank, part.number, part.source, part.shape, at, part.target.nbytes)
+            parts.setdefault(server, []).append(told)
+            at += part.target.nbytes
+        return parts
+
+    def take(self, those: Sequence[tuple[int, WantedPart]]) -> None:
+        """Copy the parts of a round to where they are wanted."""
+        at = 0
+        for _, part in those:
+            part.target[...] = self._view[at : at + part.target.nbytes].reshape(part.target.shape)
+            at += part.target.nbytes

@@ -1,0 +1,234 @@
+"""A session in a courier that is a process: the thread that does its jobs, and what its trainer hears of them."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import mmap
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from ..draining.drain import Drain
+from ..errors import Closed, DeadlineExceeded, MlflashError, text_of
+from ..mpi.courier import Courier, Job
+from ..mpi.world import World
+from ..protocol import messages as asked
+from ..protocol.messages import FoundInMemory, Message
+from ..protocol.save_request import SaveRequest
+from ..protocol.wanted_parts import WantedPart
+from ..redundancy.slot_plan import Plan
+from . import wire_format as wire
+from .remote_trainer import Link, RemoteAnswers, RemoteTrainer
+from .session import Session
+from .wire_format import BadMessage, Frame, Kind, Outcome
+
+log = logging.getLogger("mlflash")
+
+_TOLD_S = 0.05  # how often a drain tells how far it is
+_PLANS = 3  # that are kept besides the newest
+
+
+class _Posted(Job):
+    """A job of the trainer, which is told how it ends."""
+
+    def __init__(self, work: Callable[[], Any], told: Callable[[_Posted], None], late: Callable[[MlflashError], None]):
+        super().__init__(work, on_refused=self._refuse)
+        self.refused, self._late = False, late
+        self.woken = _Told(lambda: told(self))  # type: ignore[assignment]
+
+    def is_late(self, error: DeadlineExceeded) -> None:
+        self._late(error)
+
+    def _refuse(self, error: MlflashError) -> None:
+        self.refused = True
+
+
+class _Told:
+    """Stands for the event that a job sets at its end."""
+
+    def __init__(self, tell: Callable[[], None]):
+        self.set = tell
+
+
+class Hosted:
+    """A session, and the thread that does its jobs.
+
+    Args:
+        number: of it.
+        link: to the trainer.
+        opened: what the trainer has said of it.
+        comm: of all ranks; None: there is one.
+        starting: held by the session that connects its ranks: two at a time would take each other's messages.
+    """
+
+    def __init__(self, number: int, link: Link, opened: wire.Opened, comm: Any, starting: threading.Lock):
+        self.number, self._link, self._starting = number, link, starting
+        config = opened.config
+        self.world = World(comm, config.ranks_per_node, config.timeout_s)
+        self.jobs = Courier(self.world, threaded=True, nice=config.nice)
+        self.session = Session(config, self.world, self.jobs, self._drain_began, is_process=True)
+        self._plans: dict[int, Plan] = {}
+        self._drains = 0
+        self.posted = self.done = 0  # jobs
+        self.is_closed = False
+
+    def post(self, frame: Frame, files: deque[int]) -> None:
+        """Post a job that the trainer asks for."""
+        body = wire.decode(wire.known(wire.MESSAGES, frame.name), frame.body)
+        message, answers, landing = self._message(body, frame, files)
+        self.posted += 1
+        work = functools.partial(self._do, message, answers, landing)
+        told, late = functools.partial(self._told, frame), functools.partial(self._late, frame)
+        self.jobs.post(_Posted(work, told, late))
+
+    def _message(self, body: Any, frame: Frame, files: deque[int]) -> tuple[Message, Any, Landing | None]:
+        if isinstance(body, wire.SaveWire):
+            request = self._request(body)
+            answers = RemoteAnswers(self._link, self.number, self.world, frame.number, request, self.plan_of)
+            commit = frame.name == "Commit"
+            return asked.Commit(request) if commit else asked.CommitRestored(request, body.restores), answers, None
+        if isinstance(body, wire.ExchangeWire):
+            if not files:
+                raise BadMessage("no file came with an exchange")
+            landing = Landing(files.popleft(), body)
+            return asked.Exchange(body.attempt, body.homes, body.files, landing.asked), None, landing
+        if isinstance(body, asked.SettleShared):
+            return body, RemoteAnswers(self._link, self.number, self.world, frame.number, None, self.plan_of), None
+        if not isinstance(body, Message):
+            raise BadMessage(f"{frame.name} is no job")
+        return body, None, None
+
+    def _request(self, body: wire.SaveWire) -> SaveRequest:
+        fields = {name: getattr(body, name) for name in body.__dataclass_fields__ if name not in (
+            "plan", "manifest_nbytes", "checks", "restores", "problem")}  # fmt: skip
+        request = SaveRequest(**fields, checks=dict(body.checks))
+        request.problem = body.problem
+        request.plan = None if body.plan < 0 else self.plan_of(body.plan, body.manifest_nbytes)
+        return request
+
+    def plan_of(self, number: int, manifest_nbytes: int) -> Plan:
+        """The plan of a number, for a manifest of so many bytes."""
+        if number not in self._plans:
+            raise BadMessage(f"there is no plan {number}")
+        known = self._plans[number]
+        return Plan(known.layout, b"", known.private, known.sharing, known.pieces, manifest_nbytes)
+
+    def _do(self, message: Message, answers: Any, landing: Landing | None) -> Any:
+        try:
+            if not isinstance(message, asked.Start):
+                return self.session.handle(message, answers)
+            with self._starting:
+                started = self.session.handle(message)
+                self.session.attach(RemoteTrainer(self._link, self.number, self.world))
+                return started
+        finally:
+            if landing is not None:
+                landing.close()
+
+    def _told(self, frame: Frame, job: _Posted) -> None:
+        self.done += 1
+        if self.jobs.broken is not None and not job.refused:
+            broken = Closed("the courier of this rank failed", found=text_of(self.jobs.broken))
+            self._link.send(Kind.EVENT, self.number, 0, "broken", broken)
+        self._link.send(Kind.DONE, self.number, frame.number, frame.name, _outcome(job.result, job.error, job.refused))
+
+    def _late(self, frame: Frame, error: MlflashError) -> None:
+        self._link.send(Kind.LATE, self.number, frame.number, frame.name, error)
+
+    def answer(self, frame: Frame) -> None:
+        """Answer what is asked beside the jobs."""
+        message = wire.decode(wire.known(wire.MESSAGES, frame.name), frame.body)
+        result: Any = None
+        error: BaseException | None = None
+        try:
+            result = self.session.answer(message)
+        except Exception as problem:  # whatever it is, the trainer waits
+            error = problem
+        self._link.send(Kind.ANSWER, self.number, frame.number, frame.name, _outcome(result, error, False))
+
+    def told(self, frame: Frame) -> None:
+        """Take in what the trainer tells."""
+        value = wire.decode(wire.known(wire.TELLS, frame.name), frame.body)
+        if frame.name == "plan":
+            self._plans = {**dict([*self._plans.items()][-_PLANS:]), value.number: value.plan}
+        elif frame.name == "step":
+            self.session.context.pace.step()
+        else:
+            self.session.context.pace.stalled(value)
+
+    def close(self, frame: Frame) -> None:
+        """End its jobs, and let go of memory."""
+        abandon = wire.decode(bool, frame.body)
+        self.jobs.stop(abandon)
+        self.session.close(abandon)
+        self._link.send(Kind.ANSWER, self.number, frame.number, frame.name, _outcome(None, None, False))
+
+    def _drain_began(self, drain: Drain) -> None:
+        self._drains += 1
+        number, told_at = self._drains, [0.0]
+
+        def tell() -> None:
+            now = time.monotonic()
+            if drain.done or now - told_at[0] > _TOLD_S:
+                told_at[0] = now
+                state = wire.DrainWire(
+                    number, drain.step, drain.path, drain.nbytes, drain.written, drain.progress, drain.moved,
+                    (tuple(drain.silent[0]), drain.silent[1]), drain.seconds, drain.error, drain.done,
+                )  # fmt: skip
+                self._link.send(Kind.EVENT, self.number, 0, "drain", state)
+
+        drain.told = tell
+        tell()
+
+
+class Landing:
+    """A file into which other ranks' parts go, for the trainer.
+
+    Args:
+        fd: of it.
+        body: says what goes where.
+    """
+
+    def __init__(self, fd: int, body: wire.ExchangeWire):
+        self._fd = fd
+        size = os.fstat(fd).st_size
+        parts = [part for those in body.asked.values() for part in those]
+        if any(part.at < 0 or part.nbytes < 0 or part.at + part.nbytes > size for part in parts):
+            raise BadMessage("a part goes beyond its file")
+        self._view = np.frombuffer(mmap.mmap(fd, size) if size else b"", np.uint8)
+        self.asked = {rank: [self._wanted(part) for part in those] for rank, those in body.asked.items()}
+
+    def _wanted(self, part: wire.PartWire) -> WantedPart:
+        items = 1
+        for length in part.shape:
+            items *= length
+        target = self._view[part.at : part.at + part.nbytes].reshape(*part.shape, part.nbytes // max(1, items))
+        return WantedPart(part.rank, part.number, part.source, part.shape, target)
+
+    def close(self) -> None:
+        """Unmap and close it."""
+        self.asked, self._view = {}, np.empty(0, np.uint8)
+        os.close(self._fd)
+
+
+def _outcome(result: Any, error: BaseException | None, refused: bool) -> Outcome:
+    if isinstance(result, FoundInMemory):
+        result = wire.FoundWire(result, None)
+    elif hasattr(result, "folder"):
+        result = wire.FoundWire(None, result)
+    if error is not None and not isinstance(error, MlflashError):
+        error = Closed(f"the courier failed: {text_of(error)}")
+    try:
+        encoded = wire.encode(result if error is None else None)
+        if len(encoded) > wire.LARGEST_NBYTES // 2:
+            raise OverflowError(f"{len(encoded)} bytes")
+    except (TypeError, ValueError, OverflowError) as problem:  # such as file names that are no UTF-8
+        encoded, error = wire.encode(None), MlflashError(f"what the courier gives cannot be sent: {text_of(problem)}")
+    return Outcome(error, refused, msgspec.Raw(encoded))

@@ -1,0 +1,179 @@
+"""The trainer of a courier that is a process: what it is asked and told in the middle of a job."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
+
+from ..errors import MlflashError, SaveFailed
+from ..memory.own_slots import SlotFile, SlotId
+from ..mpi.world import World
+from ..protocol.save_request import SaveRequest
+from ..redundancy.deduplication import Piece
+from ..redundancy.shareable_leaves import ShareableLeaf, SharingNews
+from ..redundancy.slot_plan import Plan
+from . import wire_format as wire
+from .wire_format import Frame, Kind, Outcome
+
+
+class TrainerLost(MlflashError):
+    """The trainer has ended, and cannot answer."""
+
+
+class Link:
+    """The socket to the trainer, as all threads of the courier use it. Not collective.
+
+    Args:
+        sock: of it.
+    """
+
+    def __init__(self, sock: socket.socket):
+        self.sock = sock
+        self.is_lost = threading.Event()
+        self._sending = threading.Lock()
+        self._waiting: dict[int, tuple[threading.Event, list[Frame]]] = {}
+        self._questions = 0
+
+    def send(self, kind: Kind, session: int, number: int, name: str, body: object) -> None:
+        """Send a frame; nothing happens where the trainer has gone."""
+        packed = wire.pack(kind, session, number, name, wire.encode(body))
+        with self._sending:
+            try:
+                self.sock.sendall(packed)
+            except OSError:
+                self.lose()
+
+    def lose(self) -> None:
+        """Note that the trainer has gone: who waits for it is told."""
+        self.is_lost.set()
+        for woken, _ in list(self._waiting.values()):
+            woken.set()
+
+    def ask(self, world: World, session: int, job: int, name: str, *values: object) -> Any:
+        """Ask the trainer something in the middle of a job, and wait for the answer as the job waits for others.
+
+        Raises:
+            TrainerLost: it has ended.
+            MlflashError: what it has raised.
+        """
+        _, gives = wire.QUESTIONS[name]
+        self._questions += 1
+        woken, replies = self._waiting[self._questions] = (threading.Event(), [])
+        number = self._questions
+        try:
+            self.send(Kind.QUESTION, session, number, name, (job, wire.encode(values)))
+            world.wait_for(lambda: woken.is_set() or self.is_lost.is_set())
+            if not replies:
+                raise TrainerLost("the trainer of this rank has ended", rank=world.rank)
+            outcome: Outcome = wire.decode(Outcome, replies[0].body)
+            if outcome.error is not None:
+                raise outcome.error
+            return wire.decode(gives, outcome.result)
+        finally:
+            del self._waiting[number]
+
+    def replied(self, frame: Frame) -> None:
+        """Hand an answer to who waits for it."""
+        woken, replies = self._waiting.get(frame.number, (threading.Event(), []))
+        replies.append(frame)
+        woken.set()
+
+
+class RemoteTrainer:
+    """The trainer, as a session sees it: see `startup.context.TrainerEnd`."""
+
+    def __init__(self, link: Link, session: int, world: World):
+        self._link, self._session, self._world = link, session, world
+
+    def prepare(self, wanted: Sequence[tuple[SlotId, int]], waiting: Sequence[SlotId] = ()) -> list[SlotId]:
+        try:
+            given: list[SlotId] = self._link.ask(self._world, self._session, 0, "prepare", [*wanted], [*waiting])
+        except TrainerLost:
+            return []  # nobody fills them any more, but nobody has said which were
+        return given
+
+    def update(self, files: Iterable[SlotFile]) -> None:
+        self._tell("update", [*files])
+
+    def told_sharing(self, sharing: SharingNews) -> None:
+        self._tell("told_sharing", sharing)
+
+    def told_unhealed(self, is_unhealed: bool) -> None:
+        self._tell("told_unhealed", is_unhealed)
+
+    def _tell(self, name: str, value: object) -> None:
+        self._link.send(Kind.EVENT, self._session, 0, name, value)
+
+
+class RemoteAnswers:
+    """What a trainer answers in the middle of one of its jobs: see `save_request.Trainer`.
+
+    Args:
+        link: to the trainer.
+        session, world: number of the session, and its ranks.
+        job: number of the job.
+        request: of the save; None: it is none.
+        plan_of: gives the plan of a number, for a manifest of so many bytes.
+    """
+
+    def __init__(self, link: Link, session: int, world: World, job: int, request: SaveRequest | None,
+                 plan_of: Callable[[int, int], Plan]):  # fmt: skip
+        self._link, self._session, self._world, self._job = link, session, world, job
+        self._request, self._plan_of = request, plan_of
+
+    def _ask(self, name: str, *values: object) -> Any:
+        return self._link.ask(self._world, self._session, self._job, name, *values)
+
+    def _tell(self, name: str, value: object) -> None:
+        self._link.send(Kind.EVENT, self._session, self._job, name, value)
+
+    def shareable(self) -> list[ShareableLeaf]:
+        leaves: list[ShareableLeaf] = self._ask("shareable")
+        return leaves
+
+    def digests(self, keys: Collection[int]) -> dict[int, int]:
+        made: dict[int, int] = self._ask("digests", [*keys])
+        return made
+
+    def lay_out(self) -> Plan:
+        number, manifest_nbytes = self._ask("lay_out")
+        return self._plan_of(number, manifest_nbytes)
+
+    def stage(self) -> tuple[int, dict[Piece, int]]:
+        inode, checks = self._ask("stage")
+        return inode, dict(checks)
+
+    @property
+    def _has_deferred(self) -> bool:
+        return self._request is not None and (self._request.has_deferred or self._request.waits_for_room)
+
+    def begin_deferred(self) -> None:
+        if self._request is not None and self._request.has_deferred:
+            self._tell("begin_deferred", None)
+
+    def finish_deferred(self) -> MlflashError | None:
+        return self._problem("finish_deferred")
+
+    def is_changed(self) -> MlflashError | None:
+        return self._problem("is_changed")
+
+    def _problem(self, name: str) -> MlflashError | None:
+        if not self._has_deferred:
+            return None
+        try:
+            problem: MlflashError | None = self._ask(name)
+        except TrainerLost:
+            return SaveFailed("its trainer ended before all was copied")
+        return problem
+
+    def cancel_deferred(self) -> None:
+        if self._has_deferred:
+            try:
+                self._ask("cancel_deferred")
+            except TrainerLost:
+                pass  # what it was copying ended with it
+
+    def ended(self, error: MlflashError | None, skipped: bool = False) -> None:
+        self._tell("ended", (error, skipped))
