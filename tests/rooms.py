@@ -18,7 +18,8 @@ ROOMS: dict[str, str] = {
     "draining": "state storage memory mpi config redundancy protocol startup",
     "saving": "state memory redundancy protocol startup",
     "restoring": "state storage memory mpi redundancy protocol startup draining saving",
-    "courier": "placement memory mpi config telemetry redundancy protocol startup draining saving restoring",
+    "courier": "state placement memory mpi wireup config telemetry redundancy protocol startup draining saving "
+    "restoring",
     "checkpointer": "state config mpi protocol draining saving restoring courier",
 }
 # What people use, above all of it.

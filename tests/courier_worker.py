@@ -1,0 +1,104 @@
+"""A trainer whose courier is a process; tests/programs/test_courier_process.py says what it is to do. It has no MPI."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from records import note
+from waiting import PATIENCE_S, until
+
+import mlflash
+
+RANK = int(os.environ.get("PMI_RANK", "0"))
+
+
+def state_at(step: int, shared: bool) -> dict[str, Any]:
+    """The state after a step; another one for each rank and step, but for what is shared."""
+    own, alike = np.random.default_rng((RANK, step)), np.random.default_rng(step)
+    common = {"all": alike.standard_normal(40_000)} if shared else {}
+    return {"own": own.integers(0, 256, 100_000 + 1000 * RANK, dtype=np.uint8), "step": step} | common
+
+
+def is_same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether two states are equal, bit for bit."""
+    return one.keys() == other.keys() and all(np.array_equal(one[name], other[name]) for name in one)
+
+
+def train(
+    settings: dict[str, Any], steps: int = 3, dies: int | None = None, shared: bool = False, lazy: bool = False,
+    kills: bool = False,
+) -> None:  # fmt: skip
+    logging.getLogger("mlflash").addHandler(_Note())
+    layer: Any = None
+    optimizer: Any = None
+    if lazy:
+        import torch
+
+        layer = torch.nn.Linear(50, 50)
+        optimizer = torch.optim.AdamW(layer.parameters(), lr=0.1)
+    with mlflash.Checkpointer(courier="process", replicated={"all": True} if shared else None, **settings) as ckpt:
+        state = state_at(0, shared)
+        more = {"layer": layer, "optimizer": optimizer} if lazy else {}
+        given = state | more
+        start = ckpt.restore(given)
+        same = is_same({name: given[name] for name in state}, state_at(start or 0, shared))
+        note("restored", rank=RANK, step=start, same=same,
+             has_mpi="libmpi" in Path("/proc/self/maps").read_text())  # fmt: skip
+        for step in range((start or 0) + 1, (start or 0) + 1 + steps):
+            state = state_at(step, shared)
+            if lazy:
+                layer(layer.weight[0].detach()).sum().backward()
+                optimizer.step()
+            snapshot = ckpt.save(step, state | more, until=optimizer if lazy else None)
+            if step == dies and RANK == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            snapshot.wait()
+            note("committed", rank=RANK, step=step)
+        if kills:
+            _lose_the_courier(ckpt, state)
+            return
+        note("end", rank=RANK, steps=ckpt.steps(), report=ckpt.report(), survives=ckpt.survives)
+
+
+def _lose_the_courier(ckpt: mlflash.Checkpointer, state: dict[str, Any]) -> None:
+    """Kill the courier of rank 1: each rank goes on without saving."""
+    if RANK == 1:
+        os.kill(ckpt._courier._link.pid, signal.SIGKILL)
+        until(lambda: ckpt._courier.broken, "the trainer to notice")
+    failed = ckpt.save(100, state)
+    try:
+        failed.wait(PATIENCE_S)
+    except mlflash.errors.MlflashError as error:
+        note("lost", rank=RANK, why=str(error))
+
+
+def cycle(settings: dict[str, Any], times: int) -> None:
+    """Open and close Checkpointers, one after the other and two at a time."""
+    left = []
+    for number in range(times):
+        with mlflash.Checkpointer(courier="process", **settings | {"job": f"j{number % 3}"}) as ckpt:
+            with mlflash.Checkpointer(courier="process", **settings | {"job": "other"}) as other:
+                other.save(number + 1, {"a": number}).wait()
+            ckpt.save(number + 1, {"a": number}).wait()
+        left.append([len(os.listdir(f"/proc/self/{what}")) for what in ("task", "fd")])
+    least = [min(numbers) for numbers in zip(*left[:3], strict=True)]
+    until(lambda: len(os.listdir("/proc/self/task")) <= least[0], f"the threads of {left} to end")
+    until(lambda: len(os.listdir("/proc/self/fd")) <= least[1] + 1, f"the descriptors of {left} to be closed")
+    note("end", rank=RANK)
+
+
+class _Note(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        note("log", rank=RANK, level=record.levelname, text=record.getMessage())
+
+
+if __name__ == "__main__":
+    spec = json.loads(sys.argv[1])
+    {"train": train, "cycle": cycle}[spec.pop("program")](**spec)

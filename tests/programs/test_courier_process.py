@@ -1,0 +1,111 @@
+"""Couriers that are processes: trainers without MPI save, restore and reshard, die, and lose their couriers."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import needs
+import pytest
+from harness import HERE, Launch, Result
+from processes import started_by
+from waiting import until
+
+from mlflash.launcher.processes import mpiexec
+
+pytestmark = [
+    needs.MPI,
+    pytest.mark.skipif(os.environ.get("MLFLASH_TEST_MPI") == "openmpi", reason="needs MPICH: Open MPI speaks no PMI-1"),
+]
+
+
+class Jobs:
+    """Launches of one job, one after the other."""
+
+    def __init__(self, shm: Path):
+        self._shm, self._launches = shm, 0
+
+    def start(self, ranks: int, program: str, **spec: Any) -> Launch:
+        """Start trainers, without `python -m mpi4py`."""
+        self._launches += 1
+        out = self._shm / f"out-{self._launches}"
+        out.mkdir()
+        settings = {"memory": str(self._shm), "job": "j", "ranks_per_node": 1, "timeout_s": 30.0,
+                    "block_nbytes": 65_536, "chunk_nbytes": 262_144} | spec.pop("settings", {})  # fmt: skip
+        script = [sys.executable, str(HERE / "courier_worker.py")]
+        arguments = json.dumps({"program": program, "settings": settings, **spec})
+        environment = {"OUT": str(out), "TMPDIR": str(out), "OMP_NUM_THREADS": "1"}
+        command, environment = mpiexec(ranks, [*script, arguments], environment)
+        return Launch(command, environment, out)
+
+    def run(self, ranks: int, program: str = "train", **spec: Any) -> Result:
+        """The same, to its end."""
+        result = self.start(ranks, program, **spec).wait()
+        assert not result.returncode, result.log
+        return result
+
+    def slot_bytes(self, node: int) -> int:
+        """How much the slots of a node take."""
+        return sum(path.stat().st_size for path in self._shm.glob(f"mlflash-*/j/node{node}/slot-*"))
+
+
+@pytest.fixture
+def jobs(shm: Path) -> Jobs:
+    return Jobs(shm)
+
+
+@pytest.mark.parametrize("redundancy", ["copy", "xor:3"])
+def test_trainers_without_mpi_save_and_go_on_from_there_bit_for_bit(jobs: Jobs, redundancy: str) -> None:
+    for start in (None, 3):
+        result = jobs.run(3, settings={"redundancy": redundancy})
+        restored = result.of("restored")
+        assert [record["step"] for record in restored] == [start] * 3
+        assert all(record["same"] and not record["has_mpi"] for record in restored)
+    (end, *_) = result.of("end")
+    assert end["steps"] == [5, 6] and end["survives"].startswith("any process; any 1 of 3 nodes")
+    assert end["report"]["counts"]["committed"] == 3 and end["report"]["counts"]["saves"] == 3
+    assert not result.of("log"), result.log
+
+
+def test_what_several_ranks_hold_alike_is_agreed_on_and_stored_once_and_what_until_leaves_is_copied(jobs: Jobs) -> None:
+    settings = {"ranks_per_node": 2, "redundancy": "none"}
+    for start in (None, 3):
+        result = jobs.run(4, settings=settings, shared=True, lazy=True)
+        assert all(record["same"] and record["step"] == start for record in result.of("restored"))
+        if start is None:
+            assert result.of("end")[0]["report"]["shared with"] == [0, 1, 2, 3]
+
+
+def test_fewer_ranks_get_what_lies_on_other_nodes(jobs: Jobs) -> None:
+    jobs.run(3)
+    result = jobs.run(2)
+    assert all(record["same"] and record["step"] == 3 for record in result.of("restored")), result.log
+    assert any("is left behind" in record["text"] for record in result.of("log"))
+
+
+def test_a_save_that_has_returned_is_committed_though_its_trainer_is_killed(jobs: Jobs) -> None:
+    job = jobs.start(3, "train", dies=2)
+    committed = lambda: [r for r in job.records() if r["event"] == "committed" and r["step"] == 2]
+    until(lambda: len(committed()) >= 2 or not job.running, "the others to commit")
+    job.kill()
+    result = jobs.run(3)
+    assert [record["step"] for record in result.of("restored")] == [2] * 3, result.log
+    assert all(record["same"] for record in result.of("restored"))
+
+
+def test_a_killed_courier_is_a_warning_and_training_goes_on_without_saving(jobs: Jobs) -> None:
+    result = jobs.start(3, "train", kills=True, settings={"timeout_s": 4.0}).wait()
+    lost = {record["rank"]: record["why"] for record in result.of("lost")}
+    assert 1 in lost and "courier" in lost[1], result.log
+    assert any(
+        "courier of this rank" in r["text"] and r["level"] == "WARNING" for r in result.of("log") if r["rank"] == 1
+    )
+    assert [record["step"] for record in jobs.run(3).of("restored")] == [3] * 3
+
+
+def test_checkpointers_that_are_opened_and_closed_leave_nothing(jobs: Jobs) -> None:
+    assert len(jobs.run(2, "cycle", times=8).of("end")) == 2
+    assert not started_by({os.getpid()}), "zygotes or couriers"
