@@ -74,6 +74,7 @@ def _connect_process(config: Config, process_group: Any, replicated: Any, domain
     start = _start(connection.couriers.rank, connection.couriers.size, comm, process_group, replicated, domains)
     started = _started(courier, start)
     trainer = _trainer(config, courier, process_group, start, started, dict)
+    courier.start = start
     courier.trainer, courier.drains = trainer, Drains(courier, trainer.ranks, config.directory is not None)
     return trainer, courier.drains, started
 

@@ -1,4 +1,8 @@
-"""The connection of a trainer to the process that is its courier, which all its Checkpointers share."""
+"""The connection of a trainer to the process that is its courier, which all its Checkpointers share.
+
+A courier that has ended, other than by its trainer, ends the epoch on all ranks: each kills its own, and all start the
+next ones together. Saves that were on their way have failed then; the jobs of all ranks are the same ones as before.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ import os
 import queue
 import socket
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +23,7 @@ from ..config import Config
 from ..errors import Closed, DeadlineExceeded, MlflashError, text_of
 from ..memory import user_directory
 from ..wireup.launch import Couriers
+from ..wireup.store_client import StoreLost
 from . import wire_format as wire
 from .wire_format import BadMessage, Frame, Kind
 
@@ -25,6 +31,7 @@ log = logging.getLogger("mlflash")
 
 _ENTRY = "mlflash.courier.process_main:run"
 _READ_NBYTES = 1 << 20
+_ANNOUNCE_S = 10.0  # for the store to take a word
 
 
 @dataclasses.dataclass
@@ -33,17 +40,18 @@ class Sent:
 
     packed: bytes
     fds: tuple[int, ...] = ()
+    is_kept: bool = False  # for the next courier, where this one has ended
 
 
 class RemoteJob:
     """A job that the courier does; see `mpi.courier.Job`."""
 
-    def __init__(self, frame: Callable[[], Sent], number: int, answers: Any,
+    def __init__(self, session: Session, frame: Callable[[], Sent], number: int, answers: Any,
                  on_late: Callable[[DeadlineExceeded], None] | None,
                  on_refused: Callable[[MlflashError], None] | None):  # fmt: skip
-        self.frame, self.number, self.answers = frame, number, answers
+        self.session, self.frame, self.number, self.answers = session, frame, number, answers
         self.on_late, self.on_refused = on_late, on_refused
-        self.is_sent = False
+        self.is_sent = self.is_commit = self.was_staged = False
         self.sent = threading.Event()
         self.woken = threading.Event()
         self.result: Any = None
@@ -66,7 +74,23 @@ class Session(Protocol):
         """Take a frame in; on the thread that receives."""
 
     def lose(self, why: str) -> None:
-        """Let nobody wait for a courier that has ended."""
+        """Let nobody wait for a courier that has ended, and has no successor."""
+
+    def go_down(self, pid: int, why: str) -> None:
+        """Let what is on its way fail: the courier is going to be another one. May be called twice."""
+
+    def wait_unused(self) -> None:
+        """Wait until nothing is done any more for the last courier, and no slot is being filled.
+
+        Raises:
+            DeadlineExceeded: it is not so in time.
+        """
+
+    def fail_later(self, job: RemoteJob) -> None:
+        """Make a save of the last courier one that fails, for the next one."""
+
+    def come_up(self) -> None:
+        """Introduce this Checkpointer to the next courier. Collective over its ranks."""
 
 
 class CourierLink:
@@ -80,54 +104,123 @@ class CourierLink:
     """
 
     def __init__(self, timeout_s: float, directory: Path | None):
+        self._timeout_s = timeout_s
         self.couriers = Couriers(_ENTRY, os.environ, timeout_s, directory=directory)
-        self._sock = self.couriers.courier.trainer
-        self.pid = self.couriers.courier.pid
         self.sessions: weakref.WeakValueDictionary[int, Session] = weakref.WeakValueDictionary()
         self._numbers = itertools.count(1)
-        self.lost: str = ""  # how the courier has ended
+        self.lost: str = ""  # why there is no courier any more
+        self.is_closing = False
+        self._down = threading.Lock()  # held while what is sent goes to `_held`, or is taken from there
+        self._going_down = threading.Lock()
+        self._held: list[RemoteJob | Sent] | None = None  # what waits for the next courier; None: there is one
         self.queue: queue.SimpleQueue[RemoteJob | Sent | None] = queue.SimpleQueue()
-        for work, name in ((self._send, "send"), (self._receive, "receive")):
+        self._listen()
+        for work, name in ((self._send, "send"), (self._keep, "epochs")):
             threading.Thread(target=work, name=f"mlflash-{name}", daemon=True).start()
 
     def number(self) -> int:
         """A number that was not given before."""
         return next(self._numbers)
 
+    def _listen(self) -> None:
+        running = self.couriers.courier
+        self.sock, self.pid = running.trainer, running.pid
+        threading.Thread(target=self._receive, args=(self.sock,), name="mlflash-receive", daemon=True).start()
+
     def _send(self) -> None:
         while (item := self.queue.get()) is not None:
-            if isinstance(item, RemoteJob):
-                if item.is_sent:
-                    continue
-                item.is_sent = True
-                try:
-                    sent = item.frame()
-                except Exception as error:  # as no more is done; or a fault of ours
-                    item.refuse(error if isinstance(error, MlflashError) else Closed(text_of(error)))
-                    continue
-            else:
-                sent = item
-            try:
-                if sent.fds:
-                    begun = socket.send_fds(self._sock, [sent.packed], list(sent.fds))
-                    self._sock.sendall(sent.packed[begun:])
-                else:
-                    self._sock.sendall(sent.packed)
-            except OSError as error:
-                self._lose(f"it takes no message any more: {error}")
-            if isinstance(item, RemoteJob):
-                item.sent.set()
+            with self._down:
+                if self._held is None:
+                    self._send_one(item)
+                elif isinstance(item, RemoteJob) or item.is_kept:
+                    self._held.append(item)
+                    if isinstance(item, RemoteJob) and item.is_commit:
+                        item.session.fail_later(item)
 
-    def _receive(self) -> None:
+    def _send_one(self, item: RemoteJob | Sent) -> None:
+        """Send what is to be sent, once. Not collective."""
+        sent: Sent
+        if isinstance(item, RemoteJob):
+            if item.is_sent:
+                return
+            item.is_sent = True
+            try:
+                sent = item.frame()
+            except Exception as error:  # as no more is done; or a fault of ours
+                item.refuse(error if isinstance(error, MlflashError) else Closed(text_of(error)))
+                return
+        else:
+            sent = item
+        try:
+            if sent.fds:
+                begun = socket.send_fds(self.sock, [sent.packed], list(sent.fds))
+                self.sock.sendall(sent.packed[begun:])
+            else:
+                self.sock.sendall(sent.packed)
+        except OSError as error:  # who receives hears of it, too
+            log.debug("the courier takes no message any more: %s", error)
+        if isinstance(item, RemoteJob):
+            item.sent.set()
+
+    def _receive(self, sock: socket.socket) -> None:
         stream = wire.Stream()
         try:
-            while received := self._sock.recv(_READ_NBYTES):
+            while received := sock.recv(_READ_NBYTES):
                 for frame in stream.add(received):
                     self._take(frame)
             why = "it has ended"
         except (BadMessage, OSError) as error:
             why = str(error)
-        self._lose(why)
+        if sock is not self.sock or self.is_closing:
+            return
+        try:
+            self._go_down(why)
+            self.couriers.announce_end(_ANNOUNCE_S)
+        except (OSError, DeadlineExceeded) as error:
+            self._lose(f"{why}; and the other ranks could not be told: {error}")
+
+    # Epochs
+
+    def _go_down(self, why: str) -> None:
+        with self._down:
+            self._held = [] if self._held is None else self._held
+        with self._going_down:
+            for session in list(self.sessions.values()):
+                session.go_down(self.pid, why)
+
+    def _keep(self) -> None:
+        """Start the next courier whenever one has ended, on all ranks."""
+        try:
+            while True:
+                self.couriers.wait_for_end()
+                if self.is_closing:
+                    return
+                self._restart()
+        except StoreLost as error:  # rank 0 has ended, as a rule
+            log.debug("no courier can be started any more: %s", error)
+        except Exception as error:
+            self._lose(f"the next courier could not be started: {text_of(error)}")
+
+    def _restart(self) -> None:
+        start = time.monotonic()
+        self._go_down("that of another rank has ended")
+        sessions = [session for _, session in sorted(self.sessions.items())]
+        for session in sessions:
+            session.wait_unused()
+        self.couriers.next_epoch(self._timeout_s)
+        self._listen()
+        for session in sessions:
+            session.come_up()
+        with self._down:
+            held, self._held = self._held, None
+            for job in held or ():
+                self._send_one(job)
+        log.info("couriers were started anew in %.2g s", time.monotonic() - start)
+
+    def send_first(self, item: RemoteJob | Sent) -> None:
+        """Send something to a courier that is just being introduced, before what waits for it. Not collective."""
+        with self._down:
+            self._send_one(item)
 
     def _take(self, frame: Frame) -> None:
         if frame.kind is Kind.EVENT and frame.name == "log":
@@ -139,6 +232,11 @@ class CourierLink:
             session.take(frame)
 
     def _lose(self, why: str) -> None:
+        with self._down:
+            held, self._held = self._held, None
+        for item in held or ():
+            if isinstance(item, RemoteJob):
+                item.refuse(Closed("the courier of this rank has ended", found=why))
         if not self.lost:
             self.lost = why
             for session in list(self.sessions.values()):
@@ -146,6 +244,7 @@ class CourierLink:
 
     def close(self) -> None:
         """End the courier. Not collective."""
+        self.is_closing = True
         self.queue.put(None)
         self.couriers.close()
 
@@ -162,8 +261,11 @@ def link(config: Config) -> CourierLink:
     """
     global _link
     if _link is None:
-        top = user_directory.claim(config.memory, config.job)
-        _link = CourierLink(config.timeout_s, Path(top))
+        try:
+            directory = Path(user_directory.claim(config.memory, config.job))
+        except (OSError, MlflashError):  # all ranks are told of it where the courier looks
+            directory = None
+        _link = CourierLink(config.timeout_s, directory)
     if _link.lost:
         raise Closed("the courier of this process has ended", found=_link.lost)
     return _link

@@ -4,15 +4,43 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 
+from ..protocol.messages import Exchange
+from ..protocol.ranks import Ranks
 from ..protocol.wanted_parts import WantedPart
 from ..state.shards import box, cut
-from .wire_format import PartWire
+from .wire_format import ExchangeWire, PartWire
 
 _LANDING_NBYTES = 64 << 20  # at a time
+
+
+def exchange(message: Exchange, ranks: Ranks, exchange_some: Callable[[ExchangeWire, int], bool]) -> bool:
+    """Get parts from other ranks, so much at a time as the file has room for; whether all arrived whole.
+
+    Collective over the world.
+
+    Args:
+        message: what is asked.
+        ranks: of this run.
+        exchange_some: lets the courier do one round of it, into the file of a descriptor.
+    """
+    mine = [*rounds(message.asked)]
+    most = -ranks.agree([-len(mine)])[0]
+    if not most:
+        return True
+    good = True
+    landing = Landing(max((sum(part.target.nbytes for _, part in those) for those in mine), default=0))
+    try:
+        for those in [*mine, *([] for _ in range(most - len(mine)))]:
+            body = ExchangeWire(message.attempt, message.homes, message.files, landing.places(those))
+            good &= exchange_some(body, landing.fd)
+            landing.take(those)
+    finally:
+        landing.close()
+    return good
 
 
 def rounds(asked_for: Mapping[int, Sequence[WantedPart]]) -> Iterator[list[tuple[int, WantedPart]]]:

@@ -6,6 +6,7 @@ how jobs end, in the order in which the courier says so. None of them calls MPI,
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import queue
@@ -25,12 +26,11 @@ from ..mpi.courier import FORKED
 from ..protocol import messages as asked
 from ..protocol.client import Pace
 from ..protocol.messages import Exchange, Message
-from ..protocol.save_request import SaveRequest
 from ..protocol.trainer_context import TrainerContext
 from ..redundancy.slot_plan import Plan
 from . import wire_format as wire
 from .courier_link import CourierLink, RemoteJob, Sent
-from .exchange_rounds import Landing, rounds
+from .exchange_rounds import exchange
 from .wire_format import BadMessage, Frame, Kind, Outcome
 
 log = logging.getLogger("mlflash")
@@ -39,7 +39,6 @@ _GRACE_S = 10.0  # how long after a deadline its error may take to arrive
 _ANSWER_S = 10.0  # for what is asked beside the jobs
 _CLOSE_S = 3.0  # for a session that is abandoned to be closed
 _LOOK_S = 0.2
-_NOTHING = b"\xc0"  # None, encoded
 
 
 class CourierProcess:
@@ -54,17 +53,24 @@ class CourierProcess:
         self._link, self._config, self.number = link, config, link.number()
         self.late: DeadlineExceeded | None = None
         self.broken: BaseException | None = None
-        self.is_closed = False
+        self.is_closed = self._is_down = self._is_unused = False
+        self._left_at: int | None = None  # the newest step whose save has ended
+        self._generation = 0  # of the newest attempt that is known to have ended
+        self.start: asked.Start | None = None  # how this Checkpointer was introduced
         self.trainer: TrainerContext | None = None
         self.drains: Drains | None = None
         self._jobs: dict[int, RemoteJob] = {}
         self._asked: dict[int, tuple[threading.Event, list[Frame]]] = {}
         self._plan: tuple[int, Plan | None] = (-1, None)
         self._drain: tuple[int, Drain | None] = (0, None)
-        self._frames: queue.SimpleQueue[Frame | None] = queue.SimpleQueue()
+        self._frames: queue.SimpleQueue[Frame | threading.Event | None] = queue.SimpleQueue()
         link.sessions[self.number] = self
         threading.Thread(target=self._answer, name="mlflash-courier", daemon=True).start()
-        self._tell(Kind.OPEN, 0, "Opened", wire.Opened(wire.VERSION, config, log.getEffectiveLevel()))
+        self._link.queue.put(self._opened())
+
+    def _opened(self) -> Sent:
+        opened = wire.Opened(wire.VERSION, self._config, log.getEffectiveLevel())
+        return Sent(wire.pack(Kind.OPEN, self.number, 0, "Opened", wire.encode(opened)))
 
     @property
     def is_stuck(self) -> bool:
@@ -90,17 +96,18 @@ class CourierProcess:
     def job(self, message: Message, answers: Any = None, on_late: Callable[[DeadlineExceeded], None] | None = None,
             on_refused: Callable[[MlflashError], None] | None = None) -> RemoteJob:  # fmt: skip
         number = self._link.number()
-        made = RemoteJob(lambda: self._frame(message, number), number, answers, on_late, on_refused)
+        made = RemoteJob(self, lambda: self._frame(message, number), number, answers, on_late, on_refused)
+        made.is_commit = isinstance(message, asked.Commit)
         self._jobs[number] = made
         return made
 
     def wait_sent(self, job: RemoteJob) -> None:
-        """Wait until the courier has a job that was posted: it is done whatever becomes of this process."""
         job.sent.wait(_ANSWER_S)
 
     def call(self, message: Message, answers: Any = None) -> Any:
         if isinstance(message, Exchange):
-            return self._exchange(message)
+            assert self.trainer is not None
+            return exchange(message, self.trainer.ranks, self._exchange_some)
         return self._call(self.job(message, answers))
 
     def _call(self, job: RemoteJob) -> Any:
@@ -126,7 +133,7 @@ class CourierProcess:
             request = message.request
             restores = message.restores if isinstance(message, asked.CommitRestored) else 0
             plan, before = self._number_plan(request.plan)
-            body = _save_wire(request, plan, restores)
+            body = wire.save_wire(request, plan, restores)
         if self.broken is not None:
             raise Closed("mlflash stopped after an earlier error", found=self.broken)
         return Sent(before + wire.pack(Kind.POST, self.number, number, name, wire.encode(body)))
@@ -148,39 +155,23 @@ class CourierProcess:
         without = Plan(plan.layout, b"", plan.private, plan.sharing, plan.pieces, plan.manifest_nbytes)
         return wire.PlanWire(self._plan[0], without)
 
-    # What other ranks send
-
-    def _exchange(self, message: Exchange) -> bool:
-        """Get parts from other ranks, so much at a time as the file has room for that both processes see."""
-        assert self.trainer is not None
-        mine = [*rounds(message.asked)]
-        most = -self.trainer.ranks.agree([-len(mine)])[0]
-        if not most:
-            return True
-        good = True
-        landing = Landing(max((sum(part.target.nbytes for _, part in those) for those in mine), default=0))
-        try:
-            for those in [*mine, *([] for _ in range(most - len(mine)))]:
-                body = wire.ExchangeWire(message.attempt, message.homes, message.files, landing.places(those))
-                number = self._link.number()
-                sent = Sent(wire.pack(Kind.POST, self.number, number, "Exchange", wire.encode(body)), (landing.fd,))
-                job = self._jobs[number] = RemoteJob(functools.partial(_same, sent), number, None, None, None)
-                good &= self._call(job)
-                landing.take(those)
-        finally:
-            landing.close()
-        return good
+    def _exchange_some(self, body: wire.ExchangeWire, fd: int) -> bool:
+        number = self._link.number()
+        frame = functools.partial(Sent, wire.pack(Kind.POST, self.number, number, "Exchange", wire.encode(body)), (fd,))
+        job = self._jobs[number] = RemoteJob(self, frame, number, None, None, None)
+        return bool(self._call(job))
 
     # Beside the jobs
 
     def ask(self, message: Message) -> Any:
-        return _result(self._wait_for_answer(Kind.ASK, type(message).__name__, message, _ANSWER_S))
+        return wire.result_of(self._wait_for_answer(Kind.ASK, type(message).__name__, message, _ANSWER_S))
 
     def _wait_for_answer(self, kind: Kind, name: str, body: object, timeout_s: float) -> Frame:
         number = self._link.number()
         woken, answers = self._asked[number] = (threading.Event(), [])
         try:
-            self._tell(kind, number, name, body)
+            packed = wire.pack(kind, self.number, number, name, wire.encode(body))
+            self._link.queue.put(Sent(packed, is_kept=True))
             end = time.monotonic() + timeout_s
             while not woken.wait(_LOOK_S):
                 if self._link.lost:
@@ -191,8 +182,8 @@ class CourierProcess:
         finally:
             del self._asked[number]
 
-    def go_on_behind(self) -> None:
-        """The courier does so itself."""
+    def go_on_behind(self) -> None:  # the courier does so itself
+        pass
 
     def stop(self, abandon: bool) -> None:
         try:
@@ -211,7 +202,6 @@ class CourierProcess:
     # What the courier sends
 
     def take(self, frame: Frame) -> None:
-        """Take a frame in; on the thread that receives."""
         if frame.kind is Kind.LATE:
             self._note_late(frame)
         elif frame.kind is Kind.ANSWER:
@@ -235,6 +225,9 @@ class CourierProcess:
 
     def _answer(self) -> None:
         while (frame := self._frames.get()) is not None:
+            if isinstance(frame, threading.Event):
+                frame.set()
+                continue
             try:
                 if frame.kind is Kind.DONE:
                     self._done(frame)
@@ -254,8 +247,11 @@ class CourierProcess:
         if outcome.refused and job.on_refused is not None and outcome.error is not None:
             job.on_refused(outcome.error)
         self.late, job.error = None, outcome.error
+        if job.is_commit and job.answers is not None:
+            self._left_at = job.answers.request.step
         if outcome.error is None:
-            job.result = _result(frame)
+            job.result = wire.result_of(frame)
+            self._generation = job.result if job.is_commit else self._generation
         job.woken.set()
 
     def _reply(self, frame: Frame) -> None:
@@ -300,7 +296,7 @@ class CourierProcess:
     def _note_drain(self, told: wire.DrainWire) -> None:
         number, drain = self._drain
         if drain is None or told.number != number:
-            drain = Drain(told.step, self._refuse_broken, self._config.timeout_s)
+            drain = Drain(told.step, patience_s=self._config.timeout_s)
             self._drain = (told.number, drain)
             assert self.drains is not None
             self.drains.began(drain)
@@ -310,12 +306,7 @@ class CourierProcess:
             drain.end(told.error)
             drain.seconds = told.seconds
 
-    def _refuse_broken(self) -> None:
-        if self.broken is not None:
-            raise DrainFailed("mlflash stopped after an earlier error", found=self.broken)
-
     def lose(self, why: str) -> None:
-        """Let nobody wait for a courier that has ended."""
         if self.is_closed:
             return
         if self.broken is None:
@@ -323,32 +314,87 @@ class CourierProcess:
             if not sys.is_finalizing():
                 log.warning("nothing is saved any more: the courier of this rank (pid %d) has ended: %s",
                             self._link.pid, why)  # fmt: skip
+        self._end_drain()
         for job in list(self._jobs.values()):
             self._refuse(job)
 
-    def _refuse(self, job: RemoteJob) -> None:
+    def _end_drain(self) -> None:
+        if (drain := self._drain[1]) is not None and not drain.done:
+            drain.end(DrainFailed("the courier of this rank has ended", step=drain.step))
+
+    # From one courier to the next
+
+    def go_down(self, pid: int, why: str) -> None:
+        if self._is_down or self.is_closed:
+            return
+        self._is_down, self._is_unused = True, False
+        if self.trainer is not None:
+            self.trainer.recorder.courier_died(pid, why)
+        self.late = None
+        self._end_drain()
+        for job in [job for job in list(self._jobs.values()) if job.is_sent and not job.is_commit]:
+            self._refuse(job, f"the couriers of this run were started anew in the middle of this: {why}")
+
+    def wait_unused(self) -> None:
+        if self.is_closed or self.trainer is None:
+            return
+        idle = threading.Event()
+        self._frames.put(idle)
+        if not idle.wait(self._config.timeout_s):
+            raise DeadlineExceeded("an answer to the last courier has not ended")
+        for job in [job for job in list(self._jobs.values()) if job.is_sent]:
+            self.fail_later(job)
+        if not self.trainer.slots.wait_until_given(self._config.timeout_s):
+            raise DeadlineExceeded("a slot is still being filled")
+        self._is_unused = True  # slots that are filled from here on are the next courier's
+
+    def fail_later(self, job: RemoteJob) -> None:
+        request = job.answers.request
+        if self._is_unused or (request.slot is None and request.share is None and request.problem is not None):
+            return
+        try:
+            job.answers.cancel_deferred()
+        except DeadlineExceeded:
+            pass  # a device is still at it: that file is given to nobody
+        job.was_staged = request.problem is None
+        request.problem = request.problem or SaveFailed("its courier has ended", step=request.step)
+        request.slot = request.share = request.plan = None
+        request.is_unsettled = request.waits_for_room = request.skip = request.has_deferred = False
+        assert self.trainer is not None
+        self.trainer.slots.reclaim(request)
+
+    def come_up(self) -> None:
+        if self.is_closed or self.start is None or self.trainer is None:
+            return
+        self._plan = (-1, None)
+        self._link.send_first(self._opened())
+        for message in (dataclasses.replace(self.start, left_at=self._left_at), asked.GoBeyond()):
+            job = self.job(message)
+            self._link.send_first(job)
+            if not job.woken.wait(self._config.timeout_s + _GRACE_S) or job.late is not None:
+                raise DeadlineExceeded("the next courier has not started")
+            if job.error is not None:
+                raise job.error
+            if isinstance(message, asked.Start):
+                self.trainer.sharing, self.trainer.is_unhealed = job.result.sharing, False
+                self.trainer.slots.update(job.result.files)
+                self._find_committed(job.result)
+        self._is_down = False
+        for job in [job for job in list(self._jobs.values()) if job.is_sent]:  # saves that have failed: once more
+            job.is_sent = False
+            self._link.send_first(job)
+
+    def _find_committed(self, started: asked.Started) -> None:
+        """End well the save that was committed when its courier ended, though nobody could say so any more."""
+        for job in list(self._jobs.values()):
+            is_there = job.is_commit and job.was_staged and job.answers.request.step == started.left_step
+            if is_there and started.left_generation > self._generation:
+                self._jobs.pop(job.number)
+                self._left_at = started.left_step
+                job.answers.ended(None)
+                job.woken.set()
+        self._generation = max(self._generation, started.left_generation)
+
+    def _refuse(self, job: RemoteJob, why: str = "mlflash stopped after an earlier error") -> None:
         self._jobs.pop(job.number, None)
-        job.refuse(Closed("mlflash stopped after an earlier error", found=self.broken))
-
-
-def _same(sent: Sent) -> Sent:
-    return sent
-
-
-def _result(frame: Frame) -> Any:
-    outcome: Outcome = wire.decode(Outcome, frame.body)
-    if outcome.error is not None:
-        raise outcome.error
-    if frame.name not in wire.RESULTS:
-        return None
-    result = wire.decode(wire.RESULTS[frame.name], outcome.result) if bytes(outcome.result) != _NOTHING else None
-    return (result.in_memory or result.in_directory) if isinstance(result, wire.FoundWire) else result
-
-
-def _save_wire(request: SaveRequest, plan: int, restores: int) -> wire.SaveWire:
-    nbytes = 0 if request.plan is None else request.plan.manifest_nbytes
-    return wire.SaveWire(
-        request.step, request.problem, request.skip, request.slot, request.share, request.files, request.inode, plan,
-        nbytes, tuple(request.checks.items()), request.is_unsettled, request.waits_for_room, request.has_deferred,
-        request.begun_s, restores,
-    )  # fmt: skip
+        job.refuse(Closed(why, found=self.broken))

@@ -15,18 +15,20 @@ import time
 from collections import deque
 from typing import Any
 
-from ..errors import text_of
+import msgspec
+
+from ..errors import Closed, text_of
 from ..mpi.world import load_mpi
 from ..protocol import messages as asked
 from ..wireup.courier_process import Courier as Forked
 from . import wire_format as wire
 from .hosted_session import Hosted
 from .remote_trainer import Link
-from .wire_format import BadMessage, Frame, Kind
+from .wire_format import BadMessage, Frame, Kind, Outcome
 
 log = logging.getLogger("mlflash")
 
-_ORPHAN_S = 5.0  # how long what a dead trainer has left may take
+_ORPHAN_S = 4.0  # how long what a dead trainer has left may take: a relaunch waits for 5 s
 _LOOK_S = 0.05
 _CLOSED = 8  # sessions that can still be asked for their report
 _READ_NBYTES = 1 << 20
@@ -100,6 +102,10 @@ def _take(frame: Frame, link: Link, comm: Any, sessions: dict[int, Hosted], star
         return
     if frame.kind is Kind.REPLY:
         link.replied(frame)
+        return
+    if frame.session not in sessions and frame.kind is Kind.ASK:  # it was closed, before this courier was there
+        gone = Outcome(Closed("this Checkpointer was closed"), False, msgspec.Raw(wire.encode(None)))
+        link.send(Kind.ANSWER, frame.session, frame.number, frame.name, gone)
         return
     if frame.session not in sessions:
         raise BadMessage(f"there is no session {frame.session}")

@@ -115,6 +115,7 @@ class Session:
         self.context = context = make(
             self._config, world, start.problem, start.replicas, start.domains, start.start, self._is_process
         )
+        context.left_at = start.left_at
         self._drains = DrainQueue(self._config, context, self._jobs, self._told_drain)
         self._commits = Commits(context, self._drains, lambda home: heal_or_remember(context, home))
         self._report = RankReport(context, self._drains)
@@ -122,7 +123,7 @@ class Session:
             asked.GoBeyond: lambda message: self._drains.go_beyond(),
             asked.FreeDrains: lambda message: self._drains.free(),
             asked.Free: lambda message: context.free(),
-            asked.Commit: lambda message, answers: self._commits.bring_to_end(message.request, answers),
+            asked.Commit: self._commit,
             asked.CommitRestored: self._commit_restored,
             asked.Reserve: lambda message: context.reserve(message.nbytes, message.share_nbytes, message.is_first),
             asked.FindReplicas: lambda message: context.find_replicas(message.held),
@@ -135,7 +136,12 @@ class Session:
         }
         pool, threads = context.pool, context.copy_threads.threads
         return Started(world.rank, world.topology, world.emulated_node, context.memory.top, len(pool.own), threads,
-                       context.unusable, pool.news(), context.sharing, context.run_id.hex()[:8])  # fmt: skip
+                       context.unusable, pool.news(), context.sharing, context.run_id.hex()[:8], context.left_step,
+                       context.left_generation)  # fmt: skip
+
+    def _commit(self, message: asked.Commit, trainer: Trainer) -> int:
+        self._commits.bring_to_end(message.request, trainer)
+        return self.context.generation
 
     def _settle_shared(self, message: asked.SettleShared, state: Shareable) -> None:
         self.context.settle_shared(message.held, state)

@@ -22,6 +22,7 @@ from ..memory.own_slots import SlotFile, SlotId
 from ..memory.slot_header import Attempt
 from ..protocol import messages as asked
 from ..protocol.messages import FoundInMemory, Started
+from ..protocol.save_request import SaveRequest
 from ..redundancy.deduplication import Piece
 from ..redundancy.rank_checkpoint import ShareFiles
 from ..redundancy.shareable_leaves import ShareableLeaf, SharingNews
@@ -29,6 +30,7 @@ from ..redundancy.slot_plan import Plan
 
 VERSION = 1
 LARGEST_NBYTES = 1 << 30
+_NOTHING = b"\xc0"  # None, encoded
 _LENGTH_NBYTES = 4
 
 
@@ -196,7 +198,7 @@ MESSAGES: dict[str, Any] = {one.__name__: one for one in _DIRECT} | {
 }  # fmt: skip
 # By name: the type of what it gives, where that is not nothing.
 RESULTS: dict[str, Any] = {
-    "Start": Started, "Agree": list[int], "Gather": list[bytes], "Broadcast": bytes, "Choose": FoundWire,
+    "Start": Started, "Commit": int, "Agree": list[int], "Gather": list[bytes], "Broadcast": bytes, "Choose": FoundWire,
     "Exchange": bool, "Steps": list[int], "Scavenge": bool, "HealNewest": int | None, "Report": dict[str, Any],
     "RunFacts": dict[str, Any], "Survives": str,
 }  # fmt: skip
@@ -360,3 +362,29 @@ class Stream:
                 yield _frames.decode(raw)
             except (msgspec.DecodeError, ValueError, RecursionError) as error:
                 raise BadMessage(f"no frame: {error}") from None
+
+
+def result_of(frame: Frame) -> Any:
+    """What a job, or what was asked, has given.
+
+    Raises:
+        MlflashError: what it has raised.
+        BadMessage: it is something else.
+    """
+    outcome: Outcome = decode(Outcome, frame.body)
+    if outcome.error is not None:
+        raise outcome.error
+    if frame.name not in RESULTS:
+        return None
+    result = decode(RESULTS[frame.name], outcome.result) if bytes(outcome.result) != _NOTHING else None
+    return (result.in_memory or result.in_directory) if isinstance(result, FoundWire) else result
+
+
+def save_wire(request: SaveRequest, plan: int, restores: int) -> SaveWire:
+    """Give a save as it is sent, with the number of its plan."""
+    nbytes = 0 if request.plan is None else request.plan.manifest_nbytes
+    return SaveWire(
+        request.step, request.problem, request.skip, request.slot, request.share, request.files, request.inode, plan,
+        nbytes, tuple(request.checks.items()), request.is_unsettled, request.waits_for_room, request.has_deferred,
+        request.begun_s, restores,
+    )  # fmt: skip

@@ -128,6 +128,20 @@ class OwnSlots:
                 if slot.segment is not None:
                     slot.segment.writers.clear()  # all is there; they hold the state that was copied
 
+    def reclaim(self, taker: object) -> None:
+        """Leave the slots of a save that has failed to a courier that knows nothing of it; nobody fills them now."""
+        with self.changed:
+            for slot in self.taken_by(taker):
+                self._free(slot)
+                slot.use = Use.HOLDS
+            self.changed.notify_all()
+
+    def wait_until_given(self, timeout_s: float) -> bool:
+        """Leave all slots to the courier, and wait until none is being filled; whether that was so in time."""
+        self.prepare([(name, 0) for name, _ in self._all()])
+        with self.changed:
+            return self.changed.wait_for(lambda: all(slot.use is Use.HOLDS for _, slot in self._all()), timeout_s)
+
     def _free_pair(self, leave: bool) -> tuple[Slot, Slot] | None:
         own, share = (self._free_slot(slots, leave) for slots in (self.own, self.shares))
         return None if own is None or share is None else (own, share)

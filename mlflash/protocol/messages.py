@@ -38,12 +38,15 @@ class Start(Message):
             alike; None: nobody has said so.
         domains: where the nodes stand; see `failure_domains.from_argument`.
         start: names this trainer; see `heartbeat.RankFacts`.
+        left_at: the newest step whose save has ended on this rank, where an earlier courier has died; None: there was
+            none, or no save has ended.
     """
 
     problem: MlflashError | None
     replicas: tuple[Sequence[int], Sequence[str]] | None
     domains: Any
     start: str
+    left_at: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +63,7 @@ class Started:
         files: of the own slots.
         sharing: see there.
         run: names this run in events.
+        left_step, left_generation: of the newest attempt that memory has whole, as far as headers tell; None, 0: none.
     """
 
     rank: int
@@ -72,6 +76,8 @@ class Started:
     files: Sequence[SlotFile]
     sharing: SharingNews
     run: str
+    left_step: int | None
+    left_generation: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,7 +132,7 @@ class RaiseTogether(Message):
 
 @dataclasses.dataclass(frozen=True)
 class Commit(Message):
-    """Bring a save to its end; with answers of `save_request.Trainer`."""
+    """Bring a save to its end, and give the generation of its attempt; with answers of `save_request.Trainer`."""
 
     request: SaveRequest
 

@@ -66,6 +66,7 @@ class Context:
         left_at: the step of this rank at which the ranks were last found to save different ones; None: never.
         floor: what is of a smaller generation is passed over: this run goes back to a fresh start.
         left_step: the step that earlier runs have left in memory, as far as headers tell; None: there is none.
+        left_generation: of its attempt; 0: there is none.
         unusable: whether memory has what was committed, and cannot give it back as far as its headers tell.
         looked: whether a restore has said what there is: until then nothing that may be older and whole is given up.
         gives_way: whether the files that are left aside may be deleted where there is no room beside them.
@@ -92,6 +93,7 @@ class Context:
     left_at: int | None = None
     floor: int = 0
     left_step: int | None = None
+    left_generation: int = 0
     unusable: bool = False
     looked: bool = False
     gives_way: bool = False

@@ -109,7 +109,8 @@ def _assemble(
     if protection.transport == "rma" and world.world is not None:
         world.poke = Poke(world)
     context.generation, context.floor, context.unusable = left.newest, left.floor, left.unusable
-    context.left_step = None if left.choice is None else left.choice.step
+    if left.choice is not None:
+        context.left_step, context.left_generation = left.choice.step, left.choice.attempt.generation
     context.gives_way, pool.aside = not left.unusable, left.aside
     context.adopt(left.found, left.choice)
     if world.rank == 0:

@@ -18,6 +18,7 @@ import json
 import os
 import select
 import socket
+import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -32,6 +33,7 @@ from .rendezvous import rendezvous, who_am_i
 from .store_client import StoreClient, StoreLost, StoreRefused
 from .zygote_client import CourierEnd, ZygoteClient, ZygoteLost
 
+_FOREVER_S = 1e6  # as long as poll can wait, nearly
 _ASK_S = 5.0  # for one more answer, when a deadline has passed, to say why
 
 
@@ -113,6 +115,7 @@ class Couriers:
         self._store: StoreClient | None = None
         self._address: tuple[str, int] | None = None
         self._token = ""
+        self._ended = threading.Event()  # where there is no store
         with contextlib.ExitStack() as failed:
             self._start_zygote = functools.partial(ZygoteClient, [entry_point], environment, output, mpi=self.size > 1)
             self.zygote = self._start_zygote()
@@ -178,6 +181,35 @@ class Couriers:
             failed.pop_all()
         self._running = RunningCourier(self._number, name, nodes, mine, pid, pidfd)
         return self._running
+
+    def announce_end(self, timeout_s: float) -> None:
+        """Tell all ranks that this epoch is over, as its courier of this rank has ended. Not collective; any thread.
+
+        Raises:
+            StoreLost, DeadlineExceeded: they could not be told.
+        """
+        if self._address is None:
+            self._ended.set()
+            return
+        with contextlib.closing(StoreClient(self._address, self._token)) as store:
+            store.put(f"launch/{self._number}/ended", str(self.rank), timeout_s)
+
+    def wait_for_end(self) -> None:
+        """Wait until a rank has announced the end of this epoch, however long that takes. Not collective.
+
+        Raises:
+            StoreLost: nobody can announce anything any more.
+        """
+        if self._store is None:
+            self._ended.wait()
+            self._ended.clear()
+            return
+        while True:
+            try:
+                self._store.get(f"launch/{self._number}/ended", _FOREVER_S)
+                return
+            except DeadlineExceeded:
+                continue
 
     def wait_up(self, timeout_s: float) -> None:
         """Wait until the newest courier has initialised MPI. Not collective, but MPI_Init is.
