@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ def is_same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 def train(
     settings: dict[str, Any], steps: int = 3, dies: int | None = None, shared: bool = False, lazy: bool = False,
-    kills: bool = False,
+    kills: str = "",
 ) -> None:  # fmt: skip
     logging.getLogger("mlflash").addHandler(_Note())
     layer: Any = None
@@ -62,21 +63,28 @@ def train(
             snapshot.wait()
             note("committed", rank=RANK, step=step)
         if kills:
-            _lose_the_courier(ckpt, state)
+            _lose_the_courier(ckpt, kills == "busy")
             return
         note("end", rank=RANK, steps=ckpt.steps(), report=ckpt.report(), survives=ckpt.survives)
 
 
-def _lose_the_courier(ckpt: mlflash.Checkpointer, state: dict[str, Any]) -> None:
-    """Kill the courier of rank 1: each rank goes on without saving."""
+def _lose_the_courier(ckpt: mlflash.Checkpointer, busy: bool) -> None:
+    """Kill the courier of rank 1, and save until a step is committed again."""
+    start = time.perf_counter()
+    if busy:  # in the middle of a save, as a rule
+        ckpt.save(99, state_at(99, False))
     if RANK == 1:
         os.kill(ckpt._courier._link.pid, signal.SIGKILL)
-        until(lambda: ckpt._courier.broken, "the trainer to notice")
-    failed = ckpt.save(100, state)
-    try:
-        failed.wait(PATIENCE_S)
-    except mlflash.errors.MlflashError as error:
-        note("lost", rank=RANK, why=str(error))
+    for step in range(100, 120):
+        snapshot = ckpt.save(step, state_at(step, False))
+        try:
+            snapshot.wait(PATIENCE_S)
+        except mlflash.errors.MlflashError as error:
+            note("failed", rank=RANK, step=step, why=str(error))
+        else:
+            note("again", rank=RANK, step=step, seconds=time.perf_counter() - start)
+            break
+    note("end", rank=RANK, steps=ckpt.steps(), report=ckpt.report())
 
 
 def cycle(settings: dict[str, Any], times: int) -> None:

@@ -96,14 +96,18 @@ def test_a_save_that_has_returned_is_committed_though_its_trainer_is_killed(jobs
     assert all(record["same"] for record in result.of("restored"))
 
 
-def test_a_killed_courier_is_a_warning_and_training_goes_on_without_saving(jobs: Jobs) -> None:
-    result = jobs.start(3, "train", kills=True, settings={"timeout_s": 4.0}).wait()
-    lost = {record["rank"]: record["why"] for record in result.of("lost")}
-    assert 1 in lost and "courier" in lost[1], result.log
-    assert any(
-        "courier of this rank" in r["text"] and r["level"] == "WARNING" for r in result.of("log") if r["rank"] == 1
-    )
-    assert [record["step"] for record in jobs.run(3).of("restored")] == [3] * 3
+@pytest.mark.parametrize("kills", ["idle", "busy"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_killed_courier_is_a_warning_and_the_next_one_goes_on(jobs: Jobs, ranks: int, kills: str) -> None:
+    result = jobs.run(ranks, kills=kills)
+    again = result.of("again")
+    assert len(again) == len(result.of("end")) and len({record["step"] for record in again}) == 1, result.log
+    assert len(result.of("failed")) <= 2 * len(again)
+    said = [record["text"] for record in result.of("log") if record["rank"] == 1 and record["level"] == "WARNING"]
+    assert any("the courier of rank 1" in text and "training goes on" in text for text in said), result.log
+    assert all(record["report"]["counts"]["couriers lost"] == 1 for record in result.of("end"))
+    restored = jobs.run(len(again)).of("restored")
+    assert {record["step"] for record in restored} == {again[0]["step"]} and all(r["same"] for r in restored)
 
 
 def test_checkpointers_that_are_opened_and_closed_leave_nothing(jobs: Jobs) -> None:
