@@ -70,13 +70,18 @@ def test_trainers_without_mpi_save_and_go_on_from_there_bit_for_bit(jobs: Jobs, 
     assert not result.of("log"), result.log
 
 
-def test_what_several_ranks_hold_alike_is_agreed_on_and_stored_once_and_what_until_leaves_is_copied(jobs: Jobs) -> None:
-    settings = {"ranks_per_node": 2, "redundancy": "none"}
+def test_what_several_ranks_hold_alike_is_agreed_on_and_stored_once(jobs: Jobs) -> None:
     for start in (None, 3):
-        result = jobs.run(4, settings=settings, shared=True, lazy=True)
+        result = jobs.run(4, settings={"ranks_per_node": 2, "redundancy": "none"}, shared=True)
         assert all(record["same"] and record["step"] == start for record in result.of("restored"))
         if start is None:
             assert result.of("end")[0]["report"]["shared with"] == [0, 1, 2, 3]
+
+
+def test_what_until_leaves_is_copied_while_the_trainer_computes(jobs: Jobs) -> None:
+    for start in (None, 3):
+        result = jobs.run(2, lazy=True)
+        assert all(record["same"] and record["step"] == start for record in result.of("restored"))
 
 
 def test_fewer_ranks_get_what_lies_on_other_nodes(jobs: Jobs) -> None:
