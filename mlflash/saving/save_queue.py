@@ -220,7 +220,7 @@ class SaveQueue:
         if self._stuck:
             broken = self._courier.broken
             raise self._failure(save, "an earlier save is still waiting for other ranks" if broken is None else
-                                f"nothing is saved any more: {text_of(broken)}")  # fmt: skip
+                                f"nothing is saved any more, after an earlier error: {text_of(broken)}")  # fmt: skip
         if self._slots.is_device_stuck:
             raise self._failure(save, "a device has not ended its copies for an earlier save")
         if self._staging is not None and not self._staging.staged.wait(self._config.timeout_s):
