@@ -32,6 +32,12 @@ class SlotId(NamedTuple):
     number: int
 
 
+def named(own: Sequence[Slot], shares: Sequence[Slot]) -> list[tuple[SlotId, Slot]]:
+    """Name a rank's own slots. Not collective."""
+    kinds = ((False, own), (True, shares))
+    return [(SlotId(kind, number), slot) for kind, slots in kinds for number, slot in enumerate(slots)]
+
+
 @dataclasses.dataclass(frozen=True)
 class SlotFile:
     """What the courier tells of an own slot.
@@ -72,8 +78,7 @@ class OwnSlots:
         self._lent: collections.Counter[int] = collections.Counter()  # how many views this rank has given, by inode
 
     def _all(self) -> list[tuple[SlotId, Slot]]:
-        kinds = ((False, self.own), (True, self.shares))
-        return [(SlotId(kind, number), slot) for kind, slots in kinds for number, slot in enumerate(slots)]
+        return named(self.own, self.shares)
 
     def ids_of(self, slots: Iterable[Slot]) -> list[SlotId]:
         """Name own slots as the courier knows them."""

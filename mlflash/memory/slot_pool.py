@@ -18,7 +18,7 @@ from . import shared_memory_segment
 from .file_assignment import AssignedFiles
 from .inventory import file_name, file_number
 from .node_directory import NodeDirectory
-from .own_slots import SlotFile, SlotId
+from .own_slots import SlotFile, SlotId, named
 from .slot import Slot, Use, leave_behind, oldest_free
 from .slot_header import Attempt
 
@@ -106,17 +106,19 @@ class SlotPool:
         """The mappings of the slots, by inode of their files."""
         return {slot.segment.inode: slot.segment for slot in self.all() if slot.segment is not None}
 
-    def open(self, file: int, mapped: Mapping[int, shared_memory_segment.Segment] | None = None) -> Slot:
+    def open(self, file: int, mapped: Mapping[int, shared_memory_segment.Segment] | None = None,
+             anew: bool = False) -> Slot:  # fmt: skip
         """Map a slot file of this node; `unmap_others` unmaps it. Not collective.
 
         Args:
             file: its number.
             mapped: mappings that are there besides those of the slots, by inode.
+            anew: make a mapping in any case, which is there still when the slots get other files.
 
         Raises:
             CorruptSlot, UnsafePath, OSError: it cannot be mapped.
         """
-        known = {**(mapped or {}), **self.mapped()}
+        known = {} if anew else {**(mapped or {}), **self.mapped()}
         return Slot(shared_memory_segment.attach(self._memory, file_name(file), known))
 
     def unmap_others(self, slots: Iterable[Slot]) -> None:
@@ -148,8 +150,7 @@ class SlotPool:
     # Own slots are the trainer's or the courier's
 
     def _own(self) -> list[tuple[SlotId, Slot]]:
-        kinds = ((False, self.own), (True, self.shares))
-        return [(SlotId(kind, number), slot) for kind, slots in kinds for number, slot in enumerate(slots)]
+        return named(self.own, self.shares)
 
     def receive(self, filled: Sequence[tuple[SlotId, int]], taker: object) -> list[Slot]:
         """Get slots from the trainer: they are busy with what it has filled them for. Not collective.
@@ -199,16 +200,13 @@ class SlotPool:
                 news.append(SlotFile(name, file_number(slot.name) if inode else None, inode, is_free))
         return news
 
-    def take_back(self, slots: Iterable[Slot] | None = None) -> list[Slot]:
+    def take_back(self, slots: Iterable[Slot] | None = None) -> None:
         """Get those of some own slots from the trainer that it does not need now; they are free. Not collective.
 
         Args:
             slots: which; None: all.
-
-        Returns:
-            Those that were the trainer's.
         """
-        return self._prepare([(slot, 0) for slot in ((*self.own, *self.shares) if slots is None else slots)], ())
+        self._prepare([(slot, 0) for slot in ((*self.own, *self.shares) if slots is None else slots)], ())
 
     def _prepare(self, wanted: Sequence[tuple[Slot, int]], waiting: Sequence[Slot]) -> list[Slot]:
         """Get free slots from the trainer, and have it leave the files of those that are too small."""
