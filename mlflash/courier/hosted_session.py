@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import mmap
 import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import numpy as np
 
 from ..draining.drain import Drain
-from ..errors import Closed, DeadlineExceeded, MlflashError, text_of
+from ..errors import Closed, MlflashError, text_of
 from ..mpi.courier import Courier, Job
 from ..mpi.world import World
 from ..protocol import messages as asked
@@ -33,28 +33,6 @@ log = logging.getLogger("mlflash")
 
 _TOLD_S = 0.05  # how often a drain tells how far it is
 _PLANS = 3  # that are kept besides the newest
-
-
-class _Posted(Job):
-    """A job of the trainer, which is told how it ends."""
-
-    def __init__(self, work: Callable[[], Any], told: Callable[[_Posted], None], late: Callable[[MlflashError], None]):
-        super().__init__(work, on_refused=self._refuse)
-        self.refused, self._late = False, late
-        self.woken = _Told(lambda: told(self))  # type: ignore[assignment]
-
-    def is_late(self, error: DeadlineExceeded) -> None:
-        self._late(error)
-
-    def _refuse(self, error: MlflashError) -> None:
-        self.refused = True
-
-
-class _Told:
-    """Stands for the event that a job sets at its end."""
-
-    def __init__(self, tell: Callable[[], None]):
-        self.set = tell
 
 
 class Hosted:
@@ -86,7 +64,7 @@ class Hosted:
         self.posted += 1
         work = functools.partial(self._do, message, answers, landing)
         told, late = functools.partial(self._told, frame), functools.partial(self._late, frame)
-        self.jobs.post(_Posted(work, told, late))
+        self.jobs.post(Job(work, late, on_end=told))
 
     def _message(self, body: Any, frame: Frame, files: deque[int]) -> tuple[Message, Any, Landing | None]:
         if isinstance(body, wire.SaveWire):
@@ -132,12 +110,14 @@ class Hosted:
             if landing is not None:
                 landing.close()
 
-    def _told(self, frame: Frame, job: _Posted) -> None:
+    def _told(self, frame: Frame, job: Job) -> None:
         self.done += 1
-        if self.jobs.broken is not None and not job.refused:
+        if self.jobs.broken is not None and not job.is_refused:
             broken = Closed("the courier of this rank failed", found=text_of(self.jobs.broken))
             self._link.send(Kind.EVENT, self.number, 0, "broken", broken)
-        self._link.send(Kind.DONE, self.number, frame.number, frame.name, _outcome(job.result, job.error, job.refused))
+        self._link.send(
+            Kind.DONE, self.number, frame.number, frame.name, _outcome(job.result, job.error, job.is_refused)
+        )
 
     def _late(self, frame: Frame, error: MlflashError) -> None:
         self._link.send(Kind.LATE, self.number, frame.number, frame.name, error)
@@ -206,10 +186,8 @@ class Landing:
         self.asked = {rank: [self._wanted(part) for part in those] for rank, those in body.asked.items()}
 
     def _wanted(self, part: wire.PartWire) -> WantedPart:
-        items = 1
-        for length in part.shape:
-            items *= length
-        target = self._view[part.at : part.at + part.nbytes].reshape(*part.shape, part.nbytes // max(1, items))
+        raw = self._view[part.at : part.at + part.nbytes]
+        target = raw.reshape(*part.shape, part.nbytes // max(1, math.prod(part.shape)))
         return WantedPart(part.rank, part.number, part.source, part.shape, target)
 
     def close(self) -> None:

@@ -39,8 +39,8 @@ class _Checked:
     generation: int
 
 
-class RestoreHandlers:
-    """The handlers of messages of restores.
+class FoundCheckpoints:
+    """What was found for restores, and the handlers of their messages.
 
     Args:
         context: this rank's slots and communicators.

@@ -23,7 +23,7 @@ from ..saving.commits import Commits
 from ..startup.context import Context, TrainerEnd
 from ..startup.start import make
 from .rank_report import RankReport
-from .restores import RestoreHandlers
+from .restores import FoundCheckpoints
 
 
 class Session:
@@ -132,7 +132,7 @@ class Session:
             asked.BeginDrain: lambda message: self._drains.begin_newest(message.if_due),
             asked.Scavenge: lambda message: scavenge(context, self._drains) is not None,
             asked.HealNewest: lambda message: heal(context),
-            **RestoreHandlers(context, self._drains).table,
+            **FoundCheckpoints(context, self._drains).table,
         }
         pool, threads = context.pool, context.copy_threads.threads
         return Started(world.rank, world.topology, world.emulated_node, context.memory.top, len(pool.own), threads,

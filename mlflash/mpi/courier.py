@@ -40,6 +40,7 @@ class Job:
         work: what to do.
         on_late: told when the deadline has passed.
         on_refused: told when the courier will not do it, after an earlier error.
+        on_end: told when it has ended, or was refused, with this.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class Job:
         work: Callable[[], Any],
         on_late: Callable[[DeadlineExceeded], None] | None = None,
         on_refused: Callable[[MlflashError], None] | None = None,
+        on_end: Callable[[Job], None] | None = None,
     ):
         self.work = work
         self.on_refused = on_refused
@@ -54,8 +56,14 @@ class Job:
         self.error: BaseException | None = None
         self.late: DeadlineExceeded | None = None
         self.woken = threading.Event()
-        self.begun = False
-        self._on_late = on_late
+        self.begun = self.is_refused = False
+        self._on_late, self._on_end = on_late, on_end
+
+    def end(self) -> None:
+        """Wake who waits for it."""
+        self.woken.set()
+        if self._on_end is not None:
+            self._on_end(self)
 
     def is_late(self, error: DeadlineExceeded) -> None:
         self.late = error
@@ -219,10 +227,10 @@ class Courier:
 
         if self.broken is not None or self._world.abandoned.is_set():
             refused = Closed("mlflash stopped after an earlier error", found=self.broken)
-            job.error = refused
+            job.error, job.is_refused = refused, True
             if job.on_refused is not None:
                 job.on_refused(refused)
-            job.woken.set()
+            job.end()
             return
         self._world.start_job(on_late)
         try:
@@ -244,7 +252,7 @@ class Courier:
         finally:
             self._world.end_job()
             self.late = None
-            job.woken.set()
+            job.end()
 
     def _fail(self, error: BaseException) -> None:
         """Do nothing any more, and tell the other ranks, which need not wait: nobody knows where this one stopped."""

@@ -31,7 +31,7 @@ class Newest:
         steps_alike: lists the steps that as many ranks have saved, by their headers.
     """
 
-    def __init__(self, trainer: TrainerContext, find_whole: Callable[..., Found], look: Callable[[], None],
+    def __init__(self, trainer: TrainerContext, find_whole: Callable[..., Found], look: Callable[[], Found],
                  steps_alike: Callable[[], list[int]]):  # fmt: skip
         self._trainer, self._find_whole, self._look, self._steps_alike = trainer, find_whole, look, steps_alike
         self._whole: set[Listed] = set()  # of the directory
@@ -52,7 +52,7 @@ class Newest:
             raise Unrestorable(
                 "checkpoints of as many ranks are there, and none of them can be loaded", reasons=reasons
             )
-        self._look()
+        self._close(self._look())
         return None
 
     def why_not(self, step: int) -> str | None:

@@ -60,7 +60,8 @@ class Restores:
         self._from = ""  # where the newest one that was found came from
         self._rolled_forward = False
         self._restores = 0
-        self.newest = Newest(trainer, functools.partial(self._find_whole, remember=True), self._look, self.steps_alike)
+        look = functools.partial(self._find, None, others=True, checked=False)
+        self.newest = Newest(trainer, functools.partial(self._find_whole, remember=True), look, self.steps_alike)
 
     def restore(self, state: Any, step: int | None, source: str | None = None) -> int | None:
         """Fill a state in place; see `Checkpointer.restore`."""
@@ -265,15 +266,6 @@ class Restores:
         bad[listed.folder] = why
         if self._ranks.rank == 0:
             log.warning("%s cannot be restored from, and an older checkpoint is looked for: %s", listed.folder, why)
-
-    def _look(self) -> None:
-        """Raise where what is there cannot be used. Collective over the world."""
-        found = self._find(None, others=True, checked=False)
-        if isinstance(found, OpenInDirectory):
-            found.close()
-        elif found is not None:
-            for home in [found] if isinstance(found, RankCheckpoint) else found.homes.values():
-                self._slots.unmap_others([home.slot, *home.shares])
 
     def _find_whole(
         self, step: int | None, others: bool = False, source: str | None = None, told: Collection[str] = (),
