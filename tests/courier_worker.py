@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 from records import note
-from waiting import PATIENCE_S, until
+from waiting import PATIENCE_S, hang, until
 
 import mlflash
 
-RANK = int(os.environ.get("PMI_RANK", "0"))
+RANK = int(os.environ.get("RANK") or os.environ.get("PMI_RANK", "0"))
 
 
 def state_at(step: int, shared: bool) -> dict[str, Any]:
@@ -102,6 +102,41 @@ def cycle(settings: dict[str, Any], times: int) -> None:
     note("end", rank=RANK)
 
 
+def one_leaves(settings: dict[str, Any], how: str) -> None:
+    """Rank 1 leaves the job; the others wait for it in something that is not ours, or save."""
+    logging.getLogger("mlflash").addHandler(_Note())
+    ckpt = mlflash.Checkpointer(courier="process", **settings)
+    ckpt.save(1, state_at(1, False)).wait()
+    note("committed", rank=RANK, step=1)
+    if RANK == 1:
+        leave(how)
+    if how in ENDS_ALL:
+        hang()
+    until(lambda: ckpt._courier.broken is not None, "the others to hear of it")
+    try:
+        ckpt.save(2, state_at(2, False)).wait()
+    except mlflash.errors.MlflashError as error:
+        note("failed", rank=RANK, step=2, why=str(error))
+    ckpt.close()
+    note("end", rank=RANK)
+
+
+ENDS_ALL = ("raises", "interrupted")
+
+
+def leave(how: str) -> None:
+    """End this process in one of many ways, or have it be another program."""
+    if how == "raises":
+        raise ValueError("a fault of the training")
+    if how == "interrupted":
+        raise KeyboardInterrupt
+    if how == "executes":
+        os.execv(sys.executable, [sys.executable, "-c", "import time; time.sleep(100)"])
+    if how == "exits at once":
+        os._exit(3)
+    os.kill(os.getpid(), {"killed": signal.SIGKILL, "terminated": signal.SIGTERM, "hung up": signal.SIGHUP}[how])
+
+
 class _Note(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         note("log", rank=RANK, level=record.levelname, text=record.getMessage())
@@ -109,4 +144,4 @@ class _Note(logging.Handler):
 
 if __name__ == "__main__":
     spec = json.loads(sys.argv[1])
-    {"train": train, "cycle": cycle}[spec.pop("program")](**spec)
+    {"train": train, "cycle": cycle, "one_leaves": one_leaves}[spec.pop("program")](**spec)

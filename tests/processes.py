@@ -1,7 +1,8 @@
-"""Other processes of this machine, as /proc has them."""
+"""Other processes of this machine, as /proc has them, and where they may listen."""
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 
@@ -33,3 +34,10 @@ def runs(pid: int) -> bool:
         except OSError:
             continue
     return False
+
+
+def free_port() -> int:
+    """A port of the loopback device that nobody listens at just now."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])

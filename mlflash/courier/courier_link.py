@@ -2,16 +2,21 @@
 
 A courier that has ended, other than by its trainer, ends the epoch on all ranks: each kills its own, and all start the
 next ones together. Saves that were on their way have failed then; the jobs of all ranks are the same ones as before.
+Where a trainer has ended without a word, the others save no more. One that ends by an exception that nothing has caught
+ends all others with it, as MPI_Abort would: they wait for it, perhaps for ever, in whatever is collective.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import itertools
 import logging
 import os
 import queue
 import socket
+import sys
 import threading
 import time
 import weakref
@@ -22,6 +27,7 @@ from typing import Any, Protocol
 from ..config import Config
 from ..errors import Closed, DeadlineExceeded, MlflashError, text_of
 from ..memory import user_directory
+from ..wireup.departures import Departure, RankDeparted
 from ..wireup.launch import Couriers
 from ..wireup.store_client import StoreLost
 from . import wire_format as wire
@@ -32,6 +38,8 @@ log = logging.getLogger("mlflash")
 _ENTRY = "mlflash.courier.process_main:run"
 _READ_NBYTES = 1 << 20
 _ANNOUNCE_S = 10.0  # for the store to take a word
+_WHY_LENGTH = 2000  # characters of an exception
+_LAST_S = 2.0  # for what was handed over to end, after a rank has left the job
 
 
 @dataclasses.dataclass
@@ -73,8 +81,11 @@ class Session(Protocol):
     def take(self, frame: Frame) -> None:
         """Take a frame in; on the thread that receives."""
 
-    def lose(self, why: str) -> None:
+    def lose(self, why: Closed) -> None:
         """Let nobody wait for a courier that has ended, and has no successor."""
+
+    def wait_done(self, timeout_s: float) -> None:
+        """Wait until all that the courier was told to do has ended, or for so many seconds."""
 
     def go_down(self, pid: int, why: str) -> None:
         """Let what is on its way fail: the courier is going to be another one. May be called twice."""
@@ -108,8 +119,8 @@ class CourierLink:
         self.couriers = Couriers(_ENTRY, os.environ, timeout_s, directory=directory)
         self.sessions: weakref.WeakValueDictionary[int, Session] = weakref.WeakValueDictionary()
         self._numbers = itertools.count(1)
-        self.lost: str = ""  # why there is no courier any more
-        self.is_closing = False
+        self.lost: Closed | None = None  # why there is no courier any more
+        self.is_closing = self._is_failing = False
         self._down = threading.Lock()  # held while what is sent goes to `_held`, or is taken from there
         self._going_down = threading.Lock()
         self._held: list[RemoteJob | Sent] | None = None  # what waits for the next courier; None: there is one
@@ -117,6 +128,7 @@ class CourierLink:
         self._listen()
         for work, name in ((self._send, "send"), (self._keep, "epochs")):
             threading.Thread(target=work, name=f"mlflash-{name}", daemon=True).start()
+        sys.excepthook = functools.partial(self._fail, sys.excepthook, os.getpid())
 
     def number(self) -> int:
         """A number that was not given before."""
@@ -177,7 +189,7 @@ class CourierLink:
             self._go_down(why)
             self.couriers.announce_end(_ANNOUNCE_S)
         except (OSError, DeadlineExceeded) as error:
-            self._lose(f"{why}; and the other ranks could not be told: {error}")
+            self._lose(_ended(f"{why}; and the other ranks could not be told: {error}"))
 
     # Epochs
 
@@ -196,10 +208,38 @@ class CourierLink:
                 if self.is_closing:
                     return
                 self._restart()
+        except RankDeparted as departed:
+            self._part(departed.departure)
         except StoreLost as error:  # rank 0 has ended, as a rule
             log.debug("no courier can be started any more: %s", error)
         except Exception as error:
-            self._lose(f"the next courier could not be started: {text_of(error)}")
+            self._lose(_ended(f"the next one could not be started: {text_of(error)}"))
+
+    def _fail(self, print_it: Callable[..., object], pid: int, kind: type[BaseException], error: BaseException,
+              *traceback: object) -> None:  # fmt: skip
+        """Print an exception that ends this process, and end the other ranks with it. The hook of `sys`."""
+        self._is_failing = True
+        print_it(kind, error, *traceback)
+        if os.getpid() == pid and not self.is_closing:
+            try:
+                self.couriers.depart(f"{kind.__name__}: {error}"[:_WHY_LENGTH], _ANNOUNCE_S)
+            except (OSError, DeadlineExceeded) as problem:
+                log.debug("the other ranks could not be told of an exception: %s", problem)
+
+    def _part(self, departure: Departure) -> None:
+        """Go on without a rank that has left the job, or end with it."""
+        if departure.rank == self.couriers.rank:
+            return
+        if departure.ends_job and not self._is_failing:
+            log.error("%s; this rank ends, too", departure)
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
+                    stream.flush()
+            os._exit(1)
+        end = time.monotonic() + _LAST_S
+        for session in list(self.sessions.values()):
+            session.wait_done(end - time.monotonic())
+        self._lose(Closed(str(departure)))
 
     def _restart(self) -> None:
         start = time.monotonic()
@@ -231,22 +271,31 @@ class CourierLink:
         if session is not None:
             session.take(frame)
 
-    def _lose(self, why: str) -> None:
+    def _lose(self, why: Closed) -> None:
         with self._down:
             held, self._held = self._held, None
         for item in held or ():
             if isinstance(item, RemoteJob):
-                item.refuse(Closed("the courier of this rank has ended", found=why))
-        if not self.lost:
+                item.refuse(why)
+        if self.lost is None:
             self.lost = why
             for session in list(self.sessions.values()):
                 session.lose(why)
+
+    def check(self) -> None:
+        """Raise Closed where there is no courier any more. Not collective."""
+        if self.lost is not None:
+            raise Closed(self.lost.message, found=self.lost.found)
 
     def close(self) -> None:
         """End the courier. Not collective."""
         self.is_closing = True
         self.queue.put(None)
         self.couriers.close()
+
+
+def _ended(why: str) -> Closed:
+    return Closed("the courier of this rank has ended", found=why)
 
 
 _link: CourierLink | None = None
@@ -266,8 +315,7 @@ def link(config: Config) -> CourierLink:
         except (OSError, MlflashError):  # all ranks are told of it where the courier looks
             directory = None
         _link = CourierLink(config.timeout_s, directory)
-    if _link.lost:
-        raise Closed("the courier of this process has ended", found=_link.lost)
+    _link.check()
     return _link
 
 

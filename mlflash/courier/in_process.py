@@ -35,8 +35,7 @@ from .wire_format import BadMessage, Frame, Kind, Outcome
 
 log = logging.getLogger("mlflash")
 
-_GRACE_S = 10.0  # how long after a deadline its error may take to arrive
-_ANSWER_S = 10.0  # for what is asked beside the jobs
+_ANSWER_S = 10.0  # for what is asked beside the jobs, and for an error to arrive after its deadline
 _CLOSE_S = 3.0  # for a session that is abandoned to be closed
 _LOOK_S = 0.2
 
@@ -111,7 +110,7 @@ class CourierProcess:
         return self._call(self.job(message, answers))
 
     def _call(self, job: RemoteJob) -> Any:
-        end = time.monotonic() + self._config.timeout_s + _GRACE_S
+        end = time.monotonic() + self._config.timeout_s + _ANSWER_S
         self.post(job)
         if self.broken is not None:
             self._refuse(job)
@@ -174,8 +173,7 @@ class CourierProcess:
             self._link.queue.put(Sent(packed, is_kept=True))
             end = time.monotonic() + timeout_s
             while not woken.wait(_LOOK_S):
-                if self._link.lost:
-                    raise Closed("the courier of this rank has ended", found=self._link.lost)
+                self._link.check()
                 if time.monotonic() > end:
                     raise DeadlineExceeded(f"the courier of this rank did not answer for {timeout_s:g} s")
             return answers[0]
@@ -237,11 +235,10 @@ class CourierProcess:
                     self._event(frame)
             except Exception as error:
                 log.exception("what the courier sent was not understood")
-                self.lose(text_of(error))
+                self.lose(Closed("the courier of this rank cannot be understood", found=text_of(error)))
 
     def _done(self, frame: Frame) -> None:
-        job = self._jobs.pop(frame.number, None)
-        if job is None:
+        if (job := self._jobs.pop(frame.number, None)) is None:
             raise BadMessage(f"there is no job {frame.number}")
         outcome: Outcome = wire.decode(Outcome, frame.body)
         if outcome.refused and job.on_refused is not None and outcome.error is not None:
@@ -306,17 +303,20 @@ class CourierProcess:
             drain.end(told.error)
             drain.seconds = told.seconds
 
-    def lose(self, why: str) -> None:
+    def lose(self, why: Closed) -> None:
         if self.is_closed:
             return
         if self.broken is None:
-            self.broken = Closed("the courier of this rank has ended", found=why)
-            if not sys.is_finalizing():
-                log.warning("nothing is saved any more: the courier of this rank (pid %d) has ended: %s",
-                            self._link.pid, why)  # fmt: skip
+            self.broken = why
+            log.log(logging.DEBUG if sys.is_finalizing() else logging.WARNING, "nothing is saved any more: %s", why)
         self._end_drain()
         for job in list(self._jobs.values()):
             self._refuse(job)
+
+    def wait_done(self, timeout_s: float) -> None:
+        end = time.monotonic() + timeout_s
+        for job in [job for job in list(self._jobs.values()) if job.is_sent]:
+            job.woken.wait(max(0.0, end - time.monotonic()))
 
     def _end_drain(self) -> None:
         if (drain := self._drain[1]) is not None and not drain.done:
@@ -371,7 +371,7 @@ class CourierProcess:
         for message in (dataclasses.replace(self.start, left_at=self._left_at), asked.GoBeyond()):
             job = self.job(message)
             self._link.send_first(job)
-            if not job.woken.wait(self._config.timeout_s + _GRACE_S) or job.late is not None:
+            if not job.woken.wait(self._config.timeout_s + _ANSWER_S) or job.late is not None:
                 raise DeadlineExceeded("the next courier has not started")
             if job.error is not None:
                 raise job.error

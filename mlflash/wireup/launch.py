@@ -3,7 +3,9 @@
 Each trainer makes one `Couriers`, for as long as it lives. The zygote of rank 0 serves the key-value store; the ranks
 learn where it is once (`rendezvous`), and agree on everything else through it. In the store, epoch N of the couriers
 has ``launch/N/node/RANK``, the node of a rank that wants this epoch, and ``launch/N/all``: as soon as all ranks want
-it, rank 0 puts there which it is, ``[name, nodes]``. A job of one rank has no store and no MPI, only a courier.
+it, rank 0 puts there which it is, ``[name, nodes]``; and ``launch/N/ended``, put by a rank whose courier has ended.
+A rank that leaves the job without closing its couriers tells the others so (`departures`), or its zygote does. A job of
+one rank has no store and no MPI, only a courier.
 
 A zygote that was killed, which ends its courier, is replaced by the next epoch; that of rank 0 then serves an empty
 store at the same address with the same token, to which the others connect anew.
@@ -12,7 +14,6 @@ store at the same address with the same token, to which the others connect anew.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import json
 import os
@@ -20,51 +21,23 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 from ..errors import DeadlineExceeded, WorldMismatch
+from .departures import Departure, RankDeparted, below, departure_in
 from .launcher_variables import is_on_one_host
 from .own_address import own_address
 from .pmi_server import new_epoch_name
 from .process_mapping import Block, blocks, nodes_of
 from .rendezvous import rendezvous, who_am_i
+from .running_courier import CourierEnded, RunningCourier, ended
 from .store_client import StoreClient, StoreLost, StoreRefused
-from .zygote_client import CourierEnd, ZygoteClient, ZygoteLost
+from .zygote_client import ZygoteClient, ZygoteLost
 
 _FOREVER_S = 1e6  # as long as poll can wait, nearly
 _ASK_S = 5.0  # for one more answer, when a deadline has passed, to say why
-
-
-class CourierEnded(ConnectionError):
-    """A courier has ended where it was needed; the text says how."""
-
-
-@dataclasses.dataclass(frozen=True)
-class RunningCourier:
-    """A courier, as its trainer has it.
-
-    Attributes:
-        number: of its epoch, from 1.
-        epoch: the name of its world of MPI, the same on all ranks.
-        nodes: the node of each rank, numbered as they first appear `(ranks)`.
-        trainer: the trainer's end of the socket between the two.
-        pid: its process number.
-        pidfd: readable when it has ended.
-    """
-
-    number: int
-    epoch: str
-    nodes: tuple[int, ...]
-    trainer: socket.socket
-    pid: int
-    pidfd: int
-
-    def close(self) -> None:
-        """Close the socket and the pidfd, once: `Couriers` does so before the next epoch. Not collective."""
-        self.trainer.close()
-        os.close(self.pidfd)
 
 
 class Couriers:
@@ -159,6 +132,7 @@ class Couriers:
         Raises:
             DeadlineExceeded: ranks have not called it; ``ranks`` are those.
             CourierEnded: the courier has ended at once.
+            RankDeparted: a rank has left the job.
             ZygoteLost: the zygote of this rank cannot start.
             ZygoteRefused: it could not fork, or serve the store again.
         """
@@ -190,14 +164,35 @@ class Couriers:
         """
         if self._address is None:
             self._ended.set()
-            return
+        else:
+            self._put([(below(self._number) + "ended", str(self.rank))], timeout_s)
+
+    def depart(self, why: str, timeout_s: float) -> None:
+        """Tell all ranks that this one leaves the job by an exception, and that they are to end as well.
+
+        Not collective; any thread.
+
+        Args:
+            why: the exception, as text.
+            timeout_s: how long each message may take, seconds.
+
+        Raises:
+            StoreLost, DeadlineExceeded: they could not be told.
+        """
+        if self._address is not None:
+            self._put(Departure(self.rank, why, ends_job=True).puts(self._number), timeout_s)
+
+    def _put(self, puts: Sequence[tuple[str, str]], timeout_s: float) -> None:
+        assert self._address is not None
         with contextlib.closing(StoreClient(self._address, self._token)) as store:
-            store.put(f"launch/{self._number}/ended", str(self.rank), timeout_s)
+            for key, value in puts:
+                store.put(key, value, timeout_s)
 
     def wait_for_end(self) -> None:
         """Wait until a rank has announced the end of this epoch, however long that takes. Not collective.
 
         Raises:
+            RankDeparted: a rank has left the job.
             StoreLost: nobody can announce anything any more.
         """
         if self._store is None:
@@ -206,10 +201,11 @@ class Couriers:
             return
         while True:
             try:
-                self._store.get(f"launch/{self._number}/ended", _FOREVER_S)
-                return
+                told = self._store.get(below(self._number) + "ended", _FOREVER_S)
             except DeadlineExceeded:
                 continue
+            _check_departure(told)
+            return
 
     def wait_up(self, timeout_s: float) -> None:
         """Wait until the newest courier has initialised MPI. Not collective, but MPI_Init is.
@@ -227,7 +223,7 @@ class Couriers:
             which = f"; no courier was forked on {len(missing)} of {self.size} ranks" if missing else ""
             raise DeadlineExceeded(f"{exceeded.message}{which}", rank=self.rank, ranks=missing) from None
         if not is_up:
-            raise _ended(self.zygote.ended[courier.pid])
+            raise ended(self.zygote.ended[courier.pid])
 
     def close(self, timeout_s: float = 10.0) -> None:
         """Kill the courier if there is one, and end the zygote. Not collective.
@@ -293,47 +289,51 @@ class Couriers:
         number = self._number + 1
         if self._store is None:
             return new_epoch_name(number), (0,)
-        prefix = f"launch/{number}"
+        prefix = below(number)
         try:
             while True:
                 try:
-                    self._store.put(f"{prefix}/node/{self.rank}", self._node, _left(end))
+                    self._store.put(f"{prefix}node/{self.rank}", self._node, _left(end))
                     if self.rank == 0:
                         self._gather(prefix, end)
-                    name, described = json.loads(self._store.get(f"{prefix}/all", _left(end)))
+                    told = self._store.get(f"{prefix}all", _left(end))
                     break
                 except StoreLost:
                     self._store.close()
                     self._store = self._connect(end)
         except DeadlineExceeded as exceeded:
-            missing = self._missing(f"{prefix}/node/")
+            missing = self._missing(f"{prefix}node/")
             raise DeadlineExceeded(
                 f"waited {timeout_s:g} s for all ranks to start epoch {number} of their couriers: "
                 + (f"{len(missing)} of {self.size} have not come" if missing else "all have come, but too late"),
                 rank=self.rank,
                 ranks=missing,
             ) from exceeded
+        _check_departure(told)
+        name, described = json.loads(told)
         return name, tuple(nodes_of([Block(*block) for block in described], self.size))
 
     def _gather(self, prefix: str, end: float) -> None:
         """Wait for all ranks, and say which epoch it is. Rank 0 does this."""
         assert self._store is not None
-        self._store.get(f"{prefix}/node/{self.size - 1}", _left(end))  # most have come by then
+        self._store.get(f"{prefix}node/{self.size - 1}", _left(end))  # most have come by then
         try:
-            there = self._store.below(f"{prefix}/node/", _left(end))
+            there = self._store.below(f"{prefix}node/", _left(end))
         except StoreRefused:  # more than one answer holds
             there = {}
-        names = [there.get(str(rank)) or self._store.get(f"{prefix}/node/{rank}", _left(end))
+        names = [there.get(str(rank)) or self._store.get(f"{prefix}node/{rank}", _left(end))
                  for rank in range(self.size)]  # fmt: skip
+        if "" in names:  # one has left the job, and has said so to all
+            return
         numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
         epoch = new_epoch_name(self._number + 1)
         described = blocks([numbers[name] for name in names])
         # All have come here, so none needs what stands of the last epoch.
-        before = f"launch/{self._number}/"
+        before = below(self._number)
         if (last := self._store.look(f"{before}all", _left(end))) is not None:
             self._store.delete(f"{json.loads(last)[0]}/", _left(end))
             self._store.delete(before, _left(end))
-        self._store.put(f"{prefix}/all", json.dumps([epoch, described]), _left(end))
+        self._store.put(f"{prefix}all", json.dumps([epoch, described]), _left(end))
 
     def _missing(self, prefix: str) -> list[int]:
         """Which ranks have put nothing below this."""
@@ -354,17 +354,16 @@ class Couriers:
         try:
             if pidfd >= 0 and self.zygote.ask(pid, timeout_s)["running"]:
                 return pidfd
-            raise _ended(self.zygote.wait(pid, timeout_s))
+            raise ended(self.zygote.wait(pid, timeout_s))
         except BaseException:
             if pidfd >= 0:
                 os.close(pidfd)
             raise
 
 
-def _ended(end: CourierEnd) -> CourierEnded:
-    how = f"exited with {end.status}" if end.signal is None else f"was killed by signal {end.signal}"
-    why = f", since {end.why}" if end.why else ""
-    return CourierEnded(f"courier {end.pid} of rank {end.rank} {how}{why}; what it printed may say more")
+def _check_departure(told: str) -> None:
+    if (departure := departure_in(told)) is not None:
+        raise RankDeparted(departure)
 
 
 def _name_of_node(number: int | None) -> str:

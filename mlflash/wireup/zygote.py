@@ -3,8 +3,9 @@
 ``python -m mlflash.wireup.zygote FD TRAINER_PID MPI MODULE:FUNCTION...`` is started by `zygote_client`, with a socket
 to the trainer; MPI is ``mpi`` or ``no-mpi``. It has one thread, never initialises MPI, and never imports torch. The
 functions named are all that it will ever run in a courier. It ends when it is told to, or when its trainer has ended,
-but not before the last courier has. A trainer's end is learnt by a pidfd: a process that the trainer has forked, to
-load data, may hold the socket open.
+but not before the last courier has; if it was not told to, it then tells all ranks that this one has left the job
+(`departures`). A trainer's end is learnt by a pidfd: a process that the trainer has forked, to load data, may hold the
+socket open.
 
 Messages are those of `frames`. The trainer asks, and gets one answer to each, in order: with ``"error": text``, or
 with what is said here.
@@ -48,6 +49,7 @@ from typing import Any, NoReturn
 
 from . import courier_process, mpich_segments
 from .courier_process import Courier
+from .departures import Departure, Farewell, number_of
 from .forked_courier import ForkedCourier
 from .frames import BadFrame, Frames, pack, send_ready
 from .key_value_store import KeyValueStore, Limits
@@ -89,12 +91,14 @@ class Zygote:
         self._store: KeyValueStore | None = None  # that it serves
         self._trainer_ended: float | None = None  # when it did, by time.monotonic
         self._hears = True
-        self._is_ending = False
+        self._is_ending = self._was_told_to_end = False
+        self._newest: dict[str, Any] | None = None  # the order of the courier that was forked last
+        self._farewell: Farewell | None = None
         sock.setblocking(False)
 
     def run(self) -> None:
         """Do what the trainer asks for, until it has ended and all couriers have. Not collective."""
-        while self._children or not (self._is_ending or self._trainer_ended is not None):
+        while self._children or not (self._is_ending or self._trainer_ended is not None) or self._takes_leave():
             for act in self._ready():
                 act()
             for child in list(self._children.values()):
@@ -107,8 +111,21 @@ class Zygote:
         if self._trainer_ended is None and self._unsent:
             self._sock.settimeout(1.0)
             self._flush()
+        if self._farewell is not None:
+            self._farewell.store.close()
         if self._store is not None:
             self._store.close()
+
+    def _takes_leave(self) -> bool:
+        """Tell all ranks that this one has left, where nobody else has; whether that still goes on."""
+        if self._was_told_to_end or self._newest is None or self._newest["store"] is None:
+            return False
+        if self._farewell is None:
+            host, port = self._newest["store"]
+            store = StoreClient((host, port), self._newest["token"])
+            departure = Departure(self._newest["rank"], "its process ended without a word", ends_job=False)
+            self._farewell = Farewell(store, departure, number_of(self._newest["epoch"]))
+        return self._farewell.left_s > 0
 
     def _orphans(self) -> list[tuple[ForkedCourier, float]]:
         """Couriers that may wait in MPI_Init for ranks that never come, and how long each still may, seconds."""
@@ -142,7 +159,12 @@ class Zygote:
                 watch(store.fileno(), store.events, store.step)
         if self._store is not None:
             watch(self._store.fileno(), select.POLLIN, self._store.step)
-        first = min((left_s for _, left_s in self._orphans()), default=None)
+        waits = [left_s for _, left_s in self._orphans()]
+        if self._farewell is not None:
+            store = self._farewell.store
+            watch(store.fileno(), store.events, store.step)
+            waits.append(self._farewell.left_s)
+        first = min(waits, default=None)
         return [watched[fd] for fd, _ in poll.poll(None if first is None else max(0.0, first) * 1000)]
 
     # The trainer
@@ -196,7 +218,7 @@ class Zygote:
                         self._kill(child, None)
                     return {"running": child is not None}
                 case {"do": "end"}:
-                    self._is_ending = True
+                    self._is_ending = self._was_told_to_end = True
                     return {}
             raise _Refused(f"no command of a zygote: {str(message)[:80]}")
         except _Refused as refused:
@@ -241,6 +263,7 @@ class Zygote:
                 raise _Refused(f"it has {threads} threads, and only one of them would be in the courier")
             self._used.add((epoch, rank))
             mpich_segments.remove_unmapped(self._segments)
+            self._newest = order
             return self._fork_checked(order, trainer)
         finally:
             if trainer is not None:

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -16,7 +15,7 @@ from typing import Any
 
 import needs
 import pytest
-from processes import started_by
+from processes import free_port, started_by
 from waiting import PATIENCE_S, until
 
 from mlflash.launcher.processes import find_mpiexec
@@ -84,12 +83,6 @@ def job(tmp_path: Path) -> Iterator[Job]:
     job = Job(tmp_path)
     yield job
     job.close()
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 def check(job: Job, size: int, epochs: int, launcher: str, seconds: float = 0.5) -> list[dict[str, Any]]:

@@ -1,0 +1,88 @@
+"""A rank leaves its job while others go on, without a launcher that would end them; couriers are processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import needs
+import pytest
+from harness import HERE
+from processes import free_port, started_by
+from waiting import PATIENCE_S, until
+
+pytestmark = [
+    needs.MPI,
+    pytest.mark.skipif(os.environ.get("MLFLASH_TEST_MPI") == "openmpi", reason="needs MPICH: Open MPI speaks no PMI-1"),
+]
+
+
+class Trainers:
+    """Plain processes that are the ranks of a job, and what they write."""
+
+    def __init__(self, out: Path, size: int, how: str):
+        self._out = out
+        settings = {"memory": str(out), "job": "j", "ranks_per_node": 1, "timeout_s": PATIENCE_S}
+        spec = json.dumps({"program": "one_leaves", "settings": settings, "how": how})
+        names = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OUT": str(out)}
+        command = [sys.executable, str(HERE / "courier_worker.py"), spec]
+        self.processes = []
+        with (out / "log").open("wb") as log:
+            for rank in range(size):
+                environment = {**os.environ, **names, "RANK": str(rank), "OMP_NUM_THREADS": "1"}
+                self.processes.append(subprocess.Popen(command, env=environment, stdout=log, stderr=log))
+
+    def records(self, event: str) -> list[dict[str, Any]]:
+        lines = [line for path in self._out.glob("rank*.jsonl") for line in path.read_text().splitlines()]
+        return [record for record in map(json.loads, lines) if record["event"] == event]
+
+    @property
+    def log(self) -> str:
+        return (self._out / "log").read_text()
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait(PATIENCE_S)
+
+
+@pytest.fixture
+def start(shm: Path) -> Iterator[Any]:
+    started: list[Trainers] = []
+
+    def begin(size: int, how: str) -> Trainers:
+        started.append(Trainers(shm, size, how))
+        return started[-1]
+
+    yield begin
+    for one in started:
+        one.close()
+    until(lambda: not started_by({os.getpid()}), "zygotes and couriers to end")
+
+
+@pytest.mark.parametrize("how", ["raises", "interrupted"])
+def test_an_exception_on_one_rank_ends_the_others_which_wait_for_it_for_ever(start: Any, how: str) -> None:
+    job = start(3, how)
+    alone = -signal.SIGINT if how == "interrupted" else 1  # Python ends by the signal
+    assert [process.wait(PATIENCE_S) for process in job.processes] == [1, alone, 1], job.log
+    said = [record["text"] for record in job.records("log") if record["level"] == "ERROR"]
+    name = "KeyboardInterrupt" if how == "interrupted" else "ValueError: a fault of the training"
+    assert [text for text in said if f"rank 1 has left the job: {name}" in text and "ends, too" in text] == said
+    assert len(said) == 2 and not [record for record in job.records("log") if record["rank"] == 1]
+
+
+@pytest.mark.parametrize("how", ["killed", "terminated", "hung up", "exits at once", "executes"])
+def test_who_ends_without_a_word_is_missed_at_once_and_named_and_the_others_train_on(start: Any, how: str) -> None:
+    job = start(3, how)
+    assert [job.processes[rank].wait(PATIENCE_S) for rank in (0, 2)] == [0, 0], job.log
+    assert sorted(record["rank"] for record in job.records("end")) == [0, 2]
+    for record in job.records("failed"):
+        assert "rank 1 has left the job" in record["why"]
+    said = [record["text"] for record in job.records("log") if record["level"] == "WARNING"]
+    assert sum("nothing is saved any more: rank 1 has left the job" in text for text in said) == 2, said
