@@ -126,8 +126,9 @@ class CourierLink:
         self._held: list[RemoteJob | Sent] | None = None  # what waits for the next courier; None: there is one
         self.queue: queue.SimpleQueue[RemoteJob | Sent | None] = queue.SimpleQueue()
         self._listen()
-        for work, name in ((self._send, "send"), (self._keep, "epochs")):
-            threading.Thread(target=work, name=f"mlflash-{name}", daemon=True).start()
+        self._sender = threading.Thread(target=self._send, name="mlflash-send", daemon=True)
+        self._sender.start()
+        threading.Thread(target=self._keep, name="mlflash-epochs", daemon=True).start()
         sys.excepthook = functools.partial(self._fail, sys.excepthook, os.getpid())
 
     def number(self) -> int:
@@ -288,10 +289,11 @@ class CourierLink:
             raise Closed(self.lost.message, found=self.lost.found)
 
     def close(self) -> None:
-        """End the courier. Not collective."""
+        """End the courier, when it has done what it was told to. Not collective."""
         self.is_closing = True
         self.queue.put(None)
-        self.couriers.close()
+        self._sender.join(_LAST_S)
+        self.couriers.close(kill=False)
 
 
 def _ended(why: str) -> Closed:

@@ -31,6 +31,7 @@ from .wire_format import BadMessage, Frame, Kind, Outcome
 
 log = logging.getLogger("mlflash")
 
+ORPHAN_S = 4.0  # how long what was left unfinished may take to end: who comes after it waits for 5 s
 _TOLD_S = 0.05  # how often a drain tells how far it is
 _PLANS = 3  # that are kept besides the newest
 
@@ -54,14 +55,15 @@ class Hosted:
         self.session = Session(config, self.world, self.jobs, self._drain_began, is_process=True)
         self._plans: dict[int, Plan] = {}
         self._drains = 0
-        self.posted = self.done = 0  # jobs
+        self._posted = self._done = 0  # jobs
+        self._ending = threading.Condition()
         self.is_closed = False
 
     def post(self, frame: Frame, files: deque[int]) -> None:
         """Post a job that the trainer asks for."""
         body = wire.decode(wire.known(wire.MESSAGES, frame.name), frame.body)
         message, answers, landing = self._message(body, frame, files)
-        self.posted += 1
+        self._posted += 1
         work = functools.partial(self._do, message, answers, landing)
         told, late = functools.partial(self._told, frame), functools.partial(self._late, frame)
         self.jobs.post(Job(work, late, on_end=told))
@@ -111,13 +113,20 @@ class Hosted:
                 landing.close()
 
     def _told(self, frame: Frame, job: Job) -> None:
-        self.done += 1
         if self.jobs.broken is not None and not job.is_refused:
             broken = Closed("the courier of this rank failed", found=text_of(self.jobs.broken))
             self._link.send(Kind.EVENT, self.number, 0, "broken", broken)
         self._link.send(
             Kind.DONE, self.number, frame.number, frame.name, _outcome(job.result, job.error, job.is_refused)
         )
+        with self._ending:
+            self._done += 1
+            self._ending.notify_all()
+
+    def finish(self, end: float) -> None:
+        """Wait for the jobs posted so far, until a time of time.monotonic."""
+        with self._ending:
+            self._ending.wait_for(lambda: self._done >= self._posted, max(0.0, end - time.monotonic()))
 
     def _late(self, frame: Frame, error: MlflashError) -> None:
         self._link.send(Kind.LATE, self.number, frame.number, frame.name, error)
@@ -144,11 +153,16 @@ class Hosted:
             self.session.context.pace.stalled(value)
 
     def close(self, frame: Frame) -> None:
-        """End its jobs, and let go of memory."""
+        """End its jobs, and let go of memory. Whoever leaves by an exception does not wait for what is saved here."""
         abandon = wire.decode(bool, frame.body)
+        closed = functools.partial(self._link.send, Kind.ANSWER, self.number, frame.number, frame.name)
+        if abandon:
+            closed(_outcome(None, None, False))
+            self.finish(time.monotonic() + ORPHAN_S)
         self.jobs.stop(abandon)
         self.session.close(abandon)
-        self._link.send(Kind.ANSWER, self.number, frame.number, frame.name, _outcome(None, None, False))
+        if not abandon:
+            closed(_outcome(None, None, False))
 
     def _drain_began(self, drain: Drain) -> None:
         self._drains += 1

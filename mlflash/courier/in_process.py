@@ -22,7 +22,7 @@ from ..config import Config
 from ..draining.drain import Drain
 from ..draining.drains import Drains
 from ..errors import Closed, DeadlineExceeded, DrainFailed, MlflashError, SaveFailed, text_of
-from ..mpi.courier import FORKED
+from ..mpi.courier import FORKED, wait_for
 from ..protocol import messages as asked
 from ..protocol.client import Pace
 from ..protocol.messages import Exchange, Message
@@ -110,20 +110,10 @@ class CourierProcess:
         return self._call(self.job(message, answers))
 
     def _call(self, job: RemoteJob) -> Any:
-        end = time.monotonic() + self._config.timeout_s + _ANSWER_S
         self.post(job)
         if self.broken is not None:
             self._refuse(job)
-        while not job.woken.wait(_LOOK_S):
-            if time.monotonic() > end and (self.late is not None or self.broken is not None):
-                break  # else an earlier job has the floor, and its own deadline runs
-        if job.error is not None:
-            raise job.error
-        if job.late is not None:
-            raise job.late
-        if not job.woken.is_set():
-            raise self.late or Closed("mlflash stopped after an earlier error", found=self.broken)
-        return job.result
+        return wait_for(job, self, self._config.timeout_s)
 
     def _frame(self, message: Message, number: int) -> Sent:
         name, before = type(message).__name__, b""
@@ -206,6 +196,9 @@ class CourierProcess:
             woken, answers = self._asked.get(frame.number, (threading.Event(), []))
             answers.append(frame)
             woken.set()
+        elif frame.kind is Kind.QUESTION and self.is_closed:  # a save goes on that was left by an exception
+            gone = Closed("this Checkpointer was closed")
+            self._tell(Kind.REPLY, frame.number, frame.name, Outcome(gone, False, wire.NOTHING))
         elif frame.kind in (Kind.DONE, Kind.QUESTION, Kind.EVENT):
             self._frames.put(frame)
         else:

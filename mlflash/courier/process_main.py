@@ -15,21 +15,17 @@ import time
 from collections import deque
 from typing import Any
 
-import msgspec
-
 from ..errors import Closed, text_of
 from ..mpi.world import load_mpi
 from ..protocol import messages as asked
 from ..wireup.courier_process import Courier as Forked
 from . import wire_format as wire
-from .hosted_session import Hosted
+from .hosted_session import ORPHAN_S, Hosted
 from .remote_trainer import Link
 from .wire_format import BadMessage, Frame, Kind, Outcome
 
 log = logging.getLogger("mlflash")
 
-_ORPHAN_S = 4.0  # how long what a dead trainer has left may take: a relaunch waits for 5 s
-_LOOK_S = 0.05
 _CLOSED = 8  # sessions that can still be asked for their report
 _READ_NBYTES = 1 << 20
 
@@ -104,7 +100,7 @@ def _take(frame: Frame, link: Link, comm: Any, sessions: dict[int, Hosted], star
         link.replied(frame)
         return
     if frame.session not in sessions and frame.kind is Kind.ASK:  # it was closed, before this courier was there
-        gone = Outcome(Closed("this Checkpointer was closed"), False, msgspec.Raw(wire.encode(None)))
+        gone = Outcome(Closed("this Checkpointer was closed"), False, wire.NOTHING)
         link.send(Kind.ANSWER, frame.session, frame.number, frame.name, gone)
         return
     if frame.session not in sessions:
@@ -127,10 +123,9 @@ def _take(frame: Frame, link: Link, comm: Any, sessions: dict[int, Hosted], star
 
 def _finish(sessions: dict[int, Hosted]) -> None:
     """Bring to its end what a trainer has posted that is dead, as long as it gets on."""
-    end = time.monotonic() + _ORPHAN_S
+    end = time.monotonic() + ORPHAN_S
     for hosted in sessions.values():
-        while hosted.done < hosted.posted and time.monotonic() < end:
-            time.sleep(_LOOK_S)
+        hosted.finish(end)
     for hosted in sessions.values():
         if not hosted.is_closed and hasattr(hosted.session, "context"):
             hosted.session.answer(asked.GiveUpDrain())

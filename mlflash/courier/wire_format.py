@@ -296,6 +296,9 @@ def encode(value: object) -> bytes:
     return _encoder.encode(value)
 
 
+NOTHING = msgspec.Raw(encode(None))
+
+
 def decode(kind: Any, body: msgspec.Raw | bytes) -> Any:
     """Decode the body of a frame.
 

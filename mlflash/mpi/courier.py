@@ -13,7 +13,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from ..errors import Closed, DeadlineExceeded, MlflashError, text_of
 from .deadlines import Abandoned
@@ -72,6 +72,42 @@ class Job:
         self.woken.set()
 
 
+class Posted(Protocol):
+    """A job, wherever it is done."""
+
+    woken: threading.Event
+    result: Any
+    error: BaseException | None
+    late: DeadlineExceeded | None
+
+
+class Doing(Protocol):
+    """Who does jobs, and may be late with the one that it does, or do no more."""
+
+    late: DeadlineExceeded | None
+    broken: BaseException | None
+
+
+def wait_for(job: Posted, courier: Doing, timeout_s: float) -> Any:
+    """Wait for a job that was posted, and give its result.
+
+    Raises:
+        DeadlineExceeded: naming the ranks waited for.
+        Exception: whatever the job raised.
+    """
+    end = time.monotonic() + timeout_s + _GRACE_S
+    while not job.woken.wait(_LOOK_S):
+        if time.monotonic() > end and (courier.late is not None or courier.broken is not None):
+            break  # else an earlier job has the floor, and its own deadline runs
+    if job.error is not None:
+        raise job.error
+    if job.late is not None:
+        raise job.late
+    if not job.woken.is_set():
+        raise courier.late or Closed("mlflash stopped after an earlier error", found=courier.broken)
+    return job.result
+
+
 class Courier:
     """Runs jobs one after the other.
 
@@ -118,18 +154,9 @@ class Courier:
             DeadlineExceeded: naming the ranks waited for.
             Exception: whatever the job raised.
         """
-        job, end = Job(work), time.monotonic() + self._world.timeout_s + _GRACE_S
+        job = Job(work)
         self.post(job)
-        while not job.woken.wait(_LOOK_S):
-            if time.monotonic() > end and (self.late is not None or self.broken is not None):
-                break  # else an earlier job has the floor, and its own deadline runs
-        if job.error is not None:
-            raise job.error
-        if job.late is not None:
-            raise job.late
-        if not job.woken.is_set():
-            raise self.late or Closed("mlflash stopped after an earlier error", found=self.broken)
-        return job.result
+        return wait_for(job, self, self._world.timeout_s)
 
     @property
     def is_stuck(self) -> bool:

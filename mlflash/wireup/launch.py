@@ -225,15 +225,19 @@ class Couriers:
         if not is_up:
             raise ended(self.zygote.ended[courier.pid])
 
-    def close(self, timeout_s: float = 10.0) -> None:
-        """Kill the courier if there is one, and end the zygote. Not collective.
+    def close(self, timeout_s: float = 10.0, kill: bool = True) -> None:
+        """End the courier if there is one, and the zygote. Not collective.
 
         On rank 0 this ends the store: no rank can start an epoch any more.
 
         Args:
-            timeout_s: how long the zygote may take to end well, seconds; it is killed then.
+            timeout_s: how long they may take to end well, seconds; they are killed then.
+            kill: whether the courier is killed at once; if not, it is only told that there is nothing more to come.
         """
-        self.zygote.stop(timeout_s)
+        if self._running is not None and not kill:
+            with contextlib.suppress(OSError):
+                self._running.trainer.shutdown(socket.SHUT_WR)
+        self.zygote.stop(timeout_s, kill)
         if self._store is not None:
             self._store.close()
         if self._running is not None:

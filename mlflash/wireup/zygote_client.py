@@ -231,19 +231,20 @@ class ZygoteClient:
         except BadFrame as error:
             raise ZygoteLost(f"the zygote sent {error}") from error
 
-    def stop(self, timeout_s: float) -> None:
-        """Kill the couriers that are left, and end the zygote, whatever state it is in. Not collective.
+    def stop(self, timeout_s: float, kill: bool = True) -> None:
+        """Kill the couriers that are left, or let them end, and end the zygote, whatever its state. Not collective.
 
         Args:
-            timeout_s: how long it may take to end well, seconds; it is killed then.
+            timeout_s: how long it may take to end well, seconds; it is killed then, and its couriers with it.
+            kill: whether couriers are killed at once.
         """
         if os.getpid() != self._owner:
             return
         end = time.monotonic() + timeout_s
         try:
-            for pid in sorted(self._running):
+            for pid in sorted(self._running) if kill else ():
                 self.kill(pid, end - time.monotonic())
-            for pid in sorted(self._running):
+            for pid in sorted(self._running) if kill else ():
                 self.wait(pid, end - time.monotonic())
             if self.process.poll() is None:
                 self._ask({"do": "end"}, end - time.monotonic())
