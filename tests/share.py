@@ -60,6 +60,7 @@ MATRICES = (
     Matrix("tests/faults/test_scavenge.py", "schemes and numbers of nodes that are scavenged", 2),
     Matrix("tests/faults/test_jobs.py", "transports of jobs that are late or fail", 2, 4),
     Matrix("tests/faults/test_pressure.py", "transports and moments of full memory", 2),
+    Matrix("tests/programs/test_deaths.py", "launchers, and who dies how beside couriers that are processes", 6),
     Matrix("tests/cluster/slurm/test_run.py", "what a job of a real Slurm may meet", 2, singles=True),
     Matrix("tests/cluster/test_run.py", "what `mlflash run` on hosts may meet", 2, singles=True),
     Matrix("tests/cluster/test_cables.py", "transports over cables that are cut", 2, 4),

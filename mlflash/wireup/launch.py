@@ -89,6 +89,7 @@ class Couriers:
         self._address: tuple[str, int] | None = None
         self._token = ""
         self._ended = threading.Event()  # where there is no store
+        self._has_departed = False
         with contextlib.ExitStack() as failed:
             self._start_zygote = functools.partial(ZygoteClient, [entry_point], environment, output, mpi=self.size > 1)
             self.zygote = self._start_zygote()
@@ -180,6 +181,7 @@ class Couriers:
             StoreLost, DeadlineExceeded: they could not be told.
         """
         if self._address is not None:
+            self._has_departed = True
             self._put(Departure(self.rank, why, ends_job=True).puts(self._number), timeout_s)
 
     def _put(self, puts: Sequence[tuple[str, str]], timeout_s: float) -> None:
@@ -232,12 +234,13 @@ class Couriers:
 
         Args:
             timeout_s: how long they may take to end well, seconds; they are killed then.
-            kill: whether the courier is killed at once; if not, it is only told that there is nothing more to come.
+            kill: whether the courier is killed at once; if not, it is only told that there is nothing more to come, and
+                all ranks hear in the end that this one has left the job.
         """
         if self._running is not None and not kill:
             with contextlib.suppress(OSError):
                 self._running.trainer.shutdown(socket.SHUT_WR)
-        self.zygote.stop(timeout_s, kill)
+        self.zygote.stop(timeout_s, kill, tell=not kill and not self._has_departed)
         if self._store is not None:
             self._store.close()
         if self._running is not None:

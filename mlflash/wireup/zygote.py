@@ -3,8 +3,8 @@
 ``python -m mlflash.wireup.zygote FD TRAINER_PID MPI MODULE:FUNCTION...`` is started by `zygote_client`, with a socket
 to the trainer; MPI is ``mpi`` or ``no-mpi``. It has one thread, never initialises MPI, and never imports torch. The
 functions named are all that it will ever run in a courier. It ends when it is told to, or when its trainer has ended,
-but not before the last courier has; if it was not told to, it then tells all ranks that this one has left the job
-(`departures`). A trainer's end is learnt by a pidfd: a process that the trainer has forked, to load data, may hold the
+but not before the last courier has; it then tells all ranks that this one has left the job (`departures`), unless
+``tells`` of its order to end is false. A trainer's end is learnt by a pidfd: a process that the trainer has forked, to load data, may hold the
 socket open.
 
 Messages are those of `frames`. The trainer asks, and gets one answer to each, in order: with ``"error": text``, or
@@ -18,7 +18,7 @@ with what is said here.
 |                 | SCM_RIGHTS                                       |                                         |
 | ``"ask"``       | ``pid``                                          | ``running``, ``mpi`` (whether it is up) |
 | ``"kill"``      | ``pid``                                          | ``running``: whether it still was       |
-| ``"end"``       |                                                  | nothing; no courier is forked after it  |
+| ``"end"``       | ``tells``                                        | nothing; no courier is forked after it  |
 
 ``serve`` has it serve the key-value store of that many ranks, at one of this machine's addresses, until it ends; with
 port 0 and token null it chooses both.
@@ -91,7 +91,7 @@ class Zygote:
         self._store: KeyValueStore | None = None  # that it serves
         self._trainer_ended: float | None = None  # when it did, by time.monotonic
         self._hears = True
-        self._is_ending = self._was_told_to_end = False
+        self._is_ending, self._tells = False, True
         self._newest: dict[str, Any] | None = None  # the order of the courier that was forked last
         self._farewell: Farewell | None = None
         sock.setblocking(False)
@@ -118,12 +118,12 @@ class Zygote:
 
     def _takes_leave(self) -> bool:
         """Tell all ranks that this one has left, where nobody else has; whether that still goes on."""
-        if self._was_told_to_end or self._newest is None or self._newest["store"] is None:
+        if not self._tells or self._newest is None or self._newest["store"] is None:
             return False
         if self._farewell is None:
             host, port = self._newest["store"]
             store = StoreClient((host, port), self._newest["token"])
-            departure = Departure(self._newest["rank"], "its process ended without a word", ends_job=False)
+            departure = Departure(self._newest["rank"], "its process has ended", ends_job=False)
             self._farewell = Farewell(store, departure, number_of(self._newest["epoch"]))
         return self._farewell.left_s > 0
 
@@ -217,8 +217,8 @@ class Zygote:
                     if (child := self._children.get(pid)) is not None:
                         self._kill(child, None)
                     return {"running": child is not None}
-                case {"do": "end"}:
-                    self._is_ending = self._was_told_to_end = True
+                case {"do": "end", "tells": bool(tells)}:
+                    self._is_ending, self._tells = True, tells
                     return {}
             raise _Refused(f"no command of a zygote: {str(message)[:80]}")
         except _Refused as refused:

@@ -231,12 +231,13 @@ class ZygoteClient:
         except BadFrame as error:
             raise ZygoteLost(f"the zygote sent {error}") from error
 
-    def stop(self, timeout_s: float, kill: bool = True) -> None:
+    def stop(self, timeout_s: float, kill: bool = True, tell: bool = False) -> None:
         """Kill the couriers that are left, or let them end, and end the zygote, whatever its state. Not collective.
 
         Args:
             timeout_s: how long it may take to end well, seconds; it is killed then, and its couriers with it.
             kill: whether couriers are killed at once.
+            tell: whether all ranks are to hear that this one has left the job.
         """
         if os.getpid() != self._owner:
             return
@@ -247,7 +248,7 @@ class ZygoteClient:
             for pid in sorted(self._running) if kill else ():
                 self.wait(pid, end - time.monotonic())
             if self.process.poll() is None:
-                self._ask({"do": "end"}, end - time.monotonic())
+                self._ask({"do": "end", "tells": tell}, end - time.monotonic())
             self.process.wait(max(0.0, end - time.monotonic()))
         except (DeadlineExceeded, ZygoteLost, subprocess.TimeoutExpired):
             self.process.kill()

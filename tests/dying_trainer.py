@@ -1,0 +1,85 @@
+"""A trainer of two, of which rank 1, its courier or its zygote comes to an end; see tests/programs/test_deaths.py."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import records
+from courier_worker import is_same, state_at
+from waiting import hang, until
+
+import mlflash
+from mlflash.wireup.mpich_segments import mapped_by
+from mlflash.wireup.rendezvous import who_am_i
+
+RANK = who_am_i(os.environ).rank
+OUT = Path(os.environ["OUT"])
+LAST = 3
+note = functools.partial(records.note, rank=RANK)
+
+
+def main(settings: dict[str, Any], who: str = "", how: str = "") -> None:
+    """Restore, save two steps, perhaps come to an end while the second one is committed, and save the last one.
+
+    Args:
+        who: trainer | courier | zygote; "": nobody.
+        how: what happens to it.
+    """
+    ckpt = mlflash.Checkpointer(courier="process", **settings)
+    state = state_at(0, False)
+    step = ckpt.restore(state)
+    note("restored", step=step, same=is_same(state, state_at(step or 0, False)))
+    if not who:
+        ckpt.close()
+        return
+    couriers = ckpt._courier._link.couriers
+    ckpt.save(1, state_at(1, False)).wait()
+    note("mapped", names=sorted(mapped_by(couriers.courier.pid)))
+    ckpt.save(2, state_at(2, False))
+    if RANK == 1:
+        pids = {"trainer": os.getpid(), "courier": couriers.courier.pid, "zygote": couriers.zygote.process.pid}
+        note("victim", pid=pids[who])
+        meet(pids[who], how)
+    elif how == "raises":
+        hang()
+    while True:
+        note("saving")
+        try:
+            ckpt.save(LAST, state_at(LAST, False)).wait()
+            break
+        except mlflash.errors.SaveFailed:  # its courier has ended
+            continue
+        except mlflash.errors.Closed as error:
+            note("failed", why=str(error))
+            break
+    note("end", steps=ckpt.steps())
+    ckpt.close()
+
+
+def meet(pid: int, how: str) -> None:
+    """Let a process come to an end, be stopped, or be another one."""
+    numbers = {"killed": signal.SIGKILL, "stopped": signal.SIGSTOP, "hung up": signal.SIGHUP}
+    if how == "raises":
+        raise ValueError("a fault of the training")
+    if how == "exits":
+        sys.exit(3)
+    if how == "exits at once":
+        os._exit(3)
+    if how == "executes":
+        os.execv(sys.executable, [sys.executable, "-c", "pass"])
+    if how == "killed with children":  # as a DataLoader has them, which hold all descriptors
+        for _ in range(4):
+            if os.fork() == 0:
+                until((OUT / "go").exists, "the test to let the children go")
+                os._exit(0)
+    os.kill(pid, numbers.get(how, signal.SIGKILL))
+
+
+if __name__ == "__main__":
+    main(**json.loads(sys.argv[1]))

