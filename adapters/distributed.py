@@ -1,4 +1,4 @@
-"""torch.distributed from MPI: `mpiexec` or `srun` alone starts everything, without torchrun.
+"""torch.distributed from a launcher: `mpiexec` or `srun` alone starts everything, without torchrun.
 
 Example:
     from mlflash.adapters.distributed import init_process_group
@@ -9,22 +9,48 @@ Example:
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import datetime
 import os
+import pickle
 import socket
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from mlflash.checkpointer.disabled import turned_off
+from mlflash.config import Config, from_environment
+from mlflash.courier import courier_link
 from mlflash.errors import ConfigError, MlflashError, MpiUnavailable, WorldMismatch
 from mlflash.mpi.world import find_comm
+from mlflash.wireup.launcher_variables import is_on_one_host, launched
+from mlflash.wireup.own_address import own_address
+from mlflash.wireup.rendezvous import rendezvous
 
 _BY_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _TIMEOUT = datetime.timedelta(minutes=10)
-_BY_MPI = "leave it out: the ranks find each other through MPI. What needs it calls torch.distributed's own "
-_BY_MPI += "init_process_group with MPI's rank and size"
+_LEAVE_OUT = "leave it out: the ranks find each other by their launcher. What needs it calls torch.distributed's own "
+_LEAVE_OUT += "init_process_group with the launcher's rank and size"
+
+
+@dataclasses.dataclass
+class _Ranks:
+    """The ranks that a launcher has started.
+
+    Attributes:
+        rank, size: of this process, and of all.
+        host: of rank 0, as the others reach it; on other ranks it is not looked at.
+        tell: gives all ranks the text that rank 0 has. Collective.
+    """
+
+    rank: int
+    size: int
+    host: str
+    tell: Callable[[str | None], str]
 
 
 def init_process_group(
@@ -40,60 +66,91 @@ def init_process_group(
     *,
     comm: Any = None,
     host: str | None = None,
+    courier: str | None = None,
 ) -> None:
-    """Set up torch.distributed with the ranks of an MPI communicator: torch's arguments in torch's order, then ours.
+    """Set up torch.distributed with the ranks of a launcher: torch's arguments in torch's order, then ours.
 
-    Collective over ``comm``. Sets ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``, ``MASTER_ADDR`` and
-    ``MASTER_PORT`` as torchrun does, and the CUDA device of this rank. With ``MLFLASH_DISABLE=1`` the ranks are those
-    of these variables where they are set, without MPI, and torch gets its arguments as they are; else those of MPI
-    still, as training needs some.
+    Collective over ``comm``, or over all ranks. Sets ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``,
+    ``MASTER_ADDR`` and ``MASTER_PORT`` as torchrun does, and the CUDA device of this rank.
+
+    Where couriers are threads the ranks are those of MPI. Where they are processes this one stays without MPI: its
+    launcher's variables say which rank it is, its couriers start here, and Checkpointers of some ranks need no others
+    from then on. Under torchrun the ranks are those of torchrun then.
+
+    With ``MLFLASH_DISABLE=1`` the ranks are those of the variables above where they are set, and torch gets its
+    arguments as they are; else those of the launcher still, as training needs some. No courier is started.
 
     Args:
         backend: as torch names them. Default: "cpu:gloo,cuda:nccl" where there is CUDA, else "gloo".
-        init_method: None, or torch's word for that, "env://": MPI says which ranks there are.
+        init_method: None, or torch's word for that, "env://": the launcher says which ranks there are.
         timeout: of the collectives of torch.distributed. Default: 10 minutes.
-        world_size: the number of ranks that MPI has, where it is given.
-        rank: the one that MPI has given this process, where it is given.
+        world_size: the number of ranks that the launcher has started, where it is given.
+        rank: the one that the launcher has given this process, where it is given.
         store: None; the store is made here.
         group_name: torch takes it, and ignores it.
         pg_options: of the backend, as torch takes them.
         device_id: of this rank, as torch takes it. Default: the CUDA device of its number on its node.
-        comm: mpi4py communicator; None is COMM_WORLD, or this process alone where nothing launched it.
-        host: name or address of rank 0's node as the others reach it. Default: its host name.
+        comm: mpi4py communicator, whose ranks it is to have; None is all ranks, or this process alone where nothing
+            launched it.
+        host: name or address of rank 0's node as the others reach it. Default: found out.
+        courier: "thread" or "process", as the Checkpointers of this program have it. Default: ``MLFLASH_COURIER``.
 
     Raises:
         ConfigError: an argument that cannot be honoured.
-        MpiUnavailable: torchrun started this process: its ranks are no MPI ranks.
-        WorldMismatch: ``rank`` or ``world_size`` are not those of MPI.
+        MpiUnavailable: torchrun started this process, and couriers are threads: its ranks are no MPI ranks.
+        WorldMismatch: ``rank`` or ``world_size`` are not those of the launcher, or ranks cannot find each other.
+        DeadlineExceeded: not all ranks have come.
     """
     timeout = _TIMEOUT if timeout is None else timeout
     more = {"timeout": timeout, "group_name": group_name, "pg_options": pg_options, "device_id": device_id}
-    if comm is None and all(name in os.environ for name in _BY_TORCHRUN) and turned_off():
-        more |= {"init_method": init_method, "world_size": world_size, "rank": rank, "store": store}
-        _init(backend, int(os.environ.get("LOCAL_RANK", "0")), **more)
-        return
-    comm = _communicator(backend, comm)
-    mine = (0, 1) if comm is None else (comm.rank, comm.size)
-    local_rank, local_size = _on_this_node(comm, _refused(mine, (rank, world_size), init_method, timeout, store))
-    store, address, port = _store(comm, mine[0], host, timeout)
-    found = {"RANK": mine[0], "WORLD_SIZE": mine[1], "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": local_size}
-    found |= {"MASTER_ADDR": address, "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in found.items()})
-    _init(backend, local_rank, store=store, rank=mine[0], world_size=mine[1], **more)
-
-
-def _communicator(backend: Any, comm: Any) -> Any:
-    """Give the communicator to use; refuse what no other rank can be told of, as there may be none.
-
-    Raises:
-        ConfigError: saying how a communicator is given.
-        MpiUnavailable: torchrun started this process.
-    """
     if backend is not None and not isinstance(backend, str):
         raise ConfigError(
             "the first argument is the backend, as in torch.distributed: give a communicator as comm=",
             expected='a name such as "gloo"', found=type(backend).__name__,
         )  # fmt: skip
+    is_off = turned_off()
+    is_process = comm is None and (courier or os.environ.get("MLFLASH_COURIER") or Config.courier) == "process"
+    if comm is None and _has_ranks_of_torchrun(is_off, is_process):
+        more |= {"init_method": init_method, "world_size": world_size, "rank": rank, "store": store}
+        _init(backend, int(os.environ.get("LOCAL_RANK", "0")), **more)
+    else:
+        ranks = _without_mpi(is_off) if is_process and not _uses_mpi() else _of_mpi(comm)
+        refused = _refused(ranks, (rank, world_size), init_method, timeout, store)
+        patience = timeout if isinstance(timeout, datetime.timedelta) else _TIMEOUT
+        store, address, port = _store(ranks, host or ranks.host, patience)
+        local_rank, local_size = _on_this_node(store, ranks, refused)
+        numbers = {"RANK": ranks.rank, "WORLD_SIZE": ranks.size, "LOCAL_RANK": local_rank,
+                   "LOCAL_WORLD_SIZE": local_size, "MASTER_PORT": port}  # fmt: skip
+        os.environ.update({name: str(number) for name, number in numbers.items()}, MASTER_ADDR=address)
+        _init(backend, local_rank, store=store, rank=ranks.rank, world_size=ranks.size, **more)
+    if is_process and not is_off:
+        courier_link.link(_config())
+
+
+# How the ranks find each other
+
+
+def _has_ranks_of_torchrun(is_off: bool, is_process: bool) -> bool:
+    """Whether torch finds all that it needs in the environment, and nothing else has to be looked at."""
+    if not all(name in os.environ for name in _BY_TORCHRUN):
+        return False
+    by_torchrun = is_process and not courier_link.is_linked() and launched(os.environ).launcher == "torchrun"
+    return is_off or by_torchrun
+
+
+def _uses_mpi() -> bool:
+    """Whether this program has initialised MPI itself."""
+    mpi = sys.modules.get("mpi4py.MPI")
+    return mpi is not None and bool(mpi.Is_initialized())
+
+
+def _of_mpi(comm: Any) -> _Ranks:
+    """The ranks of a communicator.
+
+    Raises:
+        ConfigError: it is none.
+        MpiUnavailable: torchrun started this process.
+    """
     if comm is not None and not hasattr(comm, "allgather"):
         raise ConfigError("comm= is a communicator of MPI", expected="one of mpi4py", found=type(comm).__name__)
     comm = find_comm(os.environ) if comm is None else comm
@@ -103,34 +160,52 @@ def _communicator(backend: Any, comm: Any) -> Any:
             "instead; init_process_group then gives torch.distributed the ranks of MPI",
             expected="ranks of mpiexec or srun", found="torchrun (TORCHELASTIC_RUN_ID) and no MPI launcher",
         )  # fmt: skip
-    return comm
+    here = socket.gethostname()
+    return _Ranks(0, 1, here, str) if comm is None else _Ranks(comm.rank, comm.size, here, comm.bcast)
 
 
-def _store(comm: Any, rank: int, host: str | None, timeout: datetime.timedelta) -> tuple[Any, str, int]:
+def _without_mpi(is_off: bool) -> _Ranks:
+    """The ranks of the launcher's variables. Collective over them."""
+    if not is_off:
+        config = _config()
+        couriers = courier_link.link(config).couriers
+        return _Ranks(couriers.rank, couriers.size, couriers.host, lambda text: couriers.share(text, config.timeout_s))
+    me = launched(os.environ)
+    here = own_address(is_on_one_host(os.environ, me), os.environ.get("MASTER_ADDR"))
+    place = courier_link.meeting_place(os.environ.get("MLFLASH_MEMORY") or Config.memory, "")
+    meet = lambda text: rendezvous(os.environ, me, text, place, _TIMEOUT.total_seconds()) if me.size > 1 else text
+    return _Ranks(me.rank, me.size, here, meet)
+
+
+def _config() -> Config:
+    """The settings by which couriers start, before any job has a name."""
+    return from_environment(os.environ, None, job=os.environ.get("MLFLASH_JOB") or "torch", courier="process")
+
+
+def _store(ranks: _Ranks, host: str, timeout: datetime.timedelta) -> tuple[Any, str, int]:
     """Make rank 0's store, and connect to it: the port is taken already when the others hear of it, no race for it."""
-    store: Any = None
-    if rank == 0:
-        host = host or socket.gethostname()
+    if ranks.rank == 0:
         store = dist.TCPStore(host, 0, None, True, timeout, wait_for_workers=False)
-    address: tuple[Any, int] = (host, store.port if rank == 0 else 0)
-    host, port = address if comm is None else comm.bcast(address)
-    if rank > 0:
-        store = dist.TCPStore(host, port, None, False, timeout)
-    return store, str(host), port
+        ranks.tell(f"{host},{store.port}")
+        return store, host, store.port
+    host, _, port = ranks.tell(None).rpartition(",")
+    return dist.TCPStore(host, int(port), None, False, timeout), host, int(port)
 
 
-def _refused(mine: tuple[int, int], given: tuple[int, int], init_method: Any, timeout: Any, store: Any) -> Any:
+def _refused(ranks: _Ranks, given: tuple[int, int], init_method: Any, timeout: Any, store: Any) -> Any:
     """What this rank cannot honour, as an error; None: nothing."""
     if init_method not in (None, "env://"):
-        return ConfigError(f"init_method: {_BY_MPI}", expected="None or 'env://'", found=init_method)
+        return ConfigError(f"init_method: {_LEAVE_OUT}", expected="None or 'env://'", found=init_method)
     if store is not None:
-        return ConfigError(f"store: {_BY_MPI}", expected="None", found=type(store).__name__)
+        return ConfigError(f"store: {_LEAVE_OUT}", expected="None", found=type(store).__name__)
     if not isinstance(timeout, datetime.timedelta):
         return ConfigError("timeout", expected="a datetime.timedelta", found=timeout)
+    mine = (ranks.rank, ranks.size)
     if any(one not in (-1, real) for one, real in zip(given, mine, strict=True)):
         return WorldMismatch(
-            "rank and world_size are not those of MPI: leave them out, or give the communicator that has them (comm=)",
-            rank=mine[0], expected=f"rank {mine[0]} of {mine[1]}, or -1 of -1", found=f"rank {given[0]} of {given[1]}",
+            "rank and world_size are not those of the launcher: leave them out, or give the communicator that has them "
+            "(comm=)", rank=mine[0], expected=f"rank {mine[0]} of {mine[1]}, or -1 of -1",
+            found=f"rank {given[0]} of {given[1]}",
         )  # fmt: skip
     return None
 
@@ -142,12 +217,19 @@ def _init(backend: str | None, local_rank: int, **more: Any) -> None:
     dist.init_process_group(backend or ("cpu:gloo,cuda:nccl" if cuda else "gloo"), **more)
 
 
-def _on_this_node(comm: Any, refused: MlflashError | None) -> tuple[int, int]:
-    """Give this rank's number on its node, and how many are there; raise what any rank refuses on all."""
+def _on_this_node(store: Any, ranks: _Ranks, refused: MlflashError | None) -> tuple[int, int]:
+    """Give this rank's number on its node, and how many are there; raise what any rank refuses on all. Collective."""
     host = socket.gethostname()
-    said = [(host, refused)] if comm is None else comm.allgather((host, refused))
-    for _, error in said:
-        if error is not None:
-            raise error
-    hosts, number = [name for name, _ in said], 0 if comm is None else comm.rank
-    return hosts[:number].count(host), hosts.count(host)
+    told = dist.PrefixStore("mlflash", store)
+    told.set(str(ranks.rank), pickle.dumps((host, refused)))
+    said = [pickle.loads(one) for one in told.multi_get([str(rank) for rank in range(ranks.size)])]
+    errors = [error for _, error in said if error is not None]
+    if errors:
+        if told.add("heard", 1) == ranks.size:
+            told.set("all have heard", "")
+        if ranks.rank == 0:  # whose store it is
+            with contextlib.suppress(RuntimeError):
+                told.wait(["all have heard"])
+        raise errors[0]
+    hosts = [name for name, _ in said]
+    return hosts[: ranks.rank].count(host), hosts.count(host)

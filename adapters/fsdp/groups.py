@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import hashlib
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,7 +11,6 @@ import torch.distributed as dist
 
 from mlflash import Checkpointer
 from mlflash.errors import DeadlineExceeded, WorldMismatch
-from mlflash.mpi.world import find_comm
 
 from ..dcp import MemoryReader, MemoryWriter
 
@@ -105,23 +102,12 @@ class Member:
     """
 
     def __init__(self, group: Group, job: str, settings: dict[str, Any]):
-        world = find_comm(os.environ)
-        comm = world
-        if world is not None and group.ranks != tuple(range(world.size)):
-            tag = int.from_bytes(hashlib.sha256(job.encode()).digest()[:2], "little") % 32_767
-            comm = world.Create_group(world.Get_group().Incl(group.ranks), tag)
-        self._own = comm if comm is not world else None
-        self.checkpointer = Checkpointer(job=job, comm=comm, process_group=group.process_group, **settings)
+        self.checkpointer = Checkpointer(job=job, process_group=group.process_group, **settings)
         self.writer, self.reader = MemoryWriter(self.checkpointer), MemoryReader(self.checkpointer)
 
     def close(self) -> None:
         """Wait for its saves and close it. Collective over the group."""
-        own, self._own = self._own, None
-        try:
-            self.checkpointer.close()
-        finally:
-            if own is not None:
-                own.Free()
+        self.checkpointer.close()
 
 
 def _new_group(ranks: Sequence[int]) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..config import Config
@@ -19,7 +19,7 @@ from ..mpi.world import World, find_world
 from ..protocol.client import Client
 from ..protocol.messages import Start, Started
 from ..protocol.ranks import Ranks
-from ..protocol.torch_rank import check_torch_rank, replicas_of
+from ..protocol.torch_rank import check_torch_rank, replicas_of, some_ranks
 from ..protocol.trainer_context import TrainerContext
 from ..telemetry.event_log import EventLog, file_of_node
 from ..telemetry.heartbeat import RankFacts, TrainerHeartbeat, read_heartbeats
@@ -31,12 +31,15 @@ from .session import Session
 
 def connect(config: Config, comm: Any, process_group: Any, replicated: Any = None, domains: Any = None
             ) -> tuple[TrainerContext, Drains, Started]:  # fmt: skip
-    """Start a rank's courier, and let it connect the ranks. Collective over comm.
+    """Start a rank's courier, and let it connect the ranks.
+
+    Collective over comm, or over the process group where there is no comm; where couriers are processes, the first
+    time over all ranks of the job, as all start theirs together.
 
     Args:
         config: of the job.
         comm: an mpi4py communicator; None: that of this process's launcher.
-        process_group: of torch.distributed, whose ranks must be those of comm.
+        process_group: of torch.distributed, whose ranks must be those of comm; without comm, any ranks of the job.
         replicated, domains: see `Checkpointer`.
 
     Raises:
@@ -46,13 +49,17 @@ def connect(config: Config, comm: Any, process_group: Any, replicated: Any = Non
     """
     if config.courier == "process" and comm is None:
         return _connect_process(config, process_group, replicated, domains)
-    comm = find_world(os.environ) if comm is None else comm
-    world = World(comm, config.ranks_per_node, config.timeout_s)
+    among: tuple[int, ...] | None = None
+    if comm is None:
+        comm = find_world(os.environ)
+        rank, size = (0, 1) if comm is None else (comm.rank, comm.size)
+        among = some_ranks(process_group, rank, size)
+    world = World(comm, config.ranks_per_node, config.timeout_s, among, config.job)
     drains: list[Drains] = []
     jobs = Courier(world, threaded=world.threads, nice=config.nice)
     session = Session(config, world, jobs, lambda drain: drains[0].began(drain))
     courier = CourierThread(jobs, session)
-    start = _start(world.rank, world.size, comm, process_group, replicated, domains)
+    start = _start(world.rank, world.size, _group_of(comm, among), process_group, replicated, domains)
     started = _started(courier, start)
     context = session.context
     trainer = _trainer(config, courier, process_group, start, started, context.pool.mapped, context.recorder.events)
@@ -68,10 +75,12 @@ def _connect_process(config: Config, process_group: Any, replicated: Any, domain
     from .in_process import CourierProcess
 
     connection = link(config)
-    courier = CourierProcess(connection, config)
+    rank, size = connection.couriers.rank, connection.couriers.size
+    ranks = some_ranks(process_group, rank, size) or tuple(range(size))
+    courier = CourierProcess(connection, config, ranks)
     mpi = sys.modules.get("mpi4py.MPI")  # of a program that uses it besides; its communicators may name ranks
     comm = mpi.COMM_WORLD if mpi is not None and mpi.Is_initialized() else None
-    start = _start(connection.couriers.rank, connection.couriers.size, comm, process_group, replicated, domains)
+    start = _start(ranks.index(rank), len(ranks), _group_of(comm, ranks), process_group, replicated, domains)
     started = _started(courier, start)
     trainer = _trainer(config, courier, process_group, start, started, dict)
     courier.start = start
@@ -79,12 +88,17 @@ def _connect_process(config: Config, process_group: Any, replicated: Any, domain
     return trainer, courier.drains, started
 
 
-def _start(rank: int, size: int, comm: Any, process_group: Any, replicated: Any, domains: Any) -> Start:
+def _group_of(comm: Any, ranks: Sequence[int] | None) -> Any:
+    """MPI's group of some ranks of a communicator; None: of all. Not collective."""
+    return None if comm is None else comm.Get_group() if ranks is None else comm.Get_group().Incl(ranks)
+
+
+def _start(rank: int, size: int, group: Any, process_group: Any, replicated: Any, domains: Any) -> Start:
     """Say how this rank starts, or why it cannot. Not collective."""
     problem, replicas = None, None
     try:
         check_torch_rank(rank, size, process_group)
-        replicas = replicas_of(replicated, rank, size, comm, process_group)
+        replicas = replicas_of(replicated, rank, size, group, process_group)
     except MlflashError as error:
         problem = error
     return Start(problem, replicas, domains, os.urandom(8).hex())

@@ -8,6 +8,7 @@ ends all others with it, as MPI_Abort would: they wait for it, perhaps for ever,
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -119,6 +120,7 @@ class CourierLink:
         self.couriers = Couriers(_ENTRY, os.environ, timeout_s, directory=directory)
         self.sessions: weakref.WeakValueDictionary[int, Session] = weakref.WeakValueDictionary()
         self._numbers = itertools.count(1)
+        self._opened: collections.Counter[tuple[int, ...]] = collections.Counter()  # Checkpointers, by their ranks
         self.lost: Closed | None = None  # why there is no courier any more
         self.is_closing = self._is_failing = False
         self._down = threading.Lock()  # held while what is sent goes to `_held`, or is taken from there
@@ -134,6 +136,12 @@ class CourierLink:
     def number(self) -> int:
         """A number that was not given before."""
         return next(self._numbers)
+
+    def add(self, number: int, session: Session, ranks: tuple[int, ...]) -> int:
+        """Take what the courier sends to a Checkpointer to it; says how many these ranks have had before."""
+        self.sessions[number] = session
+        self._opened[ranks] += 1
+        return self._opened[ranks] - 1
 
     def _listen(self) -> None:
         running = self.couriers.courier
@@ -312,13 +320,25 @@ def link(config: Config) -> CourierLink:
     """
     global _link
     if _link is None:
-        try:
-            directory = Path(user_directory.claim(config.memory, config.job))
-        except (OSError, MlflashError):  # all ranks are told of it where the courier looks
-            directory = None
-        _link = CourierLink(config.timeout_s, directory)
+        _link = CourierLink(config.timeout_s, meeting_place(config.memory, config.job))
     _link.check()
     return _link
+
+
+def is_linked() -> bool:
+    """Whether this process has such a connection. Not collective."""
+    return _link is not None
+
+
+def meeting_place(memory: str, job: str) -> Path | None:
+    """Where ranks of one host may meet: this user's directory in memory; None where there can be none.
+
+    Not collective. What is wrong with it the courier tells all ranks, where it looks.
+    """
+    try:
+        return Path(user_directory.claim(memory, job))
+    except (OSError, MlflashError):
+        return None
 
 
 def close_link() -> None:

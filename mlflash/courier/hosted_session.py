@@ -7,7 +7,6 @@ import logging
 import math
 import mmap
 import os
-import threading
 import time
 from collections import deque
 from typing import Any
@@ -43,14 +42,20 @@ class Hosted:
         number: of it.
         link: to the trainer.
         opened: what the trainer has said of it.
-        comm: of all ranks; None: there is one.
-        starting: held by the session that connects its ranks: two at a time would take each other's messages.
+        comm: of all ranks of the job; None: there is one.
+
+    Raises:
+        BadMessage: its ranks are not ranks of the job, or this one is not among them.
     """
 
-    def __init__(self, number: int, link: Link, opened: wire.Opened, comm: Any, starting: threading.Lock):
-        self.number, self._link, self._starting = number, link, starting
-        config = opened.config
-        self.world = World(comm, config.ranks_per_node, config.timeout_s)
+    def __init__(self, number: int, link: Link, opened: wire.Opened, comm: Any):
+        self.number, self._link = number, link
+        config, (rank, size) = opened.config, (0, 1) if comm is None else (comm.rank, comm.size)
+        ranks = set(opened.ranks)
+        if len(ranks) != len(opened.ranks) or rank not in ranks or not ranks <= {*range(size)}:
+            raise BadMessage(f"rank {rank} of {size} is to have a session of the ranks {str(opened.ranks)[:80]}")
+        # Each has communicators of its own from the start, whatever the other sessions of these ranks are doing.
+        self.world = World(comm, config.ranks_per_node, config.timeout_s, opened.ranks, f"{opened.before}", True)
         self.jobs = Courier(self.world, threaded=True, nice=config.nice)
         self.session = Session(config, self.world, self.jobs, self._drain_began, is_process=True)
         self._plans: dict[int, Plan] = {}
@@ -102,12 +107,10 @@ class Hosted:
 
     def _do(self, message: Message, answers: Any, landing: Landing | None) -> Any:
         try:
-            if not isinstance(message, asked.Start):
-                return self.session.handle(message, answers)
-            with self._starting:
-                started = self.session.handle(message)
+            result = self.session.handle(message, answers)
+            if isinstance(message, asked.Start):
                 self.session.attach(RemoteTrainer(self._link, self.number, self.world))
-                return started
+            return result
         finally:
             if landing is not None:
                 landing.close()

@@ -46,29 +46,30 @@ class CourierProcess:
     Args:
         link: to it.
         config: of the job.
+        ranks: of the job, those that have this Checkpointer, in its order.
     """
 
-    def __init__(self, link: CourierLink, config: Config):
+    def __init__(self, link: CourierLink, config: Config, ranks: tuple[int, ...]):
         self._link, self._config, self.number = link, config, link.number()
         self.late: DeadlineExceeded | None = None
         self.broken: BaseException | None = None
         self.is_closed = self._is_down = self._is_unused = False
         self._left_at: int | None = None  # the newest step whose save has ended
         self._generation = 0  # of the newest attempt that is known to have ended
-        self.start: asked.Start | None = None  # how this Checkpointer was introduced
         self.trainer: TrainerContext | None = None
+        self.start: asked.Start | None = None  # how this Checkpointer was introduced
         self.drains: Drains | None = None
         self._jobs: dict[int, RemoteJob] = {}
         self._asked: dict[int, tuple[threading.Event, list[Frame]]] = {}
         self._plan: tuple[int, Plan | None] = (-1, None)
         self._drain: tuple[int, Drain | None] = (0, None)
         self._frames: queue.SimpleQueue[Frame | threading.Event | None] = queue.SimpleQueue()
-        link.sessions[self.number] = self
+        self._ranks, self._before = ranks, link.add(self.number, self, ranks)
         threading.Thread(target=self._answer, name="mlflash-courier", daemon=True).start()
         self._link.queue.put(self._opened())
 
     def _opened(self) -> Sent:
-        opened = wire.Opened(wire.VERSION, self._config, log.getEffectiveLevel())
+        opened = wire.Opened(wire.VERSION, self._config, log.getEffectiveLevel(), self._ranks, self._before)
         return Sent(wire.pack(Kind.OPEN, self.number, 0, "Opened", wire.encode(opened)))
 
     @property
@@ -132,9 +133,8 @@ class CourierProcess:
         if plan is None:
             return -1, b""
         number, known = self._plan
-        if known is not None and known.layout is plan.layout and (
-            (known.sharing, known.private) == (plan.sharing, plan.private) and known.pieces is plan.pieces
-        ):  # fmt: skip
+        if known is not None and known.layout is plan.layout and known.pieces is plan.pieces and (
+            (known.sharing, known.private) == (plan.sharing, plan.private)):  # fmt: skip
             return number, b""
         told = self._plan_wire(plan)
         return told.number, wire.pack(Kind.TELL, self.number, 0, "plan", wire.encode(told))

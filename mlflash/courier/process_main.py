@@ -67,7 +67,7 @@ def run(forked: Forked) -> None:
 
 def _serve(forked: Forked, link: Link, comm: Any, sessions: dict[int, Hosted]) -> None:
     """Do what the trainer says, until it has ended."""
-    stream, files, starting = wire.Stream(), deque[int](), threading.Lock()
+    stream, files = wire.Stream(), deque[int]()
     poll = select.poll()
     poll.register(link.sock, select.POLLIN)
     poll.register(forked.trainer_pidfd, select.POLLIN)
@@ -82,19 +82,18 @@ def _serve(forked: Forked, link: Link, comm: Any, sessions: dict[int, Hosted]) -
             if not received:
                 return
             for frame in stream.add(received):
-                _take(frame, link, comm, sessions, starting, files)
+                _take(frame, link, comm, sessions, files)
         elif forked.trainer_pidfd in ready:  # what it had sent is read
             return
 
 
-def _take(frame: Frame, link: Link, comm: Any, sessions: dict[int, Hosted], starting: threading.Lock,
-          files: deque[int]) -> None:  # fmt: skip
+def _take(frame: Frame, link: Link, comm: Any, sessions: dict[int, Hosted], files: deque[int]) -> None:
     if frame.kind is Kind.OPEN:
         opened: wire.Opened = wire.decode(wire.Opened, frame.body)
         if opened.version != wire.VERSION:
             raise BadMessage(f"version {opened.version} of the protocol, and this is {wire.VERSION}")
         log.setLevel(opened.log_level)
-        sessions[frame.session] = Hosted(frame.session, link, opened, comm, starting)
+        sessions[frame.session] = Hosted(frame.session, link, opened, comm)
         return
     if frame.kind is Kind.REPLY:
         link.replied(frame)

@@ -28,7 +28,7 @@ from ..redundancy.rank_checkpoint import ShareFiles
 from ..redundancy.shareable_leaves import ShareableLeaf, SharingNews
 from ..redundancy.slot_plan import Plan
 
-VERSION = 1
+VERSION = 2
 LARGEST_NBYTES = 1 << 30
 _NOTHING = b"\xc0"  # None, encoded
 _LENGTH_NBYTES = 4
@@ -88,11 +88,15 @@ class Opened:
         version: of this protocol.
         config: of the job.
         log_level: of what the courier logs, from which on the trainer wants to have it.
+        ranks: of the couriers, those that have this Checkpointer, in its order.
+        before: how many Checkpointers these ranks have had before.
     """
 
     version: int
     config: Config
     log_level: int
+    ranks: tuple[int, ...]
+    before: int
 
 
 @dataclasses.dataclass(frozen=True)

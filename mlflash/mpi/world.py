@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import socket
 import time
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -116,14 +117,18 @@ class World(Waits):
         comm: an mpi4py communicator, or None for one process without MPI.
         ranks_per_node: emulate nodes of so many ranks; 0 for real nodes.
         timeout_s: deadline of each job, seconds.
+        among: which ranks of ``comm`` these are, in their order; None: all. The others need not come.
+        name: of what connects these ranks, the same on all of them; no two that are on their way have the same.
+        is_private: whether nobody else sends anything over ``comm``: ranks can meet by messages there.
     """
 
-    def __init__(self, comm: Any, ranks_per_node: int, timeout_s: float):
+    def __init__(self, comm: Any, ranks_per_node: int, timeout_s: float, among: Sequence[int] | None = None,
+                 name: str = "", is_private: bool = False):  # fmt: skip
         super().__init__(timeout_s)
         self.emulated_node: int | None = None  # its number, counted over all ranks that there are
         if ranks_per_node:
             self.emulated_node = (0 if comm is None else _number_of_all(comm)) // ranks_per_node
-        self._given = comm
+        self._given, self._among, self._name, self._is_private = comm, among, name, is_private
         self.group: Any = None  # communicator of the redundancy group, see form_groups
         self.mpi: Any = None
         self.world: Any = None
@@ -131,19 +136,20 @@ class World(Waits):
         self.data: Any = None  # tensor bytes
         self.node: Any = None
         self.leaders: Any = None
-        if comm is None or comm.size == 1:
+        size = 1 if comm is None else comm.size if among is None else len(among)
+        if size == 1:
             self.rank, self.size, self.local_rank = 0, 1, 0
             self.topology = Topology((0,), (f"node{self.emulated_node}" if self.emulated else socket.gethostname(),))
             return
         self.mpi = load_mpi()
-        self.rank, self.size, self.local_rank = comm.rank, comm.size, 0
+        self.rank, self.size, self.local_rank = comm.rank if among is None else among.index(comm.rank), size, 0
         self.topology = Topology((), ())
 
     def connect(self) -> World:
-        """Make the communicators, and find out who is on which node. Collective over ``comm``; gives itself."""
+        """Make the communicators, and find out who is on which node. Collective over the ranks; gives itself."""
         if self.mpi is None:
             return self
-        self.control = self.duplicate(self._given)
+        self.control = self.duplicate(self._given) if self._among is None else self._of_some(self._among)
         self.pings = Pings(self.mpi, self.control, lambda: self.job_number)  # now it can be asked who is missing
         self.world = self.duplicate(self.control)
         self.data = self.duplicate(self.world)
@@ -159,6 +165,24 @@ class World(Waits):
         self.topology = from_node_ids(self.gather((lowest, name)))
         self.leaders = self.split(0 if self.local_rank == 0 else self.mpi.UNDEFINED)
         return self
+
+    def _of_some(self, among: Sequence[int]) -> Any:
+        """Make a communicator of some ranks of the given one, by themselves. Collective over these."""
+        comm = self._given
+        tag = zlib.crc32(repr((tuple(among), self._name)).encode()) % comm.Get_attr(self.mpi.TAG_UB)
+        # In that call MPI can make no other communicator here. So nobody enters it for ranks that may never come, see
+        # `meet`: there is no barrier of these ranks yet.
+        others = among[1:] if self.rank == 0 else among[:1]
+        here, go = (comm.Irecv, comm.Isend) if self.rank == 0 else (comm.Isend, comm.Irecv)
+        for do in (here, go, here, go) if self._is_private else ():
+            self.finish(*[do([bytearray(), self.mpi.BYTE], other, tag) for other in others])
+        all_ranks = comm.Get_group()
+        group = all_ranks.Incl(among)
+        with self.within("Comm_create_group"):
+            made = comm.Create_group(group, tag)
+        group.Free()
+        all_ranks.Free()
+        return made
 
     @property
     def emulated(self) -> bool:

@@ -12,7 +12,7 @@ from .ranks import from_torch
 
 
 def replicas_of(
-    replicated: Any, rank: int, size: int, comm: Any, torch_group: Any
+    replicated: Any, rank: int, size: int, mpi_group: Any, torch_group: Any
 ) -> tuple[list[int], list[str]] | None:
     """The ranks that hold the same state as this one, ascending, and the patterns of names of what they hold alike.
 
@@ -21,7 +21,7 @@ def replicas_of(
     Args:
         replicated: an mpi4py communicator or group, a torch.distributed process group, ranks, or True for all; or a
             mapping from patterns of names to one of these; None: nobody has said so.
-        rank, size, comm: of this run; its communicator, where MPI is in this process.
+        rank, size, mpi_group: of this run; its ranks, where MPI is in this process.
         torch_group: see `ranks.from_torch`.
 
     Raises:
@@ -30,21 +30,22 @@ def replicas_of(
     if replicated is None:
         return None
     if not isinstance(replicated, Mapping):
-        return _members_of(replicated, rank, size, comm, torch_group), ["*"]
-    sets = [_members_of(group, rank, size, comm, torch_group) for group in replicated.values()]
+        return _members_of(replicated, rank, size, mpi_group, torch_group), ["*"]
+    sets = [_members_of(group, rank, size, mpi_group, torch_group) for group in replicated.values()]
     if not sets or any(members != sets[0] for members in sets) or not all(isinstance(p, str) for p in replicated):
         raise ConfigError("replicated= names the entries by patterns, and for all of them the same ranks",
                           expected="{'model.*': ranks, ...}", found=repr(replicated))  # fmt: skip
     return sets[0], list(replicated)
 
 
-def _members_of(replicated: Any, rank: int, size: int, comm: Any, torch_group: Any) -> list[int]:
+def _members_of(replicated: Any, rank: int, size: int, mpi_group: Any, torch_group: Any) -> list[int]:
     if replicated is True:
         return list(range(size))
     torch = sys.modules.get("torch")
-    if size > 1 and comm is not None and (hasattr(replicated, "Get_group") or hasattr(replicated, "Translate_ranks")):
+    of_mpi = hasattr(replicated, "Get_group") or hasattr(replicated, "Translate_ranks")
+    if size > 1 and mpi_group is not None and of_mpi:
         group = replicated.Get_group() if hasattr(replicated, "Get_group") else replicated
-        ranks = group.Translate_ranks(list(range(group.size)), comm.Get_group())
+        ranks = group.Translate_ranks(list(range(group.size)), mpi_group)
     elif (
         torch is not None
         and torch.distributed.is_available()
@@ -63,6 +64,39 @@ def _members_of(replicated: Any, rank: int, size: int, comm: Any, torch_group: A
             found=repr(replicated),
         )
     return members
+
+
+def some_ranks(torch_group: Any, rank: int, size: int) -> tuple[int, ...] | None:
+    """The ranks of the job that a process group has, in its order; None: all, or there is none.
+
+    Not collective; nothing is sent over the group.
+
+    Args:
+        torch_group: of torch.distributed, whose ranks are those of the job; None: there is none.
+        rank, size: of this process in the job.
+
+    Raises:
+        ConfigError: it is no process group, or this process is not in it.
+        WorldMismatch: torch.distributed numbers the ranks differently than the launcher does.
+    """
+    if torch_group is None:
+        return None
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(torch_group, torch.distributed.ProcessGroup):
+        raise ConfigError(
+            "process_group= is a group of torch.distributed that this process is in",
+            expected="what torch.distributed.new_group gives its ranks", found=repr(torch_group),
+        )  # fmt: skip
+    ranks = tuple(torch.distributed.get_process_group_ranks(torch_group))
+    if len(ranks) >= size:
+        return None
+    if (torch_rank := torch.distributed.get_rank()) != rank:
+        raise WorldMismatch(
+            "torch.distributed and the launcher number the ranks differently, so that the ranks of the process group "
+            "are not known: let mlflash.adapters.distributed.init_process_group initialise torch.distributed",
+            expected=f"torch.distributed rank {rank} of {size}", found=f"torch.distributed rank {torch_rank}",
+        )  # fmt: skip
+    return ranks
 
 
 def check_torch_rank(rank: int, size: int, torch_group: Any) -> None:

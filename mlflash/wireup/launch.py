@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
 import os
 import select
@@ -88,6 +89,7 @@ class Couriers:
         self._store: StoreClient | None = None
         self._address: tuple[str, int] | None = None
         self._token = ""
+        self._shared = itertools.count()
         self._ended = threading.Event()  # where there is no store
         self._has_departed = False
         with contextlib.ExitStack() as failed:
@@ -189,6 +191,25 @@ class Couriers:
         with contextlib.closing(StoreClient(self._address, self._token)) as store:
             for key, value in puts:
                 store.put(key, value, timeout_s)
+
+    @property
+    def host(self) -> str:
+        """Where all ranks reach the host of rank 0, in figures. Not collective."""
+        return self._address[0] if self._address is not None else own_address(True)
+
+    def share(self, text: str | None, timeout_s: float) -> str:
+        """Give rank 0's text to all ranks. Collective; one thread does so, beside that of the epochs.
+
+        Raises:
+            StoreLost, DeadlineExceeded: rank 0 has ended, or did not come.
+        """
+        if self._address is None:
+            return text or ""
+        key = f"shared/{next(self._shared)}"
+        with contextlib.closing(StoreClient(self._address, self._token)) as store:
+            if self.rank == 0:
+                store.put(key, text or "", timeout_s)
+            return store.get(key, timeout_s)
 
     def wait_for_end(self) -> None:
         """Wait until a rank has announced the end of this epoch, however long that takes. Not collective.

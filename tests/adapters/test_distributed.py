@@ -43,7 +43,7 @@ def test_the_arguments_are_those_of_torch_in_its_order_and_then_ours_by_name_onl
     of_torch = [name for name in inspect.signature(dist.init_process_group).parameters if not name.startswith("_")]
     parameters = inspect.signature(init_process_group).parameters
     by_name = [name for name, one in parameters.items() if one.kind is inspect.Parameter.KEYWORD_ONLY]
-    assert list(parameters) == [*of_torch, *by_name] and by_name == ["comm", "host"]
+    assert list(parameters) == [*of_torch, *by_name] and by_name == ["comm", "host", "courier"]
 
 
 def test_what_torch_is_called_with_starts_the_ranks_of_mpi(comm: Any) -> None:

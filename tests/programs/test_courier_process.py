@@ -118,3 +118,22 @@ def test_a_killed_courier_is_a_warning_and_the_next_one_goes_on(jobs: Jobs, rank
 def test_checkpointers_that_are_opened_and_closed_leave_nothing(jobs: Jobs) -> None:
     assert len(jobs.run(2, "cycle", times=8).of("end")) == 2
     assert not started_by({os.getpid()}), "zygotes or couriers"
+
+
+GROUPS = {"most": [0, 1], "rest": [2, 1], "all": [0, 1, 2], "one": [2]}
+
+
+def test_groups_that_overlap_save_in_any_order_and_none_waits_for_one_that_is_stuck(jobs: Jobs) -> None:
+    newest: dict[str, int] = dict.fromkeys(GROUPS, 0)
+    for kills in (False, True):
+        result = jobs.run(3, "groups", members=GROUPS, kills=kills)
+        for record in result.of("restored"):
+            assert record["steps"] == {name: newest[name] for name, ranks in GROUPS.items() if record["rank"] in ranks}
+            assert record["places"] == {name: GROUPS[name].index(record["rank"]) for name in record["steps"]}
+        orders = [record["order"] for record in result.of("in opposite orders")]
+        assert orders[0] == ["all", "most"] and orders[1] == ["rest", "most", "all"]
+        assert not any(record["done"] for record in result.of("beside a stuck one"))
+        ends = result.of("end")
+        assert len(ends) == 3 and not any(record["has_mpi"] for record in ends)
+        newest = {name: step for record in ends for name, (*_, step) in record["steps"].items()}
+        assert all(steps[-1] == newest[name] for record in ends for name, steps in record["steps"].items())

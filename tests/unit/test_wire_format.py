@@ -198,7 +198,8 @@ def test_names_that_are_in_no_table_are_refused() -> None:
     ("result Agree", [1, None]), ("Close", 1), ("event broken", ["OSError", "no", {}]),
     ("event broken", ["SaveFailed", "no", {"__class__": 3}]), ("event broken", ["SaveFailed", "no", {"reasons": {}}]),
     ("event broken", ["SaveFailed", 3, {}]), ("event broken", "SaveFailed"), ("event told_sharing", [None, [], 0]),
-    ("Opened", {"version": 1, "config": {"job": "../x"}, "log_level": 1}),
+    ("Opened", {"version": 1, "config": {"job": "../x"}, "log_level": 1, "ranks": [0], "before": 0}),
+    ("Opened", {"version": 1, "config": {"job": "x"}, "log_level": 1, "ranks": ["0"], "before": 0}),
 ])  # fmt: skip
 def test_bodies_of_another_type_are_refused(name: str, body: object) -> None:
     with pytest.raises(BadMessage):
