@@ -74,24 +74,20 @@ def init_process_group(
     ``MASTER_ADDR`` and ``MASTER_PORT`` as torchrun does, and the CUDA device of this rank.
 
     Where couriers are threads the ranks are those of MPI. Where they are processes this one stays without MPI: its
-    launcher's variables say which rank it is, its couriers start here, and Checkpointers of some ranks need no others
-    from then on. Under torchrun the ranks are those of torchrun then.
-
-    With ``MLFLASH_DISABLE=1`` the ranks are those of the variables above where they are set, and torch gets its
-    arguments as they are; else those of the launcher still, as training needs some. No courier is started.
+    launcher's variables say which rank it is, and its couriers start here, so that Checkpointers of some ranks need no
+    others. With ``MLFLASH_DISABLE=1`` torch gets its arguments as they are where the variables above are set; else the
+    ranks are those of the launcher still, as training needs some, and no courier is started.
 
     Args:
         backend: as torch names them. Default: "cpu:gloo,cuda:nccl" where there is CUDA, else "gloo".
         init_method: None, or torch's word for that, "env://": the launcher says which ranks there are.
         timeout: of the collectives of torch.distributed. Default: 10 minutes.
-        world_size: the number of ranks that the launcher has started, where it is given.
-        rank: the one that the launcher has given this process, where it is given.
+        world_size, rank: those that the launcher says, where they are given.
         store: None; the store is made here.
         group_name: torch takes it, and ignores it.
         pg_options: of the backend, as torch takes them.
         device_id: of this rank, as torch takes it. Default: the CUDA device of its number on its node.
-        comm: mpi4py communicator, whose ranks it is to have; None is all ranks, or this process alone where nothing
-            launched it.
+        comm: mpi4py communicator that has the ranks; None: all, or this process alone where nothing launched it.
         host: name or address of rank 0's node as the others reach it. Default: found out.
         courier: "thread" or "process", as the Checkpointers of this program have it. Default: ``MLFLASH_COURIER``.
 
@@ -101,30 +97,32 @@ def init_process_group(
         WorldMismatch: ``rank`` or ``world_size`` are not those of the launcher, or ranks cannot find each other.
         DeadlineExceeded: not all ranks have come.
     """
-    timeout = _TIMEOUT if timeout is None else timeout
-    more = {"timeout": timeout, "group_name": group_name, "pg_options": pg_options, "device_id": device_id}
+    more = {"timeout": _TIMEOUT if timeout is None else timeout, "group_name": group_name, "pg_options": pg_options,
+            "device_id": device_id}  # fmt: skip
+    given = {"init_method": init_method, "world_size": world_size, "rank": rank, "store": store}
+    _check(backend, comm)
+    is_off = turned_off()
+    kind = courier or os.environ.get("MLFLASH_COURIER") or Config.courier
+    is_process = comm is None and (kind if is_off else _config(courier).courier) == "process"
+    if comm is None and _has_ranks_of_torchrun(is_off, is_process):
+        _init(backend, int(os.environ.get("LOCAL_RANK", "0")), **more, **given)
+    else:
+        ranks = _without_mpi(is_off) if is_process and not _uses_mpi() else _of_mpi(comm)
+        store, local_rank = _meet(ranks, host or ranks.host, more["timeout"], given)
+        _init(backend, local_rank, **more, store=store, rank=ranks.rank, world_size=ranks.size)
+    if is_process and not is_off:
+        courier_link.link(_config("process"))
+
+
+def _check(backend: Any, comm: Any) -> None:
+    """Refuse what no other rank can be told of, as there may be none."""
     if backend is not None and not isinstance(backend, str):
         raise ConfigError(
             "the first argument is the backend, as in torch.distributed: give a communicator as comm=",
             expected='a name such as "gloo"', found=type(backend).__name__,
         )  # fmt: skip
-    is_off = turned_off()
-    is_process = comm is None and (courier or os.environ.get("MLFLASH_COURIER") or Config.courier) == "process"
-    if comm is None and _has_ranks_of_torchrun(is_off, is_process):
-        more |= {"init_method": init_method, "world_size": world_size, "rank": rank, "store": store}
-        _init(backend, int(os.environ.get("LOCAL_RANK", "0")), **more)
-    else:
-        ranks = _without_mpi(is_off) if is_process and not _uses_mpi() else _of_mpi(comm)
-        refused = _refused(ranks, (rank, world_size), init_method, timeout, store)
-        patience = timeout if isinstance(timeout, datetime.timedelta) else _TIMEOUT
-        store, address, port = _store(ranks, host or ranks.host, patience)
-        local_rank, local_size = _on_this_node(store, ranks, refused)
-        numbers = {"RANK": ranks.rank, "WORLD_SIZE": ranks.size, "LOCAL_RANK": local_rank,
-                   "LOCAL_WORLD_SIZE": local_size, "MASTER_PORT": port}  # fmt: skip
-        os.environ.update({name: str(number) for name, number in numbers.items()}, MASTER_ADDR=address)
-        _init(backend, local_rank, store=store, rank=ranks.rank, world_size=ranks.size, **more)
-    if is_process and not is_off:
-        courier_link.link(_config())
+    if comm is not None and not hasattr(comm, "allgather"):
+        raise ConfigError("comm= is a communicator of MPI", expected="one of mpi4py", found=type(comm).__name__)
 
 
 # How the ranks find each other
@@ -145,14 +143,11 @@ def _uses_mpi() -> bool:
 
 
 def _of_mpi(comm: Any) -> _Ranks:
-    """The ranks of a communicator.
+    """The ranks of a communicator; None: of MPI.
 
     Raises:
-        ConfigError: it is none.
         MpiUnavailable: torchrun started this process.
     """
-    if comm is not None and not hasattr(comm, "allgather"):
-        raise ConfigError("comm= is a communicator of MPI", expected="one of mpi4py", found=type(comm).__name__)
     comm = find_comm(os.environ) if comm is None else comm
     if (comm is None or comm.size == 1) and "TORCHELASTIC_RUN_ID" in os.environ:
         raise MpiUnavailable(
@@ -167,7 +162,7 @@ def _of_mpi(comm: Any) -> _Ranks:
 def _without_mpi(is_off: bool) -> _Ranks:
     """The ranks of the launcher's variables. Collective over them."""
     if not is_off:
-        config = _config()
+        config = _config("process")
         couriers = courier_link.link(config).couriers
         return _Ranks(couriers.rank, couriers.size, couriers.host, lambda text: couriers.share(text, config.timeout_s))
     me = launched(os.environ)
@@ -177,9 +172,21 @@ def _without_mpi(is_off: bool) -> _Ranks:
     return _Ranks(me.rank, me.size, here, meet)
 
 
-def _config() -> Config:
+def _config(courier: str | None) -> Config:
     """The settings by which couriers start, before any job has a name."""
-    return from_environment(os.environ, None, job=os.environ.get("MLFLASH_JOB") or "torch", courier="process")
+    return from_environment(os.environ, None, job=os.environ.get("MLFLASH_JOB") or "torch", courier=courier)
+
+
+def _meet(ranks: _Ranks, host: str, timeout: Any, given: dict[str, Any]) -> tuple[Any, int]:
+    """Make torch's store, and give it and this rank's number on its node; the environment is set. Collective."""
+    refused = _refused(ranks, (given["rank"], given["world_size"]), given["init_method"], timeout, given["store"])
+    patience = timeout if isinstance(timeout, datetime.timedelta) else _TIMEOUT
+    store, address, port = _store(ranks, host, patience)
+    local_rank, local_size = _on_this_node(store, ranks, refused)
+    numbers = {"RANK": ranks.rank, "WORLD_SIZE": ranks.size, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": local_size}
+    os.environ.update({name: str(number) for name, number in numbers.items()}, MASTER_ADDR=address,
+                      MASTER_PORT=str(port))  # fmt: skip
+    return store, local_rank
 
 
 def _store(ranks: _Ranks, host: str, timeout: datetime.timedelta) -> tuple[Any, str, int]:

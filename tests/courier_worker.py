@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import logging
 import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -191,6 +193,34 @@ def _save_until_committed(ckpt: mlflash.Checkpointer, first: int) -> int:
     raise AssertionError("no save was committed")
 
 
+def later(settings: dict[str, Any]) -> None:
+    """Start MPI after the courier is there, in each of the ways there are, and save all the same."""
+    with mlflash.Checkpointer(courier="process", **settings) as ckpt:
+        said: list[str] = []
+
+        def attempt(start: Callable[[], object]) -> None:
+            try:
+                start()
+            except (ImportError, mlflash.errors.MpiUnavailable) as error:
+                said.append(f"{type(error).__mro__[1].__name__}: {error}")
+
+        attempt(lambda: importlib.import_module("mpi4py.MPI").COMM_WORLD.Barrier())
+        attempt(lambda: mlflash.Checkpointer(courier="thread", **settings | {"job": "other"}).close())
+        started = bool(said) and "libmpi" in Path("/proc/self/maps").read_text()
+        if said:
+            import mpi4py
+
+            mpi4py.rc.initialize = False
+            from mpi4py import MPI
+
+            assert isinstance(MPI.BYTE, MPI.Datatype) and not MPI.Is_initialized()
+            attempt(MPI.Init)
+            attempt(MPI.Init_thread)
+        note("later", rank=RANK, said=said, started=started)
+        ckpt.save(1, {"a": 1}).wait(PATIENCE_S)
+    note("end", rank=RANK)
+
+
 class _Note(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         note("log", rank=RANK, level=record.levelname, text=record.getMessage())
@@ -198,5 +228,5 @@ class _Note(logging.Handler):
 
 if __name__ == "__main__":
     spec = json.loads(sys.argv[1])
-    programs = {"train": train, "cycle": cycle, "groups": groups, "one_leaves": one_leaves}
+    programs = {"train": train, "cycle": cycle, "groups": groups, "one_leaves": one_leaves, "later": later}
     programs[spec.pop("program")](**spec)

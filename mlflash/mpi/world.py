@@ -87,6 +87,8 @@ def load_mpi() -> Any:
     """
     try:
         from mpi4py import MPI
+    except MpiUnavailable:  # it says why itself
+        raise
     except (ImportError, RuntimeError) as error:  # no library is a RuntimeError
         raise MpiUnavailable(
             "this process was started by an MPI launcher, but mpi4py cannot load an MPI library: install one "

@@ -3,7 +3,8 @@
 It goes by the first of these that this job has:
 
 1. torch.distributed, where the program has initialised it: its store;
-2. PMI-1 of the launcher (`pmi_client`): mpiexec of MPICH and of Intel MPI, ``srun --mpi=pmi2``;
+2. PMI-1 of the launcher (`pmi_client`): mpiexec of MPICH and of Intel MPI, ``srun --mpi=pmi2``. MPI can be started by
+   it no more, and is refused then (`mpi_refused`);
 3. MASTER_ADDR and MASTER_PORT: rank 0 listens on the first free one of the 16 ports after MASTER_PORT (on that itself
    torch listens, or torchrun), and gives the text to whoever names this launch (`text_server`). As with torch's store,
    whoever reaches that port in that moment can have it;
@@ -31,6 +32,7 @@ from typing import Any
 from ..errors import DeadlineExceeded, UnsafePath, WorldMismatch
 from . import pmi_client, text_server
 from .launcher_variables import Launched, is_on_one_host, launched, name_of_launch
+from .mpi_refused import refuse_mpi
 
 _PREFIX = "mlflash"
 _PORTS = 16
@@ -82,6 +84,7 @@ def rendezvous(
     if torch is not None:
         return _by_torch(torch, me, text, timeout_s)
     if me.launcher in ("hydra", "srun") and pmi_client.has_pmi(environment, me):
+        refuse_mpi()
         return pmi_client.share(environment, me, text, timeout_s)
     if "MASTER_ADDR" in environment and "MASTER_PORT" in environment:
         return _by_ports(environment, me, text, timeout_s)

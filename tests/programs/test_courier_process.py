@@ -137,3 +137,14 @@ def test_groups_that_overlap_save_in_any_order_and_none_waits_for_one_that_is_st
         assert len(ends) == 3 and not any(record["has_mpi"] for record in ends)
         newest = {name: step for record in ends for name, (*_, step) in record["steps"].items()}
         assert all(steps[-1] == newest[name] for record in ends for name, steps in record["steps"].items())
+
+
+def test_mpi_that_is_started_where_it_cannot_be_any_more_is_refused_and_it_says_what_to_do(jobs: Jobs) -> None:
+    result = jobs.run(2, "later")
+    assert len(result.of("end")) == 2
+    for record in result.of("later"):
+        assert len(record["said"]) == 4 and not record["started"]
+        assert all(text.startswith("MpiUnavailable: MPI cannot be started") for text in record["said"])
+        assert all("MLFLASH_COURIER=thread" in text for text in record["said"])
+    (alone,) = jobs.run(1, "later").of("later")
+    assert not alone["said"], "one rank has used nothing of the launcher's"

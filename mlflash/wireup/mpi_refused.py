@@ -1,0 +1,74 @@
+"""MPI that a program starts when its launcher's PMI was used up (`pmi_client`) is refused, with what to do.
+
+MPI_Init would find the launcher's end closed, and end the process. So an import of `mpi4py.MPI` that initialises MPI is
+an ImportError, as where there is no MPI. For its types it is imported as ever (``mpi4py.rc.initialize = False``); what
+initialises MPI raises then. Other ways to MPI_Init, as of a library in C, are not seen.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import sys
+from collections.abc import Sequence
+from types import ModuleType
+from typing import Any, NoReturn
+
+from ..errors import MpiUnavailable
+
+_NAME = "mpi4py.MPI"
+
+
+class MpiRefused(MpiUnavailable, ImportError):
+    """MPI cannot be started in this process any more."""
+
+
+def refuse_mpi() -> None:
+    """Refuse MPI in this process, and those that it forks, from now on, unless it is up. Not collective."""
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
+    if (module := sys.modules.get(_NAME)) is not None:
+        _guard(module)
+
+
+def _guard(module: Any) -> None:
+    if not module.Is_initialized():
+        module.Init = module.Init_thread = _refuse
+
+
+def _refuse(*_: object) -> NoReturn:
+    raise MpiRefused(
+        "MPI cannot be started in this process any more: to find the other ranks without it, mlflash has used what the "
+        "launcher gives each process to start it with. A program that uses MPI itself lets its couriers be threads: "
+        "courier='thread', or MLFLASH_COURIER=thread. One that needs no more than the types of mpi4py sets "
+        "mpi4py.rc.initialize = False before it imports mpi4py.MPI"
+    )
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name != _NAME:
+            return None
+        if sys.modules["mpi4py"].rc.initialize:
+            _refuse()
+        finders = [finder for finder in sys.meta_path if finder is not self]
+        found = (finder.find_spec(name, path, target) for finder in finders)
+        spec = next((one for one in found if one is not None), None)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Loader(spec.loader)
+        return spec
+
+
+class _Loader(importlib.abc.Loader):
+    def __init__(self, loader: Any):
+        self._loader = loader
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        made: ModuleType | None = self._loader.create_module(spec)
+        return made
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._loader.exec_module(module)
+        _guard(module)
