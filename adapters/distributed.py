@@ -71,7 +71,7 @@ def init_process_group(
     """Set up torch.distributed with the ranks of a launcher: torch's arguments in torch's order, then ours.
 
     Collective over ``comm``, or over all ranks. Sets ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``,
-    ``MASTER_ADDR`` and ``MASTER_PORT`` as torchrun does, and the CUDA device of this rank.
+    ``GROUP_RANK``, ``MASTER_ADDR`` and ``MASTER_PORT`` as torchrun does, and the CUDA device of this rank.
 
     Where couriers are threads the ranks are those of MPI. Where they are processes this one stays without MPI: its
     launcher's variables say which rank it is, and its couriers start here, so that Checkpointers of some ranks need no
@@ -182,10 +182,10 @@ def _meet(ranks: _Ranks, host: str, timeout: Any, given: dict[str, Any]) -> tupl
     refused = _refused(ranks, (given["rank"], given["world_size"]), given["init_method"], timeout, given["store"])
     patience = timeout if isinstance(timeout, datetime.timedelta) else _TIMEOUT
     store, address, port = _store(ranks, host, patience)
-    local_rank, local_size = _on_this_node(store, ranks, refused)
-    numbers = {"RANK": ranks.rank, "WORLD_SIZE": ranks.size, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": local_size}
-    os.environ.update({name: str(number) for name, number in numbers.items()}, MASTER_ADDR=address,
-                      MASTER_PORT=str(port))  # fmt: skip
+    node, local_rank, local_size = _on_this_node(store, ranks, refused)
+    found = {"RANK": ranks.rank, "WORLD_SIZE": ranks.size, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": local_size,
+             "GROUP_RANK": node, "MASTER_ADDR": address, "MASTER_PORT": port}  # fmt: skip
+    os.environ.update({name: str(value) for name, value in found.items()})
     return store, local_rank
 
 
@@ -224,8 +224,11 @@ def _init(backend: str | None, local_rank: int, **more: Any) -> None:
     dist.init_process_group(backend or ("cpu:gloo,cuda:nccl" if cuda else "gloo"), **more)
 
 
-def _on_this_node(store: Any, ranks: _Ranks, refused: MlflashError | None) -> tuple[int, int]:
-    """Give this rank's number on its node, and how many are there; raise what any rank refuses on all. Collective."""
+def _on_this_node(store: Any, ranks: _Ranks, refused: MlflashError | None) -> tuple[int, int, int]:
+    """Give the node's number, this rank's on it, and how many are there; raise what any rank refuses on all.
+
+    Collective. Nodes count as their ranks do.
+    """
     host = socket.gethostname()
     told = dist.PrefixStore("mlflash", store)
     told.set(str(ranks.rank), pickle.dumps((host, refused)))
@@ -239,4 +242,4 @@ def _on_this_node(store: Any, ranks: _Ranks, refused: MlflashError | None) -> tu
                 told.wait(["all have heard"])
         raise errors[0]
     hosts = [name for name, _ in said]
-    return hosts[: ranks.rank].count(host), hosts.count(host)
+    return list(dict.fromkeys(hosts)).index(host), hosts[: ranks.rank].count(host), hosts.count(host)

@@ -47,6 +47,11 @@ class Result:
     log: str
     records: list[dict[str, Any]]  # what the ranks wrote, in no order
 
+    @property
+    def with_mpi(self) -> list[bool]:
+        """For each rank that came to its end, where couriers are processes, whether it has loaded MPI."""
+        return [record["mpi"] for record in self.of("libraries")]
+
     def of(self, event: str) -> list[dict[str, Any]]:
         """The records of one event, by rank."""
         return sorted((r for r in self.records if r["event"] == event), key=lambda r: r["rank"])
@@ -106,7 +111,8 @@ class Cluster:
             "PYTHONWARNINGS": "error",
             **(env or {}),
         }
-        command, environment = mpiexec(ranks, [sys.executable, "-m", "mpi4py", str(HERE / script), *args], environment)
+        by = [] if {**os.environ, **environment}.get("MLFLASH_COURIER") == "process" else ["-m", "mpi4py"]
+        command, environment = mpiexec(ranks, [sys.executable, *by, str(HERE / script), *args], environment)
         return Launch([*before, *command], environment, out)
 
     def run(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import sys
@@ -23,3 +24,10 @@ def note(event: str, rank: int | None = None, **fields: object) -> None:
         rank = dist.get_rank() if dist.is_initialized() else 0
     with (OUT / f"rank{rank}.jsonl").open("a") as file:
         file.write(json.dumps({"event": event, "rank": rank, "pid": os.getpid(), **fields}) + "\n")
+
+
+@atexit.register
+def _note_libraries() -> None:
+    """Note whether this process has ever loaded MPI, where only its courier is to."""
+    if os.environ.get("MLFLASH_COURIER") == "process":
+        note("libraries", rank=int(os.environ.get("RANK", "0")), mpi="libmpi" in Path("/proc/self/maps").read_text())

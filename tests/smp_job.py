@@ -19,9 +19,9 @@ import torch.distributed as dist
 from records import note
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch_jobs import job
 
 from mlflash.adapters import fsdp
+from mlflash.adapters.distributed import init_process_group
 
 
 def digest(model: torch.nn.Module) -> str:
@@ -70,5 +70,6 @@ def main(kind: str, last: int, die: int) -> None:
 
 
 if __name__ == "__main__":
-    with job():
-        main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]) if len(sys.argv) > 3 else -1)
+    init_process_group(host="127.0.0.1")
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]) if len(sys.argv) > 3 else -1)
+    dist.destroy_process_group()

@@ -23,6 +23,7 @@ from ..replacing import replaced
 from .checkpoint_io import PREFIX, step_of_path
 from .files import OnDisk, look
 from .loops import OwnSaves, at_step_ends
+from .packages import leave_mpi_alone
 from .resume import go_on, restore_together
 from .states import ALIKE, state_of
 
@@ -61,6 +62,7 @@ class Flash:
         **settings: Any,
     ):
         intervals.check(every_n_steps, skip_every_n_steps)
+        leave_mpi_alone()
         super().__init__()
         self.checkpointer: Checkpointer | None = None
         self._every, self._skip, self._enabled = every_n_steps, skip_every_n_steps, enabled

@@ -7,6 +7,9 @@ import importlib.util
 import sys
 from types import ModuleType
 
+from mlflash.courier import courier_link
+from mlflash.wireup.mpi_refused import is_refused
+
 _NAMES = ("lightning.pytorch", "pytorch_lightning")
 
 
@@ -21,3 +24,13 @@ def modules(name: str) -> list[ModuleType]:
     used = [package for package in _NAMES if package in sys.modules]
     installed = [package for package in _NAMES if importlib.util.find_spec(package.partition(".")[0])]
     return [importlib.import_module(f"{package}.{name}") for package in used or installed[:1] or _NAMES[:1]]
+
+
+def leave_mpi_alone() -> None:
+    """Keep Lightning from starting MPI to see whether that has launched it, where it is the couriers'. Not collective.
+
+    It goes by the environment then, as under torchrun. Call it before a trainer is made.
+    """
+    if courier_link.is_linked() or is_refused():
+        for module in modules("trainer.connectors.accelerator_connector"):
+            module.MPIEnvironment.detect = staticmethod(lambda: False)

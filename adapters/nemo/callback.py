@@ -19,6 +19,7 @@ from mlflash.protocol.torch_rank import check_torch_rank
 from .. import intervals
 from ..ids import step_of
 from ..lightning.loops import OwnSaves, at_step_ends
+from ..lightning.packages import leave_mpi_alone
 from ..lightning.resume import restore_together
 from .checkpoint_io import MLFlashCheckpointIO
 from .memory import OF_RANK, Memory, delete
@@ -48,6 +49,7 @@ class MLFlashCheckpointCallback(Callback):
                  skip_every_n_steps: int | None = None, enabled: bool = True,
                  keep_mlflash_checkpoint_on_train_end: bool = False):  # fmt: skip
         intervals.check(every_n_steps, skip_every_n_steps or None)
+        leave_mpi_alone()
         self.base, self.enabled = os.fspath(checkpoint_base_container), not turned_off(enabled)
         self.every, self.skip = every_n_steps, skip_every_n_steps or None
         self.keep = keep_mlflash_checkpoint_on_train_end
@@ -71,7 +73,7 @@ class MLFlashCheckpointCallback(Callback):
 
         Raises:
             ConfigError: the trainer was not wrapped.
-            WorldMismatch: torch.distributed has other ranks than MPI.
+            WorldMismatch: torch.distributed has other ranks than the launcher.
         """
         if stage != "fit" or not self.enabled:
             return

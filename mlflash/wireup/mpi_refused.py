@@ -25,10 +25,15 @@ class MpiRefused(MpiUnavailable, ImportError):
 
 def refuse_mpi() -> None:
     """Refuse MPI in this process, and those that it forks, from now on, unless it is up. Not collective."""
-    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+    if not is_refused():
         sys.meta_path.insert(0, _Finder())
     if (module := sys.modules.get(_NAME)) is not None:
         _guard(module)
+
+
+def is_refused() -> bool:
+    """Whether MPI is refused in this process. Not collective."""
+    return any(isinstance(finder, _Finder) for finder in sys.meta_path)
 
 
 def _guard(module: Any) -> None:

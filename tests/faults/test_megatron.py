@@ -83,3 +83,19 @@ def test_pretrain_switched_off_goes_on_from_what_megatron_itself_has_written(
     second = run(cluster, env, last=LAST, flags=flags)
     assert len(second.of("end")) == 4 and min(step for _, step in losses(second)) == newest + 1, second.log
     assert losses(first) | losses(second) == uninterrupted
+
+
+@pytest.mark.skipif(os.environ.get("MLFLASH_TEST_MPI") == "openmpi", reason="needs MPICH: Open MPI speaks no PMI-1")
+@pytest.mark.timeout(600)
+def test_pretrain_with_couriers_that_are_processes_goes_on_where_it_was_and_never_loads_mpi(
+    shm: Path, uninterrupted: dict[tuple[int, int], tuple[float, float]]
+) -> None:
+    cluster, path, env = Cluster(shm, 2), str(shm / "pfs"), {"MLFLASH_COURIER": "process"}
+    flags = [*TRAINING, *LOCAL, "--save", path, "--load", path, "--save-interval", "1000"]
+    first = run(cluster, env, last=4, flags=flags)
+    shutil.rmtree(path)  # where Megatron has written one at its exit
+    second = run(cluster, env, last=LAST, flags=flags)
+    for result in (first, second):
+        assert len(result.of("end")) == 4 and result.with_mpi == [False] * 4, result.log
+    assert min(step for _, step in losses(second)) == 5, second.log
+    assert losses(first) | losses(second) == uninterrupted
