@@ -41,7 +41,8 @@ class Checkpoints:
     of ranks may save at the same time under different ids, and each group alone agrees on its commits. An id that is
     saved once more, or one without a step, is replaced when the new content is committed.
 
-    Needs torch.distributed with the ranks of MPI (see `mlflash.adapters.distributed`).
+    Needs torch.distributed with the ranks of the launcher (see `mlflash.adapters.distributed`, by whose call any group
+    may come first).
 
     Args:
         directory, settings: as those of a Checkpointer.

@@ -40,8 +40,8 @@ _ROOM_NBYTES = 64 << 10  # the pickle takes a multiple of this, so that the layo
 class LocalCheckpoints(BaseCheckpointManager):
     """Saves and loads tensor-aware state dicts in the memory of the nodes.
 
-    All ranks of torch.distributed have to be the ranks of MPI, see `mlflash.adapters.distributed`. It is made at the
-    first call that is collective, as Megatron makes its manager before its process groups.
+    All ranks of torch.distributed have to be the ranks of the launcher, see `mlflash.adapters.distributed`. It is made
+    at the first call that is collective, as Megatron makes its manager before its process groups.
 
     Args:
         local_ckpt_dir: names the checkpoints; nothing is written there. Two trainings on the same nodes need two.

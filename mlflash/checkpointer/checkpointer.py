@@ -24,7 +24,9 @@ from .for_adapters import Adapting
 class Checkpointer:
     """Saves the state of a training job in the memory of its nodes, and restores it after a failure.
 
-    Collective over ``comm``. Use it as a context manager, or call :meth:`close`.
+    Collective over ``comm``, or over ``process_group`` where there is no ``comm``; where couriers are processes, the
+    first one over all ranks, unless ``init_process_group`` of `mlflash.adapters.distributed` was called. Use it as a
+    context manager, or call :meth:`close`.
 
     Args:
         directory: directory on the parallel file system, or a URL that fsspec knows, to which checkpoints are drained
@@ -61,7 +63,8 @@ class Checkpointer:
         drain_rate, drain_writers: bytes per second of all ranks together; ranks that write at a time. Default 0: all.
         format: "hdf5", or "dcp": what plain `torch.distributed.checkpoint.load` reads.
         log: a file that gets a line of JSON for each event, see docs/watching.md; each other node has one beside it.
-        process_group: the torch.distributed group that has the ranks of ``comm``; nothing is sent. Default: all.
+        process_group: the torch.distributed group that has the ranks of ``comm``, or without ``comm`` the ranks of the
+            job that this is for; nothing is sent. Default: all.
         enabled: False, or ``MLFLASH_DISABLE=1`` whatever is given here: no method does anything, nothing is collective,
             no setting is checked, and MPI is not started.
         settings: further fields of :class:`mlflash.config.Config`.

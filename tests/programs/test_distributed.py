@@ -1,4 +1,4 @@
-"""torch.distributed from MPI, where there is none: alone it works, under torchrun it says what to do."""
+"""torch.distributed without MPI: where couriers are threads it says what to do, where they are processes it works."""
 
 from __future__ import annotations
 
@@ -6,6 +6,10 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
+
+from mlflash.launcher.processes import mpiexec
 
 SAVE = """
 with mlflash.Checkpointer(comm={comm}, redundancy="none") as ckpt:
@@ -55,6 +59,44 @@ def test_a_comm_that_is_given_is_taken_whatever_a_launcher_says(shm: Path) -> No
     program = "import os\nos.environ.update(RANK='1', WORLD_SIZE='2')\nimport mlflash\nfrom mpi4py import MPI\n"
     found = run(sys.executable, "-c", program + SAVE.format(comm="MPI.COMM_SELF"), shm=shm)
     assert found.returncode == 0, found.stderr
+
+
+WITHOUT_MPI = """
+import os, sys, mlflash, torch, torch.distributed as dist
+from mlflash.adapters.distributed import init_process_group
+if sys.argv[1] == "group first":
+    init_process_group("gloo")
+with mlflash.Checkpointer(redundancy="none") as ckpt:
+    if not dist.is_initialized():
+        init_process_group("gloo")
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    assert total == 2 and os.environ["LOCAL_RANK"] == os.environ["RANK"] == str(dist.get_rank())
+    snapshot = ckpt.save(1, {"a": 1})
+    snapshot.wait()
+    assert snapshot.committed == ckpt.enabled
+dist.destroy_process_group()
+assert "libmpi" not in open("/proc/self/maps").read()
+print("saved without MPI")
+"""
+
+
+@pytest.mark.skipif(os.environ.get("MLFLASH_TEST_MPI") == "openmpi", reason="needs MPICH: Open MPI speaks no PMI-1")
+@pytest.mark.parametrize(("launcher", "order", "more"), [
+    ("torchrun", "group first", {}), ("torchrun", "group first", {"MLFLASH_DISABLE": "1"}),
+    ("mpiexec", "group first", {}), ("mpiexec", "Checkpointer first", {}),
+    ("mpiexec", "group first", {"MLFLASH_DISABLE": "1"}),
+])  # fmt: skip
+def test_where_couriers_are_processes_it_needs_no_mpi(
+    shm: Path, launcher: str, order: str, more: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (shm / "script.py").write_text(WITHOUT_MPI)
+    for name, value in {"MLFLASH_COURIER": "process", **more}.items():
+        monkeypatch.setenv(name, value)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = torchrun if launcher == "torchrun" else mpiexec(2, [sys.executable])[0]
+    found = run(*command, "script.py", order, shm=shm)
+    assert found.returncode == 0 and found.stdout.count("saved without MPI") == 2, found.stdout + found.stderr
 
 
 def test_one_process_alone_is_a_group_of_one(shm: Path) -> None:
