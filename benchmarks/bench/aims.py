@@ -31,6 +31,7 @@ MEMCPY, MEMCPY_AND_PUT = "memcpy", "memcpy + Put"
 LOOP, WARM, REDSET = "a loop of copy_", "a warm save", "redset, published"
 ALONE = "a step without a save"
 D2H = "cudaMemcpyAsync to pinned memory"
+BARE_AND_A_BIT = "the same + 0.15 s"
 
 AIMS = {
     "stall": Aim("stall of `save`, into warm memory", "1.0 (DLRover; DCP with a reused stager)", MEMCPY, 1.1, "save"),
@@ -53,6 +54,10 @@ AIMS = {
     "xor": Aim("XOR encoding (4 ranks): twice as fast", "redset 1.20 GB/s", REDSET, 1 / 2, "parity"),
     "rs": Aim("Reed-Solomon encoding, k=2 (4 ranks): four times as fast", "redset 0.46 GB/s", REDSET, 1 / 4, "parity"),
     "slowed": Aim("a step of training while the courier works, on a core of its own", "", ALONE, 1.03, "training"),
+    "start": Aim(
+        "a Checkpointer whose courier is a process is there, beside `import numpy` and MPI_Init", "", BARE_AND_A_BIT, 1.0,
+        "startup",
+    ),
     "gpu stall": Aim("stall of `save` of a state on a GPU", "", D2H, 1.1, "gpu"),
     "gpu lazy": Aim("the same of a lazy copy, where a step is longer than the copy", "", D2H, 0.1, "gpu"),
     "planning": Aim("planning at 16,384 ranks (simulated)", "not published", "1 s", 1.0, "scale"),

@@ -27,6 +27,7 @@ from ..telemetry.prometheus_metrics import Metrics
 from ..telemetry.recorder import TrainerRecorder
 from .in_thread import CourierThread
 from .session import Session
+from .start_zygote import start_zygote
 
 
 def connect(config: Config, comm: Any, process_group: Any, replicated: Any = None, domains: Any = None
@@ -71,10 +72,12 @@ def connect(config: Config, comm: Any, process_group: Any, replicated: Any = Non
 
 def _connect_process(config: Config, process_group: Any, replicated: Any, domains: Any
                      ) -> tuple[TrainerContext, Drains, Started]:  # fmt: skip
+    # The zygote takes longest, and goes first: what is imported here is imported beside it.
+    zygote = None if f"{__package__}.courier_link" in sys.modules else start_zygote()
     from .courier_link import link
     from .in_process import CourierProcess
 
-    connection = link(config)
+    connection = link(config, zygote)
     rank, size = connection.couriers.rank, connection.couriers.size
     ranks = some_ranks(process_group, rank, size) or tuple(range(size))
     courier = CourierProcess(connection, config, ranks)

@@ -31,12 +31,13 @@ from ..memory import user_directory
 from ..wireup.departures import Departure, RankDeparted
 from ..wireup.launch import Couriers
 from ..wireup.store_client import StoreLost
+from ..wireup.zygote_client import ZygoteClient
 from . import wire_format as wire
+from .start_zygote import ENTRY
 from .wire_format import BadMessage, Frame, Kind
 
 log = logging.getLogger("mlflash")
 
-_ENTRY = "mlflash.courier.process_main:run"
 _READ_NBYTES = 1 << 20
 _ANNOUNCE_S = 10.0  # for the store to take a word
 _WHY_LENGTH = 2000  # characters of an exception
@@ -113,11 +114,12 @@ class CourierLink:
     Args:
         timeout_s: how long the start may take, seconds.
         directory: of this user alone, where ranks of one host may meet.
+        zygote: of this process, which was started already; None: it was not.
     """
 
-    def __init__(self, timeout_s: float, directory: Path | None):
+    def __init__(self, timeout_s: float, directory: Path | None, zygote: ZygoteClient | None = None):
         self._timeout_s = timeout_s
-        self.couriers = Couriers(_ENTRY, os.environ, timeout_s, directory=directory)
+        self.couriers = Couriers(ENTRY, os.environ, timeout_s, directory=directory, zygote=zygote)
         self.sessions: weakref.WeakValueDictionary[int, Session] = weakref.WeakValueDictionary()
         self._numbers = itertools.count(1)
         self._opened: collections.Counter[tuple[int, ...]] = collections.Counter()  # Checkpointers, by their ranks
@@ -311,8 +313,12 @@ def _ended(why: str) -> Closed:
 _link: CourierLink | None = None
 
 
-def link(config: Config) -> CourierLink:
+def link(config: Config, zygote: ZygoteClient | None = None) -> CourierLink:
     """The connection of this process, made by the first Checkpointer. Collective over all ranks of the job.
+
+    Args:
+        config: of the job.
+        zygote: of this process, where it was started and no connection made.
 
     Raises:
         Closed: its courier has ended.
@@ -320,7 +326,7 @@ def link(config: Config) -> CourierLink:
     """
     global _link
     if _link is None:
-        _link = CourierLink(config.timeout_s, meeting_place(config.memory, config.job))
+        _link = CourierLink(config.timeout_s, meeting_place(config.memory, config.job), zygote)
     _link.check()
     return _link
 

@@ -85,21 +85,22 @@ def copy_threads_of(threads: int, ranks: int, agree: Callable[[list[int]], list[
         return CopyThreads(threads)
     most = min(_MOST, len(os.sched_getaffinity(0)) // ranks)
     best, best_s = 1, 0.0
+    tensors: list[np.ndarray] = []
     for number in (1, 2, 4, 8):
         worth_a_try = number <= most and (number == 1 or best == number // 2)
         if agree([-int(worth_a_try and most > 1)])[0] == 0:  # nobody would use it
             break
-        seconds = _copy_s(number) if worth_a_try else 0.0
+        if worth_a_try and not tensors:  # once: to fill new memory takes longer than to copy it
+            tensors = [np.ones((_PIECES, _PIECE_NBYTES), dtype=np.uint8) for _ in range(2)]
+        seconds = _copy_s(number, *tensors) if worth_a_try else 0.0
         if worth_a_try and (number == 1 or seconds * _WORTH < best_s):
             best, best_s = number, seconds
     return CopyThreads(best)
 
 
-def _copy_s(threads: int) -> float:
+def _copy_s(threads: int, source: np.ndarray, target: np.ndarray) -> float:
     """Seconds that so many threads take to copy a few large tensors: the median."""
     copy_threads = CopyThreads(threads)
-    source = np.ones((_PIECES, _PIECE_NBYTES), dtype=np.uint8)
-    target = np.ones_like(source)
     works = [_copying(target[i], source[i]) for i in range(_PIECES)]
     seconds = []
     for _ in range(_TRIES):

@@ -55,6 +55,7 @@ class Couriers:
         directory: of this user alone, where ranks of one host may meet; None: they meet by MASTER_ADDR.
         host: the address of rank 0's host at which the others reach it; found out if None.
         output: where couriers print to, open until `close`; where this process does if None.
+        zygote: of this process, with that entry point; it is started here if None.
 
     Attributes:
         rank: of this process.
@@ -79,6 +80,7 @@ class Couriers:
         directory: Path | None = None,
         host: str | None = None,
         output: IO[Any] | None = None,
+        zygote: ZygoteClient | None = None,
     ):
         end = time.monotonic() + timeout_s
         self._me = who_am_i(environment)
@@ -94,7 +96,7 @@ class Couriers:
         self._has_departed = False
         with contextlib.ExitStack() as failed:
             self._start_zygote = functools.partial(ZygoteClient, [entry_point], environment, output, mpi=self.size > 1)
-            self.zygote = self._start_zygote()
+            self.zygote = self._start_zygote() if zygote is None else zygote
             failed.callback(self.close)
             if self.size > 1:
                 self._meet(environment, directory, host, timeout_s)

@@ -78,7 +78,7 @@ def test_a_crew_grows_as_long_as_that_is_worth_it(
     monkeypatch: pytest.MonkeyPatch, cores: int, ranks: int, seconds: dict[int, float], found: int
 ) -> None:
     monkeypatch.setattr(copy_threads.os, "sched_getaffinity", lambda pid: set(range(cores)))
-    monkeypatch.setattr(copy_threads, "_copy_s", lambda number: seconds[number])
+    monkeypatch.setattr(copy_threads, "_copy_s", lambda number, *tensors: seconds[number])
     asked: list[Any] = []
 
     def agree(numbers: list[int]) -> list[int]:
