@@ -61,6 +61,7 @@ class Config:
     send_rate: float = _setting(0.0, "MLFLASH_SEND_RATE", "bytes per second that a rank sends to protect; 0: all")
     max_slowdown: float = _setting(0.0, "MLFLASH_MAX_SLOWDOWN", "of steps, such as 0.03: it sends slower; 0: no look")
     courier: str = _setting("thread", "MLFLASH_COURIER", "what calls MPI: a thread | a process beside the trainer")
+    courier_cpus: str = _setting("auto", "MLFLASH_COURIER_CPUS", "cores of couriers: auto | inherit | such as 0-3,8")
     nice: int = _setting(0, "MLFLASH_NICE", "niceness of the courier's thread, 0 to 19")
     copy_threads: int = _setting(0, "MLFLASH_COPY_THREADS", "of a rank's copies and checks; 0: as many as are worth it")
     chunk_nbytes: int = _setting(4 * MIB, "MLFLASH_CHUNK_NBYTES", "bytes per transfer, 1 MiB to 1 GiB")
@@ -84,6 +85,7 @@ class Config:
             self._check(name, getattr(self, name) >= 0, "a number, 0 or more")
         self._check("copy_threads", 0 <= self.copy_threads <= 64, "a number, 0 to 64")
         self._check("courier", self.courier in ("thread", "process"), "'thread' or 'process'")
+        self._check("courier_cpus", _is_cores(self.courier_cpus), "'auto', 'inherit', or numbers such as 0-3,8")
         self._check("nice", 0 <= self.nice <= 19, "a number, 0 to 19")
         self._check("drain_every", not self.drain_every or self.directory is not None, "a directory to drain to")
         self._check("format", self.format in ("hdf5", "dcp"), "'hdf5' or 'dcp'")
@@ -213,6 +215,13 @@ def _word(fresh: bool | str) -> str:
     return {"true": "1", "yes": "1", "on": "1", "false": "", "no": "", "off": "", "0": ""}.get(
         str(fresh).lower(), str(fresh)
     )
+
+
+def _is_cores(text: str) -> bool:
+    if not re.fullmatch(r"auto|inherit|\d{1,4}(-\d{1,4})?(,\d{1,4}(-\d{1,4})?)*", text):
+        return False
+    spans = [part.split("-") for part in text.split(",") if "-" in part]
+    return all(int(first) <= int(last) for first, last in spans)
 
 
 def _is_scheme(text: str) -> bool:

@@ -115,7 +115,8 @@ class Checkpointer:
         unclosed.add(self, lambda me, state: me._end(abandon=True, state=state), Checkpointer._leave)
         try:
             self._courier.call(GoBeyond())
-            trainer.recorder.started(self._courier.ask(RunFacts()), lambda: self.survives)
+            facts = self._courier.ask(RunFacts()) | {"courier": self._courier.is_a}
+            trainer.recorder.started(facts, lambda: self.survives)
             if self._config.reserve and not started.unusable:  # room may be what was committed needs, come back
                 self._saves.reserve(self._config.reserve)
         except BaseException:  # the caller gets no object to close
@@ -325,9 +326,9 @@ class Checkpointer:
     def report(self) -> dict[str, Any]:
         """Give counters, seconds per verb, how this rank is placed, and the last drain, see `rank_report.report_of`.
 
-        Not collective.
+        Besides, ``courier`` says whether that is a thread or a process, and why. Not collective.
         """
-        report: dict[str, Any] = self._courier.ask(Report())
+        report: dict[str, Any] = self._courier.ask(Report()) | {"courier": self._courier.is_a}
         if self.enabled:
             mine = self._trainer.recorder
             report["counts"], report["seconds"] = mine.together(report["counts"], report["seconds"])

@@ -112,6 +112,7 @@ class Courier(Client):
 
     late = broken = None
     is_stuck = False
+    is_a = ""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank

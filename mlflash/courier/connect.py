@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -28,6 +29,8 @@ from ..telemetry.recorder import TrainerRecorder
 from .in_thread import CourierThread
 from .session import Session
 from .start_zygote import start_zygote
+
+log = logging.getLogger("mlflash")
 
 
 def connect(config: Config, comm: Any, process_group: Any, replicated: Any = None, domains: Any = None
@@ -59,7 +62,8 @@ def connect(config: Config, comm: Any, process_group: Any, replicated: Any = Non
     drains: list[Drains] = []
     jobs = Courier(world, threaded=world.threads, nice=config.nice)
     session = Session(config, world, jobs, lambda drain: drains[0].began(drain))
-    courier = CourierThread(jobs, session)
+    why = "comm= was given" if config.courier == "process" else 'courier="thread"'
+    courier = CourierThread(jobs, session, why)
     start = _start(world.rank, world.size, _group_of(comm, among), process_group, replicated, domains)
     started = _started(courier, start)
     context = session.context
@@ -67,6 +71,7 @@ def connect(config: Config, comm: Any, process_group: Any, replicated: Any = Non
     context.recorder.flush = trainer.recorder.flush
     drains.append(Drains(courier, trainer.ranks, config.directory is not None))
     session.attach(trainer)
+    _say(trainer)
     return trainer, drains[0], started
 
 
@@ -88,7 +93,13 @@ def _connect_process(config: Config, process_group: Any, replicated: Any, domain
     trainer = _trainer(config, courier, process_group, start, started, dict)
     courier.start = start
     courier.trainer, courier.drains = trainer, Drains(courier, trainer.ranks, config.directory is not None)
+    _say(trainer)
     return trainer, courier.drains, started
+
+
+def _say(trainer: TrainerContext) -> None:
+    if not trainer.ranks.rank:
+        log.info("courier: %s", trainer.courier.is_a)
 
 
 def _group_of(comm: Any, ranks: Sequence[int] | None) -> Any:

@@ -28,6 +28,7 @@ from typing import Any, Protocol
 from ..config import Config
 from ..errors import Closed, DeadlineExceeded, MlflashError, text_of
 from ..memory import user_directory
+from ..wireup.courier_cores import to_list
 from ..wireup.departures import Departure, RankDeparted
 from ..wireup.launch import Couriers
 from ..wireup.store_client import StoreLost
@@ -112,14 +113,16 @@ class CourierLink:
     Collective, as `Couriers` is.
 
     Args:
-        timeout_s: how long the start may take, seconds.
+        config: how long the start may take, and which cores couriers get.
         directory: of this user alone, where ranks of one host may meet.
         zygote: of this process, which was started already; None: it was not.
     """
 
-    def __init__(self, timeout_s: float, directory: Path | None, zygote: ZygoteClient | None = None):
-        self._timeout_s = timeout_s
-        self.couriers = Couriers(ENTRY, os.environ, timeout_s, directory=directory, zygote=zygote)
+    def __init__(self, config: Config, directory: Path | None, zygote: ZygoteClient | None = None):
+        self._timeout_s = config.timeout_s
+        self.couriers = Couriers(
+            ENTRY, os.environ, config.timeout_s, directory=directory, zygote=zygote, cores=config.courier_cpus
+        )
         self.sessions: weakref.WeakValueDictionary[int, Session] = weakref.WeakValueDictionary()
         self._numbers = itertools.count(1)
         self._opened: collections.Counter[tuple[int, ...]] = collections.Counter()  # Checkpointers, by their ranks
@@ -148,6 +151,8 @@ class CourierLink:
     def _listen(self) -> None:
         running = self.couriers.courier
         self.sock, self.pid = running.trainer, running.pid
+        where = "where its trainer runs" if running.cores is None else f"on cores {to_list(running.cores)}"
+        self.is_a = f"process (pid {running.pid}, {where})"
         threading.Thread(target=self._receive, args=(self.sock,), name="mlflash-receive", daemon=True).start()
 
     def _send(self) -> None:
@@ -326,7 +331,7 @@ def link(config: Config, zygote: ZygoteClient | None = None) -> CourierLink:
     """
     global _link
     if _link is None:
-        _link = CourierLink(config.timeout_s, meeting_place(config.memory, config.job), zygote)
+        _link = CourierLink(config, meeting_place(config.memory, config.job), zygote)
     _link.check()
     return _link
 

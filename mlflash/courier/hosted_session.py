@@ -57,7 +57,7 @@ class Hosted:
         # Each has communicators of its own from the start, whatever the other sessions of these ranks are doing.
         self.world = World(comm, config.ranks_per_node, config.timeout_s, opened.ranks, f"{opened.before}", True)
         self.jobs = Courier(self.world, threaded=True, nice=config.nice)
-        self.session = Session(config, self.world, self.jobs, self._drain_began, is_process=True)
+        self.session = Session(config, self.world, self.jobs, self._drain_began, trains_on=link.trains_on)
         self._plans: dict[int, Plan] = {}
         self._drains = 0
         self._posted = self._done = 0  # jobs

@@ -77,6 +77,10 @@ class CourierProcess:
         return self.late is not None or self.broken is not None
 
     @property
+    def is_a(self) -> str:
+        return self._link.is_a
+
+    @property
     def pace(self) -> Pace:
         return self
 
@@ -141,8 +145,7 @@ class CourierProcess:
 
     def _plan_wire(self, plan: Plan) -> wire.PlanWire:
         self._plan = (self._link.number(), plan)
-        without = Plan(plan.layout, b"", plan.private, plan.sharing, plan.pieces, plan.manifest_nbytes)
-        return wire.PlanWire(self._plan[0], without)
+        return wire.PlanWire(self._plan[0], dataclasses.replace(plan, manifest=b""))
 
     def _exchange_some(self, body: wire.ExchangeWire, fd: int) -> bool:
         number = self._link.number()
@@ -159,8 +162,7 @@ class CourierProcess:
         number = self._link.number()
         woken, answers = self._asked[number] = (threading.Event(), [])
         try:
-            packed = wire.pack(kind, self.number, number, name, wire.encode(body))
-            self._link.queue.put(Sent(packed, is_kept=True))
+            self._link.queue.put(Sent(wire.pack(kind, self.number, number, name, wire.encode(body)), is_kept=True))
             end = time.monotonic() + timeout_s
             while not woken.wait(_LOOK_S):
                 self._link.check()
@@ -257,8 +259,7 @@ class CourierProcess:
             else:
                 result = getattr(self._jobs[number].answers, frame.name)(*values)
                 if frame.name == "lay_out":
-                    told = self._plan_wire(result)
-                    self._tell(Kind.TELL, 0, "plan", told)
+                    self._tell(Kind.TELL, 0, "plan", told := self._plan_wire(result))
                     result = told.number, result.manifest_nbytes
                 elif frame.name == "stage":
                     result = (result[0], tuple(result[1].items()))
@@ -267,8 +268,7 @@ class CourierProcess:
         except Exception as problem:  # of torch, a device or an adapter
             log.debug("the answer to %s failed", frame.name, exc_info=True)
             error = SaveFailed(f"the state could not be copied: {text_of(problem)}")
-        outcome = Outcome(error, False, msgspec.Raw(wire.encode(result)))
-        self._tell(Kind.REPLY, frame.number, frame.name, outcome)
+        self._tell(Kind.REPLY, frame.number, frame.name, Outcome(error, False, msgspec.Raw(wire.encode(result))))
 
     def _event(self, frame: Frame) -> None:
         value = wire.decode(wire.known(wire.EVENTS, frame.name), frame.body)

@@ -18,10 +18,11 @@ class CourierThread:
     Args:
         jobs: the thread.
         session: does what messages ask for.
+        why: it is no process.
     """
 
-    def __init__(self, jobs: Courier, session: Session):
-        self._jobs, self.session = jobs, session
+    def __init__(self, jobs: Courier, session: Session, why: str):
+        self._jobs, self.session, self.is_a = jobs, session, f"thread ({why})"
 
     @property
     def late(self) -> DeadlineExceeded | None:

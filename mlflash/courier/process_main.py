@@ -52,7 +52,7 @@ def run(forked: Forked) -> None:
     if forked.has_mpi:
         comm = load_mpi().COMM_WORLD
         forked.tell_mpi_is_up()
-    link = Link(forked.trainer)
+    link = Link(forked.trainer, forked.trains_on)
     log.addHandler(_Forward(link))
     log.propagate = False
     sessions: dict[int, Hosted] = {}

@@ -27,10 +27,11 @@ class Link:
 
     Args:
         sock: of it.
+        trains_on: its cores.
     """
 
-    def __init__(self, sock: socket.socket):
-        self.sock = sock
+    def __init__(self, sock: socket.socket, trains_on: frozenset[int] = frozenset()):
+        self.sock, self.trains_on = sock, trains_on
         self.is_lost = threading.Event()
         self._sending = threading.Lock()
         self._waiting: dict[int, tuple[threading.Event, list[Frame]]] = {}

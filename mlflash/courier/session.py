@@ -34,7 +34,7 @@ class Session:
         world: the communicators.
         jobs: runs the jobs one after the other, and lets drains go on behind.
         told_drain: is told of each drain that begins.
-        is_process: whether the trainer is another process.
+        trains_on: the cores of a trainer that is another process; None: it is this one.
 
     Attributes:
         context: what saving, draining and restoring work with; it is there from `Start` on.
@@ -43,9 +43,9 @@ class Session:
     context: Context
 
     def __init__(self, config: Config, world: World, jobs: Courier, told_drain: Callable[[Drain], None],
-                 is_process: bool = False):  # fmt: skip
+                 trains_on: frozenset[int] | None = None):  # fmt: skip
         self._config, self._world, self._jobs, self._told_drain = config, world, jobs, told_drain
-        self._is_process = is_process
+        self._trains_on = trains_on
         self._handlers: dict[type[Message], Callable[..., Any]] = {
             asked.Start: self._start,
             asked.Agree: lambda agree: world.agree(agree.values),
@@ -113,7 +113,7 @@ class Session:
     def _start(self, start: asked.Start) -> Started:
         world = self._world
         self.context = context = make(
-            self._config, world, start.problem, start.replicas, start.domains, start.start, self._is_process
+            self._config, world, start.problem, start.replicas, start.domains, start.start, self._trains_on
         )
         context.left_at = start.left_at
         self._drains = DrainQueue(self._config, context, self._jobs, self._told_drain)

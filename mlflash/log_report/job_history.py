@@ -164,6 +164,7 @@ def to_json(story: JobHistory) -> dict[str, Any]:
         "redundancy": None if started is None else started.text("redundancy"),
         "survives": None if started is None else started.text("survives"),
         "transport": None if started is None else started.text("transport"),
+        "courier": None if started is None else started.text("courier"),
         "began": story.began,
         "ended": story.ended,
         "state": story.state,

@@ -127,6 +127,7 @@ def layout(story: JobHistory) -> Markup:
         ("Redundancy", started.text("redundancy")),
         ("Survives the loss of", _list(started.text("survives"))),
         ("Sent by", started.text("transport")),
+        ("Courier", started.text("courier")),
         ("Drained", _drained(story)),
     ]
     return tag("dl", *(part for name, text in pairs if text for part in (tag("dt", name), tag("dd", text))))

@@ -7,9 +7,10 @@ they will copy at a time.
 from __future__ import annotations
 
 import collections
+import contextlib
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import numpy as np
@@ -73,16 +74,38 @@ class CopyThreads:
 ALONE = CopyThreads(1)
 
 
-def copy_threads_of(threads: int, ranks: int, agree: Callable[[list[int]], list[int]]) -> CopyThreads:
+def copy_threads_of(threads: int, ranks: int, agree: Callable[[list[int]], list[int]],
+                    cores: frozenset[int] | None = None) -> CopyThreads:  # fmt: skip
     """Make so many threads that copy, or of as many as are worth it. Collective over the world.
 
     Args:
         threads: 0: to be measured.
         ranks: that share this rank's cores.
         agree: takes the minimum of numbers over all ranks.
+        cores: where copies will be made; where this thread runs if None.
     """
     if threads:
         return CopyThreads(threads)
+    with _on(cores):
+        return CopyThreads(_measured(ranks, agree))
+
+
+@contextlib.contextmanager
+def _on(cores: frozenset[int] | None) -> Iterator[None]:
+    """Run on some cores, with the threads that are started meanwhile, where that may be."""
+    own = os.sched_getaffinity(0)
+    with contextlib.suppress(OSError):
+        if cores:
+            os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            if cores:
+                os.sched_setaffinity(0, own)
+
+
+def _measured(ranks: int, agree: Callable[[list[int]], list[int]]) -> int:
     most = min(_MOST, len(os.sched_getaffinity(0)) // ranks)
     best, best_s = 1, 0.0
     tensors: list[np.ndarray] = []
@@ -95,7 +118,7 @@ def copy_threads_of(threads: int, ranks: int, agree: Callable[[list[int]], list[
         seconds = _copy_s(number, *tensors) if worth_a_try else 0.0
         if worth_a_try and (number == 1 or seconds * _WORTH < best_s):
             best, best_s = number, seconds
-    return CopyThreads(best)
+    return best
 
 
 def _copy_s(threads: int, source: np.ndarray, target: np.ndarray) -> float:

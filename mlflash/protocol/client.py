@@ -30,6 +30,7 @@ class Client(Protocol):
         late: of the job that is past its deadline and not done; None: there is none.
         broken: why nothing is done any more; None: it is.
         pace: told of the steps of training.
+        is_a: what it is, and why, or where: "thread (...)", "process (...)".
     """
 
     @property
@@ -42,6 +43,10 @@ class Client(Protocol):
 
     @property
     def pace(self) -> Pace:
+        """See above."""
+
+    @property
+    def is_a(self) -> str:
         """See above."""
 
     @property

@@ -38,7 +38,7 @@ _NAMED = 3  # hosts or domains named in a warning
 
 def make(config: Config, world: World, problem: MlflashError | None = None,
          replicas: tuple[Sequence[int], Sequence[str]] | None = None, domains: Any = None, start: str = "",
-         is_process: bool = False) -> Context:  # fmt: skip
+         trains_on: frozenset[int] | None = None) -> Context:  # fmt: skip
     """Connect the ranks, lock the job, look what earlier runs left, and take their files over.
 
     Collective over comm.
@@ -50,7 +50,7 @@ def make(config: Config, world: World, problem: MlflashError | None = None,
         replicas: the ranks that hold the same state as this one, and the patterns of names of what they hold alike.
         domains: see `find_domains`.
         start: names this rank's trainer; see `heartbeat.RankFacts`.
-        is_process: whether the trainer is another process.
+        trains_on: the cores of a trainer that is another process; None: it is this one.
 
     Raises:
         ConfigError: on all ranks, where replicas or domains make no sense.
@@ -82,7 +82,7 @@ def make(config: Config, world: World, problem: MlflashError | None = None,
             world.free()
         raise
     try:
-        return _assemble(config, world, held[0], alike, known, start, is_process)
+        return _assemble(config, world, held[0], alike, known, start, trains_on)
     except BaseException:
         held[0].close()
         raise
@@ -90,7 +90,7 @@ def make(config: Config, world: World, problem: MlflashError | None = None,
 
 def _assemble(
     config: Config, world: World, memory: NodeDirectory, replicas: ReplicatedTensors | None, known: Domains | None,
-    start: str, is_process: bool,
+    start: str, trains_on: frozenset[int] | None,
 ) -> Context:  # fmt: skip
     """Take over what earlier runs left. Collective over the world."""
     left = earlier_runs.look(config, world, memory)
@@ -101,10 +101,12 @@ def _assemble(
         replicas.share(losses_of(placement.scheme, world))
     protection = Protection(world, placement, config.transport, config.chunk_nbytes, config.block_nbytes, config.job)
     pool = SlotPool(memory, protection.owners, 3 if config.drain_every else 2)
-    copy_threads = copy_threads_of(config.copy_threads, world.size if world.emulated else world.local_size, world.agree)
+    copy_threads = copy_threads_of(
+        config.copy_threads, world.size if world.emulated else world.local_size, world.agree, trains_on
+    )
     pace = SendRate(config.send_rate, config.max_slowdown, config.timeout_s)
     run_id: bytes = world.broadcast(os.urandom(16), 0)
-    recorder = world.on_all(lambda: _recorder(config, world, memory, run_id.hex()[:8], start, is_process))
+    recorder = world.on_all(lambda: _recorder(config, world, memory, run_id.hex()[:8], start, trains_on is not None))
     context = Context(config, world, memory, protection, known, pool, recorder, copy_threads, pace, replicas, run_id)
     if protection.transport == "rma" and world.world is not None:
         world.poke = Poke(world)

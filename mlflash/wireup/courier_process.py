@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import logging
 import os
 import signal
 import socket
@@ -19,6 +20,8 @@ from typing import NoReturn
 
 from .frames import pack
 from .mpich_segments import mapped_by
+
+log = logging.getLogger("mlflash")
 
 _PR_SET_PDEATHSIG = 1
 # Loaded before any fork. None is the program itself, whose C library is there already.
@@ -37,6 +40,8 @@ class Courier:
         trainer_pidfd: readable when the trainer has ended.
         reports_fd: a pipe to the zygote.
         has_mpi: whether it may initialise MPI; the only rank of a world may not, and needs none.
+        trains_on: the cores that its trainer had when the zygote was started.
+        cores: that this process is to run on; empty: those.
     """
 
     epoch: str
@@ -46,6 +51,8 @@ class Courier:
     trainer_pidfd: int
     reports_fd: int
     has_mpi: bool = True
+    trains_on: frozenset[int] = frozenset()
+    cores: frozenset[int] = frozenset()
 
     def tell_mpi_is_up(self) -> None:
         """Tell the zygote that MPI is initialised, and what it has to remove should this process be killed.
@@ -67,6 +74,12 @@ def run(entry: Callable[[Courier], object], courier: Courier, pmi: socket.socket
         _leave(zygote_pid, kept if pmi is None else kept | {pmi.fileno()})
         if pmi is not None:
             os.environ.update(PMI_FD=str(pmi.fileno()), PMI_RANK=str(courier.rank), PMI_SIZE=str(len(courier.nodes)))
+        if courier.cores:  # before any thread: each takes what that has that starts it
+            try:
+                os.sched_setaffinity(0, courier.cores)
+            except OSError as problem:  # the cgroup may have changed: it runs on those of its trainer
+                log.debug("the courier of rank %d cannot run on the cores %s: %s", courier.rank,
+                          sorted(courier.cores), problem.strerror)  # fmt: skip
         entry(courier)
         status = 0
     except SystemExit as ended:

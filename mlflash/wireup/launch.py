@@ -4,8 +4,8 @@ Each trainer makes one `Couriers`, for as long as it lives. The zygote of rank 0
 learn where it is once (`rendezvous`), and agree on everything else through it. In the store, epoch N of the couriers
 has ``launch/N/node/RANK``, the node of a rank that wants this epoch, and ``launch/N/all``: as soon as all ranks want
 it, rank 0 puts there which it is, ``[name, nodes]``; and ``launch/N/ended``, put by a rank whose courier has ended.
-A rank that leaves the job without closing its couriers tells the others so (`departures`), or its zygote does. A job of
-one rank has no store and no MPI, only a courier.
+Below ``launch/N/cores/HOST/`` stands what each rank of a host may run on, for `courier_cores`. A rank that leaves the
+job tells the others so (`departures`), or its zygote does. A job of one rank has no store and no MPI, only a courier.
 
 A zygote that was killed, which ends its courier, is replaced by the next epoch; that of rank 0 then serves an empty
 store at the same address with the same token, to which the others connect anew.
@@ -17,6 +17,7 @@ import contextlib
 import functools
 import itertools
 import json
+import logging
 import os
 import select
 import socket
@@ -27,15 +28,18 @@ from pathlib import Path
 from typing import IO, Any
 
 from ..errors import DeadlineExceeded, WorldMismatch
+from . import courier_cores
 from .departures import Departure, RankDeparted, below, departure_in
 from .launcher_variables import is_on_one_host
 from .own_address import own_address
 from .pmi_server import new_epoch_name
-from .process_mapping import Block, blocks, nodes_of
+from .process_mapping import Block, blocks, name_of_host, name_of_node, nodes_of
 from .rendezvous import rendezvous, who_am_i
 from .running_courier import CourierEnded, RunningCourier, ended
 from .store_client import StoreClient, StoreLost, StoreRefused
 from .zygote_client import ZygoteClient, ZygoteLost
+
+log = logging.getLogger("mlflash")
 
 _FOREVER_S = 1e6  # as long as poll can wait, nearly
 _ASK_S = 5.0  # for one more answer, when a deadline has passed, to say why
@@ -56,6 +60,7 @@ class Couriers:
         host: the address of rank 0's host at which the others reach it; found out if None.
         output: where couriers print to, open until `close`; where this process does if None.
         zygote: of this process, with that entry point; it is started here if None.
+        cores: of couriers: "auto", "inherit", or such as "0-3,8".
 
     Attributes:
         rank: of this process.
@@ -81,11 +86,13 @@ class Couriers:
         host: str | None = None,
         output: IO[Any] | None = None,
         zygote: ZygoteClient | None = None,
+        cores: str = courier_cores.INHERIT,
     ):
         end = time.monotonic() + timeout_s
         self._me = who_am_i(environment)
         self.rank, self.size = self._me.rank, self._me.size
-        self._entry_point, self._node = entry_point, _name_of_node(node)
+        self._entry_point, self._node = entry_point, name_of_node(node)
+        self._cores, self._seat = cores, courier_cores.own_seat(environment).to_text()
         self._number = 0  # of the newest epoch
         self._running: RunningCourier | None = None
         self._store: StoreClient | None = None
@@ -149,16 +156,17 @@ class Couriers:
             self._replace_zygote(end)
         name, nodes = self._agree(end, timeout_s)
         self._number += 1
+        cores = self._choose_cores(end)
         mine, its = socket.socketpair()
         with contextlib.ExitStack() as failed, its:
             failed.callback(mine.close)
             pid = self.zygote.fork(
                 self._entry_point, name, self.rank, nodes, self._address, self._token, its.fileno(),
-                _left(end), timeout_s,
+                _left(end), timeout_s, cores,
             )  # fmt: skip
             pidfd = self._open(pid, _left(end))
             failed.pop_all()
-        self._running = RunningCourier(self._number, name, nodes, mine, pid, pidfd)
+        self._running = RunningCourier(self._number, name, nodes, mine, pid, pidfd, cores)
         return self._running
 
     def announce_end(self, timeout_s: float) -> None:
@@ -323,6 +331,8 @@ class Couriers:
         try:
             while True:
                 try:
+                    if self._cores != courier_cores.INHERIT:
+                        self._store.put(f"{prefix}cores/{name_of_host()}/{self.rank}", self._seat, _left(end))
                     self._store.put(f"{prefix}node/{self.rank}", self._node, _left(end))
                     if self.rank == 0:
                         self._gather(prefix, end)
@@ -342,6 +352,18 @@ class Couriers:
         _check_departure(told)
         name, described = json.loads(told)
         return name, tuple(nodes_of([Block(*block) for block in described], self.size))
+
+    def _choose_cores(self, end: float) -> frozenset[int] | None:
+        """Choose where the next courier runs; what is not known or makes no sense leaves it where its trainer does."""
+        if self._cores == courier_cores.INHERIT:
+            return None
+        try:
+            here = f"{below(self._number)}cores/{name_of_host()}/"
+            told = {str(self.rank): self._seat} if self._store is None else self._store.below(here, _left(end))
+            return courier_cores.choose_among(self._cores, told, str(self.rank))
+        except (StoreRefused, ValueError) as problem:
+            log.debug("no cores are chosen for the courier of rank %d: %s", self.rank, problem)
+            return None
 
     def _gather(self, prefix: str, end: float) -> None:
         """Wait for all ranks, and say which epoch it is. Rank 0 does this."""
@@ -394,12 +416,6 @@ class Couriers:
 def _check_departure(told: str) -> None:
     if (departure := departure_in(told)) is not None:
         raise RankDeparted(departure)
-
-
-def _name_of_node(number: int | None) -> str:
-    """Name what ranks share memory on: a host since it was booted, or an emulated node of it."""
-    booted = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{socket.gethostname()} {booted}" + ("" if number is None else f" {number}")
 
 
 def _left(end: float) -> float:

@@ -10,8 +10,10 @@ Source: MPICH, src/mpl/src/mpl_rankmap.c.
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Sequence
 from itertools import groupby
+from pathlib import Path
 from typing import NamedTuple
 
 _LONGEST = 128  # blocks that are looked at as what begins again; more do not fit into a value of PMI
@@ -65,3 +67,13 @@ def nodes_of(described: Sequence[Block], size: int) -> list[int]:
 def mapping(nodes: Sequence[int]) -> str:
     """Write down which node each rank is on, as the value of PMI_process_mapping. Not collective."""
     return f"(vector,{','.join('({},{},{})'.format(*block) for block in blocks(nodes))})"
+
+
+def name_of_host() -> str:
+    """Name a host since it was booted. Not collective."""
+    return f"{socket.gethostname()} {Path('/proc/sys/kernel/random/boot_id').read_text().strip()}"
+
+
+def name_of_node(number: int | None) -> str:
+    """Name what ranks share memory on: the host, or an emulated node of it. Not collective."""
+    return name_of_host() + ("" if number is None else f" {number}")

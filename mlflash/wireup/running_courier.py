@@ -24,6 +24,7 @@ class RunningCourier:
         trainer: the trainer's end of the socket between the two.
         pid: its process number.
         pidfd: readable when it has ended.
+        cores: that it was told to run on; None: those of this process.
     """
 
     number: int
@@ -32,6 +33,7 @@ class RunningCourier:
     trainer: socket.socket
     pid: int
     pidfd: int
+    cores: frozenset[int] | None = None
 
     def close(self) -> None:
         """Close the socket and the pidfd, once: `Couriers` does so before the next epoch. Not collective."""

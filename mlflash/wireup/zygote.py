@@ -14,7 +14,7 @@ with what is said here.
 |-----------------|--------------------------------------------------|-----------------------------------------|
 | ``"serve"``     | ``host`` ``port`` ``token`` ``ranks``            | ``host``, ``port``, ``token``           |
 | ``"fork"``      | ``epoch`` ``rank`` ``nodes`` ``store`` ``token`` | ``pid``, when it is forked              |
-|                 | ``entry`` ``up_s``; one descriptor, by           |                                         |
+|                 | ``entry`` ``up_s`` ``cores``; one descriptor, by |                                         |
 |                 | SCM_RIGHTS                                       |                                         |
 | ``"ask"``       | ``pid``                                          | ``running``, ``mpi`` (whether it is up) |
 | ``"kill"``      | ``pid``                                          | ``running``: whether it still was       |
@@ -24,9 +24,10 @@ with what is said here.
 port 0 and token null it chooses both.
 ``nodes`` is a list of the node of each rank, ``store`` host (in figures) and port, ``entry`` one of the functions that
 were named. A courier whose trainer has ended, and that has not initialised MPI ``up_s`` seconds later, is killed: it
-may wait for ranks that never come. Where ``store`` is null the courier has no MPI, and its world is one rank. Unasked,
-it says ``{"event": "up", "pid": ...}`` when a courier's MPI is initialised, and of each courier's
-end ``{"event": "ended", "pid", "epoch", "rank", "status", "signal", "why"}``: an exit status or the number of a signal,
+may wait for ranks that never come. It runs on ``cores`` where it may, and where its zygote does if that is null. Where
+``store`` is null the courier has no MPI, and its world is one rank. Unasked, it says ``{"event": "up", "pid": ...}``
+when a courier's MPI is initialised, and of each courier's end
+``{"event": "ended", "pid", "epoch", "rank", "status", "signal", "why"}``: an exit status or the number of a signal,
 the other is null; ``why`` is what the zygote killed it for, or null.
 """
 
@@ -206,7 +207,7 @@ class Zygote:
         try:
             match message:
                 case {"do": "fork", "epoch": str(), "rank": int(), "nodes": list(), "store": [str(), int()] | None,
-                      "token": str(), "entry": str(), "up_s": int() | float()}:  # fmt: skip
+                      "token": str(), "entry": str(), "up_s": int() | float(), "cores": list() | None}:  # fmt: skip
                     return {"pid": self._fork(message)}
                 case {"do": "serve", "host": str(), "port": int(), "token": str() | None, "ranks": int()}:
                     return self._serve(message["host"], message["port"], message["token"], message["ranks"])
@@ -250,6 +251,8 @@ class Zygote:
                 raise _Refused(f"{order['entry']!r} is not one of its entry points: {', '.join(self._entries)}")
             if not (is_epoch_name(epoch) and 0 <= rank < len(nodes) and all(type(node) is int for node in nodes)):
                 raise _Refused(f"no rank of an epoch: rank {rank} of {len(nodes)}, epoch {epoch[:80]!r}")
+            if not all(type(core) is int and core >= 0 for core in order["cores"] or ()):
+                raise _Refused(f"no cores: {str(order['cores'])[:80]}")
             if order["store"] is None and len(nodes) > 1:
                 raise _Refused(f"{len(nodes)} ranks need a store, and none was named")
             if order["store"] is not None and not self._has_mpi:
@@ -289,7 +292,8 @@ class Zygote:
                 gc.freeze()  # what is collected in the courier would close descriptors that have its numbers
                 pid = os.fork()
                 if pid == 0:
-                    courier = Courier(epoch, rank, nodes, trainer, self._trainer_pidfd, reporting_fd, mpi is not None)
+                    courier = Courier(epoch, rank, nodes, trainer, self._trainer_pidfd, reporting_fd, mpi is not None,
+                                      frozenset(os.sched_getaffinity(0)), frozenset(order["cores"] or ()))  # fmt: skip
                     courier_process.run(self._entries[order["entry"]], courier, its, zygote_pid)
                 gc.unfreeze()
                 try:

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -146,6 +146,7 @@ class ZygoteClient:
         descriptor: int,
         timeout_s: float,
         up_s: float | None = None,
+        cores: Collection[int] | None = None,
     ) -> int:
         """Have a courier forked, and give its process number.
 
@@ -162,6 +163,7 @@ class ZygoteClient:
             timeout_s: how long to wait, seconds; the first time, for the zygote's imports, too.
             up_s: how long the courier may take to initialise MPI after the end of this process, seconds; as long as
                 ``timeout_s`` if None.
+            cores: that it is to run on, where it can; None: those of the zygote.
 
         Raises:
             DeadlineExceeded: the zygote has not answered.
@@ -170,6 +172,7 @@ class ZygoteClient:
         """
         order = {"do": "fork", "entry": entry_point, "epoch": epoch, "rank": rank, "nodes": list(nodes),
                  "store": None if store is None else list(store), "token": token,
+                 "cores": None if cores is None else sorted(cores),
                  "up_s": timeout_s if up_s is None else up_s}  # fmt: skip
         pid: int = self._ask(order, timeout_s, [descriptor])["pid"]
         if store is not None and pid in self._running:
