@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from processes import resident
 from records import note
 from waiting import PATIENCE_S, hang, until
 
@@ -80,6 +81,18 @@ def _lose_the_courier(ckpt: mlflash.Checkpointer, busy: bool) -> None:
         os.kill(ckpt._courier._link.pid, signal.SIGKILL)
     note("again", rank=RANK, step=_save_until_committed(ckpt, 100), seconds=time.perf_counter() - start)
     note("end", rank=RANK, steps=ckpt.steps(), report=ckpt.report())
+
+
+def weigh(settings: dict[str, Any]) -> None:
+    """Say what courier and zygote take of memory, after saves of more than what MPI keeps of one."""
+    with mlflash.Checkpointer(courier="process", **settings) as ckpt:
+        state = {"a": np.random.default_rng(RANK).standard_normal(2 << 20), "step": 0}
+        ckpt.restore(state)
+        for step in range(1, 5):
+            ckpt.save(step, state).wait()
+        link = ckpt._courier._link
+        note("weight", rank=RANK, slots=sum(slot["nbytes"] for slot in ckpt.report()["slots"]),
+             courier=resident(link.pid), zygote=resident(link.couriers.zygote.process.pid))  # fmt: skip
 
 
 def cycle(settings: dict[str, Any], times: int) -> None:
@@ -228,5 +241,5 @@ class _Note(logging.Handler):
 
 if __name__ == "__main__":
     spec = json.loads(sys.argv[1])
-    programs = {"train": train, "cycle": cycle, "groups": groups, "one_leaves": one_leaves, "later": later}
-    programs[spec.pop("program")](**spec)
+    programs = [train, cycle, groups, one_leaves, later, weigh]
+    {program.__name__: program for program in programs}[spec.pop("program")](**spec)

@@ -20,6 +20,18 @@ def started_by(pids: set[int]) -> set[int]:
     return found
 
 
+def resident(pid: int) -> dict[str, int]:
+    """Bytes of a process in memory, but for those of slots: all of them, and its part of what it shares with others."""
+    found, is_slot = {"rss": 0, "pss": 0}, False
+    for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
+        name, *values = line.split()
+        if not name.endswith(":"):  # the next mapping, which ends with its file
+            is_slot = "/slot-" in line
+        elif name in ("Rss:", "Pss:") and not is_slot:
+            found[name[:-1].lower()] += int(values[0]) << 10
+    return found
+
+
 def state(stat: Path) -> str:
     """The letter of proc(5) for what a process, or a thread of one, is doing; `stat` is its file."""
     return stat.read_text().rsplit(")", 1)[1].split()[0]

@@ -22,6 +22,9 @@ pytestmark = [
 ]
 
 
+LARGEST = 60_000_000  # bytes
+
+
 class Jobs:
     """Launches of one job, one after the other."""
 
@@ -113,6 +116,19 @@ def test_a_killed_courier_is_a_warning_and_the_next_one_goes_on(jobs: Jobs, rank
     assert all(record["report"]["counts"]["couriers lost"] == 1 for record in result.of("end"))
     restored = jobs.run(len(again)).of("restored")
     assert {record["step"] for record in restored} == {again[0]["step"]} and all(r["same"] for r in restored)
+
+
+@pytest.mark.parametrize(("ranks", "redundancy"), [(2, "copy"), (3, "copy"), (3, "xor:3")])
+def test_a_courier_takes_at_most_60_mb_besides_slots(jobs: Jobs, ranks: int, redundancy: str) -> None:
+    sizes = {"block_nbytes": 1 << 20, "chunk_nbytes": 4 << 20}  # as by default
+    weights = jobs.run(ranks, "weigh", settings={"redundancy": redundancy} | sizes).of("weight")
+    assert len(weights) == ranks
+    for weight in weights:
+        assert weight["slots"] > 3 << 24, "too little was saved to show anything"
+        assert weight["courier"]["pss"] < LARGEST and weight["zygote"]["rss"] < LARGEST, weight
+        # With parity, the blocks that are being coded are in memory besides: twice three of each lane, and no slot.
+        blocks = 12 << 20 if redundancy == "xor:3" else 0
+        assert weight["courier"]["rss"] < LARGEST + blocks, weight
 
 
 def test_checkpointers_that_are_opened_and_closed_leave_nothing(jobs: Jobs) -> None:
