@@ -55,8 +55,8 @@ AIMS = {
     "rs": Aim("Reed-Solomon encoding, k=2 (4 ranks): four times as fast", "redset 0.46 GB/s", REDSET, 1 / 4, "parity"),
     "slowed": Aim("a step of training while the courier works, on a core of its own", "", ALONE, 1.03, "training"),
     "start": Aim(
-        "a Checkpointer whose courier is a process is there, beside `import numpy` and MPI_Init", "", BARE_AND_A_BIT, 1.0,
-        "startup",
+        "`Checkpointer(...)`, its courier a process, beside a program of `import numpy` and MPI_Init", "",
+        BARE_AND_A_BIT, 1.0, "startup",
     ),
     "gpu stall": Aim("stall of `save` of a state on a GPU", "", D2H, 1.1, "gpu"),
     "gpu lazy": Aim("the same of a lazy copy, where a step is longer than the copy", "", D2H, 0.1, "gpu"),

@@ -1,0 +1,28 @@
+"""What each rank is: a program that is ready when its imports, its MPI or its Checkpointer are, and says when."""
+
+import sys
+import time
+
+kind, out, memory = sys.argv[1:]
+call_s = 0.0
+if kind == "bare":
+    import numpy  # noqa: F401
+    from mpi4py import MPI  # noqa: F401
+
+    ready = time.monotonic()
+else:
+    import numpy  # noqa: F401
+
+    import mlflash
+
+    make = mlflash.Checkpointer
+    if kind == "imports":
+        ready = time.monotonic()
+    else:
+        begun = time.monotonic()
+        ckpt = make(courier=kind, job=kind, memory=memory, redundancy="none")
+        ready = time.monotonic()
+        call_s = ready - begun
+        ckpt.close()
+with open(out, "a") as file:
+    file.write(f'{{"ready": {ready}, "call": {call_s}}}\n')
