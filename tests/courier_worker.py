@@ -95,6 +95,16 @@ def weigh(settings: dict[str, Any]) -> None:
              courier=resident(link.pid), zygote=resident(link.couriers.zygote.process.pid))  # fmt: skip
 
 
+def stay(settings: dict[str, Any]) -> None:
+    """Save once, say which processes there are, and do nothing more until somebody ends it."""
+    with mlflash.Checkpointer(courier="process", **settings) as ckpt:
+        ckpt.save(1, state_at(1, False)).wait()
+        link = ckpt._courier._link
+        note("up", rank=RANK, trainer=os.getpid(), zygote=link.couriers.zygote.process.pid, courier=link.pid,
+             is_a=ckpt.report()["courier"])  # fmt: skip
+        hang()
+
+
 def cycle(settings: dict[str, Any], times: int) -> None:
     """Open and close Checkpointers, one after the other and two at a time."""
     left = []
@@ -241,5 +251,5 @@ class _Note(logging.Handler):
 
 if __name__ == "__main__":
     spec = json.loads(sys.argv[1])
-    programs = [train, cycle, groups, one_leaves, later, weigh]
+    programs = [train, cycle, groups, one_leaves, later, weigh, stay]
     {program.__name__: program for program in programs}[spec.pop("program")](**spec)

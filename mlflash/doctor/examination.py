@@ -16,7 +16,7 @@ from ..config import DISABLE, Config
 from ..errors import DeadlineExceeded, MlflashError, MpiUnavailable, WorldMismatch
 from ..mpi.fabric import has_rdma
 from ..mpi.world import World, find_comm, load_mpi
-from . import copying, gpu, logind, memory, mounts, mpi_ranks, rma, slurm, software, transports
+from . import copying, couriers, gpu, logind, memory, mounts, mpi_ranks, rma, slurm, software, transports
 from .findings import Diagnosis, Finding, fine, merge, warning, wrong
 from .launch_environment import Launch, judge_size, tidy_version
 from .memory_need import Need, count, shape
@@ -91,6 +91,7 @@ class Examination:
                 self._look("MPI", "RMA", lambda: rma.with_itself(self._mpi, self._given.memory), "use another MPI")
             if world is not None:
                 self._look("software", "threads", lambda: software.threads(world, os.environ))
+                self._look("software", "courier cores", lambda: couriers.cores(world, self._given, os.environ))
             nodes, ranks_per_node = shape(os.environ)
             self._look_at_room(nodes, ranks_per_node)
         return self.known()
@@ -135,6 +136,8 @@ class Examination:
         self._look("software", "parity", lambda: software.parity(given.redundancy), "correct MLFLASH_ISAL, or unset it")
         self._look("software", "compression", lambda: software.compression(given.compression),
                    "pip install 'mlflash[compression]'")  # fmt: skip
+        self._look("software", "courier", lambda: couriers.kind(given, os.environ))
+        self._look("software", "couriers here", lambda: couriers.judge_running(couriers.running()))
         self._look("GPU", "GPU", lambda: gpu.gpus(given.memory))
         if self._rank == 0:
             self._look("Slurm", "configuration", lambda: slurm.configuration(os.environ), of_all=True)
@@ -242,6 +245,7 @@ class Examination:
         self._together("MPI", "failure domains", lambda: mpi_ranks.domains(world, self._given.domains), of_all=True)
         self._together("MPI", "clocks", lambda: mpi_ranks.clocks(world), of_all=True)
         self._together("software", "threads", lambda: software.threads(world, os.environ))
+        self._together("software", "courier cores", lambda: couriers.cores(world, self._given, os.environ))
         self._together("MPI", "RMA within a node", lambda: rma.within_nodes(world, memory_))
         self._together("MPI", "RMA between nodes", lambda: rma.between_nodes(world, memory_))
         self._together("MPI", "transport", lambda: transports.between(world, self._given), of_all=True)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import secrets
 import shutil
+import socket
 import statistics
 import time
 from collections.abc import Iterator, Mapping
@@ -14,9 +16,12 @@ import numpy as np
 
 from ..checkpointer.checkpointer import Checkpointer
 from ..config import Config, is_enabled
+from ..errors import Closed, text_of
 from ..mpi.fabric import AUTO, between_nodes, choose_transport
 from ..mpi.world import World
 from ..saving.snapshot import Snapshot
+from ..wireup.launcher_variables import without_launcher
+from ..wireup.process_mapping import name_of_host
 from .findings import Finding, fine, warning
 
 _CHECK = "transport"
@@ -79,10 +84,12 @@ def measure(world: World, memory: str, transport: str, nbytes: int, given: Confi
     """
     state = {"bytes": np.zeros(nbytes, np.uint8)}
     taken: list[float] = []
-    with Checkpointer(
-        job=f"doctor-{transport}", memory=memory, comm=world.world, transport=transport, redundancy="copy", strict=True,
-        timeout_s=world.timeout_s, ranks_per_node=given.ranks_per_node, reserve=0, when_busy="wait", drain_every=0,
-        fresh=False, log="", metrics="", send_rate=0.0, max_slowdown=0.0,
+    is_process = given.courier == "process"
+    with _meeting_anew(world) if is_process else contextlib.nullcontext(), Checkpointer(
+        job=f"doctor-{transport}", memory=memory, comm=None if is_process else world.world, transport=transport,
+        redundancy="copy", strict=True, timeout_s=world.timeout_s, ranks_per_node=given.ranks_per_node, reserve=0,
+        when_busy="wait", drain_every=0, fresh=False, log="", metrics="", send_rate=0.0, max_slowdown=0.0,
+        courier=given.courier, courier_cpus=given.courier_cpus,
     ) as ckpt:  # fmt: skip
         ckpt.prepare(state)
         for works in (False, True):
@@ -98,6 +105,35 @@ def measure(world: World, memory: str, transport: str, nbytes: int, given: Confi
                 seconds.append(max(world.gather(snapshot.commit_s)))
             taken.append(statistics.median(seconds[1:] or seconds))
     return Measured(*taken)
+
+
+@contextlib.contextmanager
+def _meeting_anew(world: World) -> Iterator[None]:
+    """Let couriers that are processes be started here: ranks meet as torchrun's do, since MPI has the launcher's way.
+
+    Collective over the world.
+
+    Raises:
+        Closed: they could not be started.
+    """
+    with socket.socket() as sock:
+        sock.bind(("", 0))
+        port = sock.getsockname()[1]
+    alone = len(set(world.gather_nodes(name_of_host()))) == 1
+    address, number = world.broadcast(("127.0.0.1" if alone else socket.gethostname(), port), 0)
+    before = dict(os.environ)
+    os.environ.clear()
+    os.environ.update(without_launcher(before) | {
+        "RANK": str(world.rank), "WORLD_SIZE": str(world.size), "LOCAL_RANK": str(world.local_rank),
+        "MASTER_ADDR": address, "MASTER_PORT": str(number),
+    })  # fmt: skip
+    try:
+        yield
+    except OSError as error:  # of the zygote, or of a courier that has ended
+        raise Closed(f"couriers that are processes cannot be started here: {text_of(error)}") from error
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def judge(times: Mapping[str, Measured], taken: str, asked: str, lies_between: str, nbytes: int) -> Finding:

@@ -12,7 +12,7 @@ from rich.text import Text
 from ..command_line.output import new_table
 from ..human_readable.units import show_bytes, show_seconds
 from ..human_readable.wording import many, named
-from ..telemetry.heartbeat_format import is_without_courier
+from ..telemetry.heartbeat_format import is_orphan, is_without_courier
 from .history import History, committed, spark
 from .rank_status import Heartbeat, Look
 
@@ -184,6 +184,10 @@ def _warnings(look: Look) -> list[str]:
     found += look.unread[:_UNREAD]
     if look.silent:
         found.append(f"no answer from {', '.join(look.silent)}")
+    if left := [int(heartbeat["rank"]) for heartbeat in look.heartbeats if is_orphan(heartbeat)]:
+        found.append(
+            f"what was saved last is still being committed by the courier of {named(left)}, whose trainer is gone"
+        )
     if lost := [heartbeat for heartbeat in look.heartbeats if is_without_courier(heartbeat)]:
         ranks = named([int(heartbeat["rank"]) for heartbeat in lost])
         found.append(f"training goes on without a courier on {ranks}: what is saved is not committed; the log says why")

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from ..errors import UnsafePath
 from ..memory.node_directory import NodeDirectory, emulated_nodes, jobs_of
 from ..version import __version__
-from .heartbeat_format import FORMAT, PART_NBYTES, carried_on, courier_part, encode, together, trainer_part
+from .heartbeat_format import FORMAT, PART_NBYTES, carried_on, courier_part, encode, is_orphan, together, trainer_part
 
 log = logging.getLogger("mlflash")
 
@@ -229,11 +229,14 @@ def all_heartbeats(memory: str, job: str) -> Heard:
 
 
 def live_jobs(memory: str) -> list[str]:
-    """List the jobs of this user that are alive on this node. Not collective."""
+    """List the jobs of this user that are alive on this node, if only by a courier whose trainer is gone.
+
+    Not collective.
+    """
     return [
         job
         for job in jobs_of(memory)
-        if any(heartbeat["alive"] for heartbeat in all_heartbeats(memory, job).heartbeats)
+        if any(one["alive"] or is_orphan(one) for one in all_heartbeats(memory, job).heartbeats)
     ]
 
 

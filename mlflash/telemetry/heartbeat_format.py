@@ -119,6 +119,14 @@ def has_own_courier(heartbeat: Mapping[str, Any]) -> bool:
     return heartbeat.get("courier_pid") not in (None, heartbeat["pid"])
 
 
+def is_orphan(heartbeat: Mapping[str, Any]) -> bool:
+    """Whether the trainer of a rank is gone, and its courier still brings to its end what that had saved."""
+    return (
+        not heartbeat["alive"] and has_own_courier(heartbeat)
+        and heartbeat.get("courier_state") == "started" and bool(heartbeat.get("courier_alive"))
+    )  # fmt: skip
+
+
 def is_without_courier(heartbeat: Mapping[str, Any]) -> bool:
     """Whether the courier of a rank died without a word, and its trainer goes on."""
     return (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,11 @@ from harness import HERE, Launch, Result
 from processes import started_by
 from waiting import until
 
+from mlflash.doctor import couriers
+from mlflash.doctor.findings import Level
 from mlflash.launcher.processes import mpiexec
+from mlflash.live_monitor.screen import state_of
+from mlflash.telemetry.heartbeat import all_heartbeats, live_jobs
 
 pytestmark = [
     needs.MPI,
@@ -129,6 +134,35 @@ def test_a_courier_takes_at_most_60_mb_besides_slots(jobs: Jobs, ranks: int, red
         # With parity, the blocks that are being coded are in memory besides: twice three of each lane, and no slot.
         blocks = 12 << 20 if redundancy == "xor:3" else 0
         assert weight["courier"]["rss"] < LARGEST + blocks, weight
+
+
+def test_a_courier_is_seen_beside_its_trainer_and_after_it(jobs: Jobs, shm: Path) -> None:
+    job = jobs.start(2, "stay")
+    up = lambda: [record for record in job.records() if record["event"] == "up"]
+    until(lambda: len(up()) == 2 or not job.running, "both ranks to save")
+    ranks = up()
+    assert len(ranks) == 2, job.records()
+    pids = {record[name] for record in ranks for name in ("zygote", "courier")}
+    ours = lambda: [one for one in couriers.running() if one.pid in pids]
+    assert {one.pid for one in ours()} == pids
+    assert {one.pid for one in ours() if one.jobs == ("j",)} == {record["courier"] for record in ranks}
+    assert [found.level for found in couriers.judge_running(ours())] == [Level.OK]
+    assert all(record["is_a"].startswith(f"process (pid {record['courier']}, ") for record in ranks)
+    for record in ranks:
+        os.kill(record["courier"], signal.SIGSTOP)  # as one that works on what its trainer has left
+    try:
+        job.kill()
+        (found,) = until(lambda: list(couriers.judge_running(ours())), "something that is left over")
+        assert found.level is Level.WARNING and "with the lock of j" in found.words
+        assert all(str(pid) in found.words for pid in pids)
+        heard = all_heartbeats(str(shm), "j").heartbeats
+        assert live_jobs(str(shm)) == ["j"] and not any(one["alive"] for one in heard), "trainers are gone"
+        assert {state_of(one) for one in heard} == {"gone"}
+    finally:
+        for record in ranks:
+            os.kill(record["courier"], signal.SIGCONT)
+    until(lambda: not ours(), "couriers and zygotes to end")
+    assert live_jobs(str(shm)) == []
 
 
 def test_checkpointers_that_are_opened_and_closed_leave_nothing(jobs: Jobs) -> None:

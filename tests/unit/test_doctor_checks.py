@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from mlflash.config import from_environment
 from mlflash.doctor import (
     copying,
+    couriers,
     gpu,
     logind,
     memory,
@@ -24,6 +26,7 @@ from mlflash.doctor import (
 from mlflash.doctor.findings import Level
 from mlflash.memory.memory_limits import headroom
 from mlflash.planning import scheme_comparison
+from mlflash.wireup.courier_cores import Domains, Seat, from_list
 
 GIB = 1 << 30
 SPARE = 64 << 20  # what must stay free when so much is allocated
@@ -428,3 +431,48 @@ def test_copies_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     found = copying.copying()
     low, high = found.values["now_gbs"]
     assert 1e-3 < low <= high < 1000, "in GB/s; a slower machine would not be through within the deadline"
+
+
+# Couriers
+
+
+def seats(*trainers: str, may_have: str = "0-7") -> list[Seat]:
+    return [Seat(from_list(cores), from_list(may_have)) for cores in trainers]
+
+
+@pytest.mark.parametrize(
+    ("trainers", "threads", "level", "text"),
+    [
+        (["0-2", "3-5"], [3, 3], Level.OK, "6-7, where no trainer runs"),
+        (["0-7"], [1], Level.OK, "those of the trainers (0-7): auto finds no others, of which 7 train nothing"),
+        (
+            ["0-3", "4-7"],
+            [3, 3],
+            Level.OK,
+            "those of the trainers (0-7): auto finds no others, of which 2 train nothing",
+        ),
+        (["0-3", "4-7"], [4, 3], Level.WARNING, "and each has a thread that trains"),
+        (["0-3", "4-7"], [None, None], Level.WARNING, "and each has a thread that trains"),
+    ],
+)
+def test_where_couriers_would_run(trainers: list[str], threads: list[int | None], level: Level, text: str) -> None:
+    alike = Domains(lambda core: frozenset(), lambda core: frozenset({core}))
+    found = couriers.judge_cores("auto", seats(*trainers), threads, alike)
+    assert found.level is level and text in found.words and bool(found.remedy) == (level is Level.WARNING)
+
+
+@pytest.mark.parametrize("mode", ["thread", "process"])
+def test_which_kind_of_courier_a_job_has_and_why(mode: str) -> None:
+    found = couriers.kind(from_environment({"MLFLASH_COURIER": mode}, None, job="j"), {"MLFLASH_COURIER": mode})
+    assert found.words.startswith(f"a {mode} ") and f"(MLFLASH_COURIER={mode})" in found.words
+    assert "(as by default)" in couriers.kind(from_environment({}, None, job="j"), {}).words
+
+
+def test_couriers_that_run_and_those_that_are_left_over() -> None:
+    running = [couriers.Running(11, 10, 10), couriers.Running(12, 11, 10, ("j",))]
+    left = [couriers.Running(21, 1, 20), couriers.Running(22, 21, 20, ("k",))]
+    assert not list(couriers.judge_running([]))
+    assert [found.level for found in couriers.judge_running(running)] == [Level.OK]
+    (found,) = couriers.judge_running([*running, *left])
+    assert found.level is Level.WARNING and "21 22, with the lock of k" in found.words
+    assert "kill -9 21 22" in found.remedy
