@@ -19,6 +19,7 @@ class Cores:
 
     Attributes:
         trains: whether this rank does.
+        courier: the core of its courier.
     """
 
     def __init__(self, kind: str, rank: int):
@@ -27,13 +28,13 @@ class Cores:
         # Two cores: {0: training, 1: couriers}; more: a core for each courier.
         alone = kind == OWN_CORE and rank == 0
         self._main = allowed[0] if rank == 0 else allowed[-1]
-        self._courier = allowed[1] if alone else self._main
+        self.courier = allowed[1] if alone else self._main
         os.sched_setaffinity(0, {self._main})
 
     @contextlib.contextmanager
     def of_courier(self) -> Iterator[None]:
         """Threads that are made in here stay on the courier's core."""
-        os.sched_setaffinity(0, {self._courier})
+        os.sched_setaffinity(0, {self.courier})
         try:
             yield
         finally:

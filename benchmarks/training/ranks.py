@@ -44,18 +44,18 @@ class Measured:
     """A training and how its steps are timed; a rank that does not train waits.
 
     Args:
-        step: of the training.
+        step: of the training; also an attribute.
         trains: whether this rank does.
         window_s: for how long steps are made without a save.
     """
 
     def __init__(self, step: Step, trains: bool, window_s: float):
-        self._step, self._trains, self._window_s = step, trains, window_s
+        self.step, self._trains, self._window_s = step, trains, window_s
         self.saves = 0
 
     def without(self, name: str = ALONE) -> dict[str, float]:
         """Train without a save."""
-        steps = steps_for(self._step, self._window_s) if self._trains else [0.0]
+        steps = steps_for(self.step, self._window_s) if self._trains else [0.0]
         return {name: float(np.mean(steps))}
 
     def around(self, action: Action) -> dict[str, Action]:
@@ -70,7 +70,7 @@ class Measured:
             cpu, own = time.process_time(), time.thread_time()
             snapshot = ckpt.save(self.saves, state)
             copying = time.thread_time() - own
-            steps = steps_until(self._step, lambda: snapshot.done) if self._trains else [0.0]
+            steps = steps_until(self.step, lambda: snapshot.done) if self._trains else [0.0]
             snapshot.wait()
             courier = (time.process_time() - cpu) - (time.thread_time() - own)
             rate = ckpt.report()["send rate"] or 0.0

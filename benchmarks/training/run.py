@@ -1,10 +1,12 @@
 """How much a step of a training is slowed while the courier works.
 
     python benchmarks/training/run.py [--mib 64] [--repetitions 5] [--quick] [--json FILE] [--plot FILE] [--readme]
+    python benchmarks/training/run.py --couriers [--mib 64] [--repetitions 20] [--quick] [--json FILE]
     python benchmarks/training/run.py --link [--mbit 200] [--json FILE]
 
-Starts itself under mpiexec on two ranks of this machine, each an emulated node (ranks.py, interpreter.py); with --link,
-as root, on two nodes made of namespaces that a slow cable joins (link.py).
+Starts itself under mpiexec on two ranks of this machine, each an emulated node (ranks.py, interpreter.py); with
+--couriers it compares couriers that are threads and processes (couriers.py, which needs a C compiler); with --link, as
+root, on two nodes made of namespaces that a slow cable joins (link.py).
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ WINDOW_S, QUICK_WINDOW_S = 0.3, 0.1  # of steps without a save, before and after
 def main() -> int:
     parser = parser_of(__doc__, timeout_s=240, repetitions=5)
     parser.add_argument("--link", action="store_true", help="ask about a slow link instead")
+    parser.add_argument("--couriers", action="store_true", help="ask what a courier that is a process saves instead")
     parser.add_argument("--mbit", type=int, default=200, help="Mbit/s of that link, each way")
     parser.add_argument("--mib", type=in_eights, default=64, help="MiB of tensors per rank, a multiple of 8")
     args = parser.parse_args()
@@ -37,6 +40,8 @@ def main() -> int:
     if args.quick:
         args.mib, args.repetitions, window_s = 16, 1, QUICK_WINDOW_S
     sizes = [args.mib << 20, args.repetitions]
+    if args.couriers:
+        return run(args, [Part(2, HERE / "couriers.py", [*sizes, window_s])], yardstick=ALONE)
     return run(args, [
         *(Part(2, HERE / "ranks.py", [kind, *sizes, window_s]) for kind in (ONE_CORE, OWN_CORE)),
         *(Part(2, HERE / "interpreter.py", [kind, *sizes]) for kind in (ONE_CORE, OWN_CORE)),

@@ -20,7 +20,7 @@ from ..errors import Closed, text_of
 from ..mpi.fabric import AUTO, between_nodes, choose_transport
 from ..mpi.world import World
 from ..saving.snapshot import Snapshot
-from ..wireup.launcher_variables import without_launcher
+from ..wireup.launcher_variables import as_torchrun
 from ..wireup.process_mapping import name_of_host
 from .findings import Finding, fine, warning
 
@@ -123,10 +123,7 @@ def _meeting_anew(world: World) -> Iterator[None]:
     address, number = world.broadcast(("127.0.0.1" if alone else socket.gethostname(), port), 0)
     before = dict(os.environ)
     os.environ.clear()
-    os.environ.update(without_launcher(before) | {
-        "RANK": str(world.rank), "WORLD_SIZE": str(world.size), "LOCAL_RANK": str(world.local_rank),
-        "MASTER_ADDR": address, "MASTER_PORT": str(number),
-    })  # fmt: skip
+    os.environ.update(as_torchrun(before, world.rank, world.size, world.local_rank, address, number))
     try:
         yield
     except OSError as error:  # of the zygote, or of a courier that has ended

@@ -110,6 +110,17 @@ def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
     return {**kept, **dict.fromkeys(_GPUS, ""), "OPENBLAS_NUM_THREADS": "1"}
 
 
+def as_torchrun(
+    environment: Mapping[str, str], rank: int, size: int, local_rank: int, address: str, port: int
+) -> dict[str, str]:
+    """Give the environment of a rank that meets the others as torchrun's do, whatever has started it. Not collective.
+
+    For a program whose MPI has the launcher's way already. The port is one that is free on the host of rank 0.
+    """
+    meets = {"RANK": rank, "WORLD_SIZE": size, "LOCAL_RANK": local_rank, "MASTER_ADDR": address, "MASTER_PORT": port}
+    return without_launcher(environment) | {name: str(value) for name, value in meets.items()}
+
+
 def _read(
     environment: Mapping[str, str], launcher: str, rank_name: str, size_names: Sequence[str], local_name: str
 ) -> Launched | None:
