@@ -50,6 +50,14 @@ class Watch(watchdog.Watch):
             super().doing(pending, known)
 watchdog.Watch = Watch
 """
+# What saves go through is looked at while they do.
+SAID = """
+from mlflash.checkpointer.checkpointer import Checkpointer
+def prepare(self, state, old=Checkpointer.prepare):
+    assert self.report()["courier"].startswith("process (pid "), self.report()["courier"]
+    old(self, state)
+transports.Checkpointer.prepare = prepare
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -178,6 +186,18 @@ def test_bytes_that_arrive_changed_are_an_error(shm: Path) -> None:
         shm, 2, code=1, change="if here == 1: rma.pattern = lambda rank, nbytes, old=rma.pattern: old(rank + 1, nbytes)"
     )
     assert [line["level"] for line in lines_of(found, "RMA between nodes")] == ["error"]
+
+
+@pytest.mark.skipif(os.environ.get("MLFLASH_TEST_MPI") == "openmpi", reason="couriers need MPICH: no PMI-1 otherwise")
+def test_saves_go_through_processes_where_a_job_has_them(shm: Path) -> None:
+    change = 'os.environ["MLFLASH_COURIER"] = "process"'
+    found = examine(shm, 2, change=change + "\n" + SAID)
+    (saves,) = lines_of(found, "transport")
+    assert saves["level"] == "ok" and "p2p" in saves["text"], saves
+    (kind,) = lines_of(found, "courier")
+    assert "a process beside each trainer (MLFLASH_COURIER=process)" in kind["text"]
+    assert len(lines_of(found, "courier cores")) == 1
+    assert list(shm.iterdir()) == []
 
 
 def test_the_transport_that_is_clearly_faster_is_named(shm: Path) -> None:
