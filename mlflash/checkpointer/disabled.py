@@ -159,8 +159,8 @@ class Courier(Client):
 
     def _report(self) -> dict[str, Any]:
         return {
-            "enabled": False, "rank": self._rank, "node": socket.gethostname(), "scheme": "none", "group": (),
-            "partners": (), "shared with": (), "transport": "", "job": "", "memory": "", "restored_from": "",
+            "enabled": False, "rank": self._rank, "node": socket.gethostname(), "scheme": "none", "group": [],
+            "partners": [], "shared with": [], "transport": "", "job": "", "memory": "", "restored_from": "",
             "drain": None, "send rate": None, "slowdown": None, "slots": [], "counts": {}, "seconds": {},
         }  # fmt: skip
 

@@ -217,10 +217,7 @@ class SaveQueue:
         settled = self._is_settled(flat)
         if settled:
             self._lay_out(save, flat)
-        if self._stuck:
-            broken = self._courier.broken
-            raise self._failure(save, "an earlier save is still waiting for other ranks" if broken is None else
-                                f"nothing is saved any more, after an earlier error: {text_of(broken)}")  # fmt: skip
+        self._refuse_if_stuck(save)
         if self._slots.is_device_stuck:
             raise self._failure(save, "a device has not ended its copies for an earlier save")
         if self._staging is not None and not self._staging.staged.wait(self._config.timeout_s):
@@ -322,16 +319,21 @@ class SaveQueue:
         # While a heal fails, slots may be held back until it is done; the job of this save tries again.
         end = time.monotonic() + (0.0 if self._trainer.is_unhealed else self._config.timeout_s)
         while (taken := self._slots.take(0.05, request)) is None:
-            if self._stuck or time.monotonic() > end:
+            self._refuse_if_stuck(save)
+            if time.monotonic() > end:
                 held = "both slots are still busy with earlier saves"
                 if self._trainer.is_unhealed:
                     held = "the restored step has no full redundancy yet, and both slots are needed for it"
                 raise self._failure(save, held)
         return taken
 
-    @property
-    def _stuck(self) -> bool:
-        return self._courier.late is not None or self._courier.broken is not None
+    def _refuse_if_stuck(self, save: PendingSave) -> None:
+        if self._courier.broken is not None:
+            raise self._failure(
+                save, f"nothing is saved any more, after an earlier error: {text_of(self._courier.broken)}"
+            )
+        if self._courier.late is not None:
+            raise self._failure(save, "an earlier save is still waiting for other ranks")
 
     def _failure(self, save: PendingSave, why: str) -> SaveFailed:
         return SaveFailed(why, rank=self._ranks.rank, node=self._ranks.node_name, step=save.request.step)

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import holds
 import pytest
 from ranks import comm, configure, nodes, root, tmp_path
-from waiting import PATIENCE_S
-
-from mlflash import crash_points
 
 __all__ = ["comm", "nodes", "root", "tmp_path"]
 
 
 def pytest_configure(config: pytest.Config) -> None:
     configure(config)
+    if config.pluginmanager.has_plugin("on_ranks"):
+        holds.reach_into_couriers()
+
+
+@pytest.fixture(autouse=True)
+def in_thread(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let couriers be threads in tests that are marked so: they count or replace what a courier does in this process."""
+    if request.node.get_closest_marker("in_thread"):
+        monkeypatch.setenv("MLFLASH_COURIER", "thread")
 
 
 @pytest.fixture(params=["p2p", "rma"])
@@ -27,18 +33,21 @@ def options(request: pytest.FixtureRequest, root: Path) -> dict[str, object]:
 
 
 @pytest.fixture
-def hold_at() -> Iterator[Callable[[str], threading.Event]]:
-    """Hold whatever comes to a named point until an event is set."""
+def hold_at() -> Iterator[Callable[[str], holds.Hold]]:
+    """Hold whatever comes to a named point until it is let go."""
+    yield holds.hold
+    holds.let_go()
 
-    def hold(point: str) -> threading.Event:
-        go_on = threading.Event()
 
-        def reached(name: str) -> None:
-            if name == point:
-                go_on.wait(PATIENCE_S)
+@pytest.fixture
+def slow_at() -> Iterator[Callable[[str, float], holds.Hold]]:
+    """Let the courier come late from a named point."""
+    yield holds.slow
+    holds.let_go()
 
-        crash_points.arm(reached)
-        return go_on
 
-    yield hold
-    crash_points.arm(None)
+@pytest.fixture
+def fail_at() -> Iterator[Callable[[str], holds.Hold]]:
+    """Let whatever comes to a named point fail, by a mistake of ours."""
+    yield holds.fail
+    holds.let_go()

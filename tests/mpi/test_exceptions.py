@@ -7,12 +7,13 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from holds import Hold
 from mpi4py import MPI
 from waiting import PATIENCE_S
 
@@ -118,15 +119,11 @@ def test_a_callback_that_raises_costs_nothing(ckpt: Checkpointer) -> None:
 
 @two
 def test_a_rank_that_fails_in_the_middle_is_named_at_once_and_not_after_the_deadline(
-    ckpt: Checkpointer, monkeypatch: pytest.MonkeyPatch
+    ckpt: Checkpointer, fail_at: Callable[[str], Hold]
 ) -> None:
     assert_goes_on(ckpt, 1)
-
-    def broken(*args: Any) -> None:
-        raise ZeroDivisionError("a mistake of ours")
-
     if RANK == LAST:
-        monkeypatch.setattr(ckpt._courier.session.context.protection, "protect", broken)
+        fail_at("protect.announced")
     start = time.monotonic()
     with pytest.raises(errors.SaveFailed, match=rf"rank {LAST}|ZeroDivisionError"):
         ckpt.save(2, state_of(2)).wait()

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import holds
 import pytest
 import torch
+from holds import Hold
 from mpi4py import MPI
-from waiting import PATIENCE_S, take
 
-from mlflash import Checkpointer, crash_points, errors
+from mlflash import Checkpointer, errors
 from mlflash.state.flatten import flatten
 
 pytestmark = pytest.mark.mpi
@@ -60,21 +60,6 @@ def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-@pytest.fixture
-def slow_at() -> Iterator[Any]:
-    """Lets the courier come late, or never before it is told to."""
-
-    def set_up(point: str, seconds: float) -> None:
-        def reached(name: str) -> None:
-            if name == point and threading.current_thread() is not threading.main_thread():
-                take(seconds)
-
-        crash_points.arm(reached)
-
-    yield set_up
-    crash_points.arm(None)
-
-
 @pytest.mark.parametrize("point", [None, "commit.released", "protect.announced", "transfer.sent", "commit.seen"])
 @pytest.mark.parametrize("how", [{}, {"fused": True}, {"foreach": False}], ids=str)
 def test_what_is_restored_is_the_state_at_the_save_however_early_training_goes_on(
@@ -92,7 +77,7 @@ def test_what_is_restored_is_the_state_at_the_save_however_early_training_goes_o
             ckpt.save(training.steps, training.state, until=training.optimizer)
             training.step()  # writes to all there is, as early as it may
         ckpt.wait()
-        crash_points.arm(None)
+        holds.let_go()
         steps = ckpt.steps()
         assert steps == [5, 6]
         for step in steps:
@@ -198,7 +183,7 @@ def test_nothing_of_ddp_or_fsdp2_writes_to_what_is_copied_late(
             lazy += snapshot.later is not None
             training.step()
         ckpt.wait()
-        crash_points.arm(None)
+        holds.let_go()
         assert lazy >= 4  # the first may be the one that agrees on what is shared
         for step in (4, 5):
             again = Parallel(how)
@@ -217,18 +202,18 @@ def _by_numpy(weight: torch.Tensor) -> None:
 @pytest.mark.parametrize("write", [lambda weight: weight.mul_(2), lambda weight: weight.data.mul_(2), _by_numpy])
 @pytest.mark.parametrize("replicated", [None, True])
 def test_a_step_that_was_written_to_too_early_is_on_no_rank_a_checkpoint(
-    options: dict[str, Any], write: Callable[[torch.Tensor], object], replicated: bool | None
-) -> None:
+    options: dict[str, Any], hold_at: Callable[[str], Hold], write: Callable[[torch.Tensor], object],
+    replicated: bool | None,
+) -> None:  # fmt: skip
     options["replicated"] = replicated
     training = Training(seed=0)
     training.step()
     with Checkpointer(**options) as ckpt:
         ckpt.prepare(training.state)
+        hold = hold_at("commit.seen")  # the courier is busy for as long as the test says, once the first save has ended
         ckpt.save(1, training.state, until=training.optimizer).wait()
         kept = training.copy()
         training.steps = 2
-        hold = threading.Event()
-        ckpt._courier._jobs.post(_job(lambda: hold.wait(PATIENCE_S)))  # the courier is busy with something else
         snapshot = ckpt.save(2, training.state, until=training.optimizer)
         if RANK == 0 or replicated:
             with torch.no_grad():
@@ -294,9 +279,3 @@ def test_a_restore_and_the_next_save_do_not_come_between(options: dict[str, Any]
         assert ckpt.restore(state) == 3
         again.steps = state["steps"]
         assert same(again.copy(), kept)
-
-
-def _job(work: Any) -> Any:
-    from mlflash.mpi.courier import Job
-
-    return Job(work)

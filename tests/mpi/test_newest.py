@@ -72,6 +72,7 @@ def test_what_is_opened_without_a_step_is_that_which_can_be_read(saved: dict[str
             ckpt.adapting.open(5)
 
 
+@pytest.mark.in_thread
 def test_the_load_that_comes_next_does_not_verify_again_and_the_one_after_does(
     options: dict[str, Any], verified: list[str]
 ) -> None:
@@ -88,6 +89,7 @@ def test_the_load_that_comes_next_does_not_verify_again_and_the_one_after_does(
         assert ckpt.adapting.newest_step() == 5 and ckpt.load(3)[0] == 3 and len(verified) == 2, "of another step"
 
 
+@pytest.mark.in_thread
 def test_what_was_verified_before_a_save_is_verified_again_after_it(
     options: dict[str, Any], verified: list[str]
 ) -> None:

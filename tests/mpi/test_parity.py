@@ -325,6 +325,7 @@ def test_ranks_that_cut_their_slots_differently_are_refused_and_nothing_is_commi
 
 
 @on(4)
+@pytest.mark.in_thread
 @pytest.mark.parametrize("scheme", ["xor:4", "rs:2+2"])
 @pytest.mark.parametrize("told", ["of what was sent", "of what is in the slot"])
 def test_a_byte_that_is_not_the_slots_when_it_is_sent_is_found_and_nothing_is_committed(

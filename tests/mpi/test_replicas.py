@@ -30,6 +30,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [r.getMessage() for r in caplog.records if "though it should be" in r.getMessage()]
 
 
+@pytest.mark.in_thread
 def test_equal_tensors_are_compared_by_one_small_allreduce_and_nothing_is_said(
     comm: Any, options: dict[str, Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
