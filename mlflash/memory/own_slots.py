@@ -11,6 +11,7 @@ import collections
 import dataclasses
 import logging
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
@@ -23,6 +24,8 @@ from .shared_memory_segment import Segment
 from .slot import Slot, Use, leave_behind, oldest_free, read_header
 
 log = logging.getLogger("mlflash")
+
+_LOOK_S = 0.05  # how long one look for a free slot waits for word of it
 
 
 class SlotId(NamedTuple):
@@ -66,14 +69,16 @@ class OwnSlots:
     Attributes:
         own, shares: the slots. Use.FREE: the trainer may fill it. Use.BUSY: it is being filled, or saved. Use.HOLDS:
             it is the courier's.
-        changed: notified when a slot becomes free.
     """
 
     def __init__(self, memory: NodeDirectory, count: int, known: Callable[[], Mapping[int, Segment]]):
         self._memory, self._known = memory, known
         self.own = [Slot(use=Use.HOLDS) for _ in range(count)]
         self.shares = [Slot(use=Use.HOLDS) for _ in range(count)]
-        self.changed = threading.Condition()
+        # Not a Condition, which enters and leaves its lock in Python: a signal's handler that raises there would leave
+        # it locked for ever. A finalizer may come in the middle, on the same thread.
+        self._lock = threading.RLock()
+        self._freed = threading.Lock()  # released when a slot becomes free; who waits takes it
         self._quarantined: list[Segment] = []  # files that a device has not ended its copies into
         self._lent: collections.Counter[int] = collections.Counter()  # how many views this rank has given, by inode
 
@@ -101,13 +106,26 @@ class OwnSlots:
                 ever noting what it took.
             leave: rather leave files to the views that this rank has given than wait for the end of these.
         """
-        with self.changed:
-            self.changed.wait_for(lambda: self._free_pair(leave) is not None, wait_s)
-            pair = self._free_pair(leave)
-            for slot in pair or ():
-                slot.taker = taker
-                slot.use = Use.BUSY
-            return pair
+        end = time.monotonic() + wait_s
+        while True:
+            with self._lock:
+                pair = self._free_pair(leave)
+                for slot in pair or ():
+                    slot.taker = taker
+                    slot.use = Use.BUSY
+            if pair is not None or not self._wait(end):
+                return pair
+
+    def _wait(self, end: float) -> bool:
+        """Wait for a slot to become free, or a little; whether there was time for it. Not with the lock."""
+        left = end - time.monotonic()
+        if left > 0:
+            self._freed.acquire(timeout=min(left, _LOOK_S))
+        return left > 0
+
+    def _tell_freed(self) -> None:
+        if self._freed.locked():
+            self._freed.release()
 
     def taken_by(self, taker: object) -> list[Slot]:
         """The slots that are busy with something."""
@@ -120,14 +138,14 @@ class OwnSlots:
 
     def give_back(self, taken: Iterable[Slot]) -> None:
         """Free slots that were taken, and that the courier was not told of."""
-        with self.changed:
+        with self._lock:
             for slot in taken:
                 self._free(slot)
-            self.changed.notify_all()
+            self._tell_freed()
 
     def committed(self, taker: object) -> None:
         """Leave the slots of a save to the courier: they hold a checkpoint now."""
-        with self.changed:
+        with self._lock:
             for slot in self.taken_by(taker):
                 slot.taker, slot.use = None, Use.HOLDS
                 if slot.segment is not None:
@@ -135,17 +153,20 @@ class OwnSlots:
 
     def reclaim(self, taker: object) -> None:
         """Leave the slots of a save that has failed to a courier that knows nothing of it; nobody fills them now."""
-        with self.changed:
+        with self._lock:
             for slot in self.taken_by(taker):
                 self._free(slot)
                 slot.use = Use.HOLDS
-            self.changed.notify_all()
+            self._tell_freed()
 
     def wait_until_given(self, timeout_s: float) -> bool:
         """Leave all slots to the courier, and wait until none is being filled; whether that was so in time."""
         self.prepare([(name, 0) for name, _ in self._all()])
-        with self.changed:
-            return self.changed.wait_for(lambda: all(slot.use is Use.HOLDS for _, slot in self._all()), timeout_s)
+        end = time.monotonic() + timeout_s
+        while any(slot.use is not Use.HOLDS for _, slot in self._all()):
+            if not self._wait(end):
+                return False
+        return True
 
     def _free_pair(self, leave: bool) -> tuple[Slot, Slot] | None:
         own, share = (self._free_slot(slots, leave) for slots in (self.own, self.shares))
@@ -173,7 +194,7 @@ class OwnSlots:
     @property
     def is_device_stuck(self) -> bool:
         """Whether a device has not ended its copies into a slot of an earlier save."""
-        with self.changed:
+        with self._lock:
             over = [one for one in self._quarantined if not one.is_written_to]
             self._quarantined = [one for one in self._quarantined if one not in over]
         for one in over:
@@ -193,7 +214,7 @@ class OwnSlots:
             Those of the others that were free; they are the courier's now.
         """
         given = []
-        with self.changed:
+        with self._lock:
             slots = dict(self._all())
             for name, nbytes in wanted:
                 slot = slots[name]
@@ -209,7 +230,7 @@ class OwnSlots:
     def update(self, files: Iterable[SlotFile]) -> None:
         """Hear which files the slots have, and which of them may be filled from now on."""
         fresh = []
-        with self.changed:
+        with self._lock:
             slots = dict(self._all())
             for told in files:
                 slot = slots[told.slot]
@@ -219,7 +240,7 @@ class OwnSlots:
                 slot.header = None if slot.segment is None else read_header(slot.view)
                 if told.is_free:
                     self._free(slot)
-            self.changed.notify_all()
+            self._tell_freed()
         shared_memory_segment.prefault_in_background(fresh)
 
     def _map(self, slot: Slot, told: SlotFile) -> list[Segment]:
@@ -262,9 +283,9 @@ class OwnSlots:
 
     def _returned(self, inode: int, take_back: Callable[[], None]) -> None:
         take_back()
-        with self.changed:
+        with self._lock:
             self._lent[inode] -= 1
-            self.changed.notify_all()
+            self._tell_freed()
 
     def unmap_others(self, slots: Iterable[Slot]) -> None:
         """Unmap those of some slots that are none of these."""
