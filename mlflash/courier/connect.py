@@ -115,6 +115,8 @@ def _start(rank: int, size: int, group: Any, process_group: Any, replicated: Any
         replicas = replicas_of(replicated, rank, size, group, process_group)
     except MlflashError as error:
         problem = error
+    if isinstance(domains, os.PathLike):
+        domains = os.fspath(domains)  # as messages are plain data
     return Start(problem, replicas, domains, os.urandom(8).hex())
 
 

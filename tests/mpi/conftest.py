@@ -20,7 +20,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(autouse=True)
 def in_thread(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let couriers be threads in tests that are marked so: they count or replace what a courier does in this process."""
+    """Let couriers be threads in tests that are marked so: they count or replace what one does in this process."""
     if request.node.get_closest_marker("in_thread"):
         monkeypatch.setenv("MLFLASH_COURIER", "thread")
 

@@ -156,10 +156,12 @@ def test_a_heal_that_fails_is_tried_again_and_saving_goes_on_on_ranks_that_moved
     comm.Barrier()
     home.with_name(f"moving{RANK}").rename(home.with_name(f"node{(RANK - 1) % SIZE}"))
     comm.Barrier()
-    arrives = hold_at("transfer.received") if RANK == 0 else None
+    heals = hold_at("heal.begun")
     with caplog.at_level(logging.WARNING, "mlflash"), Checkpointer(**options) as ckpt:
         state = state_at(0)
         assert ckpt.restore(state) == 1 and same(state, state_at(1))
+        arrives = hold_at("transfer.received") if RANK == 0 else None
+        heals.set()
         if arrives is not None:
             until(lambda: arrives.is_reached, "a copy of another rank's slot to arrive")
             spoil_what_arrives(Path(ckpt.report()["memory"]))

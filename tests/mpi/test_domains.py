@@ -67,6 +67,7 @@ def test_hosts_that_the_file_does_not_name_are_named_in_a_warning(
 
 
 @four
+@pytest.mark.in_thread  # the environment of a courier that is a process is what its trainer had at the beginning
 def test_what_slurm_says_of_each_node_is_found(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_TOPOLOGY_ADDR", f"core.leaf{RANK // 2}.node{RANK}")
     monkeypatch.setenv("SLURM_TOPOLOGY_ADDR_PATTERN", "switch.switch.node")

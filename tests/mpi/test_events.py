@@ -104,7 +104,8 @@ def test_a_run_that_is_left_by_an_exception_has_failed(options: dict[str, Any], 
         ckpt.save(1, state_at(1)).wait()
         raise ZeroDivisionError
     MPI.COMM_WORLD.Barrier()
-    assert own_events(path)[-1]["state"] == "failed"
+    (end,) = of(own_events(path), "end")
+    assert end["state"] == "failed"
 
 
 def test_the_first_rank_says_one_line_for_each_checkpoint_and_restore(
