@@ -6,7 +6,7 @@
 #   make shake TEST=...  a test twenty times in a row beside a busy loop on each core (RANKS=3 for one on ranks)
 #   make unit            one process, nothing started: the first thing to run
 #   make programs        commands, scripts and the blocks of docs/, in processes of their own
-#   make test-3          the tests on 3 ranks only
+#   make test-3          the tests on 3 ranks only (COURIER=process: with couriers that are processes)
 #   make files           what draining, exports and commands leave in files, on file systems that fail, on S3
 #   make adapters        the adapters to PyTorch's DCP and FSDP, on 4 ranks
 #   make megatron        the adapter to Megatron: on 4 ranks, and a training of its own that is killed
@@ -47,6 +47,7 @@ MINUTES ?= 10
 SEED ?= 1
 CHAOS ?=
 SHARE ?=
+COURIER ?=
 TIMES ?= 20
 # Under Open MPI: what a lost rank, node or cable does to an MPI; what is damaged or full does not depend on which it is.
 CLUSTER ?= $(if $(filter openmpi,$(MPI)),\
@@ -207,11 +208,13 @@ define on_ranks
 	@mkdir -p $(REPORTS)
 	tmp=$$(mktemp -d) && trap 'rm -rf "$$tmp"' EXIT && TMPDIR=$$tmp MLFLASH_TEST_RANKS=$(2) timeout -k 10 $(3) \
 	  $(1)/bin/mpiexec $(LAUNCH) -n $(2) $(1)/bin/python -m mpi4py $(1)/bin/pytest --only-mpi --timeout 100 --color no \
-	  -o faulthandler_timeout=60 -r fE --junitxml $(REPORTS)/$@.xml $(4)
+	  -o faulthandler_timeout=60 -r fE --junitxml $(REPORTS)/$@$(COURIER:%=-%).xml $(4)
 endef
 
+# COURIER=process: with couriers that are processes.
+$(SIZES:%=test-%): export MLFLASH_COURIER := $(or $(COURIER),thread)
 $(SIZES:%=test-%): test-%: $(READY)
-	$(call on_ranks,$(VENV),$*,300,tests/mpi $(if $(filter 8,$*),-k 'parity and p2p'))
+	$(call on_ranks,$(VENV),$*,$(if $(COURIER),600,300),tests/mpi $(if $(filter 8,$*),-k 'parity and p2p'))
 
 # Those to Megatron are tested in its environment; local checkpoints, which import nothing of it, under Open MPI, too.
 ifeq ($(MPI),openmpi)
@@ -243,7 +246,8 @@ faults: $(READY)
 
 faults-full: export MLFLASH_FAULTS := full
 faults-full: $(READY) .venv-megatron/.installed
-	$(BIN)/pytest tests/faults/test_crash_points.py tests/faults/test_dcp.py --junitxml $(REPORTS)/faults-full.xml
+	$(BIN)/pytest tests/faults/test_crash_points.py tests/faults/test_courier_points.py tests/faults/test_dcp.py \
+	  --junitxml $(REPORTS)/faults-full.xml
 	.venv-megatron/bin/pytest tests/faults/test_megatron.py --junitxml $(REPORTS)/megatron-full.xml
 
 cluster: $(READY)

@@ -1,4 +1,4 @@
-"""Have couriers that are processes do what a test wants at the named points of mlflash, as the test's own process does."""
+"""Have couriers that are processes do what a test wants at the named points of mlflash, as its own process does."""
 
 from __future__ import annotations
 

@@ -24,6 +24,7 @@ from mlflash.launcher.processes import mpiexec, signal_group, spawn
 
 HERE = Path(__file__).parent
 UID = os.getuid()
+_LOOK_S = 0.1  # for a rank that has died
 _LEFT_S = 2  # for mpiexec to end after its ranks; what they have started is killed then, but nothing of mpiexec's own
 
 
@@ -36,7 +37,24 @@ def own_memory() -> Iterator[Path]:
     finally:
         for launch in [one for one in live if one.out.is_relative_to(path)]:  # its test ran out of time
             launch.kill()
+        _kill_orphans(path)
         shutil.rmtree(path)
+
+
+def _kill_orphans(path: Path) -> None:
+    """Kill couriers that outlive their trainers, whose records are below a path."""
+    mine = f"OUT={path}/".encode()
+    pids = set()
+    for environ in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if any(one.startswith(mine) for one in environ.read_bytes().split(b"\0")):
+                pids.add(int(environ.parent.name))
+        except OSError:  # it ended meanwhile
+            continue
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    until(lambda: not any(map(runs, pids)), "the end of what outlived its trainers")
 
 
 @dataclasses.dataclass
@@ -111,8 +129,9 @@ class Cluster:
             "PYTHONWARNINGS": "error",
             **(env or {}),
         }
-        by = [] if {**os.environ, **environment}.get("MLFLASH_COURIER") == "process" else ["-m", "mpi4py"]
-        command, environment = mpiexec(ranks, [sys.executable, *by, str(HERE / script), *args], environment)
+        without_mpi = (os.environ | environment).get("MLFLASH_COURIER") == "process"
+        python = [sys.executable] if without_mpi else [sys.executable, "-m", "mpi4py"]
+        command, environment = mpiexec(ranks, [*python, str(HERE / script), *args], environment)
         return Launch([*before, *command], environment, out)
 
     def run(
@@ -134,8 +153,9 @@ class Launch:
 
     def __init__(self, command: list[str], env: dict[str, str], out: Path):
         self.out = out
+        self._without_mpi = env.get("MLFLASH_COURIER") == "process"
         self._before = _mpi_files()
-        with (out / "log").open("w") as log:
+        with (out / "log").open("a") as log:
             self._process = spawn(command, env=env, stdout=log, stderr=log)
         live.add(self)
 
@@ -202,6 +222,8 @@ class Launch:
     def wait(self, timeout: float = PATIENCE_S) -> Result:
         """Wait for the end; a job that hangs is killed and fails the test."""
         end, were_dead = time.monotonic() + timeout, False
+        if self._without_mpi:
+            self._kill_beside_the_dead(end)
         while True:
             try:
                 self._process.wait(min(_LEFT_S, max(0, end - time.monotonic())))
@@ -220,6 +242,18 @@ class Launch:
         live.discard(self)
         self._sweep()
         return Result(self._process.returncode, self._text(), self.records())
+
+    def _kill_beside_the_dead(self, end: float) -> None:
+        """Do what a launcher does that sees a rank die; hydra does not see the death of each that has no MPI."""
+        while self.running() and time.monotonic() < end:
+            pids = self.pids().values()
+            if any(map(_has_died, pids)):
+                for pid in pids:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+                return
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_LOOK_S)
 
     def _lives(self) -> bool:
         """Whether any rank does."""
@@ -260,6 +294,15 @@ class Launch:
 def _mpi_files() -> set[str]:
     """Files of MPICH's and Open MPI's own shared memory."""
     return {str(path) for pattern in ("mpich_shm_*", "sm_segment.*") for path in Path("/dev/shm").glob(pattern)}
+
+
+def _has_died(pid: int) -> bool:
+    """Whether a process has ended otherwise than well, and its launcher has not looked."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    except OSError:
+        return False
+    return fields[0] == "Z" and fields[-1] != "0"
 
 
 def _alive(pid: int) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from mpi4py import MPI
+from meeting import COMM
 from records import note
 from traps import set_traps
 
@@ -17,7 +17,7 @@ import mlflash
 from mlflash.state.flatten import flatten
 from mlflash.state.leaves import live_bytes
 
-RANK = MPI.COMM_WORLD.rank
+RANK = COMM.rank
 
 
 def digest(state: dict[str, Any]) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from mlflash.errors import MpiUnavailable
@@ -17,3 +19,6 @@ def _has_mpi() -> bool:
 
 
 MPI = pytest.mark.skipif(not _has_mpi(), reason="needs MPI: pip install 'mlflash[mpich]'")
+PMI_1 = pytest.mark.skipif(
+    os.environ.get("MLFLASH_TEST_MPI") == "openmpi", reason="needs MPICH: Open MPI speaks no PMI-1"
+)

@@ -48,6 +48,7 @@ class Step:
         waits: mostly for timers.
         part: ``(matrix, parts, case)`` of a matrix of steps, of which a share takes every so manieth.
         counts: its tests count themselves in a report; if not, it counts as one.
+        instead_of: the step that a share leaves out which has this one.
     """
 
     name: str
@@ -58,6 +59,7 @@ class Step:
     waits: bool = False
     part: tuple[str, int, int] | None = None
     counts: bool = True
+    instead_of: str = ""
 
     @property
     def limit(self) -> float:
@@ -90,9 +92,10 @@ _GATE = (
     Step("type", "type", 15, ("env-lint", "env"), gate=True, counts=False),
     Step("unit", "unit", 60, gate=True),
 )
+_SIZES = (1, 2, 3, 4, 5, 8)  # numbers of ranks
 _CORE = (
     Step("programs", "programs", 160, ("env-openmpi",)),  # one of them runs couriers of MPICH under Open MPI's launcher
-    *(Step(f"test-{n}", f"test-{n}", 80) for n in (1, 2, 3, 4, 5, 8)),
+    *(Step(f"test-{n}", f"test-{n}", 80) for n in _SIZES),
     Step("faults", "faults", 430),
 )
 # Whether each benchmark works; a quick run keeps no figures.
@@ -102,6 +105,8 @@ _QUESTIONS = (
     ("training", "peers", "profile"),
 )
 _REST = (
+    *(Step(f"test-{n}-process", f"test-{n} COURIER=process", 110, part=("couriers that are processes", 3, case),
+           instead_of=f"test-{n}") for case, n in enumerate(_SIZES)),
     Step("files", "files", 80, ("env-files",)),
     Step("adapters", "adapters", 170, ("env-files",)),
     Step("megatron", "megatron", 270, ("env-megatron",)),
@@ -232,6 +237,9 @@ def chosen(what: str, mpi: str, share: int | None) -> tuple[list[Step], list[Ste
         return [*mine, *core], list(_REST)
     every = [*_ENVIRONMENTS, *_GATE, *_CORE, *_REST]
     mine = [step for step in every if share is None or step.part is None or has(share, *step.part)]
+    if share is not None:
+        replaced = {step.instead_of for step in mine}
+        mine = [step for step in mine if step.name not in replaced]
     return mine, [step for step in every if step not in mine]
 
 

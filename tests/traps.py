@@ -1,38 +1,88 @@
-"""Traps at the named points of mlflash: where a rank steps into one, it dies, or waits, or its node goes."""
+"""Traps at the named points of mlflash: where a rank steps into one, it dies, or waits, or its node goes.
+
+A rank is its trainer and, where the courier is a process of its own, the courier and the zygote that has forked it.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
+from typing import Any
 
+from arming import arm_couriers
 from processes import runs, started_by
 from waiting import hang, take, until
 
 from mlflash import crash_points
 
 OUT = Path(os.environ["OUT"])
+_SPECS = "MLFLASH_TEST_TRAPS"  # in the environment of couriers
+
+
+def _starts() -> list[dict[str, Any]]:
+    """What the trainers said first."""
+    return [json.loads(file.read_text().splitlines()[0]) for file in OUT.glob("rank*.jsonl")]
+
+
+def _my_rank() -> int:
+    mine = (record["rank"] for record in _starts() if record["pid"] == os.getpid())
+    rank: int = next(mine) if _SPECS not in os.environ else json.loads(os.environ[_SPECS])["rank"]
+    return rank
+
+
+def _trainers(ranks: Collection[int]) -> set[int]:
+    return {record["pid"] for record in _starts() if record["rank"] in ranks}
+
+
+def _couriers_of(trainers: set[int]) -> set[int]:
+    """The zygotes of trainers, and their couriers."""
+    return {pid for pid in started_by(trainers) if _is_courier(pid)}
+
+
+def _is_courier(pid: int) -> bool:
+    try:
+        return b"mlflash.wireup.zygote" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:  # it ended meanwhile
+        return False
+
+
+def _kill(pids: set[int]) -> None:
+    """Kill processes, of which this may be one; with its zygote a courier dies, too."""
+    for pid in sorted(pids, key=lambda pid: (pid == os.getpid(), pid == os.getppid())):
+        _send(signal.SIGKILL, pid)
+
+
+def kill_rank() -> None:
+    """Die with all of this rank."""
+    trainers = _trainers([_my_rank()])
+    _kill(trainers | _couriers_of(trainers))
+
+
+def kill_courier() -> None:
+    """Kill the courier of this rank, which is a process."""
+    couriers = _couriers_of(_trainers([_my_rank()]))
+    _kill({pid for pid in couriers if not started_by({pid})})
 
 
 def kill_my_node(wipe: bool) -> None:
     """Die with all ranks of this emulated node and what they have started, and with its memory."""
     per_node = int(os.environ["MLFLASH_RANKS_PER_NODE"])
-    starts = [json.loads(file.read_text().splitlines()[0]) for file in OUT.glob("rank*.jsonl")]
-    node = next(record["rank"] for record in starts if record["pid"] == os.getpid()) // per_node
+    node = _my_rank() // per_node
     root = Path(os.environ["MLFLASH_MEMORY"], f"mlflash-{os.getuid()}", os.environ["MLFLASH_JOB"])
-    siblings = [r["pid"] for r in starts if r["rank"] // per_node == node and r["pid"] != os.getpid()]
+    trainers = _trainers(range(node * per_node, (node + 1) * per_node))
     if wipe:
         # Stopped, they make no new file in what is deleted here, and their launcher does not yet kill this process.
-        for pid in siblings:
+        others = (trainers | _couriers_of(trainers)) - {os.getpid()}
+        for pid in others:
             _send(signal.SIGSTOP, pid)
-        until(lambda: not any(runs(pid) for pid in siblings), "all ranks of this node are stopped")
+        until(lambda: not any(runs(pid) for pid in others), "all ranks of this node are stopped")
         shutil.rmtree(root / f"node{node}")
-    for pid in [*siblings, *started_by({os.getpid(), *siblings})]:
-        _send(signal.SIGKILL, pid)
-    os.kill(os.getpid(), signal.SIGKILL)
+    _kill(trainers | started_by(trainers))
 
 
 def fill_memory() -> None:
@@ -59,7 +109,9 @@ def vanish() -> None:
 
 
 ACTIONS: dict[str, Callable[[], None]] = {
-    "rank": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "rank": kill_rank,
+    "trainer": lambda: _kill(_trainers([_my_rank()])),
+    "courier": kill_courier,
     "node": lambda: kill_my_node(wipe=False),
     "wipe": lambda: kill_my_node(wipe=True),
     "wait": hang,
@@ -74,35 +126,56 @@ ACTIONS: dict[str, Callable[[], None]] = {
 class Trap:
     """Something that happens when a rank has passed some points in order.
 
+    What was passed is counted in a file, which a trainer and a courier that is a process share.
+
     Args:
         path: names of points; what happens does so at the last of them.
         action: one of `ACTIONS`.
         rank: who steps into it; -1: whoever comes first, and only one.
+        passed: the file.
     """
 
-    def __init__(self, path: list[str], action: str, rank: int = -1):
+    def __init__(self, path: list[str], action: str, rank: int, passed: Path):
         unknown = set(path) - set(crash_points.POINTS)
         assert not unknown, unknown
-        self._left, self._action, self.rank = list(path), action, rank
+        self._path, self._action, self._rank, self._passed = path, action, rank, passed
 
     def reached(self, point: str) -> None:
         """Go on by a point."""
-        if self._left and point == self._left[0]:
-            self._left.pop(0)
-            if not self._left and self._is_first():
-                ACTIONS[self._action]()
+        if point in self._path and self._is_next(point) and self._is_first():
+            ACTIONS[self._action]()
+
+    def _is_next(self, point: str) -> bool:
+        """Go on if it is the next one; whether it was the last one."""
+        with self._passed.open("ab") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            at = os.fstat(file.fileno()).st_size
+            if at == len(self._path) or self._path[at] != point:
+                return False
+            file.write(b".")
+            return at + 1 == len(self._path)
 
     def _is_first(self) -> bool:
         try:
-            (OUT / f"sprung{self.rank}").touch(exist_ok=self.rank >= 0)
+            (OUT / f"sprung{self._rank}").touch(exist_ok=self._rank >= 0)
         except FileExistsError:
             return False
         return True
 
 
-def set_traps(specs: list[dict[str, object]], rank: int) -> None:
-    """Arm the traps that this rank may step into."""
-    traps = [trap for trap in (Trap(**spec) for spec in specs) if trap.rank in (-1, rank)]
+def set_traps(specs: list[dict[str, Any]], rank: int) -> None:
+    """Arm the traps that this rank may step into, before it has a courier."""
+    os.environ[_SPECS] = json.dumps({"specs": specs, "rank": rank})
+    arm_couriers("traps")
+    arm()
+
+
+def arm() -> None:
+    """Arm the traps that this process has been told of."""
+    told = json.loads(os.environ[_SPECS])
+    me = told["rank"]
+    traps = [Trap(spec["path"], spec["action"], spec.get("rank", -1), OUT / f"passed-{me}-{number}")
+             for number, spec in enumerate(told["specs"]) if spec.get("rank", -1) in (-1, me)]  # fmt: skip
 
     def reached(point: str) -> None:
         for trap in traps:

@@ -17,14 +17,15 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import mpi4py
 import numpy as np
 import records
 
 if os.environ.get("THREAD_LEVEL"):
+    import mpi4py
+
     mpi4py.rc.thread_level = os.environ["THREAD_LEVEL"]
 
-from mpi4py import MPI
+from meeting import COMM, COURIER_IS_PROCESS
 from records import OUT
 from traps import kill_my_node, set_traps
 from waiting import hang, take, until
@@ -32,7 +33,6 @@ from waiting import hang, take, until
 import mlflash
 
 faulthandler.register(signal.SIGUSR1)
-COMM = MPI.COMM_WORLD
 RANK = COMM.rank
 note = functools.partial(records.note, rank=RANK)
 
@@ -72,7 +72,7 @@ def update(state: dict[str, object], new: dict[str, object]) -> None:
 def train(last: int = 0, more: int = -1, nbytes: int = 300_000, die_at: int = -1, die_rank: int = -1, die: str = "",
           busy: bool = False, pause: float = 0.0, big_rank: int = -1, big_nbytes: int = 0, grow_at: int = 0,
           load: bool = False, one_by_one: bool = False, traps: Sequence[dict[str, object]] = (), strict: bool = True,
-          alike: bool = False, options: dict[str, object] | None = None) -> None:  # fmt: skip
+          alike: bool = False, goes_on: bool = False, options: dict[str, object] | None = None) -> None:  # fmt: skip
     """Restore, check the bits, train to the last step with a save after each, and perhaps die.
 
     Args:
@@ -83,6 +83,7 @@ def train(last: int = 0, more: int = -1, nbytes: int = 300_000, die_at: int = -1
         load: take the state as fresh arrays, whatever its size, instead of filling one of known size.
         one_by_one: each save waits for its commit.
         alike: the weights are the same on all ranks, and shared.
+        goes_on: whatever becomes of a save.
         traps: see traps.py.
     """
     set_traps(traps, RANK)
@@ -120,14 +121,31 @@ def train(last: int = 0, more: int = -1, nbytes: int = 300_000, die_at: int = -1
                 die_of(die, snapshot, busy)
             compute(pause)
             if one_by_one:
-                snapshot.wait()
-            pending.append(snapshot)
-            for committed in [s for s in pending if s.committed]:
-                note("committed", step=committed.step)
-                pending.remove(committed)
+                wait_for(snapshot, goes_on)
+            pending = note_committed([*pending, snapshot])
+            if one_by_one and COURIER_IS_PROCESS:  # for it a save is over a moment after its end is known here
+                until(lambda: not ckpt._courier._jobs, "the courier to have done what it was asked for")
         ckpt.wait()
         steps = ckpt.steps()
         note("end", steps=steps, report=ckpt.report())
+
+
+def note_committed(pending: list[mlflash.Snapshot]) -> list[mlflash.Snapshot]:
+    """Note the saves that are committed, and give the others."""
+    committed = [snapshot for snapshot in pending if snapshot.committed]
+    for snapshot in committed:
+        note("committed", step=snapshot.step)
+    return [snapshot for snapshot in pending if snapshot not in committed]
+
+
+def wait_for(snapshot: mlflash.Snapshot, goes_on: bool) -> None:
+    """Wait for a save; note that it has failed where training goes on all the same."""
+    try:
+        snapshot.wait()
+    except mlflash.errors.SaveFailed as error:
+        if not goes_on:
+            raise
+        note("failed", step=snapshot.step, error=str(error))
 
 
 def compute(seconds: float) -> None:
@@ -354,7 +372,7 @@ class _Follower:
 
     def save_while_it_drains(self) -> None:
         """Save until that drain has ended on all ranks."""
-        while not COMM.allreduce(self._drain.done, MPI.LAND):
+        while not all(COMM.allgather(self._drain.done)):
             self.save()
         self.end_drain()
 
@@ -407,6 +425,8 @@ class _Follower:
 
 def inline() -> None:
     """Without MPI_THREAD_MULTIPLE everything happens inside save()."""
+    from mpi4py import MPI
+
     assert MPI.Query_thread() < MPI.THREAD_MULTIPLE
     state = state_at(RANK, 0, 100_000)
     with mlflash.Checkpointer() as ckpt:

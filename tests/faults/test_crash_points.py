@@ -1,5 +1,6 @@
 """Each rank and each node dies at each named point; the relaunched job restores exactly the step it must.
 
+Here couriers are threads; test_courier_points.py has those that are processes.
 `make faults` runs a pairwise sample of the matrix, of which CI takes a share (tests/share.py), `make faults-full` all.
 """
 
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 from allpairspy import AllPairs
-from harness import Cluster, train_and_die
+from harness import Cluster, Result, train_and_die
 
 from mlflash.crash_points import POINTS
 from mlflash.placement.protection_groups import place
@@ -79,11 +80,12 @@ CHUNKS = {"MLFLASH_BLOCK_NBYTES": "65536", "MLFLASH_CHUNK_NBYTES": "65536"}
 class Case:
     scenario: str
     point: str
-    dies: str  # rank | node | wipe
+    dies: str  # rank | node | wipe; trainer | courier, where it is a process: that alone
     who: int  # rank that dies, or whose node does; -1: whoever comes first
     layout: tuple[int, int]
     transport: str
     scheme: str
+    courier: str = "thread"  # | process
 
     def __str__(self) -> str:
         who = "first to come" if self.who < 0 else f"rank {self.who}"
@@ -98,6 +100,14 @@ class Case:
         return passed and self.who < self.layout[0] and far_enough and _enough_nodes(self.layout, self.scheme)
 
     @property
+    def goes_on(self) -> bool:
+        """Whether training does: only the courier dies, and in no call but a save. A restore raises, which makes room
+        for the first save, too.
+        """
+        in_restore = self.scenario.startswith("restore") or (self.scenario == "first save" and self.point in ROOM)
+        return self.dies == "courier" and not in_restore
+
+    @property
     def path(self) -> list[str]:
         """The points that lead to the crash. A save is staged while the heal still runs."""
         before = SCENARIOS[self.scenario][2]
@@ -106,19 +116,34 @@ class Case:
         return [*before, self.point]
 
 
-def cases() -> list[Case]:
+def cases(courier: str) -> list[Case]:
+    """The cases of one kind of courier."""
     scenarios, points = list(SCENARIOS), [p for p in ORDER if p != "restore.resharded"]  # see test_other_ranks
     dies, who, transports = ["rank", "node", "wipe"], [-1, 0, 1, 2, 3], ["p2p", "rma"]
-    parameters = [scenarios, points, dies, who, LAYOUTS, transports, SCHEMES]
+    if courier == "process":
+        dies += ["trainer", "courier"]
+    parameters = [scenarios, points, dies, who, LAYOUTS, transports, SCHEMES, [courier]]
     if os.environ.get("MLFLASH_FAULTS") == "full":
         return [case for case in itertools.starmap(Case, itertools.product(*parameters)) if case.exists]
     # The pairs of point and scenario alone would be as many as the sample should have: each point is in several
     # scenarios, each scenario has several points, and every pair of anything else is there.
     sample = []
-    for index, row in enumerate(AllPairs([points, dies, who, LAYOUTS, transports, SCHEMES], filter_func=_fits)):
-        possible = [case for s in scenarios if (case := Case(s, *row)).exists]
+    for index, row in enumerate(AllPairs(parameters[1:-1], filter_func=_fits)):
+        possible = [case for s in scenarios if (case := Case(s, *row, courier)).exists]
         sample.append(possible[index % len(possible)])
-    return sample
+    return sample + _missed(sample, parameters)
+
+
+def _missed(sample: list[Case], parameters: list[list[Any]]) -> list[Case]:
+    """A case for each point and way to die that the sample has not together: it stops before it has them all."""
+    there = {(case.point, case.dies) for case in sample}
+    missed = []
+    for point, dies in itertools.product(*parameters[1:3]):
+        rows = itertools.product(parameters[0], [point], [dies], *parameters[3:])
+        possible = [case for case in itertools.starmap(Case, rows) if case.exists]
+        if (point, dies) not in there and possible:
+            missed.append(possible[len(possible) * (7 * len(missed) % 41) // 41])
+    return missed
 
 
 def _fits(row: list[Any]) -> bool:
@@ -145,6 +170,8 @@ def steps_allowed(case: Case, gone: set[int]) -> set[int | None]:
         gone: nodes whose memory went in the crash.
     """
     wiped, moved, _ = SCENARIOS[case.scenario]
+    if case.goes_on:
+        return {last_of(case)}
     healing = case.path[0] == "restore.loaded"  # not seen to its end
     if "save" in case.scenario and not healing:
         if case.scenario == "save while the next is staged":
@@ -153,6 +180,10 @@ def steps_allowed(case: Case, gone: set[int]) -> set[int | None]:
         newer = (older or 0) + 1
         if case.point.startswith("commit"):
             return {newer}
+        if case.dies == "trainer" and not case.point.startswith("stage"):
+            # All ranks have posted their saves by then, and couriers bring to its end what they were handed. A save
+            # that waits until there is room is handed over only when that is there.
+            return {newer} if case.scenario == "third save" else {older, newer}
         # The others may have sealed theirs, and so may this rank, once it is past its sending.
         sealed = case.point in ("transfer.arrived", "transfer.received", "transfer.sealed", "parity.received",
                                 "parity.sealed", "protect.sealed")  # fmt: skip
@@ -172,8 +203,19 @@ def steps_allowed(case: Case, gone: set[int]) -> set[int | None]:
     return {-1} if early else {-1, 3}
 
 
-@pytest.mark.parametrize("case", cases(), ids=str)
+def last_of(case: Case) -> int:
+    """The last step of a training that goes on: it saves twice more than what was on its way, or was to be the next."""
+    older = {"first save": 0, "third save": 2, "save that grew": 2}.get(case.scenario, 3)
+    return 9 if case.scenario == "save while the next is staged" else older + 3
+
+
+@pytest.mark.parametrize("case", cases("thread"), ids=str)
 def test_the_relaunch_restores_exactly_what_it_must(shm: Path, case: Case) -> None:
+    crash_and_relaunch(shm, case)
+
+
+def crash_and_relaunch(shm: Path, case: Case) -> None:
+    """Let a job crash as a case says, and the next one go on; what it finds must be what it may find."""
     ranks, per_node = case.layout
     wiped, moved, _ = SCENARIOS[case.scenario]
     if "restore" in case.scenario or "heal" in case.scenario or "after" in case.scenario:
@@ -187,16 +229,23 @@ def test_the_relaunch_restores_exactly_what_it_must(shm: Path, case: Case) -> No
         state |= {"grow_at": 3, "load": True}
     in_a_row = case.scenario == "save while the next is staged"
     steps = {"last": 9 if in_a_row else 3} if case.path[0] == "commit.seen" else {"more": int("save" in case.scenario)}
+    if case.goes_on:
+        steps = {"last": last_of(case)}
+        state = {**state, "goes_on": True, "strict": False}
     trap = {"path": case.path, "action": case.dies, "rank": case.who}
     spec = {**state, **steps, "one_by_one": not in_a_row, "traps": [trap]}
     job = cluster.start(ranks, "worker.py", json.dumps(spec), env=CHUNKS)
     crashed = job.wait()
     sprung = any(job.out.glob("sprung*"))
     assert sprung or (case.who >= 0 and not steps.get("last") and not steps.get("more")), crashed.log
-    assert len(crashed.of("end")) < ranks or not sprung, crashed.log
+    if case.goes_on and sprung:
+        assert_it_went_on(case, crashed)
+    else:
+        assert len(crashed.of("end")) < ranks or not sprung, crashed.log
 
     gone = {node for node in range(ranks // per_node) if not cluster.node(node).exists()}
     assert gone <= (set(range(ranks // per_node)) if case.dies == "wipe" else set())
+    state = {name: value for name, value in state.items() if name not in ("goes_on", "strict")}
     result = cluster.run(ranks, "worker.py", json.dumps({**state, "more": 1}), env=CHUNKS)
     restored = result.of("restored") or [{"step": -1, **told} for told in result.of("unrestorable")]
     found = {r["step"] for r in restored}
@@ -215,3 +264,14 @@ def test_the_relaunch_restores_exactly_what_it_must(shm: Path, case: Case) -> No
     assert len(cluster.slot_files()) == each * ranks
     files = [f for f in cluster.node(0).parent.rglob("*") if f.is_file() and f.parent.name.startswith("node")]
     assert len(files) == (each + 1) * ranks + ranks // per_node
+
+
+def assert_it_went_on(case: Case, crashed: Result) -> None:
+    """A courier that dies costs the saves that are on their way, the same ones on all ranks, and no process more."""
+    assert crashed.returncode == 0 and len(crashed.of("end")) == case.layout[0], crashed.log
+    assert "died, and training goes on" in crashed.log
+    assert {r["steps"][-1] for r in crashed.of("end")} == {last_of(case)}, crashed.log
+    failed = {(r["rank"], r["step"]) for r in crashed.of("failed")}
+    steps = {step for _, step in failed}
+    assert len(steps) <= (2 if case.scenario == "save while the next is staged" else 1), crashed.log
+    assert failed == {(rank, step) for rank in range(case.layout[0]) for step in steps}, crashed.log

@@ -21,10 +21,7 @@ from mlflash.launcher.processes import mpiexec
 from mlflash.live_monitor.screen import state_of
 from mlflash.telemetry.heartbeat import all_heartbeats, live_jobs
 
-pytestmark = [
-    needs.MPI,
-    pytest.mark.skipif(os.environ.get("MLFLASH_TEST_MPI") == "openmpi", reason="needs MPICH: Open MPI speaks no PMI-1"),
-]
+pytestmark = [needs.MPI, needs.PMI_1]
 
 
 LARGEST = 60_000_000  # bytes

@@ -34,10 +34,12 @@ def test_the_shares_have_each_step_between_them_and_all_the_same_number_of_each_
     assert sorted(name for its in steps._QUESTIONS for name in its) == sorted(
         path.parent.name for path in (REPO / "benchmarks").glob("*/run.py")
     )
-    matrices = {step.part[0] for step in EVERY if step.part}
-    for matrix in matrices:
+    matrices = {step.part[:2] for step in EVERY if step.part}
+    for matrix, parts in matrices:
         its = {step.name for step in EVERY if step.part and step.part[0] == matrix}
-        assert {len(its & one) for one in chosen} == {1}, matrix
+        assert {len(its & one) for one in chosen} == {len(its) / parts}, matrix
+    for step in [step for step in EVERY if step.instead_of]:
+        assert all((step.name in one) != (step.instead_of in one) for one in chosen), step.name
     everything, left_out = steps.chosen("share", "mpich", None)
     assert not left_out and {step.name for step in everything} == set.union(*chosen)
 
