@@ -7,6 +7,7 @@ long as that gets on; then the process ends.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import select
 import socket
@@ -42,7 +43,8 @@ class _Forward(logging.Handler):
         if record.exc_info and record.exc_info[1] is not None:
             text += f": {text_of(record.exc_info[1])}"
         if self._link.is_lost.is_set():
-            print(f"mlflash courier: {text}", flush=True)
+            with contextlib.suppress(OSError):  # its launcher may have ended, too, which read that
+                print(f"mlflash courier: {text}", flush=True)
         self._link.send(Kind.EVENT, 0, 0, "log", (record.levelno, text))
 
 
