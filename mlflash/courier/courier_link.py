@@ -79,7 +79,13 @@ class RemoteJob:
 
 
 class Session(Protocol):
-    """A Checkpointer that has this connection."""
+    """A Checkpointer that has this connection.
+
+    Attributes:
+        ranks: of the job, those that have it.
+    """
+
+    ranks: tuple[int, ...]
 
     def take(self, frame: Frame) -> None:
         """Take a frame in; on the thread that receives."""
@@ -127,6 +133,7 @@ class CourierLink:
         self._numbers = itertools.count(1)
         self._opened: collections.Counter[tuple[int, ...]] = collections.Counter()  # Checkpointers, by their ranks
         self.lost: Closed | None = None  # why there is no courier any more
+        self._departed: Departure | None = None  # the first that was heard of
         self.is_closing = self._is_failing = False
         self._down = threading.Lock()  # held while what is sent goes to `_held`, or is taken from there
         self._going_down = threading.Lock()
@@ -143,7 +150,13 @@ class CourierLink:
         return next(self._numbers)
 
     def add(self, number: int, session: Session, ranks: tuple[int, ...]) -> int:
-        """Take what the courier sends to a Checkpointer to it; says how many these ranks have had before."""
+        """Take what the courier sends to a Checkpointer to it; says how many these ranks have had before.
+
+        Raises:
+            Closed: one of the ranks has left the job.
+        """
+        if self._departed is not None and self._departed.rank in ranks:
+            raise Closed(str(self._departed))
         self.sessions[number] = session
         self._opened[ranks] += 1
         return self._opened[ranks] - 1
@@ -201,6 +214,9 @@ class CourierLink:
             why = str(error)
         if sock is not self.sock or self.is_closing:
             return
+        if self._departed is not None:
+            self._lose(_ended(f"{why}; and there is no next one: {self._departed}"))
+            return
         try:
             self._go_down(why)
             self.couriers.announce_end(_ANNOUNCE_S)
@@ -252,10 +268,13 @@ class CourierLink:
                 with contextlib.suppress(OSError, ValueError):  # nobody reads it any more
                     stream.flush()
             os._exit(1)
+        self._departed = departure
+        if self._held is not None:  # a courier had ended just before
+            self._lose(Closed(str(departure)))
         end = time.monotonic() + _LAST_S
-        for session in list(self.sessions.values()):
+        for session in [one for one in self.sessions.values() if departure.rank in one.ranks]:
             session.wait_done(end - time.monotonic())
-        self._lose(Closed(str(departure)))
+            session.lose(Closed(str(departure)))
 
     def _restart(self) -> None:
         start = time.monotonic()

@@ -7,6 +7,7 @@ import logging
 import math
 import mmap
 import os
+import threading
 import time
 from collections import deque
 from typing import Any

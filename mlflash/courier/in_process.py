@@ -64,12 +64,12 @@ class CourierProcess:
         self._plan: tuple[int, Plan | None] = (-1, None)
         self._drain: tuple[int, Drain | None] = (0, None)
         self._frames: queue.SimpleQueue[Frame | threading.Event | None] = queue.SimpleQueue()
-        self._ranks, self._before = ranks, link.add(self.number, self, ranks)
+        self.ranks, self._before = ranks, link.add(self.number, self, ranks)
         threading.Thread(target=self._answer, name="mlflash-courier", daemon=True).start()
         self._link.queue.put(self._opened())
 
     def _opened(self) -> Sent:
-        opened = wire.Opened(wire.VERSION, self._config, log.getEffectiveLevel(), self._ranks, self._before)
+        opened = wire.Opened(wire.VERSION, self._config, log.getEffectiveLevel(), self.ranks, self._before)
         return Sent(wire.pack(Kind.OPEN, self.number, 0, "Opened", wire.encode(opened)))
 
     @property

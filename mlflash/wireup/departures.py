@@ -57,10 +57,11 @@ def number_of(epoch: str) -> int:
     return int(epoch.split("-")[1])
 
 
-def departure_in(value: str) -> Departure | None:
-    """The departure that a value of the store tells of; None: it tells of something else."""
-    told = json.loads(value)
-    return Departure(**told["departed"]) if isinstance(told, dict) and "departed" in told else None
+def check_departure(told: str) -> None:
+    """Raise RankDeparted where a value of the store tells of a departure."""
+    value = json.loads(told)
+    if isinstance(value, dict) and "departed" in value:
+        raise RankDeparted(Departure(**value["departed"]))
 
 
 class Farewell:

@@ -29,14 +29,14 @@ from typing import IO, Any
 
 from ..errors import DeadlineExceeded, WorldMismatch
 from . import courier_cores
-from .departures import Departure, RankDeparted, below, departure_in
+from .departures import Departure, below, check_departure
 from .launcher_variables import is_on_one_host
 from .own_address import own_address
 from .pmi_server import new_epoch_name
 from .process_mapping import Block, blocks, name_of_host, name_of_node, nodes_of
 from .rendezvous import rendezvous, who_am_i
 from .running_courier import CourierEnded, RunningCourier, ended
-from .store_client import StoreClient, StoreLost, StoreRefused
+from .store_client import StoreClient, StoreLost, StoreRefused, connect
 from .zygote_client import ZygoteClient, ZygoteLost
 
 log = logging.getLogger("mlflash")
@@ -129,7 +129,7 @@ class Couriers:
             self._address = (address, int(number))
         except ValueError:
             raise WorldMismatch("rank 0 has said no address of a key-value store", found=told[:80]) from None
-        self._store = self._connect(end)
+        self._store = connect(self._address, self._token, end)
 
     def next_epoch(self, timeout_s: float) -> RunningCourier:
         """Have a courier forked that has a world of MPI with those of all other ranks, after the end of the last one.
@@ -237,7 +237,7 @@ class Couriers:
                 told = self._store.get(below(self._number) + "ended", _FOREVER_S)
             except DeadlineExceeded:
                 continue
-            _check_departure(told)
+            check_departure(told)
             return
 
     def wait_up(self, timeout_s: float) -> None:
@@ -303,25 +303,6 @@ class Couriers:
             self.zygote.serve(self._address[0], self.size, _left(end), self._address[1], self._token)
         self.zygote.ask(0, _left(end))
 
-    def _connect(self, end: float) -> StoreClient:
-        """Connect to the store, which may just be on its way back."""
-        assert self._address is not None
-        pause_s = 0.005
-        while True:
-            store = StoreClient(self._address, self._token)
-            try:
-                store.ping(_left(end))
-                return store
-            except StoreLost:
-                store.close()
-                if time.monotonic() >= end:
-                    raise
-            except BaseException:
-                store.close()
-                raise
-            time.sleep(min(pause_s, _left(end)))
-            pause_s = min(2 * pause_s, 0.2)
-
     def _agree(self, end: float, timeout_s: float) -> tuple[str, tuple[int, ...]]:
         """Agree on the next epoch: its name, and the node of each rank."""
         number = self._number + 1
@@ -339,8 +320,9 @@ class Couriers:
                     told = self._store.get(f"{prefix}all", _left(end))
                     break
                 except StoreLost:
+                    assert self._address is not None
                     self._store.close()
-                    self._store = self._connect(end)
+                    self._store = connect(self._address, self._token, end)
         except DeadlineExceeded as exceeded:
             missing = self._missing(f"{prefix}node/")
             raise DeadlineExceeded(
@@ -349,7 +331,7 @@ class Couriers:
                 rank=self.rank,
                 ranks=missing,
             ) from exceeded
-        _check_departure(told)
+        check_departure(told)
         name, described = json.loads(told)
         return name, tuple(nodes_of([Block(*block) for block in described], self.size))
 
@@ -411,11 +393,6 @@ class Couriers:
             if pidfd >= 0:
                 os.close(pidfd)
             raise
-
-
-def _check_departure(told: str) -> None:
-    if (departure := departure_in(told)) is not None:
-        raise RankDeparted(departure)
 
 
 def _left(end: float) -> float:

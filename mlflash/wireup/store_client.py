@@ -243,3 +243,29 @@ class StoreClient:
         waiting, self._then = self._then, {}
         for then in waiting.values():
             then(None, self.lost)
+
+
+def connect(address: tuple[str, int], token: str, end: float) -> StoreClient:
+    """Connect to a store, which may just be on its way back. Not collective.
+
+    Args:
+        end: until when it is tried, by time.monotonic.
+
+    Raises:
+        StoreLost, DeadlineExceeded: it is not there, or does not answer.
+    """
+    pause_s = 0.005
+    while True:
+        store = StoreClient(address, token)
+        try:
+            store.ping(max(0.0, end - time.monotonic()))
+            return store
+        except StoreLost:
+            store.close()
+            if time.monotonic() >= end:
+                raise
+        except BaseException:
+            store.close()
+            raise
+        time.sleep(max(0.0, min(pause_s, end - time.monotonic())))
+        pause_s = min(2 * pause_s, 0.2)

@@ -4,8 +4,7 @@
 to the trainer; MPI is ``mpi`` or ``no-mpi``. It has one thread, never initialises MPI, and never imports torch. The
 functions named are all that it will ever run in a courier. It ends when it is told to, or when its trainer has ended,
 but not before the last courier has; it then tells all ranks that this one has left the job (`departures`), unless
-``tells`` of its order to end is false. A trainer's end is learnt by a pidfd: a process that the trainer has forked, to load data, may hold the
-socket open.
+``tells`` of its order to end is false. A trainer's end is learnt by a pidfd: its forked children may hold the socket.
 
 Messages are those of `frames`. The trainer asks, and gets one answer to each, in order: with ``"error": text``, or
 with what is said here.
@@ -112,8 +111,6 @@ class Zygote:
         if self._trainer_ended is None and self._unsent:
             self._sock.settimeout(1.0)
             self._flush()
-        if self._farewell is not None:
-            self._farewell.store.close()
         if self._store is not None:
             self._store.close()
 
@@ -122,8 +119,7 @@ class Zygote:
         if not self._tells or self._newest is None or self._newest["store"] is None:
             return False
         if self._farewell is None:
-            host, port = self._newest["store"]
-            store = StoreClient((host, port), self._newest["token"])
+            store = StoreClient(tuple(self._newest["store"]), self._newest["token"])
             departure = Departure(self._newest["rank"], "its process has ended", ends_job=False)
             self._farewell = Farewell(store, departure, number_of(self._newest["epoch"]))
         return self._farewell.left_s > 0
