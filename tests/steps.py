@@ -102,7 +102,7 @@ _CORE = (
 _QUESTIONS = (
     ("save", "restore", "dcp", "drain", "parity"),
     ("sizes", "transport", "scale", "megatron", "gpu"),
-    ("training", "peers", "profile"),
+    ("training", "peers", "profile", "startup"),
 )
 _REST = (
     *(Step(f"test-{n}-process", f"test-{n} COURIER=process", 110, part=("couriers that are processes", 3, case),
