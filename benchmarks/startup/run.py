@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 import tempfile
 import time
@@ -39,6 +40,7 @@ PATIENCE_S = 60.0  # for one start
 def main() -> int:
     args = arguments()
     begun = begin(args)
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # else what it has in memory would stay
     rows: list[Row] = []
     wrong: list[str] = []
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="mlflash-bench-") as memory:
