@@ -1,8 +1,9 @@
-"""A trainer of two, of which rank 1, its courier or its zygote comes to an end; see tests/programs/test_deaths.py."""
+"""A trainer of two, of which one, its courier or its zygote comes to an end; see tests/programs/test_deaths.py."""
 
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import os
 import signal
@@ -20,16 +21,16 @@ from mlflash.wireup.rendezvous import who_am_i
 
 RANK = who_am_i(os.environ).rank
 OUT = Path(os.environ["OUT"])
-LAST = 3
 note = functools.partial(records.note, rank=RANK)
 
 
-def main(settings: dict[str, Any], who: str = "", how: str = "") -> None:
-    """Restore, save two steps, perhaps come to an end while the second one is committed, and save the last one.
+def main(settings: dict[str, Any], who: str = "", how: str = "", rank: int = 1) -> None:
+    """Restore, save two steps, perhaps come to an end while the second one is committed, and save until one more is.
 
     Args:
         who: trainer | courier | zygote; "": nobody.
         how: what happens to it.
+        rank: whose it is.
     """
     ckpt = mlflash.Checkpointer(courier="process", **settings)
     state = state_at(0, False)
@@ -42,16 +43,16 @@ def main(settings: dict[str, Any], who: str = "", how: str = "") -> None:
     ckpt.save(1, state_at(1, False)).wait()
     note("mapped", names=sorted(mapped_by(couriers.courier.pid)))
     ckpt.save(2, state_at(2, False))
-    if RANK == 1:
+    if rank == RANK:
         pids = {"trainer": os.getpid(), "courier": couriers.courier.pid, "zygote": couriers.zygote.process.pid}
         note("victim", pid=pids[who])
         meet(pids[who], how)
     elif how == "raises":
         hang()
-    while True:
+    for step in itertools.count(3):
         note("saving")
         try:
-            ckpt.save(LAST, state_at(LAST, False)).wait()
+            ckpt.save(step, state_at(step, False)).wait()
             break
         except mlflash.errors.SaveFailed:  # its courier has ended
             continue

@@ -220,6 +220,8 @@ class CourierLink:
         try:
             self._go_down(why)
             self.couriers.announce_end(_ANNOUNCE_S)
+        except StoreLost as error:  # so all know
+            log.debug("the end of this courier could not be announced: %s", error)
         except (OSError, DeadlineExceeded) as error:
             self._lose(_ended(f"{why}; and the other ranks could not be told: {error}"))
 
@@ -236,14 +238,15 @@ class CourierLink:
         """Start the next courier whenever one has ended, on all ranks."""
         try:
             while True:
-                self.couriers.wait_for_end()
+                try:
+                    self.couriers.wait_for_end()
+                except StoreLost as error:  # it ends with the zygote of rank 0, which the next epoch replaces
+                    log.debug("this epoch of couriers is over: %s", error)
                 if self.is_closing:
                     return
                 self._restart()
         except RankDeparted as departed:
             self._part(departed.departure)
-        except StoreLost as error:  # rank 0 has ended, as a rule
-            log.debug("no courier can be started any more: %s", error)
         except Exception as error:
             self._lose(_ended(f"the next one could not be started: {text_of(error)}"))
 

@@ -45,7 +45,7 @@ class Job:
         self.processes: list[subprocess.Popen[bytes]] = []  # of the newest launch
         self._started: list[subprocess.Popen[bytes]] = []
 
-    def start(self, **spec: str) -> None:
+    def start(self, **spec: Any) -> None:
         """Launch it."""
         self._launches += 1
         self.out = self._root / f"out-{self._launches}"
@@ -116,7 +116,8 @@ def job(shm: Path, request: pytest.FixtureRequest) -> Iterator[Job]:
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 @pytest.mark.parametrize(("who", "how"), DEATHS, ids=[f"{who} {how}" for who, how in DEATHS])
 def test_what_was_handed_over_is_committed_and_nothing_is_left(job: Job, launcher: str, who: str, how: str) -> None:
-    job.start(who=who, how=how)
+    rank = (DEATHS.index((who, how)) + LAUNCHERS.index(launcher)) % 2
+    job.start(who=who, how=how, rank=rank)
     mapped = {name for record in job.wait_for("mapped", 2) for name in record["names"]}
     if how == "stopped":
         (victim,) = job.wait_for("victim", 1)
@@ -125,18 +126,19 @@ def test_what_was_handed_over_is_committed_and_nothing_is_left(job: Job, launche
         os.kill(victim["pid"], signal.SIGCONT)
     goes_on = who != "trainer" or how == "stopped"
     if how == "killed with children":  # whose launcher waits for them
-        (other,) = (record["pid"] for record in job.records("mapped") if record["rank"] == 0)
-        until(lambda: job.records("end") or not runs(other), "rank 0 to hear of it, or to be ended")
+        (other,) = (record["pid"] for record in job.records("mapped") if record["rank"] != rank)
+        until(lambda: job.records("end") or not runs(other), "the other rank to hear of it, or to be ended")
     elif goes_on:
         assert not any(job.wait()), job.log
-        assert [record["steps"][-1] for record in job.records("end")] == [3, 3]
+        assert [record["steps"][-1] >= 3 for record in job.records("end")] == [True, True]
     else:
         assert any(job.wait()) or how == "executes", job.log
+    newest = job.records("end")[0]["steps"][-1] if goes_on else 2
 
     job.start()  # at once
     assert not any(job.wait()), job.log
     restored = job.records("restored")
-    assert [record["step"] for record in restored] == [3 if goes_on else 2] * 2, job.log
+    assert [record["step"] for record in restored] == [newest] * 2, job.log
     assert all(record["same"] for record in restored)
     (job.out.with_name("out-1") / "go").touch()
     until(lambda: not job.left(), "the end of all that was started")
