@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from mpi4py import MPI
 
 from mlflash import Checkpointer, errors
+from mlflash.config import Config
 
 pytestmark = pytest.mark.mpi
 two = pytest.mark.mpi(min_size=2)
@@ -108,7 +110,7 @@ def test_a_run_that_is_left_by_an_exception_has_failed(options: dict[str, Any], 
     assert end["state"] == "failed"
 
 
-def test_the_first_rank_says_one_line_for_each_checkpoint_and_restore(
+def test_the_first_rank_says_one_line_for_each_courier_checkpoint_and_restore(
     options: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "mlflash")
@@ -118,7 +120,8 @@ def test_the_first_rank_says_one_line_for_each_checkpoint_and_restore(
             assert ckpt.restore(state) == start
             for step in (1, 2) if start is None else ():
                 ckpt.save(step, state).wait()
-    said = [record.getMessage().split(",")[0].split(" in ")[0] for record in caplog.records
+    said = [record.getMessage().split(",")[0].split(" in ")[0].split(" (")[0] for record in caplog.records
             if record.levelno == logging.INFO and "deleted" not in record.getMessage()]  # fmt: skip
-    expected = ["committed step 1", "committed step 2", "restored step 2 from memory"]
+    courier = f"courier: {os.environ.get('MLFLASH_COURIER') or Config.courier}"
+    expected = [courier, "committed step 1", "committed step 2", courier, "restored step 2 from memory"]
     assert said == (expected if RANK == 0 else [])
