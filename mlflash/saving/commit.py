@@ -132,6 +132,8 @@ def run(save: Save, context: Context, committed_now: Callable[[], None] = lambda
         if committed:
             reach("commit.released")
             committed_now()
+        elif save.skipped:
+            context.recorder.skipped(save.request.step)  # who waits for the save may ask how many there were
     finally:  # it is agreed on, whatever comes after
         context.tell_trainer()  # before who waits for the save goes on
         skipped = SaveFailed("skipped: both slots of a rank were busy") if save.skipped else error

@@ -43,7 +43,6 @@ class Commits:
                 except commit.OneAhead:
                     context.world.job_number += 1
             self._compare_replicas(save)
-            context.recorder.ended(request.step, save.skipped)
         except MlflashError as error:
             context.recorder.failed(request.step, error)
             raise

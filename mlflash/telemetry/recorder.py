@@ -179,11 +179,10 @@ class CourierRecorder(_Tally):
         self.events.add("commit", step=step, seconds=seconds, generation=generation)
         self._tell("committed step %d, %.3g s after it was saved", step, seconds)
 
-    def ended(self, step: int, skipped: bool) -> None:
-        """The courier is through with a save that did not fail."""
-        if skipped:
-            self.counts["skipped"] += 1
-            self.events.add("skip", step=step)
+    def skipped(self, step: int) -> None:
+        """A save was given up on all ranks, as the slots of one are busy."""
+        self.counts["skipped"] += 1
+        self.events.add("skip", step=step)
 
     def failed(self, step: int, error: MlflashError) -> None:
         """A save was given up."""
