@@ -65,7 +65,7 @@ def check_departure(told: str) -> None:
 
 
 class Farewell:
-    """Tells all ranks of a departure, without waiting. Close it. Not collective.
+    """Tells all ranks of a departure, without waiting. Not collective.
 
     Args:
         store: a connection of its own.

@@ -91,8 +91,8 @@ class Couriers:
         end = time.monotonic() + timeout_s
         self._me = who_am_i(environment)
         self.rank, self.size = self._me.rank, self._me.size
-        self._entry_point, self._node = entry_point, name_of_node(node)
-        self._cores, self._seat = cores, courier_cores.own_seat(environment).to_text()
+        self._entry_point, self._node, self._cores = entry_point, name_of_node(node), cores
+        self._seat = "" if cores == courier_cores.INHERIT else courier_cores.own_seat(environment).to_text()
         self._number = 0  # of the newest epoch
         self._running: RunningCourier | None = None
         self._store: StoreClient | None = None
