@@ -15,7 +15,6 @@ import datetime
 import os
 import pickle
 import socket
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -29,6 +28,7 @@ from mlflash.errors import ConfigError, MlflashError, MpiUnavailable, WorldMisma
 from mlflash.mpi.world import find_comm
 from mlflash.wireup.launcher_variables import is_on_one_host, launched
 from mlflash.wireup.own_address import own_address
+from mlflash.wireup.pmi_client import uses_mpi
 from mlflash.wireup.rendezvous import rendezvous
 
 _BY_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -107,7 +107,7 @@ def init_process_group(
     if comm is None and _has_ranks_of_torchrun(is_off, is_process):
         _init(backend, int(os.environ.get("LOCAL_RANK", "0")), **more, **given)
     else:
-        ranks = _without_mpi(is_off) if is_process and not _uses_mpi() else _of_mpi(comm)
+        ranks = _without_mpi(is_off) if is_process and not uses_mpi() else _of_mpi(comm)
         store, local_rank = _meet(ranks, host or ranks.host, more["timeout"], given)
         _init(backend, local_rank, **more, store=store, rank=ranks.rank, world_size=ranks.size)
     if is_process and not is_off:
@@ -134,12 +134,6 @@ def _has_ranks_of_torchrun(is_off: bool, is_process: bool) -> bool:
         return False
     by_torchrun = is_process and not courier_link.is_linked() and launched(os.environ).launcher == "torchrun"
     return is_off or by_torchrun
-
-
-def _uses_mpi() -> bool:
-    """Whether this program has initialised MPI itself."""
-    mpi = sys.modules.get("mpi4py.MPI")
-    return mpi is not None and bool(mpi.Is_initialized())
 
 
 def _of_mpi(comm: Any) -> _Ranks:

@@ -26,6 +26,7 @@ from ..telemetry.event_log import EventLog, file_of_node
 from ..telemetry.heartbeat import RankFacts, TrainerHeartbeat, read_heartbeats
 from ..telemetry.prometheus_metrics import Metrics
 from ..telemetry.recorder import TrainerRecorder
+from ..wireup.pmi_client import uses_mpi
 from .in_thread import CourierThread
 from .session import Session
 from .start_zygote import start_zygote
@@ -86,8 +87,7 @@ def _connect_process(config: Config, process_group: Any, replicated: Any, domain
     rank, size = connection.couriers.rank, connection.couriers.size
     ranks = some_ranks(process_group, rank, size) or tuple(range(size))
     courier = CourierProcess(connection, config, ranks)
-    mpi = sys.modules.get("mpi4py.MPI")  # of a program that uses it besides; its communicators may name ranks
-    comm = mpi.COMM_WORLD if mpi is not None and mpi.Is_initialized() else None
+    comm = sys.modules["mpi4py.MPI"].COMM_WORLD if uses_mpi() else None  # whose communicators may name ranks
     start = _start(ranks.index(rank), len(ranks), _group_of(comm, ranks), process_group, replicated, domains)
     started = _started(courier, start)
     trainer = _trainer(config, courier, process_group, start, started, dict)

@@ -32,7 +32,7 @@ def has_pmi(environment: Mapping[str, str], me: Launched) -> bool:
         environment: of this process.
         me: its rank, which has to be that of PMI.
     """
-    if (environment.get("PMI_RANK"), environment.get("PMI_SIZE")) != (str(me.rank), str(me.size)) or _mpi_is_up():
+    if (environment.get("PMI_RANK"), environment.get("PMI_SIZE")) != (str(me.rank), str(me.size)) or uses_mpi():
         return False
     try:
         fd = int(environment["PMI_FD"])
@@ -117,7 +117,7 @@ class _Pmi:
             raise TimeoutError
 
 
-def _mpi_is_up() -> bool:
-    """Whether this program has initialised MPI, whose connection it is then."""
+def uses_mpi() -> bool:
+    """Whether this program has initialised MPI itself: the launcher's connection is MPI's then. Not collective."""
     mpi = sys.modules.get("mpi4py.MPI")
     return mpi is not None and bool(mpi.Is_initialized())
