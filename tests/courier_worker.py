@@ -131,12 +131,14 @@ def one_leaves(settings: dict[str, Any], how: str) -> None:
     if how in ENDS_ALL:
         hang()
     until(lambda: ckpt._courier.broken is not None, "the others to hear of it")
-    try:
-        ckpt.save(2, state_at(2, False)).wait()
-    except mlflash.errors.MlflashError as error:
-        note("failed", rank=RANK, step=2, why=str(error))
+    for step in (2, 3, 4):
+        try:
+            ckpt.save(step, state_at(step, False)).wait()
+        except mlflash.errors.MlflashError as error:
+            note("failed", rank=RANK, step=step, why=str(error))
+    held = len(ckpt._courier._jobs)
     ckpt.close()
-    note("end", rank=RANK)
+    note("end", rank=RANK, held=held)
 
 
 ENDS_ALL = ("raises", "interrupted")

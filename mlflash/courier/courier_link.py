@@ -73,6 +73,7 @@ class RemoteJob:
         """Say that the courier will not do it."""
         if not self.woken.is_set() and self.on_refused is not None:
             self.on_refused(why)
+        self.session.forget(self)
         self.error = self.error or why
         self.sent.set()
         self.woken.set()
@@ -92,6 +93,9 @@ class Session(Protocol):
 
     def lose(self, why: Closed) -> None:
         """Let nobody wait for a courier that has ended, and has no successor."""
+
+    def forget(self, job: RemoteJob) -> None:
+        """Wait no more for an answer to a job, and let go what its save holds."""
 
     def wait_done(self, timeout_s: float) -> None:
         """Wait until all that the courier was told to do has ended, or for so many seconds."""

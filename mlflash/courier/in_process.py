@@ -306,6 +306,9 @@ class CourierProcess:
         for job in list(self._jobs.values()):
             self._refuse(job)
 
+    def forget(self, job: RemoteJob) -> None:
+        self._jobs.pop(job.number, None)
+
     def wait_done(self, timeout_s: float) -> None:
         end = time.monotonic() + timeout_s
         for job in [job for job in list(self._jobs.values()) if job.is_sent]:
@@ -389,5 +392,4 @@ class CourierProcess:
         self._generation = max(self._generation, started.left_generation)
 
     def _refuse(self, job: RemoteJob, why: str = "mlflash stopped after an earlier error") -> None:
-        self._jobs.pop(job.number, None)
         job.refuse(Closed(why, found=self.broken))
