@@ -94,9 +94,9 @@ _GATE = (
 )
 _SIZES = (1, 2, 3, 4, 5, 8)  # numbers of ranks
 _CORE = (
-    Step("programs", "programs", 160, ("env-openmpi",)),  # one of them runs couriers of MPICH under Open MPI's launcher
+    Step("programs", "programs", 350, ("env-openmpi",)),  # one of them runs couriers of MPICH under Open MPI's launcher
     *(Step(f"test-{n}", f"test-{n}", 80) for n in _SIZES),
-    Step("faults", "faults", 430),
+    Step("faults", "faults", 600),
 )
 # Whether each benchmark works; a quick run keeps no figures.
 _QUESTIONS = (
