@@ -24,6 +24,7 @@ import torch.distributed as dist
 from mlflash.checkpointer.disabled import turned_off
 from mlflash.config import Config, from_environment
 from mlflash.courier import courier_link
+from mlflash.courier.choice import choose
 from mlflash.errors import ConfigError, MlflashError, MpiUnavailable, WorldMismatch
 from mlflash.mpi.world import find_comm
 from mlflash.wireup.launcher_variables import is_on_one_host, launched
@@ -89,7 +90,7 @@ def init_process_group(
         device_id: of this rank, as torch takes it. Default: the CUDA device of its number on its node.
         comm: mpi4py communicator that has the ranks; None: all, or this process alone where nothing launched it.
         host: name or address of rank 0's node as the others reach it. Default: found out.
-        courier: "thread" or "process", as the Checkpointers of this program have it. Default: ``MLFLASH_COURIER``.
+        courier: as the Checkpointers of this program have it. Default: ``MLFLASH_COURIER``.
 
     Raises:
         ConfigError: an argument that cannot be honoured.
@@ -103,15 +104,20 @@ def init_process_group(
     _check(backend, comm)
     is_off = turned_off()
     kind = courier or os.environ.get("MLFLASH_COURIER") or Config.courier
-    is_process = comm is None and (kind if is_off else _config(courier).courier) == "process"
+    zygote = None
+    if is_off:
+        is_process = comm is None and kind == "process"
+    else:
+        choice = choose(_config(courier).courier, comm)
+        is_process, zygote = choice.is_process, choice.zygote
     if comm is None and _has_ranks_of_torchrun(is_off, is_process):
         _init(backend, int(os.environ.get("LOCAL_RANK", "0")), **more, **given)
     else:
-        ranks = _without_mpi(is_off) if is_process and not uses_mpi() else _of_mpi(comm)
+        ranks = _without_mpi(is_off, zygote) if is_process and not uses_mpi() else _of_mpi(comm)
         store, local_rank = _meet(ranks, host or ranks.host, more["timeout"], given)
         _init(backend, local_rank, **more, store=store, rank=ranks.rank, world_size=ranks.size)
     if is_process and not is_off:
-        courier_link.link(_config("process"))
+        courier_link.link(_config("process"), zygote)
 
 
 def _check(backend: Any, comm: Any) -> None:
@@ -153,11 +159,11 @@ def _of_mpi(comm: Any) -> _Ranks:
     return _Ranks(0, 1, here, str) if comm is None else _Ranks(comm.rank, comm.size, here, comm.bcast)
 
 
-def _without_mpi(is_off: bool) -> _Ranks:
+def _without_mpi(is_off: bool, zygote: Any) -> _Ranks:
     """The ranks of the launcher's variables. Collective over them."""
     if not is_off:
         config = _config("process")
-        couriers = courier_link.link(config).couriers
+        couriers = courier_link.link(config, zygote).couriers
         return _Ranks(couriers.rank, couriers.size, couriers.host, lambda text: couriers.share(text, config.timeout_s))
     me = launched(os.environ)
     here = own_address(is_on_one_host(os.environ, me), os.environ.get("MASTER_ADDR"))

@@ -60,7 +60,7 @@ class Config:
     compression: str = _setting("", "MLFLASH_COMPRESSION", "of drained HDF5 files: gzip | zstd | lz4 | ...")
     send_rate: float = _setting(0.0, "MLFLASH_SEND_RATE", "bytes per second that a rank sends to protect; 0: all")
     max_slowdown: float = _setting(0.0, "MLFLASH_MAX_SLOWDOWN", "of steps, such as 0.03: it sends slower; 0: no look")
-    courier: str = _setting("thread", "MLFLASH_COURIER", "what calls MPI: a thread | a process beside the trainer")
+    courier: str = _setting("thread", "MLFLASH_COURIER", "what calls MPI: thread | process (beside the trainer) | auto")
     courier_cpus: str = _setting("auto", "MLFLASH_COURIER_CPUS", "cores of couriers: auto | inherit | such as 0-3,8")
     nice: int = _setting(0, "MLFLASH_NICE", "niceness of the courier's thread, 0 to 19")
     copy_threads: int = _setting(0, "MLFLASH_COPY_THREADS", "of a rank's copies and checks; 0: as many as are worth it")
@@ -84,7 +84,7 @@ class Config:
         for name in ("send_rate", "max_slowdown"):
             self._check(name, getattr(self, name) >= 0, "a number, 0 or more")
         self._check("copy_threads", 0 <= self.copy_threads <= 64, "a number, 0 to 64")
-        self._check("courier", self.courier in ("thread", "process"), "'thread' or 'process'")
+        self._check("courier", self.courier in ("thread", "process", "auto"), "'thread', 'process' or 'auto'")
         self._check("courier_cpus", _is_cores(self.courier_cpus), "'auto', 'inherit', or numbers such as 0-3,8")
         self._check("nice", 0 <= self.nice <= 19, "a number, 0 to 19")
         self._check("drain_every", not self.drain_every or self.directory is not None, "a directory to drain to")

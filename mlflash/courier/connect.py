@@ -27,9 +27,9 @@ from ..telemetry.heartbeat import RankFacts, TrainerHeartbeat, read_heartbeats
 from ..telemetry.prometheus_metrics import Metrics
 from ..telemetry.recorder import TrainerRecorder
 from ..wireup.pmi_client import uses_mpi
+from .choice import Choice, choose
 from .in_thread import CourierThread
 from .session import Session
-from .start_zygote import start_zygote
 
 log = logging.getLogger("mlflash")
 
@@ -52,8 +52,9 @@ def connect(config: Config, comm: Any, process_group: Any, replicated: Any = Non
         ConfigError: on all ranks, where ``replicated`` or ``domains`` make no sense.
         JobInUse, UnsafePath, WorldMismatch: on all ranks, where any rank finds it so.
     """
-    if config.courier == "process" and comm is None:
-        return _connect_process(config, process_group, replicated, domains)
+    choice = choose(config.courier, comm)
+    if choice.is_process:
+        return _connect_process(choice, config, process_group, replicated, domains)
     among: tuple[int, ...] | None = None
     if comm is None:
         comm = find_world(os.environ)
@@ -63,8 +64,7 @@ def connect(config: Config, comm: Any, process_group: Any, replicated: Any = Non
     drains: list[Drains] = []
     jobs = Courier(world, threaded=world.threads, nice=config.nice)
     session = Session(config, world, jobs, lambda drain: drains[0].began(drain))
-    why = "comm= was given" if config.courier == "process" else 'courier="thread"'
-    courier = CourierThread(jobs, session, why)
+    courier = CourierThread(jobs, session, choice.why)
     start = _start(world.rank, world.size, _group_of(comm, among), process_group, replicated, domains)
     started = _started(courier, start)
     context = session.context
@@ -76,14 +76,13 @@ def connect(config: Config, comm: Any, process_group: Any, replicated: Any = Non
     return trainer, drains[0], started
 
 
-def _connect_process(config: Config, process_group: Any, replicated: Any, domains: Any
+def _connect_process(choice: Choice, config: Config, process_group: Any, replicated: Any, domains: Any
                      ) -> tuple[TrainerContext, Drains, Started]:  # fmt: skip
-    # The zygote takes longest, and goes first: what is imported here is imported beside it.
-    zygote = None if f"{__package__}.courier_link" in sys.modules else start_zygote()
+    # What is imported here is imported beside the zygote.
     from .courier_link import link
     from .in_process import CourierProcess
 
-    connection = link(config, zygote)
+    connection = link(config, choice.zygote)
     rank, size = connection.couriers.rank, connection.couriers.size
     ranks = some_ranks(process_group, rank, size) or tuple(range(size))
     courier = CourierProcess(connection, config, ranks)

@@ -34,7 +34,7 @@ from ..wireup.launch import Couriers
 from ..wireup.store_client import StoreLost
 from ..wireup.zygote_client import ZygoteClient
 from . import wire_format as wire
-from .start_zygote import ENTRY
+from .choice import ENTRY
 from .wire_format import BadMessage, Frame, Kind
 
 log = logging.getLogger("mlflash")

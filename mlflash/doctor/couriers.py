@@ -24,6 +24,9 @@ def kind(given: Config, env: Mapping[str, str]) -> Finding:
     why = f"{_ENV}={env[_ENV]}" if env.get(_ENV) else "as by default"
     if given.courier == "process":
         return fine("courier", "a process beside each trainer ({why}), and a thread where comm= is given", why=why)
+    if given.courier == "auto":
+        text = "a process beside each trainer ({why}); a thread where comm=, the program or its MPI wants one"
+        return fine("courier", text, why=why)
     return fine("courier", "a thread of each trainer ({why})", why=why)
 
 
@@ -38,7 +41,7 @@ def cores(world: World, given: Config, env: Mapping[str, str]) -> Iterator[Findi
     threads = env.get("OMP_NUM_THREADS", "").split(",")[0]
     mine = courier_cores.own_seat(env), int(threads) if threads.isdigit() else None
     told = [mine] if world.world is None else world.gather(mine, world.node)
-    if world.local_rank == 0 and given.courier == "process":
+    if world.local_rank == 0 and given.courier != "thread":
         yield judge_cores(given.courier_cpus, [seat for seat, _ in told], [number for _, number in told])
 
 

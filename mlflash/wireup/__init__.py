@@ -5,9 +5,9 @@ rank of MPI, any number of times in the life of a trainer. The trainers find eac
 torch's store, by their launcher's PMI (`pmi_client`; `mpi_refused` from then on), or at a socket (`text_server`).
 From then on they go by a small store that all ranks can reach (`key_value_store`, asked by `store_client`), at an
 address of rank 0's host (`own_address`). A trainer asks its zygote for a courier (`zygote_client`,
-`running_courier`); the zygote (`zygote`) has imported everything and forks (`forked_courier`, `courier_process`);
-`pmi_server` answers what MPI asks while it starts, of where ranks are by `process_mapping`; `mpich_segments` removes
-what a killed one leaves in `/dev/shm`. A rank that leaves the job without a word is made known by its zygote
-(`departures`). Messages are `frames`.
+`running_courier`); the zygote (`zygote`, `zygote_imports`) has imported everything and forks (`forked_courier`,
+`courier_process`); `pmi_server` answers what MPI asks while it starts, of where ranks are by `process_mapping`;
+`mpich_segments` removes what a killed one leaves in `/dev/shm`. A rank that leaves the job without a word is made
+known by its zygote (`departures`). Messages are `frames`.
 It imports `errors`.
 """

@@ -16,6 +16,7 @@ with what is said here.
 |                 | ``entry`` ``up_s`` ``cores``; one descriptor, by |                                         |
 |                 | SCM_RIGHTS                                       |                                         |
 | ``"ask"``       | ``pid``                                          | ``running``, ``mpi`` (whether it is up) |
+| ``"vendor"``    |                                                  | ``vendor``: of MPI, "" without          |
 | ``"kill"``      | ``pid``                                          | ``running``: whether it still was       |
 | ``"end"``       | ``tells``                                        | nothing; no courier is forked after it  |
 
@@ -35,7 +36,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
-import importlib
 import os
 import resource
 import select
@@ -56,12 +56,11 @@ from .key_value_store import KeyValueStore, Limits
 from .pmi_server import PmiServer, is_epoch_name
 from .process_mapping import numbered
 from .store_client import StoreClient
+from .zygote_imports import Entry, import_all, vendor
 
 _LARGEST_NBYTES = 1 << 23
-_TORCH = "torch"
 # Each rank has two connections to the store, its trainer's and its courier's; the rest is for strangers and for forks.
 _DESCRIPTORS_PER_RANK, _OTHER_DESCRIPTORS = 2, 192
-Entry = Callable[[Courier], object]
 
 
 class _Refused(Exception):
@@ -210,6 +209,8 @@ class Zygote:
                 case {"do": "ask", "pid": int(pid)}:
                     child = self._children.get(pid)
                     return {"running": child is not None, "mpi": child is not None and child.is_up}
+                case {"do": "vendor"}:
+                    return {"vendor": vendor() if self._has_mpi else ""}
                 case {"do": "kill", "pid": int(pid)}:
                     if (child := self._children.get(pid)) is not None:
                         self._kill(child, None)
@@ -355,28 +356,6 @@ def _allow_descriptors(count: int) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard if hard != resource.RLIM_INFINITY else count, hard))
 
 
-def _import(entries: list[str], with_mpi: bool) -> dict[str, Entry]:
-    """Import all that couriers will need. What is imported after a fork costs time in each epoch."""
-    import numpy  # noqa: F401
-
-    initialised: Callable[[], bool] = lambda: False
-    if with_mpi:
-        import mpi4py
-
-        mpi4py.rc.initialize = mpi4py.rc.finalize = False
-        from mpi4py import MPI
-
-        initialised = MPI.Is_initialized
-
-    found = {}
-    for entry in entries:
-        module, _, function = entry.partition(":")
-        found[entry] = getattr(importlib.import_module(module), function)
-    if initialised() or _TORCH in sys.modules:
-        raise RuntimeError(f"importing {', '.join(entries)} has initialised MPI or imported torch")
-    return found
-
-
 def main(arguments: list[str]) -> NoReturn:
     """Be the zygote of a trainer. Not collective."""
     trainer_pid = int(arguments[1])
@@ -392,7 +371,7 @@ def main(arguments: list[str]) -> NoReturn:
     with socket.socket(fileno=int(arguments[0])) as sock:
         sock.set_inheritable(False)
         has_mpi = arguments[2] == "mpi"
-        Zygote(sock, trainer_pidfd, _import(arguments[3:], has_mpi), has_mpi).run()
+        Zygote(sock, trainer_pidfd, import_all(arguments[3:], has_mpi), has_mpi).run()
     sys.exit(0)
 
 

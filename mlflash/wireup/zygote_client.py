@@ -179,6 +179,16 @@ class ZygoteClient:
             self._segments[pid] = mpich_segments.named_after(epoch, numbered(nodes)[rank])
         return pid
 
+    def vendor(self, timeout_s: float) -> str:
+        """Ask whose MPI couriers would load, as mpi4py names it; "" without MPI. Not collective.
+
+        Raises:
+            DeadlineExceeded: the zygote has not answered.
+            ZygoteLost: it has ended, as there is no MPI that can be loaded.
+        """
+        vendor: str = self._ask({"do": "vendor"}, timeout_s)["vendor"]
+        return vendor
+
     def ask(self, pid: int, timeout_s: float) -> dict[str, bool]:
         """Ask whether a courier is ``running`` and whether its ``mpi`` is up. Not collective."""
         return self._ask({"do": "ask", "pid": pid}, timeout_s)

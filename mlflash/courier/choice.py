@@ -1,0 +1,74 @@
+"""Whether a courier is a thread or a process, where a program leaves that open.
+
+All ranks choose alike, as they run the same program with the same settings and the same MPI. This is the first thing
+that is done for a courier that is a process: its zygote starts, and imports while this process does. So nothing is
+imported here that takes time: what the trainer has at its end, `courier_link` and `in_process`, comes after it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from typing import Any
+
+from ..wireup.pmi_client import uses_mpi
+from ..wireup.rendezvous import who_am_i
+from ..wireup.zygote_client import ZygoteClient, ZygoteLost
+
+ENTRY = "mlflash.courier.process_main:run"
+"""What a courier does."""
+_NO_PMI = ("Open MPI",)  # as mpi4py names it
+_ZYGOTE_S = 60.0  # for its imports, from a file system that may be slow
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """What a courier is.
+
+    Attributes:
+        is_process: it is one, and else a thread.
+        why: in a few words.
+        zygote: that was started for it; None: there is one already, or none is needed.
+    """
+
+    is_process: bool
+    why: str
+    zygote: ZygoteClient | None = None
+
+
+def choose(courier: str, comm: Any) -> Choice:
+    """Choose what the courier of this process is, and start its zygote. Not collective.
+
+    Args:
+        courier: "thread", "process" or "auto".
+        comm: a communicator that the program gives; None: it gives none.
+
+    Raises:
+        WorldMismatch: the launcher's variables and torch.distributed contradict each other.
+        DeadlineExceeded: the zygote does not come up.
+    """
+    if comm is not None:
+        return Choice(False, "comm= was given")
+    if courier == "thread":
+        return Choice(False, 'courier="thread"')
+    link = sys.modules.get(f"{__package__}.courier_link")
+    if link is not None and link.is_linked():
+        return Choice(True, "as the others of this process are")
+    if courier == "process":
+        return Choice(True, 'courier="process"', _start_zygote())
+    if uses_mpi():
+        return Choice(False, "this program uses MPI itself")
+    zygote = _start_zygote()
+    try:
+        vendor = zygote.vendor(_ZYGOTE_S)
+    except ZygoteLost:  # a thread says what is wrong with this MPI
+        vendor = None
+    if vendor is None or vendor in _NO_PMI:
+        zygote.stop(0)
+        return Choice(False, f"{vendor or 'this MPI'} cannot be started without its launcher")
+    return Choice(True, "nothing speaks against it", zygote)
+
+
+def _start_zygote() -> ZygoteClient:
+    return ZygoteClient([ENTRY], os.environ, mpi=who_am_i(os.environ).size > 1)
