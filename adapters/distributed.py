@@ -24,7 +24,7 @@ import torch.distributed as dist
 from mlflash.checkpointer.disabled import turned_off
 from mlflash.config import Config, from_environment
 from mlflash.courier import courier_link
-from mlflash.courier.choice import choose
+from mlflash.courier.choice import Choice, choose
 from mlflash.errors import ConfigError, MlflashError, MpiUnavailable, WorldMismatch
 from mlflash.mpi.world import find_comm
 from mlflash.wireup.launcher_variables import is_on_one_host, launched
@@ -103,21 +103,23 @@ def init_process_group(
     given = {"init_method": init_method, "world_size": world_size, "rank": rank, "store": store}
     _check(backend, comm)
     is_off = turned_off()
-    kind = courier or os.environ.get("MLFLASH_COURIER") or Config.courier
-    zygote = None
-    if is_off:
-        is_process = comm is None and kind == "process"
-    else:
-        choice = choose(_config(courier).courier, comm)
-        is_process, zygote = choice.is_process, choice.zygote
-    if comm is None and _has_ranks_of_torchrun(is_off, is_process):
+    choice = _choose(courier, comm, is_off)
+    if comm is None and _has_ranks_of_torchrun(is_off, choice.is_process):
         _init(backend, int(os.environ.get("LOCAL_RANK", "0")), **more, **given)
     else:
-        ranks = _without_mpi(is_off, zygote) if is_process and not uses_mpi() else _of_mpi(comm)
+        ranks = _without_mpi(is_off, choice.zygote) if choice.is_process and not uses_mpi() else _of_mpi(comm)
         store, local_rank = _meet(ranks, host or ranks.host, more["timeout"], given)
         _init(backend, local_rank, **more, store=store, rank=ranks.rank, world_size=ranks.size)
-    if is_process and not is_off:
-        courier_link.link(_config("process"), zygote)
+    if choice.is_process and not is_off:
+        courier_link.link(_config("process"), choice.zygote)
+
+
+def _choose(courier: str | None, comm: Any, is_off: bool) -> Choice:
+    """Choose what the couriers are, or would be: where all is off, none is started."""
+    if not is_off:
+        return choose(_config(courier).courier, comm)
+    kind = courier or os.environ.get("MLFLASH_COURIER") or Config.courier
+    return Choice(comm is None and kind == "process", "mlflash is off")
 
 
 def _check(backend: Any, comm: Any) -> None:

@@ -13,6 +13,7 @@ from ..courier.connect import connect
 from ..draining.drain import Drain
 from ..errors import Closed
 from ..mpi.courier import FORKED
+from ..protocol.client import one_unit
 from ..protocol.messages import Free, FreeDrains, GoBeyond, HealNewest, Report, RunFacts, Scavenge, Survives
 from ..restoring.restore import Restores
 from ..saving.save_queue import SaveQueue
@@ -125,6 +126,7 @@ class Checkpointer:
 
     # Saving
 
+    @one_unit
     def save(self, step: int, state: Any, *, until: Any = None) -> Snapshot:
         """Copy the state into this rank's slot and let it be protected and committed in the background.
 
@@ -161,6 +163,7 @@ class Checkpointer:
         self._check_open()
         self._saves.wait()
 
+    @one_unit
     def prepare(self, state: Any) -> None:
         """Allocate the slots for a state like this one, before the first save; their pages are faulted in behind.
 
@@ -175,6 +178,7 @@ class Checkpointer:
 
     # Restoring
 
+    @one_unit
     def restore(
         self, state: Any, step: int | None = None, *, source: str | os.PathLike[str] | None = None
     ) -> int | None:
@@ -183,9 +187,8 @@ class Checkpointer:
         Collective over comm. Every byte is verified on all ranks before anything is changed. Afterwards the
         redundancy is made whole again in the background. Either way the slots are made as :meth:`prepare` does.
 
-        Where it was saved by another number of ranks, or in other shards, each tensor is put together from the old
-        shards; what all old ranks had alike goes to all, and what each had its own of to the rank of its number. Rank 0
-        warns of what is left behind of lost ranks, and what new ones got none of.
+        Saved by other ranks, or in other shards, each tensor is put together from the old shards; what all old ranks
+        had alike goes to all, and what each had its own of to the rank of its number. Rank 0 warns of the rest.
 
         Args:
             state: live tensors and arrays are copied into, plain leaves replaced, objects get copies through
@@ -207,6 +210,7 @@ class Checkpointer:
         self._check_open()
         return self._restores.restore(state, step, None if source is None else os.fspath(source))
 
+    @one_unit
     def load(
         self, step: int | None = None, *, source: str | os.PathLike[str] | None = None, copy: bool = True
     ) -> tuple[int | None, Any]:
@@ -215,8 +219,7 @@ class Checkpointer:
         Collective over comm. Objects come back as what their ``state_dict`` returned.
 
         Args:
-            step: this one instead of the newest.
-            source: see :meth:`restore`.
+            step, source: see :meth:`restore`.
             copy: False gives views of what is in memory, at once and unverified. What is written to them stays in this
                 process; as long as any is there, saves have one slot less, and wait for each other.
 
@@ -336,6 +339,7 @@ class Checkpointer:
 
     # Ending
 
+    @one_unit
     def close(self) -> None:
         """Wait for the saves and drains so far, free windows and communicators; the slots stay in memory.
 
@@ -370,6 +374,9 @@ class Checkpointer:
             steps.callback(self._courier.stop, abandon)
             steps.callback(self._drains.give_up)
             steps.callback(self._trainer.recorder.end, state)
+
+    def _unit(self) -> contextlib.AbstractContextManager[None]:
+        return self._courier.unit()
 
     def _leave(self) -> None:
         """Be closed in a process that was forked: all of it is the parent's, and goes on there. Not collective."""

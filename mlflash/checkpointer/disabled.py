@@ -6,6 +6,7 @@ not there: MPI is not started, no file is made, no thread, nothing waits for oth
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import socket
@@ -132,6 +133,10 @@ class Courier(Client):
 
     def wait_sent(self, job: Any) -> None:
         """Nothing is."""
+
+    def unit(self) -> contextlib.AbstractContextManager[None]:
+        """Nothing is begun."""
+        return contextlib.nullcontext()
 
     def call(self, message: Message, answers: Any = None) -> Any:
         """Leave it: None is what there is to be had."""
@@ -311,6 +316,9 @@ class Adapting(for_adapters.Adapting):
     def __init__(self) -> None:
         self._saves, self._restores, self._drains = SaveQueue(), Restores(), Drains()
         self._check_open = lambda: None
+
+    def _unit(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     def seen_by_first(self, look: Callable[[], Any]) -> Any:
         """Look on each rank: nothing could tell the others."""

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from ..draining.drains import Drains
 from ..errors import MlflashError, StateError, StepOrderError, Unrestorable
+from ..protocol.client import one_unit
 from ..protocol.ranks import Ranks
 from ..protocol.wanted_parts import WantedPart
 from ..restoring.all_or_nothing import Loading
@@ -39,6 +40,9 @@ class Adapting:
         self.ranks, self._strict = ranks, strict
         self._loading = Loading(ranks, saves)
 
+    def _unit(self) -> contextlib.AbstractContextManager[None]:
+        return self.ranks.unit()
+
     def seen_by_first(self, look: Callable[[], Any]) -> Any:
         """Let rank 0 look at what other ranks may see in another state, such as files, and tell all of them.
 
@@ -64,6 +68,7 @@ class Adapting:
             raise StateError(f"rank 0 could not look at what all ranks go by: {why}", rank=0)
         return found
 
+    @one_unit
     def save_or_warn(self, step: int, state: Any) -> Snapshot | None:
         """Save as :meth:`.Checkpointer.save` does, from a framework's callback, where an exception would end training.
 
@@ -83,6 +88,7 @@ class Adapting:
                 raise
             return None
 
+    @one_unit
     def newest_step(self, instead: object = None) -> int | None:
         """Find the newest step that can really be loaded, saved by whatever ranks: every byte of it is verified.
 
@@ -103,6 +109,7 @@ class Adapting:
         self._check_open()
         return self._or_instead(self._restores.newest.step, instead)
 
+    @one_unit
     def newest_alike(self, instead: object = None) -> int | None:
         """Find the largest step that can really be loaded on as many ranks as have saved it; see `newest_step`.
 
@@ -163,6 +170,7 @@ class Adapting:
         self._check_open()
         self._saves.begun.end()
 
+    @one_unit
     def save_again(self, state: Flat | StagedState | MlflashError, begun: ReservedSave) -> Snapshot:
         """Save leaves that an adapter made, as :meth:`.Checkpointer.save` does, as the step that was begun.
 
@@ -203,6 +211,7 @@ class Adapting:
         self._check_open()
         self._drains.ask()
 
+    @one_unit
     def open(
         self, step: int | None = None, told: Collection[str] = (), source: str | None = None
     ) -> OpenCheckpoint | None:
@@ -226,6 +235,7 @@ class Adapting:
         self._check_open()
         return self._restores.open(step, told, source)
 
+    @one_unit
     def load_together(self, step: int, work: Callable[[], T], anew: bool = False) -> T:
         """Let a framework load into its objects what was restored or read: on all ranks, or on none.
 
@@ -260,6 +270,7 @@ class Adapting:
         """
         self._saves.undefined = ""
 
+    @one_unit
     def read(
         self,
         opened: OpenCheckpoint,

@@ -63,6 +63,7 @@ class RemoteJob:
         self.session, self.frame, self.number, self.answers = session, frame, number, answers
         self.on_late, self.on_refused = on_late, on_refused
         self.is_sent = self.is_commit = self.was_staged = False
+        self.unit = 0  # that it belongs to; 0: none
         self.sent = threading.Event()
         self.woken = threading.Event()
         self.result: Any = None
@@ -109,6 +110,9 @@ class Session(Protocol):
         Raises:
             DeadlineExceeded: it is not so in time.
         """
+
+    def check(self, job: RemoteJob) -> None:
+        """Raise Closed where a job belongs to what another rank cannot go on with; see `units`."""
 
     def fail_later(self, job: RemoteJob) -> None:
         """Make a save of the last courier one that fails, for the next one."""
@@ -190,6 +194,7 @@ class CourierLink:
                 return
             item.is_sent = True
             try:
+                item.session.check(item)
                 sent = item.frame()
             except Exception as error:  # as no more is done; or a fault of ours
                 item.refuse(error if isinstance(error, MlflashError) else Closed(text_of(error)))

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import msgspec
@@ -27,14 +28,16 @@ from ..protocol import messages as asked
 from ..protocol.client import Pace
 from ..protocol.messages import Exchange, Message
 from ..protocol.trainer_context import TrainerContext
-from ..redundancy.slot_plan import Plan
 from . import wire_format as wire
 from .courier_link import CourierLink, RemoteJob, Sent
 from .exchange_rounds import exchange
+from .told_plans import ToldPlans
+from .units import Units
 from .wire_format import BadMessage, Frame, Kind, Outcome
 
 log = logging.getLogger("mlflash")
 
+_ANEW = "the couriers of this run were started anew in the middle of this"
 _ANSWER_S = 10.0  # for what is asked beside the jobs, and for an error to arrive after its deadline
 _CLOSE_S = 3.0  # for a session that is abandoned to be closed
 _LOOK_S = 0.2
@@ -60,8 +63,9 @@ class CourierProcess:
         self.start: asked.Start | None = None  # how this Checkpointer was introduced
         self.drains: Drains | None = None
         self._jobs: dict[int, RemoteJob] = {}
+        self._units = Units()
         self._asked: dict[int, tuple[threading.Event, list[Frame]]] = {}
-        self._plan: tuple[int, Plan | None] = (-1, None)
+        self._plans = ToldPlans(link.number)
         self._drain: tuple[int, Drain | None] = (0, None)
         self._frames: queue.SimpleQueue[Frame | threading.Event | None] = queue.SimpleQueue()
         self.ranks, self._before = ranks, link.add(self.number, self, ranks)
@@ -101,6 +105,7 @@ class CourierProcess:
             on_refused: Callable[[MlflashError], None] | None = None) -> RemoteJob:  # fmt: skip
         number = self._link.number()
         made = RemoteJob(self, lambda: self._frame(message, number), number, answers, on_late, on_refused)
+        made.unit = self._units.number
         made.is_commit = isinstance(message, asked.Commit)
         self._jobs[number] = made
         return made
@@ -108,11 +113,15 @@ class CourierProcess:
     def wait_sent(self, job: RemoteJob) -> None:
         job.sent.wait(_ANSWER_S)
 
+    def unit(self) -> AbstractContextManager[None]:
+        return self._units.unit()
+
     def call(self, message: Message, answers: Any = None) -> Any:
-        if isinstance(message, Exchange):
-            assert self.trainer is not None
-            return exchange(message, self.trainer.ranks, self._exchange_some)
-        return self._call(self.job(message, answers))
+        with self._units.unit(joins=True):
+            if isinstance(message, Exchange):
+                assert self.trainer is not None
+                return exchange(message, self.trainer.ranks, self._exchange_some)
+            return self._call(self.job(message, answers))
 
     def _call(self, job: RemoteJob) -> Any:
         self.post(job)
@@ -126,31 +135,19 @@ class CourierProcess:
         if isinstance(message, (asked.Commit, asked.CommitRestored)):
             request = message.request
             restores = message.restores if isinstance(message, asked.CommitRestored) else 0
-            plan, before = self._number_plan(request.plan)
+            plan, told = self._plans.number_of(request.plan)
+            if told is not None:
+                before = wire.pack(Kind.TELL, self.number, 0, "plan", wire.encode(told))
             body = wire.save_wire(request, plan, restores)
         if self.broken is not None:
             raise Closed("mlflash stopped after an earlier error", found=self.broken)
         return Sent(before + wire.pack(Kind.POST, self.number, number, name, wire.encode(body)))
 
-    def _number_plan(self, plan: Plan | None) -> tuple[int, bytes]:
-        """The number by which the courier knows a plan; and the frame that tells it, where it does not yet."""
-        if plan is None:
-            return -1, b""
-        number, known = self._plan
-        if known is not None and known.layout is plan.layout and known.pieces is plan.pieces and (
-            (known.sharing, known.private) == (plan.sharing, plan.private)):  # fmt: skip
-            return number, b""
-        told = self._plan_wire(plan)
-        return told.number, wire.pack(Kind.TELL, self.number, 0, "plan", wire.encode(told))
-
-    def _plan_wire(self, plan: Plan) -> wire.PlanWire:
-        self._plan = (self._link.number(), plan)
-        return wire.PlanWire(self._plan[0], dataclasses.replace(plan, manifest=b""))
-
     def _exchange_some(self, body: wire.ExchangeWire, fd: int) -> bool:
         number = self._link.number()
         frame = functools.partial(Sent, wire.pack(Kind.POST, self.number, number, "Exchange", wire.encode(body)), (fd,))
         job = self._jobs[number] = RemoteJob(self, frame, number, None, None, None)
+        job.unit = self._units.number
         return bool(self._call(job))
 
     # Beside the jobs
@@ -259,7 +256,7 @@ class CourierProcess:
             else:
                 result = getattr(self._jobs[number].answers, frame.name)(*values)
                 if frame.name == "lay_out":
-                    self._tell(Kind.TELL, 0, "plan", told := self._plan_wire(result))
+                    self._tell(Kind.TELL, 0, "plan", told := self._plans.tell(result))
                     result = told.number, result.manifest_nbytes
                 elif frame.name == "stage":
                     result = (result[0], tuple(result[1].items()))
@@ -324,12 +321,17 @@ class CourierProcess:
         if self._is_down or self.is_closed:
             return
         self._is_down, self._is_unused = True, False
+        self._units.interrupt()
         if self.trainer is not None:
             self.trainer.recorder.courier_died(pid, why)
         self.late = None
         self._end_drain()
         for job in [job for job in list(self._jobs.values()) if job.is_sent and not job.is_commit]:
-            self._refuse(job, f"the couriers of this run were started anew in the middle of this: {why}")
+            self._refuse(job, f"{_ANEW}: {why}")
+
+    def check(self, job: RemoteJob) -> None:
+        if self._units.has_failed(job.unit) and not job.is_commit:
+            raise Closed(_ANEW)
 
     def wait_unused(self) -> None:
         if self.is_closed or self.trainer is None:
@@ -362,9 +364,10 @@ class CourierProcess:
     def come_up(self) -> None:
         if self.is_closed or self.start is None or self.trainer is None:
             return
-        self._plan = (-1, None)
+        self._plans.forget()
         self._link.send_first(self._opened())
-        for message in (dataclasses.replace(self.start, left_at=self._left_at), asked.GoBeyond()):
+        start = dataclasses.replace(self.start, left_at=self._left_at, interrupted=self._units.interrupted)
+        for message in (start, asked.GoBeyond()):
             job = self.job(message)
             self._link.send_first(job)
             if not job.woken.wait(self._config.timeout_s + _ANSWER_S) or job.late is not None:
@@ -372,6 +375,7 @@ class CourierProcess:
             if job.error is not None:
                 raise job.error
             if isinstance(message, asked.Start):
+                self._units.fail(job.result.interrupted)
                 self.trainer.sharing, self.trainer.is_unhealed = job.result.sharing, False
                 self.trainer.slots.update(job.result.files)
                 self._find_committed(job.result)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from ..errors import DeadlineExceeded, MlflashError
@@ -50,6 +52,9 @@ class CourierThread:
 
     def wait_sent(self, job: Job) -> None:
         pass  # it is a thread of this process, and ends with it
+
+    def unit(self) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()  # it ends with this process only
 
     def call(self, message: Message, answers: Any = None) -> Any:
         return self._jobs.call(lambda: self.session.handle(message, answers))

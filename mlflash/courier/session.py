@@ -135,9 +135,10 @@ class Session:
             **FoundCheckpoints(context, self._drains).table,
         }
         pool, threads = context.pool, context.copy_threads.threads
+        interrupted = -world.agree([-start.interrupted])[0]
         return Started(world.rank, world.topology, world.emulated_node, context.memory.top, len(pool.own), threads,
                        context.unusable, pool.news(), context.sharing, context.run_id.hex()[:8], context.left_step,
-                       context.left_generation)  # fmt: skip
+                       context.left_generation, interrupted)  # fmt: skip
 
     def _commit(self, message: asked.Commit, trainer: Trainer) -> int:
         self._commits.bring_to_end(message.request, trainer)

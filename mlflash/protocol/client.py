@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any, Protocol
+from contextlib import AbstractContextManager
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from ..errors import DeadlineExceeded, MlflashError
 from .messages import Message
@@ -78,6 +80,13 @@ class Client(Protocol):
         Not collective. It does not wait until it is done.
         """
 
+    def unit(self) -> AbstractContextManager[None]:
+        """Make one unit of all that this thread calls for meanwhile: no rank does half of it.
+
+        Collective, in that all ranks do the same units in the same order. Where couriers are started anew in the
+        middle of it on any rank, what is called for raises Closed on all.
+        """
+
     def call(self, message: Message, answers: Any = None) -> Any:
         """Post a message and wait for what it gives; collective as the message is.
 
@@ -98,3 +107,23 @@ class Client(Protocol):
 
     def leave(self) -> None:
         """Do nothing in a process that was forked: the courier is the parent's. Not collective."""
+
+
+class _HasUnits(Protocol):
+    def _unit(self) -> AbstractContextManager[None]: ...
+
+
+_Me = TypeVar("_Me", bound=_HasUnits)
+_Takes = ParamSpec("_Takes")
+_Gives = TypeVar("_Gives")
+
+
+def one_unit(method: Callable[Concatenate[_Me, _Takes], _Gives]) -> Callable[Concatenate[_Me, _Takes], _Gives]:
+    """Make all that a method calls for one unit, see `Client.unit`; its object says by `_unit` of which client."""
+
+    @functools.wraps(method)
+    def whole(self: _Me, /, *args: _Takes.args, **kwargs: _Takes.kwargs) -> _Gives:
+        with self._unit():
+            return method(self, *args, **kwargs)
+
+    return whole

@@ -40,6 +40,7 @@ class Start(Message):
         start: names this trainer; see `heartbeat.RankFacts`.
         left_at: the newest step whose save has ended on this rank, where an earlier courier has died; None: there was
             none, or no save has ended.
+        interrupted: the newest unit that this rank was in when that died, see `courier.units`; 0: none.
     """
 
     problem: MlflashError | None
@@ -47,6 +48,7 @@ class Start(Message):
     domains: Any
     start: str
     left_at: int | None = None
+    interrupted: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +66,7 @@ class Started:
         sharing: see there.
         run: names this run in events.
         left_step, left_generation: of the newest attempt that memory has whole, as far as headers tell; None, 0: none.
+        interrupted: the newest of all ranks'.
     """
 
     rank: int
@@ -78,6 +81,7 @@ class Started:
     run: str
     left_step: int | None
     left_generation: int
+    interrupted: int
 
 
 @dataclasses.dataclass(frozen=True)

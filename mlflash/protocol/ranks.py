@@ -8,6 +8,7 @@ from __future__ import annotations
 import pickle
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar
 
 from ..errors import DeadlineExceeded, MlflashError, text_of
@@ -91,6 +92,10 @@ class Ranks:
             MlflashError: that of the lowest rank that brought one.
         """
         self._courier.call(RaiseTogether(error))
+
+    def unit(self) -> AbstractContextManager[None]:
+        """Make one unit of what is called for meanwhile, see `client.Client`."""
+        return self._courier.unit()
 
     def renew_deadline(self) -> None:
         """Nothing is to be done: each call has a deadline of its own."""
