@@ -218,6 +218,28 @@ def _save_until_committed(ckpt: mlflash.Checkpointer, first: int) -> int:
     raise AssertionError("no save was committed")
 
 
+def out_of_step(settings: dict[str, Any], late: bool) -> None:
+    """Couriers are started anew while rank 0 is between two jobs of a unit; the others wait for it in the second."""
+    with mlflash.Checkpointer(courier="process", **settings) as ckpt:
+        ckpt.save(1, state_at(1, False)).wait()
+        link, ranks = ckpt._courier._link, ckpt.adapting.ranks
+        before = link.pid
+        try:
+            with ckpt._courier.unit():
+                ranks.agree([1])
+                note("inside", rank=RANK, courier=before)
+                if RANK == 0:
+                    courier = ckpt._courier
+                    gone = lambda: courier._is_down if not late else link.pid != before and not courier._is_down
+                    until(gone, "the courier to have ended")
+                note("agreed", rank=RANK, values=ranks.agree([RANK, 2]))
+        except mlflash.errors.Closed as error:
+            note("closed", rank=RANK, why=str(error))
+        state = state_at(0, False)
+        note("restored", rank=RANK, step=ckpt.restore(state), same=is_same(state, state_at(1, False)))
+        note("end", rank=RANK, step=_save_until_committed(ckpt, 2))
+
+
 def later(settings: dict[str, Any]) -> None:
     """Start MPI after the courier is there, in each of the ways there are, and save all the same."""
     with mlflash.Checkpointer(courier="process", **settings) as ckpt:
@@ -253,5 +275,5 @@ class _Note(logging.Handler):
 
 if __name__ == "__main__":
     spec = json.loads(sys.argv[1])
-    programs = [train, cycle, groups, one_leaves, later, weigh, stay]
+    programs = [train, cycle, groups, one_leaves, later, weigh, stay, out_of_step]
     {program.__name__: program for program in programs}[spec.pop("program")](**spec)

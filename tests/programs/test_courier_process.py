@@ -195,3 +195,17 @@ def test_mpi_that_is_started_where_it_cannot_be_any_more_is_refused_and_it_says_
         assert all("MLFLASH_COURIER=thread" in text for text in record["said"])
     (alone,) = jobs.run(1, "later").of("later")
     assert not alone["said"], "one rank has used nothing of the launcher's"
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_no_rank_goes_on_in_what_another_rank_was_in_when_its_courier_was_killed(jobs: Jobs, late: bool) -> None:
+    job = jobs.start(3, "out_of_step", late=late)
+    inside = {record["rank"]: record["courier"] for record in job.wait_for("inside", 3)}
+    os.kill(inside[1], signal.SIGKILL)
+    result = job.wait()
+    assert not result.returncode, result.log
+    assert [record["rank"] for record in result.of("closed")] == [0, 1, 2] and not result.of("agreed"), result.log
+    assert all("started anew in the middle of this" in record["why"] for record in result.of("closed"))
+    assert [record["step"] for record in result.of("restored")] == [1] * 3
+    assert all(record["same"] for record in result.of("restored"))
+    assert len({record["step"] for record in result.of("end")}) == 1
