@@ -43,7 +43,8 @@ def check_restored(cluster: Cluster, allowed: set[int]) -> None:
 )  # fmt: skip
 def test_a_node_that_crashes_in_a_save(nodes: Nodes, point: str, allowed: set[int | None], transport: str) -> None:
     cluster = Cluster(nodes, transport)
-    crash_at(nodes, cluster, [*SAVE, point], victim=1, last=3)
+    before = ["commit.released"] * 2 if point.startswith("stage") else SAVE  # it stages before its courier has seen all
+    crash_at(nodes, cluster, [*before, point], victim=1, last=3)
     check_restored(cluster, allowed)
 
 

@@ -33,6 +33,8 @@ AT_HOME = [p for p in RESTORE if p not in ("restore.fetched", "restore.rebuilt",
 FETCHED = [p for p in RESTORE if p != "restore.rebuilt"]
 REBUILT = [p for p in RESTORE if p != "restore.fetched"]
 SECOND_SAVE_SEEN = ("commit.seen", "commit.seen")
+SECOND_SAVE_RELEASED = ("commit.released", "commit.released")  # which nobody knows before it is
+AFTER_A_SAVE = (SECOND_SAVE_SEEN[0], SECOND_SAVE_RELEASED[0])
 SHARE = [p for p in ORDER if p.startswith("share.")]
 SCHEMES = ["copy", "xor:3", "rs:2+2", "alike"]  # the last is copy, with most of the state the same on all ranks
 LAYOUTS = [(2, 1), (3, 1), (4, 2), (4, 1)]  # ranks, ranks per node
@@ -109,10 +111,12 @@ class Case:
 
     @property
     def path(self) -> list[str]:
-        """The points that lead to the crash. A save is staged while the heal still runs."""
+        """The points that lead to the crash. A save is staged while the heal still runs, and as soon as the one before
+        is known to be committed: what its courier does last may come later.
+        """
         before = SCENARIOS[self.scenario][2]
-        if before == ("heal.done",) and self.point.startswith("stage"):
-            before = ("restore.loaded",)
+        if self.point.startswith("stage"):
+            before = {("heal.done",): ("restore.loaded",), SECOND_SAVE_SEEN: SECOND_SAVE_RELEASED}.get(before, before)
         return [*before, self.point]
 
 
@@ -228,7 +232,7 @@ def crash_and_relaunch(shm: Path, case: Case) -> None:
     if case.scenario == "save that grew":
         state |= {"grow_at": 3, "load": True}
     in_a_row = case.scenario == "save while the next is staged"
-    steps = {"last": 9 if in_a_row else 3} if case.path[0] == "commit.seen" else {"more": int("save" in case.scenario)}
+    steps = {"last": 9 if in_a_row else 3} if case.path[0] in AFTER_A_SAVE else {"more": int("save" in case.scenario)}
     if case.goes_on:
         steps = {"last": last_of(case)}
         state = {**state, "goes_on": True, "strict": False}
