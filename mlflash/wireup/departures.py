@@ -12,7 +12,7 @@ import time
 
 from .store_client import StoreClient
 
-_TOLD_S = 2.0  # for the store to take it
+_TOLD_S = 10.0  # for the store to take it, on a host that may be busy: who is not told waits for ever
 
 
 class RankDeparted(ConnectionError):
