@@ -105,10 +105,13 @@ class CourierProcess:
             on_refused: Callable[[MlflashError], None] | None = None) -> RemoteJob:  # fmt: skip
         number = self._link.number()
         made = RemoteJob(self, lambda: self._frame(message, number), number, answers, on_late, on_refused)
-        made.unit = self._units.number
         made.is_commit = isinstance(message, asked.Commit)
-        self._jobs[number] = made
-        return made
+        return self._expect(made)
+
+    def _expect(self, job: RemoteJob) -> RemoteJob:
+        job.unit = self._units.number
+        self._jobs[job.number] = job
+        return job
 
     def wait_sent(self, job: RemoteJob) -> None:
         job.sent.wait(_ANSWER_S)
@@ -146,9 +149,7 @@ class CourierProcess:
     def _exchange_some(self, body: wire.ExchangeWire, fd: int) -> bool:
         number = self._link.number()
         frame = functools.partial(Sent, wire.pack(Kind.POST, self.number, number, "Exchange", wire.encode(body)), (fd,))
-        job = self._jobs[number] = RemoteJob(self, frame, number, None, None, None)
-        job.unit = self._units.number
-        return bool(self._call(job))
+        return bool(self._call(self._expect(RemoteJob(self, frame, number, None, None, None))))
 
     # Beside the jobs
 
