@@ -33,6 +33,7 @@ REPO = Path(__file__).parents[1]
 REPORTS = REPO / ".reports"
 _LANES = {False: 2, True: 1}  # steps at a time: those that compute, those that wait
 _ENDS_S = 20  # from SIGTERM to SIGKILL
+_LAST_LINE = 200  # characters of it that the summary has: of a step that hung, the file of the test that it hung in
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,7 +145,7 @@ class Run:
         self._gate = {step.name for step in steps if step.gate}
         self._running: dict[Step, tuple[subprocess.Popen[bytes], float]] = {}
         self.took: dict[str, float] = {}
-        self.failed: list[str] = []
+        self.failed: dict[str, str] = {}  # step -> how it ended
 
     def all(self) -> None:
         """Run them; those that wait for one that failed are never begun, and have failed."""
@@ -155,7 +156,7 @@ class Run:
         finally:
             for process, _ in self._running.values():
                 _end(process)
-        self.failed += [step.name for step in self._left]
+        self.failed |= {step.name: "never begun" for step in self._left}
 
     def _begin(self) -> bool:
         """Begin what may begin; whether anything did."""
@@ -192,9 +193,10 @@ class Run:
             took = self.took[step.name] = time.monotonic() - start
             ended = "ended at its limit" if process.returncode is None else f"exit {process.returncode}"
             _end(process)
-            if process.returncode != 0:
-                self.failed.append(step.name)
             said = (REPORTS / f"{step.name}.log").read_text(errors="replace").rstrip()
+            if process.returncode != 0:
+                last = said.rpartition("\n")[2] or "nothing"
+                self.failed[step.name] = f"{ended} after {took:.0f} s; its last line: {last[-_LAST_LINE:]}"
             print(f"=== {step.name}\n{said}\n=== {step.name}: {ended} after {took:.0f} s", flush=True)
 
 

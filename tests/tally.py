@@ -4,39 +4,39 @@ from __future__ import annotations
 
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 # A skip for one of these reasons is right on a machine without the thing named.
 MAY_SKIP = ("needs CUDA", "needs RDMA", "needs root", "needs netem")
 SLOWEST = 30
+SHOWN = 15  # failed tests that are named
 
 
-def tally(reports: Path, failed_steps: Sequence[str], other_steps: int, about: str = "") -> int:
+def tally(reports: Path, failed_steps: Mapping[str, str], other_steps: int, about: str = "") -> int:
     """Print what failed, what was skipped, the slowest tests, and one line of totals; the exit code.
 
     Args:
         reports: a folder of JUnit's XML.
-        failed_steps: each counts as one that failed: a run that died without a report counts, too.
+        failed_steps: how each of them ended. Each counts as one that failed: one that died without a report counts, too.
         other_steps: so many passed that count no tests of their own.
-        about: what was part of it, said right before the totals.
+        about: what was part of it, said before the totals.
     """
     passed, failed = other_steps, len(failed_steps)
     _print_slowest(reports)
     ran: set[str] = set()
+    broken: dict[str, None] = {}
     skipped: dict[str, str] = {}
     for name, case, is_first_rank in _cases(reports):
         skip = case.find("skipped")
         if any(child.tag in ("failure", "error") for child in case):
             failed += 1
-            print(f"failed: {name}")
+            broken[name] = None
         elif skip is not None:
             skipped[name] = skip.get("message", "")
         else:
             passed += is_first_rank
             ran.add(name)
-    for step in failed_steps:
-        print(f"failed: {step}")
     # A test that needs two ranks is skipped on one and runs on two: that is no skip.
     never_ran = {name: reason for name, reason in skipped.items() if name not in ran}
     for name, reason in never_ran.items():
@@ -46,6 +46,13 @@ def tally(reports: Path, failed_steps: Sequence[str], other_steps: int, about: s
         print("no test ran")
         failed += 1
     print(about)
+    # Right before the totals, as some who look see only the last lines.
+    for name in list(broken)[:SHOWN]:
+        print(f"failed: {name}")
+    if len(broken) > SHOWN:
+        print(f"failed: {len(broken) - SHOWN} more tests")
+    for step, how in failed_steps.items():
+        print(f"failed: {step}: {how}")
     print(f"{passed} passed, {failed} failed, {len(never_ran)} skipped")
     return int(failed > 0)
 

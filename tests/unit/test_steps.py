@@ -152,6 +152,8 @@ def test_steps_wait_for_others_fail_with_them_and_are_ended_at_their_limit(
     printed = capsys.readouterr().out
     assert "this is me 7\n=== first: exit 0 after" in printed and "=== fourth: ended at its limit" in printed
     assert "--- third" not in printed
+    assert run.failed["third"] == "never begun" and "at its limit after" in run.failed["fourth"]
+    assert re.fullmatch(r"exit 2 after 0 s; its last line: make.*Error 3", run.failed["second"])
 
 
 def test_nothing_else_begins_where_the_gate_is_shut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,7 +164,7 @@ def test_nothing_else_begins_where_the_gate_is_shut(tmp_path: Path, monkeypatch:
         [steps.Step("lint", "fails", 1, (), gate=True), steps.Step("long", "fine", 9, ())], dict(os.environ)
     )
     run.all()
-    assert run.failed == ["lint", "long"] and set(run.took) == {"lint"}
+    assert list(run.failed) == ["lint", "long"] and set(run.took) == {"lint"}
 
 
 CASES = """<testsuites><testsuite>
@@ -183,9 +185,10 @@ def test_a_skip_that_this_machine_need_not_make_is_a_failure(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], what: str, reason: str, line: str, code: int
 ) -> None:
     (tmp_path / "x.xml").write_text(CASES.format(name="other", what=what, reason=reason))
-    assert tally(tmp_path, [], 0) == code
+    assert tally(tmp_path, {}, 0) == code
     printed = capsys.readouterr().out
-    assert printed.endswith(f"{line}\n") and "3.5  " in printed
+    last = f"{line}\n" if what == "skipped" else f"failed: {tmp_path.name}: tests.a::other\n{line}\n"
+    assert printed.endswith(last) and "3.5  " in printed
 
 
 def test_what_ran_on_some_ranks_is_not_skipped_and_counts_once(
@@ -196,8 +199,8 @@ def test_what_ran_on_some_ranks_is_not_skipped_and_counts_once(
         if "test-2" in name:
             text = text.replace("<skipped", "<properties")
         (tmp_path / f"{name}.xml").write_text(text)
-    assert tally(tmp_path, ["lint"], 2) == 1
-    assert capsys.readouterr().out.endswith("5 passed, 1 failed, 0 skipped\n")
+    assert tally(tmp_path, {"lint": "exit 1"}, 2) == 1
+    assert capsys.readouterr().out.endswith("failed: lint: exit 1\n5 passed, 1 failed, 0 skipped\n")
 
 
 def test_a_test_that_needs_what_is_not_installed_is_skipped_with_its_name(tmp_path: Path) -> None:
