@@ -18,7 +18,7 @@ def tally(reports: Path, failed_steps: Mapping[str, str], other_steps: int, abou
 
     Args:
         reports: a folder of JUnit's XML.
-        failed_steps: how each of them ended. Each counts as one that failed: one that died without a report counts, too.
+        failed_steps: how each ended. Each counts as one that failed: one that died without a report counts, too.
         other_steps: so many passed that count no tests of their own.
         about: what was part of it, said before the totals.
     """

@@ -36,8 +36,11 @@ def test_the_shares_have_each_step_between_them_and_all_the_same_number_of_each_
     )
     matrices = {step.part[:2] for step in EVERY if step.part}
     for matrix, parts in matrices:
-        its = {step.name for step in EVERY if step.part and step.part[0] == matrix}
-        assert {len(its & one) for one in chosen} == {len(its) / parts}, matrix
+        its = {step.name: step.part[2] for step in EVERY if step.part and step.part[0] == matrix}
+        cases = [{case for name, case in its.items() if name in one} for one in chosen]
+        assert {len(one) for one in cases} == {len({*its.values()}) / parts}, matrix
+        for one, share_of in zip(chosen, cases, strict=True):
+            assert {name for name in its if name in one} == {name for name in its if its[name] in share_of}, matrix
     for step in [step for step in EVERY if step.instead_of]:
         assert all((step.name in one) != (step.instead_of in one) for one in chosen), step.name
     everything, left_out = steps.chosen("share", "mpich", None)
@@ -84,7 +87,7 @@ def test_each_case_is_in_as_many_shares_as_the_table_says(is_open_mpi: bool) -> 
     texts = [(matrix.tests, matrix.by_text) for matrix in share.MATRICES if matrix.by_text]
     items += [Item(f"{tests}::test_{name}[{case}]", {text: case}) for tests, text in texts for name in "ab"
               for case in range(5)]  # fmt: skip
-    items += [Item("tests/unit/test_x.py::test_a[1]", {"case": 1}), Item("tests/faults/test_jobs.py::test_b", None)]
+    items += [Item("tests/unit/test_x.py::test_a[1]", {"case": 1}), Item("tests/cluster/test_cables.py::test_b", None)]
     items.append(Item("tests/packaging/test_extras.py::test_c", None))
     in_shares = {id(item): 0 for item in items}
     for number in range(share.SHARES):
@@ -97,7 +100,7 @@ def test_each_case_is_in_as_many_shares_as_the_table_says(is_open_mpi: bool) -> 
         matrix = next(one for one in share.MATRICES if item.nodeid.startswith(one.tests))
         parts = matrix.open_mpi or matrix.parts if is_open_mpi else matrix.parts
         assert in_shares[id(item)] == share.SHARES / parts, item.nodeid
-    assert [in_shares[id(item)] for item in items[-3:]] == [12, 3 if is_open_mpi else 12, 4]
+    assert [in_shares[id(item)] for item in items[-3:]] == [12, 3 if is_open_mpi else 12, 2]
 
 
 def test_cases_with_the_same_text_of_a_parameter_go_together() -> None:
