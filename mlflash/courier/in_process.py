@@ -26,11 +26,12 @@ from ..errors import Closed, DeadlineExceeded, DrainFailed, MlflashError, SaveFa
 from ..mpi.courier import FORKED, wait_for
 from ..protocol import messages as asked
 from ..protocol.client import Pace
-from ..protocol.messages import Exchange, Message
+from ..protocol.messages import Message
 from ..protocol.trainer_context import TrainerContext
 from . import wire_format as wire
-from .courier_link import CourierLink, RemoteJob, Sent
+from .courier_link import CourierLink
 from .exchange_rounds import exchange
+from .remote_job import RemoteJob, Sent
 from .told_plans import ToldPlans
 from .units import Units
 from .wire_format import BadMessage, Frame, Kind, Outcome
@@ -121,7 +122,7 @@ class CourierProcess:
 
     def call(self, message: Message, answers: Any = None) -> Any:
         with self._units.unit(joins=True):
-            if isinstance(message, Exchange):
+            if isinstance(message, asked.Exchange):
                 assert self.trainer is not None
                 return exchange(message, self.trainer.ranks, self._exchange_some)
             return self._call(self.job(message, answers))
@@ -245,9 +246,8 @@ class CourierProcess:
         job.woken.set()
 
     def _reply(self, frame: Frame) -> None:
-        takes, _ = wire.known(wire.QUESTIONS, frame.name)
         number, raw = wire.decode(tuple[int, bytes], frame.body)
-        values = wire.decode(takes, raw)
+        values = wire.decode(wire.known(wire.QUESTIONS, frame.name)[0], raw)
         result: Any = None
         error: MlflashError | None = None
         try:
@@ -260,7 +260,7 @@ class CourierProcess:
                     self._tell(Kind.TELL, 0, "plan", told := self._plans.tell(result))
                     result = told.number, result.manifest_nbytes
                 elif frame.name == "stage":
-                    result = (result[0], tuple(result[1].items()))
+                    result = (result[0], tuple(result[1].items()), self._jobs[number].answers.later is not None)
         except MlflashError as problem:
             error = problem
         except Exception as problem:  # of torch, a device or an adapter
@@ -274,7 +274,7 @@ class CourierProcess:
             self.broken = value
         elif frame.name == "drain":
             self._note_drain(value)
-        elif frame.name in ("ended", "begin_deferred"):
+        elif frame.name in ("ended", "begin_deferred", "handed_over"):
             job = self._jobs.get(frame.number)
             if job is not None and job.answers is not None:
                 getattr(job.answers, frame.name)(*(value or ()))

@@ -122,7 +122,8 @@ class RemoteAnswers:
     def __init__(self, link: Link, session: int, world: World, job: int, request: SaveRequest | None,
                  plan_of: Callable[[int, int], Plan]):  # fmt: skip
         self._link, self._session, self._world, self._job = link, session, world, job
-        self._request, self._plan_of = request, plan_of
+        self._plan_of = plan_of
+        self._has_deferred = request is not None and request.has_deferred
 
     def _ask(self, name: str, *values: object) -> Any:
         return self._link.ask(self._world, self._session, self._job, name, *values)
@@ -143,15 +144,14 @@ class RemoteAnswers:
         return self._plan_of(number, manifest_nbytes)
 
     def stage(self) -> tuple[int, dict[Piece, int]]:
-        inode, checks = self._ask("stage")
+        inode, checks, self._has_deferred = self._ask("stage")
         return inode, dict(checks)
 
-    @property
-    def _has_deferred(self) -> bool:
-        return self._request is not None and (self._request.has_deferred or self._request.waits_for_room)
+    def handed_over(self) -> None:
+        self._tell("handed_over", None)
 
     def begin_deferred(self) -> None:
-        if self._request is not None and self._request.has_deferred:
+        if self._has_deferred:
             self._tell("begin_deferred", None)
 
     def finish_deferred(self) -> MlflashError | None:

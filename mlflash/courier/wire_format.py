@@ -28,7 +28,7 @@ from ..redundancy.rank_checkpoint import ShareFiles
 from ..redundancy.shareable_leaves import ShareableLeaf, SharingNews
 from ..redundancy.slot_plan import Plan
 
-VERSION = 2
+VERSION = 3
 LARGEST_NBYTES = 1 << 30
 _NOTHING = b"\xc0"  # None, encoded
 _LENGTH_NBYTES = 4
@@ -212,7 +212,7 @@ QUESTIONS: dict[str, tuple[Any, Any]] = {
     "shareable": (tuple[()], list[ShareableLeaf]),
     "digests": (tuple[list[int]], dict[int, int]),
     "lay_out": (tuple[()], tuple[int, int]),
-    "stage": (tuple[()], tuple[int, tuple[tuple[Piece, int], ...]]),
+    "stage": (tuple[()], tuple[int, tuple[tuple[Piece, int], ...], bool]),
     "finish_deferred": (tuple[()], MlflashError | None),
     "is_changed": (tuple[()], MlflashError | None),
     "cancel_deferred": (tuple[()], None),
@@ -223,6 +223,7 @@ EVENTS: dict[str, Any] = {
     "told_sharing": SharingNews,
     "told_unhealed": bool,
     "begin_deferred": None,
+    "handed_over": None,
     "ended": tuple[MlflashError | None, bool],
     "drain": DrainWire,
     "log": tuple[int, str],

@@ -65,7 +65,13 @@ class Trainer(Shareable, Protocol):
         """Lay it out, now that they have agreed."""
 
     def stage(self) -> tuple[int, dict[Piece, int]]:
-        """Copy the state into the slots, which have room now; gives the inode and the checksums of the request."""
+        """Copy the state into the slots, which have room now; gives the inode and the checksums of the request.
+
+        The call that saves goes on when this has failed, or at `handed_over`.
+        """
+
+    def handed_over(self) -> None:
+        """Hear that the courier has what `stage` gave: it needs the trainer for nothing but copies left for later."""
 
     def begin_deferred(self) -> None:
         """Begin with the copies that the save has left for later."""

@@ -274,6 +274,7 @@ def _protect(save: Save, context: Context) -> None:
 
 def _stage(save: Save) -> None:
     save.inode, save.checks = save.trainer.stage()
+    save.trainer.handed_over()
 
 
 def _note(save: Save, problem: MlflashError | None) -> None:

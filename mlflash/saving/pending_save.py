@@ -48,7 +48,7 @@ class PendingSave(LiveState):
         later: what is copied after `save` has returned; None: all is there.
         left: why the main thread goes on though the slots may not be filled yet, and may change the state: such as an
             exception of a signal handler.
-        staged: set when the slots are filled, or the save has ended.
+        staged: set when the slots are filled and the courier has them, or the save cannot be staged or has ended.
     """
 
     def __init__(self, snapshot: Snapshot, slots: OwnSlots, ranks: Ranks):
@@ -89,8 +89,12 @@ class PendingSave(LiveState):
             staged = self.stage_now()
             self._refuse_left()
             return staged
-        finally:
+        except BaseException:
             self.staged.set()
+            raise
+
+    def handed_over(self) -> None:
+        self.staged.set()
 
     def _refuse_left(self) -> None:
         if self.left:

@@ -12,7 +12,7 @@ from typing import Any
 import needs
 import pytest
 from harness import HERE, Launch, Result
-from processes import started_by
+from processes import left_here
 from waiting import until
 
 from mlflash.doctor import couriers
@@ -96,13 +96,14 @@ def test_fewer_ranks_get_what_lies_on_other_nodes(jobs: Jobs) -> None:
     assert any("is left behind" in record["text"] for record in result.of("log"))
 
 
-def test_a_save_that_has_returned_is_committed_though_its_trainer_is_killed(jobs: Jobs) -> None:
-    job = jobs.start(3, "train", dies=2)
-    committed = lambda: [r for r in job.records() if r["event"] == "committed" and r["step"] == 2]
+@pytest.mark.parametrize("dies", [1, 2], ids=["first save", "second save"])
+def test_a_save_that_has_returned_is_committed_though_its_trainer_is_killed(jobs: Jobs, dies: int) -> None:
+    job = jobs.start(3, "train", dies=dies, restores=dies > 1)
+    committed = lambda: [r for r in job.records() if r["event"] == "committed" and r["step"] == dies]
     until(lambda: len(committed()) >= 2 or not job.running, "the others to commit")
     job.kill()
     result = jobs.run(3)
-    assert [record["step"] for record in result.of("restored")] == [2] * 3, result.log
+    assert [record["step"] for record in result.of("restored")] == [dies] * 3, result.log
     assert all(record["same"] for record in result.of("restored"))
 
 
@@ -164,7 +165,7 @@ def test_a_courier_is_seen_beside_its_trainer_and_after_it(jobs: Jobs, shm: Path
 
 def test_checkpointers_that_are_opened_and_closed_leave_nothing(jobs: Jobs) -> None:
     assert len(jobs.run(2, "cycle", times=8).of("end")) == 2
-    assert not started_by({os.getpid()}), "zygotes or couriers"
+    assert not left_here(), "zygotes or couriers"
 
 
 GROUPS = {"most": [0, 1], "rest": [2, 1], "all": [0, 1, 2], "one": [2]}

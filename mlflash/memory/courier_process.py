@@ -1,0 +1,36 @@
+"""Zygotes and couriers among the processes of a node: whose they are, as their command line says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+_ZYGOTE = b"mlflash.wireup.zygote"
+_PROC = Path("/proc")
+
+
+def parent_and_trainer(process: Path) -> tuple[int, int] | None:
+    """Say who started a zygote or a courier, and for which trainer; None: it is neither, or has ended.
+
+    A courier has the command line of the zygote that it was forked from. Not collective.
+
+    Args:
+        process: its directory in /proc.
+    """
+    try:
+        words = (process / "cmdline").read_bytes().split(b"\0")
+        if _ZYGOTE not in words[:6]:
+            return None
+        trainer = int(words[words.index(_ZYGOTE) + 2])
+        return int((process / "stat").read_text().rsplit(")", 1)[1].split()[1]), trainer
+    except (OSError, ValueError, IndexError):
+        return None
+
+
+def works_for(pid: int, proc: Path = _PROC) -> int:
+    """The process that a process works for: of a courier its trainer, and of any other, and of one left over, itself.
+
+    Not collective.
+    """
+    found = parent_and_trainer(proc / str(pid))
+    zygote = found and parent_and_trainer(proc / str(found[0]))
+    return zygote[1] if zygote and zygote[0] == zygote[1] else pid
