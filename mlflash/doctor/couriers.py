@@ -8,13 +8,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from ..config import Config
+from ..memory.courier_process import parent_and_trainer
 from ..mpi.world import World
 from ..wireup import courier_cores
 from ..wireup.courier_cores import Domains, Seat, to_list
 from .findings import Finding, fine, warning
 
 _ENV = "MLFLASH_COURIER"
-_ZYGOTE = b"mlflash.wireup.zygote"
 _NAMED = 4
 _SOON_S = 4  # within which a courier ends whose trainer has
 
@@ -93,13 +93,10 @@ def running(proc: Path = Path("/proc")) -> list[Running]:
     found = []
     for path in proc.glob("[0-9]*"):
         try:
-            words = (path / "cmdline").read_bytes().split(b"\0")
-            if path.stat().st_uid != os.getuid() or _ZYGOTE not in words[:6]:
-                continue
-            trainer = int(words[words.index(_ZYGOTE) + 2])
-            parent = int((path / "stat").read_text().rsplit(")", 1)[1].split()[1])
-            found.append(Running(int(path.name), parent, trainer, _locked_by(path)))
-        except (OSError, ValueError, IndexError):  # it has just ended, or is no such thing
+            its = parent_and_trainer(path)
+            if its is not None and path.stat().st_uid == os.getuid():
+                found.append(Running(int(path.name), *its, _locked_by(path)))
+        except OSError:  # it has just ended
             continue
     return sorted(found, key=lambda one: one.pid)
 

@@ -17,6 +17,7 @@ import time
 
 from ..errors import ConfigError, ForeignNode, JobInUse, UnsafePath
 from . import user_directory
+from .courier_process import works_for
 from .user_directory import PRIVATE, describe, is_private
 
 log = logging.getLogger("mlflash")
@@ -113,12 +114,13 @@ class NodeDirectory:
 
     def _holder(self, start: int, length: int) -> int:
         asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, start, length, 0)
-        return int(_FLOCK.unpack(fcntl.fcntl(self._lock_fd, fcntl.F_GETLK, asked))[4])
+        return works_for(int(_FLOCK.unpack(fcntl.fcntl(self._lock_fd, fcntl.F_GETLK, asked))[4]))
 
     def alive(self) -> int | None:
         """Process id of a live process of the job on this node; None where there is none. Takes no lock.
 
-        Not collective. A process of another pid namespace is 0. Not for processes that hold the lock themselves.
+        Not collective. It is the trainer where its courier holds the lock, and 0 where that is of another pid
+        namespace. Not for processes that hold the lock themselves.
         """
         if self._status(_LOCK_NAME) is None:
             return None
@@ -131,7 +133,7 @@ class NodeDirectory:
             kind, _, _, _, pid = _FLOCK.unpack(fcntl.fcntl(fd, fcntl.F_GETLK, asked))
         finally:
             os.close(fd)
-        return None if kind == fcntl.F_UNLCK else max(0, int(pid))
+        return None if kind == fcntl.F_UNLCK else works_for(max(0, int(pid)))
 
     def open(self, name: str, flags: int) -> int:
         """Open a file of this directory (or make it, with O_CREAT) and check that it is ours.

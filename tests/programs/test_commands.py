@@ -20,6 +20,7 @@ from click.testing import CliRunner, Result
 from damage import damage
 from hypothesis import given
 from hypothesis import strategies as st
+from waiting import until
 
 import mlflash
 from mlflash.cli import main
@@ -431,7 +432,7 @@ def test_a_live_job_is_seen_asked_and_spared(shm: Path) -> None:
         assert document(shm, "status")["nodes"][0]["drain_asked"]
         holder.kill()
         holder.wait(60)
-    assert not document(shm, "status")["alive"]
+    until(lambda: not document(shm, "status")["alive"], "its courier to end")
     assert "no process of job j is alive" in run(shm, "drain", code=1).output
     (found,) = document(shm, "clean", "--all", "--dry-run")["jobs"]
     assert (found["files"], found["error"]) == (2, None) and found["nbytes"] > 0
