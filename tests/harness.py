@@ -215,6 +215,8 @@ class Launch:
                 pass
         signal_group(self._process, signal.SIGKILL)
         self._process.wait(30)
+        if self._without_mpi:
+            self._kill_what_is_left()
         until(lambda: not any(map(runs, pids)), "the end of the ranks that were killed")
         live.discard(self)
         self._sweep()

@@ -214,6 +214,7 @@ transports.measure, transports._CLEARLY = measured, 1.25
     assert list(shm.iterdir()) == []
 
 
+@pytest.mark.in_thread
 def test_a_transport_that_does_not_work_is_an_error_and_nothing_is_left(shm: Path) -> None:
     refuse = """
 from mlflash.mpi import rma_windows

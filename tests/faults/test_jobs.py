@@ -21,6 +21,7 @@ from mlflash.state.layout import PAGE_NBYTES
 
 @pytest.mark.parametrize("transport", ["p2p", "rma"])
 @pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.in_thread
 def test_a_stopped_rank_is_named_training_goes_on_and_it_catches_up(shm: Path, ranks: int, transport: str) -> None:
     cluster = Cluster(shm, transport=transport)
     job = cluster.start(ranks, "worker.py", json.dumps({"program": "wait_past_deadline", "stop_s": 3.0}))
@@ -47,6 +48,7 @@ def test_a_stopped_rank_is_named_training_goes_on_and_it_catches_up(shm: Path, r
     ] * ranks
 
 
+@pytest.mark.in_thread
 def test_without_thread_multiple_everything_happens_inside_save(shm: Path) -> None:
     cluster, env = Cluster(shm), {"THREAD_LEVEL": "serialized", "PYTHONWARNINGS": "default"}
     for start, lost in ((None, 0), (3, 1), (6, 0)):
@@ -151,10 +153,11 @@ assert "mpi4py.MPI" not in sys.modules and "torch" not in sys.modules
 def test_a_launcher_without_an_mpi_library_reads_well(shm: Path) -> None:
     program = "import mlflash; mlflash.Checkpointer('/a/b')"
     result = run_alone(program, shm, PMI_RANK="0", PMI_SIZE="2", MPI4PY_LIBMPI="/nowhere/libmpi.so")
-    assert "mlflash.errors.MpiUnavailable: this process was started by an MPI launcher" in result.stderr
+    assert "\nmlflash.errors.MpiUnavailable: " in result.stderr and "cannot load MPI library" in result.stderr
     assert "pip install 'mlflash[mpich]'" in result.stderr
 
 
+@pytest.mark.in_thread
 def test_srun_with_the_wrong_mpi_is_refused(shm: Path) -> None:
     program = "import mlflash; mlflash.Checkpointer('/a/b')"
     result = run_alone(program, shm, SLURM_JOB_ID="7", SLURM_STEP_NUM_TASKS="4")
@@ -180,6 +183,7 @@ print('ok')
 
 @pytest.mark.parametrize("transport", ["p2p", "rma"])
 @pytest.mark.parametrize("point", ["transfer.sent", "transfer.arrived", "protect.sealed"])
+@pytest.mark.in_thread
 def test_an_error_of_mpi_in_the_courier_frees_no_slot_that_is_needed(shm: Path, point: str, transport: str) -> None:
     cluster = Cluster(shm, transport=transport)
     trap = {"path": ["commit.seen", "commit.seen", point], "action": "fail", "rank": 1}

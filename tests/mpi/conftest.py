@@ -18,13 +18,6 @@ def pytest_configure(config: pytest.Config) -> None:
         holds.reach_into_couriers()
 
 
-@pytest.fixture(autouse=True)
-def in_thread(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let couriers be threads in tests that are marked so: they count or replace what one does in this process."""
-    if request.node.get_closest_marker("in_thread"):
-        monkeypatch.setenv("MLFLASH_COURIER", "thread")
-
-
 @pytest.fixture(params=["p2p", "rma"])
 def options(request: pytest.FixtureRequest, root: Path) -> dict[str, object]:
     """Settings of a Checkpointer on emulated nodes of one rank each, for both transports."""

@@ -14,7 +14,7 @@ from typing import Any
 import needs
 import pytest
 from harness import HERE
-from processes import free_port, started_by
+from processes import free_port, left_here
 from waiting import PATIENCE_S, until
 
 pytestmark = [
@@ -63,7 +63,7 @@ def start(shm: Path) -> Iterator[Any]:
     yield begin
     for one in started:
         one.close()
-    until(lambda: not started_by({os.getpid()}), "zygotes and couriers to end")
+    until(lambda: not left_here(), "zygotes and couriers to end")
 
 
 @pytest.mark.parametrize("how", ["raises", "interrupted"])

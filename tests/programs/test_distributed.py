@@ -31,16 +31,19 @@ def torchrun(program: str, shm: Path) -> str:
     return found.stdout + found.stderr
 
 
+@pytest.mark.in_thread
 def test_torchrun_without_mpi_is_told_what_to_do(shm: Path) -> None:
     said = torchrun("from mlflash.adapters.distributed import init_process_group\ninit_process_group()", shm)
     assert "start with mpiexec -n RANKS or srun instead" in said
 
 
+@pytest.mark.in_thread
 def test_a_checkpointer_under_torchrun_does_not_take_its_ranks_for_one(shm: Path) -> None:
     said = torchrun("import torch, mlflash\ntorch.distributed.init_process_group('gloo')\nmlflash.Checkpointer()", shm)
     assert "start with mpiexec -n RANKS or srun instead" in said
 
 
+@pytest.mark.in_thread
 def test_ranks_of_torchrun_that_never_use_torch_do_not_take_each_others_checkpoints(shm: Path) -> None:
     said = torchrun("import mlflash\nmlflash.Checkpointer()", shm)
     assert "each of them is an MPI world of its own" in said and "expected: 2 ranks (WORLD_SIZE)" in said
@@ -91,7 +94,7 @@ def test_where_couriers_are_processes_it_needs_no_mpi(
     shm: Path, launcher: str, order: str, more: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (shm / "script.py").write_text(WITHOUT_MPI)
-    for name, value in {"MLFLASH_COURIER": "process", **more}.items():
+    for name, value in more.items():
         monkeypatch.setenv(name, value)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = torchrun if launcher == "torchrun" else mpiexec(2, [sys.executable])[0]

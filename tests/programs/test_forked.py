@@ -9,17 +9,29 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 PROGRAM = """
-import json, logging, multiprocessing, os, sys, threading
+import json, logging, multiprocessing, os, signal, sys, threading
 import numpy as np
 import mlflash
 from mlflash import crash_points as points
 from mlflash.errors import Closed, DeadlineExceeded
 
-(port,) = sys.argv[1:]
+port, kind = sys.argv[1:]
 go = threading.Event()
-points.arm(lambda name: go.wait(60) if name == "protect.sealed" else None)
 state = {"a": np.ones(1000)}
+
+def hold(ckpt):
+    if kind == "thread":
+        points.arm(lambda name: go.wait(60) if name == "protect.sealed" else None)
+    else:
+        os.kill(ckpt._courier._link.pid, signal.SIGSTOP)
+
+def let_go(ckpt):
+    go.set()
+    if kind == "process":
+        os.kill(ckpt._courier._link.pid, signal.SIGCONT)
 
 def is_refused(call):
     try:
@@ -47,6 +59,8 @@ pid = 0
 with mlflash.Checkpointer("d", redundancy="none", log="log", metrics=f":{port}", drain_every=1, timeout_s=60) as ckpt:
     pulse = f"{ckpt.report()['memory']}/pulse-0000"
     assert listeners()
+    ckpt.prepare(state)
+    hold(ckpt)
     snapshot = ckpt.save(1, state)
     before = open(pulse).read()
     for how in ("leaves", "exits", "raises"):
@@ -65,7 +79,7 @@ with mlflash.Checkpointer("d", redundancy="none", log="log", metrics=f":{port}",
         child.join(60)
         assert child.exitcode == 0
         assert (now := open(pulse).read()) == before, (now.strip(), before.strip())
-        go.set()
+        let_go(ckpt)
         assert snapshot.wait().committed and ckpt.save(2, state).wait().committed and ckpt.drain().wait().step == 2
 if not pid:
     os._exit(0)
@@ -73,12 +87,14 @@ print(json.loads(open(pulse).read(4096))["state"], ckpt.report()["counts"]["comm
 """
 
 
-def test_a_forked_child_neither_ends_nor_writes_nor_serves_anything_of_its_parent(shm: Path) -> None:
+@pytest.mark.parametrize("courier", ["thread", "process"])
+def test_a_forked_child_neither_ends_nor_writes_nor_serves_anything_of_its_parent(shm: Path, courier: str) -> None:
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("PMI", "OMPI", "SLURM", "MLFLASH"))}
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    done = subprocess.run([sys.executable, "-c", PROGRAM, port], env={**environment, "MLFLASH_MEMORY": str(shm)},
+    done = subprocess.run([sys.executable, "-c", PROGRAM, port, courier],
+                          env={**environment, "MLFLASH_MEMORY": str(shm), "MLFLASH_COURIER": courier},
                           cwd=shm, timeout=100, capture_output=True, text=True, check=False)  # fmt: skip
     assert (done.returncode, done.stdout) == (0, "ended 2\n"), done.stderr
     events = [json.loads(line) for line in (shm / "log").read_text().splitlines()]
