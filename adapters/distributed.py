@@ -119,7 +119,7 @@ def _choose(courier: str | None, comm: Any, is_off: bool) -> Choice:
     if not is_off:
         return choose(_config(courier).courier, comm)
     kind = courier or os.environ.get("MLFLASH_COURIER") or Config.courier
-    return Choice(comm is None and kind == "process", "mlflash is off")
+    return Choice(comm is None and kind != "thread", "mlflash is off")
 
 
 def _check(backend: Any, comm: Any) -> None:

@@ -33,8 +33,8 @@ TOOLS: dict[str, str] = {
     "live_monitor": "telemetry human_readable command_line launcher",
     "planning": "state placement memory redundancy human_readable command_line",
     "log_report": "human_readable planning",
-    "doctor": "placement memory mpi wireup config redundancy startup draining saving checkpointer human_readable "
-    "command_line planning",
+    "doctor": "placement memory mpi wireup config courier redundancy startup draining saving checkpointer "
+    "human_readable command_line planning",
     "templates": "human_readable launcher doctor",
     "commands": "placement storage memory mpi config telemetry draining restoring checkpointer "
     "human_readable exports inspection command_line launcher demo live_monitor planning log_report doctor templates",

@@ -64,10 +64,20 @@ def choose(courier: str, comm: Any) -> Choice:
         vendor = zygote.vendor(_ZYGOTE_S)
     except ZygoteLost:  # a thread says what is wrong with this MPI
         vendor = None
-    if vendor is None or vendor in _NO_PMI:
+    if vendor is None or not would_be_process(courier, vendor):
         zygote.stop(0)
         return Choice(False, f"{vendor or 'this MPI'} cannot be started without its launcher")
     return Choice(True, "nothing speaks against it", zygote)
+
+
+def would_be_process(courier: str, vendor: str) -> bool:
+    """Whether couriers of these settings are processes in a program that does not use MPI itself. Not collective.
+
+    Args:
+        courier: "thread", "process" or "auto".
+        vendor: of MPI, as mpi4py names it.
+    """
+    return courier == "process" or (courier == "auto" and vendor not in _NO_PMI)
 
 
 def _start_zygote() -> ZygoteClient:

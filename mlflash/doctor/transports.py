@@ -16,12 +16,14 @@ import numpy as np
 
 from ..checkpointer.checkpointer import Checkpointer
 from ..config import Config, is_enabled
+from ..courier.choice import would_be_process
 from ..errors import Closed, text_of
 from ..mpi.fabric import AUTO, between_nodes, choose_transport
 from ..mpi.world import World
 from ..saving.snapshot import Snapshot
 from ..wireup.launcher_variables import as_torchrun
 from ..wireup.process_mapping import name_of_host
+from ..wireup.zygote_imports import vendor
 from .findings import Finding, fine, warning
 
 _CHECK = "transport"
@@ -84,12 +86,12 @@ def measure(world: World, memory: str, transport: str, nbytes: int, given: Confi
     """
     state = {"bytes": np.zeros(nbytes, np.uint8)}
     taken: list[float] = []
-    is_process = given.courier == "process"
+    is_process = would_be_process(given.courier, vendor())
     with _meeting_anew(world) if is_process else contextlib.nullcontext(), Checkpointer(
         job=f"doctor-{transport}", memory=memory, comm=None if is_process else world.world, transport=transport,
         redundancy="copy", strict=True, timeout_s=world.timeout_s, ranks_per_node=given.ranks_per_node, reserve=0,
         when_busy="wait", drain_every=0, fresh=False, log="", metrics="", send_rate=0.0, max_slowdown=0.0,
-        courier=given.courier, courier_cpus=given.courier_cpus,
+        courier="process" if is_process else "thread", courier_cpus=given.courier_cpus,
     ) as ckpt:  # fmt: skip
         ckpt.prepare(state)
         for works in (False, True):
