@@ -6,7 +6,7 @@
 #   make shake TEST=...  a test twenty times in a row beside a busy loop on each core (RANKS=3 for one on ranks)
 #   make unit            one process, nothing started: the first thing to run
 #   make programs        commands, scripts and the blocks of docs/, in processes of their own
-#   make test-3          the tests on 3 ranks only (COURIER=process: with couriers that are processes)
+#   make test-3          the tests on 3 ranks only (COURIER=process: with couriers that are processes, as elsewhere)
 #   make files           what draining, exports and commands leave in files, on file systems that fail, on S3
 #   make adapters        the adapters to PyTorch's DCP and FSDP, on 4 ranks
 #   make megatron        the adapter to Megatron: on 4 ranks, and a training of its own that is killed
@@ -48,6 +48,8 @@ SEED ?= 1
 CHAOS ?=
 SHARE ?=
 COURIER ?=
+# What couriers are by default under this MPI.
+USUAL := $(if $(filter openmpi,$(MPI)),thread,process)
 TIMES ?= 20
 # Under Open MPI: what a lost rank, node or cable does to an MPI; what is damaged or full does not depend on which it is.
 CLUSTER ?= $(if $(filter openmpi,$(MPI)),\
@@ -217,6 +219,7 @@ $(SIZES:%=test-%): test-%: $(READY)
 	$(call on_ranks,$(VENV),$*,$(if $(COURIER),600,300),tests/mpi $(if $(filter 8,$*),-k 'parity and p2p'))
 
 # Those to Megatron are tested in its environment; local checkpoints, which import nothing of it, under Open MPI, too.
+adapters: export MLFLASH_COURIER := $(or $(COURIER),$(USUAL))
 ifeq ($(MPI),openmpi)
 adapters: $(READY)
 	$(call on_ranks,$(VENV),4,600,tests/adapters/dcp tests/adapters/test_fsdp.py tests/adapters/megatron/test_local.py \
@@ -241,8 +244,9 @@ lightning transformers torchtitan deepspeed:
 nemo: .venv-nemo/.installed
 	.venv-nemo/bin/pytest tests/frameworks tests/cluster/slurm/test_nemo.py -k nemo --junitxml $(REPORTS)/nemo.xml
 
+faults: export MLFLASH_COURIER := $(or $(COURIER),$(USUAL))
 faults: $(READY)
-	$(BIN)/pytest $(FAULTS) --junitxml $(REPORTS)/faults.xml
+	$(BIN)/pytest $(FAULTS) --junitxml $(REPORTS)/faults$(COURIER:%=-%).xml
 
 faults-full: export MLFLASH_FAULTS := full
 faults-full: $(READY) .venv-megatron/.installed

@@ -15,7 +15,9 @@ import datetime
 import os
 import pickle
 import socket
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -169,7 +171,7 @@ def _without_mpi(is_off: bool, zygote: Any) -> _Ranks:
         return _Ranks(couriers.rank, couriers.size, couriers.host, lambda text: couriers.share(text, config.timeout_s))
     me = launched(os.environ)
     here = own_address(is_on_one_host(os.environ, me), os.environ.get("MASTER_ADDR"))
-    place = courier_link.meeting_place(os.environ.get("MLFLASH_MEMORY") or Config.memory, "")
+    place = Path(tempfile.gettempdir(), f"mlflash-{os.getuid()}")  # memory is left alone; made only if it is needed
     meet = lambda text: rendezvous(os.environ, me, text, place, _TIMEOUT.total_seconds()) if me.size > 1 else text
     return _Ranks(me.rank, me.size, here, meet)
 

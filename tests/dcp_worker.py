@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 
@@ -17,13 +18,15 @@ from traps import set_traps
 import mlflash
 from mlflash.adapters.dcp import MemoryReader, MemoryWriter, latest
 from mlflash.adapters.distributed import init_process_group
+from mlflash.wireup.launcher_variables import launched
 
 
 def train(last: int, traps: Sequence[dict[str, object]] = ()) -> None:
     """Load the newest checkpoint, train to the last step with an async save after each, and note each loss."""
+    rank = launched(os.environ).rank
+    note("start", rank=rank)
+    set_traps(traps, rank)  # before there is a courier that is a process
     init_process_group(host="127.0.0.1")
-    note("start")
-    set_traps(traps, dist.get_rank())
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(40, 51), torch.nn.Tanh(), torch.nn.Linear(51, 7))
     for layer in (model[0], model[2], model):

@@ -44,7 +44,10 @@ def main(settings: dict[str, Any], who: str = "", how: str = "", rank: int = 1) 
     ckpt.save(1, state_at(1, False)).wait()
     note("mapped", names=sorted(mapped_by(couriers.courier.pid)))
     ckpt.save(2, state_at(2, False))
-    if rank == RANK:
+    if how == "terminal closed":
+        note("victim")
+        hang()
+    elif rank == RANK:
         pids = {"trainer": os.getpid(), "courier": couriers.courier.pid, "zygote": couriers.zygote.process.pid}
         note("victim", pid=pids[who])
         meet(pids[who], how)

@@ -24,6 +24,10 @@ from mlflash.launcher.processes import mpiexec, signal_group, spawn
 
 HERE = Path(__file__).parent
 UID = os.getuid()
+COURIER = os.environ.get("MLFLASH_COURIER") or (
+    "thread" if os.environ.get("MLFLASH_TEST_MPI") == "openmpi" else "process"
+)
+"""What couriers are, unless a test or what it starts says otherwise."""
 _LOOK_S = 0.1  # for a rank that has died
 _LEFT_S = 2  # for mpiexec to end after its ranks; what they have started is killed then, but nothing of mpiexec's own
 
@@ -127,10 +131,10 @@ class Cluster:
             "OUT": str(out),
             "TMPDIR": str(out),  # a killed mpiexec leaves files that the next one with its process number trips over
             "PYTHONWARNINGS": "error",
+            "MLFLASH_COURIER": os.environ.get("MLFLASH_COURIER") or COURIER,
             **(env or {}),
         }
-        without_mpi = (os.environ | environment).get("MLFLASH_COURIER") == "process"
-        python = [sys.executable] if without_mpi else [sys.executable, "-m", "mpi4py"]
+        python = [sys.executable] if environment["MLFLASH_COURIER"] == "process" else [sys.executable, "-m", "mpi4py"]
         command, environment = mpiexec(ranks, [*python, str(HERE / script), *args], environment)
         return Launch([*before, *command], environment, out)
 

@@ -80,7 +80,6 @@ MATRICES = (
     Matrix("tests/frameworks/test_contract.py",
            "variants of each framework, and which frameworks are asked when they save", 2, by="trained",
            by_text="own_saves"),
-    Matrix("tests/frameworks/test_courier.py", "frameworks whose courier is a process", 2),
     Matrix("tests/frameworks/test_docs.py", "scripts of the pages on frameworks", 2, by="page"),
     Matrix("tests/packaging/test_extras.py", "extras, each in an environment of its own", 6, singles=True),
 )  # fmt: skip

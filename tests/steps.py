@@ -125,6 +125,7 @@ _OPENMPI = (
 _REST = (
     *(Step(f"test-{n}-process", f"test-{n} COURIER=process", 110, part=("couriers that are processes", 3, case),
            instead_of=f"test-{n}") for case, n in enumerate(_SIZES)),
+    Step("faults-thread", "faults COURIER=thread", 400, part=("couriers that are threads", 3, 0), instead_of="faults"),
     Step("files", "files", 80, ("env-files",)),
     Step("adapters", "adapters", 250, ("env-files",)),
     *(dataclasses.replace(step, part=("frameworks", 3, case)) for case, its in enumerate(_TRAININGS) for step in its),

@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 import signal
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from waiting import hang, take, until
 from mlflash import crash_points
 
 OUT = Path(os.environ["OUT"])
-_SPECS = "MLFLASH_TEST_TRAPS"  # in the environment of couriers
+_RANK = "MLFLASH_TEST_RANK"  # in the environment of couriers
 
 
 def _starts() -> list[dict[str, Any]]:
@@ -31,8 +31,7 @@ def _starts() -> list[dict[str, Any]]:
 
 def _my_rank() -> int:
     mine = (record["rank"] for record in _starts() if record["pid"] == os.getpid())
-    rank: int = next(mine) if _SPECS not in os.environ else json.loads(os.environ[_SPECS])["rank"]
-    return rank
+    return int(os.environ[_RANK]) if _RANK in os.environ else next(mine)
 
 
 def _trainers(ranks: Collection[int]) -> set[int]:
@@ -163,26 +162,39 @@ class Trap:
         return True
 
 
-def set_traps(specs: list[dict[str, Any]], rank: int) -> None:
-    """Arm the traps that this rank may step into, before it has a courier."""
-    os.environ[_SPECS] = json.dumps({"specs": specs, "rank": rank})
+def set_traps(specs: Sequence[dict[str, Any]], rank: int) -> None:
+    """Set the traps that this rank may step into.
+
+    The first call comes before it has a courier, if only with no traps: a courier that is a process is armed then, and
+    finds those that are set later.
+    """
+    if specs:
+        new = OUT / f"new-traps-{rank}"
+        new.write_text(json.dumps([*specs]))
+        new.rename(_traps_of(rank))
+    os.environ[_RANK] = str(rank)
     arm_couriers("traps")
     arm()
 
 
+def _traps_of(rank: int) -> Path:
+    return OUT / f"traps-{rank}"
+
+
 def arm() -> None:
-    """Arm the traps that this process has been told of."""
-    told = json.loads(os.environ[_SPECS])
-    me = told["rank"]
-    traps = [Trap(spec["path"], spec["action"], spec.get("rank", -1), OUT / f"passed-{me}-{number}")
-             for number, spec in enumerate(told["specs"]) if spec.get("rank", -1) in (-1, me)]  # fmt: skip
+    """Arm the traps that this rank has, and will have."""
+    me = _my_rank()
+    traps: list[Trap] = []
 
     def reached(point: str) -> None:
+        if not traps and _traps_of(me).exists():
+            for number, spec in enumerate(json.loads(_traps_of(me).read_text())):
+                if (rank := spec.get("rank", -1)) in (-1, me):
+                    traps.append(Trap(spec["path"], spec["action"], rank, OUT / f"passed-{me}-{number}"))
         for trap in traps:
             trap.reached(point)
 
-    if traps:
-        crash_points.arm(reached)
+    crash_points.arm(reached)
 
 
 def _send(number: int, pid: int) -> None:

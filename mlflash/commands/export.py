@@ -134,7 +134,8 @@ def _listed(world: World, directory: str | None, step: int | None) -> Listed | N
 
 
 def _from_memory(given: Config, job: str, step: int | None, into: Callable[[Source], Any]) -> Any:
-    with Checkpointer(given.directory, job=job, memory=given.memory, redundancy="none", reserve=0) as checkpointer:
+    with Checkpointer(given.directory, job=job, memory=given.memory, redundancy="none", reserve=0, courier="thread"
+                      ) as checkpointer:  # fmt: skip
         adapting = checkpointer.adapting
         opened = adapting.open(step, told=TOLD)
         if opened is None:
@@ -181,7 +182,8 @@ def import_(source: str, directory: str, step: int, trust_pickle: bool, memory: 
             raise click.UsageError("one process imports")
         state = read_dcp(source, trust_pickle)
         try:
-            with Checkpointer(given.directory, job=name, memory=given.memory, redundancy="none", strict=True) as ckpt:
+            with Checkpointer(given.directory, job=name, memory=given.memory, redundancy="none", strict=True,
+                              courier="thread") as ckpt:  # fmt: skip
                 ckpt.save(step, state).wait()
                 drain = ckpt.drain().wait()
         finally:

@@ -153,11 +153,11 @@ def _outlook(world: World, given: Config, job: str) -> Restorability:
 
 
 def _checkpointer(given: Config, job: str, redundancy: str) -> Checkpointer:
-    """A Checkpointer that drains and deletes nothing by itself, and allocates nothing. Collective."""
+    """A Checkpointer on the MPI of this command, which drains, deletes and allocates nothing by itself. Collective."""
     directory = given.directory
     return Checkpointer(directory if directory is None or is_url(directory) else str(directory), job=job,
                         memory=given.memory, redundancy=redundancy, reserve=0, drain_every=0, keep_last=0,
-                        keep_every=0, skip_stuck=0, fresh=False)  # fmt: skip
+                        keep_every=0, skip_stuck=0, fresh=False, courier="thread")  # fmt: skip
 
 
 def _wait(checkpointer: Checkpointer, drain: Drain, on: bool) -> None:

@@ -291,7 +291,7 @@ def link(config: Config, zygote: ZygoteClient | None = None) -> CourierLink:
     global _link
     if _link is None:
         try:
-            _link = CourierLink(config, meeting_place(config.memory, config.job), zygote)
+            _link = CourierLink(config, _meeting_place(config.memory, config.job), zygote)
         except ZygoteLost as error:
             raise MpiUnavailable(_NO_ZYGOTE, found=str(error)) from error
     _link.check()
@@ -303,7 +303,7 @@ def is_linked() -> bool:
     return _link is not None
 
 
-def meeting_place(memory: str, job: str) -> Path | None:
+def _meeting_place(memory: str, job: str) -> Path | None:
     """Where ranks of one host may meet: this user's directory in memory; None where there can be none.
 
     Not collective. What is wrong with it the courier tells all ranks, where it looks.

@@ -110,6 +110,8 @@ class Zygote:
         if self._trainer_ended is None and self._unsent:
             self._sock.settimeout(1.0)
             self._flush()
+        if self._farewell is not None:
+            self._farewell.store.close()
         if self._store is not None:
             self._store.close()
 

@@ -212,6 +212,7 @@ def last_of(case: Case) -> int:
     return 9 if case.scenario == "save while the next is staged" else older + 3
 
 
+@pytest.mark.in_thread
 @pytest.mark.parametrize("case", cases("thread"), ids=str)
 def test_the_relaunch_restores_exactly_what_it_must(shm: Path, case: Case) -> None:
     crash_and_relaunch(shm, case)

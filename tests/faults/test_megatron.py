@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import Cluster, Result
+from harness import COURIER, Cluster, Result
 
 LAST = 6
 # Megatron's own warnings are many.
@@ -63,6 +63,7 @@ def test_pretrain_with_one_line_more_goes_on_where_it_was(
     assert newest in (0, persistent)
     result = run(cluster, last=LAST, flags=flags)
     assert len(result.of("end")) == 4, result.log
+    assert result.with_mpi == [False] * 4 or COURIER == "thread", "a trainer whose courier is a process has loaded MPI"
     found = losses(result)
     # The local one that all ranks have, or the persistent one where that is newer.
     assert (first := min(step for _, step in found)) in {max(2, newest) + 1, 5}, (first, newest, result.log)
@@ -82,20 +83,4 @@ def test_pretrain_switched_off_goes_on_from_what_megatron_itself_has_written(
     assert not cluster.slot_files() and not (shm / "run").exists()
     second = run(cluster, env, last=LAST, flags=flags)
     assert len(second.of("end")) == 4 and min(step for _, step in losses(second)) == newest + 1, second.log
-    assert losses(first) | losses(second) == uninterrupted
-
-
-@pytest.mark.skipif(os.environ.get("MLFLASH_TEST_MPI") == "openmpi", reason="needs MPICH: Open MPI speaks no PMI-1")
-@pytest.mark.timeout(600)
-def test_pretrain_with_couriers_that_are_processes_goes_on_where_it_was_and_never_loads_mpi(
-    shm: Path, uninterrupted: dict[tuple[int, int], tuple[float, float]]
-) -> None:
-    cluster, path, env = Cluster(shm, 2), str(shm / "pfs"), {"MLFLASH_COURIER": "process"}
-    flags = [*TRAINING, *LOCAL, "--save", path, "--load", path, "--save-interval", "1000"]
-    first = run(cluster, env, last=4, flags=flags)
-    assert not (shm / "pfs").exists(), "it goes on from memory"
-    second = run(cluster, env, last=LAST, flags=flags)
-    for result in (first, second):
-        assert len(result.of("end")) == 4 and result.with_mpi == [False] * 4, result.log
-    assert min(step for _, step in losses(second)) == 5, second.log
     assert losses(first) | losses(second) == uninterrupted

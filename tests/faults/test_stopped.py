@@ -7,6 +7,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import pytest
 from harness import Cluster, Launch, Result
 from processes import runs
 from waiting import until
@@ -31,6 +32,7 @@ def ended_late(result: Result, event: str, ranks: list[int]) -> list[dict[str, A
     return found
 
 
+@pytest.mark.in_thread
 def test_every_wait_for_a_stopped_rank_ends_and_the_rank_catches_up_or_is_refused(shm: Path, tmp_path: Path) -> None:
     cluster = Cluster(shm, transport="rma")
     spec = {"program": "every_wait", "stop_s": STOP_S, "directory": str(tmp_path)}
@@ -55,6 +57,7 @@ def test_every_wait_for_a_stopped_rank_ends_and_the_rank_catches_up_or_is_refuse
     assert ended_late(result, "close", [2])[0]["ranks"] == [0, 1]
 
 
+@pytest.mark.in_thread
 def test_a_rank_that_comes_too_late_to_the_constructor_is_refused_and_an_exception_ends_all(shm: Path) -> None:
     job = Cluster(shm).start(2, "stopped_worker.py", json.dumps({"program": "constructor", "stop_s": STOP_S}))
     job.wait_for("constructor", 1)

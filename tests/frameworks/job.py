@@ -30,6 +30,7 @@ from waiting import take, until
 from mlflash import crash_points
 from mlflash.adapters.distributed import init_process_group
 from mlflash.errors import StateError
+from mlflash.wireup.launcher_variables import launched
 
 
 @dataclasses.dataclass
@@ -196,6 +197,7 @@ def _spoil(train: Callable[[Run], None], run: Run, rank: int) -> None:
 
 def main(framework: str, runs: list[dict[str, Any]]) -> None:
     """Do the trainings."""
+    set_traps([], launched(os.environ).rank)
     init_process_group(host="127.0.0.1")
     rank = torch.distributed.get_rank()
     note("start")
@@ -213,12 +215,14 @@ def main(framework: str, runs: list[dict[str, Any]]) -> None:
             _refuse(1, run.refused // run.every)
         if run.traps:
             set_traps(run.traps, rank)
+        before = {*threading.enumerate()}
         with mock.patch.dict(os.environ, {"MLFLASH_DISABLE": "1"} if run.switched_off else {}), run.listening():
             if run.spoilt:
                 _spoil(train, run, rank)
             else:
                 train(run)
-        note("threads", run=run.name, names=[one.name for one in threading.enumerate() if "mlflash" in one.name])
+        new = [one.name for one in threading.enumerate() if one not in before and "mlflash" in one.name]
+        note("threads", run=run.name, names=new)
         crash_points.arm(None)
         note("done", run=run.name)
 

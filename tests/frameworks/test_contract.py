@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import HERE, UID, Cluster, Result, own_memory
+from harness import COURIER, HERE, UID, Cluster, Result, own_memory
 
 RANKS, LAST = 2, 7
 ENV = {"PYTHONPATH": str(HERE), "PYTHONWARNINGS": "ignore", "MLFLASH_BLOCK_NBYTES": "65536",
@@ -296,6 +296,7 @@ def test_killed_in_a_save_with_a_node_lost_it_goes_on_with_the_same_bits(trained
     assert any(trainings.root.glob("out-*/sprung*")), crashed.log
     result = run(trainings.cluster, framework, trainings.killed)
     assert len(result.of("done")) == RANKS, result.log
+    assert result.with_mpi == [False] * RANKS or COURIER == "thread", "a trainer has loaded MPI"
     found = losses(result, "killed")
     assert min(step for _, step in found) == 3, result.log
     assert losses(crashed, "killed") | found == losses(crashed, "reference")

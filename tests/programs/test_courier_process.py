@@ -164,7 +164,7 @@ def test_a_courier_is_seen_beside_its_trainer_and_after_it(jobs: Jobs, shm: Path
 
 
 def test_checkpointers_that_are_opened_and_closed_leave_nothing(jobs: Jobs) -> None:
-    assert len(jobs.run(2, "cycle", times=8).of("end")) == 2
+    assert len(jobs.run(2, "cycle", times=25).of("end")) == 2
     assert not left_here(), "zygotes or couriers"
 
 

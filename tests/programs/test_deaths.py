@@ -23,7 +23,7 @@ from waiting import PATIENCE_S, until
 from mlflash.launcher.processes import find_mpiexec
 
 LAUNCHERS = ["hydra", "prterun", "none"]
-ENDS = ["killed", "killed with children", "raises", "exits", "exits at once", "executes", "hung up"]
+ENDS = ["killed", "killed with children", "raises", "exits", "exits at once", "executes", "hung up", "terminal closed"]
 DEATHS = [
     *(("trainer", how) for how in [*ENDS, "stopped"]),
     *((who, how) for who in ("courier", "zygote") for how in ("killed", "stopped")),
@@ -43,6 +43,7 @@ class Job:
         self.out = root
         self.processes: list[subprocess.Popen[bytes]] = []  # of the newest launch
         self._started: list[subprocess.Popen[bytes]] = []
+        self._terminals: list[int] = []
 
     def start(self, **spec: Any) -> None:
         """Launch it."""
@@ -61,10 +62,21 @@ class Job:
             launches = [by_open_mpi(2, program)]
         with (self.out / "log").open("wb") as log:
             self.processes = [
-                subprocess.Popen(command, env=environment | more, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                                 start_new_session=True) for command, more in launches
+                subprocess.Popen(["setsid", "--ctty", *command], env=environment | more, stdin=self._terminal(),
+                                 stdout=log, stderr=log) for command, more in launches
             ]  # fmt: skip
         self._started += self.processes
+
+    def _terminal(self) -> int:
+        """The end of a new terminal that programs have, which closes with it."""
+        mine, its = os.openpty()
+        self._terminals += [mine, its]
+        return its
+
+    def close_terminals(self) -> None:
+        """Close the terminals of all launches."""
+        while self._terminals:
+            os.close(self._terminals.pop())
 
     def records(self, event: str) -> list[dict[str, Any]]:
         """What the ranks of this launch have written of an event."""
@@ -97,6 +109,7 @@ class Job:
     def close(self) -> None:
         for pid in self.left():
             os.kill(pid, signal.SIGKILL)
+        self.close_terminals()
         for process in self._started:
             process.wait(PATIENCE_S)
 
@@ -122,6 +135,9 @@ def test_what_was_handed_over_is_committed_and_nothing_is_left(job: Job, launche
         until(lambda: not runs(victim["pid"]), "the victim to be stopped")
         job.wait_for("saving", 1 if who == "trainer" else 2)
         os.kill(victim["pid"], signal.SIGCONT)
+    if how == "terminal closed":
+        job.wait_for("victim", 2)
+        job.close_terminals()
     goes_on = who != "trainer" or how == "stopped"
     if how == "killed with children":  # whose launcher waits for them
         (other,) = (record["pid"] for record in job.records("mapped") if record["rank"] != rank)
