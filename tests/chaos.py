@@ -19,8 +19,24 @@ from pathlib import Path
 
 import chaos_report
 from chaos_launch import DAMAGED, WRONG, Attacked, Failure
-from chaos_plan import EARLY_LOSE, FLIP, KILL, LOSE, POWER, STOP, STOP_KILL, UNCOVERED, Event, Memory, event
+from chaos_plan import (
+    COURIER,
+    EARLY_LOSE,
+    FLIP,
+    KILL,
+    LOSE,
+    POWER,
+    STOP,
+    STOP_KILL,
+    TRAINER,
+    UNCOVERED,
+    ZYGOTE,
+    Event,
+    Memory,
+    event,
+)
 from chaos_training import Uninterrupted
+from harness import COURIER as USUAL
 from harness import Cluster
 from waiting import take
 
@@ -61,7 +77,7 @@ class Chaos:
         while time.monotonic() < end:
             job = job or self.start()
             number += 1
-            job = self.attack(job, event(self.seed, number, self.ranks, self.usual_start_s))
+            job = self.attack(job, event(self.seed, number, self.ranks, self.usual_start_s, USUAL))
         self.finish(job or self.start())
 
     def start(self) -> Attacked:
@@ -82,8 +98,8 @@ class Chaos:
                 job.until_save(what.rank, EVERY)
                 take(what.after_save_s)
         self.refuse_complaints(job)
-        if what.kind == STOP:
-            self.stop(job, what)
+        if what.kind in (STOP, COURIER, ZYGOTE):
+            self.disturb(job, what)
             return job
         kind, hit = what.kind, {what.rank}
         node = self.memory.node(what.rank)
@@ -99,7 +115,12 @@ class Chaos:
         if kind == STOP_KILL:
             job.signal(hit, signal.SIGSTOP)
             take(what.stop_s)
-        hit = job.die(hit)
+        if kind == TRAINER:
+            job.kill_part(what.rank, "trainer")
+        else:
+            hit = job.die(hit)
+        if USUAL == "process":
+            job.end_trainers()
         for path in [self.cluster.node(lost) for lost in nodes]:
             if path.exists():  # a launch that was killed early may not have made it
                 shutil.rmtree(path)
@@ -143,14 +164,17 @@ class Chaos:
             raise job.failure("saves failed, though nobody was stopped")
         return restored
 
-    def stop(self, job: Attacked, what: Event) -> None:
-        """Stop a rank for a while; the job must go on and commit again."""
+    def disturb(self, job: Attacked, what: Event) -> None:
+        """Stop a rank for a while, or kill its courier; the job must go on and commit again."""
         before = job.reached()
-        job.signal({what.rank}, signal.SIGSTOP)
-        job.pause(what.stop_s)
+        if what.kind == STOP:
+            job.signal({what.rank}, signal.SIGSTOP)
+            job.pause(what.stop_s)
+        else:
+            job.kill_part(what.rank, "courier" if what.kind == COURIER else "zygote")
         at, stopped_at = job.reached(), time.monotonic()
         job.signal({what.rank}, signal.SIGCONT)
-        job.until("a commit after a stop", lambda: (job.committed() or 0) > at, CATCH_UP_S)
+        job.until(f"a commit after: {what.kind}", lambda: (job.committed() or 0) > at, CATCH_UP_S)
         self.account.stopped(job, what, before, at, time.monotonic() - stopped_at)
 
     def flip(self, what: Event) -> str:

@@ -13,6 +13,8 @@ from harness import Cluster, Launch
 from processes import state
 from waiting import take, until
 
+from mlflash.memory.courier_process import parent_and_trainer
+
 DAMAGED = ("cannot be restored from", "parity is asked for", "parity cannot be used", "is damaged and will be made")
 WRONG = ("the courier failed", "has no full redundancy", *DAMAGED)
 _END_S = 60.0  # how long mpiexec may take to end what is left of a job
@@ -88,8 +90,33 @@ class Attacked:
                 continue
             if self._mark in words and doing not in "ZX":
                 names = dict(word.split(b"=", 1) for word in words if b"=" in word)
-                found[int(path.name)] = int(names.get(b"PMI_RANK", names.get(b"OMPI_COMM_WORLD_RANK", b"-1")))
+                told = (names[name] for name in (b"CHAOS_RANK", b"PMI_RANK", b"OMPI_COMM_WORLD_RANK") if name in names)
+                found[int(path.name)] = int(next(told, b"-1"))
         return found
+
+    def parts(self, rank: int) -> dict[str, int]:
+        """The processes of a rank whose courier is one: its trainer, its zygote, and its courier where there is one."""
+        found = {}
+        for pid, its in self.processes().items():
+            if its == rank:
+                parents = parent_and_trainer(Path(f"/proc/{pid}"))
+                found["trainer" if parents is None else "zygote" if parents[0] == parents[1] else "courier"] = pid
+        return found
+
+    def kill_part(self, rank: int, part: str) -> None:
+        """Kill one process of a rank, and wait until it is dead."""
+        pid = self.parts(rank).get(part)
+        if pid is None:  # it is not up yet, or ends by itself
+            return
+        if part == "trainer":
+            self.killed_at = self.killed_at or time.time()
+        os.kill(pid, signal.SIGKILL)
+        until(lambda: pid not in self.processes(), f"the end of a {part}")
+
+    def end_trainers(self) -> None:
+        """Do what a launcher does that sees a rank die; hydra sees none that has not begun with MPI."""
+        for rank in range(self.ranks):
+            self.kill_part(rank, "trainer")
 
     def alive(self) -> bool:
         """Whether anything of this launch still runs."""

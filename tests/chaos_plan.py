@@ -19,7 +19,11 @@ EARLY = "kill during the start"
 EARLY_LOSE = "lose a node during the start"
 FLIP = "kill all, flip a bit"
 UNCOVERED = "lose both partners"
+TRAINER = "kill a trainer"  # its courier commits what it has
+COURIER = "kill a courier, go on"
+ZYGOTE = "kill a zygote, go on"
 _WEIGHTS = {KILL: 14, LOSE: 18, POWER: 14, STOP: 14, STOP_KILL: 8, EARLY: 10, EARLY_LOSE: 12, FLIP: 10, UNCOVERED: 3}
+_WHERE_PROCESSES = {TRAINER: 14, COURIER: 14, ZYGOTE: 6}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,14 +53,16 @@ class Event:
         return self.kind in (EARLY, EARLY_LOSE)
 
 
-def event(seed: int, number: int, ranks: int, start_s: float) -> Event:
+def event(seed: int, number: int, ranks: int, start_s: float, courier: str = "thread") -> Event:
     """Draw an event: the same for the same seed and number, whatever happened before.
 
     Args:
         start_s: how long a launch takes to its first step, seconds; those that hit the start come within it.
+        courier: what couriers are: a thread or a process.
     """
     dice = random.Random(f"{seed}/{number}")
-    kind = dice.choices(list(_WEIGHTS), list(_WEIGHTS.values()))[0]
+    weights = _WEIGHTS | (_WHERE_PROCESSES if courier == "process" else {})
+    kind = dice.choices(list(weights), list(weights.values()))[0]
     rank, share = dice.randrange(ranks), dice.random()
     # Half of those that hit the start come late in it: that is where slots are fetched and copies are made again.
     late = dice.random() < 0.5

@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from chaos_launch import Attacked
-from chaos_plan import Event, Memory
+from chaos_plan import STOP, Event, Memory
 
 from mlflash.launcher.processes import find_mpiexec
 
@@ -39,7 +39,7 @@ class Account:
         self._stopped: set[int] = set()
 
     def stops_in(self, job: Attacked) -> bool:
-        """Whether a rank of this launch was stopped for a while."""
+        """Whether a rank of this launch was stopped for a while, or its courier killed: saves may have failed."""
         return job.number in self._stopped
 
     def restored(self, job: Attacked, due: list[Row], step: int | None, first_step_at: float | None) -> None:
@@ -70,13 +70,14 @@ class Account:
         self._say(f"launch {job.number}: {what} | step {reached}, committed {job.committed()}, {state}")
 
     def stopped(self, job: Attacked, what: Event, before: int, at: int, seconds: float) -> None:
-        """A rank was stopped, and the job has caught up."""
+        """A rank was stopped, or its courier killed, and the job has caught up."""
         self._stopped.add(job.number)
         late = "is late" in job.log()
         self.late_launches += late
         self.rows.append(Row(what.kind, [what.rank], set(), seconds=seconds))
-        self._say(f"launch {job.number}: {what.kind}: rank {what.rank} for {what.stop_s:.1f} s, from step {before} to "
-                  f"{at}{', past the deadline' if late else ''} | next commit {seconds:.1f} s after")  # fmt: skip
+        how_long = f" for {what.stop_s:.1f} s" if what.kind == STOP else ""
+        self._say(f"launch {job.number}: {what.kind}: rank {what.rank}{how_long}, from step {before} to {at}"
+                  f"{', past the deadline' if late else ''} | next commit {seconds:.1f} s after")  # fmt: skip
 
     def _say(self, text: str) -> None:
         print(f"[{time.monotonic() - self.started:7.1f} s] {text}", flush=True)
@@ -115,7 +116,7 @@ class Account:
             cells = [row["mean steps lost"], row["max steps lost"], row["mean seconds"], row["max seconds"]]
             mean, most, seconds, longest = ("-" if cell is None else f"{cell:.1f}" for cell in cells)
             lines.append(f"{kind:<30}{row['events']:>6}{mean:>18}{most:>9}{seconds:>15}{longest:>7}")
-        lines.append("(seconds: from the kill to the first new step; of a stop: from its end to the next commit)")
+        lines.append("(seconds: from the kill to the first new step; of what goes on: from its end to the next commit)")
         for name, value in summary.items():
             text = (
                 {True: "yes", False: "NO"}[value]

@@ -12,13 +12,13 @@ import time
 import numpy as np
 import records
 from chaos_training import SHARED, Training
-from mpi4py import MPI
+from meeting import COMM
 from records import OUT
 from waiting import take
 
 import mlflash
 
-COMM = MPI.COMM_WORLD
+os.environ["CHAOS_RANK"] = str(COMM.rank)  # of what this process starts, for chaos_launch.py
 
 
 def note(event: str, **fields: object) -> None:
@@ -26,14 +26,30 @@ def note(event: str, **fields: object) -> None:
     records.note(event, COMM.rank, at=time.time(), **fields)
 
 
-def exchange(gift: np.ndarray, last: bool) -> tuple[np.ndarray, bool]:
-    """Give every rank what each gives, and whether rank 0 says that this step is the last."""
-    mine = np.append(gift, np.float32(last))
-    gifts = np.empty((COMM.size, SHARED + 1), dtype=np.float32)
-    request = COMM.Iallgather(mine, gifts)
-    while not request.Test():
-        take(1e-4)  # there are more ranks than cores: a spinning rank starves the others
-    return gifts[:, :SHARED], bool(gifts[0, SHARED])
+class Exchange:
+    """Gives every rank what each gives in a step, by a file in memory that all have mapped.
+
+    There are two places for what a rank gives, taken by turns: who gives anew has read what all gave the time before.
+    """
+
+    def __init__(self) -> None:
+        shape = (2, COMM.size, SHARED + 1)
+        if COMM.rank == 0:
+            for name, kind in (("gifts", np.float32), ("times", np.int64)):
+                np.lib.format.open_memmap(OUT / name, "w+", kind, shape if name == "gifts" else shape[:2])
+        COMM.allgather(None)
+        self._gifts, self._times = (np.lib.format.open_memmap(OUT / name, "r+") for name in ("gifts", "times"))
+        self._time = 0
+
+    def __call__(self, gift: np.ndarray, last: bool) -> tuple[np.ndarray, bool]:
+        """Give a gift, and whether rank 0 says that this step is the last; gives those of all."""
+        self._time += 1
+        gifts, times = (one[self._time % 2] for one in (self._gifts, self._times))
+        gifts[COMM.rank] = np.append(gift, np.float32(last))
+        times[COMM.rank] = self._time
+        while times.min() < self._time:
+            take(1e-4)  # there are more ranks than cores: a spinning rank starves the others
+        return np.array(gifts[:, :SHARED]), bool(gifts[0, SHARED])
 
 
 def note_ended(pending: list[mlflash.Snapshot]) -> list[mlflash.Snapshot]:
@@ -54,7 +70,7 @@ def run(every: int, timeout_s: float, pace_s: float, redundancy: str) -> None:
         timeout_s, redundancy: the Checkpointer's.
         pace_s: how long a step sleeps, seconds.
     """
-    training = Training(COMM.rank, np.random)
+    training, exchange = Training(COMM.rank, np.random), Exchange()
     state = {"training": training, "rng": mlflash.rng()}
     progress = os.open(OUT / f"progress{COMM.rank}", os.O_WRONLY | os.O_CREAT)
     ckpt = mlflash.Checkpointer(timeout_s=timeout_s, redundancy=redundancy)
