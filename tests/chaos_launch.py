@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -110,7 +111,8 @@ class Attacked:
             return
         if part == "trainer":
             self.killed_at = self.killed_at or time.time()
-        os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # that end has come
+            os.kill(pid, signal.SIGKILL)
         until(lambda: pid not in self.processes(), f"the end of a {part}")
 
     def end_trainers(self) -> None:

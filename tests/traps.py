@@ -30,8 +30,10 @@ def _starts() -> list[dict[str, Any]]:
 
 
 def _my_rank() -> int:
-    mine = (record["rank"] for record in _starts() if record["pid"] == os.getpid())
-    return int(os.environ[_RANK]) if _RANK in os.environ else next(mine)
+    if _RANK in os.environ:
+        return int(os.environ[_RANK])
+    (mine,) = (record["rank"] for record in _starts() if record["pid"] == os.getpid())
+    return int(mine)
 
 
 def _trainers(ranks: Collection[int]) -> set[int]:

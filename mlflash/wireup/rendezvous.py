@@ -91,9 +91,10 @@ def rendezvous(
     name = name_of_launch(environment, me)
     if name is not None and directory is not None and is_on_one_host(environment, me):
         return _by_directory(directory, name, me, text, timeout_s)
+    advice = f"start them by srun --mpi=pmi2, or {_HELP}" if me.launcher == "srun" else _HELP
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environment]
     raise WorldMismatch(
-        f"{me.size} ranks of {me.launcher} have no way to find each other without MPI: {_HELP}",
+        f"{me.size} ranks of {me.launcher} have no way to find each other without MPI: {advice}",
         rank=me.rank,
         found=f"no {' and no '.join(missing)}, and torch.distributed is not initialised",
     )
