@@ -306,8 +306,12 @@ def is_linked() -> bool:
 def _meeting_place(memory: str, job: str) -> Path | None:
     """Where ranks of one host may meet: this user's directory in memory; None where there can be none.
 
-    Not collective. What is wrong with it the courier tells all ranks, where it looks.
+    Not collective, and nothing is made that is not needed. What is wrong with it the courier tells all ranks, where it
+    looks.
     """
+    usual = Path(memory, f"mlflash-{os.getuid()}")  # which the meeting makes
+    if os.path.isdir(memory) and not os.path.lexists(usual):
+        return usual
     try:
         return Path(user_directory.claim(memory, job))
     except (OSError, MlflashError):

@@ -122,10 +122,10 @@ class SlotPool:
         return Slot(shared_memory_segment.attach(self._memory, file_name(file), known))
 
     def unmap_others(self, slots: Iterable[Slot]) -> None:
-        """Unmap those of some slots whose files are not among this rank's. Not collective."""
-        in_use = self.mapped()
+        """Unmap those of some slots that are none of these. Not collective."""
+        mine = [slot.segment for slot in self.all()]
         for slot in slots:
-            if slot.segment is not None and slot.segment.inode not in in_use:
+            if slot.segment is not None and not any(slot.segment is one for one in mine):
                 slot.segment.close()
 
     def _judge(self, slot: Slot, kept: Attempt | None, trusted: bool) -> None:
