@@ -25,6 +25,7 @@ _COMMANDS = {
     "export": ("commands.export:export", "Write a checkpoint in a stock format such as safetensors."),
     "import": ("commands.export:import_", "Make a checkpoint of what PyTorch DCP wrote."),
     "clean": ("commands.clean:clean", "Delete what ended jobs hold in the memory of this node."),
+    "courier": ("commands.courier:courier", "Start couriers that outlive what kills their trainers."),
     "doctor": ("commands.doctor:doctor", "Say whether nodes and MPI and Slurm are as needed."),
     "template": ("commands.template:template", "Write a ready batch script for Slurm and its training."),
     "plan": ("commands.plan:plan", "Say what schemes cost and survive and how often to save."),

@@ -36,6 +36,6 @@ TOOLS: dict[str, str] = {
     "doctor": "placement memory mpi wireup config courier redundancy startup draining saving checkpointer "
     "human_readable command_line planning",
     "templates": "human_readable launcher doctor",
-    "commands": "placement storage memory mpi config telemetry draining restoring checkpointer "
+    "commands": "placement storage memory mpi wireup config telemetry draining restoring checkpointer "
     "human_readable exports inspection command_line launcher demo live_monitor planning log_report doctor templates",
 }

@@ -11,19 +11,29 @@ _PROC = Path("/proc")
 def parent_and_trainer(process: Path) -> tuple[int, int] | None:
     """Say who started a zygote or a courier, and for which trainer; None: it is neither, or has ended.
 
-    A courier has the command line of the zygote that it was forked from. Not collective.
+    A courier has the command line of the zygote that it was forked from. A zygote that a host has started (`mlflash
+    courier`) counts as its trainer's child, as long as that runs. Not collective.
 
     Args:
         process: its directory in /proc.
     """
     try:
-        words = (process / "cmdline").read_bytes().split(b"\0")
-        if _ZYGOTE not in words[:6]:
+        told = _told(process)
+        if told is None:
             return None
-        trainer = int(words[words.index(_ZYGOTE) + 2])
-        return int((process / "stat").read_text().rsplit(")", 1)[1].split()[1]), trainer
+        trainer, _, is_hosted = told.partition(":")
+        parent = int((process / "stat").read_text().rsplit(")", 1)[1].split()[1])
+        if is_hosted and (process.parent / trainer).exists() and _told(process.parent / str(parent)) is None:
+            parent = int(trainer)
+        return parent, int(trainer)
     except (OSError, ValueError, IndexError):
         return None
+
+
+def _told(process: Path) -> str | None:
+    """Whose zygote or courier a process is, by its command line; None: it is neither."""
+    words = (process / "cmdline").read_bytes().split(b"\0")
+    return words[words.index(_ZYGOTE) + 2].decode() if _ZYGOTE in words[:6] else None
 
 
 def works_for(pid: int, proc: Path = _PROC) -> int:

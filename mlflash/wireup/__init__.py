@@ -8,6 +8,8 @@ address of rank 0's host (`own_address`). A trainer asks its zygote for a courie
 `running_courier`); the zygote (`zygote`, `zygote_imports`) has imported everything and forks (`forked_courier`,
 `courier_process`); `pmi_server` answers what MPI asks while it starts, of where ranks are by `process_mapping`;
 `mpich_segments` removes what a killed one leaves in `/dev/shm`. A rank that leaves the job without a word is made
-known by its zygote (`departures`). Messages are `frames`.
+known by its zygote (`departures`). Where a `zygote_host` of the job is there, it starts the zygotes of its node, which
+then outlive what kills a trainer with all that it has started. Processes of one user meet in a `private_directory`.
+Messages are `frames`.
 It imports `errors`.
 """

@@ -16,23 +16,22 @@ All ranks go the same way, as they have the same launcher and run the same progr
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import functools
 import hashlib
 import os
 import secrets
 import socket
-import stat
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..errors import DeadlineExceeded, UnsafePath, WorldMismatch
+from ..errors import DeadlineExceeded, WorldMismatch
 from . import pmi_client, text_server
 from .launcher_variables import Launched, is_on_one_host, launched, name_of_launch
 from .mpi_refused import refuse_mpi
+from .private_directory import opened
 
 _PREFIX = "mlflash"
 _PORTS = 16
@@ -166,7 +165,7 @@ def _listen_at(host: str, port: int) -> socket.socket:
 def _by_directory(directory: Path, name: str, me: Launched, text: str | None, timeout_s: float) -> str:
     launch = _digest(name, str(me.size))
     where = f"at a socket in {directory}"
-    with _opened(directory) as folder:
+    with opened(directory) as folder:
         path = f"{folder}/{launch}"  # which is short enough for a socket, wherever the directory is
         if text is None:
             return text_server.ask([functools.partial(_connect, path)], where, launch, me.rank, timeout_s)
@@ -176,28 +175,6 @@ def _by_directory(directory: Path, name: str, me: Launched, text: str | None, ti
         finally:
             os.unlink(path)
         return text
-
-
-@contextlib.contextmanager
-def _opened(directory: Path) -> Iterator[str]:
-    """A path to a directory that stays the one that was looked at."""
-    with contextlib.suppress(FileExistsError):
-        directory.mkdir(0o700, parents=True)
-    try:
-        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError as error:
-        raise UnsafePath(f"{directory} cannot be opened as a directory: {error.strerror}") from error
-    try:
-        found = os.fstat(fd)
-        if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
-            raise UnsafePath(
-                f"{directory} has to belong to this user, and nobody else may enter it",
-                expected=f"user {os.geteuid()}, mode 700",
-                found=f"user {found.st_uid}, mode {stat.S_IMODE(found.st_mode):o}",
-            )
-        yield f"/proc/self/fd/{fd}"
-    finally:
-        os.close(fd)
 
 
 def _listen_in(path: str) -> socket.socket:

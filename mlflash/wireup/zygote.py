@@ -1,10 +1,12 @@
 """The zygote: a process beside each trainer that has imported numpy and MPI, and forks couriers in milliseconds.
 
 ``python -m mlflash.wireup.zygote FD TRAINER_PID MPI MODULE:FUNCTION...`` is started by `zygote_client`, with a socket
-to the trainer; MPI is ``mpi`` or ``no-mpi``. It has one thread, never initialises MPI, and never imports torch. The
-functions named are all that it will ever run in a courier. It ends when it is told to, or when its trainer has ended,
-but not before the last courier has; it then tells all ranks that this one has left the job (`departures`), unless
-``tells`` of its order to end is false. A trainer's end is learnt by a pidfd: its forked children may hold the socket.
+to the trainer; MPI is ``mpi`` or ``no-mpi``. A `zygote_host` that starts it gives ``TRAINER_PID:PIDFD``.
+
+It has one thread, never initialises MPI, and never imports torch. The functions named are all that it will ever run in
+a courier. It ends when it is told to, or when its trainer has ended, but not before the last courier has; it then
+tells all ranks that this one has left the job (`departures`), unless ``tells`` of its order to end is false. A
+trainer's end is learnt by a pidfd: its forked children may hold the socket.
 
 Messages are those of `frames`. The trainer asks, and gets one answer to each, in order: with ``"error": text``, or
 with what is said here.
@@ -360,16 +362,20 @@ def _allow_descriptors(count: int) -> None:
 
 def main(arguments: list[str]) -> NoReturn:
     """Be the zygote of a trainer. Not collective."""
-    trainer_pid = int(arguments[1])
+    trainer_pid, _, passed = arguments[1].partition(":")
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # a trainer may have started it with some blocked
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)  # what a scheduler sends to a whole step is meant for the trainers
-    try:
-        trainer_pidfd = os.pidfd_open(trainer_pid)
-    except ProcessLookupError:
-        sys.exit(0)
-    if os.getppid() != trainer_pid:  # it ended meanwhile, and this may be the pidfd of another process
-        sys.exit(0)
+    if passed:  # by a host that has started this
+        trainer_pidfd = int(passed)
+        os.set_inheritable(trainer_pidfd, False)
+    else:
+        try:
+            trainer_pidfd = os.pidfd_open(int(trainer_pid))
+        except ProcessLookupError:
+            sys.exit(0)
+        if os.getppid() != int(trainer_pid):  # it ended meanwhile, and this may be the pidfd of another process
+            sys.exit(0)
     with socket.socket(fileno=int(arguments[0])) as sock:
         sock.set_inheritable(False)
         has_mpi = arguments[2] == "mpi"

@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import IO, Any
 
 from ..errors import DeadlineExceeded
-from . import mpich_segments
+from . import mpich_segments, zygote_host
 from .frames import BadFrame, Frames, pack
 from .launcher_variables import without_launcher
 from .process_mapping import numbered
+from .zygote_host import SOCK, TRAINER
 
 _LARGEST_NBYTES = 1 << 20
 
@@ -58,7 +59,8 @@ class ZygoteClient:
     """The zygote of this process. Stop it; it may be stopped twice.
 
     Not collective. It returns before the zygote has imported everything: the first courier waits for that. One thread
-    uses it, and no process that was forked from this one.
+    uses it, and no process that was forked from this one. Where a host of this job is on this node (`zygote_host`), the
+    zygote is started by that, and prints to where that does.
 
     Args:
         entry_points: ``module:function`` of all that a courier may ever run, importable without the trainer's script.
@@ -86,10 +88,13 @@ class ZygoteClient:
         """Couriers that have ended, as far as `step` has seen."""
         with contextlib.ExitStack() as failed, its:
             failed.callback(self._sock.close)
-            command = [sys.executable, "-m", __package__ + ".zygote", str(its.fileno()), str(self._owner)]
-            self.process = subprocess.Popen(
-                [*command, "mpi" if mpi else "no-mpi", *entry_points],
-                env=_paths(without_launcher(os.environ if environment is None else environment)),
+            given = os.environ if environment is None else environment
+            command = [sys.executable, "-m", __package__ + ".zygote"]
+            words, own = ["mpi" if mpi else "no-mpi", *entry_points], _paths(without_launcher(given))
+            hosted = zygote_host.start(given, [*command, SOCK, TRAINER, *words], own, its.fileno())
+            self.process: subprocess.Popen[bytes] | zygote_host.HostedProcess = hosted or subprocess.Popen(
+                [*command, str(its.fileno()), str(self._owner), *words],
+                env=own,
                 pass_fds=[its.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=output,

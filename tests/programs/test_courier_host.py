@@ -1,0 +1,136 @@
+"""`mlflash courier`: couriers that another process has started outlive all that a trainer has started."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import needs
+import pytest
+from harness import HERE
+from processes import free_port, started_by
+from waiting import PATIENCE_S, until
+
+from mlflash.doctor import couriers
+from mlflash.doctor.findings import Level
+from mlflash.memory.courier_process import works_for
+
+pytestmark = [needs.MPI, needs.PMI_1]
+BIN = Path(sys.executable).parent
+
+
+class Job:
+    """Two trainers, and what hosts their couriers."""
+
+    def __init__(self, root: Path):
+        self.root, self._launches = root, 0
+        self._environment = {**os.environ, "MLFLASH_MEMORY": str(root), "MLFLASH_JOB": "j", "OMP_NUM_THREADS": "1"}
+        self._environment.pop("SLURM_JOB_ID", None)
+        self.hosts: list[subprocess.Popen[str]] = []
+        self.trainers: list[subprocess.Popen[bytes]] = []
+
+    def host(self) -> subprocess.Popen[str]:
+        """Start a host and wait until it is one."""
+        self.hosts.append(subprocess.Popen([BIN / "mlflash", "courier"], env=self._environment, text=True,
+                                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT))  # fmt: skip
+        output = self.hosts[-1].stdout
+        assert output is not None and output.readline() == "couriers of this job start here now\n"
+        return self.hosts[-1]
+
+    def start(self, **spec: Any) -> None:
+        """Start the trainers."""
+        self._launches += 1
+        out = self.root / f"out-{self._launches}"
+        out.mkdir()
+        settings = {"memory": str(self.root), "job": "j", "ranks_per_node": 1, "timeout_s": PATIENCE_S}
+        program = [sys.executable, str(HERE / "dying_trainer.py"), json.dumps({"settings": settings, **spec})]
+        names = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OUT": str(out)}
+        with (out / "log").open("wb") as log:
+            self.trainers = [subprocess.Popen(program, env=self._environment | names | {"RANK": str(rank)}, stdout=log,
+                                              stderr=log) for rank in range(2)]  # fmt: skip
+
+    def records(self, event: str) -> list[dict[str, Any]]:
+        lines = [
+            line for path in self.root.glob(f"out-{self._launches}/rank*") for line in path.read_text().splitlines()
+        ]
+        return [record for record in map(json.loads, lines) if record["event"] == event]
+
+    def zygotes(self) -> list[couriers.Running]:
+        """The zygotes of the trainers."""
+        pids = {trainer.pid for trainer in self.trainers}
+        return [one for one in couriers.running() if one.trainer in pids and one.parent in pids]
+
+    def close(self) -> None:
+        everything = [*self.trainers, *self.hosts]
+        for pid in started_by({process.pid for process in everything}):
+            os.kill(pid, signal.SIGKILL)
+        for process in everything:
+            process.kill()
+            process.communicate(timeout=PATIENCE_S)
+
+
+@pytest.fixture
+def job(shm: Path) -> Iterator[Job]:
+    job = Job(shm)
+    yield job
+    job.close()
+
+
+def test_what_was_handed_over_is_committed_though_all_that_trainers_started_is_killed(job: Job) -> None:
+    host = job.host()
+    job.start(who="trainer", how="terminal closed")
+    until(lambda: len(job.records("victim")) == 2, "the trainers to have saved")
+    zygotes = job.zygotes()
+    assert {one.pid for one in zygotes} <= started_by({host.pid}) and len(zygotes) == 2
+    trainers = {trainer.pid for trainer in job.trainers}
+    assert not started_by(trainers), "what is to be killed with them"
+    assert {works_for(one.pid) for one in couriers.running() if one.parent in {z.pid for z in zygotes}} == trainers
+    found = [one for one in couriers.running() if one.trainer in trainers]
+    assert [finding.level for finding in couriers.judge_running(found)] == [Level.OK]
+    for pid in trainers:
+        os.kill(pid, signal.SIGKILL)
+    for trainer in job.trainers:
+        trainer.wait(PATIENCE_S)
+    until(lambda: not started_by({host.pid}), "couriers to commit, and to end")
+    job.start()
+    assert [trainer.wait(PATIENCE_S) for trainer in job.trainers] == [0, 0]
+    assert [(record["step"], record["same"]) for record in job.records("restored")] == [(2, True)] * 2
+    host.send_signal(signal.SIGTERM)
+    assert host.wait(PATIENCE_S) == 0
+    assert not list(job.root.glob("mlflash-*/couriers-*")), "its sockets"
+
+
+def test_a_host_that_is_told_to_end_waits_for_its_couriers_and_a_killed_one_is_replaced(job: Job) -> None:
+    first = job.host()
+    again = subprocess.run([BIN / "mlflash", "courier", "--job", "j", "--memory", str(job.root)], capture_output=True,
+                           text=True, timeout=PATIENCE_S, check=False)  # fmt: skip
+    assert again.returncode == 1 and "there is a `mlflash courier` of this job" in again.stderr
+    first.kill()
+    first.wait(PATIENCE_S)
+    job.start()  # each has a zygote of its own: there is nobody at the socket
+    assert [trainer.wait(PATIENCE_S) for trainer in job.trainers] == [0, 0]
+    second = job.host()
+    job.start(who="trainer", how="terminal closed")
+    until(lambda: len(job.records("victim")) == 2, "the trainers to have saved")
+    second.send_signal(signal.SIGTERM)
+    assert second.poll() is None and len(job.zygotes()) == 2, "it waits for its couriers"
+    for trainer in job.trainers:
+        trainer.kill()
+        trainer.wait(PATIENCE_S)
+    assert second.wait(PATIENCE_S) == 0
+    job.start()
+    assert [trainer.wait(PATIENCE_S) for trainer in job.trainers] == [0, 0]
+    assert [record["step"] for record in job.records("restored")] == [2, 2]
+
+
+def test_a_process_that_knows_no_job_is_told_so(shm: Path) -> None:
+    environment = {k: v for k, v in os.environ.items() if k not in ("MLFLASH_JOB", "SLURM_JOB_ID")}
+    done = subprocess.run([BIN / "mlflash", "courier", "--memory", str(shm)], env=environment, capture_output=True,
+                          text=True, timeout=PATIENCE_S, check=False)  # fmt: skip
+    assert done.returncode == 2 and "set MLFLASH_JOB" in done.stderr
