@@ -17,7 +17,7 @@ from worker import COMM, RANK, note, set_patience, state_at
 
 import mlflash
 from mlflash import crash_points
-from mlflash.mpi import courier
+from mlflash.mpi import job_thread
 
 STOPPED = COMM.size - 1
 FOREVER_S = 3600
@@ -113,6 +113,6 @@ def constructor(stop_s: float) -> None:
 
 if __name__ == "__main__":
     note("start")
-    courier._GRACE_S = 1.0
+    job_thread._GRACE_S = 1.0
     spec = json.loads(sys.argv[1])
     globals()[spec.pop("program")](**spec)

@@ -63,6 +63,6 @@ def by_thread(text: str) -> Mapping[str, list[str]]:
     """Split what ``py-spy record --format raw`` wrote by thread: "courier", and "training" for all others."""
     threads: dict[str, list[str]] = {}
     for line in text.splitlines():
-        inside = "(mlflash/mpi/courier.py" in line or "Courier._run" in line
+        inside = "(mlflash/mpi/job_thread.py" in line or "JobThread._run" in line
         threads.setdefault("courier" if inside else "training", []).append(line)
     return threads

@@ -12,7 +12,7 @@ from .. import config
 from ..courier.connect import connect
 from ..draining.drain import Drain
 from ..errors import Closed
-from ..mpi.courier import FORKED
+from ..mpi.job_thread import FORKED
 from ..protocol.client import one_unit
 from ..protocol.messages import Free, FreeDrains, GoBeyond, HealNewest, Report, RunFacts, Scavenge, Survives
 from ..restoring.restore import Restores

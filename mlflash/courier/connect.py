@@ -15,7 +15,7 @@ from ..memory.copy_threads import CopyThreads
 from ..memory.node_directory import NodeDirectory
 from ..memory.own_slots import OwnSlots
 from ..memory.shared_memory_segment import Segment
-from ..mpi.courier import Courier
+from ..mpi.job_thread import JobThread
 from ..mpi.world import World, find_world
 from ..protocol.client import Client
 from ..protocol.messages import Start, Started
@@ -62,7 +62,7 @@ def connect(config: Config, comm: Any, process_group: Any, replicated: Any = Non
         among = some_ranks(process_group, rank, size)
     world = World(comm, config.ranks_per_node, config.timeout_s, among, config.job)
     drains: list[Drains] = []
-    jobs = Courier(world, threaded=world.threads, nice=config.nice)
+    jobs = JobThread(world, threaded=world.threads, nice=config.nice)
     session = Session(config, world, jobs, lambda drain: drains[0].began(drain))
     courier = CourierThread(jobs, session, choice.why)
     start = _start(world.rank, world.size, _group_of(comm, among), process_group, replicated, domains)

@@ -17,7 +17,7 @@ import numpy as np
 
 from ..draining.drain import Drain
 from ..errors import Closed, MlflashError, text_of
-from ..mpi.courier import Courier, Job
+from ..mpi.job_thread import Job, JobThread
 from ..mpi.world import World
 from ..protocol import messages as asked
 from ..protocol.messages import FoundInMemory, Message
@@ -57,7 +57,7 @@ class Hosted:
             raise BadMessage(f"rank {rank} of {size} is to have a session of the ranks {str(opened.ranks)[:80]}")
         # Each has communicators of its own from the start, whatever the other sessions of these ranks are doing.
         self.world = World(comm, config.ranks_per_node, config.timeout_s, opened.ranks, f"{opened.before}", True)
-        self.jobs = Courier(self.world, threaded=True, nice=config.nice)
+        self.jobs = JobThread(self.world, threaded=True, nice=config.nice)
         self.session = Session(config, self.world, self.jobs, self._drain_began, trains_on=link.trains_on)
         self._plans: dict[int, Plan] = {}
         self._drains = 0

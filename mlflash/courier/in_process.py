@@ -23,7 +23,7 @@ from ..config import Config
 from ..draining.drain import Drain
 from ..draining.drains import Drains
 from ..errors import Closed, DeadlineExceeded, DrainFailed, MlflashError, SaveFailed, text_of
-from ..mpi.courier import FORKED, wait_for
+from ..mpi.job_thread import FORKED, wait_for
 from ..protocol import messages as asked
 from ..protocol.client import Pace
 from ..protocol.messages import Message

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from ..errors import DeadlineExceeded, MlflashError
-from ..mpi.courier import Courier, Job
+from ..mpi.job_thread import Job, JobThread
 from ..protocol.client import Pace
 from ..protocol.messages import Message
 from .session import Session
@@ -23,7 +23,7 @@ class CourierThread:
         why: it is no process.
     """
 
-    def __init__(self, jobs: Courier, session: Session, why: str):
+    def __init__(self, jobs: JobThread, session: Session, why: str):
         self._jobs, self.session, self.is_a = jobs, session, f"thread ({why})"
 
     @property

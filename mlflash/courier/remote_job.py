@@ -21,7 +21,7 @@ class Sent:
 
 
 class RemoteJob:
-    """A job that the courier does; see `mpi.courier.Job`."""
+    """A job that the courier does; see `mpi.job_thread.Job`."""
 
     def __init__(self, session: Session, frame: Callable[[], Sent], number: int, answers: Any,
                  on_late: Callable[[DeadlineExceeded], None] | None,

@@ -10,7 +10,7 @@ from ..draining.drain import Drain
 from ..draining.drain_queue import DrainQueue
 from ..errors import MlflashError
 from ..memory.slot import Slot
-from ..mpi.courier import Courier
+from ..mpi.job_thread import JobThread
 from ..mpi.world import World
 from ..protocol import messages as asked
 from ..protocol.messages import Message, Started
@@ -42,7 +42,7 @@ class Session:
 
     context: Context
 
-    def __init__(self, config: Config, world: World, jobs: Courier, told_drain: Callable[[Drain], None],
+    def __init__(self, config: Config, world: World, jobs: JobThread, told_drain: Callable[[Drain], None],
                  trains_on: frozenset[int] | None = None):  # fmt: skip
         self._config, self._world, self._jobs, self._told_drain = config, world, jobs, told_drain
         self._trains_on = trains_on

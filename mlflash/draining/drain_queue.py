@@ -18,7 +18,7 @@ from ..memory.inventory import scan
 from ..memory.slot import Slot, Use
 from ..memory.slot_header import Attempt, Kind
 from ..mpi.background_collectives import BackgroundCollectives, in_thread
-from ..mpi.courier import Courier
+from ..mpi.job_thread import JobThread
 from ..mpi.nonblocking import Operation
 from ..redundancy.rank_checkpoint import RankCheckpoint, ShareFiles, open_rank_checkpoint
 from ..startup.context import Context
@@ -48,7 +48,7 @@ class DrainQueue:
         store: the directory; None where there is none.
     """
 
-    def __init__(self, config: Config, context: Context, courier: Courier, told: Callable[[Drain], None]):
+    def __init__(self, config: Config, context: Context, courier: JobThread, told: Callable[[Drain], None]):
         self._config, self._context, self._courier, self._told = config, context, courier, told
         self.store: Store | None = None if config.directory is None else open_store(config.directory)
         self.last: Drain | None = None

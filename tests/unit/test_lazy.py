@@ -13,7 +13,7 @@ from waiting import is_in, take, until
 
 from mlflash import Checkpointer
 from mlflash.errors import DeadlineExceeded, StateError
-from mlflash.mpi.courier import Job
+from mlflash.mpi.job_thread import Job
 from mlflash.saving import deferred_copies
 from mlflash.saving.deferred_copies import DeferredCopies, Steps, Unchanging
 from mlflash.saving.device_copies import DeviceCopies

@@ -108,7 +108,7 @@ def wait_for(job: Posted, courier: Doing, timeout_s: float) -> Any:
     return job.result
 
 
-class Courier:
+class JobThread:
     """Runs jobs one after the other.
 
     Args:
