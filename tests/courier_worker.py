@@ -154,6 +154,7 @@ def leave(how: str) -> None:
         os.execv(sys.executable, [sys.executable, "-c", "import time; time.sleep(100)"])
     if how == "exits at once":
         os._exit(3)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored
     os.kill(os.getpid(), {"killed": signal.SIGKILL, "terminated": signal.SIGTERM, "hung up": signal.SIGHUP}[how])
 
 

@@ -17,13 +17,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from mpi4py import MPI
 from records import OUT, note
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from waiting import hang
 
-RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+from mlflash.wireup.launcher_variables import launched
+
+RANK, SIZE = launched(os.environ).rank, launched(os.environ).size
 
 
 def bits(value: Any) -> Any:

@@ -12,14 +12,14 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from mpi4py import MPI
+from meeting import COMM
 from records import note
 from states import Built, differences, untied
 
 from mlflash import Checkpointer
 from mlflash.errors import MlflashError, StateError
 
-RANK = MPI.COMM_WORLD.rank
+RANK = COMM.rank
 
 
 def save(ckpt: Checkpointer, job: int, steps: Any) -> None:

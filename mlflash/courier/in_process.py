@@ -27,6 +27,7 @@ from ..mpi.job_thread import FORKED, wait_for
 from ..protocol import messages as asked
 from ..protocol.client import Pace
 from ..protocol.messages import Message
+from ..protocol.save_request import SaveRequest
 from ..protocol.trainer_context import TrainerContext
 from . import wire_format as wire
 from .courier_link import CourierLink
@@ -271,7 +272,7 @@ class CourierProcess:
     def _event(self, frame: Frame) -> None:
         value = wire.decode(wire.known(wire.EVENTS, frame.name), frame.body)
         if frame.name == "broken":
-            self.broken = value
+            self.broken = None if self._is_down else value
         elif frame.name == "drain":
             self._note_drain(value)
         elif frame.name in ("ended", "begin_deferred", "handed_over"):
@@ -297,9 +298,8 @@ class CourierProcess:
     def lose(self, why: Closed) -> None:
         if self.is_closed:
             return
-        if self.broken is None:
-            self.broken = why
-            log.log(logging.DEBUG if sys.is_finalizing() else logging.WARNING, "nothing is saved any more: %s", why)
+        log.log(logging.DEBUG if sys.is_finalizing() else logging.WARNING, "nothing is saved any more: %s", why)
+        self.broken, self.start = self.broken or why, None  # for good
         self._end_drain()
         for job in list(self._jobs.values()):
             self._refuse(job)
@@ -326,6 +326,7 @@ class CourierProcess:
         if self.trainer is not None:
             self.trainer.recorder.courier_died(pid, why)
         self.late = None
+        self.broken = None if self.start is not None else self.broken  # it failed, as the other had ended
         self._end_drain()
         for job in [job for job in list(self._jobs.values()) if job.is_sent and not job.is_commit]:
             self._refuse(job, f"{_ANEW}: {why}")
@@ -343,24 +344,18 @@ class CourierProcess:
             raise DeadlineExceeded("an answer to the last courier has not ended")
         for job in [job for job in list(self._jobs.values()) if job.is_sent]:
             self.fail_later(job)
-        if not self.trainer.slots.wait_until_given(self._config.timeout_s):
+        if not self.trainer.slots.wait_until_given(self._config.timeout_s, self._is_over):
             raise DeadlineExceeded("a slot is still being filled")
         self._is_unused = True  # slots that are filled from here on are the next courier's
 
     def fail_later(self, job: RemoteJob) -> None:
-        request = job.answers.request
-        if self._is_unused or (request.slot is None and request.share is None and request.problem is not None):
-            return
-        try:
-            job.answers.cancel_deferred()
-        except DeadlineExceeded:
-            pass  # a device is still at it: that file is given to nobody
-        job.was_staged = request.problem is None
-        request.problem = request.problem or SaveFailed("its courier has ended", step=request.step)
-        request.slot = request.share = request.plan = None
-        request.is_unsettled = request.waits_for_room = request.skip = request.has_deferred = False
-        assert self.trainer is not None
-        self.trainer.slots.reclaim(request)
+        if not self._is_unused and job.make_fail() and self.trainer is not None:
+            self.trainer.slots.reclaim(lambda taker: taker is job.request)
+
+    def _is_over(self, taker: object) -> bool:
+        """Whether a save has ended for which the last courier still had slots, or was never told of them."""
+        live = [job.request for job in list(self._jobs.values())]
+        return isinstance(taker, SaveRequest) and not any(taker is one for one in live)
 
     def come_up(self) -> None:
         if self.is_closed or self.start is None or self.trainer is None:

@@ -7,7 +7,8 @@ import threading
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from ..errors import Closed, DeadlineExceeded, MlflashError
+from ..errors import Closed, DeadlineExceeded, MlflashError, SaveFailed
+from ..protocol.save_request import SaveRequest
 from .wire_format import Frame
 
 
@@ -35,6 +36,27 @@ class RemoteJob:
         self.result: Any = None
         self.error: BaseException | None = None
         self.late: DeadlineExceeded | None = None
+
+    @property
+    def request(self) -> SaveRequest | None:
+        """Of the save that it is; None: it is none."""
+        return getattr(self.answers, "request", None)
+
+    def make_fail(self) -> bool:
+        """Make a save that one courier had been told of one that fails, for the next; whether it was not so before."""
+        request = self.request
+        assert request is not None
+        if request.slot is None and request.share is None and request.problem is not None:
+            return False
+        try:
+            self.answers.cancel_deferred()
+        except DeadlineExceeded:
+            pass  # a device is still at it: that file is given to nobody
+        self.was_staged = request.problem is None
+        request.problem = request.problem or SaveFailed("its courier has ended", step=request.step)
+        request.slot = request.share = request.plan = None
+        request.is_unsettled = request.waits_for_room = request.skip = request.has_deferred = False
+        return True
 
     def refuse(self, why: MlflashError) -> None:
         """Say that the courier will not do it."""

@@ -151,22 +151,32 @@ class OwnSlots:
                 if slot.segment is not None:
                     slot.segment.writers.clear()  # all is there; they hold the state that was copied
 
-    def reclaim(self, taker: object) -> None:
-        """Leave the slots of a save that has failed to a courier that knows nothing of it; nobody fills them now."""
+    def reclaim(self, has_failed: Callable[[object], bool]) -> None:
+        """Leave the slots of saves that have failed to a courier that knows nothing of them; nobody fills them now.
+
+        Args:
+            has_failed: whether what slots were taken for is such a save.
+        """
         with self._lock:
-            for slot in self.taken_by(taker):
+            for slot in [slot for _, slot in self._all() if slot.use is Use.BUSY and has_failed(slot.taker)]:
                 self._free(slot)
                 slot.use = Use.HOLDS
             self._tell_freed()
 
-    def wait_until_given(self, timeout_s: float) -> bool:
-        """Leave all slots to the courier, and wait until none is being filled; whether that was so in time."""
-        self.prepare([(name, 0) for name, _ in self._all()])
+    def wait_until_given(self, timeout_s: float, has_failed: Callable[[object], bool]) -> bool:
+        """Leave all slots to the courier, and wait until none is being filled; whether that was so in time.
+
+        Args:
+            has_failed: see `reclaim`.
+        """
         end = time.monotonic() + timeout_s
-        while any(slot.use is not Use.HOLDS for _, slot in self._all()):
+        while True:
+            self.prepare([(name, 0) for name, _ in self._all()])
+            self.reclaim(has_failed)
+            if all(slot.use is Use.HOLDS for _, slot in self._all()):
+                return True
             if not self._wait(end):
                 return False
-        return True
 
     def _free_pair(self, leave: bool) -> tuple[Slot, Slot] | None:
         own, share = (self._free_slot(slots, leave) for slots in (self.own, self.shares))

@@ -22,6 +22,7 @@ from waiting import PATIENCE_S, until
 
 from mlflash.launcher.processes import find_mpiexec
 
+_IN_A_TERMINAL = ["env", "--default-signal=HUP", "setsid", "--ctty"]  # under nohup it is ignored
 LAUNCHERS = ["hydra", "prterun", "none"]
 ENDS = ["killed", "killed with children", "raises", "exits", "exits at once", "executes", "hung up", "terminal closed"]
 DEATHS = [
@@ -62,7 +63,7 @@ class Job:
             launches = [by_open_mpi(2, program)]
         with (self.out / "log").open("wb") as log:
             self.processes = [
-                subprocess.Popen(["setsid", "--ctty", *command], env=environment | more, stdin=self._terminal(),
+                subprocess.Popen([*_IN_A_TERMINAL, *command], env=environment | more, stdin=self._terminal(),
                                  stdout=log, stderr=log) for command, more in launches
             ]  # fmt: skip
         self._started += self.processes

@@ -328,10 +328,17 @@ def test_what_is_returned_may_be_filled_again(both: Both) -> None:
 def test_all_slots_are_left_to_the_next_courier_once_none_is_filled(both: Both) -> None:
     with_files(both)
     save = both.take()
-    assert save is not None and not both.own.wait_until_given(0.01), "one is still filled"
+    assert save is not None and not both.own.wait_until_given(0.01, lambda taker: False), "one is still filled"
     assert not both.take(), "the free ones are given already"
-    both.own.reclaim(save)
-    assert both.own.wait_until_given(0.01) and not both.own.taken_by(save)
+    both.own.give_back(both.own.taken_by(save))
+    assert both.own.wait_until_given(0.01, lambda taker: False), "one that is given back meanwhile is left, too"
+
+
+def test_slots_of_saves_that_have_failed_are_left_to_the_next_courier(both: Both) -> None:
+    with_files(both)
+    save = both.take()
+    assert save is not None and not both.own.wait_until_given(0.01, lambda taker: False)
+    assert both.own.wait_until_given(0.01, lambda taker: taker is save) and not both.own.taken_by(save)
     assert {slot.use for slot in (*both.own.own, *both.own.shares)} == {Use.HOLDS}
 
 
@@ -341,7 +348,7 @@ def test_what_a_device_still_writes_is_given_to_no_courier(both: Both) -> None:
     assert save is not None and save.pair[0].segment is not None
     name = save.pair[0].name
     save.pair[0].segment.writers.append(device)
-    both.own.reclaim(save)
+    both.own.reclaim(lambda taker: taker is save)
     assert save.pair[0].segment is None and name not in both.memory.slot_names() and both.own.is_device_stuck
     device.is_done = True
     assert not both.own.is_device_stuck
