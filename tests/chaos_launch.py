@@ -17,7 +17,8 @@ from waiting import take, until
 from mlflash.memory.courier_process import parent_and_trainer
 
 DAMAGED = ("cannot be restored from", "parity is asked for", "parity cannot be used", "is damaged and will be made")
-WRONG = ("the courier failed", "has no full redundancy", *DAMAGED)
+FAILED = "the courier failed"
+WRONG = (FAILED, "has no full redundancy", *DAMAGED)
 _END_S = 60.0  # how long mpiexec may take to end what is left of a job
 
 

@@ -121,6 +121,16 @@ def test_a_killed_courier_is_a_warning_and_the_next_one_goes_on(jobs: Jobs, rank
     assert {record["step"] for record in restored} == {again[0]["step"]} and all(r["same"] for r in restored)
 
 
+@pytest.mark.parametrize("redundancy", ["copy", "xor:3"])
+def test_couriers_that_fail_as_another_dies_are_followed_by_the_next_ones_too(jobs: Jobs, redundancy: str) -> None:
+    result = jobs.run(3, "one_fails", settings={"redundancy": redundancy})
+    again = result.of("again")
+    assert len(again) == len(result.of("end")) == 3 and len({record["step"] for record in again}) == 1, result.log
+    assert all("failed" in record["why"] for record in again)
+    restored = jobs.run(3).of("restored")
+    assert {record["step"] for record in restored} == {again[0]["step"]} and all(r["same"] for r in restored)
+
+
 @pytest.mark.parametrize(("ranks", "redundancy"), [(2, "copy"), (3, "copy"), (3, "xor:3")])
 def test_a_courier_takes_at_most_60_mb_besides_slots(jobs: Jobs, ranks: int, redundancy: str) -> None:
     sizes = {"block_nbytes": 1 << 20, "chunk_nbytes": 4 << 20}  # as by default
