@@ -32,7 +32,7 @@ from mlflash.mpi.world import find_comm
 from mlflash.wireup.launcher_variables import is_on_one_host, launched
 from mlflash.wireup.own_address import own_address
 from mlflash.wireup.pmi_client import uses_mpi
-from mlflash.wireup.rendezvous import rendezvous
+from mlflash.wireup.rendezvous import can_meet, rendezvous
 
 _BY_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _TIMEOUT = datetime.timedelta(minutes=10)
@@ -121,7 +121,8 @@ def _choose(courier: str | None, comm: Any, is_off: bool) -> Choice:
     if not is_off:
         return choose(_config(courier).courier, comm)
     kind = courier or os.environ.get("MLFLASH_COURIER") or Config.courier
-    return Choice(comm is None and kind != "thread", "mlflash is off")
+    meets = kind == "process" or (kind == "auto" and can_meet(os.environ, launched(os.environ)))
+    return Choice(comm is None and meets, "mlflash is off")
 
 
 def _check(backend: Any, comm: Any) -> None:

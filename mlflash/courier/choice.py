@@ -13,7 +13,7 @@ import sys
 from typing import Any
 
 from ..wireup.pmi_client import uses_mpi
-from ..wireup.rendezvous import who_am_i
+from ..wireup.rendezvous import can_meet, who_am_i
 from ..wireup.zygote_client import ZygoteClient, ZygoteLost
 
 ENTRY = "mlflash.courier.process_main:run"
@@ -59,6 +59,8 @@ def choose(courier: str, comm: Any) -> Choice:
         return Choice(True, 'courier="process"', _start_zygote())
     if uses_mpi():
         return Choice(False, "this program uses MPI itself")
+    if not can_meet(os.environ, who_am_i(os.environ)):
+        return Choice(False, "its launcher lets ranks find each other by MPI only")
     zygote = _start_zygote()
     try:
         vendor = zygote.vendor(_ZYGOTE_S)

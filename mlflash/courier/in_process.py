@@ -298,7 +298,8 @@ class CourierProcess:
     def lose(self, why: Closed) -> None:
         if self.is_closed:
             return
-        log.log(logging.DEBUG if sys.is_finalizing() else logging.WARNING, "nothing is saved any more: %s", why)
+        if self.start is not None or self.broken is None:  # it is not lost already
+            log.log(logging.DEBUG if sys.is_finalizing() else logging.WARNING, "nothing is saved any more: %s", why)
         self.broken, self.start = self.broken or why, None  # for good
         self._end_drain()
         for job in list(self._jobs.values()):

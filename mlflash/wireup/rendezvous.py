@@ -62,6 +62,24 @@ def who_am_i(environment: Mapping[str, str]) -> Launched:
     return me
 
 
+def can_meet(environment: Mapping[str, str], me: Launched) -> bool:
+    """Whether ranks find each other without MPI, as `rendezvous` has it; the same on all. Not collective.
+
+    Args:
+        environment: of this process.
+        me: its rank.
+    """
+    if me.size == 1 or _torch_distributed() is not None or _has_ports(environment):
+        return True
+    if me.launcher in ("hydra", "srun") and pmi_client.has_pmi(environment, me):
+        return True
+    return name_of_launch(environment, me) is not None and is_on_one_host(environment, me)
+
+
+def _has_ports(environment: Mapping[str, str]) -> bool:
+    return "MASTER_ADDR" in environment and "MASTER_PORT" in environment
+
+
 def rendezvous(
     environment: Mapping[str, str], me: Launched, text: str | None, directory: Path | None, timeout_s: float
 ) -> str:
@@ -85,7 +103,7 @@ def rendezvous(
     if me.launcher in ("hydra", "srun") and pmi_client.has_pmi(environment, me):
         refuse_mpi()
         return pmi_client.share(environment, me, text, timeout_s)
-    if "MASTER_ADDR" in environment and "MASTER_PORT" in environment:
+    if _has_ports(environment):
         return _by_ports(environment, me, text, timeout_s)
     name = name_of_launch(environment, me)
     if name is not None and directory is not None and is_on_one_host(environment, me):

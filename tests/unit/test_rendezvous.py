@@ -21,7 +21,7 @@ from mlflash.wireup import text_server
 from mlflash.wireup.frames import Frames, pack
 from mlflash.wireup.launcher_variables import Launched
 from mlflash.wireup.own_address import own_address
-from mlflash.wireup.rendezvous import _digest, rendezvous, who_am_i
+from mlflash.wireup.rendezvous import _digest, can_meet, rendezvous, who_am_i
 
 TEXT = "10.0.0.1,4000,abcdef"
 PRTERUN = {"PMIX_NAMESPACE": "prterun-host-7@1", "OMPI_COMM_WORLD_LOCAL_SIZE": "3"}
@@ -181,6 +181,7 @@ def test_no_port_is_left(port: int) -> None:
 
 
 def test_ranks_of_one_host_meet_in_a_private_directory(ranks: Ranks, tmp_path: Path) -> None:
+    assert can_meet(PRTERUN, Launched(0, 3, None, "prterun"))
     directory = tmp_path / ("d" * 100) / ("e" * 100)  # longer than the path of a socket may be
     assert meet(ranks, PRTERUN, "prterun", directory=directory) == {0: TEXT, 1: TEXT, 2: TEXT}
     assert directory.stat().st_mode & 0o777 == 0o700 and list(directory.iterdir()) == []
@@ -229,6 +230,9 @@ def test_a_directory_of_others_is_refused(tmp_path: Path) -> None:
     ],
 )
 def test_where_no_way_fits_it_is_said_what_to_set(environment: dict[str, str], launcher: str, tmp_path: Path) -> None:
+    assert not can_meet(environment, Launched(0, 3, None, launcher))
+    assert can_meet({**environment, "MASTER_ADDR": "host", "MASTER_PORT": "1"}, Launched(0, 3, None, launcher))
+    assert can_meet(environment, Launched(0, 1, None, launcher))
     with pytest.raises(WorldMismatch, match="set MASTER_ADDR to the name of rank 0's host and MASTER_PORT") as caught:
         rendezvous(environment, Launched(0, 3, None, launcher), TEXT, tmp_path / "private", PATIENCE_S)
     assert ("MASTER_ADDR" in str(caught.value.found)) == ("MASTER_ADDR" not in environment)
