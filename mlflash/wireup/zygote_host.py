@@ -116,7 +116,8 @@ def _ask(sock: socket.socket, its: Mapping[str, str], arguments: Sequence[str], 
     rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor, me]))]
     try:
         sent = sock.sendmsg([request], rights)
-        sock.sendall(request[sent:])
+        if sent < len(request):  # to send nothing fails, too, where the answer is there and the host has closed
+            sock.sendall(request[sent:])
         frames, descriptors = Frames(_LARGEST_NBYTES), list[int]()
         while True:
             data, got, _, _ = socket.recv_fds(sock, 1 << 16, 1)
@@ -126,6 +127,8 @@ def _ask(sock: socket.socket, its: Mapping[str, str], arguments: Sequence[str], 
                 return HostedProcess(answer["pid"], descriptors.pop())
             if not data:
                 return None  # it ends: this process starts one itself
+    except (BrokenPipeError, ConnectionResetError):  # it ends
+        return None
     except TimeoutError:
         raise DeadlineExceeded(f"waited {_ANSWER_S:g} s for `mlflash courier` to start couriers") from None
     finally:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from waiting import PATIENCE_S, until
 from mlflash.doctor import couriers
 from mlflash.doctor.findings import Level
 from mlflash.memory.courier_process import works_for
+from mlflash.wireup.zygote_client import ZygoteClient
 
 pytestmark = [needs.MPI, needs.PMI_1]
 BIN = Path(sys.executable).parent
@@ -30,14 +32,14 @@ class Job:
 
     def __init__(self, root: Path):
         self.root, self._launches = root, 0
-        self._environment = {**os.environ, "MLFLASH_MEMORY": str(root), "MLFLASH_JOB": "j", "OMP_NUM_THREADS": "1"}
-        self._environment.pop("SLURM_JOB_ID", None)
+        self.environment = {**os.environ, "MLFLASH_MEMORY": str(root), "MLFLASH_JOB": "j", "OMP_NUM_THREADS": "1"}
+        self.environment.pop("SLURM_JOB_ID", None)
         self.hosts: list[subprocess.Popen[str]] = []
         self.trainers: list[subprocess.Popen[bytes]] = []
 
     def host(self) -> subprocess.Popen[str]:
         """Start a host and wait until it is one."""
-        self.hosts.append(subprocess.Popen([BIN / "mlflash", "courier"], env=self._environment, text=True,
+        self.hosts.append(subprocess.Popen([BIN / "mlflash", "courier"], env=self.environment, text=True,
                                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT))  # fmt: skip
         output = self.hosts[-1].stdout
         assert output is not None and output.readline() == "couriers of this job start here now\n"
@@ -52,7 +54,7 @@ class Job:
         program = [sys.executable, str(HERE / "dying_trainer.py"), json.dumps({"settings": settings, **spec})]
         names = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "OUT": str(out)}
         with (out / "log").open("wb") as log:
-            self.trainers = [subprocess.Popen(program, env=self._environment | names | {"RANK": str(rank)}, stdout=log,
+            self.trainers = [subprocess.Popen(program, env=self.environment | names | {"RANK": str(rank)}, stdout=log,
                                               stderr=log) for rank in range(2)]  # fmt: skip
 
     def records(self, event: str) -> list[dict[str, Any]]:
@@ -127,6 +129,19 @@ def test_a_host_that_is_told_to_end_waits_for_its_couriers_and_a_killed_one_is_r
     job.start()
     assert [trainer.wait(PATIENCE_S) for trainer in job.trainers] == [0, 0]
     assert [record["step"] for record in job.records("restored")] == [2, 2]
+
+
+def test_trainers_that_come_all_at_once_are_all_served(job: Job) -> None:
+    host = job.host()
+    environment = {**job.environment, "MUCH": "x" * 100_000}  # more than one piece of a stream
+    with ThreadPoolExecutor(12) as threads:
+        begin = lambda _: ZygoteClient(["mlflash.courier.process_main:run"], environment, mpi=False)
+        zygotes = list(threads.map(begin, range(24)))
+    try:
+        assert {zygote.process.pid for zygote in zygotes} <= started_by({host.pid}), "one was not started by the host"
+    finally:
+        for zygote in zygotes:
+            zygote.stop(PATIENCE_S)
 
 
 def test_a_process_that_knows_no_job_is_told_so(shm: Path) -> None:
