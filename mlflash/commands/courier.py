@@ -7,6 +7,7 @@ import os
 import click
 
 from ..command_line.options import job_option, memory_option
+from ..wireup.zygote_host import ZygoteHost
 
 
 @click.command()
@@ -23,8 +24,6 @@ def courier(job: str | None, memory: str) -> None:
     Trainers that start later find it by the job, that of Slurm or the name of MLFLASH_JOB, and by MLFLASH_MEMORY. It
     ends at SIGTERM or SIGINT, when the last courier has.
     """
-    from ..wireup.zygote_host import ZygoteHost
-
     environment = {**os.environ, "MLFLASH_MEMORY": memory} | ({"MLFLASH_JOB": job} if job else {})
     try:
         host = ZygoteHost(environment)

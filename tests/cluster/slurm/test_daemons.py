@@ -69,6 +69,7 @@ def test_with_the_wrong_mpi_each_rank_is_a_world_and_mlflash_says_so(slurm: Slur
         done = slurm.run("srun", *TWO_BY_TWO, f"--mpi={OTHER_PMI}", *checkpointer, check=False,
                          env={"MLFLASH_COURIER": courier})  # fmt: skip
         assert done.returncode == 1 and done.stderr.count(f"WorldMismatch: {text}") == 4, done.stderr
+        assert done.stderr.count("expected: 4 ranks") == (4 if courier == "thread" else 0)
 
 
 def test_a_job_goes_on_with_a_spare_when_a_node_crashes(slurm: Slurm) -> None:
