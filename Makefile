@@ -210,7 +210,7 @@ define on_ranks
 	@mkdir -p $(REPORTS)
 	tmp=$$(mktemp -d) && trap 'rm -rf "$$tmp"' EXIT && TMPDIR=$$tmp MLFLASH_TEST_RANKS=$(2) timeout -k 10 $(3) \
 	  $(1)/bin/mpiexec $(LAUNCH) -n $(2) $(1)/bin/python -m mpi4py $(1)/bin/pytest --only-mpi --timeout 100 --color no \
-	  -o faulthandler_timeout=25 -r fE --junitxml $(REPORTS)/$@$(COURIER:%=-%).xml $(4)
+	  -o stacks_after=25 -r fE --junitxml $(REPORTS)/$@$(COURIER:%=-%).xml $(4)
 endef
 
 # COURIER=process: with couriers that are processes.

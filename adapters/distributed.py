@@ -25,14 +25,15 @@ import torch.distributed as dist
 
 from mlflash.checkpointer.disabled import turned_off
 from mlflash.config import Config, from_environment
-from mlflash.courier import courier_link
+from mlflash.courier import linked
 from mlflash.courier.choice import Choice, choose
 from mlflash.errors import ConfigError, MlflashError, MpiUnavailable, WorldMismatch
+from mlflash.in_place.decider_link import decider, is_spare
 from mlflash.mpi.world import find_comm
-from mlflash.wireup.launcher_variables import is_on_one_host, launched
+from mlflash.wireup.launcher_variables import KEPT, is_on_one_host, launched
 from mlflash.wireup.own_address import own_address
 from mlflash.wireup.pmi_client import uses_mpi
-from mlflash.wireup.rendezvous import can_meet, rendezvous
+from mlflash.wireup.rendezvous import rendezvous, way
 
 _BY_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _TIMEOUT = datetime.timedelta(minutes=10)
@@ -105,7 +106,15 @@ def init_process_group(
     given = {"init_method": init_method, "world_size": world_size, "rank": rank, "store": store}
     _check(backend, comm)
     is_off = turned_off()
-    choice = _choose(courier, comm, is_off)
+    if KEPT in os.environ and not is_off:
+        _init_kept(backend, given, more["timeout"])
+    else:
+        _init_launched(backend, comm, host, _choose(courier, comm, is_off), is_off, more, given)
+
+
+def _init_launched(backend: str | None, comm: Any, host: str | None, choice: Choice, is_off: bool,
+                   more: dict[str, Any], given: dict[str, Any]) -> None:  # fmt: skip
+    """Set it up with the ranks of a launcher, or of a communicator. Collective."""
     if comm is None and _has_ranks_of_torchrun(is_off, choice.is_process):
         _init(backend, int(os.environ.get("LOCAL_RANK", "0")), **more, **given)
     else:
@@ -113,7 +122,27 @@ def init_process_group(
         store, local_rank = _meet(ranks, host or ranks.host, more["timeout"], given)
         _init(backend, local_rank, **more, store=store, rank=ranks.rank, world_size=ranks.size)
     if choice.is_process and not is_off:
-        courier_link.link(_config("process"), choice.zygote)
+        linked.link(_config("process"), choice.zygote)
+
+
+def _init_kept(backend: str | None, given: dict[str, Any], timeout: datetime.timedelta) -> None:
+    """Set it up for a training that goes on when others are lost; a process that waits for a rank presumes one.
+
+    Collective, but for those that wait.
+    """
+    from . import kept_groups
+
+    if backend is not None or any(value not in (None, -1) for value in given.values()):
+        raise ConfigError("where ranks are exchanged, init_process_group takes no backend, store or ranks",
+                          expected="none of them", found=str(backend or given))  # fmt: skip
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    link = decider()
+    if is_spare() and link is not None:
+        kept_groups.init_process_group(int(os.environ.get("MLFLASH_PRESUMED", "0")), link.size, timeout)
+        return
+    kept_groups.init_process_group(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timeout)
+    linked.link(_config("process"))
 
 
 def _choose(courier: str | None, comm: Any, is_off: bool) -> Choice:
@@ -121,7 +150,7 @@ def _choose(courier: str | None, comm: Any, is_off: bool) -> Choice:
     if not is_off:
         return choose(_config(courier).courier, comm)
     kind = courier or os.environ.get("MLFLASH_COURIER") or Config.courier
-    meets = kind == "process" or (kind == "auto" and can_meet(os.environ, launched(os.environ)))
+    meets = kind == "process" or (kind == "auto" and way(os.environ, launched(os.environ)) != "")
     return Choice(comm is None and meets, "mlflash is off")
 
 
@@ -143,7 +172,7 @@ def _has_ranks_of_torchrun(is_off: bool, is_process: bool) -> bool:
     """Whether torch finds all that it needs in the environment, and nothing else has to be looked at."""
     if not all(name in os.environ for name in _BY_TORCHRUN):
         return False
-    by_torchrun = is_process and not courier_link.is_linked() and launched(os.environ).launcher == "torchrun"
+    by_torchrun = is_process and not linked.is_linked() and launched(os.environ).launcher == "torchrun"
     return is_off or by_torchrun
 
 
@@ -168,10 +197,10 @@ def _without_mpi(is_off: bool, zygote: Any) -> _Ranks:
     """The ranks of the launcher's variables. Collective over them."""
     if not is_off:
         config = _config("process")
-        couriers = courier_link.link(config, zygote).couriers
+        couriers = linked.link(config, zygote).couriers
         return _Ranks(couriers.rank, couriers.size, couriers.host, lambda text: couriers.share(text, config.timeout_s))
     me = launched(os.environ)
-    here = own_address(is_on_one_host(os.environ, me), os.environ.get("MASTER_ADDR"))
+    here = own_address(is_on_one_host(os.environ, me), os.environ)
     place = Path(tempfile.gettempdir(), f"mlflash-{os.getuid()}")  # memory is left alone; made only if it is needed
     meet = lambda text: rendezvous(os.environ, me, text, place, _TIMEOUT.total_seconds()) if me.size > 1 else text
     return _Ranks(me.rank, me.size, here, meet)

@@ -11,13 +11,15 @@ from . import errors
 from .rng import rng
 from .version import __version__
 
-__all__ = ["Checkpointer", "Snapshot", "__version__", "errors", "rng"]
+__all__ = ["Checkpointer", "Snapshot", "__version__", "errors", "keep_alive", "rng"]
 
 if TYPE_CHECKING:
     from .checkpointer.checkpointer import Checkpointer
+    from .in_place.keep_alive import keep_alive
     from .saving.snapshot import Snapshot
 else:  # a type checker that sees this would take any name for one of mlflash
-    _LATE = {"Checkpointer": "checkpointer.checkpointer", "Snapshot": "saving.snapshot"}
+    _LATE = {"Checkpointer": "checkpointer.checkpointer", "Snapshot": "saving.snapshot",
+             "keep_alive": "in_place.keep_alive"}  # fmt: skip
 
     def __getattr__(name: str) -> Any:
         """Import what was not asked for before (PEP 562)."""

@@ -185,25 +185,39 @@ def is_enabled(env: Mapping[str, str], given: bool | None = None) -> bool:
     return (given is None or bool(given)) and not _parse(DISABLE, env.get(DISABLE, "") or "0", bool)
 
 
+_MADE_UP = re.compile("[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")  # by torchrun --standalone: a UUID
+
+
 def job_name(env: Mapping[str, str], directory: str | None) -> str:
     """Name the job where neither ``job=`` nor ``MLFLASH_JOB`` does.
 
-    The Slurm job id stays the same over a requeue; the digest keeps two trainings in one allocation apart.
+    The Slurm job id stays the same over a requeue; the digest keeps two trainings in one allocation apart. The id that
+    a user gives torchrun (``--rdzv-id``) is a name; the one that it makes up, another one each time, is none.
 
     Example:
         ``SLURM_JOB_ID=71, directory=/lustre/me/run42`` → ``slurm-71-1c0d5a3e``;
-        without Slurm → ``run42-1c0d5a3e``.
+        without Slurm → ``run42-1c0d5a3e``; with ``torchrun --rdzv-id 42`` and no directory → ``torchrun-42-73475cb4``.
+
+    Raises:
+        ConfigError: nothing names it.
     """
     digest = _digest(directory) if directory else ""
     if env.get("SLURM_JOB_ID"):
         return "-".join(filter(None, ("slurm", env["SLURM_JOB_ID"], digest)))
     if directory:
-        stem = re.sub(r"[^A-Za-z0-9._-]+", "_", Path(directory).name).strip("._-")[:48]
-        return "-".join(filter(None, (stem, digest)))
+        return "-".join(filter(None, (_stem(Path(directory).name), digest)))
+    run_id = env.get("TORCHELASTIC_RUN_ID", "none")
+    if run_id != "none" and not _MADE_UP.fullmatch(run_id):
+        return "-".join(filter(None, ("torchrun", _stem(run_id), _digest(run_id))))
     raise ConfigError(
         "this job has no name: a relaunch could not find the memory of the run before; "
         "give Checkpointer a directory or job=..., or set MLFLASH_JOB"
+        + (", or give torchrun an --rdzv-id" if "TORCHELASTIC_RUN_ID" in env else "")
     )
+
+
+def _stem(text: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._-]+", "_", text).strip("._-")[:48]
 
 
 def _digest(directory: str) -> str:

@@ -59,6 +59,11 @@ POINTS = {
     "heal.copied": "the copies are made again",
     "heal.freed": "files that nobody needs may be reused",
     "heal.done": "the next save will find room",
+    "round.left": "training has left its step, as another rank was lost, and has said so",
+    "round.couriers": "the couriers of the ranks that there are now are there",
+    "round.open": "so is a Checkpointer",
+    "round.groups": "process groups are connected, the state is not restored",
+    "round.restored": "it is, and training is about to be called",
 }
 """In the order in which they are reached."""
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import share
 from harness import own_memory
+from stacks import AFTER, Watch
 
 try:
     from hypothesis import settings
@@ -20,15 +21,30 @@ else:
     settings.load_profile("mlflash")
 
 
+_WATCH = pytest.StashKey[Watch]()
+
+
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
     """Know the settings of pytest-timeout where it is not installed."""
+    parser.addini(AFTER, "seconds after which the stacks of a test that goes on are printed", default="90")
     if not pluginmanager.hasplugin("timeout"):
         parser.addini("timeout", "seconds that a test may take, if pytest-timeout is installed")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.stash[_WATCH] = Watch(float(config.getini(AFTER)))
     for marker in ("mpi(min_size)", "timeout(seconds)"):
         config.addinivalue_line("markers", f"{marker}: known without its plugin, too")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Print the stacks of a test that takes too long."""
+    item.config.stash[_WATCH].begin(item.nodeid)
+    try:
+        return (yield)
+    finally:
+        item.config.stash[_WATCH].begin("")
 
 
 @pytest.hookimpl(tryfirst=True)  # before -k: what is divided does not depend on it

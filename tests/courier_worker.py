@@ -290,6 +290,27 @@ def later(settings: dict[str, Any]) -> None:
     note("end", rank=RANK)
 
 
+def fail_to_start(settings: dict[str, Any]) -> None:
+    """Say what a Checkpointer says whose couriers cannot start MPI."""
+    logging.getLogger("mlflash").addHandler(_Note())
+    start = time.monotonic()
+    try:
+        mlflash.Checkpointer(courier="process", **settings)
+    except mlflash.errors.Closed as error:
+        note("failed", rank=RANK, why=str(error), seconds=time.monotonic() - start)
+
+
+def keep(settings: dict[str, Any]) -> None:
+    """Keep the interpreter from all other threads from when a save has returned."""
+    with mlflash.Checkpointer(courier="process", **settings) as ckpt:
+        ckpt.save(1, state_at(1, False)).wait()
+        snapshot = ckpt.save(2, state_at(2, False))
+        start = time.monotonic()
+        sum(range(60_000_000))  # in C, which never asks whether another thread waits
+        kept_s = time.monotonic() - start
+        note("kept", rank=RANK, kept_s=kept_s, commit_s=snapshot.wait().commit_s)
+
+
 class _Note(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         note("log", rank=RANK, level=record.levelname, text=record.getMessage())
@@ -297,5 +318,5 @@ class _Note(logging.Handler):
 
 if __name__ == "__main__":
     spec = json.loads(sys.argv[1])
-    programs = [train, one_fails, cycle, groups, one_leaves, later, weigh, stay, out_of_step]
+    programs = [train, one_fails, cycle, groups, one_leaves, later, keep, fail_to_start, weigh, stay, out_of_step]
     {program.__name__: program for program in programs}[spec.pop("program")](**spec)

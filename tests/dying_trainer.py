@@ -14,25 +14,34 @@ from typing import Any
 
 import records
 from courier_worker import is_same, state_at
-from waiting import PATIENCE_S, hang, until
+from traps import set_traps
+from waiting import PATIENCE_S, hang, take, until
 
 import mlflash
 from mlflash.wireup.mpich_segments import mapped_by
 from mlflash.wireup.rendezvous import who_am_i
 
+STEP_KILLED = "step killed"  # while the second save is committed, and holds
+SAVES_RETURNED = "saves returned"  # on both ranks, a moment ago
 RANK = who_am_i(os.environ).rank
 OUT = Path(os.environ["OUT"])
 note = functools.partial(records.note, rank=RANK)
 
 
-def main(settings: dict[str, Any], who: str = "", how: str = "", rank: int = 1) -> None:
+def main(
+    settings: dict[str, Any], who: str = "", how: str = "", rank: int = 1, saves: int = 0, patient: bool = False
+) -> None:
     """Restore, save two steps, perhaps come to an end while the second one is committed, and save until one more is.
 
     Args:
         who: trainer | courier | zygote; "": nobody.
         how: what happens to it.
-        rank: whose it is.
+        rank: whose it is; -1: both.
+        saves: before it, where all have returned.
+        patient: wait for a save that is late, as often as it takes.
     """
+    if how == STEP_KILLED:
+        set_traps([{"path": ["commit.released", "protect.announced"], "action": "hold", "rank": rank}], RANK)
     ckpt = mlflash.Checkpointer(courier="process", **settings)
     state = state_at(0, False)
     step = ckpt.restore(state)
@@ -40,11 +49,15 @@ def main(settings: dict[str, Any], who: str = "", how: str = "", rank: int = 1) 
     if not who:
         ckpt.close()
         return
+    if how == SAVES_RETURNED:
+        save_and_die(ckpt, step or 0, saves, rank)
     couriers = ckpt._courier._link.couriers
     ckpt.save(1, state_at(1, False)).wait()
     note("mapped", names=sorted(mapped_by(couriers.courier.pid)))
     ckpt.save(2, state_at(2, False))
-    if how == "terminal closed":
+    (OUT / f"both{RANK}").touch()  # who ends by an exception ends the other rank, too, whose save has to have returned
+    until(lambda: len([*OUT.glob("both*")]) == 2, "the other rank's save to return")
+    if how in ("terminal closed", STEP_KILLED):
         note("victim")
         hang()
     elif rank == RANK:
@@ -53,6 +66,12 @@ def main(settings: dict[str, Any], who: str = "", how: str = "", rank: int = 1) 
         meet(pids[who], how)
     elif how == "raises":
         hang()
+    if patient:
+        for step in (3, 4):
+            wait_until_committed(ckpt.save(step, state_at(step, False)))
+        note("end", steps=steps_of(ckpt))
+        ckpt.close()
+        return
     end = time.monotonic() + PATIENCE_S
     for step in itertools.count(3):
         note("saving")
@@ -63,8 +82,41 @@ def main(settings: dict[str, Any], who: str = "", how: str = "", rank: int = 1) 
             if "has left the job" in str(error):
                 break
             assert time.monotonic() < end, error
-    note("end", steps=ckpt.steps())
+    note("end", steps=steps_of(ckpt))
     ckpt.close()
+
+
+def steps_of(ckpt: mlflash.Checkpointer) -> list[int]:
+    """What is committed; asked again, by both ranks, where couriers start anew in the middle of it."""
+    end = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            return ckpt.steps()
+        except mlflash.errors.Closed as error:
+            assert "started anew in the middle of this" in str(error) and time.monotonic() < end, error
+
+
+def wait_until_committed(snapshot: Any) -> None:
+    while not snapshot.committed:
+        try:
+            snapshot.wait()
+        except mlflash.errors.DeadlineExceeded:
+            note("late")
+            take(1.0)
+
+
+def save_and_die(ckpt: mlflash.Checkpointer, step: int, saves: int, rank: int) -> None:
+    """Be killed right after the last of some saves has returned on both ranks, or be left."""
+    for number in range(step + 1, step + saves + 1):
+        snapshot = ckpt.save(number, state_at(number, False))
+        if number < step + saves:
+            snapshot.wait()
+    note("saved", step=step + saves)
+    (OUT / f"returned{RANK}").touch()
+    until(lambda: len([*OUT.glob("returned*")]) == 2, "the other rank's save to return")
+    if rank in (RANK, -1):
+        os.kill(os.getpid(), signal.SIGKILL)
+    hang()
 
 
 def meet(pid: int, how: str) -> None:

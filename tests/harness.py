@@ -28,6 +28,13 @@ COURIER = os.environ.get("MLFLASH_COURIER") or (
     "thread" if os.environ.get("MLFLASH_TEST_MPI") == "openmpi" else "process"
 )
 """What couriers are, unless a test or what it starts says otherwise."""
+LAUNCHERS = {
+    "torchrun": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node={}"],
+    "accelerate": ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes={}", "--num_machines=1",
+                   "--mixed_precision=no", "--dynamo_backend=no", "--gpu_ids=all", "--main_process_port=0"],
+    "deepspeed": ["-m", "deepspeed.launcher.runner", "--num_gpus={}", "--no_local_rank"],
+}  # fmt: skip
+"""Launchers that have no MPI, and how each starts so many ranks, as words for Python."""
 _LOOK_S = 0.1  # for a rank that has died
 _LEFT_S = 2  # for mpiexec to end after its ranks; what they have started is killed then, but nothing of mpiexec's own
 
@@ -117,9 +124,15 @@ class Cluster:
         return sorted(self.root.glob(f"mlflash-{UID}/{self.job}/node*/slot-*"))
 
     def start(
-        self, ranks: int, script: str, *args: str, env: dict[str, str] | None = None, before: Sequence[str] = ()
-    ) -> Launch:
-        """Start a script of this folder on so many ranks; ``before`` is a command that runs mpiexec."""
+        self, ranks: int, script: str, *args: str, env: dict[str, str] | None = None, before: Sequence[str] = (),
+        launcher: str = "mpiexec",
+    ) -> Launch:  # fmt: skip
+        """Start a script of this folder on so many ranks.
+
+        Args:
+            before: a command that runs mpiexec.
+            launcher: mpiexec, or one of `LAUNCHERS`, where couriers are processes.
+        """
         self.launches += 1
         out = self.out / f"out-{self.job}-{self.launches}"
         out.mkdir()
@@ -135,14 +148,20 @@ class Cluster:
             **(env or {}),
         }
         python = [sys.executable] if environment["MLFLASH_COURIER"] == "process" else [sys.executable, "-m", "mpi4py"]
-        command, environment = mpiexec(ranks, [*python, str(HERE / script), *args], environment)
+        if launcher == "mpiexec":
+            command, environment = mpiexec(ranks, [*python, str(HERE / script), *args], environment)
+        else:
+            assert environment["MLFLASH_COURIER"] == "process"
+            command = [sys.executable, *(word.format(ranks) for word in LAUNCHERS[launcher]), str(HERE / script), *args]
+            environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
         return Launch([*before, *command], environment, out)
 
     def run(
-        self, ranks: int, script: str, *args: str, timeout: float = PATIENCE_S, env: dict[str, str] | None = None
-    ) -> Result:
+        self, ranks: int, script: str, *args: str, timeout: float = PATIENCE_S, env: dict[str, str] | None = None,
+        launcher: str = "mpiexec",
+    ) -> Result:  # fmt: skip
         """Start a script and wait for its end."""
-        return self.start(ranks, script, *args, env=env).wait(timeout)
+        return self.start(ranks, script, *args, env=env, launcher=launcher).wait(timeout)
 
     def train(self, ranks: int, **spec: object) -> Result:
         """Run worker.py to its end; ``spec`` is what its ``train`` takes."""

@@ -17,7 +17,7 @@ from typing import Any
 from processes import started_by
 from waiting import PATIENCE_S, hang, until
 
-from mlflash.errors import MlflashError
+from mlflash.errors import DeadlineExceeded, MlflashError
 from mlflash.wireup.launch import Couriers, RunningCourier
 from mlflash.wireup.mpich_segments import mapped_by, named_after
 from mlflash.wireup.store_client import StoreLost
@@ -53,6 +53,19 @@ def start(**more: Any) -> Couriers:
     return Couriers(entry, os.environ, options.get("timeout_s", PATIENCE_S), directory=directory, node=node, **more)
 
 
+def check_keys(couriers: Couriers) -> None:
+    """What ranks had to know of an epoch until MPI was up is deleted."""
+    assert couriers._agreement is not None
+    store, epoch = couriers._agreement.store, couriers.courier
+
+    def needed() -> list[str]:
+        """What all ranks had to know: all but which epoch it is, barriers, and how many are up."""
+        below = store.below(f"launch/{epoch.number}/", PATIENCE_S) | store.below(f"{epoch.epoch}/", PATIENCE_S)
+        return [key for key in below if key not in ("all", "up") and not key.startswith("barrier/")]
+
+    until(lambda: not needed(), lambda: f"these keys are left: {needed()}")
+
+
 def epochs() -> None:
     """One epoch after the other, each with an allreduce; every rank's courier is killed in between."""
     with open(FOLDER / f"output-{os.getpid()}", "w") as output:
@@ -65,6 +78,9 @@ def epochs() -> None:
         if couriers.size > 1:
             couriers.wait_up(PATIENCE_S)
         assert ask(courier, "sum", couriers.rank + 1) == expected
+        if couriers.rank == 0 and couriers.size > 1:
+            check_keys(couriers)
+        ask(courier, "sum", 0)  # a courier that is killed earlier may leave the keys to the next epoch
         if number > 1:
             took.append(time.monotonic() - begun)
         assert courier.number == number and len(courier.nodes) == couriers.size
@@ -112,13 +128,22 @@ def late() -> None:
 def alone_in_init() -> None:
     """Rank 0's courier waits in MPI_Init for one that never calls it."""
     couriers = start()
-    couriers.next_epoch(options["up_s"])
+    until(lambda: begin_soon(couriers), "both ranks to come within a short deadline, which is the courier's, too")
     try:
         couriers.wait_up(0.1)
     except MlflashError as error:
         say(couriers.rank, error=str(error), pids=[couriers.zygote.process.pid, couriers.courier.pid],
             epoch=couriers.courier.epoch)  # fmt: skip
     hang()
+
+
+def begin_soon(couriers: Couriers) -> bool:
+    """Whether the next epoch has begun within a short time."""
+    try:
+        couriers.next_epoch(options["up_s"])
+    except DeadlineExceeded:
+        return False
+    return True
 
 
 def zygotes_killed() -> None:

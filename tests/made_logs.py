@@ -126,6 +126,12 @@ class Job:
         return files
 
 
+def journal(path: Path, *lines: Mapping[str, Any]) -> Path:
+    """Write a journal as `mlflash run` does: events, each with its time."""
+    path.write_text("".join(json.dumps({"time": line["time"], **line}) + "\n" for line in lines))
+    return path
+
+
 def eventful(path: Path) -> list[Path]:
     """Three quarters of an hour on four nodes with eight ranks: a node is lost, a process fails, a clean end."""
     survives = "any process; any 1 of 4 nodes; 4 of 6 pairs of nodes; not: n1 and n2 together, n3 and n4 together"

@@ -97,11 +97,14 @@ def tmp_path(comm: object) -> Iterator[Path]:
 
 
 def _of_all(comm: object, where: str | None) -> Iterator[Path]:
-    path = comm.bcast(tempfile.mkdtemp(prefix="mlflash-test-", dir=where) if comm.rank == 0 else None)
-    yield Path(path)
+    path = Path(comm.bcast(tempfile.mkdtemp(prefix="mlflash-test-", dir=where) if comm.rank == 0 else None))
+    path.mkdir(0o700, exist_ok=True)  # on another host
+    yield path
     comm.Barrier()
     if comm.rank == 0:
         shutil.rmtree(path)
+    comm.Barrier()
+    shutil.rmtree(path, ignore_errors=True)  # on another host, by all that are there
 
 
 @pytest.fixture

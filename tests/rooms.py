@@ -25,10 +25,11 @@ ROOMS: dict[str, str] = {
 # What people use, above all of it.
 TOOLS: dict[str, str] = {
     "human_readable": "",
+    "in_place": "config wireup courier checkpointer",
     "exports": "state storage protocol draining restoring",
     "inspection": "state placement storage memory mpi redundancy startup draining restoring human_readable",
-    "command_line": "storage memory mpi config draining inspection",
-    "launcher": "memory config telemetry human_readable inspection",
+    "command_line": "storage memory mpi wireup config draining inspection",
+    "launcher": "memory wireup config telemetry human_readable inspection",
     "demo": "placement memory config launcher",
     "live_monitor": "telemetry human_readable command_line launcher",
     "planning": "state placement memory redundancy human_readable command_line",

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+from processes import free_port
 from waiting import PATIENCE_S, until
 
 from mlflash.launcher.processes import mpiexec
@@ -55,4 +57,19 @@ def uninterrupted(out: Path, ranks: int, last: int) -> list[str]:
     line, env = mpiexec(ranks, [sys.executable, "-m", "mpi4py", str(WORKER), str(out / "pfs"), str(out), str(last)],
                         {"MLFLASH_MEMORY": str(out), "MLFLASH_REDUNDANCY": "none"})  # fmt: skip
     subprocess.run(line, env=env, check=True, timeout=90)
+    return [end["digest"] for end in Results(out).ends()]
+
+
+def uninterrupted_without_mpi(out: Path, ranks: int, last: int) -> list[str]:
+    """The same for ranks that add up without MPI."""
+    common = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
+              "MLFLASH_MEMORY": str(out), "MLFLASH_REDUNDANCY": "none", "OMP_NUM_THREADS": "1"}  # fmt: skip
+    words = [sys.executable, str(WORKER), str(out / "pfs"), str(out), str(last)]
+    started = [subprocess.Popen(words, env={**os.environ, **common, "RANK": str(rank)}) for rank in range(ranks)]
+    try:
+        assert [process.wait(PATIENCE_S) for process in started] == [0] * ranks
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
     return [end["digest"] for end in Results(out).ends()]

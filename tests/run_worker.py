@@ -3,6 +3,8 @@
 Usage: run_worker.py DIRECTORY OUT LAST [JSON]. Each rank writes a digest of its final state to OUT. JSON: ``pause``
 seconds a step; the step at which rank 1 hangs (``hang_at``) or fails (``fail_at``), in the first run only; or where it
 fails in each run (``always``); the step that the first run does not begin before there is a file "go on" (``hold_at``).
+Ranks add up by MPI, or, where their launcher has named RANK, over a connection to rank 0 at MASTER_PORT; then no rank
+uses MPI itself.
 """
 
 from __future__ import annotations
@@ -10,16 +12,60 @@ from __future__ import annotations
 import json
 import os
 import sys
+from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import xxhash
-from mpi4py import MPI
 from waiting import hang, take, until
 
 import mlflash
 
-COMM = MPI.COMM_WORLD
+
+class Sums:
+    """What the training needs of a communicator, without MPI."""
+
+    def __init__(self) -> None:
+        self.rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self._others: list[Connection] = []
+        main = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+        if self.rank:
+            self._others = [until(lambda: self._reach(main), f"rank 0 at {main}")]
+            self._others[0].send(self.rank)
+        elif size > 1:
+            with Listener(("", main[1])) as listener:
+                accepted = [listener.accept() for _ in range(1, size)]
+            self._others = [connection for _, connection in sorted((one.recv(), one) for one in accepted)]
+
+    @staticmethod
+    def _reach(main: tuple[str, int]) -> Connection | None:
+        try:
+            return Client(main)
+        except ConnectionRefusedError:
+            return None
+
+    def allreduce(self, mine: float) -> float:
+        """Add up what all ranks have, in the order of the ranks."""
+        if self.rank:
+            self._others[0].send(mine)
+            return float(self._others[0].recv())
+        total = sum((other.recv() for other in self._others), mine)
+        for other in self._others:
+            other.send(total)
+        return total
+
+
+def find_comm() -> Any:
+    """What all ranks add up by."""
+    if "RANK" in os.environ:
+        return Sums()
+    from mpi4py import MPI
+
+    return MPI.COMM_WORLD
+
+
+COMM = find_comm()
 
 
 def main() -> None:

@@ -7,7 +7,7 @@ import importlib.util
 import sys
 from types import ModuleType
 
-from mlflash.courier import courier_link
+from mlflash.courier import linked
 from mlflash.wireup.mpi_refused import is_refused
 
 _NAMES = ("lightning.pytorch", "pytorch_lightning")
@@ -31,6 +31,6 @@ def leave_mpi_alone() -> None:
 
     It goes by the environment then, as under torchrun. Call it before a trainer is made.
     """
-    if courier_link.is_linked() or is_refused():
+    if linked.is_linked() or is_refused():
         for module in modules("trainer.connectors.accelerator_connector"):
             module.MPIEnvironment.detect = staticmethod(lambda: False)

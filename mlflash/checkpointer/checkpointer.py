@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import sys
-from types import TracebackType
 from typing import Any
 
 from .. import config
 from ..courier.connect import connect
 from ..draining.drain import Drain
 from ..errors import Closed
-from ..mpi.job_thread import FORKED
 from ..protocol.client import one_unit
-from ..protocol.messages import Free, FreeDrains, GoBeyond, HealNewest, Report, RunFacts, Scavenge, Survives
+from ..protocol.messages import GoBeyond, HealNewest, Report, RunFacts, Scavenge, Survives
 from ..restoring.restore import Restores
 from ..saving.save_queue import SaveQueue
 from ..saving.snapshot import Snapshot
 from . import disabled, unclosed
+from .ending import Ending
 from .for_adapters import Adapting
 
 
-class Checkpointer:
+class Checkpointer(Ending):
     """Saves the state of a training job in the memory of its nodes, and restores it after a failure.
 
     Collective over ``comm``, or over ``process_group`` where there is no ``comm``; where couriers are processes, the
@@ -100,6 +97,7 @@ class Checkpointer:
         )  # fmt: skip
         self.enabled = self._config.enabled
         self._closed = "" if self.enabled else "off"  # why; there is nothing to close then
+        self._is_ended = not self.enabled
         if self.enabled:
             self._start(comm, process_group, replicated, domains)
             return
@@ -337,63 +335,8 @@ class Checkpointer:
             report["counts"], report["seconds"] = mine.together(report["counts"], report["seconds"])
         return report
 
-    # Ending
-
-    @one_unit
-    def close(self) -> None:
-        """Wait for the saves and drains so far, free windows and communicators; the slots stay in memory.
-
-        Collective over comm. May be called twice. With ``drain_every`` the newest checkpoint is drained before.
-
-        Raises:
-            SaveFailed, DeadlineExceeded: as in :meth:`wait`; or not all ranks have come. It is closed all the same.
-        """
-        if self._closed:
-            return
-        is_freed = False
-        try:
-            self._saves.settle()
-            if not self._courier.is_stuck:
-                self._drains.finish()
-            for free in (FreeDrains(), Free()):
-                is_freed = not self._courier.is_stuck and self._drains.idle
-                if is_freed:
-                    self._courier.call(free)
-            self._trainer.copy_threads.close()
-        finally:  # also where it is interrupted: what is collective is left then, as other ranks may not come to it
-            self._end(not is_freed or self._courier.is_stuck, "ended" if sys.exc_info()[0] is None else "failed")
-        self._saves.raise_what_failed()
-
-    def _end(self, abandon: bool, state: str) -> None:
-        self._closed = "this Checkpointer was closed"
-        with contextlib.ExitStack() as steps:  # the last one first, and each whatever those before it raise
-            steps.callback(unclosed.discard, self)
-            steps.callback(self._trainer.memory.close)
-            steps.callback(self._trainer.slots.close)
-            steps.callback(self._saves.end)
-            steps.callback(self._courier.stop, abandon)
-            steps.callback(self._drains.give_up)
-            steps.callback(self._trainer.recorder.end, state)
-
-    def _unit(self) -> contextlib.AbstractContextManager[None]:
-        return self._courier.unit()
-
-    def _leave(self) -> None:
-        """Be closed in a process that was forked: all of it is the parent's, and goes on there. Not collective."""
-        self._closed = FORKED
-        for leave in (self._courier.leave, self._trainer.recorder.leave, self._saves.end):
-            leave()
-
     def __enter__(self) -> Checkpointer:
         return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-                 ) -> None:  # fmt: skip
-        """Close; where an exception is on its way, without any collective and without waiting."""
-        if kind is None:
-            self.close()
-        elif not self._closed:
-            self._end(abandon=True, state="failed")
 
     def _check_open(self) -> None:
         if self._closed and self.enabled:

@@ -44,8 +44,8 @@ def _end_all() -> None:
             end(one, "failed" if hasattr(sys, "last_value") else "ended")
         except Exception:  # the others are to be ended, too
             log.exception("a Checkpointer could not be ended")
-    if courier_link := sys.modules.get("mlflash.courier.courier_link"):
-        courier_link.close_link()
+    if linked := sys.modules.get("mlflash.courier.linked"):
+        linked.close_link()
 
 
 def _leave_all() -> None:

@@ -11,6 +11,7 @@ from ..command_line import shell_completion
 from ..command_line.options import json_option, memory_option
 from ..command_line.run_on_ranks import FINE, WRONG
 from ..errors import JobInUse, MlflashError
+from ..memory.courier_process import process_named
 from ..memory.node_directory import NodeDirectory, emulated_nodes, jobs_of
 from ..memory.node_directory import clean as clean_job
 
@@ -54,7 +55,7 @@ def _clean(memory: str, job: str, dry_run: bool) -> dict[str, Any]:
         if not dry_run:
             found["nbytes"] = clean_job(memory, job)
         elif found["pid"] is not None:
-            raise JobInUse("a process of this job is alive", found=f"pid {found['pid']}")
+            raise JobInUse("a process of this job is alive", found=process_named(found["pid"]))
     except MlflashError as error:
         found["error"] = str(error)
     return found

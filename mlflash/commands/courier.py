@@ -7,7 +7,7 @@ import os
 import click
 
 from ..command_line.options import job_option, memory_option
-from ..wireup.zygote_host import ZygoteHost
+from ..wireup.zygote_host import READY, ZygoteHost
 
 
 @click.command()
@@ -19,7 +19,9 @@ def courier(job: str | None, memory: str) -> None:
     Where a scheduler kills a step of a job with all that its trainers have started, a commit that is on its way dies,
     too. In another step of the same job, one process on each node, this command prevents it:
 
-        srun --overlap --ntasks-per-node=1 mlflash courier &
+        srun --overlap --ntasks-per-node=1 --cpu-bind=none mlflash courier &
+
+    `mlflash run` does so by itself.
 
     Trainers that start later find it by the job, that of Slurm or the name of MLFLASH_JOB, and by MLFLASH_MEMORY. It
     ends at SIGTERM or SIGINT, when the last courier has.
@@ -30,5 +32,5 @@ def courier(job: str | None, memory: str) -> None:
     except ValueError as error:
         raise click.UsageError(str(error)) from None
     with host:
-        click.echo("couriers of this job start here now")
+        click.echo(READY)
         host.run()

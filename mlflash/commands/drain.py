@@ -17,6 +17,7 @@ from ..command_line.run_on_ranks import FINE, WRONG
 from ..config import Config
 from ..draining.checkpoint_directory import Listed, list_checkpoints
 from ..errors import MlflashError
+from ..memory.courier_process import process_named
 from ..memory.node_directory import NodeDirectory, emulated_nodes, jobs_of
 from ..storage.store import open_store
 
@@ -91,7 +92,7 @@ def _listed(directory: str | None) -> list[Listed]:
 
 def _in_words(document: dict[str, Any], wait_s: float | None) -> str:
     if wait_s is None:
-        return f"job {document['job']} (pid {document['pid']}) was asked to drain its next checkpoint"
+        return f"job {document['job']} ({process_named(document['pid'])}) was asked to drain its next checkpoint"
     if document["drained"] is not None:
         return f"step {document['drained']} was drained to {document['path']}"
     if document["heard"]:

@@ -40,8 +40,9 @@ def _seconds(_: click.Context, option: click.Parameter, text: str | None) -> flo
 def report(logs: tuple[str, ...], output: str | None, mtbf: float | None, as_json: bool) -> None:
     """Make one page of what happened to a job, from its event logs.
 
-    LOGS are what Checkpointer(log="events.jsonl") wrote; that name stands for the files of the other nodes, too. The
-    page needs no network. With --json the same numbers are printed, and a page is made only with -o. Exits with 1
+    LOGS are what Checkpointer(log="events.jsonl") wrote; that name stands for the files of the other nodes, too. With
+    the journal of `mlflash run --keep-alive` among them ranks that were replaced in place are shown. The page needs no
+    network. With --json the same numbers are printed, and a page is made only with -o. Exits with 1
     where there is no event in the logs.
     """
     from ..human_readable.wording import many
@@ -55,7 +56,9 @@ def report(logs: tuple[str, ...], output: str | None, mtbf: float | None, as_jso
         raise click.ClickException(str(error)) from None
     if not log.events:
         lines = sum(file.lines for file in log.files)
-        raise click.ClickException(f"no event in {', '.join(logs)}: {many(lines, 'line')} of something else")
+        is_alone = any(file.journal for file in log.files)
+        alone = "; the journal of `mlflash run` needs the logs of the ranks beside it" if is_alone else ""
+        raise click.ClickException(f"no event in {', '.join(logs)}: {many(lines, 'line')} of something else{alone}")
     story = tell(log, mtbf)
     if as_json:
         click.echo(json.dumps(to_json(story), indent=1))
@@ -66,8 +69,9 @@ def report(logs: tuple[str, ...], output: str | None, mtbf: float | None, as_jso
         _write(path, page(story))
     except OSError as error:
         raise click.ClickException(str(error)) from None
+    in_place = f"{many(len(story.recoveries), 'loss')} recovered in place, " if story.recoveries else ""
     click.echo(
-        f"{path}: {many(len(story.launches), 'launch')}, {many(len(story.failures), 'failure')}, "
+        f"{path}: {many(len(story.launches), 'launch')}, {many(len(story.failures), 'failure')}, {in_place}"
         f"goodput {100 * story.account.goodput:.1f} %", err=as_json
     )  # fmt: skip
 

@@ -6,7 +6,7 @@ import os
 import shlex
 import signal
 import sys
-from contextlib import nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 
 import click
@@ -14,10 +14,15 @@ import click
 from ..command_line import shell_completion
 from ..config import DISABLE, is_enabled, job_name
 from ..errors import ConfigError, LaunchFailed, MpiUnavailable
+from ..launcher.courier_hosts import CourierHosts
 from ..launcher.first_node_guard import Guard
-from ..launcher.launch_system import Launcher
+from ..launcher.kept_ranks import KeptBySteps, OnKeptHosts
+from ..launcher.launch_system import Launcher, Start
+from ..launcher.membership import Deadlines
 from ..launcher.on_hosts import OnHosts
 from ..launcher.on_slurm import OnSlurm, own_id
+from ..launcher.on_ssh import OnSsh
+from ..launcher.processes import find_mpiexec
 from ..launcher.run_log import RunLog
 from ..launcher.run_options import RunOptions
 from ..launcher.supervisor import Supervisor
@@ -28,7 +33,19 @@ _SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
 @click.command("run", context_settings={"allow_interspersed_args": False})
 @click.option("--nodes", "-N", type=click.IntRange(1), required=True, help="Nodes that train.")
 @click.option("--ranks-per-node", type=click.IntRange(1), help="Ranks on each. [SLURM_NTASKS_PER_NODE, else 1]")
-@click.option("--spares", type=click.IntRange(0), help="Nodes of the allocation that wait; only looked at. [the rest]")
+@click.option(
+    "--spares",
+    type=click.IntRange(0),
+    help="Nodes that wait. With --keep-alive and no such nodes: processes that wait on those that train. [the rest]",
+)
+@click.option("--keep-alive", is_flag=True, help="Keep processes that have lost others: spares take the "
+              "ranks of those, and all train on after the newest commit (mlflash.keep_alive).")  # fmt: skip
+@click.option("--lost-after", type=click.FloatRange(0.5), default=10, show_default=True, metavar="SECONDS",
+              help="Without a sign of life for so long a node is lost; a stopped process, too.")  # fmt: skip
+@click.option("--leave-within", type=click.FloatRange(1), default=30, show_default=True, metavar="SECONDS",
+              help="For ranks to leave their step when another one is lost.")  # fmt: skip
+@click.option("--ready-within", type=click.FloatRange(1), default=120, show_default=True, metavar="SECONDS",
+              help="From there to the next step.")  # fmt: skip
 @click.option("--min-nodes", type=click.IntRange(1), help="Go on with fewer nodes, if training reshards.")
 @click.option("--max-restarts", type=click.IntRange(0), default=20, show_default=True)
 @click.option("--directory", "-d", metavar="DIR", shell_complete=shell_completion.directories,
@@ -48,29 +65,29 @@ _SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
 @click.option("--interface", default="", metavar="NAME", help="Network interface that must be up on each node.")
 @click.option("--journal", "run_log", type=click.Path(dir_okay=False, path_type=Path), default=Path("run.jsonl"),
               show_default=True, help="Where to note what happens.")  # fmt: skip
-@click.option("--launcher", "kind", type=click.Choice(["srun", "mpiexec"]), help="[srun in an allocation of Slurm]")
+@click.option("--launcher", "kind", type=click.Choice(["srun", "mpiexec", "ssh"]),
+              help="ssh needs no MPI beside that of the ranks. [srun in an allocation of Slurm, else mpiexec, or ssh "
+              "where there is none]")  # fmt: skip
 @click.option("--mpi", default="", metavar="TYPE", help="srun: what --mpi is to be: pmi2, pmix, cray_shasta, ...")
 @click.option("--srun-args", default="", metavar="WORDS", help="Further words for srun (or mpiexec).")
-@click.option("--hosts", default="", metavar="A,B,C", help="mpiexec: the nodes, spares too.")
-@click.option("--rsh", default="ssh", show_default=True, metavar="PROGRAM", help="mpiexec: remote shell.")
+@click.option("--hosts", default="", metavar="A,B,C", help="mpiexec, ssh: the nodes, spares too. [this one]")
+@click.option("--rsh", default="ssh", show_default=True, metavar="PROGRAM", help="mpiexec, ssh: remote shell.")
 @click.argument("argv", nargs=-1, required=True, type=click.UNPROCESSED, shell_complete=shell_completion.files)
 def run(nodes: int, ranks_per_node: int | None, spares: int | None, min_nodes: int | None, max_restarts: int,
         directory: str | None, job: str | None, memory: str, keep_memory: bool, hang_timeout: float,
         look_every: float, grace: float, gpus: int, interface: str, run_log: Path, kind: str | None, mpi: str,
-        srun_args: str, hosts: str, rsh: str, argv: tuple[str, ...]) -> None:  # fmt: skip
+        srun_args: str, hosts: str, rsh: str, keep_alive: bool, lost_after: float, leave_within: float,
+        ready_within: float, argv: tuple[str, ...]) -> None:  # fmt: skip
     """Start ARGV on all ranks, and again after a failure, with spares in the place of lost nodes.
 
     For the batch script of a job: `mlflash run -N 8 -d DIR --mpi pmix -- python -m mpi4py train.py`. Exits with 0
     where all ranks came to their end, else with what the last run ended with.
     """
-    extra = shlex.split(srun_args)
-    launcher: Launcher
-    if (kind or ("srun" if "SLURM_JOB_ID" in os.environ else "mpiexec")) == "srun":
-        if "SLURM_JOB_ID" not in os.environ:
-            raise click.UsageError("--launcher srun works inside an allocation of Slurm: in a batch script, or salloc")
-        launcher = OnSlurm(own_id(os.environ), mpi, extra)
-    else:
-        launcher = OnHosts(hosts.split(",") if hosts else ["localhost"], rsh, extra)
+    names = hosts.split(",") if hosts else ["localhost"]
+    journal = RunLog(run_log)
+    if keep_alive and kind is None and "SLURM_JOB_ID" not in os.environ:
+        kind = "ssh"
+    launcher = _launcher(kind, mpi, shlex.split(srun_args), names, rsh)
     if directory is not None and "://" not in directory:
         directory = str(Path(directory).absolute())
     try:
@@ -88,16 +105,54 @@ def run(nodes: int, ranks_per_node: int | None, spares: int | None, min_nodes: i
             argv, nodes, ranks_per_node or _tasks_per_node(), min_nodes or 0, max_restarts, name, memory, directory,
             keep_memory, hang_timeout, look_every, grace, gpus, interface,
         )  # fmt: skip
-        supervisor = Supervisor(launcher, options, RunLog(run_log))
+        deadlines = Deadlines(lost_after, leave_within, ready_within)
+        train = _kept(launcher, names, rsh, spares or 0, deadlines, journal) if keep_alive else None
+        supervisor = Supervisor(launcher, options, journal, train)
         for number in _SIGNALS:
             signal.signal(number, lambda number, frame: setattr(supervisor, "told", number))
-        if spares is not None and (there := len(launcher.hosts())) < nodes + spares:
+        if spares is not None and not keep_alive and (there := len(launcher.hosts())) < nodes + spares:
             raise click.UsageError(f"{nodes} nodes and {spares} spares are more than the {there} that there are")
-        with Guard(launcher, options, run_log) if isinstance(launcher, OnSlurm) else nullcontext():
+        with ExitStack() as beside:
+            if isinstance(launcher, OnSlurm):
+                beside.enter_context(Guard(launcher, options, run_log))
+                beside.enter_context(CourierHosts(launcher, options))
             code = supervisor.run()
         sys.exit(code)
     except (LaunchFailed, MpiUnavailable) as error:
         raise click.ClickException(str(error)) from None
+
+
+def _launcher(kind: str | None, mpi: str, extra: list[str], hosts: list[str], rsh: str) -> Launcher:
+    """What starts the ranks: as told, or what there is."""
+    if kind is None:
+        kind = "srun" if "SLURM_JOB_ID" in os.environ else _without_slurm(rsh)
+    if kind == "srun":
+        if "SLURM_JOB_ID" not in os.environ:
+            raise click.UsageError("--launcher srun works inside an allocation of Slurm: in a batch script, or salloc")
+        return OnSlurm(own_id(os.environ), mpi, extra)
+    if kind == "mpiexec":
+        return OnHosts(hosts, rsh, extra)
+    if extra:
+        raise click.UsageError("--srun-args are for srun or mpiexec, and neither starts these ranks")
+    return OnSsh(hosts, rsh)
+
+
+def _kept(launcher: Launcher, names: list[str], rsh: str, spares: int, deadlines: Deadlines, journal: RunLog) -> Start:
+    """What starts ranks that stay when others are lost."""
+    if isinstance(launcher, OnSlurm):
+        return KeptBySteps(launcher, spares, deadlines, journal).train
+    if isinstance(launcher, OnSsh):
+        return OnKeptHosts(names, rsh, spares, deadlines, journal).train
+    raise click.UsageError("--keep-alive: what mpiexec has started ends together; --launcher ssh, or Slurm")
+
+
+def _without_slurm(rsh: str) -> str:
+    try:
+        find_mpiexec()
+    except MpiUnavailable:
+        click.echo(f"mlflash run: there is no mpiexec: {Path(rsh).name} starts the ranks", err=True)
+        return "ssh"
+    return "mpiexec"
 
 
 def _tasks_per_node() -> int:

@@ -19,6 +19,7 @@ from ..human_readable.wording import many, named, ranges
 from ..inspection import on_disk
 from ..inspection.node_memory import File, Node, look_around
 from ..inspection.restorability import Prospect, Restorability, Survival, survival, what_is_restorable
+from ..memory.courier_process import process_named
 from ..memory.slot_header import Attempt, Header, Kind
 from ..mpi.world import World
 
@@ -110,7 +111,7 @@ class Found:
 
     def _lines(self) -> Iterator[tuple[str, str]]:
         alive = [node for node in self.nodes if node.pid is not None]
-        where = f"{alive[0].name}, pid {alive[0].pid}" if alive else ""
+        where = f"{alive[0].name}, {process_named(alive[0].pid or 0)}" if alive else ""
         yield "", f"job {self.job}: " + (f"alive ({where})" if alive else "no process of it is alive here")
         if any(node.drain_asked for node in self.nodes):
             yield "", "a drain was asked for: the next checkpoint that is committed will be drained"

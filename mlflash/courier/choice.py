@@ -12,8 +12,9 @@ import os
 import sys
 from typing import Any
 
+from ..errors import MpiUnavailable
 from ..wireup.pmi_client import uses_mpi
-from ..wireup.rendezvous import can_meet, who_am_i
+from ..wireup.rendezvous import way, who_am_i
 from ..wireup.zygote_client import ZygoteClient, ZygoteLost
 
 ENTRY = "mlflash.courier.process_main:run"
@@ -45,6 +46,7 @@ def choose(courier: str, comm: Any) -> Choice:
         comm: a communicator that the program gives; None: it gives none.
 
     Raises:
+        MpiUnavailable: it is to be a process, and this MPI is started by its own launcher alone.
         WorldMismatch: the launcher's variables and torch.distributed contradict each other.
         DeadlineExceeded: the zygote does not come up.
     """
@@ -52,24 +54,39 @@ def choose(courier: str, comm: Any) -> Choice:
         return Choice(False, "comm= was given")
     if courier == "thread":
         return Choice(False, 'courier="thread"')
-    link = sys.modules.get(f"{__package__}.courier_link")
+    link = sys.modules.get(f"{__package__}.linked")
     if link is not None and link.is_linked():
         return Choice(True, "as the others of this process are")
     if courier == "process":
-        return Choice(True, 'courier="process"', _start_zygote())
+        zygote = start_zygote(who_am_i(os.environ).size)
+        if who_am_i(os.environ).size > 1 and (vendor := _vendor(zygote)) in _NO_PMI:
+            zygote.stop(0)
+            raise MpiUnavailable(
+                "couriers that are processes need an MPI that speaks PMI-1, such as MPICH (pip install "
+                f"'mlflash[mpich]'), Intel MPI or Cray MPICH; {vendor} works with MLFLASH_COURIER=thread and its own "
+                "mpiexec or srun",
+                found=vendor,
+            )
+        return Choice(True, 'courier="process"', zygote)
     if uses_mpi():
         return Choice(False, "this program uses MPI itself")
-    if not can_meet(os.environ, who_am_i(os.environ)):
+    if not way(os.environ, who_am_i(os.environ)):
         return Choice(False, "its launcher lets ranks find each other by MPI only")
-    zygote = _start_zygote()
-    try:
-        vendor = zygote.vendor(_ZYGOTE_S)
-    except ZygoteLost:  # a thread says what is wrong with this MPI
-        vendor = None
-    if vendor is None or not would_be_process(courier, vendor):
+    zygote = start_zygote(who_am_i(os.environ).size)
+    vendor = _vendor(zygote)
+    if vendor is None or not would_be_process(courier, vendor):  # a thread says what is wrong with this MPI
         zygote.stop(0)
-        return Choice(False, f"{vendor or 'this MPI'} cannot be started without its launcher")
+        known = f"{vendor} cannot be started without its launcher"
+        return Choice(False, known if vendor else "a process cannot be started for it; what was printed above says why")
     return Choice(True, "nothing speaks against it", zygote)
+
+
+def _vendor(zygote: ZygoteClient) -> str | None:
+    """Whose the MPI of couriers is, as mpi4py names it; None where it cannot be loaded."""
+    try:
+        return zygote.vendor(_ZYGOTE_S)
+    except ZygoteLost:
+        return None
 
 
 def would_be_process(courier: str, vendor: str) -> bool:
@@ -82,5 +99,10 @@ def would_be_process(courier: str, vendor: str) -> bool:
     return courier == "process" or (courier == "auto" and vendor not in _NO_PMI)
 
 
-def _start_zygote() -> ZygoteClient:
-    return ZygoteClient([ENTRY], os.environ, mpi=who_am_i(os.environ).size > 1)
+def start_zygote(size: int) -> ZygoteClient:
+    """Start what forks the couriers of this process. Not collective.
+
+    Args:
+        size: how many ranks there are.
+    """
+    return ZygoteClient([ENTRY], os.environ, mpi=size > 1)

@@ -79,8 +79,8 @@ def connect(config: Config, comm: Any, process_group: Any, replicated: Any = Non
 def _connect_process(choice: Choice, config: Config, process_group: Any, replicated: Any, domains: Any
                      ) -> tuple[TrainerContext, Drains, Started]:  # fmt: skip
     # What is imported here is imported beside the zygote.
-    from .courier_link import link
     from .in_process import CourierProcess
+    from .linked import link
 
     connection = link(config, choice.zygote)
     rank, size = connection.couriers.rank, connection.couriers.size

@@ -24,13 +24,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ..config import Config
-from ..errors import Closed, DeadlineExceeded, MlflashError, MpiUnavailable, text_of
-from ..memory import user_directory
+from ..errors import Closed, DeadlineExceeded, MlflashError, text_of
 from ..wireup.courier_cores import to_list
 from ..wireup.departures import Departure, RankDeparted
 from ..wireup.launch import Couriers
+from ..wireup.launcher_variables import KEPT
+from ..wireup.running_courier import StartFailed, check_start
 from ..wireup.store_client import StoreLost
-from ..wireup.zygote_client import ZygoteClient, ZygoteLost
+from ..wireup.zygote_client import ZygoteClient
 from . import wire_format as wire
 from .choice import ENTRY
 from .remote_job import RemoteJob, Sent, Session
@@ -41,9 +42,9 @@ log = logging.getLogger("mlflash")
 _READ_NBYTES = 1 << 20
 _ANNOUNCE_S = 10.0  # for the store to take a word
 _WHY_LENGTH = 2000  # characters of an exception
-_NO_ZYGOTE = (
-    "couriers cannot be started as processes; what was printed above says why. Where it is that there is no MPI: "
-    "pip install 'mlflash[mpich]', or load the module of your cluster's. MLFLASH_COURIER=thread does without processes"
+_NO_MPI = (
+    "the courier of this rank could not start MPI, and what was printed above says why. Where hosts have several "
+    "networks, MLFLASH_INTERFACE names the one to use"
 )
 _LAST_S = 2.0  # for what was handed over to end, after a rank has left the job
 
@@ -57,13 +58,17 @@ class CourierLink:
         config: how long the start may take, and which cores couriers get.
         directory: of this user alone, where ranks of one host may meet.
         zygote: of this process, which was started already; None: it was not.
+        meet: see `Couriers`.
+        start_s: how long the start may take, seconds, if not ``timeout_s`` of the job.
     """
 
-    def __init__(self, config: Config, directory: Path | None, zygote: ZygoteClient | None = None):
+    def __init__(self, config: Config, directory: Path | None, zygote: ZygoteClient | None = None,
+                 meet: Callable[[str | None, float], str] | None = None, start_s: float | None = None):  # fmt: skip
         self._timeout_s = config.timeout_s
         self.couriers = Couriers(
-            ENTRY, os.environ, config.timeout_s, directory=directory, zygote=zygote, cores=config.courier_cpus
-        )
+            ENTRY, os.environ, start_s or config.timeout_s, directory=directory, zygote=zygote, meet=meet,
+            cores=config.courier_cpus,
+        )  # fmt: skip
         self.sessions: weakref.WeakValueDictionary[int, Session] = weakref.WeakValueDictionary()
         self._numbers = itertools.count(1)
         self._opened: collections.Counter[tuple[int, ...]] = collections.Counter()  # Checkpointers, by their ranks
@@ -72,13 +77,17 @@ class CourierLink:
         self.is_closing = self._is_failing = False
         self._down = threading.Lock()  # held while what is sent goes to `_held`, or is taken from there
         self._going_down = threading.Lock()
+        self._restarting = threading.Lock()  # held by who uses the zygote
         self._held: list[RemoteJob | Sent] | None = None  # what waits for the next courier; None: there is one
         self.queue: queue.SimpleQueue[RemoteJob | Sent | None] = queue.SimpleQueue()
         self._listen()
         self._sender = threading.Thread(target=self._send, name="mlflash-send", daemon=True)
         self._sender.start()
         threading.Thread(target=self._keep, name="mlflash-epochs", daemon=True).start()
-        sys.excepthook = functools.partial(self._fail, sys.excepthook, os.getpid())
+        self._hook_before = sys.excepthook
+        self._hook = functools.partial(self._fail, sys.excepthook, os.getpid())
+        if KEPT not in os.environ:  # others are to go on where they can
+            sys.excepthook = self._hook
 
     def number(self) -> int:
         """A number that was not given before."""
@@ -100,7 +109,7 @@ class CourierLink:
         running = self.couriers.courier
         self.sock, self.pid = running.trainer, running.pid
         where = "where its trainer runs" if running.cores is None else f"on cores {to_list(running.cores)}"
-        self.is_a = f"process (pid {running.pid}, {where})"
+        self.is_a = f"process (pid {running.pid}, {where}; {self.couriers.met})"
         threading.Thread(target=self._receive, args=(self.sock,), name="mlflash-receive", daemon=True).start()
 
     def _send(self) -> None:
@@ -148,7 +157,7 @@ class CourierLink:
             why = "it has ended"
         except (BadMessage, OSError) as error:
             why = str(error)
-        if sock is not self.sock or self.is_closing:
+        if sock is not self.sock or self.is_closing or self._fails_at_the_start(sock):
             return
         if self._departed is not None:
             self._lose(_ended(f"{why}; and there is no next one: {self._departed}"))
@@ -163,8 +172,27 @@ class CourierLink:
 
     # Epochs
 
+    def _fails_at_the_start(self, sock: socket.socket) -> bool:
+        """Whether the courier that has ended is of the past, or did not come as far as MPI: no other would."""
+        with self._restarting:
+            if sock is not self.sock:
+                return True
+            try:
+                check_start(self.couriers.courier, self.couriers.zygote)
+                return False
+            except StartFailed as error:
+                with contextlib.suppress(OSError, DeadlineExceeded):  # first: who hears of it here may end this process
+                    self.couriers.depart(f"{_NO_MPI}: {error}", _ANNOUNCE_S, ends_job=False)
+                self._lose(Closed(_NO_MPI, found=str(error)))
+                return True
+            except (OSError, ValueError, DeadlineExceeded) as error:  # it is being closed, or the zygote has ended, too
+                log.debug("how this courier has ended is not known: %s", error)
+                return False
+
     def _go_down(self, why: str) -> None:
         with self._down:
+            if self.lost is not None:  # nothing is held for a next courier any more
+                return
             self._held = [] if self._held is None else self._held
         with self._going_down:
             for session in list(self.sessions.values()):
@@ -180,7 +208,8 @@ class CourierLink:
                     log.debug("this epoch of couriers is over: %s", error)
                 if self.is_closing:
                     return
-                self._restart()
+                with self._restarting:
+                    self._restart()
         except RankDeparted as departed:
             self._part(departed.departure)
         except Exception as error:
@@ -248,11 +277,11 @@ class CourierLink:
     def _lose(self, why: Closed) -> None:
         with self._down:
             held, self._held = self._held, None
+            is_first, self.lost = self.lost is None, self.lost or why
         for item in held or ():
             if isinstance(item, RemoteJob):
                 item.refuse(why)
-        if self.lost is None:
-            self.lost = why
+        if is_first:
             for session in list(self.sessions.values()):
                 session.lose(why)
 
@@ -268,65 +297,25 @@ class CourierLink:
         self._sender.join(_LAST_S)
         self.couriers.close(kill=False)
 
+    def interrupt(self, why: MlflashError) -> None:
+        """Fail all that waits for the courier, which is killed; no next one is started. Not collective; any thread."""
+        self.is_closing = True
+        self._lose(Closed(str(why)))
+        self.couriers.zygote.process.kill()
+
+    def abandon(self, timeout_s: float) -> set[str]:
+        """Give up what was interrupted: nothing of it runs any more. Not collective.
+
+        Returns:
+            Shared memory of MPI that others still map, and nobody may remove later.
+        """
+        self.queue.put(None)
+        self._sender.join(timeout_s)
+        self.couriers.close(timeout_s)
+        if sys.excepthook is self._hook:
+            sys.excepthook = self._hook_before
+        return self.couriers.zygote.left
+
 
 def _ended(why: str) -> Closed:
     return Closed("the courier of this rank has ended", found=why)
-
-
-_link: CourierLink | None = None
-
-
-def link(config: Config, zygote: ZygoteClient | None = None) -> CourierLink:
-    """The connection of this process, made by the first Checkpointer. Collective over all ranks of the job.
-
-    Args:
-        config: of the job.
-        zygote: of this process, where it was started and no connection made.
-
-    Raises:
-        Closed: its courier has ended.
-        MpiUnavailable: the process that starts couriers has ended.
-        WorldMismatch: MPI is up in this process, or the ranks cannot find each other.
-    """
-    global _link
-    if _link is None:
-        try:
-            _link = CourierLink(config, _meeting_place(config.memory, config.job), zygote)
-        except ZygoteLost as error:
-            raise MpiUnavailable(_NO_ZYGOTE, found=str(error)) from error
-    _link.check()
-    return _link
-
-
-def is_linked() -> bool:
-    """Whether this process has such a connection. Not collective."""
-    return _link is not None
-
-
-def _meeting_place(memory: str, job: str) -> Path | None:
-    """Where ranks of one host may meet: this user's directory in memory; None where there can be none.
-
-    Not collective, and nothing is made that is not needed. What is wrong with it the courier tells all ranks, where it
-    looks.
-    """
-    usual = Path(memory, f"mlflash-{os.getuid()}")  # which the meeting makes
-    if os.path.isdir(memory) and not os.path.lexists(usual):
-        return usual
-    try:
-        return Path(user_directory.claim(memory, job))
-    except (OSError, MlflashError):
-        return None
-
-
-def close_link() -> None:
-    """End the courier of this process, which no Checkpointer needs any more. Not collective."""
-    if _link is not None:
-        _link.close()
-
-
-def _forget() -> None:
-    global _link
-    _link = None
-
-
-os.register_at_fork(after_in_child=_forget)

@@ -164,6 +164,7 @@ class CourierProcess:
         try:
             self._link.queue.put(Sent(wire.pack(kind, self.number, number, name, wire.encode(body)), is_kept=True))
             end = time.monotonic() + timeout_s
+            self._link.check()
             while not woken.wait(_LOOK_S):
                 self._link.check()
                 if time.monotonic() > end:
@@ -233,7 +234,9 @@ class CourierProcess:
                 self.lose(Closed("the courier of this rank cannot be understood", found=text_of(error)))
 
     def _done(self, frame: Frame) -> None:
-        if (job := self._jobs.pop(frame.number, None)) is None:
+        if (job := self._jobs.pop(frame.number, None)) is None and self._link.is_closing:
+            return  # it was refused just now
+        if job is None:
             raise BadMessage(f"there is no job {frame.number}")
         outcome: Outcome = wire.decode(Outcome, frame.body)
         if outcome.refused and job.on_refused is not None and outcome.error is not None:
@@ -299,7 +302,8 @@ class CourierProcess:
         if self.is_closed:
             return
         if self.start is not None or self.broken is None:  # it is not lost already
-            log.log(logging.DEBUG if sys.is_finalizing() else logging.WARNING, "nothing is saved any more: %s", why)
+            is_meant = sys.is_finalizing() or self._link.is_closing
+            log.log(logging.DEBUG if is_meant else logging.WARNING, "nothing is saved any more: %s", why)
         self.broken, self.start = self.broken or why, None  # for good
         self._end_drain()
         for job in list(self._jobs.values()):

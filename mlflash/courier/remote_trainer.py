@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
@@ -176,5 +177,5 @@ class RemoteAnswers:
             except TrainerLost:
                 pass  # what it was copying ended with it
 
-    def ended(self, error: MlflashError | None, skipped: bool = False) -> None:
-        self._tell("ended", (error, skipped))
+    def ended(self, error: MlflashError | None, skipped: bool = False, at: float | None = None) -> None:
+        self._tell("ended", (error, skipped, time.monotonic() if at is None else at))

@@ -28,7 +28,7 @@ from ..redundancy.rank_checkpoint import ShareFiles
 from ..redundancy.shareable_leaves import ShareableLeaf, SharingNews
 from ..redundancy.slot_plan import Plan
 
-VERSION = 3
+VERSION = 4
 LARGEST_NBYTES = 1 << 30
 _NOTHING = b"\xc0"  # None, encoded
 _LENGTH_NBYTES = 4
@@ -224,7 +224,7 @@ EVENTS: dict[str, Any] = {
     "told_unhealed": bool,
     "begin_deferred": None,
     "handed_over": None,
-    "ended": tuple[MlflashError | None, bool],
+    "ended": tuple[MlflashError | None, bool, float],
     "drain": DrainWire,
     "log": tuple[int, str],
     "broken": MlflashError,

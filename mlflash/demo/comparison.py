@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich.console import Console
 
 from ..placement.topology import Topology
 
@@ -105,6 +106,12 @@ def describe_seconds(launches: Iterable[Told], relaunched: Told) -> list[tuple[s
         ):
             rows.append((verb, f"{max(s.get(verb, 0.0) for s in seconds):.4f} s {said}"))
     return rows
+
+
+def print_rows(console: Console, rows: Iterable[tuple[str, str]]) -> None:
+    """Print ``(what, text)``, each in a line."""
+    for name, text in rows:
+        console.print(f"{name:<14} {text}", highlight=False, soft_wrap=True, markup=False)
 
 
 def differences(reference: Path, found: Path, ranks: int) -> list[str]:

@@ -1,10 +1,8 @@
-"""Train, train again and lose a node, relaunch, compare: what ``mlflash demo`` does."""
+"""Train, train again and lose a node, relaunch, compare: what ``mlflash demo`` does; or, in `kept_run`, lose a rank."""
 
 from __future__ import annotations
 
-import dataclasses
 import os
-import random
 import shutil
 import tempfile
 import time
@@ -15,48 +13,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from ..launcher.processes import find_mpiexec
 from ..memory.node_directory import job_path
-from ..placement.topology import Topology
-from .comparison import Told, describe_origin, describe_seconds, differences
-from .one_launch import DemoFailed, Training
+from . import kept_run
+from .comparison import Told, describe_origin, describe_seconds, differences, print_rows
+from .one_launch import DemoFailed, Training, by_mpiexec
+from .plan import RANKS, RANKS_PER_NODE, TOPOLOGY, Plan
 
-_RANKS, _RANKS_PER_NODE = 4, 2
-_TOPOLOGY = Topology(tuple(rank // _RANKS_PER_NODE for rank in range(_RANKS)), ("node0", "node1"))
 _LAUNCH_TIMEOUT_S = 150.0
 _SHOWN = 20  # tensors named where they differ
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """What happens in a demo, known before it starts.
-
-    Attributes:
-        steps: training steps.
-        seed: of training, and of all that is drawn here.
-        redundancy: "copy" or "none".
-        kill_step: the node dies in this step.
-        node: the node that dies.
-        moment: how far into the step, 0 to 1.
-        job: job name; no other run has it.
-    """
-
-    steps: int
-    seed: int
-    redundancy: str
-    kill_step: int
-    node: int
-    moment: float
-    job: str
-
-
-def draw(steps: int, seed: int | None, kill_step: int | None, redundancy: str) -> Plan:
-    """Draw what was not given: the seed, and from it the step, the node and the moment."""
-    chance = random.SystemRandom()
-    seed = chance.randrange(10**6) if seed is None else seed
-    dice = random.Random(seed)
-    step = dice.randint(min(4, steps - 1), steps - 1)  # from 4 on, the first save had time to be committed
-    node, moment = dice.randrange(len(_TOPOLOGY.ranks_on)), dice.random()
-    job = f"demo-{os.getpid()}-{chance.randrange(16**8):08x}"
-    return Plan(steps, seed, redundancy, kill_step or step, node, moment, job)
 
 
 def run(plan: Plan, console: Console) -> bool:
@@ -69,19 +32,26 @@ def run(plan: Plan, console: Console) -> bool:
 
     Raises:
         DemoFailed: a launch did not end as it should.
-        MpiUnavailable: there is no mpiexec.
+        MpiUnavailable: there is no mpiexec, which it takes where processes do not stay.
     """
     start = time.monotonic()
-    find_mpiexec()  # without one nothing is made
+    if not plan.keeps:
+        find_mpiexec()  # without one nothing is made
     folder = Path(tempfile.mkdtemp(prefix="mlflash-demo-"))
     memory = os.environ.get("MLFLASH_MEMORY") or "/dev/shm"
     same = False
     try:
-        different = _train_and_compare(plan, console, folder, memory)
-        _print(console, [("in all", f"{time.monotonic() - start:.0f} s")])
+        columns = TextColumn("{task.description:<14}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+        bars = Progress(*columns, console=console)
+        if plan.keeps:
+            different = kept_run.train_and_compare(plan, console, folder, bars)
+        else:
+            different = _train_and_compare(plan, console, folder, memory, bars)
+        _show(different, console, folder)
+        print_rows(console, [("in all", f"{time.monotonic() - start:.0f} s")])
         same = not different
     finally:
-        for job in (plan.job, _reference(plan)):
+        for job in (plan.job, plan.reference):
             shutil.rmtree(job_path(memory, job) or folder / job, ignore_errors=True)
         if same:
             shutil.rmtree(folder)
@@ -94,43 +64,40 @@ def run(plan: Plan, console: Console) -> bool:
     return same
 
 
-def _reference(plan: Plan) -> str:
-    return f"{plan.job}-reference"
-
-
-def _train_and_compare(plan: Plan, console: Console, folder: Path, memory: str) -> list[str]:
-    nodes = len(_TOPOLOGY.ranks_on)
-    _print(console, [
-        ("training", f"a small GPT, DDP over gloo, {plan.steps} steps; {_RANKS} ranks on {nodes} emulated nodes"),
+def _train_and_compare(plan: Plan, console: Console, folder: Path, memory: str, bars: Progress) -> list[str]:
+    nodes = len(TOPOLOGY.ranks_on)
+    print_rows(console, [
+        ("training", f"a small GPT, DDP over gloo, {plan.steps} steps; {RANKS} ranks on {nodes} emulated nodes"),
         ("with", f"{find_mpiexec()[1]}; redundancy {plan.redundancy}; seed {plan.seed}"),
     ])  # fmt: skip
-    columns = TextColumn("{task.description:<14}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=console) as bars:
-        whole = _follow(plan, folder / "uninterrupted", _reference(plan), bars)
+    with bars:
+        whole = _follow(plan, folder / "uninterrupted", plan.reference, bars)
         delay_s = plan.moment * sum(whole.step_s) / len(whole.step_s)
         broken = _follow(plan, folder / "losing-a-node", plan.job, bars, kill_after_s=delay_s)
-        wiped = _wipe(Path(job_path(memory, plan.job) or memory, f"node{plan.node}"))
+        wiped = _wipe(Path(job_path(memory, plan.job) or memory, f"node{plan.doomed}"))
         again = _follow(plan, folder / "relaunched", plan.job, bars)
 
-    doomed = _TOPOLOGY.ranks_on[plan.node]
+    doomed = TOPOLOGY.ranks_on[plan.doomed]
     finished = max(broken.last_step[rank] for rank in doomed)
     ready = again.ready[0]
     restored = ready["restored"] or 0
-    _print(console, [
+    print_rows(console, [
         ("survives", ready["survives"]),
-        ("killed", f"node{plan.node} (ranks {', '.join(map(str, doomed))}) with SIGKILL in step {finished + 1}"),
+        ("killed", f"node{plan.doomed} (ranks {', '.join(map(str, doomed))}) with SIGKILL in step {finished + 1}"),
         ("wiped", wiped),
-        ("restored", describe_origin(again, _TOPOLOGY)),
+        ("restored", describe_origin(again, TOPOLOGY)),
         ("trained again", f"{max(finished - restored, 0)} of {finished} finished steps"),
         ("loss", f"{again.loss:.4f}, uninterrupted {whole.loss:.4f}; {ready['parameters'] / 1e6:.2f} M parameters"),
         *describe_seconds([whole, again], again),
     ])  # fmt: skip
-    different = differences(folder / "uninterrupted", folder / "relaunched", _RANKS)
-    _print(console, [("differs", line) for line in different[:_SHOWN]])
+    return differences(folder / "uninterrupted", folder / "relaunched", RANKS)
+
+
+def _show(different: list[str], console: Console, folder: Path) -> None:
+    print_rows(console, [("differs", line) for line in different[:_SHOWN]])
     if len(different) > _SHOWN:
         (folder / "differences").write_text("\n".join(different) + "\n")
-        _print(console, [("", f"and {len(different) - _SHOWN} more, see {folder / 'differences'}")])
-    return different
+        print_rows(console, [("", f"and {len(different) - _SHOWN} more, see {folder / 'differences'}")])
 
 
 def _follow(plan: Plan, folder: Path, job: str, bars: Progress, kill_after_s: float | None = None) -> Told:
@@ -138,14 +105,14 @@ def _follow(plan: Plan, folder: Path, job: str, bars: Progress, kill_after_s: fl
     env = {
         "MLFLASH_JOB": job,
         "MLFLASH_REDUNDANCY": plan.redundancy,
-        "MLFLASH_RANKS_PER_NODE": str(_RANKS_PER_NODE),
+        "MLFLASH_RANKS_PER_NODE": str(RANKS_PER_NODE),
     }
-    doomed = _TOPOLOGY.ranks_on[plan.node]
+    doomed = TOPOLOGY.ranks_on[plan.doomed]
     bar = bars.add_task(folder.name.replace("-", " "), total=None)  # it pulses while the ranks start
     folder.mkdir()
     told = Told()
     arguments = ["--steps", str(plan.steps), "--seed", str(plan.seed)]
-    with Training(folder, _RANKS, arguments, env, _LAUNCH_TIMEOUT_S) as training:
+    with Training(folder, RANKS, by_mpiexec(folder, RANKS, arguments, env), _LAUNCH_TIMEOUT_S) as training:
         for rank, line in training.events():
             told.note(rank, line)
             if rank == 0:
@@ -167,8 +134,3 @@ def _wipe(node: Path) -> str:
     if files:
         shutil.rmtree(node)
     return f"{node}: {len(files)} files, {nbytes / (1 << 20):.0f} MiB"
-
-
-def _print(console: Console, rows: list[tuple[str, str]]) -> None:
-    for name, text in rows:
-        console.print(f"{name:<14} {text}", highlight=False, soft_wrap=True, markup=False)

@@ -24,6 +24,7 @@ import mlflash
 
 from .model import GPT
 from .rank_log import RankLog, memcpy_s
+from .same_bits import final_tensors, settle_buckets
 from .training_text import Batches
 
 BATCH, CONTEXT = 4, 128
@@ -50,7 +51,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=args.steps)
     batches = Batches(rank, size, BATCH, CONTEXT, args.seed)
-    settle_buckets(ddp)
+    settle_buckets(ddp, CONTEXT)
     torch.manual_seed(args.seed + 1 + rank)  # dropout: each rank its own
 
     state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "batches": batches, "rng": mlflash.rng()}
@@ -103,27 +104,6 @@ def start_gloo(rank: int, size: int) -> None:
     if store is None:
         store = distributed.TCPStore("127.0.0.1", port, is_master=False, timeout=timeout)
     distributed.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timeout)
-
-
-def settle_buckets(ddp: Any) -> None:
-    """Make DDP put its buckets into their final order. Collective over COMM_WORLD.
-
-    DDP does that once, after its first backward, and gloo's sum over the ranks rounds by where in a bucket a
-    gradient lies. Without this, the first step after a relaunch would not be bit-identical to the same step of a
-    run that went through.
-    """
-    nothing = torch.zeros((1, CONTEXT), dtype=torch.long)
-    ddp(nothing, nothing).backward()
-    ddp.zero_grad()
-
-
-def final_tensors(model: Any, optimizer: Any) -> dict[str, np.ndarray]:
-    """Name all that decides how training would go on. Not collective."""
-    tensors = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
-    for name, parameter in model.named_parameters():
-        tensors |= {f"optimizer.{name}.{key}": tensor for key, tensor in optimizer.state[parameter].items()}
-    tensors["rng.torch"] = torch.get_rng_state()
-    return {name: tensor.numpy() for name, tensor in tensors.items()}
 
 
 if __name__ == "__main__":

@@ -46,6 +46,12 @@ class Batches:
         windows = torch.stack([self._text[start : start + self._context + 1] for start in starts]).long()
         return windows[:, :-1], windows[:, 1:]
 
+    def skip(self, batches: int) -> None:
+        """Go on from the begin by so many batches, without taking them. Not collective."""
+        self.epoch, position = divmod(batches, len(self._text) // self._context // self._size // self._batch)
+        self.position = position * self._batch
+        self._starts = self._order()
+
     def state_dict(self) -> dict[str, int]:
         """Give the place in the text. Not collective."""
         return {"epoch": self.epoch, "position": self.position}

@@ -13,10 +13,13 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from ..config import DISABLE, Config
+from ..courier.choice import would_be_process
 from ..errors import DeadlineExceeded, MlflashError, MpiUnavailable, WorldMismatch
 from ..mpi.fabric import has_rdma
 from ..mpi.world import World, find_comm, load_mpi
-from . import copying, couriers, gpu, logind, memory, mounts, mpi_ranks, rma, slurm, software, transports
+from ..wireup.rendezvous import way, who_am_i
+from ..wireup.zygote_imports import vendor
+from . import copying, courier_trial, couriers, gpu, logind, memory, mounts, mpi_ranks, rma, slurm, software, transports
 from .findings import Diagnosis, Finding, fine, merge, warning, wrong
 from .launch_environment import Launch, judge_size, tidy_version
 from .memory_need import Need, count, shape
@@ -223,7 +226,11 @@ class Examination:
             self._place(world)
         self._look("MPI", "library", lambda: mpi_ranks.library(mpi))
         name = tidy_version(mpi.Get_library_version())
-        self._look("MPI", "world", lambda: judge_size(self._launch, mpi.COMM_WORLD.size, name), of_all=True)
+        is_process = would_be_process(self._given.courier, vendor())
+        meets = way(os.environ, who_am_i(os.environ)) if is_process else ""
+        self._look("MPI", "world", lambda: judge_size(self._launch, mpi.COMM_WORLD.size, name, meets), of_all=True)
+        if self._rank == 0 and is_process:
+            self._look("MPI", "couriers", lambda: courier_trial.look(name, os.environ))
 
     def _place(self, world: World) -> None:
         """Take over MPI's names for ranks and nodes, also for what was found before."""

@@ -18,7 +18,7 @@ class Launch:
     """What the launcher says.
 
     Attributes:
-        by: "srun", "mpiexec", or "" where there was none.
+        by: "srun", "mpiexec", "torchrun" (or what sets RANK and WORLD_SIZE as it does), or "" where there was none.
         rank: this process among all that were started.
         size: how many were started; None: it does not say.
     """
@@ -34,16 +34,21 @@ class Launch:
 
 
 def read(env: Mapping[str, str]) -> Launch:
-    """Read what srun and mpiexec tell in the environment. Not collective.
+    """Read what srun, mpiexec and torchrun tell in the environment. Not collective.
 
-    mpiexec inside a Slurm job starts its own daemons by srun, whose variables the ranks inherit: it counts then.
+    mpiexec inside a Slurm job starts its own daemons by srun, whose variables the ranks inherit: it counts then. So
+    does torchrun, wherever it is.
     """
+    if "TORCHELASTIC_RUN_ID" in env and _number(env, ("WORLD_SIZE",)) is not None:
+        return Launch("torchrun", _number(env, ("RANK",)) or 0, _number(env, ("WORLD_SIZE",)))
     tasks = _number(env, ("SLURM_STEP_NUM_TASKS",))
     rank = _number(env, _RANKS)
     if "HYDI_CONTROL_FD" in env or "OMPI_COMM_WORLD_RANK" in env or (rank is not None and tasks is None):
         return Launch("mpiexec", rank or 0, _number(env, _SIZES))
     if tasks is not None:
         return Launch("srun", _number(env, ("SLURM_PROCID",)) or rank or 0, tasks)
+    if (alike := _number(env, ("RANK",))) is not None and (size := _number(env, ("WORLD_SIZE",))) is not None:
+        return Launch("torchrun", alike, size)
     return Launch("", 0, None)
 
 
@@ -80,18 +85,23 @@ def mpi_flag(library: str) -> str:
     return "--mpi=pmi2"
 
 
-def judge_size(launch: Launch, size: int, library: str) -> Finding:
+def judge_size(launch: Launch, size: int, library: str, way: str = "") -> Finding:
     """Compare the size of MPI's world with the number of processes that were started.
 
     Args:
         launch: what was started.
         size: of COMM_WORLD; 1 where MPI was not even asked, as nothing says that there are others.
         library: as :func:`tidy_version` gives it.
+        way: by which its ranks find each other without MPI; "": by none.
     """
     check, ranks = "world", many(size, "rank")
+    if size == 1 < (launch.size or 1) and way:
+        return fine(
+            check, f"{many(launch.size or 1, 'rank')}, which meet by {way}; here only this one's node is looked at"
+        )
     if launch.size is None or not launch.by:
         return fine(check, ranks + (", as this process was started alone" if not launch.by else ""))
-    name = "SLURM_STEP_NUM_TASKS" if launch.by == "srun" else "mpiexec"
+    name = {"srun": "SLURM_STEP_NUM_TASKS", "torchrun": "WORLD_SIZE"}.get(launch.by, "mpiexec")
     if size == launch.size:
         return fine(check, f"{ranks}, as {name} says")
     if size > 1:
@@ -101,6 +111,11 @@ def judge_size(launch: Launch, size: int, library: str) -> Finding:
         return wrong(
             check, f"srun started {launch.size} tasks, and each is an MPI world of its own: only task 0 speaks here",
             f"start with srun {mpi_flag(library)}, as {library} wants it; srun --mpi=list shows what this Slurm has",
+        )  # fmt: skip
+    if launch.by == "torchrun":
+        return wrong(
+            check, f"WORLD_SIZE says {launch.size} ranks, and each is an MPI world of its own: only rank 0 speaks here",
+            f"pip install 'mlflash[mpich]', which needs no launcher as {library} does; or start with mpiexec or srun",
         )  # fmt: skip
     return wrong(
         check, f"mpiexec started {launch.size} processes, and each is an MPI world of its own: only the first speaks",

@@ -41,10 +41,9 @@ def wind_up(launcher: Launcher, looks: Looks, options: RunOptions, hosts: Sequen
 
 def scavenge(launcher: Launcher, options: RunOptions, hosts: Sequence[str]) -> bool:
     """Bring the newest checkpoint in the memory of these nodes to the directory; says whether that went well."""
-    argv = [sys.executable, "-m", "mpi4py", "-m", "mlflash", "scavenge", str(options.directory),
-            "--job", options.job, "--memory", options.memory]  # fmt: skip
+    words = ["-m", "mlflash", "scavenge", str(options.directory), "--job", options.job, "--memory", options.memory]
     try:
-        step = launcher.start(NodeAssignment(tuple(hosts), 1), argv, {})
+        step = launcher.start(NodeAssignment(tuple(hosts), 1), launcher.with_mpi(words), {})
     except LaunchFailed as error:
         log.warning("what is in memory cannot be brought to %s: %s", options.directory, error)
         return False

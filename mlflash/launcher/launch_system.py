@@ -1,23 +1,49 @@
-"""What `mlflash run` needs of the system that starts processes on nodes: Slurm, or mpiexec with a list of hosts."""
+"""What `mlflash run` needs of the system that starts processes on nodes: Slurm, or mpiexec or ssh and hosts."""
 
 from __future__ import annotations
 
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from .node_assignment import NodeAssignment
 from .processes import KILL_WAIT_S, kill
 
 
+class Ranks(Protocol):
+    """The ranks of one start.
+
+    Attributes:
+        replaces: whether lost ranks are replaced in it, so that one that is dead is no end.
+        rounds: how often all ranks have begun, or were to: more than once where any was replaced.
+    """
+
+    replaces: bool
+
+    @property
+    def rounds(self) -> int: ...  # noqa: D102
+
+    def poll(self) -> int | None:
+        """Exit code as a shell gives it; None while it runs."""
+
+    def end(self, wait_s: float = KILL_WAIT_S) -> None:
+        """End all ranks that can be reached, and whatever started them; may be called twice.
+
+        Args:
+            wait_s: seconds from SIGTERM to SIGKILL.
+        """
+
+
 class Step:
-    """The ranks of one start: the process that started them, and how to end them.
+    """The ranks that one process has started, see `Ranks`: that process, and how to end them.
 
     Args:
         process: srun or mpiexec; in a session of its own.
     """
+
+    replaces, rounds = False, 1
 
     def __init__(self, process: subprocess.Popen[Any]):
         self._process = process
@@ -68,6 +94,10 @@ class Patience:
         return self._end - time.monotonic()
 
 
+Start = Callable[[NodeAssignment, Sequence[str], Mapping[str, str]], Ranks]
+"""`Launcher.start`, or what does as it does."""
+
+
 class Launcher(Protocol):
     """A system that starts processes."""
 
@@ -84,8 +114,11 @@ class Launcher(Protocol):
     def unwanted(self, hosts: Sequence[str]) -> dict[str, str]:
         """Which of some nodes no run should be started on, though one that is there may go on; and why."""
 
-    def start(self, seats: NodeAssignment, argv: Sequence[str], env: Mapping[str, str]) -> Step:
+    def start(self, seats: NodeAssignment, argv: Sequence[str], env: Mapping[str, str]) -> Ranks:
         """Start a program on all ranks; ``env`` is what it is given besides the own environment."""
+
+    def with_mpi(self, words: Sequence[str]) -> list[str]:
+        """How ranks run ``python WORDS``, a program that is done with MPI, where `start` starts them."""
 
     def on_each(self, hosts: Sequence[str], argv: Sequence[str], timeout_s: float, behind_s: float | None = None
                 ) -> dict[str, str]:  # fmt: skip

@@ -8,10 +8,11 @@ import shlex
 import signal
 import socket
 import subprocess
+import sys
 import threading
 from collections.abc import Mapping, Sequence
 
-from .launch_system import Patience, Step
+from .launch_system import Patience, Ranks, Step
 from .node_assignment import NodeAssignment
 from .processes import find_mpiexec, signal_group, spawn
 
@@ -38,7 +39,7 @@ class OnHosts:
     def unwanted(self, hosts: Sequence[str]) -> dict[str, str]:
         return {}
 
-    def start(self, seats: NodeAssignment, argv: Sequence[str], env: Mapping[str, str]) -> Step:
+    def start(self, seats: NodeAssignment, argv: Sequence[str], env: Mapping[str, str]) -> Ranks:
         path, vendor = find_mpiexec()
         alone = set(seats.hosts) <= self._local
         count, per_node = str(seats.ranks), str(seats.ranks_per_node)
@@ -52,6 +53,9 @@ class OnHosts:
             command = [path, *way, "-hosts", ",".join(seats.hosts), "-ppn", per_node, "-n", count]
         whole = {**os.environ, **env}
         return Step(spawn([*command, *self._extra, *argv], env=whole))
+
+    def with_mpi(self, words: Sequence[str]) -> list[str]:
+        return [sys.executable, "-m", "mpi4py", *words]
 
     def on_each(self, hosts: Sequence[str], argv: Sequence[str], timeout_s: float, behind_s: float | None = None
                 ) -> dict[str, str]:  # fmt: skip

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -19,7 +21,10 @@ from .processes import KILL_WAIT_S, ask_within, spawn
 
 _ASK_S = 30.0  # deadline of a question to Slurm
 _LOST = ("down", "error", "fail", "powered_down", "powering_down", "reboot", "unknown")
-_NAME = "mlflash-"  # of steps, with a number
+STEPS = "mlflash-"
+"""How the names of our steps begin."""
+COURIERS = f"{STEPS}couriers"
+"""Name of the step that starts the couriers."""
 _TERM_WAIT_S, _GONE_WAIT_S = 5.0, 1.0  # for ranks of a `mlflash run` that is gone, after each signal
 _TOLD = "mlflash-told:"  # before each line that a program on a node prints
 
@@ -67,21 +72,24 @@ class OnSlurm:
                 lines.writelines(f"{host}\n" for host in seats.hosts_of_ranks())
         except OSError as error:
             raise LaunchFailed(f"there is no place for the list of hosts: {error}") from error
-        name = f"{_NAME}{self._starts}"
+        name = f"{STEPS}{self._starts}"
         # Overlapping: of a step that a node died under Slurm does not give the cores back for a while.
         command = ["srun", "--overlap", "--no-kill", "--kill-on-bad-exit=1", "--distribution=arbitrary",
                    "--job-name", name, f"--nodes={len(seats.hosts)}", f"--ntasks={seats.ranks}"]  # fmt: skip
         command += [f"--mpi={self.mpi}"] if self.mpi else []
         whole = {**os.environ, **env, "SLURM_HOSTFILE": hosts}
         process = spawn([*command, *self.extra, *argv], env=whole)
-        return _SlurmStep(process, self.job, name, Path(hosts))
+        return SlurmStep(process, self.job, name, Path(hosts))
 
     def end_steps(self) -> None:
         """End all ranks of this job, whoever started them."""
         for name, wait_s in (("TERM", _TERM_WAIT_S), ("KILL", _GONE_WAIT_S)):
-            if ours := [number for number, step in _steps_of(self.job) if step.startswith(_NAME)]:
+            if ours := [number for number, step in _steps_of(self.job) if step.startswith(STEPS)]:
                 ask(["scancel", f"--signal={name}", *ours], check=False)
                 time.sleep(wait_s)
+
+    def with_mpi(self, words: Sequence[str]) -> list[str]:
+        return [sys.executable, "-m", "mpi4py", *words]
 
     def on_each(self, hosts: Sequence[str], argv: Sequence[str], timeout_s: float, behind_s: float | None = None
                 ) -> dict[str, str]:  # fmt: skip
@@ -100,24 +108,44 @@ class OnSlurm:
         return told
 
 
-class _SlurmStep(Step):
-    """A step of srun: where a node of it is dead, srun itself does not end by a signal."""
+class SlurmStep(Step):
+    """A step of srun: where a node of it is dead, srun itself does not end by a signal.
 
-    def __init__(self, process: subprocess.Popen[Any], job: str, name: str, hosts: Path):
+    Args:
+        process: srun.
+        job: id of the allocation.
+        name: of the step, which no other one has.
+        hosts: a file that is deleted at its end; None: there is none.
+    """
+
+    def __init__(self, process: subprocess.Popen[Any], job: str, name: str, hosts: Path | None = None):
         super().__init__(process)
         self._job, self._name, self._hosts = job, name, hosts
 
     def end(self, wait_s: float = KILL_WAIT_S) -> None:
-        if (number := self._number()) is not None:
-            ask(["scancel", "--signal=TERM", number], check=False)
+        self._cancel("TERM")
         super().end(wait_s)
-        if (number := self._number()) is not None:
-            ask(["scancel", "--signal=KILL", number], check=False)
-        self._hosts.unlink(missing_ok=True)
+        self._cancel("KILL")
+        if self._hosts is not None:
+            self._hosts.unlink(missing_ok=True)
 
-    def _number(self) -> str | None:
-        """Job and step as Slurm names them; None where it has ended."""
-        return next((number for number, name in _steps_of(self._job) if name == self._name), None)
+    def let_end(self, wait_s: float) -> None:
+        """Let tasks end that do so at SIGTERM, in their time: srun, if told so itself, kills them.
+
+        Args:
+            wait_s: seconds until they are ended, with srun.
+        """
+        self._cancel("TERM")
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(wait_s)
+        if self.poll() is None:
+            self.end()
+
+    def _cancel(self, name: str) -> None:
+        """Send a signal to the tasks."""
+        number = next((number for number, step in _steps_of(self._job) if step == self._name), None)
+        if number is not None:
+            ask(["scancel", f"--signal={name}", number], check=False)
 
 
 def _steps_of(job: str) -> list[list[str]]:

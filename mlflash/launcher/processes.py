@@ -31,8 +31,7 @@ def find_mpiexec() -> tuple[str, str]:
     Raises:
         MpiUnavailable: there is none.
     """
-    beside = Path(sys.executable).with_name("mpiexec")
-    found = str(beside) if beside.exists() else shutil.which("mpiexec")
+    found = shutil.which("mpiexec", path=str(Path(sys.executable).parent)) or shutil.which("mpiexec")
     if found is None:
         raise MpiUnavailable("there is no mpiexec: pip install 'mlflash[mpich]', or load your cluster's MPI")
     text = subprocess.run([found, "--version"], capture_output=True, text=True, timeout=60, check=False).stdout

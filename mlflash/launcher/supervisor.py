@@ -18,7 +18,7 @@ from ..config import DISABLE, FRESH
 from ..human_readable.wording import listed, many
 from .cleanup import scavenge, wind_up
 from .downtime import Failure, failure, recovery, unrestorable
-from .launch_system import Launcher, Step
+from .launch_system import Launcher, Ranks, Start
 from .node_assignment import NodeAssignment, assign_nodes, reassign_nodes
 from .node_watch import Beside, Looks, Watch
 from .processes import KILL_WAIT_S
@@ -62,13 +62,15 @@ class Supervisor:
         launcher: starts ranks.
         options: what is to be run.
         run_log: is told what happens.
+        train: starts the ranks that train; None: as all others are started.
 
     Attributes:
         told: a signal handler puts the number of the signal here: the run is to end.
     """
 
-    def __init__(self, launcher: Launcher, options: RunOptions, run_log: RunLog):
+    def __init__(self, launcher: Launcher, options: RunOptions, run_log: RunLog, train: Start | None = None):
         self._launcher, self._options, self._run_log = launcher, options, run_log
+        self._train = launcher.start if train is None else train
         self._restarts = Restarts(options.max_restarts)
         self._looks = Looks(launcher, options.memory, options.job, options.gpus, options.interface)
         self._failure: Failure | None = None  # how the start before this one ended
@@ -123,7 +125,7 @@ class Supervisor:
         env = {"MLFLASH_RUN": run, "MLFLASH_JOB": self._options.job, "MLFLASH_MEMORY": self._options.memory}
         # Open MPI brings to other nodes only what it is told to.
         env |= {name: os.environ[name] for name in (DISABLE, FRESH) if name in os.environ}
-        step = self._launcher.start(seats, self._options.argv, env)
+        step = self._train(seats, self._options.argv, env)
         watch = Watch(self._looks, run, seats, self._options.hang_timeout_s)
         lost = False
         try:
@@ -136,16 +138,17 @@ class Supervisor:
             step.end(_LOST_WAIT_S if lost else KILL_WAIT_S)
         noticed = time.time()
         self._looks.look([host for host in seats.hosts if host not in outcome.lost])
-        if outcome.code == 0 and not outcome.why:
+        if outcome.code == 0 and not outcome.why and not step.replaces:
             outcome.why = watch.not_ended()
         heartbeats = self._looks.heartbeats(run)
-        outcome.unrestorable = unrestorable(heartbeats)
+        # Ranks that were replaced may be elsewhere than what memory has of them: on these nodes it may be restored.
+        outcome.unrestorable = unrestorable(heartbeats) if step.rounds == 1 else ""
         self._run_log.note("end", why=outcome.why, code=outcome.code, lost=outcome.lost, newest=self._looks.newest(),
                            **recovery(heartbeats, self._failure, started))  # fmt: skip
         self._failure = failure(heartbeats, noticed)
         return outcome
 
-    def _watch(self, step: Step, seats: NodeAssignment, watch: Watch) -> Outcome:
+    def _watch(self, step: Ranks, seats: NodeAssignment, watch: Watch) -> Outcome:
         """Wait until a run ends, hangs, loses a node, or is told to end."""
         next_gone = next_look = time.monotonic() + _GONE_S
         look: Beside | None = None
@@ -159,7 +162,7 @@ class Supervisor:
                     return Outcome("lost " + ", ".join(f"{host} ({state})" for host, state in lost.items()), lost=lost)
             if look is not None and look.done():
                 look = None
-                if (outcome := self._judge(seats, watch)) is not None:
+                if (outcome := self._judge(step, seats, watch)) is not None:
                     return outcome
             if look is None and now > next_look:
                 next_look = now + self._options.look_every_s
@@ -167,17 +170,17 @@ class Supervisor:
             time.sleep(_NAP_S)
         return Outcome("" if code == 0 else f"exit code {code}", code, self._launcher.gone(seats.hosts))
 
-    def _judge(self, seats: NodeAssignment, watch: Watch) -> Outcome | None:
+    def _judge(self, step: Ranks, seats: NodeAssignment, watch: Watch) -> Outcome | None:
         """Say what a look at the nodes of a run that goes on means for it; None: it goes on."""
         silent = self._looks.silent(seats.hosts)
         if len(silent) == len(seats.hosts):  # Slurm, or the network of this node: nothing is known
             return None
         if watch.hangs():
             return Outcome(f"no rank has saved for {self._options.hang_timeout_s:g} s", hangs=True)
-        dead = watch.dead()
+        dead = "" if step.replaces else watch.dead()
         return Outcome(dead, lost=dict.fromkeys(silent, "silent")) if dead else None
 
-    def _last_checkpoint(self, step: Step, seats: NodeAssignment) -> Outcome:
+    def _last_checkpoint(self, step: Ranks, seats: NodeAssignment) -> Outcome:
         """Wait for one more checkpoint, as long as there is time."""
         end = time.monotonic() + self._options.grace_s
         self._looks.look(seats.hosts)

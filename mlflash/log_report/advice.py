@@ -11,6 +11,7 @@ from ..planning.interval import Costs, best_interval, waste, young
 from .failures import Failure
 from .launches import Launch
 from .log_statistics import Spread
+from .recoveries import Recovery
 
 NODE_MTBF_S = 264 * 86400.0
 """Between failures of one node, where none was measured: what Llama 3's training saw, see docs/plan.md."""
@@ -50,22 +51,24 @@ class Advice:
         return None if self.best_s is None or not self.step_s else max(1, round(self.best_s / self.step_s))
 
 
-def advise(launches: Sequence[Launch], failures: Sequence[Failure], wall_s: float, stall: Spread, commit: Spread,
-           node_mtbf_s: float | None) -> Advice:  # fmt: skip
+def advise(launches: Sequence[Launch], failures: Sequence[Failure], in_place: Sequence[Recovery], wall_s: float,
+           stall: Spread, commit: Spread, node_mtbf_s: float | None) -> Advice:  # fmt: skip
     """Put together what was measured, and say what interval it suggests.
 
     Args:
-        launches, failures: what happened.
+        launches, failures, in_place: what happened; a rank that was replaced in place is a failure here, too.
         wall_s: from the first event to the last.
         stall, commit: of a save, in seconds, on the slowest rank.
         node_mtbf_s: mean time between failures of one node; None: measured, or `NODE_MTBF_S` where none was.
     """
     nodes = max(1, len(launches[-1].nodes))
-    measured = bool(failures) and node_mtbf_s is None and wall_s > 0
+    failed = len(failures) + len(in_place)
+    measured = failed > 0 and node_mtbf_s is None and wall_s > 0
     assumed_s = node_mtbf_s or NODE_MTBF_S
     recoveries = [one.down_s + one.recovery_s for one in failures if one.went_on]
+    recoveries += [one.line.seconds for one in in_place]
     costs = Costs(
-        wall_s / len(failures) if measured else assumed_s / nodes,
+        wall_s / failed if measured else assumed_s / nodes,
         stall.mean,
         max(commit.mean, stall.mean),
         statistics.fmean(recoveries) if recoveries else _RESTART_S,
@@ -74,7 +77,7 @@ def advise(launches: Sequence[Launch], failures: Sequence[Failure], wall_s: floa
     now_s, step_s = _pace(launches)
     return Advice(
         costs,
-        len(failures) if measured else 0,
+        failed if measured else 0,
         0.0 if measured else assumed_s,
         bool(recoveries),
         best_s,

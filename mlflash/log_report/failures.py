@@ -76,6 +76,7 @@ def _failure(number: int, launches: Sequence[Launch], lost: Sequence[Lost]) -> F
     after = launches[number + 1] if number + 1 < len(launches) else None
     back = next((stretch for later in launches[number + 1 :] for stretch in later.stretches if stretch.trained), None)
     first = _first_silent(launch)
+    since = max((one.ready for one in launch.stretches if one.recovered is not None), default=launch.began)
     nodes = [node for node in launch.nodes if (on := _ranks_on(launch, node)) and on <= set(first)]
     newest, committed = launch.stretches[-1].newest, launch.stretches[-1].newest_committed
     restored = None if back is None else back.from_step
@@ -88,7 +89,7 @@ def _failure(number: int, launches: Sequence[Launch], lost: Sequence[Lost]) -> F
         newest=newest, committed=committed, restored=restored, went_on=back is not None,
         source=_source(back), places=_places(back),
         steps_lost=_lost(newest, back), committed_lost=_lost(committed, back),
-        lost_s=sum(one.ended - one.began for one in lost if launch.began <= one.began and one.ended <= launch.last),
+        lost_s=sum(one.ended - one.began for one in lost if since <= one.began and one.ended <= launch.last),
         down_s=0.0 if after is None else max(0.0, after.began - launch.last),
         recovery_s=after.stretches[0].ready - after.began if after is not None and after.trained else 0.0,
     )  # fmt: skip

@@ -11,12 +11,15 @@ from ..human_readable.wording import many
 from . import log_statistics
 from .advice import Advice, advise
 from .failures import Failure, failures
+from .journal import Recovered
 from .launches import Committed, Launch, launches
 from .log_statistics import Drains, Memory, Point, Remark, Spread
 from .read_logs import Event, Log
+from .recoveries import Recovery, joined, late_remarks, recoveries
 from .time_accounting import Account, Lost, account
 
 _SKEW_S = 1.0  # clocks that differ by more are told
+_NAMED = 5  # rounds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +31,7 @@ class JobHistory:
         launches: ordered by their begin.
         account, lost: where the time went, and which training was lost.
         failures: launches that did not end by themselves.
+        recoveries: lost ranks that were replaced while the other processes stayed.
         stall, commit: of each save, on its slowest rank, in seconds.
         stalls, bandwidths: over time.
         bandwidth: of protection, bytes per second and rank.
@@ -43,6 +47,7 @@ class JobHistory:
     account: Account
     lost: list[Lost]
     failures: list[Failure]
+    recoveries: list[Recovery]
     stall: Spread
     commit: Spread
     stalls: list[Point]
@@ -69,13 +74,13 @@ class JobHistory:
 
     @property
     def steps_lost(self) -> int:
-        """Steps that were saved or committed before a failure, and not restored after it."""
-        return sum(failure.steps_lost for failure in self.failures)
+        """Steps that were saved or committed before a failure or a recovery, and not restored after it."""
+        return sum(f.steps_lost for f in self.failures) + sum(r.steps_lost for r in self.recoveries)
 
     @property
     def committed_lost(self) -> int:
         """Of these, the steps up to the newest one that was committed: more was lost than the redundancy covers."""
-        return sum(failure.committed_lost for failure in self.failures)
+        return sum(f.committed_lost for f in self.failures) + sum(r.committed_lost for r in self.recoveries)
 
     @property
     def started(self) -> Event | None:
@@ -95,23 +100,24 @@ def tell(log: Log, node_mtbf_s: float | None = None) -> JobHistory:
         log: with one event or more.
         node_mtbf_s: mean time between failures of a node, for the interval; None: as measured.
     """
-    its = launches(log.events)
+    its, left_out = joined(launches(log.events), log.recovered)
     accounted, lost = account(its)
-    failed = failures(its, lost)
+    failed, in_place = failures(its, lost), recoveries(its, lost)
+    remarks = [*log_statistics.remarks(its), *late_remarks(log.late)]
     stall = log_statistics.spread(save.stall_s for launch in its for save in launch.saves)
     commit = log_statistics.spread(commit.seconds for launch in its for commit in launch.commits)
     return JobHistory(
-        log=log, launches=its, account=accounted, lost=lost, failures=failed, stall=stall, commit=commit,
-        stalls=log_statistics.stalls(its), bandwidths=log_statistics.bandwidths(its),
+        log=log, launches=its, account=accounted, lost=lost, failures=failed, recoveries=in_place,
+        stall=stall, commit=commit, stalls=log_statistics.stalls(its), bandwidths=log_statistics.bandwidths(its),
         bandwidth=log_statistics.bandwidth(its),
         failed=log_statistics.count_steps(its, "fail"), skipped=log_statistics.count_steps(its, "skip"),
         newest=log_statistics.newest_commit(its), drains=log_statistics.drains(its), memory=log_statistics.memory(its),
-        remarks=log_statistics.remarks(its), notes=_notes(log, its),
-        advice=advise(its, failed, accounted.wall_s, stall, commit, node_mtbf_s),
+        remarks=sorted(remarks, key=lambda one: one.last, reverse=True), notes=_notes(log, its, left_out),
+        advice=advise(its, failed, in_place, accounted.wall_s, stall, commit, node_mtbf_s),
     )  # fmt: skip
 
 
-def _notes(log: Log, its: Sequence[Launch]) -> list[str]:
+def _notes(log: Log, its: Sequence[Launch], left_out: Sequence[Recovered]) -> list[str]:
     """Say what may make the numbers wrong: missing files, clocks, lines that could not be read."""
     notes = []
     for number, launch in enumerate(its, 1):
@@ -125,6 +131,11 @@ def _notes(log: Log, its: Sequence[Launch]) -> list[str]:
     for node, ahead_s in _skews(its).items():
         way = "ahead of" if ahead_s > 0 else "behind"
         notes.append(f"the clock of {node} is {abs(ahead_s):.1f} s {way} that of {its[0].nodes[0]}, by their commits")
+    if left_out:
+        which = ", ".join(str(line.round) for line in left_out[:_NAMED])
+        notes.append(f"{many(len(left_out), 'line')} of the journal tell of lost ranks that were replaced (round "
+                     f"{which}), and no log of a rank begins then: were all files given, and do the clocks agree?"
+                     )  # fmt: skip
     torn, foreign = sum(file.torn for file in log.files), sum(file.foreign for file in log.files)
     if torn:
         notes.append(f"{many(torn, 'line')} stopped in the middle, as those of killed processes do")
@@ -174,6 +185,7 @@ def to_json(story: JobHistory) -> dict[str, Any]:
         "committed_steps_lost": story.committed_lost,
         "launches": [_launch_to_json(launch) for launch in story.launches],
         "failures": [_failure_to_json(failure) for failure in story.failures],
+        "recoveries": [_recovery_to_json(recovery) for recovery in story.recoveries],
         "stall_s": dataclasses.asdict(story.stall),
         "commit_s": dataclasses.asdict(story.commit),
         "commits": story.commit.count,
@@ -204,6 +216,15 @@ def _launch_to_json(launch: Launch) -> dict[str, Any]:
 def _failure_to_json(failure: Failure) -> dict[str, Any]:
     return {field.name: value if not isinstance(value := getattr(failure, field.name), tuple) else list(value)
             for field in dataclasses.fields(failure)}  # fmt: skip
+
+
+def _recovery_to_json(recovery: Recovery) -> dict[str, Any]:
+    line = recovery.line
+    return {
+        "launch": recovery.launch, "began": recovery.began, "ended": recovery.ended, "seconds": line.seconds,
+        "round": line.round, "lost": list(line.lost), "why": line.why, "step": line.step, "times": line.parts,
+        "steps_lost": recovery.steps_lost, "committed_lost": recovery.committed_lost, "lost_s": recovery.lost_s,
+    }  # fmt: skip
 
 
 def _advice_to_json(advice: Advice) -> dict[str, Any]:

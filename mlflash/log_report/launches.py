@@ -9,6 +9,7 @@ import dataclasses
 import itertools
 from collections.abc import Iterable
 
+from .journal import Recovered
 from .read_logs import Event
 
 
@@ -50,6 +51,7 @@ class Stretch:
         ready: when training could go on, on all ranks.
         until: the last sign of it.
         saves, commits: by step, in the order of the saves.
+        recovered: how it came that it began, where ranks were lost and the other processes stayed; else None.
     """
 
     ready: float
@@ -58,6 +60,7 @@ class Stretch:
     restores: dict[int, Event] = dataclasses.field(default_factory=dict)
     saves: dict[int, Saved] = dataclasses.field(default_factory=dict)
     commits: dict[int, Committed] = dataclasses.field(default_factory=dict)
+    recovered: Recovered | None = None
 
     @property
     def trained(self) -> bool:
@@ -95,6 +98,7 @@ class Launch:
         ends: rank → "ended" or "failed", for the ranks that could say so.
         stretches: of training; at least one.
         followed: whether there is a later launch.
+        nodes_before: nodes that it had before ranks were lost and replaced in place, in order; empty where none were.
     """
 
     run: str
@@ -109,6 +113,7 @@ class Launch:
     ends: dict[int, str]
     stretches: list[Stretch]
     followed: bool = False
+    nodes_before: tuple[str, ...] = ()
 
     @property
     def silent(self) -> list[int]:
@@ -153,7 +158,8 @@ def launches(events: Iterable[Event]) -> list[Launch]:
 
 def nodes_of(launches: Iterable[Launch]) -> dict[str, int]:
     """Number the nodes of some launches, in the order in which they came."""
-    return {node: at for at, node in enumerate(dict.fromkeys(node for launch in launches for node in launch.nodes))}
+    those = dict.fromkeys(node for launch in launches for node in (*launch.nodes_before, *launch.nodes))
+    return {node: at for at, node in enumerate(those)}
 
 
 def _launch(run: str, events: list[Event]) -> Launch:

@@ -55,14 +55,15 @@ def verdict(story: JobHistory) -> str:
     """What it comes to, in a sentence or two."""
     account = story.account
     if not story.failures:
-        text = f"No failure in {lasted(account.wall_s)}."
+        what = "launch failed" if story.recoveries else "failure"
+        text = f"No {what} in {lasted(account.wall_s)}.{_in_place(story)}"
         if story.stall.count:
             text += f" Saving cost {_small_share(account.share(account.stall_s))} of the time."
         return text
     back = [failure for failure in story.failures if failure.went_on]
     cost_s = sum(failure.lost_s + failure.down_s + failure.recovery_s for failure in story.failures)
     count, share_ = many(len(story.failures), "failure"), _small_share(account.share(cost_s))
-    text = f"{count} in {lasted(account.wall_s)} cost {share_} of it."
+    text = f"{count} in {lasted(account.wall_s)} cost {share_} of it.{_in_place(story)}"
     if not back:
         return f"{text} Training has not gone on since."
     memory = sum(failure.source == "memory" for failure in back)
@@ -74,6 +75,15 @@ def verdict(story: JobHistory) -> str:
             f"{text} Training went on from {where}; {many(story.committed_lost, 'step')} that were committed were lost."
         )
     return f"{text} Training went on from {where}, and no step that was committed was lost."
+
+
+def _in_place(story: JobHistory) -> str:
+    """What recoveries in place come to; "" where there was none."""
+    if not story.recoveries:
+        return ""
+    lost_s = sum(recovery.lost_s for recovery in story.recoveries)
+    cost = _small_share(story.account.share(story.account.recovering_s + lost_s))
+    return f" {many(len(story.recoveries), 'loss')} of ranks, recovered in place, cost {cost} of it."
 
 
 def _small_share(value: float) -> str:
@@ -92,6 +102,10 @@ def _figures(story: JobHistory) -> Iterator[Markup]:
     yield _figure("failures", len(failures), "Failures", f"{len(failures)}",
                   f"in {many(len(story.launches), 'launch')}; a launch that did not end by itself is one",
                   "bad" if failures else "")  # fmt: skip
+    if story.recoveries:
+        yield _figure("recoveries", len(story.recoveries), "Recovered in place", f"{len(story.recoveries)}",
+                      f"ranks were replaced while the others stayed, in "
+                      f"{lasted(account.recovering_s / len(story.recoveries))} on average")  # fmt: skip
     yield _figure("steps_lost", story.steps_lost, "Steps lost", f"{story.steps_lost:,}",
                   f"{_lost_steps(story)}; {lasted(account.lost_s)} of training were lost",
                   "bad" if story.committed_lost else "")  # fmt: skip
@@ -143,6 +157,8 @@ def time_spent(story: JobHistory) -> Markup:
         ("stall", account.stall_s, "Held up by saves", "while a save copied the state; on the slowest rank"),
         ("redone", account.lost_s, "Training, lost", "after the step that the next launch restored; done again"),
         ("restore", account.starting_s, "Starting", "from the first sign of a launch until all ranks had restored"),
+        *([("recovered", account.recovering_s, "Recovering in place",
+            "from a lost rank until all trained again, in the processes that stayed")] if story.recoveries else []),
         ("nothing", account.down_s, "Down", "from the last sign of a launch to the first one of the next"),
     ]  # fmt: skip
     bars, at = [], 0.0
@@ -175,6 +191,7 @@ _LEGEND = [
     ("lost", "lost", "training after the step that the next launch restored"),
     ("down", "down", "from the last sign of a launch to the first one of the next"),
 ]
+_IN_PLACE = [("recovered", "recovery in place", "ranks were lost and replaced, and the others stayed; as in the table")]
 
 
 def timeline(story: JobHistory, lanes: Sequence[Row]) -> Markup:
@@ -184,10 +201,13 @@ def timeline(story: JobHistory, lanes: Sequence[Row]) -> Markup:
     note = "Times are UTC. Where marks would be too many, neighbours are one: the paler, the less of it they fill."
     if folded:
         note += " There are more ranks than rows: a row shows the slowest of its ranks."
-    drawn = [legend(_LEGEND), draw(story, lanes, whole, "all", "What each rank did, from the first event to the last")]
-    for number, window in _failure_windows(story):
-        title = f"Failure {number} from close: {lasted(window.span)}"
-        drawn.append(_details(title, draw(story, lanes, window, f"failure{number}", title)))
+    drawn = [
+        legend(_LEGEND + _IN_PLACE * bool(story.recoveries)),
+        draw(story, lanes, whole, "all", "What each rank did, from the first event to the last"),
+    ]
+    for name, window in _windows(story):
+        title = f"{name} from close: {lasted(window.span)}"
+        drawn.append(_details(title, draw(story, lanes, window, name.lower().replace(" ", ""), title)))
     save = _save_window(story)
     if save is not None:
         step, window = save
@@ -200,14 +220,16 @@ def _details(title: str, content: Markup) -> Markup:
     return tag("details", tag("summary", title), content)
 
 
-def _failure_windows(story: JobHistory) -> Iterator[tuple[int, Window]]:
-    """Two saves before a failure, and two after training went on."""
+def _windows(story: JobHistory) -> Iterator[tuple[str, Window]]:
+    """Two saves before a failure or a recovery in place, and two after training went on."""
     around_s = 2.5 * (story.advice.now_s or 30.0)
-    for number, failure in list(enumerate(story.failures, 1))[-_CLOSE_UPS:]:
-        gone_s = failure.down_s + failure.recovery_s
-        window = Window(failure.time - around_s, failure.time + gone_s + around_s)
+    failed = [(f"Failure {number}", one.time, one.time + one.down_s + one.recovery_s)
+              for number, one in enumerate(story.failures, 1)]  # fmt: skip
+    in_place = [(f"Recovery R{number}", one.began, one.ended) for number, one in enumerate(story.recoveries, 1)]
+    for name, began, ended in failed[-_CLOSE_UPS:] + in_place[-_CLOSE_UPS:]:
+        window = Window(began - around_s, ended + around_s)
         if window.span < 0.6 * (story.ended - story.began):
-            yield number, window
+            yield name, window
 
 
 def _save_window(story: JobHistory) -> tuple[int, Window] | None:
@@ -265,7 +287,7 @@ def interval(story: JobHistory) -> Markup:
         )
         rate += " That is few to go by." if advice.failures < 5 else ""
     else:
-        had = "There was no failure to go by, so" if not story.failures else "As given,"
+        had = "There was no failure to go by, so" if not (story.failures or story.recoveries) else "As given,"
         rate = (f"{had} one node is taken to fail every {show_seconds(advice.node_mtbf_s)}, which makes one failure "
                 f"every {show_seconds(costs.mtbf_s)} on {many(len(story.launches[-1].nodes), 'node')}.")  # fmt: skip
     steps = "" if advice.best_steps is None else f", which is every {many(advice.best_steps, 'step')}"

@@ -9,6 +9,7 @@ from .failures import Failure
 from .formatting import clock, lasted, show_bytes, show_seconds, show_time
 from .job_history import JobHistory
 from .markup import Markup, percent, tag, titled
+from .recoveries import took
 
 _MOST_WARNINGS = 60
 _MOST_NODES = 12
@@ -53,6 +54,32 @@ def failures(story: JobHistory) -> Markup:
         for number, failure in enumerate(story.failures, 1)
     ]  # fmt: skip
     return tag("div", table(heads, rows))
+
+
+def recoveries(story: JobHistory) -> Markup:
+    """Which ranks were lost and replaced, and how long that took."""
+    heads = [
+        ("Recovery", "its number in the timeline"), ("Known (UTC)", "when the loss was known"),
+        ("Lost", "ranks, and what became of their processes"),
+        ("Went on from", "the newest committed step, which all went back to"),
+        ("Steps lost", "from the newest step that was saved before, if only by some ranks, to the one restored"),
+        ("Training lost", "time from the save of the restored step to the loss"),
+        ("Until training", "from the known loss until all trained again, and what the slowest rank spent it on"),
+    ]  # fmt: skip
+    rows = [
+        (tag("b", f"R{number}"), show_time(one.began), _and(named(one.line.lost), one.line.why),
+         f"step {one.line.step:,}", f"{one.steps_lost:,}", lasted(one.lost_s),
+         _and(show_seconds(one.line.seconds), took(one.line.parts)))
+        for number, one in list(enumerate(story.recoveries, 1))[-_MOST_LAUNCHES:]
+    ]  # fmt: skip
+    left_out = len(story.recoveries) - len(rows)
+    note = [tag("p", f"The newest {_MOST_LAUNCHES} of {len(story.recoveries)}.", class_="note")] if left_out else []
+    return tag("div", *note, table(heads, rows))
+
+
+def _and(what: str, more: str) -> Markup:
+    """Two lines, the second one of which may be missing."""
+    return tag("div", what, *((tag("br"), tag("span", more, class_="what")) if more else ()))
 
 
 def _steps_lost(failure: Failure) -> str:

@@ -9,12 +9,14 @@ from __future__ import annotations
 import dataclasses
 import glob
 import json
-import math
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from . import journal
+from .fields import LONGEST_TEXT, MOST_RANKS, number, text, whole
 
 # What each kind cannot do without, besides the fields of every line.
 _NEEDED = {
@@ -24,10 +26,7 @@ _NEEDED = {
 }  # fmt: skip
 _PLAIN = frozenset(("save", "protect", "memory"))  # the most frequent ones: nothing else of them is kept
 _COURIERS: Mapping[str, Any] = {"by": "courier"}
-_BEGIN = b'{"event":'
-_LATEST_S = 253_402_300_800.0  # the year 10000: no calendar has it
-_MOST_RANKS = 10_000_000
-_LONGEST_TEXT = 2000
+_BEGINS = (b'{"event":', b'{"time": ')  # of a rank, and of `mlflash run`
 _UNKNOWN_KINDS = 20  # told by name
 
 
@@ -68,13 +67,12 @@ class Event:
 
     def text(self, name: str) -> str:
         """A field as text; "" where it is missing or null."""
-        found = self.more.get(name)
-        return "" if found is None else str(found)[:_LONGEST_TEXT]
+        return text(self.more.get(name))
 
     def texts(self, name: str) -> tuple[str, ...]:
         """A field that is a list, as texts; empty where it is none."""
         found = self.more.get(name)
-        return tuple(str(one)[:_LONGEST_TEXT] for one in found) if isinstance(found, list) else ()
+        return tuple(str(one)[:LONGEST_TEXT] for one in found) if isinstance(found, list) else ()
 
     def count(self, name: str) -> int:
         """A field that is a whole number; 0 where it is none."""
@@ -89,6 +87,7 @@ class File:
     Attributes:
         path: of it.
         lines, events: how many it has.
+        journal: lines that `mlflash run` has written.
         torn: lines that stop in the middle, as those of killed processes do.
         foreign: lines that are no event that this version knows.
         first_foreign: number of the first of these; 0: there is none.
@@ -100,6 +99,7 @@ class File:
     torn: int = 0
     foreign: int = 0
     first_foreign: int = 0
+    journal: int = 0
 
 
 @dataclasses.dataclass
@@ -110,11 +110,14 @@ class Log:
         files: in the order in which they were read.
         events: ordered by time; those of one rank at the same time as they were written.
         unknown: kinds of events that this version does not know → how many; only the first few kinds.
+        recovered, late: what a journal of `mlflash run` tells, ordered by time.
     """
 
     files: list[File]
     events: list[Event]
     unknown: dict[str, int]
+    recovered: list[journal.Recovered] = dataclasses.field(default_factory=list)
+    late: list[journal.Late] = dataclasses.field(default_factory=list)
 
 
 def files_of(paths: Sequence[str]) -> list[Path]:
@@ -135,7 +138,7 @@ def files_of(paths: Sequence[str]) -> list[Path]:
 
 
 def read(paths: Iterable[Path]) -> Log:
-    """Read event logs. Not collective.
+    """Read event logs, and journals of `mlflash run` among them. Not collective.
 
     Raises:
         OSError: a file cannot be read; what is in it raises nothing.
@@ -149,6 +152,8 @@ def read(paths: Iterable[Path]) -> Log:
                 _take(line, file, log)
         log.files.append(file)
     log.events.sort(key=lambda event: event.time)
+    log.recovered.sort(key=lambda one: one.time)
+    log.late.sort(key=lambda one: one.time)
     return log
 
 
@@ -156,22 +161,38 @@ def _take(line: bytes, file: File, log: Log) -> None:
     """Put the event of a line into the log, or count why there is none."""
     document = _parse(line)
     if document is None:
-        begin = line.rfind(_BEGIN)
-        torn = begin > 0 or (begin == 0 and not line.endswith(b"\n")) or _BEGIN.startswith(line)
+        begin = max(line.rfind(one) for one in _BEGINS)
+        torn = begin > 0 or (begin == 0 and not line.endswith(b"\n")) or any(one.startswith(line) for one in _BEGINS)
         document = _parse(line[begin:]) if begin > 0 else None
         file.torn += torn
         if torn and document is None:
             return
-    event = None if document is None else _understand(document)
-    if event is not None:
-        file.events += 1
-        log.events.append(event)
+    if document is not None and _has_event(document, file, log):
         return
     file.foreign += 1
     file.first_foreign = file.first_foreign or file.lines
-    kind = None if document is None else document.get("event")
+    kind = None if document is None or journal.is_of_journal(document) else document.get("event")
     if isinstance(kind, str) and kind not in _NEEDED and (kind in log.unknown or len(log.unknown) < _UNKNOWN_KINDS):
         log.unknown[kind[:40]] = log.unknown.get(kind[:40], 0) + 1
+
+
+def _has_event(document: dict[str, Any], file: File, log: Log) -> bool:
+    """Put what a line tells into the log; False: nothing that makes sense."""
+    if journal.is_of_journal(document):
+        match journal.understand(document):
+            case journal.Recovered() as recovered:
+                log.recovered.append(recovered)
+            case journal.Late() as late:
+                log.late.append(late)
+            case False:
+                return False
+        file.journal += 1
+        return True
+    event = _understand(document)
+    if event is not None:
+        file.events += 1
+        log.events.append(event)
+    return event is not None
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
@@ -190,23 +211,12 @@ def _understand(document: dict[str, Any]) -> Event | None:
     needed = _NEEDED.get(kind)
     if needed is None or any(document.get(name) is None for name in needed):
         return None
-    time, seconds = _number(document.get("time")), _number(document.get("seconds", 0))
-    rank = _whole(document.get("rank"), _MOST_RANKS)
-    step, nbytes = _whole(document.get("step", -1), 1 << 63, -1), _whole(document.get("nbytes", 0), 1 << 63)
+    time, seconds = number(document.get("time")), number(document.get("seconds", 0))
+    rank = whole(document.get("rank"), MOST_RANKS)
+    step, nbytes = whole(document.get("step", -1), 1 << 63, -1), whole(document.get("nbytes", 0), 1 << 63)
     if time is None or seconds is None or rank is None or step is None or nbytes is None or seconds > time:
         return None
     seconds = round(seconds, 9)  # less than a nanosecond is no time, and nothing can be divided by it
     intern = sys.intern
     more = document if kind not in _PLAIN else _COURIERS if document.get("by") == "courier" else {}
     return Event(intern(kind), time, intern(run[:80]), rank, intern(node[:200]), seconds, step, nbytes, more)
-
-
-def _number(value: Any) -> float | None:
-    """A time: a number from 0 on, and no NaN."""
-    if type(value) not in (int, float) or not 0 <= value < _LATEST_S or math.isnan(value):
-        return None
-    return float(value)
-
-
-def _whole(value: Any, end: int, first: int = 0) -> int | None:
-    return value if type(value) is int and first <= value < end else None

@@ -23,6 +23,7 @@ class Account:
         stall_s: training was held up by a save, among that.
         lost_s: training that was lost, and its saves.
         starting_s: from the start of a launch until its ranks had restored; launches that never got so far.
+        recovering_s: from when a lost rank was known until all trained again, in the processes that stayed.
         down_s: from the last sign of a launch to the first one of the next.
     """
 
@@ -30,12 +31,13 @@ class Account:
     stall_s: float = 0.0
     lost_s: float = 0.0
     starting_s: float = 0.0
+    recovering_s: float = 0.0
     down_s: float = 0.0
 
     @property
     def wall_s(self) -> float:
         """All of it."""
-        return self.kept_s + self.stall_s + self.lost_s + self.starting_s + self.down_s
+        return self.kept_s + self.stall_s + self.lost_s + self.starting_s + self.recovering_s + self.down_s
 
     @property
     def goodput(self) -> float:
@@ -66,7 +68,10 @@ def account(launches: Sequence[Launch]) -> tuple[Account, list[Lost]]:
         for stretch in launch.stretches:
             ready = min(max(at, stretch.ready), stretch.until) if _goes_on(stretch, launches) else stretch.until
             end = min(max(ready, kept[id(stretch)]), stretch.until)
-            total.starting_s += ready - at
+            if stretch.recovered is None:
+                total.starting_s += ready - at
+            else:
+                total.recovering_s += ready - at
             stall_s = sum(save.stall_s for save in stretch.saves.values() if save.ended <= end)
             total.stall_s += min(stall_s, end - ready)
             total.kept_s += max(0.0, end - ready - stall_s)

@@ -13,6 +13,7 @@ from ..human_readable.wording import many
 from .formatting import clock, lasted, show_bytes, show_seconds, show_time, ticks
 from .job_history import JobHistory
 from .markup import Markup, percent, tag, titled
+from .recoveries import Recovery, say
 from .timeline_rows import LANES, Life, Mark, Row, within
 
 _MOST_MARKS = 7000  # in one drawing; about a megabyte
@@ -179,7 +180,7 @@ def _bar(mark: Mark, kind: str, top: int, at: tuple[float, float], window: Windo
 
 
 def _across(story: JobHistory, window: Window, bottom: int, name: str) -> Iterator[Markup]:
-    """What concerns all rows: training that was lost, time without any process, failures."""
+    """What concerns all rows: training that was lost, time without any process, recoveries in place, failures."""
 
     def band(began: float, ended: float, what: str, text: str) -> Markup | None:
         if ended <= window.began or began >= window.ended:
@@ -195,6 +196,9 @@ def _across(story: JobHistory, window: Window, bottom: int, name: str) -> Iterat
     for before, after in itertools.pairwise(story.launches):
         bands.append(band(before.last, after.began, "down", f"down for {lasted(after.began - before.last)}"))
     yield from (one for one in bands if one is not None)
+    for number, recovery in enumerate(story.recoveries, 1):
+        if window.shows(recovery.began, recovery.ended):
+            yield _recovered(f"R{number}", recovery, window, bottom)
     for number, failure in enumerate(story.failures, 1):
         if window.began <= failure.time <= window.ended:
             at = percent(window.at(failure.time))
@@ -202,6 +206,15 @@ def _across(story: JobHistory, window: Window, bottom: int, name: str) -> Iterat
             line = tag("line", x1=at, x2=at, y1=_AXIS - 5, y2=bottom, class_="failure")
             badge = tag("text", str(number), x=at, y=_AXIS - 9, class_="badge", text_anchor="middle")
             yield tag("g", titled(text), line, badge, class_="failed")
+
+
+def _recovered(name: str, recovery: Recovery, window: Window, bottom: int) -> Markup:
+    left, right = window.at(recovery.began), window.at(recovery.ended)
+    width = max(right - left, _THIN)
+    at = percent(min(left, 1 - width))
+    band = tag("rect", x=at, width=percent(width), y=_AXIS - 5, height=bottom - _AXIS + 5)
+    badge = tag("text", name, x=at, y=_AXIS - 9, class_="badge", text_anchor="middle")
+    return tag("g", titled(f"{name}: {say(recovery)}"), band, badge, class_="recovered")
 
 
 def _steps(mark: Mark) -> str:

@@ -23,11 +23,20 @@ def parent_and_trainer(process: Path) -> tuple[int, int] | None:
             return None
         trainer, _, is_hosted = told.partition(":")
         parent = int((process / "stat").read_text().rsplit(")", 1)[1].split()[1])
+        if _in_its_namespace(process.parent / str(parent)) == int(trainer):  # it may be in a container, and we not
+            return parent, parent
         if is_hosted and (process.parent / trainer).exists() and _told(process.parent / str(parent)) is None:
             parent = int(trainer)
         return parent, int(trainer)
     except (OSError, ValueError, IndexError):
         return None
+
+
+def _in_its_namespace(process: Path) -> int | None:
+    """The number by which a process knows itself, where it has another one here; None: it has none."""
+    lines = (process / "status").read_text().splitlines() if (process / "status").exists() else []
+    numbers = next((line.split()[1:] for line in lines if line.startswith("NSpid:")), [])
+    return int(numbers[-1]) if len(numbers) > 1 else None
 
 
 def _told(process: Path) -> str | None:
@@ -44,3 +53,8 @@ def works_for(pid: int, proc: Path = _PROC) -> int:
     found = parent_and_trainer(proc / str(pid))
     zygote = found and parent_and_trainer(proc / str(found[0]))
     return zygote[1] if zygote and zygote[0] == zygote[1] else pid
+
+
+def process_named(pid: int) -> str:
+    """Name a process for people; 0 is what the kernel has for one whose number is of no use here. Not collective."""
+    return f"pid {pid}" if pid else "a process in another container"

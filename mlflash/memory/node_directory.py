@@ -99,7 +99,7 @@ class NodeDirectory:
                         "another job with this name is alive on this node: end it, or give one of the two "
                         "another name (job=... or MLFLASH_JOB)",
                         expected=f"{self.path} free",
-                        found=f"held by pid {self._holder(start, length)}",
+                        found=_who(self._holder(start, length)),
                     )
                 time.sleep(0.05)
         _locked_here.add(key)
@@ -366,3 +366,10 @@ def _look_at(name: str, above: int) -> str:
         return describe(os.stat(name, dir_fd=above, follow_symlinks=False))
     except OSError as error:
         return str(error)
+
+
+def _who(holder: int) -> str:
+    """Who holds a lock, in words."""
+    if holder:
+        return f"held by pid {holder}"
+    return "held in another container: containers of one job that share this memory need one host name, too"

@@ -317,6 +317,15 @@ class OwnSlots:
         own = [slot.segment for _, slot in self._all() if slot.segment is not None]
         shared_memory_segment.prefault_in_background(own, pin=True)
 
+    def wait_until_written(self, end: float) -> bool:
+        """Wait until nothing copies into any slot any more, or a moment by time.monotonic; whether that is so."""
+        segments = [slot.segment for _, slot in self._all() if slot.segment is not None] + self._quarantined
+        while any(one.is_written_to for one in segments):
+            if time.monotonic() >= end:
+                return False
+            time.sleep(_LOOK_S)
+        return True
+
     def close(self) -> None:
         """Unmap everything; the files stay."""
         for _, slot in self._all():

@@ -64,6 +64,8 @@ class SlotPool:
         self.aside: set[int] = set()  # files of this node that are left to themselves until a newer step is committed
         self.trainer: TrainerSlots | None = None
         self._told: dict[SlotId, int] = {}  # inodes of the files that the trainer knows of
+        # Files that it has left, as they are too small: the next one may get the same inode.
+        self._left: dict[SlotId, shared_memory_segment.Segment | None] = {}
 
     def all(self) -> list[Slot]:
         """All slots, own ones first."""
@@ -195,7 +197,10 @@ class SlotPool:
             inode = 0 if slot.segment is None else slot.segment.inode
             if is_free:
                 slot.use, slot.taker = Use.BUSY, _TRAINER
-            if is_free or self._told.get(name, 0) != inode:
+            is_other = self._left.get(name, slot.segment) is not slot.segment
+            if is_other:
+                del self._left[name]
+            if is_free or is_other or self._told.get(name, 0) != inode:
                 self._told[name] = inode
                 news.append(SlotFile(name, file_number(slot.name) if inode else None, inode, is_free))
         return news
@@ -217,6 +222,7 @@ class SlotPool:
             return []
         assert self.trainer is not None
         given = set(self.trainer.prepare(asked, [names[id(slot)] for slot in waiting]))
+        self._left |= {name: slot.segment for name, slot in self._own() if slot.view.nbytes < dict(asked).get(name, 0)}
         got = [slot for name, slot in self._own() if name in given]
         for slot in got:
             slot.taker, slot.use = None, Use.FREE

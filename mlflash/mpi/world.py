@@ -71,7 +71,8 @@ def find_world(env: Mapping[str, str]) -> Any:
         if size > 1 and (name != "WORLD_SIZE" or "RANK" in env):
             raise WorldMismatch(
                 f"{launcher} started several ranks, but each of them is an MPI world of its own, and they would take "
-                "each other's checkpoints for theirs: start with mpiexec -n RANKS or srun instead, of the MPI that "
+                "each other's checkpoints for theirs: install an MPI that needs no launcher (pip install "
+                "'mlflash[mpich]'; Open MPI does need one), or start with mpiexec -n RANKS or srun, of the MPI that "
                 "mpi4py loads; where each shall save by itself, give it comm=MPI.COMM_SELF and a job name of its own",
                 expected=f"{size} ranks ({name})",
                 found="1 rank",

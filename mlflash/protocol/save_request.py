@@ -89,5 +89,9 @@ class Trainer(Shareable, Protocol):
             DeadlineExceeded: something is still being written.
         """
 
-    def ended(self, error: MlflashError | None, skipped: bool = False) -> None:
-        """Hear how the save has ended: committed where there is no error."""
+    def ended(self, error: MlflashError | None, skipped: bool = False, at: float | None = None) -> None:
+        """Hear how the save has ended: committed where there is no error.
+
+        Args:
+            at: when, seconds of `time.monotonic`, which is the same clock for all processes of a host; None: now.
+        """

@@ -120,7 +120,7 @@ class PendingSave(LiveState):
         if self.later is not None:
             self.later.cancel()
 
-    def ended(self, error: MlflashError | None, skipped: bool = False) -> None:
+    def ended(self, error: MlflashError | None, skipped: bool = False, at: float | None = None) -> None:
         self.flat = self.plan_now = self.stage_now = None  # they hold the live state
         if error is None and not skipped:
             self._slots.committed(self.request)
@@ -129,5 +129,5 @@ class PendingSave(LiveState):
             mine = self._slots.taken_by(self.request)
             self._slots.give_back(slot for slot in mine if self._slots.ids_of([slot])[0] not in handed)
         self.snapshot.skipped = skipped
-        self.snapshot.end(error)
+        self.snapshot.end(error, at)
         self.staged.set()

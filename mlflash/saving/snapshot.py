@@ -37,7 +37,7 @@ class Snapshot:
         self.skipped = False
         self.reported = False  # its error was raised to the caller
         self.later: DeferredCopies | None = None  # what is copied after `save` has returned
-        self._start = time.perf_counter()
+        self._start = time.monotonic()
         self._error: MlflashError | None = None
         self._late: DeadlineExceeded | None = None
         self._committed = False
@@ -54,7 +54,7 @@ class Snapshot:
     @property
     def age_s(self) -> float:
         """Seconds since ``save`` was called."""
-        return time.perf_counter() - self._start
+        return time.monotonic() - self._start
 
     @property
     def done(self) -> bool:
@@ -112,12 +112,16 @@ class Snapshot:
                 return
         call(self)
 
-    def end(self, error: MlflashError | None) -> None:
-        """Tell the waiters how it ended, once (for the courier)."""
+    def end(self, error: MlflashError | None, at: float | None = None) -> None:
+        """Tell the waiters how it ended, once (for the courier).
+
+        Args:
+            at: when, seconds of `time.monotonic`: the courier's word may wait here for the interpreter; None: now.
+        """
         if self._ended.is_set():
             return
         if error is None:
-            self.commit_s = self.age_s
+            self.commit_s = (time.monotonic() if at is None else at) - self._start
             self._committed = True
         else:
             self._error = error if isinstance(error, SaveFailed) else _failed(error, self.step)

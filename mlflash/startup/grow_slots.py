@@ -42,7 +42,8 @@ def make_room(world: World, memory: NodeDirectory, demand: Sequence[tuple[Slot, 
         if todo and asked + spared > least:
             raise MemoryTooSmall(
                 "the slots of this node do not fit into its memory: save less, use fewer ranks per node or a scheme "
-                "that needs less memory, or raise the limit named below",
+                "that needs less memory, or raise the limit named below (/dev/shm: mount -o remount,size=...; in a "
+                "container --shm-size; in a pod sizeLimit of its emptyDir)",
                 expected=f"{asked:,} bytes more for the slots of {world.local_size} ranks, and {spared:,} bytes to "
                 "spare",
                 found=f"{least:,} bytes: {what}" + _other_jobs(memory),

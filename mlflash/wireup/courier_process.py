@@ -18,6 +18,7 @@ import traceback
 from collections.abc import Callable, Collection
 from typing import NoReturn
 
+from . import cross_memory
 from .frames import pack
 from .mpich_segments import mapped_by
 
@@ -62,7 +63,13 @@ class Courier:
         os.write(self.reports_fd, pack({"mapped": sorted(mapped_by("self"))}))
 
 
-def run(entry: Callable[[Courier], object], courier: Courier, pmi: socket.socket | None, zygote_pid: int) -> NoReturn:
+def run(
+    entry: Callable[[Courier], object],
+    courier: Courier,
+    pmi: socket.socket | None,
+    zygote_pid: int,
+    reads: bool,
+) -> NoReturn:
     """Be a courier, in a process that was just forked, and end. Not collective.
 
     The process ends with status 0 when the entry point returns, with that of a SystemExit, and with 1 after any other
@@ -73,6 +80,7 @@ def run(entry: Callable[[Courier], object], courier: Courier, pmi: socket.socket
         kept = {0, 1, 2, courier.trainer.fileno(), courier.trainer_pidfd, courier.reports_fd}
         _leave(zygote_pid, kept if pmi is None else kept | {pmi.fileno()})
         if pmi is not None:
+            os.environ.update(cross_memory.settings(reads, os.environ))
             os.environ.update(PMI_FD=str(pmi.fileno()), PMI_RANK=str(courier.rank), PMI_SIZE=str(len(courier.nodes)))
         if courier.cores:  # before any thread: each takes what that has that starts it
             try:

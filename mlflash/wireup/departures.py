@@ -52,6 +52,11 @@ def below(number: int) -> str:
     return f"launch/{number}/"
 
 
+def needed_until_up(number: int) -> tuple[str, str]:
+    """What of an epoch nobody needs any more when MPI is initialised everywhere: how such keys begin."""
+    return below(number) + "node/", below(number) + "cores/"
+
+
 def number_of(epoch: str) -> int:
     """The number of an epoch, from its name (`pmi_server.new_epoch_name`)."""
     return int(epoch.split("-")[1])

@@ -20,7 +20,16 @@ class BadFrame(ValueError):
 
 def pack(message: object) -> bytes:
     """Give the bytes that a message is sent as. Not collective."""
-    text = json.dumps(message, separators=(",", ":")).encode("ascii")
+    return packed_text(text_of(message))
+
+
+def text_of(message: object) -> bytes:
+    """Give a message as JSON. Not collective."""
+    return json.dumps(message, separators=(",", ":")).encode("ascii")
+
+
+def packed_text(text: bytes) -> bytes:
+    """Give the bytes that a message is sent as which is JSON already. Not collective."""
     return len(text).to_bytes(_LENGTH_NBYTES, "big") + text
 
 

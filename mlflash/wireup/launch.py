@@ -1,11 +1,9 @@
 """What a trainer starts to have couriers: a zygote, a store that all ranks reach, and one courier after the other.
 
 Each trainer makes one `Couriers`, for as long as it lives. The zygote of rank 0 serves the key-value store; the ranks
-learn where it is once (`rendezvous`), and agree on everything else through it. In the store, epoch N of the couriers
-has ``launch/N/node/RANK``, the node of a rank that wants this epoch, and ``launch/N/all``: as soon as all ranks want
-it, rank 0 puts there which it is, ``[name, nodes]``; and ``launch/N/ended``, put by a rank whose courier has ended.
-Below ``launch/N/cores/HOST/`` stands what each rank of a host may run on, for `courier_cores`. A rank that leaves the
-job tells the others so (`departures`), or its zygote does. A job of one rank has no store and no MPI, only a courier.
+learn where it is once (`rendezvous`), and agree on everything else through it (`epoch_agreement`). A rank that leaves
+the job tells the others so (`departures`), or its zygote does. A job of one rank has no store and no MPI, only a
+courier.
 
 A zygote that was killed, which ends its courier, is replaced by the next epoch; that of rank 0 then serves an empty
 store at the same address with the same token, to which the others connect anew.
@@ -15,34 +13,30 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
-import json
 import logging
 import os
 import select
 import socket
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
 from ..errors import DeadlineExceeded, WorldMismatch
 from . import courier_cores
-from .departures import Departure, below, check_departure
+from .departures import Departure, below
+from .epoch_agreement import Epoch, EpochAgreement
 from .launcher_variables import is_on_one_host
 from .own_address import own_address
 from .pmi_server import new_epoch_name
-from .process_mapping import Block, blocks, name_of_host, name_of_node, nodes_of
-from .rendezvous import rendezvous, who_am_i
+from .process_mapping import name_of_node
+from .rendezvous import rendezvous, way, who_am_i
 from .running_courier import CourierEnded, RunningCourier, ended
-from .store_client import StoreClient, StoreLost, StoreRefused, connect
+from .store_client import left_s
 from .zygote_client import ZygoteClient, ZygoteLost
 
 log = logging.getLogger("mlflash")
-
-_FOREVER_S = 1e6  # as long as poll can wait, nearly
-_ASK_S = 5.0  # for one more answer, when a deadline has passed, to say why
 
 
 class Couriers:
@@ -61,10 +55,12 @@ class Couriers:
         output: where couriers print to, open until `close`; where this process does if None.
         zygote: of this process, with that entry point; it is started here if None.
         cores: of couriers: "auto", "inherit", or such as "0-3,8".
+        meet: gives rank 0's text to all ranks within so many seconds; the way that there is (`rendezvous`) if None.
 
     Attributes:
         rank: of this process.
         size: how many ranks there are.
+        met: how they found each other, in words.
         courier: the newest, which was forked and is on its way to MPI.
 
     Raises:
@@ -87,18 +83,17 @@ class Couriers:
         output: IO[Any] | None = None,
         zygote: ZygoteClient | None = None,
         cores: str = courier_cores.INHERIT,
+        meet: Callable[[str | None, float], str] | None = None,
     ):
         end = time.monotonic() + timeout_s
         self._me = who_am_i(environment)
         self.rank, self.size = self._me.rank, self._me.size
+        self.met = f"{self.size} ranks met by {way(environment, self._me)}" if self.size > 1 else "one rank"
         self._entry_point, self._node, self._cores = entry_point, name_of_node(node), cores
         self._seat = "" if cores == courier_cores.INHERIT else courier_cores.own_seat(environment).to_text()
         self._number = 0  # of the newest epoch
         self._running: RunningCourier | None = None
-        self._store: StoreClient | None = None
-        self._address: tuple[str, int] | None = None
-        self._token = ""
-        self._shared = itertools.count()
+        self._agreement: EpochAgreement | None = None  # of several ranks
         self._ended = threading.Event()  # where there is no store
         self._has_departed = False
         with contextlib.ExitStack() as failed:
@@ -106,8 +101,11 @@ class Couriers:
             self.zygote = self._start_zygote() if zygote is None else zygote
             failed.callback(self.close)
             if self.size > 1:
-                self._meet(environment, directory, host, timeout_s)
-            self.next_epoch(_left(end))
+                found: Callable[[str | None, float], str] = lambda text, left: rendezvous(
+                    environment, self._me, text, directory, left
+                )
+                self._meet(environment, meet or found, host, timeout_s)
+            self.next_epoch(left_s(end))
             failed.pop_all()
 
     @property
@@ -117,19 +115,18 @@ class Couriers:
             raise CourierEnded("there is no courier: the last epoch could not be started")
         return self._running
 
-    def _meet(self, environment: Mapping[str, str], directory: Path | None, host: str | None, timeout_s: float) -> None:
+    def _meet(self, environment: Mapping[str, str], meet: Callable[[str | None, float], str], host: str | None,
+              timeout_s: float) -> None:  # fmt: skip
         end, text = time.monotonic() + timeout_s, None
         if self.rank == 0:
-            here = host or own_address(is_on_one_host(environment, self._me), environment.get("MASTER_ADDR"))
+            here = host or own_address(is_on_one_host(environment, self._me), environment)
             (address, port), token = self.zygote.serve(here, self.size, timeout_s)
             text = f"{address},{port},{token}"
-        told = rendezvous(environment, self._me, text, directory, _left(end))
-        try:
-            address, number, self._token = told.split(",")
-            self._address = (address, int(number))
-        except ValueError:
-            raise WorldMismatch("rank 0 has said no address of a key-value store", found=told[:80]) from None
-        self._store = connect(self._address, self._token, end)
+        told = meet(text, left_s(end)).split(",")
+        if len(told) != 3 or not told[1].isdecimal():
+            raise WorldMismatch("rank 0 has said no address of a key-value store", found=str(told)[:80])
+        store = told[0], int(told[1])
+        self._agreement = EpochAgreement(self.rank, self.size, self._node, self._seat, store, told[2], end)
 
     def next_epoch(self, timeout_s: float) -> RunningCourier:
         """Have a courier forked that has a world of MPI with those of all other ranks, after the end of the last one.
@@ -151,22 +148,26 @@ class Couriers:
         end = time.monotonic() + timeout_s
         try:
             self._end_courier(timeout_s)
-            self.zygote.ask(0, _left(end))  # a rank that could not fork does not say that it has come
+            self.zygote.ask(0, left_s(end))  # a rank that could not fork does not say that it has come
         except ZygoteLost:
             self._replace_zygote(end)
-        name, nodes = self._agree(end, timeout_s)
-        self._number += 1
+        number, agreement = self._number + 1, self._agreement
+        if agreement is None:
+            epoch, store, token = Epoch(new_epoch_name(number), (0,)), None, ""
+        else:
+            epoch, store, token = agreement.agree(number, end, timeout_s), agreement.address, agreement.token
+        self._number = number
         cores = self._choose_cores(end)
         mine, its = socket.socketpair()
         with contextlib.ExitStack() as failed, its:
             failed.callback(mine.close)
             pid = self.zygote.fork(
-                self._entry_point, name, self.rank, nodes, self._address, self._token, its.fileno(),
-                _left(end), timeout_s, cores,
+                self._entry_point, epoch.name, self.rank, epoch.nodes, store, token, its.fileno(),
+                left_s(end), timeout_s, cores, epoch.reads,
             )  # fmt: skip
-            pidfd = self._open(pid, _left(end))
+            pidfd = self._open(pid, left_s(end))
             failed.pop_all()
-        self._running = RunningCourier(self._number, name, nodes, mine, pid, pidfd, cores)
+        self._running = RunningCourier(number, epoch.name, epoch.nodes, mine, pid, pidfd, cores)
         return self._running
 
     def announce_end(self, timeout_s: float) -> None:
@@ -175,37 +176,30 @@ class Couriers:
         Raises:
             StoreLost, DeadlineExceeded: they could not be told.
         """
-        if self._address is None:
+        if self._agreement is None:
             self._ended.set()
         else:
-            self._put([(below(self._number) + "ended", str(self.rank))], timeout_s)
+            self._agreement.put([(below(self._number) + "ended", str(self.rank))], timeout_s)
 
-    def depart(self, why: str, timeout_s: float) -> None:
-        """Tell all ranks that this one leaves the job by an exception, and that they are to end as well.
-
-        Not collective; any thread.
+    def depart(self, why: str, timeout_s: float, ends_job: bool = True) -> None:
+        """Tell all ranks that this one leaves the job, for good. Not collective; any thread.
 
         Args:
-            why: the exception, as text.
+            why: such as the exception, as text.
             timeout_s: how long each message may take, seconds.
+            ends_job: whether they are to end as well.
 
         Raises:
             StoreLost, DeadlineExceeded: they could not be told.
         """
-        if self._address is not None:
+        if self._agreement is not None:
             self._has_departed = True
-            self._put(Departure(self.rank, why, ends_job=True).puts(self._number), timeout_s)
-
-    def _put(self, puts: Sequence[tuple[str, str]], timeout_s: float) -> None:
-        assert self._address is not None
-        with contextlib.closing(StoreClient(self._address, self._token)) as store:
-            for key, value in puts:
-                store.put(key, value, timeout_s)
+            self._agreement.put(Departure(self.rank, why, ends_job).puts(self._number), timeout_s)
 
     @property
     def host(self) -> str:
         """Where all ranks reach the host of rank 0, in figures. Not collective."""
-        return self._address[0] if self._address is not None else own_address(True)
+        return self._agreement.address[0] if self._agreement is not None else own_address(True, {})
 
     def share(self, text: str | None, timeout_s: float) -> str:
         """Give rank 0's text to all ranks. Collective; one thread does so, beside that of the epochs.
@@ -213,13 +207,9 @@ class Couriers:
         Raises:
             StoreLost, DeadlineExceeded: rank 0 has ended, or did not come.
         """
-        if self._address is None:
+        if self._agreement is None:
             return text or ""
-        key = f"shared/{next(self._shared)}"
-        with contextlib.closing(StoreClient(self._address, self._token)) as store:
-            if self.rank == 0:
-                store.put(key, text or "", timeout_s)
-            return store.get(key, timeout_s)
+        return self._agreement.share(text, timeout_s)
 
     def wait_for_end(self) -> None:
         """Wait until a rank has announced the end of this epoch, however long that takes. Not collective.
@@ -228,17 +218,11 @@ class Couriers:
             RankDeparted: a rank has left the job.
             StoreLost: nobody can announce anything any more.
         """
-        if self._store is None:
+        if self._agreement is None:
             self._ended.wait()
             self._ended.clear()
-            return
-        while True:
-            try:
-                told = self._store.get(below(self._number) + "ended", _FOREVER_S)
-            except DeadlineExceeded:
-                continue
-            check_departure(told)
-            return
+        else:
+            self._agreement.wait_for_end(self._number)
 
     def wait_up(self, timeout_s: float) -> None:
         """Wait until the newest courier has initialised MPI. Not collective, but MPI_Init is.
@@ -252,7 +236,10 @@ class Couriers:
         try:
             is_up = self.zygote.wait_up(courier.pid, timeout_s)
         except DeadlineExceeded as exceeded:
-            missing = self._missing(f"{courier.epoch}/started/")
+            agreement = self._agreement
+            missing = (agreement.missing(f"{courier.epoch}/started/") if agreement is not None else None) or []
+            if self.rank in missing:  # what says that they were forked is deleted when the last one is up
+                missing = []
             which = f"; no courier was forked on {len(missing)} of {self.size} ranks" if missing else ""
             raise DeadlineExceeded(f"{exceeded.message}{which}", rank=self.rank, ranks=missing) from None
         if not is_up:
@@ -272,8 +259,8 @@ class Couriers:
             with contextlib.suppress(OSError):
                 self._running.trainer.shutdown(socket.SHUT_WR)
         self.zygote.stop(timeout_s, kill, tell=not kill and not self._has_departed)
-        if self._store is not None:
-            self._store.close()
+        if self._agreement is not None:
+            self._agreement.close()
         if self._running is not None:
             self._running.close()
             self._running = None
@@ -286,7 +273,7 @@ class Couriers:
         end = time.monotonic() + timeout_s
         if self._running.pid in self.zygote.running:
             self.zygote.kill(self._running.pid, timeout_s)
-            self.zygote.wait(self._running.pid, _left(end))
+            self.zygote.wait(self._running.pid, left_s(end))
         self._running.close()
         self._running = None
 
@@ -294,90 +281,27 @@ class Couriers:
         if self._running is not None:  # which the kernel kills; its shared memory can be removed only then
             poll = select.poll()
             poll.register(self._running.pidfd, select.POLLIN)
-            poll.poll(_left(end) * 1000)
+            poll.poll(left_s(end) * 1000)
             self._running.close()
             self._running = None
         self.zygote.stop(0)
         self.zygote = self._start_zygote()
-        if self.rank == 0 and self._address is not None:
-            self.zygote.serve(self._address[0], self.size, _left(end), self._address[1], self._token)
-        self.zygote.ask(0, _left(end))
-
-    def _agree(self, end: float, timeout_s: float) -> tuple[str, tuple[int, ...]]:
-        """Agree on the next epoch: its name, and the node of each rank."""
-        number = self._number + 1
-        if self._store is None:
-            return new_epoch_name(number), (0,)
-        prefix = below(number)
-        try:
-            while True:
-                try:
-                    if self._cores != courier_cores.INHERIT:
-                        self._store.put(f"{prefix}cores/{name_of_host()}/{self.rank}", self._seat, _left(end))
-                    self._store.put(f"{prefix}node/{self.rank}", self._node, _left(end))
-                    if self.rank == 0:
-                        self._gather(prefix, end)
-                    told = self._store.get(f"{prefix}all", _left(end))
-                    break
-                except StoreLost:
-                    assert self._address is not None
-                    self._store.close()
-                    self._store = connect(self._address, self._token, end)
-        except DeadlineExceeded as exceeded:
-            missing = self._missing(f"{prefix}node/")
-            raise DeadlineExceeded(
-                f"waited {timeout_s:g} s for all ranks to start epoch {number} of their couriers: "
-                + (f"{len(missing)} of {self.size} have not come" if missing else "all have come, but too late"),
-                rank=self.rank,
-                ranks=missing,
-            ) from exceeded
-        check_departure(told)
-        name, described = json.loads(told)
-        return name, tuple(nodes_of([Block(*block) for block in described], self.size))
+        if self.rank == 0 and self._agreement is not None:
+            host, port = self._agreement.address
+            self.zygote.serve(host, self.size, left_s(end), port, self._agreement.token)
+        self.zygote.ask(0, left_s(end))
 
     def _choose_cores(self, end: float) -> frozenset[int] | None:
         """Choose where the next courier runs; what is not known or makes no sense leaves it where its trainer does."""
         if self._cores == courier_cores.INHERIT:
             return None
         try:
-            here = f"{below(self._number)}cores/{name_of_host()}/"
-            told = {str(self.rank): self._seat} if self._store is None else self._store.below(here, _left(end))
+            alone = {str(self.rank): self._seat}
+            told = alone if self._agreement is None else self._agreement.seats(self._number, end)
             return courier_cores.choose_among(self._cores, told, str(self.rank))
-        except (StoreRefused, ValueError) as problem:
+        except ValueError as problem:
             log.debug("no cores are chosen for the courier of rank %d: %s", self.rank, problem)
             return None
-
-    def _gather(self, prefix: str, end: float) -> None:
-        """Wait for all ranks, and say which epoch it is. Rank 0 does this."""
-        assert self._store is not None
-        self._store.get(f"{prefix}node/{self.size - 1}", _left(end))  # most have come by then
-        try:
-            there = self._store.below(f"{prefix}node/", _left(end))
-        except StoreRefused:  # more than one answer holds
-            there = {}
-        names = [there.get(str(rank)) or self._store.get(f"{prefix}node/{rank}", _left(end))
-                 for rank in range(self.size)]  # fmt: skip
-        if "" in names:  # one has left the job, and has said so to all
-            return
-        numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
-        epoch = new_epoch_name(self._number + 1)
-        described = blocks([numbers[name] for name in names])
-        # All have come here, so none needs what stands of the last epoch.
-        before = below(self._number)
-        if (last := self._store.look(f"{before}all", _left(end))) is not None:
-            self._store.delete(f"{json.loads(last)[0]}/", _left(end))
-            self._store.delete(before, _left(end))
-        self._store.put(f"{prefix}all", json.dumps([epoch, described]), _left(end))
-
-    def _missing(self, prefix: str) -> list[int]:
-        """Which ranks have put nothing below this."""
-        if self._store is None:
-            return []
-        try:
-            there = self._store.below(prefix, _ASK_S)
-        except (OSError, DeadlineExceeded):
-            return []
-        return [rank for rank in range(self.size) if str(rank) not in there]
 
     def _open(self, pid: int, timeout_s: float) -> int:
         """Open a pidfd of a courier. Its number is its own as long as its zygote, which waits for it, has not."""
@@ -393,8 +317,3 @@ class Couriers:
             if pidfd >= 0:
                 os.close(pidfd)
             raise
-
-
-def _left(end: float) -> float:
-    """Give how many seconds are left of a deadline, by time.monotonic."""
-    return max(0.0, end - time.monotonic())

@@ -11,8 +11,14 @@ from collections.abc import Mapping, Sequence
 
 from ..errors import WorldMismatch
 
+KEPT = "MLFLASH_KEPT"
+"""Set where this process goes on when others are lost: who decides which process has which rank."""
 _GPUS = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 _PREFIXES = ("PMI", "HYD", "OMPI", "PRTE", "SLURM_PMI", "MPI_LOCAL")  # PMI is PMIX, too, and HYD is HYDI
+# What else is said of one rank, or one step, alone.
+_OF_A_STEP = ("SLURM_STEP", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_TASK_PID", "TORCHELASTIC_")
+_OF_A_RANK = frozenset({"RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "CROSS_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE",
+                        "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"})  # fmt: skip
 
 # What says how many ranks are on this host, or how many hosts there are, and what it says where that is one.
 _ON_ONE_HOST = {
@@ -108,6 +114,17 @@ def without_launcher(environment: Mapping[str, str]) -> dict[str, str]:
     """
     kept = {name: value for name, value in environment.items() if not name.startswith(_PREFIXES)}
     return {**kept, **dict.fromkeys(_GPUS, ""), "OPENBLAS_NUM_THREADS": "1"}
+
+
+def without_rank(environment: Mapping[str, str]) -> dict[str, str]:
+    """Give the environment without what any launcher says of a rank: for ranks that are started anew. Not collective.
+
+    What Slurm says of the whole job stays.
+    """
+    return {
+        name: value for name, value in environment.items()
+        if not name.startswith(_PREFIXES + _OF_A_STEP) and name not in _OF_A_RANK
+    }  # fmt: skip
 
 
 def as_torchrun(

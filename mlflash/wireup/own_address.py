@@ -4,29 +4,38 @@ from __future__ import annotations
 
 import ipaddress
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+
+from .interfaces import addresses, chosen
 
 _LOOPBACK = "127.0.0.1"
 _ELSEWHERE = ("198.51.100.1", "2001:db8::1")  # addresses of documentation: nothing is sent there
 
 
-def own_address(one_host: bool, main_host: str | None = None) -> str:
+def own_address(one_host: bool, environment: Mapping[str, str]) -> str:
     """Choose, in figures, where this host is reached by all ranks. Not collective.
 
     It is loopback where all ranks are on this host. Else it is the first of these that is an address of this host and
-    no loopback: what the main host's name means; the address from which this host speaks to the main host; what the
-    own host name means; the address from which it speaks to the rest of the world. Loopback is left where it has none.
+    no loopback: that of the interfaces that are to be used (`interfaces`); what MASTER_ADDR means, which mostly is the
+    host of rank 0; the address from which this host speaks to that one; what the own host name means; the address from
+    which it speaks to the rest of the world. Loopback is left where it has none.
 
     Args:
         one_host: whether all ranks are known to be on this host.
-        main_host: a name that all ranks know, as MASTER_ADDR; mostly of the host of rank 0.
+        environment: of the job.
+
+    Raises:
+        WorldMismatch: MLFLASH_INTERFACE names none of this host's.
     """
     if one_host:
         return _LOOPBACK
-    return next(filter(_is_own, _candidates(main_host)), _LOOPBACK)
+    return next(filter(_is_own, _candidates(environment)), _LOOPBACK)
 
 
-def _candidates(main_host: str | None) -> Iterator[str]:
+def _candidates(environment: Mapping[str, str]) -> Iterator[str]:
+    for name in chosen(environment) or ():
+        yield from addresses(name)
+    main_host = environment.get("MASTER_ADDR")
     if main_host:
         yield from _meanings(main_host)
         yield from _speaking_to(main_host)

@@ -17,7 +17,8 @@ the key-value store does. A process asks one thing at a time, in a line of words
 | ``cmd=abort exitcode=``           | none: whoever forked the process ends it (MPI_Abort of MPICH 5 returns)         |
 
 In the store all keys of an epoch are below its name: ``EPOCH/started/RANK``, ``EPOCH/put/KEY``, ``EPOCH/barrier/N`` and
-``EPOCH/barrier/N/all``. MPI names its shared memory after the epoch, so a name must never have been used before:
+``EPOCH/barrier/N/all``, and ``EPOCH/up``, how many have initialised MPI; the last one that does deletes the first two,
+which nobody needs any more. MPI names its shared memory after the epoch, so a name must never have been used before:
 MPI_Init hangs otherwise.
 
 Source: MPICH, src/pmi/src/pmi_wire.c; what MPICH 5.0.2 really sends.
@@ -29,14 +30,17 @@ import re
 import secrets
 import socket
 from collections.abc import Callable, Sequence
+from typing import cast
 
 from .process_mapping import mapping
-from .store_client import StoreClient, StoreRefused
+from .store_client import StoreClient
 
 _NAME_LENGTH, _KEY_LENGTH, _VALUE_LENGTH = 256, 64, 1024
 _LINE_LENGTH = 4096
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,200}")
 _WORD = re.compile(r"([A-Za-z0-9_-]+)(?:=((?:[^\s\\]|\\[^\n])*))?")  # a backslash keeps a space in its word
+ABORTS = "MPI_Abort"
+"""Begins why a courier is killed whose MPI gives up."""
 
 
 class PmiError(ValueError):
@@ -108,6 +112,7 @@ class PmiServer:
         self._known: dict[str, str] | None = None
         self._is_open = True
         sock.setblocking(False)
+        self._ask(self._looked, "look", "up")
         self._ask(self._started, "add", f"started/{rank}", 1)
 
     def fileno(self) -> int:
@@ -146,7 +151,7 @@ class PmiServer:
         if command == "abort":
             code = words.get("exitcode", "")
             self.abort_code = int(code) if re.fullmatch(r"-?\d{1,9}", code) else 1
-            self._fail(f"MPI_Abort({self.abort_code})")
+            self._fail(f"{ABORTS}({self.abort_code})")
             return
         if self._is_busy:
             raise PmiError(f"{command} before the last command was answered")
@@ -202,17 +207,19 @@ class PmiServer:
             self._ask(self._found, "look", f"put/{key}")
 
     def _learn(self, key: str) -> None:
-        def learnt(known: dict[str, str], error: OSError | None) -> None:
-            if not self._is_open:
+        known: dict[str, str] = {}
+
+        def learnt(told: object) -> None:
+            page, after = cast("tuple[dict[str, str], str | None]", told)
+            known.update(page)
+            if after is not None:
+                self._ask(learnt, "below", "put/", after)
                 return
-            if error is not None and not isinstance(error, StoreRefused):
-                self._fail(str(error))
-                return
-            self._known = {} if error else known  # refused: too much for one answer, so each is asked for
+            self._known = known
             self._get(key)
 
         self._is_busy = True
-        self._store.send(learnt, "below", f"{self._epoch}/put/")
+        self._ask(learnt, "below", "put/", None)
 
     def _found(self, value: object) -> None:
         if value is None:
@@ -233,9 +240,27 @@ class PmiServer:
         self._ask(arrived, "add", name, 1)
         self._ask(lambda _: self._send("barrier_out rc=0"), "get", f"{name}/all")
 
+    def initialized(self, *others: str) -> None:
+        """Note that MPI is initialised; the last process deletes what all needed until then. Not collective.
+
+        Args:
+            others: what else is to be deleted then: how its keys begin.
+        """
+
+        def counted(number: object) -> None:
+            if number == self._size:
+                for prefix in (f"{self._epoch}/started/", f"{self._epoch}/put/", *others):
+                    self._store.send(lambda *_: None, "delete", prefix)
+
+        self._ask(counted, "add", "up", 1)
+
     def _started(self, times: object) -> None:
         if times != 1:
             self._fail(f"the name {self._epoch} was used before, or two couriers have this rank")
+
+    def _looked(self, up: object) -> None:
+        if up is not None:
+            self._started(None)
 
     def _ask(self, then: Callable[[object], None], operation: str, key: str, *values: object) -> None:
         def answered(result: object, error: OSError | None) -> None:

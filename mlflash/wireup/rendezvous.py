@@ -2,12 +2,12 @@
 
 It goes by the first of these that this job has:
 
-1. torch.distributed, where the program has initialised it: its store;
+1. torch.distributed, where the program has initialised it: its store, whichever that is (`torch_store`);
 2. PMI-1 of the launcher (`pmi_client`): mpiexec of MPICH and of Intel MPI, ``srun --mpi=pmi2``. MPI can be started by
    it no more, and is refused then (`mpi_refused`);
-3. MASTER_ADDR and MASTER_PORT: rank 0 listens on the first free one of the 16 ports after MASTER_PORT (on that itself
-   torch listens, or torchrun), and gives the text to whoever names this launch (`text_server`). As with torch's store,
-   whoever reaches that port in that moment can have it;
+3. MASTER_ADDR and MASTER_PORT: rank 0 listens on the first free one of 16 ports that follow from MASTER_PORT (on that
+   itself torch listens, or torchrun, and on those after it other jobs of the host do), and gives the text to whoever
+   names this launch (`text_server`). As with torch's store, whoever reaches that port in that moment can have it;
 4. a socket in a private directory, where all ranks are on one host and the launcher has a name for the launch: prterun
    and srun.
 
@@ -16,7 +16,6 @@ All ranks go the same way, as they have the same launcher and run the same progr
 
 from __future__ import annotations
 
-import datetime
 import functools
 import hashlib
 import os
@@ -27,14 +26,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..errors import DeadlineExceeded, WorldMismatch
-from . import pmi_client, text_server
+from ..errors import WorldMismatch
+from . import pmi_client, text_server, torch_store
 from .launcher_variables import Launched, is_on_one_host, launched, name_of_launch
 from .mpi_refused import refuse_mpi
 from .private_directory import opened
 
 _PREFIX = "mlflash"
 _PORTS = 16
+_BELOW = 7000
+"""The ports are so far below MASTER_PORT (29500 as a rule): jobs of a host count that up, from there into what ports of
+connections are taken from."""
+_LAST_RESERVED = 1023  # ports that only root may have
 _HELP = (
     "set MASTER_ADDR to the name of rank 0's host and MASTER_PORT to a free port, on all ranks alike, or call "
     "torch.distributed.init_process_group before"
@@ -62,28 +65,30 @@ def who_am_i(environment: Mapping[str, str]) -> Launched:
     return me
 
 
-def can_meet(environment: Mapping[str, str], me: Launched) -> bool:
-    """Whether ranks find each other without MPI, as `rendezvous` has it; the same on all. Not collective.
+def way(environment: Mapping[str, str], me: Launched) -> str:
+    """How ranks find each other without MPI, in words; "" where they cannot. The same on all ranks; not collective.
 
     Args:
         environment: of this process.
         me: its rank.
     """
-    if me.size == 1 or _torch_distributed() is not None or _has_ports(environment):
-        return True
+    if me.size == 1:
+        return "there is one rank"
+    if _torch_distributed() is not None:
+        return "the store of torch.distributed"
     if me.launcher in ("hydra", "srun") and pmi_client.has_pmi(environment, me):
-        return True
-    return name_of_launch(environment, me) is not None and is_on_one_host(environment, me)
-
-
-def _has_ports(environment: Mapping[str, str]) -> bool:
-    return "MASTER_ADDR" in environment and "MASTER_PORT" in environment
+        return f"the PMI of {me.launcher}"
+    if "MASTER_ADDR" in environment and "MASTER_PORT" in environment:
+        return "MASTER_ADDR and MASTER_PORT"
+    if name_of_launch(environment, me) is not None and is_on_one_host(environment, me):
+        return "a socket in this user's directory"
+    return ""
 
 
 def rendezvous(
     environment: Mapping[str, str], me: Launched, text: str | None, directory: Path | None, timeout_s: float
 ) -> str:
-    """Give rank 0's text to all ranks. Collective over the ranks that the launcher has started.
+    """Give rank 0's text to all ranks, by the `way` that there is. Collective over the ranks that were launched.
 
     Args:
         environment: of this process.
@@ -99,11 +104,12 @@ def rendezvous(
     """
     torch = _torch_distributed()
     if torch is not None:
-        return _by_torch(torch, me, text, timeout_s)
+        store = torch.distributed_c10d._get_default_store()
+        return torch_store.share(torch, store, me.rank, me.size, text, timeout_s)
     if me.launcher in ("hydra", "srun") and pmi_client.has_pmi(environment, me):
         refuse_mpi()
         return pmi_client.share(environment, me, text, timeout_s)
-    if _has_ports(environment):
+    if "MASTER_ADDR" in environment and "MASTER_PORT" in environment:
         return _by_ports(environment, me, text, timeout_s)
     name = name_of_launch(environment, me)
     if name is not None and directory is not None and is_on_one_host(environment, me):
@@ -127,34 +133,14 @@ def _torch_distributed() -> Any:
     return torch if is_there else None
 
 
-def _by_torch(torch: Any, me: Launched, text: str | None, timeout_s: float) -> str:
-    store = torch.PrefixStore(_PREFIX, torch.distributed_c10d._get_default_store())
-    key = f"rendezvous/{store.add(f'times/{me.rank}', 1)}"  # all ranks come equally often
-    if text is not None:
-        store.set(key, text)
-        return text
-    try:
-        store.wait([key], datetime.timedelta(seconds=timeout_s))
-    except RuntimeError as error:  # so is torch's error of a store that is late, and of one that is lost
-        raise DeadlineExceeded(
-            f"waited {timeout_s:g} s for rank 0 to put into the store of torch.distributed where its key-value store "
-            f"is: {str(error).splitlines()[0]}",
-            rank=me.rank,
-            ranks=[0],
-        ) from error
-    return bytes(store.get(key)).decode("ascii")
-
-
-# Ports after MASTER_PORT
+# Ports that follow from MASTER_PORT
 
 
 def _by_ports(environment: Mapping[str, str], me: Launched, text: str | None, timeout_s: float) -> str:
     host, port = environment["MASTER_ADDR"], environment["MASTER_PORT"]
-    if not (port.isascii() and port.isdigit() and 0 < int(port) < 65536 - _PORTS):
-        raise WorldMismatch(
-            "MASTER_PORT is no port that others follow", expected=f"1 to {65535 - _PORTS}", found=port[:80]
-        )
-    ports = range(int(port) + 1, int(port) + 1 + _PORTS)
+    if not (port.isascii() and port.isdigit() and 0 < int(port) < 65536):
+        raise WorldMismatch("MASTER_PORT is no port", expected="1 to 65535", found=port[:80])
+    ports = ports_of(int(port))
     where = f"at ports {ports[0]} to {ports[-1]} of {host}"
     launch = _digest(port, str(me.size), environment.get("TORCHELASTIC_RUN_ID", ""))
     if text is None:
@@ -166,6 +152,13 @@ def _by_ports(environment: Mapping[str, str], me: Launched, text: str | None, ti
     listener = text_server.listen(attempts, where)
     text_server.serve(listener, launch, me.size, text, timeout_s)
     return text
+
+
+def ports_of(port: int) -> range:
+    """The ports at one of which rank 0 of this MASTER_PORT listens. Not collective."""
+    first = port - _BELOW if port - _BELOW > _LAST_RESERVED else port + 1
+    first = min(first, 65536 - _PORTS)
+    return range(first, first + _PORTS)
 
 
 def _listen_at(host: str, port: int) -> socket.socket:

@@ -127,13 +127,13 @@ class StoreClient:
         return value
 
     def below(self, prefix: str, timeout_s: float) -> dict[str, str]:
-        """Give all keys that begin with a prefix, without it, and their values. Not collective.
-
-        Raises:
-            StoreRefused: they are more than one answer holds, about a megabyte.
-        """
-        found: dict[str, str] = self._ask(timeout_s, "below", prefix)
-        return found
+        """Give all keys that begin with a prefix, without it, and their values. Not collective."""
+        end, after, found = time.monotonic() + timeout_s, None, dict[str, str]()
+        while True:
+            page, after = self._ask(left_s(end), "below", prefix, after)
+            found |= page
+            if after is None:
+                return found
 
     def add(self, key: str, number: int, timeout_s: float) -> int:
         """Add to the number that a key has, 0 where it is not there, and give the sum. Not collective."""
@@ -258,7 +258,7 @@ def connect(address: tuple[str, int], token: str, end: float) -> StoreClient:
     while True:
         store = StoreClient(address, token)
         try:
-            store.ping(max(0.0, end - time.monotonic()))
+            store.ping(left_s(end))
             return store
         except StoreLost:
             store.close()
@@ -269,3 +269,8 @@ def connect(address: tuple[str, int], token: str, end: float) -> StoreClient:
             raise
         time.sleep(max(0.0, min(pause_s, end - time.monotonic())))
         pause_s = min(2 * pause_s, 0.2)
+
+
+def left_s(end: float) -> float:
+    """Give how many seconds are left of a deadline, by time.monotonic. Not collective."""
+    return max(0.0, end - time.monotonic())

@@ -15,8 +15,8 @@ with what is said here.
 |-----------------|--------------------------------------------------|-----------------------------------------|
 | ``"serve"``     | ``host`` ``port`` ``token`` ``ranks``            | ``host``, ``port``, ``token``           |
 | ``"fork"``      | ``epoch`` ``rank`` ``nodes`` ``store`` ``token`` | ``pid``, when it is forked              |
-|                 | ``entry`` ``up_s`` ``cores``; one descriptor, by |                                         |
-|                 | SCM_RIGHTS                                       |                                         |
+|                 | ``entry`` ``up_s`` ``cores`` ``reads``; one      |                                         |
+|                 | descriptor, by SCM_RIGHTS                        |                                         |
 | ``"ask"``       | ``pid``                                          | ``running``, ``mpi`` (whether it is up) |
 | ``"vendor"``    |                                                  | ``vendor``: of MPI, "" without          |
 | ``"kill"``      | ``pid``                                          | ``running``: whether it still was       |
@@ -26,9 +26,10 @@ with what is said here.
 port 0 and token null it chooses both.
 ``nodes`` is a list of the node of each rank, ``store`` host (in figures) and port, ``entry`` one of the functions that
 were named. A courier whose trainer has ended, and that has not initialised MPI ``up_s`` seconds later, is killed: it
-may wait for ranks that never come. It runs on ``cores`` where it may, and where its zygote does if that is null. Where
-``store`` is null the courier has no MPI, and its world is one rank. Unasked, it says ``{"event": "up", "pid": ...}``
-when a courier's MPI is initialised, and of each courier's end
+may wait for ranks that never come. It runs on ``cores`` where it may, and where its zygote does if that is null. If
+``reads`` is false its MPI does not read the memory of others (`cross_memory`). Where ``store`` is null the courier has
+no MPI, and its world is one rank. Unasked, it says ``{"event": "up", "pid": ...}`` when a courier's MPI is initialised,
+and of each courier's end
 ``{"event": "ended", "pid", "epoch", "rank", "status", "signal", "why"}``: an exit status or the number of a signal,
 the other is null; ``why`` is what the zygote killed it for, or null.
 """
@@ -51,7 +52,7 @@ from typing import Any, NoReturn
 
 from . import courier_process, mpich_segments
 from .courier_process import Courier
-from .departures import Departure, Farewell, number_of
+from .departures import Departure, Farewell, needed_until_up, number_of
 from .forked_courier import ForkedCourier
 from .frames import BadFrame, Frames, pack, send_ready
 from .key_value_store import KeyValueStore, Limits
@@ -61,8 +62,9 @@ from .store_client import StoreClient
 from .zygote_imports import Entry, import_all, vendor
 
 _LARGEST_NBYTES = 1 << 23
-# Each rank has two connections to the store, its trainer's and its courier's; the rest is for strangers and for forks.
-_DESCRIPTORS_PER_RANK, _OTHER_DESCRIPTORS = 2, 192
+# Each rank has two connections to the store, its trainer's and its courier's, and one more while it shares a text; the
+# rest is for strangers and for forks.
+_DESCRIPTORS_PER_RANK, _OTHER_DESCRIPTORS = 3, 192
 
 
 class _Refused(Exception):
@@ -206,7 +208,8 @@ class Zygote:
         try:
             match message:
                 case {"do": "fork", "epoch": str(), "rank": int(), "nodes": list(), "store": [str(), int()] | None,
-                      "token": str(), "entry": str(), "up_s": int() | float(), "cores": list() | None}:  # fmt: skip
+                      "token": str(), "entry": str(), "up_s": int() | float(), "cores": list() | None,
+                      "reads": bool()}:  # fmt: skip
                     return {"pid": self._fork(message)}
                 case {"do": "serve", "host": str(), "port": int(), "token": str() | None, "ranks": int()}:
                     return self._serve(message["host"], message["port"], message["token"], message["ranks"])
@@ -295,7 +298,7 @@ class Zygote:
                 if pid == 0:
                     courier = Courier(epoch, rank, nodes, trainer, self._trainer_pidfd, reporting_fd, mpi is not None,
                                       frozenset(os.sched_getaffinity(0)), frozenset(order["cores"] or ()))  # fmt: skip
-                    courier_process.run(self._entries[order["entry"]], courier, its, zygote_pid)
+                    courier_process.run(self._entries[order["entry"]], courier, its, zygote_pid, order["reads"])
                 gc.unfreeze()
                 try:
                     pidfd = os.pidfd_open(pid)
@@ -328,6 +331,8 @@ class Zygote:
             child.reports.add(reported)
             for report in child.reports.messages():
                 child.is_up = True
+                if child.mpi is not None:
+                    child.mpi[0].initialized(*needed_until_up(number_of(child.epoch)))
                 child.segments |= {name for name in report["mapped"] if mpich_segments.is_segment(name)}
                 self._tell({"event": "up", "pid": child.pid})
         except BlockingIOError:
@@ -374,6 +379,9 @@ def main(arguments: list[str]) -> NoReturn:
             trainer_pidfd = os.pidfd_open(int(trainer_pid))
         except ProcessLookupError:
             sys.exit(0)
+        except OSError as refused:
+            sys.exit(f"mlflash: no process can be watched here (pidfd_open: {refused.strerror}): couriers that are "
+                     "processes need Linux 5.3, and a container whose profile allows it")  # fmt: skip
         if os.getppid() != int(trainer_pid):  # it ended meanwhile, and this may be the pidfd of another process
             sys.exit(0)
     with socket.socket(fileno=int(arguments[0])) as sock:

@@ -19,6 +19,7 @@ from typing import IO, Any
 from ..errors import DeadlineExceeded
 from . import mpich_segments, zygote_host
 from .frames import BadFrame, Frames, pack
+from .interfaces import for_mpi
 from .launcher_variables import without_launcher
 from .process_mapping import numbered
 from .zygote_host import SOCK, TRAINER
@@ -84,13 +85,16 @@ class ZygoteClient:
         self._up: set[int] = set()
         self._running: set[int] = set()
         self._segments: dict[int, set[str]] = {}  # that the couriers make
+        self.left: set[str] = set()
+        """Shared memory of its couriers that others mapped still when it was stopped (`mpich_segments`)."""
         self.ended: dict[int, CourierEnd] = {}
         """Couriers that have ended, as far as `step` has seen."""
         with contextlib.ExitStack() as failed, its:
             failed.callback(self._sock.close)
             given = os.environ if environment is None else environment
             command = [sys.executable, "-m", __package__ + ".zygote"]
-            words, own = ["mpi" if mpi else "no-mpi", *entry_points], _paths(without_launcher(given))
+            words = ["mpi" if mpi else "no-mpi", *entry_points]
+            own = _paths(without_launcher(given)) | for_mpi(given)
             hosted = zygote_host.start(given, [*command, SOCK, TRAINER, *words], own, its.fileno())
             self.process: subprocess.Popen[bytes] | zygote_host.HostedProcess = hosted or subprocess.Popen(
                 [*command, str(its.fileno()), str(self._owner), *words],
@@ -152,6 +156,7 @@ class ZygoteClient:
         timeout_s: float,
         up_s: float | None = None,
         cores: Collection[int] | None = None,
+        reads: bool = True,
     ) -> int:
         """Have a courier forked, and give its process number.
 
@@ -169,6 +174,7 @@ class ZygoteClient:
             up_s: how long the courier may take to initialise MPI after the end of this process, seconds; as long as
                 ``timeout_s`` if None.
             cores: that it is to run on, where it can; None: those of the zygote.
+            reads: whether on each node all ranks can read each other's memory (`cross_memory`).
 
         Raises:
             DeadlineExceeded: the zygote has not answered.
@@ -177,7 +183,7 @@ class ZygoteClient:
         """
         order = {"do": "fork", "entry": entry_point, "epoch": epoch, "rank": rank, "nodes": list(nodes),
                  "store": None if store is None else list(store), "token": token,
-                 "cores": None if cores is None else sorted(cores),
+                 "cores": None if cores is None else sorted(cores), "reads": reads,
                  "up_s": timeout_s if up_s is None else up_s}  # fmt: skip
         pid: int = self._ask(order, timeout_s, [descriptor])["pid"]
         if store is not None and pid in self._running:
@@ -271,7 +277,8 @@ class ZygoteClient:
         except (DeadlineExceeded, ZygoteLost, subprocess.TimeoutExpired):
             self.process.kill()
             self.process.wait()
-        mpich_segments.remove_unmapped(set().union(*self._segments.values()))  # a zygote that was killed did not
+        # A zygote that was killed did not.
+        self.left = mpich_segments.remove_unmapped(set().union(*self._segments.values()))
         self._sock.close()
 
     # Messages

@@ -30,6 +30,8 @@ from ..errors import DeadlineExceeded, JobInUse
 from .frames import BadFrame, Frames, pack
 from .private_directory import opened
 
+READY = "couriers of this job start here now"
+"""What `mlflash courier` prints when trainers are served."""
 _MEMORY = "/dev/shm"  # as MLFLASH_MEMORY has it by default
 _LARGEST_NBYTES = 1 << 22  # of a request: an environment
 _ANSWER_S = 10.0

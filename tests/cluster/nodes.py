@@ -72,6 +72,10 @@ class Nodes:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None):
         self.close()
 
+    def address(self, name: str) -> str:
+        """The address of a node."""
+        return self._addresses[name]
+
     # Life and death
 
     def boot(self, name: str) -> None:

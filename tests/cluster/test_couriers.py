@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,11 @@ pytestmark = pytest.mark.skipif(VENDOR == "openmpi", reason="needs MPICH: Open M
 TRAINER = TESTS / "launch_trainer.py"
 
 
-def trainer(folder: Path, *more: str, **options: Any) -> list[str]:
+def trainer(folder: Path, *more: str, netmod: Mapping[str, str] = NETMODS[NETMODS_HERE[-1]], **options: Any
+            ) -> list[str]:  # fmt: skip
     """The command of a trainer that runs two epochs, and writes what it knows into a folder."""
     paths = os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH"))))
-    names = {**NETMODS[NETMODS_HERE[-1]], "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error"}
+    names = {**netmod, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error"}
     argv = [sys.executable, str(TRAINER), json.dumps({"do": "epochs", "epochs": 2, "folder": str(folder), **options})]
     return ["env", *(f"{name}={value}" for name, value in names.items()), *more, *argv]
 

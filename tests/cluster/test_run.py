@@ -1,4 +1,4 @@
-"""`mlflash run` under mpiexec on nodes that crash: the job goes on with a spare, and ends with the same bits."""
+"""`mlflash run` on nodes that crash, by mpiexec or ssh: the job goes on with a spare, and ends with the same bits."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster.jobs import NETMODS, NETMODS_HERE
+from cluster.jobs import NETMODS, NETMODS_HERE, VENDOR
 from cluster.nodes import HEAD, Nodes
-from run_results import WORKER, Results, uninterrupted
+from run_results import WORKER, Results, uninterrupted, uninterrupted_without_mpi
+from waiting import until
 
 from mlflash.launcher.processes import signal_group, spawn
 
@@ -27,16 +28,25 @@ HANG_S = 20  # runs that do not hang must have saved for the first time by then
 
 
 class Run(Results):
-    """`mlflash run` on the head."""
+    """`mlflash run` on the head.
 
-    def __init__(self, nodes: Nodes, *options: object, hosts: int = 4, **training: object):
+    Args:
+        nodes: that it runs on.
+        options: of it.
+        hosts: how many of the nodes it is told of.
+        by_ssh: whether its ranks are started without mpiexec, and use no MPI themselves.
+        training: see `run_worker`.
+    """
+
+    def __init__(self, nodes: Nodes, *options: object, hosts: int = 4, by_ssh: bool = False, **training: object):
         super().__init__(nodes.path / "out")
         self.nodes, self.directory = nodes, nodes.path / "pfs"
         names = ",".join(f"host{n}" for n in range(1, hosts + 1))
         training = {"pause": 0.03, **training}
         told = ["--hosts", names, "--rsh", nodes.shell, "--look-every", 2, "--directory", self.directory, "--journal",
                 self.out / "run.jsonl", *options]  # fmt: skip
-        training_words = [sys.executable, "-m", "mpi4py", WORKER, self.directory, self.out, LAST, json.dumps(training)]
+        python = [sys.executable] if by_ssh else [sys.executable, "-m", "mpi4py"]
+        training_words = [*python, WORKER, self.directory, self.out, LAST, json.dumps(training)]
         words = [MLFLASH, "run", *told, "--", *training_words]
         environment = {k: v for k, v in os.environ.items() if not k.startswith("SLURM")} | ENV
         command = nodes.command(HEAD, ["env", f"TMPDIR={self.out}", *map(str, words)])
@@ -82,6 +92,16 @@ def start(nodes: Nodes) -> Iterator[Any]:
         run.close()
 
 
+@pytest.fixture
+def without_mpiexec(nodes: Nodes) -> None:
+    """No node, and not the head, has an mpiexec."""
+    folders = [str(Path(sys.executable).parent), *os.environ["PATH"].split(os.pathsep)]
+    there = {os.path.realpath(found) for folder in folders if (found := shutil.which("mpiexec", path=folder))}
+    for name in (HEAD, *nodes.names):
+        for path in there:
+            nodes.run(name, "mount", "--bind", "/dev/null", path)
+
+
 def look(nodes: Nodes, *options: object) -> str:
     """What `mlflash top` shows of two nodes."""
     asked = ["--hosts", "host1,host2", "--rsh", str(nodes.shell)]
@@ -92,6 +112,12 @@ def look(nodes: Nodes, *options: object) -> str:
 def expected(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Digests of the state of three ranks that nothing happened to."""
     return uninterrupted(tmp_path_factory.mktemp("uninterrupted"), 3, LAST)
+
+
+@pytest.fixture(scope="module")
+def expected_without_mpi(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """The same of ranks that do not use MPI."""
+    return uninterrupted_without_mpi(tmp_path_factory.mktemp("uninterrupted"), 3, LAST)
 
 
 def test_a_lost_node_is_replaced_by_a_spare_and_the_job_ends_with_the_same_bits(
@@ -113,6 +139,43 @@ def test_a_lost_node_is_replaced_by_a_spare_and_the_job_ends_with_the_same_bits(
     assert run.events("finish")[0]["scavenged"] is True
     assert (run.directory / f"step-{LAST:08d}" / "checkpoint.h5").exists()
     assert not any(run.memory(host) for host in ("host1", "host3", "host4")), "the nodes were not cleaned"
+
+
+@pytest.mark.skipif(VENDOR == "openmpi", reason="needs MPICH: Open MPI cannot be started without its launcher")
+@pytest.mark.usefixtures("without_mpiexec")
+@pytest.mark.parametrize("power_cut", [False, True])
+def test_without_an_mpiexec_ssh_starts_the_ranks_and_a_spare_takes_the_place_of_a_lost_node(
+    start: Any, nodes: Nodes, expected_without_mpi: list[str], power_cut: bool
+) -> None:
+    run = start("-N", 3, by_ssh=True, hold_at=20)
+    run.wait_for_step(15)
+    nodes.crash("host2", power_cut)
+    run.go_on()
+    assert run.wait() == 0, run.log()
+    assert "there is no mpiexec: ssh starts the ranks" in run.log()
+    assert [end["digest"] for end in run.ends()] == expected_without_mpi
+    assert [end["node"] for end in run.ends()] == ["host1", "host4", "host3"]
+    assert all(end["start"] >= 14 for end in run.ends()) and run.events("end")[1]["source"] == "memory"
+    assert run.events("finish")[0]["scavenged"] is True
+    assert (run.directory / f"step-{LAST:08d}" / "checkpoint.h5").exists()
+    for host in ("host1", "host3", "host4"):
+        assert not run.memory(host), "the nodes were not cleaned"
+        until(lambda host=host: not nodes.running(host), f"nothing is left on {host}")
+
+
+@pytest.mark.skipif(VENDOR == "openmpi", reason="needs MPICH: Open MPI cannot be started without its launcher")
+@pytest.mark.usefixtures("without_mpiexec")
+def test_a_rank_that_ssh_has_started_and_that_is_killed_is_started_again(
+    start: Any, nodes: Nodes, expected_without_mpi: list[str]
+) -> None:
+    run = start("-N", 3, "--launcher", "ssh", by_ssh=True, hold_at=20)
+    run.wait_for_step(19)
+    (trainer,) = nodes.running("host2", str(WORKER))
+    os.kill(trainer, signal.SIGKILL)
+    assert run.wait() == 0, run.log()
+    assert [end["digest"] for end in run.ends()] == expected_without_mpi and len(run.events("start")) == 2
+    assert run.events("end")[0]["why"] == "exit code 137" and run.events("end")[1]["source"] == "memory"
+    assert "there is no mpiexec" not in run.log() and run.events("finish")[0]["scavenged"] is True
 
 
 @pytest.mark.parametrize("power_cut", [False, True])

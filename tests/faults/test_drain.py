@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import needs
 import pytest
 from allpairspy import AllPairs
 from harness import Cluster, Result, assert_unrestorable
@@ -174,6 +175,38 @@ def test_a_crash_while_it_drains_costs_no_checkpoint_in_memory_nor_in_the_direct
         assert {name: (directory / name).read_bytes() for name in before} == before
         assert foreign and all(path.exists() for path in [*foreign, directory / "step-00000078"])
         assert not (directory / f"step-{step - 2:08d}").exists()
+
+
+@needs.PMI_1
+@pytest.mark.parametrize("dies", ["trainer", "courier"])
+@pytest.mark.parametrize("point", [point for point in POINTS if point.startswith("drain.")])
+def test_a_trainer_or_a_courier_that_dies_alone_while_it_drains_costs_no_checkpoint(
+    shm: Path, point: str, dies: str
+) -> None:
+    cluster, directory = Cluster(shm), shm / "pfs"
+    who, keep = 0 if point in ON_RANK_0 else len(point) % 2, 1 if point == "drain.uncommitted" else 2
+    trap = {"path": ["drain.ended", point], "action": dies, "rank": who}
+    verbs: list[list[object]] = [["save", 2], ["drain"], ["save", 2], ["drain"], ["save", 4], ["drain"]]
+    job = cluster.start(2, "worker.py", spec(directory, *verbs, traps=[trap], keep_last=keep), env=SMALL)
+    first = job.wait()
+    assert any(job.out.glob("sprung*")), first.log
+    newest = max(record["step"] for record in first.of("committed"))
+    if dies == "courier":  # training goes on, and so do drains
+        assert len(first.of("end")) == 2, first.log
+        assert [(record["step"], record["error"]) for record in first.of("drain")[-1:]] == [(newest, "")], first.log
+        assert max(committed_in(directory)) == newest == 8
+    else:
+        is_late = list(POINTS).index(point) >= list(POINTS).index("drain.committed")
+        assert newest == 4 and max(committed_in(directory)) in ((4,) if is_late else (2, 4)), first.log
+    result = cluster.run(2, "worker.py", spec(directory, ["save"], ["drain"], keep_last=keep), env=SMALL)
+    assert restored(result) == {(newest, "[]")}, first.log + result.log
+    assert [record["error"] for record in result.of("drain")] == ["", ""], result.log
+    kept = sorted(committed_in(directory))
+    assert len(kept) == keep and files_in(directory) == set[str]().union(*(files_of(step, 2) for step in kept))
+    lose_memory(cluster)
+    again = cluster.run(2, "worker.py", spec(directory, ["check", *kept]), env=SMALL)
+    assert restored(again) == {(newest + 1, "[]")}, again.log
+    assert {str(record["wrong"]) for record in again.of("checked")} == {"[]"}, again.log
 
 
 @pytest.mark.parametrize("call", ["create", "write"])

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import needs
 import pytest
 from harness import Cluster, Result, own_memory
 
@@ -41,6 +42,9 @@ def uninterrupted() -> Iterator[dict[int, str]]:
         (["protect.announced"] * 4, "rank"),
         (["commit.seen"] * 2 + ["transfer.sent"] * 10, "wipe"),
         (["commit.half_recorded"] * 4, "wipe"),
+        pytest.param(["lazy.piece"] * 16, "trainer", marks=needs.PMI_1),
+        pytest.param(["protect.announced"] * 4, "trainer", marks=needs.PMI_1),
+        pytest.param(["commit.half_recorded"] * 4, "trainer", marks=needs.PMI_1),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else value,
 )
@@ -58,3 +62,21 @@ def test_killed_while_it_copies_it_goes_on_from_a_save_with_the_same_bits(
     for record in result.of("restored"):
         assert record["digest"] == saved(crashed)[record["rank"], step], result.log
     assert {r["rank"]: r["digest"] for r in result.of("end")} == uninterrupted, result.log
+
+
+@needs.PMI_1
+@pytest.mark.parametrize("point", ["stage.copied", "protect.announced", "transfer.sent", "commit.half_recorded"])
+def test_a_courier_killed_while_its_trainer_copies_costs_saves_and_nothing_else(
+    shm: Path, uninterrupted: dict[int, str], point: str
+) -> None:
+    cluster = Cluster(shm, 1)
+    spec = {"last": LAST, "traps": [{"path": [point] * 4, "action": "courier", "rank": 1}], "strict": False}
+    job = cluster.start(2, "lazy_worker.py", json.dumps(spec), env=ENV)
+    result = job.wait()
+    assert any(job.out.glob("sprung*")), result.log
+    assert {r["rank"]: r["digest"] for r in result.of("end")} == uninterrupted, result.log
+    newest = {record["steps"][-1] for record in result.of("end")}
+    again = run(cluster)
+    assert {record["step"] for record in again.of("restored")} == newest, result.log + again.log
+    for record in again.of("restored"):
+        assert record["digest"] == saved(result)[record["rank"], record["step"]], again.log

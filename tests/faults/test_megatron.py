@@ -27,7 +27,10 @@ SAVES = [(ASYNC, 3), *([(LOCAL, None), (ASYNC, None)] if os.environ.get("MLFLASH
 
 
 def run(cluster: Cluster, env: dict[str, str] | None = None, **spec: Any) -> Result:
-    return cluster.run(4, "megatron_worker.py", json.dumps(spec), env={**ENV, **(env or {})}, timeout=200)
+    """Train as the page on Megatron starts it; by MPI's launcher where couriers are threads."""
+    launcher = "torchrun" if COURIER == "process" else "mpiexec"
+    named = {**ENV, **(env or {})}
+    return cluster.run(4, "megatron_worker.py", json.dumps(spec), env=named, timeout=200, launcher=launcher)
 
 
 def losses(result: Result) -> dict[tuple[int, int], tuple[float, float]]:

@@ -22,6 +22,9 @@ VARIANTS = {
     "torchtitan": ["fsdp2"],
     "nemo": ["megatron"],
 }
+# What each framework's page starts the first variant with; mpiexec starts the others.
+LAUNCHERS = {"lightning": "torchrun", "transformers": "accelerate", "deepspeed": "deepspeed", "torchtitan": "torchrun",
+             "nemo": "torchrun"}  # fmt: skip
 # Their own checkpoints on disk lack random numbers: nobody goes on from them with the same bits.
 NO_RNG_ON_DISK = {"lightning", "nemo"}
 
@@ -32,7 +35,9 @@ Losses = dict[tuple[int, int], list[float]]
 
 def run(cluster: Cluster, framework: str, *runs: dict[str, Any], ranks: int = RANKS, timeout: float = 200) -> Result:
     spec = {"framework": framework, "runs": runs}
-    return cluster.run(ranks, "frameworks/job.py", json.dumps(spec), env=ENV, timeout=timeout)
+    is_first = runs[0].get("variant") in VARIANTS.get(framework, [])[:1]
+    launcher = LAUNCHERS[framework] if is_first and COURIER == "process" else "mpiexec"
+    return cluster.run(ranks, "frameworks/job.py", json.dumps(spec), env=ENV, timeout=timeout, launcher=launcher)
 
 
 def losses(result: Result, name: str) -> Losses:

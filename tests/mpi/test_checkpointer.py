@@ -472,9 +472,9 @@ def test_a_dtensor_is_saved_by_its_local_shard_with_its_place_in_the_whole(optio
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
-    store = dist.TCPStore("127.0.0.1", 0, None, True) if RANK == 0 else None
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], 0, None, True) if RANK == 0 else None
     port = comm.bcast(store.port if store else None)
-    store = store or dist.TCPStore("127.0.0.1", port, None, False)
+    store = store or dist.TCPStore(os.environ["MASTER_ADDR"], port, None, False)
     dist.init_process_group("gloo", store=store, rank=RANK, world_size=SIZE)
     try:
         mesh = init_device_mesh("cpu", (SIZE,))

@@ -46,12 +46,17 @@ class Job:
         self._started: list[subprocess.Popen[bytes]] = []
         self._terminals: list[int] = []
 
-    def start(self, **spec: Any) -> None:
-        """Launch it."""
+    def start(self, timeout_s: float = PATIENCE_S, **spec: Any) -> None:
+        """Launch it.
+
+        Args:
+            timeout_s: of its Checkpointer.
+            spec: of `dying_trainer.main`.
+        """
         self._launches += 1
         self.out = self._root / f"out-{self._launches}"
         self.out.mkdir()
-        settings = {"memory": str(self._root), "job": "j", "ranks_per_node": 1, "timeout_s": PATIENCE_S}
+        settings = {"memory": str(self._root), "job": "j", "ranks_per_node": 1, "timeout_s": timeout_s}
         program = [sys.executable, str(HERE / "dying_trainer.py"), json.dumps({"settings": settings, **spec})]
         environment = {**os.environ, "OUT": str(self.out), "TMPDIR": str(self.out), "OMP_NUM_THREADS": "1"}
         if self._launcher == "none":
@@ -123,6 +128,36 @@ def job(shm: Path, request: pytest.FixtureRequest) -> Iterator[Job]:
     job = Job(shm, launcher)
     yield job
     job.close()
+
+
+@pytest.mark.parametrize("launcher", ["hydra"])
+@pytest.mark.parametrize("ten", range(10))
+def test_100_of_100_saves_that_have_returned_are_committed_though_trainers_are_killed(
+    job: Job, launcher: str, ten: int
+) -> None:
+    """Ten of them here: by the first save of a process or the second one, with one rank dead or both."""
+    newest = None
+    for launch in range(11):
+        dies = {} if launch == 10 else {"how": "saves returned", "who": "trainer", "saves": 1 + (launch + ten) % 2,
+                                        "rank": launch % 3 - 1}  # fmt: skip
+        job.start(**dies)
+        codes = job.wait()
+        assert any(codes) == bool(dies), job.log
+        restored = job.records("restored")
+        assert [(record["step"], record["same"]) for record in restored] == [(newest, True)] * 2, job.log
+        newest = job.records("saved")[0]["step"] if dies else newest
+    until(lambda: not job.left(), "the end of all that was started")
+
+
+@pytest.mark.parametrize("launcher", ["none"])
+def test_a_trainer_that_a_debugger_stops_for_longer_than_any_deadline_catches_up(job: Job, launcher: str) -> None:
+    job.start(timeout_s=6.0, who="trainer", how="stopped", patient=True)
+    (victim,) = job.wait_for("victim", 1)
+    job.wait_for("late", 3)
+    assert not job.records("end")
+    os.kill(victim["pid"], signal.SIGCONT)
+    assert not any(job.wait()), job.log
+    assert [record["steps"] for record in job.records("end")] == [[3, 4]] * 2, job.log
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)

@@ -40,7 +40,7 @@ def test_torchrun_without_mpi_is_told_what_to_do(shm: Path) -> None:
 @pytest.mark.in_thread
 def test_a_checkpointer_under_torchrun_does_not_take_its_ranks_for_one(shm: Path) -> None:
     said = torchrun("import torch, mlflash\ntorch.distributed.init_process_group('gloo')\nmlflash.Checkpointer()", shm)
-    assert "start with mpiexec -n RANKS or srun instead" in said
+    assert "or start with mpiexec -n RANKS or srun, of the MPI" in said
 
 
 @pytest.mark.in_thread

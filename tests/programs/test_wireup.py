@@ -200,7 +200,7 @@ def test_what_a_dead_trainer_has_begun_is_finished_and_then_nothing_is_left(job:
 
 def test_many_epochs_leave_no_descriptors_processes_keys_or_memory(job: Job) -> None:
     job.start()
-    job.epoch()
+    first = job.epoch()
     job.all("kill")
     before = job.all("descriptors")
     segments: set[str] = set()
@@ -208,10 +208,13 @@ def test_many_epochs_leave_no_descriptors_processes_keys_or_memory(job: Job) -> 
     for number in range(10):
         nodes = layouts[number % len(layouts)]
         name = job.epoch(nodes)
+        until(lambda name=name: not job.client.below(f"{name}/started/", PATIENCE_S), "what all needed is deleted")
+        kept = job.client.below(f"{name}/", PATIENCE_S)
+        assert kept.pop("up") == str(RANKS) and all(key.startswith("barrier/") for key in kept)
         segments |= mapped(job, nodes)
         ended = job.all("end" if number % 2 else "kill")
         assert ended == ([[0, None, None]] if number % 2 else [[None, signal.SIGKILL, None]]) * RANKS
-        assert job.client.delete(f"{name}/", PATIENCE_S) >= RANKS
+        assert job.client.delete(f"{name}/", PATIENCE_S) >= 1 + len(kept)
     print(f"{RANKS} ranks, fork to allreduce done: median {statistics.median(job.took[1:]):.0f} ms of "
           f"{sorted(map(round, job.took[1:]))}")  # fmt: skip
     assert job.all("descriptors") == before
@@ -219,7 +222,7 @@ def test_many_epochs_leave_no_descriptors_processes_keys_or_memory(job: Job) -> 
     assert not [name for name in segments if (SHM / name).exists()]
     job.client.delete("do", PATIENCE_S)
     job.client.delete("done", PATIENCE_S)
-    assert len(job.store) == RANKS, "what the first epoch left"
+    assert 0 < len(job.store) == job.client.delete(f"{first}/", PATIENCE_S), "what the first epoch left"
     assert job.stop() == [0] * RANKS
 
 

@@ -119,15 +119,15 @@ def test_a_zygote_ends_with_a_trainer_that_never_stops_it() -> None:
 
 def test_it_serves_a_store_until_it_ends_for_as_many_ranks_as_it_may_have_files(tmp_path: Path) -> None:
     zygote = start(tmp_path, "run = print\n")
-    resource.prlimit(zygote.process.pid, resource.RLIMIT_NOFILE, (100, 400))
-    with pytest.raises(ZygoteRefused, match="needs 592 open files, and the hard limit of this host is 400: raise it"):
+    resource.prlimit(zygote.process.pid, resource.RLIMIT_NOFILE, (100, 417))
+    with pytest.raises(ZygoteRefused, match="needs 792 open files, and the hard limit of this host is 417: raise it"):
         zygote.serve("127.0.0.1", 200, PATIENCE_S)
     with pytest.raises(ZygoteRefused, match=r"refused to serve: it could not serve: .*assign requested address"):
         zygote.serve("192.0.2.77", 3, PATIENCE_S)
     address, token = zygote.serve("127.0.0.1", 75, PATIENCE_S)
     assert zygote.serve("127.0.0.1", 75, PATIENCE_S) == (address, token), "the same"
-    assert resource.prlimit(zygote.process.pid, resource.RLIMIT_NOFILE) == (400, 400)
-    clients = [StoreClient(address, token) for _ in range(150)]
+    assert resource.prlimit(zygote.process.pid, resource.RLIMIT_NOFILE) == (417, 417)
+    clients = [StoreClient(address, token) for _ in range(3 * 75)]
     for client in clients:
         client.ping(PATIENCE_S)
     clients[0].put("key", "value", PATIENCE_S)

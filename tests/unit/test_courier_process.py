@@ -44,6 +44,19 @@ def test_one_that_is_left_over_works_for_itself(proc: Path) -> None:
     assert parent_and_trainer(proc / "11") == (1, 10) and parent_and_trainer(proc / "21") == (19, 20)
 
 
+def test_those_of_a_container_know_each_other_by_other_numbers(proc: Path) -> None:
+    process(proc, 40, 1, "python", "train.py")
+    process(proc, 41, 40, "python", "-m", "mlflash.wireup.zygote", "5", "7", "mpi")
+    process(proc, 42, 41, "python", "-m", "mlflash.wireup.zygote", "5", "7", "mpi")
+    (proc / "40" / "status").write_text("Name:\tpython\nNSpid:\t40\t7\nThreads:\t1\n")
+    assert [parent_and_trainer(proc / str(pid)) for pid in (41, 42)] == [(40, 40), (41, 7)]
+    assert [works_for(pid, proc) for pid in (40, 42)] == [40, 40]
+    (proc / "41" / "stat").write_text("41 (python) S 1 0 0")
+    (proc / "1").mkdir()
+    (proc / "1" / "status").write_text("NSpid:\t1\n")
+    assert parent_and_trainer(proc / "41") == (1, 7) and works_for(42, proc) == 42
+
+
 def test_a_process_that_ends_meanwhile_and_a_strange_one_are_none(proc: Path) -> None:
     (proc / "12" / "stat").unlink()
     process(proc, 30, 1, "python", "-m", "mlflash.wireup.zygote")

@@ -105,6 +105,17 @@ def test_a_line_says_which_nodes_or_ranks_it_is_of() -> None:
             Launch("srun", 3, 4),
         ),
         ({"PMI_RANK": "1", "PMI_SIZE": "2"}, Launch("mpiexec", 1, 2)),
+        ({"RANK": "3", "WORLD_SIZE": "4"}, Launch("torchrun", 3, 4)),
+        (
+            {
+                "RANK": "3",
+                "WORLD_SIZE": "4",
+                "TORCHELASTIC_RUN_ID": "x",
+                "SLURM_STEP_NUM_TASKS": "2",
+                "SLURM_PROCID": "1",
+            },
+            Launch("torchrun", 3, 4),
+        ),
         # mpiexec inside a job: its daemons are the tasks of the step.
         (
             {
@@ -160,6 +171,7 @@ def test_each_mpi_has_its_flag(said: str, name: str, flag: str) -> None:
         (Launch("srun", 0, 4), 1, Level.ERROR, "srun started 4 tasks, and each is an MPI world of its own"),
         (Launch("mpiexec", 0, 4), 1, Level.ERROR, "mpiexec started 4 processes, and each is an MPI world of its own"),
         (Launch("srun", 0, 4), 2, Level.WARNING, "2 ranks, but SLURM_STEP_NUM_TASKS says 4"),
+        (Launch("torchrun", 0, 4), 1, Level.ERROR, "WORLD_SIZE says 4 ranks, and each is an MPI world of its own"),
     ],
 )
 def test_a_world_of_another_size_is_an_error(started: Launch, size: int, level: Level, text: str) -> None:
@@ -167,6 +179,11 @@ def test_a_world_of_another_size_is_an_error(started: Launch, size: int, level: 
     assert (found.level, found.words.startswith(text)) == (level, True), found
     if level is Level.ERROR:
         assert ("srun --mpi=pmix" in found.remedy) == (started.by == "srun") and "Open MPI v5.0.11" in found.remedy
+        meets = launch_environment.judge_size(started, size, "MPICH 5.0.2", "MASTER_ADDR and MASTER_PORT")
+        assert meets.level is Level.OK
+        assert (
+            meets.words == "4 ranks, which meet by MASTER_ADDR and MASTER_PORT; here only this one's node is looked at"
+        )
 
 
 # The watch

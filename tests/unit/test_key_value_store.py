@@ -176,7 +176,7 @@ anything = st.recursive(
     max_leaves=8,
 )
 words = st.sampled_from(
-    ["put", "get", "look", "below", "add", "delete", "cancel", "ping", "a", "b", "", 0, 1, 2**60, True, -1]
+    ["put", "get", "look", "below", "add", "delete", "cancel", "ping", "a", "b", "", 0, 1, 2**60, True, -1, None]
 )
 
 
@@ -283,20 +283,33 @@ def test_it_holds_no_more_than_it_may() -> None:
         client.delete("a", PATIENCE_S)
         client.put("a", "x" * 90, PATIENCE_S)
         assert client.below("b", PATIENCE_S) == {"": "1"}
-        assert is_closed(served.known((1 << 20).to_bytes(4, "big"))), "a message that is too long"
+        assert is_closed(served.known(((1 << 20) + 1).to_bytes(4, "big"))), "a message that is too long"
     finally:
         served.close()
 
 
-def test_what_is_below_a_prefix_has_to_fit_into_an_answer() -> None:
-    served = Served(unsent_nbytes=800)
+def test_what_is_below_a_prefix_comes_in_pages_that_follow_what_changes() -> None:
+    served = Served(page_nbytes=150)
     try:
         client = served.client()
-        client.put("a/1", "x" * 99, PATIENCE_S)
-        assert client.below("a/", PATIENCE_S) == {"1": "x" * 99}
-        client.put("a/2", "", PATIENCE_S)
-        with pytest.raises(StoreRefused, match="too much below a/"):
-            client.below("a/", PATIENCE_S)
+        expected = {f"{number:02}": "x" * 99 for number in range(9)} | {"": "1"}
+        for key, value in reversed(expected.items()):
+            client.put(f"a/{key}", value, PATIENCE_S)
+        client.put("b", "", PATIENCE_S)
+        for _ in range(2):  # made, and found
+            page, last = client._ask(PATIENCE_S, "below", "a/", None)
+            assert (list(page), last) == (["", "00", "01"], "01")
+            page, last = client._ask(PATIENCE_S, "below", "a/", "07")
+            assert (list(page), last) == (["08"], None)
+            assert client.below("a/", PATIENCE_S) == expected
+        client.put("a/08", "y", PATIENCE_S)
+        client.put("a/005", "z", PATIENCE_S)
+        assert client.below("a/", PATIENCE_S) == expected | {"08": "y", "005": "z"}
+        client.delete("a/0", PATIENCE_S)
+        assert client.below("a/", PATIENCE_S) == {"": "1"}
+        for number in range(20):  # more prefixes than are kept
+            assert client.below(f"c{number}", PATIENCE_S) == {}
+        assert len(served.store._pages) <= 8
     finally:
         served.close()
 

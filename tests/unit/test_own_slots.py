@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import random
 import sys
 import threading
@@ -295,6 +296,26 @@ def test_news_of_a_file_come_also_where_the_slot_is_not_given(both: Both) -> Non
     assert [told.is_free for told in both.news(())] == [False] * 4
     assert all(mine.use is Use.HOLDS and mine.view.nbytes == PAGE_NBYTES for _, mine, _ in both.pairs())
     assert [told.is_free for told in both.news()] == [True] * 4
+
+
+@pytest.mark.parametrize("both", [False], indirect=True, ids=["process"])
+def test_a_larger_file_may_have_the_number_on_disk_that_the_smaller_one_had(
+    both: Both, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = os.fstat
+
+    def fstat(fd: int) -> Any:
+        """As on file systems that give a number again as soon as nobody has the file."""
+        found = real(fd)
+        names = [name for name in dir(found) if name.startswith("st_")]
+        return types.SimpleNamespace(**{**{name: getattr(found, name) for name in names}, "st_ino": 7})
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fstat", fstat)
+        for pages in (1, 2):
+            both.grow(both.pool.own[:1], pages * PAGE_NBYTES)
+            both.news()
+            assert both.own.own[0].view.nbytes == pages * PAGE_NBYTES
 
 
 def test_what_is_lent_is_neither_filled_nor_changed(both: Both) -> None:

@@ -139,7 +139,7 @@ assert not [n for n in set(os.listdir("/dev/shm")) - before if "mlflash" in n an
 
 
 def test_the_public_surface_is_one_table() -> None:
-    assert mlflash.__all__ == ["Checkpointer", "Snapshot", "__version__", "errors", "rng"]
+    assert mlflash.__all__ == ["Checkpointer", "Snapshot", "__version__", "errors", "keep_alive", "rng"]
     assert importlib.metadata.version("mlflash") == mlflash.__version__
 
 
@@ -174,8 +174,14 @@ def test_job_names() -> None:
     assert name({"SLURM_JOB_ID": "71"}, "/a") != name({"SLURM_JOB_ID": "71"}, "/b")
     assert config.from_environment({"MLFLASH_JOB": "env", "SLURM_JOB_ID": "7"}, "/a").job == "env"
     assert config.from_environment({"MLFLASH_JOB": "env"}, "/a", job="given").job == "given"
-    with pytest.raises(errors.ConfigError, match="no name"):
+    with pytest.raises(errors.ConfigError, match=r"or set MLFLASH_JOB$"):
         name({}, None)
+    assert name({"TORCHELASTIC_RUN_ID": "run 7"}, None).startswith("torchrun-run_7-")
+    assert name({"TORCHELASTIC_RUN_ID": "run 7"}, None) != name({"TORCHELASTIC_RUN_ID": "run_7"}, None)
+    assert name({"TORCHELASTIC_RUN_ID": "7"}, "/lustre/me/run42") == f"run42-{digest}"
+    for by_itself in ("none", "0f0a6f0e-4b5f-4c8e-9d3c-0a3c5c1d2e4f"):
+        with pytest.raises(errors.ConfigError, match="or give torchrun an --rdzv-id"):
+            name({"TORCHELASTIC_RUN_ID": by_itself}, None)
 
 
 @pytest.mark.parametrize(

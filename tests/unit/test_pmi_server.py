@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import re
 import socket
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from waiting import until
+from waiting import PATIENCE_S, until
 
 from mlflash.wireup.key_value_store import KeyValueStore, Limits
 from mlflash.wireup.pmi_server import PmiError, PmiServer, is_epoch_name, new_epoch_name, parse
@@ -226,6 +229,27 @@ def test_a_name_that_was_used_before_and_a_store_that_has_ended_are_errors(make:
     assert "no connection to the key-value store" in third.error()
 
 
+def test_the_last_one_that_is_up_deletes_what_all_needed_until_then(make: Make) -> None:
+    nodes = (0, 1)
+    first, second = make(0, nodes), make(1, nodes)
+    for client in (first, second):
+        client.ask(f"cmd=put kvsname=e1 key=k{client.server.fileno()} value=v")
+        client.say("cmd=barrier_in")
+    for client in (first, second):
+        until(lambda: first.turn() or second.turn() or b"barrier_out" in client.received, "the barrier")  # noqa: B023
+        client.received = b""
+    values = first.store._values
+    first.store._put("launch/1/node/0", "host")
+    first.server.initialized("launch/1/node/")
+    first.say("cmd=barrier_in")  # MPI_Finalize of a rank that ends at once
+    until(lambda: first.turn() or second.turn() or "e1/barrier/2" in values, "a barrier of MPI_Finalize")
+    assert {"e1/started/0", "e1/started/1", "e1/up", "launch/1/node/0"} < set(values)
+    second.server.initialized("launch/1/node/")
+    left = {"e1/up", "e1/barrier/1", "e1/barrier/1/all", "e1/barrier/2"}
+    until(lambda: first.turn() or second.turn() or set(values) == left, "what is left when both are up")
+    assert "was used before" in make(0, nodes).error()
+
+
 def test_a_process_that_takes_no_answers_is_ended(make: Make) -> None:
     client = make()
     client.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1)
@@ -299,3 +323,12 @@ def test_epochs_have_names_that_go_into_a_line_and_are_new() -> None:
     assert len(names) == 100 and all(is_epoch_name(name) and name.startswith("epoch-3-") for name in names)
     for bad in ("", "a b", "a/b", "a\n", "x" * 201, "ü", "a="):
         assert not is_epoch_name(bad)
+
+
+def test_many_ranks_start_at_once_and_leave_no_key() -> None:
+    """As benchmarks/scale/wireup.py has them, which says how long thousands take."""
+    command = [sys.executable, str(Path(__file__).parents[2] / "benchmarks/scale/wireup.py"), "--nodes", "40"]
+    command += ["--ranks-per-node", "4"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=True)
+    # 40 addresses of 10 keys, 160 ranks that were started, 2 barriers of 2 keys, how many are up; those five stay.
+    assert "160 ranks on 40 nodes" in done.stdout and " 565 keys, 5 left" in done.stdout, done.stdout

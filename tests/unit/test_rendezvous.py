@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch.distributed as distributed
 from waiting import PATIENCE_S, until
 
 from mlflash.errors import DeadlineExceeded, UnsafePath, WorldMismatch
@@ -21,7 +22,7 @@ from mlflash.wireup import text_server
 from mlflash.wireup.frames import Frames, pack
 from mlflash.wireup.launcher_variables import Launched
 from mlflash.wireup.own_address import own_address
-from mlflash.wireup.rendezvous import _digest, can_meet, rendezvous, who_am_i
+from mlflash.wireup.rendezvous import _digest, ports_of, rendezvous, way, who_am_i
 
 TEXT = "10.0.0.1,4000,abcdef"
 PRTERUN = {"PMIX_NAMESPACE": "prterun-host-7@1", "OMPI_COMM_WORLD_LOCAL_SIZE": "3"}
@@ -69,16 +70,21 @@ def meet(
 
 @pytest.fixture
 def port() -> int:
-    """A port with some free ones after it."""
+    """A port of which the first that follows from it is free."""
     while True:
         with socket.create_server(("127.0.0.1", 0)) as sock:
             found = int(sock.getsockname()[1])
-        if found < 65000:
-            return found
+        try:
+            socket.create_server(("127.0.0.1", ports_of(found)[0])).close()
+        except OSError:
+            continue
+        return found
 
 
 @pytest.mark.parametrize("more", [{}, {"LOCAL_WORLD_SIZE": "3"}])
-def test_all_ranks_get_the_text_at_a_port_after_the_main_one(ranks: Ranks, port: int, more: dict[str, str]) -> None:
+def test_all_ranks_get_the_text_at_a_port_that_follows_from_the_main_one(
+    ranks: Ranks, port: int, more: dict[str, str]
+) -> None:
     environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **more}
     assert meet(ranks, environment) == {0: TEXT, 1: TEXT, 2: TEXT}
     assert meet(ranks, environment) == {0: TEXT, 1: TEXT, 2: TEXT}, "once more"
@@ -101,7 +107,7 @@ def serve_strangely(listener: socket.socket, answer: bytes, over: threading.Even
 @pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", pack(["mlflash rendezvous", "x", "y"]), b""])
 def test_what_else_listens_at_these_ports_is_passed_by(ranks: Ranks, port: int, answer: bytes) -> None:
     over = threading.Event()
-    with socket.create_server(("127.0.0.1", port + 1)) as listener:
+    with socket.create_server(("127.0.0.1", ports_of(port)[0])) as listener:
         other = threading.Thread(target=serve_strangely, args=(listener, answer, over))
         other.start()
         try:
@@ -159,20 +165,28 @@ def test_who_does_not_come_is_named(ranks: Ranks, port: int) -> None:
         text_server.serve(listener, "mine", 3, TEXT, 0)
     assert caught.value.ranks == (1, 2) and listener.fileno() == -1
     me, environment = Launched(1, 3, None, "torchrun"), {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    ports = f"at ports {port + 1} to {port + 16} of 127.0.0.1"
+    ports = f"at ports {ports_of(port)[0]} to {ports_of(port)[-1]} of 127.0.0.1"
     with pytest.raises(DeadlineExceeded, match=f"where its key-value store is, {ports}; at last: ") as caught:
         rendezvous(environment, me, None, None, timeout_s=0.1)
     assert caught.value.ranks == (0,)
 
 
-def test_no_port_is_left(port: int) -> None:
+@pytest.mark.parametrize("port", [1, 80, 1024, 8000, 8023, 8024, 29500, 65519, 65535])
+def test_ports_can_be_had_by_a_user_and_are_none_that_jobs_of_this_host_count_through(port: int) -> None:
+    ports = ports_of(port)
+    assert len(ports) == 16 and ports[-1] <= 65535 and (ports[0] > 1023 or port < 1023)
+    assert port not in ports
+    assert not {*ports} & {*range(port, port + 1000)} or port < 8024
+
+
+def test_no_port_is_left() -> None:
     taken = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
     attempts = [functools.partial(socket.create_server, sock.getsockname()) for sock in taken]
     with pytest.raises(WorldMismatch, match="rank 0 cannot listen nowhere, where the other ranks look for it"):
         text_server.listen(attempts, "nowhere")
     for sock in taken:
         sock.close()
-    for wrong in ("65530", "0", "http"):
+    for wrong in ("65536", "0", "http"):
         with pytest.raises(WorldMismatch, match="MASTER_PORT is no port"):
             rendezvous({"MASTER_ADDR": "a", "MASTER_PORT": wrong}, Launched(0, 2, 0, "srun"), TEXT, None, PATIENCE_S)
 
@@ -181,7 +195,7 @@ def test_no_port_is_left(port: int) -> None:
 
 
 def test_ranks_of_one_host_meet_in_a_private_directory(ranks: Ranks, tmp_path: Path) -> None:
-    assert can_meet(PRTERUN, Launched(0, 3, None, "prterun"))
+    assert way(PRTERUN, Launched(0, 3, None, "prterun")) == "a socket in this user's directory"
     directory = tmp_path / ("d" * 100) / ("e" * 100)  # longer than the path of a socket may be
     assert meet(ranks, PRTERUN, "prterun", directory=directory) == {0: TEXT, 1: TEXT, 2: TEXT}
     assert directory.stat().st_mode & 0o777 == 0o700 and list(directory.iterdir()) == []
@@ -230,9 +244,10 @@ def test_a_directory_of_others_is_refused(tmp_path: Path) -> None:
     ],
 )
 def test_where_no_way_fits_it_is_said_what_to_set(environment: dict[str, str], launcher: str, tmp_path: Path) -> None:
-    assert not can_meet(environment, Launched(0, 3, None, launcher))
-    assert can_meet({**environment, "MASTER_ADDR": "host", "MASTER_PORT": "1"}, Launched(0, 3, None, launcher))
-    assert can_meet(environment, Launched(0, 1, None, launcher))
+    me = Launched(0, 3, None, launcher)
+    assert way(environment, me) == ""
+    assert way({**environment, "MASTER_ADDR": "host", "MASTER_PORT": "1"}, me) == "MASTER_ADDR and MASTER_PORT"
+    assert way(environment, Launched(0, 1, None, launcher)) == "there is one rank"
     with pytest.raises(WorldMismatch, match="set MASTER_ADDR to the name of rank 0's host and MASTER_PORT") as caught:
         rendezvous(environment, Launched(0, 3, None, launcher), TEXT, tmp_path / "private", PATIENCE_S)
     assert ("MASTER_ADDR" in str(caught.value.found)) == ("MASTER_ADDR" not in environment)
@@ -241,53 +256,26 @@ def test_where_no_way_fits_it_is_said_what_to_set(environment: dict[str, str], l
 # torch.distributed
 
 
-class Store:
-    """What is used of torch's stores."""
-
-    def __init__(self, prefix: str = "", inner: Store | None = None):
-        self.prefix = prefix
-        self.values: dict[str, bytes] = inner.values if inner else {}
-
-    def add(self, key: str, number: int) -> int:
-        total = int(self.values.get(f"{self.prefix}/{key}", b"0")) + number
-        self.values[f"{self.prefix}/{key}"] = str(total).encode()
-        return total
-
-    def set(self, key: str, value: str) -> None:
-        self.values[f"{self.prefix}/{key}"] = value.encode()
-
-    def get(self, key: str) -> bytes:
-        return self.values[f"{self.prefix}/{key}"]
-
-    def wait(self, keys: list[str], within: Any) -> None:
-        if f"{self.prefix}/{keys[0]}" not in self.values:
-            raise RuntimeError(f"wait timeout after {within.total_seconds():g} s\nand a stack")
-
-
 @pytest.fixture
 def torch(monkeypatch: pytest.MonkeyPatch) -> Any:
     torch: Any = ModuleType("torch.distributed")
-    store = Store()
+    store = distributed.HashStore()
     torch.rank, torch.size, torch.is_up = 1, 3, True
     torch.is_initialized = lambda: torch.is_up
     torch.get_rank, torch.get_world_size = lambda: torch.rank, lambda: torch.size
-    torch.PrefixStore = Store
+    torch.PrefixStore = distributed.PrefixStore
     torch.distributed_c10d = ModuleType("distributed_c10d")
     torch.distributed_c10d._get_default_store = lambda: store
     monkeypatch.setitem(sys.modules, "torch.distributed", torch)
     return torch
 
 
-def test_ranks_meet_by_the_store_of_torch_distributed_each_time_anew(torch: Any) -> None:
-    for text in (TEXT, TEXT[::-1]):
-        gave = []
-        for rank in range(3):
-            me = Launched(rank, 3, None, "torchrun")
-            gave.append(rendezvous({"MASTER_ADDR": "a"}, me, text if rank == 0 else None, None, PATIENCE_S))
-        assert gave == [text] * 3
-    with pytest.raises(DeadlineExceeded, match="where its key-value store is: wait timeout after 90 s") as caught:
-        rendezvous({}, Launched(1, 3, None, "torchrun"), None, None, PATIENCE_S)
-    assert caught.value.ranks == (0,) and "stack" not in str(caught.value)
+def test_ranks_meet_by_the_store_of_torch_distributed_each_time_anew(ranks: Ranks, torch: Any) -> None:
+    me = Launched(1, 3, None, "torchrun")
+    assert way({"MASTER_ADDR": "a", "MASTER_PORT": "1"}, me) == "the store of torch.distributed"
+    assert meet(ranks, {"MASTER_ADDR": "a"}) == {0: TEXT, 1: TEXT, 2: TEXT}
+    assert meet(ranks, {"MASTER_ADDR": "a"}) == {0: TEXT, 1: TEXT, 2: TEXT}
+    assert torch.distributed_c10d._get_default_store().num_keys() == 0, "and nothing is left"
 
 
 def test_a_rank_is_what_torch_distributed_says_where_no_launcher_does(torch: Any) -> None:
@@ -303,7 +291,7 @@ def test_a_rank_is_what_torch_distributed_says_where_no_launcher_does(torch: Any
 
 
 def test_the_own_address_is_loopback_only_where_all_ranks_are_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert own_address(True, "elsewhere") == "127.0.0.1"
+    assert own_address(True, {"MASTER_ADDR": "elsewhere"}) == "127.0.0.1"
     meant = {
         "main": ["127.0.1.1", "192.0.2.200", "192.0.2.7"],
         "me": ["127.0.1.1"],
@@ -320,15 +308,17 @@ def test_the_own_address_is_loopback_only_where_all_ranks_are_here(monkeypatch: 
         return socket.socket()
 
     monkeypatch.setattr(socket, "create_server", create_server)
-    assert own_address(False, "main") == "192.0.2.7"
-    assert own_address(False, "main6") == "2001:db8::7"
-    assert own_address(False, "remote") == "192.0.2.8"
-    assert own_address(False, "localhost") == own_address(False) == "127.0.0.1", "which has no other"
+    assert own_address(False, {"MASTER_ADDR": "main"}) == "192.0.2.7"
+    assert own_address(False, {"MASTER_ADDR": "main6"}) == "2001:db8::7"
+    assert own_address(False, {"MASTER_ADDR": "remote"}) == "192.0.2.8"
+    assert own_address(False, {"MASTER_ADDR": "localhost"}) == own_address(False, {}) == "127.0.0.1", (
+        "which has no other"
+    )
     meant["me"] = ["192.0.2.8"]
-    assert own_address(False, "localhost") == own_address(False) == "192.0.2.8"
+    assert own_address(False, {"MASTER_ADDR": "localhost"}) == own_address(False, {}) == "192.0.2.8"
 
 
 def test_the_own_address_can_be_listened_at() -> None:
     for main_host in (None, "localhost", "no.such.host.invalid", socket.gethostname()):
-        found = own_address(False, main_host)
+        found = own_address(False, {"MASTER_ADDR": main_host} if main_host else {})
         socket.create_server((found, 0), family=socket.AF_INET6 if ":" in found else socket.AF_INET).close()

@@ -81,7 +81,8 @@ def lost_node(tmp_path: Path) -> Path:
 def test_the_time_of_a_job_that_lost_a_node_to_the_millisecond(lost_node: Path) -> None:
     told = to_json(story_of(lost_node))
     assert told["seconds"] == {
-        "wall_s": 85.0, "kept_s": 33.0, "stall_s": 1.5, "lost_s": 10.5, "starting_s": 10.0, "down_s": 30.0,
+        "wall_s": 85.0, "kept_s": 33.0, "stall_s": 1.5, "lost_s": 10.5, "starting_s": 10.0,
+        "recovering_s": 0.0, "down_s": 30.0,
     }  # fmt: skip
     assert told["goodput"] == 33 / 85
     assert (told["began"], told["ended"], told["state"]) == (1000.0, 1085.0, "ended")
@@ -337,9 +338,16 @@ GOOD_EVENTS = st.builds(
     st.dictionaries(st.sampled_from(["source", "from", "state", "generation", "error", "text"]), VALUES),
     st.tuples(st.integers(-1, 2**63 - 1), st.floats(0, 1e11), st.integers(0, 2**63 - 1)),
 )  # fmt: skip
+JOURNAL = st.builds(
+    lambda kind, more, time, seconds: {"time": time, "event": kind, "round": 2, "lost": [1, 0], "step": 3,
+                                       "seconds": seconds, **({"rank": 1} if kind == "late" else {}), **more},
+    st.sampled_from(["recovered", "recovered", "late", "start", "finish"]),
+    st.dictionaries(st.sampled_from(["round", "lost", "why", "step", "times", "phase"]), VALUES, max_size=2),
+    st.floats(0, 1000), st.floats(0, 100),
+)  # fmt: skip
 LINES = st.one_of(
     st.binary(max_size=60),
-    st.one_of(EVENTS, GOOD_EVENTS).map(lambda event: json.dumps(event, separators=(",", ":")).encode()),
+    st.one_of(EVENTS, GOOD_EVENTS, JOURNAL).map(lambda event: json.dumps(event, separators=(",", ":")).encode()),
     st.sampled_from([b'{"event":', b"[" * 5000, b"1" * 5000, b'{"event":"save","time":', b"\xff\xfe", b"\0" * 9]),
 )
 
@@ -355,7 +363,7 @@ def test_whatever_is_in_the_files_nothing_is_raised(tmp_path: Path) -> None:
             log = read([path])
         (file,) = log.files
         assert file.events == len(log.events)
-        assert file.events + file.torn + file.foreign >= file.lines
+        assert file.events + file.journal + file.torn + file.foreign >= file.lines
         if log.events:
             story = tell(log)
             json.dumps(to_json(story))

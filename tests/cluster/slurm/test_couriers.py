@@ -40,35 +40,109 @@ def test_ranks_of_srun_have_couriers(slurm: Slurm) -> None:
         assert said["children"] == []
 
 
-SCRIPT = """#!/bin/sh
+FUNCTIONS = """#!/bin/sh
 step() { srun --overlap -N2 --ntasks-per-node=1 --kill-on-bad-exit=0 "$@"; }
 count() { cat "$2"* 2> /dev/null | grep -c "$1"; }
+named() { squeue --noheader --steps --jobs "$SLURM_JOB_ID" --format "%i %j" | grep -w "$1" | cut -d" " -f1; }
+"""
+BY_HAND = f"""{FUNCTIONS}
 step --mpi=none "$MLFLASH" courier > hosts &
 until [ "$(count "start here now" hosts)" = 2 ]; do sleep 0.1; done
 OUT=$PWD/out1 step --mpi=pmi2 "$PYTHON" "$TRAINER" "$DIES" &
 until [ "$(count '"victim"' out1/rank)" = 2 ]; do sleep 0.1; done
-scancel --signal=KILL "$SLURM_JOB_ID.1"
+OUT=$PWD/out1 step --mpi=none "$PYTHON" "$KILL_ALL"
 wait $!
+touch "out1/go on"
 OUT=$PWD/out2 step --mpi=pmi2 "$PYTHON" "$TRAINER" "$RESTORES"
 scancel --signal=TERM "$SLURM_JOB_ID.0"
 wait
 """
+BY_RUN = f"""{FUNCTIONS}
+options="-N2 --ranks-per-node=1 --mpi=pmi2 --job=j --keep-memory --max-restarts=0"
+OUT=$PWD/out1 "$MLFLASH" run $options "$PYTHON" "$TRAINER" "$DIES" &
+until [ "$(count '"victim"' out1/rank)" = 2 ]; do sleep 0.1; done
+OUT=$PWD/out1 step --mpi=none "$PYTHON" "$KILL_ALL"
+until [ -z "$(named mlflash-1)" ]; do sleep 0.1; done
+touch "out1/go on"
+wait $!
+[ -z "$(named mlflash-couriers)" ] || exit 9
+OUT=$PWD/out2 "$MLFLASH" run $options "$PYTHON" "$TRAINER" "$RESTORES"
+"""
 
 
-def test_couriers_of_another_step_commit_what_a_step_has_handed_over_that_is_killed(slurm: Slurm) -> None:
-    """Slurm kills a step with all that its tasks have started: here proctrack/linuxproc follows the parents."""
+@pytest.mark.parametrize("script", [BY_HAND, BY_RUN], ids=["by hand", "mlflash run"])
+def test_couriers_of_another_step_commit_what_a_step_has_handed_over_that_is_killed(slurm: Slurm, script: str) -> None:
+    """Slurm kills a step with all that its tasks have started where it has cgroups; here `kill_all` does."""
     for name in ("out1", "out2"):
         (slurm.path / name).mkdir()
     settings = {"memory": "/dev/shm", "job": "j", "timeout_s": PATIENCE_S}
     paths = os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH"))))
     env = {**NETMODS[NETMODS_HERE[-1]], "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "PYTHON": sys.executable,
            "MLFLASH": str(MLFLASH), "TRAINER": str(TESTS / "dying_trainer.py"),
-           "DIES": json.dumps({"settings": settings, "who": "trainer", "how": "terminal closed"}),
+           "KILL_ALL": str(TESTS / "cluster/slurm/kill_all.py"),
+           "DIES": json.dumps({"settings": settings, "who": "trainer", "how": "step killed"}),
            "RESTORES": json.dumps({"settings": settings})}  # fmt: skip
-    job = slurm.sbatch(SCRIPT, "--nodes=2", "--exclusive", env=env)
+    job = slurm.sbatch(script, "--nodes=2", "--exclusive", env=env)
     job.wait("COMPLETED")
     lines = [line for path in (slurm.path / "out2").glob("rank*") for line in path.read_text().splitlines()]
     restored = [record for record in map(json.loads, lines) if record["event"] == "restored"]
     assert [(record["step"], record["same"]) for record in restored] == [(2, True)] * 2, job.output()
     for host in slurm.nodes.names:
         until(lambda host=host: not slurm.nodes.running(host, "mlflash.wireup.zygote"), f"no courier is left on {host}")
+
+
+@pytest.mark.parametrize(("who", "how"), [("trainer", "killed"), ("trainer", "raises"), ("courier", "killed"),
+                                          ("zygote", "killed")])  # fmt: skip
+def test_what_was_handed_over_under_srun_is_committed_and_nothing_is_left(slurm: Slurm, who: str, how: str) -> None:
+    """As tests/programs/test_deaths.py has it under other launchers, with the two ranks on two nodes."""
+    paths = os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH"))))
+    settings = {"memory": "/dev/shm", "job": f"{who}-{how}", "timeout_s": PATIENCE_S}
+    two_nodes = ["-N2", "--nodelist=host1,host2", "--ntasks-per-node=1"]  # the same ones: that of memory
+
+    def launch(name: str, **spec: Any) -> list[dict[str, Any]]:
+        folder = slurm.path / name
+        folder.mkdir()
+        env = {**NETMODS[NETMODS_HERE[-1]], "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "OUT": str(folder)}
+        command = [sys.executable, str(TESTS / "dying_trainer.py"), json.dumps({"settings": settings, **spec})]
+        done = slurm.run("srun", *two_nodes, "--mpi=pmi2", *command, env=env, check=False)
+        assert (done.returncode != 0) == (spec.get("who") == "trainer"), done.stdout + done.stderr
+        lines = [line for path in folder.glob("rank*.jsonl") for line in path.read_text().splitlines()]
+        return [*map(json.loads, lines)]
+
+    told = launch(f"{who}-{how}", who=who, how=how)
+    newest = 2 if who == "trainer" else next(record["steps"][-1] for record in told if record["event"] == "end")
+    again = [record for record in launch(f"{who}-{how}-again") if record["event"] == "restored"]
+    assert [(record["step"], record["same"]) for record in again] == [(newest, True)] * 2
+    for host in slurm.nodes.names:
+        until(lambda host=host: not slurm.nodes.running(host, "mlflash.wireup.zygote"), f"no courier is left on {host}")
+        assert "mpich" not in slurm.nodes.run(host, "ls", "/dev/shm")
+
+
+def test_one_torchrun_on_each_node_is_started_by_srun(slurm: Slurm) -> None:
+    """Workers are torchrun's, the name of the job is Slurm's, and a second launch goes on from memory."""
+    paths = os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH"))))
+    env = {**NETMODS[NETMODS_HERE[-1]], "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "OUT": str(slurm.path),
+           "PYTHON": sys.executable, "WORKER": str(TESTS / "elastic_worker.py")}  # fmt: skip
+    script = """#!/bin/sh
+for last in 2 4; do
+  srun --ntasks-per-node=1 --mpi=none "$PYTHON" -m torch.distributed.run --nnodes=2 --nproc-per-node=2 \\
+    --rdzv-backend=c10d --rdzv-id="$SLURM_JOB_ID.$last" --rdzv-endpoint="$SLURMD_NODENAME:29500" \\
+    "$WORKER" "{\\"last\\": $last}" || exit
+done
+"""
+    job = slurm.sbatch(script, "--nodes=2", "--exclusive", env=env)
+    job.wait("COMPLETED")
+    lines = [line for path in sorted(slurm.path.glob("rank*.jsonl")) for line in path.read_text().splitlines()]
+    restored = [record for record in map(json.loads, lines) if record["event"] == "restored"]
+    assert sorted((record["rank"], record["step"] or 0, record["same"]) for record in restored) == [
+        (rank, step, True) for rank in range(4) for step in (0, 2)
+    ], job.output()
+    assert all(" ranks met by the store of torch.distributed)" in record["courier"] for record in restored)
+    assert all(slurm.nodes.run(host, "ls", "/dev/shm/mlflash-0").startswith("slurm-") for host in ("host1", "host2"))
+
+
+def test_the_doctor_tries_couriers_beside_ranks_of_srun(slurm: Slurm) -> None:
+    env = {"PYTHON": sys.executable, **NETMODS[NETMODS_HERE[-1]], "OMP_NUM_THREADS": "1"}
+    said = slurm.run("srun", "-N2", "--mpi=pmi2", str(MLFLASH), "doctor", "--json", env=env, check=False).stdout
+    (line,) = [line for line in json.loads(said)["lines"] if line["check"] == "couriers"]
+    assert line["level"] == "ok" and " started two without a launcher in " in line["text"]

@@ -1,0 +1,234 @@
+"""Process groups of torch.distributed whose connections can be exchanged while everybody keeps the group.
+
+A model, a device mesh and a compiled step hold process groups by object and by name, so groups that are destroyed and
+made again would need all of these to be made again. The groups here stay, with their names; what sends for them is one
+of torch's own, which is dropped when a rank is lost, and made anew with whoever has that rank then. Where
+torch.distributed is initialised with the backend `BACKEND`, all its groups are such. A process that waits for a rank
+makes its model with groups of nobody else (`presume`): what they send arrives nowhere, and each receives its own.
+
+Source: torchft's managed process groups, which keep a group in the same way; `torch.distributed.Backend`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d
+from torch._C._distributed_c10d import FakeProcessGroup
+from torch.distributed import PrefixStore, ProcessGroup, Store, Work
+from torch.futures import Future
+
+from . import gloo_sockets
+from .gloo_sockets import Address
+
+BACKEND = "exchangeable"
+# All that sends; torch calls whichever its version has.
+_SENDING = ("_allgather_base", "_reduce_scatter_base", "all_gather_single", "all_gather_single_coalesced",
+            "all_to_all_single", "allgather", "allgather_coalesced", "allgather_into_tensor_coalesced", "allreduce",
+            "allreduce_coalesced", "alltoall", "alltoall_base", "barrier", "broadcast", "gather", "monitored_barrier",
+            "recv", "recv_anysource", "reduce", "reduce_scatter", "reduce_scatter_single",
+            "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced", "scatter", "send")  # fmt: skip
+_groups: weakref.WeakValueDictionary[str, ExchangeableGroup] = weakref.WeakValueDictionary()
+_completed: Any = _distributed_c10d._create_work_from_future  # type: ignore[attr-defined]
+_presumes = False  # whether groups are made without others
+
+
+class ConnectionDropped(ConnectionError):
+    """A group was used between `drop` and `exchange`."""
+
+
+class ExchangeableGroup(ProcessGroup):
+    """A process group that passes everything on to one of torch's, which can be exchanged.
+
+    Args:
+        rank: of this process in the group.
+        size: of the group.
+        connections: torch's own group.
+        listeners: see `connect`.
+    """
+
+    def __init__(self, rank: int, size: int, connections: ProcessGroup, listeners: Collection[Address] = ()):
+        super().__init__(rank, size)
+        self._rank, self._size, self._connections, self._listeners = rank, size, connections, listeners
+        self._name = self._description = ""
+
+    def rank(self) -> int:
+        """The rank of this process in the group."""
+        return self._rank
+
+    def size(self) -> int:
+        """How many ranks the group has."""
+        return self._size
+
+    def getBackendName(self) -> str:  # noqa: N802
+        """The name by which torch knows this kind of group."""
+        return BACKEND
+
+    @property
+    def group_name(self) -> str:
+        """The name by which compiled code knows the group; it stays."""
+        return self._name
+
+    @property
+    def group_desc(self) -> str:
+        """What torch's log calls the group."""
+        return self._description
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether there is nobody at the other ends, as this process has presumed its rank."""
+        return isinstance(self._connections, FakeProcessGroup)
+
+    def take(self, rank: int) -> None:
+        """Have another rank, in a group of all ranks, from the next `exchange` on."""
+        self._rank = rank
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+        _groups[name] = self
+
+    def _set_group_desc(self, description: str) -> None:
+        self._description = description
+
+    @property
+    def connections(self) -> ProcessGroup:
+        """Torch's own group, which sends."""
+        if self._connections is None:
+            raise ConnectionDropped(f"process group {self._name} has lost a rank, and waits for its connections")
+        return self._connections
+
+    def drop(self) -> None:
+        """Drop what sends; who waits for it on another rank hears of an error. Not collective."""
+        dropped, self._connections = self._connections, None
+        if dropped is not None:
+            dropped.abort()
+
+    def cut(self) -> None:
+        """Drop what sends, and end what this process waits in by it. Not collective; any thread."""
+        gloo_sockets.shut_down(self._listeners)  # first: gloo is not gone before what waits in it
+        self.drop()
+
+    def exchange(self, store: Store, timeout: timedelta) -> None:
+        """Connect anew. Collective over the group.
+
+        Args:
+            store: whose keys nobody has used, the same on all ranks.
+            timeout: how long that may take, and each call from then on.
+
+        Raises:
+            torch.distributed.DistError: not all ranks have come.
+        """
+        self.drop()
+        own = PrefixStore(self._name, store)
+        self._connections, self._listeners = connect(own, self._rank, self._size, timeout)
+
+    shutdown = drop
+    abort = drop
+
+
+def _passed_on(name: str) -> Callable[..., Work]:
+    def call(self: ExchangeableGroup, *args: Any, **named: Any) -> Work:
+        work: Work = getattr(self.connections, name)(*args, **named)
+        if not self.is_alone:
+            return work
+        there: Future[Any] = Future()  # a fake's has no result, which DDP looks at
+        there.set_result(args[0])
+        return _completed(there)
+
+    call.__name__ = name
+    return call
+
+
+for _name in _SENDING:
+    if hasattr(ProcessGroup, _name):
+        setattr(ExchangeableGroup, _name, _passed_on(_name))
+
+
+def connect(store: Store, rank: int, size: int, timeout: timedelta) -> tuple[ProcessGroup, set[Address]]:
+    """Make one of torch's own groups: gloo for tensors of the host, NCCL for those of CUDA. Collective over the group.
+
+    NCCL was not run.
+
+    Args:
+        store: of this group alone.
+        rank: of this process in the group.
+        size: of the group.
+        timeout: how long a call may take.
+
+    Returns:
+        The group, and where gloo listens for it on all ranks (`gloo_sockets`).
+    """
+    group, kinds = ProcessGroup(store, rank, size), ProcessGroup.BackendType
+    gloo, listeners = gloo_sockets.connect(store, rank, size, timeout)
+    group._register_backend(torch.device("cpu"), kinds.GLOO, gloo)
+    group._set_default_backend(kinds.GLOO)
+    if torch.cuda.is_available() and dist.is_nccl_available():
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        nccl = dist.ProcessGroupNCCL(PrefixStore("cuda", store), rank, size, options)
+        group._register_backend(torch.device("cuda"), kinds.NCCL, nccl)
+        group._set_default_backend(kinds.NCCL)
+    return group, listeners
+
+
+def register() -> None:
+    """Let torch.distributed be initialised with the backend `BACKEND`; it may be called twice. Not collective."""
+    if BACKEND not in dist.Backend.backend_list:
+        dist.Backend.register_backend(BACKEND, _create, devices=["cpu", "cuda"])
+
+
+def presume() -> None:
+    """Make all groups without others from now on: this process has no rank yet. Not collective."""
+    global _presumes
+    _presumes = True
+
+
+def _create(store: Store, rank: int, size: int, timeout: timedelta) -> ExchangeableGroup:
+    if _presumes:
+        return ExchangeableGroup(rank, size, _fake(rank, size))
+    return ExchangeableGroup(rank, size, *connect(store, rank, size, timeout))
+
+
+def _fake(rank: int, size: int) -> ProcessGroup:
+    made: Any = FakeProcessGroup  # whose type is wrong
+    group: ProcessGroup = made._create_internal(rank, size, made.Options())
+    return group
+
+
+def groups() -> list[ExchangeableGroup]:
+    """All groups of this process. Not collective."""
+    return list(_groups.values())
+
+
+def drop_all() -> None:
+    """Drop what all groups of this process send by. Not collective."""
+    for group in list(_groups.values()):
+        group.drop()
+
+
+def cut_all() -> None:
+    """Cut all groups of this process. Not collective; any thread."""
+    for group in list(_groups.values()):
+        group.cut()
+
+
+def exchange_all(store: Store, timeout: timedelta) -> None:
+    """Connect all groups of this process anew. Collective over all ranks, which have made the same groups.
+
+    Args:
+        store: whose keys nobody has used, the same on all ranks.
+        timeout: how long each group may take, and each call from then on.
+
+    Raises:
+        torch.distributed.DistError: not all ranks have come.
+    """
+    global _presumes
+    _presumes = False
+    drop_all()
+    for _, group in sorted(_groups.items()):
+        group.exchange(store, timeout)

@@ -1,0 +1,116 @@
+"""What a training of torch keeps when ranks change hands (`mlflash.keep_alive`): process groups, DDP and FSDP2."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+
+from mlflash.in_place import groups
+from mlflash.in_place.decider_link import Seat, is_spare
+from mlflash.wireup.own_address import own_address
+
+from . import exchangeable_group
+from .exchangeable_group import BACKEND
+from .gloo_sockets import shut_down
+from .left_steps import buckets_of, forget_step
+
+_MEETS = timedelta(seconds=10)  # for all ranks to come to the store
+
+
+class TorchGroups:
+    """All process groups of this process, see `mlflash.in_place.groups`.
+
+    Args:
+        timeout: of the collectives of torch.distributed.
+    """
+
+    def __init__(self, timeout: timedelta):
+        self._timeout = timeout
+        self._store: dist.TCPStore | None = None
+        self._meets: tuple[str, int] | None = None  # where the store is
+
+    def drop(self) -> None:
+        exchangeable_group.cut_all()
+        if self._meets:
+            shut_down({self._meets})
+
+    def connect(self, seat: Seat, share: Callable[[str, str | None], str]) -> None:
+        if seat.rank == 0:
+            host = own_address(False, os.environ)
+            self._store = dist.TCPStore(host, 0, None, True, _MEETS, wait_for_workers=False)
+            share("torch", f"{host},{self._store.port}")
+            self._meets = host, self._store.port
+        else:
+            host, _, port = share("torch", None).rpartition(",")
+            self._meets = host, int(port)
+            self._store = dist.TCPStore(host, int(port), None, False, _MEETS)
+        exchangeable_group.exchange_all(dist.PrefixStore(f"round {seat.round}", self._store), self._timeout)
+
+    def forget_step(self) -> None:
+        models = sorted(_wrapped(), key=_looks)
+        known = [buckets_of(model) for model in models]
+        store = dist.PrefixStore("buckets", self._store)
+        store.set(str(dist.get_rank()), json.dumps(known))
+        for rank in range(dist.get_world_size()):  # one that had no rank before does not know
+            if any(map(any, known)):
+                break
+            known = json.loads(store.get(str(rank)))
+        for model, buckets in zip(models, known, strict=True):
+            forget_step(model, buckets)
+
+    def take(self, rank: int) -> None:
+        if dist.get_rank() == rank:
+            return
+        all_ranks = dist.get_world_size()
+        knows = any(type(one) is DeviceMesh for one in gc.get_objects())
+        if knows or any(group.size() != all_ranks for group in exchangeable_group.groups()):
+            _begin_anew(rank)
+        for group in exchangeable_group.groups():
+            group.take(rank)
+
+
+def _begin_anew(rank: int) -> None:
+    """Run this program from its beginning, in the same process, with a rank that it knows from then on."""
+    os.environ["MLFLASH_PRESUMED"] = str(rank)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+
+
+def _looks(model: nn.Module) -> list[tuple[str, tuple[int, ...]]]:
+    """What tells models apart: those that are alike may come in any order."""
+    return [(name, tuple(parameter.shape)) for name, parameter in model.named_parameters()]
+
+
+def _wrapped() -> list[nn.Module]:
+    """All modules that are in no other one and know of ranks."""
+    kinds = (DistributedDataParallel, FSDPModule)
+    found = [one for one in gc.get_objects() if issubclass(type(one), kinds)]
+    inside = {id(part) for one in found for part in one.modules() if part is not one}
+    return [one for one in found if id(one) not in inside]
+
+
+def init_process_group(rank: int, size: int, timeout: timedelta) -> None:
+    """Set up torch.distributed with groups that can be exchanged. Collective; a process without a rank is alone.
+
+    Args:
+        rank, size: of this process; a spare presumes them.
+        timeout: of the collectives.
+    """
+    exchangeable_group.register()
+    store = None  # that of MASTER_ADDR
+    if is_spare():
+        exchangeable_group.presume()
+        store = dist.HashStore()
+    dist.init_process_group(BACKEND, rank=rank, world_size=size, timeout=timeout, store=store)
+    groups.registered[:] = [TorchGroups(timeout)]

@@ -1,0 +1,99 @@
+"""How a Checkpointer ends: closed by all ranks, left by an exception, or given up as another rank was lost."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from types import TracebackType
+
+from ..draining.drains import Drains
+from ..mpi.job_thread import FORKED
+from ..protocol.client import Client, one_unit
+from ..protocol.messages import Free, FreeDrains
+from ..protocol.trainer_context import TrainerContext
+from ..saving.save_queue import SaveQueue
+from . import unclosed
+
+
+class Ending:
+    """The ends of a Checkpointer, which has made the parts."""
+
+    _trainer: TrainerContext
+    _courier: Client
+    _drains: Drains
+    _saves: SaveQueue
+    _closed: str  # why no method does anything any more
+    _is_ended: bool
+
+    def _unit(self) -> contextlib.AbstractContextManager[None]:
+        return self._courier.unit()
+
+    @one_unit
+    def close(self) -> None:
+        """Wait for the saves and drains so far, free windows and communicators; the slots stay in memory.
+
+        Collective over comm. May be called twice. With ``drain_every`` the newest checkpoint is drained before.
+
+        Raises:
+            SaveFailed, DeadlineExceeded: as in :meth:`wait`; or not all ranks have come. It is closed all the same.
+        """
+        if self._closed:
+            return
+        is_freed = False
+        try:
+            self._saves.settle()
+            if not self._courier.is_stuck:
+                self._drains.finish()
+            for free in (FreeDrains(), Free()):
+                is_freed = not self._courier.is_stuck and self._drains.idle
+                if is_freed:
+                    self._courier.call(free)
+            self._trainer.copy_threads.close()
+        finally:  # also where it is interrupted: what is collective is left then, as other ranks may not come to it
+            self._end(not is_freed or self._courier.is_stuck, "ended" if sys.exc_info()[0] is None else "failed")
+        self._saves.raise_what_failed()
+
+    def _end(self, abandon: bool, state: str) -> None:
+        self._is_ended = True
+        self._closed = "this Checkpointer was closed"
+        with contextlib.ExitStack() as steps:  # the last one first, and each whatever those before it raise
+            steps.callback(unclosed.discard, self)
+            steps.callback(self._trainer.memory.close)
+            steps.callback(self._trainer.slots.close)
+            steps.callback(self._saves.end)
+            steps.callback(self._courier.stop, abandon)
+            steps.callback(self._drains.give_up)
+            steps.callback(self._trainer.recorder.end, state)
+
+    def interrupt(self, why: str) -> None:
+        """Have the next call raise Closed, as where this run is over. Not collective; any thread."""
+        self._closed = self._closed or why
+
+    def abandon(self, timeout_s: float = 10.0) -> bool:
+        """Give it up without any other rank. Not collective. What was committed stays.
+
+        Returns:
+            Whether nothing copies into its slots any more, so that another Checkpointer may have them.
+        """
+        if self._is_ended:
+            return True
+        self._saves.end()
+        is_over = self._trainer.slots.wait_until_written(time.monotonic() + timeout_s)
+        self._end(abandon=True, state="failed")
+        self._trainer.copy_threads.close()
+        return is_over
+
+    def _leave(self) -> None:
+        """Be closed in a process that was forked: all of it is the parent's, and goes on there. Not collective."""
+        self._closed = FORKED
+        for leave in (self._courier.leave, self._trainer.recorder.leave, self._saves.end):
+            leave()
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+                 ) -> None:  # fmt: skip
+        """Close; where an exception is on its way, without any collective and without waiting."""
+        if kind is None:
+            self.close()
+        elif not self._is_ended:
+            self._end(abandon=True, state="failed")

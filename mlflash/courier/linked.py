@@ -1,0 +1,114 @@
+"""The one connection of this process to its courier, which is a process; all Checkpointers have it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ..config import Config
+from ..errors import MlflashError, MpiUnavailable
+from ..memory import user_directory
+from ..wireup import mpich_segments
+from ..wireup.zygote_client import ZygoteClient, ZygoteLost
+from .courier_link import CourierLink
+
+_NO_ZYGOTE = (
+    "couriers cannot be started as processes; what was printed above says why. Where it is that there is no MPI: "
+    "pip install 'mlflash[mpich]', or load the module of your cluster's. MLFLASH_COURIER=thread does without processes"
+)
+_link: CourierLink | None = None
+_left: set[str] = set()  # shared memory that others still mapped when the last connection was given up
+
+
+def link(config: Config, zygote: ZygoteClient | None = None) -> CourierLink:
+    """The connection of this process, made by the first Checkpointer. Collective over all ranks of the job.
+
+    Args:
+        config: of the job.
+        zygote: of this process, where it was started and no connection made.
+
+    Raises:
+        Closed: its courier has ended.
+        MpiUnavailable: the process that starts couriers has ended.
+        WorldMismatch: MPI is up in this process, or the ranks cannot find each other.
+    """
+    global _link
+    if _link is None:
+        _link = _made(config, _meeting_place(config.memory, config.job), zygote)
+    _link.check()
+    return _link
+
+
+def link_anew(
+    config: Config, zygote: ZygoteClient | None, meet: Callable[[str | None, float], str], start_s: float
+) -> None:
+    """Make the connection of this process after `leave`. Collective over the ranks that there are now.
+
+    Args:
+        config: of the job.
+        zygote: of this process; one is started if None.
+        meet, start_s: see `CourierLink`.
+
+    Raises:
+        MpiUnavailable: the process that starts couriers has ended.
+        DeadlineExceeded: not all ranks have come.
+    """
+    global _link
+    _link = _made(config, None, zygote, meet, start_s)
+
+
+def _made(config: Config, directory: Path | None, zygote: ZygoteClient | None, *more: Any) -> CourierLink:
+    try:
+        return CourierLink(config, directory, zygote, *more)
+    except ZygoteLost as error:
+        raise MpiUnavailable(_NO_ZYGOTE, found=str(error)) from error
+
+
+def interrupt(why: MlflashError) -> None:
+    """Fail all that waits for the courier of this process, for good. Not collective; any thread."""
+    if _link is not None:
+        _link.interrupt(why)
+
+
+def leave(timeout_s: float = 10.0) -> None:
+    """Give up the connection of this process, after `interrupt`. Not collective."""
+    global _link, _left
+    if _link is not None:
+        _left = mpich_segments.remove_unmapped(_left | _link.abandon(timeout_s))
+    _link = None
+
+
+def is_linked() -> bool:
+    """Whether this process has such a connection. Not collective."""
+    return _link is not None
+
+
+def _meeting_place(memory: str, job: str) -> Path | None:
+    """Where ranks of one host may meet: this user's directory in memory; None where there can be none.
+
+    Not collective, and nothing is made that is not needed. What is wrong with it the courier tells all ranks, where it
+    looks.
+    """
+    usual = Path(memory, f"mlflash-{os.getuid()}")  # which the meeting makes
+    if os.path.isdir(memory) and not os.path.lexists(usual):
+        return usual
+    try:
+        return Path(user_directory.claim(memory, job))
+    except (OSError, MlflashError):
+        return None
+
+
+def close_link() -> None:
+    """End the courier of this process, which no Checkpointer needs any more. Not collective."""
+    if _link is not None:
+        _link.close()
+
+
+def _forget() -> None:
+    global _link
+    _link = None
+
+
+os.register_at_fork(after_in_child=_forget)

@@ -1,0 +1,80 @@
+"""What one process runs where others stay when it is killed: the small GPT, by DDP over gloo, in `mlflash.keep_alive`.
+
+mlflash run -N 1 --ranks-per-node 2 --keep-alive --spares 1 --job demo -- python -m mlflash.demo.kept_train OPTIONS
+
+What a step changes is in ``state``, or is made anew where ``train`` is entered: the place in the text follows from the
+step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import distributed
+from torch.nn.parallel import DistributedDataParallel
+
+import mlflash
+from mlflash.adapters.distributed import init_process_group
+
+from .model import GPT
+from .rank_log import RankLog
+from .same_bits import final_tensors, settle_buckets
+from .training_text import Batches
+
+BATCH, CONTEXT = 4, 128
+SAVE_EVERY = 2  # steps
+
+
+def main() -> None:
+    """Train to the last step, and go on in this process where another one is lost. Collective over all ranks."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--folder", type=Path, required=True, help="for logs and final tensors")
+    args = parser.parse_args()
+
+    torch.set_num_threads(1)
+    torch.manual_seed(args.seed)
+    init_process_group()
+    model = GPT(CONTEXT)
+    ddp = DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=args.steps)
+    settle_buckets(ddp, CONTEXT)
+    state = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "rng": mlflash.rng()}
+
+    def train(ckpt: mlflash.Checkpointer, start: int) -> RankLog:
+        """Train from a step on, with the rank that this process has now."""
+        rank, size = distributed.get_rank(), distributed.get_world_size()
+        rank_log = RankLog(args.folder, rank)
+        rank_log.tell("start", pid=os.getpid(), step=start, time=time.time())
+        if start == 0:
+            torch.manual_seed(args.seed + 1 + rank)  # dropout: each rank its own
+        batches = Batches(rank, size, BATCH, CONTEXT, args.seed)
+        batches.skip(start)
+        for step in range(start + 1, args.steps + 1):
+            optimizer.zero_grad()
+            loss = ddp(*batches.take())
+            loss.backward()
+            optimizer.step()
+            scheduler.step()
+            if step % SAVE_EVERY == 0:
+                snapshot = ckpt.save(step, state)
+                if step == SAVE_EVERY:
+                    snapshot.wait()  # from here on there is a step that all can go back to
+            rank_log.tell("step", step=step, loss=loss.item(), time=time.time())
+        ckpt.wait()
+        return rank_log
+
+    rank_log = mlflash.keep_alive(train, state)
+    np.savez(rank_log.path.with_suffix(".npz"), **final_tensors(model, optimizer))  # type: ignore[arg-type]
+    rank_log.tell("done")
+
+
+if __name__ == "__main__":
+    main()

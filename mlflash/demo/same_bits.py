@@ -1,0 +1,29 @@
+"""What it takes that two runs of the demo end with the same bits, and what is compared of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def settle_buckets(ddp: Any, context: int) -> None:
+    """Make DDP put its buckets into their final order. Collective over its ranks.
+
+    DDP does that once, after its first backward, and gloo's sum over the ranks rounds by where in a bucket a
+    gradient lies. Without this, the first step after a relaunch would not be bit-identical to the same step of a
+    run that went through.
+    """
+    nothing = torch.zeros((1, context), dtype=torch.long)
+    ddp(nothing, nothing).backward()
+    ddp.zero_grad()
+
+
+def final_tensors(model: Any, optimizer: Any) -> dict[str, np.ndarray]:
+    """Name all that decides how training would go on. Not collective."""
+    tensors = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+    for name, parameter in model.named_parameters():
+        tensors |= {f"optimizer.{name}.{key}": tensor for key, tensor in optimizer.state[parameter].items()}
+    tensors["rng.torch"] = torch.get_rng_state()
+    return {name: tensor.numpy() for name, tensor in tensors.items()}

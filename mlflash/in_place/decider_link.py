@@ -1,0 +1,169 @@
+"""The connection of a training process to who decides which process has which rank: `launcher.member_service`.
+
+A thread hears, and what is heard can be waited for. When a rank is lost, all that is registered with `on_lost` is
+called on that thread, with the round: it is to end what the training waits in.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ..errors import DeadlineExceeded, MlflashError
+from ..wireup.frames import BadFrame, Frames, pack
+from ..wireup.launcher_variables import KEPT
+
+log = logging.getLogger("mlflash")
+
+_CONNECT_S = 60.0
+_LARGEST_NBYTES = 1 << 16
+
+
+class RoundOver(MlflashError, ConnectionError):
+    """A rank was lost, and a next round is to begin."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Seat:
+    """The rank that this process has.
+
+    Attributes:
+        round: in which it has that, from 1 on.
+        rank, size: which, of how many.
+        lost_s: after how many seconds it is known, at the latest, that a rank is lost.
+    """
+
+    round: int
+    rank: int
+    size: int
+    lost_s: float
+
+
+class DeciderLink:
+    """The connection. Not collective; any thread.
+
+    Args:
+        told: ``address``, ``token``, ``name`` of this process, and ``size``: how many ranks there are.
+    """
+
+    def __init__(self, told: Mapping[str, Any]):
+        self.size: int = told["size"]
+        self._sock = socket.create_connection(tuple(told["address"]), _CONNECT_S)
+        self._sock.settimeout(None)
+        self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._news = threading.Condition()
+        self._seat: Seat | None = None
+        self._over, self._why = 0, ""  # the newest round that is over
+        self._texts: dict[tuple[int, str], str] = {}
+        self._has_ended = False
+        self.heard_at = 0.0
+        """When it was heard that the last round is over, by time.monotonic."""
+        self.on_lost: list[Callable[[int], None]] = []
+        self.say({"token": told["token"], "name": told["name"]})
+        threading.Thread(target=self._listen, name="mlflash-decider", daemon=True).start()
+        os.register_at_fork(after_in_child=self._sock.close)
+
+    def say(self, message: dict[str, Any]) -> None:
+        """Send a message; one that nobody hears any more is dropped, as its host is about to kill this process."""
+        try:
+            self._sock.sendall(pack(message))
+        except OSError as error:
+            log.debug("nobody decides any more which process has which rank: %s", error)
+
+    def seat(self, after: int) -> Seat:
+        """Wait for the rank that this process has in a round after one, however long that takes."""
+        with self._news:
+            self._news.wait_for(lambda: self._has_ended or (self._seat is not None and self._seat.round > after))
+            if self._seat is None or self._seat.round <= after:
+                raise MlflashError("nobody decides any more which process has which rank: mlflash run has ended")
+            return self._seat
+
+    def is_over(self, number: int, wait_s: float = 0.0) -> bool:
+        """Whether a round is over, as a rank was lost; that is waited for as long as this."""
+        with self._news:
+            return self._news.wait_for(lambda: self._has_ended or self._over >= number, wait_s) and self._over >= number
+
+    def check(self, number: int) -> None:
+        """Raise RoundOver where a round is over."""
+        if self._over >= number:
+            raise RoundOver(f"round {number} is over: {self._why}")
+
+    def share(self, number: int, what: str, text: str | None, timeout_s: float) -> str:
+        """Give rank 0's text to all ranks of a round. Collective over them.
+
+        Raises:
+            RoundOver: a rank was lost.
+            DeadlineExceeded: it did not come.
+        """
+        if text is not None:
+            self.say({"text": number, "what": what, "is": text})
+            return text
+        end = time.monotonic() + timeout_s
+        with self._news:
+            there = self._news.wait_for(
+                lambda: (number, what) in self._texts or self._over >= number or self._has_ended, end - time.monotonic()
+            )
+            if not there:
+                raise DeadlineExceeded(f"waited {timeout_s:g} s for rank 0 to say where all meet", ranks=[0])
+            if (number, what) in self._texts:
+                return self._texts[number, what]
+        raise RoundOver(f"round {number} is over: {self._why or 'mlflash run has ended'}")
+
+    def _listen(self) -> None:
+        frames = Frames(_LARGEST_NBYTES)
+        try:
+            while received := self._sock.recv(1 << 16):
+                frames.add(received)
+                for message in frames.messages():
+                    self._take(message)
+        except (OSError, BadFrame) as error:
+            log.debug("the connection to who decides is lost: %s", error)
+        with self._news:
+            self._has_ended = True
+            self._news.notify_all()
+
+    def _take(self, message: dict[str, Any]) -> None:
+        lost: int | None = None
+        with self._news:
+            match message:
+                case {"seat": dict(seat)}:
+                    self._seat = Seat(**seat)
+                    self._texts = {key: text for key, text in self._texts.items() if key[0] >= self._seat.round}
+                case {"lost": int(number), "why": str(why)}:
+                    self._over, self._why, self.heard_at = number, why, time.monotonic()
+                    lost = number
+                case {"text": int(number), "what": str(what), "is": str(text)}:
+                    self._texts[number, what] = text
+                case _:
+                    log.debug("not understood: %s", str(message)[:80])
+            self._news.notify_all()
+        if lost is None:
+            return
+        for call in list(self.on_lost):
+            try:
+                call(lost)
+            except Exception:
+                log.exception("what the training waits in could not be ended")
+
+
+_link: DeciderLink | None = None
+
+
+def decider() -> DeciderLink | None:
+    """The connection of this process, which is made once; None: nobody decides, a failure ends this process."""
+    global _link
+    if _link is None and KEPT in os.environ:
+        _link = DeciderLink(json.loads(os.environ[KEPT]))
+    return _link
+
+
+def is_spare() -> bool:
+    """Whether this process was started without a rank, and waits for one. Not collective."""
+    return KEPT in os.environ and "RANK" not in os.environ

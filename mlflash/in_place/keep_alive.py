@@ -1,0 +1,202 @@
+"""A training function is entered again, in the same process, when a rank was lost: with the newest committed state."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import logging
+import os
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from ..checkpointer.checkpointer import Checkpointer
+from ..config import Config, from_environment
+from ..courier import linked
+from ..courier.choice import start_zygote
+from ..crash_points import reach
+from ..wireup.zygote_client import ZygoteClient
+from . import groups
+from .decider_link import DeciderLink, RoundOver, Seat, decider
+
+log = logging.getLogger("mlflash")
+
+T = TypeVar("T")
+_MORE_S = 2.0  # besides the time after which a lost rank is known
+_MEETS_S = 10.0  # for ranks to find each other in a round, and for their couriers: one may be lost meanwhile
+
+
+def keep_alive(train: Callable[[Checkpointer, int], T], state: Any, directory: str | os.PathLike[str] | None = None,
+               **settings: Any) -> T:  # fmt: skip
+    """Train, and go on in this process when another one is lost.
+
+    Collective over all ranks. Under ``mlflash run --keep-alive``, when a rank or a node is lost, all other ranks leave
+    ``train`` by an exception (from a collective of torch.distributed, or a call of the Checkpointer); another process
+    takes the lost rank; ``state`` is restored, in place, to the newest committed step; and ``train`` is called again,
+    with a new Checkpointer. Models, optimizers and process groups stay the same objects. Without it, ``train`` is
+    called once, after a restore.
+
+    What is not in ``state`` stays as the step has left it: random generators (`mlflash.rng`), positions in data and
+    counters belong in there. Iterators that ``train`` makes are made again.
+
+    Args:
+        train: is given a Checkpointer and the step that ``state`` has, 0 where nothing was committed; it trains from
+            there, and saves.
+        state: what is restored, as in `Checkpointer.restore`.
+        directory, settings: of the Checkpointer.
+
+    Returns:
+        What ``train`` returns.
+
+    Raises:
+        ConfigError: torch.distributed was set up with process groups that cannot be exchanged; the text says how.
+        Exception: what ``train`` raises, where no rank was lost.
+    """
+    link = decider()
+    if link is None:
+        with Checkpointer(directory, **settings) as ckpt:
+            return train(ckpt, ckpt.restore(state) or 0)
+    result: T = _Rounds(link, train, state, {"directory": directory, **settings}).run()
+    return result
+
+
+class _Rounds:
+    """One round after the other, in this process."""
+
+    def __init__(self, link: DeciderLink, train: Callable[[Checkpointer, int], Any], state: Any, settings: Any):
+        self._link, self._train, self._state, self._settings = link, train, state, settings
+        self._ckpt: Checkpointer | None = None
+        self._zygote: ZygoteClient | None = None  # of the next round, which has imported all by then
+        self._number = 0  # of the round that all this is of
+        self._interrupting = threading.Lock()
+
+    def run(self) -> Any:
+        groups.check()
+        link = self._link
+        if "RANK" not in os.environ:
+            self._zygote = start_zygote(link.size)
+        link.on_lost.append(self._interrupt)
+        link.say({"ready": True})
+        after, times = 0, _Times(time.monotonic())
+        while True:
+            seat = link.seat(after)
+            with self._interrupting:  # who still interrupts the last one is waited for, and finds nothing of this one
+                self._number = seat.round
+            if after:
+                times.note("wait")
+            else:  # it had nothing to leave
+                times = _Times(time.monotonic())
+            try:
+                result = self._round(seat, times)
+                break
+            except Exception as error:
+                if not link.is_over(seat.round, seat.lost_s + _MORE_S):
+                    raise
+                log.info("round %d is left: %s", seat.round, str(error)[:200])
+                _clear(error)
+            times = _Times(link.heard_at)
+            self._leave(seat)
+            times.note("leave")
+            after = seat.round
+        if self._zygote is not None:
+            self._zygote.stop(0)
+        return result
+
+    def _round(self, seat: Seat, times: _Times) -> Any:
+        """Begin a round, and train."""
+        is_first = seat.round == 1 and "RANK" in os.environ
+        if not is_first:
+            self._take(seat, times)
+        self._ckpt = ckpt = Checkpointer(**self._settings)
+        times.note("checkpointer")
+        reach("round.open")
+        if not is_first:
+            for one in groups.registered:
+                one.connect(seat, lambda what, text: self._link.share(seat.round, what, text, _MEETS_S))
+                one.forget_step()
+            times.note("groups")
+            reach("round.groups")
+        step = ckpt.restore(self._state)
+        times.note("restore")
+        if step is None and not is_first:
+            log.error("a rank was lost before anything was committed that all could go back to")
+            raise SystemExit(1)
+        reach("round.restored")
+        self._link.check(seat.round)
+        if self._zygote is None:
+            self._zygote = start_zygote(seat.size)
+        self._link.say({"trains": seat.round, "step": step or 0, "times": times.took})
+        result = self._train(ckpt, step or 0)
+        self._link.check(seat.round)
+        ckpt.close()
+        self._link.check(seat.round)
+        self._link.say({"done": seat.round})
+        return result
+
+    def _take(self, seat: Seat, times: _Times) -> None:
+        """Have the rank of a seat, and couriers with all others."""
+        for one in groups.registered:
+            one.take(seat.rank)
+        os.environ.update({"RANK": str(seat.rank), "WORLD_SIZE": str(seat.size)})
+        zygote, self._zygote = self._zygote, None
+        meet: Callable[[str | None, float], str] = lambda text, timeout_s: self._link.share(
+            seat.round, "couriers", text, timeout_s
+        )
+        linked.link_anew(self._config(), zygote, meet, _MEETS_S)
+        times.note("couriers")
+        reach("round.couriers")
+
+    def _config(self) -> Config:
+        """The settings by which couriers start."""
+        known = {field.name for field in dataclasses.fields(Config)} - {"directory"}
+        given = {name: value for name, value in self._settings.items() if name in known}
+        directory = self._settings["directory"]
+        return from_environment(os.environ, None if directory is None else os.fspath(directory), **given)
+
+    def _interrupt(self, number: int) -> None:
+        """End what the training waits in, as a rank was lost in a round. Any thread."""
+        with self._interrupting:
+            if number < self._number:
+                return
+            if self._ckpt is not None:
+                self._ckpt.interrupt("a rank was lost: all go back to the newest committed step")
+            linked.interrupt(RoundOver("a rank was lost"))
+            for one in groups.registered:
+                one.drop()
+
+    def _leave(self, seat: Seat) -> None:
+        """Give up all that the round had."""
+        self._interrupt(seat.round)
+        if self._ckpt is not None and not self._ckpt.abandon():
+            raise SystemExit("a device still copies into memory that others are to have: this process ends")
+        self._ckpt = None
+        linked.leave()
+        self._link.say({"left": seat.round})
+        reach("round.left")
+        gc.collect()  # while others leave: iterators and their workers go with the frames that had them
+
+
+class _Times:
+    """How long what took, since a moment."""
+
+    def __init__(self, since: float):
+        self._last, self.took = since, dict[str, float]()
+
+    def note(self, what: str) -> None:
+        now = time.monotonic()
+        self.took[what] = round(now - self._last, 4)
+        self._last = now
+
+
+def _clear(error: BaseException) -> None:
+    """Let go what the frames of a step hold."""
+    seen: set[int] = set()
+    todo: list[BaseException | None] = [error]
+    while todo:
+        one = todo.pop()
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
+            traceback.clear_frames(one.__traceback__)
+            todo += [one.__cause__, one.__context__]

@@ -1,0 +1,381 @@
+"""The ranks of one host: ``python -m mlflash.launcher.host_agent``, started on it by a remote shell.
+
+Standard input brings orders, a JSON object a line: first a `Spec`, to which it answers with a line of `READY` and a
+port that is free here; then ``{"start": {name: value}}``, further environment that all hosts share;
+``{"signal": number}``, for all ranks; ``{"end": true}``, SIGTERM to all and SIGKILL a little later; and ``{}``, a sign
+of life. Its ranks are its children, each the leader of a session. All of them are killed when standard input ends (the
+remote shell has died, or `mlflash run`), or nothing comes any more (a cable is cut), or this process is killed
+(`_Sweeper`); they are ended when one of them fails. What they print goes on in whole lines. It ends with the first exit
+code that is not 0.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import json
+import os
+import random
+import select
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Collection
+from typing import IO, Any
+
+from ..wireup.launcher_variables import without_rank
+from ..wireup.rendezvous import ports_of
+from .kept_processes import KeptProcesses
+from .line_stream import Lines, Sink
+
+READY = "mlflash-ready:"
+"""Begins the line that says that orders are heard here; a port follows."""
+LOST = 255
+"""Exit code where nobody gives orders any more; that of ssh, too."""
+SILENCE_S = 60.0
+"""Seconds without an order, or a sign of life, after which nobody is thought to be there."""
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None)  # loaded before any fork
+_MEETS = ("MASTER_ADDR", "MASTER_PORT")
+_END_S = 5.0  # from SIGTERM to SIGKILL
+_FLUSH_S = 5.0  # for what was printed to be taken
+_NOT_FOUND = 127  # as a shell has it
+_PORTS, _TRIES = range(10_000, 32_000), 100  # below those that a kernel gives to connections
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
+
+
+@dataclasses.dataclass(frozen=True)
+class Spec:
+    """What is to be started on a host.
+
+    Attributes:
+        argv: the program of each rank.
+        environment: that it gets besides what the host has.
+        directory: where it starts.
+        first, count, size: its first rank, how many it has, and how many there are.
+        used: ports that are not to be proposed.
+        host: its name there.
+        spares: processes that it has besides, without a rank.
+        keeps: where processes stay that have lost others (`kept_processes`): whom to tell; None: all end with one.
+    """
+
+    argv: list[str]
+    environment: dict[str, str]
+    directory: str
+    first: int
+    count: int
+    size: int
+    used: list[int]
+    keeps: dict[str, Any] | None = None
+    host: str = ""
+    spares: int = 0
+
+
+class _Sweeper:
+    """A process beside this one that kills the ranks when this one was killed, and could not.
+
+    It is in a session of its own, as whoever kills this process may kill its group.
+    """
+
+    def __init__(self) -> None:
+        heard, self._told = os.pipe()
+        if os.fork():
+            os.close(heard)
+            return
+        try:
+            os.close(self._told)
+            self._sweep(heard)
+        finally:
+            os._exit(0)
+
+    @staticmethod
+    def _sweep(heard: int) -> None:
+        os.setsid()
+        for number in _SIGNALS:
+            signal.signal(number, signal.SIG_IGN)
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for fd in (0, 1, 2):
+            os.dup2(nothing, fd)
+        said = b""
+        while more := os.read(heard, 4096):
+            said += more
+        words = said.split()
+        groups: set[int] = set()
+        for told in [int(word) for word in words if word != b"done"]:
+            (groups.add if told > 0 else groups.discard)(abs(told))
+        for group in groups if b"done" not in words else ():
+            _kill_group(group, signal.SIGKILL)
+
+    def forget(self, group: int) -> None:
+        """Tell it of a group that was killed, and whose number others may get."""
+        os.write(self._told, b"-%d\n" % group)
+
+    def note(self, group: int) -> None:
+        """Tell it of a group that is to be killed."""
+        os.write(self._told, b"%d\n" % group)
+
+    def dismiss(self) -> None:
+        """Tell it that all groups are killed."""
+        os.write(self._told, b"done\n")
+        os.close(self._told)
+
+
+class _Rank:
+    """A rank that was started. It is not waited for before the end, so that no other group gets its number."""
+
+    def __init__(self, process: subprocess.Popen[bytes], name: str):
+        self.pid, self.process, self.name = process.pid, process, name
+        self.pidfd = os.pidfd_open(process.pid)
+
+    def code(self) -> int:
+        """How it has ended, as a shell says it."""
+        found = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+        assert found is not None
+        return found.si_status if found.si_code == os.CLD_EXITED else 128 + found.si_status
+
+
+class HostAgent:
+    """The process: `run` is its loop.
+
+    Args:
+        sweeper: kills ranks if this process is killed.
+    """
+
+    def __init__(self, sweeper: _Sweeper):
+        self._sweeper = sweeper
+        self._spec: Spec | None = None
+        self._heard, self._begun = time.monotonic(), bytearray()
+        self._started: list[_Rank] = []
+        self._living: dict[int, _Rank] = {}  # by pidfd
+        self._is_over = False
+        self._code = 0
+        self._is_ending = False
+        self._kill_at: float | None = None
+        self._kept: KeptProcesses | None = None
+        self._sinks = Sink(1), Sink(2)
+        self._copies: list[threading.Thread] = []
+        self._stop, self._stopped = os.pipe()
+        self._signals, wake = os.pipe()
+        os.set_blocking(wake, False)
+        signal.set_wakeup_fd(wake)
+        for number in _SIGNALS:
+            signal.signal(number, lambda number, frame: None)
+
+    def run(self) -> int:
+        """Do what is ordered, until all ranks have ended; gives the exit code."""
+        while not self._is_over:
+            ready = self._wait()
+            if 0 in ready:
+                self._listen()
+            if self._signals in ready:
+                for number in os.read(self._signals, 64):
+                    self._lose("SIGHUP came") if number == signal.SIGHUP else self._signal(number)
+            for rank in [rank for pidfd, rank in self._living.items() if pidfd in ready]:
+                self._note_end(rank)
+            now = time.monotonic()
+            if self._kept is not None:
+                self._keep(self._kept, ready)
+            if now - self._heard > SILENCE_S:
+                self._lose(f"nothing was heard of `mlflash run` for {SILENCE_S:g} s")
+            elif self._kill_at is not None and now >= self._kill_at:
+                self._kill_at = None
+                self._signal(signal.SIGKILL)
+        self._close()
+        return self._code
+
+    def _wait(self) -> list[int]:
+        moments = [self._heard + SILENCE_S]
+        moments += [] if self._kill_at is None else [self._kill_at]
+        poll = select.poll()
+        for fd in (0, self._signals, *self._living):
+            poll.register(fd, select.POLLIN)
+        if self._kept is not None:
+            poll.register(self._kept.fileno(), self._kept.events)
+            moments.append(self._kept.until)
+        until = min(moments)
+        return [fd for fd, _ in poll.poll(max(0.0, until - time.monotonic()) * 1000 + 1)]
+
+    # Orders
+
+    def _listen(self) -> None:
+        said = os.read(0, 1 << 16)
+        self._heard = time.monotonic()
+        if not said:
+            self._lose("")
+            return
+        *lines, rest = (bytes(self._begun) + said).split(b"\n")
+        self._begun[:] = rest
+        for line in lines:
+            self._obey(json.loads(line))
+
+    def _obey(self, order: dict[str, Any]) -> None:
+        if self._spec is None:
+            self._spec = Spec(**order)
+            try:
+                os.chdir(self._spec.directory)
+            except OSError as error:
+                self._fail(f"the working directory {self._spec.directory}: {error.strerror}", 1)
+                return
+            self._sinks[0].write(f"{READY}{_free_port(self._spec.used)}\n".encode())
+        elif "start" in order:
+            self._start(self._spec, order["start"])
+        elif "signal" in order:
+            self._signal(order["signal"])
+        elif "end" in order:
+            self._end()
+
+    def _signal(self, number: int) -> None:
+        if not self._started:  # nobody is there who could do something else
+            self._is_over, self._code = True, self._code or 128 + number
+        for rank in self._living.values():
+            _kill_group(rank.pid, number)
+
+    def _end(self) -> None:
+        self._signal(signal.SIGTERM)
+        if not self._is_ending:
+            self._is_ending, self._kill_at = True, time.monotonic() + _END_S
+        self._is_over = self._is_over or not self._living
+
+    def _lose(self, why: str) -> None:
+        """Kill all, as nobody is there who has started them."""
+        if why:
+            self._say(f"{why}: the ranks here are killed")
+        self._is_over, self._code = True, self._code or LOST
+
+    def _fail(self, why: str, code: int) -> None:
+        self._say(why)
+        self._is_over, self._code = True, code
+
+    def _say(self, text: str) -> None:
+        self._sinks[1].write(f"mlflash run: on {socket.gethostname()}: {text}\n".encode())
+
+    # Ranks
+
+    def _start(self, spec: Spec, more: dict[str, str]) -> None:
+        if spec.keeps is not None:
+            self._kept = KeptProcesses(spec.keeps)
+        local_size = spec.count or spec.spares  # none: as many as others have
+        self._whole = {**without_rank(os.environ), **spec.environment, **more, "LOCAL_WORLD_SIZE": str(local_size)}
+        for local in range(spec.count):
+            mine = {"RANK": str(spec.first + local), "WORLD_SIZE": str(spec.size)}
+            self._start_one(spec, f"{spec.host}#{local}", local, mine)
+        for local in range(spec.count, spec.count + spec.spares):
+            self._start_one(spec, f"{spec.host}#{local}", local, {})
+
+    def _start_one(self, spec: Spec, name: str, local: int, mine: dict[str, str]) -> None:
+        environment = {**self._whole, "LOCAL_RANK": str(local), **mine}
+        if self._kept is not None:
+            environment |= self._kept.environment(name, spec.size)
+        if not mine:  # it has no rank yet, and must not meet those that have
+            environment = {key: value for key, value in environment.items() if key not in _MEETS}
+        try:
+            process = subprocess.Popen(
+                spec.argv, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE, start_new_session=True, preexec_fn=_die_with_me,
+            )  # fmt: skip
+        except OSError as error:
+            self._fail(f"{spec.argv[0]} cannot be started: {error.strerror}", _NOT_FOUND)
+            return
+        self._sweeper.note(process.pid)
+        rank = _Rank(process, name)
+        self._started.append(rank)
+        self._living[rank.pidfd] = rank
+        for pipe, sink in zip((process.stdout, process.stderr), self._sinks, strict=True):
+            assert pipe is not None
+            thread = threading.Thread(target=_copy, args=(pipe, self._stop, sink), daemon=True)
+            thread.start()
+            self._copies.append(thread)
+
+    def _keep(self, kept: KeptProcesses, ready: list[int]) -> None:
+        """Do what the one says who decides of processes that stay."""
+        assert self._spec is not None
+        for order in kept.orders(kept.fileno() in ready):
+            if "one" in order:
+                self._start_one(self._spec, order["one"], order["local"], {})
+            for rank in [rank for rank in self._living.values() if rank.name == order.get("kill")]:
+                _kill_group(rank.pid, signal.SIGKILL)
+        for pid in kept.stopped(rank.pid for rank in self._living.values()):
+            self._say(f"process {pid} is stopped, and nobody lets it go on: it is killed")
+            _kill_group(pid, signal.SIGKILL)
+        if kept.is_lost:
+            self._lose("who decides of this job was not heard of")
+
+    def _note_end(self, rank: _Rank) -> None:
+        del self._living[rank.pidfd]
+        code = rank.code()
+        if self._kept is not None:
+            _kill_group(rank.pid, signal.SIGKILL)  # what it has started, but for couriers, which end with it
+            self._sweeper.forget(rank.pid)
+            rank.process.wait()
+            os.close(rank.pidfd)
+            self._started.remove(rank)
+            self._copies = [thread for thread in self._copies if thread.is_alive()]
+            self._kept.ended(rank.name, code)
+        elif code and not self._code:
+            self._code = code
+            self._end()
+        self._is_over = self._is_over or (not self._living and (self._kept is None or self._is_ending))
+
+    def _close(self) -> None:
+        """Kill all that is left in the groups of the ranks, and pass on what was printed."""
+        if self._kept is not None:
+            self._kept.close()
+        for rank in self._started:
+            _kill_group(rank.pid, signal.SIGKILL)
+        for rank in self._living.values():
+            select.select([rank.pidfd], [], [], _FLUSH_S)
+        os.close(self._stopped)
+        end = time.monotonic() + _FLUSH_S
+        for thread in self._copies:
+            thread.join(max(0.0, end - time.monotonic()))
+        self._sweeper.dismiss()
+
+
+def _copy(pipe: IO[bytes], stop: int, sink: Sink) -> None:
+    """Pass on what a rank prints, until there is no more: its couriers may keep the pipe when it has ended."""
+    source, lines, poll = pipe.fileno(), Lines(), select.poll()
+    for fd in (source, stop):
+        poll.register(fd, select.POLLIN)
+    while source in (ready := dict(poll.poll())) or stop not in ready:
+        if not (printed := os.read(source, 1 << 16)):
+            break
+        sink.write(lines.add(printed))
+    sink.write(lines.rest())
+    pipe.close()
+
+
+def _die_with_me() -> None:
+    """Have a rank killed with this process, which may end before the sweeper knows of the rank."""
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _kill_group(group: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(group, number)
+
+
+def _free_port(used: Collection[int]) -> int:
+    """A port at which, as at those that mlflash may take for it, nobody listens here just now."""
+    port = 0
+    for _ in range(_TRIES):
+        port = random.choice(_PORTS)
+        if port not in used and all(map(_is_free, (port, *ports_of(port)))):
+            break
+    return port
+
+
+def _is_free(port: int) -> bool:
+    try:
+        with socket.socket() as sock:
+            sock.bind(("", port))
+    except OSError:
+        return False
+    return True
+
+
+if __name__ == "__main__":
+    code = HostAgent(_Sweeper()).run()
+    os._exit(code)  # a thread may still write to who does not read

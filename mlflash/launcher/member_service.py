@@ -1,0 +1,270 @@
+"""The one who decides of a training whose processes stay: hears all of them, and the agents of their hosts.
+
+Each process connects here, and each `host_agent`; messages are those of `wireup.frames`. The first one that comes over
+a connection has the token, and the name of the process, or of the host. A process says ``{"ready": true}`` when it
+waits for a rank, ``{"left": round}``, ``{"trains": round, "step", "times"}``, ``{"done": round}`` when training has
+come to its end, and on rank 0 ``{"text": round, "what", "is"}`` for all. It is told ``{"seat": {"round", "rank",
+"size", "lost_s"}}``, ``{"lost": round, "ranks", "why"}`` and such texts. An agent says ``{}`` as a sign of life, and
+``{"ended": name, "code"}``; it is told ``{"one": name, "local"}`` (start another process that waits), ``{"kill":
+name}``, and ``{}`` as a sign of life: without any it kills what it has.
+
+One thread does all of this; another one writes down what happens, as files and terminals may hang.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import secrets
+import selectors
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ..human_readable.wording import named
+from ..wireup.frames import BadFrame, Frames, pack, send_ready
+from .kept_processes import BEATS, LARGEST_NBYTES
+from .membership import Deadlines, Member, Membership
+from .run_log import RunLog
+
+_WRITES_S = 2.0  # for what happened to be written down, at the end
+_STRANGER_S = 10.0  # for a connection to say who it is
+
+
+class _Connection:
+    """To a process or an agent; who it is, is not known at first."""
+
+    def __init__(self, sock: socket.socket):
+        sock.setblocking(False)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.sock = sock
+        self.frames, self.unsent = Frames(LARGEST_NBYTES), bytearray()
+        self.name = self.host = ""
+        self.heard = time.monotonic()
+
+    def send(self, message: dict[str, Any]) -> None:
+        self.unsent += pack(message)
+        self.send_rest()
+
+    def send_rest(self) -> None:
+        with contextlib.suppress(OSError):  # its end is read
+            send_ready(self.sock, self.unsent)
+
+
+class MemberService:
+    """Serves one start of a job. Close it.
+
+    Args:
+        address: of this host, where all others reach it.
+        members: see `Membership`.
+        deadlines: how long all may take.
+        run_log: is told what happens.
+        over: is called, on the thread of the service, when there is no next round, or all have come to their end.
+        lost: so is this, with the name of a host that is lost.
+
+    Attributes:
+        token: that who connects has to have.
+        membership: what is decided.
+    """
+
+    def __init__(self, address: str, members: Sequence[Member], deadlines: Deadlines, run_log: RunLog,
+                 over: Callable[[], None], lost: Callable[[str], None]):  # fmt: skip
+        self.token = secrets.token_hex(16)
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self._listener = socket.create_server((address, 0), family=family, backlog=1024)
+        self._listener.setblocking(False)
+        self._run_log, self._over, self._lost, self._lost_s = run_log, over, lost, deadlines.lost_s
+        self.membership = Membership(members, self, deadlines, time.monotonic())
+        self._connections: list[_Connection] = []
+        self._untold: dict[str, list[dict[str, Any]]] = {}  # to processes that have not come yet
+        self._hosts = {member.name: member.host for member in members}
+        self._fresh = 0
+        self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._woken, self._wake = os.pipe()
+        self._is_closed = False
+        self._notes: queue.SimpleQueue[tuple[str, dict[str, Any]] | None] = queue.SimpleQueue()
+        self._writer = threading.Thread(target=self._write_down, name="mlflash-journal", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="mlflash-members", daemon=True)
+        for thread in (self._writer, self._thread):
+            thread.start()
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Where it is reached."""
+        host, port = self._listener.getsockname()[:2]
+        return host, port
+
+    def host_lost(self, host: str, why: str) -> None:
+        """Hear that a host is lost. Any thread."""
+        self._call(lambda: self._lose(host, why))
+
+    def close(self) -> None:
+        """End it."""
+        self._is_closed = True
+        self._call(lambda: None)
+        self._thread.join()
+        self._notes.put(None)
+        self._writer.join(_WRITES_S)
+
+    def _call(self, call: Callable[[], None]) -> None:
+        self._calls.put(call)
+        with contextlib.suppress(OSError):
+            os.write(self._wake, b"!")
+
+    # What `Membership` has done
+
+    def tell(self, name: str, message: dict[str, Any]) -> None:
+        found = [one for one in self._connections if one.name == name]
+        if found:
+            found[-1].send(message)
+        else:
+            self._untold.setdefault(name, []).append(message)
+
+    def kill(self, name: str) -> None:
+        self._tell_agent(self._hosts[name], {"kill": name})
+
+    def start(self, host: str, local: int) -> str:
+        self._fresh += 1
+        name = f"{host}#{local}.{self._fresh}"
+        self._hosts[name] = host
+        self._tell_agent(host, {"one": name, "local": local})
+        return name
+
+    def note(self, event: str, **fields: Any) -> None:
+        self._notes.put((event, fields))
+
+    def _write_down(self) -> None:
+        while (one := self._notes.get()) is not None:
+            event, fields = one
+            self._run_log.note(event, **fields)
+            if event == "recovered":
+                ranks, why, step, took = (fields[name] for name in ("lost", "why", "step", "seconds"))
+                lost = f"{named(ranks)} {'was' if len(ranks) == 1 else 'were'} lost ({why})"
+                print(f"mlflash run: {lost}; all train on after step {step}, {took:.2f} s later", file=sys.stderr,
+                      flush=True)  # fmt: skip
+
+    def _tell_agent(self, host: str, message: dict[str, Any]) -> None:
+        for one in self._connections:
+            if one.host == host:
+                one.send(message)
+
+    # The loop
+
+    def _serve(self) -> None:
+        beat_s = self._lost_s / BEATS
+        next_beat = time.monotonic()
+        was_over = False
+        try:
+            while not self._is_closed:
+                now = time.monotonic()
+                if now >= next_beat:
+                    next_beat = now + beat_s
+                    self._beat(now)
+                self.membership.look(now)
+                if self.membership.over and not was_over:
+                    was_over = True
+                    self._over()
+                self._wait(max(0.0, min(next_beat, self.membership.until) - time.monotonic()))
+        finally:
+            for one in self._connections:
+                one.sock.close()
+            self._listener.close()
+            os.close(self._woken)
+            os.close(self._wake)
+
+    def _beat(self, now: float) -> None:
+        for one in list(self._connections):
+            if one.host:
+                one.send({})
+                if now - one.heard > self._lost_s:
+                    self._lose(one.host, f"nothing was heard of {one.host} for {self._lost_s:g} s")
+            elif not one.name and now - one.heard > _STRANGER_S:
+                self._drop(one)
+
+    def _wait(self, timeout_s: float) -> None:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._woken, selectors.EVENT_READ)
+            selector.register(self._listener, selectors.EVENT_READ)
+            for one in self._connections:
+                selector.register(one.sock, selectors.EVENT_READ | (selectors.EVENT_WRITE if one.unsent else 0), one)
+            ready = selector.select(timeout_s)
+        # What a process has said is heard before its agent's word that it has ended.
+        for key, events in sorted(ready, key=lambda one: bool(one[0].data and one[0].data.host)):
+            if key.fd == self._woken:
+                os.read(self._woken, 4096)
+                while not self._calls.empty():
+                    self._calls.get()()
+            elif key.fileobj is self._listener:
+                with contextlib.suppress(OSError):
+                    self._connections.append(_Connection(self._listener.accept()[0]))
+            elif key.data in self._connections:  # it may have been dropped just now
+                if events & selectors.EVENT_WRITE:
+                    key.data.send_rest()
+                if events & selectors.EVENT_READ:
+                    self._read(key.data)
+
+    def _read(self, one: _Connection) -> None:
+        try:
+            received = one.sock.recv(1 << 16)
+        except BlockingIOError:
+            return
+        except OSError:
+            received = b""
+        if not received:
+            self._drop(one)
+            if one.host:
+                self._lose(one.host, f"the connection to {one.host} has ended")
+            return
+        one.heard = time.monotonic()
+        one.frames.add(received)
+        try:
+            for message in one.frames.messages():
+                self._take(one, message)
+        except (BadFrame, KeyError, OverflowError, TypeError, ValueError) as error:
+            print(f"mlflash run: {one.name or one.host or 'a stranger'} said what is not understood: {error!r}",
+                  file=sys.stderr, flush=True)  # fmt: skip
+            self._drop(one)
+
+    def _take(self, one: _Connection, message: dict[str, Any]) -> None:
+        now = time.monotonic()
+        if not one.name and not one.host:
+            if not secrets.compare_digest(str(message["token"]), self.token):
+                raise ValueError("not the token of this job")
+            one.name, one.host = str(message.get("name", "")), str(message.get("host", ""))
+            for told in self._untold.pop(one.name, []) if one.name else []:
+                one.send(told)
+        elif one.host:
+            if "ended" in message:
+                code = int(message["code"])
+                self.membership.ended(message["ended"], code, how_it_ended(code), now)
+        elif "ready" in message:
+            self.membership.ready(one.name, now)
+        elif "left" in message:
+            self.membership.left(one.name, int(message["left"]), now)
+        elif "trains" in message:
+            number, step, times = int(message["trains"]), int(message["step"]), dict(message["times"])
+            self.membership.trains(one.name, number, step, times, now)
+        elif "done" in message:
+            self.membership.done(one.name, int(message["done"]))
+        elif "text" in message:
+            self.membership.text(one.name, int(message["text"]), message["what"], message["is"])
+
+    def _lose(self, host: str, why: str) -> None:
+        for one in [one for one in self._connections if one.host == host or self._hosts.get(one.name) == host]:
+            self._drop(one)
+        self.membership.host_lost(host, why, time.monotonic())
+        self._lost(host)
+
+    def _drop(self, one: _Connection) -> None:
+        if one in self._connections:
+            self._connections.remove(one)
+            one.sock.close()
+
+
+def how_it_ended(code: int) -> str:
+    """What became of a process, in words, from its exit code as a shell says it."""
+    return f"its process was killed by signal {code - 128}" if code > 128 else f"its process ended with {code}"

@@ -1,0 +1,301 @@
+"""The ranks of one start on hosts that a remote shell reaches: one shell, and one `host_agent`, for each host.
+
+One thread speaks with the agents, and sees them end; another passes on what they print. When ranks of one host have
+failed, or the host is lost, those of the others are ended within a deadline.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import re
+import selectors
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from .host_agent import LOST, READY, SILENCE_S, Spec
+from .line_stream import Lines, Sink
+from .processes import KILL_WAIT_S, kill, signal_group, spawn
+
+ANSWER_S = 60.0
+"""Deadline for all hosts to say that they are there: a connection, and a Python from a slow file system."""
+_BEAT_S = SILENCE_S / 12
+_OTHERS_S = 15.0  # for the other hosts to end, when one has failed
+_CLOSED_S = 3.0  # for agents to kill their ranks when nobody speaks to them any more
+_FLUSH_S = 5.0  # for what was printed to be taken
+_READY = re.compile(rb"^" + READY.encode() + rb"(\d+)\r?\n", re.MULTILINE)
+
+
+@dataclasses.dataclass
+class HostOfRanks:
+    """A host that has ranks.
+
+    Attributes:
+        name: as it was given.
+        command: that starts the agent there.
+        spec: what it is to start.
+    """
+
+    name: str
+    command: Sequence[str]
+    spec: Spec
+
+
+class Agent:
+    """One that was started: what it has not been told yet, and what it has said. Not collective."""
+
+    def __init__(self, host: HostOfRanks):
+        self.host = host
+        self.process: subprocess.Popen[bytes] = spawn(
+            host.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        assert self.process.stdin is not None
+        os.set_blocking(self.process.stdin.fileno(), False)  # one whose cable is cut takes nothing
+        self.pidfd = os.pidfd_open(self.process.pid)
+        self.unsent = bytearray(_line(dataclasses.asdict(host.spec)))
+        self.port: int | None = None
+        self.is_over = False
+
+    @property
+    def stdin(self) -> int:
+        """Where it is spoken to; -1 where that is not done any more."""
+        pipe = self.process.stdin
+        return -1 if pipe is None or pipe.closed else pipe.fileno()
+
+    def close_input(self) -> None:
+        """Speak to it no more: it kills its ranks."""
+        self.unsent.clear()
+        if self.process.stdin is not None:
+            self.process.stdin.close()
+
+    def end(self) -> int:
+        """Note that it has ended; how, as a shell says it."""
+        code: int = self.process.wait()
+        self.close_input()
+        os.close(self.pidfd)
+        self.is_over = True
+        return code if code >= 0 else 128 - code
+
+    def close(self) -> None:
+        """Close all that is held of one that was killed."""
+        self.close_input()
+        os.close(self.pidfd)
+        for pipe in (self.process.stdout, self.process.stderr):
+            if pipe is not None:
+                pipe.close()
+
+
+class RanksBySsh:
+    """The ranks of one start, see `launch_system.Ranks`.
+
+    Args:
+        hosts: those that have ranks, in the order of these.
+        shared: environment of all ranks, from the port that the first host has free.
+
+    Raises:
+        LaunchFailed: there is no such remote shell.
+    """
+
+    replaces, rounds = False, 1
+
+    def __init__(self, hosts: Sequence[HostOfRanks], shared: Callable[[int], dict[str, str]]):
+        self._shared = shared
+        self._agents: list[Agent] = []
+        self._over, self._lock = threading.Event(), threading.Lock()
+        self._code = 0  # the first that is not 0
+        self._woken, self._wake = os.pipe()
+        os.set_blocking(self._wake, False)
+        self._is_ending = self._is_closing = False  # `end` was called, and was not enough
+        self._is_done = False  # nothing is waited for but the end of the agents
+        try:
+            for host in hosts:
+                self._agents.append(Agent(host))
+        except BaseException:
+            for agent in self._agents:
+                kill(agent.process)
+                agent.close()
+            os.close(self._woken)
+            os.close(self._wake)
+            raise
+        self._sinks = Sink(1), Sink(2)
+        self._printing = threading.Thread(target=self._pass_on, name="mlflash-lines", daemon=True)
+        self._printing.start()
+        threading.Thread(target=self._speak, name="mlflash-agents", daemon=True).start()
+
+    def poll(self) -> int | None:
+        """Exit code as a shell gives it: the first that is not 0; None while ranks run, or are being ended."""
+        return self._code if self._over.is_set() else None
+
+    def signal(self, number: int) -> None:
+        """Send a signal to all ranks."""
+        self._tell({"signal": number})
+
+    def end(self, wait_s: float = KILL_WAIT_S) -> None:
+        """End all ranks that can be reached, and the remote shells; may be called twice.
+
+        Args:
+            wait_s: seconds from SIGTERM to SIGKILL.
+        """
+        self._is_ending = True
+        self.signal(signal.SIGTERM)
+        if self._over.wait(wait_s):
+            return
+        self._is_closing = True
+        self._wake_up()
+        if self._over.wait(_CLOSED_S):
+            return
+        left = [agent for agent in self._agents if not agent.is_over]
+        for agent in left:
+            signal_group(agent.process, signal.SIGKILL)
+        for agent in left:
+            kill(agent.process)
+        self._over.wait(KILL_WAIT_S)
+
+    def _tell(self, order: dict[str, Any]) -> None:
+        with self._lock:
+            for agent in self._agents:
+                if not agent.is_over:
+                    agent.unsent += _line(order)
+        self._wake_up()
+
+    def _wake_up(self) -> None:
+        with self._lock, contextlib.suppress(BlockingIOError):  # it has been woken up already
+            if not self._over.is_set():
+                os.write(self._wake, b"!")
+
+    # What is said to the agents
+
+    def _speak(self) -> None:
+        try:
+            self._see_through()
+        finally:
+            for agent in self._agents:
+                if not agent.is_over:
+                    signal_group(agent.process, signal.SIGKILL)
+            self._printing.join(_FLUSH_S)
+            with self._lock:
+                self._over.set()
+                os.close(self._woken)
+                os.close(self._wake)
+
+    def _see_through(self) -> None:
+        """Have the ranks started, when all hosts are there, and see to it that they end together."""
+        answers = time.monotonic() + ANSWER_S
+        ends: float | None = None
+        is_started = is_killed = False
+        while not all(agent.is_over for agent in self._agents):
+            now = time.monotonic()
+            if not is_started and not self._code:
+                if all(agent.port is not None for agent in self._agents if agent.host.spec.count):
+                    is_started = True
+                    self._tell({"start": self._shared(self._agents[0].port or 0)})
+                elif now >= answers:
+                    there = [agent for agent in self._agents if agent.host.spec.count]
+                    silent = ", ".join(agent.host.name for agent in there if agent.port is None)
+                    self._fail(LOST, f"no answer from {silent} within {ANSWER_S:g} s")
+            if (self._code or self._is_done) and ends is None:
+                self._tell({"end": True})
+                ends = now + _OTHERS_S
+            elif ends is not None and now >= ends:
+                if is_killed:
+                    return  # what SIGKILL does not end is left behind
+                self._kill_others()
+                is_killed, ends = True, now + KILL_WAIT_S
+            waits = [_BEAT_S] + [end - now for end in (answers, ends) if end is not None and end > now]
+            self._wait(min(waits))
+
+    def _wait(self, timeout_s: float) -> None:
+        """Wait until something happens; tell agents what they have not been told, or that somebody is there."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._woken, selectors.EVENT_READ, None)
+            for agent in self._agents:
+                if agent.is_over:
+                    continue
+                selector.register(agent.pidfd, selectors.EVENT_READ, agent)
+                if agent.unsent and agent.stdin >= 0:
+                    selector.register(agent.stdin, selectors.EVENT_WRITE, agent)
+            ready = selector.select(timeout_s)
+        for key, events in ready:
+            if key.data is None:
+                os.read(self._woken, 4096)
+            elif events & selectors.EVENT_WRITE:
+                self._send(key.data)
+            else:
+                self._note_end(key.data)
+        with self._lock:
+            for agent in self._agents:
+                if self._is_closing:
+                    agent.close_input()
+                elif not ready and not agent.unsent and not agent.is_over:
+                    agent.unsent += _line({})
+
+    def _send(self, agent: Agent) -> None:
+        with self._lock:
+            if agent.stdin < 0:  # its end was seen a moment ago
+                return
+            try:
+                del agent.unsent[: os.write(agent.stdin, agent.unsent)]
+            except BlockingIOError:
+                pass
+            except OSError:  # it has ended, which is seen
+                agent.close_input()
+
+    def _note_end(self, agent: Agent) -> None:
+        code = agent.end()
+        name, shell = agent.host.name, os.path.basename(agent.host.command[0])
+        if agent.port is None and not self._code:
+            self._fail(code or LOST, f"no ranks on {name}: {shell} ended with {code}")
+        elif code == LOST and not self._code:
+            self._fail(code, f"{name} is lost, or a rank there ended so: {shell} ended with {code}")
+        else:
+            self._code = self._code or code
+
+    def _fail(self, code: int, why: str) -> None:
+        self._code = self._code or code
+        self._say(why)
+
+    def _say(self, text: str) -> None:
+        if not self._is_ending:
+            print(f"mlflash run: {text}", file=sys.stderr, flush=True)
+
+    def _kill_others(self) -> None:
+        left = [agent for agent in self._agents if not agent.is_over]
+        names = ", ".join(agent.host.name for agent in left)
+        self._say(f"the ranks on {names} have not ended {_OTHERS_S:g} s later: the remote shells are killed")
+        for agent in left:
+            agent.close_input()
+            signal_group(agent.process, signal.SIGKILL)
+
+    # What the agents print
+
+    def _pass_on(self) -> None:
+        """Print what the ranks print, line by line, until there is no more of it."""
+        with selectors.DefaultSelector() as selector:
+            for agent in self._agents:
+                for pipe, sink in zip((agent.process.stdout, agent.process.stderr), self._sinks, strict=True):
+                    assert pipe is not None
+                    selector.register(pipe, selectors.EVENT_READ, (agent, pipe, Lines(), sink))
+            while selector.get_map():
+                for key, _ in selector.select():
+                    agent, pipe, lines, sink = key.data
+                    printed = os.read(key.fd, 1 << 16)
+                    text = lines.add(printed) if printed else lines.rest()
+                    if agent.port is None and (found := _READY.search(text)):
+                        text = text[: found.start()] + text[found.end() :]
+                        agent.port = int(found[1])
+                        self._wake_up()
+                    sink.write(text)
+                    if not printed:
+                        selector.unregister(pipe)
+                        pipe.close()
+
+
+def _line(order: dict[str, Any]) -> bytes:
+    return json.dumps(order).encode() + b"\n"

@@ -1,0 +1,179 @@
+"""What ranks agree on for each epoch of their couriers, in the store that all of them reach.
+
+Epoch N has ``launch/N/node/RANK``, the node of a rank that wants this epoch and what can read its memory there
+(`cross_memory`), and ``launch/N/all``: as soon as all ranks want it, rank 0 puts there which it is, ``[name, nodes,
+reads]``; and ``launch/N/ended``, put by a rank whose courier has ended. Below ``launch/N/cores/HOST/`` stands what each
+rank of a host may run on, for `courier_cores`. When MPI is initialised on all ranks, only the two in the middle stay.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ..errors import DeadlineExceeded
+from . import cross_memory
+from .departures import below, check_departure
+from .pmi_server import new_epoch_name
+from .process_mapping import Block, blocks, name_of_host, nodes_of
+from .store_client import StoreClient, StoreLost, connect, left_s
+
+_FOREVER_S = 1e6  # as long as poll can wait, nearly
+_ASK_S = 5.0  # for one more answer, when a deadline has passed, to say why
+
+
+class Epoch(NamedTuple):
+    """One world of MPI: its name, the node of each rank, and whether ranks of a node can read each other's memory."""
+
+    name: str
+    nodes: tuple[int, ...]
+    reads: bool = True
+
+
+class EpochAgreement:
+    """How one rank agrees with the others. Close it; it may be closed twice.
+
+    One thread uses it; `put` and `share` are for others, too.
+
+    Args:
+        rank: of this process.
+        size: how many ranks there are.
+        node: names what this rank shares memory on.
+        seat: what it may run on, as text of `courier_cores.Seat`; "" where the others need not know.
+        address: of the store.
+        token: of the store.
+        end: when it must be connected, by time.monotonic.
+
+    Attributes:
+        address, token: of the store.
+        store: the connection that `agree` may make anew.
+    """
+
+    def __init__(self, rank: int, size: int, node: str, seat: str, address: tuple[str, int], token: str, end: float):
+        self.address, self.token = address, token
+        self.store = connect(address, token, end)
+        self._rank, self._size, self._node, self._seat = rank, size, node, seat
+        self._shared = itertools.count()
+
+    def close(self) -> None:
+        """Close the connection. Not collective."""
+        self.store.close()
+
+    def put(self, puts: Sequence[tuple[str, str]], timeout_s: float) -> None:
+        """Set the values of keys, over a connection of its own. Not collective; any thread.
+
+        Raises:
+            StoreLost, DeadlineExceeded: the store did not take them.
+        """
+        with self._another() as store:
+            for key, value in puts:
+                store.put(key, value, timeout_s)
+
+    def share(self, text: str | None, timeout_s: float) -> str:
+        """Give rank 0's text to all ranks. Collective; one thread does so, beside that of `agree`.
+
+        Raises:
+            StoreLost, DeadlineExceeded: rank 0 has ended, or did not come.
+        """
+        key = f"shared/{next(self._shared)}"
+        with self._another() as store:
+            if self._rank == 0:
+                store.put(key, text or "", timeout_s)
+            return store.get(key, timeout_s)
+
+    def _another(self) -> contextlib.closing[StoreClient]:
+        """A connection for a thread that does not own `store`."""
+        return contextlib.closing(StoreClient(self.address, self.token))
+
+    def agree(self, number: int, end: float, timeout_s: float) -> Epoch:
+        """Say that this rank wants an epoch, and wait until all have said so. Collective.
+
+        Args:
+            number: of the epoch, the same on all ranks.
+            end: until when it waits, by time.monotonic.
+            timeout_s: how long that was when the caller began, seconds, for the error.
+
+        Raises:
+            DeadlineExceeded: ranks have not come; ``ranks`` are those.
+            RankDeparted: a rank has left the job.
+        """
+        prefix = below(number)
+        try:
+            while True:
+                try:
+                    if self._seat:
+                        self.store.put(f"{prefix}cores/{name_of_host()}/{self._rank}", self._seat, left_s(end))
+                    mine = json.dumps([self._node, cross_memory.reach()])
+                    self.store.put(f"{prefix}node/{self._rank}", mine, left_s(end))
+                    if self._rank == 0:
+                        self._gather(number, end)
+                    told = self.store.get(f"{prefix}all", left_s(end))
+                    break
+                except StoreLost:
+                    self.store.close()
+                    self.store = connect(self.address, self.token, end)
+        except DeadlineExceeded as exceeded:
+            missing = self.missing(f"{prefix}node/")
+            late = f"{len(missing)} of {self._size} have not come" if missing else "all have come, but too late"
+            raise DeadlineExceeded(
+                f"waited {timeout_s:g} s for all ranks to start epoch {number} of their couriers: "
+                + ("the host of rank 0, by which they meet, does not answer" if missing is None else late),
+                rank=self._rank,
+                ranks=[0] if missing is None else missing,
+            ) from exceeded
+        check_departure(told)
+        name, described, reads = json.loads(told)
+        return Epoch(name, tuple(nodes_of([Block(*block) for block in described], self._size)), reads)
+
+    def _gather(self, number: int, end: float) -> None:
+        """Wait for all ranks, and say which epoch it is. Rank 0 does this."""
+        prefix, before = below(number), below(number - 1)
+        self.store.get(f"{prefix}node/{self._size - 1}", left_s(end))  # most have come by then
+        there = self.store.below(f"{prefix}node/", left_s(end))
+        told = [there.get(str(rank)) or self.store.get(f"{prefix}node/{rank}", left_s(end))
+                for rank in range(self._size)]  # fmt: skip
+        if "" in told:  # one has left the job, and has said so to all
+            return
+        known: list[tuple[str, str]] = [json.loads(one) for one in told]
+        numbers = {name: number for number, name in enumerate(dict.fromkeys(name for name, _ in known))}
+        nodes = [numbers[name] for name, _ in known]
+        # All have come here, so none needs what stands of the last epoch.
+        if (last := self.store.look(f"{before}all", left_s(end))) is not None:
+            self.store.delete(f"{json.loads(last)[0]}/", left_s(end))
+            self.store.delete(before, left_s(end))
+        reads = cross_memory.is_whole(nodes, [reach for _, reach in known])
+        self.store.put(f"{prefix}all", json.dumps([new_epoch_name(number), blocks(nodes), reads]), left_s(end))
+
+    def seats(self, number: int, end: float) -> dict[str, str]:
+        """What each rank of this host may run on: by rank, as text. Not collective, but after `agree`.
+
+        Raises:
+            DeadlineExceeded, StoreLost: the store does not answer.
+        """
+        return self.store.below(f"{below(number)}cores/{name_of_host()}/", left_s(end))
+
+    def missing(self, prefix: str) -> list[int] | None:
+        """Which ranks have put nothing below this; None where nobody can be asked. Not collective."""
+        try:
+            there = self.store.below(prefix, _ASK_S)
+        except (OSError, DeadlineExceeded):
+            return None
+        return [rank for rank in range(self._size) if str(rank) not in there]
+
+    def wait_for_end(self, number: int) -> None:
+        """Wait until a rank has announced the end of an epoch, however long that takes. Not collective.
+
+        Raises:
+            RankDeparted: a rank has left the job.
+            StoreLost: nobody can announce anything any more.
+        """
+        while True:
+            try:
+                told = self.store.get(below(number) + "ended", _FOREVER_S)
+            except DeadlineExceeded:
+                continue
+            check_departure(told)
+            return

@@ -1,0 +1,103 @@
+"""One text that rank 0 gives to the other ranks of its launch through a store of torch.distributed.
+
+A store may outlive a launch, as torchrun's does that starts its workers again, and hold what ranks wrote into it that
+are dead now. So every rank asks by a word that it has just made up, is answered under that word, and thanks by the word
+that rank 0 has made up:
+
+| key below ``mlflash/`` | written by | holds                                 |
+|------------------------|------------|---------------------------------------|
+| ``ask/RANK``           | each rank  | its word                              |
+| ``answer/WORD``        | rank 0     | the word of rank 0, a space, the text |
+| ``got/WORD``           | that rank  | the word of rank 0                    |
+
+Rank 0 looks at what a rank asks until it has got its answer, deletes all three, and returns when all have.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import secrets
+import time
+from typing import Any
+
+from ..errors import DeadlineExceeded
+
+_PREFIX = "mlflash"
+_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.05
+
+
+def share(torch: Any, store: Any, rank: int, size: int, text: str | None, timeout_s: float) -> str:
+    """Give rank 0's text to all ranks. Collective.
+
+    Args:
+        torch: the module torch.distributed.
+        store: one that all ranks reach.
+        rank: of this process.
+        size: how many ranks there are.
+        text: on rank 0; None on others.
+        timeout_s: how long it may take, seconds.
+
+    Raises:
+        DeadlineExceeded: ranks have not come, or the store is lost.
+    """
+    own = torch.PrefixStore(_PREFIX, store)
+    try:
+        if text is None:
+            return _ask(own, rank, timeout_s)
+        missing = _answer(own, size, text, timeout_s)
+    except RuntimeError as error:  # so is torch's error of a store that is late, and of one that is lost
+        raise DeadlineExceeded(
+            f"waited {timeout_s:g} s for rank 0 to put into the store of torch.distributed where its key-value store "
+            f"is: {str(error).splitlines()[0]}",
+            rank=rank,
+            ranks=[0],
+        ) from error
+    if missing:
+        raise DeadlineExceeded(
+            f"waited {timeout_s:g} s for the other ranks to ask rank 0, through the store of torch.distributed, where "
+            f"its key-value store is: {len(missing)} of {size} have not come",
+            rank=0,
+            ranks=missing,
+        )
+    return text
+
+
+def _ask(store: Any, rank: int, timeout_s: float) -> str:
+    word = secrets.token_hex(8)
+    store.set(f"ask/{rank}", word)
+    store.wait([f"answer/{word}"], datetime.timedelta(seconds=timeout_s))
+    whose, _, text = _read(store, f"answer/{word}").partition(" ")
+    store.set(f"got/{word}", whose)
+    return text
+
+
+def _answer(store: Any, size: int, text: str, timeout_s: float) -> list[int]:
+    """Answer all other ranks; gives those that have not come."""
+    end, pause_s, mine = time.monotonic() + timeout_s, _PAUSE_S, secrets.token_hex(8)
+    words: dict[int, str] = dict.fromkeys(range(1, size), "")  # what each rank was answered last that has not got it
+    while words:
+        before = len(words)
+        for rank, word in list(words.items()):
+            if word and _read(store, f"got/{word}") == mine:
+                _forget(store, [f"ask/{rank}", f"answer/{word}", f"got/{word}"])
+                del words[rank]
+            elif (asked := _read(store, f"ask/{rank}")) != word:
+                store.set(f"answer/{asked}", f"{mine} {text}")
+                words[rank] = asked
+        if time.monotonic() >= end:
+            break
+        pause_s = _PAUSE_S if len(words) < before else min(2 * pause_s, _LONGEST_PAUSE_S)
+        time.sleep(pause_s)
+    return sorted(words)
+
+
+def _read(store: Any, key: str) -> str:
+    """What a key holds; "" where it is not there."""
+    return bytes(store.get(key)).decode("ascii") if store.check([key]) else ""
+
+
+def _forget(store: Any, keys: list[str]) -> None:
+    with contextlib.suppress(RuntimeError, NotImplementedError):  # not every store can
+        for key in keys:
+            store.delete_key(key)

@@ -1,0 +1,106 @@
+"""Containers, as far as namespaces are: own process numbers and host names, a small /dev/shm, nothing to write to."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from cluster.jobs import VENDOR
+from processes import free_port
+from waiting import PATIENCE_S
+
+pytestmark = [
+    pytest.mark.skipif(VENDOR == "openmpi", reason="needs MPICH: Open MPI's own launcher alone starts it"),
+    pytest.mark.usefixtures("may_make_nodes"),
+]
+TRAIN = """
+import os, mlflash
+try:
+    with mlflash.Checkpointer(job="j", timeout_s=60) as ckpt:
+        state = {"rank": int(os.environ["RANK"]), "step": 0}
+        print("restored", ckpt.restore(state), state)
+        ckpt.save(state["step"] + 1, {"rank": state["rank"], "step": state["step"] + 1}).wait()
+except mlflash.errors.JobInUse as error:
+    print(error)
+"""
+LARGE = """
+import numpy, mlflash
+with mlflash.Checkpointer(job="j") as ckpt:
+    try:
+        ckpt.save(1, {"a": numpy.zeros(100_000_000, "u1")}).wait()
+    except mlflash.errors.SaveFailed as error:
+        print(error)
+    print("then", ckpt.save(2, {"a": 1}).wait().committed)
+"""
+PASS_ON = """
+import json, os
+from mlflash.wireup.launch import Couriers
+couriers = Couriers("wireup_courier:serve", os.environ, 60)
+couriers.wait_up(60)
+couriers.courier.trainer.settimeout(60)
+with couriers.courier.trainer.makefile("rw") as lines:
+    lines.write(json.dumps(["pass on", 1 << 22]) + "\\n")
+    lines.flush()
+    print(lines.readline() or "nothing: its courier has ended")
+couriers.close(kill=False)
+"""
+
+
+def containers(memory: Path, spaces: Sequence[str], before: str = "", ranks: int = 2, script: str = TRAIN) -> list[str]:
+    """Run one rank in each of some containers of this machine; gives what each printed."""
+    names = {"WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "MLFLASH_MEMORY": memory,
+             "PYTHONPATH": Path(__file__).parents[1]}  # fmt: skip
+    started = []
+    for rank in range(ranks):
+        env = os.environ | {name: str(value) for name, value in {**names, "RANK": rank}.items()}
+        command = ["unshare", *spaces, "sh", "-c", f'{before}\nexec "$@"', f"rank{rank}", sys.executable, "-c", script]
+        # Not in the checkout, which python -c would import from.
+        started.append(subprocess.Popen(command, env=env, text=True, stdout=subprocess.PIPE, cwd=memory))
+    return [process.communicate(timeout=PATIENCE_S)[0] for process in started]
+
+
+def test_containers_of_a_node_find_the_memory_that_the_ones_before_have_left(shm: Path) -> None:
+    """Each has process numbers of its own; they share the host's network, its name and a directory in memory."""
+    alone = ["--pid", "--fork", "--kill-child", "--mount-proc"]
+    for step in (None, 1, 2):
+        said = containers(shm, alone)
+        assert said == [f"restored {step} {{'rank': {rank}, 'step': {step or 0}}}\n" for rank in range(2)]
+
+
+def test_containers_that_share_memory_under_two_host_names_are_told_so(shm: Path) -> None:
+    spaces = ["--pid", "--fork", "--kill-child", "--mount-proc", "--uts"]
+    said = containers(shm, spaces, 'hostname "$0"')
+    assert all("another job with this name is alive on this node" in text for text in said), said
+    assert all("containers of one job that share this memory need one host name, too" in text for text in said), said
+
+
+@pytest.mark.parametrize("netmod", ["ofi", "ucx"])
+@pytest.mark.parametrize("spaces", ["--pid --fork --kill-child --mount-proc", "--user --map-root-user"])
+def test_ranks_of_a_node_that_cannot_read_each_other_are_sent_the_right_bytes(
+    shm: Path, spaces: str, netmod: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """MPI would read by a process number that means another process there, or be refused."""
+    monkeypatch.setenv("MPIR_CVAR_CH4_NETMOD", netmod)
+    assert containers(shm, spaces.split(), script=PASS_ON) == ["true\n\n"] * 2
+    assert "ERROR" not in capfd.readouterr().err
+
+
+def test_nothing_but_the_memory_has_to_be_writable(shm: Path) -> None:
+    spaces = ["--mount"]
+    for step in (None, 1):
+        said = containers(shm, spaces, "mount -o remount,bind,ro /; ! touch /var/tmp/mlflash-test || exit 9", ranks=1)
+        assert said == [f"restored {step} {{'rank': 0, 'step': {step or 0}}}\n"]
+
+
+def test_what_does_not_fit_into_the_64_mib_of_dockers_dev_shm_fails_with_numbers_and_saves_go_on() -> None:
+    script = 'mount -t tmpfs -o size=64m tmpfs /dev/shm && exec "$@"'
+    env = {name: value for name, value in os.environ.items() if not name.startswith("MLFLASH")}
+    command = ["unshare", "--mount", "sh", "-c", script, "sh", sys.executable, "-c", LARGE]
+    done = subprocess.run(command, env=env, cwd="/", capture_output=True, text=True, timeout=PATIENCE_S, check=True)
+    assert "do not fit into its memory" in done.stdout and "free space of /dev/shm" in done.stdout
+    assert "--shm-size" in done.stdout
+    assert done.stdout.endswith("then True\n")

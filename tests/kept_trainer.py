@@ -1,0 +1,162 @@
+"""A training for tests of `mlflash run --keep-alive`: it goes on in the same processes when others are lost.
+
+Usage: kept_trainer.py OUT LAST [JSON]. Each rank adds a line for each step to OUT/steps-RANK, and writes a digest of
+its final state to OUT/end-RANK. JSON: ``kind`` of the model (ddp, fsdp, plain); ``workers`` that fetch its data;
+``pause`` seconds a step; ``die``: a list of rank, step and place, at each of which the process that has this rank kills
+itself once; ``die_in``: a list of rank and crash point of a recovery, at each of which it does so; ``hold_at``: the
+step that rank 0 does not begin before there is a file "go on"; ``settings`` of the Checkpointer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader, Dataset
+from waiting import take, until
+
+import mlflash
+from mlflash import crash_points
+from mlflash.adapters.distributed import init_process_group
+
+OUT, LAST = Path(sys.argv[1]), int(sys.argv[2])
+OPTIONS: dict[str, Any] = json.loads(sys.argv[3]) if len(sys.argv) > 3 else {}
+KIND = OPTIONS.get("kind", "ddp")
+WIDTH, BATCH = 32, 8
+BEGAN_WITH = dict(os.environ)
+
+
+def die(step: int, place: str) -> None:
+    """Be killed here, where that is asked for, once."""
+    rank = dist.get_rank()
+    if [rank, step, place] in OPTIONS.get("die", []):
+        once(OUT / f"died-{rank}-{step}-{place}")
+
+
+def once(mark: Path) -> None:
+    """Be killed here, if nobody was before."""
+    if not mark.exists():
+        mark.write_text(str(time.time()))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Numbers(Dataset):  # type: ignore[misc]
+    """What a batch of a step and a rank holds."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.randn(WIDTH, generator=torch.Generator().manual_seed(index))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.drop = nn.Dropout(0.1)
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.step = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + self.drop(layer(x)).relu()
+            die(self.step, "forward")
+        if x.requires_grad:
+            x.register_hook(lambda gradient: die(self.step, "backward"))
+        out: torch.Tensor = self.norm(x)
+        return out
+
+
+def wrapped(model: Model) -> nn.Module:
+    if KIND == "fsdp":
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for layer in (*model.layers, model):
+            fully_shard(layer, mesh=mesh)
+        return model
+    return nn.parallel.DistributedDataParallel(model)
+
+
+torch.manual_seed(0)
+init_process_group()
+inner = Model()
+model = wrapped(inner)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.999)
+state = {"model": model, "optimizer": optimizer, "schedule": schedule, "rng": mlflash.rng()}
+entries = 0
+
+
+def batches(first: int) -> Iterator[torch.Tensor]:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    order = [[(step * size + rank) * BATCH + n for n in range(BATCH)] for step in range(first, LAST + 1)]
+    # Of its own: otherwise each iterator takes a number of the generator that the state has.
+    seeds = torch.Generator().manual_seed(0)
+    yield from DataLoader(Numbers(), batch_sampler=order, num_workers=OPTIONS.get("workers", 0), generator=seeds)
+
+
+def train(ckpt: mlflash.Checkpointer, start: int) -> int:
+    global entries
+    entries += 1
+    rank = dist.get_rank()
+    if start == 0:
+        torch.manual_seed(100 + rank)
+    data = batches(start + 1)
+    for step in range(start + 1, LAST + 1):
+        if rank == 0 and step == OPTIONS.get("hold_at"):
+            until((OUT / "go on").exists, "the test to say go on")
+        inner.step = step
+        die(step, "fetch")
+        x = next(data)
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        die(step, "optimizer")
+        optimizer.step()
+        schedule.step()
+        die(step, "save")
+        ckpt.save(step, state)
+        with (OUT / f"steps-{rank}").open("a") as file:
+            file.write(f"{time.time():.4f} {step} {os.getpid()} {entries}\n")
+        take(OPTIONS.get("pause", 0.0))
+    return rank
+
+
+def digest() -> str:
+    """Of all that the state has."""
+    found = hashlib.sha256()
+    tensors = [*model.state_dict().values(), *(v for one in optimizer.state.values() for v in one.values())]
+    for tensor in [*tensors, torch.get_rng_state()]:
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        found.update(local.detach().contiguous().numpy().tobytes())
+    return f"{found.hexdigest()} {schedule.get_last_lr()}"
+
+
+def die_in(point: str) -> None:
+    rank = os.environ.get("RANK", "")
+    for one, where in OPTIONS.get("die_in", []):
+        if where == point and rank == str(one) and (entries or "RANK" not in BEGAN_WITH):
+            once(OUT / f"died-{rank}-{point}")
+
+
+def main() -> None:
+    if "die_in" in OPTIONS:
+        crash_points.arm(die_in)
+    rank = mlflash.keep_alive(train, state, OPTIONS.get("directory"), **OPTIONS.get("settings", {}))
+    left = {what: len(os.listdir(f"/proc/self/{what}")) for what in ("fd", "task")}
+    said = {"digest": digest(), "pid": os.getpid(), "entries": entries, "node": os.uname().nodename, **left}
+    (OUT / f"end-{rank}").write_text(json.dumps(said))
+
+
+if __name__ == "__main__":
+    main()

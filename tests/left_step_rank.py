@@ -1,0 +1,172 @@
+"""A rank of tests/programs/test_left_steps.py: leaves a step at each of its collectives, and does it again.
+
+``left_step_rank.py RANK SIZE KIND PORT``. At the n-th collective of a step the last rank drops its connections, as if
+it were lost; the others hear of it in theirs. Then all connect anew, and train on from the state before, in the same
+objects.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import sys
+import time
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+from mlflash.adapters import exchangeable_group
+from mlflash.adapters.exchangeable_group import BACKEND, ExchangeableGroup
+from mlflash.adapters.left_steps import forget_step
+
+RANK, SIZE, KIND, PORT = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
+PATIENCE = datetime.timedelta(seconds=60)
+WIDTH = 32
+COMPILED = ("FSDP2 compiled", "TP compiled")  # from outside; torch.compile of a DDP is another one for each reducer
+
+State = tuple[list[torch.Tensor], dict[Any, dict[str, Any]]]
+
+
+class Calls:
+    """Counts what this rank sends by all groups, and loses the rank at one of them."""
+
+    def __init__(self) -> None:
+        self.count, self.lost_at = 0, 0
+        found = ExchangeableGroup.connections.fget
+        assert found is not None
+
+        def connections(group: ExchangeableGroup) -> dist.ProcessGroup:
+            self.count += 1
+            if self.count == self.lost_at and RANK == SIZE - 1:
+                exchangeable_group.drop_all()
+            return found(group)  # type: ignore[no-any-return]
+
+        ExchangeableGroup.connections = property(connections)  # type: ignore[assignment,method-assign]
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = x + self.down(self.up(x).relu())
+        return out
+
+
+def made() -> nn.Module:
+    torch.manual_seed(0)
+    layers = [Layer() for _ in range(3)]
+    model: nn.Module = nn.Sequential(*layers, nn.LayerNorm(WIDTH))  # which the root holds
+    if KIND.startswith("DDP"):
+        inner: Any = torch.compile(model, backend="aot_eager") if "compiled" in KIND else model
+        return DistributedDataParallel(inner, bucket_cap_mb=2 if "compiled" in KIND else 0.02)
+    if KIND.startswith("TP"):
+        mesh = init_device_mesh("cpu", (SIZE,))
+        for layer in layers:
+            parallelize_module(layer, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        return model
+    if KIND.startswith("HSDP"):
+        mesh = init_device_mesh("cpu", (2, SIZE // 2), mesh_dim_names=("replicate", "shard"))
+    else:
+        mesh = init_device_mesh("cpu", (SIZE,))
+    for layer in (*layers, model):
+        fully_shard(layer, mesh=mesh)
+    return model
+
+
+class Training:
+    def __init__(self) -> None:
+        self.model = made()
+        self.run = torch.compile(self.model, backend="aot_eager") if KIND in COMPILED else self.model
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+
+    def step(self, number: int) -> None:
+        data = torch.Generator().manual_seed(number if KIND.startswith("TP") else 1000 * RANK + number)
+        self.optimizer.zero_grad()
+        self.run(torch.randn(8, WIDTH, generator=data)).square().mean().backward()
+        self.optimizer.step()
+
+    def state(self) -> State:
+        weights = [local(weight).detach().clone() for weight in self.model.parameters()]
+        moments = {key: {name: local(value).clone() for name, value in one.items()}
+                   for key, one in self.optimizer.state_dict()["state"].items()}  # fmt: skip
+        return weights, moments
+
+    @torch.no_grad()
+    def put_back(self, state: State) -> None:
+        weights, moments = state
+        for weight, value in zip(self.model.parameters(), weights, strict=True):
+            local(weight).copy_(value)
+        for key, one in self.optimizer.state_dict()["state"].items():
+            for name, value in one.items():
+                local(value).copy_(moments[key][name])
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def same(one: State, other: State) -> bool:
+    return all(map(torch.equal, one[0], other[0])) and all(
+        torch.equal(one[1][key][name], other[1][key][name]) for key in one[1] for name in one[1][key]
+    )
+
+
+def left_open() -> list[int]:
+    return [len(os.listdir(f"/proc/self/{what}")) for what in ("fd", "task")]
+
+
+def main() -> None:
+    calls = Calls()
+    exchangeable_group.register()
+    store = dist.TCPStore("127.0.0.1", PORT, None, False, timeout=PATIENCE)
+    dist.init_process_group(BACKEND, store=dist.PrefixStore("first", store), rank=RANK, world_size=SIZE)
+    training = Training()
+    training.step(0)
+    before = training.state()
+    training.step(1)
+    training.step(2)
+    after = training.state()
+    forget_step(training.model)
+    training.put_back(before)
+    training.step(1)  # after which DDP has other buckets
+    calls.count = 0
+    training.step(2)
+    count = calls.count
+    found, raised, took, opened = [], [], [], []
+    for number in range(1, count + 1):
+        forget_step(training.model)
+        training.put_back(before)
+        training.step(1)
+        calls.count, calls.lost_at = 0, number
+        try:
+            training.step(2)
+        except Exception as error:  # whatever the version of torch raises
+            raised.append(type(error).__name__)
+        calls.lost_at = 0
+        start = time.perf_counter()
+        exchangeable_group.exchange_all(dist.PrefixStore(f"without {number}", store), PATIENCE)
+        forget_step(training.model)
+        training.put_back(before)
+        took.append(time.perf_counter() - start)
+        training.step(1)
+        training.step(2)
+        found.append(same(training.state(), after))
+        opened.append(left_open())
+        dist.barrier()  # who goes on, or ends, closes its end of a connection, and this one then its own
+    print(json.dumps({"rank": RANK, "collectives": count, "same": found, "raised": raised, "took": took,
+                      "opened": opened}), flush=True)  # fmt: skip
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,296 @@
+"""Processes that stay when others are lost: real agents and a shell, and programs that take the ranks of each other."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from kept_job import RANK, SHELL, Said, all_gone, code_of, is_gone, kill, parent, sizes, speak
+from processes import left_here, started_by
+from waiting import until
+
+from mlflash.errors import LaunchFailed
+from mlflash.launcher.kept_ranks import KeptRanks, OnKeptHosts
+from mlflash.launcher.membership import Deadlines
+from mlflash.launcher.node_assignment import NodeAssignment
+from mlflash.launcher.run_log import RunLog
+from mlflash.wireup.frames import pack
+
+LATER_S = 60.0  # without a sign of life; where nothing is to be lost for that, on a busy machine
+SUPERVISOR = """
+import sys, threading
+from mlflash.launcher.kept_ranks import OnKeptHosts
+from mlflash.launcher.membership import Deadlines
+from mlflash.launcher.node_assignment import NodeAssignment
+from mlflash.launcher.run_log import RunLog
+launcher = OnKeptHosts(["a", "b"], {shell!r}, 0, Deadlines(2.0), RunLog(None))
+ranks = launcher.train(NodeAssignment(("a",), 2), [sys.executable, "-c", {program!r}, {folder!r}], {{}})
+threading.Event().wait()
+"""
+Start = Callable[..., KeptRanks]
+
+
+def mine() -> set[str]:
+    """What this process has of descriptors, and of threads of ours."""
+    threads = {f"thread {one.name}" for one in threading.enumerate() if one.name.startswith("mlflash-")}
+    return threads | {f"descriptor {fd}" for fd in os.listdir("/proc/self/fd")}
+
+
+@pytest.fixture
+def shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    path = tmp_path / "ssh"
+    path.write_text(SHELL.format(folder=tmp_path))
+    path.chmod(0o700)
+    monkeypatch.chdir(tmp_path)
+    return str(path)
+
+
+@pytest.fixture
+def start(tmp_path: Path, shell: str) -> Iterator[Start]:
+    """Starts a program on hosts, of which some have ranks; nothing of it is left in the end."""
+    before, started = mine(), list[KeptRanks]()
+    seen: set[int] = set()
+
+    def begin(hosts: str, spare_hosts: str = "", per_node: int = 1, spares: int = 0, lost_s: float = LATER_S,
+              program: str = RANK) -> KeptRanks:  # fmt: skip
+        names = [*hosts.split(","), *filter(None, spare_hosts.split(","))]
+        launcher = OnKeptHosts(names, shell, spares, Deadlines(lost_s), RunLog(tmp_path / "run.jsonl"))
+        argv = [sys.executable, "-c", program, str(tmp_path)]
+        started.append(launcher.train(NodeAssignment(tuple(hosts.split(",")), per_node), argv, {}))
+        Said(tmp_path).seats(1)
+        seen.update(started_by({os.getpid()}))
+        return started[-1]
+
+    yield begin
+    seen |= started_by({os.getpid()}) | {pid for pid, _ in Said(tmp_path).lines()}
+    for ranks in started:
+        ranks.end(0)
+        assert ranks.poll() is not None
+    all_gone(*seen)
+    until(lambda: not left_here(), lambda: f"the end of {left_here()}")
+    until(lambda: mine() <= before, lambda: f"the end of {mine() - before}")
+
+
+def recovered(folder: Path) -> list[dict[str, object]]:
+    path = folder / "run.jsonl"
+    notes = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [note for note in notes if note["event"] == "recovered"]
+
+
+def end_well(ranks: KeptRanks, folder: Path) -> None:
+    (folder / "end").touch()
+    assert code_of(ranks) == 0
+
+
+def test_each_process_gets_its_rank_and_those_that_wait_get_none(
+    start: Start, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    ranks = start("a,b", "c", per_node=2)
+    said = Said(tmp_path)
+    until(lambda: len(said.begun()) == 6, "the spares")
+    names = said.begun()
+    assert said.seats(1) == [names["a#0"], names["a#1"], names["b#0"], names["b#1"]]
+    given = {words[0]: words[1:3] for _, words in said.of("begins")}
+    assert given["b#1"] == ["3", "1"] and given["c#1"] == ["none", "1"]
+    ports = {words[0][0]: words[4] for _, words in said.of("begins")}
+    assert ports["a"] == ports["b"] != "none" == ports["c"]  # a spare must not meet those that have ranks
+    end_well(ranks, tmp_path)
+    assert len(said.of("seat")) == 4 and not said.of("heard") and "mlflash run" not in capfd.readouterr().err
+
+
+def test_all_know_how_many_ranks_a_host_has(start: Start, tmp_path: Path) -> None:
+    ranks = start("a", "b", per_node=2)
+    said = Said(tmp_path)
+    until(lambda: len(said.begun()) == 4, "the spares")
+    assert {words[3] for _, words in said.of("begins")} == {"2"}
+    end_well(ranks, tmp_path)
+
+
+@pytest.mark.parametrize("where", ["there", "elsewhere"])
+def test_when_a_rank_is_killed_all_others_leave_and_a_spare_gets_its_rank(
+    start: Start, tmp_path: Path, where: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    ranks = start("a,b", spares=2) if where == "there" else start("a,b", "c")
+    said = Said(tmp_path)
+    spare = "b#1" if where == "there" else "c#0"
+    until(lambda: len(said.begun()) == (4 if where == "there" else 3), "the spares")
+    first, second = said.seats(1)
+    kill(second)
+    assert said.seats(2) == [first, said.begun()[spare]]
+    assert [pid for pid, _ in said.of("heard")] == [pid for pid, _ in said.of("left")] == [first]
+    until(lambda: "b#0.1" in said.begun(), "a fresh process in its place")
+    note = until(lambda: recovered(tmp_path), "the note of it")[0]
+    assert [note[what] for what in ("round", "lost", "step", "times")] == [2, [1], 2, {"all": 1.0}]
+    printed: list[str] = []
+    told = "rank 1 was lost (its process was killed by signal 9)"
+    until(lambda: printed.append(capfd.readouterr().err) or told in "".join(printed), "what is printed")  # type: ignore[func-returns-value]
+    end_well(ranks, tmp_path)
+
+
+def test_a_process_that_is_stopped_is_killed_and_replaced(
+    start: Start, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    ranks = start("a", spares=1, per_node=2, lost_s=2.0)
+    said = Said(tmp_path)
+    first, second = said.seats(1)
+    kill(first, signal.SIGSTOP)
+    _, spare = said.seats(2)[::-1]
+    assert spare == said.begun()["a#2"] and said.seats(2)[1] == second
+    all_gone(first)
+    end_well(ranks, tmp_path)
+    assert f"process {first} is stopped, and nobody lets it go on: it is killed" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("killed", ["agent", "agent that is stopped", "remote shell"])
+def test_a_host_that_is_lost_is_lost_with_all_of_its_ranks(start: Start, tmp_path: Path, killed: str) -> None:
+    host = "apart" if killed == "remote shell" else "b"
+    ranks = start(f"a,{host}", "c", per_node=2, lost_s=2.0 if killed == "agent that is stopped" else LATER_S)
+    said = Said(tmp_path)
+    until(lambda: len(said.begun()) == 6, "the spares")
+    before = said.seats(1)
+    agent = parent(before[2])
+    if killed == "agent":
+        kill(agent)
+    elif killed == "agent that is stopped":
+        kill(agent, signal.SIGSTOP)
+    else:
+        os.killpg(int((tmp_path / "shell-apart").read_text()), signal.SIGKILL)
+    assert said.seats(2)[:2] == before[:2]
+    assert {*said.seats(2)[2:]} == {said.begun()["c#0"], said.begun()["c#1"]}
+    all_gone(*before[2:], agent)
+    note = until(lambda: recovered(tmp_path), "the note of it")[0]
+    assert note["lost"] == [2, 3] and host in str(note["why"])
+    assert len(said.begun()) == 6  # nothing is started there any more
+    end_well(ranks, tmp_path)
+
+
+def test_it_fails_when_its_only_host_is_lost(start: Start, tmp_path: Path) -> None:
+    ranks = start("a", spares=1, per_node=2)
+    kill(parent(Said(tmp_path).seats(1)[0]))
+    assert code_of(ranks) == 255
+
+
+def test_it_fails_when_nobody_decides_any_more(start: Start, tmp_path: Path) -> None:
+    ranks = start("a,b", per_node=2, lost_s=2.0)
+    ranks._service.close()
+    all_gone(*Said(tmp_path).seats(1))
+    assert code_of(ranks) == 255
+
+
+def test_the_code_is_that_of_the_process_that_cannot_be_replaced(
+    start: Start, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    ends = 'os.path.exists(f"{folder}/end-{seat.rank}"):\n                    raise SystemExit(7 * seat.rank)'
+    old = 'os.path.exists(folder + "/end"):\n                    raise SystemExit(0)'
+    assert RANK.count(old) == 1
+    ranks = start("a", per_node=2, program=RANK.replace(old, ends))
+    first, _ = Said(tmp_path).seats(1)
+    until(lambda: ranks._service.membership._phase == "training", "all to have begun")
+    (tmp_path / "end-0").touch()
+    all_gone(first)
+    (tmp_path / "end-1").touch()
+    assert code_of(ranks) == 7
+    said = "mlflash run: rank 1 (its process ended with 7) was lost when others had come to their end"
+    assert said in capfd.readouterr().err
+
+
+def test_strangers_are_refused_and_harm_nobody(start: Start, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    ranks = start("a,b", "c")
+    said = Said(tmp_path)
+    until(lambda: len(said.begun()) == 3, "the spare")
+    right = {"token": ranks._service.token, "name": "b#0"}
+    wrong = ({"token": "0" * 32, "name": "b#0"}, {"token": "\N{SNOWMAN}", "host": "a"}, {"token": None, "host": "a"},
+             {"ended": "a#0", "code": 1}, [], 7, None, "token")  # fmt: skip
+    for message in wrong:
+        speak(ranks, pack(message) + pack({"left": 1}) + pack({"ended": "a#0", "code": 1}))
+    for garbage in (b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 99, b"\0\0\0\4{]\0\xff", b"\0\0\xff\xff" + b"[" * 0xFFFF):
+        speak(ranks, garbage)
+    for odd in ({"left": "x"}, {"left": []}, {"trains": 1}, {"text": 1, "what": "port"}, 7):
+        speak(ranks, pack(right) + pack(odd))
+    speak(ranks, pack({"token": ranks._service.token, "name": "nobody"}) + pack({"ready": True}))
+    assert said.seats(1) and not said.of("heard") and ranks.poll() is None
+    before = said.seats(1)
+    kill(before[0])
+    assert said.seats(2) == [said.begun()["c#0"], before[1]]
+    end_well(ranks, tmp_path)
+    assert "a stranger said what is not understood: ValueError('not the token of this job')" in capfd.readouterr().err
+
+
+def test_words_of_a_wrong_kind_harm_nobody(start: Start, tmp_path: Path) -> None:
+    ranks = start("a,b", "c")
+    until(lambda: len(Said(tmp_path).begun()) == 3, "the spare")
+    right = {"token": ranks._service.token, "name": "a#0"}
+    speak(ranks, pack(right) + pack({"trains": float("inf"), "step": 0, "times": {}}))
+    speak(ranks, pack(right) + pack({"trains": 1, "step": 0, "times": 5}))
+    speak(ranks, pack({**right, "name": ["a#0"]}) + pack({"ready": True}))
+    first, second = Said(tmp_path).seats(1)
+    kill(second)
+    assert Said(tmp_path).seats(2)[0] == first
+    end_well(ranks, tmp_path)
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_agents_kill_their_ranks_when_nothing_is_heard_of_who_decides(tmp_path: Path, shell: str, how: int) -> None:
+    words = SUPERVISOR.format(shell=shell, program=RANK, folder=str(tmp_path))
+    said = Said(tmp_path)
+    with subprocess.Popen([sys.executable, "-c", words]) as supervisor:
+        seats = said.seats(1)
+        until(lambda: len(said.begun()) == 4, "the spares")
+        seen = started_by({supervisor.pid})
+        supervisor.send_signal(how)
+        until(lambda: all(map(is_gone, (*seats, *said.begun().values()))), "the end of its ranks", timeout_s=30)
+        supervisor.kill()
+    all_gone(*seen)
+
+
+def test_processes_that_wait_are_ended_with_all_others_though_they_would_not_end(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    soon = "import os, mlflash.launcher.host_agent as it; it._END_S = 0.2; os._exit(it.HostAgent(it._Sweeper()).run())"
+    monkeypatch.setattr(OnKeptHosts, "_command", lambda self, host: [sys.executable, "-c", soon])
+    ranks = start("a", spares=1, program=f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n{RANK}")
+    until(lambda: len(Said(tmp_path).begun()) == 2, "the spare")
+    end_well(ranks, tmp_path)
+    assert "have not ended" not in capfd.readouterr().err
+
+
+def test_what_cannot_be_started_is_said_and_fails(
+    start: Start, tmp_path: Path, shell: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    launcher = OnKeptHosts(["a", "b"], shell, 0, Deadlines(LATER_S), RunLog(None))
+    ranks = launcher.train(NodeAssignment(("a",), 1), ["/no/such/program"], {})
+    assert code_of(ranks) and "/no/such/program cannot be started: No such file" in capfd.readouterr().err
+    ranks.end(0)
+    with pytest.raises(LaunchFailed, match="shell cannot be started: No such file"):
+        OnKeptHosts(["a"], "/no/shell", 0, Deadlines(), RunLog(None)).train(NodeAssignment(("a",), 1), ["true"], {})
+
+
+def test_it_is_reached_by_an_address_of_any_kind(start: Start, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("mlflash.launcher.kept_ranks.own_address", lambda one_host, environment: "::1")
+    end_well(start("a"), tmp_path)
+
+
+def test_twenty_kills_in_a_row_leave_nothing(start: Start, tmp_path: Path) -> None:
+    ranks = start("a", spares=1, per_node=2)
+    said = Said(tmp_path)
+    seats = said.seats(1)
+    agent = parent(seats[0])
+    until(lambda: len(said.begun()) == 3, "the spare")
+    until(lambda: sizes(agent)["processes"] == 4, "the agent's sweeper, ranks and spare")
+    counts, here = sizes(agent), mine()
+    for number in range(1, 21):
+        kill(seats[number % 2])
+        seats = said.seats(number + 1)
+    until(lambda: len(said.begun()) == 23, "the last one that was started")
+    until(lambda: sizes(agent) == counts, lambda: f"{sizes(agent)} of the agent to be {counts}")
+    assert len(mine()) < len(here) + 5  # some come and go: threads wait by descriptors of their own
+    assert not [pid for pid, _ in said.lines() if Path(f"/proc/{pid}").exists() and pid not in started_by({agent})]
+    end_well(ranks, tmp_path)
+    assert len(recovered(tmp_path)) == 20

@@ -1,0 +1,396 @@
+"""Who has which rank of a training that goes on where processes are lost, by a clock of ours."""
+
+from __future__ import annotations
+
+import pytest
+from membership_job import KILLED, Job
+
+
+def recover(job: Job, lost: str, *others: str, spare: str, step: int) -> None:
+    """Have a process lost, and all train on from a step."""
+    job.end(lost)
+    job.leave(*others)
+    job.train(*others, spare, step=step)
+
+
+def test_each_process_gets_its_rank_when_it_is_ready_and_those_that_wait_get_none() -> None:
+    job = Job("a a b", "b", begins=False)
+    job.ready("b0")
+    seat = {"round": 1, "rank": 2, "size": 3, "lost_s": 5.0}
+    assert job.told == [("b0", {"seat": seat})] and job.it.size == 3 and job.it.round == 1
+    job.hears()
+    job.ready("a1", "b1", "a0")
+    assert job.seats() == {"a1": "1: 1", "a0": "1: 0"}
+    job.train("a0", "a1", "b0")
+    job.later(1e9)  # a training has no deadline
+    assert not job.told and not job.killed and not job.notes and not job.it.over and job.it.code is None
+
+
+def test_when_a_rank_is_lost_all_others_leave_and_the_next_round_begins_with_a_spare_in_its_place() -> None:
+    job = Job("a a b", "c")
+    job.end("a1", why="it fell")
+    lost = {"lost": 1, "ranks": [1], "why": "it fell"}
+    assert job.told == [("a0", lost), ("b0", lost)]
+    job.hears()
+    job.leave("a0")
+    assert job.it.round == 1 and not job.told  # b0 may still write to memory of the lost round
+    job.now += 1.5
+    job.leave("b0")
+    assert job.it.round == 2 and job.seats() == {"a0": "2: 0", "c0": "2: 1", "b0": "2: 2"}
+    job.now += 1.0
+    for name, took in (("a0", 0.5), ("b0", 1.5), ("c0", 1.0)):
+        assert not job.notes
+        job.it.trains(name, 2, 40, {"restore": took}, job.now)
+    fields = {"round": 2, "lost": [1], "why": "it fell", "step": 40, "seconds": 2.5, "times": {"restore": 1.5}}
+    assert job.notes == [("recovered", fields)]
+    job.later(1e9)
+    assert not job.told and not job.killed and not job.it.over
+
+
+def test_what_only_some_ranks_took_time_for_is_written_down_too() -> None:
+    job = Job("a b", "c")
+    job.end("b0")
+    job.leave("a0")
+    job.it.trains("a0", 2, 20, {"leave": 1.5, "restore": 0.5}, job.now)
+    job.it.trains("c0", 2, 20, {"restore": 1.0}, job.now)
+    assert job.notes[0][1]["times"] == {"leave": 1.5, "restore": 1.0}
+    job.end("c0")
+    job.ready("b0.1")
+    job.leave("a0")
+    job.it.trains("a0", 3, 30, {"restore": 0.5}, job.now)
+    job.it.trains("b0.1", 3, 30, {}, job.now)
+    assert job.notes[1][1]["times"] == {"restore": 0.5}  # of this round alone
+
+
+def test_a_rank_that_is_lost_twice_is_named_once_and_in_order() -> None:
+    job = Job("a b c", "d e f")
+    job.end("c0")
+    job.leave("a0", "b0")
+    job.end("d0")
+    job.end("b0")
+    job.leave("a0")
+    job.train("a0", "e0", "f0")
+    assert job.notes[0][1]["lost"] == [1, 2]
+
+
+def test_what_is_said_of_an_older_round_counts_for_nothing() -> None:
+    job = Job("a b", "c")
+    job.end("b0")
+    job.it.trains("a0", 1, 11, {}, job.now)  # said before it heard of the loss
+    job.it.left("a0", 0, job.now)
+    assert job.it.round == 1 and job.hears() == {"a0": ["lost 1"]}
+    job.leave("a0")
+    job.it.trains("a0", 1, 11, {}, job.now)
+    job.train("c0")
+    assert not job.notes
+    job.train("a0")
+    assert len(job.notes) == 1
+
+
+def test_a_spare_on_the_host_of_the_lost_rank_comes_first() -> None:
+    job = Job("a b", "c b a")
+    job.end("a0", "b0")
+    assert job.it.over  # nobody is left who could tell anything
+    job = Job("a b c", "c b a")
+    job.end("a0", "b0")
+    job.hears()
+    job.leave("c0")
+    assert job.seats() == {"c0": "2: 2", "a1": "2: 0", "b1": "2: 1"}
+    job = Job("a b", "c d")
+    job.end("b0")
+    job.hears()
+    job.leave("a0")
+    assert job.seats() == {"a0": "2: 0", "c0": "2: 1"}
+
+
+def test_all_hear_what_rank_0_says_of_this_round_and_nobody_hears_others() -> None:
+    job = Job("a b c", "d")
+    job.it.text("a0", 1, "port", "here")
+    assert job.told == [(name, {"text": 1, "what": "port", "is": "here"}) for name in ("a0", "b0", "c0")]
+    job.hears()
+    job.it.text("b0", 1, "port", "there")
+    job.it.text("d0", 1, "port", "there")
+    job.it.text("a0", 2, "port", "soon")
+    recover(job, "a0", "b0", "c0", spare="d0", step=20)
+    job.hears()
+    job.it.text("d0", 1, "port", "late")
+    job.it.text("b0", 2, "port", "there")
+    assert not job.told
+    job.it.text("d0", 2, "port", "now")
+    assert job.seats() == dict.fromkeys(("b0", "c0", "d0"), "now")
+
+
+def test_a_second_rank_lost_while_others_leave_is_replaced_in_the_same_round() -> None:
+    job = Job("a b c", "d e")
+    job.end("b0")
+    job.leave("a0")
+    assert job.hears() == {"a0": ["lost 1"], "c0": ["lost 1"]}
+    job.end("c0")  # the last one that all waited for
+    assert job.it.round == 2 and job.seats() == {"a0": "2: 0", "d0": "2: 1", "e0": "2: 2"}
+    job.train("a0", "d0", "e0")
+    assert job.notes[0][1]["lost"] == [1, 2]
+
+
+def test_ranks_lost_while_all_wait_for_a_spare_are_replaced_together() -> None:
+    job = Job("a b c")
+    job.end("b0")
+    job.leave("a0", "c0")
+    job.hears()
+    assert job.started == ["b0.1"] and job.it.round == 1
+    job.end("c0")
+    job.ready("b0.1")
+    assert job.it.round == 1 and not job.told
+    job.ready("c0.2")
+    assert job.it.round == 2 and job.seats() == {"a0": "2: 0", "b0.1": "2: 1", "c0.2": "2: 2"}
+
+
+@pytest.mark.parametrize("who", ["the spare", "rank 0"])
+def test_a_loss_while_ranks_are_given_begins_one_more_round(who: str) -> None:
+    job = Job("a b c", "d e")
+    job.end("b0")
+    job.leave("a0", "c0")
+    assert job.hears()["d0"] == ["2: 1"]
+    if who == "the spare":
+        job.train("a0")
+        job.end("d0")
+        assert job.hears() == {"a0": ["lost 2"], "c0": ["lost 2"]}
+        job.leave("c0", "a0")
+        assert job.seats() == {"a0": "3: 0", "e0": "3: 1", "c0": "3: 2"}
+        job.train("e0", "c0")
+        assert not job.notes  # what a0 has begun was round 2
+        job.train("a0")
+    else:
+        job.end("a0")
+        assert job.hears() == {"d0": ["lost 2"], "c0": ["lost 2"]}
+        job.leave("d0", "c0")
+        assert job.seats() == {"e0": "3: 0", "d0": "3: 1", "c0": "3: 2"}
+        job.train("e0", "d0", "c0")
+    assert job.notes[0][1]["round"] == 3 and not job.it.over
+
+
+def test_one_that_does_not_leave_in_time_is_killed_and_replaced() -> None:
+    job = Job("a b c", "d e")
+    job.end("b0")
+    job.leave("a0")
+    assert job.it.until == job.now + 30
+    job.later(29)
+    assert not job.killed
+    job.later(1)
+    assert job.killed == ["c0"] and job.notes == [("late", {"round": 1, "rank": 2, "phase": "leaving"})]
+    job.later(119)
+    assert job.killed == ["c0"]
+    job.later(1)
+    assert job.killed == ["c0", "c0"]  # its agent may not have heard it
+    job.end("c0")
+    assert job.it.round == 2 and job.seats()["e0"] == "2: 2"
+
+
+def test_one_that_does_not_begin_the_next_round_in_time_is_killed_and_replaced() -> None:
+    job = Job("a b", "c d")
+    job.end("b0")
+    job.leave("a0")
+    job.train("c0")
+    assert job.it.until == job.now + 120
+    job.later(120)
+    assert job.killed == ["a0"] and job.notes == [("late", {"round": 2, "rank": 0, "phase": "seating"})]
+    job.end("a0")
+    job.leave("c0")
+    assert job.it.round == 3
+    job.train("c0", "d0")
+    assert job.notes[-1][0] == "recovered" and job.it.until == float("inf")
+
+
+def test_it_is_over_when_no_process_is_ready_in_time() -> None:
+    job = Job("a b c")
+    job.end("b0", code=9, why="it fell")
+    job.end("c0", code=8)
+    job.later(10)
+    job.leave("a0")
+    assert job.it.until == job.now + 120
+    job.ready("b0.1")
+    job.later(119.9)
+    assert not job.it.over and job.it.code is None
+    job.later(0.1)
+    assert job.it.over == "no process was ready in time to take the place of ranks 1, 2 (it fell)" and job.it.code == 9
+    assert not job.killed
+    job.hears()
+    job.ready("c0.2")
+    job.leave("a0")
+    job.end("a0", code=7)
+    job.later(1000)
+    assert job.it.over.startswith("no process") and job.it.code == 9
+    assert not job.told and not job.killed and len(job.started) == 2
+
+
+@pytest.mark.parametrize("code", [3, 0])
+def test_a_loss_before_all_have_begun_is_the_end(code: int) -> None:
+    job = Job("a b", "c", begins=False)
+    job.ready("a0", "b0", "c0")
+    job.train("a0")
+    job.end("b0", code=code, why="it fell")
+    assert job.it.over == "rank 1 (it fell) was lost before all had begun" and job.it.code == (code or 1)
+
+
+def test_a_loss_after_one_has_come_to_its_end_is_the_end() -> None:
+    job = Job("a b c", "d")
+    job.end("a0", code=0)
+    assert not job.it.over and not job.told
+    job.end("b0", code=4, why="it fell")
+    assert job.it.over == "rank 1 (it fell) was lost when others had come to their end" and job.it.code == 4
+
+
+def test_a_rank_that_comes_to_its_end_when_another_is_lost_already_is_the_end() -> None:
+    job = Job("a b c", "d")
+    job.end("b0", code=4)
+    job.end("a0", code=0)
+    assert job.it.over and job.it.code == 4
+
+
+@pytest.mark.parametrize("how", ["one by one", "their host"])
+def test_it_is_over_when_all_ranks_are_lost(how: str) -> None:
+    job = Job("a a", "c")
+    if how == "their host":
+        job.lose("a")
+    else:
+        job.end("a0", code=9, why="a burns")
+        job.end("a1", code=8)
+    assert job.it.over == "all ranks were lost, the last one ranks 0, 1 (a burns)"
+    assert job.it.code == (9 if how == "one by one" else 255)
+
+
+def test_who_has_come_to_the_end_of_training_cannot_go_back_with_the_others() -> None:
+    job = Job("a b", "c")
+    job.it.done("a0", 0)
+    assert not job.it._members["a0"].is_done, "it was of another round"
+    job.it.done("a0", 1)
+    job.end("b0")
+    assert job.it.over == "rank 1 (it was killed) was lost when others had come to their end"
+
+
+def test_no_process_is_started_when_it_is_over() -> None:
+    job = Job("a b", "c", begins=False)
+    job.end("a0")
+    assert job.it.over and not job.started
+
+
+def test_two_rounds_that_began_at_the_same_step_are_enough() -> None:
+    job = Job("a b", "c d e f g h")  # begins at step 10
+    recover(job, "b0", "a0", spare="c0", step=20)
+    recover(job, "c0", "a0", spare="d0", step=30)
+    recover(job, "d0", "a0", spare="e0", step=30)
+    assert not job.it.over and job.it.round == 4
+    recover(job, "e0", "a0", spare="f0", step=40)
+    assert not job.it.over, "the one before had come further"
+    recover(job, "f0", "a0", spare="g0", step=40)
+    recover(job, "g0", "a0", spare="h0", step=40)
+    assert job.it.over == "rank 1 (it was killed) was lost, as before: 2 rounds had begun at step 40"
+    assert job.it.code == KILLED
+
+
+def test_the_first_round_counts_where_rounds_begin_at_the_same_step() -> None:
+    job = Job("a b", "c d")
+    recover(job, "b0", "a0", spare="c0", step=10)
+    recover(job, "c0", "a0", spare="d0", step=10)
+    assert job.it.over == "rank 1 (it was killed) was lost, as before: 2 rounds had begun at step 10"
+
+
+def test_rounds_that_fail_before_all_have_begun_are_not_tried_for_ever() -> None:
+    job = Job("a b", "c d e f g h")
+    job.end("b0")
+    for name in "cde":
+        job.leave("a0")
+        job.end(f"{name}0", code=9, why=f"{name} fell")
+        assert not job.it.over
+    job.leave("a0")
+    job.end("f0", why="f fell")
+    assert job.it.over == "rank 1 (it was killed) was lost, and 3 rounds had failed before all had begun"
+    assert job.it.code == 137 and job.it.round == 5
+
+
+def test_a_round_that_all_begin_forgives_those_that_failed() -> None:
+    job = Job("a b", "c d e f g h i j")
+    for number, (first, second, third) in enumerate(("bcd", "def", "fgh", "hij")):
+        job.end(f"{first}0")
+        job.leave("a0")
+        job.end(f"{second}0")
+        job.leave("a0")
+        job.train("a0", f"{third}0", step=20 + number)
+        assert not job.it.over and len(job.notes) == number + 1
+
+
+def test_processes_that_end_before_they_are_ready_are_not_started_for_ever() -> None:
+    job = Job("a b")
+    job.end("b0")
+    job.leave("a0")
+    for number in range(1, 4):
+        assert len(job.started) == number
+        job.end(f"b0.{number}")
+    assert len(job.started) == 3 and not job.it.over
+    job.later(120)
+    assert job.it.over.startswith("no process was ready in time")
+
+
+def test_one_that_is_ready_forgives_those_that_were_not() -> None:
+    job = Job("a b")
+    job.end("b0")
+    job.end("b0.1", "b0.2")
+    job.ready("b0.3")
+    job.end("b0.3", "b0.4", "b0.5")
+    assert len(job.started) == 6
+
+
+def test_a_fresh_process_is_started_in_the_place_of_one_that_failed_and_of_no_other() -> None:
+    job = Job("a b c", "c d")
+    job.end("c1", code=0)  # a spare may go
+    assert not job.started
+    job.lose("d")
+    assert not job.started and not job.told  # nobody needs to know
+    job.end("b0")
+    assert job.started == ["b0.1"]
+    job.lose("c")
+    job.leave("a0")
+    assert job.started == ["b0.1"]
+    job.lose("b")  # with the one that was started there
+    assert not job.it.over
+    job.ready("b0.1")
+    assert job.it.round == 1
+
+
+def test_processes_of_a_lost_host_do_not_count_as_such_that_failed() -> None:
+    job = Job("a b", "c c c c", begins=False)
+    job.ready("a0", "b0")
+    job.train("a0", "b0")
+    job.lose("c")
+    job.end("b0")
+    assert job.started == ["b0.1"]
+
+
+def test_a_host_is_lost_as_a_whole_none_of_its_processes_gets_a_rank_meanwhile() -> None:
+    job = Job("a b c", "b d")
+    job.end("a0")
+    job.leave("c0")
+    job.hears()
+    job.lose("b")  # the rank that all waited for, and a spare
+    assert job.it.round == 1 and not job.told
+    job.ready("a0.1")
+    assert job.seats() == {"a0.1": "2: 0", "d0": "2: 1", "c0": "2: 2"}
+
+
+def test_all_that_end_well_end_it_well() -> None:
+    job = Job("a b", "c")
+    recover(job, "b0", "a0", spare="c0", step=20)
+    job.end("c0", code=0)
+    assert not job.it.over
+    job.end("a0", code=0)
+    assert (job.it.over, job.it.code) == ("all ranks came to their end", 0)
+    job.end("b0.1")
+    job.lose("a")
+    assert job.it.code == 0
+    short = Job("a b", begins=False)
+    short.ready("a0")
+    short.train("a0")
+    short.end("a0", code=0)
+    short.ready("b0")
+    short.train("b0")
+    short.end("b0", code=0)
+    assert short.it.code == 0

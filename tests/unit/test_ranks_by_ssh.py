@@ -1,0 +1,296 @@
+"""Ranks that a remote shell starts: what they get, how they end together, and that nothing of them is left."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from processes import runs
+from waiting import PATIENCE_S, until
+
+import mlflash.commands.run as run_command
+from mlflash.errors import LaunchFailed, MpiUnavailable
+from mlflash.launcher import ranks_by_ssh
+from mlflash.launcher.host_agent import Spec
+from mlflash.launcher.line_stream import Lines
+from mlflash.launcher.node_assignment import NodeAssignment
+from mlflash.launcher.on_ssh import OnSsh, address_of
+from mlflash.launcher.ranks_by_ssh import RanksBySsh
+
+# As ssh: nothing of the environment travels, the words are those of a shell, and it begins elsewhere.
+SHELL = """#!/bin/sh
+echo $$ > {folder}/shell-$1
+case $1 in
+dark) exec sleep 1000;;
+gone) echo "connect to host gone: No route to host" >&2; exit 255;;
+esac
+host=$1; shift; cd /
+exec env -i PATH=/usr/bin:/bin FROM_LOGIN=$host sh -c "$*"
+"""
+# A shell may take a signal just before it waits for a command, and hear it after that.
+LISTENS = """
+import os, signal, sys
+words = {signal.SIGUSR1: "one", signal.SIGUSR2: "two", signal.SIGTERM: "term"}
+signal.pthread_sigmask(signal.SIG_BLOCK, words)
+with open(sys.argv[1] + os.environ["RANK"], "w") as said:
+    print("listens", file=said, flush=True)
+    heard = None
+    while heard != signal.SIGTERM:
+        heard = signal.sigwait(words)
+        print(words[heard], file=said, flush=True)
+raise SystemExit(3)
+"""
+SUPERVISOR = """
+from mlflash.launcher.node_assignment import NodeAssignment
+from mlflash.launcher.on_ssh import OnSsh
+ranks = OnSsh(["a"], {shell!r}).start(NodeAssignment(("a",), 2), {argv!r}, {{}})
+ranks._over.wait()
+"""
+
+Start = Callable[..., RanksBySsh]
+
+
+@pytest.fixture
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
+    """Starts a program of a shell on hosts, each of which writes its process number to a file of its rank."""
+    shell = tmp_path / "ssh"
+    shell.write_text(SHELL.format(folder=tmp_path))
+    shell.chmod(0o700)
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    started: list[RanksBySsh] = []
+    launchers: dict[tuple[str, ...], OnSsh] = {}
+
+    def begin(hosts: str, program: str, per_node: int = 1, **env: str) -> RanksBySsh:
+        names = tuple(hosts.split(","))
+        launcher = launchers.setdefault(names, OnSsh(names, str(shell)))
+        whole = f"echo $$ > {tmp_path}/new-$RANK; mv {tmp_path}/new-$RANK {tmp_path}/pid-$RANK\n{program}"
+        started.append(launcher.start(NodeAssignment(names, per_node), ["sh", "-c", whole], env))
+        return started[-1]
+
+    yield begin
+    for ranks in started:
+        ranks.end(0)
+        assert ranks.poll() is not None
+
+
+def code_of(ranks: RanksBySsh) -> int:
+    return until(lambda: (ranks.poll() is not None and [ranks.poll() or 0]) or None, "the end of the ranks")[0]
+
+
+def pid_of(folder: Path, what: str) -> int:
+    path = folder / what
+    return int(until(lambda: path.exists() and path.read_text().strip(), what))
+
+
+def is_gone(pid: int) -> bool:
+    return not Path(f"/proc/{pid}").exists() or not runs(pid)
+
+
+def test_ranks_know_who_they_are_and_have_the_environment_and_directory_of_mlflash_run(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    odd = 'it\'s $HOME "quoted"; exit\n\N{SNOWMAN}'
+    for name, value in {"FI_PROVIDER": odd, "MLFLASH_XYZ": odd, "MY_OWN": odd, "PMI_RANK": "7", "SLURM_STEP_ID": "1",
+                        "TORCHELASTIC_RUN_ID": "x", "SSH_TTY": "tty", "RANK": "9"}.items():  # fmt: skip
+        monkeypatch.setenv(name, value)
+    program = f'exec {sys.executable} -c "import json, os; print(json.dumps([dict(os.environ), os.getcwd()]))" ' \
+              f"> {tmp_path}/said-$RANK"  # fmt: skip
+    ports = set()
+    for _ in range(3):
+        assert code_of(start("user@a,b", program, 2, MLFLASH_RUN=odd)) == 0
+        said = [json.loads((tmp_path / f"said-{rank}").read_text()) for rank in range(4)]
+        for rank, (environment, directory) in enumerate(said):
+            names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "FROM_LOGIN")
+            host = "user@a" if rank < 2 else "b"
+            assert [environment[name] for name in names] == [str(rank), "4", str(rank % 2), "2", "a", host]
+            assert [environment[name] for name in ("FI_PROVIDER", "MLFLASH_XYZ", "MY_OWN", "MLFLASH_RUN")] == [odd] * 4
+            assert environment["PATH"] == os.environ["PATH"] and directory == str(tmp_path / "here")
+            assert not {"PMI_RANK", "SLURM_STEP_ID", "TORCHELASTIC_RUN_ID", "SSH_TTY", "HOME"} & {*environment}
+        ports |= {environment["MASTER_PORT"] for environment, _ in said}
+    assert len(ports) == 3 and all(10_000 <= int(port) < 32_000 for port in ports)
+
+
+@pytest.mark.parametrize(
+    ("host", "address"),
+    [("a", "a"), ("me@a.b", "a.b"), ("fe80::1", "fe80::1"), ("me@fe80::1%eth0", "fe80::1%eth0"),
+     ("[fe80::1]", "fe80::1"), ("ssh://me@a:2222", "a"), ("ssh://[::1]:22", "::1")],
+)  # fmt: skip
+def test_a_host_has_its_address_however_ssh_is_given_it(host: str, address: str) -> None:
+    assert address_of(host) == address
+
+
+def test_local_ranks_need_no_shell(capfd: pytest.CaptureFixture[str]) -> None:
+    launcher = OnSsh(["localhost"], "/no/such/shell")
+    ranks = launcher.start(NodeAssignment(("localhost",), 2), ["sh", "-c", "echo $RANK at $MASTER_ADDR"], {})
+    assert code_of(ranks) == 0 and sorted(capfd.readouterr().out.splitlines()) == ["0 at 127.0.0.1", "1 at 127.0.0.1"]
+    with pytest.raises(LaunchFailed, match="shell cannot be started: No such file"):
+        OnSsh(["a"], "/no/such/shell").start(NodeAssignment(("localhost", "a"), 1), ["true"], {})
+
+
+def test_lines_of_ranks_do_not_mix_and_none_is_lost(start: Start, capfd: pytest.CaptureFixture[str]) -> None:
+    program = f"exec {sys.executable} -uc 'import os\nfor n in range(300):\n for c in os.environ[\"RANK\"] * 50:\n" \
+              "  os.write(1, c.encode())\n os.write(1, b\"\\n\")\nos.write(1, b\"end\")'"  # fmt: skip
+    assert code_of(start("a,b", program, 2)) == 0
+    lines = capfd.readouterr().out.splitlines()
+    assert sorted(lines) == sorted([str(rank) * 50 for rank in range(4)] * 300 + ["end"] * 4)
+
+
+def test_lines_go_on_as_soon_as_they_are_whole() -> None:
+    lines = Lines()
+    assert [lines.add(text) for text in (b"a", b"b\nc\nd", b"e", b"\r50%", b"\r")] == [b"", b"ab\nc\n", b"", b"de\r",
+                                                                                     b"50%\r"]  # fmt: skip
+    assert lines.add(b"f") == b"" and lines.rest() == b"f\n" and lines.rest() == b""
+    assert lines.add(b"x" * (1 << 20)) == b"" and len(lines.add(b"x")) == (1 << 20) + 1
+
+
+def test_a_rank_that_fails_ends_all_on_all_hosts_with_its_code_and_one_that_is_done_ends_none(
+    start: Start, tmp_path: Path
+) -> None:
+    os.mkfifo(tmp_path / "go")
+    program = f"""case $RANK in
+0) exit 0;;
+1) read word < {tmp_path}/go; exit 7;;
+2) trap "" TERM; while :; do sleep 1000; done;;
+esac
+exec sleep 1000"""
+    ranks = start("a,b", program, 2)
+    pids = [pid_of(tmp_path, f"pid-{rank}") for rank in range(4)]
+    until(lambda: is_gone(pids[0]) or None, "the end of rank 0")
+    assert ranks.poll() is None and not any(map(is_gone, pids[1:]))
+    (tmp_path / "go").write_text("\n")
+    assert code_of(ranks) == 7 and all(map(is_gone, pids))
+
+
+def test_a_host_that_does_not_end_when_another_has_failed_is_given_up(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(ranks_by_ssh, "_OTHERS_S", 0.2)
+    stop = f"echo $PPID > {tmp_path}/agent; kill -STOP $PPID; exec sleep 1000"
+    program = f"[ $RANK = 1 ] || {{ {stop}; }}; while [ ! -s {tmp_path}/agent ]; do :; done; exit 5"
+    ranks = start("a,b", program)
+    assert code_of(ranks) == 5
+    assert "the ranks on a have not ended" in capfd.readouterr().err
+    until(lambda: is_gone(pid_of(tmp_path, "pid-0")) or None, "the end of rank 0, whose agent is stopped")
+
+
+@pytest.mark.parametrize("host", ["dark", "gone"])
+def test_a_host_that_does_not_answer_is_named_and_no_rank_is_started_elsewhere(
+    start: Start, tmp_path: Path, host: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    if host == "dark":
+        monkeypatch.setattr(ranks_by_ssh, "ANSWER_S", 1.0)
+        monkeypatch.setattr(ranks_by_ssh, "_OTHERS_S", 0.2)
+    code = code_of(start(f"a,{host}", "echo started"))
+    said = capfd.readouterr()
+    expected = {"dark": "no answer from (a, )?dark within 1 s", "gone": "no ranks on gone: ssh ended with 255"}
+    assert code == 255 and re.search(expected[host], said.err) and "started" not in said.out
+    assert not (tmp_path / "pid-0").exists()
+    assert is_gone(pid_of(tmp_path, f"shell-{host}"))
+
+
+def test_what_cannot_be_started_is_said_with_the_host(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    launcher = OnSsh(["a"], str(tmp_path / "ssh"))
+    ranks = launcher.start(NodeAssignment(("a",), 1), ["/no/such/program"], {})
+    assert code_of(ranks) == 127 and "/no/such/program cannot be started: No such file" in capfd.readouterr().err
+    monkeypatch.setattr(os, "getcwd", lambda: "/not/there")
+    assert code_of(start("a", "true")) == 1
+    assert "the working directory /not/there: No such file" in capfd.readouterr().err
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path / "here")
+    (tmp_path / "here").rmdir()
+    with pytest.raises(LaunchFailed, match="no directory to start in"):
+        start("a", "true")
+
+
+@pytest.mark.parametrize("told", ["the supervisor's", "the agent's"])
+def test_signals_reach_all_ranks(start: Start, tmp_path: Path, told: str) -> None:
+    program = f"echo $PPID > {tmp_path}/agent-$RANK; exec {sys.executable} -Sc '{LISTENS}' {tmp_path}/said-"
+    ranks = start("a,b", program, 2)
+
+    def said(rank: int) -> list[str]:
+        path = tmp_path / f"said-{rank}"
+        return path.read_text().split() if path.exists() else []
+
+    for number, word in ((0, "listens"), (signal.SIGUSR1, "one"), (signal.SIGUSR2, "two"), (signal.SIGTERM, "term")):
+        if number and told == "the supervisor's":
+            ranks.signal(number)
+        elif number:
+            for agent in {pid_of(tmp_path, f"agent-{rank}") for rank in range(4)}:
+                os.kill(agent, number)
+        until(lambda word=word: all(word in said(rank) for rank in range(4)), f"{word} of all ranks")
+    assert code_of(ranks) == 3
+
+
+@pytest.mark.parametrize("who", ["agent", "shell and agent", "supervisor"])
+def test_nothing_is_left_whoever_is_killed(start: Start, tmp_path: Path, who: str) -> None:
+    program = f"""trap "" TERM; echo $PPID > {tmp_path}/agent-$RANK
+sleep 1000 & echo $! > {tmp_path}/child-$RANK; wait; exec sleep 1000"""
+    supervisor = None
+    if who == "supervisor":
+        argv = ["sh", "-c", f"echo $$ > {tmp_path}/pid-$RANK\n{program}"]
+        words = SUPERVISOR.format(shell=str(tmp_path / "ssh"), argv=argv)
+        supervisor = subprocess.Popen([sys.executable, "-c", words])
+    else:
+        start("a", program, 2)
+    pids = [pid_of(tmp_path, f"{what}-{rank}") for rank in range(2) for what in ("pid", "child")]
+    agent = pid_of(tmp_path, "agent-0")
+    if supervisor is not None:
+        supervisor.kill()
+        supervisor.wait()
+    elif who == "agent":
+        os.kill(agent, signal.SIGKILL)
+    else:
+        os.killpg(os.getpgid(agent), signal.SIGKILL)
+    until(lambda: all(map(is_gone, [*pids, agent])) or None, "the end of all of it")
+
+
+def test_an_agent_that_hears_nothing_any_more_kills_its_ranks(tmp_path: Path) -> None:
+    words = (
+        "import os, mlflash.launcher.host_agent as it\nit.SILENCE_S = 1.0\nos._exit(it.HostAgent(it._Sweeper()).run())"
+    )
+    spec = Spec(["sh", "-c", f"echo $$ > {tmp_path}/pid; exec sleep 1000"], {}, str(tmp_path), 0, 1, 1, [])
+    with subprocess.Popen([sys.executable, "-c", words], stdin=subprocess.PIPE, stderr=subprocess.PIPE) as agent:
+        assert agent.stdin is not None and agent.stderr is not None
+        for order in (dataclasses.asdict(spec), {"start": {}}):
+            agent.stdin.write(json.dumps(order).encode() + b"\n")
+        agent.stdin.flush()
+        assert agent.wait(PATIENCE_S) == 255 and b"nothing was heard of `mlflash run` for 1 s" in agent.stderr.read()
+    assert is_gone(pid_of(tmp_path, "pid"))
+
+
+@pytest.mark.parametrize("kind", ["found", "missing", "told"])
+def test_ssh_is_taken_where_there_is_no_mpiexec_and_that_is_said(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str
+) -> None:
+    def find_mpiexec() -> tuple[str, str]:
+        if kind == "missing":
+            raise MpiUnavailable("there is no mpiexec")
+        return "mpiexec", "mpich"
+
+    taken: list[object] = []
+
+    def supervisor(launcher: object, options: object, run_log: object, train: object) -> None:
+        taken.append(launcher)
+        raise LaunchFailed("that will do")
+
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    monkeypatch.setattr(run_command, "find_mpiexec", find_mpiexec)
+    monkeypatch.setattr(run_command, "Supervisor", supervisor)
+    words = ["-N", "1", "--job", "j", *(["--launcher", "ssh"] if kind == "told" else []), "--rsh", "/bin/rsh"]
+    told = CliRunner().invoke(run_command.run, [*words, "--", "true"])
+    assert "that will do" in told.output and isinstance(taken[0], OnSsh) == (kind != "found")
+    assert ("there is no mpiexec: rsh starts the ranks" in told.output) == (kind == "missing")
+    told = CliRunner().invoke(run_command.run, [*words, "--srun-args", "-x", "--", "true"])
+    assert (told.exit_code == 2 and "--srun-args are for srun or mpiexec" in told.output) == (kind != "found")
