@@ -37,10 +37,16 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("markers", f"{marker}: known without its plugin, too")
 
 
+def pytest_unconfigure(config: pytest.Config) -> None:
+    config.stash[_WATCH].end()
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     """Print the stacks of a test that takes too long."""
-    item.config.stash[_WATCH].begin(item.nodeid)
+    marker = item.get_closest_marker("timeout")
+    given = marker.args[0] if marker else item.config.getoption("timeout", None) or item.config.getini("timeout")
+    item.config.stash[_WATCH].begin(item.nodeid, float(given or 0))
     try:
         return (yield)
     finally:

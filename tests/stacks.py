@@ -1,11 +1,15 @@
-"""The stacks of a test that takes too long, printed while it goes on: a wait inside of MPI is never interrupted.
+"""The stacks of a test that takes too long, printed while it goes on, and the end of one that cannot be interrupted.
 
-pytest's own (`faulthandler_timeout`) reads the frames of threads that run, without the interpreter's lock, and has
-ended a run of all tests by a segmentation fault.
+A wait inside of MPI or of torch's C++ goes on when pytest-timeout's signal arrives: such a test ends its process, and a
+run of all tests says which one it was instead of being killed at its own limit.
+
+pytest's own stacks (`faulthandler_timeout`) are read without the interpreter's lock while threads run, and have ended a
+run of all tests by a segmentation fault; here only a process that ends anyway is read so.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import sys
 import threading
@@ -14,6 +18,9 @@ import traceback
 
 AFTER = "stacks_after"
 """The setting of pytest that says after how many seconds."""
+LATE = "; its stacks:"
+"""How the line ends that names such a test."""
+_GRACE_S = 60  # beyond the time that pytest-timeout gives a test
 
 
 class Watch:
@@ -25,11 +32,24 @@ class Watch:
         self._test, self._until = "", 0.0
         threading.Thread(target=self._look, name="stacks", daemon=True).start()
 
-    def begin(self, test: str) -> None:
-        """Watch over a test from here on; "": none."""
+    def begin(self, test: str, limit_s: float = 0) -> None:
+        """Watch over a test from here on; "": none.
+
+        Args:
+            test: its name.
+            limit_s: seconds after which pytest-timeout interrupts it; 0: it does not.
+        """
+        if limit_s:
+            faulthandler.dump_traceback_later(limit_s + _GRACE_S, exit=True, file=self._stderr)
+        else:
+            faulthandler.cancel_dump_traceback_later()
         with self._news:
             self._test, self._until = test, time.monotonic() + self._after_s
             self._news.notify()
+
+    def end(self) -> None:
+        """Let the process end, which nothing that a test has left may keep from it."""
+        faulthandler.dump_traceback_later(_GRACE_S, exit=True, file=self._stderr)
 
     def _look(self) -> None:
         while True:
@@ -40,7 +60,7 @@ class Watch:
                     self._news.wait(left)
                     continue
                 self._test = ""
-            os.write(self._stderr, f"\n{test} has not ended after {self._after_s:g} s:\n{stacks()}\n".encode())
+            os.write(self._stderr, f"\n{test} has not ended after {self._after_s:g} s{LATE}\n{stacks()}\n".encode())
 
 
 def stacks() -> str:

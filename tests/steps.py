@@ -26,7 +26,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from share import SHARES, has, of_tree, taken
-from tally import tally
+from stacks import LATE
+from tally import NEVER_BEGUN, tally
 from waiting import until
 
 REPO = Path(__file__).parents[1]
@@ -168,7 +169,7 @@ class Run:
         finally:
             for process, _ in self._running.values():
                 _end(process)
-        self.failed |= {step.name: "never begun" for step in self._left}
+        self.failed |= {step.name: NEVER_BEGUN for step in self._left}
 
     def _begin(self) -> bool:
         """Begin what may begin; whether anything did."""
@@ -203,12 +204,15 @@ class Run:
         for step in list(filter(self._is_over, self._running)):
             process, start = self._running.pop(step)
             took = self.took[step.name] = time.monotonic() - start
-            ended = "ended at its limit" if process.returncode is None else f"exit {process.returncode}"
+            hung = process.returncode is None
+            ended = "ended at its limit" if hung else f"exit {process.returncode}"
             _end(process)
             said = (REPORTS / f"{step.name}.log").read_text(errors="replace").rstrip()
             if process.returncode != 0:
-                last = said.rpartition("\n")[2] or "nothing"
-                self.failed[step.name] = f"{ended} after {took:.0f} s; its last line: {last[-_LAST_LINE:]}"
+                lines = said.splitlines() or ["nothing"]
+                late = [line for line in lines if line.endswith(LATE)] if hung else []
+                last = f"its last line: {lines[-1][-_LAST_LINE:]}"
+                self.failed[step.name] = f"{ended} after {took:.0f} s; {late[-1] if late else last}"
             print(f"=== {step.name}\n{said}\n=== {step.name}: {ended} after {took:.0f} s", flush=True)
 
 

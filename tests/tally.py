@@ -10,6 +10,7 @@ from pathlib import Path
 # A skip for one of these reasons is right on a machine without the thing named.
 MAY_SKIP = ("needs CUDA", "needs RDMA", "needs root", "needs netem")
 SLOWEST = 30
+NEVER_BEGUN = "never begun"  # how a step ended that waited for one that failed
 SHOWN = 15  # failed tests that are named
 
 
@@ -51,8 +52,12 @@ def tally(reports: Path, failed_steps: Mapping[str, str], other_steps: int, abou
         print(f"failed: {name}")
     if len(broken) > SHOWN:
         print(f"failed: {len(broken) - SHOWN} more tests")
+    never_begun = [step for step, how in failed_steps.items() if how == NEVER_BEGUN]
+    if never_begun:
+        print(f"failed, as they were never begun: {', '.join(never_begun)}")
     for step, how in failed_steps.items():
-        print(f"failed: {step}: {how}")
+        if how != NEVER_BEGUN:
+            print(f"failed: {step}: {how}")
     print(f"{passed} passed, {failed} failed, {len(never_ran)} skipped")
     return int(failed > 0)
 

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import share
 import steps
-from tally import tally
+from stacks import LATE
+from tally import NEVER_BEGUN, tally
 
 REPO = Path(__file__).parents[2]
 EVERY = [*steps._ENVIRONMENTS, *steps._GATE, *steps._CORE, *steps._REST]
@@ -129,11 +130,11 @@ def test_a_share_that_does_not_exist_is_refused() -> None:
     assert share.of_tree("ff") == 255 % 12
 
 
-STUBS = """
+STUBS = f"""
 all: fine fails hangs never
 fine: ; @echo this is $(WHO) $$MLFLASH_TEST_SHARE
 fails: ; @echo words && exit 3
-hangs: ; @sleep 1000
+hangs: ; @echo 'a_test has not ended after 90 s{LATE}' && echo stack && sleep 1000
 """
 
 
@@ -156,7 +157,8 @@ def test_steps_wait_for_others_fail_with_them_and_are_ended_at_their_limit(
     printed = capsys.readouterr().out
     assert "this is me 7\n=== first: exit 0 after" in printed and "=== fourth: ended at its limit" in printed
     assert "--- third" not in printed
-    assert run.failed["third"] == "never begun" and "at its limit after" in run.failed["fourth"]
+    assert run.failed["third"] == NEVER_BEGUN
+    assert re.fullmatch(rf"ended at its limit after . s; a_test has not ended .* s{LATE}", run.failed["fourth"])
     assert re.fullmatch(r"exit 2 after 0 s; its last line: make.*Error 3", run.failed["second"])
 
 
