@@ -59,6 +59,7 @@ class Spec:
         used: ports that are not to be proposed.
         host: its name there.
         spares: processes that it has besides, without a rank.
+        local_size: how many ranks each host has.
         keeps: where processes stay that have lost others (`kept_processes`): whom to tell; None: all end with one.
     """
 
@@ -72,6 +73,7 @@ class Spec:
     keeps: dict[str, Any] | None = None
     host: str = ""
     spares: int = 0
+    local_size: int = 0
 
 
 class _Sweeper:
@@ -257,8 +259,8 @@ class HostAgent:
     def _start(self, spec: Spec, more: dict[str, str]) -> None:
         if spec.keeps is not None:
             self._kept = KeptProcesses(spec.keeps)
-        local_size = spec.count or spec.spares  # none: as many as others have
-        self._whole = {**without_rank(os.environ), **spec.environment, **more, "LOCAL_WORLD_SIZE": str(local_size)}
+        there = {**without_rank(os.environ), **spec.environment, **more}
+        self._whole = {**there, "LOCAL_WORLD_SIZE": str(spec.local_size)}
         for local in range(spec.count):
             mine = {"RANK": str(spec.first + local), "WORLD_SIZE": str(spec.size)}
             self._start_one(spec, f"{spec.host}#{local}", local, mine)

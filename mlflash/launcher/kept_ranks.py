@@ -7,6 +7,7 @@ import itertools
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 
 from ..wireup.own_address import own_address
@@ -17,8 +18,10 @@ from .node_assignment import NodeAssignment
 from .on_slurm import STEPS, OnSlurm, beside
 from .on_ssh import AGENT, OnSsh
 from .processes import signal_group
-from .ranks_by_ssh import Agent, HostOfRanks, RanksBySsh
+from .ranks_by_ssh import ANSWER_S, Agent, HostOfRanks, RanksBySsh, line
 from .run_log import RunLog
+
+_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0  # between two looks whether a lost host is there again
 
 
 class OnKeptHosts(OnSsh):
@@ -71,8 +74,18 @@ class KeptBySteps(OnKeptHosts):
         return beside([host], self._extra_words, [sys.executable, "-m", AGENT])
 
 
+@dataclasses.dataclass
+class _Lost:
+    """A host that is lost: when to look whether it is there again, and how long to wait after that."""
+
+    at: float
+    pause_s: float
+
+
 class KeptRanks(RanksBySsh):
     """The ranks of one start, see `launch_system.Ranks`; it goes on as long as lost ones are replaced.
+
+    A host that is lost is looked for from time to time, and processes wait there when it is back.
 
     Args:
         hosts: each with how many processes wait there.
@@ -91,6 +104,7 @@ class KeptRanks(RanksBySsh):
 
     def __init__(self, hosts: Sequence[tuple[HostOfRanks, int]], shared: Callable[[int], dict[str, str]],
                  address: str, deadlines: Deadlines, run_log: RunLog):  # fmt: skip
+        self._lost: dict[str, _Lost] = {}
         members = []
         for host, waiting in hosts:
             for local in range(host.spec.count + waiting):
@@ -126,12 +140,46 @@ class KeptRanks(RanksBySsh):
         if agent.port is None and agent.host.spec.count:
             super()._note_end(agent)
             return
-        code = agent.end()
-        if not self._is_done and not self._is_ending:
-            why = f"{agent.host.name} is lost: its agent ended with {code}"
-            self._service.host_lost(agent.host.name, why)
-            if all(one.is_over for one in self._agents):  # nobody waits for what the service makes of it
-                self._fail(LOST, why)
+        code, name, now = agent.end(), agent.host.name, time.monotonic()
+        if self._is_done or self._is_ending:
+            return
+        if agent.is_again and agent.port is None:
+            lost = self._lost[name]
+            lost.pause_s = min(2 * lost.pause_s, _LONGEST_PAUSE_S)
+            lost.at = now + lost.pause_s
+            return
+        why = f"{name} is lost: its agent ended with {code}"
+        self._lost[name] = _Lost(now + _PAUSE_S, _PAUSE_S)
+        self._service.host_lost(name, why)
+        if all(one.is_over for one in self._agents):  # nobody waits for what the service makes of it
+            self._fail(LOST, why)
+
+    def _look_for_lost_hosts(self, now: float) -> float | None:
+        silent = [agent for agent in self._agents if agent.is_again and agent.port is None and not agent.is_over]
+        if not self._environment:  # not all that have ranks are there
+            return None
+        if self._is_done or self._is_ending or self._code:
+            for agent in silent:
+                signal_group(agent.process, signal.SIGKILL)
+            return None
+        for agent in silent:
+            if now >= agent.began + ANSWER_S:
+                signal_group(agent.process, signal.SIGKILL)
+        for number, agent in enumerate(self._agents):
+            if agent.is_over and now >= self._lost[agent.host.name].at:
+                self._start_again(number)
+        moments = [self._lost[agent.host.name].at for agent in self._agents if agent.is_over]
+        return min([*moments, *(agent.began + ANSWER_S for agent in silent)], default=None)
+
+    def _start_again(self, number: int) -> None:
+        """Start the agent of a host anew; `member_service` has it start processes when it has come."""
+        host = self._agents[number].host
+        spec = dataclasses.replace(host.spec, first=-1, count=0, spares=0)
+        agent = Agent(dataclasses.replace(host, spec=spec), is_again=True)
+        with self._lock:
+            agent.unsent += line({"start": self._environment})
+            self._agents[number] = agent
+        self._print([agent])
 
 
 def _with_service(host: HostOfRanks, told: dict[str, object], waiting: int) -> HostOfRanks:

@@ -82,6 +82,7 @@ class MemberService:
         self._connections: list[_Connection] = []
         self._untold: dict[str, list[dict[str, Any]]] = {}  # to processes that have not come yet
         self._hosts = {member.name: member.host for member in members}
+        self._gone: set[str] = set()  # hosts that are lost
         self._fresh = 0
         self._calls: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._woken, self._wake = os.pipe()
@@ -141,6 +142,8 @@ class MemberService:
         while (one := self._notes.get()) is not None:
             event, fields = one
             self._run_log.note(event, **fields)
+            if event == "host_back":
+                print(f"mlflash run: {fields['host']} is back: processes wait there", file=sys.stderr, flush=True)
             if event == "recovered":
                 ranks, why, step, took = (fields[name] for name in ("lost", "why", "step", "seconds"))
                 lost = f"{named(ranks)} {'was' if len(ranks) == 1 else 'were'} lost ({why})"
@@ -237,6 +240,10 @@ class MemberService:
             one.name, one.host = str(message.get("name", "")), str(message.get("host", ""))
             for told in self._untold.pop(one.name, []) if one.name else []:
                 one.send(told)
+            if one.host in self._gone:
+                self._gone.remove(one.host)
+                self.note("host_back", host=one.host)
+                self.membership.host_back(one.host)
         elif one.host:
             if "ended" in message:
                 code = int(message["code"])
@@ -254,6 +261,9 @@ class MemberService:
             self.membership.text(one.name, int(message["text"]), message["what"], message["is"])
 
     def _lose(self, host: str, why: str) -> None:
+        if host in self._gone:
+            return
+        self._gone.add(host)
         for one in [one for one in self._connections if one.host == host or self._hosts.get(one.name) == host]:
             self._drop(one)
         self.membership.host_lost(host, why, time.monotonic())

@@ -169,8 +169,7 @@ class Membership:
         elif all(one.code == 0 for one in self._seated()):
             self.over, self.code = "all ranks came to their end", 0
         if code and not self.over and self._in_vain < _IN_VAIN:
-            fresh = self._acts.start(member.host, member.local)
-            self._members[fresh] = Member(fresh, member.host, member.local)
+            self._start(member.host, member.local)
         self._look(now)
 
     def host_lost(self, host: str, why: str, now: float) -> None:
@@ -181,6 +180,12 @@ class Membership:
         if ranks := [one for one in lost if one.rank is not None]:
             self._lose(ranks, why, now)
         self._look(now)
+
+    def host_back(self, host: str) -> None:
+        """Hear that a host is there again which was lost: as many processes are started there as it had."""
+        for local in sorted({one.local for one in self._members.values() if one.host == host}):
+            if not self.over:
+                self._start(host, local)
 
     def look(self, now: float) -> None:
         """See whether a deadline has passed."""
@@ -201,6 +206,10 @@ class Membership:
         return self._until
 
     # What follows
+
+    def _start(self, host: str, local: int) -> None:
+        fresh = self._acts.start(host, local)
+        self._members[fresh] = Member(fresh, host, local)
 
     def _seated(self) -> list[Member]:
         """The processes that have a rank, in the order of these; one that is lost has it until another one gets it."""
@@ -244,7 +253,8 @@ class Membership:
             if self._phase == "leaving":
                 self._phase, self._until = "waiting", now + self._deadlines.ready_s
             return
-        for lost in empty:  # its host may have its slots
+        own = {one.host for one in waiting}
+        for lost in sorted(empty, key=lambda one: one.host not in own):  # its host may have its slots
             best = min(waiting, key=lambda one: one.host != lost.host)
             waiting.remove(best)
             best.rank, lost.rank = lost.rank, None

@@ -56,8 +56,8 @@ class OnSsh(OnHosts):
             here = os.getcwd()
         except OSError as error:
             raise LaunchFailed(f"ranks have no directory to start in: {error.strerror}") from error
-        return [Spec(list(argv), environment, here, number * per_node, per_node, seats.ranks, self._used)
-                for number in range(len(seats.hosts))]  # fmt: skip
+        return [Spec(list(argv), environment, here, number * per_node, per_node, seats.ranks, self._used,
+                     local_size=per_node) for number in range(len(seats.hosts))]  # fmt: skip
 
     def _meets(self, hosts: Sequence[str]) -> Callable[[int], dict[str, str]]:
         """Where ranks meet, from the port that the first host has free."""

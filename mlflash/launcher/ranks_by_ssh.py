@@ -49,17 +49,22 @@ class HostOfRanks:
 
 
 class Agent:
-    """One that was started: what it has not been told yet, and what it has said. Not collective."""
+    """One that was started: what it has not been told yet, and what it has said. Not collective.
 
-    def __init__(self, host: HostOfRanks):
-        self.host = host
+    Args:
+        host: where it is to start what.
+        is_again: whether the host was lost; of what is printed there, nothing is passed on before it is there.
+    """
+
+    def __init__(self, host: HostOfRanks, is_again: bool = False):
+        self.host, self.is_again, self.began = host, is_again, time.monotonic()
         self.process: subprocess.Popen[bytes] = spawn(
             host.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
         )
         assert self.process.stdin is not None
         os.set_blocking(self.process.stdin.fileno(), False)  # one whose cable is cut takes nothing
         self.pidfd = os.pidfd_open(self.process.pid)
-        self.unsent = bytearray(_line(dataclasses.asdict(host.spec)))
+        self.unsent = bytearray(line(dataclasses.asdict(host.spec)))
         self.port: int | None = None
         self.is_over = False
 
@@ -108,6 +113,7 @@ class RanksBySsh:
     def __init__(self, hosts: Sequence[HostOfRanks], shared: Callable[[int], dict[str, str]]):
         self._shared = shared
         self._agents: list[Agent] = []
+        self._environment: dict[str, str] = {}  # that all hosts share
         self._over, self._lock = threading.Event(), threading.Lock()
         self._code = 0  # the first that is not 0
         self._woken, self._wake = os.pipe()
@@ -125,8 +131,8 @@ class RanksBySsh:
             os.close(self._wake)
             raise
         self._sinks = Sink(1), Sink(2)
-        self._printing = threading.Thread(target=self._pass_on, name="mlflash-lines", daemon=True)
-        self._printing.start()
+        self._printing: list[threading.Thread] = []
+        self._print(self._agents)
         threading.Thread(target=self._speak, name="mlflash-agents", daemon=True).start()
 
     def poll(self) -> int | None:
@@ -162,7 +168,7 @@ class RanksBySsh:
         with self._lock:
             for agent in self._agents:
                 if not agent.is_over:
-                    agent.unsent += _line(order)
+                    agent.unsent += line(order)
         self._wake_up()
 
     def _wake_up(self) -> None:
@@ -179,7 +185,8 @@ class RanksBySsh:
             for agent in self._agents:
                 if not agent.is_over:
                     signal_group(agent.process, signal.SIGKILL)
-            self._printing.join(_FLUSH_S)
+            for thread in self._printing:
+                thread.join(_FLUSH_S)
             with self._lock:
                 self._over.set()
                 os.close(self._woken)
@@ -195,7 +202,8 @@ class RanksBySsh:
             if not is_started and not self._code:
                 if all(agent.port is not None for agent in self._agents if agent.host.spec.count):
                     is_started = True
-                    self._tell({"start": self._shared(self._agents[0].port or 0)})
+                    self._environment = self._shared(self._agents[0].port or 0)
+                    self._tell({"start": self._environment})
                 elif now >= answers:
                     there = [agent for agent in self._agents if agent.host.spec.count]
                     silent = ", ".join(agent.host.name for agent in there if agent.port is None)
@@ -208,8 +216,12 @@ class RanksBySsh:
                     return  # what SIGKILL does not end is left behind
                 self._kill_others()
                 is_killed, ends = True, now + KILL_WAIT_S
-            waits = [_BEAT_S] + [end - now for end in (answers, ends) if end is not None and end > now]
+            moments = (answers, ends, self._look_for_lost_hosts(now))
+            waits = [_BEAT_S] + [end - now for end in moments if end is not None and end > now]
             self._wait(min(waits))
+
+    def _look_for_lost_hosts(self, now: float) -> float | None:
+        """See whether hosts are there again, where that is of use; gives when to do so next."""
 
     def _wait(self, timeout_s: float) -> None:
         """Wait until something happens; tell agents what they have not been told, or that somebody is there."""
@@ -234,7 +246,7 @@ class RanksBySsh:
                 if self._is_closing:
                     agent.close_input()
                 elif not ready and not agent.unsent and not agent.is_over:
-                    agent.unsent += _line({})
+                    agent.unsent += line({})
 
     def _send(self, agent: Agent) -> None:
         with self._lock:
@@ -275,10 +287,15 @@ class RanksBySsh:
 
     # What the agents print
 
-    def _pass_on(self) -> None:
+    def _print(self, agents: Sequence[Agent]) -> None:
+        self._printing = [thread for thread in self._printing if thread.is_alive()]
+        self._printing.append(threading.Thread(target=self._pass_on, args=(agents,), name="mlflash-lines", daemon=True))
+        self._printing[-1].start()
+
+    def _pass_on(self, agents: Sequence[Agent]) -> None:
         """Print what the ranks print, line by line, until there is no more of it."""
         with selectors.DefaultSelector() as selector:
-            for agent in self._agents:
+            for agent in agents:
                 for pipe, sink in zip((agent.process.stdout, agent.process.stderr), self._sinks, strict=True):
                     assert pipe is not None
                     selector.register(pipe, selectors.EVENT_READ, (agent, pipe, Lines(), sink))
@@ -291,11 +308,13 @@ class RanksBySsh:
                         text = text[: found.start()] + text[found.end() :]
                         agent.port = int(found[1])
                         self._wake_up()
-                    sink.write(text)
+                    if agent.port is not None or not agent.is_again:
+                        sink.write(text)
                     if not printed:
                         selector.unregister(pipe)
                         pipe.close()
 
 
-def _line(order: dict[str, Any]) -> bytes:
+def line(order: dict[str, Any]) -> bytes:
+    """An order, as it is sent to an agent."""
     return json.dumps(order).encode() + b"\n"

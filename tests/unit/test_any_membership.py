@@ -75,6 +75,12 @@ class World(Job):
             one.is_alive = one.is_alive and one.host != host
         self.lose(host)
 
+    def build(self, host: str) -> None:
+        """Have a host back that burnt."""
+        if host in self.dead_hosts:
+            self.dead_hosts.remove(host)
+            self.it.host_back(host)
+
     def bury(self) -> None:
         """Have those end that were killed."""
         for name in self.killed:
@@ -116,6 +122,8 @@ def happens(world: World, kind: int, who: int) -> None:
         world.burn("abcd"[who % 4])
     elif kind < 30:
         world.later(50.0)
+    elif kind < 31:
+        world.build("abcd"[who % 4])
     else:
         world.bury()
 

@@ -394,3 +394,39 @@ def test_all_that_end_well_end_it_well() -> None:
     short.train("b0")
     short.end("b0", code=0)
     assert short.it.code == 0
+
+
+def test_on_a_host_that_is_back_processes_wait_again() -> None:
+    job = Job("a b b", "c c")
+    job.lose("b")
+    job.leave("a0")
+    job.train("a0", "c0", "c1", step=20)
+    assert not job.started
+    job.it.host_back("b")
+    assert job.started == ["b0.1", "b1.2"]
+    job.ready("b1.2")
+    job.end("c1")
+    job.hears()
+    job.leave("a0", "c0")
+    assert job.seats() == {"a0": "3: 0", "c0": "3: 1", "b1.2": "3: 2"}
+
+
+def test_a_host_that_is_back_ends_the_wait_for_one() -> None:
+    job = Job("a b")
+    job.lose("b")
+    job.leave("a0")
+    job.hears()
+    job.it.host_back("b")
+    assert job.started == ["b0.1"] and not job.told
+    job.ready("b0.1")
+    assert job.seats() == {"a0": "2: 0", "b0.1": "2: 1"}
+
+
+def test_each_lost_rank_that_can_stay_on_its_host_does() -> None:
+    """Also where an earlier one has nobody there who waits."""
+    job = Job("a b c", "c d")
+    job.end("a0")
+    job.end("c0")
+    job.hears()
+    job.leave("b0")
+    assert job.seats() == {"d0": "2: 0", "b0": "2: 1", "c1": "2: 2"}
