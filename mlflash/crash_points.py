@@ -60,6 +60,7 @@ POINTS = {
     "heal.freed": "files that nobody needs may be reused",
     "heal.done": "the next save will find room",
     "round.left": "training has left its step, as another rank was lost, and has said so",
+    "round.seated": "it has a rank of the next round",
     "round.couriers": "the couriers of the ranks that there are now are there",
     "round.open": "so is a Checkpointer",
     "round.groups": "process groups are connected, the state is not restored",

@@ -1,14 +1,18 @@
 """A training for tests of `mlflash run --keep-alive`: it goes on in the same processes when others are lost.
 
 Usage: kept_trainer.py OUT LAST [JSON]. Each rank adds a line for each step to OUT/steps-RANK, and writes a digest of
-its final state to OUT/end-RANK. JSON: ``kind`` of the model (ddp, fsdp, plain); ``workers`` that fetch its data;
+its final state to OUT/end-RANK. JSON: ``kind`` of the model (ddp, fsdp, hsdp, tp); ``workers`` that fetch its data;
 ``pause`` seconds a step; ``die``: a list of rank, step and place, at each of which the process that has this rank kills
-itself once; ``die_in``: a list of rank and crash point of a recovery, at each of which it does so; ``hold_at``: the
-step that rank 0 does not begin before there is a file "go on"; ``settings`` of the Checkpointer.
+itself once; ``die_in``: a list of rank and crash point of a recovery, at each of which it does so; ``attacked``: who
+attacks it writes a rank and a place, or a crash point, into OUT/die, and the process that takes the file dies there,
+and each process notes in OUT/waits-HOST-PID that it is about to wait; ``digests``: what is written down of the state in
+OUT/digests-RANK, "entries": at each entry, "steps": after each step; ``hold_at``: the step that rank 0 does not begin
+before there is a file "go on"; ``settings`` of the Checkpointer.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import hashlib
 import json
 import os
@@ -22,18 +26,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.utils.data import DataLoader, Dataset
 from waiting import take, until
 
 import mlflash
 from mlflash import crash_points
 from mlflash.adapters.distributed import init_process_group
+from mlflash.in_place.decider_link import decider
 
 OUT, LAST = Path(sys.argv[1]), int(sys.argv[2])
 OPTIONS: dict[str, Any] = json.loads(sys.argv[3]) if len(sys.argv) > 3 else {}
 KIND = OPTIONS.get("kind", "ddp")
-WIDTH, BATCH = 32, 8
+WIDTH, BATCH, LATE_S = 32, 8, 8
 BEGAN_WITH = dict(os.environ)
 
 
@@ -42,6 +50,16 @@ def die(step: int, place: str) -> None:
     rank = dist.get_rank()
     if [rank, step, place] in OPTIONS.get("die", []):
         once(OUT / f"died-{rank}-{step}-{place}")
+    die_if_told(str(rank), place)
+
+
+def die_if_told(rank: str, place: str) -> None:
+    """Be killed here, if who attacks this training wants that."""
+    told = OUT / "die"
+    if OPTIONS.get("attacked") and told.exists() and told.read_text() == f"{rank} {place}":
+        told.rename(OUT / "died")
+        (OUT / "died-at").write_text(str(time.time()))
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def once(mark: Path) -> None:
@@ -77,15 +95,16 @@ class Model(nn.Module):
 
 
 def wrapped(model: Model) -> nn.Module:
-    if KIND == "fsdp":
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
-
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        for layer in (*model.layers, model):
-            fully_shard(layer, mesh=mesh)
-        return model
-    return nn.parallel.DistributedDataParallel(model)
+    if KIND == "ddp":
+        return nn.parallel.DistributedDataParallel(model)
+    size = dist.get_world_size()
+    if KIND == "tp":  # every second layer by columns
+        style = ColwiseParallel(output_layouts=Replicate())
+        return parallelize_module(model, init_device_mesh("cpu", (size,)), {"layers.0": style, "layers.2": style})
+    mesh = init_device_mesh("cpu", (size,) if KIND == "fsdp" else (size // 2, 2))
+    for layer in (*model.layers, model):
+        fully_shard(layer, mesh=mesh)
+    return model
 
 
 torch.manual_seed(0)
@@ -109,9 +128,12 @@ def batches(first: int) -> Iterator[torch.Tensor]:
 def train(ckpt: mlflash.Checkpointer, start: int) -> int:
     global entries
     entries += 1
+    faulthandler.cancel_dump_traceback_later()
     rank = dist.get_rank()
     if start == 0:
         torch.manual_seed(100 + rank)
+    if OPTIONS.get("digests") == "entries":
+        note_digest(rank, start)
     data = batches(start + 1)
     for step in range(start + 1, LAST + 1):
         if rank == 0 and step == OPTIONS.get("hold_at"):
@@ -127,7 +149,9 @@ def train(ckpt: mlflash.Checkpointer, start: int) -> int:
         die(step, "save")
         ckpt.save(step, state)
         with (OUT / f"steps-{rank}").open("a") as file:
-            file.write(f"{time.time():.4f} {step} {os.getpid()} {entries}\n")
+            file.write(f"{time.time():.4f} {step} {os.getpid()} {entries} {os.uname().nodename}\n")
+        if OPTIONS.get("digests") == "steps":
+            note_digest(rank, step)
         take(OPTIONS.get("pause", 0.0))
     return rank
 
@@ -142,16 +166,27 @@ def digest() -> str:
     return f"{found.hexdigest()} {schedule.get_last_lr()}"
 
 
+def note_digest(rank: int, step: int) -> None:
+    with (OUT / f"digests-{rank}").open("a") as file:
+        file.write(f"{step} {os.getpid()} {digest()}\n")
+
+
 def die_in(point: str) -> None:
     rank = os.environ.get("RANK", "")
+    if entries or "RANK" not in BEGAN_WITH:
+        die_if_told(rank, point)
     for one, where in OPTIONS.get("die_in", []):
         if where == point and rank == str(one) and (entries or "RANK" not in BEGAN_WITH):
             once(OUT / f"died-{rank}-{point}")
 
 
 def main() -> None:
-    if "die_in" in OPTIONS:
+    if "die_in" in OPTIONS or OPTIONS.get("attacked"):
         crash_points.arm(die_in)
+        link = decider()
+        assert link is not None
+        link.on_lost.append(lambda number: faulthandler.dump_traceback_later(LATE_S))  # who does not leave says where
+        (OUT / f"waits-{os.uname().nodename}-{os.getpid()}").touch()
     rank = mlflash.keep_alive(train, state, OPTIONS.get("directory"), **OPTIONS.get("settings", {}))
     left = {what: len(os.listdir(f"/proc/self/{what}")) for what in ("fd", "task")}
     said = {"digest": digest(), "pid": os.getpid(), "entries": entries, "node": os.uname().nodename, **left}

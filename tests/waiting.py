@@ -17,13 +17,15 @@ PATIENCE_S = 90.0  # below the 120 s that a test has, so that what was waited fo
 _LOOK_S = 0.01
 
 
-def until(condition: Callable[[], T], what: str | Callable[[], str], timeout_s: float = PATIENCE_S) -> T:
+def until(condition: Callable[[], T], what: str | Callable[[], str], timeout_s: float = PATIENCE_S,
+          look_s: float = _LOOK_S) -> T:  # fmt: skip
     """Wait until a condition is true, and return what it returned.
 
     Args:
         condition: is asked again and again; cheap, and without side effects.
         what: says what was waited for, or is called to say it, if it does not come.
         timeout_s: for a machine that hangs, not for one that is busy.
+        look_s: between two looks, where they cost what others need.
 
     Raises:
         AssertionError: it did not become true.
@@ -33,7 +35,7 @@ def until(condition: Callable[[], T], what: str | Callable[[], str], timeout_s: 
         if time.monotonic() >= end:
             said = what if isinstance(what, str) else what()
             raise AssertionError(f"not within {timeout_s:g} s: {said}")
-        time.sleep(_LOOK_S)
+        time.sleep(look_s)
     return found
 
 

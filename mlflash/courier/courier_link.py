@@ -27,7 +27,7 @@ from ..config import Config
 from ..errors import Closed, DeadlineExceeded, MlflashError, text_of
 from ..wireup.courier_cores import to_list
 from ..wireup.departures import Departure, RankDeparted
-from ..wireup.launch import Couriers
+from ..wireup.launch import Couriers, Meeting
 from ..wireup.launcher_variables import KEPT
 from ..wireup.running_courier import StartFailed, check_start
 from ..wireup.store_client import StoreLost
@@ -58,16 +58,15 @@ class CourierLink:
         config: how long the start may take, and which cores couriers get.
         directory: of this user alone, where ranks of one host may meet.
         zygote: of this process, which was started already; None: it was not.
-        meet: see `Couriers`.
-        start_s: how long the start may take, seconds, if not ``timeout_s`` of the job.
+        meeting: see `Couriers`; None: the start may take ``timeout_s`` of the job.
     """
 
     def __init__(self, config: Config, directory: Path | None, zygote: ZygoteClient | None = None,
-                 meet: Callable[[str | None, float], str] | None = None, start_s: float | None = None):  # fmt: skip
+                 meeting: Meeting | None = None):  # fmt: skip
         self._timeout_s = config.timeout_s
         self.couriers = Couriers(
-            ENTRY, os.environ, start_s or config.timeout_s, directory=directory, zygote=zygote, meet=meet,
-            cores=config.courier_cpus,
+            ENTRY, os.environ, config.timeout_s if meeting is None else meeting.timeout_s, directory=directory,
+            zygote=zygote, meeting=meeting, cores=config.courier_cpus,
         )  # fmt: skip
         self.sessions: weakref.WeakValueDictionary[int, Session] = weakref.WeakValueDictionary()
         self._numbers = itertools.count(1)

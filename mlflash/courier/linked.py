@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from ..config import Config
 from ..errors import MlflashError, MpiUnavailable
 from ..memory import user_directory
 from ..wireup import mpich_segments
+from ..wireup.launch import Meeting
 from ..wireup.zygote_client import ZygoteClient, ZygoteLost
 from .courier_link import CourierLink
 
@@ -19,6 +18,7 @@ _NO_ZYGOTE = (
     "pip install 'mlflash[mpich]', or load the module of your cluster's. MLFLASH_COURIER=thread does without processes"
 )
 _link: CourierLink | None = None
+_making: ZygoteClient | None = None  # whose courier is on its way, while others may be lost
 _left: set[str] = set()  # shared memory that others still mapped when the last connection was given up
 
 
@@ -41,33 +41,40 @@ def link(config: Config, zygote: ZygoteClient | None = None) -> CourierLink:
     return _link
 
 
-def link_anew(
-    config: Config, zygote: ZygoteClient | None, meet: Callable[[str | None, float], str], start_s: float
-) -> None:
+def link_anew(config: Config, zygote: ZygoteClient, meeting: Meeting) -> None:
     """Make the connection of this process after `leave`. Collective over the ranks that there are now.
+
+    `interrupt` ends it, where ``check`` of the meeting raises by then.
 
     Args:
         config: of the job.
-        zygote: of this process; one is started if None.
-        meet, start_s: see `CourierLink`.
+        zygote: of this process.
+        meeting: of the ranks.
 
     Raises:
         MpiUnavailable: the process that starts couriers has ended.
         DeadlineExceeded: not all ranks have come.
     """
-    global _link
-    _link = _made(config, None, zygote, meet, start_s)
-
-
-def _made(config: Config, directory: Path | None, zygote: ZygoteClient | None, *more: Any) -> CourierLink:
+    global _link, _making
+    _making = zygote
     try:
-        return CourierLink(config, directory, zygote, *more)
+        _link = _made(config, None, zygote, meeting)
+    finally:
+        _making = None
+
+
+def _made(config: Config, directory: Path | None, zygote: ZygoteClient | None,
+          meeting: Meeting | None = None) -> CourierLink:  # fmt: skip
+    try:
+        return CourierLink(config, directory, zygote, meeting)
     except ZygoteLost as error:
         raise MpiUnavailable(_NO_ZYGOTE, found=str(error)) from error
 
 
 def interrupt(why: MlflashError) -> None:
     """Fail all that waits for the courier of this process, for good. Not collective; any thread."""
+    if (zygote := _making) is not None:  # that of rank 0 has the store at which all meet
+        zygote.process.kill()
     if _link is not None:
         _link.interrupt(why)
 

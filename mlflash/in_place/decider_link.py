@@ -102,6 +102,7 @@ class DeciderLink:
             RoundOver: a rank was lost.
             DeadlineExceeded: it did not come.
         """
+        self.check(number)
         if text is not None:
             self.say({"text": number, "what": what, "is": text})
             return text

@@ -17,6 +17,7 @@ from ..config import Config, from_environment
 from ..courier import linked
 from ..courier.choice import start_zygote
 from ..crash_points import reach
+from ..wireup.launch import Meeting
 from ..wireup.zygote_client import ZygoteClient
 from . import groups
 from .decider_link import DeciderLink, RoundOver, Seat, decider
@@ -137,14 +138,18 @@ class _Rounds:
 
     def _take(self, seat: Seat, times: _Times) -> None:
         """Have the rank of a seat, and couriers with all others."""
+        reach("round.seated")
         for one in groups.registered:
             one.take(seat.rank)
         os.environ.update({"RANK": str(seat.rank), "WORLD_SIZE": str(seat.size)})
-        zygote, self._zygote = self._zygote, None
-        meet: Callable[[str | None, float], str] = lambda text, timeout_s: self._link.share(
-            seat.round, "couriers", text, timeout_s
+        zygote, self._zygote = self._zygote or start_zygote(seat.size), None
+        meeting = Meeting(
+            lambda text, timeout_s: self._link.share(seat.round, "couriers", text, timeout_s),
+            lambda: self._link.check(seat.round),
+            _MEETS_S,
         )
-        linked.link_anew(self._config(), zygote, meet, _MEETS_S)
+        linked.link_anew(self._config(), zygote, meeting)
+        meeting.check()  # who interrupts a moment before finds nothing that is there yet
         times.note("couriers")
         reach("round.couriers")
 

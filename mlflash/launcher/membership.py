@@ -103,6 +103,7 @@ class Membership:
         self._times: dict[str, float] = {}  # the longest of all ranks
         self._failed = 0  # rounds that not all have begun, one after the other
         self._in_vain = 0  # processes that have ended before they were ready, one after the other
+        self._places: list[tuple[str, int]] = []  # where others are to be started, when that keeps nobody waiting
 
     # What is heard
 
@@ -139,6 +140,7 @@ class Membership:
             return
         self._step, self._phase, self._until = step, "training", _NEVER
         self._lost = []
+        self._fill_places()
 
     def done(self, name: str, number: int) -> None:
         """Hear that the training of a process has come to its end in a round: it cannot go back any more."""
@@ -151,7 +153,7 @@ class Membership:
                 self._acts.tell(one.name, {"text": number, "what": what, "is": text})
 
     def ended(self, name: str, code: int, why: str, now: float) -> None:
-        """Hear that a process has ended; another one is started in the place of one that failed.
+        """Hear that a process has ended; another one is started in the place of one that failed, as soon as all train.
 
         Args:
             name: of it.
@@ -169,17 +171,20 @@ class Membership:
         elif all(one.code == 0 for one in self._seated()):
             self.over, self.code = "all ranks came to their end", 0
         if code and not self.over and self._in_vain < _IN_VAIN:
-            self._start(member.host, member.local)
+            self._places.append((member.host, member.local))
         self._look(now)
+        self._fill_places()
 
     def host_lost(self, host: str, why: str, now: float) -> None:
         """Hear that a host is lost, with all of its processes."""
         lost = [one for one in self._members.values() if one.host == host and one.code is None and not self.over]
+        self._places = [place for place in self._places if place[0] != host]
         for member in lost:
             member.code = 255
         if ranks := [one for one in lost if one.rank is not None]:
             self._lose(ranks, why, now)
         self._look(now)
+        self._fill_places()
 
     def host_back(self, host: str) -> None:
         """Hear that a host is there again which was lost: as many processes are started there as it had."""
@@ -206,6 +211,16 @@ class Membership:
         return self._until
 
     # What follows
+
+    def _fill_places(self) -> None:
+        """Start what is to be started; not while others recover who do not need it, as imports take all cores."""
+        empty = [one for one in self._seated() if one.code is not None]
+        spares = [one for one in self._members.values() if one.rank is None and one.code is None]
+        if self.over or (self._phase != "training" and len(spares) >= len(empty)):
+            return
+        places, self._places = self._places, []
+        for host, local in places:
+            self._start(host, local)
 
     def _start(self, host: str, local: int) -> None:
         fresh = self._acts.start(host, local)

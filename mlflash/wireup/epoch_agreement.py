@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from ..errors import DeadlineExceeded
@@ -46,15 +46,17 @@ class EpochAgreement:
         address: of the store.
         token: of the store.
         end: when it must be connected, by time.monotonic.
+        check: see `store_client.connect`.
 
     Attributes:
         address, token: of the store.
         store: the connection that `agree` may make anew.
     """
 
-    def __init__(self, rank: int, size: int, node: str, seat: str, address: tuple[str, int], token: str, end: float):
-        self.address, self.token = address, token
-        self.store = connect(address, token, end)
+    def __init__(self, rank: int, size: int, node: str, seat: str, address: tuple[str, int], token: str, end: float,
+                 check: Callable[[], None]):  # fmt: skip
+        self.address, self.token, self._check = address, token, check
+        self.store = connect(address, token, end, check)
         self._rank, self._size, self._node, self._seat = rank, size, node, seat
         self._shared = itertools.count()
 
@@ -114,7 +116,7 @@ class EpochAgreement:
                     break
                 except StoreLost:
                     self.store.close()
-                    self.store = connect(self.address, self.token, end)
+                    self.store = connect(self.address, self.token, end, self._check)
         except DeadlineExceeded as exceeded:
             missing = self.missing(f"{prefix}node/")
             late = f"{len(missing)} of {self._size} have not come" if missing else "all have come, but too late"

@@ -12,6 +12,7 @@ store at the same address with the same token, to which the others connect anew.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import logging
 import os
@@ -39,6 +40,21 @@ from .zygote_client import ZygoteClient, ZygoteLost
 log = logging.getLogger("mlflash")
 
 
+@dataclasses.dataclass(frozen=True)
+class Meeting:
+    """How ranks meet that know otherwise who they are.
+
+    Attributes:
+        share: gives rank 0's text to all ranks, within so many seconds.
+        check: raises where the ranks are others by now, and nobody is to be waited for any more.
+        timeout_s: how long all of it may take, seconds.
+    """
+
+    share: Callable[[str | None, float], str]
+    check: Callable[[], None]
+    timeout_s: float
+
+
 class Couriers:
     """The couriers of this trainer, of which one runs at a time. Close it; it may be closed twice.
 
@@ -55,7 +71,7 @@ class Couriers:
         output: where couriers print to, open until `close`; where this process does if None.
         zygote: of this process, with that entry point; it is started here if None.
         cores: of couriers: "auto", "inherit", or such as "0-3,8".
-        meet: gives rank 0's text to all ranks within so many seconds; the way that there is (`rendezvous`) if None.
+        meeting: how the ranks meet; in the way that there is (`rendezvous`) if None.
 
     Attributes:
         rank: of this process.
@@ -83,7 +99,7 @@ class Couriers:
         output: IO[Any] | None = None,
         zygote: ZygoteClient | None = None,
         cores: str = courier_cores.INHERIT,
-        meet: Callable[[str | None, float], str] | None = None,
+        meeting: Meeting | None = None,
     ):
         end = time.monotonic() + timeout_s
         self._me = who_am_i(environment)
@@ -104,7 +120,7 @@ class Couriers:
                 found: Callable[[str | None, float], str] = lambda text, left: rendezvous(
                     environment, self._me, text, directory, left
                 )
-                self._meet(environment, meet or found, host, timeout_s)
+                self._meet(environment, meeting or Meeting(found, lambda: None, timeout_s), host, timeout_s)
             self.next_epoch(left_s(end))
             failed.pop_all()
 
@@ -115,18 +131,19 @@ class Couriers:
             raise CourierEnded("there is no courier: the last epoch could not be started")
         return self._running
 
-    def _meet(self, environment: Mapping[str, str], meet: Callable[[str | None, float], str], host: str | None,
-              timeout_s: float) -> None:  # fmt: skip
+    def _meet(self, environment: Mapping[str, str], meeting: Meeting, host: str | None, timeout_s: float) -> None:
         end, text = time.monotonic() + timeout_s, None
         if self.rank == 0:
             here = host or own_address(is_on_one_host(environment, self._me), environment)
             (address, port), token = self.zygote.serve(here, self.size, timeout_s)
             text = f"{address},{port},{token}"
-        told = meet(text, left_s(end)).split(",")
+        told = meeting.share(text, left_s(end)).split(",")
         if len(told) != 3 or not told[1].isdecimal():
             raise WorldMismatch("rank 0 has said no address of a key-value store", found=str(told)[:80])
         store = told[0], int(told[1])
-        self._agreement = EpochAgreement(self.rank, self.size, self._node, self._seat, store, told[2], end)
+        self._agreement = EpochAgreement(
+            self.rank, self.size, self._node, self._seat, store, told[2], end, meeting.check
+        )
 
     def next_epoch(self, timeout_s: float) -> RunningCourier:
         """Have a courier forked that has a world of MPI with those of all other ranks, after the end of the last one.

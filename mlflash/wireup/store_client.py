@@ -245,17 +245,19 @@ class StoreClient:
             then(None, self.lost)
 
 
-def connect(address: tuple[str, int], token: str, end: float) -> StoreClient:
+def connect(address: tuple[str, int], token: str, end: float, check: Callable[[], None]) -> StoreClient:
     """Connect to a store, which may just be on its way back. Not collective.
 
     Args:
         end: until when it is tried, by time.monotonic.
+        check: is called before each try; what it raises ends them.
 
     Raises:
         StoreLost, DeadlineExceeded: it is not there, or does not answer.
     """
     pause_s = 0.005
     while True:
+        check()
         store = StoreClient(address, token)
         try:
             store.ping(left_s(end))

@@ -430,3 +430,27 @@ def test_each_lost_rank_that_can_stay_on_its_host_does() -> None:
     job.hears()
     job.leave("b0")
     assert job.seats() == {"d0": "2: 0", "b0": "2: 1", "c1": "2: 2"}
+
+
+def test_another_process_is_started_when_all_train_again_or_when_it_is_needed() -> None:
+    job = Job("a b c", "d")
+    job.end("b0")
+    job.leave("a0", "c0")
+    assert not job.started  # its imports would take the cores of those that recover
+    job.end("c0")  # a second loss, and nobody is left who waits
+    assert job.started == ["b0.1", "c0.2"]
+    job.leave("a0", "d0")
+    job.ready("c0.2", "b0.1")
+    job.train("a0", "d0", "c0.2", step=20)
+    job.end("b0.1")
+    assert job.started[2:] == ["b0.3"]
+
+
+def test_nothing_is_started_on_a_host_that_was_lost_meanwhile() -> None:
+    job = Job("a b b", "c c")
+    job.end("b0")
+    job.leave("a0", "b1")
+    job.lose("b")
+    job.leave("a0", "c0")
+    job.train("a0", "c0", "c1", step=20)
+    assert not job.started

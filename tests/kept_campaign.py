@@ -1,0 +1,283 @@
+"""Lose ranks and nodes of a training that is kept alive, again and again, and hold each recovery to what is promised.
+
+    python tests/kept_campaign.py --faults 200 --seed 1 --out faults.jsonl
+
+Four nodes train and a fifth has a process that waits; a node that has crashed is booted again, but under Slurm, whose
+jobs do not get it back: there, the next training begins when this one has ended. After each fault: the
+others are the same processes; the state that all go on from has, on each rank, the bits that it has at that step in a
+training that nothing happens to; and no committed step but the last few is lost. Where all are started again instead,
+that is counted, with the reason, and another training begins. Needs root.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import kept_report
+from cluster.nodes import Nodes
+from cluster.slurm.daemons import Slurm
+from kept_run import TRAINER, Kept, KeptJob, KeptRun, number_inside, uninterrupted
+from waiting import take, until
+
+PLACES = ("fetch", "forward", "backward", "optimizer", "save", "stage.begun", "stage.copied")
+POINTS = ("round.left", "round.seated", "round.couriers", "round.open", "round.groups", "round.restored")
+KINDS = {"kill": 6, "kill at a place": 4, "stop": 2, "crash": 4, "power cut": 3, "two kills": 1, "kill, and another in "
+         "recovery": 2, "crash and kill": 1}  # fmt: skip
+NOT_REACHED_S = 20.0
+RECOVERS_S = 60.0
+SLOW_S = 5.0  # to leave a step, or to wait for others
+LOOK_S = 0.1  # who is looked at needs the cores
+AT_ONCE = 20  # faults after which another training begins, if it has not come to its end
+
+
+class Job:
+    """One training that is attacked until it ends, or is started again.
+
+    Args:
+        folder: for what it leaves, where something is wrong.
+        ranks: how many train; one more node waits.
+        last: the last step.
+        expected: the digest of each rank, step for step, in a training that nothing happens to.
+        dice: decide what happens.
+        kinds: of faults, with their weights.
+        model: ddp or fsdp.
+        with_slurm: whether it is a job of Slurm.
+    """
+
+    def __init__(self, folder: Path, ranks: int, last: int, expected: list[dict[int, str]], dice: random.Random,
+                 kinds: dict[str, int], model: str, with_slurm: bool):  # fmt: skip
+        self._folder, self._ranks, self._last, self._expected = folder, ranks, last, expected
+        self._dice, self._kinds = dice, kinds
+        self._nodes = Nodes([f"host{number}" for number in range(1, ranks + 2)])
+        self._slurm = Slurm(self._nodes) if with_slurm else None
+        training = {"attacked": True, "digests": "entries", "pause": 0.01, "kind": model}
+        self._run: Kept = (
+            KeptJob(self._slurm, ranks, last, **training)
+            if self._slurm
+            else KeptRun(self._nodes, ranks, last, **training)
+        )
+        self._dead: list[str] = []
+        self._checked = 0
+
+    def attack(self, most: int) -> Iterator[dict[str, Any]]:
+        """Attack it; gives what came of each fault."""
+        try:
+            self._run.wait_for(20)
+            for _ in range(most):
+                if not self._is_whole():
+                    break
+                take(self._dice.uniform(0.1, 1.0))
+                if int(self._run.last_step(0)[1]) > self._last - 50:
+                    break
+                found = self._one()
+                if found:
+                    yield found
+                if "again" in found or "wrong" in found:
+                    return
+            else:
+                return
+            if self._run.wait(self._last / 5 + 90):
+                yield {"kind": "the end", "wrong": "it did not end well"}
+            elif [end["digest"] for end in self._run.ends()] != [one[self._last] for one in self._expected]:
+                yield {"kind": "the end", "wrong": "other bits at the end"}
+        except AssertionError as error:
+            yield {"kind": "?", "wrong": str(error)[:2000]}
+
+    def close(self, keep: str = "") -> None:
+        """End it; what it has printed and written is kept under a name."""
+        self._run.close()
+        if keep:
+            shutil.copytree(self._run.out, self._folder / keep, dirs_exist_ok=True)
+        if self._slurm is not None:
+            self._slurm.close()
+        self._nodes.close()
+
+    # Faults
+
+    def _is_whole(self) -> bool:
+        """Wait until all nodes are there, and a process waits; false where that will not be any more."""
+        if self._slurm is not None and self._dead:
+            return False
+        for host in self._dead:
+            self._nodes.boot(host)
+        self._dead = []
+        until(lambda: self._run.has_ended or self._waiting(), lambda: f"a spare:\n{self._run.log()}", look_s=LOOK_S)
+        return not self._run.has_ended
+
+    def _waiting(self) -> bool:
+        ranks = {self._run.process_of(rank) for rank in range(self._ranks)}
+        if None in ranks or not all(self._nodes.running(host, str(TRAINER)) for host in self._nodes.names):
+            return False
+        for host in self._nodes.names:
+            for pid in {*self._nodes.running(host, str(TRAINER))} - ranks:
+                if (self._run.out / f"waits-{host}-{number_inside(pid)}").exists():
+                    return True
+        return False
+
+    def _one(self) -> dict[str, Any]:
+        """One fault, and what came of it; nothing, where its place was not reached."""
+        run = self._run
+        (kind,) = self._dice.choices([*self._kinds], [*self._kinds.values()])
+        first, second = self._dice.sample(range(self._ranks), 2)
+        before = {rank: run.last_step(rank) for rank in range(self._ranks)}
+        word = kind
+        if kind == "kill at a place":
+            word = f"kill: {(place := self._dice.choice(PLACES))}"
+            if not self._let_die(first, place):
+                return {}
+            start, lost = float((run.out / "died-at").read_text()), {first}
+        else:
+            start, lost = time.time(), {first}
+            if kind == "kill, and another in recovery":
+                word = f"kill, then {(point := self._dice.choice(POINTS))}"
+                (run.out / "die").write_text(f"{second} {point}")
+            if kind in ("crash", "power cut", "crash and kill"):
+                host = run.host_of(first)
+                self._dead.append(host)
+                self._nodes.crash(host, kind == "power cut")
+            else:
+                self._signal(first, signal.SIGSTOP if kind == "stop" else signal.SIGKILL)
+            if kind in ("two kills", "crash and kill"):
+                self._signal(second, signal.SIGKILL)
+                lost |= {second}
+        found = {"kind": kind, "fault": word, "at": start, "ranks": sorted(lost), **self._outcome(start, lost, before)}
+        if kind == "kill, and another in recovery":
+            found["second"] = (run.out / "died").exists()
+            for name in ("die", "died"):
+                (run.out / name).unlink(missing_ok=True)
+        return found
+
+    def _let_die(self, rank: int, place: str) -> bool:
+        out, end = self._run.out, time.monotonic() + NOT_REACHED_S
+        (out / "died").unlink(missing_ok=True)
+        (out / "die").write_text(f"{rank} {place}")
+        until(lambda: ((out / "died-at").exists() and (out / "died").exists()) or time.monotonic() > end, "a death")
+        died = (out / "died").exists()
+        for name in ("die", "died"):
+            (out / name).unlink(missing_ok=True)
+        return died
+
+    def _signal(self, rank: int, number: int) -> None:
+        pid = self._run.process_of(rank)
+        if pid is not None:
+            os.kill(pid, number)
+
+    # What came of it
+
+    def _outcome(self, start: float, lost: set[int], before: dict[int, list[str]]) -> dict[str, Any]:
+        run = self._run
+
+        def found() -> list[dict[str, Any]]:
+            return [one for one in run.events("recovered") if one["time"] > start]
+
+        def trains() -> bool:
+            if not found():
+                return False
+            since = found()[-1]["time"] - 0.02
+            return all(float(run.last_step(rank)[0]) > since for rank in range(self._ranks))
+
+        until(lambda: trains() or len(run.events("start")) > 1 or run.has_ended, run.log, RECOVERS_S, LOOK_S)
+        if len(run.events("start")) > 1:
+            return {"again": [line for line in run.log().splitlines() if "mlflash run:" in line][-6:]}
+        if not trains():
+            return {"wrong": f"it ended:\n{run.log()[-2000:]}"}
+        recovered = found()[-1]
+        since = recovered["time"] - 0.02
+        after = {rank: next(line for line in run.steps(rank) if float(line[0]) > since) for rank in before}
+        first_step = max(float(line[0]) for line in after.values())
+        lost |= set(recovered["lost"])
+        stayed = all(after[rank][2] == before[rank][2] for rank in before if rank not in lost)
+        done = max(int(line[1]) for rank in before for line in run.steps(rank) if float(line[0]) < start)
+        bits = self._check_digests()
+        return {
+            "seconds": first_step - start,
+            "detect": recovered["time"] - recovered["seconds"] - start,
+            **recovered["times"],
+            "recovered": recovered["seconds"],
+            "step": first_step - recovered["time"],
+            "steps lost": done - recovered["step"],
+            "late": [one["rank"] for one in run.events("late") if one["time"] > start],
+            "sizes": self._sizes(),
+            **({} if stayed else {"wrong": f"other processes: {before} {after}"}),
+            **({} if bits else {"wrong": f"other bits at step {recovered['step']}"}),
+        }
+
+    def _check_digests(self) -> bool:
+        """Whether what all ranks have gone on from has the right bits."""
+        for rank, expected in enumerate(self._expected):
+            path = self._run.out / f"digests-{rank}"
+            for line in path.read_text().splitlines():
+                step, _, digest = line.split(" ", 2)
+                if int(step) and expected[int(step)] != digest:
+                    return False
+        return True
+
+    def _sizes(self) -> dict[str, list[int]]:
+        """Memory (KiB), descriptors and threads of each process on the nodes and the head that is one of ours."""
+        found = {}
+        for host in (*self._nodes.names, "head"):
+            for pid in self._nodes.running(host) if host not in self._dead else ():
+                if (size := kept_report.size_of(pid)) is not None:
+                    found[f"{host} {pid}"] = size
+        return found
+
+
+def reference(folder: Path, ranks: int, last: int, model: str) -> list[dict[int, str]]:
+    """The digest of each rank after each step of a training that nothing happens to."""
+    out = folder / f"uninterrupted-{ranks}-{last}"
+    out.mkdir()
+    uninterrupted(out, ranks, last, digests="steps", kind=model)
+    return [{int(step): digest for step, _, digest in
+             (line.split(" ", 2) for line in (out / f"digests-{rank}").read_text().splitlines())}
+            for rank in range(ranks)]  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--faults", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--last", type=int, default=6000, help="the last step of each training")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, help="default: all")
+    parser.add_argument("--model", default="ddp", choices=["ddp", "fsdp"])
+    parser.add_argument("--slurm", action="store_true", help="each training is a job of a real Slurm on these nodes")
+    parser.add_argument("--out", type=Path, required=True, help="a line of JSON for each fault; what went wrong beside")
+    args = parser.parse_args()
+    kinds = {kind: weight for kind, weight in KINDS.items() if not args.kinds or kind in args.kinds}
+    folder = Path(tempfile.mkdtemp(prefix="kept-campaign-", dir="/var/tmp"))
+    expected = reference(folder, args.ranks, args.last, args.model)
+    results: list[dict[str, Any]] = []
+    number = 0
+    while len(results) < args.faults:
+        number += 1
+        dice = random.Random(f"{args.seed} {number}")
+        job = Job(args.out.parent, args.ranks, args.last, expected, dice, kinds, args.model, args.slurm)
+        keep = ""
+        try:
+            for one in job.attack(min(AT_ONCE, args.faults - len(results))):
+                results.append({"job": number, **one})
+                is_odd = {"wrong", "again"} & {*one} or max(one.get("leave", 0), one.get("wait", 0)) > SLOW_S
+                keep = keep or (f"{args.out.stem}-{number}" if is_odd else "")
+                with args.out.open("a") as file:
+                    file.write(json.dumps(results[-1]) + "\n")
+                print(kept_report.line(results[-1]), flush=True)
+        finally:
+            job.close(keep)
+    shutil.rmtree(folder)
+    print(kept_report.table(results))
+    return int(any("wrong" in one for one in results))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,173 @@
+"""`mlflash run --keep-alive` of `kept_trainer.py` on nodes, and what the same training does that nothing happens to."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from cluster.jobs import NETMODS, NETMODS_HERE
+from cluster.nodes import HEAD, Nodes
+from cluster.slurm.daemons import Slurm
+from run_results import Results
+from waiting import until
+
+from mlflash.launcher.processes import signal_group, spawn
+
+MLFLASH = str(Path(sys.executable).with_name("mlflash"))
+TRAINER = Path(__file__).with_name("kept_trainer.py")
+LOST_S = 2
+_SCRIPT = f"""#!/bin/sh
+"$MLFLASH" run -N "$RANKS" --ranks-per-node 1 --keep-alive --lost-after {LOST_S} --job kept \\
+  --journal "$OUT/run.jsonl" -- "$PYTHON" "$TRAINER" "$OUT" "$LAST" "$TRAINING"
+echo $? > "$OUT/code.part" && mv "$OUT/code.part" "$OUT/code"
+exit "$(cat "$OUT/code")"
+"""
+_ENV = {"FI_PROVIDER": "tcp", "MPIR_CVAR_CH4_NETMOD": "ofi", "OMP_NUM_THREADS": "1"}
+
+
+class Kept(Results):
+    """What such a training writes.
+
+    Args:
+        nodes: that it runs on.
+        out: the folder.
+        ranks: how many there are, one on each node.
+    """
+
+    def __init__(self, nodes: Nodes, out: Path, ranks: int):
+        super().__init__(out)
+        self.nodes, self.ranks = nodes, ranks
+
+    @property
+    def has_ended(self) -> bool:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """End it."""
+        raise NotImplementedError
+
+    def steps(self, rank: int) -> list[list[str]]:
+        """What a rank has noted of each step: when, which, by which process, its number of entries, on which host."""
+        path = self.out / f"steps-{rank}"
+        return [line.split() for line in path.read_text().splitlines()] if path.exists() else []
+
+    def last_step(self, rank: int) -> list[str]:
+        """What it has noted of the last one."""
+        with (self.out / f"steps-{rank}").open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - 200))
+            return file.read().decode().splitlines()[-1].split()
+
+    def wait_for(self, step: int) -> None:
+        until(lambda: all(any(int(line[1]) >= step for line in self.steps(rank)) for rank in range(self.ranks)),
+              lambda: f"step {step}:\n{self.log()}")  # fmt: skip
+
+    def host_of(self, rank: int) -> str:
+        """Where the last step of a rank was done."""
+        return self.last_step(rank)[4]
+
+    def process_of(self, rank: int) -> int | None:
+        """The process that did it, by the numbers of this machine; None: it has ended."""
+        inside = self.last_step(rank)[2]
+        running = self.nodes.running(self.host_of(rank), str(TRAINER))
+        return next((pid for pid in running if number_inside(pid) == inside), None)
+
+    def go_on(self) -> None:
+        (self.out / "go on").touch()
+
+
+class KeptRun(Kept):
+    """A run that was started on the head, by a remote shell. Close it.
+
+    Args:
+        nodes: that it runs on: some that train, and the rest, with processes that wait.
+        ranks: how many train, one on each node.
+        last: the last step.
+        training: see `kept_trainer`.
+    """
+
+    def __init__(self, nodes: Nodes, ranks: int, last: int, **training: Any):
+        super().__init__(nodes, nodes.path / "out", ranks)
+        training = {"settings": {"job": "kept"}, **training}
+        told = ["--keep-alive", "-N", ranks, "--hosts", ",".join(nodes.names), "--rsh", nodes.shell, "--job", "kept",
+                "--lost-after", LOST_S, "--journal", self.out / "run.jsonl"]  # fmt: skip
+        words = [MLFLASH, "run", *told, "--", sys.executable, TRAINER, self.out, last, json.dumps(training)]
+        environment = {k: v for k, v in os.environ.items() if not k.startswith("SLURM")} | _ENV
+        environment["PYTHONPATH"] = str(TRAINER.parent)
+        self._log = (self.out / "log").open("w")
+        self._process = spawn(nodes.command(HEAD, [*map(str, words)]), stdout=self._log, stderr=self._log,
+                              env=environment)  # fmt: skip
+
+    @property
+    def has_ended(self) -> bool:
+        return self._process.poll() is not None
+
+    def log(self) -> str:
+        return (self.out / "log").read_text()[-20_000:]
+
+    def wait(self, timeout: float = 90) -> int:
+        try:
+            return self._process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"it still runs after {timeout} s:\n{self.log()}") from None
+
+    def close(self) -> None:
+        if self._process.poll() is None:
+            signal_group(self._process, signal.SIGKILL)
+            self._process.wait(30)
+        self._log.close()
+
+
+class KeptJob(Kept):
+    """A job of Slurm.
+
+    Args:
+        slurm: whose nodes are one more than the ranks.
+        ranks, last, training: see `KeptRun`.
+    """
+
+    def __init__(self, slurm: Slurm, ranks: int, last: int, **training: Any):
+        super().__init__(slurm.nodes, slurm.path / "out", ranks)
+        paths = os.pathsep.join(filter(None, (str(TRAINER.parent), os.environ.get("PYTHONPATH"))))
+        env = {**NETMODS[NETMODS_HERE[-1]], "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "PYTHON": sys.executable,
+               "MLFLASH": MLFLASH, "TRAINER": str(TRAINER), "OUT": str(self.out), "LAST": str(last),
+               "RANKS": str(ranks), "TRAINING": json.dumps({"settings": {"job": "kept"}, **training})}  # fmt: skip
+        self.slurm = slurm
+        self.job = slurm.sbatch(_SCRIPT, f"--nodes={ranks + 1}", "--exclusive", "--no-kill", env=env)
+
+    @property
+    def has_ended(self) -> bool:
+        return (self.out / "code").exists()
+
+    def log(self) -> str:
+        return f"{self.job.output()}\n{self.slurm.logs()}"
+
+    def wait(self, timeout: float = 90) -> int:
+        until(lambda: self.has_ended, lambda: f"its end:\n{self.log()}", timeout)
+        return int((self.out / "code").read_text())
+
+    def close(self) -> None:
+        self.job.cancel()
+
+
+def uninterrupted(out: Path, ranks: int, last: int, **training: Any) -> list[str]:
+    """Digests of the final state of ranks that nothing happens to; on this host, without redundancy."""
+    told = ["-N", 1, "--ranks-per-node", ranks, "--launcher", "ssh", "--job", "alone", "--journal", out / "run.jsonl"]
+    options = json.dumps({"settings": {"job": "alone", "redundancy": "none"}, **training})
+    words = [MLFLASH, "run", *told, "--", sys.executable, TRAINER, out, last, options]
+    environment = {**os.environ, **_ENV, "PYTHONPATH": str(TRAINER.parent), "MLFLASH_MEMORY": str(out)}
+    subprocess.run([*map(str, words)], env=environment, check=True, timeout=90 + last / 10)
+    return [end["digest"] for end in Results(out).ends()]
+
+
+def number_inside(pid: int) -> str:
+    """The number of a process in its own node."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return ""
+    return next((line.split()[-1] for line in lines if line.startswith("NSpid:")), "")
