@@ -51,7 +51,7 @@ class Job:
         expected: the digest of each rank, step for step, in a training that nothing happens to.
         dice: decide what happens.
         kinds: of faults, with their weights.
-        model: ddp or fsdp.
+        model: see `kept_trainer`.
         with_slurm: whether it is a job of Slurm.
     """
 
@@ -134,9 +134,9 @@ class Job:
         word = kind
         if kind == "kill at a place":
             word = f"kill: {(place := self._dice.choice(PLACES))}"
-            if not self._let_die(first, place):
+            if not (start := self._let_die(first, place)):
                 return {}
-            start, lost = float((run.out / "died-at").read_text()), {first}
+            lost = {first}
         else:
             start, lost = time.time(), {first}
             if kind == "kill, and another in recovery":
@@ -158,15 +158,15 @@ class Job:
                 (run.out / name).unlink(missing_ok=True)
         return found
 
-    def _let_die(self, rank: int, place: str) -> bool:
+    def _let_die(self, rank: int, place: str) -> float:
+        """Have a rank killed at a place; when that was, 0 where the place was not reached."""
         out, end = self._run.out, time.monotonic() + NOT_REACHED_S
-        (out / "died").unlink(missing_ok=True)
         (out / "die").write_text(f"{rank} {place}")
-        until(lambda: ((out / "died-at").exists() and (out / "died").exists()) or time.monotonic() > end, "a death")
-        died = (out / "died").exists()
+        until(lambda: (out / "died").exists() or time.monotonic() > end, "a death")
+        start = float((out / "died").read_text()) if (out / "died").exists() else 0.0
         for name in ("die", "died"):
             (out / name).unlink(missing_ok=True)
-        return died
+        return start
 
     def _signal(self, rank: int, number: int) -> None:
         pid = self._run.process_of(rank)
@@ -250,7 +250,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--last", type=int, default=6000, help="the last step of each training")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, help="default: all")
-    parser.add_argument("--model", default="ddp", choices=["ddp", "fsdp"])
+    parser.add_argument("--model", default="ddp", choices=["ddp", "compiled", "fsdp", "hsdp", "tp"])
     parser.add_argument("--slurm", action="store_true", help="each training is a job of a real Slurm on these nodes")
     parser.add_argument("--out", type=Path, required=True, help="a line of JSON for each fault; what went wrong beside")
     args = parser.parse_args()

@@ -1,13 +1,16 @@
 """A training for tests of `mlflash run --keep-alive`: it goes on in the same processes when others are lost.
 
 Usage: kept_trainer.py OUT LAST [JSON]. Each rank adds a line for each step to OUT/steps-RANK, and writes a digest of
-its final state to OUT/end-RANK. JSON: ``kind`` of the model (ddp, fsdp, hsdp, tp); ``workers`` that fetch its data;
-``pause`` seconds a step; ``die``: a list of rank, step and place, at each of which the process that has this rank kills
-itself once; ``die_in``: a list of rank and crash point of a recovery, at each of which it does so; ``attacked``: who
-attacks it writes a rank and a place, or a crash point, into OUT/die, and the process that takes the file dies there,
-and each process notes in OUT/waits-HOST-PID that it is about to wait; ``digests``: what is written down of the state in
-OUT/digests-RANK, "entries": at each entry, "steps": after each step; ``hold_at``: the step that rank 0 does not begin
-before there is a file "go on"; ``settings`` of the Checkpointer.
+its final state to OUT/end-RANK. JSON:
+
+- ``kind`` of the model (ddp, compiled, fsdp, hsdp, tp), ``settings`` of the Checkpointer, ``pause`` seconds a step;
+  ``workers`` that fetch its data;
+- ``die``: a list of rank, step and place, at each of which the process that has this rank kills itself once;
+  ``die_in``: a list of rank and crash point of a recovery, at each of which it does so;
+- ``attacked``: who attacks it writes a rank and a place, or a crash point, into OUT/die, and the process that takes the
+  file dies there; each process notes in OUT/waits-HOST-PID that it is about to wait;
+- ``digests``: what is noted of the state in OUT/digests-RANK, "entries": at each entry, "steps": after each step;
+- ``hold_at``: the step that rank 0 does not begin before there is a file "go on".
 """
 
 from __future__ import annotations
@@ -57,8 +60,8 @@ def die_if_told(rank: str, place: str) -> None:
     """Be killed here, if who attacks this training wants that."""
     told = OUT / "die"
     if OPTIONS.get("attacked") and told.exists() and told.read_text() == f"{rank} {place}":
+        told.write_text(str(time.time()))
         told.rename(OUT / "died")
-        (OUT / "died-at").write_text(str(time.time()))
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -95,7 +98,10 @@ class Model(nn.Module):
 
 
 def wrapped(model: Model) -> nn.Module:
-    if KIND == "ddp":
+    if KIND == "compiled":
+        for layer in model.layers:
+            layer.compile(backend="aot_eager")
+    if KIND in ("ddp", "compiled"):
         return nn.parallel.DistributedDataParallel(model)
     size = dist.get_world_size()
     if KIND == "tp":  # every second layer by columns
@@ -187,6 +193,9 @@ def main() -> None:
         assert link is not None
         link.on_lost.append(lambda number: faulthandler.dump_traceback_later(LATE_S))  # who does not leave says where
         (OUT / f"waits-{os.uname().nodename}-{os.getpid()}").touch()
+    if KIND == "compiled":  # so that who waits has compiled it
+        model(torch.ones(BATCH, WIDTH)).sum().backward()
+        optimizer.zero_grad()
     rank = mlflash.keep_alive(train, state, OPTIONS.get("directory"), **OPTIONS.get("settings", {}))
     left = {what: len(os.listdir(f"/proc/self/{what}")) for what in ("fd", "task")}
     said = {"digest": digest(), "pid": os.getpid(), "entries": entries, "node": os.uname().nodename, **left}
