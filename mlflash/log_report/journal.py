@@ -11,7 +11,7 @@ from typing import Any
 
 from .fields import MOST_RANKS, number, text, whole
 
-_KINDS = frozenset(("start", "end", "finish", "guard", "recovered", "late"))
+_KINDS = frozenset(("start", "end", "finish", "guard", "recovered", "host_back", "late"))
 _MOST_TIMES = 20
 _LONGEST_NAME = 40
 

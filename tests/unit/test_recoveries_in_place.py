@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,10 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import mlflash
 from mlflash.cli import main
 from mlflash.log_report.job_history import JobHistory, tell, to_json
-from mlflash.log_report.journal import Recovered
+from mlflash.log_report.journal import _KINDS, Recovered
 from mlflash.log_report.page import page
 from mlflash.log_report.read_logs import File, files_of, read
 from mlflash.log_report.timeline_rows import rows
@@ -50,6 +52,7 @@ def journal(tmp_path: Path) -> Path:
         tmp_path / "run.jsonl",
         {"event": "start", "time": 999.0, "job": "j", "number": 0, "hosts": ["n1", "n2"], "ranks": 2},
         recovered(),
+        {"event": "host_back", "time": 1050.0, "host": "n2"},
         {"event": "end", "time": 1070.0, "why": "", "code": 0, "lost": {}, "newest": 40, "restored": 20},
         {"event": "finish", "time": 1071.0, "code": 0, "why": "all ranks came to their end", "scavenged": None},
     )
@@ -218,3 +221,14 @@ def test_the_command_takes_the_journal_among_the_logs(events: Path, journal: Pat
 
 def test_a_line_is_what_the_decider_writes() -> None:
     assert set(recovered()) - {"event"} == set(Recovered.__dataclass_fields__)
+
+
+def test_whatever_a_journal_says_is_known_to_the_report_and_to_the_page() -> None:
+    root = Path(mlflash.__file__).parent
+    said = {
+        kind for path in (root / "launcher").glob("*.py") for kind in re.findall(r'note\(\s*"(\w+)"', path.read_text())
+    }
+    assert said >= {"start", "recovered", "host_back"}
+    assert said <= _KINDS
+    page = (Path(__file__).parents[2] / "docs/slurm.md").read_text()
+    assert [kind for kind in sorted(said) if f"\n| `{kind}` |" not in page] == []
