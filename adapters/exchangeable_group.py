@@ -11,6 +11,7 @@ Source: torchft's managed process groups, which keep a group in the same way; `t
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Collection
 from datetime import timedelta
@@ -25,6 +26,7 @@ from torch.futures import Future
 
 from . import gloo_sockets
 from .gloo_sockets import Address
+from .interruptible_work import InterruptibleWork
 
 BACKEND = "exchangeable"
 # All that sends; torch calls whichever its version has.
@@ -35,6 +37,7 @@ _SENDING = ("_allgather_base", "_reduce_scatter_base", "all_gather_single", "all
             "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced", "scatter", "send")  # fmt: skip
 _groups: weakref.WeakValueDictionary[str, ExchangeableGroup] = weakref.WeakValueDictionary()
 _completed: Any = _distributed_c10d._create_work_from_future  # type: ignore[attr-defined]
+_left: list[threading.Event] = []  # of groups that were dropped, and that this process may still be in a call of
 _presumes = False  # whether groups are made without others
 
 
@@ -56,6 +59,7 @@ class ExchangeableGroup(ProcessGroup):
         super().__init__(rank, size)
         self._rank, self._size, self._connections, self._listeners = rank, size, connections, listeners
         self._name = self._description = ""
+        self._works: weakref.WeakSet[InterruptibleWork] = weakref.WeakSet()
 
     def rank(self) -> int:
         """The rank of this process in the group."""
@@ -99,18 +103,37 @@ class ExchangeableGroup(ProcessGroup):
     def connections(self) -> ProcessGroup:
         """Torch's own group, which sends."""
         if self._connections is None:
-            raise ConnectionDropped(f"process group {self._name} has lost a rank, and waits for its connections")
+            raise self._dropped()
         return self._connections
 
+    def _dropped(self) -> ConnectionDropped:
+        return ConnectionDropped(f"process group {self._name} has lost a rank, and waits for its connections")
+
+    def watched(self, work: dist.Work | None) -> dist.Work | None:
+        """A collective that `drop` ends, from one of gloo that it may not."""
+        if work is None:  # it has waited
+            return None
+        mine = InterruptibleWork(work)
+        self._works.add(mine)
+        if self._connections is None:  # it was dropped a moment ago
+            mine.interrupt(self._dropped())
+        return mine
+
     def drop(self) -> None:
-        """Drop what sends; who waits for it on another rank hears of an error. Not collective."""
+        """Drop what sends, and end what this process waits in by it. Not collective; any thread.
+
+        Who waits for it on another rank hears of an error.
+        """
         dropped, self._connections = self._connections, None
         if dropped is not None:
+            _keep(dropped)
             dropped.abort()
+        for work in list(self._works):
+            work.interrupt(self._dropped())
 
     def cut(self) -> None:
-        """Drop what sends, and end what this process waits in by it. Not collective; any thread."""
-        gloo_sockets.shut_down(self._listeners)  # first: gloo is not gone before what waits in it
+        """Drop what sends, and end what all ranks wait in by it, but for those that are cut off. Any thread."""
+        gloo_sockets.shut_down(self._listeners)
         self.drop()
 
     def exchange(self, store: Store, timeout: timedelta) -> None:
@@ -133,9 +156,10 @@ class ExchangeableGroup(ProcessGroup):
 
 def _passed_on(name: str) -> Callable[..., Work]:
     def call(self: ExchangeableGroup, *args: Any, **named: Any) -> Work:
-        work: Work = getattr(self.connections, name)(*args, **named)
-        if not self.is_alone:
-            return work
+        connections = self.connections
+        work: Work = getattr(connections, name)(*args, **named)
+        if not isinstance(connections, FakeProcessGroup):
+            return work if _is_on_device(args) else self.watched(work)
         there: Future[Any] = Future()  # a fake's has no result, which DDP looks at
         there.set_result(args[0])
         return _completed(there)
@@ -147,6 +171,25 @@ def _passed_on(name: str) -> Callable[..., Work]:
 for _name in _SENDING:
     if hasattr(ProcessGroup, _name):
         setattr(ExchangeableGroup, _name, _passed_on(_name))
+
+
+def _is_on_device(arguments: Any) -> bool:
+    """Whether NCCL does it: that can be aborted, and its host does not wait."""
+    if isinstance(arguments, torch.Tensor):
+        return bool(arguments.is_cuda)
+    return isinstance(arguments, (list, tuple)) and any(map(_is_on_device, arguments))
+
+
+def _keep(dropped: ProcessGroup) -> None:
+    """Keep what was dropped until `exchange_all`, and let it go on a thread: its end waits for what gloo still does."""
+    is_left = threading.Event()
+    _left.append(is_left)
+    threading.Thread(target=_let_go, args=([dropped], is_left), name="mlflash-dropped", daemon=True).start()
+
+
+def _let_go(dropped: list[ProcessGroup], is_left: threading.Event) -> None:
+    is_left.wait()
+    dropped.clear()
 
 
 def connect(store: Store, rank: int, size: int, timeout: timedelta) -> tuple[ProcessGroup, set[Address]]:
@@ -230,5 +273,7 @@ def exchange_all(store: Store, timeout: timedelta) -> None:
     global _presumes
     _presumes = False
     drop_all()
+    while _left:
+        _left.pop().set()
     for _, group in sorted(_groups.items()):
         group.exchange(store, timeout)

@@ -96,11 +96,12 @@ class CourierLink:
         """Take what the courier sends to a Checkpointer to it; says how many these ranks have had before.
 
         Raises:
-            Closed: one of the ranks has left the job.
+            Closed: one of the ranks has left the job, or there is no courier any more.
         """
         if self._departed is not None and self._departed.rank in ranks:
             raise Closed(str(self._departed))
         self.sessions[number] = session
+        self.check()  # who loses it from here on tells this session, too
         self._opened[ranks] += 1
         return self._opened[ranks] - 1
 
@@ -300,7 +301,7 @@ class CourierLink:
         """Fail all that waits for the courier, which is killed; no next one is started. Not collective; any thread."""
         self.is_closing = True
         self._lose(Closed(str(why)))
-        self.couriers.zygote.process.kill()
+        self.couriers.give_up()
 
     def abandon(self, timeout_s: float) -> set[str]:
         """Give up what was interrupted: nothing of it runs any more. Not collective.
@@ -310,7 +311,10 @@ class CourierLink:
         """
         self.queue.put(None)
         self._sender.join(timeout_s)
+        is_alone = self._restarting.acquire(timeout=timeout_s)  # who just starts the next courier gives up, too
         self.couriers.close(timeout_s)
+        if is_alone:
+            self._restarting.release()
         if sys.excepthook is self._hook:
             sys.excepthook = self._hook_before
         return self.couriers.zygote.left

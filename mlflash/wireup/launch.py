@@ -111,7 +111,7 @@ class Couriers:
         self._running: RunningCourier | None = None
         self._agreement: EpochAgreement | None = None  # of several ranks
         self._ended = threading.Event()  # where there is no store
-        self._has_departed = False
+        self._has_departed = self._is_given_up = False
         with contextlib.ExitStack() as failed:
             self._start_zygote = functools.partial(ZygoteClient, [entry_point], environment, output, mpi=self.size > 1)
             self.zygote = self._start_zygote() if zygote is None else zygote
@@ -141,9 +141,12 @@ class Couriers:
         if len(told) != 3 or not told[1].isdecimal():
             raise WorldMismatch("rank 0 has said no address of a key-value store", found=str(told)[:80])
         store = told[0], int(told[1])
-        self._agreement = EpochAgreement(
-            self.rank, self.size, self._node, self._seat, store, told[2], end, meeting.check
-        )
+
+        def check() -> None:
+            self._check()
+            meeting.check()
+
+        self._agreement = EpochAgreement(self.rank, self.size, self._node, self._seat, store, told[2], end, check)
 
     def next_epoch(self, timeout_s: float) -> RunningCourier:
         """Have a courier forked that has a world of MPI with those of all other ranks, after the end of the last one.
@@ -167,6 +170,7 @@ class Couriers:
             self._end_courier(timeout_s)
             self.zygote.ask(0, left_s(end))  # a rank that could not fork does not say that it has come
         except ZygoteLost:
+            self._check()
             self._replace_zygote(end)
         number, agreement = self._number + 1, self._agreement
         if agreement is None:
@@ -262,6 +266,15 @@ class Couriers:
         if not is_up:
             raise ended(self.zygote.ended[courier.pid])
 
+    def give_up(self) -> None:
+        """End what waits for other ranks, or for the zygote, which is killed; `close` is to follow. Any thread."""
+        self._is_given_up = True
+        self.zygote.process.kill()
+
+    def _check(self) -> None:
+        if self._is_given_up:
+            raise CourierEnded("these couriers were given up")
+
     def close(self, timeout_s: float = 10.0, kill: bool = True) -> None:
         """End the courier if there is one, and the zygote. Not collective.
 
@@ -303,6 +316,7 @@ class Couriers:
             self._running = None
         self.zygote.stop(0)
         self.zygote = self._start_zygote()
+        self._check()
         if self.rank == 0 and self._agreement is not None:
             host, port = self._agreement.address
             self.zygote.serve(host, self.size, left_s(end), port, self._agreement.token)

@@ -1,0 +1,56 @@
+"""One rank of a test: it waits in collectives of gloo again and again, while its groups are cut.
+
+Usage: cut_group_rank.py RANK SIZE ROUNDS FILE
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import sys
+import threading
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from waiting import take
+
+from mlflash.adapters import exchangeable_group
+
+RANK, SIZE, ROUNDS = map(int, sys.argv[1:4])
+PATIENCE, LONG = timedelta(seconds=60), timedelta(seconds=600)
+
+
+def cut_later(number: int) -> None:
+    take(random.Random(number).uniform(0.0, 0.05))  # the same moment on all ranks, or nearly so
+    exchangeable_group.cut_all()
+
+
+def main() -> None:
+    exchangeable_group.register()
+    store = dist.FileStore(sys.argv[4], SIZE)
+    dist.init_process_group(
+        exchangeable_group.BACKEND, rank=RANK, world_size=SIZE, store=dist.PrefixStore("first", store), timeout=LONG
+    )
+    tensors = [torch.ones(1000) for _ in range(4)]
+    for number in range(ROUNDS):
+        store.set(f"begins/{number}/{RANK}", "")
+        store.wait([f"begins/{number}/{rank}" for rank in range(SIZE)], PATIENCE)
+        cut = threading.Thread(target=cut_later, args=(number,))
+        cut.start()
+        with contextlib.suppress(RuntimeError, ConnectionError):
+            while True:
+                for work in [dist.all_reduce(one, async_op=True) for one in tensors]:
+                    work.wait()
+        cut.join()
+        exchangeable_group.exchange_all(dist.PrefixStore(f"round {number}", store), LONG)
+    one = torch.ones(3)
+    dist.all_reduce(one)
+    assert one.tolist() == [SIZE] * 3
+    print("well", flush=True)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

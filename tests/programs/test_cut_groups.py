@@ -1,0 +1,79 @@
+"""Process groups of ranks that were lost: who waits in them hears of it, whatever gloo is doing."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from waiting import PATIENCE_S
+
+pytest.importorskip("torch.distributed")
+import torch
+import torch.distributed as dist
+
+from mlflash.adapters.interruptible_work import InterruptibleWork
+
+PROGRAM = Path(__file__).parents[1] / "cut_group_rank.py"
+
+
+def test_a_wait_for_gloo_ends_when_its_group_is_cut_at_any_moment(tmp_path: Path) -> None:
+    """gloo by itself waits for its timeout, which is ten minutes here, where it had bytes to send: in most rounds."""
+    size, rounds = 3, 12
+    words = [str(size), str(rounds), str(tmp_path / "store")]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    ranks = [subprocess.Popen([sys.executable, str(PROGRAM), str(rank), *words], env=environment, text=True,
+                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT) for rank in range(size)]  # fmt: skip
+    try:
+        said = [rank.communicate(timeout=PATIENCE_S)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    assert [rank.returncode for rank in ranks] == [0] * size and all("well" in one for one in said), said
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> list[dist.ProcessGroupGloo]:
+    """Rank 0 of two; rank 1 takes part in nothing."""
+    store = dist.FileStore(str(tmp_path / "store"), 2)
+    program = ("import sys, torch.distributed as dist; from datetime import timedelta; "
+               f"dist.ProcessGroupGloo(dist.FileStore({str(tmp_path / 'store')!r}, 2), 1, 2, timedelta(seconds=600)); "
+               "sys.stdin.read()")  # fmt: skip
+    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE) as other:
+        try:
+            yield dist.ProcessGroupGloo(store, 0, 2, timedelta(seconds=600))
+        finally:
+            other.kill()
+
+
+@pytest.mark.parametrize("waits", ["before", "later", "in a future"])
+def test_what_is_interrupted_raises_that_and_nothing_else(pair: dist.ProcessGroupGloo, waits: str) -> None:
+    tensor = torch.ones(3)
+    for send in (lambda: pair.allreduce([tensor]), lambda: pair.recv([tensor], 1, 7)):
+        work = InterruptibleWork(send())
+        future = work.get_future() if waits != "later" else None
+        assert not work.is_completed()
+        work.interrupt(KeyError("the rank is lost"))
+        work.interrupt(ValueError("once more"))
+        assert work.is_completed() and not work.is_success()
+        if waits == "in a future":
+            with pytest.raises(RuntimeError, match="the rank is lost"):
+                (future or work.get_future()).wait()
+            continue
+        for _ in range(2):
+            with pytest.raises(KeyError, match="the rank is lost"):
+                work.wait()
+
+
+def test_what_is_not_interrupted_is_as_gloo_has_it() -> None:
+    alone = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=60))
+    tensor = torch.full((3,), 2.0)
+    work = InterruptibleWork(alone.allreduce([tensor]))
+    assert work.wait() and work.is_completed() and work.is_success()
+    assert [one.tolist() for one in work.get_future().wait()] == [[2.0] * 3]
+    work = InterruptibleWork(alone.allreduce([torch.ones(2)]))
+    assert [one.tolist() for one in work.get_future().then(lambda ended: ended.value()).wait()] == [[1.0, 1.0]]
