@@ -3,7 +3,8 @@
     python tests/kept_campaign.py --faults 200 --seed 1 --out faults.jsonl
 
 Four nodes train and a fifth has a process that waits; a node that has crashed is booted again, but under Slurm, whose
-jobs do not get it back: there, the next training begins when this one has ended. After each fault: the
+jobs do not get it back: there, the next training begins when this one has ended, and the node that has `mlflash run`
+does not crash. After each fault: the
 others are the same processes; the state that all go on from has, on each rank, the bits that it has at that step in a
 training that nothing happens to; and no committed step but the last few is lost. Where all are started again instead,
 that is counted, with the reason, and another training begins. Needs root.
@@ -34,11 +35,11 @@ PLACES = ("fetch", "forward", "backward", "optimizer", "save", "stage.begun", "s
 POINTS = ("round.left", "round.seated", "round.couriers", "round.open", "round.groups", "round.restored")
 KINDS = {"kill": 6, "kill at a place": 4, "stop": 2, "crash": 4, "power cut": 3, "two kills": 1, "kill, and another in "
          "recovery": 2, "crash and kill": 1}  # fmt: skip
+CRASHES = ("crash", "power cut", "crash and kill")
 NOT_REACHED_S = 20.0
 RECOVERS_S = 60.0
 SLOW_S = 5.0  # to leave a step, or to wait for others
 LOOK_S = 0.1  # who is looked at needs the cores
-AT_ONCE = 20  # faults after which another training begins, if it has not come to its end
 
 
 class Job:
@@ -53,15 +54,16 @@ class Job:
         kinds: of faults, with their weights.
         model: see `kept_trainer`.
         with_slurm: whether it is a job of Slurm.
+        pause: in each step, seconds.
     """
 
     def __init__(self, folder: Path, ranks: int, last: int, expected: list[dict[int, str]], dice: random.Random,
-                 kinds: dict[str, int], model: str, with_slurm: bool):  # fmt: skip
+                 kinds: dict[str, int], model: str, with_slurm: bool, pause: float):  # fmt: skip
         self._folder, self._ranks, self._last, self._expected = folder, ranks, last, expected
         self._dice, self._kinds = dice, kinds
         self._nodes = Nodes([f"host{number}" for number in range(1, ranks + 2)])
         self._slurm = Slurm(self._nodes) if with_slurm else None
-        training = {"attacked": True, "digests": "entries", "pause": 0.01, "kind": model}
+        training = {"attacked": True, "digests": "entries", "pause": pause, "kind": model}
         self._run: Kept = (
             KeptJob(self._slurm, ranks, last, **training)
             if self._slurm
@@ -130,6 +132,8 @@ class Job:
         run = self._run
         (kind,) = self._dice.choices([*self._kinds], [*self._kinds.values()])
         first, second = self._dice.sample(range(self._ranks), 2)
+        if kind in CRASHES and self._slurm is not None and self._run.host_of(first) == self._nodes.names[0]:
+            first, second = second, first  # `mlflash run` is there: the job is requeued
         before = {rank: run.last_step(rank) for rank in range(self._ranks)}
         word = kind
         if kind == "kill at a place":
@@ -142,7 +146,7 @@ class Job:
             if kind == "kill, and another in recovery":
                 word = f"kill, then {(point := self._dice.choice(POINTS))}"
                 (run.out / "die").write_text(f"{second} {point}")
-            if kind in ("crash", "power cut", "crash and kill"):
+            if kind in CRASHES:
                 host = run.host_of(first)
                 self._dead.append(host)
                 self._nodes.crash(host, kind == "power cut")
@@ -249,6 +253,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--last", type=int, default=6000, help="the last step of each training")
+    parser.add_argument("--at-once", type=int, default=20, help="faults, after which another training begins")
+    parser.add_argument("--pause", type=float, default=0.01, help="seconds, in each step")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, help="default: all")
     parser.add_argument("--model", default="ddp", choices=["ddp", "compiled", "fsdp", "hsdp", "tp"])
     parser.add_argument("--slurm", action="store_true", help="each training is a job of a real Slurm on these nodes")
@@ -262,10 +268,10 @@ def main() -> int:
     while len(results) < args.faults:
         number += 1
         dice = random.Random(f"{args.seed} {number}")
-        job = Job(args.out.parent, args.ranks, args.last, expected, dice, kinds, args.model, args.slurm)
+        job = Job(args.out.parent, args.ranks, args.last, expected, dice, kinds, args.model, args.slurm, args.pause)
         keep = ""
         try:
-            for one in job.attack(min(AT_ONCE, args.faults - len(results))):
+            for one in job.attack(min(args.at_once, args.faults - len(results))):
                 results.append({"job": number, **one})
                 is_odd = {"wrong", "again"} & {*one} or max(one.get("leave", 0), one.get("wait", 0)) > SLOW_S
                 keep = keep or (f"{args.out.stem}-{number}" if is_odd else "")

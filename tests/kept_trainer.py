@@ -107,7 +107,11 @@ def wrapped(model: Model) -> nn.Module:
     if KIND == "tp":  # every second layer by columns
         style = ColwiseParallel(output_layouts=Replicate())
         return parallelize_module(model, init_device_mesh("cpu", (size,)), {"layers.0": style, "layers.2": style})
-    mesh = init_device_mesh("cpu", (size,) if KIND == "fsdp" else (size // 2, 2))
+    mesh = (
+        init_device_mesh("cpu", (size,))
+        if KIND == "fsdp"
+        else init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("replicas", "shards"))
+    )
     for layer in (*model.layers, model):
         fully_shard(layer, mesh=mesh)
     return model

@@ -38,12 +38,14 @@ class Seat:
         round: in which it has that, from 1 on.
         rank, size: which, of how many.
         lost_s: after how many seconds it is known, at the latest, that a rank is lost.
+        ready_s: after how many seconds a rank is lost that has not begun the round.
     """
 
     round: int
     rank: int
     size: int
     lost_s: float
+    ready_s: float
 
 
 class DeciderLink:

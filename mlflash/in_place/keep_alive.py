@@ -26,7 +26,7 @@ log = logging.getLogger("mlflash")
 
 T = TypeVar("T")
 _MORE_S = 2.0  # besides the time after which a lost rank is known
-_MEETS_S = 10.0  # for ranks to find each other in a round, and for their couriers: one may be lost meanwhile
+_MARGIN = 1.5  # who is late is to be lost, and all others told, before they stop waiting for it
 
 
 def keep_alive(train: Callable[[Checkpointer, int], T], state: Any, directory: str | os.PathLike[str] | None = None,
@@ -115,7 +115,7 @@ class _Rounds:
         reach("round.open")
         if not is_first:
             for one in groups.registered:
-                one.connect(seat, lambda what, text: self._link.share(seat.round, what, text, _MEETS_S))
+                one.connect(seat, lambda what, text: self._link.share(seat.round, what, text, _MARGIN * seat.ready_s))
                 one.forget_step()
             times.note("groups")
             reach("round.groups")
@@ -146,7 +146,7 @@ class _Rounds:
         meeting = Meeting(
             lambda text, timeout_s: self._link.share(seat.round, "couriers", text, timeout_s),
             lambda: self._link.check(seat.round),
-            _MEETS_S,
+            _MARGIN * seat.ready_s,  # one may have to begin its program anew
         )
         linked.link_anew(self._config(), zygote, meeting)
         meeting.check()  # who interrupts a moment before finds nothing that is there yet

@@ -4,9 +4,9 @@ Each process connects here, and each `host_agent`; messages are those of `wireup
 a connection has the token, and the name of the process, or of the host. A process says ``{"ready": true}`` when it
 waits for a rank, ``{"left": round}``, ``{"trains": round, "step", "times"}``, ``{"done": round}`` when training has
 come to its end, and on rank 0 ``{"text": round, "what", "is"}`` for all. It is told ``{"seat": {"round", "rank",
-"size", "lost_s"}}``, ``{"lost": round, "ranks", "why"}`` and such texts. An agent says ``{}`` as a sign of life, and
-``{"ended": name, "code"}``; it is told ``{"one": name, "local"}`` (start another process that waits), ``{"kill":
-name}``, and ``{}`` as a sign of life: without any it kills what it has.
+"size", "lost_s", "ready_s"}}``, ``{"lost": round, "ranks", "why"}`` and such texts. An agent says ``{}`` as a sign of
+life, and ``{"ended": name, "code"}``; it is told ``{"one": name, "local"}`` (start another process that waits),
+``{"kill": name}``, and ``{}`` as a sign of life: without any it kills what it has.
 
 One thread does all of this; another one writes down what happens, as files and terminals may hang.
 """

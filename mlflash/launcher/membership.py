@@ -101,6 +101,7 @@ class Membership:
         self._step: int | None = None  # at which the last round began
         self._same_step = self._code = 0
         self._times: dict[str, float] = {}  # the longest of all ranks
+        self._texts: dict[str, str] = {}  # that rank 0 has told the others of this round
         self._failed = 0  # rounds that not all have begun, one after the other
         self._in_vain = 0  # processes that have ended before they were ready, one after the other
         self._places: list[tuple[str, int]] = []  # where others are to be started, when that keeps nobody waiting
@@ -108,11 +109,16 @@ class Membership:
     # What is heard
 
     def ready(self, name: str, now: float) -> None:
-        """Hear that a process waits for its rank; one that was started with a rank gets that."""
+        """Hear that a process waits for its rank; one that has a rank gets that.
+
+        It was started with it; or it has begun its program anew, and what it was told since is lost.
+        """
         member = self._members[name]
         member.is_ready, self._in_vain = True, 0
         if member.rank is not None and self._phase in ("starting", "seating"):
             self._give(member)
+            for what, text in self._texts.items():
+                self._tell_text(member, what, text)
         self._look(now)
 
     def left(self, name: str, number: int, now: float) -> None:
@@ -149,8 +155,9 @@ class Membership:
     def text(self, name: str, number: int, what: str, text: str) -> None:
         """Hear what rank 0 tells all others of a round."""
         if number == self.round and self._members[name].rank == 0:
+            self._texts[what] = text
             for one in self._staying():
-                self._acts.tell(one.name, {"text": number, "what": what, "is": text})
+                self._tell_text(one, what, text)
 
     def ended(self, name: str, code: int, why: str, now: float) -> None:
         """Hear that a process has ended; another one is started in the place of one that failed, as soon as all train.
@@ -275,14 +282,18 @@ class Membership:
             best.rank, lost.rank = lost.rank, None
         self.round += 1
         self._phase, self._until = "seating", now + self._deadlines.ready_s
-        self._times = {}
+        self._times, self._texts = {}, {}
         for one in self._seated():
             one.is_in = False
             self._give(one)
 
     def _give(self, member: Member) -> None:
-        seat = {"round": self.round, "rank": member.rank, "size": self.size, "lost_s": self._deadlines.lost_s}
+        seat = {"round": self.round, "rank": member.rank, "size": self.size, "lost_s": self._deadlines.lost_s,
+                "ready_s": self._deadlines.ready_s}  # fmt: skip
         self._acts.tell(member.name, {"seat": seat})
+
+    def _tell_text(self, member: Member, what: str, text: str) -> None:
+        self._acts.tell(member.name, {"text": self.round, "what": what, "is": text})
 
     def _end(self, why: str, code: int) -> None:
         self.over, self.code = why, code or 1

@@ -16,7 +16,7 @@ def recover(job: Job, lost: str, *others: str, spare: str, step: int) -> None:
 def test_each_process_gets_its_rank_when_it_is_ready_and_those_that_wait_get_none() -> None:
     job = Job("a a b", "b", begins=False)
     job.ready("b0")
-    seat = {"round": 1, "rank": 2, "size": 3, "lost_s": 5.0}
+    seat = {"round": 1, "rank": 2, "size": 3, "lost_s": 5.0, "ready_s": 120.0}
     assert job.told == [("b0", {"seat": seat})] and job.it.size == 3 and job.it.round == 1
     job.hears()
     job.ready("a1", "b1", "a0")
@@ -454,3 +454,21 @@ def test_nothing_is_started_on_a_host_that_was_lost_meanwhile() -> None:
     job.leave("a0", "c0")
     job.train("a0", "c0", "c1", step=20)
     assert not job.started
+
+
+def test_who_begins_its_program_anew_is_told_once_more_what_it_was_told() -> None:
+    job = Job("a b", "c")
+    job.end("b0")
+    job.leave("a0")
+    job.hears()
+    job.it.text("a0", 2, "port", "4000")
+    assert job.hears() == {"a0": ["4000"], "c0": ["4000"]}  # over a connection that ends unread
+    job.ready("c0")
+    assert job.hears() == {"c0": ["2: 1", "4000"]}
+    job.train("a0", "c0", step=20)
+    job.end("c0")
+    job.ready("b0.1")
+    job.leave("a0")
+    job.hears()
+    job.ready("b0.1")
+    assert job.hears() == {"b0.1": ["3: 1"]}  # nothing of another round
