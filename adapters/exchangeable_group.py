@@ -12,6 +12,7 @@ Source: torchft's managed process groups, which keep a group in the same way; `t
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from collections.abc import Callable, Collection
 from datetime import timedelta
@@ -37,7 +38,10 @@ _SENDING = ("_allgather_base", "_reduce_scatter_base", "all_gather_single", "all
             "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced", "scatter", "send")  # fmt: skip
 _groups: weakref.WeakValueDictionary[str, ExchangeableGroup] = weakref.WeakValueDictionary()
 _completed: Any = _distributed_c10d._create_work_from_future  # type: ignore[attr-defined]
+_interrupted: list[InterruptibleWork] = []  # which gloo had not ended when they were
 _left: list[threading.Event] = []  # of groups that were dropped, and that this process may still be in a call of
+_QUIET_S = 10.0
+_ASLEEP_S, _LOOK_S = 0.3, 0.01
 _presumes = False  # whether groups are made without others
 
 
@@ -116,7 +120,7 @@ class ExchangeableGroup(ProcessGroup):
         mine = InterruptibleWork(work)
         self._works.add(mine)
         if self._connections is None:  # it was dropped a moment ago
-            mine.interrupt(self._dropped())
+            self._interrupt(mine)
         return mine
 
     def drop(self) -> None:
@@ -128,8 +132,14 @@ class ExchangeableGroup(ProcessGroup):
         if dropped is not None:
             _keep(dropped)
             dropped.abort()
-        for work in list(self._works):
-            work.interrupt(self._dropped())
+        works, self._works = list(self._works), weakref.WeakSet()
+        for work in works:
+            self._interrupt(work)
+
+    def _interrupt(self, work: InterruptibleWork) -> None:
+        work.interrupt(self._dropped())
+        if work.has_memory:
+            _interrupted.append(work)
 
     def cut(self) -> None:
         """Drop what sends, and end what all ranks wait in by it, but for those that are cut off. Any thread."""
@@ -260,6 +270,23 @@ def cut_all() -> None:
         group.cut()
 
 
+def _wait_until_quiet() -> None:
+    """Wait until gloo writes to no tensor any more: all has ended, or its threads sleep where nothing wakes them."""
+    end, asleep_since = time.monotonic() + _QUIET_S, 0.0
+    while any(work.has_memory for work in _interrupted):
+        now = time.monotonic()
+        if not gloo_sockets.threads_sleep():
+            asleep_since = 0.0
+        elif not asleep_since:
+            asleep_since = now
+        elif now - asleep_since > _ASLEEP_S:  # in a send that gloo has forgotten: its connections are closed
+            break
+        if now > end:
+            raise TimeoutError(f"gloo has not ended what was cut {_QUIET_S:g} s ago: it may still write to tensors")
+        time.sleep(_LOOK_S)
+    _interrupted.clear()
+
+
 def exchange_all(store: Store, timeout: timedelta) -> None:
     """Connect all groups of this process anew. Collective over all ranks, which have made the same groups.
 
@@ -269,10 +296,12 @@ def exchange_all(store: Store, timeout: timedelta) -> None:
 
     Raises:
         torch.distributed.DistError: not all ranks have come.
+        TimeoutError: what was dropped still has memory of this process, and may write to it.
     """
     global _presumes
     _presumes = False
     drop_all()
+    _wait_until_quiet()
     while _left:
         _left.pop().set()
     for _, group in sorted(_groups.items()):

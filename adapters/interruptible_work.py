@@ -114,6 +114,11 @@ class InterruptibleWork(dist.Work):
         """Whether it has ended well."""
         return self._why is None and (self._error is None if self._is_over else bool(self._work.is_success()))
 
+    @property
+    def has_memory(self) -> bool:
+        """Whether gloo may still write to the tensors."""
+        return not self._work.is_completed()
+
     def result(self) -> Any:
         """What it has brought."""
         return self._work.result()

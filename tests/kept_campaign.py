@@ -55,10 +55,12 @@ class Job:
         model: see `kept_trainer`.
         with_slurm: whether it is a job of Slurm.
         pause: in each step, seconds.
+        victim: the rank that is lost first, always; None: any.
     """
 
     def __init__(self, folder: Path, ranks: int, last: int, expected: list[dict[int, str]], dice: random.Random,
-                 kinds: dict[str, int], model: str, with_slurm: bool, pause: float):  # fmt: skip
+                 kinds: dict[str, int], model: str, with_slurm: bool, pause: float,
+                 victim: int | None):  # fmt: skip
         self._folder, self._ranks, self._last, self._expected = folder, ranks, last, expected
         self._dice, self._kinds = dice, kinds
         self._nodes = Nodes([f"host{number}" for number in range(1, ranks + 2)])
@@ -70,7 +72,7 @@ class Job:
             else KeptRun(self._nodes, ranks, last, **training)
         )
         self._dead: list[str] = []
-        self._checked = 0
+        self._victim = victim
 
     def attack(self, most: int) -> Iterator[dict[str, Any]]:
         """Attack it; gives what came of each fault."""
@@ -132,6 +134,8 @@ class Job:
         run = self._run
         (kind,) = self._dice.choices([*self._kinds], [*self._kinds.values()])
         first, second = self._dice.sample(range(self._ranks), 2)
+        if self._victim is not None:
+            first, second = self._victim, (self._victim + 1) % self._ranks
         if kind in CRASHES and self._slurm is not None and self._run.host_of(first) == self._nodes.names[0]:
             first, second = second, first  # `mlflash run` is there: the job is requeued
         before = {rank: run.last_step(rank) for rank in range(self._ranks)}
@@ -255,6 +259,7 @@ def main() -> int:
     parser.add_argument("--last", type=int, default=6000, help="the last step of each training")
     parser.add_argument("--at-once", type=int, default=20, help="faults, after which another training begins")
     parser.add_argument("--pause", type=float, default=0.01, help="seconds, in each step")
+    parser.add_argument("--victim", type=int, help="the rank that is lost first, always; the others see all recoveries")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, help="default: all")
     parser.add_argument("--model", default="ddp", choices=["ddp", "compiled", "fsdp", "hsdp", "tp"])
     parser.add_argument("--slurm", action="store_true", help="each training is a job of a real Slurm on these nodes")
@@ -268,7 +273,8 @@ def main() -> int:
     while len(results) < args.faults:
         number += 1
         dice = random.Random(f"{args.seed} {number}")
-        job = Job(args.out.parent, args.ranks, args.last, expected, dice, kinds, args.model, args.slurm, args.pause)
+        job = Job(args.out.parent, args.ranks, args.last, expected, dice, kinds, args.model, args.slurm, args.pause,
+                  args.victim)  # fmt: skip
         keep = ""
         try:
             for one in job.attack(min(args.at_once, args.faults - len(results))):
