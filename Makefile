@@ -17,7 +17,7 @@
 #   make cluster         nodes that are really apart: crashed, cables cut (as root, on Linux)
 #   make slurm           jobs of a real Slurm on such nodes (Debian's slurm-wlm, munge, libpmix2)
 #   make chaos           MINUTES=10 SEED=1: a training job killed at random moments until it ends
-#   make recoveries      FAULTS=200 SEED=1: a training that is kept alive loses ranks and nodes; RECOVERIES=--slurm
+#   make recoveries      LOSSES=200 SEED=1: a training that is kept alive loses ranks and nodes; RECOVERIES=--slurm
 #   make lint type       ruff, codespell, shellcheck; mypy --strict
 #   make bench           every question of benchmarks/, one after the other, and benchmarks/RESULTS.md: a quarter of an hour
 #   make docs            site/ of README.md and docs/, to be read from a browser; a warning fails it
@@ -45,7 +45,7 @@ export MPIR_CVAR_POLLS_BEFORE_YIELD := 10
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 MINUTES ?= 10
-FAULTS ?= 200
+LOSSES ?= 200
 SEED ?= 1
 CHAOS ?=
 SHARE ?=
@@ -265,7 +265,7 @@ slurm: $(READY)
 
 recoveries: $(READY)
 	@mkdir -p $(REPORTS)
-	$(BIN)/python tests/kept_campaign.py --faults $(FAULTS) --seed $(SEED) --out $(REPORTS)/recoveries.jsonl $(RECOVERIES)
+	$(BIN)/python tests/kept_campaign.py --faults $(LOSSES) --seed $(SEED) --out $(REPORTS)/recoveries.jsonl $(RECOVERIES)
 
 chaos: $(READY)
 	$(BIN)/python tests/chaos.py --minutes $(MINUTES) --seed $(SEED) $(CHAOS)
