@@ -2,48 +2,22 @@
 
 from __future__ import annotations
 
-import threading
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import needs
-import pytest
-from waiting import is_in, until
-
-from mlflash.config import Config
-from mlflash.courier import linked
-from mlflash.courier.choice import start_zygote
-from mlflash.errors import MlflashError
-from mlflash.in_place.decider_link import RoundOver
-from mlflash.wireup.epoch_agreement import EpochAgreement
-from mlflash.wireup.launch import Meeting
+from processes import left_here
+from waiting import PATIENCE_S, until
 
 pytestmark = [needs.MPI, needs.PMI_1]
+PROGRAM = Path(__file__).parents[1] / "given_up_rank.py"
 
 
-def test_who_waits_for_couriers_of_others_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 of two, of which the other one was killed with its node, and can say nothing any more."""
-    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "1")):
-        monkeypatch.setenv(name, value)
-    over = threading.Event()
-    raised: list[BaseException] = []
-
-    def check() -> None:
-        if over.is_set():
-            raise RoundOver("a rank was lost")
-
-    def share(text: str | None, timeout_s: float) -> str:
-        check()
-        return text or ""
-
-    def link() -> None:
-        try:
-            linked.link_anew(Config(job="given-up"), start_zygote(2), Meeting(share, check, 1000.0))
-        except (MlflashError, OSError) as error:
-            raised.append(error)
-
-    waits = threading.Thread(target=link)
-    waits.start()
-    until(lambda: is_in(waits, EpochAgreement.agree), lambda: f"the wait for the other rank: {raised}")
-    over.set()
-    linked.interrupt(RoundOver("a rank was lost"))
-    until(lambda: not waits.is_alive(), "its end")
-    assert isinstance(raised[0], RoundOver) and not linked.is_linked()
+def test_who_waits_for_couriers_of_others_is_interrupted() -> None:
+    of_launch = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    ran = subprocess.run([sys.executable, str(PROGRAM)], env={**os.environ, **of_launch}, timeout=PATIENCE_S,
+                         capture_output=True, text=True)  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    until(lambda: not left_here(), lambda: f"the end of {left_here()}")
