@@ -42,7 +42,7 @@ def pair(tmp_path: Path) -> list[dist.ProcessGroupGloo]:
     """Rank 0 of two; rank 1 takes part in nothing."""
     store = dist.FileStore(str(tmp_path / "store"), 2)
     program = ("import sys, torch.distributed as dist; from datetime import timedelta; "
-               f"dist.ProcessGroupGloo(dist.FileStore({str(tmp_path / 'store')!r}, 2), 1, 2, timedelta(seconds=600)); "
+               f"group = dist.ProcessGroupGloo(dist.FileStore({str(tmp_path / 'store')!r}, 2), 1, 2, timedelta(seconds=600)); "
                "sys.stdin.read()")  # fmt: skip
     with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE) as other:
         try:
