@@ -40,9 +40,10 @@ def test_a_wait_for_gloo_ends_when_its_group_is_cut_at_any_moment(tmp_path: Path
 @pytest.fixture
 def pair(tmp_path: Path) -> list[dist.ProcessGroupGloo]:
     """Rank 0 of two; rank 1 takes part in nothing."""
-    store = dist.FileStore(str(tmp_path / "store"), 2)
+    path = str(tmp_path / "store")
+    store = dist.FileStore(path, 2)
     program = ("import sys, torch.distributed as dist; from datetime import timedelta; "
-               f"group = dist.ProcessGroupGloo(dist.FileStore({str(tmp_path / 'store')!r}, 2), 1, 2, timedelta(seconds=600)); "
+               f"group = dist.ProcessGroupGloo(dist.FileStore({path!r}, 2), 1, 2, timedelta(seconds=600)); "
                "sys.stdin.read()")  # fmt: skip
     with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE) as other:
         try:
