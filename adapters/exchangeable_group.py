@@ -87,11 +87,6 @@ class ExchangeableGroup(ProcessGroup):
         """What torch's log calls the group."""
         return self._description
 
-    @property
-    def is_alone(self) -> bool:
-        """Whether there is nobody at the other ends, as this process has presumed its rank."""
-        return isinstance(self._connections, FakeProcessGroup)
-
     def take(self, rank: int) -> None:
         """Have another rank, in a group of all ranks, from the next `exchange` on."""
         self._rank = rank
@@ -147,7 +142,7 @@ class ExchangeableGroup(ProcessGroup):
         self.drop()
 
     def exchange(self, store: Store, timeout: timedelta) -> None:
-        """Connect anew. Collective over the group.
+        """Connect anew, after `drop`. Collective over the group.
 
         Args:
             store: whose keys nobody has used, the same on all ranks.
@@ -156,7 +151,6 @@ class ExchangeableGroup(ProcessGroup):
         Raises:
             torch.distributed.DistError: not all ranks have come.
         """
-        self.drop()
         own = PrefixStore(self._name, store)
         self._connections, self._listeners = connect(own, self._rank, self._size, timeout)
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from torch.distributed import ProcessGroupGloo, Store
 
 Address = tuple[str, int]
-_THREADS = ("pt_gloo_runloop",)
+_COMPUTES = "pt_gloo_runloop"  # what torch calls these threads
 _MEETS = timedelta(seconds=10)  # for all ranks to connect: one may be lost meanwhile, and gloo cannot be told so
 
 
@@ -53,17 +53,15 @@ def shut_down(listeners: Collection[Address]) -> None:
 
 def threads_sleep() -> bool:
     """Whether all threads of gloo that compute wait for something. Not collective."""
-    return "R" not in "".join(map(_state_of, os.listdir("/proc/self/task")))
-
-
-def _state_of(thread: str) -> str:
-    """How the kernel calls the state of a thread of this process; "" where it is none of gloo's, or has ended."""
-    try:
-        text = Path(f"/proc/self/task/{thread}/stat").read_text()
-    except OSError:
-        return ""
-    name, _, rest = text.partition("(")[2].rpartition(")")
-    return ("R" if rest.split()[0] != "S" else "S") if name in _THREADS else ""
+    for thread in os.listdir("/proc/self/task"):
+        try:
+            text = Path(f"/proc/self/task/{thread}/stat").read_text()
+        except OSError:  # it has ended
+            continue
+        name, _, rest = text.partition("(")[2].rpartition(")")
+        if name == _COMPUTES and rest.split()[0] != "S":
+            return False
+    return True
 
 
 def _listening() -> set[Address]:
