@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import select
 import socket
@@ -11,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ..wireup.frames import BadFrame, Frames, pack, send_ready
+from ..wireup.frames import BadFrame, Frames, Outbox
 from ..wireup.launcher_variables import KEPT
 
 LARGEST_NBYTES = 1 << 16
@@ -34,8 +33,8 @@ class KeptProcesses:
         self._told = told
         self._sock = socket.create_connection(told["address"], _CONNECT_S)
         self._sock.setblocking(False)
-        self._frames, self._unsent = Frames(LARGEST_NBYTES), bytearray()
-        self._send({"token": told["token"], "host": told["host"]})
+        self._frames, self._out = Frames(LARGEST_NBYTES), Outbox(self._sock)
+        self._out.send({"token": told["token"], "host": told["host"]})
         self._beat_s = told["lost_s"] / BEATS
         self._heard = time.monotonic()
         self._next_beat = self._heard
@@ -49,7 +48,7 @@ class KeptProcesses:
     @property
     def events(self) -> int:
         """What of select.poll to wait for."""
-        return select.POLLIN | (select.POLLOUT if self._unsent else 0)
+        return select.POLLIN | (select.POLLOUT if self._out.unsent else 0)
 
     @property
     def until(self) -> float:
@@ -73,7 +72,7 @@ class KeptProcesses:
 
     def ended(self, name: str, code: int) -> None:
         """Say that a process has ended, and how, as a shell says it."""
-        self._send({"ended": name, "code": code})
+        self._out.send({"ended": name, "code": code})
 
     def orders(self, is_ready: bool) -> Iterator[dict[str, Any]]:
         """Take what is there of orders, and give a sign of life when it is time.
@@ -83,10 +82,10 @@ class KeptProcesses:
         """
         if time.monotonic() >= self._next_beat:
             self._next_beat = time.monotonic() + self._beat_s
-            self._send({})
+            self._out.send({})
         if not is_ready:
             return
-        self._send_rest()
+        self._out.send_rest()
         try:
             received = self._sock.recv(1 << 16)
             self._frames.add(received)
@@ -107,14 +106,6 @@ class KeptProcesses:
     def close(self) -> None:
         """End the connection."""
         self._sock.close()
-
-    def _send(self, message: dict[str, Any]) -> None:
-        self._unsent += pack(message)
-        self._send_rest()
-
-    def _send_rest(self) -> None:
-        with contextlib.suppress(OSError):  # its end is read
-            send_ready(self._sock, self._unsent)
 
 
 def _is_stopped(pid: int) -> bool:

@@ -26,7 +26,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..human_readable.wording import named
-from ..wireup.frames import BadFrame, Frames, pack, send_ready
+from ..wireup.frames import BadFrame, Frames, Outbox
 from .kept_processes import BEATS, LARGEST_NBYTES
 from .membership import Deadlines, Member, Membership
 from .run_log import RunLog
@@ -42,17 +42,9 @@ class _Connection:
         sock.setblocking(False)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.sock = sock
-        self.frames, self.unsent = Frames(LARGEST_NBYTES), bytearray()
+        self.frames, self.out = Frames(LARGEST_NBYTES), Outbox(sock)
         self.name = self.host = ""
         self.heard = time.monotonic()
-
-    def send(self, message: dict[str, Any]) -> None:
-        self.unsent += pack(message)
-        self.send_rest()
-
-    def send_rest(self) -> None:
-        with contextlib.suppress(OSError):  # its end is read
-            send_ready(self.sock, self.unsent)
 
 
 class MemberService:
@@ -121,7 +113,7 @@ class MemberService:
     def tell(self, name: str, message: dict[str, Any]) -> None:
         found = [one for one in self._connections if one.name == name]
         if found:
-            found[-1].send(message)
+            found[-1].out.send(message)
         else:
             self._untold.setdefault(name, []).append(message)
 
@@ -153,7 +145,7 @@ class MemberService:
     def _tell_agent(self, host: str, message: dict[str, Any]) -> None:
         for one in self._connections:
             if one.host == host:
-                one.send(message)
+                one.out.send(message)
 
     # The loop
 
@@ -182,7 +174,7 @@ class MemberService:
     def _beat(self, now: float) -> None:
         for one in list(self._connections):
             if one.host:
-                one.send({})
+                one.out.send({})
                 if now - one.heard > self._lost_s:
                     self._lose(one.host, f"nothing was heard of {one.host} for {self._lost_s:g} s")
             elif not one.name and now - one.heard > _STRANGER_S:
@@ -193,7 +185,9 @@ class MemberService:
             selector.register(self._woken, selectors.EVENT_READ)
             selector.register(self._listener, selectors.EVENT_READ)
             for one in self._connections:
-                selector.register(one.sock, selectors.EVENT_READ | (selectors.EVENT_WRITE if one.unsent else 0), one)
+                selector.register(
+                    one.sock, selectors.EVENT_READ | (selectors.EVENT_WRITE if one.out.unsent else 0), one
+                )
             ready = selector.select(timeout_s)
         # What a process has said is heard before its agent's word that it has ended.
         for key, events in sorted(ready, key=lambda one: bool(one[0].data and one[0].data.host)):
@@ -206,7 +200,7 @@ class MemberService:
                     self._connections.append(_Connection(self._listener.accept()[0]))
             elif key.data in self._connections:  # it may have been dropped just now
                 if events & selectors.EVENT_WRITE:
-                    key.data.send_rest()
+                    key.data.out.send_rest()
                 if events & selectors.EVENT_READ:
                     self._read(key.data)
 
@@ -239,7 +233,7 @@ class MemberService:
                 raise ValueError("not the token of this job")
             one.name, one.host = str(message.get("name", "")), str(message.get("host", ""))
             for told in self._untold.pop(one.name, []) if one.name else []:
-                one.send(told)
+                one.out.send(told)
             if one.host in self._gone:
                 self._gone.remove(one.host)
                 self.note("host_back", host=one.host)

@@ -6,6 +6,7 @@ connection.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 from collections.abc import Iterator
@@ -44,6 +45,30 @@ def send_ready(sock: socket.socket, unsent: bytearray) -> None:
             del unsent[: sock.send(unsent)]
     except BlockingIOError:
         pass
+
+
+class Outbox:
+    """Messages on their way into a socket that nobody waits for. Not collective.
+
+    Args:
+        sock: it does not block.
+
+    Attributes:
+        unsent: what it has not taken yet.
+    """
+
+    def __init__(self, sock: socket.socket):
+        self._sock, self.unsent = sock, bytearray()
+
+    def send(self, message: object) -> None:
+        """Send a message, or keep what the socket does not take; that the connection is lost is seen by who reads."""
+        self.unsent += pack(message)
+        self.send_rest()
+
+    def send_rest(self) -> None:
+        """Send more of what was kept."""
+        with contextlib.suppress(OSError):
+            send_ready(self._sock, self.unsent)
 
 
 class Frames:
