@@ -115,7 +115,6 @@ def test_what_needs_an_extra_names_it(plain_environment: Path, tmp_path: Path) -
         return done.stderr
 
     assert "pip install 'mlflash[s3]'" in say("status", "--job", "j", "--directory", "s3://bucket/run")
-    assert "pip install 'mlflash[mpich]'" in say("run", "-N", 1, "--job", "j", "--", "true")
     assert "pip install 'mlflash[mpich]'" in say("demo")
 
 
