@@ -141,6 +141,7 @@ class _Rounds:
         reach("round.seated")
         for one in groups.registered:
             one.take(seat.rank)
+        self._link.say({"here": seat.round})
         os.environ.update({"RANK": str(seat.rank), "WORLD_SIZE": str(seat.size)})
         zygote, self._zygote = self._zygote or start_zygote(seat.size), None
         meeting = Meeting(

@@ -2,11 +2,12 @@
 
 Each process connects here, and each `host_agent`; messages are those of `wireup.frames`. The first one that comes over
 a connection has the token, and the name of the process, or of the host. A process says ``{"ready": true}`` when it
-waits for a rank, ``{"left": round}``, ``{"trains": round, "step", "times"}``, ``{"done": round}`` when training has
-come to its end, and on rank 0 ``{"text": round, "what", "is"}`` for all. It is told ``{"seat": {"round", "rank",
-"size", "lost_s", "ready_s"}}``, ``{"lost": round, "ranks", "why"}`` and such texts. An agent says ``{}`` as a sign of
-life, and ``{"ended": name, "code"}``; it is told ``{"one": name, "local"}`` (start another process that waits),
-``{"kill": name}``, and ``{}`` as a sign of life: without any it kills what it has.
+waits for a rank, ``{"left": round}``, ``{"here": round}`` when it has come to a round and may have to wait for others
+there, ``{"trains": round, "step", "times"}``, ``{"done": round}`` when training has come to its end, and on rank 0
+``{"text": round, "what", "is"}`` for all. It is told ``{"seat": {"round", "rank", "size", "lost_s", "ready_s"}}``,
+``{"lost": round, "ranks", "why"}`` and such texts. An agent says ``{}`` as a sign of life, and ``{"ended": name,
+"code"}``; it is told ``{"one": name, "local"}`` (start another process that waits), ``{"kill": name}``, and ``{}`` as a
+sign of life: without any it kills what it has.
 
 One thread does all of this; another one writes down what happens, as files and terminals may hang.
 """
@@ -246,6 +247,8 @@ class MemberService:
             self.membership.ready(one.name, now)
         elif "left" in message:
             self.membership.left(one.name, int(message["left"]), now)
+        elif "here" in message:
+            self.membership.here(one.name, int(message["here"]))
         elif "trains" in message:
             number, step, times = int(message["trains"]), int(message["step"]), dict(message["times"])
             self.membership.trains(one.name, number, step, times, now)

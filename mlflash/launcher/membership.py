@@ -59,6 +59,7 @@ class Member:
         rank: that it has, or had when it ended; None: it waits for one.
         is_ready: whether it has said that it waits.
         left: the round that it has said to have left last; that before the first is 0.
+        is_here: whether it has come to this round, with the rank that it has there.
         is_in: whether it trains in this round.
         is_done: whether it has come to the end of training, and has not ended yet.
         code: how it ended, as a shell says it; None: it has not.
@@ -70,6 +71,7 @@ class Member:
     rank: int | None = None
     is_ready: bool = False
     left: int = 0
+    is_here: bool = False
     is_in: bool = False
     is_done: bool = False
     code: int | None = None
@@ -126,6 +128,10 @@ class Membership:
         member = self._members[name]
         member.left, member.is_ready = number, True
         self._look(now)
+
+    def here(self, name: str, number: int) -> None:
+        """Hear that a process has come to a round, and waits for others."""
+        self._members[name].is_here = number == self.round
 
     def trains(self, name: str, number: int, step: int, times: dict[str, float], now: float) -> None:
         """Hear that a process has begun a round, at a step, and how long what took, seconds."""
@@ -207,10 +213,14 @@ class Membership:
             self._end(f"no process was ready in time to take the place of {self._named()}", self._code)
             return
         self._until = now + self._deadlines.ready_s  # for those to end that are killed
-        for one in self._staying():
-            if one.left < self.round if self._phase == "leaving" else not one.is_in:
-                self._acts.note("late", round=self.round, rank=one.rank, phase=self._phase)
-                self._acts.kill(one.name)
+        if self._phase == "leaving":
+            late = [one for one in self._staying() if one.left < self.round]
+        else:  # who is there waits for who is not
+            late = [one for one in self._staying() if not one.is_here and not one.is_in]
+            late = late or [one for one in self._staying() if not one.is_in]
+        for one in late:
+            self._acts.note("late", round=self.round, rank=one.rank, phase=self._phase)
+            self._acts.kill(one.name)
 
     @property
     def until(self) -> float:
@@ -284,7 +294,7 @@ class Membership:
         self._phase, self._until = "seating", now + self._deadlines.ready_s
         self._times, self._texts = {}, {}
         for one in self._seated():
-            one.is_in = False
+            one.is_here = one.is_in = False
             self._give(one)
 
     def _give(self, member: Member) -> None:

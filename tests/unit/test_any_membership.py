@@ -39,7 +39,7 @@ class World(Job):
             assert one.is_ready and (one.seat is None or one.seat < seat)
             assert self.holders.setdefault(seat, name) == name
             assert seat[0] == 1 or one.owes == "", f"{name} has not left {one.seat}, and gets {seat}"
-            one.seat, one.owes = seat, "trains"
+            one.seat, one.owes = seat, "here"
         else:
             assert one.seat is not None and message["lost"] == one.seat[0]
             one.owes = "left"
@@ -62,6 +62,9 @@ class World(Job):
             self.ready(name)
         elif owes == "left":
             self.leave(name)
+        elif owes == "here":
+            self.it.here(name, self.it.round)
+            one.owes = "trains"
         elif owes == "trains":
             self.train(name, step=self.it.round)
 
@@ -138,7 +141,7 @@ def test_whatever_happens_no_rank_has_two_processes_or_none_and_it_comes_to_an_e
     ranks: str, spares: str, begins: bool, events: list[tuple[int, int]]
 ) -> None:
     world = World(ranks, spares)
-    for name in [*world.processes] * 2 if begins else ():
+    for name in [*world.processes] * 3 if begins else ():
         world.answer(name)
     for kind, who in events:
         happens(world, kind, who)

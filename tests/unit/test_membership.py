@@ -200,6 +200,25 @@ def test_one_that_does_not_begin_the_next_round_in_time_is_killed_and_replaced()
     assert job.notes[-1][0] == "recovered" and job.it.until == float("inf")
 
 
+def test_who_waits_in_a_round_for_one_that_does_not_come_is_not_killed_with_it() -> None:
+    job = Job("a b c", "d e")
+    job.end("b0")
+    job.leave("a0", "c0")
+    job.it.here("a0", 1)  # of the last round
+    for name in ("c0", "d0"):
+        job.it.here(name, 2)
+    job.later(120)
+    assert job.killed == ["a0"]
+    job.end("a0")
+    job.leave("c0", "d0")
+    assert job.it.round == 3
+    for name in ("c0", "d0", "e0"):
+        job.it.here(name, 3)
+    job.train("d0")
+    job.later(120)
+    assert job.killed == ["a0", "e0", "c0"]  # all are there, and nobody knows for whom two of them wait
+
+
 def test_it_is_over_when_no_process_is_ready_in_time() -> None:
     job = Job("a b c")
     job.end("b0", code=9, why="it fell")
