@@ -29,8 +29,9 @@ from mlflash.courier import linked
 from mlflash.courier.choice import Choice, choose
 from mlflash.errors import ConfigError, MlflashError, MpiUnavailable, WorldMismatch
 from mlflash.in_place.decider_link import decider, is_spare
+from mlflash.in_place.forked_spare import fork_spares
 from mlflash.mpi.world import find_comm
-from mlflash.wireup.launcher_variables import KEPT, is_on_one_host, launched
+from mlflash.wireup.launcher_variables import KEPT, PRESUMED, is_on_one_host, launched
 from mlflash.wireup.own_address import own_address
 from mlflash.wireup.pmi_client import uses_mpi
 from mlflash.wireup.rendezvous import rendezvous, way
@@ -135,11 +136,13 @@ def _init_kept(backend: str | None, given: dict[str, Any], timeout: datetime.tim
     if backend is not None or any(value not in (None, -1) for value in given.values()):
         raise ConfigError("where ranks are exchanged, init_process_group takes no backend, store or ranks",
                           expected="none of them", found=str(backend or given))  # fmt: skip
+    if is_spare() and not torch.cuda.is_initialized():
+        fork_spares(lambda: not torch.cuda._is_in_bad_fork())
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     link = decider()
     if is_spare() and link is not None:
-        kept_groups.init_process_group(int(os.environ.get("MLFLASH_PRESUMED", "0")), link.size, timeout)
+        kept_groups.init_process_group(int(os.environ.get(PRESUMED, "0")), link.size, timeout)
         return
     kept_groups.init_process_group(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timeout)
     linked.link(_config("process"))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import os
-import sys
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -17,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mlflash.in_place import groups
 from mlflash.in_place.decider_link import Seat, is_spare
+from mlflash.in_place.forked_spare import begin_anew
 from mlflash.wireup.own_address import own_address
 
 from . import exchangeable_group
@@ -74,17 +74,9 @@ class TorchGroups:
         all_ranks = dist.get_world_size()
         knows = any(type(one) is DeviceMesh for one in gc.get_objects())
         if knows or any(group.size() != all_ranks for group in exchangeable_group.groups()):
-            _begin_anew(rank)
+            begin_anew(rank)
         for group in exchangeable_group.groups():
             group.take(rank)
-
-
-def _begin_anew(rank: int) -> None:
-    """Run this program from its beginning, in the same process, with a rank that it knows from then on."""
-    os.environ["MLFLASH_PRESUMED"] = str(rank)
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 def _looks(model: nn.Module) -> list[tuple[str, tuple[int, ...]]]:

@@ -12,7 +12,6 @@ code that is not 0.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import dataclasses
 import json
 import os
@@ -27,6 +26,7 @@ from collections.abc import Collection
 from typing import IO, Any
 
 from ..wireup.launcher_variables import without_rank
+from ..wireup.own_process import end_with
 from ..wireup.rendezvous import ports_of
 from .kept_processes import KeptProcesses
 from .line_stream import Lines, Sink
@@ -37,8 +37,6 @@ LOST = 255
 """Exit code where nobody gives orders any more; that of ssh, too."""
 SILENCE_S = 60.0
 """Seconds without an order, or a sign of life, after which nobody is thought to be there."""
-_PR_SET_PDEATHSIG = 1
-_libc = ctypes.CDLL(None)  # loaded before any fork
 _MEETS = ("MASTER_ADDR", "MASTER_PORT")
 _END_S = 5.0  # from SIGTERM to SIGKILL
 _FLUSH_S = 5.0  # for what was printed to be taken
@@ -273,10 +271,11 @@ class HostAgent:
             environment |= self._kept.environment(name, spec.size)
         if not mine:  # it has no rank yet, and must not meet those that have
             environment = {key: value for key, value in environment.items() if key not in _MEETS}
+        me = os.getpid()  # which may end before the sweeper knows of the rank
         try:
             process = subprocess.Popen(
                 spec.argv, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE, start_new_session=True, preexec_fn=_die_with_me,
+                stderr=subprocess.PIPE, start_new_session=True, preexec_fn=lambda: end_with(me),
             )  # fmt: skip
         except OSError as error:
             self._fail(f"{spec.argv[0]} cannot be started: {error.strerror}", _NOT_FOUND)
@@ -347,11 +346,6 @@ def _copy(pipe: IO[bytes], stop: int, sink: Sink) -> None:
         sink.write(lines.add(printed))
     sink.write(lines.rest())
     pipe.close()
-
-
-def _die_with_me() -> None:
-    """Have a rank killed with this process, which may end before the sweeper knows of the rank."""
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _kill_group(group: int, number: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import select
 import socket
 import time
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..wireup.frames import BadFrame, Frames, Outbox
-from ..wireup.launcher_variables import KEPT
+from ..wireup.launcher_variables import KEPT, SEED
 
 LARGEST_NBYTES = 1 << 16
 """Of a message, either way."""
@@ -109,7 +110,10 @@ class KeptProcesses:
 
 
 def _is_stopped(pid: int) -> bool:
+    """Whether a process is stopped, or that which it has forked to train in its place (`in_place.forked_spare`)."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "T"  # not by a debugger
-    except OSError:
+        _, name, rest = re.split(r" \(|\) ", Path(f"/proc/{pid}/stat").read_text(), maxsplit=2)
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split() if name == SEED else []
+    except (OSError, ValueError):
         return False
+    return rest[0] == "T" or any(_is_stopped(int(child)) for child in children)  # not by a debugger

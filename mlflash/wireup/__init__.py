@@ -12,6 +12,6 @@ everything and forks (`forked_courier`, `courier_process`); `pmi_server` answers
 ranks are by `process_mapping`; `mpich_segments` removes what a killed one leaves in `/dev/shm`. A rank that leaves the
 job without a word is made known by its zygote (`departures`). Where a `zygote_host` of the job is there, it starts the
 zygotes of its node, which then outlive what kills a trainer with all that it has started. Processes of one user meet in
-a `private_directory`. Messages are `frames`.
+a `private_directory`; what Linux does for one that asks is `own_process`. Messages are `frames`.
 It imports `errors`.
 """

@@ -7,7 +7,6 @@ has forked others.
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import logging
 import os
@@ -21,12 +20,9 @@ from typing import NoReturn
 from . import cross_memory
 from .frames import pack
 from .mpich_segments import mapped_by
+from .own_process import end_with
 
 log = logging.getLogger("mlflash")
-
-_PR_SET_PDEATHSIG = 1
-# Loaded before any fork. None is the program itself, whose C library is there already.
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclasses.dataclass
@@ -112,9 +108,7 @@ def _leave(zygote_pid: int, kept: Collection[int]) -> None:
             continue
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # a trainer that has gone is an OSError of a write, as in any Python
     # Nobody would see its end or remove what it leaves.
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != zygote_pid:
-        os._exit(1)
+    end_with(zygote_pid)
     # Closed below their sockets: those stay referenced by the zygote's frames, which never return here.
     for fd in [int(name) for name in os.listdir("/proc/self/fd")]:
         if fd not in kept:

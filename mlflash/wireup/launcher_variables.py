@@ -13,6 +13,10 @@ from ..errors import WorldMismatch
 
 KEPT = "MLFLASH_KEPT"
 """Set where this process goes on when others are lost: who decides which process has which rank."""
+PRESUMED = "MLFLASH_PRESUMED"
+"""The rank that a process presumes which waits for one."""
+SEED = "mlflash-seed"
+"""The name of a process that waits for its child alone, which is the one that trains: `in_place.forked_spare`."""
 _GPUS = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
 _PREFIXES = ("PMI", "HYD", "OMPI", "PRTE", "SLURM_PMI", "MPI_LOCAL")  # PMI is PMIX, too, and HYD is HYDI
 # What else is said of one rank, or one step, alone.
