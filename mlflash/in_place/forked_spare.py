@@ -2,18 +2,22 @@
 
 A model with a device mesh knows its rank, and a spare has made it before it gets one. So what waits is a child of the
 process that was started (`fork_spares`), forked before anything that knows of ranks is made. Where it gets another rank
-than it presumed (`begin_anew`), its parent, the *seed*, forks a new one, which imports nothing. The seed does nothing
-else, and ends as its child does.
+than it presumed (`begin_anew`), its parent, the *seed*, forks a new one, which imports nothing: what the one before had
+imported on its way (`is_ready`), the seed has imported meanwhile. The seed does nothing else, and ends as its child
+does.
 """
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import os
 import random
+import select
 import signal
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -21,7 +25,8 @@ from ..wireup.launcher_variables import PRESUMED, SEED
 from ..wireup.own_process import end_with, set_name
 
 _seed: int | None = None  # the descriptor of a socket, which is kept to the end of this process
-_GO, _NO, _UNFIT = b"+", b"-", b"unfit"
+_GO, _NO = b"+", b"-"
+_UNFIT, _IMPORTED = "unfit", "imported "
 
 
 def fork_spares(fits: Callable[[], bool]) -> None:
@@ -32,8 +37,8 @@ def fork_spares(fits: Callable[[], bool]) -> None:
     Args:
         fits: says, in a child, whether the program can go on there.
     """
-    me, name = os.getpid(), Path("/proc/self/comm").read_text().strip()
-    before, drawn = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals()), random.getstate()
+    me, name, drawn = os.getpid(), Path("/proc/self/comm").read_text().strip(), random.getstate()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # a seed leaves them to its child
     while True:
         ours, its = socket.socketpair()
         _flush()
@@ -41,27 +46,34 @@ def fork_spares(fits: Callable[[], bool]) -> None:
         if child == 0:
             ours.close()
             end_with(me)
-            if its.recv(1) == _NO:
+            if its.recv(1) != _GO:
                 os._exit(0)
-            _begin(its.detach(), fits)
             set_name(name)
             random.setstate(drawn)  # which Python has seeded anew
+            _begin(its.detach(), fits)
             break
         its.close()
         # Libraries that can be forked, such as OpenBLAS, have ended their threads for it.
         is_alone = len(os.listdir("/proc/self/task")) == 1
-        if is_alone:
-            set_name(SEED)
-        ours.sendall(_GO if is_alone else _NO)
+        set_name(SEED if is_alone else name)
+        with ours:
+            ours.sendall(_GO if is_alone else _NO)
+            said = _serve(child, ours)
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        said = _said(ours)
-        if not is_alone or said == _UNFIT:
+        if said.isdecimal():
+            os.environ[PRESUMED] = said
+        elif is_alone and said != _UNFIT:
+            os._exit(status if status >= 0 else 128 - status)
+        else:
             set_name(name)
             break
-        if not said:
-            os._exit(status if status >= 0 else 128 - status)
-        os.environ[PRESUMED] = said.decode()
-    signal.pthread_sigmask(signal.SIG_SETMASK, before)  # a seed leaves all signals to its child
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def is_ready() -> None:
+    """Tell the seed of this process what was imported since, so that the next one has it. Not collective."""
+    if _seed is not None:
+        _say(_seed, _IMPORTED + " ".join(sys.modules))
 
 
 def begin_anew(rank: int) -> NoReturn:
@@ -72,7 +84,8 @@ def begin_anew(rank: int) -> NoReturn:
     """
     _flush()
     if _seed is not None:
-        _end(_seed, b"%d" % rank)
+        _say(_seed, str(rank))
+        os._exit(0)
     os.environ[PRESUMED] = str(rank)
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
@@ -80,23 +93,41 @@ def begin_anew(rank: int) -> NoReturn:
 def _begin(seed: int, fits: Callable[[], bool]) -> None:
     global _seed
     if not fits():
-        _end(seed, _UNFIT)
+        _say(seed, _UNFIT)
+        os._exit(0)
     _seed = seed
 
 
-def _end(seed: int, said: bytes) -> NoReturn:
-    os.write(seed, said)
-    os._exit(0)
+def _say(seed: int, line: str) -> None:
+    os.write(seed, f"{line}\n".encode())
 
 
-def _said(ours: socket.socket) -> bytes:
-    """What a child that has ended has said; what it has started may have the other end still."""
-    with ours:
-        ours.setblocking(False)
-        try:
-            return ours.recv(64)
-        except BlockingIOError:
-            return b""
+def _serve(child: int, ours: socket.socket) -> str:
+    """Do what a child says until it has ended; gives its last word."""
+    pidfd, text, last = os.pidfd_open(child), b"", ""
+    heard, has_ended = [ours], False
+    ours.setblocking(False)
+    while not has_ended:
+        has_ended = pidfd in select.select([pidfd, *heard], [], [])[0]
+        with contextlib.suppress(BlockingIOError, ConnectionResetError):
+            while received := ours.recv(1 << 16):  # what the child has started may have the other end, too
+                text += received
+            heard = []
+        *lines, text = text.split(b"\n")
+        for line in lines:
+            last = line.decode()
+            if last.startswith(_IMPORTED):
+                _import(last.split()[1:])
+    os.close(pidfd)
+    return last
+
+
+def _import(names: Sequence[str]) -> None:
+    """Import what of packages that are here already is missing."""
+    for name in names:
+        if name not in sys.modules and name.partition(".")[0] in sys.modules:
+            with contextlib.suppress(Exception, SystemExit):
+                importlib.import_module(name)
 
 
 def _flush() -> None:

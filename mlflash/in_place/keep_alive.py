@@ -19,7 +19,7 @@ from ..courier.choice import start_zygote
 from ..crash_points import reach
 from ..wireup.launch import Meeting
 from ..wireup.zygote_client import ZygoteClient
-from . import groups
+from . import forked_spare, groups
 from .decider_link import DeciderLink, RoundOver, Seat, decider
 
 log = logging.getLogger("mlflash")
@@ -78,6 +78,7 @@ class _Rounds:
         link = self._link
         if "RANK" not in os.environ:
             self._zygote = start_zygote(link.size)
+            forked_spare.is_ready()
         link.on_lost.append(self._interrupt)
         link.say({"ready": True})
         after, times = 0, _Times(time.monotonic())

@@ -26,16 +26,18 @@ say("imports")
 {before}
 fork_spares(lambda: {fits})
 presumed = os.environ.get("MLFLASH_PRESUMED")
-say("presumes", presumed, round(random.random(), 3), os.getpid() == started, Path("/proc/self/comm").read_text().strip())
+{after_fork}
+name = Path("/proc/self/comm").read_text().strip()
+say("presumes", presumed, round(random.random(), 3), os.getpid() == started, name)
 if presumed != "2" and {anew}:
     begin_anew(2 if presumed else 1)
 {after}
 """
 
 
-def run(before: str = "", fits: str = "True", anew: str = "False", after: str = "") -> tuple[int, list[str]]:
+def run(**parts: str) -> tuple[int, list[str]]:
     """Give how the program ends, and what it has printed."""
-    text = PROGRAM.format(before=before, fits=fits, anew=anew, after=after)
+    text = PROGRAM.format(**{"before": "", "fits": "True", "anew": "False", "after": "", "after_fork": "", **parts})
     ran = subprocess.run([sys.executable, "-W", "error", "-c", text], capture_output=True, text=True, timeout=60)
     assert not ran.stderr, ran.stderr
     return ran.returncode, ran.stdout.splitlines()
@@ -44,7 +46,7 @@ def run(before: str = "", fits: str = "True", anew: str = "False", after: str = 
 @pytest.fixture
 def child() -> Iterator[tuple[subprocess.Popen[str], int]]:
     """A seed and its child, which waits."""
-    text = PROGRAM.format(before="", fits="True", anew="False", after="""
+    text = PROGRAM.format(before="", fits="True", anew="False", after_fork="", after="""
 signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(7))
 say(os.getpid())
 while True: signal.pause()""")  # fmt: skip
@@ -64,6 +66,24 @@ def test_who_needs_another_rank_imports_nothing_again() -> None:
     assert name != forked_spare.SEED
     said = [f"presumes {rank} 0.134 False {name}" for rank in (None, 1, 2)]
     assert (code, printed) == (0, ["imports", *said])
+
+
+def test_what_it_has_imported_is_there_in_the_next_one() -> None:
+    """Of packages that were there before; and what cannot be imported harms nobody."""
+    imports = """
+found = [name for name in ("json.tool", "json.missing", "fractions", "logging.handlers") if name in sys.modules]
+say("has", *found)
+import fractions, json.tool, logging.handlers
+sys.modules["json.missing"] = json
+is_ready()
+"""
+    before = "import json, logging\nfrom mlflash.in_place.forked_spare import is_ready"
+    code, printed = run(before=before, anew="True", after_fork=imports)
+    assert code == 0 and [line for line in printed if line.startswith("has")] == [
+        "has",
+        "has json.tool logging.handlers",
+        "has json.tool logging.handlers",
+    ]
 
 
 @pytest.mark.parametrize(("after", "code"), [("sys.exit(3)", 3), ("os.kill(os.getpid(), signal.SIGKILL)", 137)])
