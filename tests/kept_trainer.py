@@ -123,7 +123,9 @@ inner = Model()
 model = wrapped(inner)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.999)
-state = {"model": model, "optimizer": optimizer, "schedule": schedule, "rng": mlflash.rng()}
+# Its scale changes every third step, and once it is too large a step is left out.
+scaler = torch.amp.GradScaler("cpu", growth_interval=3, enabled=KIND in ("ddp", "compiled"))
+state = {"model": model, "optimizer": optimizer, "schedule": schedule, "scaler": scaler, "rng": mlflash.rng()}
 entries = 0
 
 
@@ -152,9 +154,10 @@ def train(ckpt: mlflash.Checkpointer, start: int) -> int:
         die(step, "fetch")
         x = next(data)
         optimizer.zero_grad()
-        model(x).square().mean().backward()
+        scaler.scale(model(x).square().mean()).backward()
         die(step, "optimizer")
-        optimizer.step()
+        scaler.step(optimizer)
+        scaler.update()
         schedule.step()
         die(step, "save")
         ckpt.save(step, state)
@@ -173,7 +176,7 @@ def digest() -> str:
     for tensor in [*tensors, torch.get_rng_state()]:
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         found.update(local.detach().contiguous().numpy().tobytes())
-    return f"{found.hexdigest()} {schedule.get_last_lr()}"
+    return f"{found.hexdigest()} {schedule.get_last_lr()} {scaler.state_dict()}"
 
 
 def note_digest(rank: int, step: int) -> None:
