@@ -3,6 +3,9 @@
     states        state dicts of model and optimizer: local, sharded, full
     ids           checkpoint ids → what is saved, and the step
     groups        the ranks of a process group: their own Checkpointer and gloo group
+    ranker        which ranks hold the same shard
+    load_planner  what does not fit what was saved
+    optimizer_states  the optimizer's part of a sharded checkpoint, loaded by itself
     checkpoints   async_save, maybe_finalize_async_calls, load
 
 Example:
@@ -17,6 +20,8 @@ Example:
 """
 
 from .checkpoints import Checkpoints
+from .ids import DistributedFileSystemReader
+from .ranker import Ranker
 from .states import (
     full_state_dict,
     init_optim_state,
@@ -28,6 +33,8 @@ from .states import (
 
 __all__ = [
     "Checkpoints",
+    "DistributedFileSystemReader",
+    "Ranker",
     "full_state_dict",
     "init_optim_state",
     "load_local_state_dict",

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import DefaultLoadPlanner
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
+from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import _save_state_dict, _stateful_to_state_dict
@@ -25,9 +25,10 @@ from mlflash.checkpointer.disabled import turned_off
 from mlflash.errors import MlflashError, SaveFailed, StateError, StepNotFound, StructureMismatch
 
 from .. import ids as names
-from . import ids
+from . import ids, optimizer_states
 from .groups import Everyone, Group, Member
-from .states import DEGREE
+from .ids import DistributedFileSystemReader
+from .load_planner import LoadPlanner
 
 log = logging.getLogger("mlflash")
 
@@ -138,10 +139,12 @@ class Checkpoints:
     def load(
         self,
         state_dict: dict[str, Any],
-        checkpoint_id: str | os.PathLike[str],
+        checkpoint_id: str | os.PathLike[str] | None = None,
         process_group: Any = None,
         coordinator_rank: int | None = None,
         then: Callable[[], Any] | None = None,
+        *,
+        storage_reader: DistributedFileSystemReader | None = None,
     ) -> int | None:
         """Fill a state dict in place.
 
@@ -157,17 +160,21 @@ class Checkpoints:
             then: called where something was loaded, such as ``lambda: load_local_state_dict(model, optimizer,
                 state_dict)``. What it raises on any rank is raised on all of the group, and nothing is saved under this
                 name then until a load has succeeded.
+            storage_reader: has the id, where none is given.
 
         Returns:
             The step; None, with a warning, where nothing was saved under this name: ``state_dict`` is as it was. 0 for
             a URL.
 
         Raises:
+            ConfigError: there is neither an id nor a reader, or both.
             DeadlineExceeded: not all ranks have come to it in time.
-            StructureMismatch: it is sharded over another number of ranks, or does not look like the saved one.
+            StructureMismatch: it is sharded over another number of ranks, does not look like the saved one, or has an
+                optimizer without state, and the saved one had state.
             StepNotFound: there is no such step.
             Unrestorable: checkpoints of this name are there, and none of them can be loaded.
         """
+        checkpoint_id = ids.only_one(checkpoint_id, storage_reader)
         if not self._serves(checkpoint_id):
             return None
         group = self._group(process_group)
@@ -177,17 +184,12 @@ class Checkpoints:
             return 0
         name, step = names.read(checkpoint_id)
         with self._that_loads(name, group) as (member, every):
-            steps = [] if step is None else member.checkpointer.steps()
-            if not steps:
-                newest = member.checkpointer.adapting.newest_step()
-                if newest is None:
-                    if every.ranks[0] == dist.get_rank():
-                        log.warning("nothing was saved under the id %s: the state that was to be loaded is as it was",
-                                    checkpoint_id)  # fmt: skip
-                    return None
-                step = newest if step is None else step
-            elif step not in steps:
-                raise StepNotFound("memory does not hold this step of it", step=step, found=f"steps in memory: {steps}")
+            step = _found(member, step)
+            if step is None:
+                if every.ranks[0] == dist.get_rank():
+                    log.warning("nothing was saved under the id %s: the state that was to be loaded is as it was",
+                                checkpoint_id)  # fmt: skip
+                return None
             member.reader.reset(f"step-{step}")
             _load(state_dict, member.reader, every.status)
             if then is not None:
@@ -195,6 +197,43 @@ class Checkpoints:
             if every is not group:
                 self._loaded[name] = step
             return step
+
+    def load_sharded_optimizer_state_dict(
+        self,
+        model_state_dict: Any,
+        optimizer_key: str,
+        storage_reader: DistributedFileSystemReader,
+        process_group: Any = None,
+    ) -> dict[str, Any]:
+        """Load the optimizer's part of a sharded checkpoint, for ``FSDP.optim_state_dict_to_load``.
+
+        Collective over all ranks of torch.distributed, each with its own process group, as `load`.
+        `load_sharded_state_dict` does without it, also for FSDP2.
+
+        Args:
+            model_state_dict: is not looked at: an argument of SMP's.
+            optimizer_key: that the optimizer had in what was saved.
+            storage_reader: has the id.
+            process_group: the ranks that share each tensor; None is the default group.
+
+        Returns:
+            ``{optimizer_key: ...}``, with ShardedTensors.
+
+        Raises:
+            StepNotFound: nothing was saved under this id, or mlflash is off and it is no URL.
+        """
+        checkpoint_id = storage_reader.checkpoint_id
+        if not self._serves(checkpoint_id):
+            raise StepNotFound("mlflash is off, and this id is no URL", found=os.fspath(checkpoint_id))
+        group = self._group(process_group)
+        if ids.is_url(checkpoint_id):
+            return _load_optimizer(FsspecReader(os.fspath(checkpoint_id)), None, optimizer_key, group, group.status)
+        name, step = names.read(checkpoint_id)
+        with self._that_loads(name, group) as (member, every):
+            step = _found(member, step)
+            if step is None:
+                raise StepNotFound("nothing was saved under this id", found=os.fspath(checkpoint_id))
+            return _load_optimizer(member.reader, f"step-{step}", optimizer_key, group, every.status)
 
     def _load_url(self, state_dict: dict[str, Any], url: str, group: Group, then: Callable[[], Any] | None) -> None:
         _load(state_dict, FsspecReader(url), group.status)
@@ -279,29 +318,24 @@ class Checkpoints:
         return step if before is None or step is not None else before + 1
 
 
+def _found(member: Member, step: int | None) -> int | None:
+    """The step to load, by default the newest that can be; None: nothing was saved. Collective over the member's ranks.
+
+    Raises:
+        StepNotFound: others are there, and this one is not.
+        Unrestorable: checkpoints are there, and none of them can be loaded.
+    """
+    steps = [] if step is None else member.checkpointer.steps()
+    if not steps:
+        newest = member.checkpointer.adapting.newest_step()
+        return newest if newest is None or step is None else step
+    if step not in steps:
+        raise StepNotFound("memory does not hold this step of it", step=step, found=f"steps in memory: {steps}")
+    return step
+
+
 def _ranks_of(process_group: Any) -> tuple[int, ...]:
     return tuple(dist.get_process_group_ranks(process_group or dist.group.WORLD))
-
-
-class _LoadPlanner(DefaultLoadPlanner):
-    """DCP's planner, which says first whether a local state dict is sharded over as many ranks as the saved one."""
-
-    def set_up_planner(
-        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
-    ) -> None:
-        assert metadata is not None
-        saved, given = _degree(metadata.state_dict_metadata), _degree(state_dict)
-        if saved != given:
-            raise StructureMismatch(
-                "a local state dict goes back to the same number of shards; a sharded one (sharded_state_dict) to any",
-                expected=saved or "no local state dict",
-                found=given or "no local state dict",
-            )
-        super().set_up_planner(state_dict, metadata, is_coordinator)
-
-
-def _degree(state_dict: Mapping[str, Any]) -> str:
-    return next((key for key in state_dict if str(key).startswith(DEGREE)), "")
 
 
 def _save(state_dict: Any, writer: StorageWriter, step: int | None, group: Any, coordinator: int) -> Metadata:
@@ -313,9 +347,19 @@ def _save(state_dict: Any, writer: StorageWriter, step: int | None, group: Any, 
         raise SaveFailed(str(error)) from error
 
 
+def _load_optimizer(reader: StorageReader, step: str | None, key: str, group: Group, loads: Any) -> dict[str, Any]:
+    """Load what is under a key, sharded over a group. Collective over the ranks that load together."""
+    reader.reset(step)
+    metadata = reader.read_metadata()
+    state_dict = optimizer_states.to_fill(metadata, key, group.process_group)
+    reader.reset(step)
+    _load(state_dict, reader, loads)
+    return dict(unflatten_state_dict(state_dict, metadata.planner_data))
+
+
 def _load(state_dict: dict[str, Any], reader: StorageReader, group: Any) -> None:
     try:
-        dcp.load(state_dict, storage_reader=reader, planner=_LoadPlanner(), process_group=group)
+        dcp.load(state_dict, storage_reader=reader, planner=LoadPlanner(), process_group=group)
     except dcp.api.CheckpointException as error:
         ours = [failure for failure, _ in error.failures.values() if isinstance(failure, MlflashError)]
         raise (ours[0] if ours else StructureMismatch(str(error))) from error

@@ -1,0 +1,146 @@
+"""SMP's local and sharded recipes as its page has them, call by call: a reader by its id, groups of replicas."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from fsdp_models import Net, Run, fsdp1, fsdp2, settings
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import StateDictType, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+from torch_jobs import COMM, job
+
+from mlflash import errors
+from mlflash.adapters import fsdp
+
+RANK = COMM.rank
+SAVE_DIR = "/opt/ml/checkpoints"
+
+pytestmark = [
+    pytest.mark.mpi(min_size=4),
+    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning"),  # torch's
+]
+
+
+def replication(ranker: fsdp.Ranker) -> tuple[Any, int]:
+    """The page's loop: the group of the ranks that have the same shard, and the lowest of these."""
+    group, coordinator = None, -1
+    for ranks in ranker.get_rep_groups():
+        rep_group = dist.new_group(ranks)
+        if RANK in ranks:
+            group, coordinator = rep_group, min(ranks)
+    return group, coordinator
+
+
+@pytest.mark.parametrize("make", [fsdp2, fsdp1])
+def test_the_local_recipe(root: Path, make: Any) -> None:
+    with job(), fsdp.Checkpoints(**settings(root)) as checkpoints:
+        run: Run = make(2, 2)
+        run.train(3)
+        ranker = fsdp.Ranker(run.model)
+        group, coordinator_rank = replication(ranker)
+        sub_dir = f"tp0_ep0_fsdp{ranker.shard}"
+        checkpoints.maybe_finalize_async_calls(blocking=True, process_group=group)
+        state_dict = fsdp.local_state_dict(run.model, run.optimizer)
+        checkpoints.async_save(state_dict, checkpoint_id=f"{SAVE_DIR}/{sub_dir}", process_group=group,
+                               coordinator_rank=coordinator_rank)  # fmt: skip
+        checkpoints.maybe_finalize_async_calls(blocking=True, process_group=group)
+        expected = run.train(3)
+    with job(), fsdp.Checkpoints(**settings(root)) as checkpoints:
+        run = make(2, 2, seed=1)
+        ranker = fsdp.Ranker(run.model)
+        storage_reader = fsdp.DistributedFileSystemReader(f"{SAVE_DIR}/tp0_ep0_fsdp{ranker.shard}")
+        group, coordinator_rank = replication(ranker)
+        state_dict = fsdp.local_state_dict(run.model, run.optimizer)
+        with pytest.raises(errors.StructureMismatch, match="init_optim_state"):
+            checkpoints.load(state_dict=state_dict, process_group=group, coordinator_rank=coordinator_rank,
+                             storage_reader=storage_reader)  # fmt: skip
+        fsdp.init_optim_state(run.optimizer, skip_empty_param=True)
+        state_dict = fsdp.local_state_dict(run.model, run.optimizer)
+        checkpoints.load(state_dict=state_dict, process_group=group, coordinator_rank=coordinator_rank,
+                         storage_reader=storage_reader)  # fmt: skip
+        fsdp.load_local_state_dict(run.model, run.optimizer, state_dict)
+        run.steps = 3
+        assert run.train(3) == pytest.approx(expected, rel=1e-6)
+
+
+@contextlib.contextmanager
+def sharded(run: Run) -> Iterator[None]:
+    with FSDP.state_dict_type(run.model, StateDictType.SHARDED_STATE_DICT):
+        yield
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_the_sharded_recipe(root: Path, replicas: int) -> None:
+    """Two replicas of FSDP1 hold two shards each; on the way back one is sharded over all four, or two as before."""
+    checkpoint_id = f"{SAVE_DIR}/tp0_ep0"
+    with job(), fsdp.Checkpoints(**settings(root)) as checkpoints:
+        run = fsdp1(2, 2)
+        run.train(3)
+        ranker = fsdp.Ranker(run.model)
+        action_rank = ranker.get_rep_rank(RANK) == 0
+        assert isinstance(run.model, FSDP)
+        process_group = run.model.process_group
+        coordinator_rank = min(dist.get_process_group_ranks(process_group))
+        checkpoints.maybe_finalize_async_calls(blocking=True, process_group=process_group)
+        with sharded(run):
+            state_dict = {"model": run.model.state_dict(), "optimizer": FSDP.optim_state_dict(run.model, run.optimizer)}
+        if action_rank:
+            checkpoints.async_save(state_dict, checkpoint_id=checkpoint_id, process_group=process_group,
+                                   coordinator_rank=coordinator_rank)  # fmt: skip
+        checkpoints.maybe_finalize_async_calls(blocking=True, process_group=process_group)
+        expected = run.train(3)
+    with job(), fsdp.Checkpoints(**settings(root)) as checkpoints:
+        run = fsdp1(replicas, 4 // replicas, seed=1)
+        reader = fsdp.DistributedFileSystemReader(checkpoint_id)
+        assert isinstance(run.model, FSDP)
+        process_group = run.model.process_group
+        coordinator_rank = min(dist.get_process_group_ranks(process_group))
+        with sharded(run):
+            state_dict = {"model": run.model.state_dict()}
+            checkpoints.load(state_dict, storage_reader=reader, process_group=process_group,
+                             coordinator_rank=coordinator_rank)  # fmt: skip
+            run.model.load_state_dict(state_dict["model"])
+            optim_state = checkpoints.load_sharded_optimizer_state_dict(
+                model_state_dict=state_dict["model"], optimizer_key="optimizer", storage_reader=reader,
+                process_group=process_group,
+            )  # fmt: skip
+            flattened = FSDP.optim_state_dict_to_load(run.model, run.optimizer, optim_state["optimizer"],
+                                                      group=process_group)  # fmt: skip
+            run.optimizer.load_state_dict(flattened)
+        run.steps = 3
+        assert run.train(3) == pytest.approx(expected, rel=1e-5)
+
+
+def test_replicas_are_found_in_a_model() -> None:
+    with job():
+        alone, rows = [[0], [1], [2], [3]], init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+        assert fsdp.Ranker(Net()).get_rep_groups() == alone, "it may be a stage of a pipeline"
+        assert fsdp.Ranker(DistributedDataParallel(Net())).get_rep_groups() == [[0, 1, 2, 3]]
+        for make in (fsdp1, fsdp2):
+            ranker = fsdp.Ranker(make(2, 2).model)
+            assert ranker.get_rep_groups() == [[0, 2], [1, 3]] and ranker.shard == RANK % 2
+            assert [ranker.get_rep_rank(rank) for rank in range(4)] == [0, 0, 1, 1]
+            assert fsdp.Ranker(make(1, 4).model).get_rep_groups() == alone
+        columns = parallelize_module(Net(), rows["tensor"], {"first": ColwiseParallel()})
+        assert fsdp.Ranker(columns).get_rep_groups() == alone
+        fully_shard(columns, mesh=rows["data"])
+        assert fsdp.Ranker(columns).get_rep_groups() == alone
+
+
+def test_an_id_or_a_reader_and_not_both() -> None:
+    with job(), fsdp.Checkpoints(enabled=False) as checkpoints:
+        reader = fsdp.DistributedFileSystemReader("a")
+        for given in ({}, {"checkpoint_id": "a", "storage_reader": reader}):
+            with pytest.raises(errors.ConfigError, match="storage_reader="):
+                checkpoints.load({}, **given)  # type: ignore[arg-type]
+        assert checkpoints.load({}, storage_reader=reader) is None
+        with pytest.raises(errors.StepNotFound, match="off"):
+            checkpoints.load_sharded_optimizer_state_dict({}, "optimizer", reader)
