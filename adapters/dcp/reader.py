@@ -149,16 +149,21 @@ class MemoryReader(StorageReader):
         return done
 
 
-def latest(checkpointer: Checkpointer) -> str | None:
+def latest(checkpointer: Checkpointer, instead: object = None) -> str | None:
     """Name the newest checkpoint that can be loaded, such as ``"step-00000012"``; None where there is none.
 
     Collective over the Checkpointer's comm. Every byte of it is verified: an older one is named where the newest is
     damaged beyond repair. The newest is the one saved last.
 
+    Args:
+        checkpointer: in whose memory to look.
+        instead: what training can go on from besides, such as the path of a checkpoint on disk, the same on all ranks.
+            Where there is something, checkpoints that cannot be loaded are a warning, and None. Default: nothing.
+
     Raises:
-        Unrestorable: checkpoints are there, and none of them can be loaded.
+        Unrestorable: checkpoints are there, none of them can be loaded, and there is nothing ``instead``.
     """
-    step = checkpointer.adapting.newest_step()
+    step = checkpointer.adapting.newest_step(instead)
     return None if step is None else f"step-{step:08d}"
 
 

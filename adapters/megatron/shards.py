@@ -30,6 +30,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 
 from mlflash import Checkpointer
+from mlflash.errors import Unrestorable
 
 from ..dcp import MemoryReader, MemoryWriter
 from ..ids import step_of
@@ -136,13 +137,15 @@ class LoadShards(stock.TorchDistLoadShardedStrategy):
         self._reader, self._adapting = _Reader(checkpointer, source, enabled), checkpointer.adapting
         self._directories = _Directories()
 
-    def directory(self, step: int | None = None) -> str | None:
+    def directory(self, step: int | None = None, instead: object = None) -> str | None:
         """Make the directory that `dist_checkpointing.load` wants, in this machine's temporary files, from the memory.
 
         Collective over the Checkpointer's comm.
 
         Args:
             step: of the checkpoint; None: the newest.
+            instead: what training can go on from besides, such as the path of a checkpoint of Megatron's, the same on
+                all ranks. Where there is something, checkpoints that cannot be loaded are a warning, and None.
 
         Returns:
             Its path, which ends with the step; None where there is no checkpoint.
@@ -150,8 +153,13 @@ class LoadShards(stock.TorchDistLoadShardedStrategy):
         Raises:
             StepNotFound: there is no such step.
             StructureMismatch: it was not saved through `SaveShards`.
+            Unrestorable: checkpoints are there, none of them can be loaded, and there is nothing ``instead``.
         """
-        found = self._reader.bytes_of(_COMMON, step)
+        try:
+            found = self._reader.bytes_of(_COMMON, step)
+        except Unrestorable as error:  # the same on all ranks
+            self._adapting.go_on_instead(error, instead)
+            return None
         if found is None:
             return None
         step, content = found
