@@ -22,6 +22,7 @@ from ..pickles import allow
 from .install import checkpointing_context, install
 from .local import LocalCheckpoints
 from .nvrx import CheckpointingException, work_without_nvrx
+from .request import AsyncRequest
 
 _OF_MEGATRON = {"LoadShards": "shards", "SaveShards": "shards"}  # which import Megatron
 
@@ -32,5 +33,5 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-__all__ = ["CheckpointingException", "LoadShards", "LocalCheckpoints", "SaveShards", "allow", "checkpointing_context",
-           "install", "work_without_nvrx"]  # fmt: skip
+__all__ = ["AsyncRequest", "CheckpointingException", "LoadShards", "LocalCheckpoints", "SaveShards", "allow",
+           "checkpointing_context", "install", "work_without_nvrx"]  # fmt: skip

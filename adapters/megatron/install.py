@@ -14,7 +14,7 @@ import types
 from typing import Any
 
 from . import nvrx
-from .local import LocalCheckpoints
+from .local import CkptID, LocalCheckpoints
 from .replication import Clique
 
 _LOCAL = "nvidia_resiliency_ext.checkpointing.local"
@@ -52,11 +52,16 @@ def install(redundancy: str | None = None, enabled: bool = True, **settings: Any
 
     for name, values in {
         "base_state_dict": {"TensorAwareStateDict": nvrx.TensorAwareStateDict},
-        "ckpt_managers.base_manager": {"BaseCheckpointManager": nvrx.BaseCheckpointManager,
-                                       "CheckpointingException": nvrx.CheckpointingException},
+        "ckpt_managers.base_manager": {
+            "BaseCheckpointManager": nvrx.BaseCheckpointManager, "CheckpointingException": nvrx.CheckpointingException,
+            "CkptID": CkptID, "SameMachineReplicationException": nvrx.SameMachineReplicationException,
+        },
         "ckpt_managers.local_manager": {"LocalCheckpointManager": Installed},
         "replication.group_utils": {"GroupWrapper": None, "parse_group_sequence": None},
-        "replication.strategies": {"CliqueReplicationStrategy": Clique, "LazyCliqueReplicationStrategy": Clique},
+        "replication.strategies": {
+            "CliqueReplicationStrategy": Clique, "LazyCliqueReplicationStrategy": Clique,
+            "NoReplicasAvailableError": nvrx.NoReplicasAvailableError, "ReplicationStrategy": nvrx.ReplicationStrategy,
+        },
     }.items():  # fmt: skip
         module = _module(f"{_LOCAL}.{name}")
         for which, value in values.items():

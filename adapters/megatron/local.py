@@ -51,6 +51,8 @@ class LocalCheckpoints(BaseCheckpointManager):
         directory: where the checkpoints go that are drained or scavenged, and come back from where memory has none
             that is newer; then it names them, too. Default: none.
         enabled: False, or ``MLFLASH_DISABLE=1``: none is saved, and none is found.
+        instead: what training can go on from besides, such as the path of a checkpoint on disk. Where there is
+            something, or Megatron has a persistent checkpoint, those that cannot be loaded are a warning, and -1.
         settings: as those of a Checkpointer.
 
     Attributes:
@@ -59,9 +61,10 @@ class LocalCheckpoints(BaseCheckpointManager):
     """
 
     def __init__(self, local_ckpt_dir: str | os.PathLike[str], session_id: str = "", repl_strategy: Any = None,
-                 directory: str | os.PathLike[str] | None = None, enabled: bool = True, **settings: Any):  # fmt: skip
+                 directory: str | os.PathLike[str] | None = None, enabled: bool = True, instead: object = None,
+                 **settings: Any):  # fmt: skip
         self.root_local_ckpt_dir = Path(local_ckpt_dir)
-        self.session_id, self.repl_strategy = session_id, repl_strategy
+        self.session_id, self.repl_strategy, self._instead = session_id, repl_strategy, instead
         self.latest_iteration = -1
         self.persistent_dir: str | os.PathLike[str] | None = None
         named = os.path.join(self.root_local_ckpt_dir if directory is None else directory, session_id)
@@ -73,7 +76,10 @@ class LocalCheckpoints(BaseCheckpointManager):
     @property
     def rank(self) -> int:
         """Rank in torch.distributed; 0 without it."""
-        return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+        if torch.distributed.is_initialized():
+            return torch.distributed.get_rank()
+        log.warning("Torch distributed backend has not been initialized.")
+        return 0
 
     @property
     def local_ckpt_dir(self) -> Path:
@@ -98,13 +104,13 @@ class LocalCheckpoints(BaseCheckpointManager):
             what was drained there counts, too.
 
         Raises:
-            Unrestorable: checkpoints are there, none of them can be loaded, and Megatron has no persistent one. Where
-                it has one that is a warning, and -1.
+            Unrestorable: checkpoints are there, none of them can be loaded, Megatron has no persistent one, and
+                nothing was given as ``instead``.
         """
         if self.latest_iteration == -1:
             adapting = self.checkpointer.adapting
             given = self.persistent_dir or getattr(persistent.arguments(), "load", None)
-            instead = adapting.seen_by_first(lambda: given if persistent.iteration_in(given) else None)
+            instead = adapting.seen_by_first(lambda: given if persistent.iteration_in(given) else self._instead)
             found = adapting.newest_alike(instead)
             self.latest_iteration = -1 if found is None else found
         return self.latest_iteration
@@ -141,7 +147,8 @@ class LocalCheckpoints(BaseCheckpointManager):
         is replaced by a copy or a placeholder, and the checkpoint before the newest one is kept in memory, too.
 
         Args:
-            state_dict: has ``pop_tensors`` and ``insert_tensors``.
+            state_dict: has ``pop_tensors`` and ``insert_tensors``; where these raise NotImplementedError, it is pickled
+                with its tensors, which go into the slot all the same.
             iteration: larger than that of the newest checkpoint; one whose save has failed may come again.
             is_async: do not wait for the commit.
 
@@ -153,8 +160,7 @@ class LocalCheckpoints(BaseCheckpointManager):
             CheckpointingException: on all ranks, where it failed on any; the older checkpoint is untouched. With
                 ``is_async`` from the finalizing function.
         """
-        if iteration < 0:
-            raise CheckpointingException(f"Invalid iteration: expected a non-negative value, got {iteration}.")
+        self._ckpt_id(iteration)  # refuses a negative one
         assert self.latest_iteration < iteration, (
             f"A newer checkpoint is already available: {self.latest_iteration} (saving {iteration})"
         )
@@ -177,6 +183,7 @@ class LocalCheckpoints(BaseCheckpointManager):
                 raise CheckpointingException(
                     f"Failure during saving local checkpoint from iteration {iteration}: {error}"
                 ) from error
+            log.info("Successfully saved local checkpoint from iteration %d", iteration)
 
         if not is_async:
             finalize()
@@ -208,7 +215,25 @@ class LocalCheckpoints(BaseCheckpointManager):
             self._made.close()
             self._made = None
 
-    # The hooks of NVRx's class, which it leaves to subclasses: files are what they are for.
+    # What NVRx's users call, and the hooks that its class leaves to subclasses: files are what they are for.
+
+    def _ckpt_id(self, iteration: int) -> CkptID:
+        if iteration < 0:
+            raise CheckpointingException(f"Invalid iteration: expected a non-negative value, got {iteration}.")
+        return iteration, self.rank, self.session_id
+
+    def _filename_from_template(self, iteration: int | str, rank: int | str, extra_suffix: str = "") -> str:
+        """The name that NVRx's file of an iteration would have."""
+        digits = f"{iteration:07d}" if isinstance(iteration, int) else iteration
+        return f"iter_{digits}_{rank}_local{extra_suffix}.pt"
+
+    def _filename_to_id(self, filename: str) -> CkptID:
+        _, iteration, rank, _ = filename.split("_", 3)
+        return int(iteration), int(rank), self.session_id
+
+    def _local_ckpt_path_from_id(self, ckpt_id: CkptID, is_dirty: bool = False) -> Path:
+        """Where NVRx's file of a checkpoint would be; there is none."""
+        return self.local_ckpt_dir / self._filename_from_template(*ckpt_id[:2], ".dirty" if is_dirty else "")
 
     def _my_ckpt_ids(self) -> list[CkptID]:
         return [(step, self.rank, self.session_id) for step in self.checkpointer.adapting.steps_alike()]
@@ -230,18 +255,22 @@ class _Apart:
     """A tensor-aware state dict as a state: a pickle that pads to the same length each time, and tensors.
 
     Args:
-        whole: has ``pop_tensors`` and ``insert_tensors``; is left as it was.
+        whole: see `LocalCheckpoints.save`; is left as it was.
     """
 
     def __init__(self, whole: Any):
         self._whole = whole
 
     def state_dict(self) -> dict[str, Any]:
-        tensors = list(self._whole.pop_tensors())
         try:
-            pickled, plain = pickles.dump((self._whole, tensors))
-        finally:
-            self._whole.insert_tensors(tensors)
+            tensors = list(self._whole.pop_tensors())
+        except NotImplementedError:  # the pickler takes the tensors out as well
+            pickled, plain = pickles.dump((self._whole, None))
+        else:
+            try:
+                pickled, plain = pickles.dump((self._whole, tensors))
+            finally:
+                self._whole.insert_tensors(tensors)
         padded = np.frombuffer(pickled.ljust(round_up(len(pickled), _ROOM_NBYTES), b"\0"), dtype=np.uint8)
         return {"pickled": padded, "tensors": plain}
 
@@ -252,6 +281,7 @@ class _Apart:
 def _together(state: dict[str, Any]) -> Any:
     """Make what was taken apart whole again, with its tensors on the devices where they were."""
     whole, tensors = pickles.load(state["pickled"].tobytes(), state["tensors"])
-    whole.insert_tensors(tensors)
+    if tensors is not None:
+        whole.insert_tensors(tensors)
     whole.restore_tensor_device(non_blocking=False)
     return whole

@@ -12,6 +12,11 @@ try:
     from nvidia_resiliency_ext.checkpointing.local.ckpt_managers.base_manager import (
         BaseCheckpointManager,
         CheckpointingException,
+        SameMachineReplicationException,
+    )
+    from nvidia_resiliency_ext.checkpointing.local.replication.strategies import (
+        NoReplicasAvailableError,
+        ReplicationStrategy,
     )
 
     HAVE_NVRX = True
@@ -20,6 +25,18 @@ except ImportError:
 
     class CheckpointingException(Exception):  # type: ignore[no-redef]  # noqa: N818  (NVRx's name)
         """A local checkpoint was not saved, or cannot be loaded."""
+
+    class SameMachineReplicationException(CheckpointingException):  # type: ignore[no-redef]
+        """A file was there already. It is never raised: there are no files."""
+
+        def __init__(self, ckpt_id: object):
+            super().__init__(f"Checkpoint '{ckpt_id}' already exists on the same machine.")
+
+    class NoReplicasAvailableError(Exception):  # type: ignore[no-redef]
+        """No rank has a copy. It is never raised: `LocalCheckpoints.find_latest` finds an older checkpoint, or none."""
+
+    class ReplicationStrategy:  # type: ignore[no-redef]
+        """What strategies have in common; one of your own is refused where it is used."""
 
     class TensorAwareStateDict:  # type: ignore[no-redef]
         """A state dict whose tensors can be taken out and put back."""
@@ -43,5 +60,6 @@ def work_without_nvrx() -> None:
     tensor_aware_state_dict.HAVE_NVRX = True
 
 
-__all__ = ["HAVE_NVRX", "BaseCheckpointManager", "CheckpointingException", "TensorAwareStateDict", "stands_aside",
+__all__ = ["HAVE_NVRX", "BaseCheckpointManager", "CheckpointingException", "NoReplicasAvailableError",
+           "ReplicationStrategy", "SameMachineReplicationException", "TensorAwareStateDict", "stands_aside",
            "work_without_nvrx"]  # fmt: skip

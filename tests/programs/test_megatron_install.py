@@ -29,11 +29,13 @@ NVRX = {
     "checkpointing/local/base_state_dict": "class TensorAwareStateDict: pass",
     "checkpointing/local/ckpt_managers/__init__": "",
     "checkpointing/local/ckpt_managers/base_manager": "class BaseCheckpointManager: pass\n"
-    "class CheckpointingException(Exception): pass",
+    "class CheckpointingException(Exception): pass\n"
+    "class SameMachineReplicationException(CheckpointingException): pass\nCkptID = tuple",
     "checkpointing/local/ckpt_managers/local_manager": "class LocalCheckpointManager: pass",
     "checkpointing/local/replication/__init__": "",
     "checkpointing/local/replication/group_utils": "parse_group_sequence = 'theirs'\nclass GroupWrapper: pass",
-    "checkpointing/local/replication/strategies": "class CliqueReplicationStrategy: pass",
+    "checkpointing/local/replication/strategies": "class CliqueReplicationStrategy: pass\n"
+    "class ReplicationStrategy: pass\nclass NoReplicasAvailableError(Exception): pass",
 }
 
 
@@ -72,6 +74,9 @@ def test_megatron_makes_our_manager_of_its_flags(
     before = f"from mlflash.adapters.megatron import install\n{call}\n{call}\nFACTOR = {factor}\n"
     after = "import nvidia_resiliency_ext.checkpointing.local.ckpt_managers.base_manager as base\n"
     after += "assert issubclass(LocalCheckpoints, base.BaseCheckpointManager)\n"
+    after += "assert issubclass(base.SameMachineReplicationException, base.CheckpointingException) and base.CkptID\n"
+    after += "from nvidia_resiliency_ext.checkpointing.local.replication import strategies as found\n"
+    after += "assert issubclass(found.NoReplicasAvailableError, Exception) and found.ReplicationStrategy\n"
     after += f"assert (parse_group_sequence == 'theirs') is {has_nvrx}\n"
     assert python(before + MAKE + after, tmp_path) == made
 

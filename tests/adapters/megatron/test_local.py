@@ -99,6 +99,56 @@ def test_without_replication_a_lost_node_is_a_lost_checkpoint(start: Any, nodes:
         assert manager.find_latest() == 4
 
 
+def test_where_training_can_go_on_from_something_else_a_lost_checkpoint_is_a_warning(
+    start: Any, nodes: Nodes, caplog: pytest.LogCaptureFixture
+) -> None:
+    with job(), start(None) as manager:
+        manager.save(Aware(state_of(3)), 3)
+    nodes.lose(1)
+    with job(), start(None, instead="/lustre/run/iter_0000001") as manager:
+        assert manager.find_latest() == -1
+    assert COMM.rank or "going on from /lustre/run/iter_0000001 instead" in caplog.text
+
+
+class Whole(Aware):
+    """One that only pickles, as some of NVRx's users have them."""
+
+    def pop_tensors(self) -> Any:
+        raise NotImplementedError
+
+    insert_tensors = pop_tensors
+
+    def restore_tensor_device(self, non_blocking: bool = True) -> None:
+        self.moved += 1
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_state_dict_that_only_pickles_is_saved_with_its_tensors(start: Any, is_async: bool) -> None:
+    allow(Whole)
+    with job(), start() as manager:
+        state = Whole(state_of(3))
+        request = manager.save(state, 3, is_async)
+        for tensor in state.state["model"]["weights"]:
+            tensor.zero_()
+        if is_async:
+            request.execute_sync()
+    with job(), start() as manager:
+        assert manager.find_latest() == 3
+        loaded, _ = manager.load()
+        assert type(loaded) is Whole
+        loaded.__class__ = Aware
+        check(loaded, 3)
+
+
+def test_names_of_files_are_those_of_nvrx(start: Any) -> None:
+    with job(), start() as manager:
+        assert manager._ckpt_id(3) == (3, RANK, "s")
+        path = manager._local_ckpt_path_from_id((3, RANK, "s"))
+        assert path == manager.local_ckpt_dir / f"iter_0000003_{RANK}_local.pt"
+        assert manager._filename_to_id(path.name) == (3, RANK, "s")
+        assert manager._filename_from_template("*", 1, ".dirty") == "iter_*_1_local.dirty.pt"
+
+
 class Broken(Aware):
     """Cannot be pickled."""
 
