@@ -1,9 +1,9 @@
 """Saving every so many iterations, by three calls in a Megatron script of one's own: the calls of EasyCkpt.
 
 Every ``save_mem_interval`` iterations the training is saved in the memory of the nodes; every ``save_storage_interval``
-of them goes on from there to the directory, in the background. Neither Megatron's ``save_checkpoint`` nor its flags for
-local checkpoints are used; what is saved comes from ``sharded_state_dict`` of model and optimizer. Where mlflash is off
-it is the other way round: Megatron itself saves what would go to the directory, and loads it.
+iterations it goes on from there to the directory, in the background. Neither Megatron's ``save_checkpoint`` nor its
+flags for local checkpoints are used; what is saved comes from ``sharded_state_dict`` of model and optimizer. Where
+mlflash is off it is the other way round: Megatron itself saves what would go to the directory, and loads it.
 
 Example:
     from mlflash.adapters.megatron import easy
@@ -47,6 +47,8 @@ _CUT = "dp_reshardable" if hasattr(DistributedOptimizer, "get_parameter_state_dp
 _COUNTED = ("consumed_train_samples", "consumed_valid_samples", "skipped_train_samples",
             "num_floating_point_operations_so_far")  # fmt: skip
 """Of Megatron's arguments: how far the training is."""
+_LEFT_OUT = object()
+_PLACES = {"directory", "job", "memory"}  # settings that say where checkpoints are
 _WHEN_ASKED = 1 << 31  # no checkpoint is due for draining by itself; but there is a third slot for it
 
 
@@ -58,6 +60,7 @@ class _Running:
         handler: writes the log to a file of its own.
         pending: waits for the save on its way.
         is_first: whether nothing was saved yet.
+        only_loads: whether it was made by `load_checkpoint`, before `initialize` had said where.
     """
 
     checkpointer: Checkpointer
@@ -67,6 +70,7 @@ class _Running:
     handler: logging.Handler | None = None
     pending: Callable[[], None] | None = None
     is_first: bool = True
+    only_loads: bool = False
 
 
 _running: _Running | None = None
@@ -80,13 +84,15 @@ def initialize(
     enabled: bool = True,
     **settings: Any,
 ) -> None:
-    """Set up saving; after Megatron's process groups are there, before `load_checkpoint`.
+    """Set up saving; after Megatron's process groups are there.
 
-    Collective over all ranks.
+    Collective over all ranks. It may come after `load_checkpoint`, as on EasyCkpt's page, which then looks where a
+    Checkpointer looks by default.
 
     Args:
         save_mem_interval: iterations from one save in memory to the next.
-        save_storage_interval: iterations from one that goes to the directory to the next; 0: none does.
+        save_storage_interval: iterations from one that goes to the directory to the next; 0: none does. It is saved in
+            memory first, whatever ``save_mem_interval`` is.
         max_ckpt_num: how many of them stay there; 0: all.
         log_file_path: file that rank 0's log goes to, besides.
         enabled: False, or ``MLFLASH_DISABLE=1``: nothing is in memory. Every ``save_storage_interval`` iterations
@@ -94,12 +100,16 @@ def initialize(
         settings: as those of a Checkpointer. ``directory`` is Megatron's ``--save`` by default.
 
     Raises:
-        ConfigError: the intervals make no sense.
+        ConfigError: the intervals make no sense, or `load_checkpoint` has looked elsewhere before.
     """
     global _running
-    if save_mem_interval < 1 or save_storage_interval < 0 or save_storage_interval % save_mem_interval:
-        raise ConfigError("what goes to the directory goes there from memory: its interval must be a multiple of that",
-                          expected=f"a multiple of {save_mem_interval}", found=save_storage_interval)  # fmt: skip
+    moved = [f"{name}={settings[name]!r}" for name in sorted(_PLACES & settings.keys())]
+    if _running is not None and _running.only_loads and moved:
+        raise ConfigError("load_checkpoint has come before initialize, and could not know where to look: call "
+                          "initialize first", found=", ".join(moved))  # fmt: skip
+    if save_mem_interval < 1 or save_storage_interval < 0:
+        raise ConfigError("the intervals are iterations", expected="1 or more in memory, 0 or more to the directory",
+                          found=f"{save_mem_interval} and {save_storage_interval}")  # fmt: skip
     close()
     handler = None
     if log_file_path is not None and dist.get_rank() == 0:
@@ -107,16 +117,20 @@ def initialize(
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         log.addHandler(handler)
         log.setLevel(min(log.level or logging.INFO, logging.INFO))
-    directory = settings.pop("directory", getattr(persistent.arguments(), "save", None))
+    directory = settings.pop("directory", _directory())
     drained = {"drain_every": _WHEN_ASKED, "keep_last": max_ckpt_num} if save_storage_interval else {}
     checkpointer = Checkpointer(directory, enabled=enabled, **{**drained, **settings})
     _running = _Running(checkpointer, SaveShards(checkpointer), save_mem_interval, save_storage_interval, handler)
 
 
+initialize_easyckpt = initialize
+"""EasyCkpt's name of it."""
+
+
 def load_checkpoint(
     model: Any, optimizer: Any, opt_param_scheduler: Any, load_arg: str = "load", strict: bool = True,
-    concat: bool = False,
-) -> int:  # fmt: skip
+    concat: bool = False, checkpointing_context: Any = _LEFT_OUT, skip_load_to_model_and_opt: bool = False,
+) -> Any:  # fmt: skip
     """Load the newest checkpoint that memory, or the directory, can give.
 
     Collective over all ranks. Where there is none, that of ``--load`` is loaded, if it is another directory: one that
@@ -129,16 +143,32 @@ def load_checkpoint(
         load_arg: which of Megatron's arguments names that directory.
         strict: whether the model must have exactly the parameters of the checkpoint.
         concat: allow another number of data-parallel ranks: what each held of the optimizer's state is put together.
+        checkpointing_context: with which Megatron calls its own; it is not looked at.
+        skip_load_to_model_and_opt: as Megatron's own: what is loaded into tensors in place is enough, and the
+            ``load_state_dict`` of model and optimizer is not called.
 
     Returns:
-        The iteration; 0 where there is no checkpoint. Megatron's ``consumed_train_samples`` are set.
+        The iteration; 0 where there is no checkpoint. Megatron's ``consumed_train_samples`` are set. Where
+        ``checkpointing_context`` is given, the iteration and the floating point operations so far, as Megatron's own.
 
     Raises:
         StructureMismatch: it was saved by another number of ranks, and ``concat`` is False; or with other tensor or
             pipeline parallelism.
         Unrestorable: checkpoints are there, none of them can be loaded, and Megatron has saved none.
     """
-    running, arguments = _needed(), persistent.arguments()
+    iteration = _load(model, optimizer, opt_param_scheduler, load_arg, strict, concat, skip_load_to_model_and_opt)
+    if checkpointing_context is _LEFT_OUT:
+        return iteration
+    return iteration, getattr(persistent.arguments(), "num_floating_point_operations_so_far", 0)
+
+
+def _load(model: Any, optimizer: Any, opt_param_scheduler: Any, load_arg: str, strict: bool, concat: bool,
+          skips: bool) -> int:  # fmt: skip
+    global _running
+    if _running is None:
+        checkpointer = Checkpointer(_directory())
+        _running = _Running(checkpointer, SaveShards(checkpointer), 1, 0, only_loads=True)
+    running, arguments = _running, persistent.arguments()
     if not running.checkpointer.enabled:
         which = _told_by_first(lambda: persistent.newest(arguments, load_arg))[1]
         return _load_by_megatron(model, optimizer, opt_param_scheduler, which, strict)
@@ -159,15 +189,16 @@ def load_checkpoint(
     # Each by itself: a rank that fails beside the messages of the next one is heard of at once.
     wanted = together(iteration, lambda: _state_of(model, optimizer, with_rng=is_alike, is_loading=True), anew=True)
     state = together(iteration, lambda: dist_checkpointing.load(wanted, directory, load))
-    together(iteration, lambda: _put(state, common, model, optimizer, opt_param_scheduler, strict))
+    inside = (None, None) if skips else (model, optimizer)
+    together(iteration, lambda: _put(state, common, *inside, opt_param_scheduler, strict))
     for name, value in common["arguments"].items():
         setattr(arguments, name, value)
     return iteration
 
 
 def _put(state: Any, common: Any, model: Any, optimizer: Any, opt_param_scheduler: Any, strict: bool) -> None:
-    """Put what was loaded into what there is."""
-    for number, one in enumerate(_listed(model)):
+    """Put what was loaded into what there is; None: leave it."""
+    for number, one in enumerate([] if model is None else _listed(model)):
         _unwrapped(one).load_state_dict(state[f"model{number}"], strict=strict)
     if optimizer is not None:
         optimizer.load_state_dict(state["optimizer"])
@@ -189,7 +220,8 @@ def save_checkpoint_if_needed(iteration: int, model: Any, optimizer: Any, opt_pa
         if running.storage_interval and iteration % running.storage_interval == 0:
             _save_by_megatron(iteration, model, optimizer, opt_param_scheduler)
         return
-    if iteration % running.mem_interval:
+    goes_on = bool(running.storage_interval) and iteration % running.storage_interval == 0
+    if iteration % running.mem_interval and not goes_on:
         return
     _end_pending(running)
     arguments = persistent.arguments()
@@ -200,7 +232,7 @@ def save_checkpoint_if_needed(iteration: int, model: Any, optimizer: Any, opt_pa
         "opt_param_scheduler": None if opt_param_scheduler is None else opt_param_scheduler.state_dict(),
         "arguments": {name: getattr(arguments, name) for name in _COUNTED if hasattr(arguments, name)},
     }
-    if running.storage_interval and iteration % running.storage_interval == 0:
+    if goes_on:
         running.checkpointer.adapting.ask_drain()
     request = dist_checkpointing.save(state, running.save.directory(iteration), running.save, async_sharded_save=True,
                                       validate_access_integrity=running.is_first)  # fmt: skip
@@ -250,9 +282,14 @@ def _newest_of_ours(checkpointer: Checkpointer, other: Any, instead: Any) -> tup
 
 
 def _needed() -> _Running:
-    if _running is None:
+    if _running is None or _running.only_loads:
         raise ConfigError("initialize() comes first")
     return _running
+
+
+def _directory() -> Any:
+    """Where checkpoints go by default."""
+    return getattr(persistent.arguments(), "save", None)
 
 
 def _end_pending(running: _Running) -> None:
