@@ -57,7 +57,7 @@ def wrap_trainer_and_auto_resume_with_mlflash(
         What to use as AutoResume.
 
     Raises:
-        ConfigError: the trainer, or the strategy, cannot be wrapped.
+        ConfigError: the trainer, or the strategy, cannot be wrapped, or the trainer has no `MLFlashCheckpointCallback`.
     """
     resume = default_auto_resume or AutoResume(resume_if_exists=True, resume_ignore_no_checkpoint=True)
     if isinstance(trainer.strategy, MegatronStrategy):
@@ -86,6 +86,9 @@ def _enabled_callback(trainer: Any, enabled: bool) -> MLFlashCheckpointCallback 
     if turned_off(enabled):
         for one in callbacks:
             one.enabled = False
+    elif not callbacks:
+        raise ConfigError("append an MLFlashCheckpointCallback to the callbacks of the trainer before this wrap: it is "
+                          "what saves", found=[type(one).__name__ for one in trainer.callbacks])  # fmt: skip
     return next((one for one in callbacks if one.enabled), None)
 
 

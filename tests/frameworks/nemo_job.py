@@ -104,7 +104,7 @@ def _train(run: Run) -> None:
     nl.resume.AppState().log_dir = run.directory
     flash = MLFlashCheckpointCallback(base(run), run.interval, run.skip, run.enabled, "delete" not in run.variant)
     run.checkpointer = lambda: flash.memory.checkpointer  # type: ignore[union-attr]
-    callbacks: list[Any] = [Note(run), flash]
+    callbacks: list[Any] = [Note(run)] if run.variant == "no callback" else [Note(run), flash]
     is_saved = bool(run.disk) or run.trigger in TRIGGERS
     if is_saved:
         run.directory.mkdir(exist_ok=True)

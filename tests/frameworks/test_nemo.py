@@ -89,11 +89,12 @@ def test_memory_is_kept_or_removed_at_the_end_as_asked_and_mistakes_are_told(shm
         {"name": "by hand", "last": 4, "job": "by-hand", "variant": "by hand", "every": 100},
         {"name": "after hand", "last": 5, "job": "by-hand", "every": 100},
         {"name": "not wrapped", "last": 4, "job": "mistake", "variant": "not wrapped"},
+        {"name": "no callback", "last": 4, "job": "mistake", "variant": "no callback"},
         {"name": "other io", "last": 4, "job": "mistake", "variant": "other io"},
         {"name": "no context", "last": 4, "job": "mistake", "variant": "context with what is open"},
         {"name": "after it", "last": 4, "job": "mistake"},
     )  # fmt: skip
-    assert len(result.of("done")) == 12 * 2, result.log
+    assert len(result.of("done")) == 13 * 2, result.log
     assert steps(result, "kept") == steps(result, "deleted") == [1, 2, 3, 4]
     assert list(memory.glob("kept/node*/slot-*")) and steps(result, "goes on") == [5]
     assert not list(memory.glob("deleted/node*/slot-*"))
@@ -109,6 +110,8 @@ def test_memory_is_kept_or_removed_at_the_end_as_asked_and_mistakes_are_told(shm
     assert nothing.startswith("NotFoundError"), nothing
     (not_wrapped,) = refused(result, "not wrapped")
     assert "has to come before fit" in not_wrapped
+    (no_callback,) = refused(result, "no callback")
+    assert "append an MLFlashCheckpointCallback" in no_callback
     assert steps(result, "after it") == [1, 2, 3, 4] and refused(result, "after it") == set()
     (other_io,) = refused(result, "other io")
     assert "the strategy has another CheckpointIO" in other_io and "MegatronCheckpointIO" in other_io
