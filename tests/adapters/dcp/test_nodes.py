@@ -17,6 +17,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch_jobs import job
 
+from mlflash.adapters.dcp import latest
+from mlflash.errors import Unrestorable
+
 SIZE = MPI.COMM_WORLD.size
 pytestmark = [pytest.mark.mpi(min_size=4)]
 
@@ -51,6 +54,18 @@ def test_a_lost_node_costs_nothing_on_as_many_ranks_or_fewer(
                 Kept.of(state_of(2, mesh, Shard(0))).check(running.load(state_of(70, mesh, Shard(0))))
                 running.save(state_of(3, mesh, Shard(0)), 3, "thread")()
                 Kept.of(state_of(3, mesh, Replicate())).check(running.load(state_of(70, mesh, Replicate()), 3))
+
+
+def test_where_all_copies_are_lost_the_recipe_goes_on_from_what_it_has_besides(
+    started: Callable[..., Any], nodes: Nodes
+) -> None:
+    with job() as comm, started(comm) as running:
+        running.save(state_of(1, init_device_mesh("cpu", (SIZE,)), Shard(0)), 1, "sync")()
+    nodes.damage(1)
+    with job() as comm, started(comm) as running:
+        with pytest.raises(Unrestorable, match="step 1"):
+            latest(running.ckpt)
+        assert latest(running.ckpt, instead="/lustre/step-1") is None
 
 
 @pytest.mark.parametrize("form", ["hdf5", "dcp"])

@@ -14,7 +14,7 @@ from torch_jobs import job
 
 from mlflash import Checkpointer
 from mlflash.adapters.megatron import LoadShards, SaveShards
-from mlflash.errors import StepNotFound
+from mlflash.errors import StepNotFound, Unrestorable
 
 pytestmark = [
     pytest.mark.mpi(min_size=4),
@@ -69,6 +69,19 @@ def test_training_goes_on_after_a_lost_node_as_if_nothing_had_happened(
             again.load(state)
             again.train(6)
             assert (again.losses, digest(again)) == expected
+
+
+def test_where_all_copies_are_lost_the_recipe_goes_on_from_megatrons_own(options: dict[str, Any], nodes: Nodes) -> None:
+    with job(), on_cpu():
+        first = Training()
+        first.train(1)
+        with Checkpointer(**options) as ckpt:
+            save(ckpt, first)
+        nodes.damage(first.step)
+        with Checkpointer(**options) as ckpt:
+            with pytest.raises(Unrestorable):
+                LoadShards(ckpt).directory()
+            assert LoadShards(ckpt).directory(instead="/lustre/iter_0000001") is None
 
 
 def test_a_save_may_begin_before_the_one_before_it_is_finalized(options: dict[str, Any]) -> None:
