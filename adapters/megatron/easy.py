@@ -47,7 +47,6 @@ _CUT = "dp_reshardable" if hasattr(DistributedOptimizer, "get_parameter_state_dp
 _COUNTED = ("consumed_train_samples", "consumed_valid_samples", "skipped_train_samples",
             "num_floating_point_operations_so_far")  # fmt: skip
 """Of Megatron's arguments: how far the training is."""
-_LEFT_OUT = object()
 _PLACES = {"directory", "job", "memory"}  # settings that say where checkpoints are
 _WHEN_ASKED = 1 << 31  # no checkpoint is due for draining by itself; but there is a third slot for it
 
@@ -129,7 +128,7 @@ initialize_easyckpt = initialize
 
 def load_checkpoint(
     model: Any, optimizer: Any, opt_param_scheduler: Any, load_arg: str = "load", strict: bool = True,
-    concat: bool = False, checkpointing_context: Any = _LEFT_OUT, skip_load_to_model_and_opt: bool = False,
+    concat: bool = False, skip_load_to_model_and_opt: bool = False, **of_megatron: Any,
 ) -> Any:  # fmt: skip
     """Load the newest checkpoint that memory, or the directory, can give.
 
@@ -143,21 +142,24 @@ def load_checkpoint(
         load_arg: which of Megatron's arguments names that directory.
         strict: whether the model must have exactly the parameters of the checkpoint.
         concat: allow another number of data-parallel ranks: what each held of the optimizer's state is put together.
-        checkpointing_context: with which Megatron calls its own; it is not looked at.
         skip_load_to_model_and_opt: as Megatron's own: what is loaded into tensors in place is enough, and the
             ``load_state_dict`` of model and optimizer is not called.
+        of_megatron: ``checkpointing_context``, and what else Megatron calls its own with; it is not looked at.
 
     Returns:
         The iteration; 0 where there is no checkpoint. Megatron's ``consumed_train_samples`` are set. Where
         ``checkpointing_context`` is given, the iteration and the floating point operations so far, as Megatron's own.
 
     Raises:
+        TypeError: an argument that is not known, in a call that is not Megatron's.
         StructureMismatch: it was saved by another number of ranks, and ``concat`` is False; or with other tensor or
             pipeline parallelism.
         Unrestorable: checkpoints are there, none of them can be loaded, and Megatron has saved none.
     """
+    if of_megatron and "checkpointing_context" not in of_megatron:
+        raise TypeError(f"load_checkpoint() has no argument {', '.join(of_megatron)}")
     iteration = _load(model, optimizer, opt_param_scheduler, load_arg, strict, concat, skip_load_to_model_and_opt)
-    if checkpointing_context is _LEFT_OUT:
+    if not of_megatron:
         return iteration
     return iteration, getattr(persistent.arguments(), "num_floating_point_operations_so_far", 0)
 

@@ -107,6 +107,8 @@ def test_as_on_easyckpts_page_it_is_initialized_after_the_load_with_any_interval
         found = easy.load_checkpoint([first.model], first.optimizer, scheduler, checkpointing_context={},
                                      skip_load_to_model_and_opt=False)  # fmt: skip
         assert found == (0, 7)
+        with pytest.raises(TypeError, match="load_agr"):
+            easy.load_checkpoint(first.model, first.optimizer, scheduler, load_agr="load")
         with pytest.raises(ConfigError, match="initialize"):
             easy.save_checkpoint_if_needed(1, first.model, first.optimizer, scheduler)
         with pytest.raises(ConfigError, match=r"call initialize first(.|\n)*job='other'"):
