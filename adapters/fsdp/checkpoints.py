@@ -186,9 +186,7 @@ class Checkpoints:
         with self._that_loads(name, group) as (member, every):
             step = _found(member, step)
             if step is None:
-                if every.ranks[0] == dist.get_rank():
-                    log.warning("nothing was saved under the id %s: the state that was to be loaded is as it was",
-                                checkpoint_id)  # fmt: skip
+                _say_nothing_is_there(every, checkpoint_id)
                 return None
             member.reader.reset(f"step-{step}")
             _load(state_dict, member.reader, every.status)
@@ -316,6 +314,12 @@ class Checkpoints:
             raise StateError("the state is undefined, as a load of it has failed, and is not saved", found=why)
         before = self._loaded.pop(name, None)
         return step if before is None or step is not None else before + 1
+
+
+def _say_nothing_is_there(every: Group, checkpoint_id: str | os.PathLike[str]) -> None:
+    """Say that there is nothing to load."""
+    if every.ranks[0] == dist.get_rank():
+        log.warning("nothing was saved under the id %s: the state that was to be loaded is as it was", checkpoint_id)
 
 
 def _found(member: Member, step: int | None) -> int | None:

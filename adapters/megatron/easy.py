@@ -191,8 +191,9 @@ def _load(model: Any, optimizer: Any, opt_param_scheduler: Any, load_arg: str, s
     # Each by itself: a rank that fails beside the messages of the next one is heard of at once.
     wanted = together(iteration, lambda: _state_of(model, optimizer, with_rng=is_alike, is_loading=True), anew=True)
     state = together(iteration, lambda: dist_checkpointing.load(wanted, directory, load))
-    inside = (None, None) if skips else (model, optimizer)
-    together(iteration, lambda: _put(state, common, *inside, opt_param_scheduler, strict))
+    if skips:
+        model = optimizer = None
+    together(iteration, lambda: _put(state, common, model, optimizer, opt_param_scheduler, strict))
     for name, value in common["arguments"].items():
         setattr(arguments, name, value)
     return iteration

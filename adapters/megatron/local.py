@@ -77,7 +77,7 @@ class LocalCheckpoints(BaseCheckpointManager):
     def rank(self) -> int:
         """Rank in torch.distributed; 0 without it."""
         if torch.distributed.is_initialized():
-            return torch.distributed.get_rank()
+            return int(torch.distributed.get_rank())
         log.warning("Torch distributed backend has not been initialized.")
         return 0
 

@@ -105,7 +105,7 @@ def _say(seed: int, line: str) -> None:
 def _serve(child: int, ours: socket.socket) -> str:
     """Do what a child says until it has ended; gives its last word."""
     pidfd, text, last = os.pidfd_open(child), b"", ""
-    heard, has_ended = [ours], False
+    heard, has_ended = [ours.fileno()], False
     ours.setblocking(False)
     while not has_ended:
         has_ended = pidfd in select.select([pidfd, *heard], [], [])[0]

@@ -291,10 +291,10 @@ OTHERS = {
     # What asks a Checkpointer, or is made by one of the above, and needs no switch of its own.
     "latest", "step_of", "SafeLoadPlanner", "EngineState", "MemoryCheckpointEngine", "alike", "MemoryCheckpointManager",
     "MLFlashAsyncFinalizableCheckpointIO", "MLFlashAutoResume", "MLFlashCheckpointIO", "CheckpointingException",
-    "work_without_nvrx", "load_checkpoint", "save_checkpoint_if_needed", "close",
+    "work_without_nvrx", "AsyncRequest", "load_checkpoint", "save_checkpoint_if_needed", "close",
     # States of FSDP models, and torch.distributed itself: nothing of it is saved by them.
     "full_state_dict", "init_optim_state", "load_local_state_dict", "load_sharded_state_dict", "local_state_dict",
-    "sharded_state_dict", "init_process_group", "allow",
+    "sharded_state_dict", "init_process_group", "allow", "DistributedFileSystemReader", "Ranker",
 }  # fmt: skip
 FILES = ["megatron_bridge.py", "torchtitan.py", "distributed.py", "megatron/easy.py"]  # without an __all__
 
