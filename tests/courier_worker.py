@@ -68,18 +68,21 @@ def train(
             snapshot.wait()
             note("committed", rank=RANK, step=step)
         if kills:
-            _lose_the_courier(ckpt, kills == "busy")
+            _lose_the_courier(ckpt, kills)
             return
         note("end", rank=RANK, steps=ckpt.steps(), report=ckpt.report(), survives=ckpt.survives)
 
 
-def _lose_the_courier(ckpt: mlflash.Checkpointer, busy: bool) -> None:
-    """Kill the courier of rank 1, and save until a step is committed again."""
+def _lose_the_courier(ckpt: mlflash.Checkpointer, kills: str) -> None:
+    """Kill the courier of rank 1, "twice" the next one too before it is up; save until a step is committed again."""
     start = time.perf_counter()
-    if busy:  # in the middle of a save, as a rule
+    if kills == "busy":  # in the middle of a save, as a rule
         ckpt.save(99, state_at(99, False))
     if RANK == 1:
-        os.kill(ckpt._courier._link.pid, signal.SIGKILL)
+        os.kill(first := ckpt._courier._link.pid, signal.SIGKILL)
+        if kills == "twice":
+            until(lambda: ckpt._courier._link.pid != first, "the next courier", look_s=0.0005)
+            os.kill(ckpt._courier._link.pid, signal.SIGKILL)
     note("again", rank=RANK, step=_save_until_committed(ckpt, 100), seconds=time.perf_counter() - start)
     note("end", rank=RANK, steps=ckpt.steps(), report=ckpt.report())
 
@@ -230,14 +233,16 @@ def _save_all(ckpts: list[mlflash.Checkpointer], step: int) -> None:
 
 
 def _save_until_committed(ckpt: mlflash.Checkpointer, first: int) -> int:
+    reasons = []
     for step in range(first, first + 20):
         try:
             ckpt.save(step, state_at(step, False)).wait(PATIENCE_S)
         except mlflash.errors.MlflashError as error:
             note("failed", rank=RANK, step=step, why=str(error))
+            reasons.append(f"{time.perf_counter():.3f} {step}: {error}")
         else:
             return step
-    raise AssertionError("no save was committed")
+    raise AssertionError("\n".join(["no save was committed", *reasons]))
 
 
 def out_of_step(settings: dict[str, Any], late: bool) -> None:

@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ..config import Config
@@ -46,6 +46,7 @@ _NO_MPI = (
     "the courier of this rank could not start MPI, and what was printed above says why. Where hosts have several "
     "networks, MLFLASH_INTERFACE names the one to use"
 )
+_IN_VAIN = 3  # couriers that end before they are up, one after the other, after which there are no more
 _LAST_S = 2.0  # for what was handed over to end, after a rank has left the job
 
 
@@ -78,6 +79,8 @@ class CourierLink:
         self._going_down = threading.Lock()
         self._restarting = threading.Lock()  # held by who uses the zygote
         self._held: list[RemoteJob | Sent] | None = None  # what waits for the next courier; None: there is one
+        self._losses = self._in_vain = 0  # couriers that have ended; and of these the last ones, before they were up
+        self._rising: threading.Thread | None = None
         self.queue: queue.SimpleQueue[RemoteJob | Sent | None] = queue.SimpleQueue()
         self._listen()
         self._sender = threading.Thread(target=self._send, name="mlflash-send", daemon=True)
@@ -194,6 +197,7 @@ class CourierLink:
             if self.lost is not None:  # nothing is held for a next courier any more
                 return
             self._held = [] if self._held is None else self._held
+            self._losses += 1
         with self._going_down:
             for session in list(self.sessions.values()):
                 session.go_down(self.pid, why)
@@ -208,6 +212,9 @@ class CourierLink:
                     log.debug("this epoch of couriers is over: %s", error)
                 if self.is_closing:
                     return
+                self._go_down("that of another rank has ended")
+                if self._rising is not None:
+                    self._rising.join()
                 with self._restarting:
                     self._restart()
         except RankDeparted as departed:
@@ -246,18 +253,47 @@ class CourierLink:
 
     def _restart(self) -> None:
         start = time.monotonic()
-        self._go_down("that of another rank has ended")
         sessions = [session for _, session in sorted(self.sessions.items())]
         for session in sessions:
             session.wait_unused()
+        losses = self._losses
         self.couriers.next_epoch(self._timeout_s)
         self._listen()
-        for session in sessions:
-            session.come_up()
+        # Beside this thread, which sees when one of them has ended again before all are up.
+        self._rising = threading.Thread(
+            target=self._rise, args=(sessions, start, losses), name="mlflash-rise", daemon=True
+        )
+        self._rising.start()
+
+    def _rise(self, sessions: Sequence[Session], start: float, losses: int) -> None:
+        """Let the next courier begin where the last one has ended.
+
+        Args:
+            sessions: all that are there.
+            start: when it was begun, by time.monotonic.
+            losses: how many couriers had ended before.
+        """
+        try:
+            for session in sessions:
+                session.come_up()
+        except Exception as error:
+            if self.is_closing or self.lost is not None:
+                return
+            self._in_vain += 1
+            if self._in_vain > _IN_VAIN or isinstance(error, DeadlineExceeded):
+                self._lose(_ended(f"the next one could not be started: {text_of(error)}"))
+                return
+            log.debug("the next courier has not come up: %s", error)
+            with contextlib.suppress(StoreLost, OSError, DeadlineExceeded):  # so all begin once more
+                self.couriers.announce_end(_ANNOUNCE_S)
+            return
         with self._down:
+            if self._losses > losses:  # it has ended since
+                return
             held, self._held = self._held, None
             for job in held or ():
                 self._send_one(job)
+        self._in_vain = 0
         log.info("couriers were started anew in %.2g s", time.monotonic() - start)
 
     def send_first(self, item: RemoteJob | Sent) -> None:

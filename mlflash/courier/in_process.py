@@ -324,15 +324,16 @@ class CourierProcess:
     # From one courier to the next
 
     def go_down(self, pid: int, why: str) -> None:
-        if self._is_down or self.is_closed:
+        if self.is_closed:
             return
-        self._is_down, self._is_unused = True, False
-        self._units.interrupt()
-        if self.trainer is not None:
-            self.trainer.recorder.courier_died(pid, why)
-        self.late = None
-        self.broken = None if self.start is not None else self.broken  # it failed, as the other had ended
-        self._end_drain()
+        if not self._is_down:
+            self._is_down, self._is_unused = True, False
+            self._units.interrupt()
+            if self.trainer is not None:
+                self.trainer.recorder.courier_died(pid, why)
+            self.late = None
+            self.broken = None if self.start is not None else self.broken  # it failed, as the other had ended
+            self._end_drain()
         for job in [job for job in list(self._jobs.values()) if job.is_sent and not job.is_commit]:
             self._refuse(job, f"{_ANEW}: {why}")
 
@@ -372,6 +373,7 @@ class CourierProcess:
             job = self.job(message)
             self._link.send_first(job)
             if not job.woken.wait(self._config.timeout_s + _ANSWER_S) or job.late is not None:
+                self._jobs.pop(job.number, None)
                 raise DeadlineExceeded("the next courier has not started")
             if job.error is not None:
                 raise job.error
