@@ -75,6 +75,18 @@ class Cluster:
         """Start a rank program and wait for its end."""
         return self.start(hosts, program, per_node=per_node, **options).wait(timeout)
 
+    def run_until_all_die(self, hosts: Sequence[str], last: int, *, per_node: int = 1, **options: object) -> Result:
+        """Train up to a committed step, at which every process dies at once, and wait for that.
+
+        Not for mpiexec: that of Open MPI may go on for ever where a rank sees another one's connection end and aborts,
+        while its own daemon is told of ranks that were killed.
+        """
+        job = self.start(hosts, per_node=per_node, last=last, die_at=last, die="all", **options)
+        job.wait_for("committed", per_node * len(hosts))
+        job.wait_for_no_rank(hosts)
+        job.kill()
+        return job.result()
+
     def _environment(self, out: Path) -> list[str]:
         """What the ranks need, as a command: Open MPI hands on its own variables only."""
         handed_on = {k: os.environ[k] for k in ("PYTHONPATH", "PYTHONDONTWRITEBYTECODE") if k in os.environ}

@@ -18,7 +18,7 @@ WAYS = [("p2p", NETMODS_HERE[0]), ("rma", NETMODS_HERE[0]), *(("rma", netmod) fo
 
 def train_and_die(cluster: Cluster, hosts: Sequence[str], step: int, per_node: int = 1, **more: object) -> None:
     """Train up to a committed step, then every process dies at once."""
-    result = cluster.run(hosts, last=step, die_at=step, die="all", per_node=per_node, **more)
+    result = cluster.run_until_all_die(hosts, step, per_node=per_node, **more)
     assert len(result.of("committed")) >= per_node * len(hosts), result.log
     assert not result.of("end")
 

@@ -20,7 +20,7 @@ SMALL_BLOCKS = {"block_nbytes": 65_536, "chunk_nbytes": 65_536}  # so that every
 
 def train_and_die(cluster: Cluster, hosts: tuple[str, ...], scheme: str) -> None:
     """Train up to step 3, then every process dies at once."""
-    result = cluster.run(hosts, last=3, die_at=3, die="all", options={"redundancy": scheme, **SMALL_BLOCKS})
+    result = cluster.run_until_all_die(hosts, 3, options={"redundancy": scheme, **SMALL_BLOCKS})
     assert {r["step"] for r in result.of("committed")} >= {3}, result.log
 
 
