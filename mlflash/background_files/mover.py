@@ -1,0 +1,202 @@
+"""Moves directories of files from memory to disk: ``python -m mlflash.background_files.mover``, beside each rank.
+
+Standard input brings a `Job`, and then moves, a JSON object a line: ``{"from": DIR, "to": PATH, "notes": {PATH: TEXT},
+"alone": BOOL}``. Each rank's mover is told of the same moves, in the same order, and has its own part of the files. It
+copies them into a directory beside the one that they are for, syncs them, and leaves a list of them there. When the
+lists of all ranks are there, and all that they name, rank 0's gives the directory its name, and writes the notes
+(``latest`` and the like): so either all of it is there, or nothing has that name. What one rank has written ``alone``
+is not waited for by others; it may be one file. Each move is answered: ``{"moved": PATH}`` or ``{"failed": PATH,
+"why": TEXT}``.
+
+It goes on when standard input ends, as the rank has, until all that was written to memory is on disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+_CHUNK_NBYTES = 8 << 20
+_LOOK_S = 0.05
+_LIST, _FAILED = ".mlflash-files-", ".mlflash-failed-"
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """What a mover is told first.
+
+    Attributes:
+        rank, size: of this rank, and how many there are.
+        run: tells this run's moves from those of another one.
+        rate: bytes per second; 0: as fast as they go.
+        patience_s: how long to wait for the files of other ranks.
+        place: the directory in memory that all of it comes from. This process has a descriptor that locks it, so that
+            nobody takes it for a leftover.
+    """
+
+    rank: int
+    size: int
+    run: str
+    rate: float
+    patience_s: float
+    place: str
+
+
+class MoveFailed(Exception):
+    """Some rank's files did not arrive: nothing has the name that was wanted."""
+
+
+class Mover:
+    """One rank's.
+
+    Args:
+        job: see there.
+    """
+
+    def __init__(self, job: Job):
+        self._job = job
+
+    def move(self, source: Path, target: Path, notes: dict[str, str], alone: bool = False) -> None:
+        """Bring what is in a directory to its place.
+
+        Args:
+            source: in memory; is removed, whatever comes of it.
+            target: its place; where the directory has one file of this name only, that of the file. A directory that
+                has this name already stays, and is taken for what is moved; a file is replaced.
+            notes: files to write once it is there, and what they say.
+            alone: no other rank has a part of it.
+
+        Raises:
+            MoveFailed: nothing has that name, or what had it before.
+        """
+        beside = target.with_name(f".{target.name}.{self._job.run}.part")
+        ranks = [self._job.rank] if alone else list(range(self._job.size))
+        try:
+            self._bring(source, beside, is_first=self._job.rank == ranks[0])
+            if self._job.rank == ranks[0]:
+                self._finish(beside, target, notes, ranks)
+            else:
+                self._wait(lambda: not beside.exists() or self._failure(beside))
+                if not target.is_dir():
+                    raise MoveFailed(self._failure(beside) or f"rank {ranks[0]} has given it up")
+        finally:
+            shutil.rmtree(source, ignore_errors=True)
+
+    def _bring(self, source: Path, beside: Path, is_first: bool) -> None:
+        """Copy what this rank has, and leave a list of it; where that fails, leave word."""
+        try:
+            beside.mkdir(parents=True, exist_ok=True)
+            sizes = dict(self._copied(source, beside))
+            _write(beside / f"{_LIST}{self._job.rank}", json.dumps(sizes))
+        except OSError as error:
+            why = f"rank {self._job.rank}: {error}"
+            with contextlib.suppress(OSError):
+                _write(beside / f"{_FAILED}{self._job.rank}", why)
+            if is_first:
+                shutil.rmtree(beside, ignore_errors=True)
+            raise MoveFailed(why) from error
+
+    def _copied(self, source: Path, beside: Path) -> Iterator[tuple[str, int]]:
+        start, sent = time.monotonic(), 0
+        for folder, _, names in os.walk(source):
+            inside = beside / os.path.relpath(folder, source)
+            inside.mkdir(exist_ok=True)
+            for name in names:
+                path, size = Path(folder, name), 0
+                with path.open("rb") as given, (inside / name).open("wb") as taken:
+                    while count := os.sendfile(taken.fileno(), given.fileno(), None, _CHUNK_NBYTES):
+                        size, sent = size + count, sent + count
+                        if self._job.rate and (ahead := sent / self._job.rate - (time.monotonic() - start)) > 0:
+                            time.sleep(ahead)
+                    os.fsync(taken.fileno())
+                path.unlink()  # its memory is free from here on
+                yield os.path.relpath(inside / name, beside), size
+            _sync(inside)
+
+    def _finish(self, beside: Path, target: Path, notes: dict[str, str], ranks: Sequence[int]) -> None:
+        """Give it its name, when all files of all ranks are there."""
+        lists = [beside / f"{_LIST}{rank}" for rank in ranks]
+        try:
+            self._wait(lambda: self._failure(beside) or all(one.exists() for one in lists))
+            if why := self._failure(beside):
+                raise MoveFailed(why)
+            names: set[str] = set()
+            for one in lists:
+                for name, nbytes in json.loads(one.read_text()).items():
+                    names.add(name)
+                    if (beside / name).stat().st_size != nbytes:
+                        raise MoveFailed(f"{name} is not whole")
+            for one in lists:
+                one.unlink()
+            if names == {target.name}:
+                (beside / target.name).rename(target)
+            elif not target.is_dir():
+                beside.rename(target)
+            _sync(target.parent)
+            for path, text in notes.items():
+                _write(Path(path), text)
+        except OSError as error:
+            raise MoveFailed(str(error)) from error
+        finally:
+            shutil.rmtree(beside, ignore_errors=True)
+
+    def _wait(self, condition: Callable[[], Any]) -> None:
+        end = time.monotonic() + self._job.patience_s
+        while not condition():
+            if time.monotonic() > end:
+                raise MoveFailed(f"the files of other ranks did not come within {self._job.patience_s:g} s")
+            time.sleep(_LOOK_S)
+
+    def _failure(self, beside: Path) -> str:
+        """What another rank has said went wrong; "": nothing."""
+        for path in beside.glob(f"{_FAILED}*"):
+            with contextlib.suppress(OSError):
+                return path.read_text() or "a rank has failed"
+        return ""
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a file, which is there with all of its text or not at all."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with beside.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    beside.rename(path)
+    _sync(path.parent)
+
+
+def _sync(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def main() -> None:
+    """Move what standard input says, until it ends."""
+    job = Job(**json.loads(sys.stdin.readline()))
+    mover = Mover(job)
+    for line in sys.stdin:
+        order = json.loads(line)
+        said = {"moved": order["to"]}
+        try:
+            mover.move(Path(order["from"]), Path(order["to"]), order["notes"], order["alone"])
+        except MoveFailed as error:
+            said = {"failed": order["to"], "why": str(error)}
+        with contextlib.suppress(OSError):  # nobody hears it any more
+            print(json.dumps(said), flush=True)
+    shutil.rmtree(job.place, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,186 @@
+"""Where a framework writes its checkpoint to memory, and has it moved to disk: `BackgroundFiles`."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ..errors import UnsafePath
+from ..memory.user_directory import PRIVATE, describe, is_private
+
+log = logging.getLogger("mlflash")
+
+_ROOM = 1.2  # times the largest checkpoint so far, which must be free
+_LONG_S = 1.0  # a wait of training that is worth a line
+
+
+class BackgroundFiles:
+    """Directories that are written to memory, and moved to disk by a process of their own.
+
+    Not collective, but all ranks make one, and write the same directories in the same order. Close it.
+
+    Args:
+        memory: a file system of memory, such as "/dev/shm".
+        job: whose files they are.
+        run: tells this run from another one of the same job; the same on all ranks.
+        rank, size: of this process.
+        rate: bytes per second that this rank moves; 0: as fast as they go.
+        patience_s: how long a rank waits for the files of others.
+
+    Raises:
+        UnsafePath: somebody else has the directory for it.
+    """
+
+    def __init__(self, memory: str, job: str, run: str, rank: int, size: int, rate: float = 0.0,
+                 patience_s: float = 600.0):  # fmt: skip
+        self._memory = Path(memory)
+        of_job = _private(self._memory / f"mlflash-{os.getuid()}-files") / job
+        self._place = of_job / f"{run}.{rank}"
+        of_job.mkdir(exist_ok=True)
+        with _locked(of_job):
+            self._place.mkdir()
+            lock = os.open(self._place, os.O_RDONLY)
+            fcntl.flock(lock, fcntl.LOCK_EX)  # which the mover keeps
+            _remove_leftovers(of_job)
+        self._largest_nbytes = self._count = 0
+        self._news = threading.Condition()
+        self._on_their_way: list[str] = []
+        self._failed: dict[str, str] = {}
+        self._has_ended = False
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", f"{__package__}.mover"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            pass_fds=[lock], start_new_session=True,
+        )  # fmt: skip
+        os.close(lock)
+        self._tell({"rank": rank, "size": size, "run": run, "rate": rate, "patience_s": patience_s,
+                    "place": os.fspath(self._place)})  # fmt: skip
+        self._listener = threading.Thread(target=self._listen, name="mlflash-files", daemon=True)
+        self._listener.start()
+
+    def has_room(self) -> bool:
+        """Whether there is a process that moves files, and room for one more checkpoint in memory.
+
+        Waits for what is on its way, so that memory holds one at most. A checkpoint is written to memory where all
+        ranks have room, and else to disk by the framework itself.
+        """
+        start = time.monotonic()
+        self.wait()
+        if (waited := time.monotonic() - start) > _LONG_S:
+            log.info("training waited %.1f s until the checkpoint before was on disk", waited)
+        if self._has_ended:
+            return False
+        status = os.statvfs(self._memory)
+        return status.f_bavail * status.f_frsize > _ROOM * self._largest_nbytes
+
+    @contextlib.contextmanager
+    def directory(self, target: str | os.PathLike[str], notes: Mapping[str, str] | None = None,
+                  alone: bool = False) -> Iterator[Path]:  # fmt: skip
+        """Give a directory to write to in the place of another one, to which its content is moved behind training.
+
+        Where writing raises, nothing is moved.
+
+        Args:
+            target: the other one; it has its name when all files of all ranks are there. Or a file, which is written
+                into the directory under its name.
+            notes: files to be written then, by their paths, and what they say.
+            alone: no other rank writes a part of it.
+        """
+        path = self._place / str(self._count) / Path(target).name
+        self._count += 1
+        path.mkdir(parents=True)
+        try:
+            yield path
+        except BaseException:
+            shutil.rmtree(path.parent, ignore_errors=True)
+            raise
+        nbytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+        self._largest_nbytes = max(self._largest_nbytes, nbytes)
+        with self._news:
+            self._on_their_way.append(os.path.abspath(target))
+        self._tell({"from": os.fspath(path), "to": os.path.abspath(target), "notes": dict(notes or {}),
+                    "alone": alone})  # fmt: skip
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Wait until all that was written is on disk, or has failed; whether it is.
+
+        Args:
+            timeout_s: how long; None: as long as it takes, which ends with the patience of the movers.
+        """
+        with self._news:
+            return self._news.wait_for(lambda: not self._on_their_way, timeout_s)
+
+    def failures(self) -> dict[str, str]:
+        """What was not moved since this was last asked, by where it should be, and why."""
+        with self._news:
+            failed, self._failed = self._failed, {}
+        return failed
+
+    def close(self) -> None:
+        """Let the mover end when it has moved all; nobody waits for it."""
+        with contextlib.suppress(OSError):
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+
+    def _tell(self, message: dict[str, Any]) -> None:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(message).encode() + b"\n")
+            self._process.stdin.flush()
+        except OSError:
+            pass  # it has ended, and the listener says so
+
+    def _listen(self) -> None:
+        assert self._process.stdout is not None
+        with self._process.stdout as answers:
+            for line in answers:
+                said = json.loads(line)
+                with self._news:
+                    target = said.get("moved") or said["failed"]
+                    self._on_their_way.remove(target)
+                    if "failed" in said:
+                        self._failed[target] = said["why"]
+                    self._news.notify_all()
+        code = self._process.wait()
+        with self._news:
+            self._has_ended = True
+            self._failed |= dict.fromkeys(self._on_their_way, f"the process that moves files ended with {code}")
+            self._on_their_way = []
+            self._news.notify_all()
+
+
+def _remove_leftovers(of_job: Path) -> None:
+    """Remove what others have left here whose movers are gone."""
+    for path in of_job.iterdir():
+        with contextlib.suppress(OSError), _locked(path, fcntl.LOCK_NB):
+            shutil.rmtree(path)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path, how: int = 0) -> Iterator[None]:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | how)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _private(path: Path) -> Path:
+    """Make a directory that only this user has."""
+    with contextlib.suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+    status = path.lstat()
+    if not path.is_dir() or path.is_symlink() or not is_private(status):
+        raise UnsafePath(f"{path} is not this user's alone", expected=PRIVATE, found=describe(status))
+    return path

@@ -1,0 +1,175 @@
+"""Checkpoints that are written to memory and moved to disk: all of their files or none, whoever ends when."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from waiting import until
+
+from mlflash.background_files import mover
+from mlflash.background_files.staged import BackgroundFiles
+from mlflash.errors import UnsafePath
+
+
+class Ranks:
+    """The files of some ranks, which write to one disk."""
+
+    def __init__(self, folder: Path, size: int, run: str = "r", patience_s: float = 30.0, rate: float = 0.0):
+        self.memory, self.disk = folder / "memory", folder / "disk"
+        self.memory.mkdir(exist_ok=True)
+        self.disk.mkdir(exist_ok=True)
+        self.ranks = [
+            BackgroundFiles(str(self.memory), "job", run, rank, size, rate, patience_s) for rank in range(size)
+        ]
+
+    def write(self, rank: int, step: int) -> None:
+        """Write what a rank has of a step."""
+        notes = {str(self.disk / "latest"): f"step-{step}"} if rank == 0 else {}
+        with self.ranks[rank].directory(self.disk / f"step-{step}", notes) as path:
+            (path / "inner").mkdir()
+            (path / "inner" / f"rank-{rank}").write_bytes(bytes([rank]) * 100_000)
+            if rank == 0:
+                (path / "config.json").write_text("{}")
+
+    def found(self) -> dict[str, int]:
+        """The files on disk, and their sizes."""
+        files = [path for path in self.disk.rglob("*") if path.is_file()]
+        return {str(path.relative_to(self.disk)): path.stat().st_size for path in files}
+
+    def left_in_memory(self) -> list[Path]:
+        return [path for path in self.memory.rglob("*") if path.is_file()]
+
+    def close(self) -> None:
+        for one in self.ranks:
+            one.close()
+            one._listener.join(60)
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> Iterator[Ranks]:
+    ranks = Ranks(tmp_path, 2)
+    yield ranks
+    ranks.close()
+
+
+WHOLE = {"step-1/config.json": 2, "step-1/inner/rank-0": 100_000, "step-1/inner/rank-1": 100_000, "latest": 6}
+
+
+def test_the_files_of_all_ranks_come_under_one_name_and_then_what_points_to_them(two: Ranks) -> None:
+    assert two.ranks[0].has_room()
+    two.write(1, 1)
+    two.write(0, 1)
+    for one in two.ranks:
+        assert one.wait(60) and one.failures() == {}
+    assert two.found() == WHOLE and two.left_in_memory() == []
+    assert (two.disk / "step-1/inner/rank-1").read_bytes() == b"\1" * 100_000
+
+
+def test_nothing_has_the_name_while_a_rank_is_missing(two: Ranks) -> None:
+    two.write(0, 1)
+    assert not two.ranks[0].wait(0.3)
+    assert not (two.disk / "step-1").exists() and not (two.disk / "latest").exists()
+    two.write(1, 1)
+    assert two.ranks[0].wait(60) and two.found() == WHOLE
+
+
+def test_a_rank_that_does_not_come_is_a_failure_and_leaves_nothing(tmp_path: Path) -> None:
+    two = Ranks(tmp_path, 2, patience_s=0.3)
+    two.write(0, 1)
+    assert two.ranks[0].wait(60)
+    assert "did not come within 0.3 s" in two.ranks[0].failures()[str(two.disk / "step-1")]
+    assert two.found() == {} and two.ranks[0].failures() == {}
+    two.close()
+
+
+def test_what_is_written_before_a_trainer_is_killed_comes_to_disk(tmp_path: Path) -> None:
+    two = Ranks(tmp_path, 2, rate=400_000.0)  # a quarter of a second each
+    two.write(0, 1)
+    two.write(1, 1)
+    for one in two.ranks:  # as the kernel does
+        one.close()
+    until(lambda: two.found() == WHOLE, lambda: str(two.found()))
+    until(lambda: not two.left_in_memory(), "memory to be free")
+
+
+def test_where_the_disk_fails_the_others_hear_of_it(two: Ranks, tmp_path: Path) -> None:
+    (two.disk / "no").write_text("a file")
+    for one in two.ranks:
+        with one.directory(two.disk / "no" / "step-1") as path:
+            (path / "x").write_text("x")
+    for one in two.ranks:
+        assert one.wait(60) and "Not a directory" in str(one.failures())
+    assert two.left_in_memory() == []
+
+
+def test_where_writing_raises_nothing_is_moved(two: Ranks) -> None:
+    with pytest.raises(ZeroDivisionError), two.ranks[0].directory(two.disk / "step-1") as path:
+        (path / "x").write_text("x")
+        raise ZeroDivisionError
+    assert two.ranks[0].wait(0) and two.left_in_memory() == [] and two.found() == {}
+
+
+def test_one_rank_alone_moves_a_file_and_replaces_the_one_before(two: Ranks) -> None:
+    for text in ("first", "second"):
+        with two.ranks[1].directory(two.disk / "last.ckpt", alone=True) as path:
+            (path / "last.ckpt").write_text(text)
+        assert two.ranks[1].wait(60) and two.ranks[1].failures() == {}
+        assert (two.disk / "last.ckpt").read_text() == text
+    assert two.found() == {"last.ckpt": 6}
+
+
+def test_a_mover_that_is_killed_is_a_failure_and_files_go_to_disk_directly(two: Ranks, tmp_path: Path) -> None:
+    one = two.ranks[0]
+    two.write(0, 1)
+    os.kill(one._process.pid, signal.SIGKILL)
+    assert one.wait(60) and "ended with -9" in str(one.failures())
+    assert not one.has_room()
+    assert two.left_in_memory(), "nobody has moved it"
+    again = Ranks(tmp_path, 1, run="later")
+    assert not [path for path in two.left_in_memory() if "r.0" in str(path)], "a leftover of a run that is over"
+    again.close()
+
+
+def test_leftovers_whose_mover_is_at_work_stay(tmp_path: Path) -> None:
+    slow = Ranks(tmp_path, 1, rate=200_000.0)
+    slow.write(0, 1)
+    other = Ranks(tmp_path, 1, run="other")
+    assert slow.ranks[0].wait(60) and slow.ranks[0].failures() == {}
+    slow.close()
+    other.close()
+
+
+def test_a_step_that_is_there_already_stays(two: Ranks) -> None:
+    (two.disk / "step-1").mkdir()
+    (two.disk / "step-1" / "whole").write_text("yes")
+    two.write(0, 1)
+    two.write(1, 1)
+    assert two.ranks[0].wait(60) and two.ranks[0].failures() == {}
+    assert two.found() == {"step-1/whole": 3, "latest": 6}
+
+
+def test_a_file_that_is_torn_on_disk_gets_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = mover.Job(0, 1, "r", 0.0, 1.0, str(tmp_path))
+    (tmp_path / "from").mkdir()
+    (tmp_path / "from" / "x").write_text("four")
+    copied = mover.Mover._copied
+
+    def torn(*args: object) -> Iterator[tuple[str, int]]:
+        yield from ((name, nbytes + 1) for name, nbytes in copied(*args))  # type: ignore[arg-type]
+
+    monkeypatch.setattr(mover.Mover, "_copied", torn)
+    with pytest.raises(mover.MoveFailed, match="x is not whole"):
+        mover.Mover(job).move(tmp_path / "from", tmp_path / "to", {})
+    assert [path.name for path in tmp_path.iterdir()] == []
+
+
+def test_somebody_elses_directory_is_not_used(tmp_path: Path) -> None:
+    place = tmp_path / f"mlflash-{os.getuid()}-files"
+    place.mkdir(mode=0o755)
+    place.chmod(0o755)
+    with pytest.raises(UnsafePath):
+        BackgroundFiles(str(tmp_path), "job", "r", 0, 1)
