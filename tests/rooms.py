@@ -20,7 +20,8 @@ ROOMS: dict[str, str] = {
     "restoring": "state storage memory mpi redundancy protocol startup draining saving",
     "courier": "state placement memory mpi wireup config telemetry redundancy protocol startup draining saving "
     "restoring",
-    "checkpointer": "state config mpi protocol draining saving restoring courier",
+    "background_files": "memory",
+    "checkpointer": "state config mpi protocol draining saving restoring courier background_files",
 }
 # What people use, above all of it.
 TOOLS: dict[str, str] = {
@@ -37,6 +38,6 @@ TOOLS: dict[str, str] = {
     "doctor": "placement memory mpi wireup config courier redundancy startup draining saving checkpointer "
     "human_readable command_line planning",
     "templates": "human_readable launcher doctor",
-    "commands": "placement storage memory mpi wireup config telemetry draining restoring checkpointer "
+    "commands": "background_files placement storage memory mpi wireup config telemetry draining restoring checkpointer "
     "human_readable exports inspection command_line launcher demo live_monitor planning log_report doctor templates",
 }

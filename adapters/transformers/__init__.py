@@ -3,6 +3,7 @@
     flash      when to save, and the training in which that happens: a callback
     start      which checkpoint to start from: of memory and disk the newest
     states     what a Trainer holds ↔ a state for the slots
+    own_files  the Trainer's own checkpoints, moved to disk behind training
     engines    the same where DeepSpeed trains
     backends   which of both it is
 

@@ -26,6 +26,7 @@ from mlflash.errors import ConfigError
 from .. import intervals
 from ..replacing import replaced
 from .backends import state_of
+from .own_files import OwnFiles
 from .start import start_from
 from .states import Found, State, has_ended
 
@@ -44,6 +45,8 @@ class MLFlashCallback(TrainerCallback):
             afresh where the Trainer has written no checkpoint.
         directory: where checkpoints are drained or scavenged to. Default: ``mlflash`` in the Trainer's ``output_dir``.
             Nothing is written there but by ``drain_every`` and the like.
+        in_background: the Trainer writes its own checkpoints to memory, and they are moved to ``output_dir`` behind
+            training: the same files, all of them or none. Each takes its size of memory meanwhile.
         settings: as those of a Checkpointer. Default of ``replicated``: weights and optimizer, under DDP. With
             ``strict`` a save that fails is an exception, and not a warning.
 
@@ -55,11 +58,12 @@ class MLFlashCallback(TrainerCallback):
     """
 
     def __init__(self, every_n_steps: int | None = None, skip_every_n_steps: int | None = None, enabled: bool = True,
-                 directory: str | os.PathLike[str] | None = None, **settings: Any):  # fmt: skip
+                 directory: str | os.PathLike[str] | None = None, in_background: bool = False,
+                 **settings: Any):  # fmt: skip
         intervals.check(every_n_steps, skip_every_n_steps)
         self.checkpointer: Checkpointer | None = None
         self._every, self._skip, self._enabled = every_n_steps, skip_every_n_steps, not turned_off(enabled)
-        self._directory, self._settings = directory, settings
+        self._directory, self._settings, self._in_background = directory, settings, in_background
         self._state: State | None = None
         self._is_due = self._epoch_has_ended = self._is_over = False
 
@@ -143,6 +147,10 @@ class MLFlashCallback(TrainerCallback):
             self._state = state
             stack.callback(self._forget)
             self._say_when(trainer)
+            if self._in_background:
+                own = OwnFiles(trainer, self.checkpointer, bool(self._settings.get("strict")))
+                stack.callback(own.close)
+                stack.enter_context(replaced(trainer, **own.methods))
             stack.enter_context(replaced(
                 trainer,
                 _maybe_log_save_evaluate=self._then_save(trainer),
@@ -216,7 +224,7 @@ def _begin_afresh_or_resume(trainer: Any) -> None:
 
 def TrainerWrapper(
     trainer: Any, save_mem_interval: int | None = None, *, directory: str | os.PathLike[str] | None = None,
-    skip_every_n_steps: int | None = None, enabled: bool = True, **settings: Any,
+    skip_every_n_steps: int | None = None, enabled: bool = True, in_background: bool = False, **settings: Any,
 ) -> Any:  # fmt: skip
     """Let a Trainer save in memory, and start from there, as `MLFlashCallback` does.
 
@@ -226,7 +234,7 @@ def TrainerWrapper(
         trainer: of Hugging Face's Trainer or a class made from it.
         save_mem_interval: a checkpoint in memory every so many steps. Default: whenever the Trainer saves, see
             `MLFlashCallback`.
-        directory, skip_every_n_steps, enabled, settings: see `MLFlashCallback`.
+        directory, skip_every_n_steps, enabled, in_background, settings: see `MLFlashCallback`.
 
     Returns:
         The same trainer.
@@ -234,7 +242,7 @@ def TrainerWrapper(
     Raises:
         ConfigError: an interval makes no sense, or the Trainer has such a callback already.
     """
-    callback = MLFlashCallback(save_mem_interval, skip_every_n_steps, enabled, directory, **settings)
+    callback = MLFlashCallback(save_mem_interval, skip_every_n_steps, enabled, directory, in_background, **settings)
     trainer.add_callback(callback)
     callback.attach(trainer)
     return trainer

@@ -45,7 +45,7 @@ class BackgroundFiles:
     def __init__(self, memory: str, job: str, run: str, rank: int, size: int, rate: float = 0.0,
                  patience_s: float = 600.0):  # fmt: skip
         self._memory = Path(memory)
-        of_job = _private(self._memory / f"mlflash-{os.getuid()}-files") / job
+        of_job = _private(_of_user(memory)) / job
         self._place = of_job / f"{run}.{rank}"
         of_job.mkdir(exist_ok=True)
         with _locked(of_job):
@@ -104,8 +104,7 @@ class BackgroundFiles:
         except BaseException:
             shutil.rmtree(path.parent, ignore_errors=True)
             raise
-        nbytes = sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-        self._largest_nbytes = max(self._largest_nbytes, nbytes)
+        self._largest_nbytes = max(self._largest_nbytes, _nbytes(path))
         with self._news:
             self._on_their_way.append(os.path.abspath(target))
         self._tell({"from": os.fspath(path), "to": os.path.abspath(target), "notes": dict(notes or {}),
@@ -159,11 +158,41 @@ class BackgroundFiles:
             self._news.notify_all()
 
 
-def _remove_leftovers(of_job: Path) -> None:
-    """Remove what others have left here whose movers are gone."""
+def leftovers(memory: str, job: str, dry_run: bool = False) -> int:
+    """Remove what runs of a job have left in memory whose movers are gone, and say how many bytes it has.
+
+    Not collective.
+
+    Args:
+        memory: see `BackgroundFiles`.
+        job: likewise.
+        dry_run: leave it there.
+    """
+    of_job = _of_user(memory) / job
+    nbytes = _remove_leftovers(of_job, dry_run) if of_job.is_dir() else 0
+    with contextlib.suppress(OSError):  # where a mover is at work still
+        if not dry_run:
+            of_job.rmdir()
+            of_job.parent.rmdir()
+    return nbytes
+
+
+def _of_user(memory: str) -> Path:
+    return Path(memory, f"mlflash-{os.getuid()}-files")
+
+
+def _nbytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def _remove_leftovers(of_job: Path, dry_run: bool = False) -> int:
+    nbytes = 0
     for path in of_job.iterdir():
         with contextlib.suppress(OSError), _locked(path, fcntl.LOCK_NB):
-            shutil.rmtree(path)
+            nbytes += _nbytes(path)
+            if not dry_run:
+                shutil.rmtree(path)
+    return nbytes
 
 
 @contextlib.contextmanager

@@ -109,7 +109,7 @@ class Checkpointer(Ending):
         trainer, self._courier = self._trainer, self._trainer.courier
         self._saves = SaveQueue(trainer)
         self._restores = Restores(trainer, self._saves, self._drains)
-        self.adapting = Adapting(trainer.ranks, self._saves, self._restores, self._drains, self._config.strict,
+        self.adapting = Adapting(trainer.ranks, self._saves, self._restores, self._drains, self._config,
                                  self._check_open)  # fmt: skip
         unclosed.add(self, lambda me, state: me._end(abandon=True, state=state), Checkpointer._leave)
         try:

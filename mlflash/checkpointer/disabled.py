@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from .. import config
+from ..background_files import staged
 from ..draining import drains
 from ..draining.drain import Drain
 from ..errors import MlflashError, Unrestorable
@@ -200,6 +201,28 @@ class Drains(drains.Drains):
         """Nothing is on its way."""
 
 
+class BackgroundFiles(staged.BackgroundFiles):
+    """Has no room in memory: a framework writes its files to disk."""
+
+    def __init__(self) -> None:
+        """Start no process."""
+
+    def has_room(self) -> bool:
+        """None."""
+        return False
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Nothing is on its way."""
+        return True
+
+    def failures(self) -> dict[str, str]:
+        """Nothing was moved."""
+        return {}
+
+    def close(self) -> None:
+        """Nothing is on its way."""
+
+
 class SaveQueue(save_queue.SaveQueue):
     """Saves nothing, and looks at no state and no step."""
 
@@ -319,6 +342,10 @@ class Adapting(for_adapters.Adapting):
 
     def _unit(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
+
+    def background_files(self) -> BackgroundFiles:
+        """Leave a framework's own checkpoints to the framework."""
+        return BackgroundFiles()
 
     def seen_by_first(self, look: Callable[[], Any]) -> Any:
         """Look on each rank: nothing could tell the others."""

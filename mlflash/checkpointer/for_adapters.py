@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
+import uuid
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, TypeVar
 
+from ..background_files.staged import BackgroundFiles
+from ..config import Config
 from ..draining.drains import Drains
 from ..errors import MlflashError, StateError, StepOrderError, Unrestorable
 from ..protocol.client import one_unit
@@ -34,14 +37,29 @@ class Adapting:
         ranks: its ranks.
     """
 
-    def __init__(self, ranks: Ranks, saves: SaveQueue, restores: Restores, drains: Drains, strict: bool,
+    def __init__(self, ranks: Ranks, saves: SaveQueue, restores: Restores, drains: Drains, config: Config,
                  check_open: Callable[[], None]):  # fmt: skip
         self._saves, self._restores, self._drains, self._check_open = saves, restores, drains, check_open
-        self.ranks, self._strict = ranks, strict
+        self.ranks, self._strict, self._config = ranks, config.strict, config
         self._loading = Loading(ranks, saves)
 
     def _unit(self) -> contextlib.AbstractContextManager[None]:
         return self.ranks.unit()
+
+    def background_files(self) -> BackgroundFiles:
+        """Make what takes a framework's own checkpoints to memory, and from there to disk. Collective over comm.
+
+        Together the ranks move as many bytes per second as they drain (``drain_rate``).
+
+        Raises:
+            UnsafePath: somebody else has the directory for it on some node.
+        """
+        run = self.ranks.broadcast(uuid.uuid4().hex[:8], 0)
+        where, rank, size = self._config, self.ranks.rank, self.ranks.size
+        return self.ranks.together(
+            lambda: BackgroundFiles(where.memory, where.job, run, rank, size, where.drain_rate / size),
+            lambda text: StateError(f"checkpoints cannot be moved to disk in the background: {text}"),
+        )
 
     def seen_by_first(self, look: Callable[[], Any]) -> Any:
         """Let rank 0 look at what other ranks may see in another state, such as files, and tell all of them.

@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from ..background_files.staged import leftovers
 from ..command_line import shell_completion
 from ..command_line.options import json_option, memory_option
 from ..command_line.run_on_ranks import FINE, WRONG
@@ -56,6 +57,7 @@ def _clean(memory: str, job: str, dry_run: bool) -> dict[str, Any]:
             found["nbytes"] = clean_job(memory, job)
         elif found["pid"] is not None:
             raise JobInUse("a process of this job is alive", found=process_named(found["pid"]))
+        found["nbytes"] += leftovers(memory, job, dry_run)
     except MlflashError as error:
         found["error"] = str(error)
     return found

@@ -327,11 +327,10 @@ class CourierProcess:
         if self.is_closed:
             return
         if not self._is_down:
-            self._is_down, self._is_unused = True, False
+            self._is_down, self._is_unused, self.late = True, False, None
             self._units.interrupt()
             if self.trainer is not None:
                 self.trainer.recorder.courier_died(pid, why)
-            self.late = None
             self.broken = None if self.start is not None else self.broken  # it failed, as the other had ended
             self._end_drain()
         for job in [job for job in list(self._jobs.values()) if job.is_sent and not job.is_commit]:
@@ -373,7 +372,6 @@ class CourierProcess:
             job = self.job(message)
             self._link.send_first(job)
             if not job.woken.wait(self._config.timeout_s + _ANSWER_S) or job.late is not None:
-                self._jobs.pop(job.number, None)
                 raise DeadlineExceeded("the next courier has not started")
             if job.error is not None:
                 raise job.error

@@ -11,7 +11,7 @@ import pytest
 from waiting import until
 
 from mlflash.background_files import mover
-from mlflash.background_files.staged import BackgroundFiles
+from mlflash.background_files.staged import BackgroundFiles, leftovers
 from mlflash.errors import UnsafePath
 
 
@@ -41,7 +41,7 @@ class Ranks:
         return {str(path.relative_to(self.disk)): path.stat().st_size for path in files}
 
     def left_in_memory(self) -> list[Path]:
-        return [path for path in self.memory.rglob("*") if path.is_file()]
+        return [Path(folder, name) for folder, _, names in os.walk(self.memory) for name in names]
 
     def close(self) -> None:
         for one in self.ranks:
@@ -71,7 +71,8 @@ def test_the_files_of_all_ranks_come_under_one_name_and_then_what_points_to_them
 
 def test_nothing_has_the_name_while_a_rank_is_missing(two: Ranks) -> None:
     two.write(0, 1)
-    assert not two.ranks[0].wait(0.3)
+    until((two.disk / ".step-1.r.part" / ".mlflash-files-0").exists, "the files of rank 0")
+    assert not two.ranks[0].wait(0)
     assert not (two.disk / "step-1").exists() and not (two.disk / "latest").exists()
     two.write(1, 1)
     assert two.ranks[0].wait(60) and two.found() == WHOLE
@@ -128,10 +129,14 @@ def test_a_mover_that_is_killed_is_a_failure_and_files_go_to_disk_directly(two: 
     os.kill(one._process.pid, signal.SIGKILL)
     assert one.wait(60) and "ended with -9" in str(one.failures())
     assert not one.has_room()
-    assert two.left_in_memory(), "nobody has moved it"
+    left = sum(path.stat().st_size for path in two.left_in_memory())
+    assert left == 100_002, "nobody has moved it"
+    assert leftovers(str(two.memory), "job", dry_run=True) == left and leftovers(str(two.memory), "other") == 0
     again = Ranks(tmp_path, 1, run="later")
-    assert not [path for path in two.left_in_memory() if "r.0" in str(path)], "a leftover of a run that is over"
+    assert not two.left_in_memory(), "a leftover of a run that is over"
     again.close()
+    two.close()
+    assert leftovers(str(two.memory), "job") == 0 and not list(two.memory.iterdir())
 
 
 def test_leftovers_whose_mover_is_at_work_stay(tmp_path: Path) -> None:
