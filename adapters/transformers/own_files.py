@@ -115,5 +115,5 @@ class OwnFiles:
             module.rotate_checkpoints(output_dir=folder, save_total_limit=self._trainer.args.save_total_limit,
                                       best_model_checkpoint=self._trainer.state.best_model_checkpoint,
                                       use_mtime=True)  # fmt: skip
-        else:  # before Transformers 5.1 or so
+        else:  # older versions have a method
             self._trainer._rotate_checkpoints(use_mtime=True, output_dir=folder)
