@@ -47,6 +47,34 @@ class Writer(Protocol):
 _never_unmapped: list[Segment] = []  # a device may write into these until the process ends
 
 
+class _Pinning:
+    """Whether a mapping is page-locked, for all segments that have it: each time anew costs more than a copy."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.segments = 0
+        self.was_tried = self.is_done = False
+
+    def pin(self, view: np.ndarray) -> None:
+        """Page-lock it, if nobody has tried that; `lock` is held."""
+        if self.was_tried or not view.nbytes:
+            return
+        self.was_tried = True
+        torch = sys.modules["torch"]
+        status = torch.cuda.cudart().cudaHostRegister(view.ctypes.data, view.nbytes, _PORTABLE)
+        self.is_done = int(status) == 0
+        if not self.is_done:  # copies are slower, that is all; but the next kernel would be told of this error
+            with contextlib.suppress(RuntimeError):
+                torch.zeros(1, device="cuda")
+
+    def leave(self, view: np.ndarray) -> None:
+        """One segment less has it; `lock` is held."""
+        self.segments -= bool(view.nbytes)
+        if self.is_done and self.segments == 0 and view.nbytes:
+            sys.modules["torch"].cuda.cudart().cudaHostUnregister(view.ctypes.data)
+            self.is_done = False
+
+
 class Segment:
     """A mapped slot file; made by :func:`create` or :func:`attach`.
 
@@ -67,8 +95,10 @@ class Segment:
         self.writers: list[Writer] = []
         self._fresh = fresh
         self._lock = threading.Lock()
-        self._asked_to_pin = self._pinned = False
         self.view: np.ndarray = huge_pages.map_file(fd, nbytes, private) if same is None else same.view
+        self._pinning: _Pinning = _Pinning() if same is None else same._pinning
+        with self._pinning.lock:
+            self._pinning.segments += 1
         self._fd = os.dup(fd)
         self._close_file = weakref.finalize(self, os.close, self._fd)
         self._close_file.atexit = False
@@ -101,17 +131,10 @@ class Segment:
     def pin(self) -> None:
         """Page-lock the segment for copies from CUDA devices; nothing happens without CUDA. Any thread; done once."""
         torch = sys.modules.get("torch")
-        if self._asked_to_pin or torch is None or not torch.cuda.is_available():
+        if self._pinning.was_tried or torch is None or not torch.cuda.is_available():
             return
-        with self._lock:
-            if self._asked_to_pin or not self.view.nbytes:
-                return
-            self._asked_to_pin = True
-            status = torch.cuda.cudart().cudaHostRegister(self.view.ctypes.data, self.nbytes, _PORTABLE)
-            self._pinned = int(status) == 0
-        if not self._pinned:  # copies are slower, that is all; but the next kernel would be told of this error
-            with contextlib.suppress(RuntimeError):
-                torch.zeros(1, device="cuda")
+        with self._lock, self._pinning.lock:
+            self._pinning.pin(self.view)
 
     @property
     def is_written_to(self) -> bool:
@@ -125,10 +148,8 @@ class Segment:
         if self.is_written_to:
             _never_unmapped.append(self)
             return
-        with self._lock:
-            if self._pinned:
-                sys.modules["torch"].cuda.cudart().cudaHostUnregister(self.view.ctypes.data)
-                self._pinned = False
+        with self._lock, self._pinning.lock:
+            self._pinning.leave(self.view)
             self.view = np.empty(0, dtype=np.uint8)
         self._close_file()
 

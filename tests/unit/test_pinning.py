@@ -79,3 +79,20 @@ def test_a_closed_segment_is_not_pinned(node_memory: NodeDirectory, cudart: Cuda
     segment.close()
     segment.pin()
     assert cudart.asked == []
+
+
+def test_a_mapping_that_several_have_is_pinned_once_until_the_last_has_closed_it(
+    node_memory: NodeDirectory, cudart: Cudart
+) -> None:
+    """A restore maps what training has mapped once more, and closes one of the two; to pin anew costs a copy."""
+    first = create(node_memory, 10_000)
+    first.pin()
+    second = first.again()
+    second.pin()
+    first.close()
+    first.close()
+    second.again().close()
+    assert len(cudart.asked) == 1
+    assert len(cudart.pinned) == (cudart.status == 0)
+    second.close()
+    assert cudart.pinned == []
