@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
+import types
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
@@ -137,7 +138,10 @@ class Filling:
             live, tree = self.objects[path]
             self._for_good |= path not in self._kept
             like = torch_objects.patterns(live, tree, self._entries) if _has_dtensors() else {}
-            torch_objects.load(live, self._made.make(tree, like))
+            made = self._made
+            if torch_objects.copies_what_it_loads(live, tree):
+                made = _Made(self._entries, self._plain, self._read, copy=False)
+            torch_objects.load(live, made.make(tree, like, torch_objects.own_tensors(live, tree, self._entries)))
 
     def fill_leaves(self) -> None:
         """Fill tensors and arrays, and replace plain leaves. Not collective.
@@ -244,11 +248,20 @@ class _Made:
         self._entries, self._plain, self._read, self._copy = entries, plain, read, copy
         self._fresh: dict[tuple[Any, ...], Any] = {}
 
-    def make(self, tree: Tree, like: Mapping[int, Any]) -> Any:
-        """Build a state anew; what is ``like`` a DTensor becomes such a one again."""
+    def make(self, tree: Tree, like: Mapping[int, Any], own: Mapping[int, Any] = types.MappingProxyType({})) -> Any:
+        """Build a state anew.
+
+        Args:
+            tree: of it.
+            like: what is like a DTensor becomes such a one again, by number of the entry.
+            own: tensors that get the bytes of an entry, and are then what is built of it.
+        """
         tag, rest = tree
         if tag == "o":
-            return self.make(rest, like)
+            return self.make(rest, like, own)
+        if tag == "e" and rest in own:
+            copy_into(own[rest], self._entries[rest], self._read(self._entries[rest]))
+            return own[rest]
         if tag == "e":
             entry = self._entries[rest]
             key = (entry.start, entry.kind, entry.dtype, entry.shape) if entry.nbytes else (rest,)
@@ -259,8 +272,8 @@ class _Made:
         if tag == "p":
             return decode_plain(self._plain[rest])
         if tag == "d":
-            return {decode_plain(key): self.make(sub, like) for key, sub in rest}
-        items = [self.make(sub, like) for sub in rest]
+            return {decode_plain(key): self.make(sub, like, own) for key, sub in rest}
+        items = [self.make(sub, like, own) for sub in rest]
         return items if tag == "l" else tuple(items)
 
 

@@ -7,14 +7,16 @@ where a class or a hook may see things otherwise than torch does, nothing is sai
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import itertools
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from ..errors import StructureMismatch
+from ..errors import StateError, StructureMismatch
 from .flatten import is_object
-from .leaves import Entry, Tree, is_tensor
+from .leaves import Entry, Tree, is_tensor, tensor_entry
 from .plain_values import decode_plain
 
 _OF_FSDP2 = "torch.distributed.fsdp._fully_shard"  # its hooks only put shards in their place
@@ -126,6 +128,47 @@ def _loads_as_torch_does(live: Any) -> bool:
 
 
 # Loading
+
+
+def copies_what_it_loads(live: Any, tree: Tree) -> bool:
+    """Whether an object keeps no tensor that it is given to load: a module that loads as torch's do. Not collective."""
+    torch = sys.modules.get("torch")
+    if torch is None or not isinstance(live, torch.nn.Module):
+        return False
+    if torch.__future__.get_swap_module_params_on_conversion():  # parameters are then exchanged for what they load
+        return False
+    while tree[0] == "o":
+        tree = tree[1]
+    if tree[0] != "d" or any(str(key).endswith("_extra_state") for key, _ in tree[1]):
+        return False
+    return _wanted(torch, live) is not None
+
+
+def own_tensors(live: Any, tree: Tree, entries: tuple[Entry, ...]) -> dict[int, Any]:
+    """Find the tensors of an optimizer that what was saved of them can be copied into, by number of the entry.
+
+    Loading keeps them then, where they are: no memory is taken for the state a second time. Not collective, but calls
+    ``state_dict()``.
+    """
+    if not _loads_as_torch_does(live):
+        return {}
+    starts = collections.Counter(entry.start for entry in entries)  # tied tensors are to be tied again
+    found, places = {}, []
+    for number, tensor in _matched(_given(live), tree):
+        entry = entries[number]
+        if isinstance(tensor, _StateOf) or tensor.requires_grad or not entry.nbytes or starts[entry.start] > 1:
+            continue
+        try:
+            local, its, place = tensor_entry(sys.modules["torch"], tensor, entry.name)
+        except StateError:
+            continue
+        if place and local.is_contiguous() and dataclasses.replace(its, start=entry.start) == entry:
+            found[number] = tensor
+            places.append((place[0], place[1], place[1] + entry.nbytes))
+    places.sort()
+    if any(one[0] == other[0] and one[2] > other[1] for one, other in itertools.pairwise(places)):
+        return {}
+    return found
 
 
 def load(live: Any, saved: Any, exactly: bool = False) -> None:

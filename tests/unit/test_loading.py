@@ -246,3 +246,86 @@ def test_moments_of_another_dtype_than_their_parameter_keep_their_bits() -> None
     live.state[next(iter(live.state))]["momentum_buffer"] = torch.zeros(3, dtype=torch.bfloat16)
     load(live, saved)  # here the state is of that dtype by choice
     assert live.state_dict()["state"][0]["momentum_buffer"].dtype == torch.bfloat16
+
+
+def moments(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [value for one in optimizer.state.values() for value in one.values()]
+
+
+def test_an_optimizers_tensors_stay_where_they_are(ckpt: Checkpointer) -> None:
+    model = net()
+    optimizer = trained(model, 0.1)
+    state = {"model": model, "optimizer": optimizer}
+    saved = [tensor.clone() for tensor in moments(optimizer)]
+    ckpt.save(1, state).wait()
+    places = [tensor.data_ptr() for tensor in moments(optimizer)]
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    assert ckpt.restore(state) == 1
+    assert [tensor.data_ptr() for tensor in moments(optimizer)] == places
+    assert all(torch.equal(now, then) for now, then in zip(moments(optimizer), saved, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["expanded", "twice", "overlapping", "needs gradients"])
+def test_tensors_that_cannot_be_written_to_each_by_itself_are_made_anew(ckpt: Checkpointer, kind: str) -> None:
+    both = torch.full((6,), 7.0)
+    live = {
+        "expanded": (both[:1].expand(4), both[1:]),
+        "twice": (both, both),
+        "overlapping": (both[:4], both[2:]),
+        "needs gradients": (both.clone().requires_grad_(), both[2:]),
+    }[kind]
+    parameter = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
+    a, b = (torch.arange(tensor.numel()) + number for number, tensor in zip((0.5, 10.5), live, strict=True))
+    optimizer.state[parameter] = {"a": a, "b": b}
+    saved = {name: tensor.clone() for name, tensor in optimizer.state[parameter].items()}
+    ckpt.save(1, {"optimizer": optimizer}).wait()
+    optimizer.state[parameter] = dict(zip("ab", live, strict=True))
+    assert ckpt.restore({"optimizer": optimizer}) == 1
+    assert all(torch.equal(optimizer.state[parameter][name], tensor) for name, tensor in saved.items())
+
+
+def test_tensors_that_were_tied_are_tied_again(ckpt: Checkpointer) -> None:
+    parameter = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
+    both = torch.arange(3.0)
+    optimizer.state[parameter] = {"a": both, "b": both}
+    ckpt.save(1, {"optimizer": optimizer}).wait()
+    optimizer.state[parameter] = {"a": torch.zeros(3), "b": torch.zeros(3)}
+    ckpt.restore({"optimizer": optimizer})
+    a, b = optimizer.state[parameter].values()
+    assert torch.equal(a, both)
+    assert a.data_ptr() == b.data_ptr()
+
+
+class KeepsWhatItLoads(nn.Linear):
+    """Has a tensor besides its parameters, which it does not copy."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+        self.extra = torch.ones(5)
+
+    def get_extra_state(self) -> torch.Tensor:
+        return self.extra
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        self.extra = state
+
+
+class Assigns(nn.Linear):
+    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *args: Any) -> None:
+        self.weight = nn.Parameter(state[prefix + "weight"])
+
+
+@pytest.mark.parametrize("make", [KeepsWhatItLoads, lambda: nn.Sequential(Assigns(3, 3)), lambda: nn.Sequential(
+    KeepsWhatItLoads())])  # fmt: skip
+def test_what_a_module_keeps_of_what_it_loads_is_its_own(ckpt: Checkpointer, make: Callable[[], nn.Module]) -> None:
+    model = make()
+    saved = {name: value.clone() for name, value in model.state_dict().items()}
+    ckpt.save(1, {"model": model}).wait()
+    model = make()
+    ckpt.restore({"model": model})
+    for number in (2, 3, 4):  # other bytes in all slots
+        ckpt.save(number, {"model": [torch.full((400,), 9.0)]}).wait()
+    assert all(torch.equal(value, saved[name]) for name, value in model.state_dict().items() if "bias" not in name)
