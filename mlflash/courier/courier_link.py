@@ -88,7 +88,8 @@ class CourierLink:
         threading.Thread(target=self._keep, name="mlflash-epochs", daemon=True).start()
         self._hook_before = sys.excepthook
         self._hook = functools.partial(self._fail, sys.excepthook, os.getpid())
-        if KEPT not in os.environ:  # others are to go on where they can
+        self.is_kept = KEPT in os.environ  # others are to go on where they can, and so is this process
+        if not self.is_kept:
             sys.excepthook = self._hook
 
     def number(self) -> int:

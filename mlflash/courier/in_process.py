@@ -302,7 +302,7 @@ class CourierProcess:
         if self.is_closed:
             return
         if self.start is not None or self.broken is None:  # it is not lost already
-            is_meant = sys.is_finalizing() or self._link.is_closing
+            is_meant = sys.is_finalizing() or self._link.is_closing or self._link.is_kept  # the next round saves
             log.log(logging.DEBUG if is_meant else logging.WARNING, "nothing is saved any more: %s", why)
         self.broken, self.start = self.broken or why, None  # for good
         self._end_drain()
