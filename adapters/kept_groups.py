@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import logging
 import os
 from collections.abc import Callable
 from datetime import timedelta
@@ -24,6 +25,9 @@ from .exchangeable_group import BACKEND
 from .gloo_sockets import shut_down
 from .left_steps import buckets_of, forget_step
 
+log = logging.getLogger("mlflash")
+
+_ON_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _MEETS = timedelta(seconds=10)  # for all ranks to come to the store
 
 
@@ -99,6 +103,12 @@ def init_process_group(rank: int, size: int, timeout: timedelta) -> None:
         rank, size: of this process; a spare presumes them.
         timeout: of the collectives.
     """
+    if os.environ.get(_ON_ERRORS, "0") != "0":
+        log.warning("%s=%s is set to 0: PyTorch would end this process when another one is lost", _ON_ERRORS,
+                    os.environ[_ON_ERRORS])  # fmt: skip
+    # A dead peer is an error to NCCL's watchdog, which ends the process (1, 3), or the wait alone (2): what is trained
+    # after that, and even saved, has sums that are none. Here who decides about the round ends the wait.
+    os.environ[_ON_ERRORS] = "0"
     exchangeable_group.register()
     store = None  # that of MASTER_ADDR
     if is_spare():

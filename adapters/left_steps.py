@@ -3,7 +3,7 @@
 A collective that fails as a rank is lost raises out of forward or backward. DDP's reducer then waits for gradients that
 never come, and FSDP2's modules hold whole parameters, gradients that were not reduced, and the order in which modules
 ran. DDP has its reducer made anew, as where it is unpickled; FSDP2 is put back to where it is between steps. Both have
-no public call for it: the attributes are those of PyTorch 2.13, and one that is missing is an error.
+no public call for it: the attributes are those of PyTorch 2.11 and 2.13, and one that is missing is an error.
 
 Parameters, optimizer and buffers hold anything then: they are to be restored after it.
 """
@@ -74,18 +74,29 @@ def _forget_shards(module: FSDPModule) -> None:
     state._modules_to_run_forward.clear()
     state._state_ctx.iter_forward_root = None
     state._state_ctx.post_backward_final_callback_queued = False
-    for group in state._fsdp_param_groups:
+    for group in _groups_of(state):
         group._training_state = TrainingState.IDLE
         group._all_gather_result = group._post_reduce_event = group._all_reduce_state = None
         group._reshard_after_forward_event = group._partial_reduce_output = None
         group._post_forward_indices.clear()
         shared = group.comm_ctx
         shared.all_gather_state = None
-        shared.reduce_scatter_states.clear()
-        shared._last_post_reduce_events.clear()
+        if hasattr(shared, "reduce_scatter_state"):  # before PyTorch 2.13
+            shared.reduce_scatter_state = None
+        else:
+            shared.reduce_scatter_states.clear()
+            shared._last_post_reduce_events.clear()
         shared.post_forward_order.clear()
         for parameter in group.fsdp_params:
             parameter.unsharded_accumulated_grad = None
             if hasattr(parameter, "_unsharded_param"):
                 parameter._unsharded_param.grad = None
         group._to_sharded()
+
+
+def _groups_of(state: Any) -> list[Any]:
+    """The groups of parameters that a module gathers; before PyTorch 2.13 it had one at most."""
+    if not hasattr(state, "_fsdp_param_groups"):
+        return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+    groups: list[Any] = state._fsdp_param_groups
+    return groups
