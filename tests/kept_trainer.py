@@ -3,14 +3,15 @@
 Usage: kept_trainer.py OUT LAST [JSON]. Each rank adds a line for each step to OUT/steps-RANK, and writes a digest of
 its final state to OUT/end-RANK. JSON:
 
-- ``kind`` of the model (ddp, compiled, fsdp, hsdp, tp), ``settings`` of the Checkpointer, ``pause`` seconds a step;
-  ``workers`` that fetch its data;
+- ``kind`` of the model (ddp, compiled, fsdp, hsdp, tp), its ``device``, ``settings`` of the Checkpointer, ``pause``
+  seconds a step; ``workers`` that fetch its data;
 - ``die``: a list of rank, step and place, at each of which the process that has this rank kills itself once;
   ``die_in``: a list of rank and crash point of a recovery, at each of which it does so;
 - ``attacked``: who attacks it writes a rank and a place, or a crash point, into OUT/die, and the process that takes the
   file dies there; each process notes in OUT/waits-HOST-PID that it is about to wait;
 - ``digests``: what is noted of the state in OUT/digests-RANK, "entries": at each entry, "steps": after each step;
-- ``hold_at``: the step that rank 0 does not begin before there is a file "go on".
+- ``hold_at``: the step that rank 0 does not begin before there is a file "go on"; ``holds``: steps, each of which it
+  does not begin before there is a file "go on STEP".
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from mlflash.in_place.decider_link import decider
 
 OUT, LAST = Path(sys.argv[1]), int(sys.argv[2])
 OPTIONS: dict[str, Any] = json.loads(sys.argv[3]) if len(sys.argv) > 3 else {}
-KIND = OPTIONS.get("kind", "ddp")
+KIND, DEVICE = OPTIONS.get("kind", "ddp"), OPTIONS.get("device", "cpu")
 WIDTH, BATCH, LATE_S = 32, 8, 8
 BEGAN_WITH = dict(os.environ)
 
@@ -106,11 +107,11 @@ def wrapped(model: Model) -> nn.Module:
     size = dist.get_world_size()
     if KIND == "tp":  # every second layer by columns
         style = ColwiseParallel(output_layouts=Replicate())
-        return parallelize_module(model, init_device_mesh("cpu", (size,)), {"layers.0": style, "layers.2": style})
+        return parallelize_module(model, init_device_mesh(DEVICE, (size,)), {"layers.0": style, "layers.2": style})
     mesh = (
-        init_device_mesh("cpu", (size,))
+        init_device_mesh(DEVICE, (size,))
         if KIND == "fsdp"
-        else init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("replicas", "shards"))
+        else init_device_mesh(DEVICE, (size // 2, 2), mesh_dim_names=("replicas", "shards"))
     )
     for layer in (*model.layers, model):
         fully_shard(layer, mesh=mesh)
@@ -119,12 +120,13 @@ def wrapped(model: Model) -> nn.Module:
 
 torch.manual_seed(0)
 init_process_group()
-inner = Model()
+os.environ["NCCL_HOSTID"] = str(os.getpid())  # ranks may share a GPU: to NCCL each is on a machine of its own
+inner = Model().to(DEVICE)
 model = wrapped(inner)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.999)
 # Its scale changes every third step, and once it is too large a step is left out.
-scaler = torch.amp.GradScaler("cpu", growth_interval=3, enabled=KIND in ("ddp", "compiled"))
+scaler = torch.amp.GradScaler(DEVICE, growth_interval=3, enabled=KIND in ("ddp", "compiled"))
 state = {"model": model, "optimizer": optimizer, "schedule": schedule, "scaler": scaler, "rng": mlflash.rng()}
 entries = 0
 
@@ -150,9 +152,11 @@ def train(ckpt: mlflash.Checkpointer, start: int) -> int:
     for step in range(start + 1, LAST + 1):
         if rank == 0 and step == OPTIONS.get("hold_at"):
             until((OUT / "go on").exists, "the test to say go on")
+        if rank == 0 and step in OPTIONS.get("holds", ()):
+            until((OUT / f"go on {step}").exists, f"the test to say go on with step {step}")
         inner.step = step
         die(step, "fetch")
-        x = next(data)
+        x = next(data).to(DEVICE)
         optimizer.zero_grad()
         scaler.scale(model(x).square().mean()).backward()
         die(step, "optimizer")
@@ -173,9 +177,10 @@ def digest() -> str:
     """Of all that the state has."""
     found = hashlib.sha256()
     tensors = [*model.state_dict().values(), *(v for one in optimizer.state.values() for v in one.values())]
-    for tensor in [*tensors, torch.get_rng_state()]:
+    generators = [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if DEVICE == "cuda" else [])]
+    for tensor in [*tensors, *generators]:
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        found.update(local.detach().contiguous().numpy().tobytes())
+        found.update(local.detach().cpu().contiguous().numpy().tobytes())
     return f"{found.hexdigest()} {schedule.get_last_lr()} {scaler.state_dict()}"
 
 
@@ -201,7 +206,7 @@ def main() -> None:
         link.on_lost.append(lambda number: faulthandler.dump_traceback_later(LATE_S))  # who does not leave says where
         (OUT / f"waits-{os.uname().nodename}-{os.getpid()}").touch()
     if KIND == "compiled":  # so that who waits has compiled it
-        model(torch.ones(BATCH, WIDTH)).sum().backward()
+        model(torch.ones(BATCH, WIDTH, device=DEVICE)).sum().backward()
         optimizer.zero_grad()
     rank = mlflash.keep_alive(train, state, OPTIONS.get("directory"), **OPTIONS.get("settings", {}))
     left = {what: len(os.listdir(f"/proc/self/{what}")) for what in ("fd", "task")}
