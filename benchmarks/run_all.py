@@ -63,7 +63,7 @@ def main() -> int:
                 status |= bool(why)
                 missing |= {name: why} if why else {}
             if name in chosen or is_current(file):
-                results |= {name: read(file)} if file.exists() else {}
+                results |= {name: here_or_elsewhere(name, file)} if file.exists() else {}
             if name not in results:
                 missing.setdefault(name, "not run")
     header = {**machine(), "load average before": before, "load average after": os.getloadavg()[0],
@@ -96,8 +96,14 @@ def run(name: str, file: Path, quick: bool) -> str:
     print(f"--- {name}: {time.monotonic() - start:.0f} s {why}", flush=True)
     readme = script.with_name("README.md")
     if file.exists() and readme.exists() and not quick and not why:
-        fill_readme(readme, read(file))
+        fill_readme(readme, here_or_elsewhere(name, file))
     return why
+
+
+def here_or_elsewhere(name: str, file: Path) -> Result:
+    """What was found; where this machine lacks what the question needs, what was found on one that has it, if any."""
+    found, elsewhere = read(file), HOME / name / "measured.json"
+    return read(elsewhere) if "status" in found.header and elsewhere.exists() else found
 
 
 def is_current(file: Path) -> bool:
