@@ -55,8 +55,9 @@ class Torchrun:
         until(lambda: len(self.records(event)) >= count, lambda: f"{count} times {event}\n{self.log()}")
         return self.records(event)
 
-    def wait(self, *hosts: str) -> list[int]:
-        until(lambda: all(self._agents[host].poll() is not None for host in hosts), lambda: f"the end\n{self.log()}")
+    def wait(self, *hosts: str, timeout_s: float = PATIENCE_S) -> list[int]:
+        until(lambda: all(self._agents[host].poll() is not None for host in hosts), lambda: f"the end\n{self.log()}",
+              timeout_s)  # fmt: skip
         return [self._agents[host].returncode for host in hosts]
 
     def log(self) -> str:
@@ -86,6 +87,7 @@ def worker_of(**spec: Any) -> list[str]:
     return [str(WORKER), json.dumps(spec)]
 
 
+@pytest.mark.timeout(300)
 def test_what_ranks_test_is_so_where_torchrun_starts_them_on_two_nodes(nodes: Nodes, torchrun: Torchrun) -> None:
     """The tests that `make test-4` runs under mpiexec, as far as they need no memory or address of one host."""
     own = {"MLFLASH_COURIER": "process", "MLFLASH_TEST_SHARE": "all", "TMPDIR": str(torchrun.out),
@@ -96,10 +98,12 @@ def test_what_ranks_test_is_so_where_torchrun_starts_them_on_two_nodes(nodes: No
     options = [option for option in rendezvous("2", 2) if not option.startswith("--max-restarts")]
     program = [str(TESTS / "rank_of_torchrun.py"), *arguments, *files]
     torchrun.start(("host1", "host2"), options, {**NETMODS["ofi"], **own}, *program)
-    assert torchrun.wait("host1", "host2") == [0, 0], torchrun.log()
+    # 76 tests, with two ranks on a core: a minute alone, and as long again beside others.
+    assert torchrun.wait("host1", "host2", timeout_s=240) == [0, 0], torchrun.log()
     assert " passed" in torchrun.log()
 
 
+@pytest.mark.timeout(240)  # two waits
 @pytest.mark.parametrize("initializes", [True, False], ids=["its store", "its port"])
 def test_workers_that_torchrun_starts_again_in_place_go_on_from_memory(
     nodes: Nodes, torchrun: Torchrun, initializes: bool
@@ -111,7 +115,7 @@ def test_workers_that_torchrun_starts_again_in_place_go_on_from_memory(
     torchrun.wait_for("holds", 4)
     victim = nodes.running("host2", str(WORKER))[-1]
     os.kill(victim, signal.SIGKILL)
-    assert torchrun.wait(*hosts) == [0, 0], torchrun.log()
+    assert torchrun.wait(*hosts, timeout_s=150) == [0, 0], torchrun.log()
     restored = torchrun.records("restored")
     assert {(record["step"], record["same"], record["mpi"]) for record in restored[::2]} | {
         (record["step"], record["same"], record["mpi"]) for record in restored
@@ -124,12 +128,13 @@ def test_workers_that_torchrun_starts_again_in_place_go_on_from_memory(
         assert "mpich" not in nodes.run(host, "ls", "/dev/shm")
 
 
+@pytest.mark.timeout(240)  # two waits
 def test_a_node_is_lost_and_the_others_go_on_with_its_state_in_other_shards(nodes: Nodes, torchrun: Torchrun) -> None:
     torchrun.start(("host1", "host2", "host3"), rendezvous("2:3", 1), NETMODS["ucx"], *worker_of(last=5, holds_at=4))
     torchrun.wait_for("holds", 3)
     nodes.crash("host3")
     (torchrun.out / "go on").touch()
-    assert torchrun.wait("host1", "host2") == [0, 0], torchrun.log()
+    assert torchrun.wait("host1", "host2", timeout_s=150) == [0, 0], torchrun.log()
     after = [record for record in torchrun.records("restored") if record["size"] == 2]
     assert [(record["step"], record["same"]) for record in after] == [(3, True)] * 2, torchrun.log()
     assert [record["steps"][-1] for record in torchrun.records("end")] == [5, 5]
