@@ -3,6 +3,7 @@
     flash      when to save and what, and which checkpoint to start from: the hooks of a callback
     loops      where a step ends, and how to go on behind one
     resume     random numbers and data loaders, as they were
+    own_files  Lightning's own checkpoints, moved to their place behind training
     states     what a strategy holds ↔ a state for the slots
     checkpoint_io   memory under paths of its own, as for a test of the model
     packages   the two names of Lightning

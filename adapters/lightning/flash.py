@@ -23,6 +23,7 @@ from ..replacing import replaced
 from .checkpoint_io import PREFIX, step_of_path
 from .files import OnDisk, look
 from .loops import OwnSaves, at_step_ends
+from .own_files import OwnFiles
 from .packages import leave_mpi_alone
 from .resume import go_on, restore_together
 from .states import ALIKE, state_of
@@ -45,6 +46,8 @@ class Flash:
         signals: at one of these, such as SIGUSR1 before Slurm's time limit, the ranks agree at the end of a step to
             save it, and stop. Default: none, as `mlflash run` sees to it.
         async_save: training goes on while a checkpoint is protected; False: each save waits for its commit.
+        in_background: Lightning writes its own checkpoints to memory, and they are moved to their place behind
+            training; they are the same files. Default: it writes each to its place, and training waits.
         settings: as those of a Checkpointer.
 
     Attributes:
@@ -59,6 +62,7 @@ class Flash:
         directory: str | os.PathLike[str] | None = None,
         signals: Sequence[int] = (),
         async_save: bool = True,
+        in_background: bool = False,
         **settings: Any,
     ):
         intervals.check(every_n_steps, skip_every_n_steps)
@@ -67,7 +71,8 @@ class Flash:
         self.checkpointer: Checkpointer | None = None
         self._every, self._skip, self._enabled = every_n_steps, skip_every_n_steps, enabled
         self._directory, self._signals, self._settings = directory, tuple(signals), settings
-        self._waits = not async_save
+        self._waits, self._in_background = not async_save, in_background
+        self._files: OwnFiles | None = None
         self._before: dict[int, Any] = {}
         self._undo: list[Callable[[], None]] = []
         self._told = False
@@ -88,6 +93,8 @@ class Flash:
         self._own.say_when()
         self._undo.append(self._own.undo)
         self._undo.append(at_step_ends(trainer, lambda has_ended: self._end_step(trainer, has_ended)))
+        if self._in_background:
+            self._files = OwnFiles(trainer, self.checkpointer)
         for number in self._signals:
             self._before[number] = signal.signal(number, self._note_signal)
 
@@ -97,6 +104,8 @@ class Flash:
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Wait for what is on its way, and close. Collective."""
+        if self._files is not None:
+            self._files.finish()
         self._end()
 
     def on_exception(self, *args: Any, **kwargs: Any) -> None:
@@ -140,7 +149,10 @@ class Flash:
 
     def _end(self, error: type[BaseException] | None = None) -> None:
         checkpointer, self.checkpointer = self.checkpointer, None
+        files, self._files = self._files, None
         with contextlib.ExitStack() as stack:  # all of it is done, whatever a part of it raises
+            if files is not None:
+                stack.callback(files.close)
             if checkpointer is not None:
                 stack.callback(checkpointer.__exit__, error, None, None)
             for number, before in self._before.items():

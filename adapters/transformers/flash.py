@@ -148,7 +148,7 @@ class MLFlashCallback(TrainerCallback):
             stack.callback(self._forget)
             self._say_when(trainer)
             if self._in_background:
-                own = OwnFiles(trainer, self.checkpointer, bool(self._settings.get("strict")))
+                own = OwnFiles(trainer, self.checkpointer)
                 stack.callback(own.close)
                 stack.enter_context(replaced(trainer, **own.methods))
             stack.enter_context(replaced(

@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 
 from .. import config
-from ..background_files import staged
 from ..draining import drains
 from ..draining.drain import Drain
 from ..errors import MlflashError, Unrestorable
@@ -33,7 +32,7 @@ from ..saving.early_staging import StagedState
 from ..saving.reserved_saves import ReservedSave, ReservedSaves
 from ..saving.snapshot import Snapshot
 from ..state.leaves import Flat
-from . import for_adapters
+from . import for_adapters, own_files
 
 log = logging.getLogger("mlflash")
 
@@ -201,23 +200,22 @@ class Drains(drains.Drains):
         """Nothing is on its way."""
 
 
-class BackgroundFiles(staged.BackgroundFiles):
-    """Has no room in memory: a framework writes its files to disk."""
+class OwnFiles(own_files.OwnFiles):
+    """Writes nothing to memory: a framework writes its files to disk."""
 
     def __init__(self) -> None:
         """Start no process."""
 
-    def has_room(self) -> bool:
-        """None."""
+    def begin(self, what: str) -> bool:
+        """Not to memory."""
         return False
 
-    def wait(self, timeout_s: float | None = None) -> bool:
-        """Nothing is on its way."""
-        return True
+    def when_moved(self, do: Callable[[], None]) -> None:
+        """All is there."""
+        do()
 
-    def failures(self) -> dict[str, str]:
-        """Nothing was moved."""
-        return {}
+    def finish(self) -> None:
+        """Nothing is on its way."""
 
     def close(self) -> None:
         """Nothing is on its way."""
@@ -343,9 +341,9 @@ class Adapting(for_adapters.Adapting):
     def _unit(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
-    def background_files(self) -> BackgroundFiles:
+    def own_files(self) -> OwnFiles:
         """Leave a framework's own checkpoints to the framework."""
-        return BackgroundFiles()
+        return OwnFiles()
 
     def seen_by_first(self, look: Callable[[], Any]) -> Any:
         """Look on each rank: nothing could tell the others."""

@@ -24,6 +24,7 @@ from ..saving.reserved_saves import ReservedSave
 from ..saving.save_queue import SaveQueue
 from ..saving.snapshot import Snapshot
 from ..state.leaves import Flat
+from .own_files import OwnFiles
 
 log = logging.getLogger("mlflash")
 
@@ -46,7 +47,7 @@ class Adapting:
     def _unit(self) -> contextlib.AbstractContextManager[None]:
         return self.ranks.unit()
 
-    def background_files(self) -> BackgroundFiles:
+    def own_files(self) -> OwnFiles:
         """Make what takes a framework's own checkpoints to memory, and from there to disk. Collective over comm.
 
         Together the ranks move as many bytes per second as they drain (``drain_rate``).
@@ -56,10 +57,11 @@ class Adapting:
         """
         run = self.ranks.broadcast(uuid.uuid4().hex[:8], 0)
         where, rank, size = self._config, self.ranks.rank, self.ranks.size
-        return self.ranks.together(
+        files = self.ranks.together(
             lambda: BackgroundFiles(where.memory, where.job, run, rank, size, where.drain_rate / size),
             lambda text: StateError(f"checkpoints cannot be moved to disk in the background: {text}"),
         )
+        return OwnFiles(files, self.ranks, self._strict)
 
     def seen_by_first(self, look: Callable[[], Any]) -> Any:
         """Let rank 0 look at what other ranks may see in another state, such as files, and tell all of them.

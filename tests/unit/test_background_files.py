@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 from waiting import until
 
+from mlflash import Checkpointer
 from mlflash.background_files import mover
 from mlflash.background_files.staged import BackgroundFiles, leftovers
-from mlflash.errors import UnsafePath
+from mlflash.errors import SaveFailed, UnsafePath
 
 
 class Ranks:
@@ -178,3 +179,41 @@ def test_somebody_elses_directory_is_not_used(tmp_path: Path) -> None:
     place.chmod(0o755)
     with pytest.raises(UnsafePath):
         BackgroundFiles(str(tmp_path), "job", "r", 0, 1)
+
+
+@pytest.fixture(params=[False, True], ids=["warns", "strict"])
+def ckpt(request: pytest.FixtureRequest, shm: Path) -> Iterator[Checkpointer]:
+    with Checkpointer(memory=str(shm), job="own", redundancy="none", strict=request.param) as made:
+        yield made
+
+
+def test_what_waits_for_a_checkpoint_is_done_when_it_is_there(ckpt: Checkpointer, tmp_path: Path) -> None:
+    own, done = ckpt.adapting.own_files(), list[bool]()
+    for step in (1, 2):
+        assert own.begin(f"step {step}")
+        with own.directory(tmp_path / f"step-{step}") as path:
+            (path / "file").write_text("all")
+        own.when_moved(lambda step=step: done.append((tmp_path / f"step-{step}" / "file").exists()))
+        assert len(done) == step - 1
+    own.finish()
+    assert done == [True, True]
+    own.close()
+
+
+def test_what_waits_for_a_checkpoint_that_could_not_be_moved_is_left(
+    ckpt: Checkpointer, tmp_path: Path, caplog: pytest.LogCaptureFixture, request: pytest.FixtureRequest
+) -> None:
+    own = ckpt.adapting.own_files()
+    assert own.begin("step 1")
+    (tmp_path / "no folder").write_text("")
+    with own.directory(tmp_path / "no folder" / "step-1") as path:
+        (path / "file").write_text("all")
+    own.when_moved(lambda: pytest.fail("older ones are needed still"))
+    if "strict" in request.node.name:
+        with pytest.raises(SaveFailed, match="was not moved"):
+            own.begin("step 2")
+    else:
+        assert own.begin("step 2")
+    assert "step-1 was not moved to disk" in caplog.text
+    own.finish()
+    own.close()

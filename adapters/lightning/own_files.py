@@ -1,0 +1,114 @@
+"""Lightning's own checkpoints: it writes them to memory, and they are moved to their place behind training.
+
+They are the files that Lightning writes, so that it resumes from them without mlflash; a checkpoint has its name when
+all files of all ranks are there. What a ModelCheckpoint deletes or links meanwhile waits until then.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import types
+from collections.abc import Callable
+from typing import Any
+
+from mlflash import Checkpointer
+from mlflash.errors import ConfigError
+
+from ..replacing import replaced
+
+
+class OwnFiles:
+    """Those of one fit. Collective over all ranks; close it.
+
+    Args:
+        trainer: whose.
+        checkpointer: that of the fit.
+
+    Raises:
+        ConfigError: a plugin writes files behind training, too.
+    """
+
+    def __init__(self, trainer: Any, checkpointer: Checkpointer):
+        strategy = trainer.strategy
+        if any("Async" in kind.__name__ for kind in type(strategy.checkpoint_io).__mro__):
+            raise ConfigError("two would write checkpoints behind training: leave out in_background, or the plugin",
+                              found=type(strategy.checkpoint_io).__name__)  # fmt: skip
+        self._strategy, self._adapting = strategy, checkpointer.adapting
+        self._files = self._adapting.own_files()
+        self._save: Callable[..., None] = strategy.save_checkpoint
+        self._remove: Callable[[Any], None] = strategy.remove_checkpoint
+        self._coming: set[str] = set()
+        self._going: set[str] = set()
+        self._undo = replaced(strategy, save_checkpoint=self.save, remove_checkpoint=self.remove)
+        for callback in trainer.checkpoint_callbacks:
+            if hasattr(callback, "file_exists"):  # a ModelCheckpoint
+                exists = functools.partial(self.exists, callback.file_exists)
+                self._undo.callback(replaced(callback, file_exists=exists, _link_checkpoint=self.link).close)
+
+    def save(self, checkpoint: Any, filepath: Any, storage_options: Any = None) -> None:
+        """Have Lightning write a checkpoint to memory; where some rank has no room there, to its place. Collective.
+
+        Raises:
+            SaveFailed: with ``strict``, on all ranks, where the one before was not moved.
+        """
+        target = os.fspath(self._strategy.broadcast(filepath))
+        is_ours = "://" not in target and storage_options is None and self._begin(target)
+        # A file is exchanged for the newer one; of a directory Lightning writes the newer one into the older.
+        if not is_ours or self._adapting.seen_by_first(lambda: os.path.isdir(target)):
+            self._save(checkpoint, filepath, storage_options)
+            return
+        if self._writes_on_all_ranks():
+            with self._files.directory(target) as path, replaced(self._strategy, broadcast=lambda what, *args: what):
+                self._save(checkpoint, path)
+        elif self._strategy.is_global_zero:
+            with self._files.directory(target, alone=True) as path:
+                self._save(checkpoint, path / path.name)
+        else:
+            self._save(checkpoint, filepath)
+        self._coming.add(os.path.abspath(target))
+
+    def remove(self, filepath: Any) -> None:
+        """Delete a checkpoint, when those that were written after it are there. Collective."""
+        self._going.add(os.path.abspath(filepath))
+        self._files.when_moved(functools.partial(self._remove, filepath))
+
+    def link(self, trainer: Any, filepath: str, linkpath: str) -> None:
+        """Link to a checkpoint, when it is there. Collective."""
+        alone = types.SimpleNamespace(is_global_zero=trainer.is_global_zero, strategy=_Alone())
+        make = type(trainer.checkpoint_callback)._link_checkpoint
+        self._files.when_moved(functools.partial(make, alone, filepath, linkpath))
+
+    def exists(self, exists: Callable[[Any, Any], bool], filepath: Any, trainer: Any) -> bool:
+        """Whether a file would be there, if all had been written, and deleted, at once. Collective."""
+        path = os.path.abspath(filepath)
+        return path in self._coming or (path not in self._going and exists(filepath, trainer))
+
+    def finish(self) -> None:
+        """Wait until all is on disk. Not collective."""
+        self._files.finish()
+
+    def close(self) -> None:
+        """Let the rest be moved; nobody waits for it. Not collective."""
+        self._undo.close()
+        self._files.close()
+
+    def _begin(self, target: str) -> bool:
+        has_room = self._files.begin(target)
+        self._coming.clear()
+        self._going.clear()
+        return has_room
+
+    def _writes_on_all_ranks(self) -> bool:
+        """Whether a checkpoint is a directory that each rank has files in."""
+        strategy = self._strategy
+        return bool(getattr(strategy, "_save_distributed_checkpoint", False)) or (
+            getattr(strategy, "_state_dict_type", "") == "sharded"
+        )
+
+
+class _Alone:
+    """A strategy that waits for nobody."""
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Not collective."""

@@ -1,0 +1,87 @@
+"""A framework's own checkpoints, of all ranks: written to memory by the framework, moved to disk behind training."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+from ..background_files.staged import BackgroundFiles
+from ..errors import SaveFailed
+from ..protocol.ranks import Ranks
+
+log = logging.getLogger("mlflash")
+
+
+class OwnFiles:
+    """Those of one training. Close it.
+
+    Args:
+        files: of this rank.
+        ranks: all of them.
+        strict: raise where one was not moved; else it is a warning.
+    """
+
+    def __init__(self, files: BackgroundFiles, ranks: Ranks, strict: bool):
+        self._files, self._ranks, self._strict = files, ranks, strict
+        self._later: list[Callable[[], None]] = []
+
+    def begin(self, what: str) -> bool:
+        """Whether all ranks can write the next checkpoint to memory; else the framework writes it to disk itself.
+
+        Waits until the one before is on disk, and does what was to be done then. Collective over comm.
+
+        Args:
+            what: the checkpoint, for a warning.
+
+        Raises:
+            SaveFailed: with ``strict``, on all ranks, where the one before was not moved on some.
+        """
+        has_room, is_well = map(bool, self._ranks.agree([int(self._files.has_room()), int(self._is_well())]))
+        if self._strict and not is_well:
+            raise SaveFailed("a checkpoint of the framework was not moved to disk: the log says why")
+        self._do_later()
+        if not has_room and self._ranks.rank == 0:
+            log.warning("there is no room in memory, or nobody who moves files: %s is written to disk at once", what)
+        return has_room
+
+    def directory(self, target: str | os.PathLike[str], notes: Mapping[str, str] | None = None, alone: bool = False
+                  ) -> AbstractContextManager[Path]:  # fmt: skip
+        """Give a directory to write to in the place of another one; see `BackgroundFiles.directory`.
+
+        Not collective, but all ranks that have a part of it write the same ones in the same order.
+        """
+        return self._files.directory(target, notes, alone)
+
+    def when_moved(self, do: Callable[[], None]) -> None:
+        """Do something when all that was written until now is on disk: the next time that somebody waits for it.
+
+        Such as to delete older checkpoints. Not collective.
+        """
+        self._later.append(do)
+
+    def finish(self) -> None:
+        """Wait until all is on disk, and do what was to be done then. Not collective."""
+        self._files.wait()
+        self._is_well()
+        self._do_later()
+
+    def close(self) -> None:
+        """Let the rest be moved; nobody waits for it. Not collective."""
+        self._files.close()
+
+    def _is_well(self) -> bool:
+        """Warn of what was not moved."""
+        failed = self._files.failures()
+        for target, why in failed.items():
+            log.warning("%s was not moved to disk: %s", target, why)
+        if failed:
+            self._later.clear()  # what is older is kept then
+        return not failed
+
+    def _do_later(self) -> None:
+        later, self._later = self._later, []
+        for do in later:
+            do()
