@@ -1,6 +1,7 @@
 """DeepSpeed: checkpoints of an engine in the memory of the nodes, ZeRO 0 to 3.
 
     files    what an engine writes to files ↔ a state for the slots; the CheckpointEngine that takes and gives it
+    own_files  the engine's own checkpoints, moved to storage behind training
     flash    when an engine is saved, and where; which checkpoint it starts from
 
 Example:

@@ -18,6 +18,7 @@ from mlflash.errors import ConfigError, StepNotFound, StructureMismatch, Unresto
 from .. import intervals
 from ..replacing import replaced
 from .files import OTHER_RANKS, TAG, EngineState, alike, refuse_what_is_elsewhere, step_on_disk
+from .own_files import OwnFiles
 
 
 def attach(
@@ -27,6 +28,7 @@ def attach(
     storage_every: int | None = None,
     enabled: bool = True,
     directory: str | os.PathLike[str] | None = None,
+    in_background: bool = False,
     **settings: Any,
 ) -> Flash:
     """Give an engine checkpoints in memory; before its `load_checkpoint`.
@@ -41,19 +43,22 @@ def attach(
         storage_every: see `Flash`.
         enabled: False, or ``MLFLASH_DISABLE=1``: nothing is done, and the engine's methods stay its own.
         directory: where checkpoints are drained or scavenged to. Default: none.
+        in_background: what ``engine.save_checkpoint`` writes to storage it writes to memory, and the files are moved to
+            ``save_dir`` behind training. Default: it writes them there, and training waits.
         settings: as those of a Checkpointer.
 
     Raises:
-        ConfigError: the intervals make no sense, or the engine keeps state where it cannot be taken from.
+        ConfigError: the intervals make no sense, the engine keeps state where it cannot be taken from, or writes files
+            behind training itself.
     """
-    return Flash(engine, every_n_steps, skip_every_n_steps, storage_every, enabled, directory, settings)
+    return Flash(engine, every_n_steps, skip_every_n_steps, storage_every, enabled, directory, in_background, settings)
 
 
 class Flash:
     """Checkpoints of a DeepSpeed engine in memory; `attach` makes it. Use it as a context manager, or call `close`.
 
     Args:
-        engine, every_n_steps, skip_every_n_steps, enabled, directory, settings: see `attach`.
+        engine, every_n_steps, skip_every_n_steps, enabled, directory, in_background, settings: see `attach`.
         storage_every: what ``engine.save_checkpoint`` does. None: it writes to storage, as without mlflash; and saves
             in memory besides, if the step is not there yet and `every_n_steps` is not given. A number: it saves in
             memory, and at every so manieth call to storage besides; 0: never to storage.
@@ -64,7 +69,8 @@ class Flash:
     """
 
     def __init__(self, engine: Any, every_n_steps: int | None, skip_every_n_steps: int | None,
-                 storage_every: int | None, enabled: bool, directory: Any, settings: dict[str, Any]):  # fmt: skip
+                 storage_every: int | None, enabled: bool, directory: Any, in_background: bool,
+                 settings: dict[str, Any]):  # fmt: skip
         intervals.check(every_n_steps, skip_every_n_steps)
         if storage_every is not None and storage_every < 0:
             raise ConfigError("storage_every is 0 or more", found=storage_every)
@@ -75,14 +81,19 @@ class Flash:
         self._is_told_nothing = every_n_steps is None and storage_every is None  # of what memory is to have
         self._calls = 0  # of engine.save_checkpoint since one of them wrote to storage
         self._methods = contextlib.ExitStack()  # of the engine, which are replaced
+        self._files: OwnFiles | None = None
         if turned_off(enabled):
             return
         refuse_what_is_elsewhere(engine)
+        if in_background and engine.checkpoint_engine.is_decoupled():
+            raise ConfigError("two would write checkpoints behind training: leave out in_background, or DeepSpeed's "
+                              "own engine for that", found=type(engine.checkpoint_engine).__name__)  # fmt: skip
         shared = alike(engine, "engine")
         settings = {**({"replicated": shared} if shared else {}), **settings}
         self._open = functools.partial(Checkpointer, directory, **settings)
         self.checkpointer = self._open()
         self._save, self._load = engine.save_checkpoint, engine.load_checkpoint
+        self._files = OwnFiles(engine, self.checkpointer, self._save) if in_background else None
         mine = replaced(engine, save_checkpoint=self._save_checkpoint, load_checkpoint=self._load_checkpoint)
         self._methods.enter_context(mine)
         own = "save_if_needed or engine.save_checkpoint is called"
@@ -154,7 +165,8 @@ class Flash:
         elif self._is_told_nothing and self._is_new(self._engine.global_steps):
             self.save(client_state, tag, exclude_frozen_parameters)
         if to_storage:
-            self._save(save_dir, tag, client_state or {}, save_latest, exclude_frozen_parameters)
+            save = self._save if self._files is None else self._files.save
+            save(save_dir, tag, client_state or {}, save_latest, exclude_frozen_parameters)
         return True
 
     def _is_new(self, step: int) -> bool:
@@ -192,6 +204,8 @@ class Flash:
         names = ("load_module_strict", "load_optimizer_states", "load_lr_scheduler_states", "load_module_only",
                  "custom_load_fn")  # fmt: skip
         options |= dict(zip(names, args, strict=False))
+        if self._files is not None:
+            self._files.finish()
         if not self._engine.load_universal_checkpoint():
             assert self.checkpointer is not None
             on_disk = self.checkpointer.adapting.seen_by_first(lambda: step_on_disk(self._engine, load_dir, tag))
@@ -276,6 +290,9 @@ class Flash:
         if (self.checkpointer.last_step or 0) > self._step:  # within one Checkpointer steps only grow
             self.checkpointer.close()
             self.checkpointer = self._open()
+            if self._files is not None:
+                self._files.close()
+                self._files = OwnFiles(self._engine, self.checkpointer, self._save)
 
     # Ending
 
@@ -290,8 +307,11 @@ class Flash:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Close; where an exception is on its way, without waiting for other ranks."""
-        try:
-            self._methods.close()
-        finally:
+        with contextlib.ExitStack() as stack:
             if self.checkpointer is not None:
-                self.checkpointer.__exit__(kind, error, trace)
+                stack.callback(self.checkpointer.__exit__, kind, error, trace)
+            if self._files is not None:
+                stack.callback(self._files.close)
+                if kind is None:
+                    stack.callback(self._files.finish)
+            self._methods.close()

@@ -139,6 +139,26 @@ def storage(stage: str) -> None:
              at=at, same=same, seen=client_state["seen"], later=flash.steps())  # fmt: skip
 
 
+def in_background(stage: str) -> None:
+    """What comes to storage behind training is what DeepSpeed writes there, and DeepSpeed alone goes on from it."""
+    ours, theirs = DISK / f"background-{stage}", DISK / f"stock-{stage}"
+    engine = engine_of(stage)
+    with attach(engine, job="background", every_n_steps=100, in_background=True):
+        for number in range(2):
+            step(engine, number)
+            type(engine).save_checkpoint(engine, theirs, client_state={"seen": number + 1})
+            assert engine.save_checkpoint(ours, client_state={"seen": number + 1})
+        expected = weights(engine)
+    torch.distributed.barrier()  # rank 0 has written `latest`
+    files = sorted(path.relative_to(theirs) for path in theirs.rglob("*") if path.is_file())
+    same = [(ours / path).read_bytes() == (theirs / path).read_bytes() for path in files]
+    extra = {path.relative_to(ours) for path in ours.rglob("*") if path.is_file()} - {*files}
+    plain = engine_of(stage)
+    _, client_state = plain.load_checkpoint(ours)
+    note("background", files=len(same), same=all(same), extra=sorted(map(str, extra)),
+         loaded=weights(plain) == expected, seen=client_state["seen"])  # fmt: skip
+
+
 def failed(stage: str) -> None:
     """What one rank cannot save is a warning on all, or its own error; the next step is saved."""
     engine = engine_of(stage)

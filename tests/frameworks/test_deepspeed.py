@@ -13,7 +13,7 @@ from harness import HERE, UID, Cluster, Result, own_memory
 
 RANKS = 2
 ENV = {"PYTHONPATH": f"{HERE / 'frameworks'}:{HERE}", "PYTHONWARNINGS": "ignore"}
-OF_A_STAGE = ["tags", "weights_only", "storage", "failed", "again", "back", "newer_on_disk"]
+OF_A_STAGE = ["tags", "weights_only", "storage", "in_background", "failed", "again", "back", "newer_on_disk"]
 ONCE = ["closed", "universal", "refused", "tracker", "other_stage", "strict", "in_a_state"]
 
 
@@ -87,6 +87,12 @@ def test_with_zero_3_a_load_that_would_load_no_weights_is_refused(staged: Result
 
 def test_deepspeed_alone_goes_on_from_storage_with_the_same_bits(staged: Result) -> None:
     assert each(staged, "plain", "step", "same", "seen") == [(4, True, 4), (5, True, 5)]
+
+
+def test_deepspeed_finds_the_files_that_it_would_have_written(staged: Result) -> None:
+    ((files, *found),) = each(staged, "background", "files", "same", "extra", "loaded", "seen")
+    assert files >= 3, staged.log
+    assert found == [True, [], True, 2], staged.log
 
 
 def test_each_second_checkpoint_goes_to_storage_over_a_relaunch_too(staged: Result) -> None:

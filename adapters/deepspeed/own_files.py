@@ -1,0 +1,64 @@
+"""A DeepSpeed engine's own checkpoints: it writes them to memory, and they are moved to storage behind training.
+
+They are the files that DeepSpeed writes, so that it loads them without mlflash; a checkpoint has its name when all
+files of all ranks are there, and ``latest`` names it after that.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from mlflash import Checkpointer
+
+from ..replacing import replaced
+
+
+class OwnFiles:
+    """Those of one engine. Collective over all ranks; close it.
+
+    Args:
+        engine: DeepSpeed's.
+        checkpointer: that of the engine.
+        save: the engine's own ``save_checkpoint``.
+    """
+
+    def __init__(self, engine: Any, checkpointer: Checkpointer, save: Callable[..., object]):
+        self._engine, self._save = engine, save
+        self._adapting = checkpointer.adapting
+        self._files = self._adapting.own_files()
+
+    def save(self, save_dir: str, tag: str | None, client_state: Any, save_latest: bool, exclude: bool) -> None:
+        """Have DeepSpeed write a checkpoint to memory; where some rank has no room there, to storage. Collective.
+
+        Args:
+            save_dir, tag, client_state, save_latest, exclude: as those of ``engine.save_checkpoint``.
+
+        Raises:
+            SaveFailed: with ``strict``, on all ranks, where the one before was not moved.
+        """
+        engine, tag = self._engine, f"global_step{self._engine.global_steps}" if tag is None else str(tag)
+        target = os.path.abspath(os.path.join(save_dir, tag))
+        # What each node has for itself no other one waits for; one that is there already gets new files in it.
+        is_of_all = not engine.use_node_local_storage() and self._files.begin(target)
+        if not is_of_all or self._adapting.seen_by_first(lambda: os.path.isdir(target)):
+            self._save(save_dir, tag, client_state, save_latest, exclude)
+            return
+        notes = {os.path.join(os.path.dirname(target), "latest"): tag} if save_latest else {}
+        if engine.global_rank == 0:
+            os.makedirs(save_dir, exist_ok=True)
+        copy_script = engine._copy_recovery_script  # which is of no checkpoint, but lies beside them
+        with (
+            self._files.directory(target, notes) as path,
+            replaced(engine, _copy_recovery_script=lambda folder: copy_script(save_dir)),
+        ):
+            self._save(os.fspath(path.parent), tag, client_state, False, exclude)
+
+    def finish(self) -> None:
+        """Wait until all is in storage. Not collective."""
+        self._files.finish()
+
+    def close(self) -> None:
+        """Let the rest be moved; nobody waits for it. Not collective."""
+        self._files.close()
