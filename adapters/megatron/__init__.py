@@ -5,6 +5,7 @@
     request       a save behind the training, for Megatron's queue
     local         the manager of local checkpoints
     persistent    what Megatron itself has written to disk
+    own_files     the same, moved there behind training
     install       Megatron's own local checkpoints use it
     shards        `dist_checkpointing.save` and `load`, in any layout
     easy          saving every so many iterations, by EasyCkpt's calls

@@ -2,8 +2,9 @@
 
 Every ``save_mem_interval`` iterations the training is saved in the memory of the nodes; every ``save_storage_interval``
 iterations it goes on from there to the directory, in the background. Neither Megatron's ``save_checkpoint`` nor its
-flags for local checkpoints are used; what is saved comes from ``sharded_state_dict`` of model and optimizer. Where
-mlflash is off it is the other way round: Megatron itself saves what would go to the directory, and loads it.
+flags for local checkpoints are used; what is saved comes from ``sharded_state_dict`` of model and optimizer. With
+``in_background=True`` what goes to the directory is Megatron's own checkpoint, in its own format, written behind
+training. Where mlflash is off Megatron itself saves what would go to the directory, and loads it.
 
 Example:
     from mlflash.adapters.megatron import easy
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import os
 from collections.abc import Callable, Sequence
@@ -36,6 +38,7 @@ from mlflash import Checkpointer, rng
 from mlflash.errors import ConfigError, MlflashError, StructureMismatch, Unrestorable
 
 from . import persistent
+from .own_files import OwnFiles
 from .shards import LoadShards, SaveShards
 
 log = logging.getLogger("mlflash")
@@ -60,6 +63,7 @@ class _Running:
         pending: waits for the save on its way.
         is_first: whether nothing was saved yet.
         only_loads: whether it was made by `load_checkpoint`, before `initialize` had said where.
+        files: take Megatron's own checkpoints to the directory.
     """
 
     checkpointer: Checkpointer
@@ -70,6 +74,7 @@ class _Running:
     pending: Callable[[], None] | None = None
     is_first: bool = True
     only_loads: bool = False
+    files: OwnFiles | None = None
 
 
 _running: _Running | None = None
@@ -81,6 +86,7 @@ def initialize(
     max_ckpt_num: int,
     log_file_path: str | os.PathLike[str] | None = None,
     enabled: bool = True,
+    in_background: bool = False,
     **settings: Any,
 ) -> None:
     """Set up saving; after Megatron's process groups are there.
@@ -96,10 +102,13 @@ def initialize(
         log_file_path: file that rank 0's log goes to, besides.
         enabled: False, or ``MLFLASH_DISABLE=1``: nothing is in memory. Every ``save_storage_interval`` iterations
             Megatron's own ``save_checkpoint`` writes to ``--save``, and `load_checkpoint` is Megatron's own.
+        in_background: what goes to the directory, Megatron's ``--save``, is written by Megatron's own
+            ``save_checkpoint``, to memory, and moved there behind training. Default: drained, in mlflash's format.
         settings: as those of a Checkpointer. ``directory`` is Megatron's ``--save`` by default.
 
     Raises:
-        ConfigError: the intervals make no sense, or `load_checkpoint` has looked elsewhere before.
+        ConfigError: the intervals make no sense, `load_checkpoint` has looked elsewhere before, or Megatron writes
+            behind training itself.
     """
     global _running
     moved = [f"{name}={settings[name]!r}" for name in sorted(_PLACES & settings.keys())]
@@ -117,9 +126,12 @@ def initialize(
         log.addHandler(handler)
         log.setLevel(min(log.level or logging.INFO, logging.INFO))
     directory = settings.pop("directory", _directory())
-    drained = {"drain_every": _WHEN_ASKED, "keep_last": max_ckpt_num} if save_storage_interval else {}
+    drains = bool(save_storage_interval) and not in_background
+    drained = {"drain_every": _WHEN_ASKED, "keep_last": max_ckpt_num} if drains else {}
     checkpointer = Checkpointer(directory, enabled=enabled, **{**drained, **settings})
     _running = _Running(checkpointer, SaveShards(checkpointer), save_mem_interval, save_storage_interval, handler)
+    if in_background and save_storage_interval and checkpointer.enabled:
+        _running.files = OwnFiles(persistent.arguments(), checkpointer, max_ckpt_num)
 
 
 initialize_easyckpt = initialize
@@ -173,15 +185,17 @@ def _load(model: Any, optimizer: Any, opt_param_scheduler: Any, load_arg: str, s
     running, arguments = _running, persistent.arguments()
     if not running.checkpointer.enabled:
         which = _told_by_first(lambda: persistent.newest(arguments, load_arg))[1]
-        return _load_by_megatron(model, optimizer, opt_param_scheduler, which, strict)
+        return persistent.load(_listed(model), optimizer, opt_param_scheduler, which, strict)
     _end_pending(running)
+    if running.files is not None:
+        running.files.finish()
     chosen = getattr(arguments, load_arg, None)
     theirs, which = running.checkpointer.adapting.seen_by_first(lambda: persistent.newest(arguments, load_arg))
     other = chosen if chosen != getattr(arguments, "save", None) else None
     load, directory = _newest_of_ours(running.checkpointer, other, getattr(arguments, which, None) if theirs else None)
     common = {} if directory is None else load.common(directory)
     if theirs > common.get("iteration", 0):
-        return _load_by_megatron(model, optimizer, opt_param_scheduler, which, strict)
+        return persistent.load(_listed(model), optimizer, opt_param_scheduler, which, strict)
     if directory is None:
         return 0
     layout = _layout()
@@ -219,12 +233,12 @@ def save_checkpoint_if_needed(iteration: int, model: Any, optimizer: Any, opt_pa
     A save that fails is a warning at the next one, and the checkpoint before it stays.
     """
     running = _needed()
-    if not running.checkpointer.enabled:
-        if running.storage_interval and iteration % running.storage_interval == 0:
-            _save_by_megatron(iteration, model, optimizer, opt_param_scheduler)
-        return
     goes_on = bool(running.storage_interval) and iteration % running.storage_interval == 0
-    if iteration % running.mem_interval and not goes_on:
+    if goes_on and (running.files is not None or not running.checkpointer.enabled):
+        save = functools.partial(persistent.save, iteration, _listed(model), optimizer, opt_param_scheduler)
+        save() if running.files is None else running.files.save(iteration, save)
+        goes_on = False
+    if not running.checkpointer.enabled or (iteration % running.mem_interval and not goes_on):
         return
     _end_pending(running)
     arguments = persistent.arguments()
@@ -254,6 +268,9 @@ def close() -> None:
             stack.callback(running.handler.close)
             stack.callback(log.removeHandler, running.handler)
         stack.push(running.checkpointer.__exit__)
+        if running.files is not None:
+            stack.callback(running.files.close)
+            running.files.finish()
         _end_pending(running)
 
 
@@ -310,29 +327,6 @@ def _told_by_first(look: Callable[[], Any]) -> Any:
     told = [look() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(told, 0)
     return told[0]
-
-
-def _load_by_megatron(model: Any, optimizer: Any, opt_param_scheduler: Any, which: str, strict: bool) -> int:
-    """Let Megatron load what it has saved itself; 0 where the training is none of Megatron's, or has no directory."""
-    directory = getattr(persistent.arguments(), which, None)
-    if directory is None:
-        return 0
-    from megatron.training.checkpointing import load_checkpoint as of_megatron
-
-    log.info("loading Megatron's own checkpoint from %s", directory)
-    found = of_megatron(_listed(model), optimizer, opt_param_scheduler, which, strict)
-    return int(found[0] if isinstance(found, tuple) else found)
-
-
-def _save_by_megatron(iteration: int, model: Any, optimizer: Any, opt_param_scheduler: Any) -> None:
-    """Let Megatron save, if the training is one of Megatron's, and has a directory."""
-    arguments = persistent.arguments()
-    if getattr(arguments, "save", None) is None:
-        return
-    from megatron.training.checkpointing import save_checkpoint as of_megatron
-
-    operations = getattr(arguments, "num_floating_point_operations_so_far", 0)
-    of_megatron(iteration, _listed(model), optimizer, opt_param_scheduler, operations)
 
 
 def _layout() -> dict[str, int]:

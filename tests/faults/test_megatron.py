@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from harness import COURIER, Cluster, Result
+from waiting import until
 
 LAST = 6
 # Megatron's own warnings are many.
@@ -97,6 +98,24 @@ def test_pretrain_with_the_lines_of_easyckpts_page_goes_on_where_it_was(
     assert "step 3" in (shm / "test.log").read_text()
     again = run(cluster, last=LAST + 1, flags=flags, easy=easy)
     assert {step for _, step in losses(again)} == {LAST + 1}, again.log
+
+
+@pytest.mark.timeout(600)
+def test_megatron_alone_goes_on_from_what_came_to_its_directory_behind_training(
+    shm: Path, uninterrupted: dict[tuple[int, int], tuple[float, float]]
+) -> None:
+    """EasyCkpt's lines, and what they write to storage is Megatron's own."""
+    cluster, folder = Cluster(shm, 2), shm / "pfs"
+    flags = [*TRAINING, "--save", str(folder), "--load", str(folder)]
+    easy = {"save_mem_interval": 100, "save_storage_interval": 1, "max_ckpt_num": 2, "in_background": True}
+    first = run(cluster, last=4, flags=flags, easy=easy)
+    assert len(first.of("end")) == 4, first.log
+    tracker = folder / "latest_checkpointed_iteration.txt"
+    until(lambda: tracker.exists() and tracker.read_text() == "4", lambda: f"the last one: {os.listdir(folder)}")
+    assert sorted(path.name for path in folder.glob("iter_*"))[-2:] == ["iter_0000003", "iter_0000004"]
+    second = run(cluster, {"MLFLASH_DISABLE": "1"}, last=LAST, flags=flags)
+    assert {step for _, step in losses(second)} == {5, 6}, second.log
+    assert losses(first) | losses(second) == uninterrupted
 
 
 @pytest.mark.timeout(600)
