@@ -81,7 +81,7 @@ class Training(Results):
 
     def a_spare_waits(self) -> None:
         def waits() -> bool:
-            self._is_running()
+            self._check_that_it_runs()
             ranks = {line[2] for line in self.last_steps()}
             waiting = {path.name.rpartition("-")[2] for path in self.out.glob("waits-*")} - ranks
             return any(Path(f"/proc/{pid}").exists() for pid in waiting)
@@ -95,7 +95,7 @@ class Training(Results):
         died = self.out / f"died-{rank}-{step}-{place}"
 
         def again() -> bool:
-            self._is_running()
+            self._check_that_it_runs()
             now = self.last_steps()
             return died.exists() and all(
                 int(line[1]) >= step and line != old for line, old in zip(now, before, strict=True)
@@ -107,10 +107,9 @@ class Training(Results):
         seconds = max(float(line[0]) for line in after) - float(died.read_text())
         return {"place": place, "rank": rank, "seconds": round(seconds, 3), **event["times"]}
 
-    def _is_running(self) -> bool:
+    def _check_that_it_runs(self) -> None:
         code = self._process.poll()
         assert code is None, f"it has ended with {code}:\n{self.log()}"
-        return True
 
 
 def recoveries(folder: Path, kind: str, device: str, ranks: int) -> list[dict[str, Any]]:

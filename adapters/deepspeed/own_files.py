@@ -26,8 +26,7 @@ class OwnFiles:
 
     def __init__(self, engine: Any, checkpointer: Checkpointer, save: Callable[..., object]):
         self._engine, self._save = engine, save
-        self._adapting = checkpointer.adapting
-        self._files = self._adapting.own_files()
+        self._files = checkpointer.adapting.own_files()
 
     def save(self, save_dir: str, tag: str | None, client_state: Any, save_latest: bool, exclude: bool) -> None:
         """Have DeepSpeed write a checkpoint to memory; where some rank has no room there, to storage. Collective.
@@ -40,9 +39,7 @@ class OwnFiles:
         """
         engine, tag = self._engine, f"global_step{self._engine.global_steps}" if tag is None else str(tag)
         target = os.path.abspath(os.path.join(save_dir, tag))
-        # What each node has for itself no other one waits for; one that is there already gets new files in it.
-        is_of_all = not engine.use_node_local_storage() and self._files.begin(target)
-        if not is_of_all or self._adapting.seen_by_first(lambda: os.path.isdir(target)):
+        if engine.use_node_local_storage() or not self._files.begin(target):  # nobody waits for another node's own
             self._save(save_dir, tag, client_state, save_latest, exclude)
             return
         notes = {os.path.join(os.path.dirname(target), "latest"): tag} if save_latest else {}

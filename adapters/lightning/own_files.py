@@ -34,8 +34,7 @@ class OwnFiles:
         if any("Async" in kind.__name__ for kind in type(strategy.checkpoint_io).__mro__):
             raise ConfigError("two would write checkpoints behind training: leave out in_background, or the plugin",
                               found=type(strategy.checkpoint_io).__name__)  # fmt: skip
-        self._strategy, self._adapting = strategy, checkpointer.adapting
-        self._files = self._adapting.own_files()
+        self._strategy, self._files = strategy, checkpointer.adapting.own_files()
         self._save: Callable[..., None] = strategy.save_checkpoint
         self._remove: Callable[[Any], None] = strategy.remove_checkpoint
         self._coming: set[str] = set()
@@ -53,9 +52,7 @@ class OwnFiles:
             SaveFailed: with ``strict``, on all ranks, where the one before was not moved.
         """
         target = os.fspath(self._strategy.broadcast(filepath))
-        is_ours = "://" not in target and storage_options is None and self._begin(target)
-        # A file is exchanged for the newer one; of a directory Lightning writes the newer one into the older.
-        if not is_ours or self._adapting.seen_by_first(lambda: os.path.isdir(target)):
+        if "://" in target or storage_options is not None or not self._begin(target):
             self._save(checkpoint, filepath, storage_options)
             return
         if self._writes_on_all_ranks():
@@ -94,10 +91,10 @@ class OwnFiles:
         self._files.close()
 
     def _begin(self, target: str) -> bool:
-        has_room = self._files.begin(target)
+        is_ours = self._files.begin(target)
         self._coming.clear()
         self._going.clear()
-        return has_room
+        return is_ours
 
     def _writes_on_all_ranks(self) -> bool:
         """Whether a checkpoint is a directory that each rank has files in."""

@@ -39,8 +39,7 @@ class OwnFiles:
                 raise ConfigError("Megatron would write, or delete, checkpoints behind training, too: leave out "
                                   f"in_background, or --{flag.replace('_', '-')}")  # fmt: skip
         self._directory, self._most = os.path.abspath(arguments.save), most
-        self._adapting = checkpointer.adapting
-        self._files = self._adapting.own_files()
+        self._files, self._is_first = checkpointer.adapting.own_files(), checkpointer.adapting.ranks.rank == 0
         self._written: collections.deque[str] = collections.deque()
 
     def save(self, iteration: int, save: Callable[[], None]) -> None:
@@ -56,7 +55,7 @@ class OwnFiles:
         from megatron.training import checkpointing
 
         target = os.path.join(self._directory, f"iter_{iteration:07d}")
-        if not self._files.begin(target) or self._adapting.seen_by_first(lambda: os.path.isdir(target)):
+        if not self._files.begin(target):
             save()
             return
         name, tracker = checkpointing.get_checkpoint_name, checkpointing.get_checkpoint_tracker_filename
@@ -88,5 +87,5 @@ class OwnFiles:
         """Delete the oldest of those that this training has written."""
         while len(self._written) > self._most:
             oldest = self._written.popleft()
-            if self._adapting.ranks.rank == 0:
+            if self._is_first:
                 shutil.rmtree(oldest, ignore_errors=True)

@@ -206,7 +206,7 @@ class OwnFiles(own_files.OwnFiles):
     def __init__(self) -> None:
         """Start no process."""
 
-    def begin(self, what: str) -> bool:
+    def begin(self, target: str) -> bool:
         """Not to memory."""
         return False
 

@@ -28,24 +28,26 @@ class OwnFiles:
         self._files, self._ranks, self._strict = files, ranks, strict
         self._later: list[Callable[[], None]] = []
 
-    def begin(self, what: str) -> bool:
+    def begin(self, target: str) -> bool:
         """Whether all ranks can write the next checkpoint to memory; else the framework writes it to disk itself.
 
-        Waits until the one before is on disk, and does what was to be done then. Collective over comm.
+        It does so, too, where there is a directory of this name already: it writes the newer files into that. Waits
+        until the one before is on disk, and does what was to be done then. Collective over comm.
 
         Args:
-            what: the checkpoint, for a warning.
+            target: the checkpoint; that of rank 0 is looked at.
 
         Raises:
             SaveFailed: with ``strict``, on all ranks, where the one before was not moved on some.
         """
-        has_room, is_well = map(bool, self._ranks.agree([int(self._files.has_room()), int(self._is_well())]))
+        mine = [self._files.has_room(), self._is_well(), self._ranks.rank != 0 or not os.path.isdir(target)]
+        has_room, is_well, is_new = map(bool, self._ranks.agree(list(map(int, mine))))
         if self._strict and not is_well:
             raise SaveFailed("a checkpoint of the framework was not moved to disk: the log says why")
         self._do_later()
         if not has_room and self._ranks.rank == 0:
-            log.warning("there is no room in memory, or nobody who moves files: %s is written to disk at once", what)
-        return has_room
+            log.warning("there is no room in memory, or nobody who moves files: %s is written to disk at once", target)
+        return has_room and is_new
 
     def directory(self, target: str | os.PathLike[str], notes: Mapping[str, str] | None = None, alone: bool = False
                   ) -> AbstractContextManager[Path]:  # fmt: skip

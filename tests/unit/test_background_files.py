@@ -217,3 +217,10 @@ def test_what_waits_for_a_checkpoint_that_could_not_be_moved_is_left(
     assert "step-1 was not moved to disk" in caplog.text
     own.finish()
     own.close()
+
+
+def test_into_a_directory_that_is_there_the_framework_writes_itself(ckpt: Checkpointer, tmp_path: Path) -> None:
+    own = ckpt.adapting.own_files()
+    (tmp_path / "step-1").mkdir()
+    assert not own.begin(str(tmp_path / "step-1")) and own.begin(str(tmp_path / "step-2"))
+    own.close()
