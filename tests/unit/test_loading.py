@@ -284,6 +284,7 @@ def test_tensors_that_cannot_be_written_to_each_by_itself_are_made_anew(ckpt: Ch
     optimizer.state[parameter] = dict(zip("ab", live, strict=True))
     assert ckpt.restore({"optimizer": optimizer}) == 1
     assert all(torch.equal(optimizer.state[parameter][name], tensor) for name, tensor in saved.items())
+    assert not any(tensor.requires_grad for tensor in optimizer.state[parameter].values())
 
 
 def test_tensors_that_were_tied_are_tied_again(ckpt: Checkpointer) -> None:
