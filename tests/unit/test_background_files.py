@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from collections.abc import Iterator
@@ -37,9 +38,13 @@ class Ranks:
                 (path / "config.json").write_text("{}")
 
     def found(self) -> dict[str, int]:
-        """The files on disk, and their sizes."""
-        files = [path for path in self.disk.rglob("*") if path.is_file()]
-        return {str(path.relative_to(self.disk)): path.stat().st_size for path in files}
+        """The files on disk, and their sizes; of those that are renamed just now any may be missing."""
+        sizes = {}
+        for folder, _, names in os.walk(self.disk):
+            for name in names:
+                with contextlib.suppress(FileNotFoundError):
+                    sizes[str(Path(folder, name).relative_to(self.disk))] = os.stat(Path(folder, name)).st_size
+        return sizes
 
     def left_in_memory(self) -> list[Path]:
         return [Path(folder, name) for folder, _, names in os.walk(self.memory) for name in names]
