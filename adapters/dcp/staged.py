@@ -8,7 +8,10 @@ sent to a child process, its tensors become meta tensors: the child only plans.
 from __future__ import annotations
 
 import copy
+import dataclasses
+import functools
 import itertools
+import operator
 import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -20,7 +23,8 @@ from torch.distributed.tensor import DTensor
 from mlflash import Checkpointer
 from mlflash.errors import SaveFailed, StateError
 from mlflash.saving.early_staging import StagedState
-from mlflash.state.leaves import Flat, dtensor_shard, from_bytes
+from mlflash.state.flatten import Flattener
+from mlflash.state.leaves import Flat, Structure, dtensor_shard
 from mlflash.storage.dcp_plans import Key
 
 from .checkpointable import Parts, is_checkpointable, items_of, parts_of
@@ -34,6 +38,60 @@ _tokens = itertools.count(1)
 _in_child: dict[int, dict[Key, torch.Tensor]] = {}  # in a child process: what the planner sees of each state dict
 
 
+@dataclasses.dataclass(frozen=True)
+class Laid:
+    """A state dict that is laid out, and not planned yet.
+
+    Attributes:
+        keys: its tensors, by name and place.
+        shapes: of the whole tensors.
+        flat: its leaves: room for the index, room for what planners make bytes, then the tensors.
+    """
+
+    keys: tuple[Key, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    flat: Flat
+
+
+class Layouts:
+    """Lays state dicts out. Of one that is like the one before nothing but that is found out. Not collective."""
+
+    def __init__(self) -> None:
+        self._flattener = Flattener(objects=False)
+        self._structure: Structure | None = None  # of a state dict of which the rest is known
+        self._known = Laid((), (), Flat.of([], [], []))  # without its tensors
+
+    def lay_out(self, state_dict: Mapping[str, Any], room: tuple[int, int]) -> Laid:
+        """Lay one out.
+
+        Args:
+            state_dict: nested dicts and lists of tensors.
+            room: bytes to set aside for the index and for what planners make bytes, at least.
+
+        Raises:
+            StateError: a tensor cannot be saved, or two have the same name.
+        """
+        known = self._known
+        taken = self._take_apart(state_dict)
+        if taken is not None and taken.structure is self._structure and _has_room(known.flat, room):
+            wholes = {number + _FIRST: whole for number, whole in taken.wholes.items()}
+            flat = Flat(known.flat.structure, [*known.flat.values, *taken.values], [], wholes)
+            return Laid(known.keys, known.shapes, flat)
+        chunks = chunks_of(state_dict)
+        laid = Laid(tuple(chunks), tuple(chunk.shape for chunk in chunks.values()), room_for(chunks, room))
+        is_pattern = taken is not None and _are_same(laid.flat.values[_FIRST:], taken.values)
+        self._structure = taken.structure if taken is not None and is_pattern else None
+        self._known = Laid(laid.keys, laid.shapes, Flat(laid.flat.structure, laid.flat.values[:_FIRST], []))
+        return laid
+
+    def _take_apart(self, state_dict: Mapping[str, Any]) -> Flat | None:
+        """Take a state dict apart as a state is; None where it cannot be, as where it has other objects."""
+        try:
+            return self._flattener.flatten(state_dict)
+        except StateError:
+            return None
+
+
 class Staged:
     """The tensors of a state dict, out of reach of training.
 
@@ -42,29 +100,34 @@ class Staged:
     Args:
         checkpointer: whose slot they go to, where one can be had now; else they are cloned.
         state_dict: nested dicts and lists of tensors.
-        room: bytes to set aside for the index and for what planners make bytes, at least.
+        laid: it, laid out.
 
     Attributes:
         token: number of it in this process.
         ahead: the slot; None where they were cloned.
-
-    Raises:
-        StateError: a tensor cannot be saved.
     """
 
-    def __init__(self, checkpointer: Checkpointer, state_dict: Mapping[str, Any], room: tuple[int, int]):
+    def __init__(self, checkpointer: Checkpointer, state_dict: Mapping[str, Any], laid: Laid):
         self.token = next(_tokens)
-        self._checkpointer = checkpointer
-        live = chunks_of(state_dict)
-        self.ahead: StagedState | None = checkpointer.adapting.stage_ahead(room_for(live, room))
-        self._chunks = {
-            key: Chunk(key, _kept(chunk.value, self.ahead, number), chunk.shape)
-            for number, (key, chunk) in enumerate(live.items(), _FIRST)
-        }
-        self._memory = {chunk.value.untyped_storage()._cdata for chunk in self._chunks.values()}
-        if self.ahead is not None:  # the slot is free again when nobody has the state dict any more
+        self._checkpointer, self._keys, self._shapes = checkpointer, laid.keys, laid.shapes
+        self.ahead: StagedState | None = checkpointer.adapting.stage_ahead(laid.flat)
+        if self.ahead is not None:
+            self._kept = _views(self.ahead)
+            # The slot is free again when nobody has the state dict any more.
             weakref.finalize(self, checkpointer.adapting.give_up, self.ahead).atexit = False
-        self._state_dict = _swap(state_dict, (chunk.value for chunk in self._chunks.values()))
+        else:
+            self._kept = [live.detach().to("cpu", copy=True) for live in laid.flat.values[_FIRST:]]
+        self._state_dict = _swap(state_dict, iter(self._kept))
+
+    @functools.cached_property
+    def _chunks(self) -> dict[Key, Chunk]:
+        """Made by who plans: training does not wait for it."""
+        its = zip(self._keys, self._kept, self._shapes, strict=True)
+        return {key: Chunk(key, kept, shape) for key, kept, shape in its}
+
+    @functools.cached_property
+    def _memory(self) -> set[int]:
+        return {kept.untyped_storage()._cdata for kept in self._kept}
 
     def state_dict(self) -> dict[str, Any]:
         """What a planner is to be given; the slot is kept for as long as somebody has it."""
@@ -152,14 +215,33 @@ def _arrive(token: int, state_dict: dict[str, Any]) -> dict[str, Any]:
     return state_dict
 
 
-def _kept(live: torch.Tensor, ahead: StagedState | None, leaf: int) -> torch.Tensor:
-    if ahead is None:
-        return live.to("cpu", copy=True)
-    raw = ahead.bytes_of(leaf)
-    if raw is None:
-        return torch.empty(live.shape, dtype=live.dtype, device="meta")
-    kept: torch.Tensor = from_bytes(ahead.plan.layout.entries[leaf], raw)
-    return kept
+def _has_room(flat: Flat, room: tuple[int, int]) -> bool:
+    return all(entry.nbytes >= nbytes for entry, nbytes in zip(flat.structure.entries, room, strict=False))
+
+
+def _are_same(some: list[torch.Tensor], others: list[Any]) -> bool:
+    return len(some) == len(others) and all(
+        isinstance(other, torch.Tensor) and _is_same(one, other) for one, other in zip(some, others, strict=True)
+    )
+
+
+def _views(ahead: StagedState) -> list[torch.Tensor]:
+    """View the tensors that were staged in a slot, all in one storage that nobody else has."""
+    layout = ahead.plan.layout
+    payload = torch.from_numpy(ahead.slot.payload(layout.extents))
+    of_dtype: dict[torch.dtype, torch.Tensor] = {}
+    views = []
+    for entry in layout.entries[_FIRST:]:
+        dtype: torch.dtype = getattr(torch, entry.dtype)
+        if layout.is_shared(entry) or not entry.nbytes:  # it may be stored on another rank, or nowhere
+            views.append(torch.empty(entry.shape, dtype=dtype, device="meta" if entry.nbytes else "cpu"))
+            continue
+        if dtype not in of_dtype:
+            of_dtype[dtype] = payload.view(dtype)
+        strides = tuple(itertools.accumulate((*entry.shape[:0:-1],), operator.mul, initial=1))[::-1]
+        begin = entry.start // dtype.itemsize
+        views.append(of_dtype[dtype].as_strided(entry.shape, strides[: len(entry.shape)], begin))
+    return views
 
 
 def _is_same(known: torch.Tensor | None, tensor: torch.Tensor) -> bool:
@@ -201,6 +283,8 @@ def _chunks(value: Any, path: str) -> Iterator[Chunk]:
 
 def _swap(value: Any, tensors: Iterator[torch.Tensor], path: str = "") -> Any:
     """Copy a state dict, with other tensors, in the order of `_chunks`, in the place of its local ones."""
+    if type(value) in (torch.Tensor, torch.nn.Parameter):  # most are: the rest takes longer to ask
+        return next(tensors)
     prefix = path + "." if path else ""
     if isinstance(value, Mapping):
         return {key: _swap(sub, tensors, f"{prefix}{key}") for key, sub in value.items()}

@@ -36,7 +36,7 @@ from mlflash.storage.dcp_plans import Key
 from ..ids import names_a_step, step_of
 from .leaves import Chunk, cloned, flat_of, key_of, pack
 from .process import Door, open_door
-from .staged import Staged, StagedDict, chunks_of, in_child, room_for
+from .staged import Layouts, Staged, StagedDict, in_child
 
 
 @dataclasses.dataclass
@@ -124,6 +124,7 @@ class MemoryWriter(StorageWriter):
         self._sender = 0  # in a child: the thread of the parent that waits for it
         self._staged: weakref.WeakValueDictionary[int, Staged] = weakref.WeakValueDictionary()
         self._room = (0, 0)  # what index and blob have taken so far
+        self._layouts = Layouts()
         self._door: Door | None = None
 
     def prepare(self, state_dict: Mapping[str, Any]) -> None:
@@ -134,7 +135,7 @@ class MemoryWriter(StorageWriter):
         Raises:
             MemoryTooSmall: they do not fit into the node's memory.
         """
-        self._here.prepare(room_for(chunks_of(state_dict), self._room))
+        self._here.prepare(self._layouts.lay_out(state_dict, self._room).flat)
 
     # StorageWriter
 
@@ -212,7 +213,7 @@ class MemoryWriter(StorageWriter):
             StateError: a tensor cannot be saved.
         """
         self._here.adapting.end_begun()
-        staged = Staged(self._here, state_dict, self._room)
+        staged = Staged(self._here, state_dict, self._layouts.lay_out(state_dict, self._room))
         self._staged[staged.token] = staged
         return staged.state_dict()
 
@@ -234,7 +235,7 @@ class MemoryWriter(StorageWriter):
     def __getstate__(self) -> dict[str, Any]:
         if self._door is None:
             self._door = open_door(self._answer)
-        left = dict.fromkeys(("_checkpointer", "_running"))
+        left = dict.fromkeys(("_checkpointer", "_running", "_layouts"))
         return {**self.__dict__, **left, "_staged": {}, "_sender": threading.get_ident()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

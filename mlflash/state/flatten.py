@@ -73,10 +73,15 @@ def flatten_or_none(state: Any) -> Flat | None:
 
 
 class Flattener:
-    """Takes the states of a training apart, one after the other. Not collective."""
+    """Takes the states of a training apart, one after the other. Not collective.
 
-    def __init__(self) -> None:
+    Args:
+        objects: ask objects for their ``state_dict()``; False: a state that has such an object is refused.
+    """
+
+    def __init__(self, objects: bool = True) -> None:
         self._known: _Known | None = None
+        self._objects = objects
 
     def flatten(self, state: Any) -> Flat:
         """Take a state apart; see `flatten`. What is like the one before has the very structure of that."""
@@ -86,7 +91,7 @@ class Flattener:
             if flat is not None:
                 return flat
         self._known = None
-        walk = _Walk(taken)
+        walk = _Walk(taken, self._objects)
         flat = walk.flatten(state)
         if set(walk.kinds) <= _known_kinds():
             self._known = _Known(walk, flat)
@@ -230,13 +235,15 @@ class _Walk:
 
     Args:
         taken: what ``state_dict()`` of objects, by their ids, has given already: it is not called once more.
+        objects: see `Flattener`.
 
     Attributes:
         root: the state, as it was found.
         kinds: classes of the leaves.
     """
 
-    def __init__(self, taken: Mapping[int, list[Any]] | None = None) -> None:
+    def __init__(self, taken: Mapping[int, list[Any]] | None = None, objects: bool = True) -> None:
+        self.objects = objects
         self.leaves: list[Leaf] = []
         self.plain: list[Any] = []
         self.names: dict[str, int] = {}
@@ -267,6 +274,8 @@ class _Walk:
         if isinstance(value, np.ndarray):
             return self.leaf(value, *array_entry(value, path))
         an_object = is_object(value)
+        if an_object and not self.objects:
+            raise StateError("this object would have to be asked for its state", tensor=path)
         if an_object or isinstance(value, (dict, list, tuple)):
             if id(value) in self.open:
                 raise StateError("the state contains itself", tensor=path)
