@@ -118,6 +118,11 @@ class Config:
         return f"{os.getuid()}:{_digest(self.directory or '')}:{by_slurm[1] if by_slurm else self.job}"
 
     @property
+    def slots_per_state(self) -> float:
+        """Bytes of a rank's two slots and their redundancy for each byte of its state."""
+        return 2 * (1 + redundancy_scheme.parse(self.redundancy).overhead)
+
+    @property
     def mark(self) -> int:
         """What a fresh start is known by in the checkpoints that come of it; 0: this is none.
 

@@ -45,6 +45,7 @@ class PendingSave(LiveState):
         flat: the state, while the courier may still ask for it.
         plan_now: makes the plan, once the ranks have agreed.
         stage_now: fills the slots; gives the inode and the checksums of the request.
+        is_copied: whether the state is in memory of its own by now, so that training goes on before it is in the slots.
         later: what is copied after `save` has returned; None: all is there.
         left: why the main thread goes on though the slots may not be filled yet, and may change the state: such as an
             exception of a signal handler.
@@ -56,6 +57,7 @@ class PendingSave(LiveState):
         self.request, self.snapshot, self._slots = SaveRequest(snapshot.step), snapshot, slots
         self.plan_now: Callable[[], Plan] | None = None
         self.stage_now: Callable[[], tuple[int, dict[Piece, int]]] | None = None
+        self.is_copied = False
         self.later: DeferredCopies | None = None
         self.left = ""
         self.staged = threading.Event()

@@ -29,6 +29,7 @@ from ..state.flatten import Flattener, flatten_or_none
 from ..state.leaves import Flat
 from .deferred_copies import Steps, Unchanging
 from .early_staging import StagedState, StagedStates
+from .host_copies import copy_to_host
 from .pending_save import LiveState, PendingSave
 from .reserved_saves import ReservedSave, ReservedSaves
 from .snapshot import Snapshot
@@ -117,7 +118,7 @@ class SaveQueue:
         That is so where its slots must be made first, or where what is shared must be agreed on, or where another
         state is staged ahead.
         """
-        if self.staged_states.all or not self._is_settled(flat):
+        if self.staged_states.all or not self._is_settled(flat) or self._is_staging:
             return None
         return self.staged_states.stage(
             flat, self.plan(flat), self._config.timeout_s if self._config.when_busy == "wait" else 0
@@ -154,7 +155,8 @@ class SaveQueue:
             finally:
                 post(job)  # written in C: no exception of a signal handler comes between
             self._courier.wait_sent(job)
-            if request.waits_for_room and not again and not save.staged.wait(self._config.timeout_s):
+            must_wait = request.waits_for_room and not again and not save.is_copied
+            if must_wait and not save.staged.wait(self._config.timeout_s):
                 save.left = "no room was made in time"
         except BaseException:
             save.left = _LEFT
@@ -214,27 +216,42 @@ class SaveQueue:
         check_torch_rank(self._ranks.rank, self._ranks.size, self._ranks.torch_group)
         request = save.request
         lazy = frozenset[int]() if until is None else self._unchanging.find(flat, until)
+        if self._is_staging and self._config.when_busy == "skip":
+            request.skip = True
+            return
+        if self._staging is not None and not self._staging.staged.wait(self._config.timeout_s):
+            raise self._failure(save, "an earlier save is still being staged")
         settled = self._is_settled(flat)
         if settled:
             self._lay_out(save, flat)
         self._refuse_if_stuck(save)
         if self._slots.is_device_stuck:
             raise self._failure(save, "a device has not ended its copies for an earlier save")
-        if self._staging is not None and not self._staging.staged.wait(self._config.timeout_s):
-            raise self._failure(save, "an earlier save is still being staged")
         taken = self._take_slots(save)
         if taken is None:
             return
         reach("stage.begun")
         save.note_slots(*taken)
+        if request.plan is not None and has_room(request.plan, *taken):
+            request.inode, request.checks = self._stage(save, flat, taken, lazy)
+            return
+        request.waits_for_room, self._staging = True, save
+        if (copied := self._copy_to_host(flat)) is not None:
+            flat, save.is_copied = copied, True
         if not settled:
             request.is_unsettled = True
             save.flat, save.plan_now = flat, lambda: self._lay_out(save, flat)
-        if request.plan is not None and has_room(request.plan, *taken):
-            request.inode, request.checks = self._stage(save, flat, taken, lazy)
-        else:
-            request.waits_for_room, self._staging = True, save
-            save.stage_now = lambda: self._stage(save, flat, taken)
+        save.stage_now = lambda: self._stage(save, flat, taken)
+
+    def _copy_to_host(self, flat: Flat) -> Flat | None:
+        config, neighbours = self._config, self._ranks.topology.ranks_on[self._ranks.node_index]
+        threads = self._trainer.copy_threads
+        return copy_to_host(flat, config.slots_per_state, config.memory, len(neighbours), threads)
+
+    @property
+    def _is_staging(self) -> bool:
+        """Whether room is made in the slots, or a state is copied into them, for an earlier save."""
+        return self._staging is not None and not self._staging.staged.is_set()
 
     def _lay_out(self, save: PendingSave, flat: Flat) -> Plan:
         planned = save.request.plan = self.plan(flat)
