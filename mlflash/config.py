@@ -45,6 +45,7 @@ class Config:
     memory: str = _setting("/dev/shm", "MLFLASH_MEMORY", "node-local memory file system")
     strict: bool = _setting(False, "MLFLASH_STRICT", "a failed save raises instead of warning")
     timeout_s: float = _setting(300.0, "MLFLASH_TIMEOUT_S", "deadline of every wait, seconds")
+    lazy: bool = _setting(True, "MLFLASH_LAZY", "copy until an optimizer steps, where it is safe; 0: at once")
     when_busy: str = _setting("wait", "MLFLASH_WHEN_BUSY", "both slots busy: wait | skip this save")
     reserve: int = _setting(0, "MLFLASH_RESERVE", "bytes of state per rank to allocate at the start")
     transport: str = _setting("auto", "MLFLASH_TRANSPORT", "between nodes: auto | rma | p2p")

@@ -12,7 +12,7 @@ import os
 import socket
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -349,9 +349,12 @@ class Adapting(for_adapters.Adapting):
         """Look on each rank: nothing could tell the others."""
         return look()
 
-    def save_or_warn(self, step: int, state: Any) -> Snapshot | None:
+    def save_or_warn(self, step: int, state: Any, until: Sequence[Any] | str = ()) -> Snapshot | None:
         """Leave it."""
         return not_saved(step)
+
+    def wait_staged(self) -> None:
+        """Nothing is copied."""
 
     def give_up(self, ahead: StagedState) -> None:
         """Nothing was staged."""

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import threading
 import uuid
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, TypeVar
 
 from ..background_files.staged import BackgroundFiles
@@ -89,10 +89,16 @@ class Adapting:
         return found
 
     @one_unit
-    def save_or_warn(self, step: int, state: Any) -> Snapshot | None:
+    def save_or_warn(self, step: int, state: Any, until: Sequence[Any] | str = ()) -> Snapshot | None:
         """Save as :meth:`.Checkpointer.save` does, from a framework's callback, where an exception would end training.
 
         Collective over comm, in that all ranks save the same steps in the same order; no rank waits for another.
+
+        Args:
+            step, state: see there.
+            until: the framework's optimizers: if they are torch's, what they hold is copied while training goes on.
+                Where the framework itself changes that elsewhere than in their steps, it calls `wait_staged` before.
+                Or else why it is not safe to go by them, which the log says once. Default: there are none.
 
         Returns:
             The snapshot. None where this rank cannot save this state or step: then no rank does, and it is a warning.
@@ -102,11 +108,18 @@ class Adapting:
         """
         self._check_open()
         try:
-            return self._saves.save(step, state)
+            return self._saves.save(step, state, self._saves.lazy.until(until))
         except (StateError, StepOrderError):  # its job is posted all the same, and says so
             if self._strict:
                 raise
             return None
+
+    def wait_staged(self) -> None:
+        """Copy what saves so far have left to be copied: then anything may change the state.
+
+        Not collective. What a device still copies comes before all that its current stream is given from now on.
+        """
+        self._saves.lazy.steps.hold_back()
 
     @one_unit
     def newest_step(self, instead: object = None) -> int | None:

@@ -19,8 +19,9 @@ from ..memory.copy_threads import CopyThreads
 from ..memory.shared_memory_segment import Segment
 from ..state.layout import Layout
 from ..state.leaves import Flat, Structure, as_bits, as_bytes, from_bytes, is_copied_as_bytes, kept_bytes, live_bytes
-from .deferred_copies import LARGE_NBYTES, Work
+from .deferred_copies import Work
 from .device_copies import DeviceCopies
+from .lazy_leaves import LARGE_NBYTES
 from .mutation_check import SampledBytes
 
 _PIECE_NBYTES = 8 << 20  # what training waits for at most, where the courier is in the middle of a piece

@@ -12,7 +12,8 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -27,13 +28,13 @@ from ..redundancy.shareable_leaves import replica_nbytes
 from ..redundancy.slot_plan import Plan
 from ..state.flatten import Flattener, flatten_or_none
 from ..state.leaves import Flat
-from .deferred_copies import Steps, Unchanging
 from .early_staging import StagedState, StagedStates
 from .host_copies import copy_to_host
+from .lazy_saves import LazySaves
 from .pending_save import LiveState, PendingSave
 from .reserved_saves import ReservedSave, ReservedSaves
 from .snapshot import Snapshot
-from .staging import Staging, has_room
+from .staging import NOTHING, Staging, has_room
 
 log = logging.getLogger("mlflash")
 
@@ -52,6 +53,7 @@ class SaveQueue:
         stage: copies states into slots.
         staged_states: states that were staged before their step was known.
         begun: saves of which it is not known yet whether they come.
+        lazy: which of them copy while training goes on.
     """
 
     def __init__(self, trainer: TrainerContext):
@@ -65,9 +67,9 @@ class SaveQueue:
         self.last_step: int | None = None
         self.undefined = ""
         self._flattener = Flattener()
-        self._unchanging, self._steps = Unchanging(), Steps()
+        self.lazy = LazySaves(config.lazy, speaks=trainer.ranks.rank == 0)
         if config.max_slowdown:
-            self._steps.tell(self._courier.pace.step)
+            self.lazy.steps.tell(self._courier.pace.step)
         self.stage = Staging(config.block_nbytes, trainer.copy_threads, config.timeout_s)
         self.staged_states = StagedStates(self.stage, self._slots)
 
@@ -132,7 +134,7 @@ class SaveQueue:
     def end(self) -> None:
         """Let slots and optimizers be: nothing is saved any more. Not collective."""
         self.stage.forget()
-        self._steps.close()
+        self.lazy.steps.close()
 
     def _save(self, step: int, fill: Callable[[PendingSave], None], again: bool = False) -> Snapshot:
         whole = isinstance(step, (int, np.integer)) and not isinstance(step, bool)
@@ -215,7 +217,7 @@ class SaveQueue:
     def _fill(self, save: PendingSave, flat: Flat, until: object = None) -> None:
         check_torch_rank(self._ranks.rank, self._ranks.size, self._ranks.torch_group)
         request = save.request
-        lazy = frozenset[int]() if until is None else self._unchanging.find(flat, until)
+        lazy = self.lazy.find(flat, until)
         if self._is_staging and self._config.when_busy == "skip":
             request.skip = True
             return
@@ -315,7 +317,7 @@ class SaveQueue:
             self.stage.replan()
         return self.stage.knows(flat)
 
-    def _stage(self, save: PendingSave, flat: Flat, taken: tuple[Slot, Slot], lazy: frozenset[int] = frozenset()
+    def _stage(self, save: PendingSave, flat: Flat, taken: tuple[Slot, Slot], lazy: Mapping[int, Any] = NOTHING
                ) -> tuple[int, dict[Piece, int]]:  # fmt: skip
         slot, share = taken
         assert save.request.plan is not None and slot.segment is not None
@@ -324,7 +326,7 @@ class SaveQueue:
         if not later.is_empty:
             save.later = save.snapshot.later = later
             save.request.has_deferred = True
-            self._steps.before_next(later)
+            self.lazy.begin(later)
         return inode, checks
 
     def _take_slots(self, save: PendingSave) -> tuple[Slot, Slot] | None:

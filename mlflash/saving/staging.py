@@ -10,7 +10,8 @@ courier finds out whether all that hold it hold the same.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -30,6 +31,9 @@ from .deferred_copies import DeferredCopies, Work
 from .mutation_check import SampledBytes
 
 Method = TypeVar("Method", bound=Callable[..., Any])
+
+NOTHING: Mapping[int, Any] = MappingProxyType({})
+"""Of the leaves: none is copied later."""
 
 
 def _whole_or_anew(method: Method) -> Method:
@@ -129,7 +133,7 @@ class Staging:
 
     @_whole_or_anew
     def copy(
-        self, flat: Flat, planned: Plan, slot: Slot, share: Slot | None = None, lazy: frozenset[int] = frozenset()
+        self, flat: Flat, planned: Plan, slot: Slot, share: Slot | None = None, lazy: Mapping[int, Any] = NOTHING
     ) -> tuple[dict[Piece, int], DeferredCopies]:
         """Copy a state into a slot; returns once the live tensors may be changed again, but for lazy ones.
 
@@ -140,7 +144,7 @@ class Staging:
             planned: where it goes.
             slot: of this rank.
             share: gets this rank's share of what it holds like others.
-            lazy: numbers of the leaves that are copied later.
+            lazy: numbers of the leaves that are copied later, each with the optimizer's tensor that it lies in.
 
         Returns:
             The checksums of the pieces of other shares, once all is copied; and what is copied later.
@@ -160,9 +164,9 @@ class Staging:
         slot.view[PAGE_NBYTES : PAGE_NBYTES + len(planned.manifest)] = np.frombuffer(planned.manifest, dtype=np.uint8)
         if share is not None:  # what is cut is copied, and checked, by the host
             shared, entries = planned.layout.is_shared, planned.layout.entries
-            lazy = frozenset(n for n in lazy if flat.values[n].device.type == "cpu" or not shared(entries[n]))
+            lazy = {n: owner for n, owner in lazy.items() if owner.device.type == "cpu" or not shared(entries[n])}
         way = self._way(planned, slot, share, flat)
-        way.lead(flat, lazy)
+        way.lead(flat, frozenset(lazy))
         way.copy(flat.values)
         if self._copied is not planned.layout:
             way.read_back(flat)
@@ -178,8 +182,9 @@ class Staging:
                     work()
         samples.note()
         reach("stage.copied")
-        tensors = ((flat.structure.entries[n].name, flat.values[n]) for n in lazy)
-        copies = DeferredCopies(later, transfers, tensors, self._timeout_s, samples)
+        names = flat.structure.entries
+        watched = ((names[n].name, one) for n, owner in lazy.items() for one in (flat.values[n], owner))
+        copies = DeferredCopies(later, transfers, watched, self._timeout_s, samples)
         for segment in way.segments:
             segment.writers.append(copies)
         return checks, copies
@@ -230,7 +235,7 @@ def _own_pieces(planned: Plan, share: Slot) -> list[tuple[Piece, np.ndarray]]:
 
 
 def _pieces_of(
-    flat: Flat, planned: Plan, share: Slot, checks: dict[Piece, int], lazy: frozenset[int], samples: SampledBytes
+    flat: Flat, planned: Plan, share: Slot, checks: dict[Piece, int], lazy: Collection[int], samples: SampledBytes
 ) -> Iterator[tuple[int, Work]]:
     """Of leaves that are cut: what copies the pieces of this rank's share; and what checks those of others.
 

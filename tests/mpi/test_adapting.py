@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from holds import Hold
 from mpi4py import MPI
 
 from mlflash import Checkpointer, errors
@@ -105,3 +108,45 @@ def test_what_one_rank_cannot_read_is_raised_on_all_before_they_ask_each_other(
         opened.close()
         ckpt.save(2, state_at(2)).wait()  # the ranks still do the same
         assert ckpt.steps()[-1] == 2
+
+
+def test_what_an_adapters_optimizers_hold_is_copied_later_until_something_else_has_changed_it(
+    options: dict[str, Any], hold_at: Callable[[str], Hold], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "mlflash")
+    layer = torch.nn.Linear(200, 200)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    state = {"layer": layer}
+    with Checkpointer(**options) as ckpt:
+        ckpt.prepare(state)
+        hold = hold_at("commit.seen")  # the courier is busy for as long as the test says, once the first save has ended
+        ckpt.adapting.save_or_warn(1, state, [optimizer]).wait()  # type: ignore[union-attr]
+        for step in (2, 3):
+            snapshot = ckpt.adapting.save_or_warn(step, state, [optimizer])
+            assert snapshot is not None and snapshot.later is not None
+            if step == 2:
+                ckpt.adapting.wait_staged()  # as an adapter does before its framework changes the weights
+            with torch.no_grad():
+                layer.weight.mul_(2)
+            if step == 2:
+                hold.set()
+                snapshot.wait()
+                hold = hold_at("protect.announced")
+        hold.set()
+        with pytest.raises(errors.SaveFailed, match="changed before it was copied"):
+            snapshot.wait()
+        assert ckpt.steps() == [2]  # the third was begun in the slot of the first
+        last = ckpt.adapting.save_or_warn(4, state, [optimizer])
+        assert last is not None and last.later is None
+        last.wait()
+        assert ckpt.adapting.save_or_warn(5, state, "it is gathered in forward").later is None  # type: ignore[union-attr]
+    said = [text for text in caplog.messages if "and not while training goes on" in text]
+    assert len(said) == (2 if RANK == 0 else 0)
+
+
+def test_where_it_is_turned_off_all_is_copied_at_once(options: dict[str, Any]) -> None:
+    layer = torch.nn.Linear(200, 200)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    with Checkpointer(**options, lazy=False) as ckpt:
+        assert ckpt.adapting.save_or_warn(1, {"layer": layer}, [optimizer]).later is None  # type: ignore[union-attr]
+        assert ckpt.save(2, {"layer": layer}, until=optimizer).later is None

@@ -1,0 +1,153 @@
+"""Which leaves of a state are copied after `save` has returned: those in the memory of an optimizer's own tensors.
+
+Nothing but a step of a torch optimizer is meant to change these: its parameters, and its state. All else (buffers,
+averages, what a framework has copied) is copied at once. Where nothing is copied later, `why` says so.
+"""
+
+from __future__ import annotations
+
+import bisect
+import sys
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from ..errors import StateError
+from ..state.leaves import Flat, Structure
+from .optimizer_steps import HOOK
+
+LARGE_NBYTES = 64 << 10  # to remember where a smaller tensor is takes as long as to copy it
+_NONE_OWNED = "no large tensor of what is saved lies in the memory of its optimizers: a framework may give copies"
+
+
+class LazyLeaves:
+    """Finds them. Not collective.
+
+    Attributes:
+        why: why the last state had none, though it has large tensors; "": it had some, or has none that are large.
+    """
+
+    def __init__(self) -> None:
+        self.why = ""
+        self._structure: Structure | None = None
+        self._optimizers: tuple[Any, ...] = ()
+        self._owners: dict[int, _Owner] = {}
+
+    def find(self, flat: Flat, until: Any) -> Mapping[int, Any]:
+        """The numbers of those leaves, each with the optimizer's tensor that it lies in.
+
+        Args:
+            flat: the state.
+            until: a torch optimizer, or several.
+
+        Raises:
+            StateError: it is something else.
+        """
+        optimizers = tuple(until) if isinstance(until, (list, tuple)) else (until,)
+        for optimizer in optimizers:
+            if not is_torch_optimizer(optimizer):
+                raise StateError("until= wants torch optimizers: others do not say when they step",
+                                 found=type(optimizer))  # fmt: skip
+        if HOOK.is_passed_by:
+            self.why = "steps of an optimizer run without hooks"
+            return {}
+        if flat.structure is self._structure and optimizers == self._optimizers:
+            owned = {n: owner.tensor for n, owner in self._owners.items() if owner.is_where_it_was(flat.values[n])}
+            if len(owned) == len(self._owners):
+                return owned
+        self._structure = None  # an exception, as of a signal handler, may come in between
+        self._optimizers, self._owners = optimizers, self._look(flat, optimizers)
+        self._structure = flat.structure
+        return {number: owner.tensor for number, owner in self._owners.items()}
+
+    def _look(self, flat: Flat, optimizers: Sequence[Any]) -> dict[int, _Owner]:
+        lazy = [(number, value) for number, value in enumerate(flat.values) if _is_lazy(value)]
+        self.why = ""
+        if any(group.get("capturable") for optimizer in optimizers for group in optimizer.param_groups):
+            self.why = "capturable=True: a CUDA graph may replay the optimizer's steps, past all hooks"
+            return {}
+        memory = _Memory(tensor for optimizer in optimizers for tensor in _tensors_of(optimizer))
+        found = ((number, value, memory.owner_of(value)) for number, value in lazy)
+        owned = {number: _Owner(value, owner) for number, value, owner in found if owner is not None}
+        if lazy and not owned:
+            self.why = _NONE_OWNED
+        return owned
+
+
+class _Owner:
+    """An optimizer's tensor that a leaf lies in, where both were when this was made."""
+
+    def __init__(self, leaf: Any, tensor: Any):
+        self._tensor, self._places = weakref.ref(tensor), (leaf.data_ptr(), tensor.data_ptr())
+
+    @property
+    def tensor(self) -> Any:
+        """It; None: it is gone."""
+        return self._tensor()
+
+    def is_where_it_was(self, leaf: Any) -> bool:
+        """Whether neither has got other memory."""
+        tensor = self.tensor
+        return tensor is not None and (leaf.data_ptr(), tensor.data_ptr()) == self._places
+
+
+class _Memory:
+    """The memory of tensors, by device.
+
+    Args:
+        tensors: of optimizers; those that are not contiguous are left out.
+    """
+
+    def __init__(self, tensors: Iterable[Any]):
+        self._begins: dict[Any, list[int]] = {}
+        self._tensors: dict[Any, dict[int, Any]] = {}
+        for tensor in tensors:
+            if not nbytes_of(tensor) or not tensor.is_contiguous() or not (begin := tensor.data_ptr()):
+                continue
+            there = self._tensors.setdefault(tensor.device, {})
+            if begin not in there or nbytes_of(there[begin]) < nbytes_of(tensor):
+                there[begin] = tensor
+        for device, there in self._tensors.items():
+            self._begins[device] = sorted(there)
+
+    def owner_of(self, leaf: Any) -> Any:
+        """The tensor in whose memory all of a contiguous leaf lies; None: there is none."""
+        begins, begin = self._begins.get(leaf.device, []), leaf.data_ptr()
+        place = bisect.bisect_right(begins, begin) - 1
+        if place < 0:
+            return None
+        owner = self._tensors[leaf.device][begins[place]]
+        end = owner.data_ptr() + nbytes_of(owner)
+        return owner if begin + nbytes_of(leaf) <= end else None
+
+
+def is_torch_optimizer(optimizer: Any) -> bool:
+    """Whether something says when it steps."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(optimizer, torch.optim.Optimizer)
+
+
+def _tensors_of(optimizer: Any) -> Iterable[Any]:
+    torch = sys.modules["torch"]
+    for group in optimizer.param_groups:
+        yield from (local(tensor) for tensor in group["params"])
+    for values in optimizer.state.values():
+        yield from (local(value) for value in values.values() if isinstance(value, torch.Tensor))
+
+
+def local(tensor: Any) -> Any:
+    """The shard of a DTensor that is here; another tensor itself."""
+    return tensor._local_tensor if type(tensor).__name__ == "DTensor" else tensor
+
+
+def nbytes_of(tensor: Any) -> int:
+    """How many bytes a tensor shows."""
+    return int(tensor.numel() * tensor.element_size())
+
+
+def _is_lazy(value: Any) -> bool:
+    torch = sys.modules["torch"]
+    if not isinstance(value, torch.Tensor) or value.is_inference() or value.is_conj() or value.is_neg():
+        return False
+    nbytes = nbytes_of(value)
+    return nbytes > 0 and value.is_contiguous() and (value.device.type != "cpu" or nbytes >= LARGE_NBYTES)

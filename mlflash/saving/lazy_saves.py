@@ -1,0 +1,85 @@
+"""Which saves copy while training goes on, until an optimizer's next step; where they do not, the log says why, once.
+
+A loop of the user's says so by ``until=``. Adapters give the optimizers of their framework, or why it is not safe to go
+by them; where something else than a step has changed a tensor, so that a save has failed, later ones copy at once.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..state.leaves import Flat
+from .deferred_copies import DeferredCopies
+from .lazy_leaves import LazyLeaves, is_torch_optimizer
+from .optimizer_steps import Steps
+from .staging import NOTHING
+
+log = logging.getLogger("mlflash")
+
+_CHANGED = "something else than an optimizer's step has changed a tensor that was to be copied"
+
+
+class LazySaves:
+    """Those of this rank. Not collective.
+
+    Args:
+        is_on: whether any is to copy later.
+        speaks: whether this rank says why one does not.
+
+    Attributes:
+        steps: of optimizers.
+    """
+
+    def __init__(self, is_on: bool, speaks: bool):
+        self._is_on, self._speaks = is_on, speaks
+        self._leaves, self.steps = LazyLeaves(), Steps()
+        self._said: set[str] = set()
+        self._was_changed = False
+
+    def until(self, optimizers: Sequence[Any] | str) -> tuple[Any, ...] | None:
+        """Give what a save waits for that is an adapter's; None: it copies at once.
+
+        Args:
+            optimizers: those of the framework, of any class; or why it is not known where they change tensors.
+        """
+        if isinstance(optimizers, str):
+            self._say(optimizers)
+            return None
+        others = [type(one).__name__ for one in optimizers if not is_torch_optimizer(one)]
+        if others:
+            self._say(f"{others[0]} is no torch optimizer, and does not say when it steps")
+        elif self._was_changed:
+            self._say(_CHANGED)
+        return tuple(optimizers) if optimizers and not others and not self._was_changed else None
+
+    def find(self, flat: Flat, until: Any) -> Mapping[int, Any]:
+        """The leaves of a state that are copied later, see `LazyLeaves.find`.
+
+        Args:
+            flat: the state.
+            until: a torch optimizer, or several; None: all is copied at once.
+
+        Raises:
+            StateError: it is something else.
+        """
+        if until is None or not self._is_on:
+            return NOTHING
+        found = self._leaves.find(flat, until)
+        if self._leaves.why:
+            self._say(self._leaves.why)
+        return found
+
+    def begin(self, later: DeferredCopies) -> None:
+        """Make any optimizer's next step wait for copies."""
+        later.tell_changed = self._note_changed
+        self.steps.before_next(later)
+
+    def _note_changed(self) -> None:
+        self._was_changed = True
+
+    def _say(self, why: str) -> None:
+        if self._is_on and self._speaks and why not in self._said:
+            log.info("saves copy all before they return, and not while training goes on: %s", why)
+        self._said.add(why)
