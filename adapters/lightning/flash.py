@@ -92,7 +92,8 @@ class Flash:
         self._own = OwnSaves(trainer, self.checkpointer, self._every, self._skip)
         self._own.say_when()
         self._undo.append(self._own.undo)
-        self._undo.append(at_step_ends(trainer, lambda has_ended: self._end_step(trainer, has_ended)))
+        wait_staged = self.checkpointer.adapting.wait_staged
+        self._undo.append(at_step_ends(trainer, lambda has_ended: self._end_step(trainer, has_ended), wait_staged))
         if self._in_background:
             self._files = OwnFiles(trainer, self.checkpointer)
         for number in self._signals:
@@ -140,7 +141,7 @@ class Flash:
         is_due = self._own.is_due(is_new)
         is_last = is_new and bool(self._signals) and trainer.strategy.reduce_boolean_decision(self._told, all=False)
         if is_last or is_due:
-            self.checkpointer.adapting.save_or_warn(step, state_of(trainer, epoch_has_ended))
+            self.checkpointer.adapting.save_or_warn(step, state_of(trainer, epoch_has_ended), trainer.optimizers)
             if self._waits:
                 self.checkpointer.wait()
         if is_last:

@@ -11,7 +11,7 @@ from .. import intervals
 from ..replacing import replaced
 
 
-def at_step_ends(trainer: Any, end_step: Callable[[bool], None]) -> Callable[[], None]:
+def at_step_ends(trainer: Any, end_step: Callable[[bool], None], wait_staged: Callable[[], None]) -> Callable[[], None]:
     """Let Lightning's fit loop call a function when all is done that belongs to a batch.
 
     Not collective. After the last batch of an epoch it is called when all is done that belongs to the epoch, too;
@@ -20,13 +20,21 @@ def at_step_ends(trainer: Any, end_step: Callable[[bool], None]) -> Callable[[],
     Args:
         trainer: Lightning's.
         end_step: called with whether an epoch has ended.
+        wait_staged: called before callbacks may give the model other weights, such as averages: where an epoch begins,
+            and where training ends.
 
     Returns:
         Undoes it.
     """
     loop = trainer.fit_loop
     inner = loop.epoch_loop
-    end_epoch, end_batch, end_run = loop.on_advance_end, inner.on_advance_end, loop.on_run_end
+    begin_epoch, end_epoch, end_batch, end_run = (
+        loop.on_advance_start, loop.on_advance_end, inner.on_advance_end, loop.on_run_end
+    )  # fmt: skip
+
+    def on_epoch_start() -> None:
+        wait_staged()
+        begin_epoch()
 
     def on_epoch_end() -> None:
         end_epoch()
@@ -38,10 +46,12 @@ def at_step_ends(trainer: Any, end_step: Callable[[bool], None]) -> Callable[[],
             end_step(False)
 
     def on_run_end() -> None:
+        wait_staged()
         end_run()
         end_step(inner._num_ready_batches_reached())
+        wait_staged()
 
-    undo = replaced(loop, on_advance_end=on_epoch_end, on_run_end=on_run_end)
+    undo = replaced(loop, on_advance_start=on_epoch_start, on_advance_end=on_epoch_end, on_run_end=on_run_end)
     undo.callback(replaced(inner, on_advance_end=on_batch_end).close)
     return undo.close
 

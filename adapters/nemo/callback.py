@@ -85,7 +85,8 @@ class MLFlashCheckpointCallback(Callback):
             self._own = OwnSaves(trainer, self.memory.checkpointer, self.every, self.skip, self.memory.holds)
             self._own.say_when()
             self._undo.append(self._own.undo)
-            self._undo.append(at_step_ends(trainer, lambda has_ended: self._end_step(trainer, has_ended)))
+            wait_staged = self.memory.checkpointer.adapting.wait_staged
+            self._undo.append(at_step_ends(trainer, lambda has_ended: self._end_step(trainer, has_ended), wait_staged))
             restores = restore_together(trainer._checkpoint_connector, lambda work: self._together(trainer, work))
             self._undo.append(restores)
 

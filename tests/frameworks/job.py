@@ -25,11 +25,13 @@ import torch
 from damage import damage
 from records import OUT, note
 from traps import set_traps
-from waiting import take, until
+from waiting import is_in, take, until
 
 from mlflash import crash_points
 from mlflash.adapters.distributed import init_process_group
 from mlflash.errors import StateError
+from mlflash.saving.deferred_copies import DeferredCopies
+from mlflash.saving.snapshot import Snapshot
 from mlflash.wireup.launcher_variables import launched
 
 
@@ -55,6 +57,7 @@ class Run:
         damaged: this step is damaged in its memory before it starts, in slots and copies; 0: none.
         spoilt: a method that raises on rank 1 in this training, by its full name; what becomes of it is noted.
         torn: these files that the framework has written are cut before it starts, by a pattern; `torn_to`: to so much.
+        late: what a save leaves to be copied is copied as late as it may: the rest of it by the step that changes it.
         traps: into which ranks step in it, see `traps`.
         settings: of the Checkpointer.
     """
@@ -75,6 +78,7 @@ class Run:
     spoilt: str = ""
     torn: str = ""
     torn_to: float = 0.5
+    late: bool = False
     traps: list[dict[str, object]] = dataclasses.field(default_factory=list)
     trigger: str = ""
     follows: bool = False
@@ -116,16 +120,18 @@ class Run:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """Note what mlflash says, where the framework's own saves are looked at."""
+        """Note what mlflash says, where the framework's own saves are looked at, or what is copied late."""
         log, handler = logging.getLogger("mlflash"), logging.Handler()
         handler.emit = lambda record: note("said", run=self.name, text=record.getMessage())  # type: ignore[method-assign]
-        if not self.trigger:
+        if not self.trigger and not self.late:
             yield
             return
-        with mock.patch.object(log, "level", logging.INFO):
-            log.addHandler(handler)
-            yield
-            log.removeHandler(handler)
+        level = log.level
+        log.setLevel(logging.INFO)
+        log.addHandler(handler)
+        yield
+        log.removeHandler(handler)
+        log.setLevel(level)
 
     def commit_slowly(self, behind: bool) -> None:
         """Let commits take time from now on, and note them.
@@ -140,6 +146,19 @@ class Run:
                     until(lambda: self.losses >= 2, "training goes on while the first save is committed")
                 take(0.3)
                 note("commit", run=self.name)
+
+        crash_points.arm(reached)
+
+    def copy_late(self) -> None:
+        """Let what saves have left to be copied wait from its first piece on, and note where training waits for it."""
+        training = threading.main_thread()
+
+        def reached(point: str) -> None:
+            if point == "lazy.piece" and threading.current_thread() is not training:
+                until(lambda: any(is_in(training, one) for one in (DeferredCopies.hold_back, Snapshot.wait)),
+                      "training waits for what is to be copied, or for the commit")  # fmt: skip
+                if is_in(training, DeferredCopies.hold_back):
+                    note("late", run=self.name)
 
         crash_points.arm(reached)
 
@@ -213,6 +232,8 @@ def main(framework: str, runs: list[dict[str, Any]]) -> None:
         torch.distributed.barrier()
         if run.refused:
             _refuse(1, run.refused // run.every)
+        if run.late:
+            run.copy_late()
         if run.traps:
             set_traps(run.traps, rank)
         before = {*threading.enumerate()}

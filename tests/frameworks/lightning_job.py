@@ -31,7 +31,7 @@ class Model(pl.LightningModule):
     def __init__(self, run: Run):
         super().__init__()
         self.run = run
-        self.net = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.Dropout(0.1), torch.nn.Linear(64, 8))
+        self.net = torch.nn.Sequential(torch.nn.Linear(16, 2048), torch.nn.Dropout(0.1), torch.nn.Linear(2048, 8))
         self.register_buffer("batches", torch.zeros(()))
 
     def configure_model(self) -> None:
@@ -111,6 +111,18 @@ class ByHand(pl.Callback):
             trainer.save_checkpoint(f"{trainer.default_root_dir}/by-hand.ckpt")
 
 
+class Changes(pl.Callback):
+    """Gives the model other weights in a hook, as averages and clipping do, by a write that torch counts, or not."""
+
+    def __init__(self, hook: str):
+        setattr(self, hook, self._change)
+
+    @torch.no_grad()
+    def _change(self, trainer: Any, module: Any, *args: Any) -> None:
+        weight = module.net[0].weight
+        (weight if trainer.global_step % 2 else weight.data).mul_(0.5)
+
+
 TRIGGERS: dict[str, dict[str, Any]] = {
     "train steps": {"every_n_train_steps": 2},
     "epochs": {"every_n_epochs": 1},
@@ -146,6 +158,8 @@ def train(run: Run) -> None:
     callbacks: list[Any] = [flash, average]
     if run.trigger in TRIGGERS:
         callbacks.append(ModelCheckpoint(run.directory, save_top_k=-1, **TRIGGERS[run.trigger]))
+    if run.variant.startswith("changes "):
+        callbacks.append(Changes(run.variant.removeprefix("changes ")))
     if run.trigger == "by hand":
         callbacks.append(ByHand())
     if run.disk:

@@ -72,3 +72,28 @@ def test_a_torn_checkpoint_on_disk_stops_no_start(shm: Path) -> None:
              ("one before", "from memory", "from disk")}  # fmt: skip
     assert first == {"one before": [5, 6], "from memory": [5], "from disk": [4]}, result.log
     assert "disk-disk/last.ckpt cannot be read, and another checkpoint is looked for" in result.log
+
+
+def test_what_callbacks_change_is_copied_before_or_the_save_fails_and_later_ones_copy_at_once(shm: Path) -> None:
+    """Lightning's own change weights where an epoch begins, and where training ends."""
+    late = {"every": 1, "late": True}
+    epoch, batch = {"variant": "changes on_train_epoch_start"}, {"variant": "changes on_train_batch_start"}
+    result = run(
+        Cluster(shm), "lightning",
+        {"name": "plain", "job": "plain", "last": 4},
+        {"name": "end", "job": "end", "last": 4, "variant": "changes on_train_end", **late},
+        {"name": "after end", "job": "end", "last": 4},
+        {"name": "epoch", "job": "epoch", "last": 4, **epoch, **late},
+        {"name": "after epoch", "job": "epoch", "last": 6, **epoch},
+        {"name": "no epoch", "job": "none", "enabled": False, "last": 6, **epoch},
+        {"name": "batch", "job": "batch", "last": 4, **batch, **late},
+        {"name": "after batch", "job": "batch", "last": 6, **batch},
+        {"name": "no batch", "job": "none", "enabled": False, "last": 6, **batch},
+    )  # fmt: skip
+    assert len(result.of("done")) == 9 * 2, result.log
+    assert digests(result, "after end") == digests(result, "plain") != digests(result, "end")
+    for name in ("epoch", "batch"):
+        assert {step for _, step in losses(result, f"after {name}")} == {5, 6}, result.log
+        assert digests(result, f"after {name}") == digests(result, f"no {name}")
+    eager = [record["run"] for record in result.of("said") if "than an optimizer's step has" in record["text"]]
+    assert eager == ["batch"]
