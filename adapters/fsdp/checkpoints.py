@@ -62,7 +62,7 @@ class Checkpoints:
         self._groups: dict[tuple[int, ...], Group] = {}
         self._members: dict[tuple[str, tuple[int, ...]], Member] = {}
         self._calls: list[tuple[Group, concurrent.futures.Future[Metadata]]] = []
-        self._loaded: dict[str, int] = {}  # by name, the step that several groups loaded, until it is saved again
+        self._loaded: dict[str, int] = {}  # by name, the step that was loaded, until it is saved again
         self._undefined: dict[str, str] = {}  # by name, why its state is undefined since they loaded it
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "mlflash-fsdp")
 
@@ -184,7 +184,7 @@ class Checkpoints:
             return 0
         name, step = names.read(checkpoint_id)
         with self._that_loads(name, group) as (member, every):
-            step = _found(member, step)
+            step = self._step(name, step, member, every)
             if step is None:
                 _say_nothing_is_there(every, checkpoint_id)
                 return None
@@ -192,8 +192,7 @@ class Checkpoints:
             _load(state_dict, member.reader, every.status)
             if then is not None:
                 member.checkpointer.adapting.load_together(step, then)
-            if every is not group:
-                self._loaded[name] = step
+            self._loaded[name] = step
             return step
 
     def load_sharded_optimizer_state_dict(
@@ -228,7 +227,7 @@ class Checkpoints:
             return _load_optimizer(FsspecReader(os.fspath(checkpoint_id)), None, optimizer_key, group, group.status)
         name, step = names.read(checkpoint_id)
         with self._that_loads(name, group) as (member, every):
-            step = _found(member, step)
+            step = self._step(name, step, member, every)
             if step is None:
                 raise StepNotFound("nothing was saved under this id", found=os.fspath(checkpoint_id))
             return _load_optimizer(member.reader, f"step-{step}", optimizer_key, group, every.status)
@@ -308,8 +307,12 @@ class Checkpoints:
         self._undefined.pop(name, None)
         member.close()
 
+    def _step(self, name: str, step: int | None, member: Member, every: Group) -> int | None:
+        """The step to load, by default the newest that can be. Collective over all ranks."""
+        return self._everyone.newest(name, every.ranks, step, lambda: _steps(member, step))
+
     def _next(self, name: str, step: int | None) -> int | None:
-        """The step of a save of what several groups have loaded."""
+        """The step of a save; None: the one after the newest. What was loaded is gone on from, if others are newer."""
         if why := self._undefined.get(name):
             raise StateError("the state is undefined, as a load of it has failed, and is not saved", found=why)
         before = self._loaded.pop(name, None)
@@ -322,20 +325,22 @@ def _say_nothing_is_there(every: Group, checkpoint_id: str | os.PathLike[str]) -
         log.warning("nothing was saved under the id %s: the state that was to be loaded is as it was", checkpoint_id)
 
 
-def _found(member: Member, step: int | None) -> int | None:
-    """The step to load, by default the newest that can be; None: nothing was saved. Collective over the member's ranks.
+def _steps(member: Member, step: int | None) -> list[int]:
+    """The steps that can be loaded, the newest last, or the one that is wanted. Collective over the member's ranks.
+
+    Of these the newest is verified; none where nothing was saved.
 
     Raises:
         StepNotFound: others are there, and this one is not.
         Unrestorable: checkpoints are there, and none of them can be loaded.
     """
-    steps = [] if step is None else member.checkpointer.steps()
-    if not steps:
+    steps = member.checkpointer.steps()
+    if step is None or not steps:
         newest = member.checkpointer.adapting.newest_step()
-        return newest if newest is None or step is None else step
+        return [] if newest is None else [*(one for one in steps if one < newest), newest] if step is None else [step]
     if step not in steps:
         raise StepNotFound("memory does not hold this step of it", step=step, found=f"steps in memory: {steps}")
-    return step
+    return [step]
 
 
 def _ranks_of(process_group: Any) -> tuple[int, ...]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
 
 from mlflash import Checkpointer
-from mlflash.errors import DeadlineExceeded, WorldMismatch
+from mlflash.errors import DeadlineExceeded, MlflashError, StepNotFound, Unrestorable, WorldMismatch
 
 from ..dcp import MemoryReader, MemoryWriter
 
@@ -73,21 +73,75 @@ class Everyone:
         Raises:
             DeadlineExceeded: not all ranks have come in time.
         """
-        world = tuple(range(dist.get_world_size()))
-        if tuple(sorted(group.ranks)) == world:
-            return world
-        said: list[Any] = [None] * len(world)
+        if self._is_all(group.ranks):
+            return tuple(sorted(group.ranks))
+        said = self._told((name, group.ranks))
+        return tuple(sorted({rank for theirs, ranks in said if theirs == name for rank in ranks}))
+
+    def newest(self, name: str, ranks: Sequence[int], wanted: int | None, find: Callable[[], Sequence[int]]
+               ) -> int | None:  # fmt: skip
+        """Choose the newest step that all have who load now: what they load are parts of one whole, as a rule.
+
+        Each group commits by itself, so that after a crash some may have one step more than others. Collective over all
+        ranks.
+
+        Args:
+            name: that this rank loads.
+            ranks: that load it.
+            wanted: the step that its id says; others do not have to have it.
+            find: gives the steps that these can load, the newest last; none where nothing was saved.
+
+        Returns:
+            The step; None where nothing was saved.
+
+        Raises:
+            Unrestorable: there is no step that all have.
+            StepNotFound: where ``find`` raised something on other ranks.
+        """
+        if self._is_all(ranks):
+            return next(reversed(find()), None)
+        steps: Sequence[int] = ()
+        problem: MlflashError | None = None
+        try:
+            steps = find()
+        except MlflashError as error:  # the others must hear of it
+            problem = error
+        said = self._told((name, wanted, steps, problem and str(problem)))
+        if problem is not None:
+            raise problem
+        for theirs, _, _, why in said:
+            if why is not None:
+                raise StepNotFound(f"another part of what is loaded now cannot be: {why}", found=theirs)
+        if wanted is not None:
+            return wanted if steps else None
+        have = {theirs: found for theirs, step, found, _ in said if step is None}
+        if common := set[int].intersection(*map(set, have.values())):
+            return max(common)
+        if not any(have.values()):
+            return None
+        raise Unrestorable(
+            "the process groups that load now have no step in common: training would go on from parts of different "
+            "steps. Where they are no parts of one thing, ids that say the step are loaded all the same",
+            found="; ".join(f"{theirs}: {', '.join(map(str, found)) or 'nothing'}" for theirs, found in have.items()),
+        )  # fmt: skip
+
+    def _is_all(self, ranks: Sequence[int]) -> bool:
+        return sorted(ranks) == list(range(dist.get_world_size()))
+
+    def _told(self, mine: Any) -> list[Any]:
+        """What all ranks say. Collective over all of them."""
+        said: list[Any] = [None] * dist.get_world_size()
         try:
             if self._group is None:
                 self._group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=self._timeout_s))
-            dist.all_gather_object(said, (name, group.ranks), group=self._group)
+            dist.all_gather_object(said, mine, group=self._group)
         except RuntimeError as error:  # gloo has no other
             raise DeadlineExceeded(
                 "not all ranks have come to this load: all ranks of torch.distributed load at the same time, each with "
                 "its own process group", rank=dist.get_rank(), expected=f"all within {self._timeout_s:g} s",
                 found=str(error).splitlines()[0],
             ) from error  # fmt: skip
-        return tuple(sorted({rank for theirs, ranks in said if theirs == name for rank in ranks}))
+        return said
 
 
 class Member:

@@ -185,6 +185,39 @@ def test_groups_save_under_their_ids_at_once_and_nothing_is_mixed(root: Path) ->
                 checkpoints.async_save(state, mine, group, coordinator_rank=(ranks[0] + 2) % 4)
 
 
+def test_groups_of_which_some_have_committed_a_step_more_go_back_to_the_one_that_all_have(root: Path) -> None:
+    """As after a crash between the commits of two groups: parts of different steps are never put together."""
+    ranks, part = ([0, 1], "tp0_ep0") if RANK < 2 else ([2, 3], "tp1_ep0")
+
+    def save(checkpoints: fsdp.Checkpoints, group: Any, value: float) -> None:
+        checkpoints.async_save({"w": torch.full((5,), value)}, part, group)
+        checkpoints.maybe_finalize_async_calls(process_group=group)
+
+    def load(checkpoints: fsdp.Checkpoints, group: Any) -> tuple[int | None, float]:
+        state = {"w": torch.zeros(5)}
+        return checkpoints.load(state, part, group), state["w"][0].item()
+
+    with job(), fsdp.Checkpoints(**settings(root)) as checkpoints:
+        group = dist.new_group(ranks, use_local_synchronization=True)
+        assert load(checkpoints, group) == (None, 0.0)
+        save(checkpoints, group, 10.0)
+        if RANK < 2:
+            save(checkpoints, group, 11.0)
+    with job(), fsdp.Checkpoints(**settings(root)) as checkpoints:
+        group = dist.new_group(ranks, use_local_synchronization=True)
+        assert load(checkpoints, group) == (0, 10.0)
+        save(checkpoints, group, 12.0)
+        assert load(checkpoints, group) == (1, 12.0)
+        state, checkpoint_id = {"w": torch.zeros(5)}, "step-7/alone" if RANK < 2 else part
+        if RANK < 2:
+            checkpoints.async_save(state, checkpoint_id, group).result(PATIENCE_S)
+        with pytest.raises(errors.Unrestorable, match=r"no step in common(.|\n)*alone: 7; tp1_ep0: 0, 1"):
+            checkpoints.load(state, checkpoint_id.removeprefix("step-7/"), group)
+        with pytest.raises(errors.StepNotFound, match="does not hold this step|another part"):
+            checkpoints.load(state, checkpoint_id if RANK < 2 else f"step-3/{part}", group)
+        assert checkpoints.load(state, checkpoint_id, group) == (7 if RANK < 2 else 1)
+
+
 def test_an_id_saved_again_is_replaced_only_when_that_is_committed(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with job(), fsdp.Checkpoints(**settings(root)) as checkpoints:
 
