@@ -66,7 +66,7 @@ MATRICES = (
     Matrix("tests/programs/test_deaths.py", "launchers, and who dies how beside couriers that are processes", 6),
     Matrix("tests/programs/test_pytorch_page.py", "loops of plain PyTorch, and their data", 2),
     Matrix("tests/programs/test_sharded.py", "shards of an optimizer without state", 2, singles=True),
-    Matrix("tests/programs/test_smp_recipe.py", "where the replicas of SageMaker's SMP are", 2),
+    Matrix("tests/programs/test_smp_recipe.py", "where the replicas of SageMaker's SMP are; TP, EP", 2, singles=True),
     Matrix("tests/programs/test_trainers_without_mpi.py", "trainers of PyTorch's that never load MPI", 2, singles=True),
     Matrix("tests/programs/test_pytorch_harness.py", "numbers of ranks that PyTorch's harness spawns", 3, singles=True),
     Matrix("tests/programs/test_left_steps.py", "kinds of models that leave a step", 3, singles=True),

@@ -4,6 +4,7 @@
     ids           checkpoint ids → what is saved, and the step
     groups        the ranks of a process group: their own Checkpointer and gloo group
     ranker        which ranks hold the same shard
+    save_checks   what the ranks of a group cannot save together
     load_planner  what does not fit what was saved
     optimizer_states  the optimizer's part of a sharded checkpoint, loaded by itself
     checkpoints   async_save, maybe_finalize_async_calls, load

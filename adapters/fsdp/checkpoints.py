@@ -29,6 +29,7 @@ from . import ids, optimizer_states
 from .groups import Everyone, Group, Member
 from .ids import DistributedFileSystemReader
 from .load_planner import LoadPlanner
+from .save_checks import refuse_missing_shards, refuse_other_shards, warn_of_unlike
 
 log = logging.getLogger("mlflash")
 
@@ -62,6 +63,7 @@ class Checkpoints:
         self._groups: dict[tuple[int, ...], Group] = {}
         self._members: dict[tuple[str, tuple[int, ...]], Member] = {}
         self._calls: list[tuple[Group, concurrent.futures.Future[Metadata]]] = []
+        self._saved: set[tuple[str, tuple[int, ...]]] = set()  # names, and the ranks that have saved them
         self._loaded: dict[str, int] = {}  # by name, the step that was loaded, until it is saved again
         self._undefined: dict[str, str] = {}  # by name, why its state is undefined since they loaded it
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "mlflash-fsdp")
@@ -89,7 +91,8 @@ class Checkpoints:
 
         Raises:
             WorldMismatch: the coordinator is not in the group.
-            StateError: a leaf cannot be saved; its path is named.
+            StateError: a leaf cannot be saved, its path is named; or these are not the ranks that hold what is saved:
+                other shards of a local state, or not all of those of a DTensor.
         """
         if not self._serves(checkpoint_id):
             nothing: concurrent.futures.Future[Metadata] = concurrent.futures.Future()
@@ -97,17 +100,20 @@ class Checkpoints:
             return nothing
         group = self._group(process_group)
         coordinator = group.coordinator(coordinator_rank)
+        refuse_other_shards(state_dict, group.ranks)
         state_dict = _stateful_to_state_dict(dict(state_dict))
+        name, step = ("", None) if ids.is_url(checkpoint_id) else names.read(checkpoint_id)
+        if is_first := (name, group.ranks) not in self._saved:
+            refuse_missing_shards(state_dict, group.ranks)
         writer: StorageWriter
-        step: int | None = None
         if ids.is_url(checkpoint_id):
             writer = FsspecWriter(os.fspath(checkpoint_id), overwrite=True)
             staged = DefaultStager(StagingOptions(False, False, False, False)).stage(state_dict)
         else:
-            name, step = names.read(checkpoint_id)
             writer, step = self._member(name, group).writer, self._next(name, step)
             staged = writer.stage(state_dict)
-        done = self._thread.submit(_save, staged, writer, step, group.planning, coordinator)
+        self._saved.add((name, group.ranks))
+        done = self._thread.submit(_save, staged, writer, step, group, coordinator, is_first)
         self._calls.append((group, done))
         return done
 
@@ -347,11 +353,14 @@ def _ranks_of(process_group: Any) -> tuple[int, ...]:
     return tuple(dist.get_process_group_ranks(process_group or dist.group.WORLD))
 
 
-def _save(state_dict: Any, writer: StorageWriter, step: int | None, group: Any, coordinator: int) -> Metadata:
+def _save(state_dict: Any, writer: StorageWriter, step: int | None, group: Group, coordinator: int, is_first: bool
+          ) -> Metadata:  # fmt: skip
+    if is_first:
+        warn_of_unlike(state_dict, group.ranks, group.planning)
     if step is not None:
         writer.reset(f"step-{step}")
     try:
-        return _save_state_dict(state_dict, writer, process_group=group, coordinator_rank=coordinator)
+        return _save_state_dict(state_dict, writer, process_group=group.planning, coordinator_rank=coordinator)
     except dcp.api.CheckpointException as error:  # a BaseException, which would end the thread
         raise SaveFailed(str(error)) from error
 

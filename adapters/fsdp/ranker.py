@@ -2,29 +2,38 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
+from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+
+log = logging.getLogger("mlflash")
 
 
 class Ranker:
     """Replicas of each shard. Collective over all ranks of torch.distributed.
 
     Args:
-        model: FSDP1, FSDP2, of DTensors, or DDP. In any other each rank is taken to hold what no other one holds.
+        model: FSDP1, FSDP2, of DTensors, or DDP. In any other each rank is taken to hold what no other one holds; so it
+            is, with a warning, where some parameters are left out of these, such as experts.
+        part: what this rank holds, such as its checkpoint id (``f"tp{tp}_ep{ep}_fsdp{shard}"``): the ranks that say the
+            same are replicas. Default: as the model says.
 
     Attributes:
         shard: the number of this rank's shard, from 0 on, for checkpoint ids such as ``f"tp0_ep0_fsdp{shard}"``.
     """
 
-    def __init__(self, model: torch.nn.Module):
+    def __init__(self, model: torch.nn.Module, part: str | None = None):
         said: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(said, tuple(sorted(_replicas(model))))
-        self._groups = [list(ranks) for ranks in sorted(set(said))]
+        dist.all_gather_object(said, tuple(sorted(_replicas(model))) if part is None else part)
+        alike = [tuple(rank for rank, other in enumerate(said) if other == one) for one in said]
+        self._groups = [list(ranks) for ranks in sorted(set(said if part is None else alike))]
         self.shard = next(n for n, ranks in enumerate(self._groups) if dist.get_rank() in ranks)
 
     def get_rep_groups(self) -> list[list[int]]:
@@ -36,20 +45,43 @@ class Ranker:
         return next(ranks.index(rank) for ranks in self._groups if rank in ranks)
 
 
+def with_other_shards(model: torch.nn.Module) -> set[int]:
+    """The ranks that hold other parts of what this one holds parts of, as far as the model knows. Not collective."""
+    return {rank for _, alike, ranks in _places(model) for rank in ranks - alike}
+
+
 def _replicas(model: torch.nn.Module) -> set[int]:
     """All ranks that hold what this one holds, as far as the model knows."""
-    ranks, me = set(range(dist.get_world_size())), {dist.get_rank()}
+    found, known = set(range(dist.get_world_size())), set[int]()
+    for parameters, alike, _ in _places(model):
+        known |= parameters
+        found &= alike
+    unknown = [name for name, parameter in model.named_parameters() if id(parameter) not in known]
+    if known and unknown and dist.get_rank() == 0:
+        log.warning("%d parameters, such as %s, are in no FSDP, DDP or mesh: each rank is taken to hold what no other "
+                    "one holds. Ranker(model, part=...) says which do", len(unknown), unknown[0])  # fmt: skip
+    return {dist.get_rank()} if unknown or not known else found
+
+
+def _places(model: torch.nn.Module) -> Iterator[tuple[set[int], set[int], set[int]]]:
+    """Parameters by their ids, the ranks that hold the same part of them, and all ranks that hold a part of them."""
+    me = dist.get_rank()
     for module in model.modules():
         if isinstance(module, DistributedDataParallel):
-            return set(dist.get_process_group_ranks(module.process_group))
+            inside, ranks = module.module.named_parameters(), set(dist.get_process_group_ranks(module.process_group))
+            yield {id(param) for name, param in inside if name not in module.parameters_to_ignore}, ranks, ranks
         if isinstance(module, FSDP1) and module.process_group is not None:
+            ranks = set(dist.get_process_group_ranks(module.process_group))
             across = getattr(module, "_inter_node_pg", None)  # that of hybrid sharding
-            ranks &= me if across is None else set(dist.get_process_group_ranks(across))
+            alike = {me} if across is None else set(dist.get_process_group_ranks(across))
+            flat = None if module._handle is None else module._handle.flat_param
+            its = () if flat is None else (flat, *(flat._params or ()))
+            if module.sharding_strategy is ShardingStrategy.NO_SHARD:
+                alike = ranks
+            yield {id(param) for param in its}, alike, ranks | alike
     for parameter in model.parameters():
         if isinstance(parameter, DTensor):
-            ranks &= _alike(parameter)
-    is_known = len(ranks) < dist.get_world_size() or any(isinstance(one, DTensor) for one in model.parameters())
-    return ranks if is_known else me
+            yield {id(parameter)}, _alike(parameter), set(parameter.device_mesh.mesh.flatten().tolist())
 
 
 def _alike(parameter: DTensor) -> set[int]:

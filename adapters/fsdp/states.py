@@ -18,11 +18,23 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
 from torch.distributed.fsdp._common_utils import clean_tensor_name
 from torch.distributed.tensor import DTensor
 
+from .ranker import with_other_shards
+
 DEGREE = "sharded over "
 """Begins the key that says over how many ranks a local state dict is sharded, as in ``"sharded over 8"``."""
 
 
-def local_state_dict(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
+class LocalState(dict[str, Any]):
+    """A local state dict.
+
+    Attributes:
+        others: the ranks that hold other shards of the same model: the names of their tensors are those of this one's.
+    """
+
+    others: frozenset[int] = frozenset()
+
+
+def local_state_dict(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> LocalState:
     """What this rank has of a model (FSDP1, FSDP2, DDP or plain) and its optimizer.
 
     Not collective: no message is sent. The tensors are those of the model and the optimizer, so that a load fills them;
@@ -32,7 +44,8 @@ def local_state_dict(model: torch.nn.Module, optimizer: torch.optim.Optimizer | 
         ``model``, ``optimizer`` where one was given, and a key that says over how many ranks they are sharded.
     """
     tensors = {clean_tensor_name(name): _local(tensor) for name, tensor in _tensors(model)}
-    state: dict[str, Any] = {"model": tensors, f"{DEGREE}{_degree(model)}": True}
+    state = LocalState({"model": tensors, f"{DEGREE}{_degree(model)}": True})
+    state.others = frozenset(with_other_shards(model))
     if optimizer is not None:
         state["optimizer"] = _localised(optimizer.state_dict())
     return state

@@ -1,4 +1,4 @@
-"""SMP's sharded recipe as its page has it: whatever a replica has saved, all replicas go on from."""
+"""SMP's recipes as its page has them: whatever a replica has saved, all replicas go on from; also with TP and EP."""
 
 from __future__ import annotations
 
@@ -34,3 +34,20 @@ def test_all_replicas_go_on_with_the_step_and_the_bits_that_one_has_saved(
     assert len({r["digest"] for r in ended}) == 1
     jobs = {path.name for path in (shm / f"mlflash-{os.getuid()}").iterdir() if path.is_dir()}
     assert len(jobs) == 1, "all saves of one thing take turns in the same slots"
+
+
+def test_tensor_and_expert_parallelism_go_on_with_the_same_bits_after_a_kill_while_they_are_saved(shm: Path) -> None:
+    cluster, environment = Cluster(shm), {"PYTHONWARNINGS": "ignore"}
+    killed = cluster.run(4, "smp_parallel_job.py", "6", "4", env=environment)
+    assert killed.returncode != 0 and not killed.of("ended"), killed.log
+    again = cluster.run(4, "smp_parallel_job.py", "7", env=environment)
+    assert again.returncode == 0, again.log
+    ended = again.of("ended")
+    kinds = {one["kind"] for one in ended}
+    assert len(ended) == 20 and len(kinds) == 5
+    for kind in kinds:
+        steps = [one["step"] for one in again.of("loaded") if one["kind"] == kind]
+        assert steps in ([3] * 4, [4] * 4), (kind, steps)
+        mine = [one for one in ended if one["kind"] == kind]
+        assert all(one["digest"] == one["alone"] for one in mine), kind
+        assert len({one["digest"] for one in mine}) == (2 if kind.endswith("alone") else 4), "shards and experts differ"
