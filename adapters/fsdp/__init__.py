@@ -3,6 +3,7 @@
     states        state dicts of model and optimizer: local, sharded, full
     ids           checkpoint ids → what is saved, and the step
     groups        the ranks of a process group: their own Checkpointer and gloo group
+    directories   where what an id names is drained to
     ranker        which ranks hold the same shard
     save_checks   what the ranks of a group cannot save together
     load_planner  what does not fit what was saved

@@ -25,7 +25,7 @@ from mlflash.checkpointer.disabled import turned_off
 from mlflash.errors import MlflashError, SaveFailed, StateError, StepNotFound, StructureMismatch
 
 from .. import ids as names
-from . import ids, optimizer_states
+from . import directories, ids, optimizer_states
 from .groups import Everyone, Group, Member
 from .ids import DistributedFileSystemReader
 from .load_planner import LoadPlanner
@@ -47,7 +47,8 @@ class Checkpoints:
     may come first).
 
     Args:
-        directory, settings: as those of a Checkpointer.
+        directory, settings: as those of a Checkpointer. What has other ids, but for the step, is drained to a folder of
+            its own there.
         enabled: False: what would be in memory is neither saved nor found; URLs are written and read as ever. The same
             with ``MLFLASH_DISABLE=1``.
 
@@ -59,7 +60,7 @@ class Checkpoints:
         self.enabled = not turned_off(enabled)
         given = config.from_environment(os.environ, directory, job=settings.pop("job", None), enabled=enabled)
         self._job, self._everyone = given.job, Everyone(settings.get("timeout_s") or given.timeout_s)
-        self._settings = {**settings, "directory": directory}
+        self._settings, self._directory = settings, given.directory
         self._groups: dict[tuple[int, ...], Group] = {}
         self._members: dict[tuple[str, tuple[int, ...]], Member] = {}
         self._calls: list[tuple[Group, concurrent.futures.Future[Metadata]]] = []
@@ -288,8 +289,12 @@ class Checkpoints:
             if sum(ranks == group.ranks for _, ranks in self._members) == _MANY and group.ranks[0] == dist.get_rank():
                 log.warning("%d checkpoints have slots of their own here: ids of one thing should differ by their step "
                             "alone, such as %s-7steps", _MANY + 1, name)  # fmt: skip
-            self._members[key] = Member(group, ids.job_of(self._job, name), self._settings)
+            self._members[key] = self._new_member(name, group)
         return self._members[key]
+
+    def _new_member(self, name: str, group: Group) -> Member:
+        settings = {**self._settings, "directory": directories.of_name(self._directory, name, group)}
+        return Member(group, ids.job_of(self._job, name), settings)
 
     @contextlib.contextmanager
     def _that_loads(self, name: str, group: Group) -> Iterator[tuple[Member, Group]]:
@@ -303,7 +308,7 @@ class Checkpoints:
         if ranks not in self._groups:
             self._groups[ranks] = Group.of_ranks(ranks)
         every = self._groups[ranks]
-        member = Member(every, ids.job_of(self._job, name), self._settings)
+        member = self._new_member(name, every)
         try:
             yield member, every
         except BaseException as error:

@@ -41,6 +41,11 @@ def is_url(checkpoint_id: str | os.PathLike[str]) -> bool:
 
 def job_of(job: str, name: str) -> str:
     """Name the job of what an id names: different names never share memory."""
+    return f"{job[:37]}.{folder_of(name)}".replace("..", ".")
+
+
+def folder_of(name: str) -> str:
+    """A folder's name for what an id names; it ends with eight digits that no other name has."""
     digest = hashlib.sha256(name.encode()).hexdigest()[:8]
     stem = re.sub(r"[^A-Za-z0-9._-]+", "_", name.rpartition("/")[2])[:16]
-    return f"{job[:37]}.{stem}.{digest}".replace("..", ".")
+    return f"{stem}.{digest}"

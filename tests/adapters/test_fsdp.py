@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -216,6 +217,34 @@ def test_groups_of_which_some_have_committed_a_step_more_go_back_to_the_one_that
         with pytest.raises(errors.StepNotFound, match=r"does not hold this step|another part"):
             checkpoints.load(state, checkpoint_id if RANK < 2 else f"step-3/{part}", group)
         assert checkpoints.load(state, checkpoint_id, group) == (7 if RANK < 2 else 1)
+
+
+def test_what_has_other_ids_is_drained_to_other_folders(root: Path) -> None:
+    """All of it has the same steps."""
+    part, ranks = (f"run/tp{RANK // 2}_ep0", [0, 1] if RANK < 2 else [2, 3])
+    drains = settings(root, directory=root / "pfs", drain_every=1)
+
+    def load(directory: Path, **more: Any) -> tuple[int | None, list[float]]:
+        with job(), fsdp.Checkpoints(**(drains | {"directory": directory, "job": "new"} | more)) as checkpoints:
+            state = {"w": torch.zeros(3)}
+            group = dist.new_group(ranks, use_local_synchronization=True)
+            return checkpoints.load(state, part, group), state["w"].tolist()
+
+    with job(), fsdp.Checkpoints(**drains) as checkpoints:
+        group = dist.new_group(ranks, use_local_synchronization=True)
+        checkpoints.async_save({"w": torch.full((3,), 1.0 + RANK // 2)}, part, group)
+        checkpoints.maybe_finalize_async_calls(process_group=group)
+    assert load(root / "pfs") == (0, [1.0 + RANK // 2] * 3)
+    # As older builds did it: one name's folders are read where they are, those of several are not.
+    if RANK == 0:
+        for name in ("old", "mixed"):
+            shutil.copytree(next((root / "pfs").glob("tp0_ep0.*")), root / name)
+        shutil.copytree(next((root / "pfs").glob("tp1_ep0.*")) / "step-00000000", root / "mixed" / "step-00000001")
+    COMM.Barrier()
+    with pytest.raises(errors.ConfigError, match="over each other"):
+        load(root / "mixed")
+    part, ranks = "run/tp0_ep0", [0, 1, 2, 3]
+    assert load(root / "old", job="old") == (0, [1.0] * 3)
 
 
 def test_an_id_saved_again_is_replaced_only_when_that_is_committed(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
