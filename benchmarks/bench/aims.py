@@ -30,6 +30,7 @@ class Aim:
 MEMCPY, MEMCPY_AND_PUT = "memcpy", "memcpy + Put"
 LOOP, WARM, REDSET = "a loop of copy_", "a warm save", "redset, published"
 ALONE = "a step without a save"
+OFF = "no saves"
 D2H = "cudaMemcpyAsync to pinned memory"
 BARE_AND_A_BIT = "the same + 0.15 s"
 
@@ -54,6 +55,7 @@ AIMS = {
     "xor": Aim("XOR encoding (4 ranks): twice as fast", "redset 1.20 GB/s", REDSET, 1 / 2, "parity"),
     "rs": Aim("Reed-Solomon encoding, k=2 (4 ranks): four times as fast", "redset 0.46 GB/s", REDSET, 1 / 4, "parity"),
     "slowed": Aim("a step of training while the courier works, on a core of its own", "", ALONE, 1.03, "training"),
+    "wall time": Aim("a training with a save every 10 steps, a core being idle", "", OFF, 1.02, "walltime"),
     "start": Aim(
         "`Checkpointer(...)`, its courier a process, beside a program of `import numpy` and MPI_Init", "",
         BARE_AND_A_BIT, 1.0, "startup",

@@ -7,19 +7,18 @@ process; and a program in C that moves the same bytes on the couriers' core. Ran
 from __future__ import annotations
 
 import contextlib
-import os
 import random
 import select
-import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 from bench.aims import ALONE
 from bench.clock import Bench, slowest
+from bench.meeting import meeting_anew
 from bench.rows import row
 from bench.states import large_state
 from cores import OWN_CORE, Cores
@@ -28,7 +27,6 @@ from ranks import Measured
 from steps import COMPUTES, PYTHON, WAITS, step_of, steps_until
 
 from mlflash import Checkpointer
-from mlflash.wireup.launcher_variables import as_torchrun
 
 IDLE, THREAD, PROCESS, CONTROL = "no save", "courier: a thread", "courier: a process", "no save, a C program of control"
 WAITED = "committed, main thread idle"
@@ -59,22 +57,6 @@ class Control:
 
     def close(self) -> None:
         self._process.communicate(timeout=60)
-
-
-@contextlib.contextmanager
-def meeting_anew(comm: MPI.Comm) -> Iterator[None]:
-    """Let couriers that are processes be started: ranks meet as torchrun's do, as MPI has the launcher's way here."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = comm.bcast(sock.getsockname()[1], 0)
-    before = dict(os.environ)
-    os.environ.clear()
-    os.environ.update(as_torchrun(before, comm.rank, comm.size, comm.rank, "127.0.0.1", port))
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
 
 
 def actions_of(measured: Measured, ckpts: dict[str, Checkpointer], state: object, control: Control | None
