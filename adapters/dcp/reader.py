@@ -34,7 +34,8 @@ from mlflash import Checkpointer
 from mlflash.checkpointer.disabled import turned_off
 from mlflash.errors import StepNotFound, StructureMismatch
 from mlflash.protocol.wanted_parts import WantedPart
-from mlflash.restoring.open_in_memory import OldRank, OpenCheckpoint
+from mlflash.restoring.open_in_memory import OpenCheckpoint
+from mlflash.state.old_ranks import OldRank
 from mlflash.state.leaves import Entry, from_bytes
 from mlflash.state.plain_values import decode_plain
 from mlflash.storage.dcp_files import pickled
@@ -193,7 +194,7 @@ class _Catalog:
         self.plain: dict[str, Any] = {}  # of a checkpoint that was not saved through DCP
         self._written: dict[Key, None] = {}
         self._planner_data: Any = None
-        for rank, old in sorted(opened.olds.items()):
+        for rank, old in opened.olds.items():
             self._add(rank, old)
 
     def metadata(self, name: str) -> Metadata:

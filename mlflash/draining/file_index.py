@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -137,6 +137,52 @@ class Index:
         return xxhash.xxh3_64_intdigest(np.ascontiguousarray(mine).view(np.uint8).data)
 
 
+    def places(self) -> Places:
+        """Where the rows of each leaf are."""
+        numbers = {entry.name: number for number, entry in reversed([*enumerate(self.manifest.entries)])}
+        found = {}
+        for piece in self.pieces:
+            number, its = numbers[piece.entry.name], piece.entry
+            whole = self.manifest.entries[number]
+            begin = its.offset[0] - whole.offset[0] if its.shape else 0
+            rows = its.shape[0] if its.shape else 1
+            found[number] = Place(its.start, its.nbytes, begin, rows, piece.first_check, piece.packed)
+        return Places(self.data, self.block_nbytes, self.checks, found)
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where some rows of a leaf are in a file.
+
+    Attributes:
+        start, nbytes: of them in the file.
+        begin, rows: the first of them, and how many; 0 and 1 of a leaf without dimensions.
+        first_check, packed: see `Piece`.
+    """
+
+    start: int
+    nbytes: int
+    begin: int
+    rows: int
+    first_check: int
+    packed: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Places:
+    """Where a rank's file has what.
+
+    Attributes:
+        data, block_nbytes, checks: see `Index`.
+        of: by number of the leaf.
+    """
+
+    data: str
+    block_nbytes: int
+    checks: np.ndarray
+    of: Mapping[int, Place]
+
+
 def first_names(entries: Sequence[Entry]) -> tuple[str, ...]:
     """For each entry its name, or that of the first one that is tied to it."""
     firsts: dict[Entry, str] = {}
@@ -216,12 +262,20 @@ def _check_pieces(held: Manifest, commons: Sequence[int], pieces: Sequence[Piece
     entries = {entry.name: entry for entry in held.entries}
     for piece in pieces:
         of, its = entries[piece.entry.name], piece.entry
-        if (of.kind, of.dtype, of.global_shape) != (its.kind, its.dtype, its.global_shape):
+        if (of.kind, of.dtype, of.global_shape) != (its.kind, its.dtype, its.global_shape) or not _are_rows(its, of):
             raise ValueError(f"piece {its.name!r} is not of the tensor of that name")
     own = {piece.entry.name for piece in pieces if piece.common < 0}
     for name, common in zip(first_names(held.entries), commons, strict=True):
         if common < 0 and name not in own:
             raise ValueError(f"there is no piece of {name!r}")
+
+
+def _are_rows(piece: Entry, of: Entry) -> bool:
+    """Whether a piece is some rows of a tensor, or all of it."""
+    if not of.shape:
+        return not piece.shape
+    before, behind = piece.offset[0] - of.offset[0], of.offset[0] + of.shape[0] - piece.offset[0] - piece.shape[0]
+    return before >= 0 <= behind and (piece.offset[1:], piece.shape[1:]) == (of.offset[1:], of.shape[1:])
 
 
 def _whole(value: Any) -> int:

@@ -8,11 +8,11 @@ from typing import Any
 
 from ..draining.file_index import first_names
 from ..errors import CorruptSlot
-from ..restoring.open_in_memory import OldRank, OpenCheckpoint, held_by_name
+from ..restoring.open_in_memory import OpenCheckpoint
 from ..state.dtypes import item_nbytes
 from ..state.leaves import Entry, Tree
+from ..state.old_ranks import OldRank, Spot
 from ..state.plain_values import encode_key
-from ..state.shards import Held
 from ..storage import dcp_plans
 from ..storage.dcp_plans import Path
 
@@ -23,14 +23,14 @@ class Outline:
 
     Attributes:
         entries: each tensor or array by its name, whole.
-        held: what the old ranks have of each.
+        spots: where each is in the structures of the old ranks.
         ties: name → the earlier name that has the same memory.
         tree, plain: structure and plain leaves, encoded; their numbers are places in ``entries`` and ``plain``.
         left_out: names of what has no form outside of its pickle.
     """
 
     entries: dict[str, Entry] = dataclasses.field(default_factory=dict)
-    held: dict[str, list[Held]] = dataclasses.field(default_factory=dict)
+    spots: dict[str, list[Spot]] = dataclasses.field(default_factory=dict)
     ties: dict[str, str] = dataclasses.field(default_factory=dict)
     tree: Tree = dataclasses.field(default_factory=lambda: ["d", []])
     plain: list[Any] = dataclasses.field(default_factory=list)
@@ -39,15 +39,15 @@ class Outline:
 
 def outline(opened: OpenCheckpoint) -> Outline:
     """Say what a checkpoint holds, which was opened with ``told=planned.TOLD``. Not collective."""
-    first = min(opened.olds)
-    return _of_plan(opened) if dcp_plans.is_planned(opened.olds[first].tree) else _of_state(opened)
+    is_planned = dcp_plans.is_planned(opened.olds.groups[0].structure.tree)
+    return _of_plan(opened) if is_planned else _of_state(opened)
 
 
 def _of_state(opened: OpenCheckpoint) -> Outline:
     """What ranks had their own of is that of the lowest rank."""
-    found = Outline(held=held_by_name(opened))
+    found = Outline(spots=opened.olds.spots)
     numbers: dict[str, int] = {}
-    for nth, (_, old) in enumerate(sorted(opened.olds.items())):
+    for nth, old in enumerate(opened.olds.of_structures()):
         for entry, first in zip(old.entries, first_names(old.entries), strict=True):
             if entry.name not in numbers:
                 numbers[entry.name] = len(numbers)
@@ -65,7 +65,8 @@ def _of_plan(opened: OpenCheckpoint) -> Outline:
     paths: dict[str, Path] = {}
     subs: dict[str, Tree] = {}
     left_out: list[str] = []
-    for rank, old in sorted(opened.olds.items()):
+    for rank, old in opened.olds.items():
+        group = opened.olds.group_of(rank)
         index, numbers = dcp_plans.Index.decode(old.told[dcp_plans.INDEX]), dcp_plans.keys_of(old.tree)
         paths |= index.paths()
         names, firsts = dcp_plans.names_of(old.tree, old.entries), first_names(old.entries)
@@ -77,7 +78,8 @@ def _of_plan(opened: OpenCheckpoint) -> Outline:
             first = names.get(firsts[numbers[key]], key[0])
             if first != key[0] and first in found.entries:
                 found.ties.setdefault(key[0], first)
-            found.held.setdefault(key[0], []).append(Held(rank, numbers[key], entry, old.checks.get(numbers[key])))
+            if (spot := (group, numbers[key])) not in (spots := found.spots.setdefault(key[0], [])):
+                spots.append(spot)
         readable = dcp_plans.values(index, old.told[dcp_plans.BYTES])
         left_out += [name for name in index.parts if name not in readable]
         for name, (tree, plain) in readable.items():

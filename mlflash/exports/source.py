@@ -33,7 +33,7 @@ class Source:
         self._world, self._opened = world, opened
         self.step = opened.step
         its = outline(opened)
-        self._held, self.entries, self.ties = its.held, its.entries, its.ties
+        self._spots, self.entries, self.ties = its.spots, its.entries, its.ties
         self.tree, self.plain, self.left_out = its.tree, its.plain, its.left_out
 
     def bytes_of(self, names: Sequence[str]) -> dict[str, np.ndarray]:
@@ -74,15 +74,13 @@ class Source:
         return result
 
     def _parcels(self, name: str, raw: np.ndarray) -> list[WantedPart]:
-        entry, held = self.entries[name], self._held[name]
+        entry, spots, olds = self.entries[name], self._spots[name], self._opened.olds
         if not entry.nbytes:
             return []
-        near = {one.rank for one in held if self._opened.is_near(one.rank)}
         # Out of memory nobody has compared yet what several ranks hold whole.
-        own = shards.is_private(held) or all(
-            one.check is None and one.entry.shape == one.entry.global_shape for one in held
-        )
-        parts = shards.fragments(entry, held[:1] if own else held, held[0].rank, near)
+        own = olds.is_private(spots) or not (olds.compared or olds.is_sharded(spots))
+        first = min(int(olds.groups[group].ranks[0]) for group, _ in spots)
+        parts = olds.parts(entry, first, spots, first if own else None)
         target = items(raw, entry)
         return [WantedPart(part.rank, part.number, part.source, part.shape, target[shards.box(part.target, part.shape)])
                 for part in parts or ()]  # fmt: skip

@@ -5,55 +5,30 @@ What lies on a rank's own node is read from its files; the rest is asked of rank
 
 from __future__ import annotations
 
-import dataclasses
-import pickle
-import zlib
-from collections.abc import Collection, Iterable, Mapping
-from typing import Any, Protocol
+from collections.abc import Collection, Iterable
+from typing import Protocol
 
 import numpy as np
 import xxhash
 
 from ..memory.inventory import file_number
+from ..protocol.describe_ranks import Described, gather_ranks
 from ..protocol.messages import Exchange
 from ..protocol.trainer_context import TrainerContext
 from ..protocol.wanted_parts import WantedPart, items
 from ..redundancy.rank_checkpoint import RankCheckpoint, ShareFiles, open_rank_checkpoint
-from ..state import shards
-from ..state.leaves import Entry, Tree
+from ..state.old_ranks import OldRanks
 from ..state.rebuild import Read
-from ..state.shards import Held, box
+from ..state.shards import box
 from .found import FoundElsewhere
 
 
-@dataclasses.dataclass(frozen=True)
-class OldRank:
-    """What an old rank's slot holds, and who has it.
-
-    Attributes:
-        server: the rank that reads it.
-        file: number of its file on the node of that rank.
-        entries, tree: of its manifest.
-        plain: its plain leaves by path, encoded.
-        checks: of each entry that is whole, a checksum of its bytes, where these were asked for.
-        told: the bytes of some entries, by name.
-    """
-
-    server: int
-    file: int
-    entries: tuple[Entry, ...]
-    tree: Tree
-    plain: dict[str, Any]
-    checks: dict[int, int]
-    told: dict[str, bytes]
-
-
 class OpenCheckpoint(Protocol):
-    """A checkpoint of whatever ranks, open, in memory (`OpenInMemory`) or in a directory (`drained.Drained`)."""
+    """A checkpoint of whatever ranks, open, in memory (`OpenInMemory`) or in a directory (`OpenInDirectory`)."""
 
     step: int
     restores: int
-    olds: Mapping[int, OldRank]
+    olds: OldRanks
     home: RankCheckpoint | None
 
     def is_near(self, rank: int) -> bool:
@@ -96,14 +71,14 @@ class OpenInMemory:
         mine = self._ranks.on_all(
             lambda: {rank: _describe(me, home, checks, told) for rank, home in found.homes.items()}
         )
-        packed = self._ranks.gather(zlib.compress(pickle.dumps(mine), 1))
-        self.olds: Mapping[int, OldRank] = {
-            rank: old for theirs in packed for rank, old in pickle.loads(zlib.decompress(theirs)).items()
-        }
+        gathered = gather_ranks(self._ranks, mine)
+        self._places = {rank: (server, file) for rank, (server, file, _) in gathered.more.items()}
+        texts = {rank: text for rank, (*_, text) in gathered.more.items() if text}
+        self.olds = gathered.old_ranks(checks, texts, [rank for rank in self._places if self.is_near(rank)])
 
     def is_near(self, rank: int) -> bool:
         """Whether the slot of an old rank is on this node. Not collective."""
-        return self._ranks.topology.node_of[self.olds[rank].server] == self._ranks.node_index
+        return self._ranks.topology.node_of[self._places[rank][0]] == self._ranks.node_index
 
     def distance(self, rank: int) -> int:
         """How far the slot of an old rank is: 0 that of this rank's own number, 1 on this node, 2 elsewhere."""
@@ -130,12 +105,12 @@ class OpenInMemory:
         reads: dict[int, Read] = {}
         try:
             for wanted_part in wanted:
-                old = self.olds[wanted_part.rank]
+                server, file = self._places[wanted_part.rank]
                 if not self.is_near(wanted_part.rank):
-                    asked.setdefault(old.server, []).append(wanted_part)
+                    asked.setdefault(server, []).append(wanted_part)
                     continue
                 if wanted_part.rank not in homes:
-                    homes[wanted_part.rank] = open_home(self._trainer, old.file, self.found.files)
+                    homes[wanted_part.rank] = open_home(self._trainer, file, self.found.files)
                 if wanted_part.rank not in reads:
                     reads[wanted_part.rank] = homes[wanted_part.rank].reader()
                 source = homes[wanted_part.rank].manifest.entries[wanted_part.number]
@@ -164,24 +139,13 @@ def open_home(trainer: TrainerContext, file: int, files: ShareFiles) -> RankChec
     return open_rank_checkpoint(trainer.slots.open, trainer.ranks.node_index, trainer.slots.open(file), files)
 
 
-def held_by_name(opened: OpenCheckpoint) -> dict[str, list[Held]]:
-    """What the old ranks hold of each tensor. Not collective."""
-    held: dict[str, list[Held]] = {}
-    for rank, old in sorted(opened.olds.items()):
-        for number, entry in enumerate(old.entries):
-            held.setdefault(entry.name, []).append(Held(rank, number, entry, old.checks.get(number)))
-    return held
-
-
-def _describe(server: int, home: RankCheckpoint, checks: bool, told: Collection[str]) -> OldRank:
-    read, entries = home.reader(), home.manifest.entries
+def _describe(server: int, home: RankCheckpoint, checks: bool, told: Collection[str]) -> Described:
+    read, manifest = home.reader(), home.manifest
     made = {
         number: xxhash.xxh3_64_intdigest(np.ascontiguousarray(read(entry)).data)
-        for number, entry in enumerate(entries)
+        for number, entry in enumerate(manifest.entries)
         if checks and entry.shape == entry.global_shape
     }
-    paths = shards.plain_leaves(home.manifest.tree)
-    plain = {path: home.manifest.plain[number] for path, number in paths.items()}
-    text = {entry.name: read(entry).tobytes() for entry in entries if entry.name in told}
-    number = file_number(home.slot.name)
-    return OldRank(server, number, entries, home.manifest.tree, plain, made, text)
+    text = {entry.name: read(entry).tobytes() for entry in manifest.entries if entry.name in told}
+    more = server, file_number(home.slot.name), text
+    return Described.of(manifest.entries, manifest.tree, manifest.plain, made, more)

@@ -35,10 +35,11 @@ from ..state import shards
 from ..state.flatten import flatten, flatten_or_none
 from ..state.layout import PAGE_NBYTES
 from ..state.leaves import Entry, Flat, Leaf, Tree, live_bytes, tensor_entry
+from ..state.old_ranks import OldRank, OldRanks, Parts
 from ..state.rebuild import Filling, compare, refuse_differences
 from ..state.shards import box
 from ..state.torch_objects import is_like, parameters
-from .open_in_memory import OldRank, OpenCheckpoint, held_by_name
+from .open_in_memory import OpenCheckpoint
 
 log = logging.getLogger("mlflash")
 
@@ -57,7 +58,7 @@ class _Wanted:
     """
 
     flat: Flat
-    made_of: dict[int, list[shards.Fragment]]
+    made_of: dict[int, Parts]
 
 
 @dataclasses.dataclass
@@ -149,16 +150,17 @@ def _take_slots(trainer: TrainerContext, old: OpenCheckpoint, nbytes: int, gives
 
 def _warn_of_own(old: OpenCheckpoint, size: int) -> None:
     """Say what old ranks had their own of where there is no such rank any more, or was none before. Not collective."""
-    own = {name for name, those in held_by_name(old).items() if shards.is_private(those)}
-    own |= shards.private_plain({rank: one.plain for rank, one in old.olds.items()})
-    names = {rank: {entry.name for entry in one.entries} | one.plain.keys() for rank, one in old.olds.items()}
-    staying = {name for rank in names if rank < size for name in names[rank]}
-    gone, new = sorted(names.keys() - range(size)), sorted(range(size) - names.keys())
-    how = f"step {old.step} was saved by {len(names)} ranks, and {size} go on"
-    if left := sorted({name for rank in gone for name in names[rank] if name in own or name not in staying}):
+    olds = old.olds
+    own = {name for name, spots in olds.spots.items() if olds.is_private(spots)} | olds.plain_differ
+    named = [(group.ranks, {*group.structure.names, *group.structure.paths}) for group in olds.groups]
+    staying = {name for ranks, names in named if ranks[0] < size for name in names}
+    gone, new = olds.ranks[olds.ranks >= size].tolist(), sorted({*range(size)} - {*olds.ranks.tolist()})
+    how = f"step {old.step} was saved by {len(olds)} ranks, and {size} go on"
+    left = {name for ranks, names in named if ranks[-1] >= size for name in names if name in own or name not in staying}
+    if left:
         log.warning("%s: what %s had of its own is left behind: %s. Memory does not have it after this restore; where "
                     "the step was drained, load(%d, source=directory) on %d ranks gives it",
-                    how, _ranks(gone), _some(left), old.step, len(names))  # fmt: skip
+                    how, _ranks(gone), _some(sorted(left)), old.step, len(olds))  # fmt: skip
     if new and own:
         log.warning("%s: each rank had its own of %s, and there was no %s: there it stays as it is",
                     how, _some(sorted(own)), _ranks(new))  # fmt: skip
@@ -227,11 +229,11 @@ def _live_entries(state: Any, flat: Flat, tree: Tree, entries: tuple[Entry, ...]
     return live
 
 
-def _refuse_flat_shards(state: Any, old: OldRank, held: Mapping[str, list[shards.Held]]) -> None:
+def _refuse_flat_shards(state: Any, old: OldRank, olds: OldRanks) -> None:
     """Refuse an optimizer's state whose shards do not say that they are shards, where the parameters are cut anew."""
     for number, parameter in parameters(state, old.tree).items():
         entry, shape = old.entries[number], tuple(parameter.shape)
-        if shards.is_private(held[entry.name]) and len(entry.shape) == len(shape) and not is_like(entry, parameter):
+        if olds.is_private(olds.spots[entry.name]) and len(entry.shape) == len(shape) and not is_like(entry, parameter):
             raise StructureMismatch(
                 "each rank had a shard of this tensor that does not say so, as with FSDP1, and the parameter is cut "
                 "otherwise here: restore on the ranks that saved it, shard the model with fully_shard (FSDP2), or save "
@@ -256,18 +258,17 @@ def _want(rank: int, opened: OpenCheckpoint, state: Any) -> _Wanted:
     olds = opened.olds
     flat = flatten(state)
     live = {leaf.entry.name: leaf for leaf in flat.leaves}
-    own = olds[rank if rank in olds else sorted(olds)[rank % len(olds)]]
-    near = {one for one in olds if opened.is_near(one)}
-    held = held_by_name(opened)
-    _refuse_flat_shards(state, own, held)
+    like = rank if rank in olds else int(olds.ranks[rank % len(olds)])
+    own = olds[like]
+    _refuse_flat_shards(state, own, olds)
     live_entries = _live_entries(state, flat, own.tree, own.entries)
     entries = [_as_live(entry, live_entries) for entry in own.entries]
     if rank not in olds:  # what each had its own of may have any shape here
-        entries = [live_entries.get(e.name, e) if shards.is_private(held[e.name]) else e for e in entries]
+        entries = [live_entries.get(e.name, e) if olds.is_private(olds.spots[e.name]) else e for e in entries]
     refuse_differences(state, own.tree, tuple(entries))
     leaves: list[Leaf] = []
     starts: dict[int, int] = {}
-    made_of: dict[int, list[shards.Fragment]] = {}
+    made_of: dict[int, Parts] = {}
     for number, (entry, before) in enumerate(zip(entries, own.entries, strict=True)):
         tie = starts.setdefault(before.start, number) if before.nbytes else number
         if dataclasses.replace(entries[tie], name=entry.name, start=entry.start) != entry:
@@ -276,14 +277,14 @@ def _want(rank: int, opened: OpenCheckpoint, state: Any) -> _Wanted:
         leaves.append(Leaf(dataclasses.replace(entry, start=0), value, -1 if tie == number else tie))
         if tie != number or not entry.nbytes:
             continue
-        if entry.name not in live_entries and any(one.check is None for one in held[entry.name]):
+        if entry.name not in live_entries and olds.is_sharded(olds.spots[entry.name]):
             raise StructureMismatch(
                 "this tensor was saved in shards, and the state given does not say in which it is wanted: make the "
                 "optimizer's state before (see mlflash.adapters.fsdp.init_optim_state)", tensor=entry.name,
             )  # fmt: skip
-        found = shards.fragments(entry, held[entry.name], rank, near)
+        found = olds.parts(entry, rank)
         if found is None and value is None:  # nothing is there that could stay as it is
-            found = shards.fragments(entry, held[entry.name], sorted(olds)[rank % len(olds)], near)
+            found = olds.parts(entry, like)
         if found is not None:
             made_of[number] = found
     paths = shards.plain_leaves(own.tree)
@@ -291,8 +292,7 @@ def _want(rank: int, opened: OpenCheckpoint, state: Any) -> _Wanted:
     values: list[Any] = [None] * len(paths)
     for path, at in paths.items():
         values[at] = flat.plain[here[path]] if path in here else own.plain[path]
-    values, _ = shards.merge_plain(values, paths, {number: one.plain for number, one in olds.items()}, rank)
-    return _Wanted(Flat.of(leaves, own.tree, values), made_of)
+    return _Wanted(Flat.of(leaves, own.tree, olds.merge_plain(values, paths, rank)), made_of)
 
 
 def _wanted_in(wanted: _Wanted, plan: Plan, slot: Slot) -> Iterator[WantedPart]:

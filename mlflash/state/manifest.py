@@ -122,7 +122,7 @@ def from_document(document: Any, payload_nbytes: int) -> Manifest:
         raise ValueError("'plain' is not a list")
     for value in plain:
         check_plain(value)
-    _check_tree(document["tree"], len(entries), len(plain), 0)
+    check_tree(document["tree"], len(entries), len(plain))
     return Manifest(entries, document["tree"], plain, shared)
 
 
@@ -158,7 +158,8 @@ def decode_entry(fields: Any, payload_nbytes: int, shared_nbytes: int = 0) -> En
     return entry
 
 
-def _check_tree(tree: Any, entries: int, plain: int, depth: int) -> None:
+def check_tree(tree: Any, entries: int, plain: int, depth: int = 0) -> None:
+    """Refuse a tree with a tag, a key or a number of a leaf that cannot be; that is one of `BAD_DOCUMENT`."""
     tag, rest = tree
     if depth > MAX_DEPTH:
         raise ValueError(f"the tree is more than {MAX_DEPTH} levels deep")
@@ -166,14 +167,14 @@ def _check_tree(tree: Any, entries: int, plain: int, depth: int) -> None:
         if type(rest) is not int or not 0 <= rest < (entries if tag == "e" else plain):
             raise ValueError(f"the tree points at a leaf that is not there: {tag}{rest!r}")
     elif tag == "o":
-        _check_tree(rest, entries, plain, depth + 1)
+        check_tree(rest, entries, plain, depth + 1)
     elif tag in ("l", "t"):
         for sub in rest:
-            _check_tree(sub, entries, plain, depth + 1)
+            check_tree(sub, entries, plain, depth + 1)
     elif tag == "d":
         for key, sub in rest:
             check_plain(key)
             hash(decode_plain(key))
-            _check_tree(sub, entries, plain, depth + 1)
+            check_tree(sub, entries, plain, depth + 1)
     else:
         raise ValueError(f"the tree has the unknown tag {tag!r}")

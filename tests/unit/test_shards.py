@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,10 +13,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from held_by_all import Held, fragments, merge_plain
 from mlflash.errors import StructureMismatch
+from mlflash.mpi.world import World
+from mlflash.protocol.describe_ranks import Described, gather_ranks
 from mlflash.state.flatten import flatten
 from mlflash.state.leaves import Entry
-from mlflash.state.shards import Held, cut, fragments, merge_plain, overlap, plain_leaves
+from mlflash.state.old_ranks import OldRanks
+from mlflash.state.shards import Fragment, cut, overlap, plain_leaves
+
+ALONE = World(None, 0, math.inf)
 
 
 def entry(whole: tuple[int, ...], offset: tuple[int, ...], shape: tuple[int, ...], dtype: str = "<i4") -> Entry:
@@ -31,6 +39,29 @@ def sharding(data: Any, whole: tuple[int, ...]) -> list[tuple[tuple[int, ...], t
     return boxes
 
 
+def ranks_of(held: Sequence[Held], near: Collection[int] = (), compared: bool = True) -> OldRanks:
+    """What ranks hold of one tensor, one entry each, as all of them tell each other."""
+    mine = {one.rank: Described.of([one.entry], ["e", 0], [], {} if one.check is None else {0: one.check}) for one in held}
+    return gather_ranks(ALONE, mine).old_ranks(compared, {}, near)
+
+
+def parts(want: Entry, held: Sequence[Held], rank: int, near: Collection[int] = ()) -> list[Fragment] | None:
+    """The fragments that a table of ranks gives, and the object for each leaf of each rank: the same."""
+    told = ranks_of(held, near)
+    answers: list[Any] = []
+    for ask in (lambda: fragments(want, held, rank, near), lambda: told.parts(want, rank)):
+        try:
+            found = ask()
+            answers.append(None if found is None else [*found])
+        except StructureMismatch as error:
+            answers.append((error.message, error.tensor, error.found, error.expected))
+    by_number = [dataclasses.replace(part, number=0) for part in answers[0]] if isinstance(answers[0], list) else answers[0]
+    assert answers[1] == by_number
+    if isinstance(answers[1], tuple):
+        raise StructureMismatch(answers[1][0], tensor=answers[1][1])
+    return answers[1]  # type: ignore[no-any-return]
+
+
 @given(data=st.data(), whole=st.lists(st.integers(1, 7), max_size=3).map(tuple))
 def test_any_sharding_is_made_of_any_other(data: Any, whole: tuple[int, ...]) -> None:
     tensor = np.arange(math.prod(whole), dtype="<i4").reshape(whole)
@@ -38,7 +69,7 @@ def test_any_sharding_is_made_of_any_other(data: Any, whole: tuple[int, ...]) ->
     copies = data.draw(st.integers(1, 2))
     held = [Held(rank, 0, entry(whole, o, s), None if s != whole else 7) for rank, (o, s) in enumerate(old * copies)]
     for offset, shape in sharding(data, whole):
-        found = fragments(entry(whole, offset, shape), held, data.draw(st.integers(0, 9)), {0, 1})
+        found = parts(entry(whole, offset, shape), held, data.draw(st.integers(0, 9)), {0, 1})
         made = np.full(shape, -1, dtype="<i4")
         for part in found or ():
             one = held[part.rank].entry
@@ -51,36 +82,36 @@ def test_any_sharding_is_made_of_any_other(data: Any, whole: tuple[int, ...]) ->
 
 def test_shards_that_overlap_are_one_tensor_too() -> None:
     held = [Held(0, 0, entry((10,), (0,), (6,))), Held(1, 0, entry((10,), (4,), (6,)))]
-    assert fragments(entry((10,), (0,), (10,)), held, 0) is not None
+    assert parts(entry((10,), (0,), (10,)), held, 0) is not None
     with pytest.raises(StructureMismatch, match="parts of this tensor are not in the checkpoint"):
-        fragments(entry((10,), (0,), (10,)), [held[0], Held(1, 0, entry((10,), (7,), (3,)))], 0)
+        parts(entry((10,), (0,), (10,)), [held[0], Held(1, 0, entry((10,), (7,), (3,)))], 0)
     with pytest.raises(StructureMismatch, match="not in the checkpoint"):
-        fragments(entry((10,), (0,), (10,)), [], 0)
+        ranks_of(held).parts(dataclasses.replace(entry((10,), (0,), (10,)), name="v"), 0)
 
 
 def test_the_shards_on_this_node_are_taken_first_and_else_ranks_take_turns() -> None:
     held = [Held(rank, 0, entry((8,), (0,), (8,)), 5) for rank in range(4)]
-    assert [f.rank for f in fragments(entry((8,), (0,), (8,)), held, 3, {2}) or ()] == [2]
-    assert {fragments(entry((8,), (0,), (8,)), held, rank)[0].rank for rank in range(4)} == {0, 1, 2, 3}  # type: ignore[index]
+    assert [f.rank for f in parts(entry((8,), (0,), (8,)), held, 3, {2}) or ()] == [2]
+    assert {parts(entry((8,), (0,), (8,)), held, rank)[0].rank for rank in range(4)} == {0, 1, 2, 3}  # type: ignore[index]
 
 
 def test_what_each_rank_had_its_own_of_goes_to_the_rank_of_its_number() -> None:
     held = [Held(rank, 3, entry((8,), (0,), (8,)), 100 + rank) for rank in range(2)]
-    assert [f.rank for f in fragments(entry((8,), (0,), (8,)), held, 1, {0}) or ()] == [1]
-    assert fragments(entry((8,), (0,), (8,)), held, 2) is None
+    assert [f.rank for f in parts(entry((8,), (0,), (8,)), held, 1, {0}) or ()] == [1]
+    assert parts(entry((8,), (0,), (8,)), held, 2) is None
     with pytest.raises(StructureMismatch, match="cannot be cut into shards"):
-        fragments(entry((8,), (0,), (4,)), held, 1)
+        parts(entry((8,), (0,), (4,)), held, 1)
     unequal = [Held(rank, 3, entry((8 + rank,), (0,), (8 + rank,)), 7) for rank in range(2)]
-    assert [f.shape for f in fragments(entry((9,), (0,), (9,)), unequal, 1) or ()] == [(9,)]
+    assert [f.shape for f in parts(entry((9,), (0,), (9,)), unequal, 1) or ()] == [(9,)]
     with pytest.raises(StructureMismatch, match="a tensor differs"):
-        fragments(entry((8,), (0,), (8,)), unequal, 1)
+        parts(entry((8,), (0,), (8,)), unequal, 1)
 
 
 def test_another_tensor_of_the_name_is_refused() -> None:
     held = [Held(0, 0, entry((8,), (0,), (8,)), 5)]
     for want in (entry((9,), (0,), (9,)), entry((8,), (0,), (8,), "<f4")):
         with pytest.raises(StructureMismatch, match="a tensor differs"):
-            fragments(want, held, 0)
+            parts(want, held, 0)
 
 
 @given(shape=st.lists(st.integers(0, 9), max_size=4).map(tuple), most=st.integers(1, 300))
@@ -105,7 +136,11 @@ def test_plain_leaves_that_all_ranks_have_alike_go_to_all() -> None:
         "step": 7, "of.rank": 3, "of.names.0": "a", "of.names.1": "b",
     }  # fmt: skip
     held = {old: {"step": 9, "of.rank": old, "of.names.0": "x", "of.names.1": float("nan")} for old in range(2)}
-    values, kept = merge_plain(flat.plain, paths, held, 1)
-    assert [values[paths[path]] for path in ("step", "of.rank", "of.names.0")] == [9, 1, "x"] and kept == []
-    values, kept = merge_plain(flat.plain, paths, held, 3)
-    assert [values[paths[path]] for path in ("step", "of.rank")] == [9, 3] and kept == ["of.rank"]
+    mine = {old: Described.of([], flat.structure.tree, [its[path] for path in paths], {}) for old, its in held.items()}
+    olds = gather_ranks(ALONE, mine).old_ranks(True, {})
+    assert olds.plain_differ == {"of.rank"} and len(olds.groups) == 1
+    for rank, of_rank in ((0, 0), (1, 1), (3, 3)):
+        values = olds.merge_plain(flat.plain, paths, rank)
+        assert [values[paths[path]] for path in ("step", "of.rank", "of.names.0")] == [9, of_rank, "x"]
+        assert merge_plain(flat.plain, paths, held, rank)[0][:3] == values[:3]
+    assert olds[1].plain["of.rank"] == 1 and olds[0].plain["of.rank"] == 0

@@ -1,0 +1,170 @@
+"""What each rank of a checkpoint holds → what all of them hold, the same on all that ask.
+
+    keys         each says which structure each rank has that it describes                            1 gather
+    structures   who describes the lowest rank of a structure tells all what it is                    1 gather
+    alike        what ranks hold whole, or have as plain leaves, is compared by checksums             1 allreduce
+    rows         of each rank its numbers, and the plain leaves that the lowest one has otherwise     1 gather
+
+So a structure travels once, whoever has it, and nobody sends or keeps a checksum for each tensor of each rank.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pickle
+import zlib
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from ..state.leaves import Entry, Tree
+from ..state.old_ranks import Group, OldRanks
+from ..state.rank_structure import RankStructure
+from .ranks import Collectives
+
+_MOST = int(np.iinfo(np.int64).max)
+
+Steps = Generator[tuple[str, Any], Any, "Gathered"]
+"""What is to be agreed on, one after the other: ``("gather", value)`` or ``("agree", numbers)``; it is sent the answer."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Described:
+    """A rank, by who has its slot or file.
+
+    Attributes:
+        structure, row: see `rank_structure`.
+        plain: its plain leaves, by number.
+        checks: of what it holds whole, by number, 64 bits made of the bytes.
+        more: what else all are to know of it.
+    """
+
+    structure: RankStructure
+    row: np.ndarray
+    plain: list[Any]
+    checks: Mapping[int, int]
+    more: Any = None
+
+    @classmethod
+    def of(cls, entries: Sequence[Entry], tree: Tree, plain: list[Any], checks: Mapping[int, int], more: Any = None
+           ) -> Described:  # fmt: skip
+        """Describe a rank by its manifest."""
+        return cls(*RankStructure.of(entries, tree), plain, checks, more)
+
+
+@dataclasses.dataclass(frozen=True)
+class Gathered:
+    """What all ranks hold.
+
+    Attributes:
+        groups: the ranks of each structure.
+        checks: of what ranks hold whole, the smallest and the largest checksum, by name.
+        plain_differ: paths of plain leaves of which not all have the same.
+        more: of each rank what was to be known of it.
+        plain: of each rank the plain leaves that the first one of its group has otherwise, packed.
+    """
+
+    groups: list[Group]
+    checks: dict[str, tuple[int, int]]
+    plain_differ: frozenset[str]
+    more: dict[int, Any]
+    plain: dict[int, bytes]
+
+    def plain_of(self, rank: int) -> list[Any]:
+        """The plain leaves of a rank, by number."""
+        group = next(group for group in self.groups if rank in group.ranks)
+        values = list(group.plain)
+        if self.plain[rank]:
+            for number, value in pickle.loads(zlib.decompress(self.plain[rank])).items():
+                values[number] = value
+        return values
+
+    @property
+    def differ(self) -> frozenset[str]:
+        """The names of what ranks hold whole, but not alike."""
+        return frozenset(name for name, (low, high) in self.checks.items() if low != high)
+
+    def old_ranks(self, compared: bool, told: Mapping[int, Mapping[str, bytes]], near: Collection[int] | None = None
+                  ) -> OldRanks:  # fmt: skip
+        """Look at them as `OldRanks`; see there."""
+        differ = self.differ if compared else None
+        return OldRanks(self.groups, differ, self.plain_differ, self.plain_of, told, near)
+
+
+def gather_ranks(world: Collectives, mine: Mapping[int, Described]) -> Gathered:
+    """Tell all ranks what each of them can describe. Collective over the world.
+
+    Args:
+        world: the ranks of this run.
+        mine: the ranks of the checkpoint that this one describes; each is described by one.
+    """
+    steps, answer = gathering(mine), None
+    while True:
+        try:
+            verb, value = steps.send(answer)
+        except StopIteration as end:
+            gathered: Gathered = end.value
+            return gathered
+        answer = world.gather(value) if verb == "gather" else world.agree(value)
+
+
+def gathering(mine: Mapping[int, Described]) -> Steps:
+    """Do what `gather_ranks` does, step by step."""
+    keys = yield "gather", {rank: its.structure.key for rank, its in mine.items()}
+    key_of = {rank: key for theirs in keys for rank, key in theirs.items()}
+    ranks_of: dict[bytes, list[int]] = {}
+    for rank in sorted(key_of):
+        ranks_of.setdefault(key_of[rank], []).append(rank)
+    first = {ranks[0] for ranks in ranks_of.values()}
+    told = yield "gather", {its.structure.key: (its.structure, its.plain) for rank, its in mine.items() if rank in first}
+    known: dict[bytes, tuple[RankStructure, list[Any]]] = {key: one for theirs in told for key, one in theirs.items()}
+    checks, plain = yield from _compared([known[key][0] for key in ranks_of], mine)
+    plain_differ = frozenset(path for path, (low, high) in plain.items() if low != high)
+    packed = yield "gather", zlib.compress(pickle.dumps({
+        rank: (its.row.tobytes(), _otherwise(its.plain, known[its.structure.key][1]), its.more)
+        for rank, its in mine.items()
+    }), 1)  # fmt: skip
+    found = {rank: row for theirs in packed for rank, row in pickle.loads(zlib.decompress(theirs)).items()}
+    groups = []
+    for key, ranks in ranks_of.items():
+        structure, plain = known[key]
+        rows = np.frombuffer(b"".join(found[rank][0] for rank in ranks), dtype="<i8")
+        rows = rows.reshape(len(ranks), structure.starts[-1])
+        groups.append(Group(structure, np.array(ranks, dtype=np.int64), rows, plain))
+    more = {rank: row[2] for rank, row in found.items()}
+    return Gathered(groups, checks, plain_differ, more, {rank: row[1] for rank, row in found.items()})
+
+
+def _otherwise(plain: Sequence[Any], base: Sequence[Any]) -> bytes:
+    """What one rank has otherwise than another."""
+    found = {number: mine for number, (mine, its) in enumerate(zip(plain, base, strict=True)) if repr(mine) != repr(its)}
+    return zlib.compress(pickle.dumps(found), 1) if found else b""
+
+
+_Extremes = dict[str, tuple[int, int]]
+
+
+def _compared(structures: Sequence[RankStructure], mine: Mapping[int, Described]
+              ) -> Generator[tuple[str, Any], Any, tuple[_Extremes, _Extremes]]:  # fmt: skip
+    """The smallest and the largest checksum of each name and of each path: two where not all have it alike."""
+    names = list(dict.fromkeys(name for its in structures for name in its.names))
+    paths = list(dict.fromkeys(path for its in structures for path in its.paths))
+    of_name, of_path = ({key: at for at, key in enumerate(keys, first)} for keys, first in ((names, 0), (paths, len(names))))
+    low, high = (np.full(len(names) + len(paths), _MOST, dtype=np.int64) for _ in range(2))  # high: of the complement
+    for its in mine.values():
+        at = [of_name[its.structure.names[number]] for number in its.checks]
+        at += [of_path[path] for path in its.structure.paths]
+        checks = [*its.checks.values(), *(_check(its.plain[number]) for number in its.structure.paths.values())]
+        values = np.array(checks, dtype=np.uint64).view(np.int64)
+        np.minimum.at(low, at, values)
+        np.minimum.at(high, at, ~values)
+    agreed = np.array((yield "agree", [*low.tolist(), *high.tolist()]), dtype=np.int64).reshape(2, -1)
+    pairs = list(zip(agreed[0].tolist(), (~agreed[1]).tolist(), strict=True))
+    return tuple({key: pairs[at] for key, at in of.items() if pairs[at][0] <= pairs[at][1]}
+                 for of in (of_name, of_path))  # type: ignore[return-value]  # fmt: skip
+
+
+def _check(value: Any) -> int:
+    return xxhash.xxh3_64_intdigest(repr(value).encode(errors="surrogatepass"))

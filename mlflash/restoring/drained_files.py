@@ -1,0 +1,186 @@
+"""The files of one checkpoint in a directory, read a part at a time, straight from the file that has it.
+
+Each block that is touched is checked. What lies side by side is read at once, so that a file is asked few times.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from ..draining import file_index
+from ..draining.checkpoint_directory import Listed, Stored
+from ..draining.file_index import CARD_NBYTES, Index, Piece, Place, Places, blocks, read_card
+from ..errors import CorruptSlot
+from ..state.shards import Box, box
+from ..storage.store import Store
+
+RUN_NBYTES = 64 << 20  # read at a time
+_GAP_NBYTES = 64 << 10  # read along with what is around it
+_KEPT = 4  # indexes of files
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A box of the rows that a file has of a leaf, and where it goes.
+
+    Attributes:
+        place: of the rows.
+        name: of the leaf.
+        shape: of all the rows in the file.
+        part: the box of them.
+        target: ``(*box, item bytes)`` uint8.
+    """
+
+    place: Place
+    name: str
+    shape: tuple[int, ...]
+    part: Box
+    target: np.ndarray
+
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """The first and the last byte that are needed, counted from where the rows begin."""
+        offset, shape = self.part
+        row = self.target.shape[-1] * math.prod(self.shape[1:])
+        return (offset[0] * row, (offset[0] + shape[0]) * row) if shape else (0, row)
+
+    def fill(self, raw: np.ndarray) -> None:
+        """Put those bytes where they go."""
+        offset, shape = self.part
+        rows = raw.reshape(*shape[:1], *self.shape[1:], self.target.shape[-1])
+        self.target[...] = rows[box((0, *offset[1:]), shape)] if shape else rows
+
+
+class DrainedFiles:
+    """Reads the files of a checkpoint. Nothing is collective.
+
+    Args:
+        inside: its folder.
+        listed: which it is.
+        files: of each rank.
+    """
+
+    def __init__(self, inside: Store, listed: Listed, files: Sequence[Stored]):
+        self._inside, self._listed, self._files = inside, listed, files
+        self._open: dict[str, tuple[Any, Any]] = {}  # files that are read through HDF5, as they are compressed
+        self._indexes: dict[int, Index] = {}
+
+    def close(self) -> None:
+        """Close the files. May be called twice."""
+        for opened in self._open.values():
+            for file in opened:
+                file.close()
+        self._open.clear()
+
+    def index(self, rank: int) -> Index:
+        """Read what the file of a rank says of itself."""
+        if rank not in self._indexes:
+            while len(self._indexes) >= _KEPT:
+                self._indexes.pop(next(iter(self._indexes)))
+            self._indexes[rank] = self._read_index(rank)
+        return self._indexes[rank]
+
+    def _read_index(self, rank: int) -> Index:
+        stored, path = self._files[rank], self._inside.path
+        nbytes = self._inside.nbytes(stored.card)
+        try:
+            card = read_card(self._inside.read(stored.card, 0, CARD_NBYTES))
+        except CorruptSlot as error:
+            raise CorruptSlot(f"{path}/{stored.card}: {error.message}", step=self._listed.step) from None
+        found = (nbytes, card.attempt, card.rank, card.index_check, self._inside.nbytes(stored.data))
+        wanted = (stored.nbytes, self._listed.card.attempt, rank, stored.index_check, stored.data_nbytes)
+        if found != wanted:
+            raise CorruptSlot(f"{path}/{stored.card} is not the file that was committed", step=self._listed.step)
+        raw = self._inside.read(stored.card, card.index_start, card.index_nbytes)
+        if xxhash.xxh3_64_intdigest(raw) != card.index_check:
+            raise CorruptSlot(f"the index of {path}/{stored.card} is damaged", step=self._listed.step)
+        return file_index.decode(raw, stored.data_nbytes)
+
+    def places(self, rank: int) -> Places:
+        """Read where the file of a rank has what."""
+        return self.index(rank).places()
+
+    def content(self, rank: int, piece: Piece) -> Iterator[np.ndarray]:
+        """Read the bytes of a piece in a rank's file, some at a time."""
+        its = self.places(rank)
+        place = Place(piece.entry.start, piece.entry.nbytes, 0, 0, piece.first_check, piece.packed)
+        run = max(its.block_nbytes, RUN_NBYTES // its.block_nbytes * its.block_nbytes)
+        for at in range(0, piece.entry.nbytes, run):
+            end = min(piece.entry.nbytes, at + run)
+            row = piece.entry.nbytes // max(1, piece.entry.shape[0]) if piece.packed else 0
+            raw = self._unpacked(its, piece.entry.name, row, at, end) if piece.packed else self._raw(its, place, at, end)
+            self._check(its, place, piece.entry.name, at, raw, end - at)
+            yield raw
+
+    def fetch(self, runs: Sequence[Run], its: Places) -> Iterator[int]:
+        """Read from a file what some runs want, in the order of the file; gives the bytes each time."""
+        size = its.block_nbytes
+        batch: list[tuple[Run, int, int]] = []
+        for run in sorted(runs, key=lambda run: (run.place.packed, run.place.start + run.bounds[0])):
+            low, high = run.bounds
+            low, high = low // size * size, min(run.place.nbytes, blocks(high, size) * size)
+            if run.place.packed:
+                row = run.target.shape[-1] * math.prod(run.shape[1:])
+                self._check_and_fill(its, run, low, self._unpacked(its, run.name, row, low, high), high - low)
+                yield high - low
+                continue
+            if batch and not self._joins(batch, run.place.start + low, run.place.start + high):
+                yield self._fetch_at_once(its, batch)
+                batch = []
+            batch.append((run, low, high))
+        if batch:
+            yield self._fetch_at_once(its, batch)
+
+    def _joins(self, batch: list[tuple[Run, int, int]], low: int, high: int) -> bool:
+        """Whether bytes of the file are to be read together with those of a batch, which begin before."""
+        first = batch[0][0].place.start + batch[0][1]
+        end = max(run.place.start + last for run, _, last in batch[-1:])
+        return low - end <= _GAP_NBYTES and high - first <= RUN_NBYTES
+
+    def _fetch_at_once(self, its: Places, batch: list[tuple[Run, int, int]]) -> int:
+        first = batch[0][0].place.start + batch[0][1]
+        last = max(run.place.start + high for run, _, high in batch)
+        raw = np.frombuffer(self._inside.read(its.data, first, last - first), dtype=np.uint8)
+        for run, low, high in batch:
+            at = run.place.start + low - first
+            self._check_and_fill(its, run, low, raw[at : at + high - low], high - low)
+        return last - first
+
+    def _check_and_fill(self, its: Places, run: Run, low: int, raw: np.ndarray, nbytes: int) -> None:
+        self._check(its, run.place, run.name, low, raw, nbytes)
+        first, last = run.bounds
+        run.fill(raw[first - low : last - low])
+
+    def _check(self, its: Places, place: Place, name: str, low: int, raw: np.ndarray, nbytes: int) -> None:
+        """Check whole blocks of a place; ``low`` is where they begin there."""
+        size = its.block_nbytes
+        wanted = its.checks[place.first_check + low // size :]
+        for number, at in enumerate(range(0, nbytes, size)):
+            if raw.nbytes != nbytes or xxhash.xxh3_64_intdigest(raw[at : at + size].data) != int(wanted[number]):
+                raise CorruptSlot(f"block {low // size + number} is damaged in {self._inside.path}/{its.data}",
+                                  tensor=name, step=self._listed.step)  # fmt: skip
+
+    def _raw(self, its: Places, place: Place, low: int, high: int) -> np.ndarray:
+        return np.frombuffer(self._inside.read(its.data, place.start + low, high - low), dtype=np.uint8)
+
+    def _unpacked(self, its: Places, name: str, row: int, low: int, high: int) -> np.ndarray:
+        """Read bytes of what HDF5 has compressed, in rows of so many bytes."""
+        from ..draining import hdf5_files
+
+        first, last = low // row, -(-high // row)
+        try:
+            if its.data not in self._open:
+                file = self._inside.open(its.data)
+                self._open[its.data] = (hdf5_files.open_file(file), file)
+            dataset = self._open[its.data][0]["tensors"][hdf5_files.dataset_name(name)]
+            raw = hdf5_files.read_rows(dataset, first, last, (last - first) * row)
+        except Exception as error:  # HDF5 raises what it likes where a file is damaged, or a plugin is missing
+            raise CorruptSlot(f"HDF5 cannot read {self._inside.path}/{its.data}: {error}", tensor=name,
+                              step=self._listed.step) from None  # fmt: skip
+        return raw[low - first * row : high - first * row]

@@ -1,0 +1,97 @@
+"""Checkpoints that were drained before format version 2: only the files of all ranks together say what there is.
+
+So the ranks share the reading of their indexes, and tell each other what is in them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from ..draining.file_index import Index, first_names
+from ..errors import CorruptSlot
+from ..protocol.describe_ranks import Described, gather_ranks
+from ..protocol.ranks import Collectives
+from ..state.old_ranks import OldRanks
+
+_Piece = tuple[int, str, int, int, int]  # of which ranks, name, first row, row after the last, checksum
+
+
+class ToldPieces:
+    """Who has what of that which several ranks hold alike.
+
+    Args:
+        commons: of each rank, for each leaf, by which `Piece.common` its pieces are found.
+        pieces: of each rank.
+    """
+
+    def __init__(self, commons: dict[int, tuple[int, ...]], pieces: dict[int, list[_Piece]]):
+        same: dict[tuple[int, ...], tuple[int, ...]] = {}
+        self._commons = {rank: same.setdefault(its, its) for rank, its in commons.items()}
+        self._pieces: dict[tuple[int, str], list[tuple[int, int, int, int]]] = {}
+        for rank in sorted(pieces):
+            for common, name, begin, end, check in pieces[rank]:
+                self._pieces.setdefault((common, name), []).append((rank, begin, end, check))
+
+    def ranks(self, rank: int, number: int, name: str, begin: int, end: int) -> Iterable[int] | None:
+        """The ranks in whose files some rows of a leaf may be; None where they are in the rank's own."""
+        common = self._commons[rank][number]
+        if common < 0:
+            return None
+        return [of for of, first, last, _ in self._pieces.get((common, name), ()) if first < end and begin < last]
+
+    def checks(self) -> dict[str, set[int]]:
+        """By name, the distinct checksums of what sets of ranks hold alike."""
+        found: dict[str, set[int]] = {}
+        for (_, name), pieces in self._pieces.items():
+            found.setdefault(name, set()).add(_check([check for *_, check in pieces]))
+        return found
+
+
+def read_version_1(world: Collectives, mine: Iterable[int], index: Callable[[int], Index],
+                   together: Callable[[Callable[[], Any]], Any]) -> tuple[OldRanks, ToldPieces]:  # fmt: skip
+    """Find out what the old ranks hold. Collective over the world.
+
+    Args:
+        world: the ranks that read.
+        mine: the old ranks whose indexes this one reads.
+        index: reads one.
+        together: raises on all ranks what goes wrong on any.
+
+    Raises:
+        CorruptSlot: on all ranks, where a file is missing, damaged, or was changed since.
+    """
+    described = together(lambda: {rank: _describe(index(rank)) for rank in mine})
+    gathered = gather_ranks(world, described)
+    dealt = ToldPieces({rank: more[0] for rank, more in gathered.more.items()},
+                       {rank: more[1] for rank, more in gathered.more.items()})  # fmt: skip
+    gathered.more.clear()
+    differ = set(gathered.differ)
+    for name, checks in dealt.checks().items():
+        alone = {n % (1 << 64) for n in gathered.checks.get(name, ())}
+        differ |= {name} if len(checks | alone) > 1 else set()
+    return OldRanks(gathered.groups, frozenset(differ), gathered.plain_differ, gathered.plain_of, {}), dealt
+
+
+def _describe(its: Index) -> Described:
+    entries, places = its.manifest.entries, its.places()
+    by_name = {piece.entry.name: piece for piece in its.pieces if piece.common < 0}
+    checks = {number: _check([its.check(by_name[name])])
+              for number, (entry, name) in enumerate(zip(entries, first_names(entries), strict=True))
+              if its.commons[number] < 0 and entry.shape == entry.global_shape}  # fmt: skip
+    numbers = {entry.name: number for number, entry in reversed([*enumerate(entries)])}
+    pieces = []
+    for piece in its.pieces:
+        if piece.common >= 0:
+            place = places.of[numbers[piece.entry.name]]
+            end = place.begin + place.rows
+            pieces.append((piece.common, piece.entry.name, place.begin, end, its.check(piece)))
+    more = its.commons, pieces
+    return Described.of(entries, its.manifest.tree, its.manifest.plain, checks, more)
+
+
+def _check(checks: list[int]) -> int:
+    return xxhash.xxh3_64_intdigest(np.array(checks, dtype="<u8").tobytes())

@@ -1,0 +1,319 @@
+"""What all ranks of a checkpoint hold, in little memory: structures once, and of each rank a row of numbers.
+
+With 10,000 ranks of 3,000 leaves that is 6 MB, where an object for each leaf of each rank took 23 GiB. Of which parts of
+which ranks' tensors a new shard is made is found for each class of leaves once. What a rank holds is put together when
+it is asked for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..errors import StructureMismatch
+from .leaves import Entry, Tree
+from .rank_structure import RankStructure
+from .shards import Box, Fragment, covers, overlap
+
+Spot = tuple[int, int]
+"""A group, and the number of a leaf in its structure."""
+
+_Key = tuple[tuple[int, int], ...]  # a group, and a class of its structure, for each spot of a tensor
+_Part = tuple[int, int, tuple[int, ...], tuple[int, ...], tuple[int, ...]]  # old rank, spot, source, target, shape
+
+
+@dataclasses.dataclass(frozen=True)
+class OldRank:
+    """What one old rank holds.
+
+    Attributes:
+        entries, tree: of its manifest; where entries start tells no more than which are tied.
+        plain: its plain leaves by path, encoded.
+        told: the bytes of some entries, by name, where these were asked for.
+    """
+
+    entries: tuple[Entry, ...]
+    tree: Tree
+    plain: dict[str, Any]
+    told: Mapping[str, bytes]
+
+
+@dataclasses.dataclass
+class Group:
+    """The ranks of one structure.
+
+    Attributes:
+        structure: of them all.
+        ranks: ascending, ``(n,)`` int64.
+        rows: of each, ``(n, width)`` int64.
+        plain: the plain leaves of the first.
+    """
+
+    structure: RankStructure
+    ranks: np.ndarray
+    rows: np.ndarray
+    plain: list[Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Column:
+    """All that ranks hold of the tensors of a class, by rank.
+
+    Attributes:
+        at: where each rank is among all, ``(n,)``.
+        spots: the number of the spot that each is of, ``(n,)``.
+        boxes: offset and shape, ``(n, 2, dims)`` int64.
+        wholes: the distinct global shapes.
+        sharded: whether any is not whole.
+    """
+
+    at: np.ndarray
+    spots: np.ndarray
+    boxes: np.ndarray
+    wholes: tuple[tuple[int, ...], ...]
+    sharded: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """Of what a new shard is made; gives a `Fragment` for each part."""
+
+    template: Sequence[_Part]
+    numbers: Sequence[int]
+
+    def __iter__(self) -> Iterator[Fragment]:
+        for rank, spot, source, target, shape in self.template:
+            yield Fragment(rank, self.numbers[spot], source, target, shape)
+
+
+class OldRanks(Mapping[int, OldRank]):
+    """The ranks of a checkpoint, ascending; what one of them holds is made anew each time that it is asked for.
+
+    Args:
+        groups: those of each structure, by their lowest rank.
+        differ: names of tensors of which not all ranks that hold them whole have the same bytes; None: nobody has
+            compared them.
+        plain_differ: paths of plain leaves of which not all ranks have the same.
+        plain_of: gives the plain leaves of a rank, by number.
+        told: of some ranks the bytes of some entries, by name.
+        near: those whose slots are on this node: they are taken first, else new ranks take turns; None: all are near.
+
+    Attributes:
+        ranks: all of them, ascending, ``(n,)`` int64.
+        spots: where each tensor is, by name.
+        told: as given; more may be added.
+    """
+
+    def __init__(self, groups: Sequence[Group], differ: frozenset[str] | None, plain_differ: frozenset[str],
+                 plain_of: Callable[[int], list[Any]], told: Mapping[int, Mapping[str, bytes]],
+                 near: Collection[int] | None = None):  # fmt: skip
+        self.groups, self._differ, self.plain_differ = groups, differ, plain_differ
+        self._plain_of, self.told = plain_of, dict(told)
+        ranks = np.concatenate([group.ranks for group in groups])
+        order = np.argsort(ranks)
+        self.ranks = ranks[order]
+        self._group_of = np.repeat(np.arange(len(groups)), [len(group.ranks) for group in groups])[order]
+        self._near = np.isin(self.ranks, self.ranks if near is None else list(near))
+        self.spots: dict[str, list[Spot]] = {}
+        for nth, group in enumerate(groups):
+            for number, name in enumerate(group.structure.names):
+                self.spots.setdefault(name, []).append((nth, number))
+        self._columns: dict[_Key, _Column] = {}
+        self._templates: dict[Any, tuple[list[_Part], bool]] = {}
+
+    def __len__(self) -> int:
+        return len(self.ranks)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.ranks.tolist())
+
+    def __contains__(self, rank: object) -> bool:
+        return rank in self.ranks
+
+    def row(self, rank: int) -> tuple[RankStructure, np.ndarray]:
+        """The structure of a rank, and its numbers."""
+        group, at = self._place(rank)
+        return group.structure, group.rows[at]
+
+    def __getitem__(self, rank: int) -> OldRank:
+        if rank not in self:
+            raise KeyError(rank)
+        structure, row = self.row(rank)
+        values = self._plain_of(rank)
+        plain = {path: values[number] for path, number in structure.paths.items()}
+        return OldRank(structure.entries(row), structure.tree, plain, self.told.get(rank, {}))
+
+    def of_structures(self) -> Iterator[OldRank]:
+        """What the lowest rank of each structure holds."""
+        for group in self.groups:
+            yield self[int(group.ranks[0])]
+
+    def group_of(self, rank: int) -> int:
+        """The number of the group that a rank is in."""
+        return int(self._group_of[np.searchsorted(self.ranks, rank)])
+
+    def _place(self, rank: int) -> tuple[Group, int]:
+        group = self.groups[self.group_of(rank)]
+        return group, int(np.searchsorted(group.ranks, rank))
+
+    def is_private(self, spots: Iterable[Spot]) -> bool:
+        """Whether ranks had a tensor whole, but not alike."""
+        there = list(spots)
+        if self._differ is None or self.is_sharded(there):
+            return False
+        its = [self.groups[group].structure for group, _ in there]
+        kinds = {(one.kinds[number], one.dtypes[number]) for one, (_, number) in zip(its, there, strict=True)}
+        if len(kinds) > 1 or any(one.names[n] in self._differ for one, (_, n) in zip(its, there, strict=True)):
+            return True
+        return len(self._wholes(there)) > 1
+
+    def is_sharded(self, spots: Iterable[Spot]) -> bool:
+        """Whether any rank had a shard of a tensor."""
+        return any(column.sharded for column in self._by_dims(spots))
+
+    @property
+    def compared(self) -> bool:
+        """Whether it is known what ranks have alike of what they hold whole."""
+        return self._differ is not None
+
+    def parts(self, want: Entry, rank: int, spots: Sequence[Spot] | None = None, only: int | None = None
+              ) -> Parts | None:  # fmt: skip
+        """Find what a new shard is made of.
+
+        Args:
+            want: the new shard.
+            rank: the new rank.
+            spots: where the tensor is; None: where its name is.
+            only: of this old rank only.
+
+        Returns:
+            Its parts; None where each old rank had its own and there was none of this rank's number.
+
+        Raises:
+            StructureMismatch: it is another tensor, it is not whole, or it does not reshard.
+        """
+        there = self.spots.get(want.name, []) if spots is None else spots
+        if self.is_private(there) and only is None:
+            there = [spot for spot in there if rank in self.groups[spot[0]].ranks]
+            if not there:
+                return None
+            if want.shape != want.global_shape:
+                raise StructureMismatch("each rank had its own of this tensor, so that it cannot be cut into shards",
+                                        tensor=want.name)  # fmt: skip
+            only = rank
+        if only is not None:
+            there = [spot for spot in there if only in self.groups[spot[0]].ranks]
+        self._refuse_others(want, there, only)
+        key = self._key(there)
+        what = (key, want.global_shape, want.offset, want.shape, rank, only)
+        if what not in self._templates:
+            self._templates[what] = self._template(key, want, rank, only)
+        template, whole = self._templates[what]
+        if not whole:
+            raise StructureMismatch("parts of this tensor are not in the checkpoint", tensor=want.name,
+                                    expected=f"all of {want.shape} at {want.offset}",
+                                    found=f"{len(template)} parts of it")  # fmt: skip
+        return Parts(template, [number for _, number in there])
+
+    def _refuse_others(self, want: Entry, spots: Sequence[Spot], only: int | None) -> None:
+        """Refuse a tensor of another kind, dtype or global shape."""
+        its = [(self.groups[group].structure, number) for group, number in spots]
+        kinds = dict.fromkeys((structure.kinds[number], structure.dtypes[number]) for structure, number in its)
+        for kind, dtype in kinds:
+            for whole in self._wholes(spots, only):
+                if (kind, dtype, whole) != (want.kind, want.dtype, want.global_shape):
+                    raise StructureMismatch("a tensor differs from that of the checkpoint", tensor=want.name,
+                                            expected=f"{kind} {dtype} {whole}",
+                                            found=f"{want.kind} {want.dtype} {want.global_shape}")  # fmt: skip
+
+    def _wholes(self, spots: Iterable[Spot], only: int | None = None) -> list[tuple[int, ...]]:
+        """The distinct global shapes of a tensor."""
+        if only is None:
+            return [*dict.fromkeys(whole for column in self._by_dims(spots) for whole in column.wholes)]
+        group, at = self._place(only)
+        starts, classes = group.structure.starts, [group.structure.classes[number] for _, number in spots]
+        return [tuple(group.rows[at, starts[n] : starts[n] + group.structure.dims[n]].tolist()) for n in classes]
+
+    def _template(self, key: _Key, want: Entry, rank: int, only: int | None) -> tuple[list[_Part], bool]:
+        """The parts of a new shard, and whether they are all of it: the same for all leaves of a class."""
+        if not key:
+            return [], covers(want.shape, [])
+        column = self._column(key)
+        here = np.arange(len(column.at)) if only is None else np.flatnonzero(self.ranks[column.at] == only)
+        offset, shape = column.boxes[here, 0], column.boxes[here, 1]
+        first, sizes = (np.array(numbers, dtype=np.int64) for numbers in (want.offset, want.shape))
+        low, high = np.maximum(offset, first), np.minimum(offset + shape, first + sizes)
+        hits = here[(high > low).all(axis=1)]
+        found: list[_Part] = []
+        for those in _alike(column.boxes[hits]):
+            holders = hits[those]
+            close = holders[self._near[column.at[holders]]]
+            one = int(close[0] if len(close) else holders[rank % len(holders)])
+            its: Box = tuple(column.boxes[one, 0].tolist()), tuple(column.boxes[one, 1].tolist())
+            both = overlap((want.offset, want.shape), its)
+            assert both is not None
+            source = tuple(a - b for a, b in zip(both[0], its[0], strict=True))
+            target = tuple(a - b for a, b in zip(both[0], want.offset, strict=True))
+            found.append((int(self.ranks[column.at[one]]), int(column.spots[one]), source, target, both[1]))
+        return found, covers(want.shape, [(target, part) for *_, target, part in found])
+
+    def _key(self, spots: Iterable[Spot]) -> _Key:
+        return tuple((group, self.groups[group].structure.classes[number]) for group, number in spots)
+
+    def _by_dims(self, spots: Iterable[Spot]) -> list[_Column]:
+        """What ranks hold of a tensor, which may have other dimensions on each."""
+        sorts: dict[int, list[Spot]] = {}
+        for group, number in spots:
+            its = self.groups[group].structure
+            sorts.setdefault(its.dims[its.classes[number]], []).append((group, number))
+        return [self._column(self._key(those)) for those in sorts.values()]
+
+    def _column(self, key: _Key) -> _Column:
+        """What ranks hold of some classes, all of the same number of dimensions."""
+        if key not in self._columns:
+            ranks, spots, numbers = [], [], []
+            for nth, (group, its) in enumerate(key):
+                one = self.groups[group]
+                at, dims = one.structure.starts[its], one.structure.dims[its]
+                ranks.append(one.ranks)
+                spots.append(np.full(len(one.ranks), nth))
+                numbers.append(one.rows[:, at : at + 3 * dims].reshape(len(one.ranks), 3, dims))
+            order = np.argsort(np.concatenate(ranks), kind="stable")
+            boxes = np.concatenate(numbers)[order]
+            at = np.searchsorted(self.ranks, np.concatenate(ranks)[order])
+            wholes = tuple(tuple(boxes[those[0], 0].tolist()) for those in _alike(boxes[:, 0]))
+            sharded = bool((boxes[:, 0] != boxes[:, 2]).any())
+            self._columns[key] = _Column(at, np.concatenate(spots)[order], boxes[:, 1:], wholes, sharded)
+        return self._columns[key]
+
+    def merge_plain(self, live: Sequence[Any], paths: Mapping[str, int], rank: int) -> list[Any]:
+        """Choose the plain leaves of a new rank: what all old ranks have, else what the old rank of its number has.
+
+        Not collective.
+
+        Args:
+            live: the values that this rank has, by number: what stays where there was no such rank.
+            paths: their numbers, by path.
+            rank: the new rank.
+        """
+        values, held = list(live), self[rank].plain if rank in self else {}
+        for path, number in paths.items():
+            if path not in self.plain_differ:
+                group = next(group for group in self.groups if path in group.structure.paths)
+                values[number] = group.plain[group.structure.paths[path]]
+            elif path in held:
+                values[number] = held[path]
+        return values
+
+
+def _alike(rows: np.ndarray) -> list[np.ndarray]:
+    """The places of equal ones, ascending; those come first that begin first."""
+    if not rows.size:
+        return [np.arange(len(rows))] if len(rows) else []
+    flat = rows.reshape(len(rows), -1)
+    _, first, inverse, counts = np.unique(flat, axis=0, return_index=True, return_inverse=True, return_counts=True)
+    places = np.split(np.argsort(inverse.reshape(-1), kind="stable"), np.cumsum(counts)[:-1])
+    return [places[n] for n in np.argsort(first)]

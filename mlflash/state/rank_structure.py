@@ -1,0 +1,150 @@
+"""What ranks have in common: a tree, and of each leaf its name, dtype and *class*; and the numbers that tell them apart.
+
+Thousands of ranks differ in which box of each tensor they hold, and thousands of tensors lie in a dozen distinct boxes.
+So a rank is a structure, which many share, and a row of numbers: of each class global shape, offset and shape.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import json
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from .dtypes import item_nbytes
+from .leaves import Entry, Tree
+from .manifest import check_tree
+from .shards import plain_leaves
+
+_MOST = 1 << 60  # no dimension is larger, so that sums of two fit in 64 bits
+
+
+@dataclasses.dataclass(frozen=True)
+class RankStructure:
+    """What ranks have in common.
+
+    Attributes:
+        names, kinds, dtypes: of each leaf, see `leaves.Entry`.
+        ties: of each leaf the number of the first one with the same memory: its own, as a rule.
+        classes: of each leaf the number of its class; leaves of a class are in the same box on any one rank.
+        dims: of each class the number of dimensions.
+        tree: of the state.
+        alike: the leaves that all ranks hold alike, in the order in which they were dealt out to files.
+        shared: those that the rank's set shares, in that order.
+    """
+
+    names: tuple[str, ...]
+    kinds: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    ties: tuple[int, ...]
+    classes: tuple[int, ...]
+    dims: tuple[int, ...]
+    tree: Tree
+    alike: tuple[int, ...] = ()
+    shared: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, entries: Sequence[Entry], tree: Tree) -> tuple[RankStructure, np.ndarray]:
+        """Describe a rank: its structure, and its row, ``(width,)`` int64."""
+        known: dict[Any, int] = {}
+        firsts: dict[Entry, int] = {}
+        classes = tuple(known.setdefault((e.global_shape, e.offset, e.shape), len(known)) for e in entries)
+        ties = tuple(firsts.setdefault(dataclasses.replace(e, name=""), n) if e.nbytes else n
+                     for n, e in enumerate(entries))  # fmt: skip
+        made = cls(tuple(e.name for e in entries), tuple(e.kind for e in entries), tuple(e.dtype for e in entries),
+                   ties, classes, tuple(len(box[0]) for box in known), tree)  # fmt: skip
+        numbers = [n for box in known for part in box for n in part]
+        return made, np.array(numbers, dtype="<i8")
+
+    @functools.cached_property
+    def starts(self) -> tuple[int, ...]:
+        """Where the numbers of each class begin in a row; the last one is the width of a row."""
+        return tuple(itertools.accumulate((3 * dims for dims in self.dims), initial=0))
+
+    @functools.cached_property
+    def numbers(self) -> dict[str, int]:
+        """The number of the first leaf of each name."""
+        return {name: number for number, name in reversed([*enumerate(self.names)])}
+
+    @functools.cached_property
+    def paths(self) -> dict[str, int]:
+        """The numbers of the plain leaves, by path."""
+        return plain_leaves(self.tree)
+
+    @property
+    def document(self) -> list[Any]:
+        """All of it, for `json`."""
+        return [getattr(self, field.name) for field in dataclasses.fields(self)]
+
+    @functools.cached_property
+    def key(self) -> bytes:
+        """16 bytes that tell it from others."""
+        text = json.dumps(self.document, separators=(",", ":"))
+        return xxhash.xxh3_128_digest(text.encode())
+
+    def entries(self, row: np.ndarray) -> tuple[Entry, ...]:
+        """The entries of a rank; where they start tells no more than which are tied."""
+        boxes = [tuple(map(tuple, row[at : at + 3 * d].reshape(3, d).tolist()))
+                 for at, d in zip(self.starts, self.dims, strict=False)]  # fmt: skip
+        found: list[Entry] = []
+        at = 0
+        for n, nth in enumerate(self.classes):
+            whole, offset, shape = boxes[nth]
+            nbytes = math.prod(shape) * item_nbytes(self.kinds[n], self.dtypes[n])
+            start = at if self.ties[n] == n else found[self.ties[n]].start
+            found.append(Entry(self.names[n], self.kinds[n], self.dtypes[n], whole, offset, shape, start, nbytes))
+            at += nbytes
+        return tuple(found)
+
+    def shape(self, row: np.ndarray, number: int) -> tuple[int, ...]:
+        """The shape of one leaf of a rank."""
+        at, dims = self.starts[self.classes[number]], self.dims[self.classes[number]]
+        return tuple(row[at + 2 * dims : at + 3 * dims].tolist())
+
+    def check_rows(self, rows: np.ndarray) -> None:
+        """Refuse rows, ``(ranks, width)``, in which a box is not inside its tensor.
+
+        Raises:
+            ValueError: it is not.
+        """
+        for at, d in zip(self.starts, self.dims, strict=False):
+            whole, offset, shape = (rows[:, at + n * d : at + (n + 1) * d] for n in range(3))
+            wrong = (whole < 0) | (whole > _MOST) | (offset < 0) | (shape < 0) | (shape > whole)
+            if (wrong | (offset > whole - shape)).any():
+                raise ValueError("a shard is not inside its tensor")
+
+
+def from_document(document: Any, plain: int) -> RankStructure:
+    """Read a structure out of parsed JSON and check every number in it.
+
+    Not collective. Anything wrong is one of `manifest.BAD_DOCUMENT`.
+
+    Args:
+        document: of `RankStructure.document`.
+        plain: how many plain leaves its ranks have.
+    """
+    names, kinds, dtypes, ties, classes, dims, tree, alike, shared = document
+    columns = names, kinds, dtypes, ties, classes, dims, alike, shared
+    made = RankStructure(*(tuple(column) for column in columns[:6]), tree, tuple(alike), tuple(shared))
+    leaves = len(made.names)
+    if not all(isinstance(name, str) for name in made.names) or not {*map(len, columns[1:5])} <= {leaves}:
+        raise ValueError("leaves without a name, a dtype or a class")
+    for pair in set(zip(made.kinds, made.dtypes, strict=True)):
+        item_nbytes(*pair)
+    for numbers, end in ((made.classes, len(made.dims)), (made.ties, leaves), (made.dims, 65),
+                         (made.alike, leaves), (made.shared, leaves)):  # fmt: skip
+        if not all(type(n) is int and 0 <= n < end for n in numbers):
+            raise ValueError("a leaf, a class or its dimensions are not there")
+    if any(tie > n or made.ties[tie] != tie for n, tie in enumerate(made.ties)):
+        raise ValueError("a leaf is tied to a later one")
+    dealt = (*made.alike, *made.shared)
+    if len(set(dealt)) != len(dealt):
+        raise ValueError("a leaf was dealt out twice")
+    check_tree(tree, leaves, plain)
+    return made
