@@ -35,8 +35,8 @@ from mlflash.checkpointer.disabled import turned_off
 from mlflash.errors import StepNotFound, StructureMismatch
 from mlflash.protocol.wanted_parts import WantedPart
 from mlflash.restoring.open_in_memory import OpenCheckpoint
-from mlflash.state.old_ranks import OldRank
 from mlflash.state.leaves import Entry, from_bytes
+from mlflash.state.old_ranks import OldRank
 from mlflash.state.plain_values import decode_plain
 from mlflash.storage.dcp_files import pickled
 from mlflash.storage.dcp_plans import BYTES_NUMBER, INDEX, Index, Key, keys_of

@@ -1,118 +1,227 @@
 """What one rank needs to learn what all ranks of a checkpoint hold, and of what its own state is made.
 
-    python benchmarks/scale/old_ranks.py [--old 10000] [--new 9992] [--leaves 3000]
+    python benchmarks/scale/old_ranks.py [--old 10000] [--new 9992] [--leaves 3000] [--json FILE]
 
-The code of mlflash itself, on one process: what the other ranks would tell it is made up, in the form in which they tell
-it. `before` is what each rank did with the manifest of every old rank, done for 40 of them and multiplied.
+The code of mlflash itself, in one process. What the other ranks would tell it is made up, in the form in which they
+tell it: out of memory by messages, out of a directory by the file that commits the checkpoint. `before` is what each
+rank did with the manifest of every old rank until format version 2; it is measured on 40 of them, and multiplied. Ends
+with 1 where a rank needs more than 50 MB or 2 s of processor time.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
+import math
 import pickle
 import sys
 import time
 import tracemalloc
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from mlflash.protocol.describe_ranks import Described, Gathered, gathering
+from mlflash.draining import file_index, rank_table
+from mlflash.draining.file_index import Place, Places, Stored
+from mlflash.mpi.world import World
+from mlflash.protocol.describe_ranks import Described, Gathered, gather_ranks, gathering
 from mlflash.state import manifest
 from mlflash.state.leaves import Entry, Tree
 from mlflash.state.old_ranks import OldRanks
 
+MOST_MB, MOST_S = 50.0, 2.0
 KINDS = 12  # distinct global shapes
 _BEFORE = 40  # manifests that are read to measure what each costs
 
 
-def state(rank: int, ranks: int, leaves: int) -> tuple[list[Entry], Tree, list[Any]]:
-    """Entries, tree and plain leaves of a rank: shards of a dozen shapes, a few small tensors, values of its own."""
-    entries, at = [], 0
+def entries_of(rank: int, ranks: int, old: int, leaves: int) -> list[Entry]:
+    """Shards of a dozen shapes, which any number of ranks may have; one leaf of 30 is whole."""
+    found, at = [], 0
     for n in range(leaves):
-        if n % 30 == 29:
-            whole: tuple[int, ...] = (4,)
-            offset, shape = (0,), whole
-        else:
-            whole = (2 * ranks + 64 * (n % KINDS), 8)
-            low, high = (whole[0] * at_rank // ranks for at_rank in (rank, rank + 1))
-            offset, shape = (low, 0), (high - low, 8)
-        nbytes = 4 * int(np.prod(shape))
+        whole = (4,) if n % 30 == 29 else (2 * old + 64 * (n % KINDS), 8)
+        low, high = (0, 4) if len(whole) == 1 else (whole[0] * nth // ranks for nth in (rank, rank + 1))
+        offset, shape = (low, *(0 for _ in whole[1:])), (high - low, *whole[1:])
         name = f"model.layers.{n // 12}.block.projection_{n % 12}.weight"
-        entries.append(Entry(name, "tensor", "float32", whole, offset, shape, at, nbytes))
+        nbytes = 4 * int(np.prod(shape))
+        found.append(Entry(name, "tensor", "float32", whole, offset, shape, at, nbytes))
         at += nbytes
-    tree = ["d", [["tensors", ["l", [["e", n] for n in range(leaves)]]],
-                  ["own", ["l", [["p", n] for n in range(8)]]]]]  # fmt: skip
-    return entries, tree, [7, "adam", 0.5, None, rank, f"seed {rank}", True, 1]
+    return found
+
+
+def tree_of(leaves: int) -> Tree:
+    """All leaves, and 8 plain ones, two of which are a rank's own."""
+    return ["d", [["tensors", ["l", [["e", n] for n in range(leaves)]]], ["own", ["l", [["p", n] for n in range(8)]]]]]
+
+
+def plain_of(rank: int) -> list[Any]:
+    return [7, "adam", 0.5, None, rank, f"seed {rank}", True, 1]
 
 
 class Others:
-    """All ranks, of which one is this process: what the others tell it is made of what it tells them."""
+    """The ranks that tell one rank what they hold; each describes the old rank of its number."""
 
-    def __init__(self, rank: int, ranks: int, leaves: int):
-        self.rank, self.ranks, self.leaves = rank, ranks, leaves
-        self.nbytes, self.collectives = 0, 0
+    def __init__(self, old: int, leaves: int):
+        self.old, self.leaves = old, leaves
+        self.first, self.last = self.described(0), self.described(old - 1)
+        # Shards of some ranks are a row larger. What the others would send is made of what these two send.
+        self.rows = [self._told(rank) for rank in range(old)]
 
-    def describe(self, rank: int) -> Described:
-        entries, tree, plain = state(rank, self.ranks, self.leaves)
+    def described(self, rank: int) -> Described:
+        entries = entries_of(rank, self.old, self.old, self.leaves)
         checks = {n: 5 for n, entry in enumerate(entries) if entry.shape == entry.global_shape}
-        return Described.of(entries, tree, plain, checks, (rank, 0, {}))
+        return Described.of(entries, tree_of(self.leaves), plain_of(rank), checks, (rank, 0, {}))
 
-    def answers(self) -> Iterator[Callable[[Any], Any]]:
+    def row_of(self, rank: int) -> np.ndarray:
+        row, its = self.first.row.copy(), self.first.structure
+        for at, dims in zip(its.starts, its.dims, strict=False):
+            if dims == 2:
+                low, high = (int(row[at]) * nth // self.old for nth in (rank, rank + 1))
+                row[at + 2], row[at + 4] = low, high - low
+        return row
+
+    def _told(self, rank: int) -> bytes:
+        own = zlib.compress(pickle.dumps({4: rank, 5: f"seed {rank}"}), 1)
+        return zlib.compress(pickle.dumps({rank: (self.row_of(rank).tobytes(), own, (rank, 0, {}))}), 1)
+
+    def answers(self, rank: int) -> Iterator[Callable[[Any], Any]]:
         """What comes back for each thing that is agreed on."""
-        others = [rank for rank in range(self.ranks) if rank != self.rank]
-        yield lambda mine: [mine] + [{rank: mine[self.rank]} for rank in others]
-        yield lambda mine: [mine or {self.first.structure.key: (self.first.structure, self.first.plain)}]
+        key = self.first.structure.key
+        yield lambda mine: [{one: key} for one in range(self.old)]
+        yield lambda mine: [mine or {key: (self.first.structure, self.first.plain)}]
         yield self._extremes
-        packed = [self._row(rank) for rank in others]
-        yield lambda mine: [mine, *packed]
-
-    @property
-    def first(self) -> Described:
-        return self.describe(0)
+        yield lambda mine: self.rows
 
     def _extremes(self, mine: list[int]) -> list[int]:
         low, high = np.array(mine, dtype=np.int64).reshape(2, -1)
-        low[-4], high[-4] = -5, ~np.int64(9)  # the values of its own
+        low[-4:-2], high[-4:-2] = -5, ~np.int64(9)  # the plain leaves of its own
         return [*low.tolist(), *high.tolist()]
 
-    def _row(self, rank: int) -> bytes:
-        if not hasattr(self, "_like"):
-            self._like = self.describe(0)
-        row = self._like.row.copy()
-        for at, dims in zip(self._like.structure.starts, self._like.structure.dims, strict=False):
-            if dims == 2:
-                low, high = (int(row[at]) * n // self.ranks for n in (rank, rank + 1))
-                row[at + 2], row[at + 4] = low, high - low
-        own = zlib.compress(pickle.dumps({4: rank, 5: f"seed {rank}"}), 1)
-        return zlib.compress(pickle.dumps({rank: (row.tobytes(), own, (rank, 0, {}))}), 1)
+
+@dataclasses.dataclass
+class Row:
+    """What was measured; seconds of processor time, and the most memory of Python at a time, of one rank.
+
+    Attributes:
+        received_mb: of what the other ranks, or the file that commits, have told it.
+        collectives: how many there were.
+        parts, ranks: of which its state is made, and of how many old ranks: so many files it opens.
+    """
+
+    what: str
+    seconds: float
+    mb: float
+    received_mb: float = 0.0
+    collectives: int = 0
+    parts: int = 0
+    ranks: int = 0
 
 
-def learn(others: Others) -> Gathered:
-    """Do what a rank does, but for the wait."""
-    steps, answers, answer = gathering({others.rank: others.describe(others.rank)}), others.answers(), None
+def measured(what: str, work: Callable[[Row], None]) -> Row:
+    """Measure seconds, and once more memory, which is slower."""
+    row = Row(what, 0.0, 0.0)
+    begun = time.process_time()
+    work(row)
+    seconds = time.process_time() - begun
+    tracemalloc.start()
+    row = Row(what, 0.0, 0.0)
+    work(row)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    return dataclasses.replace(row, seconds=seconds, mb=most / 1e6)
+
+
+def in_memory(row: Row, others: Others, rank: int, new: int) -> None:
+    """As `OpenInMemory` and `resharding` do it."""
+    steps, answers, answer = gathering({rank: others.described(rank)}), others.answers(rank), None
     while True:
         try:
             _, value = steps.send(answer)
         except StopIteration as end:
             gathered: Gathered = end.value
-            return gathered
+            break
         answer = next(answers)(value)
-        others.collectives += 1
-        others.nbytes += len(pickle.dumps(answer))
+        row.collectives += 1
+        row.received_mb += sum(map(_nbytes, answer)) / 1e6
+    _plan(row, gathered.old_ranks(True, {}, [rank]), others, rank, new)
 
 
-def plan(olds: OldRanks, rank: int, new: int, leaves: int) -> tuple[int, set[int]]:
-    """Find of what the state of a new rank is made; gives how many parts that are, and of which old ranks."""
-    parts, ranks = 0, set()
-    for entry in state(rank, new, leaves)[0]:
-        whole = olds.groups[0].structure
-        rows = tuple(whole.entries(olds.groups[0].rows[0])[0].global_shape) if False else None
-        del whole, rows
+def _nbytes(told: Any) -> int:
+    return len(told) if isinstance(told, bytes) else 8 if isinstance(told, int) else len(pickle.dumps(told))
+
+
+def in_directory(row: Row, raw: bytes, own: bytes, others: Others, rank: int, new: int) -> None:
+    """As `OpenInDirectory` and `resharding` do it; ``own`` is the index of one rank's file."""
+    row.received_mb, row.collectives = len(raw) / 1e6, 1
+    index = file_index.decode(own, "rank-00000.h5", 1 << 60)
+    assert len(index.manifest.entries) == others.leaves
+    table = rank_table.decode(zlib.decompress(raw), others.old)
+    olds = OldRanks(table.groups, table.differ, table.plain_differ, lambda _: table.groups[0].plain, {})
+    _plan(row, olds, others, rank, new)
+
+
+def _plan(row: Row, olds: OldRanks, others: Others, rank: int, new: int) -> None:
+    ranks = set()
+    assert olds[rank if rank in olds else 0].entries and olds.plain_differ
+    for entry in entries_of(rank, new, others.old, others.leaves):
         for part in olds.parts(entry, rank) or ():
-            parts += 1
+            row.parts += 1
             ranks.add(part.rank)
-    return parts, ranks
+    row.ranks = len(ranks)
+
+
+def master_of(others: Others) -> bytes:
+    """The index of the file that would commit such a checkpoint, compressed as it is told."""
+    olds = {rank: dataclasses.replace(others.first, row=others.row_of(rank), plain=plain_of(rank), more=(-1, -1, -1))
+            for rank in range(others.old)}  # fmt: skip
+    files = [Stored(f"rank-{rank:05d}.h5", 1, 1, f"rank-{rank:05d}.h5", 1) for rank in range(others.old)]
+    return zlib.compress(rank_table.encode("hdf5", "job", files, gather_ranks(World(None, 0, math.inf), olds)), 1)
+
+
+def index_of(text: bytes, entries: Sequence[Entry]) -> bytes:
+    """The index of a rank's file."""
+    of = {n: Place(its.start, its.nbytes, 0, its.shape[0], n, False) for n, its in enumerate(entries)}
+    places = Places("rank-00000.h5", 1 << 20, np.zeros(len(entries), dtype="<u8"), of)
+    return file_index.encode(text, 1 << 60, places)[0]
+
+
+def before(row: Row, text: bytes, old: int) -> None:
+    """Read manifests, as each rank did with those of all."""
+    kept = [manifest.decode(text, 1 << 60) for _ in range(_BEFORE)]
+    row.received_mb, row.ranks = len(text) * old / 1e6, len(kept) and old
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--old", type=int, default=10_000, help="ranks that saved it")
+    parser.add_argument("--new", type=int, nargs="+", default=[10_000, 9_992, 5_000, 100], help="ranks that restore it")
+    parser.add_argument("--leaves", type=int, default=3_000)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    others = Others(args.old, args.leaves)
+    first = others.described(0)
+    text = manifest.join(manifest.encode_entries(tuple(entries_of(0, args.old, args.old, args.leaves))),
+                         manifest.encode_tree(first.structure.tree), first.plain)  # fmt: skip
+    old = measured("before", lambda row: before(row, text, args.old))
+    rows = [dataclasses.replace(old, seconds=old.seconds / _BEFORE * args.old, mb=old.mb / _BEFORE * args.old)]
+    raw, own, wrong = master_of(others), index_of(text, entries_of(0, args.old, args.old, args.leaves)), False
+    for new in args.new:
+        rank = new // 2
+        rows.append(measured(f"memory, to {new:,}", lambda row: in_memory(row, others, rank, new)))  # noqa: B023
+        rows.append(measured(f"directory, to {new:,}", lambda row: in_directory(row, raw, own, others, rank, new)))  # noqa: B023
+        wrong |= any(row.mb > MOST_MB or row.seconds > MOST_S for row in rows[-2:])
+    print(f"{args.old:,} old ranks x {args.leaves:,} leaves, one rank of those that restore:")
+    print(f"{'':24}{'CPU s':>10}{'MB':>10}{'told MB':>10}{'collectives':>13}{'parts':>10}{'old ranks':>11}")
+    for row in rows:
+        print(f"{row.what:24}{row.seconds:10.2f}{row.mb:10.1f}{row.received_mb:10.2f}{row.collectives:13}{row.parts:10}"
+              f"{row.ranks:11}")  # fmt: skip
+    if args.json:
+        args.json.write_text(json.dumps([dataclasses.asdict(row) for row in rows], indent=1))
+    return int(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

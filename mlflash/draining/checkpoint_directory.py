@@ -8,18 +8,15 @@ one stays whole until the new one is. Only files whose card names this job are d
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import re
 from collections.abc import Sequence
-from typing import Any
 
 import xxhash
 
 from ..crash_points import reach
 from ..errors import CorruptSlot
 from ..memory.slot_header import Attempt
-from ..state import manifest
 from ..storage.store import Store
 from .file_index import CARD_NBYTES, Card, read_card
 
@@ -70,24 +67,6 @@ class Listing:
     listed: tuple[Listed, ...] = ()
     damaged: dict[str, str] = dataclasses.field(default_factory=dict)
     problem: str = ""
-
-
-@dataclasses.dataclass(frozen=True)
-class Stored:
-    """The files of one rank.
-
-    Attributes:
-        card: the file with card and index.
-        nbytes, index_check: its size and the checksum of its index, as when the checkpoint was committed.
-        data: the file with the pieces, which may be the same.
-        data_nbytes: its size.
-    """
-
-    card: str
-    nbytes: int
-    index_check: int
-    data: str
-    data_nbytes: int
 
 
 def tag(attempt: Attempt, owner: str) -> str:
@@ -159,41 +138,19 @@ def _names(inside: Store) -> list[str] | None:
         return None
 
 
-def encode_master(form: str, job: str, files: Sequence[Stored]) -> bytes:
-    """Encode the index of the file that commits a checkpoint."""
-    listed = [list(dataclasses.astuple(stored)) for stored in files]
-    return json.dumps({"format": form, "job": job, "files": listed}, separators=(",", ":")).encode()
-
-
-def read_master(inside: Store, listed: Listed) -> list[Stored]:
-    """Read which files a checkpoint has, by rank; ``inside`` is its folder.
+def read_index(inside: Store, listed: Listed) -> bytes:
+    """Read the index of the file that commits a checkpoint; ``inside`` is its folder.
 
     Not collective.
 
     Raises:
-        CorruptSlot: that is damaged, or the file changed after it was written.
+        CorruptSlot: it is damaged, or the file changed after it was written.
     """
     card = listed.card
     raw = inside.read(listed.master, card.index_start, card.index_nbytes)
     if len(raw) != card.index_nbytes or xxhash.xxh3_64_intdigest(raw) != card.index_check:
         raise CorruptSlot(f"{inside.path}/{listed.master} is damaged", step=card.step)
-    try:
-        files = [_stored(fields) for fields in json.loads(raw)["files"]]
-        if len(files) != card.world_size:
-            raise ValueError(f"{len(files)} files of {card.world_size} ranks")
-    except manifest.BAD_DOCUMENT as error:
-        raise CorruptSlot(f"{inside.path}/{listed.master} is damaged: {error!r}", step=card.step) from None
-    return files
-
-
-def _stored(fields: Any) -> Stored:
-    stored = Stored(*fields)
-    for name in (stored.card, stored.data):
-        if not isinstance(name, str) or not _FILE.fullmatch(name):
-            raise ValueError(f"{name!r} is no name of a drained file")
-    if not all(type(n) is int and n >= 0 for n in (stored.nbytes, stored.index_check, stored.data_nbytes)):
-        raise ValueError(f"the size or checksum of {stored.card} makes no sense")
-    return stored
+    return raw
 
 
 def surplus(listed: Sequence[Listed], owner: str, keep_last: int, keep_every: int) -> list[Listed]:

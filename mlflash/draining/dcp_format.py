@@ -23,15 +23,17 @@ from ..storage.dcp_keys import Keys, Path, keys_of
 from ..storage.file_holes import FileWithHoles
 from ..storage.whole_state import build
 from . import checkpoint_directory
-from .checkpoint_directory import Stored
 from .drain_input import DrainInput, Load, Receipt
 from .file_format import plain_file
+from .file_index import Stored
 
 MASTER = "checkpoint.mlflash"
 
 
 class Dcp:
     """PyTorch's distributed checkpoint."""
+
+    name = "dcp"
 
     def rank_files(self, drain_input: DrainInput, rank: int, home: RankCheckpoint, load: Load, owner: str
                    ) -> tuple[list[tuple[str, FileWithHoles]], Stored, Receipt]:  # fmt: skip
@@ -45,16 +47,17 @@ class Dcp:
                 starts[number] = skeleton.nbytes
                 skeleton.place(starts[number], part.entry.nbytes, load.sources[number])
         name, card_name = f"__{rank}_0.distcp", f"rank-{rank:05d}.mlflash"
-        text, its = load.index(home, name, [starts[number] for number in range(len(load.parts))])
+        where = load.places(home, name, [starts[number] for number in range(len(load.parts))])
+        text, first_nbytes = load.index(home, where)
         card_file, card = plain_file(drain_input, rank, owner, text)
-        stored = Stored(card_name, card.file_nbytes, card.index_check, name, skeleton.nbytes)
+        stored = Stored.of(card_name, card, name, skeleton.nbytes, text[:first_nbytes])
         ties = {key_of[a]: key_of[b] for a, b in load.ties.items() if a in key_of and b in key_of}
         more = pickle.dumps((Contents(name, pieces, list(extras), places), paths, ties))
-        receipt = dataclasses.replace(Receipt.of(rank, its, load.ties, None), pieces=[], more=zlib.compress(more, 1))
+        receipt = Receipt(rank, [], load.ties, None, more=zlib.compress(more, 1))
         return [(card_name, card_file), (name, skeleton)], stored, receipt
 
     def master_files(
-        self, drain_input: DrainInput, stored: Sequence[Stored], receipts: Sequence[Receipt], job: str, owner: str
+        self, drain_input: DrainInput, text: bytes, receipts: Sequence[Receipt], job: str, owner: str
     ) -> list[tuple[str, FileWithHoles]]:
         files: list[Contents] = []
         paths: dict[str, Path | None] = {}
@@ -74,7 +77,7 @@ class Dcp:
                 checkpoint_directory.tag(drain_input.attempt, owner),
             ),
         )
-        commit, _ = plain_file(drain_input, -1, owner, checkpoint_directory.encode_master("dcp", job, stored))
+        commit, _ = plain_file(drain_input, -1, owner, text)
         return [(METADATA, listing), (MASTER, commit)]
 
 

@@ -14,12 +14,15 @@ import xxhash
 
 from ..crash_points import reach
 from ..memory.slot_header import Attempt
+from ..protocol.describe_ranks import Described
 from ..redundancy.rank_checkpoint import RankCheckpoint
 from ..state.layout import PAGE_NBYTES
 from ..state.leaves import Entry
 from ..state.rebuild import Read
-from .file_index import Index, Piece, encode, first_names
+from .file_index import Place, Places, encode, first_names, numbers_of
 from .work_division import deal, digest, part_of
+
+_CHECK = (1 << 64) - 1  # of 128 bits
 
 
 @dataclasses.dataclass
@@ -48,11 +51,13 @@ class Look:
         digests: for each rank those of its whole tensors, and the numbers of their entries.
         table: those of the lowest rank, in order.
         sets: of each rank that shares state, the lowest of the ranks it shares it with.
+        checks: for each rank, of whole tensors that are not shared, 64 bits made of their bytes, by number.
     """
 
     digests: dict[int, dict[bytes, int]]
     table: list[bytes]
     sets: dict[int, int]
+    checks: dict[int, dict[int, int]] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +67,7 @@ class Part:
     Attributes:
         entry: which; ``start`` is where it begins in the tensor.
         tensor: the whole of what the slot has of it.
-        common: see `file_index.Piece`.
+        common: the lowest of the ranks that hold it alike; -1: only this one does.
     """
 
     entry: Entry
@@ -77,7 +82,8 @@ class Load:
     Attributes:
         parts: of tensors.
         sources: the bytes of each.
-        commons: see `file_index.Index`.
+        commons: for each entry of the slot, the lowest of the ranks that hold it alike; -1: only this one does.
+        rank: what all are to know of the rank.
         ties: further names of tensors.
         block_nbytes, checks, first_checks: a checksum for each block of each part; and where those of a part begin.
     """
@@ -85,24 +91,26 @@ class Load:
     parts: list[Part]
     sources: list[Callable[[], np.ndarray]]
     commons: list[int]
+    rank: Described
     ties: dict[str, str]
     block_nbytes: int
     checks: np.ndarray
     first_checks: list[int]
 
-    def pieces(self, starts: Sequence[int | None]) -> tuple[Piece, ...]:
-        """The parts as pieces of a file, told where each begins there; None: it is compressed."""
-        return tuple(
-            Piece(dataclasses.replace(part.entry, start=start or 0), part.common, first, start is None)
-            for part, start, first in zip(self.parts, starts, self.first_checks, strict=True)
-        )
+    def places(self, home: RankCheckpoint, data: str, starts: Sequence[int | None]) -> Places:
+        """Where the parts are in a file, told where each begins there; None: it is compressed."""
+        numbers = numbers_of(home.manifest.entries)
+        found = {}
+        for part, start, first in zip(self.parts, starts, self.first_checks, strict=True):
+            its, whole = part.entry, part.tensor
+            begin, rows = (its.offset[0] - whole.offset[0], its.shape[0]) if its.shape else (0, 1)
+            found[numbers[its.name]] = Place(start or 0, its.nbytes, begin, rows, first, start is None)
+        return Places(data, self.block_nbytes, self.checks, found)
 
-    def index(self, home: RankCheckpoint, data: str, starts: Sequence[int | None]) -> tuple[bytes, Index]:
-        """What the file says of itself, encoded and not."""
-        pieces, header = self.pieces(starts), home.header
-        raw = home.slot.view[PAGE_NBYTES : PAGE_NBYTES + header.manifest_nbytes].tobytes()
-        text = encode(raw, header.extents.payload_nbytes, self.commons, data, pieces, self.block_nbytes, self.checks)
-        return text, Index(home.manifest, tuple(self.commons), data, pieces, self.block_nbytes, self.checks)
+    def index(self, home: RankCheckpoint, places: Places) -> tuple[bytes, int]:
+        """What the file says of itself, encoded; and how many bytes of it say where what is."""
+        raw = home.slot.view[PAGE_NBYTES : PAGE_NBYTES + home.header.manifest_nbytes].tobytes()
+        return encode(raw, home.header.extents.payload_nbytes, places)
 
 
 def look(drain_input: DrainInput) -> Look:
@@ -118,17 +126,23 @@ def look(drain_input: DrainInput) -> Look:
             found.sets[rank] = home.manifest.shared.by
         mine: dict[bytes, int] = {}
         entries = home.manifest.entries
+        checks, numbers = found.checks.setdefault(rank, {}), numbers_of(entries)
         for number, (entry, first) in enumerate(zip(entries, first_names(entries), strict=True)):
-            whole = entry.shape == entry.global_shape and first == entry.name
-            if drain_input.world_size > 1 and whole and entry.nbytes and entry.start < behind:
-                mine[digest(entry, xxhash.xxh3_128_intdigest(read(entry).data))] = number
+            is_shared = entry.nbytes and entry.start >= behind
+            if drain_input.world_size == 1 or entry.shape != entry.global_shape or is_shared:
+                continue
+            if first == entry.name:
+                content = xxhash.xxh3_128_intdigest(read(entry).data) if entry.nbytes else 0
+                if entry.nbytes:
+                    mine[digest(entry, content)] = number
+            checks[number] = checks[numbers[first]] if first != entry.name else content & _CHECK
         found.digests[rank] = mine
         found.table = found.table or list(mine)
     return found
 
 
-def load(rank: int, home: RankCheckpoint, common: Sequence[Entry], sets: Mapping[int, int], world_size: int,
-         block_nbytes: int) -> Load:  # fmt: skip
+def load(rank: int, home: RankCheckpoint, common: Sequence[Entry], looked: Look, sets: Mapping[int, int],
+         world_size: int, block_nbytes: int) -> Load:  # fmt: skip
     """Say what a rank writes: what only it has, and its part of what several have; every byte of it is verified.
 
     Not collective.
@@ -137,6 +151,7 @@ def load(rank: int, home: RankCheckpoint, common: Sequence[Entry], sets: Mapping
         rank: of the checkpoint.
         home: its slot and shares.
         common: of its entries those that all ranks hold alike, in an order that is the same on all.
+        looked: what `look` has found.
         sets: of each rank that shares state, the lowest of the ranks it shares it with.
         world_size: of the checkpoint.
         block_nbytes: bytes per checksum.
@@ -152,11 +167,21 @@ def load(rank: int, home: RankCheckpoint, common: Sequence[Entry], sets: Mapping
     parts = [Part(dataclasses.replace(e, start=0), e, -1) for e in firsts if e.name not in alike]
     siblings = sorted(other for other, by in sets.items() if by == sets.get(rank))
     nth = siblings.index(rank) if shared else 0
+    begins = []
     for those, ranks, mine in ((common, world_size, rank), (shared, len(siblings), nth)):
-        for number, begin, end in deal(those, ranks, mine) if those else ():
+        dealt = list(deal(those, ranks, mine)) if those else []
+        begins.append(_position(those, *dealt[0][:2]) if dealt else -1)
+        for number, begin, end in dealt:
             tensor = those[number]
             parts.append(Part(part_of(tensor, begin, end), tensor, alike[tensor.name]))
     read = home.reader()
+    known = looked.checks[rank] | (_checks_of_shared(entries, behind, read) if len(siblings) < world_size else {})
+    described = Described.of(entries, home.manifest.tree, home.manifest.plain, known,
+                             (sets.get(rank, -1) if shared else -1, *begins))  # fmt: skip
+    numbers = numbers_of(entries)
+    in_order = [tuple(numbers[entry.name] for entry in those) for those in (common, shared)]
+    structure = dataclasses.replace(described.structure, alike=in_order[0], shared=in_order[1])
+    described = dataclasses.replace(described, structure=structure)
     sources = [_source(read, part) for part in parts]
     checks: list[int] = []
     first_checks = []
@@ -172,7 +197,19 @@ def load(rank: int, home: RankCheckpoint, common: Sequence[Entry], sets: Mapping
     reach("drain.verified")
     commons = [alike.get(name, -1) if entry.nbytes else -1 for entry, name in zip(entries, names, strict=True)]
     ties = {entry.name: name for entry, name in zip(entries, names, strict=True) if entry.name != name}
-    return Load(parts, sources, commons, ties, block_nbytes, np.array(checks, dtype="<u8"), first_checks)
+    return Load(parts, sources, commons, described, ties, block_nbytes, np.array(checks, dtype="<u8"), first_checks)
+
+
+def _position(entries: Sequence[Entry], number: int, row: int) -> int:
+    """Where a row of one of some tensors begins, of all their bytes one after the other."""
+    its = entries[number]
+    return sum(entry.nbytes for entry in entries[:number]) + row * (its.nbytes // its.shape[0] if its.shape else 0)
+
+
+def _checks_of_shared(entries: Sequence[Entry], behind: int, read: Read) -> dict[int, int]:
+    """Checksums of whole tensors that other sets of ranks may share, too."""
+    return {number: xxhash.xxh3_128_intdigest(read(entry).data) & _CHECK for number, entry in enumerate(entries)
+            if entry.nbytes and entry.start >= behind and entry.shape == entry.global_shape}  # fmt: skip
 
 
 def _source(read: Read, part: Part) -> Callable[[], np.ndarray]:
@@ -200,11 +237,12 @@ class Receipt:
     more: bytes = b""
 
     @classmethod
-    def of(cls, rank: int, its: Index, ties: dict[str, str], objects: Any, names: Mapping[str, str] | None = None
+    def of(cls, rank: int, load: Load, places: Places, objects: Any, names: Mapping[str, str] | None = None
            ) -> Receipt:  # fmt: skip
-        """Make it of what a file says of itself."""
-        pieces = [(piece.entry, piece.common >= 0, its.check(piece)) for piece in its.pieces]
-        return cls(rank, pieces, ties, objects, names or {})
+        """Make it of what was written."""
+        pieces = [(part.entry, part.common >= 0, places.check(place))
+                  for part, place in zip(load.parts, places.of.values(), strict=True)]  # fmt: skip
+        return cls(rank, pieces, load.ties, objects, names or {})
 
 
 def shown(receipts: Sequence[Receipt]) -> dict[int, list[tuple[str, Entry, bool]]]:

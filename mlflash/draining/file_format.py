@@ -14,22 +14,27 @@ import xxhash
 
 from ..redundancy.rank_checkpoint import RankCheckpoint
 from ..storage.file_holes import FileWithHoles
-from .checkpoint_directory import Stored
 from .drain_input import DrainInput, Load, Receipt
-from .file_index import CARD_NBYTES, Card
+from .file_index import CARD_NBYTES, Card, Stored
 
 
 class Form(Protocol):
-    """A form of files. Nothing is collective."""
+    """A form of files. Nothing is collective.
+
+    Attributes:
+        name: "hdf5" or "dcp".
+    """
+
+    name: str
 
     def rank_files(self, drain_input: DrainInput, rank: int, home: RankCheckpoint, load: Load, owner: str
                    ) -> tuple[list[tuple[str, FileWithHoles]], Stored, Receipt]:  # fmt: skip
         """Lay out the files of a rank, in the order in which they are to be written."""
 
     def master_files(
-        self, drain_input: DrainInput, stored: Sequence[Stored], receipts: Sequence[Receipt], job: str, owner: str
+        self, drain_input: DrainInput, text: bytes, receipts: Sequence[Receipt], job: str, owner: str
     ) -> list[tuple[str, FileWithHoles]]:
-        """Lay out what is written last; the very last one commits the checkpoint. All by rank."""
+        """Lay out what is written last; the very last one commits the checkpoint, and has this index."""
 
 
 def plain_file(drain_input: DrainInput, rank: int, owner: str, text: bytes) -> tuple[FileWithHoles, Card]:

@@ -1,17 +1,16 @@
 """What a drained file says of itself: the card in its first bytes, and the index that the card points at.
 
 A rank's file begins with its card; so does the file that commits a checkpoint. The card says who wrote it: nothing
-without one is ever deleted. The index has the manifest of the rank's slot as it was, the pieces of tensors that lie in
-this file, and a checksum for each block of them. Both are validated before anything is allocated or touched.
+without one is ever deleted. The index says where rows of which leaves lie in this file, with a checksum for each block
+of them, and then has the manifest of the rank's slot as it was: who knows the shapes reads only the first part. All of
+it is validated before anything is allocated or touched.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import struct
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 import xxhash
@@ -23,7 +22,7 @@ from ..state.leaves import Entry
 from ..state.manifest import Manifest
 
 MAGIC = b"MLFDRAIN"
-VERSION = 1
+VERSION = 2
 CARD_NBYTES = 512
 # magic, version, master, mark of a fresh start | run id, generation, step | rank, world size | file bytes, start of
 # the index, its bytes, its checksum, unix ns | owner
@@ -44,6 +43,7 @@ class Card:
         unix_ns: when it was written, ns since 1970.
         owner: which job wrote it, see `config.Config.owner`.
         mark: of what was drained, see `slot_header.Header`.
+        version: of the format of its index.
     """
 
     attempt: Attempt
@@ -57,11 +57,12 @@ class Card:
     unix_ns: int
     owner: str
     mark: int = 0
+    version: int = VERSION
 
     def pack(self) -> bytes:
         """Encode; the result is `CARD_NBYTES` long."""
         body = _CARD.pack(
-            MAGIC, VERSION, int(self.rank < 0), self.mark, self.attempt.run_id, self.attempt.generation, self.step,
+            MAGIC, self.version, int(self.rank < 0), self.mark, self.attempt.run_id, self.attempt.generation, self.step,
             max(0, self.rank), self.world_size, self.file_nbytes, self.index_start, self.index_nbytes,
             self.index_check, self.unix_ns, self.owner.encode(),
         )  # fmt: skip
@@ -86,68 +87,40 @@ def read_card(raw: bytes) -> Card:
         raise CorruptSlot("the first bytes of a drained file are damaged: their checksum does not match")
     (_, version, master, mark, run_id, generation, step, rank, world_size, file_nbytes, start, nbytes, check, unix_ns,
      owner) = _CARD.unpack(body)  # fmt: skip
-    if version != VERSION:
-        raise CorruptSlot("this file was drained in another format", expected=VERSION, found=version)
+    if not 1 <= version <= VERSION:
+        raise CorruptSlot("this file was drained in another format", expected=f"1 to {VERSION}", found=version)
     if rank >= world_size or master > 1 or start + nbytes > file_nbytes:
         raise CorruptSlot("the first bytes of a drained file contradict themselves")
     return Card(Attempt(run_id, generation), step, -1 if master else rank, world_size, file_nbytes, start, nbytes,
-                check, unix_ns, owner.rstrip(b"\0").decode(errors="replace"), mark)  # fmt: skip
+                check, unix_ns, owner.rstrip(b"\0").decode(errors="replace"), mark, version)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
-class Piece:
-    """A part of a tensor in a rank's file.
+class Stored:
+    """The files of one rank.
 
     Attributes:
-        entry: which; ``start`` is where its bytes begin in the file.
-        common: the lowest of the ranks that hold the tensor alike, of whom each stores a part; -1: the rank's own.
-        first_check: number of the checksum of its first block.
-        packed: whether HDF5 has compressed it, in chunks; ``start`` says nothing then.
+        card: the file with card and index.
+        nbytes, index_check: its size and the checksum of its index, as when the checkpoint was committed.
+        data: the file with the pieces, which may be the same.
+        data_nbytes: its size.
+        places_start, places_nbytes, places_check: the part of the index that says where what is, and its checksum.
     """
 
-    entry: Entry
-    common: int
-    first_check: int
-    packed: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class Index:
-    """What a rank's file holds.
-
-    Attributes:
-        manifest: of the rank's slot, as it was there.
-        commons: for each entry of it the `Piece.common` of the pieces that make it up.
-        data: name of the file with the pieces.
-        pieces: in the order of their places.
-        block_nbytes: bytes per checksum; each piece begins a new block.
-        checks: XXH3-64 of each block, ``(blocks,)`` uint64.
-    """
-
-    manifest: Manifest
-    commons: tuple[int, ...]
+    card: str
+    nbytes: int
+    index_check: int
     data: str
-    pieces: tuple[Piece, ...]
-    block_nbytes: int
-    checks: np.ndarray
+    data_nbytes: int
+    places_start: int = 0
+    places_nbytes: int = 0
+    places_check: int = 0
 
-    def check(self, piece: Piece) -> int:
-        """One number for the bytes of a piece."""
-        mine = self.checks[piece.first_check :][: blocks(piece.entry.nbytes, self.block_nbytes)]
-        return xxhash.xxh3_64_intdigest(np.ascontiguousarray(mine).view(np.uint8).data)
-
-
-    def places(self) -> Places:
-        """Where the rows of each leaf are."""
-        numbers = {entry.name: number for number, entry in reversed([*enumerate(self.manifest.entries)])}
-        found = {}
-        for piece in self.pieces:
-            number, its = numbers[piece.entry.name], piece.entry
-            whole = self.manifest.entries[number]
-            begin = its.offset[0] - whole.offset[0] if its.shape else 0
-            rows = its.shape[0] if its.shape else 1
-            found[number] = Place(its.start, its.nbytes, begin, rows, piece.first_check, piece.packed)
-        return Places(self.data, self.block_nbytes, self.checks, found)
+    @classmethod
+    def of(cls, name: str, card: Card, data: str, data_nbytes: int, places: bytes) -> Stored:
+        """Say what was written."""
+        check = xxhash.xxh3_64_intdigest(places)
+        return cls(name, card.file_nbytes, card.index_check, data, data_nbytes, card.index_start, len(places), check)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,7 +130,8 @@ class Place:
     Attributes:
         start, nbytes: of them in the file.
         begin, rows: the first of them, and how many; 0 and 1 of a leaf without dimensions.
-        first_check, packed: see `Piece`.
+        first_check: number of the checksum of the first block.
+        packed: whether HDF5 has compressed them, in chunks; ``start`` says nothing then.
     """
 
     start: int
@@ -170,10 +144,12 @@ class Place:
 
 @dataclasses.dataclass(frozen=True)
 class Places:
-    """Where a rank's file has what.
+    """Where a rank's file has what: all that is needed to read it for whoever knows the shapes.
 
     Attributes:
-        data, block_nbytes, checks: see `Index`.
+        data: name of the file with the rows.
+        block_nbytes: bytes per checksum; the rows of each leaf begin a new block.
+        checks: XXH3-64 of each block, ``(blocks,)`` uint64.
         of: by number of the leaf.
     """
 
@@ -181,6 +157,40 @@ class Places:
     block_nbytes: int
     checks: np.ndarray
     of: Mapping[int, Place]
+
+    def check(self, place: Place) -> int:
+        """One number for the bytes of a place."""
+        mine = self.checks[place.first_check :][: blocks(place.nbytes, self.block_nbytes)]
+        return xxhash.xxh3_64_intdigest(np.ascontiguousarray(mine).view(np.uint8).data)
+
+
+@dataclasses.dataclass(frozen=True)
+class Index:
+    """What a rank's file holds.
+
+    Attributes:
+        manifest: of the rank's slot, as it was there.
+        places: of the rows that are in the file.
+    """
+
+    manifest: Manifest
+    places: Places
+
+    @property
+    def pieces(self) -> Iterator[tuple[Entry, Place]]:
+        """The parts of tensors that are in the file, as entries that begin where they do there."""
+        for number, place in self.places.of.items():
+            entry = self.manifest.entries[number]
+            yield dataclasses.replace(rows_of(entry, place.begin, place.rows), start=place.start), place
+
+
+def rows_of(entry: Entry, begin: int, rows: int) -> Entry:
+    """Some rows of a tensor, as an entry; of one without dimensions all of it."""
+    if not entry.shape:
+        return entry
+    nbytes = entry.nbytes // max(1, entry.shape[0]) * rows
+    return dataclasses.replace(entry, offset=(entry.offset[0] + begin, *entry.offset[1:]),
+                               shape=(rows, *entry.shape[1:]), nbytes=nbytes)  # fmt: skip
 
 
 def first_names(entries: Sequence[Entry]) -> tuple[str, ...]:
@@ -192,99 +202,97 @@ def first_names(entries: Sequence[Entry]) -> tuple[str, ...]:
     )
 
 
+def numbers_of(entries: Sequence[Entry]) -> dict[str, int]:
+    """The number of the first entry of each name."""
+    return {entry.name: number for number, entry in reversed([*enumerate(entries)])}
+
+
 def blocks(nbytes: int, block_nbytes: int) -> int:
     """How many blocks some bytes take."""
     return -(-nbytes // block_nbytes)
 
 
-def encode(raw_manifest: bytes, payload_nbytes: int, commons: Sequence[int], data: str, pieces: Sequence[Piece],
-           block_nbytes: int, checks: np.ndarray) -> bytes:  # fmt: skip
-    """Encode an index; ``raw_manifest`` is the document in the slot, see `manifest`."""
-    rest = {
-        "payload_nbytes": payload_nbytes,
-        "commons": list(commons),
-        "data": data,
-        "pieces": [
-            [*dataclasses.astuple(piece.entry), piece.common, piece.first_check, int(piece.packed)] for piece in pieces
-        ],
-        "block_nbytes": block_nbytes,
-        "checks": checks.astype("<u8").tobytes().hex(),
-    }
-    return b'{"manifest":%s,%s' % (raw_manifest, json.dumps(rest, separators=(",", ":")).encode()[1:])
+_HEAD = struct.Struct("<QQQQ")  # bytes per checksum, how many records, how many checksums, bytes of the slot's payload
+_RECORD = np.dtype([("leaf", "<u4"), ("packed", "<u4"), ("start", "<u8"), ("nbytes", "<u8"), ("begin", "<u8"),
+                    ("rows", "<u8"), ("first_check", "<u8")])  # fmt: skip
+_MOST = 1 << 60  # no number is larger, so that sums fit in 64 bits
 
 
-def decode(raw: bytes, file_nbytes: int) -> Index:
+def encode(raw_manifest: bytes, payload_nbytes: int, places: Places) -> tuple[bytes, int]:
+    """Encode an index; gives it, and how many bytes of it are what `decode_places` reads.
+
+    Args:
+        raw_manifest: the document in the slot, see `manifest`.
+        payload_nbytes: of the slot.
+        places: of the rows in the file.
+    """
+    records = np.array([(leaf, its.packed, its.start, its.nbytes, its.begin, its.rows, its.first_check)
+                        for leaf, its in places.of.items()], dtype=_RECORD)  # fmt: skip
+    checks = places.checks.astype("<u8")
+    head = _HEAD.pack(places.block_nbytes, len(records), len(checks), payload_nbytes)
+    text = head + records.tobytes() + checks.tobytes()
+    return text + raw_manifest, len(text)
+
+
+def decode_places(raw: bytes, data: str, data_nbytes: int) -> tuple[Places, int]:
+    """Read the first part of an index and check every number in it; gives it, and where the manifest begins.
+
+    Not collective.
+
+    Args:
+        raw: the bytes; more may follow.
+        data, data_nbytes: name and size of the file that the rows must lie in.
+
+    Raises:
+        CorruptSlot: it is none; the text says what is wrong first.
+    """
+    try:
+        block_nbytes, count, sums, _ = _HEAD.unpack_from(raw)
+        end = _HEAD.size + count * _RECORD.itemsize + sums * 8
+        if not 0 < block_nbytes <= _MOST or end > len(raw):
+            raise ValueError(f"{count} records and {sums} checksums of {block_nbytes} bytes in {len(raw)}")
+        records = np.frombuffer(raw, dtype=_RECORD, count=count, offset=_HEAD.size)
+        checks = np.frombuffer(raw, dtype="<u8", count=sums, offset=end - sums * 8)
+        if any((records[name] > _MOST).any() for name in ("start", "nbytes", "begin", "rows", "first_check")):
+            raise ValueError("a number that is no size")
+        packed = records["packed"]
+        if (packed > 1).any() or (~(packed > 0) & (records["start"] + records["nbytes"] > data_nbytes)).any():
+            raise ValueError("rows that are not in the file")
+        if (records["first_check"] + -(-records["nbytes"].astype("<i8") // block_nbytes) > sums).any():
+            raise ValueError("rows without checksums")
+        if len(np.unique(records["leaf"])) != count:
+            raise ValueError("rows of a leaf in two places")
+        found = {leaf: Place(start, nbytes, begin, rows, first, bool(is_packed))
+                 for leaf, is_packed, start, nbytes, begin, rows, first in records.tolist()}  # fmt: skip
+    except (ValueError, struct.error) as error:
+        raise CorruptSlot(f"the index of a drained file is damaged: {error}") from None
+    return Places(data, block_nbytes, checks, found), end
+
+
+def decode(raw: bytes, data: str, data_nbytes: int) -> Index:
     """Read an index and check every number in it.
 
     Not collective.
 
     Args:
-        raw: the bytes of the document.
-        file_nbytes: size of the file that its pieces must lie in.
+        raw: the bytes of all of it.
+        data, data_nbytes: see `decode_places`.
 
     Raises:
         CorruptSlot: it is not an index; the text says what is wrong first.
     """
-    try:
-        document = json.loads(raw)
-        held = manifest.from_document(document["manifest"], _whole(document["payload_nbytes"]))
-        commons = tuple(_number(n) for n in document["commons"])
-        if len(commons) != len(held.entries):
-            raise ValueError(f"{len(commons)} sources for {len(held.entries)} entries")
-        block_nbytes = _whole(document["block_nbytes"])
-        checks = np.frombuffer(bytes.fromhex(document["checks"]), dtype="<u8")
-        if not block_nbytes:
-            raise ValueError("blocks without bytes")
-        pieces = tuple(_piece(fields, file_nbytes, block_nbytes, checks.size) for fields in document["pieces"])
-        _check_pieces(held, commons, pieces)
-        data = document["data"]
-        if not isinstance(data, str) or "/" in data or data.startswith("."):
-            raise ValueError(f"the name of the file is {data!r}")
-        return Index(held, commons, data, pieces, block_nbytes, checks)
-    except manifest.BAD_DOCUMENT as error:
-        raise CorruptSlot(f"the index of a drained file is damaged: {error!r}") from None
+    places, end = decode_places(raw, data, data_nbytes)
+    held = manifest.decode(raw[end:], _HEAD.unpack_from(raw)[3])
+    for number, place in places.of.items():
+        entry = held.entries[number] if number < len(held.entries) else None
+        if entry is None or not are_rows(place, entry.shape, entry.nbytes):
+            raise CorruptSlot("the index of a drained file is damaged: rows of no tensor")
+        if place.packed and not (entry.shape and place.nbytes):
+            raise CorruptSlot("the index of a drained file is damaged: rows that cannot be compressed")
+    return Index(held, places)
 
 
-def _piece(fields: Any, file_nbytes: int, block_nbytes: int, checks: int) -> Piece:
-    *entry, common, first_check, packed = fields
-    # What is compressed may have more bytes than the file.
-    place = manifest.decode_entry(entry, max(file_nbytes, _whole(entry[-1])) if packed else file_nbytes)
-    piece = Piece(place, _number(common), _whole(first_check), bool(_whole(packed)))
-    if packed and not (place.shape and place.nbytes):
-        raise ValueError(f"piece {place.name!r} cannot be compressed")
-    if piece.first_check + blocks(piece.entry.nbytes, block_nbytes) > checks:
-        raise ValueError(f"piece {piece.entry.name!r} has no checksums")
-    return piece
-
-
-def _check_pieces(held: Manifest, commons: Sequence[int], pieces: Sequence[Piece]) -> None:
-    """Each piece is of a tensor of the manifest, and there is one of each tensor that the rank alone holds."""
-    entries = {entry.name: entry for entry in held.entries}
-    for piece in pieces:
-        of, its = entries[piece.entry.name], piece.entry
-        if (of.kind, of.dtype, of.global_shape) != (its.kind, its.dtype, its.global_shape) or not _are_rows(its, of):
-            raise ValueError(f"piece {its.name!r} is not of the tensor of that name")
-    own = {piece.entry.name for piece in pieces if piece.common < 0}
-    for name, common in zip(first_names(held.entries), commons, strict=True):
-        if common < 0 and name not in own:
-            raise ValueError(f"there is no piece of {name!r}")
-
-
-def _are_rows(piece: Entry, of: Entry) -> bool:
-    """Whether a piece is some rows of a tensor, or all of it."""
-    if not of.shape:
-        return not piece.shape
-    before, behind = piece.offset[0] - of.offset[0], of.offset[0] + of.shape[0] - piece.offset[0] - piece.shape[0]
-    return before >= 0 <= behind and (piece.offset[1:], piece.shape[1:]) == (of.offset[1:], of.shape[1:])
-
-
-def _whole(value: Any) -> int:
-    if type(value) is not int or value < 0:
-        raise ValueError(f"{value!r} is no size")
-    return value
-
-
-def _number(value: Any) -> int:
-    if type(value) is not int or value < -1:
-        raise ValueError(f"{value!r} is no rank")
-    return value
+def are_rows(place: Place, shape: tuple[int, ...], nbytes: int) -> bool:
+    """Whether a place can have rows of a leaf of so many bytes."""
+    of = shape[0] if shape else 1
+    return place.begin + place.rows <= of and place.nbytes * of == nbytes * place.rows

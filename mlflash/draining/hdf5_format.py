@@ -8,15 +8,16 @@ from typing import Any
 from ..redundancy.rank_checkpoint import RankCheckpoint
 from ..storage import dcp_plans
 from ..storage.file_holes import FileWithHoles
-from . import checkpoint_directory, hdf5_files
-from .checkpoint_directory import Stored
+from . import hdf5_files
 from .drain_input import DrainInput, Load, Receipt, shown
 from .file_format import add_card
-from .file_index import Card
+from .file_index import Card, Stored
 
 
 class Hdf5:
     """HDF5, see `hdf5`; with a compression of `config.COMPRESSIONS`, or ""."""
+
+    name = "hdf5"
 
     def __init__(self, compression: str):
         self._compression = compression
@@ -29,17 +30,15 @@ class Hdf5:
         ties = {name: first for name, first in load.ties.items() if first in here}
         entries = [part.entry for part in load.parts]
         skeleton, starts = hdf5_files.tensors(entries, load.sources, ties, objects, self._compression)
-        text, its = load.index(home, name, starts)
+        places = load.places(home, name, starts)
+        text, first_nbytes = load.index(home, places)
         card = _finish(skeleton, drain_input, rank, owner, text)
-        stored = Stored(name, card.file_nbytes, card.index_check, name, card.file_nbytes)
-        return (
-            [(name, skeleton)],
-            stored,
-            Receipt.of(rank, its, load.ties, objects if names or rank == 0 else None, names),
-        )
+        stored = Stored.of(name, card, name, card.file_nbytes, text[:first_nbytes])
+        receipt = Receipt.of(rank, load, places, objects if names or rank == 0 else None, names)
+        return [(name, skeleton)], stored, receipt
 
     def master_files(
-        self, drain_input: DrainInput, stored: Sequence[Stored], receipts: Sequence[Receipt], job: str, owner: str
+        self, drain_input: DrainInput, text: bytes, receipts: Sequence[Receipt], job: str, owner: str
     ) -> list[tuple[str, FileWithHoles]]:
         about: dict[str, Any] = {
             "step": drain_input.step,
@@ -49,7 +48,7 @@ class Hdf5:
         }
         objects = {key: value for one in reversed(receipts) if one.names for key, value in one.objects.items()}
         skeleton = hdf5_files.whole(shown(receipts), receipts[0].ties, objects or receipts[0].objects, about)
-        _finish(skeleton, drain_input, -1, owner, checkpoint_directory.encode_master("hdf5", job, stored))
+        _finish(skeleton, drain_input, -1, owner, text)
         return [(hdf5_files.MASTER, skeleton)]
 
 

@@ -3,6 +3,7 @@
     look      each rank makes digests of what others may hold alike; rank 0 names the folder
     deal      what all ranks hold alike, and what sets of them share, is dealt out                2 gathers, 1 allreduce
     write     at most so many ranks at a time: checksums, the slot verified, the file written      1 allreduce
+    tell      what each rank holds becomes one table (see `describe_ranks`)                       3 gathers, 1 allreduce
     commit    rank 0 writes the file that commits the checkpoint, and deletes older ones           1 gather, 1 broadcast
 
 What takes long is done on a thread of its own, which never calls MPI; the courier does the rest, a little at a time
@@ -27,13 +28,14 @@ from ..errors import DrainFailed, MlflashError, text_of
 from ..mpi.background_collectives import BackgroundCollectives, in_thread
 from ..mpi.nonblocking import Operation, side_by_side
 from ..mpi.world import World
+from ..protocol.describe_ranks import Described, Gathered, gathering
 from ..storage.file_holes import FileWithHoles
 from ..storage.store import Store
-from . import checkpoint_directory
-from .checkpoint_directory import Stored
+from . import checkpoint_directory, rank_table
 from .drain import Drain
 from .drain_input import DrainInput, Load, Look, Receipt, load, look
 from .file_format import Form
+from .file_index import Stored
 
 log = logging.getLogger("mlflash")
 
@@ -144,6 +146,7 @@ class _OnItsWay:
         self.written: list[str] = []
         self.commits: list[str] = []  # those among them that say that the checkpoint is whole
         self.receipts: list[tuple[Stored, Receipt]] = []
+        self.described: dict[int, Described] = {}  # the ranks of which this one writes the files
 
     def run(self, clean: bool) -> Operation:
         reach("drain.begun")
@@ -165,13 +168,16 @@ class _OnItsWay:
         def write() -> None:
             for rank, home in drain_input.homes.items():
                 entries = [home.manifest.entries[looked.digests[rank][one]] for one in common]
-                self._write(rank, load(rank, home, entries, sets, drain_input.world_size, self.terms.block_nbytes))
+                size, block = drain_input.world_size, self.terms.block_nbytes
+                self._write(rank, load(rank, home, entries, looked, sets, size, block))
 
         _, error = yield from collectives.in_turn(self.terms.writers, lambda: self._attempt(write))
         yield from collectives.raise_together(error)
         reach("drain.written")
+        gathered = yield from self._gather()
         told = yield from collectives.collect(self.receipts)
-        yield from self._together(lambda: self._commit(sorted((r for those in told for r in those), key=_by_rank)))
+        receipts = sorted((r for those in told for r in those), key=_by_rank)
+        yield from self._together(lambda: self._commit(receipts, gathered))
         reach("drain.committed")
         if world.rank == 0:
             yield from in_thread(self._delete_surplus, "mlflash-drain")
@@ -220,8 +226,22 @@ class _OnItsWay:
         self.inside.make(parents=False)
         return look(self.drain_input), folder
 
+    def _gather(self) -> Operation:
+        """Tell all what each rank holds, see `describe_ranks`."""
+        steps, answer = gathering(self.described), None
+        while True:
+            try:
+                verb, value = steps.send(answer)
+            except StopIteration as end:
+                return end.value
+            if verb == "gather":
+                answer = yield from self.collectives.gather(value)
+            else:
+                answer = yield from self.collectives.agree(np.array(value, dtype=np.int64))
+
     def _write(self, rank: int, loaded: Load) -> None:
         """Write the files of a rank."""
+        self.described[rank] = loaded.rank
         self.drain.progress += 1
         files, stored, receipt = self.form.rank_files(
             self.drain_input, rank, self.drain_input.homes[rank], loaded, self.terms.owner
@@ -235,7 +255,7 @@ class _OnItsWay:
                 self.inside.write(name, content, checkpoint_directory.tag(self.drain_input.attempt, self.terms.owner))
         self.receipts.append((stored, receipt))
 
-    def _commit(self, told: list[tuple[Stored, Receipt]]) -> None:
+    def _commit(self, told: list[tuple[Stored, Receipt]], gathered: Gathered) -> None:
         """Write what commits the checkpoint (rank 0)."""
         if self.world.rank:
             return
@@ -247,10 +267,9 @@ class _OnItsWay:
                 if self.inside.nbytes(name) != nbytes:
                     raise DrainFailed("a file is not as it was written", expected=f"{nbytes} bytes in {name}",
                                       found=self.inside.nbytes(name))  # fmt: skip
-        files = self.form.master_files(
-            self.drain_input, [stored for stored, _ in told], [receipt for _, receipt in told],
-            self.terms.job, self.terms.owner,
-        )  # fmt: skip
+        text = rank_table.encode(self.form.name, self.terms.job, [stored for stored, _ in told], gathered)
+        receipts = [receipt for _, receipt in told]
+        files = self.form.master_files(self.drain_input, text, receipts, self.terms.job, self.terms.owner)
         tag = checkpoint_directory.tag(self.drain_input.attempt, self.terms.owner)
         with _closing(files):
             for name, skeleton in files:

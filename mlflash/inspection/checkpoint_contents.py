@@ -186,14 +186,12 @@ def read_directory(path: str, one: Listed, wanted: str | None, numbers: bool) ->
             its = drained.index(rank)
             if rank == 0:
                 found.plain = plain_of(its.manifest, wanted)
-            for piece in its.pieces:
-                if matches(piece.entry.name, wanted):
-                    place = Run(
-                        f"{one.folder}/{its.data}", -1 if piece.packed else piece.entry.start, piece.entry.nbytes
-                    )
-                    shard = Shard(piece.entry, rank, "", (place,))
+            for entry, place in its.pieces:
+                if matches(entry.name, wanted):
+                    run = Run(f"{one.folder}/{its.places.data}", -1 if place.packed else place.start, place.nbytes)
+                    shard = Shard(entry, rank, "", (run,))
                     if numbers:
-                        shard.numbers = statistics(piece.entry, drained.content(rank, piece))
+                        shard.numbers = statistics(entry, drained.content(rank, entry.name, place))
                     found.shards.append(shard)
     finally:
         drained.close()

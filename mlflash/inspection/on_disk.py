@@ -7,7 +7,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from ..draining.checkpoint_directory import MASTERS, Listed, is_folder, list_checkpoints, read_master
+from ..draining import index_version_1, rank_table
+from ..draining.checkpoint_directory import MASTERS, Listed, is_folder, list_checkpoints, read_index
 from ..errors import CorruptSlot, MlflashError
 from ..human_readable.wording import many
 from ..mpi.world import World
@@ -102,7 +103,10 @@ def _look_into(store: Store) -> DirectoryContents:
 def stored_nbytes(store: Store, one: Listed) -> int:
     """Bytes of the tensors' files of a checkpoint; 0 where they cannot be told. Not collective."""
     try:
-        return sum(stored.data_nbytes for stored in read_master(store.at(one.folder), one))
+        raw, ranks = read_index(store.at(one.folder), one), one.card.world_size
+        is_old = one.card.version == 1
+        files = index_version_1.read_files(raw, ranks) if is_old else rank_table.decode(raw, ranks).files
+        return sum(stored.data_nbytes for stored in files)
     except (MlflashError, OSError):
         return 0
 
@@ -125,7 +129,12 @@ def verify(world: World, store: Store, one: Listed, advance: Callable[[int], Non
         return 0, [(one.master, error.message)] if world.rank == 0 else []
     nbytes, wrong = 0, []
     try:
-        for name, read, bad in drained.verify(range(world.rank, drained.world_size, world.size)):
+        for rank in range(world.rank, drained.world_size, world.size):
+            try:
+                name, read, bad = drained.verify(rank)
+            except CorruptSlot as error:
+                wrong.append((drained.name_of(rank), error.message))
+                continue
             nbytes += read
             advance(read)
             wrong += [(name, f"{many(len(bad), 'part')} of tensors damaged, first {bad[0]}")] if bad else []

@@ -13,7 +13,7 @@ from __future__ import annotations
 import dataclasses
 import pickle
 import zlib
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,7 @@ from .ranks import Collectives
 _MOST = int(np.iinfo(np.int64).max)
 
 Steps = Generator[tuple[str, Any], Any, "Gathered"]
-"""What is to be agreed on, one after the other: ``("gather", value)`` or ``("agree", numbers)``; it is sent the answer."""
+"""What is to be agreed on, each ``("gather", value)`` or ``("agree", numbers)``; it is sent the answers."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,10 +118,11 @@ def gathering(mine: Mapping[int, Described]) -> Steps:
     for rank in sorted(key_of):
         ranks_of.setdefault(key_of[rank], []).append(rank)
     first = {ranks[0] for ranks in ranks_of.values()}
-    told = yield "gather", {its.structure.key: (its.structure, its.plain) for rank, its in mine.items() if rank in first}
+    to_tell = {its.structure.key: (its.structure, its.plain) for rank, its in mine.items() if rank in first}
+    told = yield "gather", to_tell
     known: dict[bytes, tuple[RankStructure, list[Any]]] = {key: one for theirs in told for key, one in theirs.items()}
-    checks, plain = yield from _compared([known[key][0] for key in ranks_of], mine)
-    plain_differ = frozenset(path for path, (low, high) in plain.items() if low != high)
+    checks, of_plain = yield from _compared([known[key][0] for key in ranks_of], mine)
+    plain_differ = frozenset(path for path, (low, high) in of_plain.items() if low != high)
     packed = yield "gather", zlib.compress(pickle.dumps({
         rank: (its.row.tobytes(), _otherwise(its.plain, known[its.structure.key][1]), its.more)
         for rank, its in mine.items()
@@ -139,7 +140,9 @@ def gathering(mine: Mapping[int, Described]) -> Steps:
 
 def _otherwise(plain: Sequence[Any], base: Sequence[Any]) -> bytes:
     """What one rank has otherwise than another."""
-    found = {number: mine for number, (mine, its) in enumerate(zip(plain, base, strict=True)) if repr(mine) != repr(its)}
+    found = {
+        number: mine for number, (mine, its) in enumerate(zip(plain, base, strict=True)) if repr(mine) != repr(its)
+    }
     return zlib.compress(pickle.dumps(found), 1) if found else b""
 
 
@@ -151,7 +154,9 @@ def _compared(structures: Sequence[RankStructure], mine: Mapping[int, Described]
     """The smallest and the largest checksum of each name and of each path: two where not all have it alike."""
     names = list(dict.fromkeys(name for its in structures for name in its.names))
     paths = list(dict.fromkeys(path for its in structures for path in its.paths))
-    of_name, of_path = ({key: at for at, key in enumerate(keys, first)} for keys, first in ((names, 0), (paths, len(names))))
+    of_name, of_path = (
+        {key: at for at, key in enumerate(keys, first)} for keys, first in ((names, 0), (paths, len(names)))
+    )
     low, high = (np.full(len(names) + len(paths), _MOST, dtype=np.int64) for _ in range(2))  # high: of the complement
     for its in mine.values():
         at = [of_name[its.structure.names[number]] for number in its.checks]

@@ -5,17 +5,18 @@ Each block that is touched is checked. What lies side by side is read at once, s
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import xxhash
 
-from ..draining import file_index
-from ..draining.checkpoint_directory import Listed, Stored
-from ..draining.file_index import CARD_NBYTES, Index, Piece, Place, Places, blocks, read_card
+from ..draining import file_index, index_version_1
+from ..draining.checkpoint_directory import Listed
+from ..draining.file_index import CARD_NBYTES, Card, Index, Place, Places, Stored, blocks, read_card
 from ..errors import CorruptSlot
 from ..state.shards import Box, box
 from ..storage.store import Store
@@ -87,35 +88,68 @@ class DrainedFiles:
         return self._indexes[rank]
 
     def _read_index(self, rank: int) -> Index:
+        stored = self._files[rank]
+        with self._as_corrupt():
+            card = self._card(rank)
+            raw = self._read(stored.card, card.index_start, card.index_nbytes, card.index_check)
+        if card.version == 1:
+            return index_version_1.decode(raw, stored.data_nbytes)
+        return file_index.decode(raw, stored.data, stored.data_nbytes)
+
+    @contextlib.contextmanager
+    def _as_corrupt(self) -> Iterator[None]:
+        """Let an error of the file system say that the checkpoint cannot be used: another one can."""
+        try:
+            yield
+        except OSError as problem:
+            raise CorruptSlot(f"{self._inside.path} cannot be read: {problem}", step=self._listed.step) from None
+
+    def name_of(self, rank: int) -> str:
+        """The file of a rank that has its card and its index."""
+        return self._files[rank].card
+
+    def _card(self, rank: int) -> Card:
+        """Read the card of a rank's file, and compare it and the sizes of the files with what was committed."""
         stored, path = self._files[rank], self._inside.path
         nbytes = self._inside.nbytes(stored.card)
         try:
             card = read_card(self._inside.read(stored.card, 0, CARD_NBYTES))
         except CorruptSlot as error:
             raise CorruptSlot(f"{path}/{stored.card}: {error.message}", step=self._listed.step) from None
-        found = (nbytes, card.attempt, card.rank, card.index_check, self._inside.nbytes(stored.data))
+        data_nbytes = nbytes if stored.data == stored.card else self._inside.nbytes(stored.data)
+        found = (nbytes, card.attempt, card.rank, card.index_check, data_nbytes)
         wanted = (stored.nbytes, self._listed.card.attempt, rank, stored.index_check, stored.data_nbytes)
         if found != wanted:
             raise CorruptSlot(f"{path}/{stored.card} is not the file that was committed", step=self._listed.step)
-        raw = self._inside.read(stored.card, card.index_start, card.index_nbytes)
-        if xxhash.xxh3_64_intdigest(raw) != card.index_check:
-            raise CorruptSlot(f"the index of {path}/{stored.card} is damaged", step=self._listed.step)
-        return file_index.decode(raw, stored.data_nbytes)
+        return card
+
+    def _read(self, name: str, start: int, nbytes: int, check: int) -> bytes:
+        raw = self._inside.read(name, start, nbytes)
+        if len(raw) != nbytes or xxhash.xxh3_64_intdigest(raw) != check:
+            raise CorruptSlot(f"the index of {self._inside.path}/{name} is damaged", step=self._listed.step)
+        return raw
 
     def places(self, rank: int) -> Places:
-        """Read where the file of a rank has what."""
-        return self.index(rank).places()
+        """Read where the file of a rank has what: of its index that part only."""
+        if self._listed.card.version == 1 or rank in self._indexes:
+            return self.index(rank).places
+        its = self._files[rank]
+        with self._as_corrupt():
+            self._card(rank)
+            raw = self._read(its.card, its.places_start, its.places_nbytes, its.places_check)
+        return file_index.decode_places(raw, its.data, its.data_nbytes)[0]
 
-    def content(self, rank: int, piece: Piece) -> Iterator[np.ndarray]:
-        """Read the bytes of a piece in a rank's file, some at a time."""
-        its = self.places(rank)
-        place = Place(piece.entry.start, piece.entry.nbytes, 0, 0, piece.first_check, piece.packed)
+    def content(self, rank: int, name: str, place: Place) -> Iterator[np.ndarray]:
+        """Read the bytes of some rows in a rank's file, some at a time."""
+        its = self.index(rank).places
         run = max(its.block_nbytes, RUN_NBYTES // its.block_nbytes * its.block_nbytes)
-        for at in range(0, piece.entry.nbytes, run):
-            end = min(piece.entry.nbytes, at + run)
-            row = piece.entry.nbytes // max(1, piece.entry.shape[0]) if piece.packed else 0
-            raw = self._unpacked(its, piece.entry.name, row, at, end) if piece.packed else self._raw(its, place, at, end)
-            self._check(its, place, piece.entry.name, at, raw, end - at)
+        for at in range(0, place.nbytes, run):
+            end = min(place.nbytes, at + run)
+            if place.packed:
+                raw = self._unpacked(its, name, place.nbytes // place.rows, at, end)
+            else:
+                raw = np.frombuffer(self._inside.read(its.data, place.start + at, end - at), dtype=np.uint8)
+            self._check(its, place, name, at, raw, end - at)
             yield raw
 
     def fetch(self, runs: Sequence[Run], its: Places) -> Iterator[int]:
@@ -165,9 +199,6 @@ class DrainedFiles:
             if raw.nbytes != nbytes or xxhash.xxh3_64_intdigest(raw[at : at + size].data) != int(wanted[number]):
                 raise CorruptSlot(f"block {low // size + number} is damaged in {self._inside.path}/{its.data}",
                                   tensor=name, step=self._listed.step)  # fmt: skip
-
-    def _raw(self, its: Places, place: Place, low: int, high: int) -> np.ndarray:
-        return np.frombuffer(self._inside.read(its.data, place.start + low, high - low), dtype=np.uint8)
 
     def _unpacked(self, its: Places, name: str, row: int, low: int, high: int) -> np.ndarray:
         """Read bytes of what HDF5 has compressed, in rows of so many bytes."""

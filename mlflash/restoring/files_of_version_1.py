@@ -5,16 +5,18 @@ So the ranks share the reading of their indexes, and tell each other what is in 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import xxhash
 
-from ..draining.file_index import Index, first_names
+from ..draining.file_index import Index, first_names, numbers_of
+from ..draining.index_version_1 import IndexVersion1
 from ..errors import CorruptSlot
 from ..protocol.describe_ranks import Described, gather_ranks
 from ..protocol.ranks import Collectives
+from ..state.leaves import Entry
 from ..state.old_ranks import OldRanks
 
 _Piece = tuple[int, str, int, int, int]  # of which ranks, name, first row, row after the last, checksum
@@ -64,7 +66,14 @@ def read_version_1(world: Collectives, mine: Iterable[int], index: Callable[[int
     Raises:
         CorruptSlot: on all ranks, where a file is missing, damaged, or was changed since.
     """
-    described = together(lambda: {rank: _describe(index(rank)) for rank in mine})
+
+    def describe(rank: int) -> Described:
+        its = index(rank)
+        if not isinstance(its, IndexVersion1):
+            raise CorruptSlot("a file is of another format version than the one that commits it", rank=rank)
+        return _describe(its)
+
+    described = together(lambda: {rank: describe(rank) for rank in mine})
     gathered = gather_ranks(world, described)
     dealt = ToldPieces({rank: more[0] for rank, more in gathered.more.items()},
                        {rank: more[1] for rank, more in gathered.more.items()})  # fmt: skip
@@ -76,21 +85,20 @@ def read_version_1(world: Collectives, mine: Iterable[int], index: Callable[[int
     return OldRanks(gathered.groups, frozenset(differ), gathered.plain_differ, gathered.plain_of, {}), dealt
 
 
-def _describe(its: Index) -> Described:
-    entries, places = its.manifest.entries, its.places()
-    by_name = {piece.entry.name: piece for piece in its.pieces if piece.common < 0}
-    checks = {number: _check([its.check(by_name[name])])
-              for number, (entry, name) in enumerate(zip(entries, first_names(entries), strict=True))
+def _describe(its: IndexVersion1) -> Described:
+    entries, places = its.manifest.entries, its.places
+    checks = {number: _check([places.check(places.of[first])])
+              for number, (entry, first) in enumerate(zip(entries, _firsts(entries), strict=True))
               if its.commons[number] < 0 and entry.shape == entry.global_shape}  # fmt: skip
-    numbers = {entry.name: number for number, entry in reversed([*enumerate(entries)])}
-    pieces = []
-    for piece in its.pieces:
-        if piece.common >= 0:
-            place = places.of[numbers[piece.entry.name]]
-            end = place.begin + place.rows
-            pieces.append((piece.common, piece.entry.name, place.begin, end, its.check(piece)))
-    more = its.commons, pieces
-    return Described.of(entries, its.manifest.tree, its.manifest.plain, checks, more)
+    pieces = [(common, entries[number].name, place.begin, place.begin + place.rows, places.check(place))
+              for number, place in places.of.items() if (common := its.common_of[number]) >= 0]  # fmt: skip
+    return Described.of(entries, its.manifest.tree, its.manifest.plain, checks, (its.commons, pieces))
+
+
+def _firsts(entries: Sequence[Entry]) -> list[int]:
+    """For each entry the number of the first one that is tied to it."""
+    numbers = numbers_of(entries)
+    return [numbers[name] for name in first_names(entries)]
 
 
 def _check(checks: list[int]) -> int:

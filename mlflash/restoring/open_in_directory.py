@@ -1,30 +1,34 @@
 """A checkpoint in a directory, open: any rank reads any part of any tensor of any old rank.
 
-The ranks share the reading of the indexes, and tell each other what is in them. Tensors are read a part at a time,
-straight from the file that has it (`drained_files`).
+What all ranks hold is read by one of them, from the file that commits the checkpoint, and told to the others. Tensors
+are read a part at a time, straight from the file that has it (`drained_files`).
 """
 
 from __future__ import annotations
 
 import logging
 import math
+import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
-from ..draining.checkpoint_directory import Listed, read_master
-from ..draining.file_index import Index, Piece, Places, first_names
+from ..draining import index_version_1, rank_table
+from ..draining.checkpoint_directory import Listed, read_index
+from ..draining.file_index import Index, Place, Places, first_names
+from ..draining.rank_table import Dealt
 from ..errors import CorruptSlot, MlflashError, text_of
 from ..protocol.ranks import Collectives
 from ..protocol.wanted_parts import WantedPart, items
 from ..redundancy.rank_checkpoint import RankCheckpoint
 from ..state.manifest import Manifest
+from ..state.old_ranks import OldRanks
 from ..state.rebuild import Read
 from ..state.shards import box, cut, overlap
 from ..storage.store import Store
 from .drained_files import RUN_NBYTES, DrainedFiles, Run
-from .files_of_version_1 import read_version_1
+from .files_of_version_1 import ToldPieces, read_version_1
 
 log = logging.getLogger("mlflash")
 
@@ -62,9 +66,21 @@ class OpenInDirectory:
         self.restores, self.damage = 0, ""
         self.home: RankCheckpoint | None = None
         self._mine = range(world.rank, self.world_size, world.size)  # the old ranks that this one looks after
-        stored = self._together(lambda: read_master(inside, listed))
-        self._files = DrainedFiles(inside, listed, stored)
-        self.olds, self._dealt = read_version_1(world, self._mine, self._files.index, self._together)
+        self._dealt: ToldPieces | Dealt
+        own = world.rank % self.world_size
+        if listed.card.version == 1:
+            raw = self._together(lambda: read_index(inside, listed))
+            stored = self._together(lambda: index_version_1.read_files(raw, self.world_size))
+            self._files = DrainedFiles(inside, listed, stored)
+            self.olds, self._dealt = read_version_1(world, self._mine, self._files.index, self._together)
+        else:  # one rank reads it, and the others get it by a tree
+            packed = self._together(lambda: b"" if world.rank else zlib.compress(read_index(inside, listed), 1))
+            packed = world.broadcast(packed, 0)
+            table = self._together(lambda: rank_table.decode(zlib.decompress(packed), self.world_size))
+            self._files, self._dealt = DrainedFiles(inside, listed, table.files), Dealt(table)
+            self.olds = OldRanks(table.groups, table.differ, table.plain_differ, self._plain_of, {})
+        # What a rank reads of its own file must not fail later, on this rank only.
+        self._own: tuple[int, Index] = own, self._together(lambda: self._files.index(own))
         if names := self.olds.spots.keys() & set(told):
             texts = self._together(lambda: {rank: self._texts(rank, names) for rank in self._mine})
             self.olds.told |= {rank: text for theirs in world.gather(texts) for rank, text in theirs.items()}
@@ -92,7 +108,10 @@ class OpenInDirectory:
             CorruptSlot: on all ranks, where something is damaged.
         """
         if not self._in_rounds(
-            raw.nbytes for rank in self._mine for piece in self.index(rank).pieces for raw in self.content(rank, piece)
+            raw.nbytes
+            for rank in self._mine
+            for entry, place in self.index(rank).pieces
+            for raw in self.content(rank, entry.name, place)
         ):
             raise CorruptSlot(f"{self.path} is damaged: {self.damage}", step=self.step)
 
@@ -141,27 +160,43 @@ class OpenInDirectory:
         """Close the files. Not collective. May be called twice."""
         self._files.close()
 
-    def verify(self, ranks: Iterable[int]) -> Iterator[tuple[str, int, list[str]]]:
-        """Read every byte of some ranks' files; gives file, bytes, and the tensors in which a block is bad.
+    def verify(self, rank: int) -> tuple[str, int, list[str]]:
+        """Read every byte of a rank's file; gives file, bytes, and the tensors in which a block is bad.
 
         Not collective.
+
+        Raises:
+            CorruptSlot: it is missing, or its card or index are damaged.
         """
-        for rank in ranks:
-            bad, nbytes = [], 0
-            for piece in self.index(rank).pieces:
-                try:
-                    nbytes += sum(raw.nbytes for raw in self.content(rank, piece))
-                except (MlflashError, OSError):
-                    bad.append(piece.entry.name)
-            yield self.index(rank).data, nbytes, bad
+        bad, nbytes = [], 0
+        for entry, place in self.index(rank).pieces:
+            try:
+                nbytes += sum(raw.nbytes for raw in self.content(rank, entry.name, place))
+            except (MlflashError, OSError):
+                bad.append(entry.name)
+        return self.index(rank).places.data, nbytes, bad
 
     def index(self, rank: int) -> Index:
         """Read what the file of an old rank says of itself. Not collective."""
-        return self._files.index(rank)
+        return self._own[1] if rank == self._own[0] else self._files.index(rank)
 
-    def content(self, rank: int, piece: Piece) -> Iterator[np.ndarray]:
-        """Read the bytes of a piece in a rank's file, some at a time; each block is checked. Not collective."""
-        return self._files.content(rank, piece)
+    def name_of(self, rank: int) -> str:
+        """The file of an old rank that has its index. Not collective."""
+        return self._files.name_of(rank)
+
+    def content(self, rank: int, name: str, place: Place) -> Iterator[np.ndarray]:
+        """Read the bytes of some rows in a rank's file, some at a time; each block is checked. Not collective."""
+        return self._files.content(rank, name, place)
+
+    def _plain_of(self, rank: int) -> list[Any]:
+        """The plain leaves of an old rank: its file is read only where ranks have others."""
+        its = self.olds.groups[self.olds.group_of(rank)]
+        if rank == its.ranks[0] or self.olds.plain_differ.isdisjoint(its.structure.paths):
+            return its.plain
+        plain = self.index(rank).manifest.plain
+        if len(plain) != len(its.plain):
+            raise CorruptSlot("a file is of another structure than it was committed with", step=self.step, rank=rank)
+        return plain
 
     def _together(self, work: Callable[[], T]) -> T:
         """Do something on this rank; what goes wrong on any is raised on all. Collective over the world."""
@@ -247,7 +282,9 @@ class OpenInDirectory:
         if both is None:
             return
         inside = tuple(a - b for a, b in zip(both[0], start, strict=True))
-        target = wanted_part.target[box(tuple(a - b for a, b in zip(both[0], wanted_part.source, strict=True)), both[1])]
+        target = wanted_part.target[
+            box(tuple(a - b for a, b in zip(both[0], wanted_part.source, strict=True)), both[1])
+        ]
         for offset, part in cut(both[1], item, RUN_NBYTES):
             at = tuple(a + b for a, b in zip(inside, offset, strict=True))
             yield Run(place, name, rows, (at, part), target[box(offset, part)])

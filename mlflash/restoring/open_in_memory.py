@@ -72,13 +72,16 @@ class OpenInMemory:
             lambda: {rank: _describe(me, home, checks, told) for rank, home in found.homes.items()}
         )
         gathered = gather_ranks(self._ranks, mine)
-        self._places = {rank: (server, file) for rank, (server, file, _) in gathered.more.items()}
+        self._places: dict[int, tuple[int, int]] = {
+            rank: (server, file) for rank, (server, file, _) in gathered.more.items()
+        }
         texts = {rank: text for rank, (*_, text) in gathered.more.items() if text}
         self.olds = gathered.old_ranks(checks, texts, [rank for rank in self._places if self.is_near(rank)])
 
     def is_near(self, rank: int) -> bool:
         """Whether the slot of an old rank is on this node. Not collective."""
-        return self._ranks.topology.node_of[self._places[rank][0]] == self._ranks.node_index
+        server, _ = self._places[rank]
+        return self._ranks.topology.node_of[server] == self._ranks.node_index
 
     def distance(self, rank: int) -> int:
         """How far the slot of an old rank is: 0 that of this rank's own number, 1 on this node, 2 elsewhere."""

@@ -51,7 +51,7 @@ class Manifest:
 
 def encode_entries(entries: tuple[Entry, ...]) -> bytes:
     """Encode the part that stays the same from save to save."""
-    return _json([list(dataclasses.astuple(entry)) for entry in entries])
+    return _json([list(vars(entry).values()) for entry in entries])
 
 
 def encode_tree(tree: Tree) -> bytes:

@@ -1,8 +1,11 @@
 """What all ranks of a checkpoint hold, in little memory: structures once, and of each rank a row of numbers.
 
-With 10,000 ranks of 3,000 leaves that is 6 MB, where an object for each leaf of each rank took 23 GiB. Of which parts of
-which ranks' tensors a new shard is made is found for each class of leaves once. What a rank holds is put together when
-it is asked for.
+With 10,000 ranks of 3,000 leaves that is 6 MB, where an object for each leaf of each rank took 23 GiB. Of which parts
+of which ranks' tensors a new shard is made is found for each class of leaves once. What a rank holds is put together
+when it is asked for. A tensor is found by its name. Where the old ranks held shards of it, every part of the new shard
+is cut from one of them. Where they held it whole and alike, any copy will do. Where they held it whole, each its own
+(random generators, positions of data loaders), it does not reshard: a rank gets back what the old rank of its number
+had, or keeps what it has.
 """
 
 from __future__ import annotations
@@ -153,11 +156,11 @@ class OldRanks(Mapping[int, OldRank]):
 
     def group_of(self, rank: int) -> int:
         """The number of the group that a rank is in."""
-        return int(self._group_of[np.searchsorted(self.ranks, rank)])
+        return int(self._group_of[self.ranks.searchsorted(rank)])
 
     def _place(self, rank: int) -> tuple[Group, int]:
         group = self.groups[self.group_of(rank)]
-        return group, int(np.searchsorted(group.ranks, rank))
+        return group, int(group.ranks.searchsorted(rank))
 
     def is_private(self, spots: Iterable[Spot]) -> bool:
         """Whether ranks had a tensor whole, but not alike."""
@@ -277,10 +280,10 @@ class OldRanks(Mapping[int, OldRank]):
             ranks, spots, numbers = [], [], []
             for nth, (group, its) in enumerate(key):
                 one = self.groups[group]
-                at, dims = one.structure.starts[its], one.structure.dims[its]
+                first, dims = one.structure.starts[its], one.structure.dims[its]
                 ranks.append(one.ranks)
                 spots.append(np.full(len(one.ranks), nth))
-                numbers.append(one.rows[:, at : at + 3 * dims].reshape(len(one.ranks), 3, dims))
+                numbers.append(one.rows[:, first : first + 3 * dims].reshape(len(one.ranks), 3, dims))
             order = np.argsort(np.concatenate(ranks), kind="stable")
             boxes = np.concatenate(numbers)[order]
             at = np.searchsorted(self.ranks, np.concatenate(ranks)[order])

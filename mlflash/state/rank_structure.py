@@ -1,4 +1,4 @@
-"""What ranks have in common: a tree, and of each leaf its name, dtype and *class*; and the numbers that tell them apart.
+"""What ranks have in common: a tree, and of each leaf name, dtype and *class*; and the numbers that tell them apart.
 
 Thousands of ranks differ in which box of each tensor they hold, and thousands of tensors lie in a dozen distinct boxes.
 So a rank is a structure, which many share, and a row of numbers: of each class global shape, offset and shape.
@@ -53,10 +53,10 @@ class RankStructure:
     def of(cls, entries: Sequence[Entry], tree: Tree) -> tuple[RankStructure, np.ndarray]:
         """Describe a rank: its structure, and its row, ``(width,)`` int64."""
         known: dict[Any, int] = {}
-        firsts: dict[Entry, int] = {}
+        firsts: dict[Any, int] = {}
         classes = tuple(known.setdefault((e.global_shape, e.offset, e.shape), len(known)) for e in entries)
-        ties = tuple(firsts.setdefault(dataclasses.replace(e, name=""), n) if e.nbytes else n
-                     for n, e in enumerate(entries))  # fmt: skip
+        ties = tuple(firsts.setdefault((e.start, e.kind, e.dtype, e.global_shape, e.offset, e.shape), n)
+                     if e.nbytes else n for n, e in enumerate(entries))  # fmt: skip
         made = cls(tuple(e.name for e in entries), tuple(e.kind for e in entries), tuple(e.dtype for e in entries),
                    ties, classes, tuple(len(box[0]) for box in known), tree)  # fmt: skip
         numbers = [n for box in known for part in box for n in part]
@@ -71,6 +71,12 @@ class RankStructure:
     def numbers(self) -> dict[str, int]:
         """The number of the first leaf of each name."""
         return {name: number for number, name in reversed([*enumerate(self.names)])}
+
+    @functools.cached_property
+    def places(self) -> tuple[dict[int, int], dict[int, int]]:
+        """Of each leaf in `alike`, and of each in `shared`, where it is there."""
+        alike, shared = ({number: nth for nth, number in enumerate(leaves)} for leaves in (self.alike, self.shared))
+        return alike, shared
 
     @functools.cached_property
     def paths(self) -> dict[str, int]:
@@ -107,6 +113,10 @@ class RankStructure:
         at, dims = self.starts[self.classes[number]], self.dims[self.classes[number]]
         return tuple(row[at + 2 * dims : at + 3 * dims].tolist())
 
+    def nbytes(self, row: np.ndarray, number: int) -> int:
+        """The bytes of one leaf of a rank."""
+        return math.prod(self.shape(row, number)) * item_nbytes(self.kinds[number], self.dtypes[number])
+
     def check_rows(self, rows: np.ndarray) -> None:
         """Refuse rows, ``(ranks, width)``, in which a box is not inside its tensor.
 
@@ -130,10 +140,12 @@ def from_document(document: Any, plain: int) -> RankStructure:
         plain: how many plain leaves its ranks have.
     """
     names, kinds, dtypes, ties, classes, dims, tree, alike, shared = document
-    columns = names, kinds, dtypes, ties, classes, dims, alike, shared
-    made = RankStructure(*(tuple(column) for column in columns[:6]), tree, tuple(alike), tuple(shared))
+    made = RankStructure(tuple(names), tuple(kinds), tuple(dtypes), tuple(ties), tuple(classes), tuple(dims), tree,
+                         tuple(alike), tuple(shared))  # fmt: skip
     leaves = len(made.names)
-    if not all(isinstance(name, str) for name in made.names) or not {*map(len, columns[1:5])} <= {leaves}:
+    if not all(isinstance(name, str) for name in made.names) or not {*map(len, (kinds, dtypes, ties, classes))} <= {
+        leaves
+    }:
         raise ValueError("leaves without a name, a dtype or a class")
     for pair in set(zip(made.kinds, made.dtypes, strict=True)):
         item_nbytes(*pair)

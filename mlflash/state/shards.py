@@ -1,10 +1,4 @@
-"""Boxes of tensors: old shards → new ones. Pure.
-
-A tensor is found by its name. Where the old ranks held shards of it, every part of the new shard is cut from one of
-them. Where they held it whole and alike, any copy will do. Where they held it whole, each its own (random generators,
-positions of data loaders), it does not reshard: a rank gets back what the old rank of its number had, or keeps what
-it has.
-"""
+"""Boxes of tensors: where two overlap, whether some are all of one, how one is cut; paths of plain leaves. Pure."""
 
 from __future__ import annotations
 

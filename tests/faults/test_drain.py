@@ -556,10 +556,11 @@ def flip_in(folder: Path, name: str, at: int, only: str = "") -> None:
     """Change a bit of a tensor, in the file of the first rank that has a part of it."""
     for path in sorted(folder.glob(f"rank-*{only}.h5")):
         card = card_of(path)
-        its = file_index.decode(path.read_bytes()[card.index_start :][: card.index_nbytes], card.file_nbytes)
-        for piece in its.pieces:
-            if piece.entry.name == name and piece.entry.nbytes > at:
-                flip(path, piece.entry.start + at)
+        raw = path.read_bytes()[card.index_start :][: card.index_nbytes]
+        its = file_index.decode(raw, path.name, card.file_nbytes)
+        for entry, place in its.pieces:
+            if entry.name == name and place.nbytes > at:
+                flip(path, place.start + at)
                 return
     raise AssertionError(f"{name} is nowhere")
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from held_by_all import Held, fragments, merge_plain
 from hypothesis import given
 from hypothesis import strategies as st
 
-from held_by_all import Held, fragments, merge_plain
 from mlflash.errors import StructureMismatch
 from mlflash.mpi.world import World
 from mlflash.protocol.describe_ranks import Described, gather_ranks
@@ -41,7 +41,9 @@ def sharding(data: Any, whole: tuple[int, ...]) -> list[tuple[tuple[int, ...], t
 
 def ranks_of(held: Sequence[Held], near: Collection[int] = (), compared: bool = True) -> OldRanks:
     """What ranks hold of one tensor, one entry each, as all of them tell each other."""
-    mine = {one.rank: Described.of([one.entry], ["e", 0], [], {} if one.check is None else {0: one.check}) for one in held}
+    mine = {
+        one.rank: Described.of([one.entry], ["e", 0], [], {} if one.check is None else {0: one.check}) for one in held
+    }
     return gather_ranks(ALONE, mine).old_ranks(compared, {}, near)
 
 
@@ -55,7 +57,9 @@ def parts(want: Entry, held: Sequence[Held], rank: int, near: Collection[int] = 
             answers.append(None if found is None else [*found])
         except StructureMismatch as error:
             answers.append((error.message, error.tensor, error.found, error.expected))
-    by_number = [dataclasses.replace(part, number=0) for part in answers[0]] if isinstance(answers[0], list) else answers[0]
+    by_number = (
+        [dataclasses.replace(part, number=0) for part in answers[0]] if isinstance(answers[0], list) else answers[0]
+    )
     assert answers[1] == by_number
     if isinstance(answers[1], tuple):
         raise StructureMismatch(answers[1][0], tensor=answers[1][1])

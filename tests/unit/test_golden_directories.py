@@ -1,0 +1,112 @@
+"""What was drained by any version is read: 4 ranks of a model in 2 replicas, each in 2 shards, as HDF5 and as DCP."""
+
+from __future__ import annotations
+
+import math
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mlflash.draining import checkpoint_directory
+from mlflash.draining.checkpoint_directory import Listed
+from mlflash.errors import CorruptSlot
+from mlflash.mpi.world import World
+from mlflash.protocol.wanted_parts import WantedPart
+from mlflash.restoring.open_in_directory import OpenInDirectory
+from mlflash.state.leaves import Entry
+from mlflash.state.rebuild import materialize
+from mlflash.storage.store import Directory
+
+ALONE = World(None, 0, math.inf)
+CASES = [(version, form) for version in (1, 2) for form in ("hdf5", "dcp")]
+W = torch.arange(35, dtype=torch.float32).reshape(7, 5)
+
+
+@pytest.fixture(params=CASES, ids=lambda case: f"v{case[0]}-{case[1]}")
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    version, form = request.param
+    with zipfile.ZipFile(Path(__file__).with_name(f"golden-drained-v{version}.zip")) as golden:
+        golden.extractall(tmp_path)
+    return tmp_path / form
+
+
+@pytest.fixture
+def opened(folder: Path) -> Iterator[OpenInDirectory]:
+    (listed,) = checkpoint_directory.list_checkpoints(Directory(str(folder)))
+    found = OpenInDirectory(ALONE, Directory(str(folder)), listed)
+    yield found
+    found.close()
+
+
+def state_of(opened: OpenInDirectory, rank: int) -> Any:
+    manifest, read, wanted = opened.state(rank)
+    assert opened.read(wanted), opened.damage
+    return materialize(manifest.tree, manifest.entries, manifest.plain, read)
+
+
+def test_each_rank_gets_its_state_back(opened: OpenInDirectory) -> None:
+    opened.verify_together()
+    for rank in range(4):
+        state = state_of(opened, rank)
+        rows, columns = ((0, 4), (4, 7))[rank % 2], ((0, 3), (3, 5))[rank % 2]
+        assert torch.equal(state["model"]["w"], W[slice(*rows)])
+        assert torch.equal(state["model"]["v"], W[:, slice(*columns)] + 100)
+        assert state["tied"].dtype == torch.bfloat16 and state["tied"].tolist() == [0, 1, 2]
+        assert state["again"].tolist() == [0, 1, 2] and state["scale"].item() == 2.5
+        assert state["own"].tolist() == [rank] * 4 and np.array_equal(state["array"], np.arange(6).reshape(2, 3))
+        assert state["empty"].shape == (0, 2)
+        assert (state["epoch"], state["of rank"], state["name"]) == (3, rank, "golden")
+
+
+def test_any_shard_is_made_of_what_the_files_have(opened: OpenInDirectory) -> None:
+    olds = opened.olds
+    assert {name for name, spots in olds.spots.items() if olds.is_private(spots)} == {"own"}
+    assert olds.plain_differ == {"of rank"} and olds[3].plain["of rank"] == 3
+    assert {name for name, spots in olds.spots.items() if olds.is_sharded(spots)} == {"model.w", "model.v"}
+    assert [olds[rank].entries[-1].name for rank in olds] == [olds[0].entries[-1].name] * 4
+    for name, whole in (("model.w", W), ("model.v", W + 100)):
+        for offset, shape in (((0, 0), (7, 5)), ((1, 1), (5, 3)), ((6, 4), (1, 1))):
+            want = Entry(name, "tensor", "float32", (7, 5), offset, shape, 0, 4 * math.prod(shape))
+            made = np.empty((*shape, 4), dtype=np.uint8)
+            wanted = [WantedPart(part.rank, part.number, part.source, part.shape,
+                                 made[tuple(slice(a, a + n) for a, n in zip(part.target, part.shape, strict=True))])
+                      for part in olds.parts(want, 1) or ()]  # fmt: skip
+            assert opened.read(wanted), opened.damage
+            there = whole[tuple(slice(a, a + n) for a, n in zip(offset, shape, strict=True))]
+            assert np.array_equal(made.view("<f4")[..., 0], there.numpy())
+
+
+def test_one_damaged_byte_of_any_file_is_found_or_does_not_matter(folder: Path) -> None:
+    store = Directory(str(folder))
+    (listed,) = checkpoint_directory.list_checkpoints(store)
+    chance = np.random.default_rng(0)
+    found = 0
+    for path in sorted((folder / listed.folder).iterdir()):
+        good = path.read_bytes()
+        for at in chance.integers(0, len(good), 4):
+            path.write_bytes(good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :])
+            again = checkpoint_directory.list_checkpoints(store)
+            state = rank_1_of(store, again[0]) if again else None
+            found += state is None
+            if state is not None:
+                assert torch.equal(state["model"]["w"], W[4:7]) and torch.equal(state["model"]["v"], W[:, 3:] + 100)
+                assert state["own"].tolist() == [1] * 4 and (state["epoch"], state["of rank"]) == (3, 1)
+        path.write_bytes(good)
+    assert found
+
+
+def rank_1_of(store: Directory, listed: Listed) -> Any:
+    """The state of a rank; None where a damage is noticed."""
+    try:
+        opened = OpenInDirectory(ALONE, store, listed)
+        manifest, read, wanted = opened.state(1)
+    except CorruptSlot:
+        return None
+    whole = opened.read(wanted)
+    opened.close()
+    return materialize(manifest.tree, manifest.entries, manifest.plain, read) if whole else None
