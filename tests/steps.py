@@ -104,7 +104,7 @@ _CORE = (
 _QUESTIONS = (
     ("save", "restore", "dcp", "drain", "parity"),
     ("sizes", "transport", "scale", "megatron", "gpu"),
-    ("training", "peers", "profile", "startup"),
+    ("training", "peers", "profile", "startup", "walltime"),
 )
 # A training of each framework costs minutes, and what all of them have in common is in `adapters`.
 _TRAININGS = (

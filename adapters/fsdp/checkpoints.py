@@ -320,7 +320,7 @@ class Checkpoints:
 
     def _step(self, name: str, step: int | None, member: Member, every: Group) -> int | None:
         """The step to load, by default the newest that can be. Collective over all ranks."""
-        return self._everyone.newest(name, every.ranks, step, lambda: _steps(member, step))
+        return self._everyone.newest(name, every.ranks, step, lambda: member.steps(step))
 
     def _next(self, name: str, step: int | None) -> int | None:
         """The step of a save; None: the one after the newest. What was loaded is gone on from, if others are newer."""
@@ -334,24 +334,6 @@ def _say_nothing_is_there(every: Group, checkpoint_id: str | os.PathLike[str]) -
     """Say that there is nothing to load."""
     if every.ranks[0] == dist.get_rank():
         log.warning("nothing was saved under the id %s: the state that was to be loaded is as it was", checkpoint_id)
-
-
-def _steps(member: Member, step: int | None) -> list[int]:
-    """The steps that can be loaded, the newest last, or the one that is wanted. Collective over the member's ranks.
-
-    Of these the newest is verified; none where nothing was saved.
-
-    Raises:
-        StepNotFound: others are there, and this one is not.
-        Unrestorable: checkpoints are there, and none of them can be loaded.
-    """
-    steps = member.checkpointer.steps()
-    if step is None or not steps:
-        newest = member.checkpointer.adapting.newest_step()
-        return [] if newest is None else [*(one for one in steps if one < newest), newest] if step is None else [step]
-    if step not in steps:
-        raise StepNotFound("memory does not hold this step of it", step=step, found=f"steps in memory: {steps}")
-    return [step]
 
 
 def _ranks_of(process_group: Any) -> tuple[int, ...]:

@@ -159,6 +159,26 @@ class Member:
         self.checkpointer = Checkpointer(job=job, process_group=group.process_group, **settings)
         self.writer, self.reader = MemoryWriter(self.checkpointer), MemoryReader(self.checkpointer)
 
+    def steps(self, wanted: int | None) -> list[int]:
+        """The steps that can be loaded, the newest last, or the one that is wanted. Collective over the group.
+
+        Of these the newest is verified; none where nothing was saved.
+
+        Raises:
+            StepNotFound: others are there, and the one that is wanted is not.
+            Unrestorable: checkpoints are there, and none of them can be loaded.
+        """
+        steps = self.checkpointer.steps()
+        if wanted is not None and steps:
+            if wanted not in steps:
+                raise StepNotFound("memory does not hold this step of it", step=wanted,
+                                   found=f"steps in memory: {steps}")  # fmt: skip
+            return [wanted]
+        newest = self.checkpointer.adapting.newest_step()
+        if newest is None:
+            return []
+        return [*(one for one in steps if one < newest), newest] if wanted is None else [wanted]
+
     def close(self) -> None:
         """Wait for its saves and close it. Collective over the group."""
         self.checkpointer.close()

@@ -306,7 +306,7 @@ def test_a_storage_that_is_copied_later_cannot_be_resized_meanwhile(store: Store
     tensor = torch.ones(LARGE)
     flat = flatten({"t": tensor})
     store.write({"t": tensor})
-    later = store.stage.copy(flat, store.stage.plan(flat), store.slot, lazy=frozenset((0,)))[1]
+    later = store.stage.copy(flat, store.stage.plan(flat), store.slot, lazy={0: tensor})[1]
     with pytest.raises(RuntimeError, match="not resizable"):
         tensor.untyped_storage().resize_(0)
     later.finish()
