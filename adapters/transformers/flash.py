@@ -155,6 +155,14 @@ class MLFlashCallback(TrainerCallback):
                 trainer,
                 _maybe_log_save_evaluate=self._then_save(trainer),
                 get_batch_samples=self._unless_over(trainer),
+                _load_best_model=self._once_staged(trainer._load_best_model),
+            ))  # fmt: skip
+            hooks = trainer.callback_handler
+            stack.enter_context(replaced(
+                hooks,  # callbacks may give the model other weights there, such as averages
+                on_epoch_begin=self._once_staged(hooks.on_epoch_begin),
+                on_epoch_end=self._once_staged(hooks.on_epoch_end),
+                on_train_end=self._once_staged(hooks.on_train_end),
             ))  # fmt: skip
             start = start_from(self.checkpointer, trainer.args.output_dir, state.whole) if resume is True else resume
             if isinstance(start, Found):
@@ -175,9 +183,22 @@ class MLFlashCallback(TrainerCallback):
     def _forget(self) -> None:
         self.checkpointer = self._state = None
 
+    def _once_staged(self, work: Callable[..., Any]) -> Callable[..., Any]:
+        """Let what may change weights, and is no optimizer, wait for what saves have left to be copied."""
+
+        @functools.wraps(work)
+        def wait_and_work(*args: Any, **kwargs: Any) -> Any:
+            assert self.checkpointer is not None
+            self.checkpointer.adapting.wait_staged()
+            return work(*args, **kwargs)
+
+        return wait_and_work
+
     def _then_save(self, trainer: Any) -> Callable[..., None]:
         """Save a step once it is logged and evaluated, as what comes of that belongs to it. Collective."""
-        log_save_evaluate = trainer._maybe_log_save_evaluate
+        log_save_evaluate = self._once_staged(
+            trainer._maybe_log_save_evaluate
+        )  # called twice where an epoch ends early
 
         def and_save(*args: Any, **kwargs: Any) -> None:
             if self._is_over:  # all that belongs to the last step was done by the run before
@@ -185,9 +206,9 @@ class MLFlashCallback(TrainerCallback):
             log_save_evaluate(*args, **kwargs)
             if self._is_due and (self._epoch_has_ended or not has_ended(trainer)):  # then it is called once more
                 self._is_due, step = False, trainer.state.global_step
-                assert self.checkpointer is not None
+                assert self.checkpointer is not None and self._state is not None
                 if step != self.checkpointer.last_step:  # the Trainer saves a step again where it ends an epoch early
-                    self.checkpointer.adapting.save_or_warn(step, self._state)
+                    self.checkpointer.adapting.save_or_warn(step, self._state, self._state.optimizers)
 
         return and_save
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from accelerate.data_loader import get_sampler
+from accelerate.optimizer import AcceleratedOptimizer
 from torch.distributed.tensor import DTensor
 from transformers.trainer import SCHEDULER_NAME
 from transformers.trainer_callback import ExportableState
@@ -147,6 +148,12 @@ class State:
     @property
     def _is_sharded(self) -> bool:
         return any(isinstance(param, DTensor) for param in self._trainer.model.parameters())
+
+    @property
+    def optimizers(self) -> list[Any] | str:
+        """What changes the weights; or why that is not known. Not collective."""
+        optimizer = self._trainer.optimizer
+        return [optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer]
 
     def state_dict(self) -> dict[str, Any]:
         """Take what is in use; no tensor is copied. Not collective.

@@ -1,7 +1,8 @@
 """Which saves copy while training goes on, until an optimizer's next step; where they do not, the log says why, once.
 
 A loop of the user's says so by ``until=``. Adapters give the optimizers of their framework, or why it is not safe to go
-by them; where something else than a step has changed a tensor, so that a save has failed, later ones copy at once.
+by them. Of these only such are gone by that were heard to step: some change tensors in backward, and never step. Where
+something else than a step has changed a tensor, so that a save has failed, later ones copy at once.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 from ..state.leaves import Flat
 from .deferred_copies import DeferredCopies
 from .lazy_leaves import LazyLeaves, is_torch_optimizer
-from .optimizer_steps import Steps
+from .optimizer_steps import HOOK, Steps
 from .staging import NOTHING
 
 log = logging.getLogger("mlflash")
@@ -37,6 +38,7 @@ class LazySaves:
         self._leaves, self.steps = LazyLeaves(), Steps()
         self._said: set[str] = set()
         self._was_changed = False
+        self._is_first = True
 
     def until(self, optimizers: Sequence[Any] | str) -> tuple[Any, ...] | None:
         """Give what a save waits for that is an adapter's; None: it copies at once.
@@ -47,12 +49,19 @@ class LazySaves:
         if isinstance(optimizers, str):
             self._say(optimizers)
             return None
+        if not optimizers or not self._is_on:
+            return None
         others = [type(one).__name__ for one in optimizers if not is_torch_optimizer(one)]
+        is_first, self._is_first = self._is_first, False
+        HOOK.register()
+        heard = tuple(one for one in optimizers if one in HOOK.heard)
         if others:
             self._say(f"{others[0]} is no torch optimizer, and does not say when it steps")
         elif self._was_changed:
             self._say(_CHANGED)
-        return tuple(optimizers) if optimizers and not others and not self._was_changed else None
+        elif not heard and not is_first:
+            self._say(f"{type(optimizers[0]).__name__} was not heard to step")
+        return None if others or self._was_changed or not heard else heard
 
     def find(self, flat: Flat, until: Any) -> Mapping[int, Any]:
         """The leaves of a state that are copied later, see `LazyLeaves.find`.

@@ -75,12 +75,14 @@ class _Hook:
 
     Attributes:
         listeners: those who want to hear of steps.
+        heard: optimizers of which a step was heard of.
         is_passed_by: whether steps run without it, compiled (``fullgraph=True``) or captured in a CUDA graph: nothing
             may wait for a step.
     """
 
     def __init__(self) -> None:
         self.listeners: weakref.WeakSet[Steps] = weakref.WeakSet()
+        self.heard: weakref.WeakSet[Any] = weakref.WeakSet()
         self.is_passed_by = False
         self._handle: Any = None
 
@@ -107,6 +109,7 @@ class _Hook:
         if _is_captured():  # no device may be asked or waited for now: what is not copied yet fails if it is changed
             self._note_passed_by("captured in a CUDA graph")
             return None
+        self.heard.add(optimizer)
         if not any(steps.holds_back for steps in self.listeners):
             instead = None
         elif (instead := self._after_closure(optimizer, args, kwargs)) is None:

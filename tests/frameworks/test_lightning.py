@@ -83,8 +83,8 @@ def test_what_callbacks_change_is_copied_before_or_the_save_fails_and_later_ones
         {"name": "plain", "job": "plain", "last": 4},
         {"name": "end", "job": "end", "last": 4, "variant": "changes on_train_end", **late},
         {"name": "after end", "job": "end", "last": 4},
-        {"name": "epoch", "job": "epoch", "last": 4, **epoch, **late},
-        {"name": "after epoch", "job": "epoch", "last": 6, **epoch},
+        {"name": "epoch", "job": "epoch", "last": 5, **epoch, **late},
+        {"name": "after epoch", "job": "epoch", "last": 6, "damaged": 5, **epoch},
         {"name": "no epoch", "job": "none", "enabled": False, "last": 6, **epoch},
         {"name": "batch", "job": "batch", "last": 4, **batch, **late},
         {"name": "after batch", "job": "batch", "last": 6, **batch},
@@ -92,7 +92,7 @@ def test_what_callbacks_change_is_copied_before_or_the_save_fails_and_later_ones
     )  # fmt: skip
     assert len(result.of("done")) == 9 * 2, result.log
     assert digests(result, "after end") == digests(result, "plain") != digests(result, "end")
-    for name in ("epoch", "batch"):
+    for name in ("epoch", "batch"):  # from step 4, which is an epoch's last
         assert {step for _, step in losses(result, f"after {name}")} == {5, 6}, result.log
         assert digests(result, f"after {name}") == digests(result, f"no {name}")
     eager = [record["run"] for record in result.of("said") if "than an optimizer's step has" in record["text"]]

@@ -11,6 +11,8 @@ from frameworks.test_contract import Losses, digests, losses
 from frameworks.test_contract import run as run_contract
 from harness import Cluster, Result, own_memory
 
+pytestmark = pytest.mark.timeout(300)  # the first test waits for all trainings
+
 LAST = 7
 TIMES = {"train_runtime", "eval_runtime", "train_samples_per_second", "eval_samples_per_second",
          "train_steps_per_second", "eval_steps_per_second", "train_loss", "total_flos"}  # fmt: skip
@@ -18,7 +20,7 @@ TIMES = {"train_runtime", "eval_runtime", "train_samples_per_second", "eval_samp
 
 def run(cluster: Cluster, ranks: int, *runs: dict[str, Any]) -> Result:
     """Do trainings in one launch."""
-    result = run_contract(cluster, "transformers_more", *runs, ranks=ranks, timeout=110)
+    result = run_contract(cluster, "transformers_more", *runs, ranks=ranks)
     assert len(result.of("done")) == len(runs) * ranks, result.log
     return result
 
@@ -60,6 +62,8 @@ def result() -> Iterator[Result]:
     strategies = [{"name": f"{strategy} {kind}", "job": f"files-{strategy}-{kind}", "variant": f"files {strategy}",
                    "enabled": kind == "flash", "every": 1, "last": LAST}
                   for strategy in ("no", "epoch", "steps") for kind in ("plain", "flash")]  # fmt: skip
+    late, best = {"every": 1, "late": True}, {"job": "best", "variant": "best", "trigger": "best at end"}
+    epoch, batch = {"variant": "changes on_epoch_begin"}, {"variant": "changes on_step_begin"}
     with own_memory() as root:
         yield run(
             Cluster(root), 2,
@@ -85,6 +89,16 @@ def result() -> Iterator[Result]:
             {"name": "beginning, gone on", "last": LAST, **beginning},
             {"name": "refused", "last": LAST, "job": "refused", "variant": "refused"},
             {"name": "strict", "last": LAST, "job": "strict", "variant": "strict", "settings": {"strict": True}},
+            {"name": "best", "last": 4, "late": True, "follows": True, **best},
+            {"name": "after best", "last": LAST, "follows": True, **best},
+            {"name": "end", "job": "end", "last": 4, "variant": "changes on_train_end", **late},
+            {"name": "after end", "job": "end", "last": LAST},
+            {"name": "epoch", "job": "epoch", "last": 5, **epoch, **late},
+            {"name": "after epoch", "job": "epoch", "last": LAST, "damaged": 5, **epoch},
+            {"name": "no epoch", "job": "none", "enabled": False, "last": LAST, **epoch},
+            {"name": "batch", "job": "batch", "last": 4, **batch, **late},
+            {"name": "after batch", "job": "batch", "last": LAST, **batch},
+            {"name": "no batch", "job": "none", "enabled": False, "last": LAST, **batch},
         )  # fmt: skip
 
 
@@ -223,3 +237,13 @@ def test_another_number_of_ranks_goes_on(shm: Path) -> None:
         begun = [record for record in of(again, "whole", f"again {variant}") if record["step"] == 8]
         assert {record["digest"] for record in begun} == noted, again.log
         assert {rank for rank, step in losses(again, f"again {variant}") if step == 9} == {0, 1}
+
+
+def test_what_callbacks_and_the_trainer_change_is_copied_before_or_later_saves_copy_at_once(result: Result) -> None:
+    for name in ("best", "end", "epoch", "batch"):
+        assert {step for _, step in losses(result, f"after {name}")} == {5, 6, LAST}, (name, result.log)
+    assert digests(result, "after end") == digests(result, "reference") != digests(result, "end")
+    for name in ("epoch", "batch"):
+        assert digests(result, f"after {name}") == digests(result, f"no {name}")
+    said = [record["run"] for record in result.of("said") if "than an optimizer's step has" in record["text"]]
+    assert said == ["batch"]

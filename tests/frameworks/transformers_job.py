@@ -72,7 +72,7 @@ class TinyForCausalLM(GPT2LMHeadModel):
 def tiny(idle: bool, gains: int = 1) -> TinyForCausalLM:
     """Make one, always the same."""
     torch.manual_seed(1)
-    config = GPT2Config(vocab_size=64, n_positions=12, n_embd=16, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
+    config = GPT2Config(vocab_size=2048, n_positions=12, n_embd=16, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
     return TinyForCausalLM(config, idle, gains)
 
 
@@ -104,6 +104,18 @@ class Asks(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         control.should_save |= state.global_step == 3
         control.should_epoch_stop |= self.ends_epoch and state.global_step == 3
+
+
+class Changes(TrainerCallback):
+    """Gives the model other weights in a hook, as averages and clipping do, by a write that torch counts, or not."""
+
+    def __init__(self, hook: str):
+        setattr(self, hook, self._change)
+
+    @torch.no_grad()
+    def _change(self, args: Any, state: Any, *more: Any, model: Any, **kwargs: Any) -> None:
+        weight = model.transformer.wte.weight
+        (weight if state.global_step % 2 else weight.data).mul_(0.5)
 
 
 BEST = {"metric_for_best_model": "eval_loss", "greater_is_better": False, "eval_strategy": "steps"}
@@ -155,7 +167,9 @@ def train(run: Run) -> None:
     """Train to a step, from the newest checkpoint there is."""
     flash = MLFlashCallback(run.interval, run.skip, run.enabled, **run.checkpointing)
     run.checkpointer = lambda: flash.checkpointer
-    asks = [Asks(run.trigger != "callback")] if run.trigger in ("callback", "epoch ends early") else []
+    asks: list[Any] = [Asks(run.trigger != "callback")] if run.trigger in ("callback", "epoch ends early") else []
+    if run.variant.startswith("changes "):
+        asks.append(Changes(run.variant.removeprefix("changes ")))
     last = {"max_steps": run.last} if run.trigger == "last step" else {}
     trainer = make_trainer(run, [*asks, flash], **TRIGGERS[run.trigger], **last)
     trainer.train(resume_from_checkpoint=run.enabled)

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import transformers_job
 from job import Run
 from records import note
 from torch.distributed.tensor import DTensor
@@ -20,8 +21,8 @@ from transformers_job import make_trainer
 from mlflash.adapters.transformers import MLFlashCallback, TrainerWrapper
 from mlflash.errors import ConfigError, StateError
 
-PATCHED = {"train", "_maybe_log_save_evaluate", "_load_from_checkpoint", "_load_optimizer_and_scheduler",
-           "_load_scaler", "_load_rng_state", "get_batch_samples"}  # fmt: skip
+PATCHED = {"train", "_maybe_log_save_evaluate", "_load_best_model", "_load_from_checkpoint",
+           "_load_optimizer_and_scheduler", "_load_scaler", "_load_rng_state", "get_batch_samples"}  # fmt: skip
 
 
 class Counts(TrainerCallback, ExportableState):
@@ -220,4 +221,4 @@ SCENES: dict[str, Callable[[Run], object]] = {
 
 def train(run: Run) -> None:
     """Do a training."""
-    SCENES[run.variant](run)
+    SCENES.get(run.variant, transformers_job.train)(run)

@@ -121,6 +121,7 @@ def test_what_an_adapters_optimizers_hold_is_copied_later_until_something_else_h
         ckpt.prepare(state)
         hold = hold_at("commit.seen")  # the courier is busy for as long as the test says, once the first save has ended
         ckpt.adapting.save_or_warn(1, state, [optimizer]).wait()  # type: ignore[union-attr]
+        optimizer.step()  # heard of from now on
         for step in (2, 3):
             snapshot = ckpt.adapting.save_or_warn(step, state, [optimizer])
             assert snapshot is not None and snapshot.later is not None

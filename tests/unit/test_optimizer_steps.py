@@ -154,7 +154,12 @@ def test_an_adapter_goes_by_torch_optimizers_only_and_why_not_is_said_once(caplo
     optimizer = torch.optim.SGD([parameter], lr=0.1)
     caplog.set_level(logging.INFO, "mlflash")
     lazy = LazySaves(is_on=True, speaks=True)
-    assert lazy.until([optimizer]) == (optimizer,) and lazy.until([]) is None and not caplog.messages
+    assert lazy.until([]) is None and lazy.until([optimizer]) is None and not caplog.messages
+    assert lazy.until([optimizer]) is None and caplog.messages[-1].endswith("SGD was not heard to step")
+    caplog.clear()
+    optimizer.step()
+    assert lazy.until([optimizer]) == (optimizer,)
+    assert lazy.until([optimizer, torch.optim.SGD([parameter])]) == (optimizer,) and not caplog.messages
     for _ in range(2):
         assert lazy.until([optimizer, object()]) is None
         assert lazy.until("weights are gathered in forward") is None
