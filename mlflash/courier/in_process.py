@@ -255,16 +255,15 @@ class CourierProcess:
         result: Any = None
         error: MlflashError | None = None
         try:
-            if frame.name == "prepare":
-                assert self.trainer is not None
-                result = self.trainer.prepare(*values)
-            else:
-                result = getattr(self._jobs[number].answers, frame.name)(*values)
-                if frame.name == "lay_out":
-                    self._tell(Kind.TELL, 0, "plan", told := self._plans.tell(result))
-                    result = told.number, result.manifest_nbytes
-                elif frame.name == "stage":
-                    result = (result[0], tuple(result[1].items()), self._jobs[number].answers.later is not None)
+            asked: Any = self.trainer if frame.name == "prepare" else self._jobs[number].answers
+            result = getattr(asked, frame.name)(*values)
+            if frame.name == "lay_out":
+                self._tell(Kind.TELL, 0, "plan", told := self._plans.tell(result))
+                result = told.number, result.manifest_nbytes
+            elif frame.name == "finish_deferred":
+                result = (result[0], tuple(result[1].items()))
+            elif frame.name == "stage":
+                result = (result[0], tuple(result[1].items()), asked.later is not None)
         except MlflashError as problem:
             error = problem
         except Exception as problem:  # of torch, a device or an adapter

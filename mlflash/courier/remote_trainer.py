@@ -155,19 +155,22 @@ class RemoteAnswers:
         if self._has_deferred:
             self._tell("begin_deferred", None)
 
-    def finish_deferred(self) -> MlflashError | None:
-        return self._problem("finish_deferred")
+    def finish_deferred(self) -> tuple[MlflashError | None, dict[Piece, int]]:
+        if not self._has_deferred:
+            return None, {}
+        try:
+            problem, checks = self._ask("finish_deferred")
+        except TrainerLost:
+            return _lost(), {}
+        return problem, dict(checks)
 
     def is_changed(self) -> MlflashError | None:
-        return self._problem("is_changed")
-
-    def _problem(self, name: str) -> MlflashError | None:
         if not self._has_deferred:
             return None
         try:
-            problem: MlflashError | None = self._ask(name)
+            problem: MlflashError | None = self._ask("is_changed")
         except TrainerLost:
-            return SaveFailed("its trainer ended before all was copied")
+            return _lost()
         return problem
 
     def cancel_deferred(self) -> None:
@@ -179,3 +182,7 @@ class RemoteAnswers:
 
     def ended(self, error: MlflashError | None, skipped: bool = False, at: float | None = None) -> None:
         self._tell("ended", (error, skipped, time.monotonic() if at is None else at))
+
+
+def _lost() -> SaveFailed:
+    return SaveFailed("its trainer ended before all was copied")

@@ -28,7 +28,7 @@ from ..redundancy.rank_checkpoint import ShareFiles
 from ..redundancy.shareable_leaves import ShareableLeaf, SharingNews
 from ..redundancy.slot_plan import Plan
 
-VERSION = 4
+VERSION = 5
 LARGEST_NBYTES = 1 << 30
 _NOTHING = b"\xc0"  # None, encoded
 _LENGTH_NBYTES = 4
@@ -213,7 +213,7 @@ QUESTIONS: dict[str, tuple[Any, Any]] = {
     "digests": (tuple[list[int]], dict[int, int]),
     "lay_out": (tuple[()], tuple[int, int]),
     "stage": (tuple[()], tuple[int, tuple[tuple[Piece, int], ...], bool]),
-    "finish_deferred": (tuple[()], MlflashError | None),
+    "finish_deferred": (tuple[()], tuple[MlflashError | None, tuple[tuple[Piece, int], ...]]),
     "is_changed": (tuple[()], MlflashError | None),
     "cancel_deferred": (tuple[()], None),
 }

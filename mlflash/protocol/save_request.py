@@ -76,8 +76,8 @@ class Trainer(Shareable, Protocol):
     def begin_deferred(self) -> None:
         """Begin with the copies that the save has left for later."""
 
-    def finish_deferred(self) -> MlflashError | None:
-        """Wait until they are made; gives why they are of no use."""
+    def finish_deferred(self) -> tuple[MlflashError | None, dict[Piece, int]]:
+        """Wait until they are made; gives why they are of no use, and the checksums of the request, all made now."""
 
     def is_changed(self) -> MlflashError | None:
         """Look whether anything has changed what was copied later; gives why that is of no use."""

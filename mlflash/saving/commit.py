@@ -245,7 +245,7 @@ def _protect(save: Save, context: Context) -> None:
     if save.waits_for_room:
         _locally(save, lambda: _stage(save))
     if save.problem is None:
-        _locally(save, lambda: _note(save, save.trainer.finish_deferred()))
+        _locally(save, lambda: _finish_deferred(save))
     _confirm(save, context)
     source = Source(save.slot, save.plan.layout.extents, lambda check: _header(save, context, check), context.pace)
     context.pace.begin()
@@ -275,6 +275,12 @@ def _protect(save: Save, context: Context) -> None:
 def _stage(save: Save) -> None:
     save.inode, save.checks = save.trainer.stage()
     save.trainer.handed_over()
+
+
+def _finish_deferred(save: Save) -> None:
+    problem, checks = save.trainer.finish_deferred()
+    _note(save, problem)
+    save.checks = {**save.checks, **checks}
 
 
 def _note(save: Save, problem: MlflashError | None) -> None:

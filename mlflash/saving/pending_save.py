@@ -106,11 +106,11 @@ class PendingSave(LiveState):
         if self.later is not None:
             self.later.help()
 
-    def finish_deferred(self) -> MlflashError | None:
+    def finish_deferred(self) -> tuple[MlflashError | None, dict[Piece, int]]:
         if self.later is None:
-            return None
+            return None, {}
         self.later.finish()
-        return self.later.error
+        return self.later.error, self.request.checks
 
     def is_changed(self) -> MlflashError | None:
         if self.later is None:
