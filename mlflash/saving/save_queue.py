@@ -238,7 +238,8 @@ class SaveQueue:
             request.inode, request.checks = self._stage(save, flat, taken, lazy)
             return
         request.waits_for_room, self._staging = True, save
-        if (copied := self._copy_to_host(flat)) is not None:
+        # Of a save without until= the courier has all when it returns, and commits it though its trainer is killed.
+        if until is not None and self._config.lazy and (copied := self._copy_to_host(flat)) is not None:
             flat, save.is_copied = copied, True
         if not settled:
             request.is_unsettled = True

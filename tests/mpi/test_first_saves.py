@@ -1,4 +1,4 @@
-"""Saves whose slots are not there yet, or are too small: training goes on before they are made."""
+"""Saves with until= whose slots are not there yet, or are too small: training goes on before they are made."""
 
 from __future__ import annotations
 
@@ -23,6 +23,10 @@ def state_of(value: float, numbers: int = 1000) -> dict[str, Any]:
     return {"a": tensor, "tied": tensor, "b": torch.full((3, 5), value + RANK).t(), "c": [torch.tensor([value > 0])]}
 
 
+def optimizer_of(state: dict[str, Any]) -> torch.optim.Optimizer:
+    return torch.optim.SGD([state["a"]], lr=0.1)
+
+
 def add_one(state: dict[str, Any]) -> None:
     for tensor in (state["a"], state["b"]):
         tensor.add_(1)
@@ -41,7 +45,7 @@ def test_training_goes_on_while_slots_are_made_and_what_is_committed_is_the_stat
         for step, numbers in ((1, 1000), (2, 500_000)):  # the first one, and one that has grown
             state = state_of(step, numbers)
             held = hold_at("room.created")
-            snapshot = ckpt.save(step, state)  # it would not return if it waited for room
+            snapshot = ckpt.save(step, state, until=optimizer_of(state))  # it would not return if it waited for room
             add_one(state)
             held.set()
             snapshot.wait()
@@ -56,7 +60,7 @@ def test_saves_that_follow_at_once_are_all_there_or_skipped(
 ) -> None:
     with Checkpointer(**options, when_busy="skip") as ckpt:
         held = hold_at("room.created")
-        first, second = ckpt.save(1, state_of(1)), ckpt.save(2, state_of(2))
+        first, second = (ckpt.save(step, state_of(step), until=optimizer_of(state_of(step))) for step in (1, 2))
         held.set()
         first.wait()
         with pytest.raises(errors.SaveFailed, match="skipped"):
@@ -73,7 +77,7 @@ def test_where_a_node_has_memory_for_the_slots_only_the_save_waits_for_them(
         monkeypatch.setattr(save_queue, "copy_to_host", lambda *_: None)
     with Checkpointer(**options) as ckpt:
         state = state_of(1)
-        snapshot = ckpt.save(1, state)
+        snapshot = ckpt.save(1, state, until=optimizer_of(state))
         add_one(state)
         snapshot.wait()
         assert same(ckpt.load()[1], state_of(1))
