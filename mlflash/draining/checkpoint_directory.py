@@ -24,7 +24,7 @@ log = logging.getLogger("mlflash")
 
 MASTERS = ("checkpoint.h5", "checkpoint.mlflash")
 _STEP = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
-_FILE = re.compile(r"rank-\d{5,}\.(?:h5|mlflash)|__\d+_\d+\.distcp|\.metadata|checkpoint\.(?:h5|mlflash)")
+FILE_NAME = re.compile(r"rank-\d{5,}\.(?:h5|mlflash)|__\d+_\d+\.distcp|\.metadata|checkpoint\.(?:h5|mlflash)")
 _DATA = re.compile(r"__(\d+)_0\.distcp")
 _TEMPORARY = re.compile(r"\.(?P<name>.+)\.(?P<tag>(?P<run>[0-9a-f]{32})-\d+-(?P<owner>[0-9a-f]{16}))\.tmp")
 
@@ -239,7 +239,7 @@ def _is_of(inside: Store, name: str, of: Card) -> bool:
 
 
 def _card_of(inside: Store, name: str) -> Card | None:
-    if not _FILE.fullmatch(name):
+    if not FILE_NAME.fullmatch(name):
         return None
     try:
         return read_card(inside.read(name, 0, CARD_NBYTES))

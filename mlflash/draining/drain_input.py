@@ -17,7 +17,7 @@ from ..memory.slot_header import Attempt
 from ..protocol.describe_ranks import Described
 from ..redundancy.rank_checkpoint import RankCheckpoint
 from ..state.layout import PAGE_NBYTES
-from ..state.leaves import Entry
+from ..state.leaves import Entry, ties_of
 from ..state.rebuild import Read
 from .file_index import Place, Places, encode, first_names, numbers_of
 from .work_division import deal, digest, part_of
@@ -126,16 +126,16 @@ def look(drain_input: DrainInput) -> Look:
             found.sets[rank] = home.manifest.shared.by
         mine: dict[bytes, int] = {}
         entries = home.manifest.entries
-        checks, numbers = found.checks.setdefault(rank, {}), numbers_of(entries)
-        for number, (entry, first) in enumerate(zip(entries, first_names(entries), strict=True)):
+        checks = found.checks.setdefault(rank, {})
+        for number, (entry, first) in enumerate(zip(entries, ties_of(entries), strict=True)):
             is_shared = entry.nbytes and entry.start >= behind
             if drain_input.world_size == 1 or entry.shape != entry.global_shape or is_shared:
                 continue
-            if first == entry.name:
+            if first == number:
                 content = xxhash.xxh3_128_intdigest(read(entry).data) if entry.nbytes else 0
                 if entry.nbytes:
                     mine[digest(entry, content)] = number
-            checks[number] = checks[numbers[first]] if first != entry.name else content & _CHECK
+            checks[number] = checks[first] if first != number else content & _CHECK
         found.digests[rank] = mine
         found.table = found.table or list(mine)
     return found

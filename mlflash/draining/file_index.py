@@ -18,8 +18,9 @@ import xxhash
 from ..errors import CorruptSlot
 from ..memory.slot_header import Attempt
 from ..state import manifest
-from ..state.leaves import Entry
+from ..state.leaves import Entry, ties_of
 from ..state.manifest import Manifest
+from ..state.rank_structure import MOST
 
 MAGIC = b"MLFDRAIN"
 VERSION = 2
@@ -195,11 +196,7 @@ def rows_of(entry: Entry, begin: int, rows: int) -> Entry:
 
 def first_names(entries: Sequence[Entry]) -> tuple[str, ...]:
     """For each entry its name, or that of the first one that is tied to it."""
-    firsts: dict[Entry, str] = {}
-    return tuple(
-        firsts.setdefault(dataclasses.replace(entry, name=""), entry.name) if entry.nbytes else entry.name
-        for entry in entries
-    )
+    return tuple(entries[first].name for first in ties_of(entries))
 
 
 def numbers_of(entries: Sequence[Entry]) -> dict[str, int]:
@@ -215,7 +212,6 @@ def blocks(nbytes: int, block_nbytes: int) -> int:
 _HEAD = struct.Struct("<QQQQ")  # bytes per checksum, how many records, how many checksums, bytes of the slot's payload
 _RECORD = np.dtype([("leaf", "<u4"), ("packed", "<u4"), ("start", "<u8"), ("nbytes", "<u8"), ("begin", "<u8"),
                     ("rows", "<u8"), ("first_check", "<u8")])  # fmt: skip
-_MOST = 1 << 60  # no number is larger, so that sums fit in 64 bits
 
 
 def encode(raw_manifest: bytes, payload_nbytes: int, places: Places) -> tuple[bytes, int]:
@@ -249,11 +245,11 @@ def decode_places(raw: bytes, data: str, data_nbytes: int) -> tuple[Places, int]
     try:
         block_nbytes, count, sums, _ = _HEAD.unpack_from(raw)
         end = _HEAD.size + count * _RECORD.itemsize + sums * 8
-        if not 0 < block_nbytes <= _MOST or end > len(raw):
+        if not 0 < block_nbytes <= MOST or end > len(raw):
             raise ValueError(f"{count} records and {sums} checksums of {block_nbytes} bytes in {len(raw)}")
         records = np.frombuffer(raw, dtype=_RECORD, count=count, offset=_HEAD.size)
         checks = np.frombuffer(raw, dtype="<u8", count=sums, offset=end - sums * 8)
-        if any((records[name] > _MOST).any() for name in ("start", "nbytes", "begin", "rows", "first_check")):
+        if any((records[name] > MOST).any() for name in ("start", "nbytes", "begin", "rows", "first_check")):
             raise ValueError("a number that is no size")
         packed = records["packed"]
         if (packed > 1).any() or (~(packed > 0) & (records["start"] + records["nbytes"] > data_nbytes)).any():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,9 +13,8 @@ from ..errors import CorruptSlot
 from ..state import manifest
 from ..state.leaves import Entry
 from ..state.manifest import Manifest
+from .checkpoint_directory import FILE_NAME
 from .file_index import Index, Place, Places, Stored, blocks, first_names, numbers_of
-
-_NAME = re.compile(r"rank-\d{5,}\.(?:h5|mlflash)|__\d+_\d+\.distcp|\.metadata|checkpoint\.(?:h5|mlflash)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -147,7 +145,7 @@ def read_files(raw: bytes, world_size: int) -> list[Stored]:
 def _stored(fields: Any) -> Stored:
     stored = Stored(*fields)
     for name in (stored.card, stored.data):
-        if not isinstance(name, str) or not _NAME.fullmatch(name):
+        if not isinstance(name, str) or not FILE_NAME.fullmatch(name):
             raise ValueError(f"{name!r} is no name of a drained file")
     if not all(type(n) is int and n >= 0 for n in (stored.nbytes, stored.index_check, stored.data_nbytes)):
         raise ValueError(f"the size or checksum of {stored.card} makes no sense")

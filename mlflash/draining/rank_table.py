@@ -26,11 +26,10 @@ from ..protocol.describe_ranks import Gathered
 from ..state import manifest, rank_structure
 from ..state.old_ranks import Group
 from ..state.plain_values import check_plain
-from ..state.rank_structure import RankStructure
+from ..state.rank_structure import MOST, RankStructure
 from .file_index import Stored
 
 _COUNT = struct.Struct("<Q")
-_MOST = 1 << 60  # no number is larger, so that sums fit in 64 bits
 _FILE = ("nbytes", "index_check", "data_nbytes", "places_start", "places_nbytes", "places_check")
 _SIZES = (0, 2, 3, 4)  # of those, what is no checksum
 
@@ -71,7 +70,7 @@ def _filled(dealt: np.ndarray) -> np.ndarray:
     found: np.ndarray = dealt.copy()
     for column, sets in ((1, np.zeros(len(dealt), dtype=np.int64)), (2, dealt[:, 0])):
         for one in np.unique(sets):
-            members, end = np.flatnonzero(sets == one), _MOST
+            members, end = np.flatnonzero(sets == one), MOST
             for rank in members[::-1]:
                 end = found[rank, column] = end if found[rank, column] < 0 else found[rank, column]
     return found
@@ -90,10 +89,10 @@ def decode(raw: bytes, world_size: int) -> RankTable:
         document = json.loads(raw[_COUNT.size : _COUNT.size + length])
         numbers = _Numbers(raw, _COUNT.size + length)
         files = numbers.take(world_size, len(_FILE), "<u8")
-        if (files[:, _SIZES] > _MOST).any():
+        if (files[:, _SIZES] > MOST).any():
             raise ValueError("a file without a size")
         dealt = numbers.take(world_size, 3, "<i8")
-        if (dealt < -1).any() or (dealt[:, 0] >= world_size).any() or (dealt[:, 1:] > _MOST).any():
+        if (dealt < -1).any() or (dealt[:, 0] >= world_size).any() or (dealt[:, 1:] > MOST).any():
             raise ValueError("a rank begins nowhere")
         groups = [_group(fields, numbers, world_size) for fields in document["groups"]]
         ranks = np.sort(np.concatenate([its.ranks for its in groups]))

@@ -5,18 +5,18 @@ So the ranks share the reading of their indexes, and tell each other what is in 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
 import xxhash
 
-from ..draining.file_index import Index, first_names, numbers_of
+from ..draining.file_index import Index
 from ..draining.index_version_1 import IndexVersion1
 from ..errors import CorruptSlot
 from ..protocol.describe_ranks import Described, gather_ranks
 from ..protocol.ranks import Collectives
-from ..state.leaves import Entry
+from ..state.leaves import ties_of
 from ..state.old_ranks import OldRanks
 
 _Piece = tuple[int, str, int, int, int]  # of which ranks, name, first row, row after the last, checksum
@@ -88,17 +88,11 @@ def read_version_1(world: Collectives, mine: Iterable[int], index: Callable[[int
 def _describe(its: IndexVersion1) -> Described:
     entries, places = its.manifest.entries, its.places
     checks = {number: _check([places.check(places.of[first])])
-              for number, (entry, first) in enumerate(zip(entries, _firsts(entries), strict=True))
+              for number, (entry, first) in enumerate(zip(entries, ties_of(entries), strict=True))
               if its.commons[number] < 0 and entry.shape == entry.global_shape}  # fmt: skip
     pieces = [(common, entries[number].name, place.begin, place.begin + place.rows, places.check(place))
               for number, place in places.of.items() if (common := its.common_of[number]) >= 0]  # fmt: skip
     return Described.of(entries, its.manifest.tree, its.manifest.plain, checks, (its.commons, pieces))
-
-
-def _firsts(entries: Sequence[Entry]) -> list[int]:
-    """For each entry the number of the first one that is tied to it."""
-    numbers = numbers_of(entries)
-    return [numbers[name] for name in first_names(entries)]
 
 
 def _check(checks: list[int]) -> int:

@@ -49,6 +49,15 @@ class Entry:
     nbytes: int
 
 
+def ties_of(entries: Sequence[Entry]) -> tuple[int, ...]:
+    """For each entry the number of the first one with the same memory: its own, as a rule, and that of an empty one."""
+    firsts: dict[Any, int] = {}
+    return tuple(
+        firsts.setdefault((e.start, e.kind, e.dtype, e.global_shape, e.offset, e.shape), number) if e.nbytes else number
+        for number, e in enumerate(entries)
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class Leaf:
     """A live tensor or array found in the state; ``entry.start`` is not known yet."""

@@ -18,11 +18,12 @@ import numpy as np
 import xxhash
 
 from .dtypes import item_nbytes
-from .leaves import Entry, Tree
+from .leaves import Entry, Tree, ties_of
 from .manifest import check_tree
 from .shards import plain_leaves
 
-_MOST = 1 << 60  # no dimension is larger, so that sums of two fit in 64 bits
+MOST = 1 << 60
+"""No number of a checkpoint, such as a dimension or a size, is larger, so that sums of some fit in 64 bits."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,12 +54,9 @@ class RankStructure:
     def of(cls, entries: Sequence[Entry], tree: Tree) -> tuple[RankStructure, np.ndarray]:
         """Describe a rank: its structure, and its row, ``(width,)`` int64."""
         known: dict[Any, int] = {}
-        firsts: dict[Any, int] = {}
         classes = tuple(known.setdefault((e.global_shape, e.offset, e.shape), len(known)) for e in entries)
-        ties = tuple(firsts.setdefault((e.start, e.kind, e.dtype, e.global_shape, e.offset, e.shape), n)
-                     if e.nbytes else n for n, e in enumerate(entries))  # fmt: skip
         made = cls(tuple(e.name for e in entries), tuple(e.kind for e in entries), tuple(e.dtype for e in entries),
-                   ties, classes, tuple(len(box[0]) for box in known), tree)  # fmt: skip
+                   ties_of(entries), classes, tuple(len(box[0]) for box in known), tree)  # fmt: skip
         numbers = [n for box in known for part in box for n in part]
         return made, np.array(numbers, dtype="<i8")
 
@@ -125,7 +123,7 @@ class RankStructure:
         """
         for at, d in zip(self.starts, self.dims, strict=False):
             whole, offset, shape = (rows[:, at + n * d : at + (n + 1) * d] for n in range(3))
-            wrong = (whole < 0) | (whole > _MOST) | (offset < 0) | (shape < 0) | (shape > whole)
+            wrong = (whole < 0) | (whole > MOST) | (offset < 0) | (shape < 0) | (shape > whole)
             if (wrong | (offset > whole - shape)).any():
                 raise ValueError("a shard is not inside its tensor")
 
