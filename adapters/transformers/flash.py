@@ -196,9 +196,8 @@ class MLFlashCallback(TrainerCallback):
 
     def _then_save(self, trainer: Any) -> Callable[..., None]:
         """Save a step once it is logged and evaluated, as what comes of that belongs to it. Collective."""
-        log_save_evaluate = self._once_staged(
-            trainer._maybe_log_save_evaluate
-        )  # called twice where an epoch ends early
+        # Called twice where an epoch ends early.
+        log_save_evaluate = self._once_staged(trainer._maybe_log_save_evaluate)
 
         def and_save(*args: Any, **kwargs: Any) -> None:
             if self._is_over:  # all that belongs to the last step was done by the run before

@@ -150,8 +150,8 @@ class State:
         return any(isinstance(param, DTensor) for param in self._trainer.model.parameters())
 
     @property
-    def optimizers(self) -> list[Any] | str:
-        """What changes the weights; or why that is not known. Not collective."""
+    def optimizers(self) -> list[Any]:
+        """What changes the weights, of any class. Not collective."""
         optimizer = self._trainer.optimizer
         return [optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer]
 

@@ -174,8 +174,8 @@ class DrainedFiles:
     def _joins(self, batch: list[tuple[Run, int, int]], low: int, high: int) -> bool:
         """Whether bytes of the file are to be read together with those of a batch, which begin before."""
         first = batch[0][0].place.start + batch[0][1]
-        end = max(run.place.start + last for run, _, last in batch[-1:])
-        return low - end <= _GAP_NBYTES and high - first <= RUN_NBYTES
+        run, _, last = batch[-1]
+        return low - run.place.start - last <= _GAP_NBYTES and high - first <= RUN_NBYTES
 
     def _fetch_at_once(self, its: Places, batch: list[tuple[Run, int, int]]) -> int:
         first = batch[0][0].place.start + batch[0][1]
