@@ -93,7 +93,7 @@ def draw(story: JobHistory, rows: Sequence[Row], window: Window, name: str, titl
 
 def _tops(rows: Sequence[Row], heights: Heights) -> tuple[list[int], int]:
     """Where the rows begin, with a gap between nodes; and where the last one ends."""
-    tops, at, node = [], _AXIS, rows[0].node
+    tops, at, node = [], _AXIS, rows[0].node if rows else ""  # nobody may have been there in that time
     for row in rows:
         at += _GAP if row.node != node and row.ranks == 1 else 0
         node = row.node

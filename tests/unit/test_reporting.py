@@ -356,6 +356,8 @@ def test_whatever_is_in_the_files_nothing_is_raised(tmp_path: Path) -> None:
     @settings(max_examples=250, deadline=None)
     @given(st.lists(LINES, max_size=30), st.sampled_from([b"\n", b"\n", b"\n", b""]))
     @example([b'{"event":"start","time":0.0,"rank":0,"node":"%s","run":"a"}' % node for node in (b"", b"n0")], b"\n")
+    @example([b'{"event":"%s","time":%s,"rank":%d,"node":"n%d","run":"b","step":0,"seconds":0.0,"nbytes":0}' % it
+              for it in ((b"save", b"1.0", 0, 0), (b"commit", b"0.0", 1, 1))], b"\n")  # fmt: skip
     def check(lines: list[bytes], between: bytes) -> None:
         with tempfile.TemporaryDirectory(dir=tmp_path) as folder:
             path = Path(folder) / "run.jsonl"
