@@ -76,8 +76,9 @@ class Kept(Results):
         running = self.nodes.running(self.host_of(rank), str(TRAINER))
         return next((pid for pid in running if number_inside(pid) == inside), None)
 
-    def go_on(self) -> None:
-        (self.out / "go on").touch()
+    def go_on(self, step: int | None = None) -> None:
+        """Let it go on where it holds: at ``hold_at``, or at a step of ``holds``."""
+        (self.out / ("go on" if step is None else f"go on {step}")).touch()
 
 
 class KeptRun(Kept):

@@ -118,6 +118,11 @@ class KeptRanks(RanksBySsh):
             self._service.close()
             raise
 
+    def seats(self, began: NodeAssignment) -> NodeAssignment:
+        """Where its ranks are now; where they began if that is fewer nodes now, see `launch_system.Ranks.seats`."""
+        hosts = tuple(dict.fromkeys(self._service.membership.hosts))
+        return dataclasses.replace(began, hosts=hosts) if len(hosts) == len(began.hosts) else began
+
     def _speak(self) -> None:
         try:
             super()._speak()

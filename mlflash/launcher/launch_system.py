@@ -16,7 +16,7 @@ class Ranks(Protocol):
     """The ranks of one start.
 
     Attributes:
-        replaces: whether lost ranks are replaced in it, so that one that is dead is no end.
+        replaces: whether it finds out by itself who is lost, rank or node, and replaces them: neither is its end.
         rounds: how often all ranks have begun, or were to: more than once where any was replaced.
     """
 
@@ -24,6 +24,13 @@ class Ranks(Protocol):
 
     @property
     def rounds(self) -> int: ...  # noqa: D102
+
+    def seats(self, began: NodeAssignment) -> NodeAssignment:
+        """Where its ranks are now.
+
+        Args:
+            began: where they were when they were started.
+        """
 
     def poll(self) -> int | None:
         """Exit code as a shell gives it; None while it runs."""
@@ -47,6 +54,10 @@ class Step:
 
     def __init__(self, process: subprocess.Popen[Any]):
         self._process = process
+
+    def seats(self, began: NodeAssignment) -> NodeAssignment:
+        """Where they began: see `Ranks.seats`."""
+        return began
 
     def poll(self) -> int | None:
         """Exit code as a shell gives it; None while it runs."""

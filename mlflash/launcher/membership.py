@@ -90,6 +90,7 @@ class Membership:
         round: which it is, from 1 on.
         over: why there is no next round; "": there may be one.
         code: exit code, where it is over, or all have come to their end.
+        hosts: where each rank is in this round.
     """
 
     def __init__(self, members: Sequence[Member], acts: Acts, deadlines: Deadlines, now: float):
@@ -97,6 +98,7 @@ class Membership:
         self._acts, self._deadlines = acts, deadlines
         self.size = sum(member.rank is not None for member in members)
         self.round, self.over = 1, ""
+        self.hosts = tuple(one.host for one in self._seated())
         self.code: int | None = None
         self._phase, self._until = "starting", _NEVER  # a start with a loss before all have begun is over
         self._why, self._lost, self._since = "", list[int](), now
@@ -293,6 +295,7 @@ class Membership:
         self.round += 1
         self._phase, self._until = "seating", now + self._deadlines.ready_s
         self._times, self._texts = {}, {}
+        self.hosts = tuple(one.host for one in self._seated())
         for one in self._seated():
             one.is_here = one.is_in = False
             self._give(one)

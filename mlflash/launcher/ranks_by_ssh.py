@@ -22,6 +22,7 @@ from typing import Any
 
 from .host_agent import LOST, READY, SILENCE_S, Spec
 from .line_stream import Lines, Sink
+from .node_assignment import NodeAssignment
 from .processes import KILL_WAIT_S, kill, signal_group, spawn
 
 ANSWER_S = 60.0
@@ -134,6 +135,10 @@ class RanksBySsh:
         self._printing: list[threading.Thread] = []
         self._print(self._agents)
         threading.Thread(target=self._speak, name="mlflash-agents", daemon=True).start()
+
+    def seats(self, began: NodeAssignment) -> NodeAssignment:
+        """Where they began: see `launch_system.Ranks.seats`."""
+        return began
 
     def poll(self) -> int | None:
         """Exit code as a shell gives it: the first that is not 0; None while ranks run, or are being ended."""

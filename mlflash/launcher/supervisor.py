@@ -28,10 +28,11 @@ from .run_options import RunOptions
 
 UNRESTORABLE = 65
 """Exit code where checkpoints are there and none can be restored: another start would find the same."""
+GONE_S = 3.0
+"""Seconds between two questions whether nodes are in service."""
 _NAP_S = 0.1
 _LOST_WAIT_S = 3.0
 _NAMED = 8  # nodes named in a line
-_GONE_S = 3.0  # between two questions whether nodes are in service
 
 
 @dataclasses.dataclass
@@ -45,6 +46,7 @@ class Outcome:
         told: number of the signal that ended it; 0: none did.
         hangs: whether ranks are there, and do not get on.
         unrestorable: what they said of checkpoints that are there, and none of which can be restored; "": nothing.
+        seats: where its ranks were at the end.
     """
 
     why: str = ""
@@ -53,6 +55,7 @@ class Outcome:
     told: int = 0
     hangs: bool = False
     unrestorable: str = ""
+    seats: NodeAssignment | None = None
 
 
 class Supervisor:
@@ -103,10 +106,8 @@ class Supervisor:
             if hopeless:
                 return self._finish(everywhere, outcome.code or 1, hopeless)
             self._pause(self._restarts.pause_s)
-            before, seats = (
-                seats,
-                reassign_nodes(seats, self._fit(everywhere), self._options.nodes, self._options.least),
-            )
+            before = outcome.seats or seats
+            seats = reassign_nodes(before, self._fit(everywhere), self._options.nodes, self._options.least)
             if seats is not None:
                 self._fetch(before, seats)
         least = self._options.least or self._options.nodes
@@ -131,6 +132,7 @@ class Supervisor:
         try:
             outcome = self._watch(step, seats, watch)
             lost = bool(outcome.lost)
+            outcome.seats = seats = step.seats(seats)
             if outcome.hangs:
                 self._looks.show_stacks(seats.hosts, run)
         finally:
@@ -148,16 +150,16 @@ class Supervisor:
         self._failure = failure(heartbeats, noticed)
         return outcome
 
-    def _watch(self, step: Ranks, seats: NodeAssignment, watch: Watch) -> Outcome:
-        """Wait until a run ends, hangs, loses a node, or is told to end."""
-        next_gone = next_look = time.monotonic() + _GONE_S
+    def _watch(self, step: Ranks, began: NodeAssignment, watch: Watch) -> Outcome:
+        """Wait until a run ends, hangs, loses a node that it does not replace, or is told to end."""
+        next_gone = next_look = time.monotonic() + GONE_S
         look: Beside | None = None
         while (code := step.poll()) is None:
-            now = time.monotonic()
+            now, seats = time.monotonic(), step.seats(began)
             if self.told:
                 return self._last_checkpoint(step, seats)
-            if now > next_gone:
-                next_gone = now + _GONE_S
+            if now > next_gone and not step.replaces:
+                next_gone = now + GONE_S
                 if lost := self._launcher.gone(seats.hosts):
                     return Outcome("lost " + ", ".join(f"{host} ({state})" for host, state in lost.items()), lost=lost)
             if look is not None and look.done():
@@ -168,7 +170,7 @@ class Supervisor:
                 next_look = now + self._options.look_every_s
                 look = Beside(self._looks, seats.hosts)
             time.sleep(_NAP_S)
-        return Outcome("" if code == 0 else f"exit code {code}", code, self._launcher.gone(seats.hosts))
+        return Outcome("" if code == 0 else f"exit code {code}", code, self._launcher.gone(step.seats(began).hosts))
 
     def _judge(self, step: Ranks, seats: NodeAssignment, watch: Watch) -> Outcome | None:
         """Say what a look at the nodes of a run that goes on means for it; None: it goes on."""
@@ -188,7 +190,7 @@ class Supervisor:
         self._say(f"signal {self.told}: waiting up to {self._options.grace_s:g} s for a checkpoint after step {before}")
         while step.poll() is None and time.monotonic() < end:
             time.sleep(1.0)
-            self._looks.look(seats.hosts)
+            self._looks.look(step.seats(seats).hosts)
             newest = self._looks.newest()
             if newest is not None and (before is None or newest > before):
                 break

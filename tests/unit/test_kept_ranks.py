@@ -167,6 +167,9 @@ def test_a_host_that_is_lost_is_lost_with_all_of_its_ranks(start: Start, tmp_pat
     all_gone(*before[2:], agent)
     note = until(lambda: recovered(tmp_path), "the note of it")[0]
     assert note["lost"] == [2, 3] and host in str(note["why"])
+    began = NodeAssignment(("a", host), 2)
+    assert ranks.seats(began) == NodeAssignment(("a", "c"), 2)
+    assert ranks.seats(NodeAssignment((*began.hosts, "more"), 2)).hosts[-1] == "more"  # they are on fewer now
     assert len(said.begun()) == 6  # nothing is started there any more
     end_well(ranks, tmp_path)
 

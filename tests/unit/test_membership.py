@@ -37,6 +37,7 @@ def test_when_a_rank_is_lost_all_others_leave_and_the_next_round_begins_with_a_s
     job.now += 1.5
     job.leave("b0")
     assert job.it.round == 2 and job.seats() == {"a0": "2: 0", "c0": "2: 1", "b0": "2: 2"}
+    assert job.it.hosts == ("a", "c", "b")
     job.now += 1.0
     for name, took in (("a0", 0.5), ("b0", 1.5), ("c0", 1.0)):
         assert not job.notes
