@@ -59,6 +59,8 @@ POINTS = {
     "heal.copied": "the copies are made again",
     "heal.freed": "files that nobody needs may be reused",
     "heal.done": "the next save will find room",
+    "close.asked": "a rank has come to its end, and waits for the others before it frees what they share",
+    "close.freed": "all ranks had, and that is freed; its trainer does not know",
     "round.left": "training has left its step, as another rank was lost, and has said so",
     "round.seated": "it has a rank of the next round",
     "round.couriers": "the couriers of the ranks that there are now are there",

@@ -10,7 +10,7 @@ from types import TracebackType
 from ..draining.drains import Drains
 from ..mpi.job_thread import FORKED
 from ..protocol.client import Client, one_unit
-from ..protocol.messages import Free, FreeDrains
+from ..protocol.messages import Free
 from ..protocol.trainer_context import TrainerContext
 from ..saving.save_queue import SaveQueue
 from . import unclosed
@@ -45,10 +45,9 @@ class Ending:
             self._saves.settle()
             if not self._courier.is_stuck:
                 self._drains.finish()
-            for free in (FreeDrains(), Free()):
-                is_freed = not self._courier.is_stuck and self._drains.idle
-                if is_freed:
-                    self._courier.call(free)
+            is_freed = not self._courier.is_stuck and self._drains.idle
+            if is_freed:
+                self._courier.call(Free())
             self._trainer.copy_threads.close()
         finally:  # also where it is interrupted: what is collective is left then, as other ranks may not come to it
             self._end(not is_freed or self._courier.is_stuck, "ended" if sys.exc_info()[0] is None else "failed")

@@ -91,9 +91,10 @@ def _connect_process(choice: Choice, config: Config, process_group: Any, replica
     started = _started(courier, start)
     trainer = _trainer(config, courier, process_group, start, started, dict)
     courier.start = start
-    courier.trainer, courier.drains = trainer, Drains(courier, trainer.ranks, config.directory is not None)
+    courier.trainer = trainer
+    courier.drain.drains = drains = Drains(courier, trainer.ranks, config.directory is not None)
     _say(trainer)
-    return trainer, courier.drains, started
+    return trainer, drains, started
 
 
 def _say(trainer: TrainerContext) -> None:

@@ -79,6 +79,7 @@ class CourierLink:
         self._going_down = threading.Lock()
         self._restarting = threading.Lock()  # held by who uses the zygote
         self._held: list[RemoteJob | Sent] | None = None  # what waits for the next courier; None: there is one
+        self.freed: list[str] = []  # sessions whose communicators were freed on all ranks
         self._losses = self._in_vain = 0  # couriers that have ended; and of these the last ones, before they were up
         self._rising: threading.Thread | None = None
         self.queue: queue.SimpleQueue[RemoteJob | Sent | None] = queue.SimpleQueue()
@@ -258,7 +259,7 @@ class CourierLink:
         for session in sessions:
             session.wait_unused()
         losses = self._losses
-        self.couriers.next_epoch(self._timeout_s)
+        self.couriers.next_epoch(self._timeout_s, self.freed.copy())
         self._listen()
         # Beside this thread, which sees when one of them has ended again before all are up.
         self._rising = threading.Thread(
@@ -296,6 +297,10 @@ class CourierLink:
                 self._send_one(job)
         self._in_vain = 0
         log.info("couriers were started anew in %.2g s", time.monotonic() - start)
+
+    def was_freed(self, name: str) -> bool:
+        """Whether some rank had seen a session freed when this epoch began. Not collective."""
+        return name in self.couriers.freed
 
     def send_first(self, item: RemoteJob | Sent) -> None:
         """Send something to a courier that is just being introduced, before what waits for it. Not collective."""

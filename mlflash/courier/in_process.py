@@ -7,12 +7,12 @@ how jobs end, in the order in which the courier says so. None of them calls MPI,
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
 import queue
 import sys
 import threading
 import time
+import zlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -20,9 +20,7 @@ from typing import Any
 import msgspec
 
 from ..config import Config
-from ..draining.drain import Drain
-from ..draining.drains import Drains
-from ..errors import Closed, DeadlineExceeded, DrainFailed, MlflashError, SaveFailed, text_of
+from ..errors import Closed, DeadlineExceeded, MlflashError, SaveFailed, text_of
 from ..mpi.job_thread import FORKED, wait_for
 from ..protocol import messages as asked
 from ..protocol.client import Pace
@@ -33,6 +31,7 @@ from . import wire_format as wire
 from .courier_link import CourierLink
 from .exchange_rounds import exchange
 from .remote_job import RemoteJob, Sent
+from .told_drain import ToldDrain
 from .told_plans import ToldPlans
 from .units import Units
 from .wire_format import BadMessage, Frame, Kind, Outcome
@@ -41,7 +40,7 @@ log = logging.getLogger("mlflash")
 
 _ANEW = "the couriers of this run were started anew in the middle of this"
 _ANSWER_S = 10.0  # for what is asked beside the jobs, and for an error to arrive after its deadline
-_CLOSE_S = 3.0  # for a session that is abandoned to be closed
+_CLOSE_S = 3.0  # for a session to be closed that is abandoned, or that nothing is done for any more
 _LOOK_S = 0.2
 
 
@@ -59,18 +58,20 @@ class CourierProcess:
         self.late: DeadlineExceeded | None = None
         self.broken: BaseException | None = None
         self.is_closed = self._is_down = self._is_unused = False
+        self._free: RemoteJob | None = None  # what is asked last
+        self._is_freed = False  # on all ranks: a courier that ends takes nothing along any more
         self._left_at: int | None = None  # the newest step whose save has ended
         self._generation = 0  # of the newest attempt that is known to have ended
         self.trainer: TrainerContext | None = None
         self.start: asked.Start | None = None  # how this Checkpointer was introduced
-        self.drains: Drains | None = None
         self._jobs: dict[int, RemoteJob] = {}
         self._units = Units()
         self._asked: dict[int, tuple[threading.Event, list[Frame]]] = {}
         self._plans = ToldPlans(link.number)
-        self._drain: tuple[int, Drain | None] = (0, None)
+        self.drain = ToldDrain(config.timeout_s)
         self._frames: queue.SimpleQueue[Frame | threading.Event | None] = queue.SimpleQueue()
         self.ranks, self._before = ranks, link.add(self.number, self, ranks)
+        self._name = f"{zlib.crc32(repr(ranks).encode()):08x}-{self._before}"  # the same on all ranks
         threading.Thread(target=self._answer, name="mlflash-courier", daemon=True).start()
         self._link.queue.put(self._opened())
 
@@ -108,6 +109,8 @@ class CourierProcess:
         number = self._link.number()
         made = RemoteJob(self, lambda: self._frame(message, number), number, answers, on_late, on_refused)
         made.is_commit = isinstance(message, asked.Commit)
+        made.is_kept = made.is_commit or isinstance(message, asked.Free)
+        self._free = made if made.is_kept and not made.is_commit else self._free
         return self._expect(made)
 
     def _expect(self, job: RemoteJob) -> RemoteJob:
@@ -150,8 +153,8 @@ class CourierProcess:
 
     def _exchange_some(self, body: wire.ExchangeWire, fd: int) -> bool:
         number = self._link.number()
-        frame = functools.partial(Sent, wire.pack(Kind.POST, self.number, number, "Exchange", wire.encode(body)), (fd,))
-        return bool(self._call(self._expect(RemoteJob(self, frame, number, None, None, None))))
+        sent = Sent(wire.pack(Kind.POST, self.number, number, "Exchange", wire.encode(body)), (fd,))
+        return bool(self._call(self._expect(RemoteJob(self, lambda: sent, number, None, None, None))))
 
     # Beside the jobs
 
@@ -177,8 +180,9 @@ class CourierProcess:
         pass
 
     def stop(self, abandon: bool) -> None:
+        patience_s = _CLOSE_S if abandon or self._is_freed else self._config.timeout_s  # freed: it is idle, or dead
         try:
-            self._wait_for_answer(Kind.CLOSE, "Close", abandon, _CLOSE_S if abandon else self._config.timeout_s)
+            self._wait_for_answer(Kind.CLOSE, "Close", abandon, patience_s)
         except (Closed, DeadlineExceeded) as error:
             log.debug("the courier did not say that it has closed: %s", error)
         self.is_closed = True  # it can still be asked for its report
@@ -212,10 +216,8 @@ class CourierProcess:
         job = self._jobs.get(frame.number)
         if job is None or not isinstance(error, DeadlineExceeded):
             return
-        self.late = job.late = error
-        if job.on_late is not None:
-            job.on_late(error)
-        job.woken.set()
+        self.late = error
+        job.be_late(error)
 
     def _answer(self) -> None:
         while (frame := self._frames.get()) is not None:
@@ -247,6 +249,8 @@ class CourierProcess:
         if outcome.error is None:
             job.result = wire.result_of(frame)
             self._generation = job.result if job.is_commit else self._generation
+            if job is self._free:
+                self._note_freed()
         job.woken.set()
 
     def _reply(self, frame: Frame) -> None:
@@ -276,7 +280,7 @@ class CourierProcess:
         if frame.name == "broken":
             self.broken = None if self._is_down else value
         elif frame.name == "drain":
-            self._note_drain(value)
+            self.drain.take(value)
         elif frame.name in ("ended", "begin_deferred", "handed_over"):
             job = self._jobs.get(frame.number)
             if job is not None and job.answers is not None:
@@ -284,27 +288,23 @@ class CourierProcess:
         elif self.trainer is not None:
             getattr(self.trainer, frame.name)(value)
 
-    def _note_drain(self, told: wire.DrainWire) -> None:
-        number, drain = self._drain
-        if drain is None or told.number != number:
-            drain = Drain(told.step, patience_s=self._config.timeout_s)
-            self._drain = (told.number, drain)
-            assert self.drains is not None
-            self.drains.began(drain)
-        drain.path, drain.nbytes, drain.written = told.path, told.nbytes, told.written
-        drain.progress, drain.moved, drain.silent = told.progress, told.moved, told.silent
-        if told.done:
-            drain.end(told.error)
-            drain.seconds = told.seconds
+    def _note_freed(self) -> None:
+        """Note that all ranks are done with this Checkpointer, whatever becomes of couriers, if it was to be freed."""
+        if self._free is not None and not self._is_freed:
+            self._is_freed = True
+            self._link.freed.append(self._name)
+            self._jobs.pop(self._free.number, None)
+            self._free.woken.set()
 
     def lose(self, why: Closed) -> None:
-        if self.is_closed:
+        self._note_freed()  # if it was only to be freed: all saves have ended
+        if self.is_closed or self._is_freed:
             return
         if self.start is not None or self.broken is None:  # it is not lost already
             is_meant = sys.is_finalizing() or self._link.is_closing or self._link.is_kept  # the next round saves
             log.log(logging.DEBUG if is_meant else logging.WARNING, "nothing is saved any more: %s", why)
         self.broken, self.start = self.broken or why, None  # for good
-        self._end_drain()
+        self.drain.lose()
         for job in list(self._jobs.values()):
             self._refuse(job)
 
@@ -316,14 +316,10 @@ class CourierProcess:
         for job in [job for job in list(self._jobs.values()) if job.is_sent]:
             job.woken.wait(max(0.0, end - time.monotonic()))
 
-    def _end_drain(self) -> None:
-        if (drain := self._drain[1]) is not None and not drain.done:
-            drain.end(DrainFailed("the courier of this rank has ended", step=drain.step))
-
     # From one courier to the next
 
     def go_down(self, pid: int, why: str) -> None:
-        if self.is_closed:
+        if self.is_closed or self._is_freed:
             return
         if not self._is_down:
             self._is_down, self._is_unused, self.late = True, False, None
@@ -331,12 +327,12 @@ class CourierProcess:
             if self.trainer is not None:
                 self.trainer.recorder.courier_died(pid, why)
             self.broken = None if self.start is not None else self.broken  # it failed, as the other had ended
-            self._end_drain()
-        for job in [job for job in list(self._jobs.values()) if job.is_sent and not job.is_commit]:
+            self.drain.lose()
+        for job in [job for job in list(self._jobs.values()) if job.is_sent and not job.is_kept]:
             self._refuse(job, f"{_ANEW}: {why}")
 
     def check(self, job: RemoteJob) -> None:
-        if self._units.has_failed(job.unit) and not job.is_commit:
+        if self._units.has_failed(job.unit) and not job.is_kept:
             raise Closed(_ANEW)
 
     def wait_unused(self) -> None:
@@ -344,9 +340,13 @@ class CourierProcess:
             return
         idle = threading.Event()
         self._frames.put(idle)
-        if not idle.wait(self._config.timeout_s):
-            raise DeadlineExceeded("an answer to the last courier has not ended")
-        for job in [job for job in list(self._jobs.values()) if job.is_sent]:
+        end = time.monotonic() + self._config.timeout_s
+        while not idle.wait(_LOOK_S):
+            if self.is_closed:
+                return
+            if time.monotonic() > end:
+                raise DeadlineExceeded("an answer to the last courier has not ended")
+        for job in [job for job in list(self._jobs.values()) if job.is_sent and job.is_commit]:
             self.fail_later(job)
         if not self.trainer.slots.wait_until_given(self._config.timeout_s, self._is_over):
             raise DeadlineExceeded("a slot is still being filled")
@@ -358,11 +358,12 @@ class CourierProcess:
 
     def _is_over(self, taker: object) -> bool:
         """Whether a save has ended for which the last courier still had slots, or was never told of them."""
-        live = [job.request for job in list(self._jobs.values())]
-        return isinstance(taker, SaveRequest) and not any(taker is one for one in live)
+        return isinstance(taker, SaveRequest) and all(taker is not job.request for job in list(self._jobs.values()))
 
     def come_up(self) -> None:
-        if self.is_closed or self.start is None or self.trainer is None:
+        if self._link.was_freed(self._name):
+            self._note_freed()
+        if self.is_closed or self._is_freed or self.start is None or self.trainer is None:
             return
         self._plans.forget()
         self._link.send_first(self._opened())
@@ -380,7 +381,7 @@ class CourierProcess:
                 self.trainer.slots.update(job.result.files)
                 self._find_committed(job.result)
         self._is_down = False
-        for job in [job for job in list(self._jobs.values()) if job.is_sent]:  # saves that have failed: once more
+        for job in [job for job in list(self._jobs.values()) if job.is_sent]:  # that are kept: once more
             job.is_sent = False
             self._link.send_first(job)
 

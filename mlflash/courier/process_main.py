@@ -100,7 +100,7 @@ def _take(frame: Frame, link: Link, comm: Any, sessions: dict[int, Hosted], file
     if frame.kind is Kind.REPLY:
         link.replied(frame)
         return
-    if frame.session not in sessions and frame.kind is Kind.ASK:  # it was closed, before this courier was there
+    if frame.session not in sessions and frame.kind in (Kind.ASK, Kind.CLOSE):  # it was freed by the last courier
         gone = Outcome(Closed("this Checkpointer was closed"), False, wire.NOTHING)
         link.send(Kind.ANSWER, frame.session, frame.number, frame.name, gone)
         return

@@ -22,14 +22,18 @@ class Sent:
 
 
 class RemoteJob:
-    """A job that the courier does; see `mpi.job_thread.Job`."""
+    """A job that the courier does; see `mpi.job_thread.Job`.
+
+    Attributes:
+        is_kept: whether the next courier does it, where this one ends in the middle of it.
+    """
 
     def __init__(self, session: Session, frame: Callable[[], Sent], number: int, answers: Any,
                  on_late: Callable[[DeadlineExceeded], None] | None,
                  on_refused: Callable[[MlflashError], None] | None):  # fmt: skip
         self.session, self.frame, self.number, self.answers = session, frame, number, answers
         self.on_late, self.on_refused = on_late, on_refused
-        self.is_sent = self.is_commit = self.was_staged = False
+        self.is_sent = self.is_commit = self.is_kept = self.was_staged = False
         self.unit = 0  # that it belongs to; 0: none
         self.sent = threading.Event()
         self.woken = threading.Event()
@@ -57,6 +61,13 @@ class RemoteJob:
         request.slot = request.share = request.plan = None
         request.is_unsettled = request.waits_for_room = request.skip = request.has_deferred = False
         return True
+
+    def be_late(self, error: DeadlineExceeded) -> None:
+        """Hear that the courier is past its deadline, and still at it."""
+        self.late = error
+        if self.on_late is not None:
+            self.on_late(error)
+        self.woken.set()
 
     def refuse(self, why: MlflashError) -> None:
         """Say that the courier will not do it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from .. import crash_points
 from ..config import Config
 from ..draining.drain import Drain
 from ..draining.drain_queue import DrainQueue
@@ -110,6 +111,13 @@ class Session:
         if hasattr(self, "context"):
             self.context.tell_trainer()
 
+    def _free(self) -> None:
+        crash_points.reach("close.asked")
+        self._world.agree([])  # a barrier: nobody leaves whom others still wait for
+        self._drains.free()
+        self.context.free()
+        crash_points.reach("close.freed")
+
     def _start(self, start: asked.Start) -> Started:
         world = self._world
         self.context = context = make(
@@ -121,8 +129,7 @@ class Session:
         self._report = RankReport(context, self._drains)
         self._handlers |= {
             asked.GoBeyond: lambda message: self._drains.go_beyond(),
-            asked.FreeDrains: lambda message: self._drains.free(),
-            asked.Free: lambda message: context.free(),
+            asked.Free: lambda message: self._free(),
             asked.Commit: self._commit,
             asked.CommitRestored: self._commit_restored,
             asked.Reserve: lambda message: context.reserve(message.nbytes, message.share_nbytes, message.is_first),

@@ -190,7 +190,7 @@ class Outcome:
     result: msgspec.Raw
 
 
-_DIRECT = (asked.Start, asked.GoBeyond, asked.FreeDrains, asked.Free, asked.Agree, asked.Gather, asked.Broadcast,
+_DIRECT = (asked.Start, asked.GoBeyond, asked.Free, asked.Agree, asked.Gather, asked.Broadcast,
            asked.RaiseTogether, asked.Reserve, asked.FindReplicas, asked.SettleShared, asked.Choose, asked.HoldOlder,
            asked.HealFirst, asked.Restored, asked.HealRestored, asked.MakeRoom, asked.Steps, asked.BeginDrain,
            asked.Scavenge, asked.HealNewest, asked.AskDrain, asked.GiveUpDrain, asked.Report, asked.RunFacts,

@@ -90,13 +90,8 @@ class GoBeyond(Message):
 
 
 @dataclasses.dataclass(frozen=True)
-class FreeDrains(Message):
-    """Free what drains have of MPI."""
-
-
-@dataclasses.dataclass(frozen=True)
 class Free(Message):
-    """Free windows, communicators and threads."""
+    """Free windows, communicators and threads, as soon as all ranks want that: who hears that it is done may leave."""
 
 
 # Agreement

@@ -1,9 +1,10 @@
 """What ranks agree on for each epoch of their couriers, in the store that all of them reach.
 
-Epoch N has ``launch/N/node/RANK``, the node of a rank that wants this epoch and what can read its memory there
-(`cross_memory`), and ``launch/N/all``: as soon as all ranks want it, rank 0 puts there which it is, ``[name, nodes,
-reads]``; and ``launch/N/ended``, put by a rank whose courier has ended. Below ``launch/N/cores/HOST/`` stands what each
-rank of a host may run on, for `courier_cores`. When MPI is initialised on all ranks, only the two in the middle stay.
+Epoch N has ``launch/N/node/RANK``, the node of a rank that wants this epoch, what can read its memory there
+(`cross_memory`), and what it has seen freed; and ``launch/N/all``: as soon as all ranks want it, rank 0 puts there
+which it is, ``[name, nodes, reads, freed]``; and ``launch/N/ended``, put by a rank whose courier has ended. Below
+``launch/N/cores/HOST/`` stands what each rank of a host may run on, for `courier_cores`. When MPI is initialised on all
+ranks, only the two in the middle stay.
 """
 
 from __future__ import annotations
@@ -26,11 +27,19 @@ _ASK_S = 5.0  # for one more answer, when a deadline has passed, to say why
 
 
 class Epoch(NamedTuple):
-    """One world of MPI: its name, the node of each rank, and whether ranks of a node can read each other's memory."""
+    """One world of MPI.
+
+    Attributes:
+        name: of it.
+        nodes: of each rank.
+        reads: whether ranks of a node can read each other's memory.
+        freed: what ranks had seen freed when it began: it needs no courier any more.
+    """
 
     name: str
     nodes: tuple[int, ...]
     reads: bool = True
+    freed: frozenset[str] = frozenset()
 
 
 class EpochAgreement:
@@ -90,13 +99,14 @@ class EpochAgreement:
         """A connection for a thread that does not own `store`."""
         return contextlib.closing(StoreClient(self.address, self.token))
 
-    def agree(self, number: int, end: float, timeout_s: float) -> Epoch:
+    def agree(self, number: int, end: float, timeout_s: float, freed: Sequence[str] = ()) -> Epoch:
         """Say that this rank wants an epoch, and wait until all have said so. Collective.
 
         Args:
             number: of the epoch, the same on all ranks.
             end: until when it waits, by time.monotonic.
             timeout_s: how long that was when the caller began, seconds, for the error.
+            freed: what this rank has seen freed.
 
         Raises:
             DeadlineExceeded: ranks have not come; ``ranks`` are those.
@@ -108,7 +118,7 @@ class EpochAgreement:
                 try:
                     if self._seat:
                         self.store.put(f"{prefix}cores/{name_of_host()}/{self._rank}", self._seat, left_s(end))
-                    mine = json.dumps([self._node, cross_memory.reach()])
+                    mine = json.dumps([self._node, cross_memory.reach(), list(freed)])
                     self.store.put(f"{prefix}node/{self._rank}", mine, left_s(end))
                     if self._rank == 0:
                         self._gather(number, end)
@@ -127,8 +137,9 @@ class EpochAgreement:
                 ranks=[0] if missing is None else missing,
             ) from exceeded
         check_departure(told)
-        name, described, reads = json.loads(told)
-        return Epoch(name, tuple(nodes_of([Block(*block) for block in described], self._size)), reads)
+        name, described, reads, known = json.loads(told)
+        nodes = nodes_of([Block(*block) for block in described], self._size)
+        return Epoch(name, tuple(nodes), reads, frozenset(known))
 
     def _gather(self, number: int, end: float) -> None:
         """Wait for all ranks, and say which epoch it is. Rank 0 does this."""
@@ -139,15 +150,16 @@ class EpochAgreement:
                 for rank in range(self._size)]  # fmt: skip
         if "" in told:  # one has left the job, and has said so to all
             return
-        known: list[tuple[str, str]] = [json.loads(one) for one in told]
-        numbers = {name: number for number, name in enumerate(dict.fromkeys(name for name, _ in known))}
-        nodes = [numbers[name] for name, _ in known]
+        known: list[tuple[str, str, list[str]]] = [json.loads(one) for one in told]
+        numbers = {name: number for number, name in enumerate(dict.fromkeys(name for name, _, _ in known))}
+        nodes = [numbers[name] for name, _, _ in known]
+        freed = sorted({one for _, _, those in known for one in those})
         # All have come here, so none needs what stands of the last epoch.
         if (last := self.store.look(f"{before}all", left_s(end))) is not None:
             self.store.delete(f"{json.loads(last)[0]}/", left_s(end))
             self.store.delete(before, left_s(end))
-        reads = cross_memory.is_whole(nodes, [reach for _, reach in known])
-        self.store.put(f"{prefix}all", json.dumps([new_epoch_name(number), blocks(nodes), reads]), left_s(end))
+        reads = cross_memory.is_whole(nodes, [reach for _, reach, _ in known])
+        self.store.put(f"{prefix}all", json.dumps([new_epoch_name(number), blocks(nodes), reads, freed]), left_s(end))
 
     def seats(self, number: int, end: float) -> dict[str, str]:
         """What each rank of this host may run on: by rank, as text. Not collective, but after `agree`.

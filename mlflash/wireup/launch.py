@@ -20,7 +20,7 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -78,6 +78,7 @@ class Couriers:
         size: how many ranks there are.
         met: how they found each other, in words.
         courier: the newest, which was forked and is on its way to MPI.
+        freed: what ranks had seen freed when it was.
 
     Raises:
         DeadlineExceeded: ranks have not come; ``ranks`` are those.
@@ -107,6 +108,7 @@ class Couriers:
         self.met = f"{self.size} ranks met by {way(environment, self._me)}" if self.size > 1 else "one rank"
         self._entry_point, self._node, self._cores = entry_point, name_of_node(node), cores
         self._seat = "" if cores == courier_cores.INHERIT else courier_cores.own_seat(environment).to_text()
+        self.freed: frozenset[str] = frozenset()
         self._number = 0  # of the newest epoch
         self._running: RunningCourier | None = None
         self._agreement: EpochAgreement | None = None  # of several ranks
@@ -148,7 +150,7 @@ class Couriers:
 
         self._agreement = EpochAgreement(self.rank, self.size, self._node, self._seat, store, told[2], end, check)
 
-    def next_epoch(self, timeout_s: float) -> RunningCourier:
+    def next_epoch(self, timeout_s: float, freed: Sequence[str] = ()) -> RunningCourier:
         """Have a courier forked that has a world of MPI with those of all other ranks, after the end of the last one.
 
         Collective. What still runs is killed first; its socket and pidfd are closed. It returns when the courier is
@@ -157,6 +159,7 @@ class Couriers:
         Args:
             timeout_s: how long it may take, seconds. The courier is killed if this process ends, and its MPI is not
                 up as long thereafter.
+            freed: what this rank has seen freed, for all ranks to know.
 
         Raises:
             DeadlineExceeded: ranks have not called it; ``ranks`` are those.
@@ -176,8 +179,8 @@ class Couriers:
         if agreement is None:
             epoch, store, token = Epoch(new_epoch_name(number), (0,)), None, ""
         else:
-            epoch, store, token = agreement.agree(number, end, timeout_s), agreement.address, agreement.token
-        self._number = number
+            epoch, store, token = agreement.agree(number, end, timeout_s, freed), agreement.address, agreement.token
+        self._number, self.freed = number, epoch.freed
         cores = self._choose_cores(end)
         mine, its = socket.socketpair()
         with contextlib.ExitStack() as failed, its:

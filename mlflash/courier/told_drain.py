@@ -1,0 +1,43 @@
+"""The drain that a courier tells its trainer of (`wire_format.DrainWire`), as the trainer sees it."""
+
+from __future__ import annotations
+
+from ..draining.drain import Drain
+from ..draining.drains import Drains
+from ..errors import DrainFailed
+from .wire_format import DrainWire
+
+
+class ToldDrain:
+    """The newest drain. Not collective.
+
+    Args:
+        patience_s: see `Drain`.
+
+    Attributes:
+        drains: is told of each drain that begins; it is to be set before any does.
+    """
+
+    drains: Drains
+
+    def __init__(self, patience_s: float):
+        self._patience_s = patience_s
+        self._number, self._drain = 0, None  # type: tuple[int, Drain | None]
+
+    def take(self, told: DrainWire) -> None:
+        """Note how far it is."""
+        drain = self._drain
+        if drain is None or told.number != self._number:
+            drain = Drain(told.step, patience_s=self._patience_s)
+            self._number, self._drain = told.number, drain
+            self.drains.began(drain)
+        drain.path, drain.nbytes, drain.written = told.path, told.nbytes, told.written
+        drain.progress, drain.moved, drain.silent = told.progress, told.moved, told.silent
+        if told.done:
+            drain.end(told.error)
+            drain.seconds = told.seconds
+
+    def lose(self) -> None:
+        """Let it fail, as its courier has ended."""
+        if self._drain is not None and not self._drain.done:
+            self._drain.end(DrainFailed("the courier of this rank has ended", step=self._drain.step))
