@@ -106,15 +106,15 @@ class Checkpoints:
         name, step = ("", None) if ids.is_url(checkpoint_id) else names.read(checkpoint_id)
         if is_first := (name, group.ranks) not in self._saved:
             refuse_missing_shards(state_dict, group.ranks)
-        writer: StorageWriter
         if ids.is_url(checkpoint_id):
-            writer = FsspecWriter(os.fspath(checkpoint_id), overwrite=True)
+            to_url = FsspecWriter(os.fspath(checkpoint_id), overwrite=True)
             staged = DefaultStager(StagingOptions(False, False, False, False)).stage(state_dict)
+            done = self._thread.submit(_save, staged, to_url, None, group, coordinator, is_first)
         else:
-            writer, step = self._member(name, group).writer, self._next(name, step)
-            staged = writer.stage(state_dict)
+            member, step = self._member(name, group), self._next(name, step)
+            staged = member.writer.stage(state_dict)
+            done = self._thread.submit(_save_in_memory, staged, member, step, group, coordinator, is_first)
         self._saved.add((name, group.ranks))
-        done = self._thread.submit(_save, staged, writer, step, group, coordinator, is_first)
         self._calls.append((group, done))
         return done
 
@@ -338,6 +338,13 @@ def _say_nothing_is_there(every: Group, checkpoint_id: str | os.PathLike[str]) -
 
 def _ranks_of(process_group: Any) -> tuple[int, ...]:
     return tuple(dist.get_process_group_ranks(process_group or dist.group.WORLD))
+
+
+def _save_in_memory(state_dict: Any, member: Member, step: int | None, *others: Any) -> Metadata:
+    try:
+        return _save(state_dict, member.writer, step, *others)
+    finally:
+        member.checkpointer.adapting.end_begun()  # what failed here, and not on other ranks: this thread lives on
 
 
 def _save(state_dict: Any, writer: StorageWriter, step: int | None, group: Group, coordinator: int, is_first: bool
