@@ -34,7 +34,7 @@ class LocalState(dict[str, Any]):
     others: frozenset[int] = frozenset()
 
 
-def local_state_dict(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> LocalState:
+def local_state_dict(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
     """What this rank has of a model (FSDP1, FSDP2, DDP or plain) and its optimizer.
 
     Not collective: no message is sent. The tensors are those of the model and the optimizer, so that a load fills them;
