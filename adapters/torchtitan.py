@@ -108,8 +108,9 @@ class MemoryCheckpointManager(CheckpointManager):
         is_due = self._every is not None or self._should_save(curr_step, last_step)
         is_due = is_due and intervals.is_due(curr_step, self._every, self._skip)
         if self._flash is not None and is_due and not self.load_only:
+            optimizers = self.states[OPTIMIZER].optimizers
             with torch.no_grad():
-                self._flash.adapting.save_or_warn(curr_step, {**self._state(), _NUMBERS: rng()})
+                self._flash.adapting.save_or_warn(curr_step, {**self._state(), _NUMBERS: rng()}, optimizers)
         saved: bool = super()._save(curr_step, last_step)
         return saved
 
