@@ -17,6 +17,7 @@ from mlflash.errors import ConfigError, StepNotFound, StructureMismatch, Unresto
 
 from .. import intervals
 from ..replacing import replaced
+from . import lazy
 from .files import OTHER_RANKS, TAG, EngineState, alike, refuse_what_is_elsewhere, step_on_disk
 from .own_files import OwnFiles
 
@@ -96,6 +97,7 @@ class Flash:
         self._files = OwnFiles(engine, self.checkpointer, self._save) if in_background else None
         mine = replaced(engine, save_checkpoint=self._save_checkpoint, load_checkpoint=self._load_checkpoint)
         self._methods.enter_context(mine)
+        self._methods.enter_context(lazy.steps_once_staged(engine, self.wait_staged))
         own = "save_if_needed or engine.save_checkpoint is called"
         intervals.say(self.checkpointer, every_n_steps, skip_every_n_steps, own)
         if None not in (every_n_steps, storage_every):
@@ -149,7 +151,17 @@ class Flash:
             "tracker": get_cuda_rng_tracker().get_states(),
             "calls": self._calls,
         }
-        self.checkpointer.adapting.save_or_warn(step, state)
+        engine, owned = self._engine, functools.partial(lazy.owned_by, self._engine)
+        self.checkpointer.adapting.save_or_warn(step, state, lazy.optimizers_of(engine), owned)
+
+    def wait_staged(self) -> None:
+        """Copy what saves so far have left to be copied; to be called before anything but the engine's own step changes
+        its weights or what its optimizer keeps, such as ``safe_set_full_fp32_param``.
+
+        Not collective.
+        """
+        if self.checkpointer is not None:
+            self.checkpointer.adapting.wait_staged()
 
     def _save_checkpoint(
         self, save_dir: str, tag: str | None = None, client_state: Any = None, save_latest: bool = True,
@@ -204,6 +216,7 @@ class Flash:
         names = ("load_module_strict", "load_optimizer_states", "load_lr_scheduler_states", "load_module_only",
                  "custom_load_fn")  # fmt: skip
         options |= dict(zip(names, args, strict=False))
+        self.wait_staged()
         if self._files is not None:
             self._files.finish()
         if not self._engine.load_universal_checkpoint():

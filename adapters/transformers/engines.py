@@ -15,7 +15,9 @@ from accelerate.utils import DeepSpeedSchedulerWrapper
 from transformers.trainer import _is_peft_model
 
 from mlflash import Checkpointer
+from mlflash.checkpointer.for_adapters import Adapting
 
+from ..deepspeed import lazy
 from ..deepspeed.files import EngineState, part_of
 from ..replacing import replaced
 from .states import Found, State
@@ -30,6 +32,10 @@ class StateOfEngine(State):
 
     whole = "global_step*"
 
+    def __init__(self, trainer: Any):
+        super().__init__(trainer)
+        self._step = contextlib.ExitStack()  # of the engine's optimizer, which the Trainer makes when it trains
+
     @property
     def settings(self) -> dict[str, Any]:
         """Of a Checkpointer: that all ranks hold the weights alike, where ZeRO leaves them whole."""
@@ -37,6 +43,17 @@ class StateOfEngine(State):
         if state.num_processes == 1 or state.deepspeed_plugin.zero_stage == 3:
             return {}
         return {"replicated": {part_of("engine", "module"): True}}
+
+    def save(self, adapting: Adapting, step: int) -> None:
+        """Save a step. Collective over all ranks, see `Adapting.save_or_warn`."""
+        engine = self._trainer.model_wrapped
+        self._step.close()
+        self._step = lazy.steps_once_staged(engine, adapting.wait_staged)
+        adapting.save_or_warn(step, self, lazy.optimizers_of(engine), functools.partial(lazy.owned_by, engine))
+
+    def close(self) -> None:
+        """Give the engine's optimizer its own step back. Not collective."""
+        self._step.close()
 
     def state_dict(self) -> dict[str, Any]:
         """Take what is in use; no tensor is copied. Collective over all ranks with ZeRO-3.

@@ -146,6 +146,7 @@ class MLFlashCallback(TrainerCallback):
             self.checkpointer = stack.enter_context(Checkpointer(directory, **{**state.settings, **self._settings}))
             self._state = state
             stack.callback(self._forget)
+            stack.callback(state.close)
             self._say_when(trainer)
             if self._in_background:
                 own = OwnFiles(trainer, self.checkpointer)
@@ -207,7 +208,7 @@ class MLFlashCallback(TrainerCallback):
                 self._is_due, step = False, trainer.state.global_step
                 assert self.checkpointer is not None and self._state is not None
                 if step != self.checkpointer.last_step:  # the Trainer saves a step again where it ends an epoch early
-                    self.checkpointer.adapting.save_or_warn(step, self._state, self._state.optimizers)
+                    self._state.save(self.checkpointer.adapting, step)
 
         return and_save
 

@@ -21,6 +21,7 @@ from transformers.trainer import SCHEDULER_NAME
 from transformers.trainer_callback import ExportableState
 
 from mlflash import Checkpointer, rng
+from mlflash.checkpointer.for_adapters import Adapting
 from mlflash.errors import StateError
 
 from ..fsdp.states import init_optim_state
@@ -149,11 +150,14 @@ class State:
     def _is_sharded(self) -> bool:
         return any(isinstance(param, DTensor) for param in self._trainer.model.parameters())
 
-    @property
-    def optimizers(self) -> list[Any]:
-        """What changes the weights, of any class. Not collective."""
+    def save(self, adapting: Adapting, step: int) -> None:
+        """Save a step. Collective over all ranks, see `Adapting.save_or_warn`."""
         optimizer = self._trainer.optimizer
-        return [optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer]
+        own = optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
+        adapting.save_or_warn(step, self, [own])
+
+    def close(self) -> None:
+        """Leave the trainer alone. Not collective."""
 
     def state_dict(self) -> dict[str, Any]:
         """Take what is in use; no tensor is copied. Not collective.

@@ -349,7 +349,9 @@ class Adapting(for_adapters.Adapting):
         """Look on each rank: nothing could tell the others."""
         return look()
 
-    def save_or_warn(self, step: int, state: Any, until: Sequence[Any] | str = ()) -> Snapshot | None:
+    def save_or_warn(
+        self, step: int, state: Any, until: Sequence[Any] | str = (), owned: Callable[[], Iterable[Any]] = lambda: ()
+    ) -> Snapshot | None:
         """Leave it."""
         return not_saved(step)
 

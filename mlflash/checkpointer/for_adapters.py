@@ -89,7 +89,9 @@ class Adapting:
         return found
 
     @one_unit
-    def save_or_warn(self, step: int, state: Any, until: Sequence[Any] | str = ()) -> Snapshot | None:
+    def save_or_warn(
+        self, step: int, state: Any, until: Sequence[Any] | str = (), owned: Callable[[], Iterable[Any]] = lambda: ()
+    ) -> Snapshot | None:
         """Save as :meth:`.Checkpointer.save` does, from a framework's callback, where an exception would end training.
 
         Collective over comm, in that all ranks save the same steps in the same order; no rank waits for another.
@@ -99,6 +101,7 @@ class Adapting:
             until: the framework's optimizers: if they are torch's, what they hold is copied while training goes on.
                 Where the framework itself changes that elsewhere than in their steps, it calls `wait_staged` before.
                 Or else why it is not safe to go by them, which the log says once. Default: there are none.
+            owned: gives further tensors that change in those steps only, or after `wait_staged`.
 
         Returns:
             The snapshot. None where this rank cannot save this state or step: then no rank does, and it is a warning.
@@ -108,7 +111,7 @@ class Adapting:
         """
         self._check_open()
         try:
-            return self._saves.save(step, state, self._saves.lazy.until(until))
+            return self._saves.save(step, state, self._saves.lazy.until(until, owned))
         except (StateError, StepOrderError):  # its job is posted all the same, and says so
             if self._strict:
                 raise

@@ -1,15 +1,18 @@
 """Which leaves of a state are copied after `save` has returned: those in the memory of an optimizer's own tensors.
 
-Nothing but a step of a torch optimizer is meant to change these: its parameters, and its state. All else (buffers,
-averages, what a framework has copied) is copied at once. Where nothing is copied later, `why` says so.
+Nothing but a step of a torch optimizer is meant to change these: its parameters, and its state. Beside them are tensors
+that an adapter knows to be changed in such a step only. All else (buffers, averages, what a framework has copied) is
+copied at once. Where nothing is copied later, `why` says so.
 """
 
 from __future__ import annotations
 
 import bisect
+import dataclasses
+import itertools
 import sys
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from ..errors import StateError
@@ -18,6 +21,19 @@ from .optimizer_steps import HOOK
 
 LARGE_NBYTES = 64 << 10  # to remember where a smaller tensor is takes as long as to copy it
 _NONE_OWNED = "no large tensor of what is saved lies in the memory of its optimizers: a framework may give copies"
+
+
+@dataclasses.dataclass(frozen=True)
+class Until:
+    """What copies may last until.
+
+    Attributes:
+        optimizers: torch's: until a step of any.
+        owned: gives further tensors, which change in these steps only, or where an adapter waits for the copies before.
+    """
+
+    optimizers: tuple[Any, ...]
+    owned: Callable[[], Iterable[Any]] = lambda: ()
 
 
 class LazyLeaves:
@@ -38,12 +54,14 @@ class LazyLeaves:
 
         Args:
             flat: the state.
-            until: a torch optimizer, or several.
+            until: a torch optimizer, or several; or `Until`.
 
         Raises:
             StateError: it is something else.
         """
-        optimizers = tuple(until) if isinstance(until, (list, tuple)) else (until,)
+        if not isinstance(until, Until):
+            until = Until(tuple(until) if isinstance(until, (list, tuple)) else (until,))
+        optimizers = until.optimizers
         for optimizer in optimizers:
             if not is_torch_optimizer(optimizer):
                 raise StateError("until= wants torch optimizers: others do not say when they step",
@@ -56,17 +74,18 @@ class LazyLeaves:
             if len(owned) == len(self._owners):
                 return owned
         self._structure = None  # an exception, as of a signal handler, may come in between
-        self._optimizers, self._owners = optimizers, self._look(flat, optimizers)
+        self._optimizers, self._owners = optimizers, self._look(flat, until)
         self._structure = flat.structure
         return {number: owner.tensor for number, owner in self._owners.items()}
 
-    def _look(self, flat: Flat, optimizers: Sequence[Any]) -> dict[int, _Owner]:
+    def _look(self, flat: Flat, until: Until) -> dict[int, _Owner]:
         lazy = [(number, value) for number, value in enumerate(flat.values) if _is_lazy(value)]
         self.why = ""
-        if any(group.get("capturable") for optimizer in optimizers for group in optimizer.param_groups):
+        if any(group.get("capturable") for optimizer in until.optimizers for group in optimizer.param_groups):
             self.why = "capturable=True: a CUDA graph may replay the optimizer's steps, past all hooks"
             return {}
-        memory = _Memory(tensor for optimizer in optimizers for tensor in _tensors_of(optimizer))
+        of_optimizers = (tensor for optimizer in until.optimizers for tensor in _tensors_of(optimizer))
+        memory = _Memory(itertools.chain(of_optimizers, map(local, until.owned())))
         found = ((number, value, memory.owner_of(value)) for number, value in lazy)
         owned = {number: _Owner(value, owner) for number, value, owner in found if owner is not None}
         if lazy and not owned:
@@ -131,8 +150,9 @@ def _tensors_of(optimizer: Any) -> Iterable[Any]:
     torch = sys.modules["torch"]
     for group in optimizer.param_groups:
         yield from (local(tensor) for tensor in group["params"])
-    for values in optimizer.state.values():
-        yield from (local(value) for value in values.values() if isinstance(value, torch.Tensor))
+    for parameter, values in optimizer.state.items():  # some are in no group between steps, as those of ZeRO-3
+        mine = (parameter, *values.values())
+        yield from (local(value) for value in mine if isinstance(value, torch.Tensor))
 
 
 def local(tensor: Any) -> Any:

@@ -8,12 +8,12 @@ something else than a step has changed a tensor, so that a save has failed, late
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from ..state.leaves import Flat
 from .deferred_copies import DeferredCopies
-from .lazy_leaves import LazyLeaves, is_torch_optimizer
+from .lazy_leaves import LazyLeaves, Until, is_torch_optimizer
 from .optimizer_steps import HOOK, Steps
 from .staging import NOTHING
 
@@ -40,11 +40,12 @@ class LazySaves:
         self._was_changed = False
         self._is_first = True
 
-    def until(self, optimizers: Sequence[Any] | str) -> tuple[Any, ...] | None:
+    def until(self, optimizers: Sequence[Any] | str, owned: Callable[[], Iterable[Any]] = lambda: ()) -> Until | None:
         """Give what a save waits for that is an adapter's; None: it copies at once.
 
         Args:
             optimizers: those of the framework, of any class; or why it is not known where they change tensors.
+            owned: see `Until`.
         """
         if isinstance(optimizers, str):
             self._say(optimizers)
@@ -61,14 +62,14 @@ class LazySaves:
             self._say(_CHANGED)
         elif not heard and not is_first:
             self._say(f"{type(optimizers[0]).__name__} was not heard to step")
-        return None if others or self._was_changed or not heard else heard
+        return None if others or self._was_changed or not heard else Until(heard, owned)
 
     def find(self, flat: Flat, until: Any) -> Mapping[int, Any]:
         """The leaves of a state that are copied later, see `LazyLeaves.find`.
 
         Args:
             flat: the state.
-            until: a torch optimizer, or several; None: all is copied at once.
+            until: a torch optimizer, or several, or `Until`; None: all is copied at once.
 
         Raises:
             StateError: it is something else.

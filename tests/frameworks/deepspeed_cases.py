@@ -14,10 +14,10 @@ from unittest import mock
 import torch
 from deepspeed_job import VARIANTS, deepspeed, step
 from deepspeed_job import engine_of as engine_with
-from job import _tensors
+from job import Run, _tensors
 from records import OUT, note
 
-from mlflash import Checkpointer
+from mlflash import Checkpointer, crash_points
 from mlflash.adapters.deepspeed import EngineState, alike, attach
 from mlflash.adapters.distributed import init_process_group
 from mlflash.errors import Closed, ConfigError, MlflashError, StructureMismatch, WorldSizeChanged
@@ -76,6 +76,39 @@ def tags(stage: str) -> None:
     with attach(engine, job="tags"):
         note("unknown", text=raised(AssertionError, lambda: engine.load_checkpoint(DISK / "none", "third")))
     note("nothing written", there=(DISK / "none").exists() or Path("zero_to_fp32.py").exists())
+
+
+def late(stage: str) -> None:
+    """What a save leaves to be copied is what it was, though the next step comes at once; else the save fails."""
+    engine, found = engine_of(stage), {}
+    Run("late", 0).copy_late()
+    with attach(engine, job="late") as flash:
+        for number in range(5):
+            step(engine, number)
+            found[engine.global_steps] = whole(engine)
+            flash.save()
+        flash.wait_staged()
+        _change(engine)
+    for number in (4, 5):
+        engine = engine_of(stage)
+        with attach(engine, job="late") as flash:
+            flash.load(number)
+            note("late", run="loaded", same=whole(engine) == found[number])
+            assert flash.checkpointer is not None
+            if number == 5:
+                for seen in (5, 6):
+                    step(engine, seen)
+                    flash.save()
+                _change(engine)
+                flash.checkpointer.wait()
+                note("late", run="changed", steps=flash.steps())
+    crash_points.arm(None)
+
+
+def _change(engine: Any) -> None:
+    """Write to the weights in full precision, as safe_set_full_fp32_param does."""
+    for shard in getattr(engine.optimizer, "optimizer", engine.optimizer).state:
+        shard.data.add_(1)
 
 
 def weights_only(stage: str) -> None:

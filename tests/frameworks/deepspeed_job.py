@@ -34,7 +34,7 @@ VARIANTS = {
 def engine_of(stage: int = 1, batches: int = 1, **config: Any) -> Any:
     """A new engine: two layers and dropout, Adam with a schedule."""
     torch.manual_seed(1)
-    model = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.Dropout(0.1), torch.nn.Linear(64, 8))
+    model = torch.nn.Sequential(torch.nn.Linear(16, 2048), torch.nn.Dropout(0.1), torch.nn.Linear(2048, 8))
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
     config = {

@@ -13,7 +13,7 @@ from harness import HERE, UID, Cluster, Result, own_memory
 
 RANKS = 2
 ENV = {"PYTHONPATH": f"{HERE / 'frameworks'}:{HERE}", "PYTHONWARNINGS": "ignore"}
-OF_A_STAGE = ["tags", "weights_only", "storage", "in_background", "failed", "again", "back", "newer_on_disk"]
+OF_A_STAGE = ["late", "tags", "weights_only", "storage", "in_background", "failed", "again", "back", "newer_on_disk"]
 ONCE = ["closed", "universal", "refused", "tracker", "other_stage", "strict", "in_a_state"]
 
 
@@ -55,6 +55,13 @@ def test_a_tag_names_a_checkpoint_in_memory(staged: Result) -> None:
     ]
     assert all(record["same"] for record in staged.of("loaded")), staged.log
     assert each(staged, "listed", "steps") == [([1, 2],)]
+
+
+def test_what_is_copied_late_is_as_it_was_or_the_save_fails(staged: Result) -> None:
+    noted = {name: [one for one in staged.of("late") if one["run"] == name] for name in ("late", "loaded", "changed")}
+    assert {one["rank"] for one in noted["late"]} == {0, 1}, staged.log
+    assert [one["same"] for one in noted["loaded"]] == [True, True] * RANKS, staged.log
+    assert [one["steps"] for one in noted["changed"]] == [[6]] * RANKS, staged.log  # and not 7
 
 
 def test_a_tag_that_is_nowhere_is_not_replaced_by_another(staged: Result) -> None:

@@ -158,8 +158,9 @@ def test_an_adapter_goes_by_torch_optimizers_only_and_why_not_is_said_once(caplo
     assert lazy.until([optimizer]) is None and caplog.messages[-1].endswith("SGD was not heard to step")
     caplog.clear()
     optimizer.step()
-    assert lazy.until([optimizer]) == (optimizer,)
-    assert lazy.until([optimizer, torch.optim.SGD([parameter])]) == (optimizer,) and not caplog.messages
+    for given in ([optimizer], [optimizer, torch.optim.SGD([parameter])]):
+        until = lazy.until(given)
+        assert until is not None and until.optimizers == (optimizer,) and not caplog.messages
     for _ in range(2):
         assert lazy.until([optimizer, object()]) is None
         assert lazy.until("weights are gathered in forward") is None
