@@ -24,8 +24,8 @@ from bench.launch import HOME, run_until  # noqa: E402
 from bench.report import report  # noqa: E402
 from bench.results import KEPT, Result, commit, fill_readme, machine, read  # noqa: E402
 
-FIRST = ("save", "sizes", "restore", "startup", "training", "walltime", "gpu", "dcp", "megatron", "parity", "drain",
-         "transport", "peers", "scale", "profile")  # fmt: skip
+FIRST = ("save", "sizes", "restore", "startup", "training", "walltime", "gpu", "dcp", "megatron", "own_files", "parity",
+         "drain", "transport", "peers", "scale", "profile")  # fmt: skip
 LIMIT_S, QUICK_LIMIT_S = 300.0, 200.0  # of a question; its ranks have less
 END_S = 20.0  # between SIGTERM and SIGKILL
 # What takes minutes by itself is asked less, so that all is done within a quarter of an hour.

@@ -104,7 +104,7 @@ _CORE = (
 _QUESTIONS = (
     ("save", "restore", "dcp", "drain", "parity"),
     ("sizes", "transport", "scale", "megatron", "gpu"),
-    ("training", "peers", "profile", "startup", "walltime"),
+    ("training", "peers", "profile", "startup", "walltime", "own_files"),
 )
 # A training of each framework costs minutes, and what all of them have in common is in `adapters`.
 _TRAININGS = (

@@ -22,7 +22,8 @@ HOME = Path(__file__).parents[1]
 
 
 def launch(ranks: int, script: Path, arguments: list[str], timeout_s: float, per_node: int = 1,
-           environment: Mapping[str, str] | None = None) -> tuple[str, Lines]:  # fmt: skip
+           environment: Mapping[str, str] | None = None, python: str = sys.executable
+           ) -> tuple[str, Lines]:  # fmt: skip
     """Run a script on emulated nodes.
 
     Args:
@@ -33,13 +34,14 @@ def launch(ranks: int, script: Path, arguments: list[str], timeout_s: float, per
         timeout_s: they are killed after so many seconds.
         per_node: ranks on each node.
         environment: of MPI, besides this process's own.
+        python: of an environment that has what they need.
 
     Returns:
         What went wrong ("": nothing), and the lines they wrote.
     """
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="mlflash-bench-") as memory:
         out = Path(memory, "out.jsonl")
-        argv, env = program(script, out, memory, arguments)
+        argv, env = program(script, out, memory, arguments, python)
         command, env = mpiexec(
             ranks, argv, {**(environment or {}), **env, "MLFLASH_RANKS_PER_NODE": str(per_node), "TMPDIR": memory}
         )
@@ -51,10 +53,11 @@ def launch(ranks: int, script: Path, arguments: list[str], timeout_s: float, per
         return f"{script.parent.name}/{script.name} {why}" if why else "", lines_of(out)
 
 
-def program(script: Path, out: Path, memory: str, arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+def program(script: Path, out: Path, memory: str, arguments: Sequence[str], python: str = sys.executable
+            ) -> tuple[list[str], dict[str, str]]:  # fmt: skip
     """What a rank is started as, and its environment. With -m mpi4py an exception on one rank ends the others too."""
     path = os.pathsep.join(filter(None, (str(HOME), os.environ.get("PYTHONPATH"))))
-    argv = [sys.executable, "-m", "mpi4py", str(script), str(out), memory, *arguments]
+    argv = [python, "-m", "mpi4py", str(script), str(out), memory, *arguments]
     return argv, {"PYTHONWARNINGS": "error", "PYTHONPATH": path}
 
 

@@ -28,12 +28,14 @@ class Part(NamedTuple):
         script: what they run.
         arguments: of it.
         per_node: ranks on each emulated node.
+        python: that runs them.
     """
 
     ranks: int
     script: Path
     arguments: Sequence[object]
     per_node: int = 1
+    python: str = sys.executable
 
 
 def parser_of(doc: str | None, timeout_s: float | None, repetitions: int | None) -> argparse.ArgumentParser:
@@ -95,7 +97,7 @@ def run(
     for part in parts:
         left_s = args.timeout_s - (time.monotonic() - begun.start_s)
         arguments = list(map(str, part.arguments))
-        why, found = launch(part.ranks, part.script, arguments, max(1.0, left_s), part.per_node)
+        why, found = launch(part.ranks, part.script, arguments, max(1.0, left_s), part.per_node, python=part.python)
         lines += found
         ended += [f"{why}; the table ends where its ranks did"] * bool(why)
     rows: list[Row] = [line for line in lines if "what" in line]  # type: ignore[misc]

@@ -1,0 +1,125 @@
+"""How ways to save a training are timed, one after the other, beside a memcpy of what one of them has written."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+import sys
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+warnings.simplefilter("ignore")  # those of frameworks, which are imported after this
+
+import numpy as np  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+import torch.distributed.checkpoint as dcp  # noqa: E402
+from bench.aims import MEMCPY  # noqa: E402
+from bench.clock import Action, Bench, Seconds  # noqa: E402
+from bench.rows import row  # noqa: E402
+from mpi4py import MPI  # noqa: E402
+
+COMM = MPI.COMM_WORLD
+ITSELF, OURS, DCP = "by itself", "in_background=True", "dcp.async_save of the same tensors"
+PER_PARAMETER = 12  # bytes: it, and two moments of Adam
+
+
+@dataclasses.dataclass
+class Way:
+    """One way to save.
+
+    Attributes:
+        save: into a directory; training waits until it returns.
+        finish: waits until all is written.
+    """
+
+    save: Callable[[Path], object]
+    finish: Callable[[], object] = lambda: None
+
+
+class Rounds:
+    """What run.py asks for.
+
+    Attributes:
+        memory: for the Checkpointer.
+        parameters: how many a model has.
+    """
+
+    def __init__(self) -> None:
+        out, self.memory, disk, mib, repetitions = sys.argv[1:]
+        self._bench = Bench(COMM, Path(out), Path(self.memory), int(repetitions), warm_up=1)
+        self._disk = Path(disk)
+        self.parameters = (int(mib) << 20) // PER_PARAMETER
+
+    def measure(self, case: str, ways: Mapping[str, Way]) -> None:
+        """Time all ways, and write their rows. Collective.
+
+        Args:
+            case: the framework, for the table.
+            ways: by name; the first one is the framework's own.
+        """
+        folder = self._disk / "saves"
+        next(iter(ways.values())).save(folder / "first")
+        nbytes = COMM.bcast(size_of(folder))
+        source, target = np.ones(nbytes, dtype=np.uint8), np.full(nbytes, 2, dtype=np.uint8)
+        actions: dict[str, Action] = {MEMCPY: lambda: None if COMM.rank else np.copyto(target, source)}
+        for number, (what, way) in enumerate(ways.items()):
+            actions[what] = lambda what=what, way=way, number=number: timed(  # type: ignore[misc]
+                what, way, folder / str(number), nbytes
+            )
+        samples = self._bench.repeat(actions, before=lambda: clean(folder))
+        clean(folder)
+        over, case = {MEMCPY: samples[MEMCPY]}, f"{case}: {nbytes >> 20} MiB"
+        self._bench.rows(row("memcpy", samples[MEMCPY], over, case=case, column="stall"))
+        for what in ways:
+            for column in ("stall", "on disk"):
+                self._bench.rows(row(what, samples[f"{what} {column}"], over, case=case, column=column))
+
+
+def timed(what: str, way: Way, folder: Path, nbytes: int) -> Seconds:
+    start = MPI.Wtime()
+    way.save(folder)
+    stall_s = MPI.Wtime() - start
+    way.finish()
+    COMM.Barrier()
+    if COMM.rank == 0:
+        sync(folder)
+        if size_of(folder) < nbytes * 0.9:  # formats differ in what is no tensor
+            raise RuntimeError(f"{what} has written {size_of(folder)} bytes, and not {nbytes}")
+    return {f"{what} stall": stall_s, f"{what} on disk": MPI.Wtime() - start}
+
+
+def dcp_way(state: Callable[[], dict[str, Any]]) -> Way:
+    """PyTorch's asynchronous save, by a thread."""
+    group, saves = dist.new_group(backend="gloo"), list[Any]()
+
+    def save(folder: Path) -> None:
+        writer = dcp.FileSystemWriter(folder, sync_files=False)
+        saves.append(dcp.async_save(state(), storage_writer=writer, process_group=group))
+
+    return Way(save, lambda: saves.pop().result())
+
+
+def files_of(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file()]
+
+
+def size_of(folder: Path) -> int:
+    return sum(path.stat().st_size for path in files_of(folder))
+
+
+def sync(folder: Path) -> None:
+    """Wait until the disk has what was written; what is there already costs nothing."""
+    for path in files_of(folder):
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+
+
+def clean(folder: Path) -> None:
+    """Remove what the ways of a round have written. Collective."""
+    COMM.Barrier()
+    if COMM.rank == 0:
+        shutil.rmtree(folder, ignore_errors=True)
+    COMM.Barrier()
