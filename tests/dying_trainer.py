@@ -81,6 +81,13 @@ def main(
         note("end", steps=ckpt.steps())
         ckpt.close()
         return
+    # Not asked of `steps`, which may be interrupted on one rank only, as a victim may take a while to die.
+    note("end", steps=[save_until_one_is_committed(ckpt)])
+    ckpt.close()
+
+
+def save_until_one_is_committed(ckpt: mlflash.Checkpointer) -> int:
+    """Save one step after the other; gives the last one."""
     end = time.monotonic() + PATIENCE_S
     for step in itertools.count(3):
         note("saving")
@@ -91,8 +98,7 @@ def main(
             if "has left the job" in str(error):
                 break
             assert time.monotonic() < end, error
-    note("end", steps=[step])  # `steps` might be interrupted on one rank only, as a victim may take a while to die
-    ckpt.close()
+    return step
 
 
 def wait_until_committed(snapshot: Any) -> None:

@@ -156,7 +156,7 @@ def fail() -> str:
 def test_a_run_goes_on_whatever_looks_at_its_nodes_come_to_and_says_it(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(supervisor, "_GONE_S", 0.0)
+    monkeypatch.setattr(supervisor, "GONE_S", 0.0)
 
     def end() -> str:
         assert nodes.process is not None and nodes.process.stdin is not None
