@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
+from unittest import mock
 
 import torch.distributed as dist
 from mpi4py import MPI
@@ -20,10 +22,11 @@ def job(size: int = COMM.size) -> Iterator[MPI.Comm | None]:
     if comm == MPI.COMM_NULL:
         yield None
     else:
-        init_process_group(comm=comm, host="127.0.0.1")
-        try:
-            yield comm
-        finally:
-            dist.destroy_process_group()
-            comm.Free()
+        with mock.patch.dict(os.environ):  # the variables of this job are no other one's
+            init_process_group(comm=comm, host="127.0.0.1")
+            try:
+                yield comm
+            finally:
+                dist.destroy_process_group()
+                comm.Free()
     COMM.Barrier()
