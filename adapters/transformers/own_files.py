@@ -61,13 +61,22 @@ class OwnFiles:
             written = os.fspath(path.parent)
             with replaced(self._trainer, _get_output_dir=lambda trial: written):
                 self._save(model, trial)
-            best = state.best_model_checkpoint
-            if best is not None and os.path.dirname(best) == written:
-                state.best_model_checkpoint = os.path.join(folder, os.path.basename(best))
+            best = self._best(folder, written)
+            if best != state.best_model_checkpoint:
+                state.best_model_checkpoint = best
                 if self._trainer.args.should_save:
                     state.save_to_json(os.path.join(path, TRAINER_STATE_NAME))
         if self._trainer.args.should_save:
             self._files.when_moved(lambda: self._rotate(folder))
+
+    def _best(self, folder: str, written: str) -> str | None:
+        """Where the best checkpoint is: the Trainer, which has just written one, saw no older one beside it."""
+        state, best = self._trainer.state, self._trainer.state.best_model_checkpoint
+        if best is not None and os.path.dirname(best) == written:
+            return os.path.join(folder, os.path.basename(best))
+        older = os.path.join(folder, f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}")
+        is_kept = state.best_global_step and self._trainer.args.save_strategy.value != "no" and os.path.isdir(older)
+        return older if is_kept else best
 
     def output_dir(self, trial: Any) -> str:
         """Where checkpoints are, when all of them are there. Not collective."""

@@ -48,13 +48,16 @@ def test_transformers_finds_the_files_that_it_would_have_written(shm: Path) -> N
     cluster = Cluster(shm)
     stock, background = (train(cluster, shm / how, 6, how, best=True) for how in ("stock", "background"))
     assert losses(stock) == losses(background) and len(losses(stock)) == 12, background.log
-    names = sorted(path.name for path in (shm / "stock").glob("checkpoint-*"))
-    assert sorted(path.name for path in (shm / "background").glob("*")) == names, background.log
-    for name in names:
-        theirs, ours = checkpoint(shm / "stock" / name), checkpoint(shm / "background" / name)
-        assert set(ours) == set(theirs) and len(ours) >= 8
-        for file, expected in theirs.items():
-            assert ours[file] == expected, file
+    for folders in (("stock", "background"), ("stock-epochs", "background-epochs")):
+        theirs, ours = (sorted((shm / folder).glob("*")) for folder in folders)
+        assert [path.name for path in ours] == [path.name for path in theirs] and len(theirs) == 2, background.log
+        for one, other in zip(theirs, ours, strict=True):
+            expected, found = checkpoint(one), checkpoint(other)
+            assert set(found) == set(expected) and len(found) >= 8
+            for file in expected:
+                assert found[file] == expected[file], file
+    told = json.loads((shm / "background-epochs/checkpoint-6/trainer_state.json").read_text())
+    assert told["best_model_checkpoint"] == str(shm / "background-epochs/checkpoint-4")
     again, expected = (train(cluster, shm / how, 8, "stock") for how in ("background", "stock"))
     assert losses(again) == losses(expected) and {step for _, step in losses(again)} == {7, 8}, again.log
 
