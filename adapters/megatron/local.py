@@ -34,6 +34,7 @@ from .request import request
 log = logging.getLogger("mlflash")
 
 CkptID = tuple[int, int, str]
+_open: dict[str, Checkpointer] = {}  # of this process, by job
 _ROOM_NBYTES = 64 << 10  # the pickle takes a multiple of this, so that the layout stays as it is from save to save
 
 
@@ -41,7 +42,8 @@ class LocalCheckpoints(BaseCheckpointManager):
     """Saves and loads tensor-aware state dicts in the memory of the nodes.
 
     All ranks of torch.distributed have to be the ranks of the launcher, see `mlflash.adapters.distributed`. It is made
-    at the first call that is collective, as Megatron makes its manager before its process groups.
+    at the first call that is collective, as Megatron makes its manager before its process groups. A manager that is
+    made anew in the same process, with the same names, takes over from the one before, which then need not be closed.
 
     Args:
         local_ckpt_dir: names the checkpoints; nothing is written there. Two trainings on the same nodes need two.
@@ -88,9 +90,15 @@ class LocalCheckpoints(BaseCheckpointManager):
 
     @property
     def checkpointer(self) -> Checkpointer:
-        """The Checkpointer underneath. Collective over all ranks, the first time."""
-        if self._made is None:
-            self._made = Checkpointer(**self._settings)
+        """The Checkpointer underneath. Collective over all ranks, the first time, and where another manager had it."""
+        job = self._settings["job"]
+        if self._made is None or _open.get(job) is not self._made:
+            if (before := _open.pop(job, None)) is not None:
+                try:
+                    before.close()
+                except MlflashError as error:
+                    log.warning("a manager of local checkpoints was made anew, and the one before ended so: %s", error)
+            self._made = _open[job] = Checkpointer(**self._settings)
         return self._made
 
     def find_latest(self) -> int:
@@ -212,8 +220,10 @@ class LocalCheckpoints(BaseCheckpointManager):
     def close(self) -> None:
         """Wait for the saves so far and free everything but the checkpoints. Collective over all ranks."""
         if self._made is not None:
-            self._made.close()
-            self._made = None
+            made, self._made = self._made, None
+            if _open.get(self._settings["job"]) is made:
+                del _open[self._settings["job"]]
+            made.close()
 
     # What NVRx's users call, and the hooks that its class leaves to subclasses: files are what they are for.
 

@@ -140,6 +140,27 @@ def test_a_state_dict_that_only_pickles_is_saved_with_its_tensors(start: Any, is
         check(loaded, 3)
 
 
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_manager_that_is_made_anew_takes_over_and_the_one_before_may_come_back(
+    options: dict[str, Any], is_async: bool
+) -> None:
+    first, second = (LocalCheckpoints("/local", "s", "copy", **options) for _ in range(2))
+    with job():
+        request = first.save(Aware(state_of(3)), 3, is_async)
+        assert second.find_latest() == 3
+        check(second.load()[0], 3)
+        if is_async:
+            request.execute_sync()
+        second.save(Aware(state_of(5)), 5)
+        assert first.find_latest() == 5
+        check(first.load()[0], 5)
+        second.close()
+        first.close()
+    with job():
+        assert first.checkpointer.steps() == [3, 5]
+        first.close()
+
+
 def test_names_of_files_are_those_of_nvrx(start: Any) -> None:
     with job(), start() as manager:
         assert manager._ckpt_id(3) == (3, RANK, "s")
