@@ -15,9 +15,12 @@ TRACKER = "latest_checkpointed_iteration.txt"
 
 
 def arguments() -> Any:
-    """Megatron's; none where this is a training loop without them."""
+    """Megatron's; none where this is a training loop without them, though it may import Megatron's."""
     training = sys.modules.get("megatron.training")
-    return argparse.Namespace() if training is None else training.get_args()
+    try:
+        return argparse.Namespace() if training is None else training.get_args()
+    except AssertionError:  # Megatron's way to say that nobody has set them
+        return argparse.Namespace()
 
 
 def newest(given: Any, load_arg: str) -> tuple[int, str]:
