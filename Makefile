@@ -18,6 +18,8 @@
 #   make slurm           jobs of a real Slurm on such nodes (Debian's slurm-wlm, munge, libpmix2)
 #   make chaos           MINUTES=10 SEED=1: a training job killed at random moments until it ends
 #   make recoveries      LOSSES=200 SEED=1: a training that is kept alive loses ranks and nodes; RECOVERIES=--slurm
+#   make suites SRC=dir  the checkpoint tests of PyTorch, NVRx, Megatron-LM and Transformers, from your checkouts below
+#                        dir, with their own parts and with those of mlflash in their place; SUITES=pytorch: one of them
 #   make lint type       ruff, codespell, shellcheck; mypy --strict
 #   make bench           every question of benchmarks/, one after the other, and benchmarks/RESULTS.md: a quarter of an hour
 #   make docs            site/ of README.md and docs/, to be read from a browser; a warning fails it
@@ -63,7 +65,7 @@ FAULTS ?= $(if $(filter openmpi,$(MPI)),\
 TRAININGS := lightning transformers deepspeed torchtitan nemo
 
 .PHONY: help demo test share shake unit programs files browser adapters megatron frameworks $(TRAININGS) faults faults-full \
-  cluster slurm chaos recoveries lint type bench docs package clean $(SIZES:%=test-%)
+  cluster slurm chaos recoveries suites lint type bench docs package clean $(SIZES:%=test-%)
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
 
@@ -155,6 +157,12 @@ endef
 .venv-megatron/.tests: .venv/.tests
 	$(call layer,.venv)
 	$(PIP) --no-deps --ignore-requires-python megatron-core einops psutil packaging
+	@touch $@
+
+# What the tests of others import besides.
+.venv-suites/.tests: .venv-megatron/.tests .venv-transformers/.tests
+	$(call layer,.venv-megatron .venv-transformers .venv)
+	$(PIP) datasets parameterized sentencepiece zstandard
 	@touch $@
 
 # It wants older packages than those below it.
@@ -269,6 +277,9 @@ recoveries: $(READY)
 
 chaos: $(READY)
 	$(BIN)/python tests/chaos.py --minutes $(MINUTES) --seed $(SEED) $(CHAOS)
+
+suites: .venv-suites/.installed
+	PYTHONPATH=tests .venv-suites/bin/python -m suites.run --src $(or $(SRC),$(error SRC= says where the checkouts are)) $(SUITES)
 
 lint: .venv-lint/.tests
 	.venv-lint/bin/ruff check .

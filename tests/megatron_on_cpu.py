@@ -12,16 +12,14 @@ import sys
 import types
 import typing
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 import typing_extensions
-from torch.overrides import TorchFunctionMode
-
-_CPU = torch.device("cpu")
+from cuda_on_cpu import pretend
 
 
 class _Absent(types.ModuleType):
@@ -31,43 +29,6 @@ class _Absent(types.ModuleType):
         if name.startswith("__"):
             raise AttributeError(name)
         return None
-
-
-class _Stream:
-    """A stream of CUDA, in which everything has happened already."""
-
-    device = _CPU
-
-    def __init__(self, *args: Any, **kwargs: Any):
-        pass
-
-    def wait_stream(self, stream: Any) -> None:
-        """Nothing to wait for."""
-
-    def synchronize(self) -> None:
-        """Nothing to wait for."""
-
-
-class _OnCpu(TorchFunctionMode):
-    """Makes tensors that are to be on "cuda" on the CPU, and says of them that they are on "cuda"."""
-
-    def __torch_function__(self, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if _is_cuda(kwargs.get("device")):
-            kwargs["device"] = _CPU
-        kwargs.pop("pin_memory", None)
-        if function is torch.Tensor.cuda:
-            return args[0]
-        if function is torch.Tensor.to and len(args) > 1 and _is_cuda(args[1]):
-            args = (args[0], _CPU, *args[2:])
-        found = function(*args, **kwargs)
-        if function is torch.Tensor.type and isinstance(found, str):
-            return found.replace("torch.", "torch.cuda.")
-        return found
-
-
-def _is_cuda(device: Any) -> bool:
-    return str(device).startswith("cuda")
 
 
 def _patched(kind: Any) -> list[tuple[Any, str, Any]]:
@@ -84,8 +45,8 @@ def _patched(kind: Any) -> list[tuple[Any, str, Any]]:
             make = getattr(own, "_init_optimizer_states_with_dummy_values", lambda: own.init_state_fn(own.optimizer))
             with torch.no_grad():
                 make()
-            for values in own.optimizer.state.values():
-                values.setdefault("step", torch.zeros(()))
+        for values in own.optimizer.state.values():
+            values.setdefault("step", torch.zeros(()))
         return tell(own, model, is_loading, **more)
 
     def loaded(own: Any, state: dict[str, Any]) -> None:
@@ -109,32 +70,17 @@ def _patched(kind: Any) -> list[tuple[Any, str, Any]]:
 
 
 @contextlib.contextmanager
-def on_cpu() -> Iterator[None]:
-    """Let Megatron run here without CUDA."""
+def on_cpu(others: Iterable[tuple[Any, str, Any]] = ()) -> Iterator[None]:
+    """Let Megatron run here without CUDA; others are replaced, too."""
     random = sys.modules["megatron.core.tensor_parallel.random"]
-    pretended = [
-        (torch.cuda, "current_device", lambda: _CPU),
-        (torch.cuda, "Stream", _Stream),
-        (torch.cuda, "stream", contextlib.nullcontext),
-        (torch.cuda, "current_stream", lambda device=None: _Stream()),
-        (torch.cuda, "synchronize", lambda device=None: None),
-        (torch.cuda, "get_device_properties", lambda device=None: types.SimpleNamespace(major=10)),
-        (torch.cuda, "manual_seed", torch.manual_seed),
-        (torch.cuda, "get_rng_state", lambda device=None: torch.get_rng_state()),
-        (torch.cuda, "set_rng_state", lambda state, device=None: torch.set_rng_state(state)),
+    more = [
         (random, "_get_cuda_rng_state", lambda **kwargs: torch.get_rng_state()),
         (random, "_set_cuda_rng_state", lambda state, **kwargs: torch.set_rng_state(state)),
         *_patched(DistributedOptimizer),
+        *others,
     ]
-    before = [getattr(where, name) for where, name, _ in pretended]
-    for where, name, made in pretended:
-        setattr(where, name, made)
-    try:
-        with _OnCpu():
-            yield
-    finally:
-        for (where, name, _), was in zip(pretended, before, strict=True):
-            setattr(where, name, was)
+    with pretend(more):
+        yield
 
 
 if getattr(multiprocessing.current_process(), "_inheriting", False):  # Megatron's worker, which imports the main module
