@@ -1,14 +1,13 @@
 """Lightning's own checkpoints: it writes them to memory, and they are moved to their place behind training.
 
 They are the files that Lightning writes, so that it resumes from them without mlflash; a checkpoint has its name when
-all files of all ranks are there. What a ModelCheckpoint deletes or links meanwhile waits until then.
+all files of all ranks are there, and only then is linked to. What a ModelCheckpoint deletes meanwhile waits until then.
 """
 
 from __future__ import annotations
 
 import functools
 import os
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -43,7 +42,8 @@ class OwnFiles:
         for callback in trainer.checkpoint_callbacks:
             if hasattr(callback, "file_exists"):  # a ModelCheckpoint
                 exists = functools.partial(self.exists, callback.file_exists)
-                self._undo.callback(replaced(callback, file_exists=exists, _link_checkpoint=self.link).close)
+                link = functools.partial(self.link, callback._link_checkpoint)
+                self._undo.callback(replaced(callback, file_exists=exists, _link_checkpoint=link).close)
 
     def save(self, checkpoint: Any, filepath: Any, storage_options: Any = None) -> None:
         """Have Lightning write a checkpoint to memory; where some rank has no room there, to its place. Collective.
@@ -70,11 +70,12 @@ class OwnFiles:
         self._going.add(os.path.abspath(filepath))
         self._files.when_moved(functools.partial(self._remove, filepath))
 
-    def link(self, trainer: Any, filepath: str, linkpath: str) -> None:
+    def link(self, link: Callable[..., None], trainer: Any, filepath: str, linkpath: str) -> None:
         """Link to a checkpoint, when it is there. Collective."""
-        alone = types.SimpleNamespace(is_global_zero=trainer.is_global_zero, strategy=_Alone())
-        make = type(trainer.checkpoint_callback)._link_checkpoint
-        self._files.when_moved(functools.partial(make, alone, filepath, linkpath))
+        if os.path.abspath(filepath) not in self._coming:
+            link(trainer, filepath, linkpath)
+        elif trainer.is_global_zero:
+            self._files.link(linkpath, filepath)
 
     def exists(self, exists: Callable[[Any, Any], bool], filepath: Any, trainer: Any) -> bool:
         """Whether a file would be there, if all had been written, and deleted, at once. Collective."""
@@ -102,10 +103,3 @@ class OwnFiles:
         return bool(getattr(strategy, "_save_distributed_checkpoint", False)) or (
             getattr(strategy, "_state_dict_type", "") == "sharded"
         )
-
-
-class _Alone:
-    """A strategy that waits for nobody."""
-
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Not collective."""

@@ -5,8 +5,8 @@ Standard input brings a `Job`, and then moves, a JSON object a line: ``{"from": 
 copies them into a directory beside the one that they are for, syncs them, and leaves a list of them there. When the
 lists of all ranks are there, and all that they name, rank 0's gives the directory its name, and writes the notes
 (``latest`` and the like): so either all of it is there, or nothing has that name. What one rank has written ``alone``
-is not waited for by others; it may be one file. Each move is answered: ``{"moved": PATH}`` or ``{"failed": PATH,
-"why": TEXT}``.
+is not waited for by others; it may be one file. ``{"link": PATH, "to": NAME}`` links to what was moved before. Each is
+answered: ``{"moved": PATH}`` or ``{"failed": PATH, "why": TEXT}``.
 
 It goes on when standard input ends, as the rank has, until all that was written to memory is on disk.
 """
@@ -20,6 +20,7 @@ import os
 import shutil
 import sys
 import time
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -77,7 +78,7 @@ class Mover:
         Raises:
             MoveFailed: nothing has that name, or what had it before.
         """
-        beside = target.with_name(f".{target.name}.{self._job.run}.part")
+        beside = self._beside(target)
         ranks = [self._job.rank] if alone else list(range(self._job.size))
         try:
             self._bring(source, beside, is_first=self._job.rank == ranks[0])
@@ -89,6 +90,34 @@ class Mover:
                     raise MoveFailed(self._failure(beside) or f"rank {ranks[0]} has given it up")
         finally:
             shutil.rmtree(source, ignore_errors=True)
+
+    def link(self, target: Path, to: str) -> None:
+        """Link to what was moved before, in the place of what has this name.
+
+        Args:
+            target: the link.
+            to: relative to its directory.
+
+        Raises:
+            MoveFailed: it is not there, and what had the name has it still.
+        """
+        if not (target.parent / to).exists():
+            raise MoveFailed(f"{to} is not there")
+        beside = self._beside(target)
+        try:
+            beside.symlink_to(to)
+            if target.is_dir() and not target.is_symlink():
+                shutil.rmtree(target)
+            beside.rename(target)
+            _sync(target.parent)
+        except OSError as error:
+            raise MoveFailed(str(error)) from error
+        finally:
+            beside.unlink(missing_ok=True)
+
+    def _beside(self, target: Path) -> Path:
+        """Where it is put together; its name has nothing of the target's, in which NeMo would look for a metric."""
+        return target.with_name(f".{self._job.run}.{zlib.crc32(os.fsencode(target.name)):08x}.part")
 
     def _bring(self, source: Path, beside: Path, is_first: bool) -> None:
         """Copy what this rank has, and leave a list of it; where that fails, leave word."""
@@ -188,11 +217,15 @@ def main() -> None:
     mover = Mover(job)
     for line in sys.stdin:
         order = json.loads(line)
-        said = {"moved": order["to"]}
+        target = order.get("link") or order["to"]
+        said = {"moved": target}
         try:
-            mover.move(Path(order["from"]), Path(order["to"]), order["notes"], order["alone"])
+            if "link" in order:
+                mover.link(Path(target), order["to"])
+            else:
+                mover.move(Path(order["from"]), Path(target), order["notes"], order["alone"])
         except MoveFailed as error:
-            said = {"failed": order["to"], "why": str(error)}
+            said = {"failed": target, "why": str(error)}
         with contextlib.suppress(OSError):  # nobody hears it any more
             print(json.dumps(said), flush=True)
     shutil.rmtree(job.place, ignore_errors=True)

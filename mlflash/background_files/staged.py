@@ -105,10 +105,18 @@ class BackgroundFiles:
             shutil.rmtree(path.parent, ignore_errors=True)
             raise
         self._largest_nbytes = max(self._largest_nbytes, _nbytes(path))
-        with self._news:
-            self._on_their_way.append(os.path.abspath(target))
-        self._tell({"from": os.fspath(path), "to": os.path.abspath(target), "notes": dict(notes or {}),
-                    "alone": alone})  # fmt: skip
+        self._order(os.path.abspath(target), {"from": os.fspath(path), "to": os.path.abspath(target),
+                                              "notes": dict(notes or {}), "alone": alone})  # fmt: skip
+
+    def link(self, path: str | os.PathLike[str], to: str | os.PathLike[str]) -> None:
+        """Have a link made when all that was written until now is on disk; by one rank only.
+
+        Args:
+            path: the link; what has this name then is replaced.
+            to: where it leads.
+        """
+        there = os.path.relpath(to, os.path.dirname(path))
+        self._order(os.path.abspath(path), {"link": os.path.abspath(path), "to": there})
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until all that was written is on disk, or has failed; whether it is.
@@ -130,6 +138,14 @@ class BackgroundFiles:
         with contextlib.suppress(OSError):
             assert self._process.stdin is not None
             self._process.stdin.close()
+
+    def _order(self, target: str, order: dict[str, Any]) -> None:
+        with self._news:
+            if self._has_ended:  # nobody would take it off the list again
+                self._failed[target] = "the process that moves files has ended"
+                return
+            self._on_their_way.append(target)
+        self._tell(order)
 
     def _tell(self, message: dict[str, Any]) -> None:
         assert self._process.stdin is not None

@@ -57,6 +57,17 @@ class OwnFiles:
         """
         return self._files.directory(target, notes, alone)
 
+    def link(self, path: str | os.PathLike[str], to: str | os.PathLike[str]) -> None:
+        """Have a link made when all that was written until now is on disk, though this rank is killed meanwhile.
+
+        Not collective, and of one rank only.
+
+        Args:
+            path: the link; what has this name then is replaced.
+            to: where it leads.
+        """
+        self._files.link(path, to)
+
     def when_moved(self, do: Callable[[], None]) -> None:
         """Do something when all that was written until now is on disk: the next time that somebody waits for it.
 

@@ -68,12 +68,13 @@ def test_lightning_finds_the_files_that_it_would_have_written(shm: Path, case: s
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 def test_lightning_resumes_from_what_came_to_its_place_though_all_were_killed(shm: Path, kind: str) -> None:
-    cluster, folder, keep = Cluster(shm), shm / "run", {"save_top_k": 1, "monitor": "metric", "mode": "min"}
+    cluster, folder = Cluster(shm), shm / "run"
+    keep = {"save_top_k": 1, "monitor": "metric", "mode": "min", "save_last": "link"}
     killed = train(cluster, folder, 6, "background", kind=kind, keep=keep, die=4, drain_rate=40_000.0)
     assert not killed.of("end")
     name = "at-step=4.ckpt"
     assert all(name not in one["there"] for one in killed.of("step") if one["step"] == 4), "it was still in memory"
-    until((folder / name).exists, lambda: f"{name} in {sorted(folder.iterdir())}")
+    until(lambda: listing(folder).get("last.ckpt") == name, lambda: f"a link to {name} in {listing(folder)}")
     whole = train(cluster, shm / "whole", 4, "stock", kind=kind, keep=keep)
     assert content(folder / name) == content(shm / "whole" / name), whole.log
     again = train(cluster, folder, 6, "stock", kind=kind, keep=keep, resume=name)

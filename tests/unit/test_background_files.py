@@ -77,7 +77,8 @@ def test_the_files_of_all_ranks_come_under_one_name_and_then_what_points_to_them
 
 def test_nothing_has_the_name_while_a_rank_is_missing(two: Ranks) -> None:
     two.write(0, 1)
-    until((two.disk / ".step-1.r.part" / ".mlflash-files-0").exists, "the files of rank 0")
+    until(lambda: [*two.disk.glob(".r.*.part/.mlflash-files-0")], "the files of rank 0")
+    assert not [*two.disk.glob("*step*")], "nobody takes it for a checkpoint by its name"
     assert not two.ranks[0].wait(0)
     assert not (two.disk / "step-1").exists() and not (two.disk / "latest").exists()
     two.write(1, 1)
@@ -129,12 +130,27 @@ def test_one_rank_alone_moves_a_file_and_replaces_the_one_before(two: Ranks) -> 
     assert two.found() == {"last.ckpt": 6}
 
 
+def test_a_link_comes_after_what_it_leads_to_and_replaces_what_had_its_name(two: Ranks) -> None:
+    (two.disk / "last").mkdir()
+    for step in (1, 2):
+        two.write(1, step)
+        two.write(0, step)
+        two.ranks[0].link(two.disk / "last", two.disk / f"step-{step}")
+        assert two.ranks[0].wait(60) and two.ranks[0].failures() == {}
+        assert (two.disk / "last").readlink() == Path(f"step-{step}")
+    two.ranks[0].link(two.disk / "last", two.disk / "step-3")
+    assert two.ranks[0].wait(60) and two.ranks[0].failures() == {str(two.disk / "last"): "step-3 is not there"}
+    assert (two.disk / "last").readlink() == Path("step-2") and not [*two.disk.glob("*.part")]
+
+
 def test_a_mover_that_is_killed_is_a_failure_and_files_go_to_disk_directly(two: Ranks, tmp_path: Path) -> None:
     one = two.ranks[0]
     two.write(0, 1)
     os.kill(one._process.pid, signal.SIGKILL)
     assert one.wait(60) and "ended with -9" in str(one.failures())
     assert not one.has_room()
+    one.link(two.disk / "last", two.disk / "step-1")
+    assert one.wait(60) and "has ended" in str(one.failures())
     left = sum(path.stat().st_size for path in two.left_in_memory())
     assert left == 100_002, "nobody has moved it"
     assert leftovers(str(two.memory), "job", dry_run=True) == left and leftovers(str(two.memory), "other") == 0
