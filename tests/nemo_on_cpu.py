@@ -70,6 +70,7 @@ for name, things in (("config", {"Config": fdl.Config, "Partial": fdl.Partial}),
 nemo_logger.lcp = types.SimpleNamespace(LocalCheckpointCallback=types.SimpleNamespace)  # NVRx's, for isinstance
 CallbackGroup.get_instance()._callbacks.clear()  # telemetry, which NeMo's recipes configure
 VOCABULARY, LENGTH = 128, 16
+MASK = torch.ones(LENGTH, LENGTH).tril().logical_not()[None, None]
 
 
 @contextlib.contextmanager
@@ -98,7 +99,7 @@ class Text(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
         words = torch.randint(0, VOCABULARY, (LENGTH + 1,), generator=torch.Generator().manual_seed(1000 + number))
         return {"tokens": words[:-1], "labels": words[1:], "loss_mask": torch.ones(LENGTH),
-                "position_ids": torch.arange(LENGTH)}  # fmt: skip
+                "position_ids": torch.arange(LENGTH), "attention_mask": MASK[0]}  # fmt: skip
 
 
 class Data(pl.LightningDataModule, io.IOMixin):
@@ -167,8 +168,7 @@ class Model(pl.LightningModule, io.IOMixin):
 
     def forward(self, batch: Any) -> Any:
         """The loss of each word."""
-        mask = torch.ones(LENGTH, LENGTH).tril().logical_not()[None, None]
-        return self.module(batch["tokens"], batch["position_ids"], mask, labels=batch["labels"])
+        return self.module(batch["tokens"], batch["position_ids"], MASK, labels=batch["labels"])
 
     def training_step(self, batch: Any, number: Any = None) -> Any:
         """Megatron does all but this."""

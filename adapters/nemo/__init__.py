@@ -5,6 +5,7 @@ The names and arguments are those of ML Flashpoint's adapter, with ``mlflash`` i
     callback        when to save: `MLFlashCheckpointCallback`
     checkpoint_io   paths below the base container → memory; all others → NeMo's own
     memory          a `MegatronStrategy`'s sharded state ↔ slots
+    own_files       NeMo's own checkpoints, moved to disk behind training
     auto_resume     which checkpoint to start from
     wrap            puts all of it into a trainer
 

@@ -142,7 +142,9 @@ def _beside(torn: Path) -> list[_OnDisk]:
     """The checkpoints of the same folder that were written to their end, and can be read."""
     torn = torn.parent if torn.name == "weights" else torn
     found = []
-    for path in _filter_out_unfinished_checkpoints([one for one in torn.parent.iterdir() if one.is_dir()]):
+    # Names that begin with a dot are of checkpoints that are on their way.
+    there = [one for one in torn.parent.iterdir() if one.is_dir() and not one.name.startswith(".")]
+    for path in _filter_out_unfinished_checkpoints(there):
         weights = ckpt_to_weights_subdir(Path(path), is_saving=False)
         if Path(path) == torn or not dist_checkpointing.check_is_distributed_checkpoint(str(weights)):
             continue

@@ -23,6 +23,7 @@ from ..lightning.packages import leave_mpi_alone
 from ..lightning.resume import restore_together
 from .checkpoint_io import MLFlashCheckpointIO
 from .memory import OF_RANK, Memory, delete
+from .own_files import OwnFiles
 from .position import go_on
 
 
@@ -55,14 +56,16 @@ class MLFlashCheckpointCallback(Callback):
         self.keep = keep_mlflash_checkpoint_on_train_end
         self.memory: Memory | None = None
         self._place: tuple[str, str] | None = None
-        self._with_context = False
+        self._with_context = self._in_background = False
+        self._files: OwnFiles | None = None
         self._undo: list[Callable[[], None]] = []
         self._step = 0
         self._own: OwnSaves | None = None
 
-    def save_through(self, memory: Memory, with_context: bool) -> None:
+    def save_through(self, memory: Memory, with_context: bool, in_background: bool) -> None:
         """Let `Trainer.save_checkpoint` save, by paths below the base. Not collective."""
-        self.memory, self._place, self._with_context = memory, memory.place, with_context
+        self.memory, self._place = memory, memory.place
+        self._with_context, self._in_background = with_context, in_background
 
     def stand_by(self, place: tuple[str, str]) -> None:
         """Leave saving to Lightning's callback, which comes before this one. Not collective."""
@@ -72,7 +75,7 @@ class MLFlashCheckpointCallback(Callback):
         """Open the Checkpointer, if it is not open yet. Collective.
 
         Raises:
-            ConfigError: the trainer was not wrapped.
+            ConfigError: the trainer was not wrapped; or what is to be written in the background cannot be.
             WorldMismatch: torch.distributed has other ranks than the launcher.
         """
         if stage != "fit" or not self.enabled:
@@ -89,6 +92,8 @@ class MLFlashCheckpointCallback(Callback):
             self._undo.append(at_step_ends(trainer, lambda has_ended: self._end_step(trainer, has_ended), wait_staged))
             restores = restore_together(trainer._checkpoint_connector, lambda work: self._together(trainer, work))
             self._undo.append(restores)
+            if self._in_background:
+                self._files = OwnFiles(trainer, self.memory.checkpointer)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Take the training's context, where that is to be saved. Collective.
@@ -140,6 +145,11 @@ class MLFlashCheckpointCallback(Callback):
         finally:
             self.memory.epoch_has_ended = None
 
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Wait for what is on its way to disk, before NeMo writes there what belongs to the end. Not collective."""
+        if self._files is not None:
+            self._files.end()
+
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Close; then delete what is in memory, if it is not to be kept. Collective."""
         if stage != "fit" or self._place is None:
@@ -147,6 +157,7 @@ class MLFlashCheckpointCallback(Callback):
         with contextlib.ExitStack() as stack:  # it is closed, whatever another part of the end raises
             if self.memory is not None:
                 stack.callback(self.memory.close)
+            self._close_files(stack)
             self._let_loops_be(stack)
         if not self.keep:
             delete(*self._place)
@@ -156,7 +167,13 @@ class MLFlashCheckpointCallback(Callback):
         with contextlib.ExitStack() as stack:
             if self.memory is not None:
                 stack.callback(self.memory.abandon)
+            self._close_files(stack)
             self._let_loops_be(stack)
+
+    def _close_files(self, stack: contextlib.ExitStack) -> None:
+        files, self._files = self._files, None
+        if files is not None:
+            stack.callback(files.close)
 
     def _let_loops_be(self, stack: contextlib.ExitStack) -> None:
         for undo in self._undo:

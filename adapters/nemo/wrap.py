@@ -32,6 +32,7 @@ def wrap_trainer_and_auto_resume_with_mlflash(
     use_cached_ckpt_structure: bool = False,
     use_fully_parallel_wrapper: bool = True,
     enabled: bool = True,
+    in_background: bool = False,
     **settings: Any,
 ) -> AutoResume:
     """Let a trainer that has a `MLFlashCheckpointCallback` keep its checkpoints in the memory of the nodes.
@@ -46,11 +47,12 @@ def wrap_trainer_and_auto_resume_with_mlflash(
         always_save_context: save NeMo's context with each checkpoint (`MegatronStrategy` only).
         write_thread_count, use_optimized_save: of ML Flashpoint; they mean nothing here.
         initial_write_buffer_size_bytes: bytes of state per rank to allocate at once, ``reserve`` of a Checkpointer.
-        use_cached_ckpt_structure: what is saved has the same structure each time: the ranks agree once on who saves
-            what.
+        use_cached_ckpt_structure: the structure stays the same: the ranks agree once on who saves what.
         use_fully_parallel_wrapper: deal out what several ranks hold alike among them to be saved, instead of having the
             first of them save it.
         enabled: False, or ``MLFLASH_DISABLE=1``: checkpoints are NeMo's own, and the callback does nothing.
+        in_background: what NeMo's ModelCheckpoint writes to disk it writes to memory, and the files are moved to their
+            place behind training; they are the same files (`MegatronStrategy` only). Default: training waits.
         settings: as those of a Checkpointer.
 
     Returns:
@@ -73,10 +75,10 @@ def wrap_trainer_and_auto_resume_with_mlflash(
     settings = {"reserve": initial_write_buffer_size_bytes, **settings}
     memory = Memory(flash_base_container, use_cached_ckpt_structure, use_fully_parallel_wrapper, settings)
     if not isinstance(trainer.strategy, MegatronStrategy):
-        _add_flash(trainer, callback, memory, async_save)
+        _add_flash(trainer, callback, memory, async_save, in_background)
         return resume
     _wrap_checkpoint_io(trainer, memory, async_save)
-    callback.save_through(memory, always_save_context)
+    callback.save_through(memory, always_save_context, in_background)
     return MLFlashAutoResume(resume, memory)
 
 
@@ -116,8 +118,12 @@ def _set_up_groups_always(strategy: Any) -> None:
     strategy.setup_distributed = set_up
 
 
-def _add_flash(trainer: Any, callback: MLFlashCheckpointCallback, memory: Memory, async_save: bool) -> None:
+def _add_flash(trainer: Any, callback: MLFlashCheckpointCallback, memory: Memory, async_save: bool,
+               in_background: bool) -> None:  # fmt: skip
     """Let Lightning's callback save and load: these strategies give not all of the state to a CheckpointIO."""
+    if in_background:
+        raise ConfigError("in_background is for checkpoints of a MegatronStrategy: leave it out",
+                          found=type(trainer.strategy).__name__)  # fmt: skip
     flash = MLFlashCallback(callback.every, callback.skip, async_save=async_save, **memory.settings)
     trainer.callbacks.insert(trainer.callbacks.index(callback), flash)
     callback.stand_by(memory.place)

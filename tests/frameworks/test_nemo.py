@@ -92,9 +92,11 @@ def test_memory_is_kept_or_removed_at_the_end_as_asked_and_mistakes_are_told(shm
         {"name": "no callback", "last": 4, "job": "mistake", "variant": "no callback"},
         {"name": "other io", "last": 4, "job": "mistake", "variant": "other io"},
         {"name": "no context", "last": 4, "job": "mistake", "variant": "context with what is open"},
+        {"name": "two writers", "last": 4, "job": "mistake", "variant": "async", "settings": {"in_background": True}},
+        {"name": "other files", "last": 4, "job": "mistake", "variant": "fsdp2", "settings": {"in_background": True}},
         {"name": "after it", "last": 4, "job": "mistake"},
     )  # fmt: skip
-    assert len(result.of("done")) == 13 * 2, result.log
+    assert len(result.of("done")) == 15 * 2, result.log
     assert steps(result, "kept") == steps(result, "deleted") == [1, 2, 3, 4]
     assert list(memory.glob("kept/node*/slot-*")) and steps(result, "goes on") == [5]
     assert not list(memory.glob("deleted/node*/slot-*"))
@@ -115,6 +117,8 @@ def test_memory_is_kept_or_removed_at_the_end_as_asked_and_mistakes_are_told(shm
     assert steps(result, "after it") == [1, 2, 3, 4] and refused(result, "after it") == set()
     (other_io,) = refused(result, "other io")
     assert "the strategy has another CheckpointIO" in other_io and "MegatronCheckpointIO" in other_io
+    (two_writers,), (other_files,) = refused(result, "two writers"), refused(result, "other files")
+    assert "ckpt_async_save=False" in two_writers and "is for checkpoints of a MegatronStrategy" in other_files
     no_context = refused(result, "no context")
     assert len(no_context) == 2 and all("cannot pickle" in why for why in no_context), no_context
 

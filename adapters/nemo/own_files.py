@@ -1,0 +1,123 @@
+"""NeMo's own checkpoints: its ModelCheckpoint writes them to memory, and they are moved to their place behind training.
+
+They are the files that NeMo writes, context and all, so that its AutoResume finds and loads them without mlflash; a
+checkpoint has its name when all files of all ranks are there, and only then ``-last`` links to it. So it needs no
+marker that says it is unfinished. What a ModelCheckpoint deletes meanwhile waits until then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from nemo.lightning.ckpt_utils import ckpt_to_dir
+from nemo.lightning.pytorch.callbacks import ModelCheckpoint
+
+from mlflash import Checkpointer
+from mlflash.errors import ConfigError
+
+from ..replacing import replaced
+
+
+class OwnFiles:
+    """Those of one fit with a `MegatronStrategy`. Collective over all ranks; close it.
+
+    Args:
+        trainer: whose.
+        checkpointer: that of the fit.
+
+    Raises:
+        ConfigError: NeMo writes behind training, too; or moving averages (EMA) besides.
+    """
+
+    def __init__(self, trainer: Any, checkpointer: Checkpointer):
+        if trainer.strategy.async_save:
+            raise ConfigError("two would write checkpoints behind training: leave out in_background, or say "
+                              "ckpt_async_save=False to the MegatronStrategy")  # fmt: skip
+        callbacks = [one for one in trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint)]
+        if any(one._ema_callback(trainer) is not None for one in callbacks):
+            raise ConfigError("NeMo writes a second checkpoint, of moving averages: leave out in_background")
+        self._strategy, self._files = trainer.strategy, checkpointer.adapting.own_files()
+        self._coming: set[Path] = set()
+        self._going: set[Path] = set()
+        self._undo = contextlib.ExitStack()
+        names: dict[str, Callable[..., Any]] = {
+            "_save_checkpoint": self.save, "_link_checkpoint": self.link, "file_exists": self.exists,
+        }  # fmt: skip
+        for callback in callbacks:
+            ours = {name: functools.partial(do, callback, getattr(callback, name)) for name, do in names.items()}
+            self._undo.enter_context(replaced(callback, _remove_checkpoint=self.remove, **ours))
+
+    def save(self, callback: Any, save: Callable[..., None], trainer: Any, filepath: Any) -> None:
+        """Have NeMo write a checkpoint to memory; where some rank has no room there, to its place. Collective.
+
+        Raises:
+            SaveFailed: with ``strict``, on all ranks, where the one before was not moved.
+        """
+        target = Path(ckpt_to_dir(filepath))
+        if "://" in str(filepath) or not self._begin(target):
+            save(trainer, filepath)
+            return
+        state = callback.state_dict
+        with self._files.directory(target) as path:
+
+            def say_where() -> None:  # in the checkpoint itself, too
+                last = callback.future_last_model_path
+                callback.future_last_model_path = last.replace(os.fspath(path), os.fspath(target))
+
+            def state_dict() -> Any:
+                say_where()
+                return state()
+
+            with replaced(callback, state_dict=state_dict):
+                save(trainer, f"{path}{callback.FILE_EXTENSION}")
+            say_where()  # where it has weights only, nobody asked for the state
+        callback._last_checkpoint_saved = filepath
+        self._coming.add(target)
+
+    def remove(self, trainer: Any, filepath: Any) -> None:
+        """Delete a checkpoint, when those that were written after it are there. Collective."""
+        self._going.add(Path(ckpt_to_dir(filepath)))
+        self._files.when_moved(functools.partial(self._remove, filepath))
+
+    def link(self, callback: Any, link: Callable[..., None], trainer: Any, filepath: Any, linkpath: Any) -> None:
+        """Link to a checkpoint, when it is there; where it is of another step, NeMo writes one. Collective."""
+        to, path = Path(ckpt_to_dir(filepath)), Path(ckpt_to_dir(linkpath))
+        if to not in self._coming or str(path).replace("-last", "") != str(to):
+            link(trainer, filepath, linkpath)
+            return
+        if trainer.is_global_zero:
+            self._files.link(path, to)
+        self._coming.add(path)
+
+    def exists(self, callback: Any, exists: Callable[..., bool], filepath: Any, *args: Any) -> bool:
+        """Whether a checkpoint would be there, if all had been written, and deleted, at once. Collective."""
+        path = Path(ckpt_to_dir(filepath))
+        return path in self._coming or (path not in self._going and exists(filepath, *args))
+
+    def end(self) -> None:
+        """Wait until all is in its place; what NeMo writes from now on, it writes there itself. Not collective."""
+        self._undo.close()
+        self._files.finish()
+
+    def close(self) -> None:
+        """Let the rest be moved; nobody waits for it. Not collective."""
+        self._undo.close()
+        self._files.close()
+
+    def _begin(self, target: Path) -> bool:
+        is_ours = self._files.begin(os.fspath(target))
+        self._coming.clear()
+        self._going.clear()
+        return is_ours
+
+    def _remove(self, filepath: Any) -> None:
+        """As NeMo does, but that no rank waits for another."""
+        ModelCheckpoint.set_checkpoint_unfinished_marker(filepath)
+        with contextlib.suppress(OSError):
+            self._strategy.remove_checkpoint(filepath)
+        ModelCheckpoint.remove_checkpoint_unfinished_marker(filepath)
