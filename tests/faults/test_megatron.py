@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from flashpoint import assert_it_recovers
 from harness import COURIER, Cluster, Result
 from waiting import until
 
@@ -132,3 +133,8 @@ def test_pretrain_switched_off_goes_on_from_what_megatron_itself_has_written(
     second = run(cluster, env, last=LAST, flags=flags)
     assert len(second.of("end")) == 4 and min(step for _, step in losses(second)) == newest + 1, second.log
     assert losses(first) | losses(second) == uninterrupted
+
+
+@pytest.mark.timeout(400)
+def test_the_megatron_recipe_of_ml_flashpoints_guide_recovers(shm: Path) -> None:
+    assert_it_recovers(shm, "megatron", first=1)
