@@ -153,10 +153,10 @@ endef
 	$(PIP) --no-deps torchtitan spmd_types tyro docstring_parser typeguard
 	@touch $@
 
-# It asks for a newer Python and for CUDA, and needs neither for what is tested here.
+# They ask for a newer Python and for CUDA, and need neither for what is tested here.
 .venv-megatron/.tests: .venv/.tests
 	$(call layer,.venv)
-	$(PIP) --no-deps --ignore-requires-python megatron-core einops psutil packaging
+	$(PIP) --no-deps --ignore-requires-python megatron-core megatron-bridge pyyaml einops psutil packaging
 	@touch $@
 
 # What the tests of others import besides.

@@ -138,3 +138,19 @@ def test_pretrain_switched_off_goes_on_from_what_megatron_itself_has_written(
 @pytest.mark.timeout(400)
 def test_the_megatron_recipe_of_ml_flashpoints_guide_recovers(shm: Path) -> None:
     assert_it_recovers(shm, "megatron", first=1)
+
+
+@pytest.mark.timeout(400)
+def test_megatron_bridge_goes_on_from_memory_with_the_same_bits(shm: Path) -> None:
+    """Its own train step; all ranks are killed, and a node is lost besides."""
+    cluster, program = Cluster(shm), ["bridge_job.py", str(shm / "bridge"), str(LAST)]
+    killed = cluster.run(2, *program, "5", env=ENV, launcher="torchrun", timeout=150)
+    assert {step for _, step in losses(killed)} == {1, 2, 3, 4, 5}, killed.log
+    cluster.wipe(1)
+    again = cluster.run(2, *program, env=ENV, launcher="torchrun", timeout=150)
+    found = losses(again)
+    assert {step for _, step in found} == {4, 5, LAST}, again.log
+    assert {key: found[key] for key in found if key[1] < LAST} == {
+        key: one for key, one in losses(killed).items() if key[1] > 3
+    }
+    assert not [*(shm / "bridge").glob("iter_*")], "it was in memory only"
