@@ -35,3 +35,20 @@ def test_the_block_runs(block: str, shm: Path) -> None:
         check=False,
     )
     assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("block", [one for one in BLOCKS if str(one.id).startswith("migrating")])
+def test_who_comes_from_another_system_runs_it_on_two_ranks_and_starts_it_again(block: str, shm: Path) -> None:
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("PMI", "OMPI", "SLURM"))}
+    (shm / "program.py").write_text(block)
+    for _ in range(2):
+        result = subprocess.run(
+            [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "program.py"],
+            env={**environment, "MLFLASH_MEMORY": str(shm), "OMP_NUM_THREADS": "1"},
+            cwd=shm,
+            timeout=150,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert result.returncode == 0, result.stderr
