@@ -13,7 +13,7 @@ import functools
 import itertools
 import operator
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -101,16 +101,19 @@ class Staged:
         checkpointer: whose slot they go to, where one can be had now; else they are cloned.
         state_dict: nested dicts and lists of tensors.
         laid: it, laid out.
+        until: optimizers, see `Adapting.save_or_warn`.
 
     Attributes:
         token: number of it in this process.
         ahead: the slot; None where they were cloned.
     """
 
-    def __init__(self, checkpointer: Checkpointer, state_dict: Mapping[str, Any], laid: Laid):
+    def __init__(
+        self, checkpointer: Checkpointer, state_dict: Mapping[str, Any], laid: Laid, until: Sequence[Any] | str = ()
+    ):
         self.token = next(_tokens)
         self._checkpointer, self._keys, self._shapes = checkpointer, laid.keys, laid.shapes
-        self.ahead: StagedState | None = checkpointer.adapting.stage_ahead(laid.flat)
+        self.ahead: StagedState | None = checkpointer.adapting.stage_ahead(laid.flat, until)
         if self.ahead is not None:
             self._kept = _views(self.ahead)
             # The slot is free again when nobody has the state dict any more.
@@ -139,6 +142,20 @@ class Staged:
         """Whether a tensor is the staged one of its name, as it was."""
         return key in self._chunks and _is_same(self._chunks[key].value, tensor)
 
+    @property
+    def is_lazy(self) -> bool:
+        """Whether not all of it is there: nobody may read it but by `clone`, or after `finish`."""
+        return self.ahead is not None and self.ahead.is_lazy and not self.ahead.given_up
+
+    def finish(self) -> None:
+        """Wait until all of it is there.
+
+        Raises:
+            StateError: it is no copy, as the state was changed meanwhile.
+        """
+        if self.ahead is not None:
+            self.ahead.finish()
+
     def touches(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies in memory of this."""
         return tensor.untyped_storage()._cdata in self._memory
@@ -151,6 +168,7 @@ class Staged:
         """
         if self.ahead is None:
             return self._chunks[key]
+        self.finish()
         chunk = Chunk(key, self._chunks[key].value.clone(), self._chunks[key].shape)
         self.check()
         return chunk

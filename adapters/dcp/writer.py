@@ -15,7 +15,7 @@ import dataclasses
 import os
 import threading
 import weakref
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,6 +37,9 @@ from ..ids import names_a_step, step_of
 from .leaves import Chunk, cloned, flat_of, key_of, pack
 from .process import Door, open_door
 from .staged import Layouts, Staged, StagedDict, in_child
+
+_KNOWN = {"torch", "megatron", "mlflash", "builtins", "abc"}
+"""Packages whose planners read no tensor."""
 
 
 @dataclasses.dataclass
@@ -104,21 +107,27 @@ class MemoryWriter(StorageWriter):
     Args:
         checkpointer: open for as long as the writer is used.
         enabled: False: nothing is written, and every save succeeds, as where the Checkpointer is off.
+        until: torch optimizers: what they hold `dcp.async_save` copies while training goes on, until one of them steps,
+            see `Checkpointer.save`. Planners must be torch's or Megatron's own then. Or why not to go by any.
 
     Attributes:
         enabled: whether anything is written.
+        until: may be changed between saves.
     """
 
     enabled = True
 
-    def __new__(cls, checkpointer: Checkpointer | None = None, enabled: bool = True) -> MemoryWriter:
+    def __new__(
+        cls, checkpointer: Checkpointer | None = None, enabled: bool = True, until: Sequence[Any] | str = ()
+    ) -> MemoryWriter:
         """Make one; where mlflash is off, one that writes nothing."""
         is_off = checkpointer is not None and (turned_off(enabled) or not checkpointer.enabled)
         made: MemoryWriter = super().__new__(_IdleWriter if is_off else cls)
         return made
 
-    def __init__(self, checkpointer: Checkpointer, enabled: bool = True):
+    def __init__(self, checkpointer: Checkpointer, enabled: bool = True, until: Sequence[Any] | str = ()):
         self._checkpointer: Checkpointer | None = checkpointer
+        self.until = until
         self._timeout_s = checkpointer.timeout_s
         self._running = _Running()
         self._sender = 0  # in a child: the thread of the parent that waits for it
@@ -213,7 +222,7 @@ class MemoryWriter(StorageWriter):
             StateError: a tensor cannot be saved.
         """
         self._here.adapting.end_begun()
-        staged = Staged(self._here, state_dict, self._layouts.lay_out(state_dict, self._room))
+        staged = Staged(self._here, state_dict, self._layouts.lay_out(state_dict, self._room), self.until)
         self._staged[staged.token] = staged
         return staged.state_dict()
 
@@ -235,7 +244,7 @@ class MemoryWriter(StorageWriter):
     def __getstate__(self) -> dict[str, Any]:
         if self._door is None:
             self._door = open_door(self._answer)
-        left = dict.fromkeys(("_checkpointer", "_running", "_layouts"))
+        left = dict.fromkeys(("_checkpointer", "_running", "_layouts", "until"))
         return {**self.__dict__, **left, "_staged": {}, "_sender": threading.get_ident()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -328,8 +337,15 @@ def _collect(plan: SavePlan, planner: SavePlanner, staged: Collection[Staged], c
     """Look what the plan says; what is staged already is not touched.
 
     Raises:
-        StateError: a tensor is not what was staged, and this is a child, which does not have it.
+        StateError: a tensor is not what was staged, and this is a child, which does not have it; or the planner may
+            have read what was not there yet.
     """
+    lazy = [one for one in staged if one.is_lazy]
+    if lazy and not _is_known(planner):
+        for one in lazy:
+            one.give_up()
+        why = "this planner may read tensors while they are still being copied: leave out until="
+        raise StateError(why, found=type(planner))
     written = _Written([], {}, [])
     found: list[tuple[Key, torch.Tensor, WriteItem]] = []
     for item in plan.items:
@@ -354,11 +370,18 @@ def _collect(plan: SavePlan, planner: SavePlanner, staged: Collection[Staged], c
     for key, tensor, item in found:
         assert item.tensor_data is not None
         theirs = [one for one in staged if one.touches(tensor)]
+        for one in theirs:
+            one.finish()
         value = tensor.clone() if theirs else tensor  # else the copy would go where it comes from
         for one in theirs:
             one.check()
         written.chunks.append(Chunk(key, value, tuple(item.tensor_data.size)))
     return written
+
+
+def _is_known(planner: SavePlanner) -> bool:
+    """Whether a planner reads no tensor."""
+    return all(kind.__module__.split(".")[0] in _KNOWN for kind in type(planner).__mro__)
 
 
 def _nbytes(item: WriteItem) -> int:

@@ -29,6 +29,7 @@ from ..restoring.open_in_directory import OpenInDirectory
 from ..restoring.open_in_memory import OpenCheckpoint
 from ..saving import save_queue
 from ..saving.early_staging import StagedState
+from ..saving.lazy_leaves import Until
 from ..saving.reserved_saves import ReservedSave, ReservedSaves
 from ..saving.snapshot import Snapshot
 from ..state.leaves import Flat
@@ -240,7 +241,7 @@ class SaveQueue(save_queue.SaveQueue):
         """Leave it."""
         return not_saved(begun.step)
 
-    def stage_ahead(self, flat: Flat) -> StagedState | None:
+    def stage_ahead(self, flat: Flat, until: Until | None = None) -> StagedState | None:
         """There are no slots."""
         return None
 
@@ -357,6 +358,12 @@ class Adapting(for_adapters.Adapting):
 
     def wait_staged(self) -> None:
         """Nothing is copied."""
+
+    def stage_ahead(
+        self, state: Flat, until: Sequence[Any] | str = (), owned: Callable[[], Iterable[Any]] = lambda: ()
+    ) -> StagedState | None:
+        """There are no slots."""
+        return None
 
     def give_up(self, ahead: StagedState) -> None:
         """Nothing was staged."""

@@ -223,17 +223,23 @@ class Adapting:
         self._check_open()
         return self._saves.save_again(state, begun)
 
-    def stage_ahead(self, state: Flat) -> StagedState | None:
+    def stage_ahead(
+        self, state: Flat, until: Sequence[Any] | str = (), owned: Callable[[], Iterable[Any]] = lambda: ()
+    ) -> StagedState | None:
         """Copy leaves into a slot before their step is known, for :meth:`save_again`.
 
         Not collective. The snapshot's stall does not count this.
+
+        Args:
+            state: leaves.
+            until, owned: see :meth:`save_or_warn`.
 
         Returns:
             What was staged; None where that would need other ranks: the first time, where the state has grown, or
             where something is staged ahead already.
         """
         self._check_open()
-        return self._saves.stage_ahead(state)
+        return self._saves.stage_ahead(state, self._saves.lazy.until(until, owned))
 
     def give_up(self, ahead: StagedState) -> None:
         """Free the slot of what was staged ahead and is not going to be saved. Not collective."""

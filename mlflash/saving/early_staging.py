@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import threading
 
 import numpy as np
 
-from ..errors import MlflashError
+from ..errors import DeadlineExceeded, MlflashError
 from ..memory.own_slots import OwnSlots
 from ..memory.slot import Slot
 from ..redundancy.deduplication import Piece
 from ..redundancy.slot_plan import Plan
 from ..state.leaves import Flat
+from .deferred_copies import DeferredCopies
+from .lazy_leaves import Until
+from .lazy_saves import LazySaves
 from .staging import Staging, has_room
 
 
@@ -23,6 +28,7 @@ class StagedState:
         slot, share: where it is.
         plan: how.
         inode, checks: as in `SaveRequest`.
+        later: what is copied into it still.
         given_up: whether the slot was given to other saves.
     """
 
@@ -31,7 +37,24 @@ class StagedState:
     plan: Plan
     inode: int
     checks: dict[Piece, int]
+    later: DeferredCopies
     given_up: bool = False
+    maker: int = dataclasses.field(default_factory=os.getpid)
+
+    @property
+    def is_lazy(self) -> bool:
+        """Whether not all of it was there when it was staged: who reads its bytes calls `finish` before."""
+        return not self.later.is_empty
+
+    def finish(self) -> None:
+        """Wait until all of it is there. Not collective.
+
+        Raises:
+            StateError: it is no copy of the state, as that was changed meanwhile; or it could not be copied.
+        """
+        self.later.finish()
+        if self.later.error is not None:
+            raise self.later.error
 
     def bytes_of(self, leaf: int) -> np.ndarray | None:
         """The bytes of a leaf; None where they are shared with other ranks, and may be stored there."""
@@ -56,13 +79,14 @@ class StagedStates:
     Args:
         stage: copies them.
         pool: has the slots.
+        lazy: says what of them is copied later.
     """
 
-    def __init__(self, stage: Staging, pool: OwnSlots):
-        self._stage, self._pool = stage, pool
+    def __init__(self, stage: Staging, pool: OwnSlots, lazy: LazySaves):
+        self._stage, self._pool, self._lazy = stage, pool, lazy
         self.all: tuple[StagedState, ...] = ()
 
-    def stage(self, flat: Flat, planned: Plan, timeout_s: float) -> StagedState | None:
+    def stage(self, flat: Flat, planned: Plan, timeout_s: float, until: Until | None = None) -> StagedState | None:
         """Stage a state; None where no slots are free in time, or they have to be made first."""
         ahead: StagedState | None = None
         try:
@@ -71,8 +95,12 @@ class StagedStates:
                 return None
             assert taken[0].segment is not None
             inode = taken[0].segment.inode
-            ahead = StagedState(*taken, planned, inode, self._stage.copy(flat, planned, *taken)[0])
+            copied = self._stage.copy(flat, planned, *taken, self._lazy.find(flat, until))
+            ahead = StagedState(*taken, planned, inode, *copied)
             self.all += (ahead,)
+            if ahead.is_lazy:
+                self._lazy.begin(ahead.later)
+                threading.Thread(target=ahead.later.help, name="mlflash-copies", daemon=True).start()
         except MlflashError:
             return None
         finally:
@@ -90,6 +118,11 @@ class StagedStates:
         """Let other saves use the slots of a state."""
         if self.take(ahead):
             ahead.given_up = True
+            if ahead.is_lazy and ahead.maker == os.getpid():  # in a forked process nobody makes them
+                try:
+                    ahead.later.cancel()
+                except DeadlineExceeded:
+                    pass  # a device is still at it: the pool gives that slot to nobody
             self._pool.give_back((ahead.slot, ahead.share))
 
     def give_up_all(self) -> None:

@@ -80,6 +80,12 @@ class PendingSave(LiveState):
         self.note_slots(slot, share)
         self.request.plan, self.request.inode = plan, inode
 
+    def defer(self, later: DeferredCopies) -> None:
+        """Have the courier wait for what is copied after `save` has returned. Not collective."""
+        if not later.is_empty:
+            self.later = self.snapshot.later = later
+            self.request.has_deferred = True
+
     def lay_out(self) -> Plan:
         assert self.plan_now is not None
         return self.plan_now()

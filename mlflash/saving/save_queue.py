@@ -30,6 +30,7 @@ from ..state.flatten import Flattener, flatten_or_none
 from ..state.leaves import Flat
 from .early_staging import StagedState, StagedStates
 from .host_copies import copy_to_host
+from .lazy_leaves import Until
 from .lazy_saves import LazySaves
 from .pending_save import LiveState, PendingSave
 from .reserved_saves import ReservedSave, ReservedSaves
@@ -71,7 +72,7 @@ class SaveQueue:
         if config.max_slowdown:
             self.lazy.steps.tell(self._courier.pace.step)
         self.stage = Staging(config.block_nbytes, trainer.copy_threads, config.timeout_s)
-        self.staged_states = StagedStates(self.stage, self._slots)
+        self.staged_states = StagedStates(self.stage, self._slots, self.lazy)
 
     def save(self, step: int, state: object, until: object = None) -> Snapshot:
         """Stage a state and post the rest; see `Checkpointer.save`."""
@@ -105,6 +106,7 @@ class SaveQueue:
                     raise self._failure(save, "what was staged for it was given up")
                 save.take_over(flat.slot, flat.share, flat.plan, flat.inode)
                 save.request.checks = flat.checks
+                save.defer(flat.later)
             else:
                 self._fill(save, flat)
 
@@ -114,7 +116,7 @@ class SaveQueue:
                     self.staged_states.give_up(ahead)
             return self._save(begun.step, fill, again=True)
 
-    def stage_ahead(self, flat: Flat) -> StagedState | None:
+    def stage_ahead(self, flat: Flat, until: Until | None = None) -> StagedState | None:
         """Stage a state whose step is not known yet; None where that needs other ranks. Not collective.
 
         That is so where its slots must be made first, or where what is shared must be agreed on, or where another
@@ -122,9 +124,8 @@ class SaveQueue:
         """
         if self.staged_states.all or not self._is_settled(flat) or self._is_staging:
             return None
-        return self.staged_states.stage(
-            flat, self.plan(flat), self._config.timeout_s if self._config.when_busy == "wait" else 0
-        )
+        timeout_s = self._config.timeout_s if self._config.when_busy == "wait" else 0
+        return self.staged_states.stage(flat, self.plan(flat), timeout_s, until)
 
     def forget(self) -> None:
         """Forget the slots, which are going to be replaced, and what was staged ahead into them. Not collective."""
@@ -325,8 +326,7 @@ class SaveQueue:
         inode = slot.segment.inode
         checks, later = self.stage.copy(flat, save.request.plan, slot, share, lazy)
         if not later.is_empty:
-            save.later = save.snapshot.later = later
-            save.request.has_deferred = True
+            save.defer(later)
             self.lazy.begin(later)
         return inode, checks
 

@@ -21,17 +21,16 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import late
 import torch
 from damage import damage
 from records import OUT, note
 from traps import set_traps
-from waiting import is_in, take, until
+from waiting import take, until
 
 from mlflash import crash_points
 from mlflash.adapters.distributed import init_process_group
 from mlflash.errors import StateError
-from mlflash.saving.deferred_copies import DeferredCopies
-from mlflash.saving.snapshot import Snapshot
 from mlflash.wireup.launcher_variables import launched
 
 
@@ -151,20 +150,7 @@ class Run:
 
     def copy_late(self) -> None:
         """Let what saves have left to be copied wait from its first piece on, and note where training waits for it."""
-        training = threading.main_thread()
-
-        def reached(point: str) -> None:
-            if point != "lazy.piece":
-                return
-            if threading.current_thread() is training:  # it came before the others, and copies all of it
-                note("late", run=self.name)
-                return
-            until(lambda: any(is_in(training, one) for one in (DeferredCopies.hold_back, Snapshot.wait)),
-                  "training waits for what is to be copied, or for the commit")  # fmt: skip
-            if is_in(training, DeferredCopies.hold_back):
-                note("late", run=self.name)
-
-        crash_points.arm(reached)
+        late.copy_late(lambda: note("late", run=self.name))
 
     def end(self, model: torch.nn.Module, optimizers: Iterable[Any], more: Any = ()) -> None:
         """Note what has become of the weights, of the optimizers' state, and of more. Collective."""

@@ -1,0 +1,34 @@
+"""Copies that saves have left for later, made as late as they may: the first piece at once, the rest by training."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import threading
+from collections.abc import Callable
+
+from waiting import is_in, until
+
+from mlflash import crash_points
+from mlflash.saving.deferred_copies import DeferredCopies
+from mlflash.saving.snapshot import Snapshot
+
+_WAITS = (DeferredCopies.hold_back, Snapshot.wait, concurrent.futures.Future.result)
+
+
+def copy_late(came: Callable[[], object]) -> None:
+    """Let what copies behind training wait after its first piece, until training waits for it or for the commit.
+
+    Args:
+        came: called where it is because of what changes tensors, such as an optimizer's step.
+    """
+    training = threading.main_thread()
+
+    def reached(point: str) -> None:
+        if point != "lazy.piece":
+            return
+        if threading.current_thread() is not training:
+            until(lambda: any(is_in(training, one) for one in _WAITS), "training waits for copies, or for the commit")
+        if is_in(training, DeferredCopies.hold_back):
+            came()
+
+    crash_points.arm(reached)
