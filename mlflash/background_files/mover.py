@@ -1,12 +1,12 @@
 """Moves directories of files from memory to disk: ``python -m mlflash.background_files.mover``, beside each rank.
 
 Standard input brings a `Job`, and then moves, a JSON object a line: ``{"from": DIR, "to": PATH, "notes": {PATH: TEXT},
-"alone": BOOL}``. Each rank's mover is told of the same moves, in the same order, and has its own part of the files. It
-copies them into a directory beside the one that they are for, syncs them, and leaves a list of them there. When the
-lists of all ranks are there, and all that they name, rank 0's gives the directory its name, and writes the notes
-(``latest`` and the like): so either all of it is there, or nothing has that name. What one rank has written ``alone``
-is not waited for by others; it may be one file. ``{"link": PATH, "to": NAME}`` links to what was moved before. Each is
-answered: ``{"moved": PATH}`` or ``{"failed": PATH, "why": TEXT}``.
+"alone": BOOL, "checks": BOOL}``. Each rank's mover is told of the same moves, in the same order, and has its own part
+of the files. It copies them into a directory beside the one that they are for, syncs them, and leaves a list of them
+there. When the lists of all ranks are there, and all that they name, rank 0's gives the directory its name, and writes
+the notes (``latest`` and the like): so either all of it is there, or nothing has that name. What one rank has written
+``alone`` is not waited for by others; it may be one file. ``{"link": PATH, "to": NAME}`` links to what was moved
+before. Each is answered: ``{"moved": PATH}`` or ``{"failed": PATH, "why": TEXT}``.
 
 It goes on when standard input ends, as the rank has, until all that was written to memory is on disk.
 """
@@ -24,6 +24,8 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+from . import zip_checksums
 
 _CHUNK_NBYTES = 8 << 20
 _LOOK_S = 0.05
@@ -65,7 +67,9 @@ class Mover:
     def __init__(self, job: Job):
         self._job = job
 
-    def move(self, source: Path, target: Path, notes: dict[str, str], alone: bool = False) -> None:
+    def move(
+        self, source: Path, target: Path, notes: dict[str, str], alone: bool = False, checks: bool = False
+    ) -> None:
         """Bring what is in a directory to its place.
 
         Args:
@@ -74,6 +78,7 @@ class Mover:
                 has this name already stays, and is taken for what is moved; a file is replaced.
             notes: files to write once it is there, and what they say.
             alone: no other rank has a part of it.
+            checks: files of `torch.save` have no checksums yet.
 
         Raises:
             MoveFailed: nothing has that name, or what had it before.
@@ -81,7 +86,7 @@ class Mover:
         beside = self._beside(target)
         ranks = [self._job.rank] if alone else list(range(self._job.size))
         try:
-            self._bring(source, beside, is_first=self._job.rank == ranks[0])
+            self._bring(source, beside, checks, is_first=self._job.rank == ranks[0])
             if self._job.rank == ranks[0]:
                 self._finish(beside, target, notes, ranks)
             else:
@@ -119,11 +124,11 @@ class Mover:
         """Where it is put together; its name has nothing of the target's, in which NeMo would look for a metric."""
         return target.with_name(f".{self._job.run}.{zlib.crc32(os.fsencode(target.name)):08x}.part")
 
-    def _bring(self, source: Path, beside: Path, is_first: bool) -> None:
+    def _bring(self, source: Path, beside: Path, checks: bool, is_first: bool) -> None:
         """Copy what this rank has, and leave a list of it; where that fails, leave word."""
         try:
             beside.mkdir(parents=True, exist_ok=True)
-            sizes = dict(self._copied(source, beside))
+            sizes = dict(self._copied(source, beside, checks))
             _write(beside / f"{_LIST}{self._job.rank}", json.dumps(sizes))
         except OSError as error:
             why = f"rank {self._job.rank}: {error}"
@@ -133,13 +138,15 @@ class Mover:
                 shutil.rmtree(beside, ignore_errors=True)
             raise MoveFailed(why) from error
 
-    def _copied(self, source: Path, beside: Path) -> Iterator[tuple[str, int]]:
+    def _copied(self, source: Path, beside: Path, checks: bool) -> Iterator[tuple[str, int]]:
         start, sent = time.monotonic(), 0
         for folder, _, names in os.walk(source):
             inside = beside / os.path.relpath(folder, source)
             inside.mkdir(exist_ok=True)
             for name in names:
                 path, size = Path(folder, name), 0
+                if checks:
+                    zip_checksums.complete(path)
                 with path.open("rb") as given, (inside / name).open("wb") as taken:
                     while count := os.sendfile(taken.fileno(), given.fileno(), None, _CHUNK_NBYTES):
                         size, sent = size + count, sent + count
@@ -223,7 +230,7 @@ def main() -> None:
             if "link" in order:
                 mover.link(Path(target), order["to"])
             else:
-                mover.move(Path(order["from"]), Path(target), order["notes"], order["alone"])
+                mover.move(Path(order["from"]), Path(target), order["notes"], order["alone"], order["checks"])
         except MoveFailed as error:
             said = {"failed": target, "why": str(error)}
         with contextlib.suppress(OSError):  # nobody hears it any more

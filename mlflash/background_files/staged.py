@@ -85,7 +85,7 @@ class BackgroundFiles:
 
     @contextlib.contextmanager
     def directory(self, target: str | os.PathLike[str], notes: Mapping[str, str] | None = None,
-                  alone: bool = False) -> Iterator[Path]:  # fmt: skip
+                  alone: bool = False, checks: bool = False) -> Iterator[Path]:  # fmt: skip
         """Give a directory to write to in the place of another one, to which its content is moved behind training.
 
         Where writing raises, nothing is moved.
@@ -95,6 +95,7 @@ class BackgroundFiles:
                 into the directory under its name.
             notes: files to be written then, by their paths, and what they say.
             alone: no other rank writes a part of it.
+            checks: `torch.save` leaves its checksums out, and the files get them on their way (`zip_checksums`).
         """
         path = self._place / str(self._count) / Path(target).name
         self._count += 1
@@ -105,8 +106,9 @@ class BackgroundFiles:
             shutil.rmtree(path.parent, ignore_errors=True)
             raise
         self._largest_nbytes = max(self._largest_nbytes, _nbytes(path))
-        self._order(os.path.abspath(target), {"from": os.fspath(path), "to": os.path.abspath(target),
-                                              "notes": dict(notes or {}), "alone": alone})  # fmt: skip
+        there = os.path.abspath(target)
+        self._order(there, {"from": os.fspath(path), "to": there, "notes": dict(notes or {}), "alone": alone,
+                            "checks": checks})  # fmt: skip
 
     def link(self, path: str | os.PathLike[str], to: str | os.PathLike[str]) -> None:
         """Have a link made when all that was written until now is on disk; by one rank only.

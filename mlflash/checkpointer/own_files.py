@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from ..background_files.staged import BackgroundFiles
 from ..errors import SaveFailed
@@ -49,13 +51,16 @@ class OwnFiles:
             log.warning("there is no room in memory, or nobody who moves files: %s is written to disk at once", target)
         return has_room and is_new
 
+    @contextlib.contextmanager
     def directory(self, target: str | os.PathLike[str], notes: Mapping[str, str] | None = None, alone: bool = False
-                  ) -> AbstractContextManager[Path]:  # fmt: skip
+                  ) -> Iterator[Path]:  # fmt: skip
         """Give a directory to write to in the place of another one; see `BackgroundFiles.directory`.
 
+        Inside, `torch.save` makes no checksums, which take most of its time: the files get them on their way to disk.
         Not collective, but all ranks that have a part of it write the same ones in the same order.
         """
-        return self._files.directory(target, notes, alone)
+        with _without_checksums() as checks, self._files.directory(target, notes, alone, checks) as path:
+            yield path
 
     def link(self, path: str | os.PathLike[str], to: str | os.PathLike[str]) -> None:
         """Have a link made when all that was written until now is on disk, though this rank is killed meanwhile.
@@ -98,3 +103,18 @@ class OwnFiles:
         later, self._later = self._later, []
         for do in later:
             do()
+
+
+@contextlib.contextmanager
+def _without_checksums() -> Iterator[bool]:
+    """Let `torch.save` make none; gives whether it would have made them."""
+    torch: Any = sys.modules.get("torch")
+    serialization: Any = getattr(torch, "serialization", None)
+    if not hasattr(serialization, "set_crc32_options") or not serialization.get_crc32_options():
+        yield False
+        return
+    serialization.set_crc32_options(False)
+    try:
+        yield True
+    finally:
+        serialization.set_crc32_options(True)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from waiting import until
 
 from mlflash import Checkpointer
@@ -192,6 +194,41 @@ def test_a_file_that_is_torn_on_disk_gets_no_name(tmp_path: Path, monkeypatch: p
     with pytest.raises(mover.MoveFailed, match="x is not whole"):
         mover.Mover(job).move(tmp_path / "from", tmp_path / "to", {})
     assert [path.name for path in tmp_path.iterdir()] == []
+
+
+@pytest.mark.parametrize("makes_checksums", [True, False])
+def test_files_of_torch_are_what_torch_would_have_written(shm: Path, makes_checksums: bool) -> None:
+    """Their checksums are made on the way; a file may have several archives, and others only look like one."""
+    state = {"a": torch.randn(1000), "none": torch.zeros(0), "b": [1, torch.ones(3, 3)], "text": "x"}
+    of_torch, before = torch.serialization, torch.serialization.get_crc32_options()
+    others = {"empty": b"", "short": b"PK", "torn": b"PK\5\6" + bytes(18), "odd": bytes(60) + b"PK\5\6" + b"\xff" * 18}
+
+    def write(folder: Path) -> None:
+        torch.save(state, folder / "state.pt")
+        with (folder / "several.distcp").open("wb") as file:
+            for value in (torch.ones(5), state, 7):
+                torch.save(value, file)
+        for name, content in others.items():
+            (folder / name).write_bytes(content)
+
+    of_torch.set_crc32_options(makes_checksums)
+    try:
+        with Checkpointer(job="j", memory=str(shm)) as checkpointer:
+            files = checkpointer.adapting.own_files()
+            with files.directory(shm / "disk") as path:
+                write(path)
+            files.finish()
+            files.close()
+        (shm / "disk2").mkdir()
+        write(shm / "disk2")
+    finally:
+        of_torch.set_crc32_options(before)
+    names = sorted(path.name for path in (shm / "disk").iterdir())
+    assert names == sorted([*others, "several.distcp", "state.pt"])
+    for name in names:
+        assert (shm / "disk" / name).read_bytes() == (shm / "disk2" / name).read_bytes(), name
+    with zipfile.ZipFile(shm / "disk" / "state.pt") as archive:
+        assert (archive.testzip() is None) == makes_checksums
 
 
 def test_somebody_elses_directory_is_not_used(tmp_path: Path) -> None:
