@@ -359,7 +359,8 @@ def _collect(plan: SavePlan, planner: SavePlanner, staged: Collection[Staged], c
         tokens = {key: in_child(key, tensor) for key, tensor, _ in found}
         changed = [name for (name, _), token in tokens.items() if token is None]
         if changed:
-            why = "the planner changes or renames tensors, which a checkpoint process does not have: use THREAD"
+            why = ("a planner changes or renames tensors, or a stager other than this writer has copied them, and a "
+                   "checkpoint process does not have these: use THREAD, and leave out async_stager")  # fmt: skip
             raise StateError(why, tensor=changed[0])
         written.token = next((token for token in tokens.values() if token is not None), 0)
         return written
