@@ -3,8 +3,8 @@
     python benchmarks/own_files/run.py [--disk DIR] [--ranks 2] [--mib 200] [--repetitions 7] [--quick] ...
 
 Each framework that can be imported here, or in the environment of its tests (.venv-lightning and others, where they are
-made), trains a model for a step and then saves again and again (*_ranks.py). --quick asks the first of them only, and
-where there is none it says so and ends well.
+made), trains a model for a step and then saves again and again (*_ranks.py). --quick asks the first that can be
+imported here, as other environments may be in the making. Where there is none it says so and ends well.
 
     stall    until the save returns, and training goes on
     on disk  until all files have their names and the disk has them
@@ -51,7 +51,7 @@ def main() -> int:
     found = {name: python_with(*FRAMEWORKS[name]) for name in args.only}
     if args.quick:
         args.mib, args.repetitions = 8, 1
-        found = dict([(name, python) for name, python in found.items() if python][:1])
+        found = dict([(name, python) for name, python in found.items() if python == sys.executable][:1])
     if not any(found.values()):
         status = f"needs one of {', '.join(args.only)}"
         print(f"own_files: {status}, and none can be imported, here or in the environments of the tests")
