@@ -98,7 +98,7 @@ class KeptRanks(RanksBySsh):
     replaces = True
 
     @property
-    def rounds(self) -> int:  # type: ignore[override]
+    def rounds(self) -> int:
         """Which round it is."""
         return self._service.membership.round
 

@@ -13,17 +13,18 @@ from .processes import KILL_WAIT_S, kill
 
 
 class Ranks(Protocol):
-    """The ranks of one start.
+    """The ranks of one start; where nothing else is said they stay where they began, and a lost one is not replaced.
 
     Attributes:
         replaces: whether it finds out by itself who is lost, rank or node, and replaces them: neither is its end.
         rounds: how often all ranks have begun, or were to: more than once where any was replaced.
     """
 
-    replaces: bool
+    replaces: bool = False
 
     @property
-    def rounds(self) -> int: ...  # noqa: D102
+    def rounds(self) -> int:  # noqa: D102
+        return 1
 
     def seats(self, began: NodeAssignment) -> NodeAssignment:
         """Where its ranks are now.
@@ -31,6 +32,7 @@ class Ranks(Protocol):
         Args:
             began: where they were when they were started.
         """
+        return began
 
     def poll(self) -> int | None:
         """Exit code as a shell gives it; None while it runs."""
@@ -43,21 +45,15 @@ class Ranks(Protocol):
         """
 
 
-class Step:
+class Step(Ranks):
     """The ranks that one process has started, see `Ranks`: that process, and how to end them.
 
     Args:
         process: srun or mpiexec; in a session of its own.
     """
 
-    replaces, rounds = False, 1
-
     def __init__(self, process: subprocess.Popen[Any]):
         self._process = process
-
-    def seats(self, began: NodeAssignment) -> NodeAssignment:
-        """Where they began: see `Ranks.seats`."""
-        return began
 
     def poll(self) -> int | None:
         """Exit code as a shell gives it; None while it runs."""

@@ -21,8 +21,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from .host_agent import LOST, READY, SILENCE_S, Spec
+from .launch_system import Ranks
 from .line_stream import Lines, Sink
-from .node_assignment import NodeAssignment
 from .processes import KILL_WAIT_S, kill, signal_group, spawn
 
 ANSWER_S = 60.0
@@ -98,7 +98,7 @@ class Agent:
                 pipe.close()
 
 
-class RanksBySsh:
+class RanksBySsh(Ranks):
     """The ranks of one start, see `launch_system.Ranks`.
 
     Args:
@@ -108,8 +108,6 @@ class RanksBySsh:
     Raises:
         LaunchFailed: there is no such remote shell.
     """
-
-    replaces, rounds = False, 1
 
     def __init__(self, hosts: Sequence[HostOfRanks], shared: Callable[[int], dict[str, str]]):
         self._shared = shared
@@ -135,10 +133,6 @@ class RanksBySsh:
         self._printing: list[threading.Thread] = []
         self._print(self._agents)
         threading.Thread(target=self._speak, name="mlflash-agents", daemon=True).start()
-
-    def seats(self, began: NodeAssignment) -> NodeAssignment:
-        """Where they began: see `launch_system.Ranks.seats`."""
-        return began
 
     def poll(self) -> int | None:
         """Exit code as a shell gives it: the first that is not 0; None while ranks run, or are being ended."""

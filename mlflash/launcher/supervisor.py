@@ -46,7 +46,6 @@ class Outcome:
         told: number of the signal that ended it; 0: none did.
         hangs: whether ranks are there, and do not get on.
         unrestorable: what they said of checkpoints that are there, and none of which can be restored; "": nothing.
-        seats: where its ranks were at the end.
     """
 
     why: str = ""
@@ -55,7 +54,6 @@ class Outcome:
     told: int = 0
     hangs: bool = False
     unrestorable: str = ""
-    seats: NodeAssignment | None = None
 
 
 class Supervisor:
@@ -93,7 +91,7 @@ class Supervisor:
             self._fit(everywhere), self._options.nodes, self._options.ranks_per_node, self._options.least
         )
         while seats is not None:
-            outcome = self._one_run(seats)
+            outcome, before = self._one_run(seats)
             if not outcome.why:
                 return self._finish(everywhere, 0, "all ranks came to their end")
             if outcome.told:
@@ -106,7 +104,6 @@ class Supervisor:
             if hopeless:
                 return self._finish(everywhere, outcome.code or 1, hopeless)
             self._pause(self._restarts.pause_s)
-            before = outcome.seats or seats
             seats = reassign_nodes(before, self._fit(everywhere), self._options.nodes, self._options.least)
             if seats is not None:
                 self._fetch(before, seats)
@@ -114,8 +111,12 @@ class Supervisor:
         why = f"fewer than {least} nodes are fit to train, of {listed(everywhere, _NAMED)}"
         return self._finish(everywhere, 1, why)
 
-    def _one_run(self, seats: NodeAssignment) -> Outcome:
-        """Start the ranks and watch them; nothing of them is left afterwards where it can be reached."""
+    def _one_run(self, seats: NodeAssignment) -> tuple[Outcome, NodeAssignment]:
+        """Start the ranks and watch them; nothing of them is left afterwards where it can be reached.
+
+        Returns:
+            How it ended, and where its ranks were then.
+        """
         run = uuid.uuid4().hex  # names this start to its ranks
         self._run_log.note(
             "start", job=self._options.job, number=self._restarts.done, hosts=list(seats.hosts), ranks=seats.ranks
@@ -132,7 +133,7 @@ class Supervisor:
         try:
             outcome = self._watch(step, seats, watch)
             lost = bool(outcome.lost)
-            outcome.seats = seats = step.seats(seats)
+            seats = step.seats(seats)
             if outcome.hangs:
                 self._looks.show_stacks(seats.hosts, run)
         finally:
@@ -148,7 +149,7 @@ class Supervisor:
         self._run_log.note("end", why=outcome.why, code=outcome.code, lost=outcome.lost, newest=self._looks.newest(),
                            **recovery(heartbeats, self._failure, started))  # fmt: skip
         self._failure = failure(heartbeats, noticed)
-        return outcome
+        return outcome, seats
 
     def _watch(self, step: Ranks, began: NodeAssignment, watch: Watch) -> Outcome:
         """Wait until a run ends, hangs, loses a node that it does not replace, or is told to end."""
