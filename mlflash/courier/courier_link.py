@@ -298,10 +298,6 @@ class CourierLink:
         self._in_vain = 0
         log.info("couriers were started anew in %.2g s", time.monotonic() - start)
 
-    def was_freed(self, name: str) -> bool:
-        """Whether some rank had seen a session freed when this epoch began. Not collective."""
-        return name in self.couriers.freed
-
     def send_first(self, item: RemoteJob | Sent) -> None:
         """Send something to a courier that is just being introduced, before what waits for it. Not collective."""
         with self._down:

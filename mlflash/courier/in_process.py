@@ -109,8 +109,9 @@ class CourierProcess:
         number = self._link.number()
         made = RemoteJob(self, lambda: self._frame(message, number), number, answers, on_late, on_refused)
         made.is_commit = isinstance(message, asked.Commit)
-        made.is_kept = made.is_commit or isinstance(message, asked.Free)
-        self._free = made if made.is_kept and not made.is_commit else self._free
+        made.is_kept = isinstance(message, (asked.Commit, asked.Free))
+        if isinstance(message, asked.Free):
+            self._free = made
         return self._expect(made)
 
     def _expect(self, job: RemoteJob) -> RemoteJob:
@@ -338,9 +339,8 @@ class CourierProcess:
     def wait_unused(self) -> None:
         if self.is_closed or self.trainer is None:
             return
-        idle = threading.Event()
+        idle, end = threading.Event(), time.monotonic() + self._config.timeout_s
         self._frames.put(idle)
-        end = time.monotonic() + self._config.timeout_s
         while not idle.wait(_LOOK_S):
             if self.is_closed:
                 return
@@ -361,7 +361,7 @@ class CourierProcess:
         return isinstance(taker, SaveRequest) and all(taker is not job.request for job in list(self._jobs.values()))
 
     def come_up(self) -> None:
-        if self._link.was_freed(self._name):
+        if self._name in self._link.couriers.freed:
             self._note_freed()
         if self.is_closed or self._is_freed or self.start is None or self.trainer is None:
             return
