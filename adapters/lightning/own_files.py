@@ -36,8 +36,6 @@ class OwnFiles:
         self._strategy, self._files = strategy, checkpointer.adapting.own_files()
         self._save: Callable[..., None] = strategy.save_checkpoint
         self._remove: Callable[[Any], None] = strategy.remove_checkpoint
-        self._coming: set[str] = set()
-        self._going: set[str] = set()
         self._undo = replaced(strategy, save_checkpoint=self.save, remove_checkpoint=self.remove)
         for callback in trainer.checkpoint_callbacks:
             if hasattr(callback, "file_exists"):  # a ModelCheckpoint
@@ -52,7 +50,7 @@ class OwnFiles:
             SaveFailed: with ``strict``, on all ranks, where the one before was not moved.
         """
         target = os.fspath(self._strategy.broadcast(filepath))
-        if "://" in target or storage_options is not None or not self._begin(target):
+        if "://" in target or storage_options is not None or not self._files.begin(target):
             self._save(checkpoint, filepath, storage_options)
             return
         if self._writes_on_all_ranks():
@@ -63,24 +61,22 @@ class OwnFiles:
                 self._save(checkpoint, path / path.name)
         else:
             self._save(checkpoint, filepath)
-        self._coming.add(os.path.abspath(target))
+        self._files.expect(target)
 
     def remove(self, filepath: Any) -> None:
         """Delete a checkpoint, when those that were written after it are there. Collective."""
-        self._going.add(os.path.abspath(filepath))
-        self._files.when_moved(functools.partial(self._remove, filepath))
+        self._files.remove_when_moved(filepath, functools.partial(self._remove, filepath))
 
     def link(self, link: Callable[..., None], trainer: Any, filepath: str, linkpath: str) -> None:
         """Link to a checkpoint, when it is there. Collective."""
-        if os.path.abspath(filepath) not in self._coming:
+        if not self._files.expects(filepath):
             link(trainer, filepath, linkpath)
         elif trainer.is_global_zero:
             self._files.link(linkpath, filepath)
 
     def exists(self, exists: Callable[[Any, Any], bool], filepath: Any, trainer: Any) -> bool:
         """Whether a file would be there, if all had been written, and deleted, at once. Collective."""
-        path = os.path.abspath(filepath)
-        return path in self._coming or (path not in self._going and exists(filepath, trainer))
+        return self._files.would_be_there(filepath, lambda: exists(filepath, trainer))
 
     def finish(self) -> None:
         """Wait until all is on disk. Not collective."""
@@ -90,12 +86,6 @@ class OwnFiles:
         """Let the rest be moved; nobody waits for it. Not collective."""
         self._undo.close()
         self._files.close()
-
-    def _begin(self, target: str) -> bool:
-        is_ours = self._files.begin(target)
-        self._coming.clear()
-        self._going.clear()
-        return is_ours
 
     def _writes_on_all_ranks(self) -> bool:
         """Whether a checkpoint is a directory that each rank has files in."""

@@ -42,8 +42,6 @@ class OwnFiles:
         if any(one._ema_callback(trainer) is not None for one in callbacks):
             raise ConfigError("NeMo writes a second checkpoint, of moving averages: leave out in_background")
         self._strategy, self._files = trainer.strategy, checkpointer.adapting.own_files()
-        self._coming: set[Path] = set()
-        self._going: set[Path] = set()
         self._undo = contextlib.ExitStack()
         names: dict[str, Callable[..., Any]] = {
             "_save_checkpoint": self.save, "_link_checkpoint": self.link, "file_exists": self.exists,
@@ -59,7 +57,7 @@ class OwnFiles:
             SaveFailed: with ``strict``, on all ranks, where the one before was not moved.
         """
         target = Path(ckpt_to_dir(filepath))
-        if "://" in str(filepath) or not self._begin(target):
+        if "://" in str(filepath) or not self._files.begin(os.fspath(target)):
             save(trainer, filepath)
             return
         state = callback.state_dict
@@ -77,27 +75,25 @@ class OwnFiles:
                 save(trainer, f"{path}{callback.FILE_EXTENSION}")
             say_where()  # where it has weights only, nobody asked for the state
         callback._last_checkpoint_saved = filepath
-        self._coming.add(target)
+        self._files.expect(target)
 
     def remove(self, trainer: Any, filepath: Any) -> None:
         """Delete a checkpoint, when those that were written after it are there. Collective."""
-        self._going.add(Path(ckpt_to_dir(filepath)))
-        self._files.when_moved(functools.partial(self._remove, filepath))
+        self._files.remove_when_moved(ckpt_to_dir(filepath), functools.partial(self._remove, filepath))
 
     def link(self, callback: Any, link: Callable[..., None], trainer: Any, filepath: Any, linkpath: Any) -> None:
         """Link to a checkpoint, when it is there; where it is of another step, NeMo writes one. Collective."""
         to, path = Path(ckpt_to_dir(filepath)), Path(ckpt_to_dir(linkpath))
-        if to not in self._coming or str(path).replace("-last", "") != str(to):
+        if not self._files.expects(to) or str(path).replace("-last", "") != str(to):
             link(trainer, filepath, linkpath)
             return
         if trainer.is_global_zero:
             self._files.link(path, to)
-        self._coming.add(path)
+        self._files.expect(path)
 
     def exists(self, callback: Any, exists: Callable[..., bool], filepath: Any, *args: Any) -> bool:
         """Whether a checkpoint would be there, if all had been written, and deleted, at once. Collective."""
-        path = Path(ckpt_to_dir(filepath))
-        return path in self._coming or (path not in self._going and exists(filepath, *args))
+        return self._files.would_be_there(ckpt_to_dir(filepath), lambda: exists(filepath, *args))
 
     def end(self) -> None:
         """Wait until all is in its place; what NeMo writes from now on, it writes there itself. Not collective."""
@@ -108,12 +104,6 @@ class OwnFiles:
         """Let the rest be moved; nobody waits for it. Not collective."""
         self._undo.close()
         self._files.close()
-
-    def _begin(self, target: Path) -> bool:
-        is_ours = self._files.begin(os.fspath(target))
-        self._coming.clear()
-        self._going.clear()
-        return is_ours
 
     def _remove(self, filepath: Any) -> None:
         """As NeMo does, but that no rank waits for another."""

@@ -30,6 +30,7 @@ from ..restoring.open_in_memory import OpenCheckpoint
 from ..saving import save_queue
 from ..saving.early_staging import StagedState
 from ..saving.lazy_leaves import Until
+from ..saving.lazy_saves import LazySaves
 from ..saving.reserved_saves import ReservedSave, ReservedSaves
 from ..saving.snapshot import Snapshot
 from ..state.leaves import Flat
@@ -226,7 +227,7 @@ class SaveQueue(save_queue.SaveQueue):
     """Saves nothing, and looks at no state and no step."""
 
     def __init__(self) -> None:
-        self.last_step = None
+        self.last_step, self.lazy = None, LazySaves(is_on=False, speaks=False)
         self.begun = ReservedSaves(lambda begun: None, 0.0)
 
     def save(self, step: int, state: object, until: object = None) -> Snapshot:
@@ -358,12 +359,6 @@ class Adapting(for_adapters.Adapting):
 
     def wait_staged(self) -> None:
         """Nothing is copied."""
-
-    def stage_ahead(
-        self, state: Flat, until: Sequence[Any] | str = (), owned: Callable[[], Iterable[Any]] = lambda: ()
-    ) -> StagedState | None:
-        """There are no slots."""
-        return None
 
     def give_up(self, ahead: StagedState) -> None:
         """Nothing was staged."""

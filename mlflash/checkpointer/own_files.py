@@ -29,6 +29,8 @@ class OwnFiles:
     def __init__(self, files: BackgroundFiles, ranks: Ranks, strict: bool):
         self._files, self._ranks, self._strict = files, ranks, strict
         self._later: list[Callable[[], None]] = []
+        self._coming: set[str] = set()  # what is on its way to disk, and what is deleted then
+        self._going: set[str] = set()
 
     def begin(self, target: str) -> bool:
         """Whether all ranks can write the next checkpoint to memory; else the framework writes it to disk itself.
@@ -73,6 +75,28 @@ class OwnFiles:
         """
         self._files.link(path, to)
 
+    def expect(self, path: str | os.PathLike[str]) -> None:
+        """Note on a rank that something is on its way to disk; until somebody waits for it. Not collective."""
+        self._coming.add(os.path.abspath(path))
+
+    def expects(self, path: str | os.PathLike[str]) -> bool:
+        """Whether something is on its way to disk. Not collective."""
+        return os.path.abspath(path) in self._coming
+
+    def would_be_there(self, path: str | os.PathLike[str], is_there: Callable[[], bool]) -> bool:
+        """Whether a path would be there, if all had been written, and deleted, at once. Collective as ``is_there`` is.
+
+        Args:
+            path: it.
+            is_there: looks.
+        """
+        return self.expects(path) or (os.path.abspath(path) not in self._going and is_there())
+
+    def remove_when_moved(self, path: str | os.PathLike[str], remove: Callable[[], None]) -> None:
+        """Delete something when all that was written until now is on disk, see `when_moved`. Not collective."""
+        self._going.add(os.path.abspath(path))
+        self.when_moved(remove)
+
     def when_moved(self, do: Callable[[], None]) -> None:
         """Do something when all that was written until now is on disk: the next time that somebody waits for it.
 
@@ -100,6 +124,8 @@ class OwnFiles:
         return not failed
 
     def _do_later(self) -> None:
+        self._coming.clear()
+        self._going.clear()
         later, self._later = self._later, []
         for do in later:
             do()
