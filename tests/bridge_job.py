@@ -16,6 +16,7 @@ from typing import Any
 import bridge_on_cpu as bridge
 import torch
 import torch.distributed as dist
+from random_texts import Texts, text_of
 from records import note
 
 from mlflash.adapters import megatron_bridge
@@ -24,17 +25,11 @@ from mlflash.adapters.distributed import init_process_group
 LENGTH = 16
 
 
-class Tokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+class Tokens(Texts):
     """Random text."""
 
-    def __init__(self, count: int):
-        self._count = count
-
-    def __len__(self) -> int:
-        return self._count
-
     def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
-        text = torch.randint(0, 128, (LENGTH + 1,), generator=torch.Generator().manual_seed(int(number)))
+        text = text_of(number, LENGTH + 1, 128)
         return {"tokens": text[:-1], "labels": text[1:], "loss_mask": torch.ones(LENGTH),
                 "position_ids": torch.arange(LENGTH),
                 "attention_mask": torch.ones(1, LENGTH, LENGTH).tril().logical_not()}  # fmt: skip

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from megatron_on_cpu import on_cpu, parallel_state, tensor_parallel
+from random_texts import Texts, text_of
 from records import note
 
 LENGTH = 16
@@ -25,18 +26,11 @@ FLAGS = f"""
 """.split()
 
 
-class Tokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+class Tokens(Texts):
     """Random text."""
 
-    def __init__(self, count: int):
-        self._count = count
-
-    def __len__(self) -> int:
-        return self._count
-
     def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
-        numbers = torch.Generator().manual_seed(number)
-        return {"tokens": torch.randint(0, 128, (LENGTH + 1,), generator=numbers)}
+        return {"tokens": text_of(number, LENGTH + 1, 128)}
 
 
 def pretrain(flags: Sequence[str]) -> None:

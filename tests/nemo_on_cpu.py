@@ -18,6 +18,7 @@ from unittest import mock
 import fiddle as fdl
 import torch
 from megatron_on_cpu import on_cpu as megatron_on_cpu
+from random_texts import Texts, text_of
 
 _LLM = "nemo.collections.llm"
 
@@ -87,17 +88,11 @@ def on_cpu() -> Iterator[None]:
         yield
 
 
-class Text(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """Random words, always the same."""
-
-    def __init__(self, samples: int):
-        self._samples = samples
-
-    def __len__(self) -> int:
-        return self._samples
+class Text(Texts):
+    """Random words."""
 
     def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
-        words = torch.randint(0, VOCABULARY, (LENGTH + 1,), generator=torch.Generator().manual_seed(1000 + number))
+        words = text_of(1000 + number, LENGTH + 1, VOCABULARY)
         return {"tokens": words[:-1], "labels": words[1:], "loss_mask": torch.ones(LENGTH),
                 "position_ids": torch.arange(LENGTH), "attention_mask": MASK[0]}  # fmt: skip
 

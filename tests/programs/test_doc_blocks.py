@@ -22,14 +22,14 @@ BLOCKS = [
 ]
 
 
-@pytest.mark.parametrize("block", BLOCKS)
-def test_the_block_runs(block: str, shm: Path) -> None:
+def run(shm: Path, *words: str, timeout: float = 100) -> None:
+    """Run Python there, with its memory; it has to end well."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("PMI", "OMPI", "SLURM"))}
     result = subprocess.run(
-        [sys.executable, "-W", "error", "-c", block],
-        env={**environment, "MLFLASH_MEMORY": str(shm)},
+        [sys.executable, *words],
+        env={**environment, "MLFLASH_MEMORY": str(shm), "OMP_NUM_THREADS": "1"},
         cwd=shm,
-        timeout=100,
+        timeout=timeout,
         capture_output=True,
         text=True,
         check=False,
@@ -37,18 +37,13 @@ def test_the_block_runs(block: str, shm: Path) -> None:
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.parametrize("block", BLOCKS)
+def test_the_block_runs(block: str, shm: Path) -> None:
+    run(shm, "-W", "error", "-c", block)
+
+
 @pytest.mark.parametrize("block", [one for one in BLOCKS if str(one.id).startswith("migrating")])
 def test_who_comes_from_another_system_runs_it_on_two_ranks_and_starts_it_again(block: str, shm: Path) -> None:
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("PMI", "OMPI", "SLURM"))}
     (shm / "program.py").write_text(block)
     for _ in range(2):
-        result = subprocess.run(
-            [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "program.py"],
-            env={**environment, "MLFLASH_MEMORY": str(shm), "OMP_NUM_THREADS": "1"},
-            cwd=shm,
-            timeout=150,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert result.returncode == 0, result.stderr
+        run(shm, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "program.py", timeout=150)

@@ -37,14 +37,10 @@ def close_all() -> None:
             one.abandon()
 
 
-class FileSystemWriter(MemoryWriter):
-    """Saves in memory what is to be saved below a path; what says how files are written is left aside."""
+class _OfPaths:
+    """What both have: a path is the id, and says which job it is."""
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> FileSystemWriter:
-        return super().__new__(cls)  # type: ignore[return-value]
-
-    def __init__(self, path: _AnyPath, *args: Any, **kwargs: Any):
-        super().__init__(checkpointer(path))
+    _checkpointer: Checkpointer | None
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: _AnyPath) -> bool:
@@ -53,20 +49,21 @@ class FileSystemWriter(MemoryWriter):
     def reset(self, checkpoint_id: _AnyPath | None = None) -> None:
         if checkpoint_id is not None and self._checkpointer is not None:
             self._checkpointer = checkpointer(checkpoint_id)
-        super().reset(None)
+        super().reset(None)  # type: ignore[misc]
 
 
-class FileSystemReader(MemoryReader):
-    """Loads from memory what is to be loaded from below a path."""
+class FileSystemWriter(_OfPaths, MemoryWriter):
+    """Saves in memory what is to be saved below a path; what says how files are written is left aside."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> FileSystemWriter:
+        return super().__new__(cls)  # type: ignore[return-value]
 
     def __init__(self, path: _AnyPath, *args: Any, **kwargs: Any):
         super().__init__(checkpointer(path))
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: _AnyPath) -> bool:
-        return filesystem.FileSystem.validate_checkpoint_id(checkpoint_id)
 
-    def reset(self, checkpoint_id: _AnyPath | None = None) -> None:
-        if checkpoint_id is not None:
-            self._checkpointer = checkpointer(checkpoint_id)
-        super().reset(None)
+class FileSystemReader(_OfPaths, MemoryReader):
+    """Loads from memory what is to be loaded from below a path."""
+
+    def __init__(self, path: _AnyPath, *args: Any, **kwargs: Any):
+        super().__init__(checkpointer(path))
