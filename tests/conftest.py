@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import share
 from harness import own_memory
-from stacks import AFTER, Watch
+from stacks import AFTER, FAILED, Watch
 
 try:
     from hypothesis import settings
@@ -33,12 +33,32 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[_WATCH] = Watch(float(config.getini(AFTER)))
+    if not hasattr(config, "workerinput"):  # where pytest-xdist has workers, they tell this process
+        config.pluginmanager.register(FailuresAtOnce(config.stash[_WATCH]))
     for marker in ("mpi(min_size)", "timeout(seconds)"):
         config.addinivalue_line("markers", f"{marker}: known without its plugin, too")
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     config.stash[_WATCH].end()
+
+
+class FailuresAtOnce:
+    """Says which test has failed, and why, when it has.
+
+    Args:
+        watch: prints it.
+    """
+
+    def __init__(self, watch: Watch):
+        self._watch = watch
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            why = next(iter(report.longreprtext.rstrip().splitlines()[::-1]), "")
+            crash = getattr(report.longrepr, "reprcrash", None)
+            why = crash.message.partition("\n")[0] if crash else why
+            self._watch.say(f"{FAILED}{report.nodeid} ({report.when}): {why}")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -11,7 +11,7 @@ import signal
 import socket
 from pathlib import Path
 
-from processes import runs, started_by
+from processes import described, runs, started_by
 from waiting import until
 
 from mlflash.launcher.kept_ranks import KeptRanks
@@ -107,11 +107,11 @@ class Said:
 
 def is_gone(pid: int) -> bool:
     """Whether a process has ended; it may be that nobody has waited for it."""
-    return not Path(f"/proc/{pid}").exists() or not runs(pid)
+    return not runs(pid)
 
 
 def all_gone(*pids: int) -> None:
-    until(lambda: all(map(is_gone, pids)), lambda: f"the end of {[pid for pid in pids if not is_gone(pid)]}")
+    until(lambda: not any(map(runs, pids)), lambda: f"the end of {[described(pid) for pid in pids if runs(pid)]}")
 
 
 def parent(pid: int) -> int:

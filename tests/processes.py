@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
+import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from mlflash.memory.courier_process import parent_and_trainer
 
@@ -40,6 +43,14 @@ def left_here() -> set[int]:
             != os.getpid()}  # fmt: skip
 
 
+def described(pid: int) -> str:
+    """A process and its command line, for people."""
+    try:
+        return f"{pid} ({Path(f'/proc/{pid}/cmdline').read_bytes().decode(errors='replace').strip(chr(0))!r:.300})"
+    except OSError:
+        return f"{pid} (it has ended)"
+
+
 def resident(pid: int) -> dict[str, int]:
     """Bytes of a process in memory, but for those of slots: all of them, and its part of what it shares with others."""
     found, is_slot = {"rss": 0, "pss": 0}, False
@@ -58,14 +69,27 @@ def state(stat: Path) -> str:
 
 
 def runs(pid: int) -> bool:
-    """Whether any thread of a process is neither stopped nor dead."""
-    for thread in Path(f"/proc/{pid}/task").glob("*/stat"):
-        try:
-            if state(thread) not in "TZX":
-                return True
-        except OSError:
-            continue
+    """Whether any thread of a process is neither stopped nor dead; one that has ended has none."""
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it ends while it is looked at
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                if state(Path(f"/proc/{pid}/task/{thread}/stat")) not in "TZX":
+                    return True
     return False
+
+
+@contextlib.contextmanager
+def killed_in_the_end(words: Sequence[str], **options: Any) -> Iterator[subprocess.Popen[Any]]:
+    """A process that is killed when a block ends, however it ends.
+
+    ``with subprocess.Popen`` waits for it, without end where the block has failed before it had told it to end: the
+    test takes all of its time, and leaves a process to those that come after it.
+    """
+    with subprocess.Popen(words, **options) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def free_port() -> int:

@@ -20,6 +20,8 @@ AFTER = "stacks_after"
 """The setting of pytest that says after how many seconds."""
 LATE = "; its stacks:"
 """How the line ends that names such a test."""
+FAILED = "failed so far: "
+"""How the line begins that names a test which has failed, and why; a run ended at its limit leaves no report."""
 _GRACE_S = 60  # beyond the time that pytest-timeout gives a test
 
 
@@ -47,6 +49,10 @@ class Watch:
             self._test, self._until = test, time.monotonic() + self._after_s
             self._news.notify()
 
+    def say(self, text: str) -> None:
+        """Print a line at once, whatever pytest does with what is printed."""
+        os.write(self._stderr, f"\n{text}\n".encode())
+
     def end(self) -> None:
         """Let the process end, which nothing that a test has left may keep from it."""
         faulthandler.dump_traceback_later(_GRACE_S, exit=True, file=self._stderr)
@@ -60,7 +66,7 @@ class Watch:
                     self._news.wait(left)
                     continue
                 self._test = ""
-            os.write(self._stderr, f"\n{test} has not ended after {self._after_s:g} s{LATE}\n{stacks()}\n".encode())
+            self.say(f"{test} has not ended after {self._after_s:g} s{LATE}\n{stacks()}")
 
 
 def stacks() -> str:

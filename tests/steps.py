@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from share import SHARES, has, of_tree, taken
-from stacks import LATE
+from stacks import FAILED, LATE
 from tally import NEVER_BEGUN, tally
 from waiting import until
 
@@ -34,6 +34,7 @@ REPO = Path(__file__).parents[1]
 REPORTS = REPO / ".reports"
 _LANES = {False: 2, True: 1}  # steps at a time: those that compute, those that wait
 _ENDS_S = 20  # from SIGTERM to SIGKILL
+_FIRST = 3  # of the tests that have failed in a step that hung
 _LAST_LINE = 200  # characters of it that the summary has: of a step that hung, the file of the test that it hung in
 
 
@@ -210,9 +211,10 @@ class Run:
             said = (REPORTS / f"{step.name}.log").read_text(errors="replace").rstrip()
             if process.returncode != 0:
                 lines = said.splitlines() or ["nothing"]
-                late = [line for line in lines if line.endswith(LATE)] if hung else []
-                last = f"its last line: {lines[-1][-_LAST_LINE:]}"
-                self.failed[step.name] = f"{ended} after {took:.0f} s; {late[-1] if late else last}"
+                about = [line for line in lines if line.startswith(FAILED)][:_FIRST] if hung else []
+                about += [line for line in lines if line.endswith(LATE)][-1:] if hung else []
+                about = about or [f"its last line: {lines[-1][-_LAST_LINE:]}"]
+                self.failed[step.name] = f"{ended} after {took:.0f} s; {'; '.join(about)}"
             print(f"=== {step.name}\n{said}\n=== {step.name}: {ended} after {took:.0f} s", flush=True)
 
 

@@ -9,6 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from processes import killed_in_the_end
 from waiting import PATIENCE_S
 
 pytest.importorskip("torch.distributed")
@@ -45,11 +46,8 @@ def pair(tmp_path: Path) -> list[dist.ProcessGroupGloo]:
     program = ("import sys, torch.distributed as dist; from datetime import timedelta; "
                f"group = dist.ProcessGroupGloo(dist.FileStore({path!r}, 2), 1, 2, timedelta(seconds=600)); "
                "sys.stdin.read()")  # fmt: skip
-    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE) as other:
-        try:
-            yield dist.ProcessGroupGloo(store, 0, 2, timedelta(seconds=600))
-        finally:
-            other.kill()
+    with killed_in_the_end([sys.executable, "-c", program], stdin=subprocess.PIPE):
+        yield dist.ProcessGroupGloo(store, 0, 2, timedelta(seconds=600))
 
 
 @pytest.mark.parametrize("waits", ["before", "later", "in a future"])

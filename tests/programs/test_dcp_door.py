@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from processes import killed_in_the_end
 from waiting import until
 
 pytest.importorskip("torch", reason="needs PyTorch")
@@ -109,23 +110,20 @@ def test_what_another_user_has_opened_is_not_asked() -> None:
 def test_without_descriptors_it_rests_and_answers_as_soon_as_there_is_one(tmp_path: Path) -> None:
     errors = tmp_path / "errors"
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
-    with errors.open("w") as stderr, subprocess.Popen(
+    with errors.open("w") as stderr, killed_in_the_end(
         [sys.executable, "-c", NO_DESCRIPTORS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, text=True,
         env=env,
     ) as parent:  # fmt: skip
-        try:
-            address, key = json.loads(told_by(parent))
-            door = Door(address, bytes.fromhex(key))
-            with connected(door):  # for which the descriptor was there already
-                until(lambda: "Too many open files" in errors.read_text(), errors.read_text, END_S)
-                go_on(parent)
-                share = float(told_by(parent))
-                assert share < 0.2, f"it kept a core busy for {share:.0%} of the time"
-                go_on(parent)
-                assert door.ask(1, END_S) == 2
-            assert errors.read_text().count("cannot be heard") == 1
-        finally:
-            parent.kill()
+        address, key = json.loads(told_by(parent))
+        door = Door(address, bytes.fromhex(key))
+        with connected(door):  # for which the descriptor was there already
+            until(lambda: "Too many open files" in errors.read_text(), errors.read_text, END_S)
+            go_on(parent)
+            share = float(told_by(parent))
+            assert share < 0.2, f"it kept a core busy for {share:.0%} of the time"
+            go_on(parent)
+            assert door.ask(1, END_S) == 2
+        assert errors.read_text().count("cannot be heard") == 1
 
 
 def told_by(parent: subprocess.Popen[str]) -> str:

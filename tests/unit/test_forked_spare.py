@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 from kept_job import is_gone
+from processes import killed_in_the_end
 from waiting import PATIENCE_S, until
 
 from mlflash.in_place import forked_spare
@@ -50,13 +51,12 @@ def child() -> Iterator[tuple[subprocess.Popen[str], int]]:
 signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(7))
 say(os.getpid())
 while True: signal.pause()""")  # fmt: skip
-    with subprocess.Popen(
+    with killed_in_the_end(
         [sys.executable, "-c", text], stdout=subprocess.PIPE, text=True, start_new_session=True
     ) as seed:
         assert seed.stdout is not None
         lines = [seed.stdout.readline() for _ in range(3)]
         yield seed, int(lines[-1])
-        seed.kill()
 
 
 def test_who_needs_another_rank_imports_nothing_again() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -13,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from kept_job import RANK, SHELL, Said, all_gone, code_of, is_gone, kill, parent, sizes, speak
-from processes import left_here, started_by
+from processes import described, killed_in_the_end, left_here, started_by
 from waiting import until
 
 from mlflash.errors import LaunchFailed
@@ -74,7 +73,7 @@ def start(tmp_path: Path, shell: str) -> Iterator[Start]:
         ranks.end(0)
         assert ranks.poll() is not None
     all_gone(*seen)
-    until(lambda: not left_here(), lambda: f"the end of {left_here()}")
+    until(lambda: not left_here(), lambda: f"the end of {sorted(map(described, left_here()))}")
     until(lambda: mine() <= before, lambda: f"the end of {mine() - before}")
 
 
@@ -288,13 +287,12 @@ def test_words_of_a_wrong_kind_harm_nobody(start: Start, tmp_path: Path) -> None
 def test_agents_kill_their_ranks_when_nothing_is_heard_of_who_decides(tmp_path: Path, shell: str, how: int) -> None:
     words = SUPERVISOR.format(shell=shell, program=RANK, folder=str(tmp_path))
     said = Said(tmp_path)
-    with subprocess.Popen([sys.executable, "-c", words]) as supervisor:
+    with killed_in_the_end([sys.executable, "-c", words]) as supervisor:
         seats = said.seats(1)
         until(lambda: len(said.begun()) == 4, "the spares")
         seen = started_by({supervisor.pid})
         supervisor.send_signal(how)
         until(lambda: all(map(is_gone, (*seats, *said.begun().values()))), "the end of its ranks", timeout_s=30)
-        supervisor.kill()
     all_gone(*seen)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -14,7 +15,8 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from processes import runs
+from kept_job import is_gone
+from processes import killed_in_the_end
 from waiting import PATIENCE_S, until
 
 import mlflash.commands.run as run_command
@@ -90,10 +92,6 @@ def code_of(ranks: RanksBySsh) -> int:
 def pid_of(folder: Path, what: str) -> int:
     path = folder / what
     return int(until(lambda: path.exists() and path.read_text().strip(), what))
-
-
-def is_gone(pid: int) -> bool:
-    return not Path(f"/proc/{pid}").exists() or not runs(pid)
 
 
 def test_ranks_know_who_they_are_and_have_the_environment_and_directory_of_mlflash_run(
@@ -237,21 +235,18 @@ def test_signals_reach_all_ranks(start: Start, tmp_path: Path, told: str) -> Non
 def test_nothing_is_left_whoever_is_killed(start: Start, tmp_path: Path, who: str) -> None:
     program = f"""trap "" TERM; echo $PPID > {tmp_path}/agent-$RANK
 sleep 1000 & echo $! > {tmp_path}/child-$RANK; wait; exec sleep 1000"""
-    supervisor = None
-    if who == "supervisor":
-        argv = ["sh", "-c", f"echo $$ > {tmp_path}/pid-$RANK\n{program}"]
-        words = SUPERVISOR.format(shell=str(tmp_path / "ssh"), argv=argv)
-        supervisor = subprocess.Popen([sys.executable, "-c", words])
-    else:
-        start("a", program, 2)
-    pids = [pid_of(tmp_path, f"{what}-{rank}") for rank in range(2) for what in ("pid", "child")]
-    agent = pid_of(tmp_path, "agent-0")
-    if supervisor is not None:
-        supervisor.kill()
-        supervisor.wait()
-    elif who == "agent":
+    with contextlib.ExitStack() as opened:
+        if who == "supervisor":
+            argv = ["sh", "-c", f"echo $$ > {tmp_path}/pid-$RANK\n{program}"]
+            words = SUPERVISOR.format(shell=str(tmp_path / "ssh"), argv=argv)
+            opened.enter_context(killed_in_the_end([sys.executable, "-c", words]))
+        else:
+            start("a", program, 2)
+        pids = [pid_of(tmp_path, f"{what}-{rank}") for rank in range(2) for what in ("pid", "child")]
+        agent = pid_of(tmp_path, "agent-0")
+    if who == "agent":
         os.kill(agent, signal.SIGKILL)
-    else:
+    elif who != "supervisor":
         os.killpg(os.getpgid(agent), signal.SIGKILL)
     until(lambda: all(map(is_gone, [*pids, agent])) or None, "the end of all of it")
 

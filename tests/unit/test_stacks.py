@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from stacks import FAILED
 
 HANGS = """
 import ctypes, stacks
@@ -33,3 +34,4 @@ def test_a_test_that_hangs_in_a_library_ends_its_process_and_is_named(library: s
     ran = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert "crashed while running 'test_it.py::test_hangs'" in ran.stdout, ran.stdout + ran.stderr
     assert "1 failed" in ran.stdout and "in test_hangs" in ran.stderr, ran.stdout + ran.stderr
+    assert f"{FAILED}test_it.py::test_hangs" in ran.stderr, "what is known of it when the run goes on without an end"

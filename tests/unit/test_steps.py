@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import share
 import steps
-from stacks import LATE
+from stacks import FAILED, LATE
 from tally import NEVER_BEGUN, tally
 
 REPO = Path(__file__).parents[2]
@@ -134,7 +134,7 @@ STUBS = f"""
 all: fine fails hangs never
 fine: ; @echo this is $(WHO) $$MLFLASH_TEST_SHARE
 fails: ; @echo words && exit 3
-hangs: ; @echo 'a_test has not ended after 90 s{LATE}' && echo stack && sleep 1000
+hangs: ; @echo '{FAILED}one: why' && echo 'a_test has not ended after 90 s{LATE}' && echo stack && sleep 1000
 """
 
 
@@ -158,7 +158,8 @@ def test_steps_wait_for_others_fail_with_them_and_are_ended_at_their_limit(
     assert "this is me 7\n=== first: exit 0 after" in printed and "=== fourth: ended at its limit" in printed
     assert "--- third" not in printed
     assert run.failed["third"] == NEVER_BEGUN
-    assert re.fullmatch(rf"ended at its limit after . s; a_test has not ended .* s{LATE}", run.failed["fourth"])
+    said = rf"{FAILED}one: why; a_test has not ended .* s{LATE}"
+    assert re.fullmatch(f"ended at its limit after . s; {said}", run.failed["fourth"])
     assert re.fullmatch(r"exit 2 after 0 s; its last line: make.*Error 3", run.failed["second"])
 
 
