@@ -65,6 +65,8 @@ def start(tmp_path: Path, shell: str) -> Iterator[Start]:
         started.append(launcher.train(NodeAssignment(tuple(hosts.split(",")), per_node), argv, {}))
         Said(tmp_path).seats(1)
         seen.update(started_by({os.getpid()}))
+        membership = started[-1]._service.membership
+        until(lambda: membership._phase == "training", "all to have begun: who is lost before that is not replaced")
         return started[-1]
 
     yield begin
@@ -239,7 +241,6 @@ def test_the_code_is_that_of_the_process_that_cannot_be_replaced(
     assert RANK.count(old) == 1
     ranks = start("a", per_node=2, program=RANK.replace(old, ends))
     first, _ = Said(tmp_path).seats(1)
-    until(lambda: ranks._service.membership._phase == "training", "all to have begun")
     (tmp_path / "end-0").touch()
     all_gone(first)
     (tmp_path / "end-1").touch()
