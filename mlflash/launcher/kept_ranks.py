@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+from ..errors import LaunchFailed
 from ..wireup.own_address import own_address
 from .host_agent import LOST
 from .member_service import MemberService
@@ -149,9 +150,7 @@ class KeptRanks(RanksBySsh):
         if self._is_done or self._is_ending:
             return
         if agent.is_again and agent.port is None:
-            lost = self._lost[name]
-            lost.pause_s = min(2 * lost.pause_s, _LONGEST_PAUSE_S)
-            lost.at = now + lost.pause_s
+            self._look_later(name, now)
             return
         why = f"{name} is lost: its agent ended with {code}"
         self._lost[name] = _Lost(now + _PAUSE_S, _PAUSE_S)
@@ -172,15 +171,24 @@ class KeptRanks(RanksBySsh):
                 signal_group(agent.process, signal.SIGKILL)
         for number, agent in enumerate(self._agents):
             if agent.is_over and now >= self._lost[agent.host.name].at:
-                self._start_again(number)
+                self._start_again(number, now)
         moments = [self._lost[agent.host.name].at for agent in self._agents if agent.is_over]
         return min([*moments, *(agent.began + ANSWER_S for agent in silent)], default=None)
 
-    def _start_again(self, number: int) -> None:
+    def _look_later(self, host: str, now: float) -> None:
+        lost = self._lost[host]
+        lost.pause_s = min(2 * lost.pause_s, _LONGEST_PAUSE_S)
+        lost.at = now + lost.pause_s
+
+    def _start_again(self, number: int, now: float) -> None:
         """Start the agent of a host anew; `member_service` has it start processes when it has come."""
         host = self._agents[number].host
         spec = dataclasses.replace(host.spec, first=-1, count=0, spares=0)
-        agent = Agent(dataclasses.replace(host, spec=spec), is_again=True)
+        try:
+            agent = Agent(dataclasses.replace(host, spec=spec), is_again=True)
+        except LaunchFailed:  # no process could be had here just now; those that train need none
+            self._look_later(host.name, now)
+            return
         with self._lock:
             agent.unsent += line({"start": self._environment})
             self._agents[number] = agent

@@ -138,7 +138,7 @@ def test_when_a_rank_is_killed_all_others_leave_and_a_spare_gets_its_rank(
 def test_a_process_that_is_stopped_is_killed_and_replaced(
     start: Start, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    ranks = start("a", spares=1, per_node=2, lost_s=2.0)
+    ranks = start("a", spares=1, per_node=2, lost_s=6.0)
     said = Said(tmp_path)
     first, second = said.seats(1)
     kill(first, signal.SIGSTOP)
@@ -152,7 +152,7 @@ def test_a_process_that_is_stopped_is_killed_and_replaced(
 @pytest.mark.parametrize("killed", ["agent", "agent that is stopped", "remote shell"])
 def test_a_host_that_is_lost_is_lost_with_all_of_its_ranks(start: Start, tmp_path: Path, killed: str) -> None:
     host = "apart" if killed == "remote shell" else "b"
-    ranks = start(f"a,{host}", "c", per_node=2, lost_s=2.0 if killed == "agent that is stopped" else LATER_S)
+    ranks = start(f"a,{host}", "c", per_node=2, lost_s=6.0 if killed == "agent that is stopped" else LATER_S)
     said = Said(tmp_path)
     until(lambda: len(said.begun()) == 6, "the spares")
     before = said.seats(1)
@@ -192,6 +192,8 @@ def test_on_a_host_that_is_back_processes_wait_again(
     assert third == said.begun()["c#0"]
     tries = tmp_path / "tries"
     until(lambda: tries.exists() and tries.read_text().count("x") == 3, "three looks in vain")
+    shell.unlink()  # then no shell can be started at all
+    until(lambda: ranks._lost["b"].pause_s >= 0.05 * 2**4, "a look more")
     (tmp_path / "works").chmod(0o700)
     (tmp_path / "works").replace(shell)
     until(lambda: "b#0.1" in said.begun(), "a process on the host that is back")
@@ -227,7 +229,7 @@ def test_it_fails_when_its_only_host_is_lost(start: Start, tmp_path: Path) -> No
 
 
 def test_it_fails_when_nobody_decides_any_more(start: Start, tmp_path: Path) -> None:
-    ranks = start("a,b", per_node=2, lost_s=2.0)
+    ranks = start("a,b", per_node=2, lost_s=6.0)
     ranks._service.close()
     all_gone(*Said(tmp_path).seats(1))
     assert code_of(ranks) == 255
