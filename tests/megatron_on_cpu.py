@@ -118,13 +118,14 @@ class Training:
     Args:
         tensor: ranks that share each layer.
         sharded: whether the optimizer's state is spread over data-parallel ranks.
+        overlaps: whether their shares of the weights are gathered in the next forward pass.
 
     Attributes:
         step: steps done.
         losses: loss and gradient norm of each.
     """
 
-    def __init__(self, tensor: int = 1, sharded: bool = True):
+    def __init__(self, tensor: int = 1, sharded: bool = True, overlaps: bool = False):
         parallel_state.destroy_model_parallel()  # of the training before
         parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor)
         tensor_parallel.get_cuda_rng_tracker().reset()
@@ -136,11 +137,14 @@ class Training:
         torch.manual_seed(7)
         gpt = GPTModel(config, get_gpt_layer_local_spec(), vocab_size=VOCABULARY, max_sequence_length=LENGTH,
                        parallel_output=True)  # fmt: skip
-        ddp = DistributedDataParallelConfig(use_distributed_optimizer=sharded, overlap_grad_reduce=False,
-                                            grad_reduce_in_fp32=True)  # fmt: skip
+        ddp = DistributedDataParallelConfig(use_distributed_optimizer=sharded, overlap_grad_reduce=overlaps,
+                                            overlap_param_gather=overlaps, grad_reduce_in_fp32=True)  # fmt: skip
         self.model = DistributedDataParallel(config, ddp, gpt)
         self.optimizer = get_megatron_optimizer(
-            OptimizerConfig(lr=1e-2, clip_grad=0.0, use_distributed_optimizer=sharded, bf16=False), [self.model]
+            OptimizerConfig(
+                lr=1e-2, clip_grad=0.0, use_distributed_optimizer=sharded, bf16=False, overlap_param_gather=overlaps
+            ),
+            [self.model],
         )
         self.sharded = sharded
         self.replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)

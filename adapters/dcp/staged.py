@@ -13,7 +13,7 @@ import functools
 import itertools
 import operator
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -92,6 +92,11 @@ class Layouts:
             return None
 
 
+def no_more() -> Iterable[Any]:
+    """Give no further tensors."""
+    return ()
+
+
 class Staged:
     """The tensors of a state dict, out of reach of training.
 
@@ -101,7 +106,7 @@ class Staged:
         checkpointer: whose slot they go to, where one can be had now; else they are cloned.
         state_dict: nested dicts and lists of tensors.
         laid: it, laid out.
-        until: optimizers, see `Adapting.save_or_warn`.
+        until, owned: see `Adapting.save_or_warn`.
 
     Attributes:
         token: number of it in this process.
@@ -109,11 +114,12 @@ class Staged:
     """
 
     def __init__(
-        self, checkpointer: Checkpointer, state_dict: Mapping[str, Any], laid: Laid, until: Sequence[Any] | str = ()
-    ):
+        self, checkpointer: Checkpointer, state_dict: Mapping[str, Any], laid: Laid, until: Sequence[Any] | str = (),
+        owned: Callable[[], Iterable[Any]] = no_more,
+    ):  # fmt: skip
         self.token = next(_tokens)
         self._checkpointer, self._keys, self._shapes = checkpointer, laid.keys, laid.shapes
-        self.ahead: StagedState | None = checkpointer.adapting.stage_ahead(laid.flat, until)
+        self.ahead: StagedState | None = checkpointer.adapting.stage_ahead(laid.flat, until, owned)
         if self.ahead is not None:
             self._kept = _views(self.ahead)
             # The slot is free again when nobody has the state dict any more.

@@ -36,7 +36,7 @@ from mlflash.storage.dcp_plans import Key
 from ..ids import names_a_step, step_of
 from .leaves import Chunk, cloned, flat_of, key_of, pack
 from .process import Door, open_door
-from .staged import Layouts, Staged, StagedDict, in_child
+from .staged import Layouts, Staged, StagedDict, in_child, no_more
 
 _KNOWN = {"torch", "megatron", "mlflash", "builtins", "abc"}
 """Packages whose planners read no tensor."""
@@ -113,6 +113,7 @@ class MemoryWriter(StorageWriter):
     Attributes:
         enabled: whether anything is written.
         until: may be changed between saves.
+        owned: gives further tensors that change in those steps only, see `Adapting.save_or_warn`.
     """
 
     enabled = True
@@ -127,7 +128,7 @@ class MemoryWriter(StorageWriter):
 
     def __init__(self, checkpointer: Checkpointer, enabled: bool = True, until: Sequence[Any] | str = ()):
         self._checkpointer: Checkpointer | None = checkpointer
-        self.until = until
+        self.until, self.owned = until, no_more
         self._timeout_s = checkpointer.timeout_s
         self._running = _Running()
         self._sender = 0  # in a child: the thread of the parent that waits for it
@@ -222,7 +223,8 @@ class MemoryWriter(StorageWriter):
             StateError: a tensor cannot be saved.
         """
         self._here.adapting.end_begun()
-        staged = Staged(self._here, state_dict, self._layouts.lay_out(state_dict, self._room), self.until)
+        laid = self._layouts.lay_out(state_dict, self._room)
+        staged = Staged(self._here, state_dict, laid, self.until, self.owned)
         self._staged[staged.token] = staged
         return staged.state_dict()
 
@@ -244,7 +246,7 @@ class MemoryWriter(StorageWriter):
     def __getstate__(self) -> dict[str, Any]:
         if self._door is None:
             self._door = open_door(self._answer)
-        left = dict.fromkeys(("_checkpointer", "_running", "_layouts", "until"))
+        left = dict.fromkeys(("_checkpointer", "_running", "_layouts", "until", "owned"))
         return {**self.__dict__, **left, "_staged": {}, "_sender": threading.get_ident()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

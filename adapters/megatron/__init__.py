@@ -6,6 +6,7 @@
     local         the manager of local checkpoints
     persistent    what Megatron itself has written to disk
     own_files     the same, moved there behind training
+    weights       which are whole at a save, and where they change
     install       Megatron's own local checkpoints use it
     shards        `dist_checkpointing.save` and `load`, in any layout
     easy          saving every so many iterations, by EasyCkpt's calls

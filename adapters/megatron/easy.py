@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from mlflash import Checkpointer, rng
 from mlflash.errors import ConfigError, MlflashError, StructureMismatch, Unrestorable
 
-from . import persistent
+from . import persistent, weights
 from .own_files import OwnFiles
 from .shards import LoadShards, SaveShards
 
@@ -234,6 +234,8 @@ def save_checkpoint_if_needed(iteration: int, model: Any, optimizer: Any, opt_pa
     """
     running = _needed()
     goes_on = bool(running.storage_interval) and iteration % running.storage_interval == 0
+    if goes_on or (running.checkpointer.enabled and iteration % running.mem_interval == 0):
+        weights.gather(_listed(model), optimizer)
     if goes_on and (running.files is not None or not running.checkpointer.enabled):
         save = functools.partial(persistent.save, iteration, _listed(model), optimizer, opt_param_scheduler)
         save() if running.files is None else running.files.save(iteration, save)
@@ -251,6 +253,7 @@ def save_checkpoint_if_needed(iteration: int, model: Any, optimizer: Any, opt_pa
     }
     if goes_on:
         running.checkpointer.adapting.ask_drain()
+    running.save.owned = functools.partial(weights.changed_in_steps, _listed(model), optimizer)
     request = dist_checkpointing.save(state, running.save.directory(iteration), running.save, async_sharded_save=True,
                                       validate_access_integrity=running.is_first)  # fmt: skip
     running.is_first = False

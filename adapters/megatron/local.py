@@ -203,7 +203,7 @@ class LocalCheckpoints(BaseCheckpointManager):
     def _begin(self, iteration: int, state: _Apart) -> Snapshot:
         checkpointer = self.checkpointer
         if iteration != checkpointer.last_step:
-            return checkpointer.save(iteration, state)
+            return checkpointer.adapting.save(iteration, state, checkpointer.adapting.stepped_optimizers())
         # Once more, after it has failed. What is given here must not change before it has ended.
         begun = checkpointer.adapting.begin(iteration, threading.current_thread())
         try:

@@ -17,7 +17,7 @@ import os
 import shutil
 import tempfile
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from mlflash import Checkpointer
 from mlflash.errors import Unrestorable
 
 from ..dcp import MemoryReader, MemoryWriter
+from ..dcp.staged import no_more
 from ..ids import step_of
 from ..replacing import replaced
 from .request import nothing_to_do, request
@@ -55,6 +56,9 @@ class SaveShards(stock.TorchDistSaveShardedStrategy):
         checkpointer: open for as long as this is used.
         enabled: False: nothing is saved, and every save succeeds, as where the Checkpointer is off.
 
+    Attributes:
+        owned: gives further tensors that change only in a step, after the optimizer's own, see `Adapting.save_or_warn`.
+
     Example:
         save = SaveShards(ckpt)
         request = dist_checkpointing.save(sharded_state, save.directory(step), save, async_sharded_save=True)
@@ -64,9 +68,11 @@ class SaveShards(stock.TorchDistSaveShardedStrategy):
     def __init__(self, checkpointer: Checkpointer, enabled: bool = True):
         super().__init__(_BACKEND, _VERSION)
         self._writer, self._timeout_s = MemoryWriter(checkpointer, enabled), checkpointer.timeout_s
+        self._adapting = checkpointer.adapting
         self._planning: Any = None
         self._before: concurrent.futures.Future[Any] | None = None
         self._directories = _Directories()
+        self.owned: Callable[[], Iterable[Any]] = no_more
 
     def directory(self, step: int) -> str:
         """Make the directory that `dist_checkpointing.save` wants, in this machine's temporary files.
@@ -87,6 +93,9 @@ class SaveShards(stock.TorchDistSaveShardedStrategy):
     def async_save(self, sharded_state_dict: Any, checkpoint_dir: Any, async_strategy: str = "mcore") -> Any:
         """Copy into a slot, and let it be protected and committed behind the training. Collective.
 
+        What torch's optimizers hold that have stepped in this process, as those do that Megatron's have inside, is
+        copied while training goes on, until one of them steps.
+
         Returns:
             A request that any queue of Megatron or NVRx takes; its finalizing function waits for the commit.
         """
@@ -100,6 +109,7 @@ class SaveShards(stock.TorchDistSaveShardedStrategy):
         state = stock.mcore_to_pyt_state_dict(renamed, False)
         if _AS_FILE and dist.get_rank() == 0:  # which has just written it
             state[_COMMON] = io.BytesIO(Path(checkpoint_dir, _COMMON_FILE).read_bytes())
+        self._writer.until, self._writer.owned = self._adapting.stepped_optimizers(), self.owned
         future = dcp.async_save(
             state,
             checkpoint_id=os.fspath(checkpoint_dir),

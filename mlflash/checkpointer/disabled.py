@@ -357,6 +357,16 @@ class Adapting(for_adapters.Adapting):
         """Leave it."""
         return not_saved(step)
 
+    def save(
+        self, step: int, state: Any, until: Sequence[Any] | str = (), owned: Callable[[], Iterable[Any]] = lambda: ()
+    ) -> Snapshot:
+        """Leave it."""
+        return not_saved(step)
+
+    def stepped_optimizers(self) -> Sequence[Any] | str:
+        """Listen to none."""
+        return ()
+
     def wait_staged(self) -> None:
         """Nothing is copied."""
 

@@ -109,13 +109,28 @@ class Adapting:
         Raises:
             StateError, StepOrderError, SaveFailed: only with ``strict``.
         """
-        self._check_open()
         try:
-            return self._saves.save(step, state, self._saves.lazy.until(until, owned))
+            return self.save(step, state, until, owned)
         except (StateError, StepOrderError):  # its job is posted all the same, and says so
             if self._strict:
                 raise
             return None
+
+    @one_unit
+    def save(
+        self, step: int, state: Any, until: Sequence[Any] | str = (), owned: Callable[[], Iterable[Any]] = lambda: ()
+    ) -> Snapshot:
+        """Save as :meth:`.Checkpointer.save` does, copying later what :meth:`save_or_warn` does, and raise as it."""
+        self._check_open()
+        return self._saves.save(step, state, self._saves.lazy.until(until, owned))
+
+    def stepped_optimizers(self) -> Sequence[Any] | str:
+        """Give the torch optimizers that were heard to step, for ``until``, where those of a framework are not known.
+
+        Not collective. What only they hold changes in their steps; a framework that writes to it elsewhere calls
+        `wait_staged` before. From the first call on they are heard.
+        """
+        return self._saves.lazy.stepped()
 
     def wait_staged(self) -> None:
         """Copy what saves so far have left to be copied: then anything may change the state.

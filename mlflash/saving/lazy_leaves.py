@@ -76,7 +76,8 @@ class LazyLeaves:
         self._structure = None  # an exception, as of a signal handler, may come in between
         self._optimizers, self._owners = optimizers, self._look(flat, until)
         self._structure = flat.structure
-        return {number: owner.tensor for number, owner in self._owners.items()}
+        found = ((number, owner.tensor) for number, owner in self._owners.items())
+        return {number: tensor for number, tensor in found if tensor is not None}  # one may have been made for this
 
     def _look(self, flat: Flat, until: Until) -> dict[int, _Owner]:
         lazy = [(number, value) for number, value in enumerate(flat.values) if _is_lazy(value)]

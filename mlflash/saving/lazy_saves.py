@@ -40,6 +40,16 @@ class LazySaves:
         self._was_changed = False
         self._is_first = True
 
+    def stepped(self) -> Sequence[Any] | str:
+        """Give torch's optimizers that have stepped, as `until` takes them, where the framework's are not known.
+
+        From the first call on they are heard to step. The first time there may be none.
+        """
+        HOOK.register()
+        heard = sorted(HOOK.heard, key=id)
+        is_first, self._is_first = self._is_first, False
+        return heard if heard or is_first else "no torch optimizer was heard to step"
+
     def until(self, optimizers: Sequence[Any] | str, owned: Callable[[], Iterable[Any]] = lambda: ()) -> Until | None:
         """Give what a save waits for that is an adapter's; None: it copies at once.
 

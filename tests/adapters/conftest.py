@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
+import late
 import pytest
 from ranks import comm, configure, nodes, root, tmp_path
+
+from mlflash import crash_points
 
 __all__ = ["comm", "nodes", "root", "tmp_path"]
 
@@ -27,3 +31,12 @@ def enabled(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     if request.param == "environment":
         monkeypatch.setenv("MLFLASH_DISABLE", "1")
     return bool(request.param == "environment")
+
+
+@pytest.fixture
+def came() -> Iterator[list[None]]:
+    """What is copied later is copied as late as it may; notes where a step waited."""
+    found: list[None] = []
+    late.copy_late(lambda: found.append(None))
+    yield found
+    crash_points.arm(None)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from typing import Any
 
-import late
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from mlflash import crash_points, errors
+from mlflash import errors
 
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 pytestmark = [pytest.mark.mpi(min_size=4)]
@@ -46,15 +44,6 @@ class Training:
     def state(self) -> dict[str, Any]:
         model, optim = get_state_dict(self.net, self.optimizer)
         return {"model": model, "optim": optim, "mean": self.mean, "steps": self.steps}
-
-
-@pytest.fixture
-def came() -> Iterator[list[None]]:
-    """What is copied later is copied as late as it may; notes where a step waited."""
-    found: list[None] = []
-    late.copy_late(lambda: found.append(None))
-    yield found
-    crash_points.arm(None)
 
 
 @pytest.mark.parametrize("how", ["thread", "process"])

@@ -63,16 +63,16 @@ def train(easy: Any, training: Training, scheduler: Scheduler, last: int, argume
         easy.save_checkpoint_if_needed(training.step, training.model, training.optimizer, scheduler)
 
 
-@pytest.mark.parametrize(("tensor", "sharded"), [(1, False), (2, True)])
+@pytest.mark.parametrize("how", [(1, False), (2, True), (1, True, True)], ids=["plain", "tensor", "overlaps"])
 def test_training_goes_on_after_a_lost_node_as_if_nothing_had_happened(
-    easy: Any, arguments: argparse.Namespace, options: dict[str, Any], root: Path, nodes: Nodes, tensor: int,
-    sharded: bool,
+    easy: Any, arguments: argparse.Namespace, options: dict[str, Any], root: Path, nodes: Nodes,
+    how: Any,
 ) -> None:  # fmt: skip
     with job(), on_cpu():
-        whole = Training(tensor, sharded)
+        whole = Training(*how)
         whole.train(9)
         expected = whole.losses[6:], digest(whole)
-        first, scheduler = Training(tensor, sharded), Scheduler()
+        first, scheduler = Training(*how), Scheduler()
         easy.initialize(2, 4, 1, root / "log", **options)
         assert easy.load_checkpoint([first.model], first.optimizer, scheduler) == 0
         train(easy, first, scheduler, 7, arguments)
@@ -85,7 +85,7 @@ def test_training_goes_on_after_a_lost_node_as_if_nothing_had_happened(
     nodes.lose(1)
     arguments.consumed_train_samples = 0
     with job(), on_cpu():
-        again, scheduler = Training(tensor, sharded), Scheduler()
+        again, scheduler = Training(*how), Scheduler()
         easy.initialize(2, 4, 1, **options)
         again.step = easy.load_checkpoint(again.model, again.optimizer, scheduler)
         assert (again.step, scheduler.steps, arguments.consumed_train_samples) == (6, 48, 48)
@@ -128,6 +128,28 @@ def test_as_on_easyckpts_page_it_is_initialized_after_the_load_with_any_interval
         assert easy.load_checkpoint(again.model, again.optimizer, scheduler) == 6
         assert digest(again) == weights and scheduler.steps == 48
         easy.close()
+
+
+@pytest.mark.parametrize("how", [(1, False), (1, True), (1, True, True)], ids=["plain", "sharded", "overlaps"])
+def test_what_is_copied_until_the_next_step_is_what_it_was_at_the_save(
+    easy: Any, options: dict[str, Any], came: list[None], how: Any
+) -> None:
+    with job(), on_cpu():
+        first, scheduler = Training(*how), Scheduler()
+        easy.initialize(1, 0, 0, directory=None, **options)
+        train(easy, first, scheduler, 6)
+        weights = digest(first)
+        first.train(7)  # as early as it may
+        easy.close()
+        again = Training(*how)
+        easy.initialize(1, 0, 0, directory=None, **options)
+        assert easy.load_checkpoint(again.model, again.optimizer, scheduler) == 6
+        assert digest(again) == weights
+        again.step = 6
+        again.train(7)
+        assert (again.losses[-1], digest(again)) == (first.losses[-1], digest(first))
+        easy.close()
+    assert COMM.allreduce(len(came)) >= 3, "steps did not have to wait"
 
 
 def test_fewer_data_parallel_ranks_load_with_concat_only(

@@ -72,6 +72,25 @@ def test_what_was_saved_is_loaded_again_and_again_also_by_a_relaunch(start: Any,
         assert manager.find_latest() == 6
 
 
+def test_what_optimizers_hold_is_copied_until_the_next_step_and_is_what_it_was_at_the_save(
+    start: Any, came: list[None]
+) -> None:
+    weight = torch.nn.Parameter(torch.randn(200, 200))
+    optimizer = torch.optim.AdamW([weight], lr=0.1)
+    weight.grad = torch.ones(200, 200)
+    with job(), start() as manager:
+        for iteration in range(1, 5):
+            state = Aware({"weight": weight.data, **optimizer.state[weight]})
+            kept = [tensor.clone() for tensor in state.tensors]
+            request = manager.save(state, iteration, is_async=True)
+            optimizer.step()  # as early as it may
+            request.execute_sync()
+        assert len(came) >= 2
+        assert manager.find_latest() == 4
+        loaded = manager.load()[0].tensors
+        assert all(map(torch.equal, loaded, kept)) and not torch.equal(weight, kept[0])
+
+
 @pytest.mark.parametrize("strategy", ["copy", "xor:3", argparse.Namespace(replication_factor=2)])
 def test_a_lost_node_is_made_up_for_and_its_redundancy_made_whole(start: Any, nodes: Nodes, strategy: Any) -> None:
     per_node = {"ranks_per_node": 1 if strategy == "xor:3" else 2}
