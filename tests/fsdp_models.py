@@ -40,9 +40,9 @@ class Run:
 class Net(torch.nn.Module):
     """Two layers of sizes that do not divide, and a buffer."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = 13) -> None:
         super().__init__()
-        self.first, self.last = torch.nn.Linear(10, 13), torch.nn.Linear(13, 3)
+        self.first, self.last = torch.nn.Linear(10, width), torch.nn.Linear(width, 3)
         self.register_buffer("calls", torch.zeros(2))
         self.register_buffer("scratch", torch.zeros(1), persistent=False)
 
@@ -52,19 +52,19 @@ class Net(torch.nn.Module):
         return self.last(torch.tanh(self.first(x)))
 
 
-def fsdp2(replicas: int, shards: int, seed: int = 0) -> Run:
+def fsdp2(replicas: int, shards: int, seed: int = 0, width: int = 13) -> Run:
     torch.manual_seed(seed)
-    model = Net()
+    model = Net(width)
     mesh = init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replica", "shard"))
     for layer in (model.first, model.last, model):
         fully_shard(layer, mesh=mesh)
     return _run(model, mesh)
 
 
-def fsdp1(replicas: int, shards: int, seed: int = 0, original: bool = True) -> Run:
+def fsdp1(replicas: int, shards: int, seed: int = 0, width: int = 13, original: bool = True) -> Run:
     torch.manual_seed(seed)
     mesh = init_device_mesh("cpu", (replicas, shards), mesh_dim_names=("replica", "shard"))
-    model = Net()
+    model = Net(width)
     options: dict[str, Any] = {"device_id": torch.device("cpu"), "use_orig_params": original}
     if replicas > 1:
         options |= {"device_mesh": mesh, "sharding_strategy": ShardingStrategy.HYBRID_SHARD}

@@ -6,7 +6,7 @@ import concurrent.futures
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -75,6 +75,8 @@ class Checkpoints:
         checkpoint_id: str | os.PathLike[str],
         process_group: Any = None,
         coordinator_rank: int | None = None,
+        *,
+        until: Sequence[Any] = (),
     ) -> concurrent.futures.Future[Metadata]:
         """Stage a state dict and save it in the background.
 
@@ -85,6 +87,7 @@ class Checkpoints:
             checkpoint_id: a path, see `ids`; or a URL that fsspec knows.
             process_group: the ranks that save it; None is the default group.
             coordinator_rank: the rank of the world that plans; None is the lowest of the group.
+            until: torch optimizers: what they hold is copied while training goes on, see `MemoryWriter`.
 
         Returns:
             A future that ends when the checkpoint is committed, with its Metadata, which is empty where mlflash is off
@@ -112,6 +115,7 @@ class Checkpoints:
             done = self._thread.submit(_save, staged, to_url, None, group, coordinator, is_first)
         else:
             member, step = self._member(name, group), self._next(name, step)
+            member.writer.until = () if is_first else until  # the first one is looked at by all
             staged = member.writer.stage(state_dict)
             done = self._thread.submit(_save_in_memory, staged, member, step, group, coordinator, is_first)
         self._saved.add((name, group.ranks))

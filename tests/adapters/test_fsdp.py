@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import os
 import shutil
 from collections.abc import Iterator
@@ -67,6 +68,24 @@ def test_local_state_goes_back_to_any_number_of_replicas(root: Path, make: Any, 
     expected = saved_local(root, make, 2, 2)
     found = loaded_local(root, make, replicas, 2)
     assert found is None or found == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("make", [fsdp2, fsdp1])
+def test_what_optimizers_hold_is_copied_until_they_step_and_is_what_it_was_at_the_save(
+    root: Path, make: Any, came: list[None]
+) -> None:
+    make = functools.partial(make, width=8001)  # small tensors are copied at once
+    with job(), fsdp.Checkpoints(**settings(root)) as checkpoints:
+        run = make(1, SIZE)
+        run.train(1)
+        for step in range(1, 6):
+            state, name = fsdp.local_state_dict(run.model, run.optimizer), f"run/step-{step}/tp0_ep0_fsdp{run.shard}"
+            checkpoints.async_save(state, name, run.replicas, until=[run.optimizer])
+            losses = run.train(1)  # as early as it may
+            checkpoints.maybe_finalize_async_calls(process_group=run.replicas)
+        expected = [*losses, *run.train(2)]
+    assert loaded_local(root, make, 1, SIZE, steps=5) == expected
+    assert COMM.allreduce(len(came)) >= 2, "steps did not have to wait"
 
 
 def test_the_step_before_is_loaded_where_the_newest_is_damaged_beyond_repair(root: Path) -> None:
