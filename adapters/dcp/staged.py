@@ -33,6 +33,7 @@ from .leaves import Chunk, flat_of, pack
 _FIRST = 2  # number of the first tensor among the leaves
 _NAMES_NBYTES = 32 << 10  # set aside for the names of what a planner makes bytes; for its data, four times the index
 
+_FEW = 1.25  # times what is written: so much room a slot may have for what other ranks write
 _NOWHERE = 0
 _tokens = itertools.count(1)
 _in_child: dict[int, dict[Key, torch.Tensor]] = {}  # in a child process: what the planner sees of each state dict
@@ -119,6 +120,7 @@ class Staged:
     ):  # fmt: skip
         self.token = next(_tokens)
         self._checkpointer, self._keys, self._shapes = checkpointer, laid.keys, laid.shapes
+        self._room = [room.nbytes for room in laid.flat.values[:_FIRST]]
         self.ahead: StagedState | None = checkpointer.adapting.stage_ahead(laid.flat, until, owned)
         if self.ahead is not None:
             self._kept = _views(self.ahead)
@@ -179,6 +181,20 @@ class Staged:
         self.check()
         return chunk
 
+    def leaves(self, keys: Iterable[Key], index: bytes, blob: bytes) -> Flat:
+        """Give leaves of copies: of the tensors with these keys, and of all where the others are but few bytes.
+
+        Then slots are made that the next state dict like this one can be staged in.
+
+        Raises:
+            SaveFailed: the slot was given to another save.
+        """
+        wanted = [self.clone(key) for key in keys]
+        if self.ahead is not None or _FEW * _nbytes(wanted) < _nbytes(self._chunks.values()):
+            return flat_of(wanted, index, blob)
+        room = self._room
+        return flat_of(self._chunks.values(), index.ljust(room[0], b" "), blob.ljust(room[1], b"\0"))
+
     def check(self) -> None:
         """Look whether the slot is still that of this state.
 
@@ -237,6 +253,10 @@ def _arrive(token: int, state_dict: dict[str, Any]) -> dict[str, Any]:
     _in_child.clear()
     _in_child[token] = {chunk.key: chunk.value for chunk in _chunks(state_dict, "")}
     return state_dict
+
+
+def _nbytes(chunks: Iterable[Chunk]) -> int:
+    return sum(chunk.value.nbytes for chunk in chunks)
 
 
 def _has_room(flat: Flat, room: tuple[int, int]) -> bool:

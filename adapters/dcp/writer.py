@@ -290,9 +290,9 @@ class MemoryWriter(StorageWriter):
             return ahead or flat_of(map(cloned, written.chunks), index, blob)
         if staged.ahead is not None and staged.ahead.write(0, index) and staged.ahead.write(1, blob):
             return staged.ahead
-        chunks = [staged.clone(key) for key in written.keys]
+        leaves = staged.leaves(written.keys, index, blob)
         staged.give_up()
-        return flat_of(chunks, index, blob)
+        return leaves
 
 
 class _IdleWriter(MemoryWriter):
