@@ -37,8 +37,8 @@ BARE_AND_A_BIT = "the same + 0.15 s"
 AIMS = {
     "stall": Aim("stall of `save`, into warm memory", "1.0 (DLRover; DCP with a reused stager)", MEMCPY, 1.1, "save"),
     "lazy": Aim("stall of a lazy copy, where a step is longer than the copy", "", MEMCPY, 0.1, "save"),
-    "small": Aim("many small tensors (3000 x 4 KiB): stall", "DCP 15 to 40", LOOP, 1.2, "sizes"),
-    "first": Aim("first save", "1.6 to 6", WARM, 1.3, "sizes"),
+    "small": Aim("many small tensors (3000 x 4 KiB): stall", "DCP 15 to 40", LOOP, 1.1, "sizes"),
+    "first": Aim("first save", "1.6 to 6", WARM, 2.0, "sizes"),
     "committed": Aim(
         "committed on two nodes of one host, checksums at both ends, main thread idle",
         "ml-flashpoint about 5 memcpys, no checksum", MEMCPY_AND_PUT, 1.6, "save",
@@ -48,10 +48,10 @@ AIMS = {
         "CPU seconds of a save, no redundancy, checksums in", "DCP 7 to 12, no checksum of content", MEMCPY, 2.0, "save"
     ),
     "restore": Aim(
-        "restore on the same node into live tensors, every byte checked", "DCP 3 to 15", MEMCPY, 2.0, "restore"
+        "restore on the same node into live tensors, every byte checked", "DCP 3 to 15", MEMCPY, 1.5, "restore"
     ),
     "views": Aim("restore on the same node, views, unchecked", "DLRover 2 to 12 ms, 512 MiB", "1 ms", 5.0, "restore"),
-    "dcp": Aim("restore through DCP", "3 to 15", MEMCPY, 2.5, "dcp"),
+    "dcp": Aim("restore through DCP", "3 to 15", MEMCPY, 2.0, "dcp"),
     "xor": Aim("XOR encoding (4 ranks): twice as fast", "redset 1.20 GB/s", REDSET, 1 / 2, "parity"),
     "rs": Aim("Reed-Solomon encoding, k=2 (4 ranks): four times as fast", "redset 0.46 GB/s", REDSET, 1 / 4, "parity"),
     "slowed": Aim("a step of training while the courier works, on a core of its own", "", ALONE, 1.03, "training"),

@@ -35,10 +35,10 @@ class Saver:
     def __init__(self, ckpt: Checkpointer, state: State):
         self._ckpt, self._state, self._step = ckpt, state, 0
 
-    def __call__(self) -> dict[str, float]:
+    def __call__(self, until: torch.optim.Optimizer | None = None) -> dict[str, float]:
         self._step += 1
         start = time.perf_counter()
-        snapshot = self._ckpt.save(self._step, self._state)
+        snapshot = self._ckpt.save(self._step, self._state, until=until)
         stall_s = time.perf_counter() - start
         snapshot.wait()
         return {"stall": stall_s}

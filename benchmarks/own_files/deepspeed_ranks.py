@@ -19,7 +19,7 @@ from mlflash.adapters.deepspeed import attach  # noqa: E402
 from mlflash.adapters.distributed import init_process_group  # noqa: E402
 
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be compiled
-WIDTH = 1024
+WIDTH, BATCH = 1024, 64
 
 
 def main() -> None:
@@ -46,6 +46,11 @@ def main() -> None:
             OURS: Way(lambda folder: engine.save_checkpoint(str(folder), tag="saved"), flash._files.finish),
             DCP: dcp_way(state),
         })  # fmt: skip
+        for _ in range(rounds.steps - 1):
+            engine.backward(engine(torch.ones(BATCH, WIDTH)).square().mean())
+            engine.step()
+            rounds.in_memory(flash.checkpointer, flash.save)
+        rounds.show_in_memory("DeepSpeed, ZeRO-1")
     dist.destroy_process_group()
 
 

@@ -15,8 +15,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from mlflash.adapters.distributed import init_process_group
 from mlflash.adapters.lightning import MLFlashCallback
+from mlflash.adapters.lightning.states import state_of
 
-WIDTH = 1024
+WIDTH, BATCH = 1024, 64
 ASYNC = "AsyncCheckpointIO"
 
 
@@ -37,10 +38,19 @@ class Model(pl.LightningModule):
 class Saves(pl.Callback):
     """Measures at the end of a step."""
 
-    def __init__(self, rounds: Rounds):
-        self.rounds = rounds
+    def __init__(self, rounds: Rounds, flash: Any):
+        self.rounds, self.flash = rounds, flash
 
     def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+        if trainer.global_step == 1:
+            self.of_files(trainer, module)
+        else:
+            flash = self.flash.checkpointer
+            self.rounds.in_memory(flash, lambda: flash.adapting.save_or_warn(
+                trainer.global_step, state_of(trainer), trainer.optimizers))  # fmt: skip
+
+    def of_files(self, trainer: Any, module: Any) -> None:
+        """Time all ways of Lightning to save what it has."""
         strategy, plain = trainer.strategy, trainer.strategy.checkpoint_io
         ours, peer = strategy.save_checkpoint, AsyncCheckpointIO(plain)
 
@@ -66,10 +76,11 @@ def main() -> None:
     init_process_group(comm=COMM)
     ours = MLFlashCallback(every_n_steps=1000, in_background=True, job="own-files", comm=COMM, memory=rounds.memory)
     off = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
-    trainer = pl.Trainer(default_root_dir=rounds.memory, accelerator="cpu", devices=COMM.size, max_steps=1,
-                         callbacks=[Saves(rounds), ours], strategy=DDPStrategy(), **off)  # fmt: skip
+    trainer = pl.Trainer(default_root_dir=rounds.memory, accelerator="cpu", devices=COMM.size, max_steps=rounds.steps,
+                         callbacks=[Saves(rounds, ours), ours], strategy=DDPStrategy(), **off)  # fmt: skip
     model = Model(max(1, rounds.parameters // (WIDTH * WIDTH)))
-    trainer.fit(model, DataLoader(TensorDataset(torch.ones(8, WIDTH)), 2))
+    trainer.fit(model, DataLoader(TensorDataset(torch.ones(4 * BATCH, WIDTH)), BATCH))
+    rounds.show_in_memory("Lightning, DDP")
     dist.destroy_process_group()
 
 

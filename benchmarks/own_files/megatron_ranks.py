@@ -24,6 +24,19 @@ WIDTH = 512
 ASYNC = "--async-save"
 
 
+def in_memory(asked: Any, iteration: int, model: Any, optimizer: Any, scheduler: Any) -> None:
+    """Time a save in memory."""
+    from rounds import COMM
+
+    from mlflash.adapters.megatron import easy
+
+    if easy._running is None:
+        easy.initialize_easyckpt(1, 0, 0, job="in-memory", comm=COMM, memory=asked.memory, directory=None)
+    assert easy._running is not None
+    save = functools.partial(easy.save_checkpoint_if_needed, iteration, model, optimizer, scheduler)
+    asked.in_memory(easy._running.checkpointer, save)
+
+
 def measure(asked: Any, iteration: int, model: Any, optimizer: Any, scheduler: Any) -> None:
     """Time all ways of Megatron to save what it has."""
     from megatron.training import async_utils, get_args
@@ -65,14 +78,20 @@ def main() -> None:
     init_process_group(comm=COMM)
     from megatron.training import training
 
+    from mlflash.adapters.megatron import easy
+
     def save_and_decide(model: Any, optimizer: Any, scheduler: Any, iteration: int, *args: Any) -> bool:
-        measure(asked, iteration, model, optimizer, scheduler)
+        (measure if iteration == 1 else in_memory)(asked, iteration, model, optimizer, scheduler)
+        if iteration < asked.steps:
+            return False
+        asked.show_in_memory("Megatron, EasyCkpt's calls")
+        easy.close()
         return True
 
     training.checkpoint_and_decide_exit = save_and_decide
     layers = max(1, asked.parameters // (12 * WIDTH**2))
     pretrain(["--hidden-size", str(WIDTH), "--num-layers", str(layers), "--save", str(asked.memory), "--exit-interval",
-              "1", "--async-strategy", "mcore"])  # fmt: skip
+              str(asked.steps), "--async-strategy", "mcore"])  # fmt: skip
     dist.destroy_process_group()
 
 

@@ -17,13 +17,17 @@ import numpy as np  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import torch.distributed.checkpoint as dcp  # noqa: E402
 from bench.aims import MEMCPY  # noqa: E402
-from bench.clock import Action, Bench, Seconds  # noqa: E402
+from bench.clock import Action, Bench, Seconds, slowest  # noqa: E402
 from bench.rows import row  # noqa: E402
 from mpi4py import MPI  # noqa: E402
+
+from mlflash import Checkpointer  # noqa: E402
 
 COMM = MPI.COMM_WORLD
 ITSELF, OURS, DCP = "by itself", "in_background=True", "dcp.async_save of the same tensors"
 PER_PARAMETER = 12  # bytes: it, and two moments of Adam
+STALL, STEP = "stall", "step"
+IN_MEMORY_BEFORE = 4  # saves that are not counted: slots are made, and optimizers heard of
 
 
 @dataclasses.dataclass
@@ -51,7 +55,11 @@ class Rounds:
         out, self.memory, disk, mib, repetitions = sys.argv[1:]
         self._bench = Bench(COMM, Path(out), Path(self.memory), int(repetitions), warm_up=1)
         self._disk = Path(disk)
+        self._source = self._target = np.empty(0, dtype=np.uint8)
+        self._ended = 0.0
         self.parameters = (int(mib) << 20) // PER_PARAMETER
+        self._saves = list[dict[str, float]]()
+        self.steps = 1 + IN_MEMORY_BEFORE + 2 * int(repetitions)
 
     def measure(self, case: str, ways: Mapping[str, Way]) -> None:
         """Time all ways, and write their rows. Collective.
@@ -76,6 +84,60 @@ class Rounds:
         for what in ways:
             for column in ("stall", "on disk"):
                 self._bench.rows(row(what, samples[f"{what} {column}"], over, case=case, column=column))
+
+    def in_memory(self, checkpointer: Checkpointer, save: Callable[[], object]) -> None:
+        """Save in memory at the end of a step, and time it with what the next step waits for. Collective.
+
+        Every second save copies all before it returns.
+
+        Args:
+            checkpointer: that it saves with.
+            save: does what the adapter does at the end of a step.
+        """
+        lazy = checkpointer._saves.lazy
+        if not self._saves:
+            lazy.steps.hold_back = self._with_wait(lazy.steps.hold_back)  # type: ignore[method-assign]
+        else:
+            self._saves[-1][STEP] = MPI.Wtime() - self._ended
+            self._grow(max(one.nbytes for one in checkpointer._saves._pending))
+        lazy._is_on = len(self._saves) % 2 == 0
+        checkpointer.wait()
+        COMM.Barrier()
+        copied = MPI.Wtime()
+        np.copyto(self._target, self._source)
+        COMM.Barrier()
+        start = MPI.Wtime()
+        save()
+        self._ended = MPI.Wtime()
+        self._saves.append({MEMCPY: start - copied, STALL: self._ended - start, STEP: 0.0})
+
+    def _grow(self, nbytes: int) -> None:
+        if self._source.nbytes != nbytes:
+            self._source, self._target = np.ones(nbytes, dtype=np.uint8), np.full(nbytes, 2, dtype=np.uint8)
+
+    def _with_wait(self, hold_back: Callable[[], None]) -> Callable[[], None]:
+        def timed_wait() -> None:
+            start = MPI.Wtime()
+            hold_back()
+            if self._saves:
+                self._saves[-1][STALL] += MPI.Wtime() - start
+
+        return timed_wait
+
+    def show_in_memory(self, case: str) -> None:
+        """Write the rows of all saves in memory but the first ones. Collective."""
+        kept = [slowest(COMM, one) for one in self._saves[IN_MEMORY_BEFORE:-1]]
+        late, eager = kept[::2], kept[1::2]
+        memcpy = np.array([one[MEMCPY] for one in kept])
+        case = f"{case}, in memory: {self._source.nbytes >> 20} MiB of a rank"
+        self._bench.rows(row("memcpy", memcpy, {MEMCPY: memcpy}, case=case, column=STALL))
+        for what, saves, shows in (("copied late", late, "lazy"), ("copied at once", eager, "")):
+            found = {name: np.array([one[name] for one in saves]) for name in (MEMCPY, STALL, STEP)}
+            over = {MEMCPY: found[MEMCPY]}
+            self._bench.rows(
+                row(what, found[STALL], over, shows, case=case, column=STALL),
+                row(what, found[STEP], over, case=case, column="the step after it"),
+            )
 
 
 def timed(what: str, way: Way, folder: Path, nbytes: int) -> Seconds:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +12,16 @@ from rounds import COMM, DCP, ITSELF, OURS, Rounds, Way, dcp_way
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
 from mlflash.adapters.distributed import init_process_group
-from mlflash.adapters.transformers import TrainerWrapper
+from mlflash.adapters.transformers import MLFlashCallback, TrainerWrapper
 
-WIDTH, TOKENS = 512, 512
+WIDTH, TOKENS, BATCH = 512, 512, 8
 
 
 class Tokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     """A few rows."""
 
     def __len__(self) -> int:
-        return 8
+        return 4 * BATCH
 
     def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
         tokens = torch.arange(8) + number
@@ -35,6 +36,11 @@ class Saves(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **more: Any) -> None:
         trainer: Any = self.trainer
+        if state.global_step > 1:
+            flash = next(one for one in trainer.callback_handler.callbacks if isinstance(one, MLFlashCallback))
+            save = functools.partial(flash._state.save, flash.checkpointer.adapting, state.global_step)
+            self.rounds.in_memory(flash.checkpointer, save)
+            return
 
         def into(folder: Path, save: Any) -> None:
             args.output_dir = str(folder)
@@ -53,13 +59,16 @@ def main() -> None:
     init_process_group(comm=COMM)
     layers = max(1, rounds.parameters // (12 * WIDTH**2))
     config = GPT2Config(vocab_size=TOKENS, n_positions=16, n_embd=WIDTH, n_layer=layers, n_head=8)
-    args = TrainingArguments(rounds.memory, max_steps=1, per_device_train_batch_size=2, save_strategy="no",
-                             use_cpu=True, report_to="none", disable_tqdm=True)  # fmt: skip
+    args = TrainingArguments(
+        rounds.memory, max_steps=rounds.steps, per_device_train_batch_size=BATCH, save_strategy="no", use_cpu=True,
+        report_to="none", disable_tqdm=True,
+    )  # fmt: skip
     saves = Saves(rounds)
     trainer = Trainer(GPT2LMHeadModel(config), args, train_dataset=Tokens(), callbacks=[saves])
     saves.trainer = TrainerWrapper(trainer, save_mem_interval=1000, in_background=True, job="own-files", comm=COMM,
                                    memory=rounds.memory)  # fmt: skip
     trainer.train()
+    rounds.show_in_memory("Transformers' Trainer, DDP")
     dist.destroy_process_group()
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -40,6 +42,45 @@ def small(bench: Bench, beside: Yardsticks) -> None:
         row("stall", samples["stall"], over, "small", case=case),
         row("committed", samples["save"], over, case=case),
     )
+
+
+def models(bench: Bench, beside: Yardsticks, nbytes: int) -> None:
+    """States like that of a model of 7B parameters, and of a mixture of experts, of fewer elements in each tensor."""
+    matrices_and_norms = [*(32 * [1.0, 1e-4]), 3.0, 3.0, 1e-4]  # of layers; embeddings come last
+    for which, sizes, over_what in (
+        ("7B", matrices_and_norms, "stall"),
+        ("a mixture of experts", 3333 * [1.0], "small"),
+    ):
+        state = weights_and_moments(sizes, nbytes)
+        copies = {name: value.clone() for name, value in state.items()}
+
+        def loop(state: State = state, copies: State = copies) -> None:
+            for name, value in state.items():
+                copies[name].copy_(value)
+
+        with bench.job("models") as job, bench.checkpointer(job, redundancy="copy") as ckpt:
+            ckpt.prepare(state)
+            raw = [value.view(torch.uint8).reshape(-1).numpy() for value in state.values()]
+            of_bytes = raw if over_what == "stall" else [np.concatenate(raw)]
+            actions: dict[str, Action] = {**beside.of(of_bytes), "loop": loop, "save": Saver(ckpt, state)}
+            samples = bench.repeat(actions)
+        over = {**both(samples), LOOP: samples["loop"]}
+        case = f"{len(state):,} tensors in mixed precision, as of {which}: {nbytes >> 20} MiB"
+        bench.rows(
+            row("a loop of copy_", samples["loop"], over, case=case),
+            row("stall", samples["stall"], over, over_what, case=case),
+            row("committed", samples["save"], over, case=case),
+        )
+
+
+def weights_and_moments(sizes: Sequence[float], nbytes: int) -> State:
+    """Weights in half precision, of such relative sizes, and two moments of each in single precision."""
+    state: State = {}
+    for number, size in enumerate(sizes):
+        count = max(1, int(nbytes / 10 * size / sum(sizes)))
+        state[f"weight{number}"] = torch.ones(count, dtype=torch.bfloat16)
+        state |= {f"{name}{number}": torch.full((count,), float(number)) for name in ("exp_avg", "exp_avg_sq")}
+    return state
 
 
 def huge(bench: Bench, beside: Yardsticks, nbytes: int) -> None:
@@ -94,32 +135,38 @@ def growing(bench: Bench, beside: Yardsticks, nbytes: int) -> None:
 def first(bench: Bench, beside: Yardsticks, nbytes: int) -> None:
     """Time the first save of a job against its fourth; prepared or not, at once or a while before."""
     state = large_state(nbytes)
-    pauses = {"unprepared": None, "just prepared": 0.0, "prepared": 8 * nbytes / 1e9}  # eight slots, at 1 GB/s
-    for when, pause_s in pauses.items():
-        actions: dict[str, Action] = {**beside.of(bytes_of(state)), "job": lambda: four(bench, state, pause_s)}  # noqa: B023
+    all_made_s = 8 * nbytes / 1e9  # eight slots, at 1 GB/s
+    cases = {"unprepared": (None, False), "unprepared, until=": (None, True), "just prepared": (0.0, False),
+             "prepared": (all_made_s, False)}  # fmt: skip
+    for when, (pause_s, is_until) in cases.items():
+        job = functools.partial(four, bench, state, pause_s, is_until)
+        actions: dict[str, Action] = {**beside.of(bytes_of(state)), "job": job}
         samples = bench.repeat(actions, before=lambda: change(state))
         for what in ("stall", "committed"):
             over = {**both(samples), WARM: samples[f"warm {what}"]}
             bench.rows(row(f"{what}, {when}", samples[f"first {what}"], over, "first", case="The first save of a job"))
 
 
-def four(bench: Bench, state: State, pause_s: float | None) -> dict[str, float]:
+def four(bench: Bench, state: State, pause_s: float | None, is_until: bool) -> dict[str, float]:
     """Save four times in a new job; gives times of the first and the last.
 
     Args:
         bench: the clock.
         state: what is saved.
         pause_s: between `prepare` and the first save; None: not prepared.
+        is_until: whether the first is told of an optimizer.
     """
     with bench.job("first") as job, bench.checkpointer(job, redundancy="copy") as ckpt:
         if pause_s is not None:
             ckpt.prepare(state)
             time.sleep(pause_s)
         saver, seconds = Saver(ckpt, state), []
-        for _ in range(4):
+        optimizer = torch.optim.SGD([*state.values()]) if is_until else None
+        for number in range(4):
             bench.comm.Barrier()
             start = time.perf_counter()
-            seconds.append({**saver(), "committed": time.perf_counter() - start})
+            stalled = saver(None if number else optimizer)
+            seconds.append({**stalled, "committed": time.perf_counter() - start})
     return {f"{name} {key}": s[key] for name, s in (("first", seconds[0]), ("warm", seconds[-1])) for key in s}
 
 
@@ -129,6 +176,7 @@ def main() -> None:
     beside = Yardsticks(bench.comm, memory, max(nbytes, SMALL_COUNT * SMALL_NBYTES))
     bench.header()
     small(bench, beside)
+    models(bench, beside, nbytes)
     huge(bench, beside, nbytes)
     growing(bench, beside, nbytes)
     first(bench, beside, nbytes)

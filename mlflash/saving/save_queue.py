@@ -105,7 +105,7 @@ class SaveQueue:
                 if not self.staged_states.take(flat):
                     raise self._failure(save, "what was staged for it was given up")
                 save.take_over(flat.slot, flat.share, flat.plan, flat.inode)
-                save.request.checks = flat.checks
+                save.request.checks, save.snapshot.nbytes = flat.checks, flat.plan.nbytes
                 save.defer(flat.later)
             else:
                 self._fill(save, flat)

@@ -127,7 +127,7 @@ class Staging:
         if self._read_back != (layout, self._tree_bytes):
             written = manifest.Manifest(layout.entries, flat.structure.tree, flat.plain, shared)
             manifest.read_back(whole, written, layout.extents.payload_nbytes)
-            self._read_back = layout, self._tree_bytes
+        self._read_back = layout, self._tree_bytes  # these very ones: to compare others takes as long as a copy
         private = flat.structure.private
         return Plan(layout, whole, private) if shared is None else Plan(layout, whole, private, sharing, self._pieces)
 

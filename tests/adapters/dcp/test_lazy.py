@@ -60,6 +60,7 @@ def test_what_is_loaded_is_the_state_at_the_save_however_early_the_next_step_com
         ended.append(dcp_job.save(training.state, training.steps, how))
         training.step()  # as early as it may
         ended[-1]()
+        assert dcp_job.writer._here._saves._pending[-1].nbytes > 4 * 256 * 256, "what was staged is what is saved"
     assert len(came) >= 2
     for step in (3, 4):
         again = Training()
