@@ -11,7 +11,7 @@ import torch.distributed as dist
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy
 from rounds import COMM, DCP, ITSELF, OURS, Rounds, Way, dcp_way
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset
 
 from mlflash.adapters.distributed import init_process_group
 from mlflash.adapters.lightning import MLFlashCallback
@@ -19,6 +19,19 @@ from mlflash.adapters.lightning.states import state_of
 
 WIDTH, BATCH = 1024, 64
 ASYNC = "AsyncCheckpointIO"
+
+
+class Rows(Dataset[torch.Tensor]):
+    """So many."""
+
+    def __init__(self, count: int):
+        self._count = count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, number: int) -> torch.Tensor:
+        return torch.ones(WIDTH)
 
 
 class Model(pl.LightningModule):
@@ -29,7 +42,7 @@ class Model(pl.LightningModule):
         self.net = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(layers)))
 
     def training_step(self, batch: Any, number: int) -> torch.Tensor:
-        return self.net(batch[0]).square().mean()
+        return self.net(batch).square().mean()
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=1e-4)
@@ -79,7 +92,7 @@ def main() -> None:
     trainer = pl.Trainer(default_root_dir=rounds.memory, accelerator="cpu", devices=COMM.size, max_steps=rounds.steps,
                          callbacks=[Saves(rounds, ours), ours], strategy=DDPStrategy(), **off)  # fmt: skip
     model = Model(max(1, rounds.parameters // (WIDTH * WIDTH)))
-    trainer.fit(model, DataLoader(TensorDataset(torch.ones(4 * BATCH, WIDTH)), BATCH))
+    trainer.fit(model, DataLoader(Rows(rounds.steps * BATCH * COMM.size), BATCH))  # one epoch
     rounds.show_in_memory("Lightning, DDP")
     dist.destroy_process_group()
 

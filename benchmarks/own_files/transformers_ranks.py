@@ -18,10 +18,13 @@ WIDTH, TOKENS, BATCH = 512, 512, 8
 
 
 class Tokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """A few rows."""
+    """So many rows."""
+
+    def __init__(self, count: int):
+        self._count = count
 
     def __len__(self) -> int:
-        return 4 * BATCH
+        return self._count
 
     def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
         tokens = torch.arange(8) + number
@@ -37,10 +40,11 @@ class Saves(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **more: Any) -> None:
         trainer: Any = self.trainer
         if state.global_step > 1:
-            flash = next(one for one in trainer.callback_handler.callbacks if isinstance(one, MLFlashCallback))
-            save = functools.partial(flash._state.save, flash.checkpointer.adapting, state.global_step)
-            self.rounds.in_memory(flash.checkpointer, save)
             return
+        flash = next(one for one in trainer.callback_handler.callbacks if isinstance(one, MLFlashCallback))
+        save = flash._state.save
+        flash._every = 1  # from the next step on
+        flash._state.save = lambda *given: self.rounds.in_memory(flash.checkpointer, functools.partial(save, *given))
 
         def into(folder: Path, save: Any) -> None:
             args.output_dir = str(folder)
@@ -64,7 +68,9 @@ def main() -> None:
         report_to="none", disable_tqdm=True,
     )  # fmt: skip
     saves = Saves(rounds)
-    trainer = Trainer(GPT2LMHeadModel(config), args, train_dataset=Tokens(), callbacks=[saves])
+    trainer = Trainer(
+        GPT2LMHeadModel(config), args, train_dataset=Tokens(rounds.steps * BATCH * COMM.size), callbacks=[saves]
+    )
     saves.trainer = TrainerWrapper(trainer, save_mem_interval=1000, in_background=True, job="own-files", comm=COMM,
                                    memory=rounds.memory)  # fmt: skip
     trainer.train()
