@@ -69,7 +69,7 @@ class Ways:
 
         def before() -> None:
             self.forget_files()
-            self.step += 2
+            self.step += 3
             change(live)
 
         with contextlib.ExitStack() as stack:
@@ -91,10 +91,10 @@ class Ways:
     def actions(
         self, title: str, what: str, way: Way, state: State, blank: State, check: Callable[[str], None]
     ) -> dict[str, Action]:
-        """What is done one way in a repetition, by name: two saves, of each a load."""
+        """What is done one way in a repetition, by name: saves of both kinds, and of each a load."""
 
-        def save_async() -> Seconds:
-            writer, _, checkpoint_id = way.open(self.step)
+        def save_async(step: int) -> Seconds:
+            writer, _, checkpoint_id = way.open(step)
             start = time.perf_counter()
             future = dcp.async_save(state, checkpoint_id=checkpoint_id, storage_writer=writer, process_group=self.group,
                                     async_stager=way.stager)  # fmt: skip
@@ -103,7 +103,7 @@ class Ways:
             return {f"{what} stall": stall_s, f"{what} total": time.perf_counter() - start}
 
         def save() -> Seconds:
-            writer, _, checkpoint_id = way.open(self.step + 1)
+            writer, _, checkpoint_id = way.open(self.step + 2)
             start = time.perf_counter()
             dcp.save(state, checkpoint_id=checkpoint_id, storage_writer=writer)
             return {f"{what} sync": time.perf_counter() - start}
@@ -119,8 +119,13 @@ class Ways:
             check(f"{title}, {how}")
             return {f"{what} load": seconds} if how == "dcp.save" else {}
 
-        return {f"{what}, async": save_async, f"{what}, checked": lambda: load("dcp.async_save", self.step),
-                f"{what}, again": save, f"{what}, loaded": lambda: load("dcp.save", self.step + 1)}  # fmt: skip
+        return {  # a training saves in one of both ways, so that one comes after one of its kind
+            f"{what}, async before": lambda: {} if save_async(self.step) else None,
+            f"{what}, async": lambda: save_async(self.step + 1),
+            f"{what}, checked": lambda: load("dcp.async_save", self.step + 1),
+            f"{what}, again": save,
+            f"{what}, loaded": lambda: load("dcp.save", self.step + 2),
+        }
 
     @contextlib.contextmanager
     def in_memory(self, redundancy: str, state: State) -> Iterator[Way]:

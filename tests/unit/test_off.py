@@ -134,7 +134,7 @@ def test_adapters_find_nothing_and_may_call_all_they_call(checkpointer: mlflash.
     adapting = checkpointer.adapting
     begun = adapting.begin(3, threading.current_thread())
     calls: dict[str, tuple[Any, ...]] = {
-        "seen_by_first": (lambda: 2,), "save_or_warn": (1, object()),
+        "seen_by_first": (lambda: 2,), "save": (1, object()), "save_or_warn": (1, object()),
         "begin": (3, threading.current_thread()), "save_again": (ConfigError("why"), begun), "stage_ahead": (None,),
         "give_up": (None,), "read": (None, list, lambda: None), "go_on_instead": (Unrestorable("why"), "disk"),
         "load_together": (1, lambda: 4),
