@@ -100,10 +100,11 @@ class Both:
             for slot in slots:
                 is_ours = any(slot is one for one in (*taken, *waiting))
                 if is_ours and not slot.drains and slot.view.nbytes < nbytes and not slot.is_lent:
-                    old = slot.segment
-                    unmap(slot)
-                    slot.segment = shared_memory_segment.create(self.memory, nbytes) if old is None else \
-                        shared_memory_segment.grow(self.memory, old, nbytes)  # fmt: skip
+                    if slot.segment is not None:
+                        old = slot.name
+                        unmap(slot)
+                        self.memory.remove(old)
+                    slot.segment = shared_memory_segment.create(self.memory, nbytes)
             self.check()
         return borrowed
 
