@@ -55,9 +55,9 @@ class FailuresAtOnce:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.failed:
-            why = next(iter(report.longreprtext.rstrip().splitlines()[::-1]), "")
             crash = getattr(report.longrepr, "reprcrash", None)
-            why = crash.message.partition("\n")[0] if crash else why
+            last = report.longreprtext.rstrip().rpartition("\n")[2]
+            why = crash.message.partition("\n")[0] if crash else last
             self._watch.say(f"{FAILED}{report.nodeid} ({report.when}): {why}")
 
 

@@ -93,11 +93,6 @@ class Layouts:
             return None
 
 
-def no_more() -> Iterable[Any]:
-    """Give no further tensors."""
-    return ()
-
-
 class Staged:
     """The tensors of a state dict, out of reach of training.
 
@@ -115,8 +110,8 @@ class Staged:
     """
 
     def __init__(
-        self, checkpointer: Checkpointer, state_dict: Mapping[str, Any], laid: Laid, until: Sequence[Any] | str = (),
-        owned: Callable[[], Iterable[Any]] = no_more,
+        self, checkpointer: Checkpointer, state_dict: Mapping[str, Any], laid: Laid, until: Sequence[Any] | str,
+        owned: Callable[[], Iterable[Any]],
     ):  # fmt: skip
         self.token = next(_tokens)
         self._checkpointer, self._keys, self._shapes = checkpointer, laid.keys, laid.shapes
@@ -192,8 +187,8 @@ class Staged:
         wanted = [self.clone(key) for key in keys]
         if self.ahead is not None or _FEW * _nbytes(wanted) < _nbytes(self._chunks.values()):
             return flat_of(wanted, index, blob)
-        room = self._room
-        return flat_of(self._chunks.values(), index.ljust(room[0], b" "), blob.ljust(room[1], b"\0"))
+        for_index, for_blob = self._room
+        return flat_of(self._chunks.values(), index.ljust(for_index, b" "), blob.ljust(for_blob, b"\0"))
 
     def check(self) -> None:
         """Look whether the slot is still that of this state.

@@ -15,7 +15,7 @@ import dataclasses
 import os
 import threading
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ from mlflash.storage.dcp_plans import Key
 from ..ids import names_a_step, step_of
 from .leaves import Chunk, cloned, flat_of, key_of, pack
 from .process import Door, open_door
-from .staged import Layouts, Staged, StagedDict, in_child, no_more
+from .staged import Layouts, Staged, StagedDict, in_child
 
 _KNOWN = {"torch", "megatron", "mlflash", "builtins", "abc"}
 """Packages whose planners read no tensor."""
@@ -128,7 +128,8 @@ class MemoryWriter(StorageWriter):
 
     def __init__(self, checkpointer: Checkpointer, enabled: bool = True, until: Sequence[Any] | str = ()):
         self._checkpointer: Checkpointer | None = checkpointer
-        self.until, self.owned = until, no_more
+        self.until = until
+        self.owned: Callable[[], Iterable[Any]] = lambda: ()
         self._timeout_s = checkpointer.timeout_s
         self._running = _Running()
         self._sender = 0  # in a child: the thread of the parent that waits for it

@@ -234,13 +234,15 @@ def save_checkpoint_if_needed(iteration: int, model: Any, optimizer: Any, opt_pa
     """
     running = _needed()
     goes_on = bool(running.storage_interval) and iteration % running.storage_interval == 0
-    if goes_on or (running.checkpointer.enabled and iteration % running.mem_interval == 0):
-        weights.gather(_listed(model), optimizer)
+    in_memory = running.checkpointer.enabled and iteration % running.mem_interval == 0
+    if not (goes_on or in_memory):
+        return
+    weights.gather(_listed(model), optimizer)
     if goes_on and (running.files is not None or not running.checkpointer.enabled):
         save = functools.partial(persistent.save, iteration, _listed(model), optimizer, opt_param_scheduler)
         save() if running.files is None else running.files.save(iteration, save)
         goes_on = False
-    if not running.checkpointer.enabled or (iteration % running.mem_interval and not goes_on):
+    if not (goes_on or in_memory):
         return
     _end_pending(running)
     arguments = persistent.arguments()

@@ -33,7 +33,6 @@ from mlflash import Checkpointer
 from mlflash.errors import Unrestorable
 
 from ..dcp import MemoryReader, MemoryWriter
-from ..dcp.staged import no_more
 from ..ids import step_of
 from ..replacing import replaced
 from .request import nothing_to_do, request
@@ -72,7 +71,7 @@ class SaveShards(stock.TorchDistSaveShardedStrategy):
         self._planning: Any = None
         self._before: concurrent.futures.Future[Any] | None = None
         self._directories = _Directories()
-        self.owned: Callable[[], Iterable[Any]] = no_more
+        self.owned: Callable[[], Iterable[Any]] = lambda: ()
 
     def directory(self, step: int) -> str:
         """Make the directory that `dist_checkpointing.save` wants, in this machine's temporary files.

@@ -229,7 +229,7 @@ def test_it_fails_when_its_only_host_is_lost(start: Start, tmp_path: Path) -> No
 
 
 def test_it_fails_when_nobody_decides_any_more(start: Start, tmp_path: Path) -> None:
-    ranks = start("a,b", per_node=2, lost_s=6.0)
+    ranks = start("a,b", per_node=2, lost_s=2.0)
     ranks._service.close()
     all_gone(*Said(tmp_path).seats(1))
     assert code_of(ranks) == 255
