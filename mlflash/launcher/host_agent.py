@@ -114,7 +114,7 @@ class _Sweeper:
         os.write(self._told, b"-%d\n" % group)
 
     def note(self, group: int) -> None:
-        """Tell it of a group that is to be killed."""
+        """Tell it of a group that is to be killed: what that group starts must be unable to come before this."""
         os.write(self._told, b"%d\n" % group)
 
     def dismiss(self) -> None:
@@ -271,16 +271,20 @@ class HostAgent:
             environment |= self._kept.environment(name, spec.size)
         if not mine:  # it has no rank yet, and must not meet those that have
             environment = {key: value for key, value in environment.items() if key not in _MEETS}
-        me = os.getpid()  # which may end before the sweeper knows of the rank
+        me = os.getpid()
+
+        def begin() -> None:
+            self._sweeper.note(os.getpid())  # by itself: this agent may be killed before it knows of the rank
+            end_with(me)
+
         try:
             process = subprocess.Popen(
                 spec.argv, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE, start_new_session=True, preexec_fn=lambda: end_with(me),
+                stderr=subprocess.PIPE, start_new_session=True, preexec_fn=begin,
             )  # fmt: skip
         except OSError as error:
             self._fail(f"{spec.argv[0]} cannot be started: {error.strerror}", _NOT_FOUND)
             return
-        self._sweeper.note(process.pid)
         rank = _Rank(process, name)
         self._started.append(rank)
         self._living[rank.pidfd] = rank

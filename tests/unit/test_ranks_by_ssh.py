@@ -251,6 +251,26 @@ sleep 1000 & echo $! > {tmp_path}/child-$RANK; wait; exec sleep 1000"""
     until(lambda: all(map(is_gone, [*pids, agent])) or None, "the end of all of it")
 
 
+def test_an_agent_that_is_killed_while_it_starts_a_rank_leaves_nothing_of_it(tmp_path: Path) -> None:
+    words = """
+import os, signal, subprocess, mlflash.launcher.host_agent as it
+class Slow(subprocess.Popen):
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        signal.pause()
+it.subprocess.Popen = Slow
+it.HostAgent(it._Sweeper()).run()
+"""
+    program = f"sleep 1000 & echo $! > {tmp_path}/child; kill -KILL $PPID; exec sleep 1000"
+    orders = (dataclasses.asdict(Spec(["sh", "-c", program], {}, str(tmp_path), 0, 1, 1, [])), {"start": {}})
+    with killed_in_the_end([sys.executable, "-c", words], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL) as agent:
+        assert agent.stdin is not None
+        agent.stdin.write("".join(json.dumps(order) + "\n" for order in orders).encode())
+        agent.stdin.flush()
+        assert agent.wait(PATIENCE_S) == -signal.SIGKILL
+    until(lambda: is_gone(pid_of(tmp_path, "child")) or None, "the end of what the rank had started")
+
+
 def test_an_agent_that_hears_nothing_any_more_kills_its_ranks(tmp_path: Path) -> None:
     words = (
         "import os, mlflash.launcher.host_agent as it\nit.SILENCE_S = 1.0\nos._exit(it.HostAgent(it._Sweeper()).run())"
