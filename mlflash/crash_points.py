@@ -14,7 +14,7 @@ POINTS = {
     "stage.copied": "the state is in the slot, but for what is copied later",
     "lazy.piece": "a piece of that was copied",
     "protect.announced": "all ranks know what comes",
-    "room.removed": "a slot that is too small is gone, the larger one is not there yet",
+    "room.begun": "a slot is too small, and not larger yet",
     "room.created": "the larger slot is there, its pages are not",
     "share.agreed": "the ranks that share state hold the same, their shares are not sealed",
     "share.sealed": "this rank's share is sealed, its slot is not",

@@ -75,12 +75,13 @@ def map_file(fd: int, nbytes: int, private: bool = False) -> np.ndarray:
     return np.asarray(_Mapping(start, nbytes))
 
 
-def fill(fd: int, view: np.ndarray) -> bool:
+def fill(fd: int, view: np.ndarray, begin: int = 0) -> bool:
     """Give an empty file huge pages where the kernel has them; the rest of the file stays a hole. Not collective.
 
     Args:
         fd: of tmpfs, of its full size.
         view: the file, from `map_file`.
+        begin: where it is empty from.
 
     Returns:
         Whether the kernel gives any.
@@ -92,7 +93,7 @@ def fill(fd: int, view: np.ndarray) -> bool:
     if not step:
         return False
     end = view.nbytes // step * step
-    for at in range(0, end, _AT_ONCE_NBYTES):
+    for at in range(-(-begin // step) * step, end, _AT_ONCE_NBYTES):
         length = min(_AT_ONCE_NBYTES, end - at)
         for place in range(at, at + length, step):
             # A range without any page is refused; a write through the mapping may be SIGBUS.

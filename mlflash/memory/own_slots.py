@@ -48,13 +48,14 @@ class SlotFile:
     Attributes:
         slot: which.
         file: number of its file; None: it has none yet.
-        inode: of that file; 0: none.
+        inode, nbytes: of that file, which may have become larger; 0: none.
         is_free: whether it is the trainer's from now on.
     """
 
     slot: SlotId
     file: int | None
     inode: int
+    nbytes: int
     is_free: bool
 
 
@@ -244,7 +245,8 @@ class OwnSlots:
             slots = dict(self._all())
             for told in files:
                 slot = slots[told.slot]
-                if (0 if slot.segment is None else slot.segment.inode) != told.inode:
+                mapped = (0, 0) if slot.segment is None else (slot.segment.inode, slot.segment.nbytes)
+                if mapped != (told.inode, told.nbytes):
                     self._unmap(slot)
                     fresh += self._map(slot, told)
                 slot.header = None if slot.segment is None else read_header(slot.view)
@@ -256,7 +258,7 @@ class OwnSlots:
     def _map(self, slot: Slot, told: SlotFile) -> list[Segment]:
         """Map the file of a slot; gives the mapping where its pages are to be faulted in."""
         known = self._known().get(told.inode)
-        if known is not None:
+        if known is not None and known.nbytes == told.nbytes:
             slot.segment = known.again()
             return []
         if told.file is None:

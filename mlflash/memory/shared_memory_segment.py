@@ -33,6 +33,7 @@ log = logging.getLogger("mlflash")
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; not a constant of Python's mmap
 _FLOCK = struct.Struct("hhlli")  # struct flock on 64-bit Linux
 _PORTABLE = 1  # cudaHostRegisterPortable: for all devices of the process
+_FULL = (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT)
 _PREFAULT_NBYTES = 64 << 20  # per system call, so that close() need not wait long
 
 
@@ -76,7 +77,7 @@ class _Pinning:
 
 
 class Segment:
-    """A mapped slot file; made by :func:`create` or :func:`attach`.
+    """A mapped slot file; made by :func:`create`, :func:`grow` or :func:`attach`.
 
     Attributes:
         name: file name in the node's directory.
@@ -205,10 +206,48 @@ def create(memory: NodeDirectory, nbytes: int) -> Segment:
         if segment is not None:
             segment.close()
         memory.remove(name)
-        if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT):
+        if error.errno not in _FULL:
             raise
         raise MemoryTooSmall(f"{memory.path} is full", expected=f"{nbytes} bytes for a slot") from None
     finally:
+        os.close(fd)
+
+
+def grow(memory: NodeDirectory, segment: Segment, nbytes: int) -> Segment:
+    """Make the file of a segment larger, and map it anew; what it has of pages stays, as to make others takes long.
+
+    Not collective. The segment is closed, whatever comes of it; others that map the file have its beginning still.
+    Where its file was removed, which a trainer does with one that a device does not leave, another one is made.
+
+    Raises:
+        MemoryTooSmall: the file system is full; the file is removed.
+    """
+    name, nbytes = segment.name, round_up(nbytes, PAGE_NBYTES)
+    try:
+        fd = memory.open(name, os.O_RDWR)
+    except FileNotFoundError:
+        segment.close()
+        return create(memory, nbytes)
+    if os.fstat(fd).st_ino != segment.inode:
+        os.close(fd)
+        segment.close()
+        return create(memory, nbytes)
+    grown: Segment | None = None
+    try:
+        os.truncate(fd, nbytes)
+        grown = Segment(name, fd, nbytes, fresh=True)
+        huge_pages.fill(fd, grown.view, segment.nbytes)
+        os.posix_fallocate(fd, 0, nbytes)
+        return grown
+    except OSError as error:
+        if grown is not None:
+            grown.close()
+        memory.remove(name)
+        if error.errno not in _FULL:
+            raise
+        raise MemoryTooSmall(f"{memory.path} is full", expected=f"{nbytes} bytes for a slot") from None
+    finally:
+        segment.close()
         os.close(fd)
 
 

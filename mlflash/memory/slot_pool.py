@@ -63,7 +63,7 @@ class SlotPool:
         self._stale: set[int] = set()  # those among them that do not hold the attempt restored
         self.aside: set[int] = set()  # files of this node that are left to themselves until a newer step is committed
         self.trainer: TrainerSlots | None = None
-        self._told: dict[SlotId, int] = {}  # inodes of the files that the trainer knows of
+        self._told: dict[SlotId, tuple[int, int]] = {}  # inodes and bytes of the files that the trainer knows of
         # Files that it has left, as they are too small: the next one may get the same inode.
         self._left: dict[SlotId, shared_memory_segment.Segment | None] = {}
 
@@ -168,7 +168,7 @@ class SlotPool:
             if slot.segment is not None and slot.segment.inode != inode:
                 slot.segment.close()
                 slot.segment = None
-            self._told[name] = inode
+            self._told[name] = (inode, slot.view.nbytes)
             slot.header, slot.use, slot.taker = None, Use.BUSY, taker
             got.append(slot)
         return got
@@ -194,15 +194,15 @@ class SlotPool:
         news = []
         for name, slot in self._own():
             is_free = slot.use is Use.FREE and not slot.drains and (only is None or any(slot is one for one in only))
-            inode = 0 if slot.segment is None else slot.segment.inode
+            inode, nbytes = (0, 0) if slot.segment is None else (slot.segment.inode, slot.segment.nbytes)
             if is_free:
                 slot.use, slot.taker = Use.BUSY, _TRAINER
             is_other = self._left.get(name, slot.segment) is not slot.segment
             if is_other:
                 del self._left[name]
-            if is_free or is_other or self._told.get(name, 0) != inode:
-                self._told[name] = inode
-                news.append(SlotFile(name, file_number(slot.name) if inode else None, inode, is_free))
+            if is_free or is_other or self._told.get(name, (0, 0)) != (inode, nbytes):
+                self._told[name] = inode, nbytes
+                news.append(SlotFile(name, file_number(slot.name) if inode else None, inode, nbytes, is_free))
         return news
 
     def take_back(self, slots: Iterable[Slot] | None = None) -> None:

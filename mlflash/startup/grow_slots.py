@@ -52,12 +52,13 @@ def make_room(world: World, memory: NodeDirectory, demand: Sequence[tuple[Slot, 
     def create() -> None:
         try:
             for slot, nbytes in todo:
-                if slot.segment is not None:  # a free slot holds nothing that is still needed
-                    old = slot.name
-                    unmap(slot)
-                    memory.remove(old)
-                reach("room.removed")
-                slot.segment = shared_memory_segment.create(memory, nbytes)
+                reach("room.begun")
+                old = slot.segment  # a free slot holds nothing that is still needed
+                unmap(slot)
+                if old is None:
+                    slot.segment = shared_memory_segment.create(memory, nbytes)
+                else:
+                    slot.segment = shared_memory_segment.grow(memory, old, nbytes)
                 reach("room.created")
         finally:  # also where another rank found no room: what was made here stays, and will be used
             shared_memory_segment.prefault_in_background([slot.segment for slot, _ in todo if slot.segment is not None])

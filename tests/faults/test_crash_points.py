@@ -25,7 +25,7 @@ from mlflash.placement.topology import from_node_ids
 
 ORDER = [point for point in POINTS if not point.startswith(("drain.", "lazy.", "round."))]  # tested elsewhere
 SAVE = [p for p in ORDER if p.split(".")[0] in ("stage", "protect", "commit")]
-ROOM = ["room.removed", "room.created"]
+ROOM = ["room.begun", "room.created"]
 RESTORE = [p for p in ORDER if p.split(".")[0] in ("restore", "heal") and p != "restore.resharded"]
 TRANSFER = [p for p in ORDER if p.startswith("transfer.")]
 PARITY = [p for p in ORDER if p.startswith("parity.")]

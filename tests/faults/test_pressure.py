@@ -85,7 +85,7 @@ def test_memory_full_in_the_middle_does_not_matter_until_the_state_grows(
     assert outcomes(again) == {6: "committed", 7: "committed"}
 
 
-@pytest.mark.parametrize("point", ["room.removed", "room.created"])
+@pytest.mark.parametrize("point", ["room.begun", "room.created"])
 @pytest.mark.parametrize("transport", ["p2p", "rma"])
 def test_memory_that_runs_out_while_slots_grow(
     small_memory: Callable[[int], Path], tmp_path: Path, point: str, transport: str
@@ -115,7 +115,7 @@ def test_a_job_killed_when_memory_ran_out_while_slots_grew_restores_the_step_bef
 ) -> None:
     memory = small_memory(200 * MIB)
     cluster = Cluster(memory, out=tmp_path)
-    trap = {"path": ["commit.seen", "commit.seen", "room.removed"], "action": "fill", "rank": 1}
+    trap = {"path": ["commit.seen", "commit.seen", "room.begun"], "action": "fill", "rank": 1}
     job = cluster.start(2, "worker.py", spec(last=4, grow_at=3, traps=[trap], hold_at=4))
     job.wait_for("failed", 2)
     job.kill()

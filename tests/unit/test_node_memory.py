@@ -18,7 +18,7 @@ from mlflash.cli import main
 from mlflash.memory.file_assignment import AssignedFiles
 from mlflash.memory.memory_limits import available
 from mlflash.memory.node_directory import NodeDirectory, clean, emulated_nodes, held_by_jobs, jobs_of
-from mlflash.memory.shared_memory_segment import attach, create, lend, prefault_in_background
+from mlflash.memory.shared_memory_segment import attach, create, grow, lend, prefault_in_background
 from mlflash.memory.slot_pool import SlotPool
 from mlflash.telemetry.heartbeat import RankFacts, TrainerHeartbeat, all_heartbeats, live_jobs
 
@@ -249,6 +249,16 @@ def test_a_segment_outlives_its_mapping(node_memory: NodeDirectory) -> None:
     assert np.array_equal(again.view, expected)
 
 
+def test_a_file_that_grows_keeps_its_pages_and_its_name(node_memory: NodeDirectory) -> None:
+    segment = create(node_memory, 10_000)
+    segment.view[:] = 7
+    grown = grow(node_memory, segment, 30_000)
+    assert (grown.name, grown.inode, grown.nbytes) == (segment.name, segment.inode, 32_768)
+    assert not segment.view.nbytes, "its mapping would be too small"
+    assert set(grown.view[:12_288].tolist()) == {7} and not grown.view[12_288:].any()
+    assert attach(node_memory, grown.name, {grown.inode: grown}) is grown
+
+
 def test_a_file_is_lent_until_it_is_taken_back_whatever_forked_children_hold(node_memory: NodeDirectory) -> None:
     segment = create(node_memory, 4096)
     other = create(node_memory, 4096)
@@ -303,6 +313,9 @@ def test_a_full_tmpfs_is_an_error_that_leaves_nothing_behind(shm: Path, mib: int
         memory = NodeDirectory(str(small), "j", None)
         with pytest.raises(errors.MemoryTooSmall, match="is full"):
             create(memory, 12 << 20)
+        assert memory.slot_names() == []
+        with pytest.raises(errors.MemoryTooSmall, match="is full"):
+            grow(memory, create(memory, 500_000), 12 << 20)
         assert memory.slot_names() == []
         create(memory, 500_000)
         memory.close()

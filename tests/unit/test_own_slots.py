@@ -100,11 +100,10 @@ class Both:
             for slot in slots:
                 is_ours = any(slot is one for one in (*taken, *waiting))
                 if is_ours and not slot.drains and slot.view.nbytes < nbytes and not slot.is_lent:
-                    if slot.segment is not None:
-                        old = slot.name
-                        unmap(slot)
-                        self.memory.remove(old)
-                    slot.segment = shared_memory_segment.create(self.memory, nbytes)
+                    old = slot.segment
+                    unmap(slot)
+                    slot.segment = shared_memory_segment.create(self.memory, nbytes) if old is None else \
+                        shared_memory_segment.grow(self.memory, old, nbytes)  # fmt: skip
             self.check()
         return borrowed
 
@@ -120,6 +119,7 @@ class Both:
                 assert mine.taker is theirs.taker, f"{name} is busy with two saves"
             if mine.use is Use.FREE and mine.segment is not None and theirs.segment is not None:
                 assert mine.segment.inode == theirs.segment.inode, f"{name} has two files"
+                assert mine.segment.nbytes == theirs.segment.nbytes, f"{name} is mapped in part"
 
     def close(self) -> None:
         for device in self.devices:
@@ -150,6 +150,20 @@ def saved(both: Both) -> Save:
     both.send(save)
     both.finish(save, committed=True)
     return save
+
+
+def test_a_trainer_hears_of_a_file_that_is_larger_now_and_is_the_same(both: Both) -> None:
+    with_files(both)
+    both.pool.take_back()  # as a start does, for which a file may be too short
+    for _, _, theirs in both.pairs():
+        assert theirs.segment is not None
+        old = theirs.segment
+        unmap(theirs)
+        theirs.segment = shared_memory_segment.grow(both.memory, old, 3 * PAGE_NBYTES)
+        assert theirs.segment.inode == old.inode
+    both.news()
+    both.check()
+    assert {mine.view.nbytes for _, mine, _ in both.pairs()} == {3 * PAGE_NBYTES}
 
 
 def step(both: Both, rng: random.Random) -> str:
