@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from processes import runs, started_by, state
+from processes import described, runs, started_by, state
 from waiting import PATIENCE_S, until
 
 from mlflash.launcher.processes import mpiexec, signal_group, spawn
@@ -208,8 +208,9 @@ class Launch:
         found = noted()
         if len(found) >= count:
             return found
+        state = self._state()
         self.kill()
-        raise AssertionError(f"no {count} x {event!r}:\n{self._text()}")
+        raise AssertionError(f"no {count} x {event!r}:\n{state}")
 
     def pids(self) -> dict[int, int]:
         """Process of each rank."""
@@ -256,8 +257,9 @@ class Launch:
             except subprocess.TimeoutExpired:
                 pass
             if time.monotonic() >= end:
+                state = self._state()
                 self.kill()
-                raise AssertionError(f"the job still ran after {timeout} s:\n{self._text()}")
+                raise AssertionError(f"the job still ran after {timeout} s:\n{state}")
             are_dead = bool(self.pids()) and not self._lives()
             if were_dead and are_dead:
                 self._kill_what_is_left()
@@ -289,15 +291,18 @@ class Launch:
 
         They are no descendants of mpiexec any more. Those that are only need more time on a busy machine.
         """
-        mine = f"OUT={self.out}".encode()
-        spared = {self._process.pid, *started_by({self._process.pid})}
+        for pid in self._started() - {self._process.pid, *started_by({self._process.pid})}:
+            with contextlib.suppress(OSError):  # it ended meanwhile
+                os.kill(pid, signal.SIGKILL)
+
+    def _started(self) -> set[int]:
+        """All processes of this launch, whoever is their parent now."""
+        mine, found = f"OUT={self.out}".encode(), set()
         for environ in Path("/proc").glob("[0-9]*/environ"):
-            pid = int(environ.parent.name)
-            try:
-                if pid not in spared and mine in environ.read_bytes().split(b"\0"):
-                    os.kill(pid, signal.SIGKILL)
-            except OSError:  # it ended meanwhile
-                continue
+            with contextlib.suppress(OSError):  # it ended meanwhile
+                if mine in environ.read_bytes().split(b"\0"):
+                    found.add(int(environ.parent.name))
+        return found
 
     def _sweep(self) -> None:
         """Delete what MPI left in /dev/shm because its processes were killed; nothing that is still mapped."""
@@ -314,6 +319,19 @@ class Launch:
 
     def _text(self) -> str:
         return (self.out / "log").read_text()[-60_000:]
+
+    def _state(self) -> str:
+        """What is known of a job that hangs: what it printed, what each rank noted last, and its processes."""
+        noted = [f"rank {rank}: {[r for r in self.records() if r['rank'] == rank][-3:]}" for rank in self.pids()]
+        processes = [f"{described(pid)}: {_state_of(pid)}" for pid in sorted(self._started())]
+        return "\n".join([self._text(), *noted, *processes])
+
+
+def _state_of(pid: int) -> str:
+    try:
+        return f"{state(Path(f'/proc/{pid}/stat'))} in {Path(f'/proc/{pid}/wchan').read_text()}"
+    except OSError:
+        return "it has ended"
 
 
 def _mpi_files() -> set[str]:

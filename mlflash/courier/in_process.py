@@ -68,7 +68,7 @@ class CourierProcess:
         self._units = Units()
         self._asked: dict[int, tuple[threading.Event, list[Frame]]] = {}
         self._plans = ToldPlans(link.number)
-        self.drain = ToldDrain(config.timeout_s)
+        self.drain = ToldDrain(config)
         self._frames: queue.SimpleQueue[Frame | threading.Event | None] = queue.SimpleQueue()
         self.ranks, self._before = ranks, link.add(self.number, self, ranks)
         self._name = f"{zlib.crc32(repr(ranks).encode()):08x}-{self._before}"  # the same on all ranks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..config import Config
 from ..draining.drain import Drain
 from ..draining.drains import Drains
 from ..errors import DrainFailed
@@ -12,7 +13,7 @@ class ToldDrain:
     """The newest drain. Not collective.
 
     Args:
-        patience_s: see `Drain`.
+        config: its deadline is that of whoever waits for a drain.
 
     Attributes:
         drains: is told of each drain that begins; it is to be set before any does.
@@ -20,15 +21,15 @@ class ToldDrain:
 
     drains: Drains
 
-    def __init__(self, patience_s: float):
-        self._patience_s = patience_s
+    def __init__(self, config: Config):
+        self._config = config
         self._number, self._drain = 0, None  # type: tuple[int, Drain | None]
 
     def take(self, told: DrainWire) -> None:
         """Note how far it is."""
         drain = self._drain
         if drain is None or told.number != self._number:
-            drain = Drain(told.step, patience_s=self._patience_s)
+            drain = Drain(told.step, patience_s=self._config.timeout_s)
             self._number, self._drain = told.number, drain
             self.drains.began(drain)
         drain.path, drain.nbytes, drain.written = told.path, told.nbytes, told.written
