@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import struct
 from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import xxhash
@@ -124,8 +125,7 @@ class Stored:
         return cls(name, card.file_nbytes, card.index_check, data, data_nbytes, card.index_start, len(places), check)
 
 
-@dataclasses.dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """Where some rows of a leaf are in a file.
 
     Attributes:

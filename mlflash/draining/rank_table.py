@@ -181,16 +181,16 @@ class Dealt:
     def ranks(self, rank: int, number: int, name: str, begin: int, end: int) -> list[int] | None:
         """The ranks in whose files some rows of a leaf may be; None where they are in the rank's own."""
         its = self._group_of[rank]
-        row, by = its.rows[np.searchsorted(its.ranks, rank)], int(self._dealt[rank, 0])
         alike, shared = its.structure.places
+        if number not in alike and number not in shared:
+            return None
+        row, by = its.rows[np.searchsorted(its.ranks, rank)], int(self._dealt[rank, 0])
         if number in alike:
             members, begins, firsts = self._runs(-1, its.structure, row, its.structure.alike)
             nth = alike[number]
-        elif number in shared:
+        else:
             members, begins, firsts = self._runs(by, its.structure, row, its.structure.shared)
             nth = shared[number]
-        else:
-            return None
         one = (firsts[nth + 1] - firsts[nth]) // max(1, next(iter(its.structure.shape(row, number)), 1))
         first, last = firsts[nth] + begin * one, firsts[nth] + end * one
         low, high = int(np.searchsorted(begins, first, "right")) - 1, int(np.searchsorted(begins, last, "left"))

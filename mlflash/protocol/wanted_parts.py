@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
+from typing import NamedTuple
 
 import numpy as np
 
 from ..state.leaves import Entry
 
 
-@dataclasses.dataclass(frozen=True)
-class WantedPart:
+class WantedPart(NamedTuple):
     """A part of an old shard that is wanted.
 
     Attributes:

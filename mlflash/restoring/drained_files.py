@@ -156,8 +156,10 @@ class DrainedFiles:
         """Read from a file what some runs want, in the order of the file; gives the bytes each time."""
         size = its.block_nbytes
         batch: list[tuple[Run, int, int]] = []
-        for run in sorted(runs, key=lambda run: (run.place.packed, run.place.start + run.bounds[0])):
-            low, high = run.bounds
+        bounds = [run.bounds for run in runs]
+        starts = [(run.place.packed, run.place.start + low) for run, (low, _) in zip(runs, bounds, strict=True)]
+        for nth in sorted(range(len(runs)), key=starts.__getitem__):
+            run, (low, high) = runs[nth], bounds[nth]
             low, high = low // size * size, min(run.place.nbytes, blocks(high, size) * size)
             if run.place.packed:
                 row = run.target.shape[-1] * math.prod(run.shape[1:])

@@ -6,10 +6,12 @@ are read a part at a time, straight from the file that has it (`drained_files`).
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from operator import add, sub
 from typing import Any, TypeVar
 
 import numpy as np
@@ -35,6 +37,7 @@ log = logging.getLogger("mlflash")
 T = TypeVar("T")
 
 _ROUND_NBYTES = 1 << 30  # per rank, before the ranks look at each other again
+_PARTS = 16_384  # looked for at a time; a file is asked again where its parts are among the next ones, too
 
 
 class OpenInDirectory:
@@ -228,17 +231,21 @@ class OpenInDirectory:
         return {name: its.tobytes() for name, its in raw.items()}
 
     def _read(self, wanted: Iterable[WantedPart]) -> Iterator[int]:
+        """Read parts, so many at a time, as each takes memory; gives the bytes each time. Not collective."""
+        coming = iter(wanted)
+        while some := [*itertools.islice(coming, _PARTS)]:
+            yield from self._read_some(some)
+
+    def _read_some(self, wanted: Sequence[WantedPart]) -> Iterator[int]:
         """Read parts, file by file; gives the bytes each time. Each rank begins with another file. Not collective."""
         asked: dict[int, list[tuple[int, int, WantedPart]]] = {}
         left: list[int] = []  # elements of each that were found in no file
-        names: list[str] = []
-        for wanted_part in wanted:
+        for nth, wanted_part in enumerate(wanted):
             begin, rows = (wanted_part.source[0], wanted_part.shape[0]) if wanted_part.shape else (0, 1)
             left.append(math.prod(wanted_part.shape))
-            names.append(self._leaf(wanted_part.rank, wanted_part.number)[0])
             holders = self._holders(wanted_part.rank, wanted_part.number, begin, begin + rows)
             for rank, number in holders if left[-1] else ():
-                asked.setdefault(rank, []).append((number, len(left) - 1, wanted_part))
+                asked.setdefault(rank, []).append((number, nth, wanted_part))
         first = self._world.rank * self.world_size // self._world.size
         for rank in sorted(asked, key=lambda rank: (rank - first) % self.world_size):
             places = self._files.places(rank)
@@ -248,9 +255,9 @@ class OpenInDirectory:
                     left[nth] -= math.prod(run.part[1])
                     runs.append(run)
             yield from self._files.fetch(runs, places)
-        if missing := next((name for name, elements in zip(names, left, strict=True) if elements), None):
-            raise CorruptSlot("parts of this tensor are not in the files of the checkpoint", tensor=missing,
-                              step=self.step)  # fmt: skip
+        if missing := next((part for part, elements in zip(wanted, left, strict=True) if elements), None):
+            raise CorruptSlot("parts of this tensor are not in the files of the checkpoint",
+                              tensor=self._leaf(missing.rank, missing.number)[0], step=self.step)  # fmt: skip
 
     def _leaf(self, rank: int, number: int) -> tuple[str, tuple[int, ...]]:
         """Name and shape of a leaf of an old rank."""
@@ -273,18 +280,17 @@ class OpenInDirectory:
         if (place := places.of.get(number)) is None:
             return
         name, shape = self._leaf(rank, number)
-        start = (place.begin, *(0,) * (len(shape) - 1)) if shape else ()
         rows = (place.rows, *shape[1:]) if shape else ()
         item = wanted_part.target.shape[-1]
         if place.nbytes != math.prod(rows) * item:
             raise CorruptSlot(f"a file has {place.nbytes} bytes of {rows}", tensor=name, step=self.step, rank=rank)
-        both = overlap((wanted_part.source, wanted_part.shape), (start, rows))
-        if both is None:
-            return
-        inside = tuple(a - b for a, b in zip(both[0], start, strict=True))
-        target = wanted_part.target[
-            box(tuple(a - b for a, b in zip(both[0], wanted_part.source, strict=True)), both[1])
-        ]
-        for offset, part in cut(both[1], item, RUN_NBYTES):
-            at = tuple(a + b for a, b in zip(inside, offset, strict=True))
-            yield Run(place, name, rows, (at, part), target[box(offset, part)])
+        inside, its, target = wanted_part.source, wanted_part.shape, wanted_part.target
+        if place.begin or rows != shape:
+            start = (place.begin, *(0,) * (len(shape) - 1))
+            both = overlap((inside, its), (start, rows))
+            if both is None:
+                return
+            target = target[box(tuple(map(sub, both[0], inside)), both[1])]
+            inside, its = tuple(map(sub, both[0], start)), both[1]
+        for offset, part in cut(its, item, RUN_NBYTES):
+            yield Run(place, name, rows, (tuple(map(add, inside, offset)), part), target[box(offset, part)])

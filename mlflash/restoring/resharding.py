@@ -46,6 +46,7 @@ log = logging.getLogger("mlflash")
 T = TypeVar("T")
 
 _NAMED = 5  # leaves named in a warning
+_PARTS = 4096  # whose numbers are Python's at a time
 
 
 @dataclasses.dataclass
@@ -301,10 +302,27 @@ def _wanted_in(wanted: _Wanted, plan: Plan, slot: Slot) -> Iterator[WantedPart]:
     slot.view[PAGE_NBYTES : PAGE_NBYTES + len(plan.manifest)] = np.frombuffer(plan.manifest, dtype=np.uint8)
     payload = slot.payload(plan.layout.extents)
     payload[:] = 0
+    rooms: dict[int, np.ndarray] = {}
     for number, (entry, leaf) in enumerate(zip(plan.layout.entries, wanted.flat.leaves, strict=True)):
         room = payload[entry.start : entry.start + entry.nbytes]
-        if leaf.tie < 0 and entry.nbytes and number not in wanted.made_of and leaf.value is not None:
+        if number in wanted.made_of:
+            rooms[number] = items(room, entry)
+        elif leaf.tie < 0 and entry.nbytes and leaf.value is not None:
             room[:] = live_bytes(leaf.value)
-        for part in wanted.made_of.get(number, ()):
-            target = items(room, entry)[box(part.target, part.shape)]
-            yield WantedPart(part.rank, part.number, part.source, part.shape, target)
+    for number, nth in _by_old_rank(wanted.made_of):
+        part = wanted.made_of[number][nth]
+        target = rooms[number][box(part.target, part.shape)]
+        yield WantedPart(part.rank, part.number, part.source, part.shape, target)
+
+
+def _by_old_rank(made_of: Mapping[int, Parts]) -> Iterator[tuple[int, int]]:
+    """Of which leaf, and which of its parts, all of one old rank after those of another: they are in one file."""
+    if not made_of:
+        return
+    ranks = np.concatenate([parts.ranks for parts in made_of.values()])
+    numbers = np.repeat(np.fromiter(made_of, dtype=np.int64), [len(parts) for parts in made_of.values()])
+    nths = np.concatenate([np.arange(len(parts)) for parts in made_of.values()])
+    order = np.argsort(ranks, kind="stable")
+    for at in range(0, len(order), _PARTS):
+        some = order[at : at + _PARTS]
+        yield from zip(numbers[some].tolist(), nths[some].tolist(), strict=True)

@@ -87,9 +87,20 @@ class Parts:
     template: Sequence[_Part]
     numbers: Sequence[int]
 
+    @property
+    def ranks(self) -> np.ndarray:
+        """The old rank of each, ``(n,)``."""
+        return np.fromiter((rank for rank, *_ in self.template), dtype=np.int64, count=len(self))
+
+    def __len__(self) -> int:
+        return len(self.template)
+
+    def __getitem__(self, nth: int) -> Fragment:
+        rank, spot, source, target, shape = self.template[nth]
+        return Fragment(rank, self.numbers[spot], source, target, shape)
+
     def __iter__(self) -> Iterator[Fragment]:
-        for rank, spot, source, target, shape in self.template:
-            yield Fragment(rank, self.numbers[spot], source, target, shape)
+        return map(self.__getitem__, range(len(self)))
 
 
 class OldRanks(Mapping[int, OldRank]):
@@ -126,6 +137,7 @@ class OldRanks(Mapping[int, OldRank]):
                 self.spots.setdefault(name, []).append((nth, number))
         self._columns: dict[_Key, _Column] = {}
         self._templates: dict[Any, tuple[list[_Part], bool]] = {}
+        self._asked_last: tuple[int, tuple[RankStructure, np.ndarray]] | None = None
 
     def __len__(self) -> int:
         return len(self.ranks)
@@ -138,8 +150,10 @@ class OldRanks(Mapping[int, OldRank]):
 
     def row(self, rank: int) -> tuple[RankStructure, np.ndarray]:
         """The structure of a rank, and its numbers."""
-        group, at = self._place(rank)
-        return group.structure, group.rows[at]
+        if self._asked_last is None or self._asked_last[0] != rank:
+            group, at = self._place(rank)
+            self._asked_last = rank, (group.structure, group.rows[at])
+        return self._asked_last[1]
 
     def __getitem__(self, rank: int) -> OldRank:
         if rank not in self:

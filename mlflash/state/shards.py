@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from typing import Any
+from operator import add, sub
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,8 +16,7 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offset and shape, one number per dimension."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Fragment:
+class Fragment(NamedTuple):
     """A part of a new shard.
 
     Attributes:
@@ -37,10 +36,9 @@ class Fragment:
 
 def overlap(one: Box, other: Box) -> Box | None:
     """What two boxes have in common; None where that is nothing."""
-    low = tuple(max(a, b) for a, b in zip(one[0], other[0], strict=True))
-    high = tuple(min(a + n, b + m) for a, n, b, m in zip(*one, *other, strict=True))
-    shape = tuple(h - a for a, h in zip(low, high, strict=True))
-    return None if any(n <= 0 for n in shape) else (low, shape)
+    low = tuple(map(max, one[0], other[0]))
+    shape = tuple(map(sub, map(min, map(add, *one), map(add, *other)), low))
+    return None if min(shape, default=1) <= 0 else (low, shape)
 
 
 def covers(shape: tuple[int, ...], boxes: Sequence[Box]) -> bool:
@@ -67,7 +65,7 @@ def _disjoint(boxes: Sequence[Box]) -> bool:
 
 def box(offset: Sequence[int], shape: Sequence[int]) -> tuple[slice[int, int, None], ...]:
     """The index of a box in an array."""
-    return tuple(slice(at, at + n) for at, n in zip(offset, shape, strict=True))
+    return tuple(map(slice, offset, map(add, offset, shape)))
 
 
 def cut(shape: tuple[int, ...], item_nbytes: int, most_nbytes: int) -> Iterator[Box]:

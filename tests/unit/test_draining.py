@@ -209,7 +209,7 @@ def test_an_index_with_any_byte_changed_is_refused_or_still_valid(data: st.DataO
 )  # fmt: skip
 def test_hostile_places_are_refused_with_their_reason(wrong: dict[str, Any], reason: str) -> None:
     text, payload_nbytes, _, _, checks = example()
-    spoiled = PLACES | {0: dataclasses.replace(PLACES[0], **wrong)}
+    spoiled = PLACES | {0: PLACES[0]._replace(**wrong)}
     raw, _ = file_index.encode(text, payload_nbytes, Places("x", 1024, checks, spoiled))
     with pytest.raises(errors.CorruptSlot, match=reason):
         file_index.decode(raw, "x", 5000)
@@ -217,7 +217,7 @@ def test_hostile_places_are_refused_with_their_reason(wrong: dict[str, Any], rea
 
 @pytest.mark.parametrize(
     ("spoiled", "reason"),
-    [({3: PLACES[0]}, "rows of no tensor"), ({2: dataclasses.replace(PLACES[2], packed=True)}, "cannot be compressed")],
+    [({3: PLACES[0]}, "rows of no tensor"), ({2: PLACES[2]._replace(packed=True)}, "cannot be compressed")],
 )
 def test_places_of_no_tensor_are_refused(spoiled: dict[int, Place], reason: str) -> None:
     text, payload_nbytes, _, _, checks = example()

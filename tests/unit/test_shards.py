@@ -57,9 +57,7 @@ def parts(want: Entry, held: Sequence[Held], rank: int, near: Collection[int] = 
             answers.append(None if found is None else [*found])
         except StructureMismatch as error:
             answers.append((error.message, error.tensor, error.found, error.expected))
-    by_number = (
-        [dataclasses.replace(part, number=0) for part in answers[0]] if isinstance(answers[0], list) else answers[0]
-    )
+    by_number = [part._replace(number=0) for part in answers[0]] if isinstance(answers[0], list) else answers[0]
     assert answers[1] == by_number
     if isinstance(answers[1], tuple):
         raise StructureMismatch(answers[1][0], tensor=answers[1][1])
