@@ -252,12 +252,15 @@ class _Reading:
         self._wanted: list[_Wanted] = []
 
     def wanted_parts(self) -> Iterator[WantedPart]:
-        """Say what is wanted, and where."""
+        """Say what is wanted, and where; what is in one file together."""
+        tensors = []
         for item in self._plan.items:
             if item.type is LoadItemType.BYTE_IO:
                 yield from self._bytes(item)
             else:
-                yield from self._tensor(item)
+                tensors.append((item, self._catalog.source(item)))
+        for item, place in sorted(tensors, key=lambda one: one[1][0]):
+            yield from self._tensor(item, *place)
 
     def finish(self) -> None:
         """Give the planner what has arrived."""
@@ -282,8 +285,7 @@ class _Reading:
         self._wanted.append(_Wanted(item, arrived, None, None))
         yield WantedPart(rank, number, (start,), (end - start,), arrived)
 
-    def _tensor(self, item: ReadItem) -> Iterator[WantedPart]:
-        rank, number, entry = self._catalog.source(item)
+    def _tensor(self, item: ReadItem, rank: int, number: int, entry: Entry) -> Iterator[WantedPart]:
         live = self._planner.resolve_tensor(item).detach()
         shape = tuple(item.lengths)
         if tuple(live.shape) != shape:

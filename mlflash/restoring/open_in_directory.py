@@ -6,11 +6,11 @@ are read a part at a time, straight from the file that has it (`drained_files`).
 
 from __future__ import annotations
 
-import itertools
+import dataclasses
 import logging
 import math
 import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from operator import add, sub
 from typing import Any, TypeVar
 
@@ -37,7 +37,16 @@ log = logging.getLogger("mlflash")
 T = TypeVar("T")
 
 _ROUND_NBYTES = 1 << 30  # per rank, before the ranks look at each other again
-_PARTS = 16_384  # looked for at a time; a file is asked again where its parts are among the next ones, too
+_PARTS = 8192  # looked for at a time, and what more is wanted of the last one's rank
+
+
+@dataclasses.dataclass(slots=True)
+class _Asked:
+    """A part that is wanted, how many of its elements are not found yet, and in how many more files they may be."""
+
+    part: WantedPart
+    left: int
+    files: int
 
 
 class OpenInDirectory:
@@ -231,31 +240,44 @@ class OpenInDirectory:
         return {name: its.tobytes() for name, its in raw.items()}
 
     def _read(self, wanted: Iterable[WantedPart]) -> Iterator[int]:
-        """Read parts, so many at a time, as each takes memory; gives the bytes each time. Not collective."""
-        coming = iter(wanted)
-        while some := [*itertools.islice(coming, _PARTS)]:
-            yield from self._read_some(some)
+        """Read parts, so many at a time, as each takes memory; gives the bytes each time. Not collective.
 
-    def _read_some(self, wanted: Sequence[WantedPart]) -> Iterator[int]:
-        """Read parts, file by file; gives the bytes each time. Each rank begins with another file. Not collective."""
-        asked: dict[int, list[tuple[int, int, WantedPart]]] = {}
-        left: list[int] = []  # elements of each that were found in no file
-        for nth, wanted_part in enumerate(wanted):
-            begin, rows = (wanted_part.source[0], wanted_part.shape[0]) if wanted_part.shape else (0, 1)
-            left.append(math.prod(wanted_part.shape))
-            holders = self._holders(wanted_part.rank, wanted_part.number, begin, begin + rows)
-            for rank, number in holders if left[-1] else ():
-                asked.setdefault(rank, []).append((number, nth, wanted_part))
+        Each file is read once where the parts of an old rank come one after the other.
+        """
+        asked: dict[int, list[tuple[int, _Asked]]] = {}
+        come: set[int] = set()
+        count = 0
+        for part in wanted:
+            if count >= _PARTS and part.rank not in come:
+                yield from self._read_files(asked, come)
+                come, count = set(), 0
+            come.add(part.rank)
+            count += 1
+            begin, rows = (part.source[0], part.shape[0]) if part.shape else (0, 1)
+            elements = math.prod(part.shape)
+            holders = self._holders(part.rank, part.number, begin, begin + rows) if elements else []
+            its = _Asked(part, elements, len(holders))
+            self._refuse_missing([its])
+            for rank, number in holders:
+                asked.setdefault(rank, []).append((number, its))
+        yield from self._read_files(asked, set(asked))
+
+    def _read_files(self, asked: dict[int, list[tuple[int, _Asked]]], ranks: set[int]) -> Iterator[int]:
+        """Read what is asked of the files of some ranks. Each rank of this run begins with another. Not collective."""
         first = self._world.rank * self.world_size // self._world.size
-        for rank in sorted(asked, key=lambda rank: (rank - first) % self.world_size):
-            places = self._files.places(rank)
+        for rank in sorted(ranks & asked.keys(), key=lambda rank: (rank - first) % self.world_size):
+            places, those = self._files.places(rank), asked.pop(rank)
             runs: list[Run] = []
-            for number, nth, wanted_part in asked.pop(rank):
-                for run in self._runs(rank, number, wanted_part, places):
-                    left[nth] -= math.prod(run.part[1])
+            for number, its in those:
+                its.files -= 1
+                for run in self._runs(rank, number, its.part, places):
+                    its.left -= math.prod(run.part[1])
                     runs.append(run)
+            self._refuse_missing(its for _, its in those)
             yield from self._files.fetch(runs, places)
-        if missing := next((part for part, elements in zip(wanted, left, strict=True) if elements), None):
+
+    def _refuse_missing(self, asked: Iterable[_Asked]) -> None:
+        if missing := next((its.part for its in asked if its.left and not its.files), None):
             raise CorruptSlot("parts of this tensor are not in the files of the checkpoint",
                               tensor=self._leaf(missing.rank, missing.number)[0], step=self.step)  # fmt: skip
 
