@@ -94,7 +94,7 @@ class Hosted:
     def _request(self, body: wire.SaveWire) -> SaveRequest:
         fields = {name: getattr(body, name) for name in body.__dataclass_fields__ if name not in (
             "plan", "manifest_nbytes", "checks", "restores", "problem")}  # fmt: skip
-        request = SaveRequest(**fields, checks=dict(body.checks))
+        request = SaveRequest(**fields, checks=dict(body.checks), filled_s=time.perf_counter())
         request.problem = body.problem
         request.plan = None if body.plan < 0 else self.plan_of(body.plan, body.manifest_nbytes)
         return request

@@ -13,6 +13,7 @@ from ..command_line.output import new_table
 from ..human_readable.units import show_bytes, show_seconds
 from ..human_readable.wording import many, named
 from ..telemetry.heartbeat_format import is_orphan, is_without_courier
+from ..telemetry.stragglers import is_worth_a_word
 from .history import History, committed, spark
 from .rank_status import Heartbeat, Look
 
@@ -97,12 +98,24 @@ def _figures(look: Look, history: History, width: int) -> Table:
     for name, values in (("stall", history.stalls), ("commit", history.commits)):
         if values:
             grid.add_row(name, show_seconds(values[-1]), spark(values, bars))
+    if waited := _waited_for(look.heartbeats, step):
+        grid.add_row("waited for", *waited)
     if speed := _speed(look.heartbeats):
         grid.add_row("protect", f"{show_bytes(speed)}/s", Text("the slowest rank", style="dim"))
     for host, free in look.free[:4]:
         held = sum(int(heartbeat.get("held", 0)) for heartbeat in look.heartbeats if _on(heartbeat, host, look))
         grid.add_row("memory", show_bytes(held), Text(f"of {host}; {show_bytes(free)} free", style="dim"))
     return grid
+
+
+def _waited_for(heartbeats: Sequence[Heartbeat], step: int | None) -> tuple[str, Text] | None:
+    """Who the last commit was waited for, for how long, in which phase, and where; None: for nobody in particular."""
+    one = next((one for one in heartbeats if one["committed"] == step and one.get("slowest_s") is not None), None)
+    if one is None or not is_worth_a_word(float(one["slowest_s"]), float(one.get("commit_s", 0.0))):
+        return None
+    who = f"rank {one.get('slowest', '?')}"
+    text = f"{show_seconds(one['slowest_s'])} late in {one.get('slowest_in', '?')}, on {one.get('slowest_on', '?')}"
+    return who, Text(text, style="yellow")
 
 
 def _on(heartbeat: Heartbeat, host: str, look: Look) -> bool:
@@ -139,7 +152,8 @@ def _nodes(look: Look) -> Table:
 
 def _table(look: Look, what: str, lines: Sequence[tuple[str, str, Sequence[Heartbeat]]]) -> Table:
     """Lines of a node, what of it, and the ranks that are meant; the name of a node is said once."""
-    table = new_table("node", what, "state", ">saved", ">checkpoint", ">last sign", ">stall", ">commit", ">memory")
+    table = new_table("node", what, "state", ">saved", ">checkpoint", ">last sign", ">stall", ">commit", ">late",
+                      ">memory")  # fmt: skip
     before = ""
     for node, of_it, heartbeats in lines:
         table.add_row("" if node == before else node, of_it, *_cells(look, heartbeats))
@@ -161,6 +175,7 @@ def _cells(look: Look, heartbeats: Sequence[Heartbeat]) -> list[Text]:
         Text(_age(quiet), style="yellow" if alive and quiet > _QUIET_S else ""),
         Text(_longest(heartbeats, "stall_s")),
         Text(_longest(heartbeats, "commit_s")),
+        _latest(heartbeats),
         Text(show_bytes(sum(int(heartbeat.get("held", 0)) for heartbeat in heartbeats))),
     ]
 
@@ -173,6 +188,15 @@ def _step(heartbeats: Sequence[Heartbeat], key: str) -> str:
 def _longest(heartbeats: Sequence[Heartbeat], key: str) -> str:
     values = [float(heartbeat[key]) for heartbeat in heartbeats if heartbeat.get(key) is not None]
     return show_seconds(max(values)) if values else "-"
+
+
+def _latest(heartbeats: Sequence[Heartbeat]) -> Text:
+    """How late the latest of some ranks was in the last commit, and in which phase; "-" where that is noise."""
+    latest = max(heartbeats, key=lambda one: float(one.get("late_s", 0.0)))
+    late_s = float(latest.get("late_s", 0.0))
+    if not is_worth_a_word(late_s, float(latest.get("commit_s", 0.0))):
+        return Text("-")
+    return Text(f"{show_seconds(late_s)} {latest.get('late_in', '')}", style="yellow")
 
 
 def _age(seconds: float) -> str:

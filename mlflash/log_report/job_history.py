@@ -17,6 +17,7 @@ from .log_statistics import Drains, Memory, Point, Remark, Spread
 from .read_logs import Event, Log
 from .recoveries import Recovery, joined, late_remarks, recoveries
 from .time_accounting import Account, Lost, account
+from .waits import Waited, waited_for
 
 _SKEW_S = 1.0  # clocks that differ by more are told
 _NAMED = 5  # rounds
@@ -37,6 +38,7 @@ class JobHistory:
         bandwidth: of protection, bytes per second and rank.
         failed, skipped: numbers of steps.
         newest: the checkpoint that was committed last.
+        waited_for: ranks that commits waited for.
         drains, memory, remarks: see `figures`.
         advice: how often to save.
         notes: what a reader must know about the log itself.
@@ -56,6 +58,7 @@ class JobHistory:
     failed: int
     skipped: int
     newest: Committed | None
+    waited_for: list[Waited]
     drains: Drains
     memory: list[Memory]
     remarks: list[Remark]
@@ -111,7 +114,8 @@ def tell(log: Log, node_mtbf_s: float | None = None) -> JobHistory:
         stall=stall, commit=commit, stalls=log_statistics.stalls(its), bandwidths=log_statistics.bandwidths(its),
         bandwidth=log_statistics.bandwidth(its),
         failed=log_statistics.count_steps(its, "fail"), skipped=log_statistics.count_steps(its, "skip"),
-        newest=log_statistics.newest_commit(its), drains=log_statistics.drains(its), memory=log_statistics.memory(its),
+        newest=log_statistics.newest_commit(its), waited_for=waited_for(its),
+        drains=log_statistics.drains(its), memory=log_statistics.memory(its),
         remarks=sorted(remarks, key=lambda one: one.last, reverse=True), notes=_notes(log, its, left_out),
         advice=advise(its, failed, in_place, accounted.wall_s, stall, commit, node_mtbf_s),
     )  # fmt: skip
@@ -193,6 +197,7 @@ def to_json(story: JobHistory) -> dict[str, Any]:
         "saves_skipped": story.skipped,
         "protect_nbytes_per_s_and_rank": story.bandwidth,
         "newest": None if newest is None else dataclasses.asdict(newest),
+        "waited_for": [dataclasses.asdict(one) for one in story.waited_for],
         "drains": dataclasses.asdict(story.drains),
         "memory": [{"node": one.node, "peak_nbytes": one.peak_nbytes, "last_nbytes": one.last_nbytes}
                    for one in story.memory],

@@ -14,6 +14,7 @@ from .recoveries import took
 _MOST_WARNINGS = 60
 _MOST_NODES = 12
 _MOST_LAUNCHES = 100
+_MOST_WAITS = 10
 
 
 def table(heads: Sequence[tuple[str, str]], rows: Sequence[Sequence[str]]) -> Markup:
@@ -117,6 +118,34 @@ def _back(failure: Failure) -> Markup:
         return tag("div", "the beginning")
     where = ", ".join(f"{place}: {many(count, 'rank')}" for place, count in list(failure.places.items())[:4])
     return tag("div", tag("b", f"step {failure.restored:,}"), tag("br"), tag("span", where, class_="what"))
+
+
+_PHASES = {
+    "training": "came to save late",
+    "copy": "copied its state into its slot",
+    "deferred": "made the copies that save had left for later",
+    "checksums": "made checksums and parity, and checked what arrived",
+    "transfer": "sent and received what protects it",
+}
+
+
+def waits(story: JobHistory) -> Markup:
+    """Which ranks commits waited for, and in which phase."""
+    heads = [
+        ("Rank", "and its node"), ("Late in", "the phase of the save in which it took longer than most ranks"),
+        ("Commits", "in which it was the slowest rank, by more than noise"),
+        ("Later by", "than most ranks, the median of these commits"), ("At most", ""), ("Last", "its step"),
+    ]  # fmt: skip
+    rows = [
+        (_and(f"rank {one.rank}", one.node), _and(one.phase, _PHASES.get(one.phase, "")),
+         f"{one.commits:,} of {story.commit.count:,}", show_seconds(one.median_s), show_seconds(one.most_s),
+         f"step {one.step:,}")
+        for one in story.waited_for[:_MOST_WAITS]
+    ]  # fmt: skip
+    note = "A commit waits for the slowest of all ranks. Those on top made it wait longest in all."
+    if (left_out := len(story.waited_for) - _MOST_WAITS) > 0:
+        note += f" And {left_out} more, which --json has."
+    return tag("div", tag("p", note, class_="note"), table(heads, rows))
 
 
 def memory(story: JobHistory) -> Markup:

@@ -36,6 +36,7 @@ class Waits:
         waiting_for: the ranks that are waited for; empty: not known.
         inside: the call of MPI that this rank is in, in words.
         job_number: how many jobs this rank has begun.
+        waited_s: seconds that this rank has waited so far, for other ranks, its trainer or MPI.
         abandoned: the courier is to drop what it is doing.
         poke: pushes MPI's progress.
         go_on_behind: advances what goes on beside the jobs.
@@ -49,6 +50,7 @@ class Waits:
         self.waiting_for: Sequence[int] = ()
         self.inside = "MPI"
         self.job_number = 0
+        self.waited_s = 0.0
         self.abandoned = threading.Event()
         self.poke: Callable[[], None] = lambda: None
         self.go_on_behind: Callable[[], None] = lambda: None
@@ -106,9 +108,9 @@ class Waits:
         """
         if self.abandoned.is_set():
             raise Abandoned
+        now = time.monotonic()
         self.poke()
         self.go_on_behind()
-        now = time.monotonic()
         if now - self._last_ping_look > 0.02:
             self.answer_pings()
             self._last_ping_look = now
@@ -121,6 +123,7 @@ class Waits:
         self._naps += 1
         if self._naps > 8:
             time.sleep(min(1e-3, 2e-5 * (self._naps - 8)))
+        self.waited_s += time.monotonic() - now
 
     def finish(self, *requests: Any) -> None:
         """Wait for MPI requests."""

@@ -8,7 +8,7 @@ mpi4py.MPI, and ``comm``, over which it is collective; None without MPI.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -77,12 +77,16 @@ def broadcast(comm: Any, value: Any, root: int) -> Operation:
     return pickle.loads(out.tobytes())
 
 
-def raise_together(mpi: Any, comm: Any, error: MlflashError | None) -> Operation:
-    """Raise on every rank what went wrong on any: a cause before its consequences, and that of the lowest rank."""
+def raise_together(mpi: Any, comm: Any, error: MlflashError | None, values: Sequence[int] = ()) -> Operation:
+    """Raise on every rank what went wrong on any: a cause before its consequences, and that of the lowest rank.
+
+    Where nothing did, the result is the minimum over all ranks of each of the numbers.
+    """
     rank, size = (0, 1) if comm is None else (comm.rank, comm.size)
     mine = [rank if error is not None and not error.follows else size, rank if error is not None else size]
-    cause, first = yield from agree(mpi, comm, np.array(mine, dtype=np.int64))
+    cause, first, *least = yield from agree(mpi, comm, np.array([*mine, *values], dtype=np.int64))
     if first < size:
         agreed: MlflashError = yield from broadcast(comm, error, int(cause if cause < size else first))
         agreed.agreed = True
         raise agreed
+    return [int(number) for number in least]

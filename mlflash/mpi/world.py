@@ -279,7 +279,18 @@ class World(Waits):
         Raises:
             MlflashError: that of the lowest rank that brought one.
         """
-        self._run(nonblocking.raise_together(self.mpi, self.world, error))
+        self.agree_or_raise([], error)
+
+    def agree_or_raise(self, values: Sequence[int], error: MlflashError | None) -> list[int]:
+        """Take the minimum of each number over all ranks, where nothing went wrong on any.
+
+        Collective over the world: one allreduce, as long as nothing did.
+
+        Raises:
+            MlflashError: as `raise_together`.
+        """
+        least: list[int] = self._run(nonblocking.raise_together(self.mpi, self.world, error, values))
+        return least
 
     def renew_deadline(self) -> None:
         """Begin to wait anew: all ranks get on. Not collective."""

@@ -32,6 +32,7 @@ class SaveRequest:
         waits_for_room: whether the slots were too small to stage into. The trainer waits until they are larger.
         has_deferred: whether anything is copied later: only then the courier asks for that.
         begun_s: when it began, by the clock that all processes of a node have in common (`time.perf_counter`).
+        filled_s: when it was staged, by the same clock; of a courier that is a process: when that was told of it.
     """
 
     step: int
@@ -47,6 +48,7 @@ class SaveRequest:
     waits_for_room: bool = False
     has_deferred: bool = False
     begun_s: float = dataclasses.field(default_factory=time.perf_counter)
+    filled_s: float = 0.0
 
     def __post_init__(self) -> None:
         self.problem = self.problem or SaveFailed("an exception came before it was staged", step=self.step)

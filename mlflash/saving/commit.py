@@ -4,7 +4,7 @@
     settle      only where a structure is new: what of it is shared; then it is announced again
     confirm     whether those that share hold the same; then the shares are sealed             1 among these
     protect     checksum, transfer, verify; the own slot and the copies are sealed
-    agree       every slot sealed, every copy verified, on every rank                           1 allreduce
+    agree       every slot sealed, every copy verified, on every rank; who was waited for       1 allreduce
     record      a receipt in each slot; older slots may be written again
 
 A rank that cannot save still goes through all of it, with a failed receipt, so that nobody waits for it. What concerns
@@ -29,6 +29,7 @@ from ..redundancy.slot_transfer import Source
 from ..startup.context import Context
 from ..startup.grow_slots import needs_room
 from ..state.layout import Extents
+from .phase_times import PhaseTimes
 from .staging import all_checks
 
 log = logging.getLogger("mlflash")
@@ -69,6 +70,7 @@ class Save:
         skipped: whether it is given up on all ranks, as the slots of one are busy.
         drains_idle: whether no drain is on its way: here, and once that was agreed on, anywhere.
         drain_asked: whether somebody asked for a drain: here, and once that was agreed on, anywhere.
+        times: how long each of its phases takes on this rank.
     """
 
     def __init__(self, request: SaveRequest, trainer: Trainer, context: Context):
@@ -82,6 +84,7 @@ class Save:
         self.is_settled = not request.is_unsettled
         self.skipped = False
         self.drains_idle, self.drain_asked = True, False
+        self.times = PhaseTimes(lambda: context.world.waited_s, request.filled_s - request.begun_s)
 
     @property
     def waits_for_room(self) -> bool:
@@ -109,7 +112,8 @@ def run(save: Save, context: Context, committed_now: Callable[[], None] = lambda
         OneAhead: the other ranks come to this save with their next one: it is to be run once more.
     """
     error: MlflashError | None = None
-    save.trainer.begin_deferred()
+    with save.times.of("deferred"):
+        save.trainer.begin_deferred()
     try:
         if not _announce(save, context):
             _settle(save, context)
@@ -173,6 +177,7 @@ def _lay_out(save: Save) -> None:
 def _announce(save: Save, context: Context) -> bool:
     """Tell the others; whether it was heard. Else some rank's structure is new, and it has to be settled first."""
     world, pool = context.world, context.pool
+    save.times.begin_announcing()
     extents = save.extents
     demand = context.protection.offer(pool, extents)
     if extents is not None and save.slot is not None:
@@ -190,6 +195,7 @@ def _announce(save: Save, context: Context) -> bool:
         int(settled), failed, int(not grow), step, -step, int(not save.request.skip), int(save.drains_idle),
         int(not save.drain_asked), -context.generation,
     ])  # fmt: skip
+    save.times.announced()
     if not all_settled:
         return False
     save.attempt = context.number_attempt(1 - newest)
@@ -243,9 +249,11 @@ def _protect(save: Save, context: Context) -> None:
     world = context.world
     assert save.slot is not None and save.plan is not None
     if save.waits_for_room:
-        _locally(save, lambda: _stage(save))
+        with save.times.of("copy"):
+            _locally(save, lambda: _stage(save))
     if save.problem is None:
-        _locally(save, lambda: _finish_deferred(save))
+        with save.times.of("deferred"):
+            _locally(save, lambda: _finish_deferred(save))
     _confirm(save, context)
     source = Source(save.slot, save.plan.layout.extents, lambda check: _header(save, context, check), context.pace)
     context.pace.begin()
@@ -262,7 +270,9 @@ def _protect(save: Save, context: Context) -> None:
         save.problem.follows = True
     if save.problem is not None:
         save.problem.rank, save.problem.node = world.rank, world.node_name
-    world.raise_together(save.problem)
+    save.times.protected()
+    durations = context.recorder.compare(world.size, save.attempt.generation, save.times.took)
+    context.recorder.compared(world.agree_or_raise(durations, save.problem), world.topology.name_of)
     reach("commit.agreed")
     save.slot.record_commit(save.attempt, save.step)
     reach("commit.half_recorded")
@@ -316,7 +326,8 @@ def _share_header(save: Save, context: Context, check: int) -> Header | None:
 
 
 def _header(save: Save, context: Context, check: int) -> Header | None:
-    _note(save, save.trainer.is_changed())
+    with save.times.of("deferred"):
+        _note(save, save.trainer.is_changed())
     if save.problem is not None or save.plan is None or save.slot is None:
         return None  # staging failed: this slot must never look whole
     if save.slot.segment is None or save.slot.segment.inode != save.inode:

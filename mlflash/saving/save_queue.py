@@ -151,6 +151,7 @@ class SaveQueue:
                     self._check_step(int(step) if whole else None, step, again)
                     self._refuse_undefined()
                     fill(save)
+                    request.filled_s = time.perf_counter()
                     request.problem = None  # from here on it may be committed, and not before
                 except BaseException as error:  # state_dict() of an object may raise anything: no rank must wait for us
                     mistake = self._give_up(save, error)

@@ -36,11 +36,14 @@ _TRAINER_MAY: dict[str, Any] = {"redundancy": str} | dict.fromkeys(
     ("nodes", "stall_s", "stalled_s", "nbytes", "restored_at"), _NUMBER
 )
 _COURIER = _OF_BOTH | {"committed": int | None}
-_COURIER_MAY: dict[str, Any] = {"unrestorable": str} | dict.fromkeys(
-    ("drained", "protect_s", "commit_s", "held", "saves", "failed", "unrestorable_at"), _NUMBER
+_LATE = ("late_s", "late_in", "slowest", "slowest_on", "slowest_s", "slowest_in")
+_COURIER_MAY: dict[str, Any] = dict.fromkeys(("unrestorable", "late_in", "slowest_on", "slowest_in"), str)
+_COURIER_MAY |= dict.fromkeys(
+    ("drained", "protect_s", "commit_s", "held", "saves", "failed", "unrestorable_at", "late_s", "slowest_s"), _NUMBER
 )
+_COURIER_MAY["slowest"] = int
 # What the courier alone knows of a rank, and what of it the next courier of the same trainer goes on from.
-_COURIER_TELLS = ("committed", "drained", "protect_s", "commit_s", "held", "saves", "failed", "unrestorable")
+_COURIER_TELLS = ("committed", "drained", "protect_s", "commit_s", "held", "saves", "failed", "unrestorable", *_LATE)
 _GOES_ON = ("committed", "drained", "saves", "failed", "unrestorable", "unrestorable_at", "times")
 # What both say together.
 _RANK = {name: kind for name, kind in _TRAINER.items() if name != "start"} | {"committed": int | None, "alive": bool}

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from .heartbeat import Heard
@@ -140,6 +140,8 @@ class _Collector:
                         family.add_metric(label, float(heartbeat[key]))
                 yield family
 
+        yield _late(labels, values)
+
     def _heard(self) -> Heard:
         """Look, and warn once of each thing that cannot be read."""
         try:
@@ -151,6 +153,18 @@ class _Collector:
                 log.warning("%s", text)
         self._warned = {*heard.unread}
         return heard
+
+
+def _late(labels: Sequence[str], values: Sequence[tuple[list[str], dict[str, Any]]]) -> Any:
+    """How late ranks were in the last commit, and in which phase."""
+    from prometheus_client.core import GaugeMetricFamily
+
+    text = "How much longer than most ranks this one took in the last commit, in the phase in which it was latest."
+    family = GaugeMetricFamily("mlflash_late_seconds", text, labels=[*labels, "phase"])
+    for label, heartbeat in values:
+        if heartbeat.get("late_s") is not None:
+            family.add_metric([*label, str(heartbeat.get("late_in", ""))], float(heartbeat["late_s"]))
+    return family
 
 
 def port_of(where: str) -> int:

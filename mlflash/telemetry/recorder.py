@@ -19,7 +19,9 @@ from typing import Any
 from ..errors import MlflashError
 from .event_log import EventLog
 from .heartbeat import CourierHeartbeat, TrainerHeartbeat
+from .lateness import PHASES, Lateness, Riding
 from .prometheus_metrics import Metrics
+from .stragglers import Stragglers, is_worth_a_word
 
 log = logging.getLogger("mlflash")
 
@@ -162,6 +164,30 @@ class CourierRecorder(_Tally):
         self._saves_before = int(heartbeat.before.get("saves") or 0)  # of the courier before this one
         self._failed_before = int(heartbeat.before.get("failed") or 0)
         self._nbytes: int | None = None
+        self._riding: Riding | None = None
+        self._lateness: Lateness | None = None  # of what is committed next
+        self._stragglers = Stragglers()
+
+    def compare(self, size: int, generation: int, took: Mapping[str, float]) -> list[int]:
+        """Give the numbers that are to ride on the agreement of a commit; see `lateness`.
+
+        Args:
+            size: of the world.
+            generation: of the attempt.
+            took: seconds of each phase on this rank.
+        """
+        self._riding = Riding(self._rank, size, generation, took)
+        return self._riding.numbers
+
+    def compared(self, least: Sequence[int], name_of: Callable[[int], str]) -> None:
+        """Take in the minimum of each of them over all ranks, before `committed`.
+
+        Args:
+            least: these.
+            name_of: gives the node of a rank.
+        """
+        assert self._riding is not None
+        self._lateness = self._riding.heard(least, name_of)
 
     def protected(self, step: int, seconds: float, nbytes: int, peers: Sequence[int]) -> None:
         """The redundancy of a slot is in place."""
@@ -171,13 +197,26 @@ class CourierRecorder(_Tally):
     def committed(self, step: int, seconds: float, generation: int) -> None:
         """All ranks agree that a step is a checkpoint, so many seconds after the call of `save`."""
         self.counts["committed"] += 1
+        late, self._lateness = self._lateness, None
         self._heartbeat.beat(
             "committed", committed=step, commit_s=seconds, saves=self._saves_before + self.counts["committed"],
-            unrestorable="",
+            unrestorable="", **({} if late is None else _in_heartbeat(late)),
         )  # fmt: skip
         self._flush_trainer()
-        self.events.add("commit", step=step, seconds=seconds, generation=generation)
+        waited: dict[str, Any] = {}
+        if late is not None and self._rank == 0 and is_worth_a_word(late.slowest.seconds, seconds):
+            waited = {"slowest": late.slowest.rank, "late_in": late.slowest.phase, "late_s": late.slowest.seconds}
+        self.events.add("commit", step=step, seconds=seconds, generation=generation, **waited)
         self._tell("committed step %d, %.3g s after it was saved", step, seconds)
+        if late is not None and self._rank == 0:
+            self._warn_of_straggler(late, seconds)
+
+    def _warn_of_straggler(self, lateness: Lateness, commit_s: float) -> None:
+        """Warn of a rank that commits keep waiting for, once until that changes."""
+        if (found := self._stragglers.add(lateness.slowest, commit_s)) is not None:
+            log.warning("commits wait for rank %d on %s: compared with most ranks %s, by %.2g s in %d of the newest %d",
+                        found.late.rank, lateness.node, PHASES[found.late.phase], found.late.seconds, found.times,
+                        found.of)  # fmt: skip
 
     def skipped(self, step: int) -> None:
         """A save was given up on all ranks, as the slots of one are busy."""
@@ -236,3 +275,10 @@ class CourierRecorder(_Tally):
     def _flush_trainer(self) -> None:
         if self.flush is not None:
             self.flush()
+
+
+def _in_heartbeat(lateness: Lateness) -> dict[str, Any]:
+    """What the heartbeat says of the last commit: this rank, and the one that was waited for."""
+    slowest, own = lateness.slowest, lateness.own
+    return {"late_s": own.seconds, "late_in": own.phase, "slowest": slowest.rank, "slowest_on": lateness.node,
+            "slowest_s": slowest.seconds, "slowest_in": slowest.phase}  # fmt: skip

@@ -28,6 +28,7 @@ from mlflash.telemetry import heartbeat, prometheus_metrics
 from mlflash.telemetry.event_log import EventLog
 from mlflash.telemetry.heartbeat import CourierHeartbeat, Heard, RankFacts, TrainerHeartbeat, all_heartbeats
 from mlflash.telemetry.heartbeat_format import FORMAT, PART_NBYTES, encode, trainer_part, why_unread
+from mlflash.telemetry.lateness import Riding
 from mlflash.telemetry.recorder import CourierRecorder, TrainerRecorder
 
 OLDER = Path(__file__).with_name("golden-pulse-v1.bin")
@@ -332,6 +333,29 @@ def test_parts_that_are_torn_hostile_or_of_another_version_cost_what_they_say_an
     with file.open("r+b") as part:
         part.truncate(PART_NBYTES)
     assert heard(shm)["courier_pid"] is None
+
+
+def test_a_courier_says_who_its_last_commit_waited_for_and_one_without_a_comparison_says_nothing(
+    shm: Path, node_memory: NodeDirectory, trainer: TrainerHeartbeat
+) -> None:
+    courier = CourierRecorder(1, CourierHeartbeat(node_memory, FACTS), EventLog(None))
+    took = dict.fromkeys(("training", "copy", "deferred", "checksums", "transfer"), 0.5)
+    brought = [Riding(rank, 4, 1, took | {"copy": 0.5 + 2.0 * (rank == 3)}).numbers for rank in (0, 2, 3)]
+    mine = courier.compare(4, 1, took | {"copy": 0.75})
+    courier.compared([min(numbers) for numbers in zip(mine, *brought, strict=True)], lambda rank: f"n{rank}")
+    courier.committed(1, 3.0, 1)
+    said = heard(shm)
+    assert (said["slowest"], said["slowest_on"], said["slowest_in"], said["late_in"]) == (3, "n3", "copy", "copy")
+    assert said["slowest_s"] == pytest.approx(2.0, abs=0.3) and said["late_s"] == pytest.approx(0.25, abs=0.3)
+    assert 'mlflash_late_seconds{job_name="j",node="n0",phase="copy",rank="1"} 0.' in metrics(shm)
+    assert "rank 3" in shown(shm) and "late in copy, on n3" in shown(shm)
+    other = FACTS.__class__(0, 1, 1, "n0", "r")
+    TrainerHeartbeat(node_memory, other)
+    alone = CourierRecorder(0, CourierHeartbeat(node_memory, other), EventLog(None))
+    alone.compared(alone.compare(1, 1, took), str)
+    alone.committed(1, 3.0, 1)
+    assert 'mlflash_late_seconds{job_name="j",node="n0",phase="copy",rank="0"}' not in metrics(shm)
+    assert 'rank="0"' in metrics(shm)
 
 
 def test_a_courier_alone_is_no_rank_and_one_after_a_torn_part_begins_anew(

@@ -129,6 +129,27 @@ def test_figures_of_saves_memory_and_drains(lost_node: Path) -> None:
     assert told["notes"] == [] and told["warnings"] == []
 
 
+def test_ranks_that_commits_waited_for_are_listed_those_first_that_cost_most(tmp_path: Path) -> None:
+    job = made_logs.Job(ranks_per_node=2)
+    job.launch("a", made_logs.BEGAN, ["n1", "n2"], None, 60)
+    late = {10: (3, "copy", 2.0), 20: (1, "training", 0.5), 30: (3, "copy", 3.0), 40: (3, "copy", 2.5),
+            60: (3, "transfer", 0.25)}  # fmt: skip
+    for line in job.lines["n1"]:
+        if line["event"] == "commit" and line["rank"] == 0 and line["step"] in late:
+            line |= dict(zip(("slowest", "late_in", "late_s"), late[line["step"]], strict=True))
+    story = story_of(*job.write(tmp_path / "run.jsonl"))
+    keys = ("rank", "node", "phase", "commits", "median_s", "most_s", "step")
+    assert to_json(story)["waited_for"] == [dict(zip(keys, row, strict=True)) for row in (
+        (3, "n2", "copy", 3, 2.5, 3.0, 40), (1, "n1", "training", 1, 0.5, 0.5, 20),
+        (3, "n2", "transfer", 1, 0.25, 0.25, 60))]  # fmt: skip
+    drawn = page(story)
+    assert "Who commits waited for" in drawn and "copied its state into its slot" in drawn and "3 of 6" in drawn
+    plain = made_logs.Job()
+    plain.launch("a", made_logs.BEGAN, ["n1", "n2"], None, 20)
+    none = story_of(*plain.write(tmp_path / "other.jsonl"))
+    assert to_json(none)["waited_for"] == [] and "Who commits waited for" not in page(none)
+
+
 def test_the_interval_comes_from_what_was_measured(lost_node: Path) -> None:
     interval = to_json(story_of(lost_node))["interval"]
     assert (interval["mtbf_s"], interval["failures"], interval["node_mtbf_s"]) == (85.0, 1, 0.0)
@@ -312,7 +333,7 @@ VALUES = st.one_of(
 )  # fmt: skip
 KINDS = ("start", "save", "skip", "fail", "protect", "commit", "restore", "heal", "drain", "memory", "warning", "end")
 FIELDS = ("step", "seconds", "nbytes", "ranks", "nodes", "survives", "job", "source", "from", "why", "path", "error",
-          "text", "level", "state", "generation", "redundancy")  # fmt: skip
+          "text", "level", "state", "generation", "redundancy", "slowest", "late_in", "late_s")  # fmt: skip
 EVENTS = st.builds(
     lambda kind, time, rank, node, run, more: {
         **more,
@@ -335,7 +356,8 @@ GOOD_EVENTS = st.builds(
         "seconds": min(time, fields[1]), "nbytes": fields[2],
     },
     st.sampled_from(KINDS), st.floats(0, 2.5e11), st.integers(0, 3), st.sampled_from(["a", "b"]),
-    st.dictionaries(st.sampled_from(["source", "from", "state", "generation", "error", "text"]), VALUES),
+    st.dictionaries(st.sampled_from(["source", "from", "state", "generation", "error", "text", "slowest", "late_s",
+                                     "late_in"]), VALUES),
     st.tuples(st.integers(-1, 2**63 - 1), st.floats(0, 1e11), st.integers(0, 2**63 - 1)),
 )  # fmt: skip
 JOURNAL = st.builds(

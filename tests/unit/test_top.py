@@ -80,6 +80,24 @@ def test_what_needs_a_person_is_said() -> None:
     assert "1 other node: --slurm-job ID or --hosts A,B asks them" in shown(Look(1.0, (heartbeat(0), heartbeat(1))))
 
 
+def test_the_rank_that_the_last_commit_waited_for_is_named_with_its_phase_and_noise_is_not() -> None:
+    job = {"slowest": 3, "slowest_on": "n1", "slowest_s": 2.25, "slowest_in": "copy", "commit_s": 3.0}
+    late = [(0.01, "copy"), (0.02, "training"), (0.01, "transfer"), (2.25, "copy")]
+    heartbeats = tuple(heartbeat(n, late_s=late_s, late_in=phase, **job) for n, (late_s, phase) in enumerate(late))
+    text = shown(Look(100.0, heartbeats), width=120)
+    assert "waited for" in text and re.search(r"rank 3 +2\.2 s late in copy, on n1", text), text
+    assert text.count("2.2 s copy") == 1 and "20 ms training" not in text
+    here = shown(Look(100.0, heartbeats[:2]), width=120)
+    assert "late in copy, on n1" in here and "2.2 s copy" not in here, "the ranks of one node know it, too"
+    noise = job | {"slowest_s": 0.1, "late_s": 0.1, "late_in": "copy"}
+    few = shown(Look(100.0, tuple(heartbeat(rank, **noise) for rank in range(4))), width=120)
+    assert "waited for" not in few and "ms copy" not in few
+    assert "waited for" not in shown(Look(100.0, (heartbeat(0),))), "a version that does not say so"
+    many = [heartbeat(n, node=f"n{n // 64}", late_s=0.5 * (n == 70), late_in="checksums") for n in range(512)]
+    lines = shown(Look(100.0, tuple(many)), height=30, width=120).splitlines()
+    assert [line.split()[0] for line in lines if "500 ms checksums" in line] == ["n1"]
+
+
 def test_where_there_are_more_ranks_than_lines_a_line_is_a_node_and_shows_its_worst_rank() -> None:
     heartbeats = tuple(
         heartbeat(rank, node=f"n{rank // 64}", ranks=512, nodes=8, alive=rank != 100) for rank in range(512)
