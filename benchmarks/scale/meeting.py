@@ -37,6 +37,20 @@ class Call:
     received: int = 0
 
 
+@dataclasses.dataclass(frozen=True)
+class Made:
+    """A communicator or a window that a live rank has and has not freed.
+
+    Attributes:
+        what: "communicator" or "window".
+        size: ranks of it.
+    """
+
+    rank: int
+    what: str
+    size: int
+
+
 class Fabric:
     """What the live ranks of one world have in common.
 
@@ -53,6 +67,7 @@ class Fabric:
         self.size, self.per_node, self.live, self.splits = size, per_node, tuple(live), tuple(splits)
         self.phantoms = phantoms
         self.calls: list[Call] = []
+        self.made: list[Made] = []
         self.lock = threading.RLock()
         self.met: dict[tuple[object, ...], dict[int, Any]] = {}
         self.results: dict[tuple[object, ...], Any] = {}

@@ -9,7 +9,17 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from scale.parameters import DRAIN_EVERY_S, NODE_MTBF_S, RELAUNCH_S, STATE_NBYTES, Fabric, FileSystem, Node
+from scale.parameters import (
+    DRAIN_EVERY_S,
+    LIBFABRIC,
+    NODE_MTBF_S,
+    RELAUNCH_S,
+    STATE_NBYTES,
+    Fabric,
+    FileSystem,
+    Node,
+    WireUp,
+)
 
 from mlflash.placement.protection_groups import place
 from mlflash.placement.redundancy_scheme import Scheme, parse
@@ -18,9 +28,9 @@ from mlflash.planning.interval import Costs, best_interval, waste
 from mlflash.planning.scheme_comparison import Job, share_uncovered
 
 COMMIT_ALLREDUCES = 2  # counted by run.py; three where ranks share state
-# Counted by run.py: 19 of a relaunched start, 34 of a restore with a lost slot (copies; p2p), healing and those of one
+# Counted by run.py: 32 of a relaunched start, 40 of a restore with a lost slot (copies; p2p), healing and those of one
 # node among them: more than come before the load.
-RESTORE_COLLECTIVES = 53
+RESTORE_COLLECTIVES = 72
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,12 +40,14 @@ class Machine:
     Attributes:
         gpus: of the job, one rank each.
         nbytes: of state, on each.
+        wire_up: how couriers find each other.
     """
 
     gpus: int
     node: Node
     fabric: Fabric
     nbytes: float = STATE_NBYTES
+    wire_up: WireUp = LIBFABRIC
 
     @property
     def nodes(self) -> int:
@@ -81,12 +93,24 @@ def committed_s(machine: Machine, scheme: Scheme) -> float:
     return machine.stall_s + wire + checks + coding + COMMIT_ALLREDUCES * collective_s(machine, machine.gpus)
 
 
-def restored_s(machine: Machine, scheme: Scheme, node_lost: bool = True) -> float:
-    """From the start of the new ranks to a state on the GPU, checked; what a spare node lacks comes from others."""
-    node, ranks, nbytes = machine.node, machine.gpus, machine.nbytes
+def wire_up_s(machine: Machine) -> float:
+    """Until all couriers have found each other: the store, which all wait for, and then each node for itself."""
+    how, nodes = machine.wire_up, machine.nodes
+    given_out = nodes * nodes * how.address_nbytes / how.serve_Bps
+    return how.fixed_s + how.rank_s * machine.gpus + given_out + how.node_s * nodes
+
+
+def agreed_s(machine: Machine) -> float:
+    """All of a restore but its bytes: what each rank computes, the inventories of all nodes, all that is agreed on."""
+    node, ranks = machine.node, machine.gpus
     code = (node.start_s + node.restore_s) * ranks
     tables = 2 * collective_s(machine, machine.nodes, machine.nodes * node.inventory_nbytes)
-    agreements = RESTORE_COLLECTIVES * collective_s(machine, ranks)
+    return code + tables + RESTORE_COLLECTIVES * collective_s(machine, ranks)
+
+
+def moved_s(machine: Machine, scheme: Scheme, node_lost: bool = True) -> float:
+    """The bytes of a restore: every one verified, what a spare node lacks fetched and verified, all to the GPU."""
+    node, nbytes = machine.node, machine.nbytes
     verify = nbytes / node.check_Bps
     fetch = 0.0
     if node_lost:
@@ -95,8 +119,12 @@ def restored_s(machine: Machine, scheme: Scheme, node_lost: bool = True) -> floa
             data, survivors = scheme.members - scheme.losses, scheme.members - 1
             share = data / survivors * nbytes
             fetch += share / machine.wire_Bps + share / (node.xor_Bps if scheme.losses == 1 else node.rs_Bps)
-    load = nbytes / node.copy_Bps
-    return code + tables + agreements + verify + fetch + load
+    return verify + fetch + nbytes / node.copy_Bps
+
+
+def restored_s(machine: Machine, scheme: Scheme, node_lost: bool = True) -> float:
+    """From the start of the new ranks to a state on the GPU, checked; what a spare node lacks comes from others."""
+    return wire_up_s(machine) + agreed_s(machine) + moved_s(machine, scheme, node_lost)
 
 
 def pfs_s(machine: Machine, pfs: FileSystem, aggregate_Bps: float) -> float:

@@ -95,6 +95,31 @@ PERLMUTTER = FileSystem("all-flash Lustre, 4.65 TB/s", 4.65 * TB, 4.65 * TB, 4.5
 # alone gets what one of Perlmutter's gets.
 TECTONIC = FileSystem("2 TB/s, as under Llama 3", 2.0 * TB, 2.0 * TB, 4.54 * GB)
 
+
+@dataclasses.dataclass(frozen=True)
+class WireUp:
+    """How couriers find each other: one store gives each node the addresses of all nodes.
+
+    Attributes:
+        name: of what makes the addresses.
+        address_nbytes: of a node.
+        serve_Bps: addresses that the store gives out in a second, on one core.
+        rank_s: what the store works besides, for each rank of the job.
+        node_s: what each node works for itself, for each node of the job.
+        fixed_s: couriers and a Checkpointer of a few ranks.
+    """
+
+    name: str
+    address_nbytes: float
+    serve_Bps: float = 1.75 * GB  # measured: wireup.py
+    rank_s: float = 0.18e-3  # measured: wireup.py
+    node_s: float = 40e-6  # measured: wireup.py
+    fixed_s: float = 0.5  # measured: a recovery in place of four ranks on two cores (docs/keep_alive.md): 0.25 + 0.25
+
+
+LIBFABRIC = WireUp("libfabric", 1e3)  # counted: the address of a node in MPICH 5.0.2, one segment
+UCX = WireUp("UCX", 9e3, node_s=180e-6)  # counted: nine segments
+
 # Published: "1 MB to 4 GB per GPU" (arXiv:2407.21783, 3.3.1): the upper end.
 STATE_NBYTES = 4.0 * GB
 # Published: 419 unexpected interruptions in 54 days on 16,384 GPUs, 8 a node (arXiv:2407.21783, 3.3.4).
@@ -102,4 +127,8 @@ NODE_MTBF_S = 54 * DAY_S * 16_384 / 8 / 419
 # Published: 1.8 h on 16,384 GPUs (projected from smaller jobs; Kokolis et al., arXiv:2410.21680).
 NODE_MTBF_RSC_S = 1.8 * 3600 * 16_384 / 8
 RELAUNCH_S = 120.0  # assumption: from a failure until the new ranks run; the same for all that is compared
+# Measured on one H100 that three ranks shared: until all have left their step, NCCL aborted: 0.5 to 1.1 s
+# (docs/keep_alive.md).
+LEAVE_S = 1.1
+LOST_AFTER_S = 10.0  # the default of --lost-after: how long a node is silent until it counts as lost
 DRAIN_EVERY_S = 3600.0  # assumption: how often a checkpoint also goes to the file system

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from scale import agreement, planning
+from scale import agreement, planning, recoveries
 from scale.forecast import Line, Point
+from scale.parameters import Node
 
 _SHADES = ("#1f6fb4", "#c2571a", "#2e8b57", "#8a5fbf", "0.45", "0.6")  # readable on white and on black
 _GREY = "0.5"
@@ -37,11 +38,26 @@ def draw_ranks(path: Path, plans: Sequence[planning.Row], jobs: Sequence[agreeme
 
 
 def draw_model(path: Path, points: Sequence[Point]) -> None:
-    """Draw seconds to a commit and to a restored state against GPUs."""
-    with _figure(path, 2) as (left, right):
-        for axes, name, title in ((left, "committed_s", "seconds to committed"), (right, "restored_s", "to restored")):
+    """Draw seconds to a commit, to a restored state, and from a failure to all restored, against GPUs."""
+    gpus = sorted({point.gpus for point in points})
+    with _figure(path, 3) as (left, middle, right):
+        for axes, name, title in ((left, "committed_s", "seconds to committed"), (middle, "restored_s", "to restored")):
             _lines(axes, points, name)
-            _scales(axes, sorted({point.gpus for point in points}), "GPUs", title)
+            _scales(axes, gpus, "GPUs", title)
+        _recoveries(right, gpus)
+        title = "from a failure to all restored; crosses: published by others"
+        _scales(right, gpus, "GPUs", title, room=200)
+
+
+def _recoveries(axes: Any, gpus: Sequence[int]) -> None:
+    for shade, way in zip((*_SHADES, "0.75"), recoveries.WAYS, strict=True):
+        axes.loglog(gpus, [way.of(number, Node()) for number in gpus], "-" if way.is_ours else "--", color=shade,
+                    linewidth=1.6, marker="o", markersize=3, label=way.label)  # fmt: skip
+    for letter, one in recoveries.lettered():
+        if gpus[0] <= one.gpus <= gpus[-1]:
+            axes.plot([one.gpus], [one.seconds], "x", color=_GREY, markersize=5)
+            axes.annotate(f"{letter} {one.sign}", (one.gpus, one.seconds), (-4, 3), fontsize=8, ha="right",
+                          textcoords="offset points")  # fmt: skip
 
 
 def draw_waste(path: Path, points: Sequence[Point]) -> None:
@@ -72,7 +88,7 @@ def _band(axes: Any, rows: Sequence[Any], name: str, label: str, shade: str) -> 
                 label=label)  # fmt: skip
 
 
-def _scales(axes: Any, across: Sequence[int], label: str, title: str) -> None:
+def _scales(axes: Any, across: Sequence[int], label: str, title: str, room: float = 20) -> None:
     axes.set_xticks(across, [f"{n:,}" for n in across], rotation=30, ha="right")
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.minorticks_off()
@@ -80,7 +96,7 @@ def _scales(axes: Any, across: Sequence[int], label: str, title: str) -> None:
     axes.set_title(title, fontsize=10, loc="left")
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", color=_GREY, alpha=0.2)
-    axes.set_ylim(top=20 * axes.get_ylim()[1])  # room for the legend
+    axes.set_ylim(top=room * axes.get_ylim()[1])  # room for the legend
     axes.legend(fontsize=8, frameon=False, labelcolor="linecolor")
 
 
@@ -96,7 +112,7 @@ class _figure:
 
         self._style = matplotlib.rc_context(_STYLE)
         self._style.__enter__()
-        self._drawn = Figure(figsize=(10, 4.4), layout="constrained")
+        self._drawn = Figure(figsize=(5 * self._panels, 4.4), layout="constrained")
         self._drawn.patch.set_alpha(0)
         axes = self._drawn.subplots(1, self._panels)
         for one in axes:

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from scale.meeting import Call, Done, Fabric, Later, Receive, raw_bytes
+from scale.meeting import Call, Done, Fabric, Later, Made, Receive, raw_bytes
 
 _DUPLICATES = {"given": ("control",), "control": ("world",), "world": ("data",)}  # as `world.World` makes them
 
@@ -42,6 +42,9 @@ class Comm:
         self._count = 0
         self._splits = iter(fabric.splits)
         self._names = iter(_DUPLICATES.get(name, ()))
+        self._made = Made(rank, "communicator", self.size)
+        if name != "given":
+            fabric.made.append(self._made)
 
     def _next(self) -> tuple[object, ...]:
         self._count += 1
@@ -62,7 +65,8 @@ class Comm:
         return Group(self._members)
 
     def Free(self) -> None:
-        """Do nothing."""
+        """Forget that it was made."""
+        self.fabric.made.remove(self._made)
 
     # Collectives
 
@@ -183,6 +187,8 @@ class Window:
             self._key = (*comm._next(), "window")
             comm._note("Win.Create", 0)
             comm.fabric.meet(self._key, comm.rank, memory)
+            self._made = Made(comm._me, "window", comm.size)
+            comm.fabric.made.append(self._made)
 
     def Rput(self, message: list[Any], target: int, where: list[Any]) -> Later:
         """Put, as soon as the target has its window."""
@@ -203,10 +209,15 @@ class Window:
         assert self._memory is not None
         return self._memory.data, 8
 
+    def Free(self) -> None:
+        """Forget that it was made."""
+        if self._comm is not None:
+            self._comm.fabric.made.remove(self._made)
+
     def nothing(self, *_: object) -> None:
         """Do nothing: locks, and completion of what is complete."""
 
-    Lock = Unlock = Lock_all = Unlock_all = Flush = Flush_all = Sync = Free = nothing
+    Lock = Unlock = Lock_all = Unlock_all = Flush = Flush_all = Sync = nothing
 
 
 def module() -> Any:

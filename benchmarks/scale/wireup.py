@@ -161,7 +161,7 @@ def main() -> int:
     for process in (*workers, server):
         process.join(60)
     print(f"{size} ranks on {args.nodes} nodes: up after {took:.1f} s on {os.cpu_count()} cores")
-    print(f"the store: {server_s:.1f} s, {mib:.0f} MiB, {most} connections, at most {keys} keys, {left} left")
+    print(f"the store: {server_s:.2f} s, {mib:.0f} MiB, {most} connections, at most {keys} keys, {left} left")
     print(f"the ranks: {cpu_s:.1f} s, on one node {cpu_s / args.nodes * 1e3:.0f} ms")
     return 0
 

@@ -1,0 +1,153 @@
+"""What would have to be true for mlflash to be slower than a parallel file system: computed from the model.
+
+Both sides are relaunched alike, or recover as `recoveries.WAYS` says; each condition is where their seconds are equal.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator
+
+from scale import model, recoveries
+from scale.forecast import FEW
+from scale.model import Machine
+from scale.parameters import LIBFABRIC, PERLMUTTER, SLINGSHOT_11, TECTONIC, UCX, Fabric, FileSystem, Node, WireUp
+
+from mlflash.placement.redundancy_scheme import Scheme, parse
+
+COPY = parse("copy")
+_STEPS = 200  # of a bisection over all that a float can be
+
+
+@dataclasses.dataclass(frozen=True)
+class Condition:
+    """A number at which mlflash and the file system take equally long.
+
+    Attributes:
+        what: the number, and on which side of it mlflash is slower.
+        unit: of it.
+        assumed: what the model takes for it; None: it takes none.
+        at: by number of GPUs, or 0 for all; None: mlflash is faster, inf: slower, whatever the number is.
+    """
+
+    what: str
+    unit: str
+    assumed: float | None
+    at: dict[int, float | None]
+
+
+def crossing(ours: Callable[[float], float], theirs: Callable[[float], float], low: float, high: float,
+             grows: bool) -> float | None:  # fmt: skip
+    """Find the number at which two sides take equally long, between two positive ones.
+
+    Args:
+        ours, theirs: seconds of each side.
+        low, high: of the number.
+        grows: whether mlflash is slower above the number, else below it.
+
+    Returns:
+        The number; None where mlflash is faster from ``low`` to ``high``, and inf where it is slower.
+    """
+    slower_at = [ours(end) > theirs(end) for end in (low, high)]
+    if slower_at[0] == slower_at[1]:
+        return math.inf if slower_at[0] else None
+    if slower_at != [not grows, grows]:
+        raise ValueError(f"mlflash is slower at the {'lower' if grows else 'upper'} end")
+    for _ in range(_STEPS):
+        middle = math.sqrt(low * high)
+        if (ours(middle) > theirs(middle)) == grows:
+            high = middle
+        else:
+            low = middle
+    return math.sqrt(low * high)
+
+
+def read_Bps_of_a_gpu(machine: Machine, scheme: Scheme = COPY) -> float | None:
+    """Bytes per second that each GPU must get from a file system for it to restore as fast, however many there are."""
+    ours = model.restored_s(machine, scheme)
+
+    def theirs(rate: float) -> float:
+        pfs = FileSystem("", rate * machine.gpus, rate * machine.gpus, rate * machine.node.gpus)
+        return model.pfs_restored_s(machine, pfs)
+
+    return crossing(lambda rate: ours, theirs, 1.0, 1e15, grows=True)
+
+
+def nbytes_of_a_gpu(machine: Machine, pfs: FileSystem, scheme: Scheme = COPY) -> float | None:
+    """Bytes of state on each GPU below which a file system restores faster."""
+
+    def of(nbytes: float) -> Machine:
+        return dataclasses.replace(machine, nbytes=nbytes)
+
+    return crossing(lambda nbytes: model.restored_s(of(nbytes), scheme),
+                    lambda nbytes: model.pfs_restored_s(of(nbytes), pfs), 1.0, 1e15, grows=False)  # fmt: skip
+
+
+def loaded(machine: Machine, pfs: FileSystem, commits: bool, scheme: Scheme = COPY) -> float | None:
+    """Share of the fabric below which a file system commits, or restores, faster."""
+    ours, theirs = (model.committed_s, model.pfs_committed_s) if commits else (model.restored_s, model.pfs_restored_s)
+
+    def of(share: float) -> Machine:
+        return dataclasses.replace(machine, fabric=dataclasses.replace(machine.fabric, loaded=share))
+
+    other = theirs(machine, pfs)
+    return crossing(lambda share: ours(of(share), scheme), lambda share: other, 1e-9, 1.0, grows=False)
+
+
+def gpus_of_the_file_system(machine: Machine, pfs: FileSystem, scheme: Scheme = COPY) -> float | None:
+    """GPUs from which on a file system restores faster."""
+
+    def of(gpus: float) -> Machine:
+        return dataclasses.replace(machine, gpus=int(gpus))
+
+    return crossing(lambda gpus: model.restored_s(of(gpus), scheme), lambda gpus: model.pfs_restored_s(of(gpus), pfs),
+                    1000, 1e8, grows=True)  # fmt: skip
+
+
+def gpus_where_ranks_count(machine: Machine, scheme: Scheme = COPY) -> float | None:
+    """GPUs from which on what grows with their number takes longer than the bytes: wire-up, tables, agreement."""
+
+    def growing(gpus: float) -> float:
+        bigger = dataclasses.replace(machine, gpus=int(gpus))
+        return model.wire_up_s(bigger) + model.agreed_s(bigger)
+
+    return crossing(growing, lambda gpus: model.moved_s(machine, scheme), 2, 1e8, grows=True)
+
+
+def relaunch_s(machine: Machine, pfs: FileSystem) -> float | None:
+    """Seconds below which a relaunch is so fast that, out of a file system, it beats a recovery in place."""
+    ours = recoveries.in_place_s(machine, node_lost=True)
+    restored = model.pfs_restored_s(machine, pfs)
+    return crossing(lambda seconds: ours, lambda seconds: seconds + restored, 1e-6, 1e6, grows=False)
+
+
+def conditions(node: Node, fabric: Fabric = SLINGSHOT_11, gpus: tuple[int, ...] = FEW) -> Iterator[Condition]:
+    """Work out all of them."""
+
+    def each(work: Callable[[Machine], float | None], how: WireUp = LIBFABRIC) -> dict[int, float | None]:
+        return {number: work(Machine(number, node, fabric, wire_up=how)) for number in gpus}
+
+    def once(work: Callable[[Machine], float | None], how: WireUp = LIBFABRIC) -> dict[int, float | None]:
+        return {0: work(Machine(gpus[0], node, fabric, wire_up=how))}
+
+    yield Condition("restore: file system gives each GPU more than", "GB/s", None, _over(each(read_Bps_of_a_gpu), 1e9))
+    for pfs in (PERLMUTTER, TECTONIC):
+        yield Condition(f"restore, {pfs.name}: state of a GPU below", "GB", model.STATE_NBYTES / 1e9,
+                        _over(each(functools.partial(nbytes_of_a_gpu, pfs=pfs)), 1e9))  # fmt: skip
+    for commits, what in ((True, "commit"), (False, "restore")):
+        yield Condition(f"{what}, {PERLMUTTER.name}: share of the fabric below", "", fabric.loaded,
+                        each(functools.partial(loaded, pfs=PERLMUTTER, commits=commits)))  # fmt: skip
+    for how in (LIBFABRIC, UCX):
+        for pfs in (PERLMUTTER, TECTONIC):
+            yield Condition(f"restore, {pfs.name}, addresses of {how.name}: more than", "GPUs", None,
+                            once(functools.partial(gpus_of_the_file_system, pfs=pfs), how))  # fmt: skip
+        yield Condition(f"wire-up and agreement outweigh the bytes, {how.name}: more than", "GPUs", None,
+                        once(gpus_where_ranks_count, how))  # fmt: skip
+    yield Condition(f"recovery in place, {PERLMUTTER.name}: a relaunch takes less than", "s", model.RELAUNCH_S,
+                    each(functools.partial(relaunch_s, pfs=PERLMUTTER)))  # fmt: skip
+
+
+def _over(found: dict[int, float | None], unit: float) -> dict[int, float | None]:
+    return {gpus: None if value is None else value / unit for gpus, value in found.items()}

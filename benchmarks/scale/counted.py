@@ -1,0 +1,87 @@
+"""What a Checkpointer and its courier make on each rank, counted where all but a few ranks are simulated.
+
+Communicators and windows are those that there are after a save; tables are the Python objects that a Checkpointer
+reaches.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import gc
+import sys
+import threading
+import types
+from collections.abc import Mapping
+
+from scale.jobs import COMMITS, simulated
+
+_NOT_ITS_OWN = (types.ModuleType, type, types.FunctionType, types.BuiltinFunctionType, types.CodeType, types.FrameType)
+
+
+@dataclasses.dataclass(frozen=True)
+class Made:
+    """What the lowest live rank has.
+
+    Attributes:
+        communicators: how many, by the number of their ranks.
+        windows: as many, by that of their communicator.
+        threads: names of those of mlflash, of one rank.
+        tables_nbytes: of Python's objects that its Checkpointer reaches.
+    """
+
+    communicators: Mapping[int, int]
+    windows: Mapping[int, int]
+    threads: tuple[str, ...]
+    tables_nbytes: int
+
+    def of_communicators(self) -> str:
+        """Say how many there are of how many ranks."""
+        return _said(self.communicators)
+
+    def of_windows(self) -> str:
+        """Say how many there are over how many ranks; "": none."""
+        return _said(self.windows)
+
+
+def count(ranks: int, scheme: str, transport: str = "p2p") -> Made:
+    """Start a job of so many ranks, and let it save; count then."""
+    with simulated(ranks, scheme, transport) as job:
+        job.start()
+        for step in range(1, COMMITS + 1):
+            job.commit(step)
+        fabric = job._fabric
+        assert fabric is not None
+        there = [one for one in fabric.made if one.rank == job.live[0]]
+        names = collections.Counter(
+            thread.name for thread in threading.enumerate() if thread.name.startswith("mlflash-")
+        )
+        made = Made(
+            collections.Counter(one.size for one in there if one.what == "communicator"),
+            collections.Counter(one.size for one in there if one.what == "window"),
+            tuple(sorted(name for name, number in names.items() for _ in range(number // len(job.live)))),
+            reached_nbytes(job._checkpointers[0]),
+        )
+        job.stop()
+        return made
+
+
+def reached_nbytes(first: object) -> int:
+    """Bytes of all Python objects that can be reached from one, but for code, and for what simulates MPI."""
+    found, seen, nbytes = [first], {id(first)}, 0
+    while found:
+        one = found.pop()
+        nbytes += sys.getsizeof(one)
+        for other in gc.get_referents(one):
+            if id(other) not in seen and not isinstance(other, _NOT_ITS_OWN) and not _simulates(other):
+                seen.add(id(other))
+                found.append(other)
+    return nbytes
+
+
+def _simulates(one: object) -> bool:
+    return type(one).__module__.startswith(("scale.", "concurrent.", "logging"))
+
+
+def _said(numbers: Mapping[int, int]) -> str:
+    return ", ".join(f"{number} of {size:,}" for size, number in sorted(numbers.items(), reverse=True))
