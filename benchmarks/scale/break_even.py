@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from scale import model, recoveries
 from scale.forecast import FEW
@@ -106,14 +106,22 @@ def gpus_of_the_file_system(machine: Machine, pfs: FileSystem, scheme: Scheme = 
                     1000, 1e8, grows=True)  # fmt: skip
 
 
-def gpus_where_ranks_count(machine: Machine, scheme: Scheme = COPY) -> float | None:
-    """GPUs from which on what grows with their number takes longer than the bytes: wire-up, tables, agreement."""
+def gpus_where_ranks_count(
+    machine: Machine, growing: Sequence[Callable[[Machine], float]], scheme: Scheme = COPY
+) -> float | None:
+    """GPUs from which on what grows with their number takes longer than the bytes of a restore.
 
-    def growing(gpus: float) -> float:
+    Args:
+        machine: whatever its size.
+        growing: seconds of what grows.
+        scheme: redundancy.
+    """
+
+    def grown(gpus: float) -> float:
         bigger = dataclasses.replace(machine, gpus=int(gpus))
-        return model.wire_up_s(bigger) + model.agreed_s(bigger)
+        return sum(seconds(bigger) for seconds in growing)
 
-    return crossing(growing, lambda gpus: model.moved_s(machine, scheme), 2, 1e8, grows=True)
+    return crossing(grown, lambda gpus: model.moved_s(machine, scheme), 2, 1e8, grows=True)
 
 
 def relaunch_s(machine: Machine, pfs: FileSystem) -> float | None:
@@ -143,8 +151,10 @@ def conditions(node: Node, fabric: Fabric = SLINGSHOT_11, gpus: tuple[int, ...] 
         for pfs in (PERLMUTTER, TECTONIC):
             yield Condition(f"restore, {pfs.name}, addresses of {how.name}: more than", "GPUs", None,
                             once(functools.partial(gpus_of_the_file_system, pfs=pfs), how))  # fmt: skip
-        yield Condition(f"wire-up and agreement outweigh the bytes, {how.name}: more than", "GPUs", None,
-                        once(gpus_where_ranks_count, how))  # fmt: skip
+        both = functools.partial(gpus_where_ranks_count, growing=(model.wire_up_s, model.agreed_s))
+        yield Condition(f"wire-up, agreement outweigh bytes, {how.name}: more than", "GPUs", None, once(both, how))
+    agreement = functools.partial(gpus_where_ranks_count, growing=(model.agreed_s,))
+    yield Condition("tables and agreement alone outweigh bytes: more than", "GPUs", None, once(agreement))
     yield Condition(f"recovery in place, {PERLMUTTER.name}: a relaunch takes less than", "s", model.RELAUNCH_S,
                     each(functools.partial(relaunch_s, pfs=PERLMUTTER)))  # fmt: skip
 

@@ -165,6 +165,14 @@ def test_number_of_gpus_at_which_both_restore_equally_fast() -> None:
         assert model.restored_s(more, parse("copy")) > model.pfs_restored_s(more, PERLMUTTER)
 
 
+def test_number_of_gpus_at_which_agreement_outweighs_bytes_by_hand() -> None:
+    # 3 us a rank; bytes: verified, fetched, verified, to the GPU: 0.5 s. All else is below a tenth of a second.
+    gpus = break_even.gpus_where_ranks_count(MACHINE, (model.agreed_s,))
+    assert gpus is not None and 0.4 / 3e-6 < gpus < 0.5 / 3e-6
+    with_couriers = break_even.gpus_where_ranks_count(MACHINE, (model.agreed_s, model.wire_up_s))
+    assert with_couriers is not None and with_couriers < 2000  # 0.25 s, and 0.1 ms a rank
+
+
 def test_a_relaunch_that_is_as_fast_as_a_recovery_in_place() -> None:
     seconds = break_even.relaunch_s(at_100_000(wire_up=UCX), PERLMUTTER)
     assert seconds is not None
