@@ -217,8 +217,10 @@ def main() -> int:
 def _lines(found: list[Condition], few: tuple[int, ...]) -> Iterator[list[str]]:
     for one in found:
         assumed = "" if one.assumed is None else _said(one.assumed, one.unit)
-        values = [one.at[0]] * len(few) if 0 in one.at else [one.at[gpus] for gpus in few]
-        yield [one.what, assumed, *(_said(value, one.unit) for value in values)]
+        if 0 in one.at:
+            yield [one.what, assumed, _said(one.at[0], one.unit), *[""] * (len(few) - 1)]
+        else:
+            yield [one.what, assumed, *(_said(one.at[gpus], one.unit) for gpus in few)]
 
 
 def _said(value: float | None, unit: str) -> str:
@@ -226,7 +228,7 @@ def _said(value: float | None, unit: str) -> str:
         return "never"
     if math.isinf(value):
         return "always"
-    return (f"{value:,.0f}" if value >= 1000 else f"{value:.3g}") + f" {unit}".rstrip()
+    return f"{float(f'{value:.2g}'):,g} {unit}".rstrip()
 
 
 if __name__ == "__main__":
