@@ -111,14 +111,14 @@ class WireUp:
 
     name: str
     address_nbytes: float
-    serve_Bps: float = 1.9 * GB  # measured: wireup.py, 64 to 512 nodes, least squares
-    rank_s: float = 0.21e-3  # measured: the same
-    node_s: float = 40e-6  # measured: wireup.py, 512 nodes
+    serve_Bps: float = 1.1 * GB  # measured: wireup.py, 64 to 512 nodes, least squares
+    rank_s: float = 0.28e-3  # measured: the same
+    node_s: float = 66e-6  # measured: wireup.py, 512 nodes
     fixed_s: float = 0.5  # measured: a recovery in place of four ranks on two cores (docs/keep_alive.md): 0.25 + 0.25
 
 
 LIBFABRIC = WireUp("libfabric", 1e3)  # counted: the address of a node in MPICH 5.0.2, one segment
-UCX = WireUp("UCX", 9e3, node_s=180e-6)  # counted: nine segments
+UCX = WireUp("UCX", 9e3, node_s=309e-6)  # counted: nine segments; measured: wireup.py, 512 nodes
 
 # Published: "1 MB to 4 GB per GPU" (arXiv:2407.21783, 3.3.1): the upper end.
 STATE_NBYTES = 4.0 * GB
