@@ -263,7 +263,7 @@ class _OnItsWay:
             raise DrainFailed("not every rank of the checkpoint handed its state in",
                               expected=f"{self.drain_input.world_size} ranks", found=len(told))  # fmt: skip
         for stored, _ in told:  # what is not there any more must not be committed
-            for name, nbytes in ((stored.card, stored.nbytes), (stored.data, stored.data_nbytes)):
+            for name, nbytes in {stored.card: stored.nbytes, stored.data: stored.data_nbytes}.items():  # one in HDF5
                 if self.inside.nbytes(name) != nbytes:
                     raise DrainFailed("a file is not as it was written", expected=f"{nbytes} bytes in {name}",
                                       found=self.inside.nbytes(name))  # fmt: skip
