@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import os
@@ -9,18 +10,18 @@ import pickle
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from scale import tables
 from scale.meeting import Call, Fabric
+from scale.phantoms import Olds, here, standing_in
 from scale.simulated_mpi import module, world
 
 import mlflash
-import mlflash.mpi.world
-from mlflash.memory.inventory import encode
+from mlflash.memory.inventory import Inventory, encode
 from mlflash.placement.protection_groups import Placement, place
 from mlflash.placement.redundancy_scheme import parse
 from mlflash.placement.topology import Topology
@@ -33,17 +34,29 @@ _WAIT_S = 240.0
 
 @dataclasses.dataclass
 class Phase:
-    """What the lowest live rank did in one phase, and processor time of all live ranks, divided by their number.
+    """What live ranks did in one phase, and processor time of all of them, divided by their number.
 
     Attributes:
-        calls: of the lowest live rank.
-        busiest: of the live rank that sent most.
-        cpu_s: seconds of processor time of a rank, the simulation of MPI in it.
+        of: the calls of each live rank, the lowest first.
+        asked: what each asked the directory for, and how often.
+        cpu_s: seconds of processor time of a rank, the simulation of MPI in it, but not what phantoms bring.
+        alone_s: of the lowest rank beside: what it alone did for a drain.
     """
 
-    calls: list[Call]
-    busiest: list[Call]
+    of: list[list[Call]]
+    asked: list[collections.Counter[tuple[str, str]]]
     cpu_s: float
+    alone_s: float
+
+    @property
+    def calls(self) -> list[Call]:
+        """Those of the lowest live rank."""
+        return self.of[0]
+
+    @property
+    def busiest(self) -> list[Call]:
+        """Those of the live rank that sent most."""
+        return max(self.of, key=lambda some: sum(call.nbytes for call in some))
 
 
 class SimulatedJob:
@@ -55,37 +68,58 @@ class SimulatedJob:
         transport: "p2p" or "rma".
         alike: whether all ranks hold the same state, and share it.
         memory: directory in memory that stands for that of all nodes.
+        cut: whether the state is a tensor cut over the nodes, of which the ranks of a node hold the same rows each.
+        per_node: ranks on each node.
+        directory: where it drains to; None: nowhere.
+        before: the job that filled the memory, on as many nodes; None: this one.
     """
 
-    def __init__(self, ranks: int, scheme: str, transport: str, alike: bool, memory: Path):
+    def __init__(
+        self, ranks: int, scheme: str, transport: str, alike: bool, memory: Path, cut: bool = False,
+        per_node: int = PER_NODE, directory: Path | None = None, before: SimulatedJob | None = None,
+    ):  # fmt: skip
         self.ranks, self.scheme, self.transport, self.alike, self.memory = ranks, scheme, transport, alike, memory
+        self.cut, self.per_node, self.directory, self.before = cut, per_node, directory, before or self
         self.topology = Topology(
-            tuple(rank // PER_NODE for rank in range(ranks)), tuple(f"node{n}" for n in range(ranks // PER_NODE))
+            tuple(rank // per_node for rank in range(ranks)), tuple(f"node{n}" for n in range(ranks // per_node))
         )
         self.placed: Placement = place(self.topology, parse(scheme))
         number = self.placed.connected
         self.live = tuple(rank for rank in range(ranks) if number[rank] == number[0])
-        self.lost: set[int] = set()
+        self._lost: int | None = None  # a node, with all it held
         self._fabric: Fabric | None = None
         self._checkpointers: list[mlflash.Checkpointer] = []
         self._threads = ThreadPoolExecutor(len(self.live))
         self._made: list[bytes] | None = None
         self._is_placed = False  # where all ranks are was told
 
+    @contextlib.contextmanager
+    def doubled(self) -> Iterator[SimulatedJob]:
+        """Make a job of twice as many ranks on the same nodes, which finds what this one left."""
+        job = SimulatedJob(2 * self.ranks, self.scheme, self.transport, self.alike, self.memory, self.cut,
+                           2 * self.per_node, self.directory, self)  # fmt: skip
+        try:
+            yield job
+        finally:
+            job._end()
+
     def start(self) -> Phase:
         """Make the Checkpointers."""
         all_ranks = ("all",) if self.alike else ()
         splits = ("node", "leaders", *all_ranks, "group", "group")
-        fabric = self._fabric = Fabric(self.ranks, PER_NODE, self.live, splits, self._phantoms)
-
+        fabric = self._fabric = Fabric(self.ranks, self.per_node, self.live, splits, self._phantoms)
+        lost = None if self._lost is None else (self._lost, 0)
+        fabric.olds = Olds(self.before.ranks, self.ranks, len(self.topology.node_names), self.live, self.before.live,
+                           lost)  # fmt: skip
         self._make_phantoms()
         self._is_placed = False
 
         def make(rank: int) -> mlflash.Checkpointer:
             return mlflash.Checkpointer(
                 comm=world(fabric, rank), job="scale", memory=str(self.memory), redundancy=self.scheme, strict=True,
-                transport=self.transport, ranks_per_node=PER_NODE, timeout_s=_WAIT_S, block_nbytes=BLOCK_NBYTES,
-                chunk_nbytes=CHUNK_NBYTES, replicated=True if self.alike else None,
+                transport=self.transport, ranks_per_node=self.per_node, timeout_s=_WAIT_S, block_nbytes=BLOCK_NBYTES,
+                chunk_nbytes=CHUNK_NBYTES, replicated=True if self.alike else None, share=not self.cut,
+                directory=self.directory,
             )  # fmt: skip
 
         phase, self._checkpointers = self._together(make)
@@ -93,84 +127,125 @@ class SimulatedJob:
 
     def commit(self, step: int) -> Phase:
         """Save a step and wait for its commit."""
-        states = {rank: _state(0 if self.alike else rank, step) for rank in self.live}
+        states = {rank: self._state(rank, step) for rank in self.live}
+        return self._together(lambda rank: self._of(rank).save(step, states[rank]).wait())[0]
 
-        def save(rank: int) -> None:
-            checkpointer = self._checkpointers[self.live.index(rank)]
-            checkpointer.save(step, states[rank]).wait()
-
-        return self._together(save)[0]
+    def drain(self) -> Phase:
+        """Drain the newest checkpoint and wait for it."""
+        return self._together(lambda rank: self._of(rank).drain().wait(_WAIT_S))[0]
 
     def stop(self) -> None:
         """Close the Checkpointers; their files stay."""
-        self._together(lambda rank: self._checkpointers[self.live.index(rank)].close())
+        self._together(lambda rank: self._of(rank).close())
 
-    def end(self) -> None:
+    def _end(self) -> None:
         """End the threads."""
         self._threads.shutdown()
 
     def lose(self, rank: int) -> None:
-        """Delete the files of one live rank, and with it those of its whole node."""
-        for path in self.memory.rglob(f"node{rank // PER_NODE}/slot-*"):
+        """Delete the files of one live rank."""
+        for path in self.memory.rglob(f"node{self.topology.node_of[rank]}/slot-*"):
             path.unlink()
-        self.lost = {rank}
+
+    def lose_node(self, rank: int) -> None:
+        """Delete all that the node of a live rank holds."""
+        self.lose(rank)
+        self._lost = self.topology.node_of[rank]
+
+    def forget(self) -> None:
+        """Delete all that is in memory."""
+        for path in self.memory.rglob("slot-*"):
+            path.unlink()
 
     def restore(self, step: int) -> tuple[Phase, bool]:
         """Restore, and heal; also gives whether every live rank has every byte of the step."""
-        found: dict[int, Any] = {rank: _state(-1, 0) for rank in self.live}
+        found: dict[int, Any] = {rank: self._state(rank, -1) for rank in self.live}
 
         def restore(rank: int) -> int | None:
-            checkpointer = self._checkpointers[self.live.index(rank)]
-            restored = checkpointer.restore(found[rank])
-            checkpointer.adapting.ranks.agree([0])  # healing goes on behind; nothing public waits for it
+            restored = self._of(rank).restore(found[rank])
+            self._of(rank).adapting.ranks.agree([0])  # healing goes on behind; nothing public waits for it
             return restored
 
         phase, steps = self._together(restore)
-        right = all(np.array_equal(found[r]["weights"], _state(r, step)["weights"]) for r in self.live)
+        right = all(_bytes_of(found[r]) == _bytes_of(self._state(r, step)) for r in self.live)
         return phase, right and set(steps) == {step}
+
+    def _of(self, rank: int) -> mlflash.Checkpointer:
+        return self._checkpointers[self.live.index(rank)]
 
     def _together(self, work: Callable[[int], Any]) -> tuple[Phase, list[Any]]:
         """Let all live ranks do something; gives what they called, and their results."""
         fabric = self._fabric
         assert fabric is not None
-        first, start = len(fabric.calls), time.process_time()
-        running = [self._threads.submit(work, rank) for rank in self.live]
-        results = [one.result(_WAIT_S) for one in running]
-        cpu_s = (time.process_time() - start) / len(self.live)
+        first, asked = len(fabric.calls), {rank: fabric.asked[rank].copy() for rank in self.live}
+        alone, made_up, start = fabric.alone_s, fabric.made_up_s, time.process_time()
+
+        def as_trainer(rank: int) -> Any:
+            here.rank, here.fabric = rank, fabric
+            return work(rank)
+
+        running = [self._threads.submit(as_trainer, rank) for rank in self.live]
+        through, _ = wait(running, _WAIT_S, FIRST_EXCEPTION)
+        for one in through:
+            one.result()
+        results = [one.result(0) for one in running]
+        alone_s = fabric.alone_s - alone
+        cpu_s = (time.process_time() - start - (fabric.made_up_s - made_up) - alone_s) / len(self.live)
         calls = fabric.calls[first:]
-        by_rank = [[call for call in calls if call.rank == rank] for rank in self.live]
-        return Phase(by_rank[0], max(by_rank, key=lambda some: sum(c.nbytes for c in some)), cpu_s), results
+        of = [[call for call in calls if call.rank == rank] for rank in self.live]
+        return Phase(of, [fabric.asked[rank] - asked[rank] for rank in self.live], cpu_s, alone_s), results
 
     def _make_phantoms(self) -> None:
         """Make the inventories of all nodes, before anything is timed."""
         self._made = None
         if any(self.memory.rglob("slot-*")):
-            parts = tables.whole_inventories(self.topology, self.placed, self.memory, self.live)
+            held = self.before
+            parts = tables.whole_inventories(held.topology, held.placed, self.memory, held.live)
+            if self._lost is not None:
+                parts[self._lost] = Inventory(parts[self._lost].rows[:0])
             self._made = [pickle.dumps(encode(part)) for part in parts]
 
-    def _phantoms(self, comm: str, nbytes: int) -> Sequence[bytes] | None:
+    def _phantoms(self, comm: str, nbytes: int) -> Sequence[bytes | None] | None:
         """Where all ranks are, at first; then inventories of all nodes, in place of those of the few with files."""
         if comm == "world" and not self._is_placed:
             self._is_placed = True
-            return [pickle.dumps((rank - rank % PER_NODE, f"node{rank // PER_NODE}")) for rank in range(self.ranks)]
+            return [pickle.dumps((rank - rank % self.per_node, f"node{rank // self.per_node}"))
+                    for rank in range(self.ranks)]  # fmt: skip
         return self._made if comm == "leaders" and nbytes > len(pickle.dumps(None)) else None
 
+    def _state(self, rank: int, step: int) -> dict[str, Any]:
+        """The state of a rank at a step; -1: one that is to be filled."""
+        node = self.topology.node_of[rank]
+        seed = [0, 0] if step < 0 else [1 + (node if self.cut else 0 if self.alike else rank), step]
+        weights = np.random.default_rng(seed).integers(0, 255, STATE_NBYTES, dtype=np.uint8)
+        return {"weights": self._shard(weights, rank) if self.cut else weights, "step": step}
 
-def _state(rank: int, step: int) -> dict[str, Any]:
-    random = np.random.default_rng([rank + 1, step])
-    return {"weights": random.integers(0, 255, STATE_NBYTES, dtype=np.uint8), "step": step}
+    def _shard(self, rows: np.ndarray, rank: int) -> Any:
+        """The rows of a rank's node, as a DTensor."""
+        import torch
+        from torch.distributed.device_mesh import DeviceMesh
+        from torch.distributed.tensor import DTensor, Replicate, Shard
+
+        ranks = torch.arange(self.ranks).reshape(-1, self.per_node)
+        names = f"nodes of {rank}", f"ranks of {rank}"  # PyTorch takes equal meshes of two ranks for one
+        mesh = DeviceMesh("cpu", ranks, mesh_dim_names=names, _init_backend=False, _rank=rank)
+        local = torch.from_numpy(rows.view(np.float32))
+        whole = torch.Size([len(local) * len(ranks)])
+        return DTensor.from_local(local, mesh, [Shard(0), Replicate()], run_check=False, shape=whole, stride=(1,))
+
+
+def _bytes_of(state: dict[str, Any]) -> bytes:
+    weights = state["weights"]
+    return bytes(weights if isinstance(weights, np.ndarray) else weights.to_local().numpy().view(np.uint8))
 
 
 @contextlib.contextmanager
-def simulated(ranks: int, scheme: str, transport: str = "p2p", alike: bool = False) -> Iterator[SimulatedJob]:
-    """Make a job whose MPI is simulated; memory and module are as they were afterwards."""
-    real = mlflash.mpi.world.load_mpi
+def simulated(*args: Any, **named: Any) -> Iterator[SimulatedJob]:
+    """Make a job (see `SimulatedJob`, but for its memory) whose MPI is simulated; all is as it was afterwards."""
     top = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    with tempfile.TemporaryDirectory(dir=top, prefix="mlflash-scale-") as memory:
-        mlflash.mpi.world.load_mpi = module
-        job = SimulatedJob(ranks, scheme, transport, alike, Path(memory))
+    with tempfile.TemporaryDirectory(dir=top, prefix="mlflash-scale-") as memory, standing_in(module):
+        job = SimulatedJob(*args, memory=Path(memory), **named)
         try:
             yield job
         finally:
-            mlflash.mpi.world.load_mpi = real
-            job.end()
+            job._end()

@@ -8,14 +8,15 @@ from __future__ import annotations
 import collections
 import dataclasses
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-Phantoms = Callable[[str, int], Sequence[bytes] | None]
-"""What each rank brings to a gather, live ones too, from the name of the communicator and the least bytes that a live
-rank wants to bring; None: live ranks bring what they have, and phantoms what the one with the least has.
+Phantoms = Callable[[str, int], Sequence[bytes | None] | None]
+"""What each rank brings to a gather, from the name of the communicator and the least bytes that a live rank wants to
+bring. None, of all ranks or of one: a live rank brings what it has, a phantom what the live one with the least has.
 """
 
 
@@ -61,6 +62,14 @@ class Fabric:
         splits: what the world is split into, in the order of the calls: "node", "leaders", "all" or "group", which is
             the live ranks.
         phantoms: what phantoms bring to a gather.
+
+    Attributes:
+        answers: what they bring to the next gathers of a communicator, before ``phantoms`` is asked.
+        made_up_s: seconds of processor time that making that up took: no rank of a real job spends them.
+        asked: of each live rank what it asked the directory for, and how often.
+        sizes: of files that phantoms would have written.
+        olds: the ranks of the checkpoint that is written, see `phantoms.Olds`.
+        alone_s: seconds of processor time of what the first rank did alone, while a drain was committed.
     """
 
     def __init__(self, size: int, per_node: int, live: Sequence[int], splits: Sequence[str], phantoms: Phantoms):
@@ -68,6 +77,12 @@ class Fabric:
         self.phantoms = phantoms
         self.calls: list[Call] = []
         self.made: list[Made] = []
+        self.answers: dict[str, collections.deque[Callable[[], Sequence[bytes | None]]]]
+        self.answers = collections.defaultdict(collections.deque)
+        self.asked: dict[int, collections.Counter[tuple[str, str]]] = collections.defaultdict(collections.Counter)
+        self.sizes: dict[str, int] = {}
+        self.olds: Any = None
+        self.made_up_s = self.alone_s = 0.0
         self.lock = threading.RLock()
         self.met: dict[tuple[object, ...], dict[int, Any]] = {}
         self.results: dict[tuple[object, ...], Any] = {}
@@ -84,6 +99,13 @@ class Fabric:
         """Bring something to a collective."""
         with self.lock:
             self.met.setdefault(key, {})[rank] = value
+
+    def made_up(self, comm: str, nbytes: int) -> Sequence[bytes | None] | None:
+        """What phantoms bring to a gather."""
+        begun = time.thread_time()
+        found = self.answers[comm].popleft()() if self.answers[comm] else self.phantoms(comm, nbytes)
+        self.made_up_s += time.thread_time() - begun
+        return found
 
     def outcome(self, key: tuple[object, ...], due: int, work: Callable[[dict[int, Any]], Any]) -> Any:
         """Give the result of a collective, worked out once; None while live ranks are missing."""

@@ -194,6 +194,21 @@ def before(row: Row, text: bytes, old: int) -> None:
     row.received_mb, row.ranks = len(text) * old / 1e6, len(kept) and old
 
 
+def manifest_of(others: Others, entries: Sequence[Entry]) -> bytes:
+    """The manifest of the first rank."""
+    tree = manifest.encode_tree(others.first.structure.tree)
+    return manifest.join(manifest.encode_entries(tuple(entries)), tree, others.first.plain)
+
+
+def learn(old: int, leaves: int) -> dict[str, Row]:
+    """Measure what a rank needs to learn what so many old ranks hold, where a node of 8 is gone."""
+    others, entries, new = Others(old, leaves), entries_of(0, old, old, leaves), old - 8
+    raw, own = master_of(others), index_of(manifest_of(others, entries), entries)
+    rank = new // 2
+    return {"memory": measured("memory", lambda row: in_memory(row, others, rank, new)),
+            "directory": measured("directory", lambda row: in_directory(row, raw, own, others, rank, new))}  # fmt: skip
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--old", type=int, default=10_000, help="ranks that saved it")
@@ -202,12 +217,11 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     others = Others(args.old, args.leaves)
-    first = others.described(0)
-    text = manifest.join(manifest.encode_entries(tuple(entries_of(0, args.old, args.old, args.leaves))),
-                         manifest.encode_tree(first.structure.tree), first.plain)  # fmt: skip
+    entries = entries_of(0, args.old, args.old, args.leaves)
+    text = manifest_of(others, entries)
     old = measured("before", lambda row: before(row, text, args.old))
     rows = [dataclasses.replace(old, seconds=old.seconds / _BEFORE * args.old, mb=old.mb / _BEFORE * args.old)]
-    raw, own, wrong = master_of(others), index_of(text, entries_of(0, args.old, args.old, args.leaves)), False
+    raw, own, wrong = master_of(others), index_of(text, entries), False
     for new in args.new:
         rank = new // 2
         rows.append(measured(f"memory, to {new:,}", lambda row: in_memory(row, others, rank, new)))  # noqa: B023

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from scale import agreement, planning, recoveries
+from scale import agreement, paths, planning, recoveries
 from scale.forecast import Line, Point
+from scale.growth import Series
 from scale.parameters import Node
 
 _SHADES = ("#1f6fb4", "#c2571a", "#2e8b57", "#8a5fbf", "0.45", "0.6")  # readable on white and on black
@@ -35,6 +36,41 @@ def draw_ranks(path: Path, plans: Sequence[planning.Row], jobs: Sequence[agreeme
         _band(right, plans, "received_mb", "inventory, to each node", _SHADES[1])
         for axes, title in ((left, "seconds of processor time on a rank"), (right, "megabytes")):
             _scales(axes, sorted({row.ranks for row in plans}), "ranks, 8 on a node", title)
+
+
+_GROWN = (
+    (f"{paths.START}: B given to another rank", "start"),
+    (f"{paths.RESTORE}: B given to another rank", "restore"),
+    (f"{paths.RESHARD}: B given to another rank", "reshard, out of memory"),
+    (f"{paths.RESHARD_OUT_OF_DIRECTORY}: B given to another rank", "reshard, from a directory"),
+    (f"{paths.DRAIN}: B given to another rank", "drain"),
+    (f"{paths.DRAIN}: B given to rank 0", "drain, to rank 0"),
+)
+_TOOK = (
+    (f"{paths.COMMIT}: s of a rank", "commit"),
+    (f"{paths.RESTORE}: s of a rank", "restore"),
+    (f"{paths.RESHARD}: s of a rank", "reshard, out of memory"),
+    (f"{paths.DRAIN}: s of a rank", "drain"),
+    ("rank 0, hdf5: s, listing", "drain, rank 0 alone: HDF5"),
+    ("rank 0, dcp: s, listing", "drain, rank 0 alone: DCP"),
+)
+
+
+def draw_growth(path: Path, grown: Sequence[Series]) -> None:
+    """Draw bytes and seconds of each way against ranks; a thin line has the slope of linear growth."""
+    known = {one.what: one for one in grown}
+    with _figure(path, 2) as (left, right):
+        for axes, named, factor, title in ((left, _GROWN, 1e-6, "megabytes that collectives give to a rank"),
+                                           (right, _TOOK, 1.0, "seconds of processor time of a rank")):  # fmt: skip
+            there = [(known[what], label) for what, label in named if what in known]
+            for shade, (one, label) in zip(_SHADES, there, strict=False):
+                ranks, values = zip(*one.points, strict=True)
+                axes.loglog(ranks, [factor * value for value in values], color=shade, linewidth=1.6, marker="o",
+                            markersize=3, label=label)  # fmt: skip
+            ranks = sorted({ranks for one, _ in there for ranks, _ in one.points})
+            first = min(factor * one.points[0][1] for one, _ in there)
+            axes.loglog(ranks, [first * n / ranks[0] for n in ranks], color=_GREY, alpha=0.5, linewidth=0.8)
+            _scales(axes, ranks, "ranks, 8 on a node", title)
 
 
 def draw_model(path: Path, points: Sequence[Point]) -> None:

@@ -8,11 +8,15 @@ from typing import Any
 
 from bench.aims import AIMS
 from bench.rows import Row
-from scale import agreement, forecast, planning, tables
+from scale import agreement, drain_commit, forecast, growth, paths, planning, tables
 
 RANK = "What each rank does alone: processor time"
 JOB = "Commits and restores: processor time of one rank, the simulation of MPI in it"
+PATHS = "Each way of a checkpoint, copies by messages: one rank, and what rank 0 has more"
+ALONE = "What rank 0 alone does for a drain, all leaves being shards, without the file system: processor time"
+GROWTH = "What grows with the job, and how fast; all else that was counted is the same at all sizes"
 CORE, MODEL = "One core", "The model"
+_GROWS = 0.01
 
 
 def of_plans(plans: Sequence[planning.Row]) -> Iterator[Row]:
@@ -45,6 +49,43 @@ def of_jobs(jobs: Sequence[agreement.Row]) -> Iterator[Row]:
             yield _cell(where, "relaunch", seconds=one.restart_s)
             yield _cell(where, "restore", seconds=one.restore_s, note=received)
             yield _cell(where, "restore, a slot lost", seconds=one.lost_s, note=f"{one.lost_collectives} collectives")
+
+
+def of_paths(found: Sequence[paths.Row]) -> Iterator[Row]:
+    """What each way asks of a rank."""
+    for one in found:
+        where = Row(what=f"{one.ranks:,} ranks, {one.path}", case=PATHS)
+        given = f"{one.rank_nbytes / 1e6:.2f}; first of a node {one.leader_nbytes / 1e6:.2f}"
+        yield _cell(where, "processor", seconds=one.cpu_s, figures=vars(one))
+        yield _cell(where, "allreduces, other collectives", note=f"{one.allreduces}, {one.collectives}")
+        yield _cell(where, "messages, MB", note=f"{one.messages}, {one.sent_nbytes / 1e6:.2f}")
+        yield _cell(where, "given by collectives, MB", note=f"{given}; rank 0 {one.first_nbytes / 1e6:.2f}")
+        yield _cell(where, "files, requests", note=f"{one.files}, {one.requests}")
+        yield _cell(where, "of rank 0", note=f"{one.first_files}, {one.first_requests}")
+
+
+def of_commits(found: Sequence[drain_commit.Row]) -> Iterator[Row]:
+    """What rank 0 does to commit a drain, and to delete one."""
+    for one in found:
+        where = Row(what=f"{one.ranks:,} ranks x {one.leaves:,}, {one.form}", case=ALONE)
+        sizes = f"{one.received_mb:.1f} MB; grows by {one.held_mb:.0f} MB"
+        yield _cell(where, "receipts", seconds=one.receipts_s, note=sizes, figures=vars(one))
+        yield _cell(where, "looking for files", seconds=one.stat_s, note=f"{one.requests:,} requests")
+        yield _cell(where, "table", seconds=one.table_s)
+        yield _cell(where, "listing of tensors", seconds=one.listing_s, note=f"{one.written_mb:.1f} MB")
+        yield _cell(where, "deleting", seconds=one.delete_s, note=f"{one.delete_requests:,} requests")
+
+
+def of_growth(found: Sequence[growth.Series]) -> Iterator[Row]:
+    """What grows: its exponent, how fast it may, and why."""
+    for one in found:
+        if abs(one.exponent) > _GROWS:
+            where = Row(what=one.what, case=GROWTH)
+            for ranks, value in one.points:
+                yield _cell(where, f"{ranks:,}", note=f"{value:,.4g}")
+            yield _cell(where, "exponent", note=f"{one.exponent:.2f}")
+            yield _cell(where, "at most", note=f"{one.most:g}" if one.most else "that of a logarithm")
+            yield _cell(where, "as", note=one.why)
 
 
 def of_rates(rates: Mapping[str, tuple[float, float, float]]) -> Iterator[Row]:

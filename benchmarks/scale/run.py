@@ -17,8 +17,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bench.question import begin, finish, parser_of  # noqa: E402
-from scale import agreement, forecast, kernels, planning, rows  # noqa: E402
+from scale import agreement, drain_commit, forecast, growth, kernels, old_ranks, paths, planning, rows  # noqa: E402
 from scale.parameters import Node  # noqa: E402
+
+QUICK = (256, 1024)  # ranks of which growth is told in a quick run
+LEAVES, LEARNT_LEAVES = 4, 300  # of a rank whose drain is committed; of one that learns what old ranks hold
 
 
 def main() -> int:
@@ -27,14 +30,24 @@ def main() -> int:
     begun = begin(args)
     plans = [planning.measure(ranks, scheme, args.samples, args.seed)
              for ranks in args.ranks for scheme in planning.SCHEMES]  # fmt: skip
-    sizes = [ranks for ranks in args.ranks if not args.quick or ranks == args.ranks[0]]
-    measured = [agreement.measure(ranks, *job) for ranks in sizes for job in agreement.JOBS]
+    few = [ranks for ranks in args.ranks if not args.quick or ranks == args.ranks[0]]
+    measured = [agreement.measure(ranks, *job) for ranks in few for job in agreement.JOBS]
     jobs = [row for row in measured if row is not None]
+    sizes = QUICK if args.quick else sorted(args.ranks)
+    ways = [row for ranks in sizes for row in paths.measure(ranks)]
+    commits = [drain_commit.measure(ranks, form, LEAVES) for ranks in sizes for form in drain_commit.FORMS]
+    learnt = {ranks: old_ranks.learn(ranks, LEARNT_LEAVES) for ranks in sizes}
+    grown = [*growth.of_counts(ways), *growth.of_seconds(ways), *growth.of_commits(commits), *growth.of_learnt(learnt),
+             *growth.of_jobs(jobs), *growth.of_plans(plans)]  # fmt: skip
     points = list(forecast.points(Node(), gpus=forecast.FEW if args.quick else forecast.GPUS))
-    found = [*rows.of_plans(plans), *rows.of_jobs(jobs), *rows.of_rates(kernels.measure()), *rows.of_points(points)]
+    found = [*rows.of_plans(plans), *rows.of_jobs(jobs), *rows.of_paths(ways), *rows.of_commits(commits),
+             *rows.of_growth(grown), *rows.of_rates(kernels.measure()), *rows.of_points(points)]  # fmt: skip
     of_both: list[planning.Row | agreement.Row] = [*plans, *jobs]
     wrong = [f"{row.ranks:,} ranks, {row.scheme}: {row.wrong}" for row in of_both if row.wrong]
-    return finish(args, begun, {}, found, wrong, lambda path: draw(path, plans, jobs, points))
+    wrong += [f"{way.ranks:,} ranks, {way.path}: {way.wrong}" for way in ways if way.wrong]
+    wrong += [f"{one.ranks:,} ranks, {one.form}: {one.wrong}" for one in commits if one.wrong]
+    wrong += [one.wrong for one in grown if one.wrong]
+    return finish(args, begun, {}, found, wrong, lambda path: draw(path, plans, jobs, points, grown))
 
 
 def arguments() -> argparse.Namespace:
@@ -50,11 +63,14 @@ def arguments() -> argparse.Namespace:
     return args
 
 
-def draw(path: Path, plans: list[planning.Row], jobs: list[agreement.Row], points: list[forecast.Point]) -> None:
-    """Draw three plots: to the path, and two beside it that are the same for any --ranks."""
+def draw(path: Path, plans: list[planning.Row], jobs: list[agreement.Row], points: list[forecast.Point],
+         grown: list[growth.Series]) -> None:  # fmt: skip
+    """Draw plots: to the path, two beside it that are the same for any --ranks, and one of growth, given three."""
     from scale import plots
 
     plots.draw_ranks(path, plans, jobs)
+    if len({ranks for one in grown for ranks, _ in one.points}) > 2:
+        plots.draw_growth(path.with_name("plot-growth.svg"), grown)
     plots.draw_model(path.with_name("plot-model.svg"), points)
     plots.draw_waste(path.with_name("plot-waste.svg"), points)
 

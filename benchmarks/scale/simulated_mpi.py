@@ -2,8 +2,8 @@
 
 Live ranks are threads of this process. They run the code of mlflash as it is, on a module and communicators that look
 like those of mpi4py as far as mlflash calls them. All other ranks are *phantoms*: in a reduction they bring what the
-live ranks bring, in a gather what `meeting.Fabric.phantoms` says; nobody sends a message to them. The live ranks must
-be whole redundancy groups of first ranks of their nodes, rank 0 among them.
+live ranks bring, in a gather what `meeting.Fabric.phantoms` says, to an all-to-all nothing; nobody sends a message to
+them. The live ranks must be whole redundancy groups of first ranks of their nodes, rank 0 among them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 from scale.meeting import Call, Done, Fabric, Later, Made, Receive, raw_bytes
 
-_DUPLICATES = {"given": ("control",), "control": ("world",), "world": ("data",)}  # as `world.World` makes them
+_DUPLICATES = {"given": ("control",), "control": ("world",), "world": ("data", "drain", "beat")}
+"""As `world.World` makes them, and `BackgroundCollectives` two more."""
 
 
 class Group:
@@ -81,38 +82,51 @@ class Comm:
         return Later(lambda: self.fabric.outcome(key, len(self.live), lambda met: True) is not None)
 
     def Iallreduce(self, values: np.ndarray, out: np.ndarray, op: str) -> Later:
-        """Begin taking the minimum of each number."""
-        assert op == "MIN"
+        """Begin taking the minimum of each number, or the sum."""
         key = self._next()
         self._note("Iallreduce", values.nbytes)
         self.fabric.meet(key, self._me, values.copy())
 
+        def reduced(met: dict[int, np.ndarray]) -> np.ndarray:
+            brought = list(met.values())
+            if op == "MIN":
+                return np.minimum.reduce(brought)
+            assert op == "SUM"
+            return np.sum(brought, axis=0) + (self.size - len(brought)) * met[min(met)]
+
         def finish() -> bool:
-            least = self.fabric.outcome(key, len(self.live), lambda met: np.minimum.reduce(list(met.values())))
-            if least is not None:
-                out[:] = least
-            return least is not None
+            found = self.fabric.outcome(key, len(self.live), reduced)
+            if found is not None:
+                out[:] = found
+            return found is not None
 
         return Later(finish)
 
     def Iallgather(self, mine: np.ndarray, out: np.ndarray) -> Later:
         """Begin telling all ranks how many bytes each will bring to the next gather."""
-        key = self._next()
         self._note("Iallgather", mine.nbytes, out.nbytes)
-        self.fabric.meet(key, self.rank, int(mine[0]))
+        return self._tell_sizes(int(mine[0]), out)
 
-        def made_up(met: dict[int, int]) -> tuple[np.ndarray, Sequence[bytes] | None, int]:
+    def Igather(self, mine: np.ndarray, out: np.ndarray | None) -> Later:
+        """Begin telling the first rank the same."""
+        self._note("Igather", mine.nbytes, 0 if out is None else out.nbytes)
+        return self._tell_sizes(int(mine[0]), out)
+
+    def _tell_sizes(self, mine: int, out: np.ndarray | None) -> Later:
+        key = self._next()
+        self.fabric.meet(key, self.rank, mine)
+
+        def made_up(met: dict[int, int]) -> tuple[np.ndarray, Sequence[bytes | None], int]:
             least = min(met, key=lambda rank: met[rank])
-            every = self.fabric.phantoms(self.name, met[least])
-            if every is not None:
-                return np.array([len(one) for one in every], dtype=np.int64), every, least
-            sizes = np.full(self.size, met[least], dtype=np.int64)
-            sizes[list(met)] = list(met.values())
-            return sizes, None, least
+            every = self.fabric.made_up(self.name, met[least])
+            sizes = np.array([met[least] if one is None else len(one) for one in every or [None] * self.size])
+            own = [rank for rank in met if every is None or every[rank] is None]
+            sizes[own] = [met[rank] for rank in own]
+            return sizes, every or [None] * self.size, least
 
         def finish() -> bool:
             found = self.fabric.outcome(key, len(self.live), made_up)
-            if found is not None:
+            if found is not None and out is not None:
                 out[:] = found[0]
             return found is not None
 
@@ -120,24 +134,45 @@ class Comm:
 
     def Iallgatherv(self, mine: np.ndarray, into: list[Any]) -> Later:
         """Begin giving everybody what everybody brings, of the sizes that were told before."""
-        told = (*self._key, self._count)
-        _, every, least = self.fabric.results[told]
+        self._note("Iallgatherv", mine.nbytes, into[0].nbytes)
+        return self._give(mine, into[0])
+
+    def Igatherv(self, mine: np.ndarray, into: list[Any] | None) -> Later:
+        """Begin giving it to the first rank."""
+        self._note("Igatherv", mine.nbytes, 0 if into is None else into[0].nbytes)
+        return self._give(mine, None if into is None else into[0])
+
+    def _give(self, mine: np.ndarray, out: np.ndarray | None) -> Later:
+        _, every, least = self.fabric.results[(*self._key, self._count)]
         key = self._next()
-        out = into[0]
-        self._note("Iallgatherv", mine.nbytes, out.nbytes)
         self.fabric.meet(key, self.rank, mine.copy())
 
         def together(met: dict[int, np.ndarray]) -> np.ndarray:
-            if every is not None:
-                return np.frombuffer(b"".join(every), dtype=np.uint8)
             live = {rank: value.tobytes() for rank, value in met.items()}
-            return np.frombuffer(b"".join(live.get(rank, live[least]) for rank in range(self.size)), dtype=np.uint8)
+            brought = [live.get(rank, live[least]) if one is None else one for rank, one in enumerate(every)]
+            return np.frombuffer(b"".join(brought), dtype=np.uint8)
 
         def finish() -> bool:
             found = self.fabric.outcome(key, len(self.live), together)
-            if found is not None:
+            if found is not None and out is not None:
                 out[:] = found
             return found is not None
+
+        return Later(finish)
+
+    def Ialltoall(self, mine: np.ndarray, out: np.ndarray) -> Later:
+        """Begin giving each rank one number of each; those of phantoms are 0."""
+        key = self._next()
+        self._note("Ialltoall", mine.nbytes, out.nbytes)
+        self.fabric.meet(key, self.rank, mine.copy())
+
+        def finish() -> bool:
+            met = self.fabric.outcome(key, len(self.live), dict)
+            if met is not None:
+                out[:] = 0
+                for rank, brought in met.items():
+                    out[rank] = brought[self.rank]
+            return met is not None
 
         return Later(finish)
 
@@ -228,9 +263,10 @@ def module() -> Any:
         Allocate_shared=lambda nbytes, unit, comm: Window(np.zeros(nbytes, np.uint8), None),
     )
     return SimpleNamespace(
-        MIN="MIN", BYTE="BYTE", UNDEFINED=-1, ANY_SOURCE=-2, MODE_NOCHECK=0, THREAD_MULTIPLE=3, COMM_NULL=None,
-        COMM_SELF=None, COMM_TYPE_SHARED=0, COMM_WORLD=SimpleNamespace(size=0, Get_group=lambda: Group(())),
-        Win=windows, Status=lambda: None, Query_thread=lambda: 3,
+        MIN="MIN", SUM="SUM", BYTE="BYTE", UNDEFINED=-1, ANY_SOURCE=-2, MODE_NOCHECK=0, THREAD_MULTIPLE=3,
+        COMM_NULL=None, COMM_SELF=None, COMM_TYPE_SHARED=0, Win=windows,
+        COMM_WORLD=SimpleNamespace(size=0, Get_group=lambda: Group(())),
+        Status=lambda: None, Query_thread=lambda: 3,
     )  # fmt: skip
 
 

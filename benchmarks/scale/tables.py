@@ -40,7 +40,7 @@ def inventories(topology: Topology, placed: Placement) -> list[Inventory]:
 
 
 def whole_inventories(topology: Topology, placed: Placement, memory: Path, live: Sequence[int]) -> list[Inventory]:
-    """What each node of a job holds of which only some ranks live: their real files, and such of all other ranks.
+    """What each node holds of a job of which only some ranks live: their real files, and such of all other ranks.
 
     Args:
         topology: of the job.
@@ -49,13 +49,13 @@ def whole_inventories(topology: Topology, placed: Placement, memory: Path, live:
         live: first ranks of their nodes.
     """
     real = {}
-    for node in (rank // PER_NODE for rank in live):
+    for node in (topology.node_of[rank] for rank in live):
         with contextlib.closing(NodeDirectory(str(memory), "scale", node)) as held:
             real[node] = scan(held, node)
     newest = max((row for part in real.values() for row in part.rows), key=lambda row: int(row["generation"]))
+    # Of those that do not live only the newest attempt, with numbers of files that no live rank has.
     found = []
     for node, part in enumerate(inventories(topology, placed)):
-        # Of those that do not live only the newest attempt, with numbers of files that no live rank has.
         rows = part.rows[(part.rows["generation"] == 42) & ~_of_group(part, live)]
         for name in ("generation", "run_0", "run_1", "step"):
             rows[name] = newest[name]

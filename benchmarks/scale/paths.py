@@ -1,0 +1,135 @@
+"""What each way of a checkpoint asks of a rank: counts and bytes of commits, drains and restores, on simulated ranks.
+
+The state is a tensor cut over the nodes. It is restored on as many ranks, and on twice as many on the same nodes.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+from scale.jobs import COMMITS, PER_NODE, Phase, SimulatedJob, simulated
+from scale.meeting import Call
+
+SCHEME, TRANSPORT = "copy", "p2p"
+START, COMMIT, DRAIN, RESTORE, LOST = "start", "commit", "drain", "restore", "restore, a node lost"
+OUT_OF_DIRECTORY = "restore, from a directory"
+RESHARD, RESHARD_OUT_OF_DIRECTORY = "reshard, a node lost", "reshard, from a directory"
+PATHS = (START, COMMIT, DRAIN, RESTORE, LOST, OUT_OF_DIRECTORY, RESHARD, RESHARD_OUT_OF_DIRECTORY)
+_MESSAGES = ("Isend", "Rput")
+_BEAT = "beat"  # an allreduce a second while a drain goes on: their number says how long it took
+_OPENS = ("read", "open", "write")
+
+
+@dataclasses.dataclass
+class Row:
+    """What one rank did on one way, once; the larger of two live ranks where nothing else is said.
+
+    Attributes:
+        path: of `PATHS`.
+        cpu_s: seconds of processor time of a rank, the simulation of MPI in it.
+        allreduces: over the world.
+        collectives: all others, those of the first ranks of the nodes in it.
+        messages, sent_nbytes: to single ranks.
+        leader_nbytes, rank_nbytes: what collectives give to the first rank of a node, which is not rank 0, and to any
+            other one.
+        first_nbytes: to rank 0.
+        dealt_nbytes: of these to any rank by an all-to-all, where each rank has a number for each.
+        files, requests: files that a rank opens, which is not rank 0, and how often it asks the directory.
+        first_files, first_requests: by rank 0.
+        alone_s: seconds that rank 0 took for what it alone does.
+    """
+
+    ranks: int
+    path: str
+    cpu_s: float = 0.0
+    allreduces: int = 0
+    collectives: int = 0
+    messages: int = 0
+    sent_nbytes: int = 0
+    leader_nbytes: int = 0
+    rank_nbytes: int = 0
+    first_nbytes: int = 0
+    dealt_nbytes: int = 0
+    files: int = 0
+    requests: int = 0
+    first_files: int = 0
+    first_requests: int = 0
+    alone_s: float = 0.0
+    wrong: str = ""
+
+
+def measure(ranks: int) -> Iterator[Row]:
+    """Go all ways with a job of so many ranks, 8 on a node."""
+    with simulated(ranks, SCHEME, TRANSPORT, False, cut=True) as job:
+        job.directory = job.memory / "directory"
+        yield _row(ranks, START, job.start())
+        _commit(job)
+        yield _row(ranks, COMMIT, job.commit(COMMITS))
+        yield _row(ranks, DRAIN, job.drain())
+        job.stop()
+        yield _restored(ranks, RESTORE, job)
+        job.lose(job.live[-1])
+        yield _restored(ranks, LOST, job)
+        job.forget()
+        yield _restored(ranks, OUT_OF_DIRECTORY, job)
+    with simulated(ranks // 2, SCHEME, TRANSPORT, False, cut=True, per_node=PER_NODE // 2) as half:
+        half.directory = half.memory / "directory"
+        half.start()
+        _commit(half)
+        half.commit(COMMITS)
+        half.drain()
+        half.stop()
+        with half.doubled() as job:
+            job.lose_node(job.live[-1])
+            yield _restored(ranks, RESHARD, job)
+        half.forget()
+        with half.doubled() as job:
+            yield _restored(ranks, RESHARD_OUT_OF_DIRECTORY, job)
+
+
+def _commit(job: SimulatedJob) -> None:
+    for step in range(1, COMMITS):
+        job.commit(step)
+
+
+def _restored(ranks: int, path: str, job: SimulatedJob) -> Row:
+    job.start()
+    phase, right = job.restore(COMMITS)
+    job.stop()
+    row = _row(ranks, path, phase)
+    row.wrong = "" if right else "a restore did not give back the step that was saved"
+    return row
+
+
+def _row(ranks: int, path: str, phase: Phase) -> Row:
+    row = Row(ranks, path, cpu_s=phase.cpu_s, alone_s=phase.alone_s)
+    together = [[call for call in calls if call.what not in _MESSAGES and call.comm != _BEAT] for calls in phase.of]
+    sent = [[call for call in calls if call.what in _MESSAGES] for calls in phase.of]
+    row.allreduces = max(sum(call.what == "Iallreduce" for call in calls) for calls in together)
+    row.collectives = max(map(len, together)) - row.allreduces
+    row.messages = max(map(len, sent))
+    row.sent_nbytes = max(sum(call.nbytes for call in calls) for calls in sent)
+    row.first_nbytes = sum(call.received for call in together[0])
+    row.leader_nbytes = sum(call.received for call in together[-1])
+    row.rank_nbytes = sum(map(_beside_leader, together[-1]))
+    row.dealt_nbytes = sum(call.received for call in together[-1] if call.what == "Ialltoall")
+    (row.first_files, row.first_requests), (row.files, row.requests) = map(_asked, (phase.asked[0], phase.asked[-1]))
+    return row
+
+
+def _beside_leader(call: Call) -> int:
+    """What the other ranks of a node get where its first one makes this call: it alone is among the first ranks."""
+    if call.comm == "leaders":
+        return 0
+    return call.nbytes if call.what == "Ibcast" and not call.received else call.received
+
+
+def _asked(asked: collections.Counter[tuple[str, str]]) -> tuple[int, int]:
+    return len({name for verb, name in asked if verb in _OPENS}), asked.total()
+
+
+def of_path(rows: Sequence[Row], path: str) -> list[Row]:
+    """Those of one way, by size."""
+    return sorted((row for row in rows if row.path == path), key=lambda row: row.ranks)
