@@ -16,6 +16,7 @@ from scale import agreement, drain_commit, old_ranks, paths, planning
 
 LINEAR_MOST = 1.05  # of counts and bytes; ranks times their logarithm have 1.11 from 1,024 to 131,072
 SECONDS_MOST = 1.25  # of seconds and of memory, which are not the same twice
+LEAST_S, LEAST_MB = 0.05, 64.0
 _NEAR = 1.02  # headers and compressed tables are some bytes larger or smaller
 
 COUNTS = {
@@ -26,20 +27,19 @@ COUNTS = {
     "first_nbytes": "B given to rank 0", "dealt_nbytes": "B of an all-to-all",
 }  # fmt: skip
 """Fields of `paths.Row`, in words."""
-_INVENTORY = "what each node holds is told to all nodes, compressed, and by each node to its ranks"
-_SIZES = "a gather tells 8 B of each rank, or of each node, before it begins"
-_TABLE = "a row of numbers for each rank of the checkpoint, and its place"
-_WHERE = "all ranks tell each other on which node they are"
+_INVENTORY = "inventories of all nodes"
+_TABLE = "a row of numbers for each old rank"
+_WHERE = "on which node each rank is"
 _RESTORES = (paths.RESTORE, paths.LOST, paths.OUT_OF_DIRECTORY, paths.RESHARD, paths.RESHARD_OUT_OF_DIRECTORY)
 LINEAR: dict[tuple[str, str], str] = {
     **{(paths.START, name): _WHERE for name in ("leader_nbytes", "rank_nbytes", "first_nbytes")},
-    **{(path, name): f"{_INVENTORY}; {_SIZES}" for path in _RESTORES
+    **{(path, name): _INVENTORY for path in _RESTORES
        for name in ("leader_nbytes", "rank_nbytes", "first_nbytes")},
     **{(paths.RESHARD, name): _TABLE for name in ("leader_nbytes", "rank_nbytes", "first_nbytes")},
-    **{(paths.DRAIN, name): f"{_TABLE}, which only rank 0 writes" for name in ("leader_nbytes", "rank_nbytes")},
-    (paths.DRAIN, "first_nbytes"): "rank 0 gets the receipts of all ranks",
-    (paths.DRAIN, "first_requests"): "rank 0 looks whether the file of each rank is there",
-    (paths.RESHARD, "dealt_nbytes"): "each rank tells each other one how much it asks of it: 8 B, mostly 0",
+    **{(paths.DRAIN, name): "a row for each rank, which only rank 0 writes" for name in ("leader_nbytes", "rank_nbytes")},
+    (paths.DRAIN, "first_nbytes"): "receipts of all ranks",
+    (paths.DRAIN, "first_requests"): "it looks for the file of each rank",
+    (paths.RESHARD, "dealt_nbytes"): "8 B for each rank: how much is asked of it",
 }  # fmt: skip
 """What grows linearly, by `paths.PATHS` and field, and why."""
 
@@ -53,17 +53,19 @@ class Series:
         points: ranks, and how much of it.
         most: exponent that is the most; None: it may grow as the logarithm of the ranks.
         why: it grows faster than a logarithm.
+        least: less than this much is taken for it: what is measured and small says nothing.
     """
 
     what: str
     points: tuple[tuple[int, float], ...]
     most: float | None = None
     why: str = ""
+    least: float = 0.0
 
     @property
     def exponent(self) -> float:
         """How fast it grows; 0 where there is nothing of it."""
-        values = [value for _, value in self.points]
+        values = [max(value, self.least) for _, value in self.points]
         if not any(values) or len(values) < 2:
             return 0.0
         if not all(value > 0 for value in values):
@@ -99,7 +101,7 @@ def of_plans(rows: Sequence[planning.Row]) -> Iterator[Series]:
     """What every rank computes alone, and the tables that it has."""
     for scheme in planning.SCHEMES:
         pairs = [(row.ranks, row) for row in rows if row.scheme == scheme]
-        every = "each rank computes it for all ranks, by itself"
+        every = "each rank computes it for all"
         yield from _measured(f"{scheme}", pairs, {"planning_s": "s, planning", "join_s": "s, inventories put together",
                                                   "choose_s": "s, choice"}, every)  # fmt: skip
         tables = {"received_mb": "MB, inventories of all nodes", "table_mb": "MB, table of a rank"}
@@ -124,7 +126,8 @@ def of_seconds(rows: Sequence[paths.Row]) -> Iterator[Series]:
     """Processor time of all ways."""
     for path in paths.PATHS:
         pairs = [(row.ranks, row) for row in paths.of_path(rows, path)]
-        yield from _measured(path, pairs, {"cpu_s": "s of a rank"}, "each rank looks at what all ranks have")
+        yield from _measured(path, pairs, {"cpu_s": "s of a rank"}, "each rank looks at all")
+        yield from _measured(path, pairs, {"alone_s": "s of rank 0 beside"}, "the files of all ranks")
 
 
 def of_commits(rows: Sequence[drain_commit.Row]) -> Iterator[Series]:
@@ -135,7 +138,7 @@ def of_commits(rows: Sequence[drain_commit.Row]) -> Iterator[Series]:
                "delete_requests": "requests, deleting"}  # fmt: skip
     for form in drain_commit.FORMS:
         pairs = [(row.ranks, row) for row in rows if row.form == form]
-        why = "rank 0 does it for the files of all ranks"
+        why = "the files of all ranks"
         yield from _measured(f"rank 0, {form}", pairs, named, why)
         yield from _measured(f"rank 0, {form}", pairs, counted, why, LINEAR_MOST)
 
@@ -156,4 +159,5 @@ def _measured(what: str, pairs: Sequence[tuple[int, Any]], named: Mapping[str, s
     for name, words in named.items():
         points = tuple((ranks, float(getattr(row, name))) for ranks, row in sorted(pairs, key=lambda pair: pair[0]))
         if any(value for _, value in points):
-            yield Series(f"{what}: {words}", points, most, why)
+            least = 0.0 if most != SECONDS_MOST else LEAST_MB if words.startswith("MB") else LEAST_S
+            yield Series(f"{what}: {words}", points, most, why, least)
