@@ -36,7 +36,7 @@ LINEAR: dict[tuple[str, str], str] = {
     **{(path, name): _INVENTORY for path in _RESTORES
        for name in ("leader_nbytes", "rank_nbytes", "first_nbytes")},
     **{(paths.RESHARD, name): _TABLE for name in ("leader_nbytes", "rank_nbytes", "first_nbytes")},
-    **{(paths.DRAIN, name): "a row for each rank, which only rank 0 writes" for name in ("leader_nbytes", "rank_nbytes")},
+    **{(paths.DRAIN, name): "a row for each rank; rank 0 alone writes it" for name in ("leader_nbytes", "rank_nbytes")},
     (paths.DRAIN, "first_nbytes"): "receipts of all ranks",
     (paths.DRAIN, "first_requests"): "it looks for the file of each rank",
     (paths.RESHARD, "dealt_nbytes"): "8 B for each rank: how much is asked of it",
