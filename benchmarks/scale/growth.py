@@ -16,7 +16,7 @@ from scale import agreement, drain_commit, old_ranks, paths, planning
 
 LINEAR_MOST = 1.05  # of counts and bytes; ranks times their logarithm have 1.11 from 1,024 to 131,072
 SECONDS_MOST = 1.25  # of seconds and of memory, which are not the same twice
-LEAST_S, LEAST_MB = 0.05, 64.0
+LEAST_S, LEAST_MB = 0.25, 64.0
 _NEAR = 1.02  # headers and compressed tables are some bytes larger or smaller
 
 COUNTS = {
@@ -53,7 +53,7 @@ class Series:
         points: ranks, and how much of it.
         most: exponent that is the most; None: it may grow as the logarithm of the ranks.
         why: it grows faster than a logarithm.
-        least: less than this much is taken for it: what is measured and small says nothing.
+        least: less than this much is taken for it where growth is judged: what is measured and small says nothing.
     """
 
     what: str
@@ -65,13 +65,7 @@ class Series:
     @property
     def exponent(self) -> float:
         """How fast it grows; 0 where there is nothing of it."""
-        values = [max(value, self.least) for _, value in self.points]
-        if not any(values) or len(values) < 2:
-            return 0.0
-        if not all(value > 0 for value in values):
-            return math.inf
-        slope, _ = np.polyfit(np.log([ranks for ranks, _ in self.points]), np.log(values), 1)
-        return float(slope)
+        return _slope(self.points)
 
     @property
     def wrong(self) -> str:
@@ -81,9 +75,20 @@ class Series:
         (few, least), (many, most) = self.points[0], self.points[-1]
         if self.most is None and most > least * math.log2(many) / math.log2(few) * _NEAR:
             return f"{self.what}: {least:g} at {few:,} ranks and {most:g} at {many:,}, which is more than a logarithm"
-        if self.most is not None and self.exponent > self.most:
-            return f"{self.what} grows with exponent {self.exponent:.2f}, at most {self.most:g}"
+        exponent = _slope([(ranks, max(value, self.least)) for ranks, value in self.points])
+        if self.most is not None and exponent > self.most:
+            return f"{self.what} grows with exponent {exponent:.2f}, at most {self.most:g}"
         return ""
+
+
+def _slope(points: Sequence[tuple[int, float]]) -> float:
+    values = [value for _, value in points]
+    if not any(values) or len(values) < 2:
+        return 0.0
+    if not all(value > 0 for value in values):
+        return math.inf
+    slope, _ = np.polyfit(np.log([ranks for ranks, _ in points]), np.log(values), 1)
+    return float(slope)
 
 
 def of_counts(rows: Sequence[paths.Row]) -> Iterator[Series]:

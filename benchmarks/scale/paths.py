@@ -13,7 +13,7 @@ from scale.jobs import COMMITS, PER_NODE, Phase, SimulatedJob, simulated
 from scale.meeting import Call
 
 SCHEME, TRANSPORT = "copy", "p2p"
-START, COMMIT, DRAIN, RESTORE, LOST = "start", "commit", "drain", "restore", "restore, a node lost"
+START, COMMIT, DRAIN, RESTORE, LOST = "start", "commit", "drain", "restore", "restore, a slot lost"
 OUT_OF_DIRECTORY = "restore, from a directory"
 RESHARD, RESHARD_OUT_OF_DIRECTORY = "reshard, a node lost", "reshard, from a directory"
 PATHS = (START, COMMIT, DRAIN, RESTORE, LOST, OUT_OF_DIRECTORY, RESHARD, RESHARD_OUT_OF_DIRECTORY)
@@ -62,6 +62,12 @@ class Row:
 
 def measure(ranks: int) -> Iterator[Row]:
     """Go all ways with a job of so many ranks, 8 on a node."""
+    yield from as_many(ranks)
+    yield from doubled(ranks)
+
+
+def as_many(ranks: int) -> Iterator[Row]:
+    """Start, commit, drain, and restore on as many ranks."""
     with simulated(ranks, SCHEME, TRANSPORT, False, cut=True) as job:
         job.directory = job.memory / "directory"
         yield _row(ranks, START, job.start())
@@ -74,6 +80,10 @@ def measure(ranks: int) -> Iterator[Row]:
         yield _restored(ranks, LOST, job)
         job.forget()
         yield _restored(ranks, OUT_OF_DIRECTORY, job)
+
+
+def doubled(ranks: int) -> Iterator[Row]:
+    """Restore on so many ranks what half of them have saved, on the same nodes."""
     with simulated(ranks // 2, SCHEME, TRANSPORT, False, cut=True, per_node=PER_NODE // 2) as half:
         half.directory = half.memory / "directory"
         half.start()

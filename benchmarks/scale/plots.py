@@ -50,9 +50,9 @@ _TOOK = (
     (f"{paths.COMMIT}: s of a rank", "commit"),
     (f"{paths.RESTORE}: s of a rank", "restore"),
     (f"{paths.RESHARD}: s of a rank", "reshard, out of memory"),
+    (f"{paths.RESHARD_OUT_OF_DIRECTORY}: s of a rank", "reshard, from a directory"),
     (f"{paths.DRAIN}: s of a rank", "drain"),
-    ("rank 0, hdf5: s, listing", "drain, rank 0 alone: HDF5"),
-    ("rank 0, dcp: s, listing", "drain, rank 0 alone: DCP"),
+    ("rank 0, hdf5: s, listing", "drain, what rank 0 lists for HDF5"),
 )
 
 

@@ -21,7 +21,7 @@ from scale import agreement, drain_commit, forecast, growth, kernels, old_ranks,
 from scale.parameters import Node  # noqa: E402
 
 QUICK = (256, 1024)  # ranks of which growth is told in a quick run
-LEAVES, LEARNT_LEAVES = 4, 300  # of a rank whose drain is committed; of one that learns what old ranks hold
+LEAVES, LEARNT_LEAVES = 2, 300  # of a rank whose drain is committed; of one that learns what old ranks hold
 
 
 def main() -> int:
@@ -35,7 +35,7 @@ def main() -> int:
     jobs = [row for row in measured if row is not None]
     sizes = QUICK if args.quick else sorted(args.ranks)
     ways = [row for ranks in sizes for row in paths.measure(ranks)]
-    commits = [drain_commit.measure(ranks, form, LEAVES) for ranks in sizes for form in drain_commit.FORMS]
+    commits = [drain_commit.measure(ranks, "hdf5", LEAVES) for ranks in sizes]
     learnt = {ranks: old_ranks.learn(ranks, LEARNT_LEAVES) for ranks in sizes}
     grown = [*growth.of_counts(ways), *growth.of_seconds(ways), *growth.of_commits(commits), *growth.of_learnt(learnt),
              *growth.of_jobs(jobs), *growth.of_plans(plans)]  # fmt: skip
