@@ -46,7 +46,7 @@ class Made:
 
 def count(ranks: int, scheme: str, transport: str = "p2p") -> Made:
     """Start a job of so many ranks, and let it save; count then."""
-    with simulated(ranks, scheme, transport) as job:
+    with simulated(ranks, scheme, transport, alike=False) as job:
         job.start()
         for step in range(1, COMMITS + 1):
             job.commit(step)
