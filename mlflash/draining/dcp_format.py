@@ -8,6 +8,7 @@ since DCP keeps one tensor of a name only, and pickles what is no tensor.
 from __future__ import annotations
 
 import dataclasses
+import math
 import pickle
 import zlib
 from collections.abc import Mapping, Sequence
@@ -34,6 +35,7 @@ class Dcp:
     """PyTorch's distributed checkpoint."""
 
     name = "dcp"
+    most_pieces: float = math.inf
 
     def rank_files(self, drain_input: DrainInput, rank: int, home: RankCheckpoint, load: Load, owner: str
                    ) -> tuple[list[tuple[str, FileWithHoles]], Stored, Receipt]:  # fmt: skip

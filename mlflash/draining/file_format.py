@@ -23,9 +23,11 @@ class Form(Protocol):
 
     Attributes:
         name: "hdf5" or "dcp".
+        most_pieces: how many pieces, of all ranks, its last file lists; where there are more it is told of none.
     """
 
     name: str
+    most_pieces: float
 
     def rank_files(self, drain_input: DrainInput, rank: int, home: RankCheckpoint, load: Load, owner: str
                    ) -> tuple[list[tuple[str, FileWithHoles]], Stored, Receipt]:  # fmt: skip

@@ -175,6 +175,7 @@ class _OnItsWay:
         yield from collectives.raise_together(error)
         reach("drain.written")
         gathered = yield from self._gather()
+        self._list_no_more_than_it_may(gathered, len({*sets.values()}))
         told = yield from collectives.collect(self.receipts)
         receipts = sorted((r for those in told for r in those), key=_by_rank)
         yield from self._together(lambda: self._commit(receipts, gathered))
@@ -238,6 +239,22 @@ class _OnItsWay:
                 answer = yield from self.collectives.gather(value)
             else:
                 answer = yield from self.collectives.agree(np.array(value, dtype=np.int64))
+
+    def _list_no_more_than_it_may(self, gathered: Gathered, sets: int) -> None:
+        """Tell rank 0 of no pieces of tensors where those of all ranks are too many for it to list.
+
+        What all ranks hold alike is a piece of one, and what a set of them shares that of each set.
+        """
+        pieces = 0
+        for group in gathered.groups:
+            its = group.structure
+            own = len(its.names) - len(its.alike) - len(its.shared)
+            pieces += len(group.ranks) * own + sets * len(its.shared) + len(its.alike)
+        if pieces <= self.form.most_pieces:
+            return
+        self.receipts = [(stored, dataclasses.replace(receipt, pieces=[])) for stored, receipt in self.receipts]
+        if self.world.rank == 0:
+            log.info("step %d: the last file shows no tensor whole, as ranks hold %d pieces", self.drain.step, pieces)
 
     def _write(self, rank: int, loaded: Load) -> None:
         """Write the files of a rank."""

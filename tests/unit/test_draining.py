@@ -24,11 +24,12 @@ from drained_version_1 import Piece, encode
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mlflash import errors
+from mlflash import Checkpointer, errors
 from mlflash.config import Config
 from mlflash.draining import checkpoint_directory, file_index, hdf5_files, index_version_1, rank_table, work_division
 from mlflash.draining.checkpoint_directory import Listed
 from mlflash.draining.file_index import CARD_NBYTES, Card, Place, Places, Stored
+from mlflash.draining.hdf5_format import Hdf5
 from mlflash.memory.slot_header import Attempt
 from mlflash.mpi.world import World
 from mlflash.protocol.describe_ranks import Described, gather_ranks
@@ -825,6 +826,29 @@ def test_the_master_shows_tensors_whole_over_several_files_and_overlapping_repli
         "    assert file.attrs['step'] == 3",
         path,
         tmp_path / "whole.npy",
+    )
+
+
+@pytest.mark.parametrize("most", [1, 2])
+def test_a_master_that_would_list_too_many_pieces_shows_none_and_all_comes_back(
+    shm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
+    monkeypatch.setattr(Hdf5, "most_pieces", most)
+    state, blank = ({name: np.full(1000, value) for name, value in zip("ab", values, strict=True)}
+                    for values in ((1.0, 2.0), (0.0, 0.0)))  # fmt: skip
+    options: dict[str, Any] = {"job": "t", "directory": tmp_path / "pfs", "courier": "thread", "redundancy": "none"}
+    with Checkpointer(memory=str(shm), **options) as ckpt:
+        ckpt.save(7, state).wait()
+        ckpt.drain().wait()
+    shutil.rmtree(shm / "t", ignore_errors=True)
+    (shm / "other").mkdir()
+    with Checkpointer(memory=str(shm / "other"), **options) as ckpt:
+        assert ckpt.restore(blank) == 7 and all(np.array_equal(blank[name], state[name]) for name in "ab")
+    elsewhere(
+        "with h5py.File(sys.argv[1]) as file:\n"
+        f"    assert sorted(file['tensors']) == {['a', 'b'] if most == 2 else []}\n"
+        "    assert sorted(file['ranks/00000']) == ['a', 'b'] and file['ranks/00000/b'][999] == 2.0",
+        tmp_path / "pfs" / "step-00000007" / "checkpoint.h5",
     )
 
 
