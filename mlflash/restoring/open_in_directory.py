@@ -306,13 +306,11 @@ class OpenInDirectory:
         item = wanted_part.target.shape[-1]
         if place.nbytes != math.prod(rows) * item:
             raise CorruptSlot(f"a file has {place.nbytes} bytes of {rows}", tensor=name, step=self.step, rank=rank)
-        inside, its, target = wanted_part.source, wanted_part.shape, wanted_part.target
-        if place.begin or rows != shape:
-            start = (place.begin, *(0,) * (len(shape) - 1))
-            both = overlap((inside, its), (start, rows))
-            if both is None:
-                return
-            target = target[box(tuple(map(sub, both[0], inside)), both[1])]
-            inside, its = tuple(map(sub, both[0], start)), both[1]
-        for offset, part in cut(its, item, RUN_NBYTES):
+        start = (place.begin, *(0,) * (len(shape) - 1)) if shape else ()
+        both = overlap((wanted_part.source, wanted_part.shape), (start, rows))
+        if both is None:
+            return
+        inside = tuple(map(sub, both[0], start))
+        target = wanted_part.target[box(tuple(map(sub, both[0], wanted_part.source)), both[1])]
+        for offset, part in cut(both[1], item, RUN_NBYTES):
             yield Run(place, name, rows, (tuple(map(add, inside, offset)), part), target[box(offset, part)])

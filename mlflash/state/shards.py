@@ -36,6 +36,8 @@ class Fragment(NamedTuple):
 
 def overlap(one: Box, other: Box) -> Box | None:
     """What two boxes have in common; None where that is nothing."""
+    if len({*map(len, (*one, *other))}) > 1:
+        raise ValueError(f"boxes of different dimensions: {one} and {other}")
     low = tuple(map(max, one[0], other[0]))
     shape = tuple(map(sub, map(min, map(add, *one), map(add, *other)), low))
     return None if min(shape, default=1) <= 0 else (low, shape)
@@ -65,6 +67,8 @@ def _disjoint(boxes: Sequence[Box]) -> bool:
 
 def box(offset: Sequence[int], shape: Sequence[int]) -> tuple[slice[int, int, None], ...]:
     """The index of a box in an array."""
+    if len(offset) != len(shape):
+        raise ValueError(f"no box: offset {offset} and shape {shape}")
     return tuple(map(slice, offset, map(add, offset, shape)))
 
 

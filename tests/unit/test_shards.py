@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from mlflash.errors import StructureMismatch
 from mlflash.mpi.world import World
 from mlflash.protocol.describe_ranks import Described, gather_ranks
+from mlflash.state import shards
 from mlflash.state.flatten import flatten
 from mlflash.state.leaves import Entry
 from mlflash.state.old_ranks import OldRanks
@@ -62,6 +63,15 @@ def parts(want: Entry, held: Sequence[Held], rank: int, near: Collection[int] = 
     if isinstance(answers[1], tuple):
         raise StructureMismatch(answers[1][0], tensor=answers[1][1])
     return answers[1]  # type: ignore[no-any-return]
+
+
+def test_boxes_of_other_dimensions_have_nothing_in_common_but_an_error() -> None:
+    for one, other in ((((0, 0), (2, 2)), ((0,), (2,))), (((0,), (2, 2)), ((0,), (2,)))):
+        with pytest.raises(ValueError, match="different dimensions"):
+            overlap(one, other)
+    with pytest.raises(ValueError, match="no box"):
+        shards.box((0, 0), (2,))
+    assert overlap(((), ()), ((), ())) == ((), ()) and shards.box((), ()) == ()
 
 
 @given(data=st.data(), whole=st.lists(st.integers(1, 7), max_size=3).map(tuple))
