@@ -33,7 +33,6 @@ log = logging.getLogger("mlflash")
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; not a constant of Python's mmap
 _FLOCK = struct.Struct("hhlli")  # struct flock on 64-bit Linux
 _PORTABLE = 1  # cudaHostRegisterPortable: for all devices of the process
-_FULL = (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT)
 _PREFAULT_NBYTES = 64 << 20  # per system call, so that close() need not wait long
 
 
@@ -195,22 +194,7 @@ def create(memory: NodeDirectory, nbytes: int) -> Segment:
     """
     nbytes = round_up(max(nbytes, PAGE_NBYTES), PAGE_NBYTES)
     name, fd = memory.new_slot_name()
-    segment: Segment | None = None
-    try:
-        os.truncate(fd, nbytes)
-        segment = Segment(name, fd, nbytes, fresh=True)
-        huge_pages.fill(fd, segment.view)
-        os.posix_fallocate(fd, 0, nbytes)
-        return segment
-    except OSError as error:
-        if segment is not None:
-            segment.close()
-        memory.remove(name)
-        if error.errno not in _FULL:
-            raise
-        raise MemoryTooSmall(f"{memory.path} is full", expected=f"{nbytes} bytes for a slot") from None
-    finally:
-        os.close(fd)
+    return _allocated(memory, name, fd, nbytes)
 
 
 def grow(memory: NodeDirectory, segment: Segment, nbytes: int) -> Segment:
@@ -222,32 +206,37 @@ def grow(memory: NodeDirectory, segment: Segment, nbytes: int) -> Segment:
     Raises:
         MemoryTooSmall: the file system is full; the file is removed.
     """
-    name, nbytes = segment.name, round_up(nbytes, PAGE_NBYTES)
-    try:
-        fd = memory.open(name, os.O_RDWR)
-    except FileNotFoundError:
-        segment.close()
-        return create(memory, nbytes)
-    if os.fstat(fd).st_ino != segment.inode:
+    fd = -1
+    with contextlib.suppress(FileNotFoundError):
+        fd = memory.open(segment.name, os.O_RDWR)
+    if fd >= 0 and os.fstat(fd).st_ino == segment.inode:
+        try:
+            return _allocated(memory, segment.name, fd, round_up(nbytes, PAGE_NBYTES), segment.nbytes)
+        finally:
+            segment.close()
+    if fd >= 0:
         os.close(fd)
-        segment.close()
-        return create(memory, nbytes)
-    grown: Segment | None = None
+    segment.close()
+    return create(memory, nbytes)
+
+
+def _allocated(memory: NodeDirectory, name: str, fd: int, nbytes: int, begin: int = 0) -> Segment:
+    """Give a file its size, and pages from ``begin`` on; it is removed where that fails. Its descriptor is closed."""
+    segment: Segment | None = None
     try:
         os.truncate(fd, nbytes)
-        grown = Segment(name, fd, nbytes, fresh=True)
-        huge_pages.fill(fd, grown.view, segment.nbytes)
+        segment = Segment(name, fd, nbytes, fresh=True)
+        huge_pages.fill(fd, segment.view, begin)
         os.posix_fallocate(fd, 0, nbytes)
-        return grown
+        return segment
     except OSError as error:
-        if grown is not None:
-            grown.close()
+        if segment is not None:
+            segment.close()
         memory.remove(name)
-        if error.errno not in _FULL:
+        if error.errno not in (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT):
             raise
         raise MemoryTooSmall(f"{memory.path} is full", expected=f"{nbytes} bytes for a slot") from None
     finally:
-        segment.close()
         os.close(fd)
 
 

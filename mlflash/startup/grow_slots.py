@@ -53,8 +53,8 @@ def make_room(world: World, memory: NodeDirectory, demand: Sequence[tuple[Slot, 
         try:
             for slot, nbytes in todo:
                 reach("room.begun")
-                old = slot.segment  # a free slot holds nothing that is still needed
-                unmap(slot)
+                old, slot.segment = slot.segment, None  # mapped until `grow` has seen whether the file is still its own
+                unmap(slot)  # a free slot holds nothing that is still needed
                 if old is None:
                     slot.segment = shared_memory_segment.create(memory, nbytes)
                 else:

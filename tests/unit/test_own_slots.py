@@ -100,7 +100,7 @@ class Both:
             for slot in slots:
                 is_ours = any(slot is one for one in (*taken, *waiting))
                 if is_ours and not slot.drains and slot.view.nbytes < nbytes and not slot.is_lent:
-                    old = slot.segment
+                    old, slot.segment = slot.segment, None
                     unmap(slot)
                     slot.segment = shared_memory_segment.create(self.memory, nbytes) if old is None else \
                         shared_memory_segment.grow(self.memory, old, nbytes)  # fmt: skip
@@ -157,7 +157,7 @@ def test_a_trainer_hears_of_a_file_that_is_larger_now_and_is_the_same(both: Both
     both.pool.take_back()  # as a start does, for which a file may be too short
     for _, _, theirs in both.pairs():
         assert theirs.segment is not None
-        old = theirs.segment
+        old, theirs.segment = theirs.segment, None
         unmap(theirs)
         theirs.segment = shared_memory_segment.grow(both.memory, old, 3 * PAGE_NBYTES)
         assert theirs.segment.inode == old.inode
