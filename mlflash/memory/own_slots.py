@@ -245,8 +245,7 @@ class OwnSlots:
             slots = dict(self._all())
             for told in files:
                 slot = slots[told.slot]
-                mapped = (0, 0) if slot.segment is None else (slot.segment.inode, slot.segment.nbytes)
-                if mapped != (told.inode, told.nbytes):
+                if (slot.inode, slot.view.nbytes) != (told.inode, told.nbytes):
                     self._unmap(slot)
                     fresh += self._map(slot, told)
                 slot.header = None if slot.segment is None else read_header(slot.view)

@@ -62,6 +62,11 @@ class Slot:
         return _NOTHING if self.segment is None else self.segment.view
 
     @property
+    def inode(self) -> int:
+        """Of its file; 0 where it has none."""
+        return 0 if self.segment is None else self.segment.inode
+
+    @property
     def name(self) -> str:
         """Name of its file."""
         return "" if self.segment is None else self.segment.name

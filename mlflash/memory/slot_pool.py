@@ -194,7 +194,7 @@ class SlotPool:
         news = []
         for name, slot in self._own():
             is_free = slot.use is Use.FREE and not slot.drains and (only is None or any(slot is one for one in only))
-            inode, nbytes = (0, 0) if slot.segment is None else (slot.segment.inode, slot.segment.nbytes)
+            inode, nbytes = slot.inode, slot.view.nbytes
             if is_free:
                 slot.use, slot.taker = Use.BUSY, _TRAINER
             is_other = self._left.get(name, slot.segment) is not slot.segment

@@ -137,7 +137,7 @@ def _take_slots(trainer: TrainerContext, old: OpenCheckpoint, nbytes: int, gives
 
     try:
         slot, share = trainer.ranks.on_all(take)
-        files = [0 if one.segment is None else one.segment.inode for one in (slot, share)]
+        files = [slot.inode, share.inode]
         names = slots.ids_of([slot, share])
         trainer.courier.call(MakeRoom([*zip(names, files, strict=True)], nbytes, gives_way))
         trainer.ranks.on_all(lambda: wait_for_pages(slot))

@@ -65,7 +65,7 @@ class PendingSave(LiveState):
     def note_slots(self, slot: Slot, share: Slot) -> None:
         """Note which slots are handed to the courier with it. Not collective."""
         request = self.request
-        own, shares = (0 if one.segment is None else one.segment.inode for one in (slot, share))
+        own, shares = slot.inode, share.inode
         request.files = own, shares
         request.slot, request.share = (name.number for name in self._slots.ids_of([slot, share]))
 
