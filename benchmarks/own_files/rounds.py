@@ -50,6 +50,7 @@ class Rounds:
     Attributes:
         memory: for the Checkpointer.
         parameters: how many a model has.
+        steps: of a training; one before saves in memory, and one after those that are counted.
     """
 
     def __init__(self) -> None:
@@ -60,7 +61,7 @@ class Rounds:
         self._ended = 0.0
         self.parameters = (int(mib) << 20) // PER_PARAMETER
         self._saves = list[dict[str, float]]()
-        self.steps = 1 + IN_MEMORY_BEFORE + 2 * int(repetitions)
+        self.steps = 1 + IN_MEMORY_BEFORE + 2 * int(repetitions) + 1  # before all, and after all
 
     def measure(self, case: str, ways: Mapping[str, Way]) -> None:
         """Time all ways, and write their rows. Collective.
