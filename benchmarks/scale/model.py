@@ -26,6 +26,7 @@ from mlflash.placement.redundancy_scheme import Scheme, parse
 from mlflash.placement.survival import of
 from mlflash.planning.interval import Costs, best_interval, waste
 from mlflash.planning.scheme_comparison import Job, share_uncovered
+from mlflash.wireup.address_relay import FAN_OUT, LEAST_NODES
 
 COMMIT_ALLREDUCES = 2  # counted by run.py; three where ranks share state
 # Counted by run.py: 32 of a relaunched start, 40 of a restore with a lost slot (copies; p2p), healing and those of one
@@ -94,10 +95,26 @@ def committed_s(machine: Machine, scheme: Scheme) -> float:
 
 
 def wire_up_s(machine: Machine) -> float:
-    """Until all couriers have found each other: the store, which all wait for, and then each node for itself."""
+    """Until all couriers have found each other: the store, which all wait for, and the addresses, from node to node.
+
+    Each node gives all of them to those below it once it has done its own work with them; that is more than it has to.
+    """
     how, nodes = machine.wire_up, machine.nodes
-    given_out = nodes * nodes * how.address_nbytes / how.serve_Bps
-    return how.fixed_s + how.rank_s * machine.gpus + given_out + how.node_s * nodes
+    given_out = nodes * how.address_nbytes / how.serve_Bps  # to one node
+    if nodes < LEAST_NODES:
+        levels, askers = 1, nodes
+    else:
+        levels = levels_below(nodes)
+        askers = 1 + FAN_OUT * levels
+    return how.fixed_s + how.rank_s * machine.gpus + askers * given_out + levels * how.node_s * nodes
+
+
+def levels_below(nodes: int) -> int:
+    """Levels of a tree of so many nodes, but for its root: each hears of all addresses from the one above it."""
+    levels, last = 0, 0
+    while last < nodes - 1:
+        levels, last = levels + 1, FAN_OUT * (last + 1)
+    return levels
 
 
 def agreed_s(machine: Machine) -> float:

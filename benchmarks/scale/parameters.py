@@ -98,12 +98,12 @@ TECTONIC = FileSystem("2 TB/s, as under Llama 3", 2.0 * TB, 2.0 * TB, 4.54 * GB)
 
 @dataclasses.dataclass(frozen=True)
 class WireUp:
-    """How couriers find each other: one store gives each node the addresses of all nodes.
+    """How couriers find each other: one store, and the addresses of all nodes, which go from node to node.
 
     Attributes:
         name: of what makes the addresses.
         address_nbytes: of a node.
-        serve_Bps: addresses that the store gives out in a second, on one core.
+        serve_Bps: addresses that the store, or a node, gives out in a second, on one core.
         rank_s: what the store works besides, for each rank of the job.
         node_s: what each node works for itself, for each node of the job.
         fixed_s: couriers and a Checkpointer of a few ranks.

@@ -11,18 +11,21 @@ The time of the store's process is what a real start waits for; that of the othe
 from __future__ import annotations
 
 import argparse
+import contextlib
 import multiprocessing
 import os
 import resource
-import selectors
+import select
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing.synchronize import Event
 
-from mlflash.wireup.key_value_store import KeyValueStore, Limits
+from mlflash.wireup.address_relay import Watch
+from mlflash.wireup.key_value_store import KeyValueStore
 from mlflash.wireup.pmi_server import PmiServer, new_epoch_name
 from mlflash.wireup.store_client import StoreClient
+from mlflash.wireup.store_limits import Limits
 
 WORKERS = 2
 SEGMENT = "F" * 1000
@@ -56,13 +59,19 @@ class Rank:
         self.server = PmiServer(mine, epoch, rank, node_of, self.store)
         self.mpi, self._lines, self._is_up = its, lines, False
         self._received = b""
-        its.setblocking(False)
+        self.watched: dict[int, int] = {}
+        self.mpi.setblocking(False)
         self.ask()
 
     @property
     def is_over(self) -> bool:
         """Whether MPI is up, and the store has done all that it was asked for."""
         return self._is_up and not self.store._then
+
+    def watches(self) -> Iterator[Watch]:
+        yield self.mpi.fileno(), select.POLLIN, self.hear
+        yield from self.server.watches()
+        yield self.store.fileno(), self.store.events, self.store.step
 
     def ask(self) -> None:
         line = next(self._lines, None)
@@ -87,32 +96,44 @@ def work(
     allow_descriptors()
     size = args.nodes * args.ranks_per_node
     node_of = [rank // args.ranks_per_node for rank in range(size)]
-    selector, left = selectors.EpollSelector(), 0
+    poll, left = select.epoll(), 0
+    watched: dict[int, tuple[Rank, Callable[[], None]]] = {}
     start = time.process_time()
     for rank in mine:
         lines = lines_of(epoch, node_of[rank], rank % args.ranks_per_node == 0, args.nodes, args.segments)
         one = Rank(epoch, rank, node_of, lines, address, token)
-        selector.register(one.mpi, selectors.EVENT_READ, (one, one.hear))
-        selector.register(one.server, selectors.EVENT_READ, (one, one.server.receive))
-        selector.register(one.store, selectors.EVENT_READ | selectors.EVENT_WRITE, (one, one.store.step))
+        watch(poll, watched, one)
         left += 1
     while left:
-        for key, _ in selector.select():
-            one, act = key.data
+        for fd, _ in poll.poll():
+            if fd not in watched:  # closed since
+                continue
+            one, act = watched[fd]
             was_over = one.is_over
             act()
             if one.server.error or one.store.lost:
                 raise RuntimeError(str(one.server.error or one.store.lost))
-            if key.fileobj is one.store:
-                events = selectors.EVENT_READ | (selectors.EVENT_WRITE if one.store.events & 4 else 0)
-                if key.events != events:
-                    selector.modify(one.store, events, key.data)
-            elif one.store.events & 4:
-                selector.modify(one.store, selectors.EVENT_READ | selectors.EVENT_WRITE, (one, one.store.step))
+            watch(poll, watched, one)
             left -= one.is_over and not was_over
     told.put(time.process_time() - start)  # type: ignore[attr-defined]
     told.close()  # type: ignore[attr-defined]
     told.join_thread()  # type: ignore[attr-defined]
+
+
+def watch(poll: select.epoll, watched: dict[int, tuple[Rank, Callable[[], None]]], one: Rank) -> None:
+    """Wait for what a rank waits for now."""
+    wanted = {fd: (events, act) for fd, events, act in one.watches() if fd >= 0}
+    for fd in one.watched.keys() - wanted.keys():
+        del watched[fd]
+        with contextlib.suppress(OSError):  # it was closed
+            poll.unregister(fd)
+    for fd, (events, act) in wanted.items():
+        if fd not in one.watched:
+            poll.register(fd, events)
+        elif one.watched[fd] != events:
+            poll.modify(fd, events)
+        watched[fd] = (one, act)
+    one.watched = {fd: events for fd, (events, _) in wanted.items()}
 
 
 def allow_descriptors() -> None:
@@ -154,7 +175,12 @@ def main() -> int:
     ]
     for worker in workers:
         worker.start()
-    cpu_s = sum(told.get(timeout=600) for _ in workers)
+    for worker in workers:
+        worker.join(600)
+    if any(worker.exitcode for worker in workers):
+        server.kill()
+        return 1
+    cpu_s = sum(told.get(timeout=60) for _ in workers)
     took = time.perf_counter() - start
     over.set()
     server_s, most, keys, left, mib = pipe.recv()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Iterator
 
 from . import mpich_segments
+from .address_relay import Watch
 from .frames import Frames
 from .pmi_server import PmiServer
 from .store_client import StoreClient
@@ -47,6 +49,13 @@ class ForkedCourier:
     def error(self) -> str | None:
         """Why it cannot go on, as far as its server of PMI knows. Not collective."""
         return self.mpi[0].error if self.mpi is not None else None
+
+    def watches(self) -> Iterator[Watch]:
+        """What is to be waited for while it starts MPI, and what to do then. Not collective."""
+        if self.mpi is not None:
+            pmi, store = self.mpi
+            yield from pmi.watches()
+            yield store.fileno(), store.events, store.step
 
     def note_segments(self) -> None:
         """Look which shared memory of MPI it maps, while it lives. Not collective."""

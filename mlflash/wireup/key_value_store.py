@@ -39,38 +39,12 @@ import time
 from typing import Any
 
 from .frames import BadFrame, Frames, pack, packed_text, text_of
+from .store_limits import Limits
 
 _LARGEST_NUMBER = 2**53
 _TOKEN_NBYTES = 16
 _PREFIXES = 8  # whose pages are kept
 _NO_MORE = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-
-
-@dataclasses.dataclass(frozen=True)
-class Limits:
-    """What one store holds at most, so that nobody who can reach its port can hurt it.
-
-    Attributes:
-        strangers: connections that have not sent the token; the oldest is closed for the next.
-        stranger_s: how long such a connection may take, seconds.
-        message_nbytes: of a message, after the token; 16,384 ranks in any order on 2,048 nodes are described by 207 kB.
-        key_length: characters of a key.
-        keys: how many.
-        nbytes: characters of all keys and values.
-        waits: messages of one connection that wait.
-        unsent_nbytes: answers of one connection that it has not taken.
-        page_nbytes: characters of keys and values of a page of what is below a prefix, but for the last of them.
-    """
-
-    strangers: int = 64
-    stranger_s: float = 10.0
-    message_nbytes: int = 1 << 20
-    key_length: int = 512
-    keys: int = 1_000_000
-    nbytes: int = 1 << 28
-    waits: int = 1024
-    unsent_nbytes: int = 1 << 23
-    page_nbytes: int = 1 << 17
 
 
 class _Refused(Exception):
@@ -162,12 +136,31 @@ class KeyValueStore:
                     self._receive(connection)
             except (OSError, BadFrame):
                 self._drop(connection)
-        flushing, self._answered = self._answered, {}
-        for connection in flushing:
-            self._flush(connection)
+        self._flush_answered()
         late = time.monotonic() - self.limits.stranger_s
         for connection in [one for one in self._strangers if one.since <= late]:
             self._drop(connection)
+
+    def put(self, key: str, value: str) -> bool:
+        """Set the value of a key, without a client. Not collective.
+
+        Returns:
+            False: the store is full.
+        """
+        try:
+            self._put(key, value)
+        except _Refused:
+            return False
+        self._flush_answered()
+        return True
+
+    def delete(self, prefix: str) -> None:
+        """Delete all keys that begin with a prefix. Not collective."""
+        self._delete(prefix)
+
+    def awaits(self, key: str) -> bool:
+        """Whether a client waits for a key. Not collective."""
+        return key in self._waiting
 
     def close(self) -> None:
         """Close all connections; who waits is told so. Not collective."""
@@ -256,6 +249,11 @@ class KeyValueStore:
         connection.unsent += packed
         self._answered[connection] = None
         if len(connection.unsent) > self.limits.unsent_nbytes:
+            self._flush(connection)
+
+    def _flush_answered(self) -> None:
+        flushing, self._answered = self._answered, {}
+        for connection in flushing:
             self._flush(connection)
 
     def _flush(self, connection: _Connection) -> None:

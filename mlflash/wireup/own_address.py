@@ -38,10 +38,10 @@ def _candidates(environment: Mapping[str, str]) -> Iterator[str]:
     main_host = environment.get("MASTER_ADDR")
     if main_host:
         yield from _meanings(main_host)
-        yield from _speaking_to(main_host)
+        yield from speaking_to(main_host)
     yield from _meanings(socket.gethostname())
     for host in _ELSEWHERE:
-        yield from _speaking_to(host)
+        yield from speaking_to(host)
 
 
 def _meanings(host: str) -> list[str]:
@@ -52,7 +52,8 @@ def _meanings(host: str) -> list[str]:
     return [str(address[0]) for *_, address in found]
 
 
-def _speaking_to(host: str) -> list[str]:
+def speaking_to(host: str) -> list[str]:
+    """Find the address from which this host speaks to another one; none: it cannot. Nothing is sent. Not collective."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as sock:

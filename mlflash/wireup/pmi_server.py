@@ -18,8 +18,8 @@ the key-value store does. A process asks one thing at a time, in a line of words
 
 In the store all keys of an epoch are below its name: ``EPOCH/started/RANK``, ``EPOCH/put/KEY``, ``EPOCH/barrier/N`` and
 ``EPOCH/barrier/N/all``, and ``EPOCH/up``, how many have initialised MPI; the last one that does deletes the first two,
-which nobody needs any more. MPI names its shared memory after the epoch, so a name must never have been used before:
-MPI_Init hangs otherwise.
+which nobody needs any more. Between many nodes, what was put is passed on by `address_relay`. MPI names its shared
+memory after the epoch, so a name must never have been used before: MPI_Init hangs otherwise.
 
 Source: MPICH, src/pmi/src/pmi_wire.c; what MPICH 5.0.2 really sends.
 """
@@ -28,12 +28,14 @@ from __future__ import annotations
 
 import re
 import secrets
+import select
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import cast
 
+from .address_relay import AddressRelay, Watch
 from .process_mapping import mapping
-from .store_client import StoreClient
+from .store_client import StoreClient, Then
 
 _NAME_LENGTH, _KEY_LENGTH, _VALUE_LENGTH = 256, 64, 1024
 _LINE_LENGTH = 4096
@@ -111,17 +113,24 @@ class PmiServer:
         # What all ranks have put, asked for at once after each barrier: MPI asks for each of them, on each rank.
         self._known: dict[str, str] | None = None
         self._is_open = True
+        self._relay = AddressRelay(epoch, rank, nodes, store)
         sock.setblocking(False)
         self._ask(self._looked, "look", "up")
         self._ask(self._started, "add", f"started/{rank}", 1)
 
     def fileno(self) -> int:
-        """The descriptor to wait for; -1 where there is nothing to wait for any more. Not collective."""
+        """The descriptor of the process; -1 where there is nothing to wait for any more. Not collective."""
         return self._sock.fileno()
+
+    def watches(self) -> Iterator[Watch]:
+        """All that is to be waited for, but the store's connection. Not collective."""
+        yield self.fileno(), select.POLLIN, self.receive
+        yield from self._relay.watches()
 
     def close(self) -> None:
         """Close the socket; the process sees an error where it still needs it. Not collective."""
         self._is_open = False
+        self._relay.close()
         self._sock.close()
 
     def receive(self) -> None:
@@ -207,19 +216,12 @@ class PmiServer:
             self._ask(self._found, "look", f"put/{key}")
 
     def _learn(self, key: str) -> None:
-        known: dict[str, str] = {}
-
-        def learnt(told: object) -> None:
-            page, after = cast("tuple[dict[str, str], str | None]", told)
-            known.update(page)
-            if after is not None:
-                self._ask(learnt, "below", "put/", after)
-                return
-            self._known = known
+        def learnt(known: object) -> None:
+            self._known = cast("dict[str, str]", known)
             self._get(key)
 
         self._is_busy = True
-        self._ask(learnt, "below", "put/", None)
+        self._relay.learn(self._then(learnt))
 
     def _found(self, value: object) -> None:
         if value is None:
@@ -237,8 +239,12 @@ class PmiServer:
             if number == self._size:
                 self._ask(lambda _: None, "put", f"{name}/all", "1")
 
+        def passed(_: object) -> None:
+            self._relay.pass_barrier(self._barriers)
+            self._send("barrier_out rc=0")
+
         self._ask(arrived, "add", name, 1)
-        self._ask(lambda _: self._send("barrier_out rc=0"), "get", f"{name}/all")
+        self._ask(passed, "get", f"{name}/all")
 
     def initialized(self, *others: str) -> None:
         """Note that MPI is initialised; the last process deletes what all needed until then. Not collective.
@@ -249,7 +255,7 @@ class PmiServer:
 
         def counted(number: object) -> None:
             if number == self._size:
-                for prefix in (f"{self._epoch}/started/", f"{self._epoch}/put/", *others):
+                for prefix in (*(f"{self._epoch}/{what}/" for what in ("started", "put", "relay")), *others):
                     self._store.send(lambda *_: None, "delete", prefix)
 
         self._ask(counted, "add", "up", 1)
@@ -263,6 +269,11 @@ class PmiServer:
             self._started(None)
 
     def _ask(self, then: Callable[[object], None], operation: str, key: str, *values: object) -> None:
+        self._store.send(self._then(then), operation, f"{self._epoch}/{key}", *values)
+
+    def _then(self, then: Callable[[object], None]) -> Then:
+        """What is done with an answer, as long as there is somebody to tell."""
+
         def answered(result: object, error: OSError | None) -> None:
             if not self._is_open:
                 return
@@ -271,7 +282,7 @@ class PmiServer:
             else:
                 then(result)
 
-        self._store.send(answered, operation, f"{self._epoch}/{key}", *values)
+        return answered
 
     def _send(self, words: str) -> None:
         self._is_busy = False

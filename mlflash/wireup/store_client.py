@@ -42,7 +42,7 @@ class StoreClient:
     """
 
     def __init__(self, address: tuple[str, int], token: str):
-        self.address = address
+        self.address, self.token = address, token
         self.lost: StoreLost | None = None
         self._frames = Frames(_LARGEST_NBYTES)
         self._unsent = bytearray(pack(token))
@@ -83,6 +83,26 @@ class StoreClient:
         if self._is_connected:
             self._flush()
         return self._number
+
+    def send_below(self, then: Then, prefix: str) -> None:
+        """Ask for all keys that begin with a prefix, a page at a time, and have them given to ``then``, in `step`.
+
+        Not collective. It is given a dictionary of the keys, without the prefix, and their values.
+        """
+        found = dict[str, str]()
+
+        def paged(told: Any, error: OSError | None) -> None:
+            if error is not None:
+                then(None, error)
+                return
+            page, after = told
+            found.update(page)
+            if after is None:
+                then(found, None)
+            else:
+                self.send(paged, "below", prefix, after)
+
+        self.send(paged, "below", prefix, None)
 
     def step(self) -> None:
         """Send and receive what can be, without waiting. Not collective."""

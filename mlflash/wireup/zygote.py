@@ -55,10 +55,11 @@ from .courier_process import Courier
 from .departures import Departure, Farewell, needed_until_up, number_of
 from .forked_courier import ForkedCourier
 from .frames import BadFrame, Frames, pack, send_ready
-from .key_value_store import KeyValueStore, Limits
+from .key_value_store import KeyValueStore
 from .pmi_server import PmiServer, is_epoch_name
 from .process_mapping import numbered
 from .store_client import StoreClient
+from .store_limits import Limits
 from .zygote_imports import Entry, import_all, vendor
 
 _LARGEST_NBYTES = 1 << 23
@@ -155,10 +156,8 @@ class Zygote:
             # Its end comes first: what it has reported is read then, too.
             watch(child.pidfd, select.POLLIN, functools.partial(self._reap, child))
             watch(child.reports_fd, select.POLLIN if child.reports_more else 0, functools.partial(self._hear, child))
-            if child.mpi is not None:
-                pmi, store = child.mpi
-                watch(pmi.fileno(), select.POLLIN, pmi.receive)
-                watch(store.fileno(), store.events, store.step)
+            for fd, events, act in child.watches():
+                watch(fd, events, act)
         if self._store is not None:
             watch(self._store.fileno(), select.POLLIN, self._store.step)
         waits = [left_s for _, left_s in self._orphans()]

@@ -52,11 +52,12 @@ class Job:
         while not self._is_over.is_set():
             self.store.step(0.05)
 
-    def start(self, hydra: bool = False) -> Job:
+    def start(self, hydra: bool = False, site: Path | None = None) -> Job:
+        """Start the trainers; what is to be done first in each Python is in ``sitecustomize.py`` of a directory."""
         command = [sys.executable, str(TESTS / "wireup_trainer.py"), self.store.address[0], str(self.store.address[1])]
         command.append(self.store.token)
         plain = {name: value for name, value in os.environ.items() if not name.startswith(("PMI", "SLURM", "OMPI"))}
-        paths = os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH"))))
+        paths = os.pathsep.join(filter(None, (site and str(site), str(TESTS), os.environ.get("PYTHONPATH"))))
         environment = {**plain, "PYTHONPATH": paths, "MPIR_CVAR_CH4_NETMOD": "ofi", "FI_PROVIDER": "tcp",
                        "PYTHONWARNINGS": "error"}  # fmt: skip
         if hydra:
@@ -223,6 +224,20 @@ def test_many_epochs_leave_no_descriptors_processes_keys_or_memory(job: Job) -> 
     job.client.delete("do", PATIENCE_S)
     job.client.delete("done", PATIENCE_S)
     assert 0 < len(job.store) == job.client.delete(f"{first}/", PATIENCE_S), "what the first epoch left"
+    assert job.stop() == [0] * RANKS
+
+
+def test_mpi_starts_where_addresses_go_from_node_to_node(job: Job, tmp_path: Path, monkeypatch: Any) -> None:
+    asked = list[str]()
+    page = job.store._page
+    monkeypatch.setattr(job.store, "_page", lambda prefix, after: (asked.append(prefix), page(prefix, after))[1])
+    (tmp_path / "sitecustomize.py").write_text(
+        "from mlflash.wireup import address_relay\naddress_relay.FAN_OUT, address_relay.LEAST_NODES = 1, 2\n"
+    )
+    job.start(site=tmp_path)
+    name = job.epoch([0, 1, 2])
+    assert set(asked) == {f"{name}/put/"} and len(asked) == 2, "by nodes 0 and 1; node 2 asks node 1"
+    until(lambda: not job.client.below(f"{name}/relay/", PATIENCE_S), "where nodes are is deleted")
     assert job.stop() == [0] * RANKS
 
 

@@ -17,8 +17,9 @@ from waiting import PATIENCE_S, is_in, until
 
 from mlflash.errors import DeadlineExceeded
 from mlflash.wireup.frames import BadFrame, Frames, pack
-from mlflash.wireup.key_value_store import KeyValueStore, Limits
+from mlflash.wireup.key_value_store import KeyValueStore
 from mlflash.wireup.store_client import StoreClient, StoreLost, StoreRefused
+from mlflash.wireup.store_limits import Limits
 
 
 class Served:

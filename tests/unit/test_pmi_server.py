@@ -15,10 +15,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from waiting import PATIENCE_S, until
 
-from mlflash.wireup.key_value_store import KeyValueStore, Limits
+from mlflash.wireup.key_value_store import KeyValueStore
 from mlflash.wireup.pmi_server import PmiError, PmiServer, is_epoch_name, new_epoch_name, parse
 from mlflash.wireup.process_mapping import Block, blocks, mapping, nodes_of
 from mlflash.wireup.store_client import StoreClient
+from mlflash.wireup.store_limits import Limits
 
 
 def read_as_mpich(text: str, size: int) -> list[int]:

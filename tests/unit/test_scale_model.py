@@ -12,7 +12,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 from scale import agreement, break_even, counted, forecast, memory_of_ranks, model, recoveries
-from scale.parameters import PERLMUTTER, SLINGSHOT_11, TECTONIC, UCX, Fabric, FileSystem, Node, WireUp
+from scale.parameters import PERLMUTTER, SLINGSHOT_11, TECTONIC, Fabric, FileSystem, Node, WireUp
 
 from mlflash.placement.redundancy_scheme import parse
 from mlflash.planning.interval import daly, inflation
@@ -37,13 +37,21 @@ def test_a_commit_by_hand() -> None:
 def test_a_restore_by_hand() -> None:
     # 256 nodes: 8 steps and 64 kB of tables, twice; the code 3 us a rank; checked 0.1 s; loaded 0.1 s.
     here = 3e-6 * 1024 + 2 * (8e-6 + 256 * 250 / 5e9 + 1e-3) + model.RESTORE_COLLECTIVES * (10e-6 + 1e-3) + 0.1 + 0.1
-    # Couriers: 256 addresses of 1 kB to each of 256 nodes, 0.1 ms for each rank, 10 us for each node, and 0.25 s.
-    here += 0.25 + 1e-4 * 1024 + 256 * 256 * 1000 / 1e9 + 1e-5 * 256
+    # Couriers: 0.25 s, 0.1 ms for each rank; 256 addresses of 1 kB to 17 nodes, and by each of those to 16 more; 10
+    # us for each node, on each of these two levels.
+    here += 0.25 + 1e-4 * 1024 + (17 + 16) * 256 * 1000 / 1e9 + 2 * 1e-5 * 256
     assert model.restored_s(MACHINE, parse("copy"), node_lost=False) == pytest.approx(here)
     # From another node: 0.2 s, and checked once more.
     assert model.restored_s(MACHINE, parse("copy")) == pytest.approx(here + 0.3)
     # And before that each of 7 survivors gathers 6/7 of a slot and decodes it.
     assert model.restored_s(MACHINE, parse("rs:6+2")) == pytest.approx(here + 0.3 + 6 / 7 * (0.2 + 0.25))
+
+
+def test_levels_of_the_tree_that_addresses_go_down() -> None:
+    sizes = (1, 2, 17, 18, 1 + 16 + 256, 2 + 16 + 256, 12_500)
+    assert [model.levels_below(nodes) for nodes in sizes] == [0, 1, 1, 2, 2, 3, 4]
+    few = dataclasses.replace(MACHINE, gpus=4 * 32)  # 32 nodes: the store gives them to each
+    assert model.wire_up_s(few) == pytest.approx(0.25 + 1e-4 * 128 + 32 * 32 * 1000 / 1e9 + 1e-5 * 32)
 
 
 def test_a_file_system_by_hand() -> None:
@@ -157,7 +165,7 @@ def test_both_sides_take_equally_long_at_each_condition(gpus: int) -> None:
 
 
 def test_number_of_gpus_at_which_both_restore_equally_fast() -> None:
-    for how in (WireUp("small", 100.0), UCX):
+    for how in (WireUp("slow", 1000.0, rank_s=2e-3), WireUp("slow for each node", 1000.0, node_s=5e-3)):
         gpus = break_even.gpus_of_the_file_system(at_100_000(wire_up=how), PERLMUTTER)
         assert gpus is not None
         fewer, more = (dataclasses.replace(at_100_000(wire_up=how), gpus=int(gpus * by)) for by in (0.9, 1.1))
@@ -174,9 +182,10 @@ def test_number_of_gpus_at_which_agreement_outweighs_bytes_by_hand() -> None:
 
 
 def test_a_relaunch_that_is_as_fast_as_a_recovery_in_place() -> None:
-    seconds = break_even.relaunch_s(at_100_000(wire_up=UCX), PERLMUTTER)
+    slow = at_100_000(wire_up=WireUp("slow", 1000.0, rank_s=2e-3))
+    seconds = break_even.relaunch_s(slow, PERLMUTTER)
     assert seconds is not None
-    in_place = recoveries.in_place_s(at_100_000(wire_up=UCX), node_lost=True)
+    in_place = recoveries.in_place_s(slow, node_lost=True)
     assert seconds + model.pfs_restored_s(at_100_000(), PERLMUTTER) == pytest.approx(in_place)
 
 
