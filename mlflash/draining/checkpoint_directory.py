@@ -17,6 +17,7 @@ import xxhash
 from ..crash_points import reach
 from ..errors import CorruptSlot
 from ..memory.slot_header import Attempt
+from ..storage.many_files import each
 from ..storage.store import Store
 from .file_index import CARD_NBYTES, Card, read_card
 
@@ -180,11 +181,11 @@ def delete(store: Store, listed: Listed) -> None:
     Not collective.
     """
     inside = store.at(listed.folder)
-    names = [name for name in inside.names() if name != listed.master and _is_of(inside, name, listed.card)]
+    names = [name for name in inside.names() if name != listed.master]
+    is_mine = each(lambda name: _is_of(inside, name, listed.card), names)
     inside.remove(listed.master)
     reach("drain.uncommitted")
-    for name in names:
-        inside.remove(name)
+    _remove(inside, [name for name, mine in zip(names, is_mine, strict=True) if mine])
     if not inside.remove_directory():
         log.warning("%s stays: there are files in it that this job did not write", inside.path)
 
@@ -204,21 +205,34 @@ def delete_leftovers(store: Store, owner: str, run_id: bytes) -> None:
         names = _names(inside) or []
         if any(master in names for master in MASTERS):
             continue
-        mine, drains = [], {}
-        for name in names:
-            if (match := _TEMPORARY.fullmatch(name)) is not None:  # its card may not be in it yet
-                if match["owner"] == _digest(owner) and match["run"] != run_id.hex():
-                    mine.append(name)
-                continue
-            card = _card_of(inside, name)
-            if card is not None and card.owner == owner and card.attempt.run_id != run_id:
-                drains[card.attempt] = card
-        # In the order of their names: data before the card that says whose they are.
-        mine += [name for name in names if any(_is_of(inside, name, card) for card in drains.values())]
-        for name in dict.fromkeys(mine):
-            inside.remove(name)
+        mine = _left_over(inside, names, owner, run_id)
+        _remove(inside, mine)
         if mine:
             inside.remove_directory()
+
+
+def _left_over(inside: Store, names: list[str], owner: str, run_id: bytes) -> list[str]:
+    """The files of a folder that drains of earlier runs left."""
+    mine: list[str] = []
+    drains: dict[Attempt, Card] = {}
+    for name, card in zip(names, each(lambda name: _card_of(inside, name), names), strict=True):
+        if (match := _TEMPORARY.fullmatch(name)) is not None:  # its card may not be in it yet
+            if match["owner"] == _digest(owner) and match["run"] != run_id.hex():
+                mine.append(name)
+        elif card is not None and card.owner == owner and card.attempt.run_id != run_id:
+            drains[card.attempt] = card
+    is_mine = each(lambda name: any(_is_of(inside, name, card) for card in drains.values()), names)
+    return list(dict.fromkeys([*mine, *(name for name, its in zip(names, is_mine, strict=True) if its)]))
+
+
+def _remove(inside: Store, names: list[str]) -> None:
+    """Delete files: first what makes PyTorch take them for a checkpoint, last the cards that say whose the data is."""
+    for turn in range(3):
+        each(inside.remove, [name for name in names if _turn(name) == turn])
+
+
+def _turn(name: str) -> int:
+    return 1 if _DATA.fullmatch(name) else 2 if name.startswith("rank-") else 0
 
 
 def _is_of(inside: Store, name: str, of: Card) -> bool:

@@ -30,6 +30,7 @@ from ..mpi.nonblocking import Operation, side_by_side
 from ..mpi.world import World
 from ..protocol.describe_ranks import Described, Gathered, gathering
 from ..storage.file_holes import FileWithHoles
+from ..storage.many_files import each
 from ..storage.store import Store
 from . import checkpoint_directory, rank_table
 from .drain import Drain
@@ -279,11 +280,7 @@ class _OnItsWay:
         if [receipt.rank for _, receipt in told] != list(range(self.drain_input.world_size)):
             raise DrainFailed("not every rank of the checkpoint handed its state in",
                               expected=f"{self.drain_input.world_size} ranks", found=len(told))  # fmt: skip
-        for stored, _ in told:  # what is not there any more must not be committed
-            for name, nbytes in {stored.card: stored.nbytes, stored.data: stored.data_nbytes}.items():  # one in HDF5
-                if self.inside.nbytes(name) != nbytes:
-                    raise DrainFailed("a file is not as it was written", expected=f"{nbytes} bytes in {name}",
-                                      found=self.inside.nbytes(name))  # fmt: skip
+        each(self._look_for, [stored for stored, _ in told])
         text = rank_table.encode(self.form.name, self.terms.job, [stored for stored, _ in told], gathered)
         receipts = [receipt for _, receipt in told]
         files = self.form.master_files(self.drain_input, text, receipts, self.terms.job, self.terms.owner)
@@ -294,6 +291,14 @@ class _OnItsWay:
                 self.commits.append(name)
                 reach("drain.committing")
                 self.inside.write(name, skeleton.stream(_CHUNK_NBYTES), tag)
+
+    def _look_for(self, stored: Stored) -> None:
+        """See that the files of a rank are there: what is not there any more must not be committed."""
+        for name, nbytes in {stored.card: stored.nbytes, stored.data: stored.data_nbytes}.items():  # one in HDF5
+            found = self.inside.nbytes(name)
+            if found != nbytes:
+                raise DrainFailed("a file is not as it was written", expected=f"{nbytes} bytes in {name}", found=found)
+        self.drain.progress += 1
 
     def _delete(self, names: list[str]) -> None:
         try:

@@ -1107,18 +1107,24 @@ def test_deleting_leaves_foreign_files_and_then_the_folder(tmp_path: Path, caplo
     assert "step-00000001 stays" in caplog.text and "step-00000002 stays" not in caplog.text
 
 
+class Watched(Directory):
+    """Notes what is deleted."""
+
+    def __init__(self, path: str, removed: list[str]):
+        super().__init__(path)
+        self.removed = removed
+
+    def at(self, name: str) -> Directory:
+        return Watched(os.path.join(self.path, name), self.removed)
+
+    def remove(self, name: str) -> None:
+        self.removed.append(name)
+        super().remove(name)
+
+
 def test_deleting_takes_the_committing_file_first(tmp_path: Path) -> None:
     removed: list[str] = []
-
-    class Watched(Directory):
-        def at(self, name: str) -> Directory:
-            return Watched(os.path.join(self.path, name))
-
-        def remove(self, name: str) -> None:
-            removed.append(name)
-            super().remove(name)
-
-    store = Watched(str(tmp_path))
+    store = Watched(str(tmp_path), removed)
     listed = commit(store, "step-00000001", 1, 1)
     put_rank(store, "step-00000001", "rank-00001.h5")
     checkpoint_directory.delete(store, listed)
@@ -1135,6 +1141,30 @@ def test_files_of_dcp_are_deleted_with_their_cards(tmp_path: Path) -> None:
     inside.write(".metadata", [b"pickle ", checkpoint_directory.tag(listed.card.attempt, "me").encode(), b" more"])
     checkpoint_directory.delete(store, listed)
     assert tree(tmp_path) == ["step-00000001/__1_0.distcp"]
+
+
+@pytest.mark.parametrize("committed", [True, False])
+def test_of_many_ranks_that_of_pytorch_goes_first_then_all_data_and_the_cards_last(
+    tmp_path: Path, committed: bool
+) -> None:
+    removed: list[str] = []
+    store = Watched(str(tmp_path), removed)
+    listed = write_master(store, "step-00000001", b"{}", name="checkpoint.mlflash")
+    inside = store.at("step-00000001")
+    for rank in range(100):
+        put_rank(store, "step-00000001", f"rank-{rank:05d}.mlflash")
+        inside.write(f"__{rank}_0.distcp", [b"data"])
+    inside.write(".metadata", [checkpoint_directory.tag(listed.card.attempt, "me").encode()])
+    if committed:
+        checkpoint_directory.delete(store, listed)
+        assert removed.pop(0) == "checkpoint.mlflash"
+    else:
+        (tmp_path / "step-00000001" / "checkpoint.mlflash").unlink()
+        checkpoint_directory.delete_leftovers(store, "me", b"y" * 16)
+    assert removed[0] == ".metadata"
+    assert sorted(removed[1:101]) == sorted(f"__{rank}_0.distcp" for rank in range(100))
+    assert sorted(removed[101:]) == [f"rank-{rank:05d}.mlflash" for rank in range(100)]
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_only_what_interrupted_drains_of_earlier_runs_of_this_job_left_is_deleted(tmp_path: Path) -> None:
