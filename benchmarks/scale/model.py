@@ -106,7 +106,8 @@ def wire_up_s(machine: Machine) -> float:
     else:
         levels = levels_below(nodes)
         askers = 1 + FAN_OUT * levels
-    return how.fixed_s + how.rank_s * machine.gpus + askers * given_out + levels * how.node_s * nodes
+    store_s = how.rank_s * machine.gpus + how.put_s * nodes
+    return how.fixed_s + store_s + askers * given_out + levels * how.node_s * nodes
 
 
 def levels_below(nodes: int) -> int:

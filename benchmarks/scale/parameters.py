@@ -105,6 +105,7 @@ class WireUp:
         address_nbytes: of a node.
         serve_Bps: addresses that the store, or a node, gives out in a second, on one core.
         rank_s: what the store works besides, for each rank of the job.
+        put_s: what it works besides, for the address of each node: more than a segment takes it more.
         node_s: what each node works for itself, for each node of the job.
         fixed_s: couriers and a Checkpointer of a few ranks.
     """
@@ -113,12 +114,14 @@ class WireUp:
     address_nbytes: float
     serve_Bps: float = 1.1 * GB  # measured: wireup.py, 64 to 512 nodes, least squares
     rank_s: float = 0.28e-3  # measured: the same
+    put_s: float = 0.0
     node_s: float = 66e-6  # measured: wireup.py, 512 nodes
     fixed_s: float = 0.5  # measured: a recovery in place of four ranks on two cores (docs/keep_alive.md): 0.25 + 0.25
 
 
 LIBFABRIC = WireUp("libfabric", 1e3)  # counted: the address of a node in MPICH 5.0.2, one segment
-UCX = WireUp("UCX", 9e3, node_s=309e-6)  # counted: nine segments; measured: wireup.py, 512 nodes
+# Counted: nine segments. Measured: wireup.py, 512 nodes; the store with a rank on each, from node to node.
+UCX = WireUp("UCX", 9e3, put_s=0.75e-3, node_s=309e-6)
 
 # Published: "1 MB to 4 GB per GPU" (arXiv:2407.21783, 3.3.1): the upper end.
 STATE_NBYTES = 4.0 * GB
