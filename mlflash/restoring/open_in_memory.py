@@ -5,7 +5,8 @@ What lies on a rank's own node is read from its files; the rest is asked of rank
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+import functools
+from collections.abc import Collection, Iterable, Iterator
 from typing import Protocol
 
 import numpy as np
@@ -21,6 +22,8 @@ from ..state.old_ranks import OldRanks
 from ..state.rebuild import Read
 from ..state.shards import box
 from .found import FoundElsewhere
+
+_PARTS = 8192  # asked of other ranks at a time
 
 
 class OpenCheckpoint(Protocol):
@@ -95,15 +98,23 @@ class OpenInMemory:
         Raises:
             MlflashError: on all ranks, where one could not read its part or ``wanted`` failed there.
         """
-        asked: dict[int, list[WantedPart]] = {}
-        self._ranks.on_all(lambda: self._read_near(wanted, asked))
-        found = self.found
+        found, left = self.found, iter(wanted)
         homes = {rank: file_number(home.slot.name) for rank, home in found.homes.items()}
-        whole: bool = self._trainer.courier.call(Exchange(found.attempt, homes, found.files, asked))
-        return whole
+        while True:
+            asked: dict[int, list[WantedPart]] = {}
+            count = self._ranks.on_all(functools.partial(self._read_near, left, asked))
+            whole = self._trainer.courier.call(Exchange(found.attempt, homes, found.files, asked))
+            all_whole, all_through = self._ranks.agree([int(whole), int(count < _PARTS)])
+            if all_through or not all_whole:
+                return bool(all_whole)
 
-    def _read_near(self, wanted: Iterable[WantedPart], asked: dict[int, list[WantedPart]]) -> None:
-        """Read what lies on this node; adds the rest to what other ranks are asked for. Not collective."""
+    def _read_near(self, wanted: Iterator[WantedPart], asked: dict[int, list[WantedPart]]) -> int:
+        """Read what lies on this node; adds the rest to what other ranks are asked for. Not collective.
+
+        Returns:
+            how many those are; at most so many at a time, as each takes memory.
+        """
+        count = 0
         homes = dict(self.found.homes)
         reads: dict[int, Read] = {}
         try:
@@ -111,6 +122,9 @@ class OpenInMemory:
                 server, file = self._places[wanted_part.rank]
                 if not self.is_near(wanted_part.rank):
                     asked.setdefault(server, []).append(wanted_part)
+                    count += 1
+                    if count == _PARTS:
+                        break
                     continue
                 if wanted_part.rank not in homes:
                     homes[wanted_part.rank] = open_home(self._trainer, file, self.found.files)
@@ -122,6 +136,7 @@ class OpenInMemory:
         finally:
             for rank in homes.keys() - self.found.homes.keys():
                 self._unmap(homes[rank])
+        return count
 
     def close(self) -> None:
         """Unmap what is none of this rank's own. Not collective."""

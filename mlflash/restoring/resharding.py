@@ -106,8 +106,8 @@ def reshard(trainer: TrainerContext, old: OpenCheckpoint, state: Any, gives_way:
     slot, share = _take_slots(trainer, old, plan.layout.extents.nbytes, gives_way)
     made = Resharded(slot, share, plan, wanted.flat)
     try:
-        parts = together(lambda: [*_wanted_in(wanted, plan, slot)])
-        if not ranks.agree([int(old.read(parts))])[0]:
+        rooms = together(lambda: _make_rooms(wanted, plan, slot))
+        if not ranks.agree([int(old.read(_parts_in(rooms, wanted.made_of)))])[0]:
             raise CorruptSlot("parts of the checkpoint did not arrive whole", step=old.step)
     except DeadlineExceeded:  # the courier may still write into it
         raise
@@ -296,8 +296,8 @@ def _want(rank: int, opened: OpenCheckpoint, state: Any) -> _Wanted:
     return _Wanted(Flat.of(leaves, own.tree, olds.merge_plain(values, paths, rank)), made_of)
 
 
-def _wanted_in(wanted: _Wanted, plan: Plan, slot: Slot) -> Iterator[WantedPart]:
-    """Copy what the live state keeps into the new slot, and say which parts of the checkpoint go where in it."""
+def _make_rooms(wanted: _Wanted, plan: Plan, slot: Slot) -> dict[int, np.ndarray]:
+    """Copy what the live state keeps into the new slot; gives where the other leaves go in it, by number."""
     slot.unseal()
     slot.view[PAGE_NBYTES : PAGE_NBYTES + len(plan.manifest)] = np.frombuffer(plan.manifest, dtype=np.uint8)
     payload = slot.payload(plan.layout.extents)
@@ -309,8 +309,13 @@ def _wanted_in(wanted: _Wanted, plan: Plan, slot: Slot) -> Iterator[WantedPart]:
             rooms[number] = items(room, entry)
         elif leaf.tie < 0 and entry.nbytes and leaf.value is not None:
             room[:] = live_bytes(leaf.value)
-    for number, nth in _by_old_rank(wanted.made_of):
-        part = wanted.made_of[number][nth]
+    return rooms
+
+
+def _parts_in(rooms: Mapping[int, np.ndarray], made_of: Mapping[int, Parts]) -> Iterator[WantedPart]:
+    """Say which parts of the checkpoint go where, as they are asked for: there may be very many."""
+    for number, nth in _by_old_rank(made_of):
+        part = made_of[number][nth]
         target = rooms[number][box(part.target, part.shape)]
         yield WantedPart(part.rank, part.number, part.source, part.shape, target)
 
