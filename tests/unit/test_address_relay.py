@@ -66,12 +66,12 @@ class World:
 
         self.store._page = counted  # type: ignore[method-assign]
 
-    def until(self, is_so: Callable[[], object]) -> None:
-        """Do what is ready, as zygotes do, until something is so."""
-        end = time.monotonic() + PATIENCE_S
+    def until(self, is_so: Callable[[], object], ranks: Sequence[int] | None = None) -> None:
+        """Do what is ready on all ranks or some, as zygotes do, until something is so."""
+        end, driven = time.monotonic() + PATIENCE_S, [self.ranks[rank] for rank in ranks or range(len(self.ranks))]
         while not is_so():
             assert time.monotonic() < end
-            watches = [watch for rank in self.ranks for watch in rank.watches() if watch[0] >= 0]
+            watches = [watch for rank in driven for watch in rank.watches() if watch[0] >= 0]
             watches.append((self.store.fileno(), select.POLLIN, self.store.step))
             acts = {fd: act for fd, _, act in watches}
             poll = select.poll()
@@ -141,6 +141,24 @@ def test_each_barrier_has_its_own_and_what_is_old_is_forgotten(world: World) -> 
         assert {held.split("/")[0] for held in own._keys} == {str(number)}
     world.put("d")
     assert not own._keys, "nobody has asked since"
+
+
+def test_a_node_that_hears_late_that_all_have_passed_answers_those_who_have_asked_before(world: World) -> None:
+    last, above = world.ranks[-1], world.ranks[(NODES - 2) // FAN_OUT]
+    world.all_say(lambda rank: f"put kvsname={EPOCH} key=a-{rank} value=a{rank}")
+    for rank in world.ranks[:-1]:
+        rank.say("barrier_in")
+    world.until(lambda: world.store._values.get(f"{EPOCH}/barrier/1") == str(NODES - 1))
+    last.say("barrier_in")
+    world.until(lambda: last.received, [NODES - 1])
+    assert not above.received
+    last.received = b""
+    last.say(f"get kvsname={EPOCH} key=a-3")
+    assert above.own is not None
+    own = above.own
+    world.until(lambda: own.step() or own.awaits("1/all"), [NODES - 1])
+    world.until(lambda: last.received)
+    assert last.received == b"cmd=get_result rc=0 msg=success value=a3\n"
 
 
 def test_a_node_that_was_not_asked_itself_gets_what_another_one_waits_for(world: World) -> None:

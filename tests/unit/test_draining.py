@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -1108,18 +1109,22 @@ def test_deleting_leaves_foreign_files_and_then_the_folder(tmp_path: Path, caplo
 
 
 class Watched(Directory):
-    """Notes what is deleted."""
+    """Notes what is deleted; one file is waited for, unless a card is deleted meanwhile."""
 
-    def __init__(self, path: str, removed: list[str]):
+    def __init__(self, path: str, removed: list[str], slow: str = ""):
         super().__init__(path)
-        self.removed = removed
+        self.removed, self.slow, self.hurried = removed, slow, threading.Event()
 
     def at(self, name: str) -> Directory:
-        return Watched(os.path.join(self.path, name), self.removed)
+        return Watched(os.path.join(self.path, name), self.removed, self.slow)
 
     def remove(self, name: str) -> None:
-        self.removed.append(name)
+        if name == self.slow:
+            self.hurried.wait(0.3)
         super().remove(name)
+        self.removed.append(name)
+        if name.startswith("rank-"):
+            self.hurried.set()
 
 
 def test_deleting_takes_the_committing_file_first(tmp_path: Path) -> None:
@@ -1144,11 +1149,12 @@ def test_files_of_dcp_are_deleted_with_their_cards(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("committed", [True, False])
+@pytest.mark.parametrize("slow", [".metadata", "__99_0.distcp"])
 def test_of_many_ranks_that_of_pytorch_goes_first_then_all_data_and_the_cards_last(
-    tmp_path: Path, committed: bool
+    tmp_path: Path, committed: bool, slow: str
 ) -> None:
     removed: list[str] = []
-    store = Watched(str(tmp_path), removed)
+    store = Watched(str(tmp_path), removed, slow)
     listed = write_master(store, "step-00000001", b"{}", name="checkpoint.mlflash")
     inside = store.at("step-00000001")
     for rank in range(100):
