@@ -224,5 +224,5 @@ def test_nothing_is_left_open(world: World) -> None:
         rank.close()
         assert list(rank.server._relay.watches()) == []
     for own in opened:
-        with pytest.raises(ConnectionRefusedError), socket.create_connection(own.address, timeout=5):
+        with pytest.raises(ConnectionRefusedError), socket.create_connection(own.address, PATIENCE_S):
             pass

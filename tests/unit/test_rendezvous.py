@@ -299,7 +299,7 @@ def test_the_own_address_is_loopback_only_where_all_ranks_are_here(monkeypatch: 
     }
     ours = {"192.0.2.7", "2001:db8::7", "192.0.2.8"}
     monkeypatch.setattr(own, "_meanings", lambda host: meant.get(host, []))
-    monkeypatch.setattr(own, "_speaking_to", lambda host: ["192.0.2.8"] if host == "remote" else ["127.0.0.1"])
+    monkeypatch.setattr(own, "speaking_to", lambda host: ["192.0.2.8"] if host == "remote" else ["127.0.0.1"])
     monkeypatch.setattr(socket, "gethostname", lambda: "me")
 
     def create_server(address: tuple[str, int], **_: Any) -> socket.socket:
