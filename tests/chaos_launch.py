@@ -173,14 +173,16 @@ class Attacked:
     def until(self, what: str, done: Callable[[], bool], timeout_s: float) -> None:
         """Wait until something is so; that the job ends before it is a failure, too."""
 
-        def is_decided() -> bool:
-            return done() or not self.alive()
+        def came() -> str:
+            if done():  # asked once: it may be over a moment later
+                return "it"
+            return "" if self.alive() else "the end"
 
         try:
-            until(is_decided, what, timeout_s)
+            first = until(came, what, timeout_s)
         except AssertionError as problem:
             raise self.failure(str(problem)) from None
-        if not done():
+        if first == "the end" and not done():
             raise self.failure(f"the job ended by itself before: {what}")
 
     def pause(self, seconds: float) -> None:
