@@ -107,6 +107,18 @@ def one_fails(settings: dict[str, Any]) -> None:
         note("end", rank=RANK, steps=ckpt.steps())
 
 
+def mpi_fails(settings: dict[str, Any], point: str) -> None:
+    """MPI fails in the courier of rank 1, in the second save; say what became of each save on this rank."""
+    set_traps([{"path": ["commit.seen", point], "action": "mpi fails", "rank": 1}], RANK)
+    with mlflash.Checkpointer(courier="process", **settings) as ckpt:
+        for step in range(1, 5):
+            try:
+                ckpt.save(step, state_at(step, False)).wait()
+                note("committed", rank=RANK, step=step)
+            except mlflash.errors.SaveFailed:
+                pass
+
+
 def weigh(settings: dict[str, Any]) -> None:
     """Say what courier and zygote take of memory, after saves of more than what MPI keeps of one."""
     with mlflash.Checkpointer(courier="process", **settings) as ckpt:
@@ -323,5 +335,7 @@ class _Note(logging.Handler):
 
 if __name__ == "__main__":
     spec = json.loads(sys.argv[1])
-    programs = [train, one_fails, cycle, groups, one_leaves, later, keep, fail_to_start, weigh, stay, out_of_step]
+    programs = [
+        train, one_fails, mpi_fails, cycle, groups, one_leaves, later, keep, fail_to_start, weigh, stay, out_of_step,
+    ]  # fmt: skip
     {program.__name__: program for program in programs}[spec.pop("program")](**spec)

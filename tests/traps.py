@@ -103,6 +103,13 @@ def fail() -> None:
     raise RuntimeError("a trap in the courier")
 
 
+def fail_as_mpi() -> None:
+    """Raise an exception of MPI itself."""
+    from mpi4py import MPI
+
+    raise MPI.Exception(MPI.ERR_OTHER)
+
+
 def vanish() -> None:
     """Let the directory that is drained to disappear; it comes back where somebody renames it."""
     directory = os.environ["FAULTY_ROOT"]
@@ -120,6 +127,7 @@ ACTIONS: dict[str, Callable[[], None]] = {
     "hold": lambda: until((OUT / "go on").exists, "the test to say go on"),
     "fill": fill_memory,
     "fail": fail,
+    "mpi fails": fail_as_mpi,
     "vanish": vanish,
 }
 

@@ -283,6 +283,7 @@ class JobThread:
 
     def _fail(self, error: BaseException) -> None:
         """Do nothing any more, and tell the other ranks, which need not wait: nobody knows where this one stopped."""
+        self._world.end_if_mpi_failed(error)
         self.broken = error
         log.error("mlflash stops saving on rank %d: the courier failed", self._world.rank, exc_info=error)
         self._world.tell_failed(f"the courier of rank {self._world.rank} failed: {text_of(error)}")

@@ -5,6 +5,8 @@ Only one thread, the courier, calls anything here; how it waits is in `deadlines
 
 from __future__ import annotations
 
+import logging
+import os
 import socket
 import time
 import zlib
@@ -19,6 +21,8 @@ from . import nonblocking
 from .deadlines import Waits
 from .liveness_pings import ASK_ALL, Pings
 from .nonblocking import Operation
+
+log = logging.getLogger("mlflash")
 
 T = TypeVar("T")
 
@@ -122,7 +126,8 @@ class World(Waits):
         timeout_s: deadline of each job, seconds.
         among: which ranks of ``comm`` these are, in their order; None: all. The others need not come.
         name: of what connects these ranks, the same on all of them; no two that are on their way have the same.
-        is_private: whether nobody else sends anything over ``comm``: ranks can meet by messages there.
+        is_private: whether this process is a courier and nothing else: nobody else sends anything over ``comm``, so that
+            ranks can meet by messages there, and where it ends, the next one goes on.
     """
 
     def __init__(self, comm: Any, ranks_per_node: int, timeout_s: float, among: Sequence[int] | None = None,
@@ -291,6 +296,16 @@ class World(Waits):
         """
         least: list[int] = self._run(nonblocking.raise_together(self.mpi, self.world, error, values))
         return least
+
+    def end_if_mpi_failed(self, error: BaseException) -> None:
+        """End this process where it is a courier and MPI has failed, as where another courier has died. Not collective.
+
+        What MPI was doing may have come to its end on other ranks: a save may be committed there that has failed here.
+        So nobody hears anything of it; the next couriers look what all ranks have.
+        """
+        if self._is_private and self.mpi is not None and isinstance(error, self.mpi.Exception):
+            log.warning("the courier of rank %d ends, as MPI has failed: %s", self.rank, text_of(error))
+            os._exit(1)
 
     def renew_deadline(self) -> None:
         """Begin to wait anew: all ranks get on. Not collective."""

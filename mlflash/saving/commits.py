@@ -48,6 +48,7 @@ class Commits:
             raise
         except BaseException as error:
             world = context.world
+            world.end_if_mpi_failed(error)
             trainer.ended(SaveFailed(f"the courier failed: {text_of(error)}", rank=world.rank, node=world.node_name,
                                      step=request.step))  # fmt: skip
             raise

@@ -132,6 +132,16 @@ def test_couriers_that_fail_as_another_dies_are_followed_by_the_next_ones_too(jo
     assert {record["step"] for record in restored} == {again[0]["step"]} and all(r["same"] for r in restored)
 
 
+@pytest.mark.parametrize("point", ["transfer.arrived", "commit.agreed", "commit.recorded"])
+def test_where_mpi_fails_in_one_courier_all_ranks_hear_the_same_of_each_save(jobs: Jobs, point: str) -> None:
+    committed = jobs.run(3, "mpi_fails", point=point).of("committed")
+    by_rank = [[record["step"] for record in committed if record["rank"] == rank] for rank in range(3)]
+    assert by_rank[0] == by_rank[1] == by_rank[2] and {1, 4} <= {*by_rank[0]}, by_rank
+    assert point != "commit.recorded" or 2 in by_rank[0]
+    restored = jobs.run(3).of("restored")
+    assert {record["step"] for record in restored} == {4} and all(record["same"] for record in restored)
+
+
 @pytest.mark.parametrize(("ranks", "redundancy"), [(2, "copy"), (3, "copy"), (3, "xor:3")])
 def test_a_courier_takes_at_most_60_mb_besides_slots(jobs: Jobs, ranks: int, redundancy: str) -> None:
     sizes = {"block_nbytes": 1 << 20, "chunk_nbytes": 4 << 20}  # as by default

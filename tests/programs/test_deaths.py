@@ -98,7 +98,11 @@ class Job:
         return self.records(event)
 
     def wait(self) -> list[int]:
-        return [process.wait(PATIENCE_S) for process in self.processes]
+        try:
+            return [process.wait(PATIENCE_S) for process in self.processes]
+        except subprocess.TimeoutExpired:
+            notes = [f"{path.name}: {path.read_text()}" for path in sorted(self.out.glob("rank*.jsonl"))]
+            raise AssertionError("\n".join([f"not at its end: {self.left()}", *notes, self.log])) from None
 
     @property
     def log(self) -> str:
