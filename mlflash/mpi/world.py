@@ -126,8 +126,8 @@ class World(Waits):
         timeout_s: deadline of each job, seconds.
         among: which ranks of ``comm`` these are, in their order; None: all. The others need not come.
         name: of what connects these ranks, the same on all of them; no two that are on their way have the same.
-        is_private: whether this process is a courier and nothing else: nobody else sends anything over ``comm``, so that
-            ranks can meet by messages there, and where it ends, the next one goes on.
+        is_private: whether this process is a courier and nothing else: nobody else sends anything over ``comm``, ranks
+            can meet by messages there, and where it ends, the next one goes on.
     """
 
     def __init__(self, comm: Any, ranks_per_node: int, timeout_s: float, among: Sequence[int] | None = None,
