@@ -50,6 +50,11 @@ class Config:
     reserve: int = _setting(0, "MLFLASH_RESERVE", "bytes of state per rank to allocate at the start")
     transport: str = _setting("auto", "MLFLASH_TRANSPORT", "between nodes: auto | rma | p2p")
     skip_stuck: int = _setting(0, "MLFLASH_SKIP_STUCK", "pass over a step restored by so many runs; 0: never")
+    check_values: float = _setting(0.125, "MLFLASH_CHECK_VALUES", "share of values checked at each save; 0: none")
+    check_skip: str = _setting("*mask*,*alibi*", "MLFLASH_CHECK_SKIP", "names of tensors not checked: 'a*,*b'")
+    on_suspect: str = _setting("warn", "MLFLASH_ON_SUSPECT", "NaN is saved: warn | keep (the step before) | raise")
+    certify_after: int = _setting(0, "MLFLASH_CERTIFY_AFTER", "steps without alarm that certify a step; 0: none are")
+    prefer_certified: bool = _setting(False, "MLFLASH_PREFER_CERTIFIED", "restore what is certified, if anything is")
     fresh: str = _setting("", FRESH, "begin anew, once for each word given here, such as 1; '': go on")
     share: bool = _setting(True, "MLFLASH_SHARE", "store once per node what ranks hold alike; 0: only compare it")
     drain_every: int = _setting(0, "MLFLASH_DRAIN_EVERY", "every so many checkpoints go to directory; 0: none do")
@@ -80,6 +85,10 @@ class Config:
         self._check("timeout_s", self.timeout_s > 0, "a number of seconds above 0")
         self._check("reserve", self.reserve >= 0, "a number of bytes, 0 or more")
         self._check("skip_stuck", self.skip_stuck >= 0, "a number of restores, 0 or more")
+        self._check("check_values", 0 <= self.check_values <= 1, "a number, 0 to 1")
+        self._check("certify_after", self.certify_after >= 0, "a number of steps, 0 or more")
+        self._check("certify_after", not self.certify_after or self.check_values > 0, "0 where check_values is 0")
+        self._check("on_suspect", self.on_suspect in ("warn", "keep", "raise"), "'warn', 'keep' or 'raise'")
         for name in ("drain_every", "drain_rate", "drain_writers", "keep_last", "keep_every"):
             self._check(name, getattr(self, name) >= 0, "a number, 0 or more")
         for name in ("send_rate", "max_slowdown"):
@@ -119,9 +128,17 @@ class Config:
         return f"{os.getuid()}:{_digest(self.directory or '')}:{by_slurm[1] if by_slurm else self.job}"
 
     @property
+    def slots(self) -> int:
+        """How many slots a rank has for its state, and as many for each copy: one is written, the others are held.
+
+        Where steps are certified, a third one holds what is. A fourth holds what is tried while others are saved.
+        """
+        return 2 + (self.certify_after > 0) + (self.certify_after > 1)
+
+    @property
     def slots_per_state(self) -> float:
-        """Bytes of a rank's two slots and their redundancy for each byte of its state."""
-        return 2 * (1 + redundancy_scheme.parse(self.redundancy).overhead)
+        """Bytes of a rank's slots and their redundancy for each byte of its state."""
+        return self.slots * (1 + redundancy_scheme.parse(self.redundancy).overhead)
 
     @property
     def mark(self) -> int:

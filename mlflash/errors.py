@@ -26,6 +26,7 @@ __all__ = [
     "StepNotFound",
     "StepOrderError",
     "StructureMismatch",
+    "SuspectState",
     "Unrestorable",
     "UnsafePath",
     "WorldMismatch",
@@ -191,6 +192,10 @@ class CorruptSlot(MlflashError, ValueError):
 
 class SaveFailed(MlflashError, RuntimeError):
     """A snapshot will not become a checkpoint; the last committed one is untouched."""
+
+
+class SuspectState(SaveFailed):
+    """A state was not saved, as its values are suspect, and ``on_suspect="raise"`` was asked for."""
 
 
 class DrainFailed(MlflashError, RuntimeError):

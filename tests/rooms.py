@@ -8,20 +8,21 @@ ROOMS: dict[str, str] = {
     "placement": "",
     "storage": "state",
     "memory": "state",
+    "value_checks": "state memory",
     "mpi": "placement",
     "wireup": "",
     "config": "placement storage",
     "telemetry": "memory",
     "redundancy": "state placement memory mpi",
     "protocol": "state placement memory config telemetry redundancy",
-    "startup": "state placement memory mpi config telemetry redundancy",
+    "startup": "state placement memory mpi config telemetry redundancy value_checks",
     "draining": "state storage memory mpi config redundancy protocol startup",
-    "saving": "state memory redundancy protocol startup",
+    "saving": "state memory redundancy protocol startup value_checks",
     "restoring": "state storage memory mpi redundancy protocol startup draining saving",
     "courier": "state placement memory mpi wireup config telemetry redundancy protocol startup draining saving "
     "restoring",
     "background_files": "memory",
-    "checkpointer": "state config mpi protocol draining saving restoring courier background_files",
+    "checkpointer": "state memory config mpi protocol draining saving restoring courier background_files",
 }
 # What people use, above all of it.
 TOOLS: dict[str, str] = {

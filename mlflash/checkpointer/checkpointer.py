@@ -8,9 +8,10 @@ from typing import Any
 from .. import config
 from ..courier.connect import connect
 from ..draining.drain import Drain
-from ..errors import Closed
+from ..errors import Closed, StepNotFound
+from ..memory.wanted_step import WantedStep
 from ..protocol.client import one_unit
-from ..protocol.messages import GoBeyond, HealNewest, Report, RunFacts, Scavenge, Survives
+from ..protocol.messages import GoBeyond, HealNewest, Mark, Report, RunFacts, Scavenge, Survives
 from ..restoring.restore import Restores
 from ..saving.save_queue import SaveQueue
 from ..saving.snapshot import Snapshot
@@ -178,8 +179,9 @@ class Checkpointer(Ending):
 
     @one_unit
     def restore(
-        self, state: Any, step: int | None = None, *, source: str | os.PathLike[str] | None = None
-    ) -> int | None:
+        self, state: Any, step: int | None = None, *, before: int | None = None, certified: bool = False,
+        source: str | os.PathLike[str] | None = None,
+    ) -> int | None:  # fmt: skip
         """Fill the state, in place, with the newest step that memory or the directory can give.
 
         Collective over comm. Every byte is verified on all ranks before anything is changed. Afterwards the
@@ -192,6 +194,8 @@ class Checkpointer(Ending):
             state: live tensors and arrays are copied into, plain leaves replaced, objects get copies through
                 ``load_state_dict``.
             step: restore this step instead of the newest.
+            before: restore the newest step that is smaller than this, as after a loss spike.
+            certified: restore the newest step that was certified (``certify_after``), or marked good.
             source: another directory that checkpoints were drained to: it is read only, and memory is not looked at.
 
         Returns:
@@ -203,21 +207,24 @@ class Checkpointer(Ending):
             StructureMismatch: the state does not look like the saved one; both sides are named. Nothing was changed,
                 or what was is put back, or the text says that the state is undefined: :meth:`save` refuses it then.
             StepNotFound: there is no such step, or it cannot be restored; the text says why.
+            ValueError: ``step`` is given together with ``before`` or ``certified``.
             MemoryTooSmall: there is no room to put it together.
         """
         self._check_open()
-        return self._restores.restore(state, step, None if source is None else os.fspath(source))
+        wanted = _wanted(step, before, certified)
+        return self._restores.restore(state, wanted, None if source is None else os.fspath(source))
 
     @one_unit
     def load(
-        self, step: int | None = None, *, source: str | os.PathLike[str] | None = None, copy: bool = True
-    ) -> tuple[int | None, Any]:
+        self, step: int | None = None, *, before: int | None = None, certified: bool = False,
+        source: str | os.PathLike[str] | None = None, copy: bool = True,
+    ) -> tuple[int | None, Any]:  # fmt: skip
         """Give the newest step that memory or the directory can give as fresh CPU tensors and arrays.
 
         Collective over comm. Objects come back as what their ``state_dict`` returned.
 
         Args:
-            step, source: see :meth:`restore`.
+            step, before, certified, source: see :meth:`restore`.
             copy: False gives views of what is in memory, at once and unverified. What is written to them stays in this
                 process; as long as any is there, saves have one slot less, and wait for each other.
 
@@ -230,7 +237,8 @@ class Checkpointer(Ending):
             WorldSizeChanged: it was saved by another number of ranks: only :meth:`restore` knows what is wanted.
         """
         self._check_open()
-        return self._restores.load(step, None if source is None else os.fspath(source), copy)
+        wanted = _wanted(step, before, certified)
+        return self._restores.load(wanted, None if source is None else os.fspath(source), copy)
 
     def steps(self) -> list[int]:
         """List the steps that can be restored from memory or the directory, ascending.
@@ -239,6 +247,33 @@ class Checkpointer(Ending):
         """
         self._check_open()
         return self._restores.steps()
+
+    def mark_bad(self, step: int) -> None:
+        """Say that a step is not to be restored any more, as it has led to a loss spike, say.
+
+        Collective over comm. It is passed over from now on, by every later run too, unless its number is given:
+        ``restore(state, step)``. What is in memory and in the directory is marked; nothing is deleted.
+
+        Raises:
+            StepNotFound: it is in neither.
+        """
+        self._mark(step, is_good=False)
+
+    def mark_good(self, step: int) -> None:
+        """Say that a step is good, whatever its checks said: ``restore(certified=True)`` takes it.
+
+        Collective over comm.
+
+        Raises:
+            StepNotFound: it is neither in memory nor in the directory.
+        """
+        self._mark(step, is_good=True)
+
+    def _mark(self, step: int, is_good: bool) -> None:
+        self._check_open()
+        self._saves.settle()
+        if self.enabled and not self._courier.call(Mark(step, is_good)):
+            raise StepNotFound("this step is neither in memory nor in the directory", step=step)
 
     # Draining
 
@@ -341,3 +376,9 @@ class Checkpointer(Ending):
     def _check_open(self) -> None:
         if self._closed and self.enabled:
             raise Closed(self._closed)
+
+
+def _wanted(step: int | None, before: int | None, certified: bool) -> WantedStep:
+    if step is not None and (before is not None or certified):
+        raise ValueError("step= names a checkpoint, and before= and certified= choose one: give one or the other")
+    return WantedStep(step, before, certified)

@@ -21,6 +21,7 @@ from .. import config
 from ..draining import drains
 from ..draining.drain import Drain
 from ..errors import MlflashError, Unrestorable
+from ..memory.wanted_step import WantedStep
 from ..protocol.client import Client, Pace
 from ..protocol.messages import Message, Report, Survives
 from ..protocol.wanted_parts import WantedPart
@@ -303,11 +304,11 @@ class Restores(restore.Restores):
     def __init__(self) -> None:
         self.newest = Newest()
 
-    def restore(self, state: Any, step: int | None, source: str | None = None) -> int | None:
+    def restore(self, state: Any, wanted: WantedStep, source: str | None = None) -> int | None:
         """Leave the state as it is."""
         return None
 
-    def load(self, step: int | None, source: str | None = None, copy: bool = True) -> tuple[int | None, Any]:
+    def load(self, wanted: WantedStep, source: str | None = None, copy: bool = True) -> tuple[int | None, Any]:
         """There is nothing."""
         return None, None
 

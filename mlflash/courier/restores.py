@@ -10,9 +10,12 @@ from typing import Any
 from ..draining.checkpoint_directory import Listed
 from ..draining.drain_queue import DrainQueue
 from ..errors import CorruptSlot
+from ..memory import marks
 from ..memory.inventory import file_number
 from ..memory.shared_memory_segment import Segment
 from ..memory.slot import Slot
+from ..memory.slot_header import Attempt, Verdict
+from ..memory.wanted_step import WantedStep
 from ..protocol import messages as asked
 from ..protocol.messages import FoundInMemory, Message
 from ..redundancy.rank_checkpoint import RankCheckpoint, open_rank_checkpoint
@@ -21,6 +24,7 @@ from ..restoring.choose_source import Sources
 from ..restoring.exchange_fragments import exchange
 from ..restoring.found import FoundElsewhere
 from ..restoring.heal import heal_or_remember
+from ..startup.certification import Saved
 from ..startup.context import Context
 
 
@@ -30,12 +34,12 @@ class _Checked:
 
     Attributes:
         home: it.
-        asked: the step that was asked for; None: the newest.
+        asked: what was asked for.
         generation: of the newest attempt when it was found: a save since may have written over it.
     """
 
     home: RankCheckpoint
-    asked: int | None
+    asked: WantedStep
     generation: int
 
 
@@ -62,28 +66,29 @@ class FoundCheckpoints:
             asked.Restored: self._restored,
             asked.HealRestored: lambda message: self._heal(context.pool.own[message.own]),
             asked.Steps: self._steps,
+            asked.Mark: self._mark,
         }
 
     def _choose(self, message: asked.Choose) -> FoundInMemory | Listed | None:
         context = self._context
-        if message.again and (home := self._take_checked(message.step)) is not None:
+        if message.again and (home := self._take_checked(message.wanted)) is not None:
             return self._told(home)
         self._unmap()
-        found = self._sources.choose(message.step, message.others, message.source, message.bad, message.checked)
+        found = self._sources.choose(message.wanted, message.others, message.source, message.bad, message.checked)
         if not isinstance(found, (RankCheckpoint, FoundElsewhere)):
             return found
         self._found = found
         if message.remember and isinstance(found, RankCheckpoint):
-            self._checked = _Checked(found, message.step, context.generation)
+            self._checked = _Checked(found, message.wanted, context.generation)
         return self._told(found)
 
-    def _take_checked(self, step: int | None) -> RankCheckpoint | None:
+    def _take_checked(self, wanted: WantedStep) -> RankCheckpoint | None:
         """Take what was verified just now; None where it is something else, or may have changed since. Collective."""
         checked, self._checked = self._checked, None
         if checked is None:  # on all ranks
             return None
         home, context = checked.home, self._context
-        same = checked.asked is None if step is None else step == home.header.step
+        same = checked.asked == wanted or wanted == WantedStep(home.header.step)
         same = same and checked.generation == context.generation and any(home.slot is own for own in context.pool.own)
         return home if context.world.agree([int(same)])[0] else None
 
@@ -152,9 +157,14 @@ class FoundCheckpoints:
     def _restored(self, message: asked.Restored) -> None:
         context = self._context
         context.gives_way = True  # what is newer, and could not be restored, has no claim to room any more
+        context.examiner.forget()
         if message.own is not None:
-            from_memory.count(context, context.pool.own[message.own])
+            home = context.pool.own[message.own]
+            from_memory.count(context, home)
             context.unhealed = None  # the heal comes now, and saves wait for it
+            assert home.header is not None
+            is_suspect = context.restored_verdict in (Verdict.SUSPECT, Verdict.BAD)
+            context.certification.restored(Saved(home.header.attempt, home.header.step), is_suspect)
 
     def _heal(self, home: Slot) -> None:
         context, recorder = self._context, self._context.recorder
@@ -164,8 +174,32 @@ class FoundCheckpoints:
         recorder.healed(step, time.perf_counter() - start, recorder.counts["slots healed"] > before)
         recorder.holds(context.pool.nbytes)
 
+    def _mark(self, message: asked.Mark) -> int:
+        """Write what somebody says of a step into all files that hold it. Collective over the world."""
+        context, verdict = self._context, Verdict.GOOD if message.is_good else Verdict.BAD
+        world = context.world
+        mine: set[Attempt] = set()
+        folders: list[str] = []
+
+        def write() -> None:
+            if world.local_rank == 0:
+                mine.update(marks.mark(context.memory, message.step, verdict))
+
+        world.on_all(write)
+        found = frozenset(attempt for those in world.gather(sorted(mine, key=_by_generation)) for attempt in those)
+        listed = self._drains.listed()
+        world.on_all(lambda: folders.extend(self._drains.mark(listed, message.step, verdict)))
+        context.certification.mark(found, message.is_good)
+        certified = context.certification.certified
+        context.pool.certified = None if certified is None else certified.attempt
+        return len(found) + int(world.broadcast(len(folders), 0))
+
     def _steps(self, message: asked.Steps) -> list[int]:
         context, alike = self._context, message.alike
         size = context.world.size
         drained = {one.step for one in self._drains.listed() if not alike or one.card.world_size == size}
         return sorted(drained.union(from_memory.restorable_steps(context, alike=alike)))
+
+
+def _by_generation(attempt: Attempt) -> int:
+    return attempt.generation

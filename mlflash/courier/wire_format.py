@@ -28,7 +28,7 @@ from ..redundancy.rank_checkpoint import ShareFiles
 from ..redundancy.shareable_leaves import ShareableLeaf, SharingNews
 from ..redundancy.slot_plan import Plan
 
-VERSION = 7
+VERSION = 8
 LARGEST_NBYTES = 1 << 30
 _NOTHING = b"\xc0"  # None, encoded
 _LENGTH_NBYTES = 4
@@ -193,8 +193,8 @@ class Outcome:
 _DIRECT = (asked.Start, asked.GoBeyond, asked.Free, asked.Agree, asked.Gather, asked.Broadcast,
            asked.RaiseTogether, asked.Reserve, asked.FindReplicas, asked.SettleShared, asked.Choose, asked.HoldOlder,
            asked.HealFirst, asked.Restored, asked.HealRestored, asked.MakeRoom, asked.Steps, asked.BeginDrain,
-           asked.Scavenge, asked.HealNewest, asked.AskDrain, asked.GiveUpDrain, asked.Report, asked.RunFacts,
-           asked.Survives)  # fmt: skip
+           asked.Scavenge, asked.Mark, asked.HealNewest, asked.AskDrain, asked.GiveUpDrain, asked.Report,
+           asked.RunFacts, asked.Survives)  # fmt: skip
 
 # By name: the type of what is posted or asked.
 MESSAGES: dict[str, Any] = {one.__name__: one for one in _DIRECT} | {
@@ -203,8 +203,8 @@ MESSAGES: dict[str, Any] = {one.__name__: one for one in _DIRECT} | {
 # By name: the type of what it gives, where that is not nothing.
 RESULTS: dict[str, Any] = {
     "Start": Started, "Commit": int, "Agree": list[int], "Gather": list[bytes], "Broadcast": bytes, "Choose": FoundWire,
-    "Exchange": bool, "Steps": list[int], "Scavenge": bool, "HealNewest": int | None, "Report": dict[str, Any],
-    "RunFacts": dict[str, Any], "Survives": str,
+    "Exchange": bool, "Steps": list[int], "Scavenge": bool, "Mark": int, "HealNewest": int | None,
+    "Report": dict[str, Any], "RunFacts": dict[str, Any], "Survives": str,
 }  # fmt: skip
 # By name: what the courier asks in the middle of a job, and what it gets.
 QUESTIONS: dict[str, tuple[Any, Any]] = {

@@ -16,7 +16,7 @@ import xxhash
 
 from ..crash_points import reach
 from ..errors import CorruptSlot
-from ..memory.slot_header import Attempt
+from ..memory.slot_header import Attempt, Verdict
 from ..storage.many_files import each
 from ..storage.store import Store
 from .file_index import CARD_NBYTES, Card, read_card
@@ -25,6 +25,8 @@ log = logging.getLogger("mlflash")
 
 MASTERS = ("checkpoint.h5", "checkpoint.mlflash")
 _STEP = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
+VERDICT = "verdict"
+"""The file that says what is known of the values of a checkpoint."""
 FILE_NAME = re.compile(r"rank-\d{5,}\.(?:h5|mlflash)|__\d+_\d+\.distcp|\.metadata|checkpoint\.(?:h5|mlflash)")
 _DATA = re.compile(r"__(\d+)_0\.distcp")
 _TEMPORARY = re.compile(r"\.(?P<name>.+)\.(?P<tag>(?P<run>[0-9a-f]{32})-\d+-(?P<owner>[0-9a-f]{16}))\.tmp")
@@ -38,11 +40,13 @@ class Listed:
         folder: its name there.
         master: the file that commits it.
         card: of that file.
+        verdict: what is known of its values.
     """
 
     folder: str
     master: str
     card: Card
+    verdict: Verdict = Verdict.UNKNOWN
 
     @property
     def step(self) -> int:
@@ -115,10 +119,26 @@ def look(store: Store) -> Listing:
                 damaged[folder] = f"{master}: {error}"
                 continue
             if card.rank < 0:
-                found.append(Listed(folder, master, card))
+                found.append(Listed(folder, master, card, read_verdict(inside, card)))
                 damaged.pop(folder, None)
                 break
     return Listing(tuple(sorted(found, key=lambda one: one.age, reverse=True)), damaged)
+
+
+def read_verdict(inside: Store, card: Card) -> Verdict:
+    """Read what is known of the values of a checkpoint, of whose folder ``inside`` is. Not collective."""
+    try:
+        word, of = inside.read(VERDICT).decode(errors="replace").split()
+    except (OSError, ValueError):
+        return Verdict.UNKNOWN
+    known = of == tag(card.attempt, card.owner) and word in Verdict.__members__
+    return Verdict[word] if known else Verdict.UNKNOWN
+
+
+def write_verdict(inside: Store, attempt: Attempt, owner: str, verdict: Verdict) -> None:
+    """Write it. Not collective."""
+    its = tag(attempt, owner)
+    inside.write(VERDICT, [f"{verdict.name} {its}\n".encode()], its)
 
 
 def new_folder(store: Store, step: int) -> str:
@@ -162,7 +182,7 @@ def surplus(listed: Sequence[Listed], owner: str, keep_last: int, keep_every: in
     Args:
         listed: all there are.
         owner: only those of this job, see `config.Config.owner`.
-        keep_last: so many of the newest are kept; 0: all there are.
+        keep_last: so many of the newest are kept, and the newest that is certified; 0: all there are.
         keep_every: so are all whose step is a multiple of this; 0: no others.
     """
     if not keep_last:
@@ -171,7 +191,9 @@ def surplus(listed: Sequence[Listed], owner: str, keep_last: int, keep_every: in
     # Of a step that was drained again the older one is of no use, whatever is kept; nor does it count.
     newest = {one.step: one for one in reversed(mine)}
     useful = [one for one in mine if newest[one.step] is one]
-    kept = useful[:keep_last] + [one for one in useful if keep_every and one.step % keep_every == 0]
+    certified = next((one for one in useful if one.verdict in (Verdict.CERTIFIED, Verdict.GOOD)), None)
+    kept = [*useful[:keep_last], *([] if certified is None else [certified])]
+    kept += [one for one in useful if keep_every and one.step % keep_every == 0]
     return [one for one in mine if one not in kept]
 
 
@@ -242,7 +264,7 @@ def _is_of(inside: Store, name: str, of: Card) -> bool:
     """
     if (match := _TEMPORARY.fullmatch(name)) is not None:
         return match["tag"] == tag(of.attempt, of.owner)
-    if name == ".metadata":
+    if name in (".metadata", VERDICT):
         try:
             return tag(of.attempt, of.owner).encode() in inside.read(name)
         except (FileNotFoundError, PermissionError):

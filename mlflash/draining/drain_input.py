@@ -13,7 +13,7 @@ import numpy as np
 import xxhash
 
 from ..crash_points import reach
-from ..memory.slot_header import Attempt
+from ..memory.slot_header import Attempt, Verdict
 from ..protocol.describe_ranks import Described
 from ..redundancy.rank_checkpoint import RankCheckpoint
 from ..state.layout import PAGE_NBYTES
@@ -30,7 +30,7 @@ class DrainInput:
     """Ranks of a checkpoint that a process hands in.
 
     Attributes:
-        attempt, step, world_size, mark: of the checkpoint.
+        attempt, step, world_size, mark, verdict: of the checkpoint.
         open: gives its ranks, one or several, each with the shares it needs; called on the thread that drains.
         homes: those, once they are open; verified while they are drained.
     """
@@ -40,6 +40,7 @@ class DrainInput:
     world_size: int
     open: Callable[[], dict[int, RankCheckpoint]]
     mark: int = 0
+    verdict: Verdict = Verdict.UNKNOWN
     homes: dict[int, RankCheckpoint] = dataclasses.field(default_factory=dict)
 
 

@@ -16,7 +16,7 @@ from ..config import Config
 from ..errors import DrainFailed
 from ..memory.inventory import scan
 from ..memory.slot import Slot, Use
-from ..memory.slot_header import Attempt, Kind
+from ..memory.slot_header import Attempt, Kind, Verdict
 from ..mpi.background_collectives import BackgroundCollectives, in_thread
 from ..mpi.job_thread import JobThread
 from ..mpi.nonblocking import Operation
@@ -55,6 +55,7 @@ class DrainQueue:
         self._collectives: BackgroundCollectives | None = None
         self._since = 0  # checkpoints committed after the newest one that was drained
         self._asked = False
+        self._certified: Attempt | None = None  # and not noted in the directory yet
         self._clean = False  # what interrupted drains of earlier runs left is deleted
         self._drained: Attempt | None = None  # the newest attempt that was, or is being
         self._terms = Terms(
@@ -100,6 +101,41 @@ class DrainQueue:
             self._begin(slot, share)
         else:
             self._context.recorder.counts["drains put off"] += 1
+
+    def certified(self, attempt: Attempt) -> None:
+        """Note in the directory that an attempt is certified, once it is there. Not collective."""
+        self._certified = attempt
+        self._note_certified()
+
+    def _note_certified(self) -> None:
+        last, store = self.last, self.store
+        if self._context.world.rank or store is None or last is None or not last.done or last.error is not None:
+            return
+        if self._certified == self._drained and self._certified is not None:
+            attempt, self._certified = self._certified, None
+            inside, owner = store.at(os.path.basename(last.path)), self._config.owner
+
+            def note() -> None:
+                try:
+                    checkpoint_directory.write_verdict(inside, attempt, owner, Verdict.CERTIFIED)
+                except Exception as problem:  # fsspec raises what it likes
+                    log.warning("it could not be noted in %s that step %d is certified: %s", inside.path, last.step,
+                                problem)  # fmt: skip
+
+            # On a thread of its own, as the file system may hang: nobody waits for it.
+            threading.Thread(target=note, name="mlflash-verdict", daemon=True).start()
+
+    def mark(self, listed: Sequence[Listed], step: int, verdict: Verdict) -> list[str]:
+        """Write what somebody says of a step into the directory, by rank 0; gives the folders. Not collective.
+
+        Args:
+            listed: what is there.
+        """
+        its = [one for one in listed if one.step == step and self._context.world.rank == 0]
+        for one in its:
+            assert self.store is not None
+            checkpoint_directory.write_verdict(self.store.at(one.folder), one.card.attempt, one.card.owner, verdict)
+        return [one.folder for one in its]
 
     def begin_newest(self, if_due: bool = False) -> None:
         """Begin to drain the newest checkpoint, while no drain is on its way. Collective over the world.
@@ -246,6 +282,7 @@ class DrainQueue:
             context.pool.drained(held)
             context.tell_trainer(held)  # no more than these: whatever job is being done may need the others
             current.end(error)
+            self._note_certified()
             context.recorder.drained(current.step, current.seconds or 0.0, current.nbytes, current.path, error)
 
         self._courier.begin_background(moves())
@@ -271,5 +308,6 @@ class DrainQueue:
                 files = {(node, (int(row["shared_by"]), int(row["number"]))): int(row["file"]) for row in shares}
             return {context.world.rank: open_rank_checkpoint(context.pool.open, context.world.node_index, slot, files)}
 
-        drain_input = DrainInput(header.attempt, header.step, context.world.size, open_home_of_mine, header.mark)
+        drain_input = DrainInput(header.attempt, header.step, context.world.size, open_home_of_mine, header.mark,
+                                 slot.verdict)  # fmt: skip
         self.begin(drain_input, [one for one in (slot, share) if one is not None])

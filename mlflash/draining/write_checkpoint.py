@@ -285,6 +285,9 @@ class _OnItsWay:
         receipts = [receipt for _, receipt in told]
         files = self.form.master_files(self.drain_input, text, receipts, self.terms.job, self.terms.owner)
         tag = checkpoint_directory.tag(self.drain_input.attempt, self.terms.owner)
+        if verdict := self.drain_input.verdict:
+            self.written.append(checkpoint_directory.VERDICT)
+            checkpoint_directory.write_verdict(self.inside, self.drain_input.attempt, self.terms.owner, verdict)
         with _closing(files):
             for name, skeleton in files:
                 self.written.append(name)

@@ -20,8 +20,11 @@ from ..memory.slot_header import (
     MAGIC,
     RECORD_NBYTES,
     RESTORES_START,
+    VERDICT_START,
     Header,
+    Verdict,
     read_record,
+    read_verdict,
     unpack,
 )
 from ..mpi.gather_on_rank_0 import gather
@@ -39,6 +42,7 @@ class File:
         header: what it holds; None where it is not sealed.
         committed: whether it has the receipt of its commit.
         restores: how many runs have restored what it holds.
+        verdict: what is known of the values in it.
         damage: why it cannot be used though it says that it holds something; "" where nothing is wrong.
     """
 
@@ -47,6 +51,7 @@ class File:
     header: Header | None = None
     committed: bool = False
     restores: int = 0
+    verdict: Verdict = Verdict.UNKNOWN
     damage: str = ""
 
 
@@ -154,7 +159,7 @@ def _look_at(held: NodeDirectory, name: str) -> File | None:
         except UnsafePath as error:
             return File(name, 0, damage=str(error))
         try:
-            page, nbytes = os.pread(fd, RESTORES_START + RECORD_NBYTES, 0), os.fstat(fd).st_size
+            page, nbytes = os.pread(fd, VERDICT_START + RECORD_NBYTES, 0), os.fstat(fd).st_size
         finally:
             os.close(fd)
         file = _understand(name, page, nbytes)
@@ -177,13 +182,14 @@ def _understand(name: str, page: bytes, nbytes: int) -> File:
     if header.extents.nbytes > nbytes:
         return File(name, nbytes, damage=f"it has {nbytes:,} bytes of {header.extents.nbytes:,}")
     committed = read_record(page, COMMIT_START, header.attempt) is not None
-    return File(name, nbytes, header, committed, read_record(page, RESTORES_START, header.attempt) or 0)
+    restores, verdict = read_record(page, RESTORES_START, header.attempt) or 0, read_verdict(page, header.attempt)
+    return File(name, nbytes, header, committed, restores, verdict)
 
 
 def inventory_of(nodes: list[Node]) -> Inventory:
     """The sealed files of some nodes, which are numbered as in the list. Not collective."""
     parts = [
-        of_headers([(file.name, header, file.restores) for file, header in node.sealed], number)
+        of_headers([(file.name, header, file.restores, file.verdict) for file, header in node.sealed], number)
         for number, node in enumerate(nodes)
     ]
     return join(parts or [of_headers([], 0)])

@@ -13,7 +13,8 @@ from collections.abc import Iterable, Sequence
 from ..errors import ConfigError
 from ..human_readable.wording import listed
 from ..memory.inventory import Inventory
-from ..memory.slot_header import Attempt, Header, Kind
+from ..memory.slot_header import Attempt, Header, Kind, Verdict
+from ..memory.wanted_step import WantedStep
 from ..placement.redundancy_scheme import Scheme, parse
 from ..startup.choose_checkpoint import Choice, choose
 from .node_memory import Node, inventory_of
@@ -33,6 +34,7 @@ class Prospect:
         committed: whether any of its files has the receipt of its commit.
         restores: how many runs have restored it.
         nbytes: of all its files.
+        verdict: what is known of its values.
         choice: how it is restored; None: it cannot be.
         missing: the ranks of whom there is no slot, be it rebuilt or not.
     """
@@ -45,6 +47,7 @@ class Prospect:
     committed: bool
     restores: int
     nbytes: int
+    verdict: Verdict
     choice: Choice | None
     missing: tuple[int, ...]
 
@@ -64,7 +67,8 @@ class Restorability:
     @property
     def newest(self) -> Prospect | None:
         """What a restore would take; None: there is nothing."""
-        return next((one for one in self.prospects if one.choice is not None), None)
+        good = (one for one in self.prospects if one.choice is not None and one.verdict is not Verdict.BAD)
+        return next(good, None)
 
     @property
     def lost(self) -> Prospect | None:
@@ -96,7 +100,8 @@ def what_is_restorable(nodes: Sequence[Node], together: bool) -> Restorability:
                 attempt, step, world_size, recorded_scheme(header.scheme for header, *_ in its),
                 max(header.unix_ns for header, *_ in its), any(committed for _, committed, *_ in its),
                 max(restores for _, _, restores, _ in its), sum(nbytes for *_, nbytes in its),
-                choose(found.of(attempt), ()), tuple(sorted(set(range(world_size)) - slots)),
+                found.of(attempt).verdict,
+                choose(found.of(attempt), (), WantedStep(step)), tuple(sorted(set(range(world_size)) - slots)),
             )
         )  # fmt: skip
     seen = {node.name for node in nodes}
@@ -170,7 +175,7 @@ def survival(nodes: Sequence[Node], of: Prospect) -> Survival:
         rows = found.rows
         for node in lost:
             rows = rows[rows["node"] != node]
-        return not rows.size or choose(Inventory(rows, found.groups), ()) is None
+        return not rows.size or choose(Inventory(rows, found.groups), (), WantedStep(of.step)) is None
 
     single = [node for node in here if fatal(node)]
     pairs = 0 if len(here) > _PAIRS_OF else math.comb(len(here), 2)

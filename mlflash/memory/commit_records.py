@@ -15,7 +15,18 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from ..errors import CorruptSlot
 from .inventory import Place, file_name, file_number, first_pages
 from .node_directory import NodeDirectory
-from .slot_header import COMMIT_START, MAGIC, RESTORES_START, Attempt, Header, Kind, any_record, unpack
+from .slot_header import (
+    COMMIT_START,
+    MAGIC,
+    RESTORES_START,
+    Attempt,
+    Header,
+    Kind,
+    Verdict,
+    any_record,
+    read_verdict,
+    unpack,
+)
 
 MOST_STEPS = 16
 """Steps of which it is said why they cannot be restored."""
@@ -32,6 +43,7 @@ class Trace:
         committed: whether it has a receipt.
         header: None where that is damaged.
         damage: what is wrong with it; "" as far as the header goes.
+        verdict: what is known of its values.
     """
 
     place: Place
@@ -40,6 +52,7 @@ class Trace:
     committed: bool
     header: Header | None
     damage: str
+    verdict: Verdict = Verdict.UNKNOWN
 
 
 def trace(memory: NodeDirectory, node: int) -> list[Trace]:
@@ -59,7 +72,8 @@ def trace(memory: NodeDirectory, node: int) -> list[Trace]:
         attempt = header.attempt if header is not None else commit[0] if commit is not None else None
         step = header.step if header is not None else commit[1] if commit is not None else -1
         committed = attempt is not None and any(one is not None and one[0] == attempt for one in (commit, restores))
-        found.append(Trace((node, file_number(name)), attempt, step, committed, header, damage))
+        verdict = Verdict.UNKNOWN if attempt is None else read_verdict(page, attempt)
+        found.append(Trace((node, file_number(name)), attempt, step, committed, header, damage, verdict))
     return found
 
 
@@ -134,6 +148,8 @@ def _why(its: Sequence[Trace], traces: Sequence[Trace], struck: Mapping[Place, s
                         f"a slot, and of these {losses} may be")  # fmt: skip
     bad = [f"{file_name(place[1])} on {nodes[place[0]]}: {why}" for place, why in sorted(wrong.items()) if why]
     said += bad[:_NAMED] + ([f"{len(bad) - _NAMED} more files are damaged"] if len(bad) > _NAMED else [])
+    if not said and any(one.verdict is Verdict.BAD for one in its):
+        return "it was marked bad"
     return "; ".join(said) or "a share of what ranks hold alike is on no node that is here"
 
 

@@ -13,7 +13,7 @@ from .slot_header import Attempt, Kind
 class AssignedFiles:
     """The files that a rank takes over: numbers, or None where there is none yet.
 
-    The first of each pair is the one for the attempt that was chosen, the next one for the next save.
+    The first of each is the one for the attempt that was chosen, the next one for the next save.
 
     Attributes:
         own: the rank's slots.
@@ -35,6 +35,7 @@ def assign(
     inboxes: Mapping[int, Sequence[int]],
     shares: Mapping[int, tuple[int, int]],
     own: int = 2,
+    copies: int = 2,
 ) -> tuple[dict[int, AssignedFiles], list[int]]:
     """Share the files of a node out among its ranks, so that ranks that moved do not double the memory.
 
@@ -51,6 +52,7 @@ def assign(
         inboxes: for each rank of this node, the ranks whose copies it holds, and itself where it holds parity.
         shares: for each rank of this node that stores a share of shared state, the numbers of set and share.
         own: how many slots of its own, and for its share, a rank has.
+        copies: how many it has for each copy, and for parity.
 
     Returns:
         The files of each rank here, and the numbers of those left over (to be deleted once the redundancy is
@@ -58,7 +60,7 @@ def assign(
     """
     unused = _Unused(found.on(node), names, chosen)
     files = {
-        rank: AssignedFiles([None] * own, {owner: [None, None] for owner in inboxes[rank]}, [None] * own)
+        rank: AssignedFiles([None] * own, {owner: [None] * copies for owner in inboxes[rank]}, [None] * own)
         for rank in inboxes
     }
     pairs: list[tuple[tuple[Kind, object], list[int | None]]]
@@ -72,7 +74,7 @@ def assign(
     if same_ranks:
         for (kind, what), pair in pairs:
             pair[0] = unused.take(True, kind, what)
-    for index in range(max(2, own)):
+    for index in range(max(copies, own)):
         those = [(content, pair) for content, pair in pairs if index < len(pair)]
         for (kind, what), pair in those:
             if pair[index] is None:

@@ -13,17 +13,29 @@ import numpy as np
 
 from ..errors import CorruptSlot, UnsafePath
 from .node_directory import NodeDirectory
-from .slot_header import RECORD_NBYTES, RESTORES_START, Attempt, Header, Kind, read_record, unpack
+from .slot_header import (
+    RECORD_NBYTES,
+    RESTORES_START,
+    VERDICT_START,
+    Attempt,
+    Header,
+    Kind,
+    Verdict,
+    read_record,
+    read_verdict,
+    unpack,
+)
 
 FOUND = np.dtype(
     [("generation", "<u8"), ("run_0", "<u8"), ("run_1", "<u8"), ("step", "<i8"), ("rank", "<u4"),
      ("world_size", "<u4"), ("node", "<u4"), ("file", "<u4"), ("group", "<u4"), ("shared_by", "<i4"), ("kind", "u1"),
-     ("number", "u1"), ("shares", "u1"), ("restores", "u1")]
+     ("number", "u1"), ("shares", "u1"), ("restores", "u1"), ("verdict", "u1")]
 )  # fmt: skip
-"""One sealed file: 60 bytes, so that 16,384 ranks with four files each fit into 4 MB.
+"""One sealed file: 61 bytes, so that 16,384 ranks with four files each fit into 4 MB.
 
 ``number``: how many may be lost, of parity; which share, of shared state, and ``shares`` how many there are. ``group``:
 index of a parity group. ``shared_by``: the set of ranks whose shared state it is, or which this slot needs; -1: none.
+``verdict``: see `slot_header.Verdict`.
 """
 _ATTEMPT = ["generation", "run_0", "run_1", "step", "world_size"]
 _RUN_ID = struct.Struct("<QQ")
@@ -59,6 +71,11 @@ class Inventory:
         rows = self.rows
         mine = (rows["generation"] == attempt.generation) & (rows["run_0"] == first) & (rows["run_1"] == second)
         return Inventory(rows[mine], self.groups)
+
+    @property
+    def verdict(self) -> Verdict:
+        """What is known of the values of the one attempt that this is of."""
+        return Verdict(int(self.rows["verdict"].max(initial=0)))
 
     def since(self, generation: int) -> Inventory:
         """What there is of attempts of this generation and newer ones."""
@@ -129,7 +146,7 @@ def first_pages(memory: NodeDirectory) -> Iterator[tuple[str, bytes, int]]:
         except (UnsafePath, FileNotFoundError):
             continue
         try:
-            page, nbytes = os.pread(fd, RESTORES_START + RECORD_NBYTES, 0), os.fstat(fd).st_size
+            page, nbytes = os.pread(fd, VERDICT_START + RECORD_NBYTES, 0), os.fstat(fd).st_size
         finally:
             os.close(fd)
         yield name, page, nbytes
@@ -147,20 +164,21 @@ def scan(memory: NodeDirectory, node: int) -> Inventory:
         except CorruptSlot:
             continue
         if header.extents.nbytes <= nbytes:
-            found.append((name, header, read_record(page, RESTORES_START, header.attempt) or 0))
+            restores = read_record(page, RESTORES_START, header.attempt) or 0
+            found.append((name, header, restores, read_verdict(page, header.attempt)))
     return of_headers(found, node)
 
 
-def of_headers(found: Iterable[tuple[str, Header, int]], node: int) -> Inventory:
-    """List sealed files of a node, given the name and the header of each, and how many runs have restored it."""
+def of_headers(found: Iterable[tuple[str, Header, int, int]], node: int) -> Inventory:
+    """List sealed files of a node: of each its name and header, how many runs have restored it, and its verdict."""
     rows = []
     groups: dict[tuple[int, ...], int] = {}
-    for name, header, restores in found:
+    for name, header, restores, verdict in found:
         kind = header.kind
         group = groups.setdefault(header.group, len(groups)) if kind is Kind.PARITY else 0
         rows.append((
             header.attempt.generation, *_RUN_ID.unpack(header.attempt.run_id), header.step, header.rank,
             header.world_size, node, file_number(name), group, header.shared_by, kind,
-            header.share if kind is Kind.SHARE else header.parities, len(header.group), min(restores, 255),
+            header.share if kind is Kind.SHARE else header.parities, len(header.group), min(restores, 255), verdict,
         ))  # fmt: skip
     return Inventory(np.array(rows, dtype=FOUND), tuple(groups))

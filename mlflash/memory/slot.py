@@ -23,7 +23,19 @@ from ..state.rebuild import Read
 from .copy_threads import ALONE, CopyThreads
 from .node_directory import NodeDirectory
 from .shared_memory_segment import Segment
-from .slot_header import COMMIT_START, HEADER_NBYTES, RESTORES_START, Attempt, Header, pack_record, read_record, unpack
+from .slot_header import (
+    COMMIT_START,
+    HEADER_NBYTES,
+    RESTORES_START,
+    VERDICT_START,
+    Attempt,
+    Header,
+    Verdict,
+    pack_record,
+    read_record,
+    read_verdict,
+    unpack,
+)
 
 _RUN = 16  # blocks that one thread checks at a time
 _NOTHING: np.ndarray = np.empty(0, dtype=np.uint8)
@@ -119,6 +131,17 @@ class Slot:
     def record_restores(self, attempt: Attempt, times: int) -> None:
         """Write how many runs have restored what this slot holds."""
         self._record(RESTORES_START, attempt, times)
+
+    def record_verdict(self, attempt: Attempt, verdict: Verdict) -> None:
+        """Write what is known of the values that this slot holds."""
+        self._record(VERDICT_START, attempt, verdict)
+
+    @property
+    def verdict(self) -> Verdict:
+        """What is known of the values that it holds, as far as this file says."""
+        if self.header is None:
+            return Verdict.UNKNOWN
+        return read_verdict(self.view[:PAGE_NBYTES].tobytes(), self.header.attempt)
 
     def _record(self, start: int, attempt: Attempt, number: int) -> None:
         record = pack_record(start, attempt, number, time.time_ns())

@@ -1,4 +1,4 @@
-"""The first page of a slot: the header that seals it, and two records: of its commit and of its restores.
+"""The first page of a slot: the header that seals it, and three records: of commit, restores, and what values say.
 
 A parity file has the same form, and is told from a slot by `Header.parities`.
 
@@ -30,10 +30,11 @@ HEADER_NBYTES = _HEADER.size + _SUM.size
 
 COMMIT_START = 1024
 RESTORES_START = 2048
+VERDICT_START = 3072
 RECORD_NBYTES = 64
 # magic, run id, generation | step or number of restores, unix ns
 _RECORD = struct.Struct("<8s16sQqQ8x")
-_MAGIC_AT = {COMMIT_START: b"MLFCOMIT", RESTORES_START: b"MLFRSTRD"}
+_MAGIC_AT = {COMMIT_START: b"MLFCOMIT", RESTORES_START: b"MLFRSTRD", VERDICT_START: b"MLFVRDCT"}
 
 
 class Kind(enum.IntEnum):
@@ -42,6 +43,17 @@ class Kind(enum.IntEnum):
     SLOT = 0  # a rank's state, or a copy of it
     PARITY = 1
     SHARE = 2  # of state that several ranks hold alike
+
+
+class Verdict(enum.IntEnum):
+    """What is known of the values of an attempt; of several files the largest counts."""
+
+    UNKNOWN = 0  # they were not looked at
+    PASSED = 1
+    CERTIFIED = 2  # and training went on from it without anything suspect
+    SUSPECT = 3
+    BAD = 4  # somebody said so
+    GOOD = 5  # somebody said so
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,9 +169,9 @@ def pack_record(start: int, attempt: Attempt, number: int, unix_ns: int) -> byte
     """Encode a record: `RECORD_NBYTES` bytes for offset ``start`` of the slot.
 
     Args:
-        start: `COMMIT_START`, or `RESTORES_START`.
+        start: `COMMIT_START`, `RESTORES_START` or `VERDICT_START`.
         attempt: what the slot holds.
-        number: the step committed; or how many runs have restored the attempt.
+        number: the step committed; how many runs have restored the attempt; or the `Verdict`.
         unix_ns: the time of it, ns since 1970.
     """
     body = _RECORD.pack(_MAGIC_AT[start], attempt.run_id, attempt.generation, number, unix_ns)
@@ -180,3 +192,9 @@ def any_record(page: bytes, start: int) -> tuple[Attempt, int] | None:
         return None
     magic, run_id, generation, number, _ = _RECORD.unpack(body)
     return (Attempt(run_id, generation), int(number)) if magic == _MAGIC_AT[start] else None
+
+
+def read_verdict(page: bytes, attempt: Attempt) -> Verdict:
+    """What a file says of the values of an attempt."""
+    number = read_record(page, VERDICT_START, attempt)
+    return Verdict(number) if number in set(Verdict) else Verdict.UNKNOWN

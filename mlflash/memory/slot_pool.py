@@ -46,23 +46,27 @@ class SlotPool:
     Args:
         memory: this node's directory.
         owners: the ranks whose copies this rank holds, and itself where it holds parity.
-        own: slots of its own; three where checkpoints are drained, as one of them may be read for long.
+        slots: for each copy, and of its own.
+        spare: more slots of its own, where checkpoints are drained, as one of them may be read for long.
 
     Attributes:
         trainer: fills the own slots; None: there is none yet.
+        copies: slots for each copy.
+        certified: an attempt that is held besides the newest; None: there is none.
     """
 
-    def __init__(self, memory: NodeDirectory, owners: Sequence[int], own: int = 2):
-        self._memory = memory
-        self.own = [Slot() for _ in range(own)]
-        self.shares = [Slot() for _ in range(own)]  # without files where nothing is shared
-        self.inbox = {owner: [Slot(), Slot()] for owner in owners}
+    def __init__(self, memory: NodeDirectory, owners: Sequence[int], slots: int = 2, spare: int = 0):
+        self._memory, self.copies = memory, slots
+        self.own = [Slot() for _ in range(slots + spare)]
+        self.shares = [Slot() for _ in range(slots + spare)]  # without files where nothing is shared
+        self.inbox = {owner: [Slot() for _ in range(slots)] for owner in owners}
         self._distrusted: list[Slot] = []
         self._spare: set[int] = set()  # files to delete once nothing can need them
         self._kept: set[int] = set()  # files to delete once a newer step is committed
         self._stale: set[int] = set()  # those among them that do not hold the attempt restored
         self.aside: set[int] = set()  # files of this node that are left to themselves until a newer step is committed
         self.trainer: TrainerSlots | None = None
+        self.certified: Attempt | None = None
         self._told: dict[SlotId, tuple[int, int]] = {}  # inodes and bytes of the files that the trainer knows of
         # Files that it has left, as they are too small: the next one may get the same inode.
         self._left: dict[SlotId, shared_memory_segment.Segment | None] = {}
@@ -131,7 +135,9 @@ class SlotPool:
                 slot.segment.close()
 
     def _judge(self, slot: Slot, kept: Attempt | None, trusted: bool) -> None:
-        if slot.header is not None and slot.header.attempt == kept:
+        if kept != self.certified and self._is_certified(slot):  # it may be damaged: it is verified when it is wanted
+            slot.use = Use.HOLDS
+        elif slot.header is not None and slot.header.attempt == kept:
             if trusted:
                 slot.use = Use.HOLDS
             else:  # to be forgotten for good once the attempt is whole elsewhere
@@ -148,6 +154,9 @@ class SlotPool:
         except OSError as error:  # not ours, or of no use to us: neither may stop this rank alone
             log.warning("%s is passed over: %s", file_name(number), error)
         return Slot()
+
+    def _is_certified(self, slot: Slot) -> bool:
+        return slot.header is not None and slot.header.attempt == self.certified
 
     # Own slots are the trainer's or the courier's
 
@@ -261,20 +270,32 @@ class SlotPool:
             for slot in taken:
                 slot.use = Use.FREE
 
-    def release(self, attempt: Attempt, taken: Sequence[Slot], committed: bool) -> None:
-        """End an attempt: committed, its slots hold it and all older ones are free; failed, its slots are free.
+    def release(self, attempt: Attempt, taken: Sequence[Slot], committed: bool,
+                held: Collection[Attempt] | None = None) -> None:  # fmt: skip
+        """End an attempt: committed, slots hold what is to be held and others are free; failed, its slots are free.
 
         Args:
             attempt: which.
             taken: the slots it was staged into; the others may be busy with the next save already.
             committed: how it ended.
+            held: the attempts that are to be held once it is committed; None: this one, and what is certified.
         """
+        kept = {attempt, self.certified} if held is None else held
         for slot in [*taken, *(slot for pair in self.inbox.values() for slot in pair)]:
             if slot.use is Use.BUSY:
                 slot.taker, slot.use = None, Use.HOLDS if committed else Use.FREE
+        if committed:
+            self.hold_only(kept)
+
+    def hold_only(self, held: Collection[Attempt | None]) -> None:
+        """Free the slots that hold other attempts than these. Not collective."""
         for slot in self.all():
-            if committed and slot.use is Use.HOLDS and (slot.header is None or slot.header.attempt != attempt):
+            if slot.use is Use.HOLDS and (slot.header is None or slot.header.attempt not in held):
                 slot.use = Use.FREE
+
+    def holding(self, attempt: Attempt) -> list[Slot]:
+        """The slots that hold an attempt. Not collective."""
+        return [slot for slot in self.all() if slot.header is not None and slot.header.attempt == attempt]
 
     def keep_only(self, slots: Sequence[Slot]) -> None:
         """Free every slot but these (redundancy is whole in its new places), and unseal those found damaged."""
@@ -285,7 +306,7 @@ class SlotPool:
                 slot.use = Use.FREE
         self._distrusted = []
         for slot in self.all():
-            if slot.use is Use.HOLDS and not any(slot is kept for kept in slots):
+            if slot.use is Use.HOLDS and not self._is_certified(slot) and not any(slot is kept for kept in slots):
                 slot.use = Use.FREE
 
     def hold_older(self) -> None:
@@ -301,7 +322,7 @@ class SlotPool:
     def free_older(self, kept: Attempt) -> None:
         """Let saves write the own slots that do not hold the restored attempt. Not collective."""
         for slot in (*self.own, *self.shares):
-            if slot.use is Use.HOLDS and (slot.header is None or slot.header.attempt != kept):
+            if slot.use is Use.HOLDS and (slot.header is None or slot.header.attempt not in (kept, self.certified)):
                 slot.use = Use.FREE
 
     def keep_for_now(self, slot: Slot) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 from ..errors import MlflashError
 from ..memory.own_slots import SlotFile, SlotId
 from ..memory.slot_header import Attempt
+from ..memory.wanted_step import WantedStep
 from ..placement.topology import Topology
 from ..redundancy.rank_checkpoint import ShareFiles
 from ..redundancy.shareable_leaves import SharingNews
@@ -169,7 +170,7 @@ class Choose(Message):
     Gives `FoundInMemory`, the `checkpoint_directory.Listed` of a directory, or None.
 
     Attributes:
-        step: this one only; None: the newest.
+        wanted: what it has to be.
         others: also what other ranks have saved.
         source: another directory, and memory is not looked at; None: the job's own.
         bad: folders of the directory that are passed over, and why.
@@ -178,7 +179,7 @@ class Choose(Message):
         remember: for the next one.
     """
 
-    step: int | None
+    wanted: WantedStep
     others: bool
     source: str | None
     bad: Mapping[str, str]
@@ -312,6 +313,19 @@ class BeginDrain(Message):
 @dataclasses.dataclass(frozen=True)
 class Scavenge(Message):
     """Begin to drain the newest checkpoint that memory can give, with no training; gives whether there is any."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Mark(Message):
+    """Write what somebody says of a step wherever it is; gives in how many places of memory and directory.
+
+    Attributes:
+        step: which.
+        is_good: what is said.
+    """
+
+    step: int
+    is_good: bool
 
 
 @dataclasses.dataclass(frozen=True)

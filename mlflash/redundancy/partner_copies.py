@@ -50,7 +50,7 @@ class PartnerCopies:
         """Expose the inbox slots. Collective over the group; nothing happens with the transport p2p."""
         if self._transport != "rma":
             return
-        for index in (0, 1):
+        for index in range(pool.copies):
             row = []
             for nth in range(self._most_owners):
                 inbox = pool.inbox[self.owners[nth]][index].view if nth < len(self.owners) else None

@@ -27,6 +27,7 @@ from ..state.layout import PAGE_NBYTES, Extents
 
 _OFFER, _READY, _BODY, _CHECKS, _HEADER, _ACK = range(11, 17)
 _DEPTH = 4  # chunks on their way at a time
+_LOOK_NBYTES = 1 << 20  # that are looked at while the cache still has them
 ARRIVAL_S = 30.0  # how long after its notice a Put chunk may take to become visible
 
 
@@ -39,12 +40,14 @@ class Source:
         seal: called with the checksum of the finished table; makes the header, or None where the slot must stay
             unsealed (then the receiver refuses it too). None for a slot that is sealed already.
         pace: how fast it is sent.
+        look: told up to which block there are checksums: what is just read is cheap to look at.
     """
 
     def __init__(
-        self, slot: Slot, extents: Extents, seal: Callable[[int], Header | None] | None, pace: SendRate = AT_ONCE
-    ):
-        self.slot, self.extents, self.pace = slot, extents, pace
+        self, slot: Slot, extents: Extents, seal: Callable[[int], Header | None] | None, pace: SendRate = AT_ONCE,
+        look: Callable[[int], None] = lambda block: None,
+    ):  # fmt: skip
+        self.slot, self.extents, self.pace, self._look = slot, extents, pace, look
         self._seal = seal
         self._checked = 0 if seal is not None else extents.blocks
 
@@ -52,7 +55,11 @@ class Source:
         """Make the checksums of all blocks below ``block`` that have none yet."""
         if block > self._checked:
             table = self.slot.table(self.extents)
-            table[self._checked : block] = self.slot.check_blocks(self.extents, self._checked, block)
+            step = max(1, _LOOK_NBYTES // self.extents.block_nbytes)
+            for first in range(self._checked, block, step):
+                last = min(first + step, block)
+                table[first:last] = self.slot.check_blocks(self.extents, first, last)
+                self._look(last)
             self._checked = block
 
     def seal(self) -> None:

@@ -10,6 +10,7 @@ from ..draining.drain_queue import DrainQueue
 from ..errors import StepNotFound, Unrestorable
 from ..memory.commit_records import MOST_STEPS
 from ..memory.inventory import Place
+from ..memory.wanted_step import WantedStep
 from ..redundancy.rank_checkpoint import RankCheckpoint
 from ..startup.context import Context
 from ..storage.store import open_store
@@ -30,11 +31,12 @@ class Sources:
     def __init__(self, context: Context, drains: DrainQueue):
         self._context, self._drains = context, drains
 
-    def choose(self, step: int | None, others: bool, source: str | None, bad: Mapping[str, str], checked: bool
+    def choose(self, wanted: WantedStep, others: bool, source: str | None, bad: Mapping[str, str], checked: bool
                ) -> RankCheckpoint | FoundElsewhere | Listed | None:  # fmt: skip
         """Choose between memory and directory: what was saved last. Collective over the world.
 
         Args:
+            wanted: what it has to be.
             bad: folders of the directory that are passed over, and why.
             checked: verify every byte of what is in memory.
 
@@ -44,27 +46,40 @@ class Sources:
         Raises:
             Unrestorable, StepNotFound: on all ranks; nothing was changed.
         """
+        if wanted.is_newest and self._context.config.prefer_certified:
+            try:
+                found = self._choose(WantedStep(certified=True), others, source, bad, checked)
+            except StepNotFound:
+                found = None
+            if found is not None:
+                return found
+            if self._context.world.rank == 0:
+                log.warning("no step is certified: the newest one is taken (prefer_certified)")
+        return self._choose(wanted, others, source, bad, checked)
+
+    def _choose(self, wanted: WantedStep, others: bool, source: str | None, bad: Mapping[str, str], checked: bool
+                ) -> RankCheckpoint | FoundElsewhere | Listed | None:  # fmt: skip
         store = self._drains.store if source is None else open_store(source)
         there = self._drains.look(store)
-        listed = [one for one in there.listed if step in (None, one.step)]
+        listed = [one for one in there.listed if wanted.fits(one.step, one.verdict)]
         struck: dict[Place, str] = {}
         left = [one for one in listed if one.folder not in bad]
         if source is None:
             oldest = left[0].card.attempt.generation if left else 0
-            found = from_memory.find_and_verify(self._context, step, others, oldest, checked, struck)
+            found = from_memory.find_and_verify(self._context, wanted, others, oldest, checked, struck)
             if found is not None:
                 self._context.looked = True
                 return found
         if left and store is not None:
             if struck and not self._context.unusable:  # what is in the directory may be damaged, too
                 self._context.leave_alone()
-            self._say_why(left[0], f"{store.path}/{left[0].folder}", step, source)
+            self._say_why(left[0], f"{store.path}/{left[0].folder}", wanted, source)
             return left[0]
-        self._refuse_unusable(step, source, there, bad, struck)
+        self._refuse_unusable(wanted, source, there, bad, struck)
         self._context.looked = True
         return None
 
-    def _refuse_unusable(self, step: int | None, source: str | None, there: Listing, bad: Mapping[str, str],
+    def _refuse_unusable(self, wanted: WantedStep, source: str | None, there: Listing, bad: Mapping[str, str],
                          struck: Mapping[Place, str]) -> None:  # fmt: skip
         """Raise where something is there, and none of it can be used. Collective over the world.
 
@@ -78,13 +93,16 @@ class Sources:
             at = step_of(folder)
             if at is not None and (at in reasons or len(reasons) < MOST_STEPS):
                 reasons[at] = "; ".join(filter(None, (reasons.get(at), f"{folder}: {why}")))
-        if step is not None:
-            held = [] if source is not None else from_memory.restorable_steps(self._context)
+        held = [] if source is not None or wanted.is_newest else from_memory.restorable_steps(self._context)
+        if not wanted.is_newest and (wanted.step is not None or held or there.listed):
+            step = wanted.step
             drained = sorted({one.step for one in there.listed if one.folder not in bad})
             store = self._drains.store if source is None else open_store(source)
             in_store = f", in {store.path}: {there.problem or drained}" if store is not None else ""
-            why = f"this step is there, and cannot be restored: {reasons[step]}" if step in reasons else ""
-            raise StepNotFound(why or "this step cannot be restored", step=step,
+            why = "this step cannot be restored" if step is not None else f"no step is there that is {wanted}"
+            if step in reasons:
+                why = f"this step is there, and cannot be restored: {reasons[step]}"
+            raise StepNotFound(why, step=step,
                                found=f"steps in memory: {held}{in_store}")  # fmt: skip
         if reasons or there.problem:
             error = Unrestorable(
@@ -102,9 +120,9 @@ class Sources:
             log.warning("memory has parts of step %s, whose first save did not end: nothing was ever committed",
                         ", ".join(map(str, begun)))  # fmt: skip
 
-    def _say_why(self, listed: Listed, path: str, step: int | None, source: str | None) -> None:
+    def _say_why(self, listed: Listed, path: str, wanted: WantedStep, source: str | None) -> None:
         self._context.restored_from, self._context.rolled_forward = path, False
-        if source is not None or step is not None:
+        if source is not None or not wanted.is_newest:
             why = "as asked"
         else:
             held = from_memory.restorable_steps(self._context)

@@ -22,7 +22,8 @@ from ..errors import CorruptSlot, WorldSizeChanged
 from ..memory import commit_records
 from ..memory.inventory import Inventory, Place
 from ..memory.slot import Slot
-from ..memory.slot_header import Attempt
+from ..memory.slot_header import Attempt, Verdict
+from ..memory.wanted_step import WantedStep
 from ..redundancy.rank_checkpoint import RankCheckpoint, ShareFiles, open_rank_checkpoint
 from ..redundancy.slot_transfer import slot_of
 from ..startup.choose_checkpoint import Choice, choose
@@ -53,16 +54,16 @@ def restorable_steps(context: Context, alike: bool = False) -> list[int]:
 
 
 def find_and_verify(
-    context: Context, step: int | None, others: bool = False, oldest: int = 0, checked: bool = True,
+    context: Context, wanted: WantedStep, others: bool = False, oldest: int = 0, checked: bool = True,
     struck: dict[Place, str] | None = None,
 ) -> RankCheckpoint | FoundElsewhere | None:  # fmt: skip
-    """Bring the newest restorable attempt (or that of a step) into this rank's own slot.
+    """Bring the newest restorable attempt of what is wanted into this rank's own slot.
 
     Collective over the world.
 
     Args:
         context: of this rank.
-        step: this one only.
+        wanted: what it has to be.
         others: where it is of another number of ranks, bring it to where it can be read.
         oldest: pass over attempts of a smaller generation: there is something newer elsewhere.
         checked: verify every byte, not only headers and tables.
@@ -79,9 +80,10 @@ def find_and_verify(
     found = context.take_stock().since(oldest)
     reach("restore.listed")
     while True:
-        node_of, skip_stuck = context.world.topology.node_of, context.config.skip_stuck if step is None else 0
-        choice = choose(found, node_of, step, skip_stuck)
-        passed_over = choose(found, node_of, step) if skip_stuck else choice
+        node_of, is_free = context.world.topology.node_of, wanted.is_newest
+        skip_stuck, skip_suspect = context.config.skip_stuck * is_free, context.config.on_suspect == "keep" and is_free
+        choice = choose(found, node_of, wanted, skip_stuck, skip_suspect)
+        passed_over = choose(found, node_of, wanted) if skip_stuck or skip_suspect else choice
         if choice is None:
             return None
         same_ranks = choice.world_size == context.world.size
@@ -101,18 +103,33 @@ def find_and_verify(
             if struck is not None:
                 struck |= bad
             continue
-        if passed_over is not None and passed_over.attempt != choice.attempt and context.world.rank == 0:
+        if context.world.rank == 0:
+            _warn(choice, passed_over, skip_stuck)
+        return _opened(context, choice, slots, files)
+
+
+def _warn(choice: Choice, passed_over: Choice | None, skip_stuck: int) -> None:
+    """Say why the newest attempt is not taken, or what is the matter with the one that is."""
+    if passed_over is not None and passed_over.attempt != choice.attempt:
+        if skip_stuck and passed_over.restores >= skip_stuck:
             log.warning(
                 "step %d was restored %d times and nothing newer was committed since: step %d is taken instead "
-                "(skip_stuck=%d)", passed_over.step, passed_over.restores, choice.step, context.config.skip_stuck,
+                "(skip_stuck=%d)", passed_over.step, passed_over.restores, choice.step, skip_stuck,
             )  # fmt: skip
-        return _opened(context, choice, slots, files)
+        else:
+            log.warning("the values of step %d were suspect when it was saved: step %d is taken instead "
+                        "(on_suspect='keep')", passed_over.step, choice.step)  # fmt: skip
+    if choice.verdict is Verdict.SUSPECT:
+        log.warning("step %d is restored, and its values were suspect when it was saved: restore(before=%d) takes an "
+                    "older one", choice.step, choice.step)  # fmt: skip
+    elif choice.verdict is Verdict.BAD:
+        log.warning("step %d is restored, which was marked bad", choice.step)
 
 
 def _opened(context: Context, choice: Choice, slots: Mapping[int, Slot], files: ShareFiles
             ) -> RankCheckpoint | FoundElsewhere:  # fmt: skip
     """Open what was brought here, and note where it came from. Collective over the world."""
-    context.restores = choice.restores + 1
+    context.restores, context.restored_verdict = choice.restores + 1, choice.verdict
     mine = {
         rank: open_rank_checkpoint(context.pool.open, context.world.node_index, slot, files)
         for rank, slot in slots.items()

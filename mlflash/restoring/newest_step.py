@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from ..draining.checkpoint_directory import Listed
 from ..errors import CorruptSlot, StepNotFound, Unrestorable, WorldSizeChanged
+from ..memory.wanted_step import NEWEST, WantedStep
 from ..protocol.trainer_context import TrainerContext
 from ..redundancy.rank_checkpoint import RankCheckpoint
 from .found import FoundElsewhere
@@ -38,7 +39,7 @@ class Newest:
 
     def step(self) -> int | None:
         """Find the newest step that can be loaded; see `Adapting.newest_step`."""
-        return self._close(self._find_whole(None, others=True))
+        return self._close(self._find_whole(NEWEST, others=True))
 
     def step_alike(self) -> int | None:
         """Find the largest step that can be loaded on as many ranks as have saved it; see `Adapting.newest_alike`."""
@@ -61,7 +62,7 @@ class Newest:
         Collective over the world. What is lost or damaged is made again.
         """
         try:
-            found = self._close(self._find_whole(step))
+            found = self._close(self._find_whole(WantedStep(step)))
         except (CorruptSlot, StepNotFound, WorldSizeChanged) as error:  # the same on all ranks
             if self._trainer.ranks.rank == 0:
                 log.warning("step %d cannot be loaded: %s", step, error)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from ..draining.drain import Drain
 from ..draining.drain_input import DrainInput
 from ..draining.drain_queue import DrainQueue
+from ..memory.wanted_step import NEWEST
 from ..redundancy.rank_checkpoint import RankCheckpoint
 from ..startup.context import Context
 from . import from_memory
@@ -25,7 +26,7 @@ def scavenge(context: Context, drains: DrainQueue) -> Drain | None:
     """
     listed = drains.listed()
     newest = max((one.card.attempt.generation for one in listed), default=0)
-    found = from_memory.find_and_verify(context, None, others=True, oldest=newest + 1)
+    found = from_memory.find_and_verify(context, NEWEST, others=True, oldest=newest + 1)
     if found is None:
         return None
     if isinstance(found, RankCheckpoint):
@@ -52,7 +53,7 @@ def heal(context: Context) -> int | None:
         WorldSizeChanged: this is another number of ranks.
         MemoryTooSmall, SaveFailed: it could not be made whole; what there was is untouched.
     """
-    found = from_memory.find_and_verify(context, None)
+    found = from_memory.find_and_verify(context, NEWEST)
     if not isinstance(found, RankCheckpoint):
         return None
     make_whole(context, found.slot)

@@ -23,6 +23,7 @@ from ..errors import (
     StructureMismatch,
     WorldSizeChanged,
 )
+from ..memory.wanted_step import NEWEST, WantedStep
 from ..protocol.messages import Choose, FoundInMemory, HealFirst, HealRestored, HoldOlder, Restored, Steps
 from ..protocol.trainer_context import TrainerContext
 from ..protocol.wanted_parts import WantedPart
@@ -60,16 +61,16 @@ class Restores:
         self._from = ""  # where the newest one that was found came from
         self._rolled_forward = False
         self._restores = 0
-        look = functools.partial(self._find, None, others=True, checked=False)
+        look = functools.partial(self._find, NEWEST, others=True, checked=False)
         self.newest = Newest(trainer, functools.partial(self._find_whole, remember=True), look, self.steps_alike)
 
-    def restore(self, state: Any, step: int | None, source: str | None = None) -> int | None:
+    def restore(self, state: Any, wanted: WantedStep, source: str | None = None) -> int | None:
         """Fill a state in place; see `Checkpointer.restore`."""
         self._saves.begun.wait()
         self._saves.find_replicas(state)
         bad: dict[str, str] = {}
         while True:
-            found = self._find(step, others=True, source=source, bad=bad)
+            found = self._find(wanted, others=True, source=source, bad=bad)
             if not isinstance(found, OpenInDirectory):
                 break
             try:
@@ -110,10 +111,10 @@ class Restores:
         differ = self._ranks.together(lambda: resharding.only_shards_differ(state, home), _unreadable, home.header.step)
         return not self._ranks.agree([int(not differ)])[0]
 
-    def load(self, step: int | None, source: str | None = None, copy: bool = True) -> tuple[int | None, Any]:
+    def load(self, wanted: WantedStep, source: str | None = None, copy: bool = True) -> tuple[int | None, Any]:
         """Give the state anew; see `Checkpointer.load`."""
         bad: dict[str, str] = {}
-        while isinstance(found := self._find(step, source=source, bad=bad, checked=copy), OpenInDirectory):
+        while isinstance(found := self._find(wanted, source=source, bad=bad, checked=copy), OpenInDirectory):
             try:
                 return self._load_drained(found)
             except CorruptSlot as error:  # the same on all ranks
@@ -139,7 +140,7 @@ class Restores:
     def open(self, step: int | None, told: Collection[str], source: str | None = None) -> OpenCheckpoint | None:
         """Open a checkpoint to read any part of it; see `Adapting.open`."""
         find = self._find_whole if step is None else self._find
-        found = find(step, others=True, source=source, told=told)
+        found = find(WantedStep(step), others=True, source=source, told=told)
         if found is None or isinstance(found, OpenInDirectory):
             return found
         if isinstance(found, RankCheckpoint):
@@ -227,7 +228,7 @@ class Restores:
         return found.step, materialize(manifest.tree, manifest.entries, manifest.plain, read)
 
     def _find(
-        self, step: int | None, others: bool = False, source: str | None = None, told: Collection[str] = (),
+        self, wanted: WantedStep, others: bool = False, source: str | None = None, told: Collection[str] = (),
         bad: dict[str, str] | None = None, checked: bool = True, remember: bool = False,
     ) -> RankCheckpoint | FoundElsewhere | OpenInDirectory | None:  # fmt: skip
         start = self._began = time.perf_counter()
@@ -237,7 +238,7 @@ class Restores:
         passed_over = {} if bad is None else bad
         again = source is None
         while True:
-            found = self._courier.call(Choose(step, others, source, passed_over, checked, again, remember))
+            found = self._courier.call(Choose(wanted, others, source, passed_over, checked, again, remember))
             if found is None or isinstance(found, FoundInMemory):
                 break
             again, self._from, self._rolled_forward = False, "", False
@@ -268,12 +269,12 @@ class Restores:
             log.warning("%s cannot be restored from, and an older checkpoint is looked for: %s", listed.folder, why)
 
     def _find_whole(
-        self, step: int | None, others: bool = False, source: str | None = None, told: Collection[str] = (),
+        self, wanted: WantedStep, others: bool = False, source: str | None = None, told: Collection[str] = (),
         remember: bool = False,
     ) -> RankCheckpoint | FoundElsewhere | OpenInDirectory | None:  # fmt: skip
-        """Find a step, or the newest, of which every byte is verified, also where it comes from the directory."""
+        """Find the newest of what is wanted of which every byte is verified, also where it comes from the directory."""
         bad: dict[str, str] = {}
-        while isinstance(found := self._find(step, others, source, told, bad, remember=remember), OpenInDirectory):
+        while isinstance(found := self._find(wanted, others, source, told, bad, remember=remember), OpenInDirectory):
             try:
                 self.newest.verify(found)
                 break

@@ -17,20 +17,23 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from typing import Protocol
 
 from ..crash_points import reach
-from ..errors import DeadlineExceeded, MlflashError, SaveFailed, StepOrderError, text_of
+from ..errors import DeadlineExceeded, MlflashError, SaveFailed, StepOrderError, SuspectState, text_of
 from ..memory.slot import Slot
-from ..memory.slot_header import Attempt, Header
+from ..memory.slot_header import Attempt, Header, Verdict
 from ..protocol.save_request import SaveRequest, Trainer
 from ..redundancy.slot_transfer import Source
+from ..startup.certification import Saved
 from ..startup.context import Context
 from ..startup.grow_slots import needs_room
 from ..state.layout import Extents
+from ..value_checks.examiner import in_words
 from .phase_times import PhaseTimes
 from .staging import all_checks
+from .value_looks import ValueLooks
 
 log = logging.getLogger("mlflash")
 
@@ -49,6 +52,9 @@ class CommitListener(Protocol):
     @property
     def asked(self) -> bool:
         """Whether somebody has asked for a drain on this node."""
+
+    def certified(self, attempt: Attempt) -> None:
+        """Hear that an attempt is certified."""
 
     def committed(self, slot: Slot | None, share: Slot | None, asked: bool, idle: bool) -> None:
         """Count a checkpoint that was committed just now, and begin to drain it where it is due. Collective."""
@@ -70,6 +76,9 @@ class Save:
         skipped: whether it is given up on all ranks, as the slots of one are busy.
         drains_idle: whether no drain is on its way: here, and once that was agreed on, anywhere.
         drain_asked: whether somebody asked for a drain: here, and once that was agreed on, anywhere.
+        is_suspect: whether the values of any rank are, once that was agreed on.
+        due: what may be certified now that it is committed.
+        looks: at the values of this rank, once it is announced.
         times: how long each of its phases takes on this rank.
     """
 
@@ -84,6 +93,9 @@ class Save:
         self.is_settled = not request.is_unsettled
         self.skipped = False
         self.drains_idle, self.drain_asked = True, False
+        self.is_suspect = False
+        self.due: Saved | None = None
+        self.looks: ValueLooks | None = None
         self.times = PhaseTimes(lambda: context.world.waited_s, request.filled_s - request.begun_s)
 
     @property
@@ -130,8 +142,10 @@ def run(save: Save, context: Context, committed_now: Callable[[], None] = lambda
         save.trainer.cancel_deferred()
     except DeadlineExceeded as late:  # a device is still at it: the pool gives that slot to nobody
         error = error or late
+    if committed:
+        save.due = context.certification.committed(Saved(save.attempt, save.step), save.is_suspect)
     if taken := context.pool.taken_by(save.request):
-        context.pool.release(save.attempt, taken, committed)
+        context.pool.release(save.attempt, taken, committed, context.certification.held)
     try:
         if committed:
             reach("commit.released")
@@ -248,6 +262,7 @@ def _locally(save: Save, work: Callable[[], object]) -> None:
 def _protect(save: Save, context: Context) -> None:
     world = context.world
     assert save.slot is not None and save.plan is not None
+    looks = save.looks = ValueLooks(context, save.attempt.generation)
     if save.waits_for_room:
         with save.times.of("copy"):
             _locally(save, lambda: _stage(save))
@@ -255,7 +270,10 @@ def _protect(save: Save, context: Context) -> None:
         with save.times.of("deferred"):
             _locally(save, lambda: _finish_deferred(save))
     _confirm(save, context)
-    source = Source(save.slot, save.plan.layout.extents, lambda check: _header(save, context, check), context.pace)
+    look = looks.of_slot(save.plan, save.slot)
+    source = Source(
+        save.slot, save.plan.layout.extents, lambda check: _header(save, context, check), context.pace, look
+    )
     context.pace.begin()
     start = time.perf_counter()
     try:
@@ -268,18 +286,34 @@ def _protect(save: Save, context: Context) -> None:
     if save.problem is None and not whole:
         save.problem = SaveFailed("its redundancy did not arrive whole")
         save.problem.follows = True
+    if findings := looks.findings:
+        context.recorder.suspect(save.step, in_words(findings), len({finding.tensor for finding in findings}))
     if save.problem is not None:
         save.problem.rank, save.problem.node = world.rank, world.node_name
     save.times.protected()
     durations = context.recorder.compare(world.size, save.attempt.generation, save.times.took)
-    context.recorder.compared(world.agree_or_raise(durations, save.problem), world.topology.name_of)
+    *least, not_suspect = world.agree_or_raise([*durations, int(not findings)], save.problem)
+    save.is_suspect = not not_suspect
+    context.recorder.compared(least, world.topology.name_of)
     reach("commit.agreed")
-    save.slot.record_commit(save.attempt, save.step)
+    _record(save, context, [save.slot])
     reach("commit.half_recorded")
-    for slot in context.protection.kept(context.pool, save.attempt):
-        slot.record_commit(save.attempt, save.step)
+    _record(save, context, [*context.protection.kept(context.pool, save.attempt), *_shares(save)])
     reach("commit.recorded")
     context.pool.drop_spare(committed=True)
+
+
+def _record(save: Save, context: Context, slots: Iterable[Slot]) -> None:
+    """Write the receipt, and what the values say, into slots that hold the attempt."""
+    for slot in slots:
+        if slot is not save.share:
+            slot.record_commit(save.attempt, save.step)
+        if context.examiner.is_on:
+            slot.record_verdict(save.attempt, Verdict.SUSPECT if save.is_suspect else Verdict.PASSED)
+
+
+def _shares(save: Save) -> list[Slot]:
+    return [] if save.share is None or save.share.header is None else [save.share]
 
 
 def _stage(save: Save) -> None:
@@ -310,7 +344,9 @@ def _confirm(save: Save, context: Context) -> None:
     save.problem = save.problem or unlike
     reach("share.agreed")
     if plan is not None and share is not None and (extents := plan.share_extents) is not None:
-        source = Source(share, extents, lambda check: _share_header(save, context, check))
+        assert save.looks is not None
+        look = save.looks.of_share(plan, share)
+        source = Source(share, extents, lambda check: _share_header(save, context, check), look=look)
         _locally(save, source.seal)
     reach("share.sealed")
 
@@ -328,8 +364,10 @@ def _share_header(save: Save, context: Context, check: int) -> Header | None:
 def _header(save: Save, context: Context, check: int) -> Header | None:
     with save.times.of("deferred"):
         _note(save, save.trainer.is_changed())
+    if context.config.on_suspect == "raise" and save.looks is not None and (findings := save.looks.findings):
+        _note(save, SuspectState(f"its values are suspect: {in_words(findings)}", tensor=findings[0].tensor))
     if save.problem is not None or save.plan is None or save.slot is None:
-        return None  # staging failed: this slot must never look whole
+        return None  # staging failed, or nobody wants it: this slot must never look whole
     if save.slot.segment is None or save.slot.segment.inode != save.inode:
         save.problem = SaveFailed("the slot got another file after it was staged")
         return None

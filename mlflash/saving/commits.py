@@ -10,6 +10,7 @@ from ..memory.slot import Slot
 from ..protocol.save_request import SaveRequest, Trainer
 from ..startup.context import Context
 from . import commit
+from .value_looks import certify
 
 
 class Commits:
@@ -42,6 +43,8 @@ class Commits:
                     break
                 except commit.OneAhead:
                     context.world.job_number += 1
+            if save.due is not None and certify(self._context, save.due):
+                self._drains.certified(save.due.attempt)
             self._compare_replicas(save)
         except MlflashError as error:
             context.recorder.failed(request.step, error)

@@ -18,7 +18,16 @@ from typing import Any
 import numpy as np
 
 from ..crash_points import reach
-from ..errors import DeadlineExceeded, MlflashError, SaveFailed, StateError, StepOrderError, StructureMismatch, text_of
+from ..errors import (
+    DeadlineExceeded,
+    MlflashError,
+    SaveFailed,
+    StateError,
+    StepOrderError,
+    StructureMismatch,
+    SuspectState,
+    text_of,
+)
 from ..memory.slot import Slot
 from ..protocol.messages import Commit, FindReplicas, Reserve, SettleShared
 from ..protocol.torch_rank import check_torch_rank
@@ -371,8 +380,9 @@ class SaveQueue:
         self._pending = [s for s in self._pending if not s.done]
         for snapshot in wrong:
             snapshot.reported = True
-        if wrong and self._config.strict and wrong[0].error is not None:
-            raise wrong[0].error
+        told = [s.error for s in wrong if self._config.strict or isinstance(s.error, SuspectState)]
+        if told and told[0] is not None:
+            raise told[0]
 
 
 def _unreadable(why: str) -> StateError:

@@ -10,7 +10,8 @@ import numpy as np
 
 from ..memory.inventory import Inventory, Place
 from ..memory.parity_layout import recoverable
-from ..memory.slot_header import Attempt, Kind
+from ..memory.slot_header import Attempt, Kind, Verdict
+from ..memory.wanted_step import NEWEST, WantedStep
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +39,7 @@ class Choice:
         parity: all groups of which there are parity files.
         shares: of shared state, by number of the set and of the share, where its files are: on several nodes.
         restores: how many runs have restored the attempt so far.
+        verdict: what is known of its values.
     """
 
     attempt: Attempt
@@ -48,6 +50,7 @@ class Choice:
     rebuilt: Mapping[int, ParityGroup] = dataclasses.field(default_factory=dict)
     parity: tuple[ParityGroup, ...] = ()
     shares: Mapping[tuple[int, int], tuple[Place, ...]] = dataclasses.field(default_factory=dict)
+    verdict: Verdict = Verdict.UNKNOWN
 
     def group_of(self, rank: int) -> ParityGroup | None:
         """The group that can repair a rank's slot; None where there is none."""
@@ -55,7 +58,8 @@ class Choice:
         return known or next((group for group in self.parity if rank in group.ranks), None)
 
 
-def choose(found: Inventory, node_of: Sequence[int], step: int | None = None, skip_stuck: int = 0) -> Choice | None:
+def choose(found: Inventory, node_of: Sequence[int], wanted: WantedStep = NEWEST, skip_stuck: int = 0,
+           skip_suspect: bool = False) -> Choice | None:  # fmt: skip
     """Choose the newest attempt of which there is a slot for every rank, or parity that gives it back.
 
     Whether it was committed is not asked: an attempt that is sealed everywhere rolls forward.
@@ -63,22 +67,25 @@ def choose(found: Inventory, node_of: Sequence[int], step: int | None = None, sk
     Args:
         found: all sealed files of all nodes.
         node_of: node of each rank now; a slot on the rank's own node is preferred, then the lowest node.
-        step: only attempts of this step.
+        wanted: what it has to be.
         skip_stuck: pass over attempts that so many runs have restored, where there is an older one; 0: never.
+        skip_suspect: pass over attempts whose values are suspect, where there is an older one.
     """
-    newest_stuck: Choice | None = None
+    newest: Choice | None = None
     for attempt, its_step, world_size in found.attempts():
-        if step is not None and its_step != step:
+        if not wanted.fits_step(its_step) or (newest is not None and world_size != newest.world_size):
             continue
-        if newest_stuck is not None and world_size != newest_stuck.world_size:
+        its = found.of(attempt)
+        if not wanted.fits(its_step, its.verdict):
             continue
-        choice = _sources(found.of(attempt), attempt, its_step, world_size, node_of)
+        choice = _sources(its, attempt, its_step, world_size, node_of)
         if choice is None:
             continue
-        if not skip_stuck or choice.restores < skip_stuck:
+        is_stuck = skip_stuck > 0 and choice.restores >= skip_stuck
+        if not is_stuck and not (skip_suspect and choice.verdict is Verdict.SUSPECT):
             return choice
-        newest_stuck = newest_stuck or choice
-    return newest_stuck
+        newest = newest or choice
+    return newest
 
 
 def _sources(found: Inventory, attempt: Attempt, step: int, world_size: int, node_of: Sequence[int]) -> Choice | None:
@@ -114,7 +121,7 @@ def _sources(found: Inventory, attempt: Attempt, step: int, world_size: int, nod
     restores = int(found.rows["restores"].max())
     source = tuple(slots.get(rank) for rank in range(world_size))
     places = {share: tuple(found) for share, found in shares.items()}
-    return Choice(attempt, step, world_size, source, restores, rebuilt, groups, places)
+    return Choice(attempt, step, world_size, source, restores, rebuilt, groups, places, found.verdict)
 
 
 def _shares_complete(rows: np.ndarray, shares: Mapping[tuple[int, int], object]) -> bool:

@@ -15,7 +15,7 @@ from ..memory.file_assignment import assign
 from ..memory.inventory import Inventory, file_number, of_headers
 from ..memory.node_directory import NodeDirectory
 from ..memory.slot import Slot
-from ..memory.slot_header import Attempt, Kind
+from ..memory.slot_header import Attempt, Kind, Verdict
 from ..memory.slot_pool import SlotPool, TrainerSlots
 from ..mpi.send_rate import SendRate
 from ..mpi.world import World
@@ -27,7 +27,9 @@ from ..redundancy.protection import Protection
 from ..redundancy.replicated_tensors import ReplicatedTensors
 from ..redundancy.shareable_leaves import Shareable, SharingNews
 from ..telemetry.recorder import CourierRecorder
+from ..value_checks.examiner import Examiner
 from . import earlier_runs
+from .certification import Certification
 from .choose_checkpoint import Choice
 from .grow_slots import make_room, needs_room
 
@@ -55,6 +57,8 @@ class Context:
         recorder: told what the courier knows of this rank.
         copy_threads: threads for copies and checks.
         pace: how fast the courier sends while training goes on.
+        examiner: looks at the values of what is saved.
+        certification: says which attempts are held besides the newest.
         replicas: compares tensors between ranks that hold the same ones, where the user said so.
         run_id: random number of this run, the same on all ranks.
         generation: number of the newest attempt known; the next one is larger.
@@ -62,6 +66,7 @@ class Context:
         unhealed: the restored slot while its redundancy could not be made whole; the same on all ranks.
         restored_from: node whose memory held what this rank restored; "" before.
         restores: how many runs have restored the attempt that this one restored, itself included.
+        restored_verdict: what is known of the values of that one.
         counted: the attempt that this run was counted for.
         left_at: the step of this rank at which the ranks were last found to save different ones; None: never.
         floor: what is of a smaller generation is passed over: this run goes back to a fresh start.
@@ -82,6 +87,8 @@ class Context:
     recorder: CourierRecorder
     copy_threads: CopyThreads
     pace: SendRate
+    examiner: Examiner
+    certification: Certification
     replicas: ReplicatedTensors | None = None
     run_id: bytes = b""
     generation: int = 0
@@ -89,6 +96,7 @@ class Context:
     rolled_forward: bool = False
     unhealed: Slot | None = None
     restores: int = 0
+    restored_verdict: Verdict = Verdict.UNKNOWN
     counted: Attempt | None = None
     left_at: int | None = None
     floor: int = 0
@@ -214,7 +222,7 @@ class Context:
             self.pool.aside -= set(found.on(world.node_index).of(kept).rows["file"].tolist())
         names = [name for name in names if file_number(name) not in self.pool.aside]
         files, left_over = assign(found, names, world.node_index, kept, same_ranks, inboxes, self.shares,
-                                  len(self.pool.own))  # fmt: skip
+                                  len(self.pool.own), self.config.slots)  # fmt: skip
         self.protection.close_windows()
         rows = found.on(world.node_index).of(kept).rows if kept is not None else found.rows[:0]
         # Shares may belong to no rank of today; nor do the slots of ranks of another world.

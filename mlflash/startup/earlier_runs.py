@@ -10,6 +10,7 @@ from ..memory import commit_records
 from ..memory.commit_records import Trace
 from ..memory.inventory import Inventory, decode, encode, join, scan
 from ..memory.node_directory import NodeDirectory
+from ..memory.wanted_step import WantedStep
 from ..mpi.world import World
 from .choose_checkpoint import Choice, choose
 
@@ -22,6 +23,8 @@ class EarlierRuns:
 
     Attributes:
         found, choice: what may be restored, and what would be, as far as headers tell.
+        whole: the newest attempt that is there, whatever its values are.
+        certified: the newest that is certified.
         newest: no generation is larger.
         floor, unusable: see `Parts`.
         aside: numbers of the files of this node that are left alone.
@@ -29,23 +32,26 @@ class EarlierRuns:
 
     found: Inventory
     choice: Choice | None
+    whole: Choice | None
     newest: int
     floor: int = 0
     unusable: bool = False
     aside: set[int] = dataclasses.field(default_factory=set)
+    certified: Choice | None = None
 
 
 def look(config: Config, world: World, memory: NodeDirectory) -> EarlierRuns:
     """Look what earlier runs left, and what of it must be left alone. Collective over the world."""
     found = take(world, memory)
     newest = int(found.rows["generation"].max(initial=0))
-    choice = choose(found, world.topology.node_of)
+    keeps, node_of = config.on_suspect == "keep", world.topology.node_of
+    choice, whole = choose(found, node_of, skip_suspect=keeps), choose(found, node_of)
     if choice is not None and not config.fresh:
-        return EarlierRuns(found, choice, newest)
+        return EarlierRuns(found, choice, whole, newest, certified=choose(found, node_of, WantedStep(certified=True)))
     found_traces = traces(world, memory)
     floor = commit_records.floor(found_traces, config.mark) if config.fresh else 0
     generations = {one.place: -1 if one.attempt is None else one.attempt.generation for one in found_traces}
-    choice = choose(found.since(floor), world.topology.node_of)
+    choice, whole = choose(found.since(floor), node_of, skip_suspect=keeps), choose(found.since(floor), node_of)
     unusable = choice is None and any(one.generation >= floor for one in commit_records.committed(found_traces))
     aside = {file for (node, file), generation in generations.items()
              if node == world.node_index and (unusable or (config.fresh and generation < floor))}  # fmt: skip
@@ -58,7 +64,8 @@ def look(config: Config, world: World, memory: NodeDirectory) -> EarlierRuns:
         if choice is not None:
             log.info("fresh start %r was made before, and this run goes on from its step %d: another word begins anew",
                      config.fresh, choice.step)  # fmt: skip
-    return EarlierRuns(found.since(floor), choice, newest, floor, unusable, aside)
+    return EarlierRuns(found.since(floor), choice, whole, newest, floor, unusable, aside,
+                       choose(found.since(floor), node_of, WantedStep(certified=True)))  # fmt: skip
 
 
 def traces(world: World, memory: NodeDirectory) -> list[Trace]:

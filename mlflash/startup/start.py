@@ -28,7 +28,9 @@ from ..redundancy.replicated_tensors import ReplicatedTensors
 from ..telemetry.event_log import EventLog, file_of_node
 from ..telemetry.heartbeat import CourierHeartbeat, RankFacts
 from ..telemetry.recorder import CourierRecorder
+from ..value_checks.examiner import Examiner
 from . import earlier_runs
+from .certification import Certification, Saved
 from .context import Context, losses_of
 
 log = logging.getLogger("mlflash")
@@ -100,19 +102,25 @@ def _assemble(
     if replicas is not None and config.share:
         replicas.share(losses_of(placement.scheme, world))
     protection = Protection(world, placement, config.transport, config.chunk_nbytes, config.block_nbytes, config.job)
-    pool = SlotPool(memory, protection.owners, 3 if config.drain_every else 2)
+    pool = SlotPool(memory, protection.owners, config.slots, spare=int(config.drain_every > 0))
     copy_threads = copy_threads_of(
         config.copy_threads, world.size if world.emulated else world.local_size, world.agree, trains_on
     )
     pace = SendRate(config.send_rate, config.max_slowdown, config.timeout_s)
     run_id: bytes = world.broadcast(os.urandom(16), 0)
     recorder = world.on_all(lambda: _recorder(config, world, memory, run_id.hex()[:8], start, trains_on is not None))
-    context = Context(config, world, memory, protection, known, pool, recorder, copy_threads, pace, replicas, run_id)
+    examiner = Examiner(config.check_values, [one for one in config.check_skip.split(",") if one])
+    certification = Certification(config.certify_after, config.on_suspect == "keep")
+    if left.certified is not None and config.certify_after and left.certified.world_size == world.size:
+        certification.certified = Saved(left.certified.attempt, left.certified.step)
+        pool.certified = left.certified.attempt
+    context = Context(config, world, memory, protection, known, pool, recorder, copy_threads, pace, examiner,
+                      certification, replicas, run_id)  # fmt: skip
     if protection.transport == "rma" and world.world is not None:
         world.poke = Poke(world)
     context.generation, context.floor, context.unusable = left.newest, left.floor, left.unusable
-    if left.choice is not None:
-        context.left_step, context.left_generation = left.choice.step, left.choice.attempt.generation
+    if left.whole is not None:
+        context.left_step, context.left_generation = left.whole.step, left.whole.attempt.generation
     context.gives_way, pool.aside = not left.unusable, left.aside
     context.adopt(left.found, left.choice)
     if world.rank == 0:

@@ -39,12 +39,30 @@ _COURIER = _OF_BOTH | {"committed": int | None}
 _LATE = ("late_s", "late_in", "slowest", "slowest_on", "slowest_s", "slowest_in")
 _COURIER_MAY: dict[str, Any] = dict.fromkeys(("unrestorable", "late_in", "slowest_on", "slowest_in"), str)
 _COURIER_MAY |= dict.fromkeys(
-    ("drained", "protect_s", "commit_s", "held", "saves", "failed", "unrestorable_at", "late_s", "slowest_s"), _NUMBER
+    (
+        "drained",
+        "protect_s",
+        "commit_s",
+        "held",
+        "saves",
+        "failed",
+        "unrestorable_at",
+        "late_s",
+        "slowest_s",
+        "suspect",
+        "suspect_tensors",
+    ),
+    _NUMBER,
 )
 _COURIER_MAY["slowest"] = int
 # What the courier alone knows of a rank, and what of it the next courier of the same trainer goes on from.
-_COURIER_TELLS = ("committed", "drained", "protect_s", "commit_s", "held", "saves", "failed", "unrestorable", *_LATE)
-_GOES_ON = ("committed", "drained", "saves", "failed", "unrestorable", "unrestorable_at", "times")
+_COURIER_TELLS = (
+    "committed", "drained", "protect_s", "commit_s", "held", "saves", "failed", "unrestorable", "suspect",
+    "suspect_tensors", "certified", *_LATE,
+)  # fmt: skip
+_GOES_ON = (
+    "committed", "drained", "saves", "failed", "unrestorable", "unrestorable_at", "suspect", "certified", "times",
+)  # fmt: skip
 # What both say together.
 _RANK = {name: kind for name, kind in _TRAINER.items() if name != "start"} | {"committed": int | None, "alive": bool}
 _RANK_MAY = (

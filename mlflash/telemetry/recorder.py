@@ -167,6 +167,7 @@ class CourierRecorder(_Tally):
         self._riding: Riding | None = None
         self._lateness: Lateness | None = None  # of what is committed next
         self._stragglers = Stragglers()
+        self._suspect = ""  # what was said last
 
     def compare(self, size: int, generation: int, took: Mapping[str, float]) -> list[int]:
         """Give the numbers that are to ride on the agreement of a commit; see `lateness`.
@@ -230,6 +231,27 @@ class CourierRecorder(_Tally):
         self.events.add("fail", step=step, why=str(error))
         if self._rank in (0, error.rank):
             log.warning("step %d was not saved: %s", step, error)
+
+    def suspect(self, step: int, what: str, tensors: int) -> None:
+        """Values that are saved are suspect on this rank.
+
+        Args:
+            step: that is saved.
+            what: in words.
+            tensors: how many.
+        """
+        self.counts["suspect"] += 1
+        self._beat(suspect=step, suspect_tensors=tensors)
+        self.events.add("suspect", step=step, tensors=tensors, what=what)
+        if what != self._suspect:  # once, until it changes
+            log.warning("step %d: values on rank %d are suspect: %s", step, self._rank, what)
+        self._suspect = what
+
+    def certified(self, step: int) -> None:
+        """A step is certified."""
+        self.counts["certified"] += 1
+        self._beat(certified=step)
+        self.events.add("certified", step=step)
 
     def unrestorable(self, error: MlflashError) -> None:
         """Checkpoints are there, and none of them can be restored."""

@@ -14,6 +14,7 @@ from layouts import layout
 from mlflash.memory.file_assignment import assign
 from mlflash.memory.inventory import FOUND, Inventory, decode, encode, file_name, join
 from mlflash.memory.slot_header import Attempt, Kind
+from mlflash.memory.wanted_step import WantedStep
 from mlflash.placement.protection_groups import place
 from mlflash.placement.redundancy_scheme import parse
 from mlflash.startup.choose_checkpoint import ParityGroup, choose
@@ -70,8 +71,8 @@ def test_the_slot_on_the_own_node_is_preferred() -> None:
 def test_a_step_can_be_asked_for() -> None:
     found = table(*((RUN_A, g, 10 * g, r, r, g) for g in (1, 2) for r in (0, 1)))
     assert choose(found, (0, 1)).step == 20  # type: ignore[union-attr]
-    assert choose(found, (0, 1), step=10).step == 10  # type: ignore[union-attr]
-    assert choose(found, (0, 1), step=15) is None
+    assert choose(found, (0, 1), WantedStep(10)).step == 10  # type: ignore[union-attr]
+    assert choose(found, (0, 1), WantedStep(15)) is None
     assert [(a.generation, s, n) for a, s, n in found.attempts()] == [(2, 20, 2), (1, 10, 2)]
 
 

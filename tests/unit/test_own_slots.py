@@ -44,7 +44,7 @@ class Both:
 
     def __init__(self, memory: NodeDirectory, count: int, is_thread: bool):
         self.memory = memory
-        self.pool = SlotPool(memory, [], own=count)
+        self.pool = SlotPool(memory, [], slots=count)
         self.own = OwnSlots(memory, count, self.pool.mapped if is_thread else dict)
         self.pool.trainer = self.own
         self.saves: list[Save] = []

@@ -1,0 +1,89 @@
+"""A save's slot and share → what is suspect in their values, looked at while their checksums are made."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+
+from ..memory.slot import Slot
+from ..memory.slot_header import Verdict
+from ..redundancy.slot_plan import Plan
+from ..startup.certification import Saved
+from ..startup.context import Context
+from ..state.layout import Layout
+from ..value_checks.checked_parts import Stored
+from ..value_checks.examiner import Examination, Finding, in_words
+
+
+class ValueLooks:
+    """What is looked at of one save on this rank. Not collective.
+
+    Args:
+        context: of this rank.
+        generation: of the attempt.
+    """
+
+    def __init__(self, context: Context, generation: int):
+        self._examiner, self._generation = context.examiner, generation
+        self._begun: list[Examination] = []
+
+    def of_slot(self, plan: Plan, slot: Slot) -> Callable[[int], None]:
+        """What is told up to which block of the slot there are checksums."""
+        if not self._examiner.is_on:
+            return lambda block: None
+        layout = plan.layout
+        return self._begin(slot, self._examiner.begin(
+            slot, layout.extents, (layout, "slot"), functools.partial(_in_slot, layout), self._generation))  # fmt: skip
+
+    def of_share(self, plan: Plan, share: Slot) -> Callable[[int], None]:
+        """The same of this rank's share of what several ranks hold alike."""
+        if not self._examiner.is_on or plan.share_extents is None:
+            return lambda block: None
+        return self._begin(share, self._examiner.begin(
+            share, plan.share_extents, (plan.layout, "share"), functools.partial(_in_share, plan), self._generation)
+        )  # fmt: skip
+
+    def _begin(self, slot: Slot, examination: Examination) -> Callable[[int], None]:
+        self._begun.append(examination)
+        return examination.look
+
+    @property
+    def findings(self) -> list[Finding]:
+        """What is suspect."""
+        return [finding for one in self._begun for finding in one.findings]
+
+
+def certify(context: Context, due: Saved) -> bool:
+    """Look at all values of an attempt that training went on from, and certify it if they are numbers.
+
+    Collective over the world; whether it is certified is the same on all ranks.
+    """
+    mine = next((slot for slot in context.pool.own if slot in context.pool.holding(due.attempt)), None)
+    is_good = mine is not None and mine.header is not None
+    if mine is not None and mine.header is not None:
+        payload_nbytes = mine.header.extents.payload_nbytes
+        stored = [Stored(one, one.start, one.nbytes) for one in mine.manifest().entries if one.start < payload_nbytes]
+        findings = context.examiner.look_at_all(mine, mine.header.extents, stored)
+        is_good = not findings
+        if findings:
+            context.recorder.suspect(due.step, in_words(findings), len(findings))
+    is_good = bool(context.world.agree([int(is_good)])[0])
+    for slot in context.pool.holding(due.attempt):
+        slot.record_verdict(due.attempt, Verdict.CERTIFIED if is_good else Verdict.SUSPECT)
+    context.certification.tried(is_good)
+    if is_good:
+        context.pool.certified = due.attempt
+        context.recorder.certified(due.step)
+    context.pool.hold_only(context.certification.held)
+    return is_good
+
+
+def _in_slot(layout: Layout) -> Iterator[Stored]:
+    return (Stored(one, one.start, one.nbytes) for one in layout.entries if not layout.is_shared(one))
+
+
+def _in_share(plan: Plan) -> Iterator[Stored]:
+    assert plan.sharing is not None
+    for piece in plan.pieces:
+        if piece.share == plan.sharing.share:
+            yield Stored(plan.layout.entries[piece.leaf], piece.at, piece.end - piece.start)

@@ -1,0 +1,212 @@
+"""What the values of a save say: whether training can have gone on from them as it did from those before.
+
+While checksums are made, some of the blocks are looked at, others at each save, so that all were after so many saves;
+a part that was found suspect is looked at each time until it is as it was. A part is suspect where it has NaN, where it
+has infinities that it did not have when it was first looked at, where all of it is zero and was not, and where its
+largest magnitude is far beyond all that it was before.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from ..memory.slot import Slot
+from ..state.layout import Extents
+from .checked_parts import CheckedParts, Run, Stored, find
+from .float_formats import FloatFormat, count, largest
+
+log = logging.getLogger("mlflash")
+
+_LEAST_STRETCHES = 16  # of a state that is looked at as a whole; of larger ones at least so many each time
+_LEAP = 7  # a magnitude is suspect that is larger than all before by two to the power of this
+_LEAST = -4  # and what was smaller than two to the power of this counts as that: moments grow from nothing
+_VALUES = -40  # a part held values where the largest was at least two to the power of this
+_FEW = 16  # of a part with fewer values only NaN and infinities are told: counters leap
+_USUAL_AFTER = 3  # saves after which a leap is what there is from then on
+_NAMED = 4  # findings that are told in words
+_LAYOUTS = 4  # of which it is known what they held
+_NEVER = -1
+
+
+class Finding(NamedTuple):
+    """Something that is suspect.
+
+    Attributes:
+        tensor: its path in the state.
+        what: "NaN" | "infinite" | "zero" | "large".
+        text: in words.
+    """
+
+    tensor: str
+    what: str
+    text: str
+
+
+class _Held:
+    """What the parts of one layout held so far."""
+
+    def __init__(self, key: object, parts: CheckedParts):
+        self.key, self.parts = key, parts
+        number = len(self.parts.names)
+        self.most = np.full(number, _NEVER, np.int64)  # largest bits at any look that was not suspect
+        self.last = np.full(number, _NEVER, np.int64)
+        self.suspect: dict[int, int] = {}  # parts, and at how many saves in a row
+        self.infinity, self.nan = self._each(lambda form: form.infinity), self._each(lambda form: form.nan)
+        self.least = self._each(lambda form: form.bits(_LEAST))
+        self.values = self._each(lambda form: form.bits(_VALUES))
+        self.leap = self._each(lambda form: _LEAP << form.mantissa)
+        parts_of = [sum(run.bounds.size // 2 for run in runs) for runs in parts.runs]
+        self.stretch_of = np.repeat(np.arange(len(parts_of)), parts_of)
+
+    @property
+    def infinite_from_the_start(self) -> set[str]:
+        """Names of tensors that had infinities when they were first looked at."""
+        return {self.parts.names[part] for part in np.flatnonzero(self.most >= self.infinity)}
+
+    def _each(self, number: Callable[[FloatFormat], int]) -> np.ndarray:
+        """A number of each part, by its format."""
+        return np.array([number(form) for form in self.parts.formats], np.int64)
+
+
+class Examiner:
+    """Looks at what this rank saves. Not collective; for the courier.
+
+    Args:
+        share: of the blocks of a large state that are looked at in each save, 0 to 1.
+        skip: patterns of names of tensors that are not looked at.
+    """
+
+    def __init__(self, share: float, skip: Sequence[str]):
+        self._every = max(1, round(1 / share)) if share else 0
+        self._skip = tuple(skip)
+        self._known: list[_Held] = []  # the newest last
+
+    @property
+    def is_on(self) -> bool:
+        """Whether anything is looked at."""
+        return self._every > 0
+
+    def begin(self, slot: Slot, extents: Extents, key: object, stored: Callable[[], Iterable[Stored]],
+              generation: int) -> Examination:  # fmt: skip
+        """Begin to look at what a save has put into a slot or a share.
+
+        Args:
+            slot: where it lies.
+            extents: of it.
+            key: of what ``stored`` gives: the same or an equal one for the same tensors in the same places.
+            stored: gives the tensors that lie there.
+            generation: of the attempt: the blocks go by it.
+        """
+        held = next((one for one in self._known if one.parts.extents == extents and one.key == key), None)
+        if held is None:
+            held = _Held(key, find(stored(), extents, self._skip))
+        self._known = [*[one for one in self._known if one is not held][1 - _LAYOUTS :], held]
+        stretches = len(held.parts.runs)
+        every = max(1, min(self._every, stretches // _LEAST_STRETCHES))
+        wanted = set(range(generation % every, stretches, every))
+        return Examination(held, slot, wanted | {int(held.stretch_of[part]) for part in held.suspect})
+
+    def look_at_all(self, slot: Slot, extents: Extents, stored: Iterable[Stored]) -> list[Finding]:
+        """Look for NaN, and for infinities where all was finite, in all that a slot holds, whatever it held before.
+
+        Args:
+            slot: where it lies.
+            extents: of it.
+            stored: the tensors that lie there.
+        """
+        parts = find(stored, extents, self._skip)
+        payload, findings = slot.payload(extents), []
+        usual = {name for held in self._known for name in held.infinite_from_the_start}
+        for run in (run for runs in parts.runs for run in runs):
+            now = largest(payload[run.start : run.end], run.form, run.bounds)
+            for nth in np.flatnonzero(now >= run.form.infinity):
+                name, what = parts.names[run.first + nth], "NaN" if now[nth] >= run.form.nan else "infinite"
+                if what == "NaN" or name not in usual:
+                    findings.append(Finding(name, what, f"{name} has values that are {what}"))
+        return findings
+
+    def forget(self) -> None:
+        """Forget what tensors held: the state is another one from now on."""
+        self._known.clear()
+
+
+class Examination:
+    """One look at one slot."""
+
+    def __init__(self, held: _Held, slot: Slot, wanted: set[int]):
+        self._held, self._wanted = held, wanted
+        self._payload = slot.payload(held.parts.extents)
+        self._next = 0  # stretch
+        self.findings: list[Finding] = []
+
+    def look(self, upto: int) -> None:
+        """Look at what is wanted of the blocks below one, as far as that was not done."""
+        parts = self._held.parts
+        stretches = len(parts.runs) if upto >= parts.extents.blocks else upto // parts.stretch
+        for number in range(self._next, stretches):
+            if number in self._wanted:
+                for run in parts.runs[number]:
+                    self._compare(run)
+        self._next = max(self._next, stretches)
+
+    def _compare(self, run: Run) -> None:
+        held, its = self._held, slice(run.first, run.first + run.bounds.size // 2)
+        now = largest(self._payload[run.start : run.end], run.form, run.bounds)
+        most, last, infinity, many = held.most[its], held.last[its], held.infinity[its], held.parts.counts[its] >= _FEW
+        was_looked_at = most != _NEVER
+        nan = now >= held.nan[its]
+        infinite = ~nan & (now >= infinity) & was_looked_at & (most < infinity)
+        zero = (now == 0) & many & (last >= held.values[its])
+        usual = np.maximum(most, held.least[its])
+        large = (now < infinity) & many & was_looked_at & (now > usual + held.leap[its])
+        wrong = nan | infinite | zero | large
+        if wrong.any() or held.suspect:
+            usual_now = self._judge(run, now, {"NaN": nan, "infinite": infinite, "zero": zero, "large": large})
+            wrong[usual_now] = False
+        held.most[its] = np.where(wrong, most, np.maximum(most, now))
+        held.last[its] = np.where(wrong, last, now)
+
+    def _judge(self, run: Run, now: np.ndarray, wrong: dict[str, np.ndarray]) -> list[int]:
+        """Note what is suspect; gives the parts of the run that are taken for usual from now on."""
+        held, usual = self._held, []
+        for nth in range(run.bounds.size // 2):
+            part = run.first + nth
+            what = next((kind for kind, those in wrong.items() if those[nth]), None)
+            if what is None:
+                held.suspect.pop(part, None)
+                continue
+            text = self._say(run, nth, what, int(now[nth]))
+            held.suspect[part] = held.suspect.get(part, 0) + 1
+            if what in ("zero", "large") and held.suspect[part] > _USUAL_AFTER:
+                held.suspect.pop(part)
+                usual.append(nth)
+                log.warning("%s: as it was so at %d saves, it counts as usual from now on", text, _USUAL_AFTER)
+            else:
+                self.findings.append(Finding(held.parts.names[part], what, text))
+        return usual
+
+    def _say(self, run: Run, nth: int, what: str, bits: int) -> str:
+        held, part = self._held, run.first + nth
+        name = held.parts.names[part]
+        before = run.form.value(max(0, int(held.most[part])))
+        if what == "zero":
+            return f"{name} is all zero; before, its largest value was {before:.3g}"
+        if what == "large":
+            return f"the largest value of {name} is {run.form.value(bits):.3g}; before, it was {before:.3g}"
+        size = run.form.nbytes
+        low, high = (int(at) * size for at in run.bounds[2 * nth : 2 * nth + 2])
+        nans, infinite = count(self._payload[run.start + low : run.start + high], run.form)
+        number, kind = (nans, "NaN") if what == "NaN" else (infinite, "infinite")
+        return f"{number:,} of {(high - low) // size:,} values of {name} are {kind}"
+
+
+def in_words(findings: Sequence[Finding]) -> str:
+    """Say what was found, the first few of it; of a tensor that lies in several blocks once."""
+    told = {finding.tensor: finding.text for finding in reversed(findings)}
+    named = [told[tensor] for tensor in dict.fromkeys(finding.tensor for finding in findings)]
+    more = len(named) - _NAMED
+    return "; ".join(named[:_NAMED]) + (f"; and {more} more tensors" if more > 0 else "")
