@@ -19,6 +19,7 @@ _COMMANDS = {
     "list": ("commands.listing:list_steps", "List the checkpoints in memory and in the directory."),
     "inspect": ("commands.inspect_step:inspect_step", "Show the tensors of a checkpoint and where they lie."),
     "verify": ("commands.verify:verify", "Compare every byte with its checksum."),
+    "mark": ("commands.mark:mark", "Say that a step is bad or good."),
     "drain": ("commands.drain:drain", "Ask the live job to drain its next checkpoint."),
     "scavenge": ("commands.rescue:scavenge", "Drain what the memory of a dead job can give."),
     "heal": ("commands.rescue:heal", "Make the redundancy in memory whole again."),

@@ -25,6 +25,8 @@ DISABLE = "MLFLASH_DISABLE"
 """Environment name of the kill switch."""
 FRESH = "MLFLASH_FRESH"
 """Environment name of a fresh start."""
+PREFER_CERTIFIED = "MLFLASH_PREFER_CERTIFIED"
+"""Environment name of the rule that a restore takes what is certified."""
 COMPRESSIONS = ("gzip", "zstd", "lz4", "blosc", "blosc2", "bshuf", "bzip2")
 """HDF5's own, and those of hdf5plugin that give back every bit."""
 
@@ -54,7 +56,7 @@ class Config:
     check_skip: str = _setting("*mask*,*alibi*", "MLFLASH_CHECK_SKIP", "names of tensors not checked: 'a*,*b'")
     on_suspect: str = _setting("warn", "MLFLASH_ON_SUSPECT", "NaN is saved: warn | keep (the step before) | raise")
     certify_after: int = _setting(0, "MLFLASH_CERTIFY_AFTER", "steps without alarm that certify a step; 0: none are")
-    prefer_certified: bool = _setting(False, "MLFLASH_PREFER_CERTIFIED", "restore what is certified, if anything is")
+    prefer_certified: bool = _setting(False, PREFER_CERTIFIED, "restore what is certified, if anything is")
     fresh: str = _setting("", FRESH, "begin anew, once for each word given here, such as 1; '': go on")
     share: bool = _setting(True, "MLFLASH_SHARE", "store once per node what ranks hold alike; 0: only compare it")
     drain_every: int = _setting(0, "MLFLASH_DRAIN_EVERY", "every so many checkpoints go to directory; 0: none do")

@@ -31,6 +31,7 @@ from .write_checkpoint import Terms
 
 log = logging.getLogger("mlflash")
 
+_FOLDERS = 8  # of which is known what they hold
 _LOOK_S = 0.001  # how often rank 0 looks whether the directory was read
 
 
@@ -56,6 +57,7 @@ class DrainQueue:
         self._since = 0  # checkpoints committed after the newest one that was drained
         self._asked = False
         self._certified: Attempt | None = None  # and not noted in the directory yet
+        self._folders: dict[Attempt, str] = {}  # of what this run has drained, the newest last
         self._clean = False  # what interrupted drains of earlier runs left is deleted
         self._drained: Attempt | None = None  # the newest attempt that was, or is being
         self._terms = Terms(
@@ -108,21 +110,19 @@ class DrainQueue:
         self._note_certified()
 
     def _note_certified(self) -> None:
-        last, store = self.last, self.store
-        if self._context.world.rank or store is None or last is None or not last.done or last.error is not None:
+        """Let rank 0 note what is certified, if it is in the directory by now."""
+        attempt, store, rank = self._certified, self.store, self._context.world.rank
+        if attempt is None or store is None or attempt not in self._folders:
             return
-        if self._certified == self._drained and self._certified is not None:
-            attempt, self._certified = self._certified, None
-            inside, owner = store.at(os.path.basename(last.path)), self._config.owner
+        self._certified, inside, owner = None, store.at(self._folders[attempt]), self._config.owner
 
-            def note() -> None:
-                try:
-                    checkpoint_directory.write_verdict(inside, attempt, owner, Verdict.CERTIFIED)
-                except Exception as problem:  # fsspec raises what it likes
-                    log.warning("it could not be noted in %s that step %d is certified: %s", inside.path, last.step,
-                                problem)  # fmt: skip
+        def note() -> None:
+            try:
+                checkpoint_directory.write_verdict(inside, attempt, owner, Verdict.CERTIFIED)
+            except Exception as problem:  # fsspec raises what it likes
+                log.warning("it could not be noted in %s that it is certified: %s", inside.path, problem)
 
-            # On a thread of its own, as the file system may hang: nobody waits for it.
+        if rank == 0:  # on a thread of its own, as the file system may hang: nobody waits for it
             threading.Thread(target=note, name="mlflash-verdict", daemon=True).start()
 
     def mark(self, listed: Sequence[Listed], step: int, verdict: Verdict) -> list[str]:
@@ -281,8 +281,11 @@ class DrainQueue:
                 context.pool.unmap_others([home.slot, *home.shares])
             context.pool.drained(held)
             context.tell_trainer(held)  # no more than these: whatever job is being done may need the others
+            if error is None:
+                newest = [*self._folders.items()][1 - _FOLDERS :]
+                self._folders = {**dict(newest), drain_input.attempt: os.path.basename(current.path)}
+                self._note_certified()
             current.end(error)
-            self._note_certified()
             context.recorder.drained(current.step, current.seconds or 0.0, current.nbytes, current.path, error)
 
         self._courier.begin_background(moves())

@@ -37,6 +37,17 @@ def unrestorable(heartbeats: Sequence[Heartbeat]) -> str:
     return next((str(heartbeat["unrestorable"]) for heartbeat in heartbeats if heartbeat.get("unrestorable")), "")
 
 
+def certified(heartbeats: Sequence[Heartbeat]) -> int | None:
+    """The newest step that is certified, as the ranks of a start said; None: there is none."""
+    return max((int(heartbeat["certified"]) for heartbeat in heartbeats if "certified" in heartbeat), default=None)
+
+
+def is_suspect(heartbeats: Sequence[Heartbeat]) -> bool:
+    """Whether the values of any rank were suspect in the last save of a start."""
+    return any("suspect" in heartbeat and heartbeat["suspect"] >= (heartbeat["committed"] or 0)
+               for heartbeat in heartbeats)  # fmt: skip
+
+
 def recovery(heartbeats: Sequence[Heartbeat], before: Failure | None, started: float) -> dict[str, Any]:
     """How a start came on, for the log of the run: what it restored, and how long that took after the failure before.
 

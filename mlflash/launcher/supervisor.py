@@ -14,10 +14,10 @@ import time
 import uuid
 from collections.abc import Sequence
 
-from ..config import DISABLE, FRESH
+from ..config import DISABLE, FRESH, PREFER_CERTIFIED
 from ..human_readable.wording import listed, many
 from .cleanup import scavenge, wind_up
-from .downtime import Failure, failure, recovery, unrestorable
+from .downtime import Failure, certified, failure, is_suspect, recovery, unrestorable
 from .launch_system import Launcher, Ranks, Start
 from .node_assignment import NodeAssignment, assign_nodes, reassign_nodes
 from .node_watch import Beside, Looks, Watch
@@ -46,6 +46,8 @@ class Outcome:
         told: number of the signal that ended it; 0: none did.
         hangs: whether ranks are there, and do not get on.
         unrestorable: what they said of checkpoints that are there, and none of which can be restored; "": nothing.
+        certified: the newest step that is, as they said; None: there is none.
+        is_suspect: whether what they saved last was.
     """
 
     why: str = ""
@@ -54,6 +56,8 @@ class Outcome:
     told: int = 0
     hangs: bool = False
     unrestorable: str = ""
+    certified: int | None = None
+    is_suspect: bool = False
 
 
 class Supervisor:
@@ -100,7 +104,9 @@ class Supervisor:
                 return self._leave(outcome.unrestorable)
             newest = self._looks.newest()
             self._say(f"start {self._restarts.done + 1} failed: {outcome.why}; newest checkpoint: {newest}")
-            hopeless = self._restarts.after_failure(newest, bool(outcome.lost))
+            hopeless = self._restarts.after_failure(newest, bool(outcome.lost), outcome.certified, outcome.is_suspect)
+            if self._restarts.goes_back and not hopeless:
+                self._say(f"the next start goes back to step {outcome.certified}, which is certified")
             if hopeless:
                 return self._finish(everywhere, outcome.code or 1, hopeless)
             self._pause(self._restarts.pause_s)
@@ -127,6 +133,7 @@ class Supervisor:
         env = {"MLFLASH_RUN": run, "MLFLASH_JOB": self._options.job, "MLFLASH_MEMORY": self._options.memory}
         # Open MPI brings to other nodes only what it is told to.
         env |= {name: os.environ[name] for name in (DISABLE, FRESH) if name in os.environ}
+        env |= {PREFER_CERTIFIED: "1"} if self._restarts.goes_back else {}
         step = self._train(seats, self._options.argv, env)
         watch = Watch(self._looks, run, seats, self._options.hang_timeout_s)
         lost = False
@@ -146,6 +153,7 @@ class Supervisor:
         heartbeats = self._looks.heartbeats(run)
         # Ranks that were replaced may be elsewhere than what memory has of them: on these nodes it may be restored.
         outcome.unrestorable = unrestorable(heartbeats) if step.rounds == 1 else ""
+        outcome.certified, outcome.is_suspect = certified(heartbeats), is_suspect(heartbeats)
         self._run_log.note("end", why=outcome.why, code=outcome.code, lost=outcome.lost, newest=self._looks.newest(),
                            **recovery(heartbeats, self._failure, started))  # fmt: skip
         self._failure = failure(heartbeats, noticed)

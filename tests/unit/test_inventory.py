@@ -28,7 +28,7 @@ def table(*rows: tuple[bytes, int, int, int, int, int], world_size: int = 2) -> 
     run = {RUN_A: int.from_bytes(b"a" * 8, "little"), RUN_B: int.from_bytes(b"b" * 8, "little")}
     return Inventory(
         np.array(
-            [(g, run[r], run[r], s, k, world_size, n, f, 0, -1, 0, 0, 0, 0) for r, g, s, k, n, f in rows], dtype=FOUND
+            [(g, run[r], run[r], s, k, world_size, n, f, 0, -1, *[0] * 5) for r, g, s, k, n, f in rows], dtype=FOUND
         )
     )
 
@@ -124,7 +124,11 @@ def test_files_are_shared_out_once_each_and_one_of_each_pair_can_be_written(data
 @given(
     cells=st.lists(
         st.tuples(
-            *[st.integers(0, 3)] * 3, *[st.integers(0, 255)] * 6, st.sampled_from([0, 1, 2]), *[st.integers(0, 255)] * 4
+            *[st.integers(0, 3)] * 3,
+            *[st.integers(0, 255)] * 6,
+            st.sampled_from([0, 1, 2]),
+            *[st.integers(0, 255)] * 4,
+            st.integers(0, 5),
         ),
         max_size=30,
     ),

@@ -86,6 +86,30 @@ def test_a_training_that_never_gets_to_a_checkpoint_has_two_tries() -> None:
     assert "before the first checkpoint" in restarts.after_failure(None, node_lost=False)
 
 
+def test_a_step_that_failed_twice_is_left_for_the_certified_one_and_once_only() -> None:
+    restarts = Restarts(most=10)
+    assert restarts.after_failure(12, node_lost=False, certified=8) == "" and not restarts.goes_back
+    assert restarts.after_failure(12, node_lost=False, certified=8) == "" and restarts.goes_back
+    assert restarts.after_failure(8, node_lost=False, certified=8) == "" and restarts.goes_back, "nothing was saved yet"
+    assert "failed 2 times after step 8" in restarts.after_failure(12, node_lost=False, certified=8)
+
+
+def test_after_it_went_back_it_goes_on_from_the_newest_again() -> None:
+    restarts = Restarts(most=10)
+    assert restarts.after_failure(12, node_lost=False, certified=8, is_suspect=True) == "" and restarts.goes_back
+    assert restarts.after_failure(12, node_lost=True, certified=8) == "" and restarts.goes_back, "nothing was saved yet"
+    assert restarts.after_failure(10, node_lost=False, certified=8) == "" and not restarts.goes_back
+    assert restarts.after_failure(14, node_lost=False, certified=13, is_suspect=True) == "" and restarts.goes_back
+
+
+def test_a_lost_node_is_no_reason_to_go_back_nor_is_a_step_that_is_the_newest() -> None:
+    restarts = Restarts(most=10)
+    for _ in range(3):
+        assert restarts.after_failure(12, node_lost=True, certified=8, is_suspect=True) == "" and not restarts.goes_back
+    assert restarts.after_failure(12, node_lost=False, certified=12, is_suspect=True) == "" and not restarts.goes_back
+    assert restarts.after_failure(13, node_lost=False, is_suspect=True) == "" and not restarts.goes_back
+
+
 @pytest.mark.parametrize("state", ["down", "down*", "allocated*", "idle*", "fail", "DOWN", "unknown"])
 def test_a_node_that_is_out_of_service_is_lost(state: str) -> None:
     assert is_lost(state)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections.abc
 import dataclasses
+import enum
 import random
 import re
 import types
@@ -78,6 +79,8 @@ def sample(kind: Any, rng: random.Random) -> Any:
     }  # fmt: skip
     if kind in plain:
         return plain[kind]()
+    if issubclass(kind, enum.Enum):
+        return rng.choice([*kind])
     hints = typing.get_type_hints(kind)
     names = kind._fields if hasattr(kind, "_fields") else [field.name for field in dataclasses.fields(kind)]
     return kind(**{name: sample(hints[name], rng) for name in names})

@@ -1,0 +1,81 @@
+"""The command ``mlflash mark``."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+import click
+
+from ..command_line import choose_job
+from ..command_line.options import job_options, settings
+from ..command_line.output import answer
+from ..command_line.run_on_ranks import FINE, WRONG, run_together
+from ..draining import checkpoint_directory
+from ..human_readable.wording import many
+from ..memory import marks
+from ..memory.node_directory import NodeDirectory, emulated_nodes
+from ..memory.slot_header import Verdict
+from ..mpi.gather_on_rank_0 import gather
+from ..mpi.world import World
+from ..storage.store import open_store
+
+
+@click.command()
+@click.argument("step", type=click.IntRange(0))
+@click.option("--bad/--good", "is_bad", default=True, show_default=True, help="What is said of it.")
+@job_options
+def mark(step: int, is_bad: bool, directory: str | None, job: str | None, memory: str, as_json: bool) -> None:
+    """Say that a step is not to be restored any more, or that it is good.
+
+    A restore passes over a step that is marked bad, unless it asks for its number; one that is marked good counts as
+    certified. The job may be alive. Alone it marks what this node holds; under mpiexec or srun what all nodes hold on
+    which it was started. Exits with 1 where the step is nowhere.
+    """
+    given = settings(memory, job, directory)
+    verdict = Verdict.BAD if is_bad else Verdict.GOOD
+
+    def work(world: World) -> int:
+        name = choose_job.choose(world, given, job, directory)
+        told = gather(world, (socket.gethostname(), _mark_here(given.memory, name, step, verdict)))
+        if world.rank:
+            return FINE
+        nodes = sorted({node for node, count in told if count})
+        folders = [] if given.directory is None else _mark_in(given.directory, step, verdict)
+        found: dict[str, Any] = {"job": name, "step": step, "verdict": verdict.name.lower(), "nodes": nodes,
+                                 "folders": folders}  # fmt: skip
+        answer(as_json, found, lambda console: console.print(_in_words(found), highlight=False))
+        return FINE if nodes or folders else WRONG
+
+    run_together(given, as_json, work)
+
+
+def _mark_here(memory: str, job: str, step: int, verdict: Verdict) -> int:
+    """Mark what this node holds; gives how many attempts of the step those are."""
+    found = set()
+    for node in (None, *emulated_nodes(memory, job)):
+        try:
+            held = NodeDirectory(memory, job, node, make=False)
+        except FileNotFoundError:
+            continue
+        try:
+            found |= marks.mark(held, step, verdict)
+        finally:
+            held.close()
+    return len(found)
+
+
+def _mark_in(directory: str, step: int, verdict: Verdict) -> list[str]:
+    store = open_store(directory)
+    its = [one for one in checkpoint_directory.list_checkpoints(store) if one.step == step]
+    for one in its:
+        checkpoint_directory.write_verdict(store.at(one.folder), one.card.attempt, one.card.owner, verdict)
+    return [one.folder for one in its]
+
+
+def _in_words(found: dict[str, Any]) -> str:
+    places = [f"in memory ({many(len(found['nodes']), 'node')})"] * bool(found["nodes"])
+    places += [f"in {folder}" for folder in found["folders"]]
+    if not places:
+        return f"step {found['step']} of job {found['job']} is nowhere that was looked"
+    return f"step {found['step']} is marked {found['verdict']} {' and '.join(places)}"

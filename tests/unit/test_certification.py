@@ -1,0 +1,129 @@
+"""Which attempts are held, and which are certified: over any sequence of saves, restores and marks."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from mlflash.memory.slot_header import Attempt, Verdict
+from mlflash.memory.wanted_step import NEWEST, WantedStep
+from mlflash.startup.certification import Certification, Saved
+
+
+def saved(step: int) -> Saved:
+    return Saved(Attempt(b"r" * 16, step), step)
+
+
+def steps_of(held: frozenset[Attempt]) -> set[int]:
+    return {attempt.generation for attempt in held}
+
+
+def commit(certification: Certification, step: int, is_suspect: bool = False, is_good: bool = True) -> None:
+    if certification.committed(saved(step), is_suspect) is not None:
+        certification.tried(is_good)
+
+
+def test_without_it_only_the_newest_is_held() -> None:
+    certification = Certification(0, keeps=False)
+    for step in range(1, 5):
+        commit(certification, step, is_suspect=step == 3)
+        assert steps_of(certification.held) == {step} and certification.certified is None
+
+
+def test_the_next_good_save_certifies() -> None:
+    certification = Certification(1, keeps=False)
+    commit(certification, 1)
+    assert certification.certified is None
+    for step in (2, 3):
+        commit(certification, step)
+        assert certification.certified == saved(step - 1) and steps_of(certification.held) == {step - 1, step}
+
+
+def test_what_was_followed_by_something_suspect_is_not_certified() -> None:
+    certification = Certification(1, keeps=False)
+    for step, suspect in ((1, False), (2, False), (3, True), (4, False), (5, False)):
+        commit(certification, step, suspect)
+    assert certification.certified == saved(4)
+    commit(certification, 6, is_suspect=True)
+    assert certification.certified == saved(4) and steps_of(certification.held) == {4, 6}
+
+
+def test_one_is_tried_at_a_time_for_as_many_steps_as_are_asked_for() -> None:
+    certification, known = Certification(10, keeps=False), []
+    for step in range(0, 60, 4):
+        commit(certification, step)
+        known.append(None if certification.certified is None else certification.certified.step)
+    # 0 is tried from 4 on, and certified at 12; then 12 from 16 on, at 24.
+    assert known == [*[None] * 3, *[0] * 3, *[12] * 3, *[24] * 3, *[36] * 3]
+
+
+def test_what_is_tried_and_found_bad_is_dropped() -> None:
+    certification = Certification(1, keeps=False)
+    commit(certification, 1)
+    commit(certification, 2, is_good=False)
+    assert certification.certified is None and steps_of(certification.held) == {2}
+
+
+def test_keep_holds_the_good_one_and_not_those_that_are_suspect() -> None:
+    certification = Certification(0, keeps=True)
+    commit(certification, 1, is_suspect=True)
+    assert steps_of(certification.held) == {1}, "there is nothing better"
+    commit(certification, 2)
+    for step in (3, 4):
+        commit(certification, step, is_suspect=True)
+        assert steps_of(certification.held) == {2}
+    commit(certification, 5)
+    assert steps_of(certification.held) == {5}
+
+
+def test_marks_count() -> None:
+    certification = Certification(1, keeps=True)
+    for step in (1, 2, 3):
+        commit(certification, step)
+    certification.mark(frozenset([saved(2).attempt]), is_good=False)
+    assert certification.certified is None
+    certification.mark(frozenset([saved(3).attempt]), is_good=True)
+    assert certification.certified == saved(3)
+
+
+@pytest.mark.parametrize("after", [0, 1, 7])
+@pytest.mark.parametrize("keeps", [False, True])
+def test_there_is_always_a_slot_to_write_and_the_best_that_is_known_is_held(after: int, keeps: bool) -> None:
+    slots = 2 + (after > 0) + (after > 1)
+    for seed in range(200):
+        rng, certification, step = random.Random(seed), Certification(after, keeps), 0
+        verdicts: dict[int, bool] = {}
+        for _ in range(30):
+            step += rng.randrange(1, 6)
+            if rng.random() < 0.1 and steps_of(certification.held):
+                back = saved(rng.choice(sorted(steps_of(certification.held))))
+                certification.restored(back, not verdicts.get(back.step, True))
+            else:
+                verdicts[step] = rng.random() > 0.2
+                due = certification.committed(saved(step), not verdicts[step])
+                assert len(certification.held) < slots + (due is not None)
+                if due is not None:
+                    assert due.attempt in certification.held and verdicts[due.step] and step - due.step >= after
+                    certification.tried(rng.random() > 0.2)
+                held = steps_of(certification.held)
+                assert step in held or (keeps and not verdicts[step] and any(verdicts[one] for one in held))
+            assert len(certification.held) < slots
+            if certification.certified is not None:
+                assert certification.certified.attempt in certification.held and verdicts[certification.certified.step]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "fits"),
+    [
+        (NEWEST, [Verdict.UNKNOWN, Verdict.PASSED, Verdict.CERTIFIED, Verdict.SUSPECT, Verdict.GOOD]),
+        (WantedStep(5), [*Verdict]),
+        (WantedStep(4), []),
+        (WantedStep(before=6), [Verdict.UNKNOWN, Verdict.PASSED, Verdict.CERTIFIED, Verdict.SUSPECT, Verdict.GOOD]),
+        (WantedStep(before=5), []),
+        (WantedStep(certified=True), [Verdict.CERTIFIED, Verdict.GOOD]),
+        (WantedStep(before=5, certified=True), []),
+    ],
+)
+def test_what_is_wanted_of_a_step_5(wanted: WantedStep, fits: list[Verdict]) -> None:
+    assert [verdict for verdict in Verdict if wanted.fits(5, verdict)] == fits

@@ -1,0 +1,244 @@
+"""NaN, infinities, zeros and leaps in bytes of any dtype; and what is no alarm."""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mlflash.memory.slot import Slot
+from mlflash.state.layout import PAGE_NBYTES, Extents
+from mlflash.state.leaves import Entry
+from mlflash.value_checks.checked_parts import Stored, find
+from mlflash.value_checks.examiner import Examiner, Finding, in_words
+from mlflash.value_checks.float_formats import FORMATS, count, largest
+
+TORCH = [name for name in FORMATS if not name.startswith("<") and not name.startswith("complex")]
+NAN = float("nan")
+
+
+def bits_of(values: torch.Tensor) -> np.ndarray:
+    return values.contiguous().view(torch.uint8).numpy()
+
+
+class Bytes(Slot):
+    """A slot in plain memory."""
+
+    def __init__(self, extents: Extents):
+        super().__init__()
+        self.raw = np.zeros(extents.nbytes, np.uint8)
+
+    @property
+    def view(self) -> np.ndarray:
+        return self.raw
+
+
+class Model:
+    """Tensors, one after the other, as a slot holds them.
+
+    Args:
+        sizes: values of each, by name.
+        dtype: of all.
+        block_nbytes: of a block.
+    """
+
+    def __init__(self, sizes: dict[str, int], dtype: str = "float32", block_nbytes: int = 4096):
+        self.dtype, self._at, at = dtype, {}, 0
+        size = getattr(torch, dtype).itemsize
+        self.stored = []
+        for name, number in sizes.items():
+            entry = Entry(name, "tensor", dtype, (number,), (0,), (number,), at, number * size)
+            self.stored.append(Stored(entry, at, number * size))
+            self._at[name] = (at, number * size)
+            at += -(-number * size // 256) * 256
+        self.extents = Extents(PAGE_NBYTES, at, block_nbytes)
+        self.slot = Bytes(self.extents)
+        self._generation = 0
+        for name in sizes:
+            self.set(name, torch.linspace(-1.0, 1.0, sizes[name]))
+
+    def set(self, name: str, values: torch.Tensor) -> None:
+        at, nbytes = self._at[name]
+        self.slot.payload(self.extents)[at : at + nbytes] = bits_of(values.to(getattr(torch, self.dtype)))
+
+    def put(self, name: str, index: int, value: float) -> None:
+        at, nbytes = self._at[name]
+        raw = self.slot.payload(self.extents)[at : at + nbytes]
+        values = torch.from_numpy(raw.copy()).view(getattr(torch, self.dtype))
+        values[index] = value
+        raw[:] = bits_of(values)
+
+    def save(self, examiner: Examiner) -> list[Finding]:
+        self._generation += 1
+        looking = examiner.begin(self.slot, self.extents, "key", lambda: self.stored, self._generation)
+        for block in range(self.extents.blocks):
+            looking.look(block + 1)
+        return looking.findings
+
+
+@pytest.mark.parametrize("dtype", TORCH)
+@given(data=st.data())
+@settings(max_examples=60, deadline=None)
+def test_the_largest_magnitude_of_any_run_is_that_which_torch_finds(dtype: str, data: st.DataObject) -> None:
+    form, kind = FORMATS[dtype], getattr(torch, dtype)
+    raw = np.frombuffer(data.draw(st.binary(min_size=64 * form.nbytes, max_size=64 * form.nbytes)), np.uint8).copy()
+    runs = sorted(data.draw(st.sets(st.integers(0, 64), min_size=2, max_size=6)))
+    bounds = [runs[0], *[edge for run in runs[1:-1] for edge in (run, run)], 64]
+    found = largest(raw, form, np.array(bounds))
+    values = torch.from_numpy(raw).view(kind).to(torch.float64)
+    for nth, (low, high) in enumerate(zip(bounds[::2], bounds[1::2], strict=True)):
+        part = values[low:high]
+        if part.isnan().any():
+            assert found[nth] >= form.nan
+            assert count(raw[low * form.nbytes : high * form.nbytes], form)[0] == int(part.isnan().sum())
+        else:
+            assert form.value(int(found[nth])) == float(part.abs().max())
+            infinite = count(raw[low * form.nbytes : high * form.nbytes], form)
+            assert infinite == (0, int(part.isinf().sum()))
+
+
+@pytest.mark.parametrize("dtype", TORCH)
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_nan_and_infinity_of_either_sign_are_found_in_every_format(dtype: str, sign: float) -> None:
+    kind = getattr(torch, dtype)
+    for value, what in ((NAN, "NaN"), (math.inf, "infinite")):
+        model, examiner = Model({"a": 3000, "w": 5000, "z": 20}, dtype), Examiner(1.0, [])
+        assert not model.save(examiner) and not model.save(examiner)
+        model.put("w", 4321, math.copysign(value, sign))
+        stored = torch.tensor([value]).to(kind).to(torch.float64)
+        expected = "NaN" if stored.isnan().any() else what if stored.isinf().any() else "large"  # of formats without it
+        assert {(one.tensor, one.what) for one in model.save(examiner)} == {("w", expected)}
+
+
+def test_complex_numbers_are_two_floats() -> None:
+    model = Model({"c": 1000}, "complex64")
+    examiner = Examiner(1.0, [])
+    assert not model.save(examiner)
+    model.set("c", torch.complex(torch.zeros(1000), torch.full((1000,), NAN)))
+    assert [one.text for one in model.save(examiner)] == ["1,000 of 2,000 values of c are NaN"]
+
+
+def test_a_tensor_that_becomes_zero_is_suspect_and_one_that_was_is_not() -> None:
+    model, examiner = Model({"moment": 1000, "w": 1000}), Examiner(1.0, [])
+    model.set("moment", torch.zeros(1000))
+    assert not model.save(examiner) and not model.save(examiner)
+    model.set("w", torch.zeros(1000))
+    assert [(one.tensor, one.what) for one in model.save(examiner)] == [("w", "zero")]
+    model.set("moment", torch.full((1000,), 1e-3))
+    assert [one.tensor for one in model.save(examiner)] == ["w"]
+
+
+def test_what_stays_so_counts_as_usual_after_three_saves_but_nan_never(caplog: pytest.LogCaptureFixture) -> None:
+    model, examiner = Model({"w": 1000, "v": 1000}), Examiner(1.0, [])
+    model.save(examiner)
+    model.set("w", torch.zeros(1000))
+    model.put("v", 3, NAN)
+    told = [{one.what for one in model.save(examiner)} for _ in range(6)]
+    assert told == [{"zero", "NaN"}] * 3 + [{"NaN"}] * 3
+    assert sum("counts as usual" in text for text in caplog.messages) == 1
+
+
+@pytest.mark.parametrize(("value", "is_suspect"), [(1e4, True), (130.0, True), (100.0, False), (-1e30, True)])
+def test_a_value_far_beyond_all_before_is_suspect(value: float, is_suspect: bool) -> None:
+    model, examiner = Model({"w": 1000}), Examiner(1.0, [])
+    model.save(examiner)
+    model.put("w", 500, value)
+    assert [one.what for one in model.save(examiner)] == ["large"] * is_suspect
+    model.put("w", 500, 0.5)
+    assert not model.save(examiner)
+
+
+def test_moments_that_grow_from_nothing_and_counters_are_no_alarm() -> None:
+    model, examiner = Model({"exp_avg_sq": 1000, "step": 1}), Examiner(1.0, [])
+    for exponent in range(-30, 1):
+        model.set("exp_avg_sq", torch.full((1000,), 10.0**exponent))
+        model.set("step", torch.full((1,), min(1e38, 1000.0 ** (exponent + 31))))
+        assert not model.save(examiner), exponent
+
+
+def test_infinities_from_the_start_are_what_the_tensor_is_and_nan_is_not() -> None:
+    model, examiner = Model({"bias": 1000, "w": 1000}), Examiner(1.0, [])
+    model.put("bias", 7, -math.inf)
+    model.put("w", 7, NAN)
+    for _ in range(3):
+        assert [one.tensor for one in model.save(examiner)] == ["w"]
+    assert [one.tensor for one in examiner.look_at_all(model.slot, model.extents, model.stored)] == ["w"]
+
+
+def test_names_that_are_skipped_and_whole_numbers_are_not_looked_at() -> None:
+    model = Model({"attention_mask": 100, "w": 100})
+    model.put("attention_mask", 3, NAN)
+    assert not model.save(Examiner(1.0, ["*mask*"]))
+    assert [one.tensor for one in model.save(Examiner(1.0, ["w"]))] == ["attention_mask"]
+    whole = [Stored(Entry("n", "tensor", "int64", (9,), (0,), (9,), 0, 72), 0, 72)]
+    assert find(whole, model.extents, ()).names == ()
+    assert not Examiner(0.0, []).is_on
+
+
+def test_of_a_large_state_an_eighth_is_looked_at_and_all_of_it_after_eight_saves() -> None:
+    model, examiner = Model({"w": 40_000_000 // 4}, block_nbytes=65_536), Examiner(0.125, [])
+    examiner.STRETCH = 1
+    parts = find(model.stored, model.extents, ())
+    assert len(parts.runs) == 39 and parts.stretch == 16
+    every = min(8, len(parts.runs) // 16)
+    for _ in range(every):
+        assert not model.save(examiner)
+    model.put("w", 5_000_000, NAN)
+    told = [len(model.save(examiner)) for _ in range(every + 3)]
+    first = told.index(1)
+    assert first < every and all(told[first:]), "what is suspect is looked at in every save from then on"
+
+
+def test_after_a_restore_all_of_it_is_new() -> None:
+    model, examiner = Model({"w": 1000}), Examiner(1.0, [])
+    model.save(examiner)
+    model.set("w", torch.full((1000,), 1e6))
+    examiner.forget()
+    assert not model.save(examiner)
+
+
+def test_many_findings_are_told_in_a_few_words() -> None:
+    found = [Finding(f"t{n}", "NaN", f"t{n} has NaN") for n in (0, 0, 1, 2, 3, 4, 5)]
+    assert in_words(found) == "t0 has NaN; t1 has NaN; t2 has NaN; t3 has NaN; and 2 more tensors"
+
+
+def test_tied_tensors_are_looked_at_once() -> None:
+    model = Model({"w": 1000})
+    tied = [*model.stored, model.stored[0]]
+    assert find(tied, model.extents, ()).names == ("w",)
+
+
+def test_a_hundred_steps_of_a_model_that_learns_are_no_alarm(caplog: pytest.LogCaptureFixture) -> None:
+    """Weights, moments and counters of AdamW, from nothing on, with warm-up; in each step all of it is looked at."""
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(64, 256), torch.nn.LayerNorm(256), torch.nn.Linear(256, 8)]
+    net = torch.nn.Sequential(*layers)
+    torch.nn.init.zeros_(net[2].weight)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=3e-3)
+    examiner, model, known = Examiner(1.0, []), None, {}
+    for step in range(100):
+        for group in optimizer.param_groups:
+            group["lr"] = 3e-3 * min(1.0, (step + 1) / 50)
+        loss = net(torch.randn(32, 64)).square().sub(1).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        known = state_of(net, optimizer)
+        model = model or Model({name: value.numel() for name, value in known.items()})
+        for name, value in known.items():
+            model.set(name, value.detach().reshape(-1))
+        assert not model.save(examiner), step
+    with caplog.at_level(logging.WARNING):
+        assert not caplog.messages
+
+
+def state_of(net: Any, optimizer: Any) -> dict[str, Any]:
+    states = {f"state.{number}.{name}": value for number, its in optimizer.state_dict()["state"].items()
+              for name, value in its.items()}  # fmt: skip
+    return dict(net.state_dict()) | states
