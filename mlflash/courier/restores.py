@@ -190,6 +190,8 @@ class FoundCheckpoints:
         listed = self._drains.listed()
         world.on_all(lambda: folders.extend(self._drains.mark(listed, message.step, verdict)))
         context.certification.mark(found, message.is_good)
+        if message.is_good and context.certification.certified is not None:
+            context.examiner.forget()  # what is there now is what is usual
         certified = context.certification.certified
         context.pool.certified = None if certified is None else certified.attempt
         return len(found) + int(world.broadcast(len(folders), 0))

@@ -49,6 +49,7 @@ class ReplicatedTensors:
         version: grows when less is shared than before.
         agreed: keys of the leaves that all members hold alike.
         diverged: how many tensors were found to differ.
+        differed_at: the newest step at which any did; None: none has.
 
     Raises:
         ConfigError: on all ranks, where the ranks do not name each other.
@@ -73,6 +74,7 @@ class ReplicatedTensors:
         self.sharing: deduplication.Sharing | None = None
         self.shares: dict[int, deduplication.Share] = {}
         self.version = self.diverged = 0
+        self.differed_at: int | None = None
 
     def share(self, losses: int) -> None:
         """Share what is held alike, where the copies are on more nodes than may be lost. Collective over the world."""
@@ -238,10 +240,12 @@ class ReplicatedTensors:
 
     def _warn(self, differ: dict[str, list[list[int]]], step: int) -> None:
         self.diverged += len(differ)
+        self.differed_at = step if differ else self.differed_at
         # Each tensor is named by the first rank that holds it.
         told = {name: parties for name, parties in differ.items() if min(map(min, parties)) == self._world.rank}
         if told:
-            texts = [f"{name} ({_parties(parties)})" for name, parties in list(told.items())[:_NAMED]]
+            where = self._world.topology.name_of
+            texts = [f"{name} ({parties_in_words(parties, where)})" for name, parties in list(told.items())[:_NAMED]]
             more = f" and {len(told) - _NAMED} more" if len(told) > _NAMED else ""
             log.warning(
                 "step %d is not the same on ranks %s, though it should be: %s%s. A device may compute wrongly, or the "
@@ -284,12 +288,20 @@ def _differing(names: Mapping[int, str], holders: Mapping[int, dict[int, list[in
     return {names[key]: list(by.values()) for key, by in holders.items() if key in names and len(by) > 1}
 
 
-def _parties(parties: list[list[int]]) -> str:
-    """Say who differs from whom: the fewer from the more."""
+def parties_in_words(parties: list[list[int]], node_of: Callable[[int], str]) -> str:
+    """Say who differs from whom: the fewer from the more, and where these are if more than half say the same.
+
+    Args:
+        parties: ranks that have the same values.
+        node_of: gives the name of a rank's node.
+    """
     usual = max(parties, key=lambda ranks: (len(ranks), -min(ranks)))
     odd = sorted(rank for ranks in parties if ranks is not usual for rank in ranks)
-    who = f"ranks {_listed(odd)} differ" if len(odd) > 1 else f"rank {odd[0]} differs"
-    return f"{who} from {_listed(usual)}"
+    is_clear = 2 * len(usual) > sum(map(len, parties))
+    where = ", ".join(sorted({node_of(rank) for rank in odd})[:_NAMED]) if is_clear else ""
+    who = f"ranks {_listed(odd)}" if len(odd) > 1 else f"rank {odd[0]}"
+    said = f"{who} on {where}" if where else who
+    return f"{said} differ{'s' * (len(odd) == 1)} from {_listed(usual)}"
 
 
 def _listed(ranks: list[int]) -> str:

@@ -77,6 +77,7 @@ class Save:
         drains_idle: whether no drain is on its way: here, and once that was agreed on, anywhere.
         drain_asked: whether somebody asked for a drain: here, and once that was agreed on, anywhere.
         is_suspect: whether the values of any rank are, once that was agreed on.
+        is_given_up: whether it may be written over at once, as an older step is kept.
         due: what may be certified now that it is committed.
         looks: at the values of this rank, once it is announced.
         times: how long each of its phases takes on this rank.
@@ -93,7 +94,7 @@ class Save:
         self.is_settled = not request.is_unsettled
         self.skipped = False
         self.drains_idle, self.drain_asked = True, False
-        self.is_suspect = False
+        self.is_suspect = self.is_given_up = False
         self.due: Saved | None = None
         self.looks: ValueLooks | None = None
         self.times = PhaseTimes(lambda: context.world.waited_s, request.filled_s - request.begun_s)
@@ -144,6 +145,7 @@ def run(save: Save, context: Context, committed_now: Callable[[], None] = lambda
         error = error or late
     if committed:
         save.due = context.certification.committed(Saved(save.attempt, save.step), save.is_suspect)
+        save.is_given_up = save.attempt not in context.certification.held
     if taken := context.pool.taken_by(save.request):
         context.pool.release(save.attempt, taken, committed, context.certification.held)
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 
@@ -11,6 +12,8 @@ from ..protocol.save_request import SaveRequest, Trainer
 from ..startup.context import Context
 from . import commit
 from .value_looks import certify
+
+log = logging.getLogger("mlflash")
 
 
 class Commits:
@@ -43,6 +46,9 @@ class Commits:
                     break
                 except commit.OneAhead:
                     context.world.job_number += 1
+            if save.is_given_up and self._context.world.rank == 0:
+                log.warning("step %d is not kept, as its values are suspect, and the good step before it is; "
+                            "mark_good(%d) takes it all the same", save.step, save.step)  # fmt: skip
             if save.due is not None and certify(self._context, save.due):
                 self._drains.certified(save.due.attempt)
             self._compare_replicas(save)

@@ -56,6 +56,8 @@ class ValueLooks:
 def certify(context: Context, due: Saved) -> bool:
     """Look at all values of an attempt that training went on from, and certify it if they are numbers.
 
+    What ranks hold alike must have been the same on all of them, too.
+
     Collective over the world; whether it is certified is the same on all ranks.
     """
     mine = next((slot for slot in context.pool.own if slot in context.pool.holding(due.attempt)), None)
@@ -67,7 +69,8 @@ def certify(context: Context, due: Saved) -> bool:
         is_good = not findings
         if findings:
             context.recorder.suspect(due.step, in_words(findings), len(findings))
-    is_good = bool(context.world.agree([int(is_good)])[0])
+    differed = context.replicas is not None and context.replicas.differed_at == due.step
+    is_good = bool(context.world.agree([int(is_good and not differed)])[0])
     for slot in context.pool.holding(due.attempt):
         slot.record_verdict(due.attempt, Verdict.CERTIFIED if is_good else Verdict.SUSPECT)
     context.certification.tried(is_good)

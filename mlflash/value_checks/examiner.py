@@ -8,7 +8,6 @@ largest magnitude is far beyond all that it was before.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
@@ -19,14 +18,11 @@ from ..state.layout import Extents
 from .checked_parts import CheckedParts, Run, Stored, find
 from .float_formats import FloatFormat, count, largest
 
-log = logging.getLogger("mlflash")
-
 _LEAST_STRETCHES = 16  # of a state that is looked at as a whole; of larger ones at least so many each time
 _LEAP = 7  # a magnitude is suspect that is larger than all before by two to the power of this
 _LEAST = -4  # and what was smaller than two to the power of this counts as that: moments grow from nothing
 _VALUES = -40  # a part held values where the largest was at least two to the power of this
 _FEW = 16  # of a part with fewer values only NaN and infinities are told: counters leap
-_USUAL_AFTER = 3  # saves after which a leap is what there is from then on
 _NAMED = 4  # findings that are told in words
 _LAYOUTS = 4  # of which it is known what they held
 _NEVER = -1
@@ -54,7 +50,7 @@ class _Held:
         number = len(self.parts.names)
         self.most = np.full(number, _NEVER, np.int64)  # largest bits at any look that was not suspect
         self.last = np.full(number, _NEVER, np.int64)
-        self.suspect: dict[int, int] = {}  # parts, and at how many saves in a row
+        self.suspect: set[int] = set()  # parts
         self.infinity, self.nan = self._each(lambda form: form.infinity), self._each(lambda form: form.nan)
         self.least = self._each(lambda form: form.bits(_LEAST))
         self.values = self._each(lambda form: form.bits(_VALUES))
@@ -130,7 +126,7 @@ class Examiner:
         return findings
 
     def forget(self) -> None:
-        """Forget what tensors held: the state is another one from now on."""
+        """Forget what tensors held: the state is another one from now on, or somebody says that it is good as it is."""
         self._known.clear()
 
 
@@ -165,29 +161,21 @@ class Examination:
         large = (now < infinity) & many & was_looked_at & (now > usual + held.leap[its])
         wrong = nan | infinite | zero | large
         if wrong.any() or held.suspect:
-            usual_now = self._judge(run, now, {"NaN": nan, "infinite": infinite, "zero": zero, "large": large})
-            wrong[usual_now] = False
+            self._judge(run, now, {"NaN": nan, "infinite": infinite, "zero": zero, "large": large})
         held.most[its] = np.where(wrong, most, np.maximum(most, now))
         held.last[its] = np.where(wrong, last, now)
 
-    def _judge(self, run: Run, now: np.ndarray, wrong: dict[str, np.ndarray]) -> list[int]:
-        """Note what is suspect; gives the parts of the run that are taken for usual from now on."""
-        held, usual = self._held, []
+    def _judge(self, run: Run, now: np.ndarray, wrong: dict[str, np.ndarray]) -> None:
+        """Note what is suspect, and what is so no more."""
+        held = self._held
         for nth in range(run.bounds.size // 2):
             part = run.first + nth
             what = next((kind for kind, those in wrong.items() if those[nth]), None)
             if what is None:
-                held.suspect.pop(part, None)
+                held.suspect.discard(part)
                 continue
-            text = self._say(run, nth, what, int(now[nth]))
-            held.suspect[part] = held.suspect.get(part, 0) + 1
-            if what in ("zero", "large") and held.suspect[part] > _USUAL_AFTER:
-                held.suspect.pop(part)
-                usual.append(nth)
-                log.warning("%s: as it was so at %d saves, it counts as usual from now on", text, _USUAL_AFTER)
-            else:
-                self.findings.append(Finding(held.parts.names[part], what, text))
-        return usual
+            held.suspect.add(part)
+            self.findings.append(Finding(held.parts.names[part], what, self._say(run, nth, what, int(now[nth]))))
 
     def _say(self, run: Run, nth: int, what: str, bits: int) -> str:
         held, part = self._held, run.first + nth
