@@ -18,6 +18,7 @@
 #   make slurm           jobs of a real Slurm on such nodes (Debian's slurm-wlm, munge, libpmix2)
 #   make chaos           MINUTES=10 SEED=1: a training job killed at random moments until it ends
 #   make recoveries      LOSSES=200 SEED=1: a training that is kept alive loses ranks and nodes; RECOVERIES=--slurm
+#   make corrupt         SEED=1 TRIALS=100 STEPS=10000: what is saved is corrupted, in each way; and three trainings that are not
 #   make suites SRC=dir  the checkpoint tests of PyTorch, NVRx, Megatron-LM and Transformers, from your checkouts below
 #                        dir, with their own parts and with those of mlflash in their place; SUITES=pytorch: one of them
 #   make lint type       ruff, codespell, shellcheck; mypy --strict
@@ -65,7 +66,7 @@ FAULTS ?= $(if $(filter openmpi,$(MPI)),\
 TRAININGS := lightning transformers deepspeed torchtitan nemo
 
 .PHONY: help demo test share shake unit programs files browser adapters megatron frameworks $(TRAININGS) faults faults-full \
-  cluster slurm chaos recoveries suites lint type bench docs package clean $(SIZES:%=test-%)
+  cluster slurm chaos corrupt recoveries suites lint type bench docs package clean $(SIZES:%=test-%)
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
 
@@ -274,6 +275,10 @@ slurm: $(READY)
 recoveries: $(READY)
 	@mkdir -p $(REPORTS)
 	$(BIN)/python tests/kept_campaign.py --faults $(LOSSES) --seed $(SEED) --out $(REPORTS)/recoveries.jsonl $(RECOVERIES)
+
+corrupt: $(READY)
+	$(BIN)/mpiexec -n 3 $(BIN)/python tests/corrupt_campaign.py --seed $(SEED) --trials $(or $(TRIALS),100)
+	$(BIN)/python tests/clean_campaign.py --steps $(or $(STEPS),10000)
 
 chaos: $(READY)
 	$(BIN)/python tests/chaos.py --minutes $(MINUTES) --seed $(SEED) $(CHAOS)
