@@ -19,6 +19,7 @@ from ..protocol.save_request import Trainer
 from ..redundancy.shareable_leaves import Shareable
 from ..restoring.heal import heal_or_remember
 from ..restoring.rescue import heal, scavenge
+from ..restoring.scrubber import Scrubber
 from ..saving import commit
 from ..saving.commits import Commits
 from ..startup.context import Context, TrainerEnd
@@ -102,6 +103,7 @@ class Session:
             abandon: the courier may still be inside of MPI, with the slots as its buffers.
         """
         if hasattr(self, "context"):
+            self._scrubber.close()
             self.context.recorder.end()
             if not abandon:
                 self.context.pool.close()
@@ -114,6 +116,8 @@ class Session:
     def _free(self) -> None:
         crash_points.reach("close.asked")
         self._world.agree([])  # a barrier: nobody leaves whom others still wait for
+        self._jobs.when_idle = None
+        self._scrubber.close()
         self._drains.free()
         self.context.free()
         crash_points.reach("close.freed")
@@ -125,6 +129,8 @@ class Session:
         )
         context.left_at = start.left_at
         self._drains = DrainQueue(self._config, context, self._jobs, self._told_drain)
+        self._scrubber = scrubber = Scrubber(context, self._config.scrub_rate, lambda: self._drains.last)
+        self._jobs.when_idle = scrubber.go_on if self._config.scrub_rate else None
         self._commits = Commits(context, self._drains, lambda home: heal_or_remember(context, home))
         self._report = RankReport(context, self._drains)
         self._handlers |= {

@@ -7,6 +7,9 @@ import time
 from collections.abc import Callable
 
 from ..errors import DeadlineExceeded, MlflashError
+from ..memory.slot_header import Attempt
+from ..storage.store import Store
+from .file_index import Stored
 
 _NAP_S = 0.02
 
@@ -21,6 +24,9 @@ class Drain:
         written: bytes of them written so far.
         seconds: how long it took; None while it goes on.
         error: why it failed; None where it has not.
+        inside: the folder; None before it has a name.
+        stored: the files that this rank has written, by the rank whose state they have.
+        attempt: what is drained; None before it is known.
         clean: whether what interrupted drains of earlier runs left was deleted (rank 0).
         progress: grows while this rank gets on.
         moved: when any rank last got on, by `time.monotonic`.
@@ -36,6 +42,9 @@ class Drain:
         self.seconds: float | None = None
         self.error: MlflashError | None = None
         self.progress = 0
+        self.inside: Store | None = None
+        self.stored: dict[int, Stored] = {}
+        self.attempt: Attempt | None = None
         self.clean = False
         self.moved = time.monotonic()
         self.silent: tuple[tuple[int, ...], str] = ((), "")

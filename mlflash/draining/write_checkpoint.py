@@ -156,7 +156,7 @@ class _OnItsWay:
         looked, folder = yield from self._together(lambda: self._look(clean))
         folder = yield from collectives.broadcast(folder)
         self.inside = self.store.at(folder)
-        self.drain.path = self.inside.path
+        self.drain.path, self.drain.inside, self.drain.attempt = self.inside.path, self.inside, drain_input.attempt
         hosts = yield from collectives.gather((min(drain_input.homes, default=drain_input.world_size), looked.sets))
         sets = {rank: by for _, theirs in hosts for rank, by in theirs.items()}
         lowest = min(range(world.size), key=lambda process: hosts[process][0])
@@ -272,6 +272,7 @@ class _OnItsWay:
                 content = _paced(skeleton.stream(_CHUNK_NBYTES), self.drain, self.terms.rate / at_once)
                 self.inside.write(name, content, checkpoint_directory.tag(self.drain_input.attempt, self.terms.owner))
         self.receipts.append((stored, receipt))
+        self.drain.stored[rank] = stored
 
     def _commit(self, told: list[tuple[Stored, Receipt]], gathered: Gathered) -> None:
         """Write what commits the checkpoint (rank 0)."""

@@ -22,7 +22,7 @@ from .fields import LONGEST_TEXT, MOST_RANKS, number, text, whole
 _NEEDED = {
     "start": (), "save": ("step", "seconds"), "skip": ("step",), "fail": ("step",), "protect": ("step", "seconds"),
     "commit": ("step", "seconds"), "restore": ("step", "seconds"), "heal": ("step",), "drain": ("step", "seconds"),
-    "memory": ("nbytes",), "warning": (), "end": (),
+    "damage": ("step",), "mend": ("step", "seconds"), "memory": ("nbytes",), "warning": (), "end": (),
 }  # fmt: skip
 _PLAIN = frozenset(("save", "protect", "memory"))  # the most frequent ones: nothing else of them is kept
 _COURIERS: Mapping[str, Any] = {"by": "courier"}

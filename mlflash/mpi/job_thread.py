@@ -115,11 +115,16 @@ class JobThread:
         world: the communicators; from here on only the courier uses them.
         threaded: whether there is a thread, or jobs run inside `post`.
         nice: niceness of the thread.
+
+    Attributes:
+        when_idle: done now and then while nothing else is to be done, where there is a thread. It calls no MPI, and
+            returns soon after what it is given says that a job waits.
     """
 
     def __init__(self, world: World, threaded: bool, nice: int = 0):
         self.late: DeadlineExceeded | None = None  # of the job that is past its deadline and still running
         self.broken: BaseException | None = None
+        self.when_idle: Callable[[Callable[[], bool]], None] | None = None
         self._world = world
         self._aside: Operation | None = None
         self._nap = _ASIDE_S[0]
@@ -221,6 +226,7 @@ class JobThread:
                 return False
             self._advance()
             self._look_around()
+            self._use_idle_time()
             return True
         if job is None:
             return False
@@ -240,6 +246,15 @@ class JobThread:
                 self._world.answer_pings()
             except Exception as error:
                 self._fail(error)
+
+    def _use_idle_time(self) -> None:
+        if self.when_idle is None or self._aside is not None or self.broken is not None:
+            return
+        try:
+            self.when_idle(lambda: not self._queue.empty())
+        except Exception as error:  # no job depends on it
+            self.when_idle = None
+            log.warning("rank %d verifies nothing at rest any more", self._world.rank, exc_info=error)
 
     def _do(self, job: Job) -> None:
         if job.begun:

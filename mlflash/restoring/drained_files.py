@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -64,10 +64,10 @@ class DrainedFiles:
     Args:
         inside: its folder.
         listed: which it is.
-        files: of each rank.
+        files: of each rank, or of those that are read.
     """
 
-    def __init__(self, inside: Store, listed: Listed, files: Sequence[Stored]):
+    def __init__(self, inside: Store, listed: Listed, files: Sequence[Stored] | Mapping[int, Stored]):
         self._inside, self._listed, self._files = inside, listed, files
         self._open: dict[str, tuple[Any, Any]] = {}  # files that are read through HDF5, as they are compressed
         self._indexes: dict[int, Index] = {}
@@ -139,10 +139,10 @@ class DrainedFiles:
             raw = self._read(its.card, its.places_start, its.places_nbytes, its.places_check)
         return file_index.decode_places(raw, its.data, its.data_nbytes)[0]
 
-    def content(self, rank: int, name: str, place: Place) -> Iterator[np.ndarray]:
-        """Read the bytes of some rows in a rank's file, some at a time."""
+    def content(self, rank: int, name: str, place: Place, at_once: int = RUN_NBYTES) -> Iterator[np.ndarray]:
+        """Read the bytes of some rows in a rank's file, so many at a time."""
         its = self.index(rank).places
-        run = max(its.block_nbytes, RUN_NBYTES // its.block_nbytes * its.block_nbytes)
+        run = max(its.block_nbytes, at_once // its.block_nbytes * its.block_nbytes)
         for at in range(0, place.nbytes, run):
             end = min(place.nbytes, at + run)
             if place.packed:

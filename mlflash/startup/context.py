@@ -74,6 +74,7 @@ class Context:
         left_generation: of its attempt; 0: there is none.
         unusable: whether memory has what was committed, and cannot give it back as far as its headers tell.
         looked: whether a restore has said what there is: until then nothing that may be older and whole is given up.
+        damaged: whether the scrubber has found damage here that a mend may make good.
         gives_way: whether the files that are left aside may be deleted where there is no room beside them.
         trainer: is told what concerns it; None: there is none yet.
     """
@@ -105,6 +106,7 @@ class Context:
     unusable: bool = False
     looked: bool = False
     gives_way: bool = False
+    damaged: bool = False
     trainer: TrainerEnd | None = None
     _told: tuple[SharingNews, bool] = (SharingNews(), False)
 

@@ -38,30 +38,19 @@ _TRAINER_MAY: dict[str, Any] = {"redundancy": str} | dict.fromkeys(
 _COURIER = _OF_BOTH | {"committed": int | None}
 _LATE = ("late_s", "late_in", "slowest", "slowest_on", "slowest_s", "slowest_in")
 _COURIER_MAY: dict[str, Any] = dict.fromkeys(("unrestorable", "late_in", "slowest_on", "slowest_in"), str)
-_COURIER_MAY |= dict.fromkeys(
-    (
-        "drained",
-        "protect_s",
-        "commit_s",
-        "held",
-        "saves",
-        "failed",
-        "unrestorable_at",
-        "late_s",
-        "slowest_s",
-        "suspect",
-        "suspect_tensors",
-    ),
-    _NUMBER,
-)
-_COURIER_MAY["slowest"] = int
+_COURIER_MAY |= dict.fromkeys((
+    "drained", "protect_s", "commit_s", "held", "saves", "failed", "unrestorable_at", "late_s", "slowest_s", "suspect",
+    "suspect_tensors", "certified",
+), _NUMBER)  # fmt: skip
+_COURIER_MAY |= {"slowest": int, "damaged": int}
 # What the courier alone knows of a rank, and what of it the next courier of the same trainer goes on from.
 _COURIER_TELLS = (
-    "committed", "drained", "protect_s", "commit_s", "held", "saves", "failed", "unrestorable", "suspect",
+    "committed", "drained", "protect_s", "commit_s", "held", "saves", "failed", "damaged", "unrestorable", "suspect",
     "suspect_tensors", "certified", *_LATE,
 )  # fmt: skip
 _GOES_ON = (
-    "committed", "drained", "saves", "failed", "unrestorable", "unrestorable_at", "suspect", "certified", "times",
+    "committed", "drained", "saves", "failed", "damaged", "unrestorable", "unrestorable_at", "suspect", "certified",
+    "times",
 )  # fmt: skip
 # What both say together.
 _RANK = {name: kind for name, kind in _TRAINER.items() if name != "start"} | {"committed": int | None, "alive": bool}

@@ -37,6 +37,7 @@ _GAUGES = (
 _COUNTERS = (
     ("checkpoints", "Checkpoints committed by this run.", "saves"),
     ("failed_saves", "Saves of this run that did not become checkpoints.", "failed"),
+    ("damaged_files", "Files of this run that were found damaged at rest.", "damaged"),
     ("stalled_seconds", "How long saves of this run kept training waiting.", "stalled_s"),
 )
 

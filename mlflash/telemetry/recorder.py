@@ -163,6 +163,7 @@ class CourierRecorder(_Tally):
         self._heartbeat, self.events, self.flush = heartbeat, events, flush
         self._saves_before = int(heartbeat.before.get("saves") or 0)  # of the courier before this one
         self._failed_before = int(heartbeat.before.get("failed") or 0)
+        self._damaged_before = int(heartbeat.before.get("damaged") or 0)
         self._nbytes: int | None = None
         self._riding: Riding | None = None
         self._lateness: Lateness | None = None  # of what is committed next
@@ -264,6 +265,34 @@ class CourierRecorder(_Tally):
         """The redundancy of the restored step was looked at, and made again where it was missing."""
         self.seconds["heal"] += seconds
         self.events.add("heal", step=step, seconds=seconds, made=made)
+
+    def damaged(self, file: str, kind: str, step: int, of: int, block: int | None, text: str) -> None:
+        """Something at rest is damaged that this rank holds.
+
+        Args:
+            file, kind: which; "own", "copy", "parity", "share" or "drained".
+            step, of: of which step, and the rank whose state it is.
+            block: the first that is bad; None: no block alone.
+            text: all of that in words, and what comes of it.
+        """
+        self.counts["files damaged"] += 1
+        self._beat(damaged=self._damaged_before + self.counts["files damaged"])
+        self.events.add("damage", file=file, kind=kind, step=step, of=of, block=block)
+        log.warning("%s", text)
+
+    def mended(self, step: int, seconds: float, blocks: int, made: int, left: int) -> None:
+        """What was damaged at rest was mended, as far as it could be.
+
+        Args:
+            step: of what was mended.
+            seconds: that it took.
+            blocks: repaired in this rank's own slot.
+            made: copies and parity files that were made again here.
+            left: files of this rank that are damaged still.
+        """
+        self.seconds["mend"] += seconds
+        self.counts["files made again"] += made
+        self.events.add("mend", step=step, seconds=seconds, blocks=blocks, made=made, left=left)
 
     def drained(self, step: int, seconds: float, nbytes: int, path: str, error: MlflashError | None) -> None:
         """A drain has ended."""

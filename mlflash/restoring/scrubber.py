@@ -1,0 +1,191 @@
+"""What this rank holds, verified again and again at a low rate, while its courier has nothing else to do.
+
+Slots, copies, parity and shares are read a run of blocks at a time. When all of memory was verified once since it last
+changed, the file that this rank wrote for the newest drained checkpoint is read, too, on a thread of its own: a file
+system that hangs holds up no save. What is damaged is said once, and `mend` mends what it can with the next save.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from ..draining.drain import Drain
+from ..memory.slot import Slot, Use, read_header, table_check
+from ..memory.slot_header import Header, Kind
+from ..mpi.background_collectives import in_thread
+from ..mpi.nonblocking import Operation
+from ..startup.context import Context
+from .verify_drained import why_damaged
+
+_RUN_NBYTES = 1 << 20  # verified at once; at least a block
+_MOST_S = 0.1  # of reading is made up for after a job
+_ROUND_S = 1.0  # so that a small state is not verified all the time
+_MENDABLE = ("own", "copy", "parity")
+_COMES = {
+    "own": "The next save repairs it, where a copy or parity has what it needs",
+    "copy": "The next save makes it again",
+    "parity": "The next save makes it again",
+    "share": "It stays as it is until the next save is committed; a restore takes that share from another node",
+    "drained": "It stays as it is; a restore takes memory, or an older checkpoint",
+}
+
+
+@dataclasses.dataclass
+class _Round:
+    """One look at all that is held: which slot is being read, and from which block on; -1: its head."""
+
+    begun_s: float
+    nth: int = 0
+    block: int = -1
+
+
+class Scrubber:
+    """Verifies what this rank holds. Not collective; for the thread of the courier.
+
+    Args:
+        context: this rank's slots.
+        rate: bytes per second that are read; a drained file is read at the same rate beside it.
+        newest_drain: gives the newest drain of this run, on its way or ended; None: there is none.
+        clock: seconds.
+    """
+
+    def __init__(self, context: Context, rate: float, newest_drain: Callable[[], Drain | None],
+                 clock: Callable[[], float] = time.monotonic):  # fmt: skip
+        self._context, self._rate, self._newest_drain, self._clock = context, rate, newest_drain, clock
+        self._at = clock()
+        self._may_read = 0.0  # bytes
+        self._held: list[tuple[Slot, Header]] = []
+        self._round = _Round(-_ROUND_S)
+        self._is_verified = False  # all that is held, once since that changed
+        self._found: list[tuple[Slot, Header]] = []  # damaged, and said
+        self._drain: Drain | None = None  # its file was read, or is being read
+        self._reading: Operation | None = None
+        self._over = threading.Event()
+
+    def go_on(self, is_wanted: Callable[[], bool]) -> None:
+        """Verify a little more, until the courier is wanted.
+
+        Args:
+            is_wanted: whether a job waits.
+        """
+        now = self._clock()
+        self._may_read = min(self._may_read + self._rate * (now - self._at), self._rate * _MOST_S)
+        self._at = now
+        self._look_what_is_held()
+        self._look_at_drained()
+        while self._may_read > 0 and not is_wanted():
+            nbytes = self._verify_some()
+            if not nbytes:
+                return
+            self._may_read -= nbytes
+
+    def close(self) -> None:
+        """Read no drained file any more. Not collective; any thread."""
+        self._over.set()
+
+    @property
+    def damaged(self) -> list[Slot]:
+        """The slots that were found damaged, and hold the same still."""
+        return [slot for slot, header in self._found if slot.header is header and slot.use is Use.HOLDS]
+
+    def forget(self, slots: Sequence[Slot]) -> None:
+        """Verify slots again that were found damaged, as they are mended."""
+        self._found = [one for one in self._found if not any(one[0] is slot for slot in slots)]
+        self._held = []
+
+    # Memory
+
+    def _look_what_is_held(self) -> None:
+        """Begin anew where slots hold something else than before: nothing is read of what may be written now."""
+        held = [
+            (slot, slot.header)
+            for slot in self._context.pool.all()
+            if slot.use is Use.HOLDS and slot.header is not None
+            and slot.segment is not None and slot.segment.ready.is_set()
+        ]  # fmt: skip
+        if [(id(slot), id(header)) for slot, header in held] != [(id(a), id(b)) for a, b in self._held]:
+            self._held, self._round, self._is_verified = held, _Round(self._clock()), False
+            self._found = [(slot, header) for slot, header in self._found if slot.header is header]
+
+    def _verify_some(self) -> int:
+        """Verify a run of blocks; gives its bytes, and 0 where there is nothing to do now."""
+        at = self._round
+        while at.nth < len(self._held):
+            slot, header = self._held[at.nth]
+            if not any(slot is one for one in self.damaged):
+                return self._verify_of(slot, header)
+            at.nth, at.block = at.nth + 1, -1
+        self._is_verified = True
+        if self._held and self._clock() - at.begun_s >= _ROUND_S:
+            self._round = _Round(self._clock())
+        return 0
+
+    def _verify_of(self, slot: Slot, header: Header) -> int:
+        """Verify the head of a slot, or its next run of blocks."""
+        at, extents = self._round, header.extents
+        if at.block < 0:
+            at.block = 0
+            if read_header(slot.view) != header:
+                self._say(slot, header, None, "its header is not what it was")
+            elif table_check(slot.table(extents)) != header.table_check:
+                self._say(slot, header, None, "its block table is damaged")
+            return slot.table(extents).nbytes + 1
+        first, last = at.block, min(at.block + max(1, _RUN_NBYTES // extents.block_nbytes), extents.blocks)
+        bad = np.flatnonzero(slot.check_blocks(extents, first, last) != slot.table(extents)[first:last])
+        if bad.size:
+            block = first + int(bad[0])
+            self._say(slot, header, block, f"of its {extents.blocks} blocks number {block} is the first that is bad")
+        at.block = last
+        if last == extents.blocks:
+            at.nth, at.block = at.nth + 1, -1
+        return (last - first) * extents.block_nbytes
+
+    def _say(self, slot: Slot, header: Header, block: int | None, how: str) -> None:
+        """Say of a slot that it is damaged; it is passed over from now on."""
+        context, kind = self._context, self._kind_of(slot, header)
+        self._found.append((slot, header))
+        context.damaged = context.damaged or kind in _MENDABLE
+        what = {"own": "slot", "copy": "copy of the slot", "parity": "parity", "share": "share"}[kind]
+        world = context.world
+        text = (
+            f"{slot.name} on {world.node_name} is damaged: {how}. It is the {what} of rank {header.rank} at step "
+            f"{header.step}, and rank {world.rank} holds it. {_COMES[kind]}"
+        )
+        context.recorder.damaged(slot.name, kind, header.step, header.rank, block, text)
+
+    def _kind_of(self, slot: Slot, header: Header) -> str:
+        if header.kind is Kind.SLOT:
+            return "own" if any(slot is one for one in self._context.pool.own) else "copy"
+        return "parity" if header.kind is Kind.PARITY else "share"
+
+    # The directory
+
+    def _look_at_drained(self) -> None:
+        """Begin to read the drained file of this rank where memory is verified, or take what came of it."""
+        drain = self._newest_drain()
+        if self._reading is None:
+            is_there = drain is not None and drain is not self._drain and drain.done and drain.error is None
+            if not is_there or not self._is_verified or drain is None:
+                return
+            self._drain = drain
+            self._reading = in_thread(lambda: why_damaged(drain, self._rate, self._over), "mlflash-scrub")
+        try:
+            next(self._reading)
+        except StopIteration as end:
+            self._reading = None
+            for rank, file, why in end.value:
+                self._say_of_file(rank, file, why)
+        except Exception as error:  # of whatever reads files
+            self._reading = None
+            self._say_of_file(self._context.world.rank, "", str(error))
+
+    def _say_of_file(self, rank: int, file: str, why: str) -> None:
+        assert self._drain is not None
+        step, path = self._drain.step, f"{self._drain.path}/{file}".rstrip("/")
+        text = f"{path} is damaged: {why}. It is the drained state of rank {rank} at step {step}. {_COMES['drained']}"
+        self._context.recorder.damaged(path, "drained", step, rank, None, text)

@@ -1,0 +1,307 @@
+"""What is verified at rest: how fast, what of it, and what is said, on a simulated clock and real slots."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from waiting import until
+
+from mlflash import Checkpointer
+from mlflash.memory.node_directory import NodeDirectory
+from mlflash.memory.shared_memory_segment import create
+from mlflash.memory.slot import Slot, Use, table_check
+from mlflash.memory.slot_header import Attempt, Header
+from mlflash.memory.slot_pool import SlotPool
+from mlflash.mpi.job_thread import JobThread
+from mlflash.restoring.scrubber import Scrubber
+from mlflash.state.layout import Extents
+
+BLOCK = 1 << 16
+RATE = 50e6
+NEVER = lambda: False  # noqa: E731
+
+
+@dataclasses.dataclass
+class Rank:
+    """A rank that holds things, what it says of them, and its clock."""
+
+    pool: SlotPool
+    memory: NodeDirectory
+    damaged: bool = False
+    now: float = 100.0
+
+    def __post_init__(self) -> None:
+        self.said: list[tuple[Any, ...]] = []
+        self.texts: list[str] = []
+        self.recorder = types.SimpleNamespace(damaged=self._say)
+        self.world = types.SimpleNamespace(rank=1, node_name="n1")
+        self.drain: Any = None
+
+    def _say(self, file: str, kind: str, step: int, of: int, block: int | None, text: str) -> None:
+        self.said.append((file, kind, step, of, block))
+        self.texts.append(text)
+
+    def clock(self) -> float:
+        return self.now
+
+    def hold(self, slot: Slot, blocks: int, generation: int = 1, **header: Any) -> Slot:
+        """Fill a slot, and hold it."""
+        extents = Extents(4096, blocks * BLOCK - 4096 - 100, BLOCK)
+        slot.segment = slot.segment or create(self.memory, extents.nbytes)
+        slot.segment.prefault()
+        slot.unseal()
+        slot.body(extents)[:] = np.random.default_rng(generation).integers(0, 256, extents.body_nbytes, dtype=np.uint8)
+        slot.table(extents)[:] = slot.check_blocks(extents, 0, extents.blocks)
+        fields: dict[str, Any] = {"rank": 1, "group": (1,)} | header
+        slot.seal(Header(Attempt(bytes(16), generation), 10 * generation, fields.pop("rank"), 4, 1, 0, 0, extents,
+                         table_check(slot.table(extents)), 0, "n1", "copy", "j", **fields))  # fmt: skip
+        slot.use = Use.HOLDS
+        return slot
+
+    def scrubber(self, rate: float = RATE) -> Scrubber:
+        return Scrubber(self, rate, lambda: self.drain, self.clock)  # type: ignore[arg-type]
+
+    def pass_time(self, scrubber: Scrubber, seconds: float, tick_s: float = 0.05) -> None:
+        for _ in range(round(seconds / tick_s)):
+            self.now += tick_s
+            scrubber.go_on(NEVER)
+
+
+@pytest.fixture
+def rank(node_memory: NodeDirectory) -> Rank:
+    return Rank(SlotPool(node_memory, [0, 1]), node_memory)
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
+    """The bytes of blocks that are read, with the file that they are of."""
+    found: list[tuple[str, int]] = []
+    real = Slot.check_blocks
+
+    def check(slot: Slot, extents: Extents, first: int, last: int) -> np.ndarray:
+        found.append((slot.name, (last - first) * extents.block_nbytes))
+        return real(slot, extents, first, last)
+
+    monkeypatch.setattr(Slot, "check_blocks", check)
+    return found
+
+
+def kinds(rank: Rank) -> dict[str, Slot]:
+    """A slot of each kind, held."""
+    return {
+        "own": rank.hold(rank.pool.own[0], 40),
+        "share": rank.hold(rank.pool.shares[1], 40, share=0, shared_by=1),
+        "copy": rank.hold(rank.pool.inbox[0][1], 40, rank=0, group=(0, 1)),
+        "parity": rank.hold(rank.pool.inbox[1][0], 40, parities=1, group=(0, 1, 2)),
+    }
+
+
+@pytest.mark.parametrize("rate", [1e6, RATE, 1e9])
+def test_bytes_are_read_at_the_rate_and_pauses_are_not_made_up_for(
+    rank: Rank, read: list[tuple[str, int]], rate: float
+) -> None:
+    rank.hold(rank.pool.own[0], 1600)
+    scrubber = rank.scrubber(rate)
+    read.clear()
+    seconds = min(20.0, 60e6 / rate)  # less than what there is
+    rank.pass_time(scrubber, seconds, min(0.05, seconds / 20))
+    assert sum(nbytes for _, nbytes in read) == pytest.approx(rate * seconds, rel=0.05, abs=2 << 20)
+    rank.now += 1000  # a job
+    read.clear()
+    scrubber.go_on(NEVER)
+    assert sum(nbytes for _, nbytes in read) <= 0.1 * rate + (1 << 20)
+
+
+def test_nothing_more_is_read_once_a_job_waits(rank: Rank, read: list[tuple[str, int]]) -> None:
+    rank.hold(rank.pool.own[0], 160)
+    scrubber = rank.scrubber(1e9)
+    read.clear()
+    rank.now += 1
+    scrubber.go_on(lambda: True)
+    assert read == []
+    scrubber.go_on(lambda: len(read) > 0)
+    assert len(read) == 1 and read[0][1] <= 1 << 20
+
+
+def test_a_small_state_is_verified_once_a_second_and_where_nothing_is_held_nothing_is_done(
+    rank: Rank, read: list[tuple[str, int]]
+) -> None:
+    scrubber = rank.scrubber()
+    rank.pass_time(scrubber, 5)
+    assert read == []
+    rank.hold(rank.pool.own[0], 4)
+    read.clear()
+    rank.pass_time(scrubber, 10)
+    assert 8 <= len(read) <= 11
+
+
+@pytest.mark.parametrize("place", ["header", "table", "first block", "last block"])
+@pytest.mark.parametrize("kind", ["own", "share", "copy", "parity"])
+def test_damage_of_each_kind_of_file_is_found_and_said_once(rank: Rank, kind: str, place: str) -> None:
+    slots = kinds(rank)
+    scrubber = rank.scrubber()
+    rank.pass_time(scrubber, 3)
+    assert rank.said == [] and not rank.damaged
+    slot = slots[kind]
+    assert slot.header is not None
+    extents = slot.header.extents
+    at = {"header": 200, "table": extents.table_start, "first block": 4096,
+          "last block": 4096 + extents.body_nbytes - 1}[place]  # fmt: skip
+    slot.view[at] ^= 4
+    rank.pass_time(scrubber, 10)
+    block = {"first block": 0, "last block": 39}.get(place)
+    of = 0 if kind == "copy" else 1
+    assert rank.said == [(slot.name, kind, 10, of, block)]
+    assert rank.damaged == (kind != "share")  # of a share nothing is made again before the next save
+    (text,) = rank.texts
+    assert text.startswith(f"{slot.name} on n1 is damaged: ") and f"of rank {of} at step 10" in text
+    assert scrubber.damaged == [slot]
+    slot.view[at] ^= 4  # mended
+    scrubber.forget([slot])
+    rank.pass_time(scrubber, 3)
+    assert len(rank.said) == 1 and scrubber.damaged == []
+    slot.view[at] ^= 4  # and damaged again
+    rank.pass_time(scrubber, 3)
+    assert len(rank.said) == 2
+
+
+@pytest.mark.parametrize("use", [Use.FREE, Use.BUSY])
+def test_what_may_be_written_is_never_read(rank: Rank, read: list[tuple[str, int]], use: Use) -> None:
+    held, other = rank.hold(rank.pool.own[0], 4), rank.hold(rank.pool.own[1], 4)
+    other.use = use
+    other.view[5000] ^= 1
+    read.clear()
+    rank.pass_time(rank.scrubber(), 5)
+    assert {name for name, _ in read} == {held.name} and rank.said == []
+
+
+def test_a_slot_that_is_taken_between_two_runs_is_read_no_further(rank: Rank, read: list[tuple[str, int]]) -> None:
+    slot = rank.hold(rank.pool.own[0], 400)
+    scrubber = rank.scrubber(10e6)
+    rank.pass_time(scrubber, 0.5)
+    assert read
+    slot.unseal()
+    slot.view[:] = 7
+    read.clear()
+    rank.pass_time(scrubber, 5)
+    assert read == [] and rank.said == []
+    rank.hold(slot, 400, generation=2)  # it begins anew with what is there then
+    rank.pass_time(scrubber, 5)
+    assert rank.said == []
+    slot.view[4096] ^= 1
+    rank.pass_time(scrubber, 5)
+    assert rank.said == [(slot.name, "own", 20, 1, 0)]
+
+
+def drained(shm: Path, tmp_path: Path, **options: Any) -> tuple[Checkpointer, Path]:
+    """A Checkpointer that has drained a step, and the file of its rank."""
+    ckpt = Checkpointer(tmp_path / "d", job="j", memory=str(shm), redundancy="none", drain_every=1, **options)
+    ckpt.save(3, {"w": np.arange(300_000.0), "step": 3}).wait()
+    ckpt.wait_drained()
+    (file,) = [*(tmp_path / "d").glob("step-*/rank-*.h5"), *(tmp_path / "d").glob("step-*/__0_0.distcp")]
+    return ckpt, file
+
+
+@pytest.mark.parametrize("form", ["hdf5", "dcp"])
+@pytest.mark.parametrize("how", ["flipped", "truncated", "gone"])
+def test_a_drained_file_is_read_once_when_memory_is_verified_and_its_damage_is_said(
+    shm: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, how: str, form: str
+) -> None:
+    hold = threading.Event()
+    real = Scrubber._look_at_drained
+    monkeypatch.setattr(Scrubber, "_look_at_drained", lambda self: real(self) if hold.is_set() else None)
+    ckpt, file = drained(shm, tmp_path, format=form)
+    with ckpt:
+        raw = bytearray(file.read_bytes())
+        raw[raw.find(np.arange(1000.0, 1008.0).tobytes())] ^= 1
+        if how == "gone":
+            file.unlink()
+        else:
+            file.write_bytes(raw if how == "flipped" else raw[:-1])
+        hold.set()
+        until(lambda: ckpt.report()["counts"].get("files damaged"), "the damage to be found")
+        rounds = [0]
+        monkeypatch.setattr(Scrubber, "_look_at_drained", lambda self: rounds.append(real(self) or 0))
+        until(lambda: len(rounds) > 20, "more looks at what is drained")
+        assert ckpt.report()["counts"]["files damaged"] == 1
+        ckpt.save(4, {"w": np.arange(300_000.0), "step": 4}).wait()  # it goes on
+        ckpt.wait_drained()
+    (text,) = [r.getMessage() for r in caplog.records if "is damaged" in r.getMessage()]
+    assert str(file) in text and "rank 0 at step 3" in text
+
+
+@pytest.mark.parametrize("compression", ["", "gzip"])
+def test_a_whole_drained_file_is_read_at_the_rate_and_nothing_is_said(
+    shm: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, compression: str
+) -> None:
+    ckpt, _ = drained(shm, tmp_path, compression=compression)
+    with ckpt:
+        scrubber = ckpt._courier.session._scrubber
+        until(lambda: scrubber._drain is not None and scrubber._reading is None, "the drained file to be read")
+        assert "files damaged" not in ckpt.report()["counts"]
+    assert not [r for r in caplog.records if r.levelname == "WARNING"]
+
+
+class World(types.SimpleNamespace):
+    """What a thread of jobs asks of the ranks."""
+
+    def __init__(self) -> None:
+        nothing: Callable[..., None] = lambda *given: None
+        super().__init__(rank=0, abandoned=threading.Event(), timeout_s=60.0)
+        for name in ("answer_pings", "start_job", "end_job", "tell_if_held", "end_if_mpi_failed", "tell_failed"):
+            setattr(self, name, nothing)
+
+
+def test_a_mistake_in_what_is_done_while_idle_costs_no_job(caplog: pytest.LogCaptureFixture) -> None:
+    jobs = JobThread(World(), threaded=True)  # type: ignore[arg-type]
+    done: list[int] = []
+
+    def fail(is_wanted: Callable[[], bool]) -> None:
+        done.append(1)
+        raise ZeroDivisionError
+
+    jobs.when_idle = fail
+    until(lambda: done and jobs.when_idle is None, "the mistake")
+    assert jobs.call(lambda: 7) == 7 and len(done) == 1
+    jobs.stop(abandon=False)
+    assert "verifies nothing at rest any more" in caplog.text
+
+
+def test_nothing_is_verified_beside_a_drain_or_after_an_error() -> None:
+    jobs = JobThread(World(), threaded=True)  # type: ignore[arg-type]
+    seen: list[tuple[bool, bool]] = []
+    jobs.when_idle = lambda is_wanted: seen.append((jobs._aside is None, jobs.broken is None))
+    until(lambda: len(seen) > 2, "idle time")
+    jobs.call(lambda: jobs.begin_background(iter([False] * 5)))  # type: ignore[arg-type]
+    until(lambda: jobs._aside is None, "what is beside to end")
+    count = len(seen)
+    until(lambda: len(seen) > count, "idle time after it")
+
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        jobs.call(fail)
+    count = len(seen)
+    looks: list[int] = []
+    jobs._look_around = lambda: looks.append(1)  # type: ignore[method-assign]
+    until(lambda: len(looks) > 3, "more idle time")
+    assert len(seen) == count and set(seen) == {(True, True)}
+    jobs.stop(abandon=False)
+
+
+@pytest.mark.parametrize(("rate", "reads"), [(0.0, False), (RATE, True)])
+def test_a_checkpointer_verifies_at_its_scrub_rate_and_not_at_0(shm: Path, rate: float, reads: bool) -> None:
+    with Checkpointer(job="j", memory=str(shm), redundancy="none", scrub_rate=rate) as ckpt:
+        ckpt.save(1, {"w": np.zeros(100)}).wait()
+        session = ckpt._courier.session
+        assert (session._jobs.when_idle is not None) == reads
+        until(lambda: session._scrubber._is_verified or not reads, "memory to be verified")
+        assert "files damaged" not in ckpt.report()["counts"]
