@@ -18,6 +18,7 @@ from ..protocol.messages import Message, Started
 from ..protocol.save_request import Trainer
 from ..redundancy.shareable_leaves import Shareable
 from ..restoring.heal import heal_or_remember
+from ..restoring.mend import mend
 from ..restoring.rescue import heal, scavenge
 from ..restoring.scrubber import Scrubber
 from ..saving import commit
@@ -131,7 +132,8 @@ class Session:
         self._drains = DrainQueue(self._config, context, self._jobs, self._told_drain)
         self._scrubber = scrubber = Scrubber(context, self._config.scrub_rate, lambda: self._drains.last)
         self._jobs.when_idle = scrubber.go_on if self._config.scrub_rate else None
-        self._commits = Commits(context, self._drains, lambda home: heal_or_remember(context, home))
+        self._commits = Commits(context, self._drains, lambda home: heal_or_remember(context, home),
+                                lambda: mend(context, scrubber))  # fmt: skip
         self._report = RankReport(context, self._drains)
         self._handlers |= {
             asked.GoBeyond: lambda message: self._drains.go_beyond(),

@@ -355,19 +355,22 @@ class SlotPool:
             unmap(slot)
 
 
-def any_whole(slots: Iterable[Slot], verify: Callable[[Slot], object], what: str) -> bool:
+def any_whole(slots: Iterable[Slot], verify: Callable[[Slot], object], what: str, forget: bool = True) -> bool:
     """Whether one of some slots, which hold the same, is whole; those found damaged before it are forgotten.
 
     Args:
         slots: sealed ones.
         verify: raises CorruptSlot where one is damaged.
         what: they hold, and on which rank, for the warning.
+        forget: unseal what is damaged; else nothing is done to it, and nothing said of it.
     """
     for slot in slots:
         try:
             verify(slot)
             return True
         except CorruptSlot as error:
+            if not forget:
+                continue
             log.warning("%s is damaged and will be made again: %s", what, error)
             slot.unseal()
             slot.use = Use.FREE

@@ -212,14 +212,14 @@ class Parity:
         target.use = Use.BUSY
         return True
 
-    def missing(self, pool: SlotPool, attempt: Attempt) -> bool:
+    def missing(self, pool: SlotPool, attempt: Attempt, forget: bool = True) -> bool:
         """Whether a rank of the group lacks its parity of an attempt. The members wait for each other.
 
-        Each rank checks every byte of its own; a bad one is forgotten.
+        Each rank checks every byte of its own; a bad one is forgotten, if that is wanted.
         """
         if not self.group:
             return False
-        whole = any_whole(self.kept(pool, attempt), _verify, f"rank {self._world.rank}: parity")
+        whole = any_whole(self.kept(pool, attempt), _verify, f"rank {self._world.rank}: parity", forget)
         mine = (int(whole), 0, 0)
         answers = swap(self._world, dict.fromkeys(self._others, mine), self._others)
         has = {**answers, self._world.rank: list(mine)}

@@ -107,13 +107,13 @@ class PartnerCopies:
         nth = self._owners_of[partner].index(self._world.rank)
         return self._windows[index][nth], self._members.index(partner)
 
-    def missing(self, pool: SlotPool, attempt: Attempt) -> bool:
+    def missing(self, pool: SlotPool, attempt: Attempt, forget: bool = True) -> bool:
         """Whether a partner lacks a whole copy of this rank's slot of an attempt. Partners wait for each other.
 
-        Each rank checks every byte of the copies it holds; a bad one is forgotten.
+        Each rank checks every byte of the copies it holds; a bad one is forgotten, if that is wanted.
         """
         what = f"rank {self._world.rank}: a copy"
-        whole = {owner: any_whole(_copies_of(pool, owner, attempt), Slot.verify, what) for owner in self.owners}
+        whole = {owner: any_whole(_copies_of(pool, owner, attempt), Slot.verify, what, forget) for owner in self.owners}
         have = {owner: (int(held), 0, 0) for owner, held in whole.items()}
         answer = swap(self._world, have, self.partners)
         self._lacking = [partner for partner, (held, _, _) in answer.items() if not held]

@@ -99,9 +99,13 @@ class Protection:
         source.seal()
         return all(arrived)
 
-    def missing(self, pool: SlotPool, attempt: Attempt) -> bool:
-        """Whether redundancy of this rank's slot of an attempt is missing. Collective over the group."""
-        lacking = [part.missing(pool, attempt) for part in self._parts]
+    def missing(self, pool: SlotPool, attempt: Attempt, forget: bool = True) -> bool:
+        """Whether redundancy of this rank's slot of an attempt is missing. Collective over the group.
+
+        Args:
+            forget: what is found damaged; else it stays, and what is made again goes beside it.
+        """
+        lacking = [part.missing(pool, attempt, forget) for part in self._parts]
         return any(lacking)
 
     def kept(self, pool: SlotPool, attempt: Attempt) -> list[Slot]:

@@ -63,7 +63,7 @@ def heal(context: Context, home: Slot) -> None:
     whole = world.agree([int(not lacking)])[0]
     reach("heal.begun")
     if not whole:
-        _protect_again(context, home, lacking)
+        protect_again(context, home, lacking)
         reach("heal.copied")
     kept = protection.kept(pool, header.attempt)
     give_receipts(home, *kept)
@@ -81,7 +81,16 @@ def heal(context: Context, home: Slot) -> None:
     reach("heal.done")
 
 
-def _protect_again(context: Context, home: Slot, lacking: bool) -> None:
+def protect_again(context: Context, home: Slot, lacking: bool) -> None:
+    """Make again what `Protection.missing` has found to be missing. Collective over the world.
+
+    Args:
+        home: the own slot, whole.
+        lacking: whether this rank's redundancy is missing.
+
+    Raises:
+        MlflashError: on all ranks.
+    """
     world, pool, protection = context.world, context.pool, context.protection
     header = home.header
     assert header is not None

@@ -42,6 +42,10 @@ class OneAhead(Exception):
     """The other ranks have not come to this save yet: this rank has left one out."""
 
 
+class MendFirst(Exception):
+    """Something at rest is damaged, on some rank: it is to be mended before this save, on all of them."""
+
+
 class CommitListener(Protocol):
     """What a save needs to know of drains."""
 
@@ -76,6 +80,7 @@ class Save:
         skipped: whether it is given up on all ranks, as the slots of one are busy.
         drains_idle: whether no drain is on its way: here, and once that was agreed on, anywhere.
         drain_asked: whether somebody asked for a drain: here, and once that was agreed on, anywhere.
+        mends: whether what is damaged at rest is mended before it; the same on all ranks.
         is_suspect: whether the values of any rank are, once that was agreed on.
         is_given_up: whether it may be written over at once, as an older step is kept.
         due: what may be certified now that it is committed.
@@ -93,7 +98,7 @@ class Save:
         self.plan, self.inode, self.checks, self.problem = request.plan, request.inode, request.checks, request.problem
         self.is_settled = not request.is_unsettled
         self.skipped = False
-        self.drains_idle, self.drain_asked = True, False
+        self.drains_idle, self.drain_asked, self.mends = True, False, False
         self.is_suspect = self.is_given_up = False
         self.due: Saved | None = None
         self.looks: ValueLooks | None = None
@@ -123,6 +128,7 @@ def run(save: Save, context: Context, committed_now: Callable[[], None] = lambda
     Raises:
         SaveFailed: on all ranks; the last committed step is untouched.
         OneAhead: the other ranks come to this save with their next one: it is to be run once more.
+        MendFirst: on all ranks, with ``save.mends``: so is it when that is done.
     """
     error: MlflashError | None = None
     with save.times.of("deferred"):
@@ -207,11 +213,13 @@ def _announce(save: Save, context: Context) -> bool:
     grow = any(needs_room(slot, nbytes) for slot, nbytes in demand)
     step = save.step
     settled = save.is_settled or save.problem is not None
-    all_settled, first_failed, can_wait, low, high, no_skip, idle, not_asked, newest = world.agree([
+    all_settled, first_failed, can_wait, low, high, no_skip, idle, not_asked, newest, undamaged = world.agree([
         int(settled), failed, int(not grow), step, -step, int(not save.request.skip), int(save.drains_idle),
-        int(not save.drain_asked), -context.generation,
+        int(not save.drain_asked), -context.generation, int(not context.damaged),
     ])  # fmt: skip
     save.times.announced()
+    if save.mends and not undamaged:
+        raise MendFirst
     if not all_settled:
         return False
     save.attempt = context.number_attempt(1 - newest)

@@ -23,10 +23,12 @@ class Commits:
         context: this rank's slots and communicators.
         drains: told what was committed.
         heal: tries once more to make the redundancy of the restored step whole. Collective over the world.
+        mend: makes good what was found damaged at rest. Collective over the world.
     """
 
-    def __init__(self, context: Context, drains: commit.CommitListener, heal: Callable[[Slot], None]):
-        self._context, self._drains, self._heal = context, drains, heal
+    def __init__(self, context: Context, drains: commit.CommitListener, heal: Callable[[Slot], None],
+                 mend: Callable[[], None]):  # fmt: skip
+        self._context, self._drains, self._heal, self._mend = context, drains, heal, mend
 
     def bring_to_end(self, request: SaveRequest, trainer: Trainer) -> None:
         """Commit what a trainer has staged, or fail on all ranks.
@@ -36,6 +38,7 @@ class Commits:
         """
         context, start = self._context, time.perf_counter()
         save = commit.Save(request, trainer, context)
+        save.mends = True
         try:
             while True:
                 if context.unhealed is not None:
@@ -46,6 +49,8 @@ class Commits:
                     break
                 except commit.OneAhead:
                     context.world.job_number += 1
+                except commit.MendFirst:
+                    self._mend()  # then no rank says any more that it has found damage
             if save.is_given_up and self._context.world.rank == 0:
                 log.warning("step %d is not kept, as its values are suspect, and the good step before it is; "
                             "mark_good(%d) takes it all the same", save.step, save.step)  # fmt: skip
