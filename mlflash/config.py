@@ -68,7 +68,7 @@ class Config:
     compression: str = _setting("", "MLFLASH_COMPRESSION", "of drained HDF5 files: gzip | zstd | lz4 | ...")
     send_rate: float = _setting(0.0, "MLFLASH_SEND_RATE", "bytes per second that a rank sends to protect; 0: all")
     max_slowdown: float = _setting(0.0, "MLFLASH_MAX_SLOWDOWN", "of steps, such as 0.03: it sends slower; 0: no look")
-    scrub_rate: float = _setting(50e6, "MLFLASH_SCRUB_RATE", "bytes per second an idle courier verifies; 0: none")
+    scrub_rate: float = _setting(20e6, "MLFLASH_SCRUB_RATE", "bytes per second an idle courier verifies; 0: none")
     courier: str = _setting("auto", "MLFLASH_COURIER", "what calls MPI: auto | process (beside the trainer) | thread")
     courier_cpus: str = _setting("auto", "MLFLASH_COURIER_CPUS", "cores of couriers: auto | inherit | such as 0-3,8")
     nice: int = _setting(0, "MLFLASH_NICE", "niceness of the courier's thread, 0 to 19")

@@ -23,7 +23,8 @@ from ..startup.context import Context
 from .verify_drained import why_damaged
 
 _RUN_NBYTES = 1 << 20  # verified at once; at least a block
-_MOST_S = 0.1  # of reading is made up for after a job
+_EVERY_S = 0.5  # what is due is read at once: to begin costs as much as a few MB
+_MOST_S = 0.6  # of reading is made up for after a job
 _ROUND_S = 1.0  # so that a small state is not verified all the time
 _MENDABLE = ("own", "copy", "parity")
 _COMES = {
@@ -74,6 +75,8 @@ class Scrubber:
             is_wanted: whether a job waits.
         """
         now = self._clock()
+        if now - self._at < _EVERY_S:
+            return
         self._may_read = min(self._may_read + self._rate * (now - self._at), self._rate * _MOST_S)
         self._at = now
         self._look_what_is_held()

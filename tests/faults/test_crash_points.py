@@ -23,7 +23,7 @@ from mlflash.placement.redundancy_scheme import parse
 from mlflash.placement.survival import of
 from mlflash.placement.topology import from_node_ids
 
-ORDER = [point for point in POINTS if not point.startswith(("drain.", "lazy.", "round."))]  # tested elsewhere
+ORDER = [point for point in POINTS if not point.startswith(("drain.", "lazy.", "mend.", "round."))]  # elsewhere
 SAVE = [p for p in ORDER if p.split(".")[0] in ("stage", "protect", "commit")]
 ROOM = ["room.begun", "room.created"]
 RESTORE = [p for p in ORDER if p.split(".")[0] in ("restore", "heal") and p != "restore.resharded"]

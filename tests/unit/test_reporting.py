@@ -331,7 +331,8 @@ VALUES = st.one_of(
     st.sampled_from(["n1", "n2", "a", "b", "memory"]), st.lists(st.text(max_size=3), max_size=3),
     st.sampled_from(["</script><script>alert(1)</script>", "\x00", "\ud800", "'\"><img src=x onerror=alert(1)>"]),
 )  # fmt: skip
-KINDS = ("start", "save", "skip", "fail", "protect", "commit", "restore", "heal", "drain", "memory", "warning", "end")
+KINDS = ("start", "save", "skip", "fail", "protect", "commit", "restore", "heal", "damage", "mend", "drain", "memory",
+         "warning", "end")  # fmt: skip
 FIELDS = ("step", "seconds", "nbytes", "ranks", "nodes", "survives", "job", "source", "from", "why", "path", "error",
           "text", "level", "state", "generation", "redundancy", "slowest", "late_in", "late_s")  # fmt: skip
 EVENTS = st.builds(

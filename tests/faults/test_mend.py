@@ -1,0 +1,124 @@
+"""A rank or a node dies while what was damaged at rest is mended: nothing is worse than if it had not been begun.
+
+A job saves a step, files of it are damaged in its memory, its couriers find that, and the next save mends it first. At
+a point of that a rank or a node dies. The relaunch has to restore the step, as it would have from the damaged memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from harness import Cluster
+from waiting import until
+
+from mlflash.crash_points import POINTS
+from mlflash.errors import CorruptSlot
+from mlflash.memory.slot_header import HEADER_NBYTES, unpack
+
+ENV = {"MLFLASH_BLOCK_NBYTES": "65536", "MLFLASH_CHUNK_NBYTES": "65536"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """What dies where.
+
+    Attributes:
+        damaged: kind of file, rank whose state it has, and the block that is damaged.
+        path: the points that lead to the death.
+        dies: rank | wipe: the node, with its memory.
+        who: the rank that dies, or whose node does.
+    """
+
+    scheme: str
+    damaged: tuple[tuple[str, int, int], ...]
+    path: tuple[str, ...]
+    dies: str
+    who: int
+
+    def __str__(self) -> str:
+        what = "+".join(f"{kind} of {rank}" for kind, rank, _ in self.damaged)
+        return f"{self.scheme}-{what}-{self.path[-1]}-{self.dies} {self.who}"
+
+    @property
+    def ranks(self) -> int:
+        return {"copy": 2, "xor:3": 3, "rs:2+2": 4}[self.scheme]
+
+
+OWN, COPY = ("own", 1, 0), ("copy", 1, 1)
+TWO_PARITIES = (("parity", 1, 1), ("parity", 2, 1))
+CASES = [
+    # The own slot is damaged, and its copy is needed until it is repaired.
+    Case("copy", (OWN,), ("mend.begun",), "rank", 1),
+    Case("copy", (OWN,), ("mend.begun",), "wipe", 1),
+    Case("copy", (OWN,), ("mend.repaired",), "wipe", 0),
+    Case("copy", (OWN,), ("mend.done",), "wipe", 0),
+    # The copy is damaged: the slot is needed until it is made again, and the one that is made is half there.
+    Case("copy", (COPY,), ("mend.begun",), "wipe", 0),
+    Case("copy", (COPY,), ("mend.repaired", "transfer.arrived"), "rank", 0),
+    Case("copy", (COPY,), ("mend.repaired", "transfer.sealed"), "wipe", 0),
+    Case("copy", (COPY,), ("mend.copied",), "wipe", 1),
+    Case("copy", (COPY,), ("mend.done",), "wipe", 1),
+    # Both are, in different blocks.
+    Case("copy", (OWN, COPY), ("mend.repaired",), "wipe", 0),
+    Case("copy", (OWN, COPY), ("mend.copied",), "wipe", 1),
+    Case("xor:3", (OWN,), ("mend.begun",), "wipe", 1),
+    Case("xor:3", (OWN,), ("mend.begun", "parity.gathered"), "rank", 2),
+    Case("xor:3", (OWN,), ("mend.repaired",), "wipe", 2),
+    Case("xor:3", (("parity", 1, 1),), ("mend.repaired", "parity.gathered"), "wipe", 1),
+    Case("xor:3", (("parity", 1, 1),), ("mend.done",), "wipe", 0),
+    # Two parity files are damaged in different stripes: each covers a lost node but for that stripe, as long as none is
+    # given up before the new ones are there.
+    Case("rs:2+2", TWO_PARITIES, ("mend.begun",), "wipe", 0),
+    Case("rs:2+2", TWO_PARITIES, ("mend.repaired", "parity.sent"), "wipe", 0),
+    Case("rs:2+2", TWO_PARITIES, ("mend.repaired", "parity.received"), "wipe", 1),
+    Case("rs:2+2", TWO_PARITIES, ("mend.copied",), "wipe", 3),
+]
+
+
+def damage(cluster: Cluster, ranks: int, kind: str, of: int, block: int) -> None:
+    """Flip a byte in a block of a file: a rank's slot, its copy on another node, or its parity."""
+    for node in range(ranks):
+        for file in sorted(cluster.node(node).glob("slot-*")):
+            try:
+                header = unpack(file.read_bytes()[:HEADER_NBYTES])
+            except CorruptSlot:
+                continue
+            found = "parity" if header.parities else "own" if node == header.rank else "copy"
+            if (found, header.rank, header.step) == (kind, of, 1):
+                raw = np.memmap(file, mode="r+")
+                raw[4096 + block * header.extents.block_nbytes + 5000] ^= 1
+                return
+    raise AssertionError(f"there is no {kind} of rank {of}")
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_whatever_dies_while_damage_is_mended_costs_no_more_than_before(shm: Path, case: Case) -> None:
+    cluster = Cluster(shm)
+    # Where the second save is announced, what is mended is over.
+    traps = [{"path": case.path, "action": case.dies, "rank": case.who},
+             {"path": ["protect.announced", "protect.announced"], "action": "pause"}]  # fmt: skip
+    env = {**ENV, "MLFLASH_REDUNDANCY": case.scheme}
+    spec = {"program": "keep_saving", "last": 2, "hold_at": 2, "traps": traps}
+    job = cluster.start(case.ranks, "worker.py", json.dumps(spec), env=env)
+    job.wait_for("committed", case.ranks)
+    for one in case.damaged:
+        damage(cluster, case.ranks, *one)
+    log = job.out / "log"
+    until(lambda: log.read_text().count("is damaged: ") == len(case.damaged), lambda: log.read_text())
+    (job.out / "go on").touch()
+    result = job.wait()
+    assert not result.of("end") and len(result.of("committed")) == case.ranks, result.log
+    assert (job.out / f"passed-{case.who}-0").stat().st_size == len(case.path), "it did not come so far"
+    assert all(file.stat().st_size < 2 for file in job.out.glob("passed-*-1")), "it was over"
+    for last in (3, 4):  # it goes on
+        result = cluster.run(case.ranks, "worker.py", json.dumps({"last": last}), env=env)
+        assert [(r["step"], r["wrong"]) for r in result.of("restored")] == [(1 if last == 3 else 3, [])] * case.ranks
+        assert len(result.of("end")) == case.ranks, result.log
+
+
+def test_each_point_of_it_is_among_the_cases() -> None:
+    assert {point for point in POINTS if point.startswith("mend.")} <= {case.path[-1] for case in CASES}
