@@ -128,9 +128,9 @@ class Session:
         self.context = context = make(
             self._config, world, start.problem, start.replicas, start.domains, start.start, self._trains_on
         )
+        self._scrubber = scrubber = Scrubber(context, self._config.scrub_rate, lambda: self._drains.last)
         context.left_at = start.left_at
         self._drains = DrainQueue(self._config, context, self._jobs, self._told_drain)
-        self._scrubber = scrubber = Scrubber(context, self._config.scrub_rate, lambda: self._drains.last)
         self._jobs.when_idle = scrubber.go_on if self._config.scrub_rate else None
         self._commits = Commits(context, self._drains, lambda home: heal_or_remember(context, home),
                                 lambda: mend(context, scrubber))  # fmt: skip

@@ -50,7 +50,7 @@ class Commits:
                 except commit.OneAhead:
                     context.world.job_number += 1
                 except commit.MendFirst:
-                    self._mend()  # then no rank says any more that it has found damage
+                    self._mend_first(trainer)
             if save.is_given_up and self._context.world.rank == 0:
                 log.warning("step %d is not kept, as its values are suspect, and the good step before it is; "
                             "mark_good(%d) takes it all the same", save.step, save.step)  # fmt: skip
@@ -68,6 +68,14 @@ class Commits:
             raise
         finally:
             context.recorder.seconds["protect and commit"] += time.perf_counter() - start
+
+    def _mend_first(self, trainer: Trainer) -> None:
+        """Mend; then no rank says any more that it has found damage."""
+        try:
+            self._mend()
+        except MlflashError as error:
+            trainer.ended(error)
+            raise
 
     def _committed(self, save: commit.Save) -> None:
         recorder = self._context.recorder
