@@ -183,7 +183,7 @@ def add_index(skeleton: FileWithHoles, text: bytes) -> int:
     with h5py.File(skeleton.file, "r+") as file:
         dataset = _contiguous(file.create_group("mlflash"), "index", h5py.h5t.STD_U8LE, (len(text),))
         start = int(dataset.id.get_offset())
-    skeleton.place(start, len(text), lambda: np.frombuffer(text, dtype=np.uint8))
+    skeleton.place(start, len(text), lambda: np.frombuffer(text, dtype=np.uint8), is_tensor=False)
     return start
 
 

@@ -7,14 +7,25 @@ given up, end in an OSError where the file system fails, and hold none of the li
 
 from __future__ import annotations
 
+import hashlib
 import io
 import os
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import numpy as np
 
 Source = Callable[[], np.ndarray]
 """Gives the bytes of a tensor, ``(nbytes,)`` uint8."""
+
+
+class _Place(NamedTuple):
+    """Bytes that are not in memory yet; ``is_tensor``: that have checksums of their own."""
+
+    start: int
+    nbytes: int
+    source: Source
+    is_tensor: bool
 
 
 class FileWithHoles:
@@ -26,12 +37,12 @@ class FileWithHoles:
 
     def __init__(self) -> None:
         self.file = io.FileIO(os.memfd_create("mlflash-skeleton", os.MFD_CLOEXEC), "w+b")
-        self._places: list[tuple[int, int, Source]] = []
+        self._places: list[_Place] = []
 
-    def place(self, start: int, nbytes: int, source: Source) -> None:
-        """Say that a tensor's bytes belong at ``start``; the file is at least so long then."""
+    def place(self, start: int, nbytes: int, source: Source, is_tensor: bool = True) -> None:
+        """Say that a tensor's bytes, or others, belong at ``start``; the file is at least so long then."""
         if nbytes:
-            self._places.append((start, nbytes, source))
+            self._places.append(_Place(start, nbytes, source, is_tensor))
             if self.nbytes < start + nbytes:
                 os.ftruncate(self.file.fileno(), start + nbytes)
 
@@ -47,7 +58,7 @@ class FileWithHoles:
     def stream(self, chunk_nbytes: int) -> Iterator[memoryview]:
         """Give the whole file, front to back, in pieces of at most so many bytes."""
         at = 0
-        for start, nbytes, source in sorted(self._places, key=lambda place: place[0]):
+        for start, nbytes, source, _ in sorted(self._places, key=lambda place: place.start):
             yield from self._between(at, start, chunk_nbytes)
             content = source().data
             if content.nbytes != nbytes:
@@ -63,6 +74,19 @@ class FileWithHoles:
             content = os.pread(self.file.fileno(), min(chunk_nbytes, end - at), at)
             yield memoryview(content)
             at += len(content)
+
+    def digest_beside_tensors(self, chunk_nbytes: int) -> str:
+        """SHA-256 of the bytes of the file that are no tensor's, front to back. No tensor is read."""
+        made, at = hashlib.sha256(), 0
+        for start, nbytes, source, is_tensor in sorted(self._places, key=lambda place: place.start):
+            for content in self._between(at, start, chunk_nbytes):
+                made.update(content)
+            if not is_tensor:
+                made.update(source().data)
+            at = start + nbytes
+        for content in self._between(at, self.nbytes, chunk_nbytes):
+            made.update(content)
+        return made.hexdigest()
 
     def close(self) -> None:
         """Free its memory. May be called twice."""
