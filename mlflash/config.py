@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
 import os
 import re
 from collections.abc import Mapping
@@ -18,6 +19,7 @@ import xxhash
 
 from .errors import ConfigError
 from .placement import redundancy_scheme
+from .storage import canonical_json
 from .storage.store import is_url
 
 MIB = 1 << 20
@@ -75,6 +77,8 @@ class Config:
     copy_threads: int = _setting(0, "MLFLASH_COPY_THREADS", "of a rank's copies and checks; 0: as many as are worth it")
     chunk_nbytes: int = _setting(4 * MIB, "MLFLASH_CHUNK_NBYTES", "bytes per transfer, 1 MiB to 1 GiB")
     block_nbytes: int = _setting(MIB, "MLFLASH_BLOCK_NBYTES", "bytes per checksum")
+    provenance: str = _setting("", "MLFLASH_PROVENANCE", "drained checkpoints say this besides: a JSON object")
+    sign_key: str = _setting("", "MLFLASH_SIGN_KEY", "file of the Ed25519 key that signs their provenance; '': none")
     log: str = _setting("", "MLFLASH_LOG", "file that gets a line of JSON for each event; '': none")
     metrics: str = _setting("", "MLFLASH_METRICS", "for Prometheus: file, or ':PORT' on loopback; '': none")
     ranks_per_node: int = _setting(0, "MLFLASH_RANKS_PER_NODE", "emulate nodes of n ranks (0: real nodes)")
@@ -191,6 +195,9 @@ def from_environment(env: Mapping[str, str], directory: str | os.PathLike[str] |
     if unknown := given.keys() - {field.name for field in dataclasses.fields(Config)}:
         raise ConfigError(f"unknown settings: {', '.join(sorted(unknown))}")
     values["fresh"] = _word(values.get("fresh", ""))
+    values["provenance"] = _object(values.get("provenance", ""))
+    if values.get("sign_key"):  # couriers may stand elsewhere
+        values["sign_key"] = os.path.abspath(values["sign_key"])
     given_as = None if directory is None else os.fspath(directory)
     values["directory"] = given_as if given_as is None or is_url(given_as) else os.path.abspath(given_as)
     if "job" not in values:
@@ -255,6 +262,21 @@ def _word(fresh: bool | str) -> str:
     return {"true": "1", "yes": "1", "on": "1", "false": "", "no": "", "off": "", "0": ""}.get(
         str(fresh).lower(), str(fresh)
     )
+
+
+def _object(given: Any) -> str:
+    """What is given as provenance, as canonical JSON; "" where nothing is."""
+    if given == "":
+        return ""
+    try:
+        value = json.loads(given) if isinstance(given, str) else given
+        if not isinstance(value, Mapping):
+            raise ValueError(f"it is of {type(value)}")
+        return canonical_json.encode(dict(value)).decode()
+    except (ValueError, RecursionError) as error:
+        raise ConfigError("bad setting provenance (environment name MLFLASH_PROVENANCE)",
+                          expected="a dict of JSON values: None, bool, int, float, str, lists and dicts of them",
+                          found=str(error)) from None  # fmt: skip
 
 
 def _is_cores(text: str) -> bool:

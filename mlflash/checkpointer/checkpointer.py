@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 from .. import config
@@ -61,6 +62,8 @@ class Checkpointer(Ending):
         keep_last, keep_every: what stays in ``directory``: the newest so many, and multiples of it. Default 0, 0: all.
         drain_rate, drain_writers: bytes per second of all ranks together; ranks that write at a time. Default 0: all.
         format: "hdf5", or "dcp": what plain `torch.distributed.checkpoint.load` reads.
+        provenance: what each drained checkpoint says of itself besides: a dict of JSON values, such as a seed.
+        sign_key: file of an Ed25519 private key in PEM, which signs that; see docs/drain.md. Default: none.
         log: a file that gets a line of JSON for each event, see docs/watching.md; each other node has one beside it.
         process_group: the torch.distributed group that has the ranks of ``comm``, or without ``comm`` the ranks of the
             job that this is for; nothing is sent. Default: all.
@@ -86,6 +89,7 @@ class Checkpointer(Ending):
         transport: str | None = None, skip_stuck: int | None = None, fresh: bool | str | None = None,
         drain_every: int | None = None, drain_rate: float | None = None, drain_writers: int | None = None,
         keep_last: int | None = None, keep_every: int | None = None, format: str | None = None,
+        provenance: Mapping[str, Any] | None = None, sign_key: str | os.PathLike[str] | None = None,
         log: str | os.PathLike[str] | None = None, domains: Any = None, replicated: Any = None,
         process_group: Any = None, enabled: bool = True, **settings: Any,
     ):  # fmt: skip
@@ -94,7 +98,7 @@ class Checkpointer(Ending):
             when_busy=when_busy, reserve=reserve, transport=transport, skip_stuck=skip_stuck, fresh=fresh,
             drain_every=drain_every, drain_rate=drain_rate, drain_writers=drain_writers, keep_last=keep_last,
             keep_every=keep_every, format=format, log=None if log is None else os.fspath(log), enabled=enabled,
-            **settings,
+            provenance=provenance, sign_key=None if sign_key is None else os.fspath(sign_key), **settings,
         )  # fmt: skip
         self.enabled = self._config.enabled
         self._closed = "" if self.enabled else "off"  # why; there is nothing to close then

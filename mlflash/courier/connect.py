@@ -18,6 +18,7 @@ from ..memory.shared_memory_segment import Segment
 from ..mpi.job_thread import JobThread
 from ..mpi.world import World, find_world
 from ..protocol.client import Client
+from ..protocol.loaded_versions import loaded_versions
 from ..protocol.messages import Start, Started
 from ..protocol.ranks import Ranks
 from ..protocol.torch_rank import check_torch_rank, replicas_of, some_ranks
@@ -117,7 +118,7 @@ def _start(rank: int, size: int, group: Any, process_group: Any, replicated: Any
         problem = error
     if isinstance(domains, os.PathLike):
         domains = os.fspath(domains)  # as messages are plain data
-    return Start(problem, replicas, domains, os.urandom(8).hex())
+    return Start(problem, replicas, domains, os.urandom(8).hex(), versions=loaded_versions())
 
 
 def _started(courier: Client, start: Start) -> Started:

@@ -24,6 +24,8 @@ from .file_index import CARD_NBYTES, Card, read_card
 log = logging.getLogger("mlflash")
 
 MASTERS = ("checkpoint.h5", "checkpoint.mlflash")
+PROVENANCE = "provenance.json"
+SIGNATURE = "provenance.json.sig"
 _STEP = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 VERDICT = "verdict"
 """The file that says what is known of the values of a checkpoint."""
@@ -248,13 +250,13 @@ def _left_over(inside: Store, names: list[str], owner: str, run_id: bytes) -> li
 
 
 def _remove(inside: Store, names: list[str]) -> None:
-    """Delete files: first what makes PyTorch take them for a checkpoint, last the cards that say whose the data is."""
+    """Delete files: first what makes PyTorch take them for a checkpoint, last what says whose the others are."""
     for turn in range(3):
         each(inside.remove, [name for name in names if _turn(name) == turn])
 
 
 def _turn(name: str) -> int:
-    return 1 if _DATA.fullmatch(name) else 2 if name.startswith("rank-") else 0
+    return 1 if _DATA.fullmatch(name) or name == PROVENANCE else 2 if name.startswith("rank-") else 0
 
 
 def _is_of(inside: Store, name: str, of: Card) -> bool:
@@ -264,11 +266,12 @@ def _is_of(inside: Store, name: str, of: Card) -> bool:
     """
     if (match := _TEMPORARY.fullmatch(name)) is not None:
         return match["tag"] == tag(of.attempt, of.owner)
-    if name in (".metadata", VERDICT):
+    if name in (".metadata", VERDICT, PROVENANCE, SIGNATURE):
         try:
-            return tag(of.attempt, of.owner).encode() in inside.read(name)
+            said = inside.read(PROVENANCE if name == SIGNATURE else name)
         except (FileNotFoundError, PermissionError):
             return False
+        return tag(of.attempt, of.owner).encode() in said
     rank = _DATA.fullmatch(name)
     card = _card_of(inside, name if rank is None else f"rank-{int(rank[1]):05d}.mlflash")
     return card is not None and (card.attempt, card.owner) == (of.attempt, of.owner)

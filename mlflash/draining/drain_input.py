@@ -13,7 +13,7 @@ import numpy as np
 import xxhash
 
 from ..crash_points import reach
-from ..memory.slot_header import Attempt, Verdict
+from ..memory.slot_header import Attempt, Header, Verdict
 from ..protocol.describe_ranks import Described
 from ..redundancy.rank_checkpoint import RankCheckpoint
 from ..state.layout import PAGE_NBYTES
@@ -33,6 +33,8 @@ class DrainInput:
         attempt, step, world_size, mark, verdict: of the checkpoint.
         open: gives its ranks, one or several, each with the shares it needs; called on the thread that drains.
         homes: those, once they are open; verified while they are drained.
+        by: "job", or "scavenge".
+        checks: what the step has passed, as JSON values.
     """
 
     attempt: Attempt
@@ -42,6 +44,8 @@ class DrainInput:
     mark: int = 0
     verdict: Verdict = Verdict.UNKNOWN
     homes: dict[int, RankCheckpoint] = dataclasses.field(default_factory=dict)
+    by: str = "job"
+    checks: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass
@@ -218,6 +222,41 @@ def _source(read: Read, part: Part) -> Callable[[], np.ndarray]:
     return lambda: read(part.tensor)[first:last]
 
 
+@dataclasses.dataclass(frozen=True)
+class FileDigest:
+    """A file of a checkpoint.
+
+    Attributes:
+        name, nbytes: of it.
+        sha256: of its bytes that are no tensor's, see `FileWithHoles.digest_beside_tensors`.
+    """
+
+    name: str
+    nbytes: int
+    sha256: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Origin:
+    """Where and when the state of a rank was saved.
+
+    Attributes:
+        node_index, node: number and name of the node.
+        scheme: of its redundancy.
+        unix_ns: when its slot was sealed, ns since 1970.
+    """
+
+    node_index: int
+    node: str
+    scheme: str
+    unix_ns: int
+
+    @classmethod
+    def of(cls, header: Header) -> Origin:
+        """Read it from the header of a slot."""
+        return cls(header.node_index, header.node, header.scheme, header.unix_ns)
+
+
 @dataclasses.dataclass
 class Receipt:
     """What a rank's files hold, for the file that commits the checkpoint.
@@ -228,6 +267,8 @@ class Receipt:
         objects: what else its state holds, to be read by people.
         names: of tensors that a DCP plan has written, by what they are called in the file; else it is empty.
         more: what a form of files wants to know besides.
+        origin: where the rank was saved; it is there once the files are.
+        digests: of the files, once they are written.
     """
 
     rank: int
@@ -236,6 +277,8 @@ class Receipt:
     objects: Any
     names: Mapping[str, str] = dataclasses.field(default_factory=dict)
     more: bytes = b""
+    origin: Origin | None = None
+    digests: tuple[FileDigest, ...] = ()
 
     @classmethod
     def of(cls, rank: int, load: Load, places: Places, objects: Any, names: Mapping[str, str] | None = None

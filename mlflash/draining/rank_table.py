@@ -1,7 +1,8 @@
 """What all ranks of a drained checkpoint hold, and in which files: the index of the file that commits it.
 
     8 bytes      of the JSON document that follows
-    document     {"format", "job", "groups": [[structure, plain leaves, ranks], ...], "differ", "plain_differ"}
+    document     {"format", "job", "groups": [[structure, plain leaves, ranks], ...], "differ", "plain_differ",
+                  "provenance"}
     files        of each rank 6 numbers of 64 bits, see `_FILE`
     dealt        of each rank 3 signed numbers, see `RankTable.dealt`
     groups       of each the ranks, and a row of numbers for each of them, see `rank_structure`
@@ -43,6 +44,7 @@ class RankTable:
         files: of each rank.
         dealt: of each rank the lowest rank of its set, or -1; and where it begins, in bytes, in what all ranks hold
             alike and in what the set shares, ``(ranks, 3)`` int64.
+        has_provenance: whether the checkpoint was written with a provenance; older versions wrote none.
     """
 
     groups: list[Group]
@@ -50,13 +52,14 @@ class RankTable:
     plain_differ: frozenset[str]
     files: list[Stored]
     dealt: np.ndarray
+    has_provenance: bool = False
 
 
 def encode(form: str, job: str, files: Sequence[Stored], gathered: Gathered) -> bytes:
     """Encode the index. Of each rank ``more`` has its row of `RankTable.dealt`, with -1 where it was dealt nothing."""
     groups = [[its.structure.document, its.plain, len(its.ranks)] for its in gathered.groups]
     document = {"format": form, "job": job, "groups": groups, "differ": sorted(gathered.differ),
-                "plain_differ": sorted(gathered.plain_differ)}  # fmt: skip
+                "plain_differ": sorted(gathered.plain_differ), "provenance": True}  # fmt: skip
     text = json.dumps(document, separators=(",", ":"), allow_nan=False).encode()
     listed = np.array([[getattr(stored, name) for name in _FILE] for stored in files], dtype="<u8")
     dealt = _filled(np.array([gathered.more[rank] for rank in range(len(files))], dtype="<i8"))
@@ -107,7 +110,7 @@ def decode(raw: bytes, world_size: int) -> RankTable:
         ]
     except (*manifest.BAD_DOCUMENT, struct.error) as error:
         raise CorruptSlot(f"the index of the file that commits a checkpoint is damaged: {error!r}") from None
-    return RankTable(groups, differ, plain_differ, stored, dealt)
+    return RankTable(groups, differ, plain_differ, stored, dealt, document.get("provenance") is True)
 
 
 def _names(form: Any) -> tuple[str, str]:

@@ -4,7 +4,7 @@
     deal      what all ranks hold alike, and what sets of them share, is dealt out                2 gathers, 1 allreduce
     write     at most so many ranks at a time: checksums, the slot verified, the file written      1 allreduce
     tell      what each rank holds becomes one table (see `describe_ranks`)                       3 gathers, 1 allreduce
-    commit    rank 0 writes the file that commits the checkpoint, and deletes older ones           1 gather, 1 broadcast
+    commit    rank 0 writes the provenance, and the file that commits; it deletes older ones       1 gather, 1 broadcast
 
 What takes long is done on a thread of its own, which never calls MPI; the courier does the rest, a little at a time
 (see `background`). Whatever goes wrong on any rank, all give the drain up: what was written for it is deleted, the
@@ -32,11 +32,12 @@ from ..protocol.describe_ranks import Described, Gathered, gathering
 from ..storage.file_holes import FileWithHoles
 from ..storage.many_files import each
 from ..storage.store import Store
-from . import checkpoint_directory, rank_table
+from . import checkpoint_directory, provenance, rank_table
 from .drain import Drain
-from .drain_input import DrainInput, Load, Look, Receipt, load, look
+from .drain_input import DrainInput, FileDigest, Load, Look, Origin, Receipt, load, look
 from .file_format import Form
 from .file_index import Stored
+from .provenance import Facts
 
 log = logging.getLogger("mlflash")
 
@@ -56,6 +57,7 @@ class Terms:
         rate: bytes per second of all ranks together; 0: as fast as they go.
         writers: ranks that write at a time; 0: all.
         keep_last, keep_every: which older checkpoints stay, see `checkpoint_directory.surplus`.
+        facts: what each checkpoint says of the job.
     """
 
     form: str
@@ -67,6 +69,7 @@ class Terms:
     writers: int = 0
     keep_last: int = 0
     keep_every: int = 0
+    facts: Facts = dataclasses.field(default_factory=Facts)
 
 
 def run(
@@ -186,7 +189,8 @@ class _OnItsWay:
 
     def undo(self) -> Operation:
         """Delete what was written, that which says that it is whole first."""
-        rest = [name for name in self.written if name not in self.commits]
+        # What says whose the others are was written first.
+        rest = [name for name in reversed(self.written) if name not in self.commits]
         for names in (self.commits, rest):
             yield from in_thread(functools.partial(self._delete, names), "mlflash-drain")
             yield from self.collectives.agree(np.zeros(1, dtype=np.int64))
@@ -267,15 +271,16 @@ class _OnItsWay:
         self.drain.nbytes += sum(skeleton.nbytes for _, skeleton in files)
         at_once = min(self.terms.writers or self.world.size, self.world.size)
         with _closing(files):
+            origin, digests = Origin.of(self.drain_input.homes[rank].header), _digests(files)
             for name, skeleton in files:
                 self.written.append(name)
                 content = _paced(skeleton.stream(_CHUNK_NBYTES), self.drain, self.terms.rate / at_once)
                 self.inside.write(name, content, checkpoint_directory.tag(self.drain_input.attempt, self.terms.owner))
-        self.receipts.append((stored, receipt))
+        self.receipts.append((stored, dataclasses.replace(receipt, origin=origin, digests=digests)))
         self.drain.stored[rank] = stored
 
     def _commit(self, told: list[tuple[Stored, Receipt]], gathered: Gathered) -> None:
-        """Write what commits the checkpoint (rank 0)."""
+        """Write what says where the checkpoint comes from, and then what commits it (rank 0)."""
         if self.world.rank:
             return
         if [receipt.rank for _, receipt in told] != list(range(self.drain_input.world_size)):
@@ -285,11 +290,16 @@ class _OnItsWay:
         text = rank_table.encode(self.form.name, self.terms.job, [stored for stored, _ in told], gathered)
         receipts = [receipt for _, receipt in told]
         files = self.form.master_files(self.drain_input, text, receipts, self.terms.job, self.terms.owner)
-        tag = checkpoint_directory.tag(self.drain_input.attempt, self.terms.owner)
+        terms, tag = self.terms, checkpoint_directory.tag(self.drain_input.attempt, self.terms.owner)
         if verdict := self.drain_input.verdict:
             self.written.append(checkpoint_directory.VERDICT)
-            checkpoint_directory.write_verdict(self.inside, self.drain_input.attempt, self.terms.owner, verdict)
+            checkpoint_directory.write_verdict(self.inside, self.drain_input.attempt, terms.owner, verdict)
         with _closing(files):
+            said = provenance.files(terms.facts, self.drain_input, receipts, _digests(files), self.form.name,
+                                    terms.job, terms.owner, time.time_ns())  # fmt: skip
+            for name, content in said:
+                self.written.append(name)
+                self.inside.write(name, [content], tag)
             for name, skeleton in files:
                 self.written.append(name)
                 self.commits.append(name)
@@ -344,6 +354,10 @@ def _form(terms: Terms) -> Form:
 
 def _by_rank(told: tuple[Stored, Receipt]) -> int:
     return told[1].rank
+
+
+def _digests(files: Iterable[tuple[str, FileWithHoles]]) -> tuple[FileDigest, ...]:
+    return tuple(FileDigest(name, its.nbytes, its.digest_beside_tensors(_CHUNK_NBYTES)) for name, its in files)
 
 
 @contextlib.contextmanager

@@ -1149,6 +1149,31 @@ def test_files_of_dcp_are_deleted_with_their_cards(tmp_path: Path) -> None:
     assert tree(tmp_path) == ["step-00000001/__1_0.distcp"]
 
 
+def put_provenance(inside: Directory, attempt: Attempt, owner: str) -> None:
+    inside.write("provenance.json", [b"{ ", checkpoint_directory.tag(attempt, owner).encode(), b" }"])
+    inside.write("provenance.json.sig", [bytes(64)])
+
+
+@pytest.mark.parametrize("committed", [True, False])
+def test_provenance_is_deleted_with_its_checkpoint_and_that_of_another_stays(tmp_path: Path, committed: bool) -> None:
+    removed: list[str] = []
+    store = Watched(str(tmp_path), removed)
+    listed = {step: commit(store, f"step-0000000{step}", step, step) for step in (1, 2)}
+    put_provenance(store.at("step-00000001"), listed[1].card.attempt, "me")
+    put_provenance(store.at("step-00000002"), listed[1].card.attempt, "me")  # it was copied there
+    for folder in ("step-00000001", "step-00000002"):
+        if committed:
+            checkpoint_directory.delete(store, listed[int(folder[-1])])
+        else:
+            (tmp_path / folder / "checkpoint.h5").unlink()
+    if not committed:
+        checkpoint_directory.delete_leftovers(store, "me", b"y" * 16)
+    assert tree(tmp_path) == ["step-00000002/provenance.json", "step-00000002/provenance.json.sig"]
+    assert removed[committed:][:3] == ["provenance.json.sig", "provenance.json", "rank-00000.h5"], (
+        "whose it is goes last"
+    )
+
+
 @pytest.mark.parametrize("committed", [True, False])
 @pytest.mark.parametrize("slow", [".metadata", "__99_0.distcp"])
 def test_of_many_ranks_that_of_pytorch_goes_first_then_all_data_and_the_cards_last(
