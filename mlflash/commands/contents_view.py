@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ from ..command_line.output import new_table
 from ..human_readable.units import show_bytes
 from ..human_readable.wording import many, named
 from ..inspection.checkpoint_contents import Contents, Shard
+from ..inspection.provenance_check import Found, describe
 from ..inspection.tensor_statistics import Statistics
 
 if TYPE_CHECKING:
@@ -29,6 +31,7 @@ class Shown:
         about: a line on it.
         missing: ranks of whom nothing was found.
         found: what it holds.
+        said: of where it comes from; None: it is in memory.
     """
 
     step: int
@@ -37,6 +40,7 @@ class Shown:
     about: str
     missing: tuple[int, ...]
     found: Contents
+    said: Found | None = None
 
 
 def _groups(shards: Sequence[Shard]) -> Iterator[tuple[str, list[Shard]]]:
@@ -93,8 +97,11 @@ def to_json(shown: Shown) -> dict[str, Any]:
             "shards": [_shard_to_json(shard) for shard in those],
         })  # fmt: skip
     plain = {name: _plain(value) for name, value in shown.found.plain.items()}
+    said = None if shown.said is None or shown.said.document is None else {**shown.said.document}
+    if said is not None:
+        del said["files"]
     return {"step": shown.step, "ranks": shown.ranks, "source": shown.source, "missing_ranks": list(shown.missing),
-            "tensors": tensors, "plain": plain}  # fmt: skip
+            "tensors": tensors, "plain": plain, "provenance": said}  # fmt: skip
 
 
 def _shard_to_json(shard: Shard) -> dict[str, Any]:
@@ -116,6 +123,8 @@ def _plain(value: Any) -> Any:
 def show(console: Console, shown: Shown, closely: bool) -> None:
     """For people: a line for each tensor, or ``closely`` each of its shards."""
     console.print(f"step {shown.step} of {many(shown.ranks, 'rank')}, from {shown.source}; {shown.about}")
+    if shown.said is not None:
+        _show_provenance(console, shown.said)
     if shown.missing:
         console.print(f"no slot of {named(shown.missing)} was found here", style="yellow")
     if closely:
@@ -130,6 +139,18 @@ def show(console: Console, shown: Shown, closely: bool) -> None:
     for name, value in shown.found.plain.items():
         text = repr(value)
         console.print(f"{name} = {text if len(text) <= _LONGEST else text[:_LONGEST] + '...'}", markup=False)
+
+
+def _show_provenance(console: Console, said: Found) -> None:
+    if said.document is None:
+        if not said.is_older:
+            console.print("its provenance cannot be used; `mlflash verify` says why", style="yellow")
+        return
+    console.print(f"provenance: {describe(said.document)}", markup=False, soft_wrap=True)
+    signed = "" if said.signature == "none" else f"signed by the key {said.document['signer']}"
+    given = json.dumps(said.document["given"], ensure_ascii=False) if said.document["given"] else ""
+    if line := "; ".join(filter(None, (given, signed))):
+        console.print(f"  {line}", markup=False, soft_wrap=True)
 
 
 def _show_closely(console: Console, those: Sequence[Shard]) -> None:

@@ -14,10 +14,12 @@ from ..human_readable.units import show_seconds
 from ..inspection import checkpoint_contents, on_disk
 from ..inspection.checkpoint_contents import Contents, Itinerary
 from ..inspection.node_memory import Node, look, look_around, places
+from ..inspection.provenance_check import Found
 from ..inspection.restorability import Prospect, Restorability, what_is_restorable
 from ..inspection.slot_file import Changed
 from ..mpi.gather_on_rank_0 import gather
 from ..mpi.world import World
+from ..storage.store import open_store
 from .contents_view import Shown, show, to_json
 
 
@@ -90,10 +92,11 @@ def _from_directory(world: World, directory: str | None, step: int, tensor: str 
     one = next((listed for listed in stored.listed if listed.step == step), None) if stored is not None else None
     if stored is None or one is None:
         return None
-    found, error = Contents(), None
+    found, error, said = Contents(), None, Found()
     if world.rank == 0:
         try:
             found = checkpoint_contents.read_directory(stored.path, one, tensor, tensor is not None)
+            said = on_disk.provenance_of(open_store(stored.path), one)
         except OSError as problem:
             error = CorruptSlot(f"{stored.path}/{one.folder} cannot be read: {problem}", step=step)
         except CorruptSlot as problem:
@@ -101,7 +104,7 @@ def _from_directory(world: World, directory: str | None, step: int, tensor: str 
     world.raise_together(error)
     _refuse_unknown(world, tensor, found, step)
     about = f"{show_seconds(on_disk.age_s(one.card.unix_ns))} ago"
-    return Shown(step, one.card.world_size, f"{stored.path}/{one.folder}", about, (), found)
+    return Shown(step, one.card.world_size, f"{stored.path}/{one.folder}", about, (), found, said)
 
 
 def _refuse_unknown(world: World, tensor: str | None, found: Contents, step: int) -> None:

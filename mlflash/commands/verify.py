@@ -7,21 +7,23 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..command_line import choose_job
+from ..command_line import choose_job, shell_completion
 from ..command_line.options import job_options, settings
 from ..command_line.output import answer
 from ..command_line.progress_bar import Bar
 from ..command_line.run_on_ranks import FINE, WRONG, run_together
 from ..config import Config
-from ..errors import CorruptSlot, MlflashError
+from ..errors import ConfigError, CorruptSlot, MlflashError
 from ..human_readable.units import show_bytes
 from ..human_readable.wording import many
 from ..inspection import on_disk
 from ..inspection.node_memory import File, look, places
+from ..inspection.provenance_check import Found, Key, describe
 from ..inspection.slot_file import Changed, Sealed
 from ..memory.node_directory import NodeDirectory
 from ..mpi.gather_on_rank_0 import gather_from_all
 from ..mpi.world import World
+from ..storage.signatures import public_key
 from ..storage.store import open_store
 
 if TYPE_CHECKING:
@@ -37,6 +39,7 @@ class Checked:
         files, nbytes: that were read.
         damaged: files and what is wrong with each.
         written: files that changed while they were read: the job writes them.
+        provenance: of a checkpoint of the directory; None: of memory.
     """
 
     where: str
@@ -44,23 +47,29 @@ class Checked:
     nbytes: int = 0
     damaged: list[tuple[str, str]] = dataclasses.field(default_factory=list)
     written: list[str] = dataclasses.field(default_factory=list)
+    provenance: Found | None = None
 
 
 @click.command()
+@click.option("--key", metavar="PUBLIC.pem", shell_complete=shell_completion.files,
+              help="Each checkpoint of the directory must be signed by this key.")  # fmt: skip
 @job_options
-def verify(directory: str | None, job: str | None, memory: str, as_json: bool) -> None:
+def verify(key: str | None, directory: str | None, job: str | None, memory: str, as_json: bool) -> None:
     """Read every byte in memory and in the directory, and compare all checksums.
 
     Alone it reads this node's memory; under mpiexec or srun that of all nodes, and the processes share the reading.
+    In the directory it compares all files with the provenance of their checkpoint, too, and says what that records.
     It changes nothing; a slot that the job writes meanwhile is called that, and not damaged. Exits with 1 where
-    something is damaged, or nothing is there.
+    something is damaged, or not signed by --key, or nothing is there.
     """
     given = settings(memory, job, directory)
+    if key is not None and directory is None:
+        raise click.UsageError("--key needs --directory: nothing in memory is signed")
 
     def work(world: World) -> int:
         name = choose_job.choose(world, given, job, directory)
         in_memory = _verify_memory(world, given, name)
-        on_its_disk = _verify_directory(world, given.directory)
+        on_its_disk = _verify_directory(world, given.directory, key)
         if world.rank:
             return FINE
         found = [*in_memory, *on_its_disk]
@@ -122,7 +131,8 @@ def _verify_file(held: NodeDirectory, file: File, checked: Checked, bar: Bar) ->
     checked.nbytes += file.header.extents.body_nbytes
 
 
-def _verify_directory(world: World, directory: str | None) -> list[Checked]:
+def _verify_directory(world: World, directory: str | None, key_file: str | None) -> list[Checked]:
+    key = _key(world, key_file)
     stored = on_disk.look_into(world, directory)
     if stored is None:
         return []
@@ -131,13 +141,28 @@ def _verify_directory(world: World, directory: str | None) -> list[Checked]:
     total = sum(on_disk.stored_nbytes(store, one) for one in stored.listed) if world.rank == 0 else 0
     with Bar("directory", total // world.size, world.rank == 0) as bar:
         for one in stored.listed:
-            nbytes, wrong = on_disk.verify(world, store, one, bar.advance)
+            nbytes, wrong, provenance = on_disk.verify(world, store, one, bar.advance, key)
             where, ranks = f"{stored.path}/{one.folder}", len(range(world.rank, one.card.world_size, world.size))
-            mine[where] = Checked(where, ranks, nbytes, wrong)
+            mine[where] = Checked(where, ranks, nbytes, wrong, provenance=provenance)
     for folder in stored.damaged if world.rank == 0 else ():
         where = f"{stored.path}/{folder}"
         mine[where] = Checked(where, 1, 0, [("the file that commits it", "its first bytes are damaged")])
     return _join(gather_from_all(world, mine))
+
+
+def _key(world: World, file: str | None) -> Key | None:
+    """Read the key that must have signed; rank 0 needs it. Collective over the world."""
+    found: Key | None = None
+    error: ConfigError | None = None
+    if file is not None and world.rank == 0:
+        try:
+            found = public_key(file)
+        except ConfigError as problem:
+            error = problem
+    error = world.broadcast(error, 0)
+    if error is not None:
+        raise click.UsageError(str(error))
+    return found
 
 
 def _join(told: list[dict[str, Checked]]) -> list[Checked]:
@@ -150,13 +175,19 @@ def _join(told: list[dict[str, Checked]]) -> list[Checked]:
             all_of.nbytes += one.nbytes
             all_of.damaged = sorted([*all_of.damaged, *one.damaged])
             all_of.written = sorted([*all_of.written, *one.written])
+            all_of.provenance = all_of.provenance or one.provenance
+    for one in found.values():
+        if one.provenance is not None:  # it names more files than those with tensors
+            one.files = one.provenance.count(one.files, [file for file, _ in one.damaged])
     return list(found.values())
 
 
 def _to_json(one: Checked) -> dict[str, Any]:
     damaged = [{"file": file, "damage": text} for file, text in one.damaged]
-    return {"where": one.where, "files": one.files, "nbytes": one.nbytes, "damaged": damaged,
-            "being_written": one.written}  # fmt: skip
+    found = {"where": one.where, "files": one.files, "nbytes": one.nbytes, "damaged": damaged,
+             "being_written": one.written}  # fmt: skip
+    said = one.provenance
+    return found if said is None else found | {"provenance": said.to_json(is_whole=not one.damaged)}
 
 
 def _show(console: Console, found: list[Checked]) -> None:
@@ -170,3 +201,14 @@ def _show(console: Console, found: list[Checked]) -> None:
         console.print(text, style="red" if one.damaged else None)
         for file, what in one.damaged:
             console.print(f"  damaged: {file}: {what}", style="red")
+        if one.provenance is not None:
+            console.print(f"  provenance: {_in_words(one.provenance, not one.damaged)}", soft_wrap=True)
+
+
+def _in_words(found: Found, is_whole: bool) -> str:
+    """What a provenance says, and whether it holds."""
+    if found.document is None:
+        return "there is none: an older version of mlflash drained this" if found.is_older else "it does not hold"
+    signed = {"none": "not signed", "not checked": "signed, and no --key says by whom", "good": "signed by this key",
+              "bad": "not signed by this key"}[found.signature]  # fmt: skip
+    return f"{describe(found.document)}; {signed}; it {'holds' if is_whole else 'does not hold'}"

@@ -14,6 +14,8 @@ from ..human_readable.wording import many
 from ..mpi.world import World
 from ..restoring.open_in_directory import OpenInDirectory
 from ..storage.store import Store, open_store
+from . import provenance_check
+from .provenance_check import Found, Key
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,18 +113,43 @@ def stored_nbytes(store: Store, one: Listed) -> int:
         return 0
 
 
-def verify(world: World, store: Store, one: Listed, advance: Callable[[int], None]
-           ) -> tuple[int, list[tuple[str, str]]]:  # fmt: skip
+def verify(world: World, store: Store, one: Listed, advance: Callable[[int], None], key: Key | None = None
+           ) -> tuple[int, list[tuple[str, str]], Found | None]:  # fmt: skip
     """Read every byte of a checkpoint; each process reads the files of some ranks.
 
     Collective over the world.
 
     Args:
         advance: is told of bytes.
+        key: who must have signed the provenance; None: that is not asked.
 
     Returns:
-        The bytes that this process has read, and the files that are damaged, with what is wrong with each.
+        The bytes that this process has read; the files that are damaged, with what is wrong with each; on rank 0 what
+        the provenance says.
     """
+    found = world.broadcast(provenance_of(store, one, key) if world.rank == 0 else None, 0)
+    nbytes, wrong = _verify_tensors(world, store, one, advance)
+    told = found.wrong if world.rank == 0 else []
+    if found.document is not None:
+        told = told + provenance_check.verify_files(store.at(one.folder), one, found.document, world.rank, world.size)
+    wrong += told
+    return nbytes, wrong, found if world.rank == 0 else None
+
+
+def provenance_of(store: Store, one: Listed, key: Key | None = None) -> Found:
+    """Read what a checkpoint says of where it comes from; see `provenance_check.find`. Not collective."""
+    inside = store.at(one.folder)
+    try:
+        raw = read_index(inside, one)
+        has_one = one.card.version > 1 and rank_table.decode(raw, one.card.world_size).has_provenance
+    except (MlflashError, OSError):
+        has_one = False  # nobody can say so: what commits the checkpoint is damaged, which is said besides
+    return provenance_check.find(inside, one, has_one, key)
+
+
+def _verify_tensors(world: World, store: Store, one: Listed, advance: Callable[[int], None]
+                    ) -> tuple[int, list[tuple[str, str]]]:  # fmt: skip
+    """Read all blocks of all tensors, and compare their checksums. Collective over the world."""
     try:
         drained = OpenInDirectory(world, store, one)
     except CorruptSlot as error:  # the same on all ranks

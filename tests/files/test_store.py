@@ -22,11 +22,15 @@ import pytest
 import s3
 import torch
 from click.testing import CliRunner
+from keys import key_pair
 
 from mlflash import Checkpointer, errors
 from mlflash.cli import main
 from mlflash.draining.checkpoint_directory import list_checkpoints
+from mlflash.inspection import on_disk
+from mlflash.inspection.provenance_check import verify_files
 from mlflash.storage import store
+from mlflash.storage.signatures import public_key
 from mlflash.storage.store import Directory, Remote, open_store
 
 MIB = 1 << 20
@@ -420,17 +424,24 @@ def test_the_bound_for_s3_that_cannot_be_reached_is_below_30_seconds() -> None:
 
 
 @pytest.mark.parametrize("form", ["hdf5", "dcp"])
-def test_training_goes_the_full_circle_with_s3(bucket: str, shm: Path, form: str) -> None:
+def test_training_goes_the_full_circle_with_s3(bucket: str, shm: Path, form: str, tmp_path: Path) -> None:
     url, files = f"{bucket}/run", fsspec.filesystem("s3")
+    private, public = key_pair(tmp_path)
     files.pipe(f"{bucket}/run/notes.txt", b"mine")
     files.pipe(f"{bucket}/run/step-00000001/README", b"mine")
     files.pipe(f"{bucket}/run/step-00000009/checkpoint.h5", b"")  # foreign, and empty
-    with checkpointer(url, shm, format=form, drain_every=1, keep_last=2) as ckpt:
+    with checkpointer(url, shm, format=form, drain_every=1, keep_last=2, sign_key=private) as ckpt:
         for step in (1, 2, 3, 4):
             ckpt.save(step, state_at(step)).wait()
             assert ckpt.drain().wait(30).path == f"{url}/step-{step:08d}" + (".1" if step == 1 else "")
-    names = {"hdf5": ["checkpoint.h5", "rank-00000.h5"],
-             "dcp": [".metadata", "__0_0.distcp", "checkpoint.mlflash", "rank-00000.mlflash"]}[form]  # fmt: skip
+    for listed in list_checkpoints(there := open_store(url)):
+        found = on_disk.provenance_of(there, listed, public_key(str(public)))
+        assert found.signature == "good" and found.document is not None and found.wrong == []
+        assert verify_files(there.at(listed.folder), listed, found.document, 0, 1) == []
+    names = ["provenance.json", "provenance.json.sig"] + {
+        "hdf5": ["checkpoint.h5", "rank-00000.h5"],
+        "dcp": [".metadata", "__0_0.distcp", "checkpoint.mlflash", "rank-00000.mlflash"],
+    }[form]
     assert objects(bucket) == sorted(
         ["run/notes.txt", "run/step-00000001/README", "run/step-00000009/checkpoint.h5"]
         + [f"run/step-0000000{step}/{name}" for step in (3, 4) for name in names]

@@ -15,6 +15,7 @@ import pytest
 import torch
 from emulated import Nodes
 from holds import Hold
+from keys import key_pair
 from mpi4py import MPI
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -24,6 +25,9 @@ from waiting import until
 import mlflash
 from mlflash import Checkpointer, errors
 from mlflash.draining.checkpoint_directory import list_checkpoints
+from mlflash.inspection import on_disk
+from mlflash.mpi.world import World
+from mlflash.storage.signatures import public_key
 from mlflash.storage.store import open_store
 
 COMM = MPI.COMM_WORLD
@@ -214,6 +218,51 @@ def test_compressed_files_come_back_bit_for_bit(
             assert file["tensors/wide"][0, 3990:4010].tolist() == [*range(3990, 4000), *range(10)]
         nbytes = sum(path.stat().st_size for path in (pfs / "step-00000005").iterdir())
         assert nbytes < 1_200_000 + 1_000_000 + SIZE * 100_000
+
+
+@general
+@pytest.mark.parametrize(("form", "compression"), [("hdf5", None), ("hdf5", "gzip"), ("dcp", None)])
+def test_provenance_names_the_nodes_and_is_signed_by_rank_0_and_each_rank_checks_a_share_of_the_files(
+    options: dict[str, Any], pfs: Path, root: Path, form: str, compression: str | None
+) -> None:
+    nowhere = root / "nothing.pem"
+    with pytest.raises(errors.ConfigError, match="a key cannot be read"):
+        Checkpointer(**options, sign_key=nowhere)
+    if RANK == 0:
+        key_pair(root)
+    COMM.Barrier()
+    key = root / "key.pem" if RANK == 0 else nowhere  # nobody else reads it
+    with Checkpointer(**options, format=form, compression=compression, provenance={"seed": RANK}, sign_key=key) as ckpt:
+        ckpt.save(3, {**state_at(3), "own": torch.full((100,), RANK), "wide": np.tile(np.arange(4e3), 9)}).wait()
+        ckpt.drain().wait()
+    store, world = open_store(pfs), World(COMM, 1, 30.0).connect()
+    (listed,) = list_checkpoints(store)
+    public = public_key(str(root / "key.pub.pem")) if RANK == 0 else None
+
+    def wrong() -> set[str]:
+        """The files that all ranks together find changed."""
+        COMM.Barrier()
+        _, mine, found = on_disk.verify(world, store, listed, lambda _: None, public)
+        assert (found is not None) == (RANK == 0)
+        if found is not None and found.document is not None:
+            assert [node["ranks"] for node in found.document["nodes"]] == [1] * SIZE
+            assert len({node["host"] for node in found.document["nodes"]}) == SIZE
+            assert found.document["given"] == {"seed": 0} and found.document["redundancy"]
+            assert len(found.document["files"]) == (SIZE + 1 if form == "hdf5" else 2 * SIZE + 2)
+            assert (found.signature == "good") == ("provenance.json.sig" not in dict(mine))
+        return {file for theirs in COMM.allgather(mine) for file, _ in theirs}
+
+    assert wrong() == set()
+    for path in sorted((pfs / listed.folder).iterdir()):
+        good = path.read_bytes()
+        COMM.Barrier()
+        if RANK == 0:
+            path.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
+        assert path.name in wrong()
+        if RANK == 0:
+            path.write_bytes(good)
+    assert wrong() == set()
+    world.free()
 
 
 LOADER = """

@@ -140,7 +140,7 @@ def test_a_job_of_which_only_the_directory_is_left_is_listed(shm: Path, tmp_path
     run(shm, "clean", "--all")
     assert document(shm, "status", "-d", tmp_path / "d")["newest"] is None
     assert document(shm, "inspect", 1, "lr", "-d", tmp_path / "d")["plain"] == {"lr": 0.1}
-    assert document(shm, "verify", "-d", tmp_path / "d")["directory"][0]["files"] == 1
+    assert document(shm, "verify", "-d", tmp_path / "d")["directory"][0]["files"] == 3
 
 
 # Which job

@@ -1,0 +1,216 @@
+"""The provenance of a drained checkpoint: what it says, and whether the files are those that it was made of."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from ..draining import file_index, provenance
+from ..draining.checkpoint_directory import FILE_NAME, PROVENANCE, SIGNATURE, Listed
+from ..draining.file_index import CARD_NBYTES, Card, read_card
+from ..errors import CorruptSlot
+from ..human_readable.wording import many
+from ..storage.store import Store
+
+CHUNK_NBYTES = 8 << 20
+_NAMED = 4  # hosts in a line
+_DATA = re.compile(r"__(\d+)_0\.distcp")
+
+IsGood = Callable[[bytes, bytes], bool]
+Key = tuple[IsGood, str]
+"""What says whether a signature of some bytes is good, and the key as `signatures.public_key` gives it."""
+
+
+@dataclasses.dataclass
+class Found:
+    """What a checkpoint says of where it comes from.
+
+    Attributes:
+        document: the provenance, as it is written; None: there is none, or it cannot be used.
+        is_older: whether there is none, as an older version of mlflash has drained this.
+        signature: "none"; "not checked": no key was given; "good"; or "bad".
+        wrong: files, and what is wrong with each.
+    """
+
+    document: dict[str, Any] | None = None
+    is_older: bool = False
+    signature: str = "none"
+    wrong: list[tuple[str, str]] = dataclasses.field(default_factory=list)
+
+    def count(self, ranks: int, damaged: Iterable[str]) -> int:
+        """How many files were looked at: of so many ranks, or all that the provenance names. Not collective."""
+        if self.document is None:
+            return ranks + len({file for file, _ in self.wrong})
+        signature = [] if self.signature == "none" else [SIGNATURE]
+        return len({PROVENANCE, *signature, *self.document["files"], *damaged})
+
+    def to_json(self, is_whole: bool) -> dict[str, Any]:
+        """As plain values, without what it says of each file. Not collective."""
+        document = self.document
+        said = None if document is None else {key: value for key, value in document.items() if key != "files"}
+        return {"said": said, "older": self.is_older, "signature": self.signature, "holds": bool(said and is_whole)}
+
+
+def find(inside: Store, listed: Listed, has_provenance: bool, key: Key | None = None) -> Found:
+    """Read the provenance of a checkpoint, and check it and its signature; the files are left to `verify_files`.
+
+    Not collective.
+
+    Args:
+        inside: its folder.
+        listed: which it is.
+        has_provenance: whether the file that commits it says that there is one.
+        key: who must have signed it; None: that is not asked.
+    """
+    found = Found()
+    try:
+        raw = inside.read(PROVENANCE)
+    except OSError as error:
+        missing = isinstance(error, FileNotFoundError)
+        found.is_older = missing and not has_provenance
+        if not found.is_older:
+            found.wrong.append((PROVENANCE, "it is missing" if missing else f"it cannot be read: {error}"))
+        elif key is not None:
+            found.wrong.append((PROVENANCE, "there is none, so that nothing is signed"))
+        return found
+    try:
+        document = provenance.read(raw)
+    except CorruptSlot as error:
+        found.wrong.append((PROVENANCE, str(error)))
+        return found
+    card = listed.card
+    said = document["step"], document["run"], document["generation"], document["world_size"]
+    if said != (card.step, card.attempt.run_id.hex(), card.attempt.generation, card.world_size):
+        found.wrong.append((PROVENANCE, f"it is of another checkpoint than {listed.master}: of {_which(*said)}, and "
+                                        f"that is of {_which_card(card)}"))  # fmt: skip
+        return found
+    found.document = document
+    _check_signature(inside, document, key, found)
+    return found
+
+
+def _check_signature(inside: Store, document: Mapping[str, Any], key: Key | None, found: Found) -> None:
+    try:
+        signature = inside.read(SIGNATURE)
+    except OSError as error:
+        if document["signer"]:
+            missing = isinstance(error, FileNotFoundError)
+            found.wrong.append((SIGNATURE, "it is missing" if missing else f"it cannot be read: {error}"))
+        elif key is not None:
+            found.wrong.append((PROVENANCE, "it is not signed"))
+        return
+    found.signature = "not checked"
+    if key is None:
+        return
+    is_good, public = key
+    found.signature = "good" if is_good(signature, document["digest"].encode()) else "bad"
+    if found.signature == "bad":
+        same = document["signer"] == public
+        found.wrong.append((SIGNATURE, "it is no signature of this provenance" if same else
+                            f"another key has signed this: {document['signer'] or 'nobody says which'}"))  # fmt: skip
+
+
+def verify_files(inside: Store, listed: Listed, document: Mapping[str, Any], mine: int, among: int
+                 ) -> list[tuple[str, str]]:  # fmt: skip
+    """Compare files with what a provenance says of them; gives those that differ, and how.
+
+    Not collective. Of tensors nothing is read: the checksums of their blocks are among what is compared.
+
+    Args:
+        mine, among: this process takes every ``among``-th file, from that number on.
+    """
+    said = document["files"]
+    wrong = []
+    for name in sorted(said)[mine::among]:
+        if why := _difference(inside, listed, name, said[name]):
+            wrong.append((name, why))
+    if not mine:
+        there = {name for name in inside.names() if FILE_NAME.fullmatch(name)}
+        wrong += [(name, "it is not among the files of this checkpoint") for name in sorted(there - {*said})]
+    return wrong
+
+
+def _difference(inside: Store, listed: Listed, name: str, said: Mapping[str, Any]) -> str:
+    """How a file differs from what is said of it; "" where it does not."""
+    try:
+        nbytes = inside.nbytes(name)
+        card = _card(inside, name)
+        if card is not None and card.attempt != listed.card.attempt:
+            return f"it is of another checkpoint: of {_which_card(card)}"
+        if card is not None and name.startswith("rank-") and card.rank != int(re.findall(r"\d+", name)[0]):
+            return (
+                "it is the file that commits a checkpoint" if card.rank < 0 else f"it is the file of rank {card.rank}"
+            )
+        if nbytes != said["nbytes"]:
+            return f"it has {nbytes} bytes, and had {said['nbytes']} when it was drained"
+        made = hashlib.sha256()
+        for start, end in _beside(_tensors(inside, name, card, nbytes), nbytes):
+            for at in range(start, end, CHUNK_NBYTES):
+                made.update(inside.read(name, at, min(CHUNK_NBYTES, end - at)))
+    except FileNotFoundError as error:
+        return "it is missing" if not _is_there(inside, name) else f"it cannot be read: {error}"
+    except (CorruptSlot, OSError) as error:
+        return f"it was changed: {error}"
+    return "" if made.hexdigest() == said["sha256"] else "it was changed: its SHA-256 is not the one recorded"
+
+
+def _is_there(inside: Store, name: str) -> bool:
+    try:
+        inside.nbytes(name)
+    except OSError:
+        return False
+    return True
+
+
+def _card(inside: Store, name: str) -> Card | None:
+    """The card of a file; None where such files have none."""
+    if _DATA.fullmatch(name) or name == ".metadata":
+        return None
+    return read_card(inside.read(name, 0, CARD_NBYTES))
+
+
+def _tensors(inside: Store, name: str, card: Card | None, nbytes: int) -> list[tuple[int, int]]:
+    """Where tensors begin and end in a file that have checksums of their own, as the index of their rank says."""
+    match = _DATA.fullmatch(name)
+    if match is not None:
+        name = f"rank-{int(match[1]):05d}.mlflash"
+        card = read_card(inside.read(name, 0, CARD_NBYTES))
+    elif not re.fullmatch(r"rank-\d+\.h5", name):
+        return []
+    assert card is not None
+    raw = inside.read(name, card.index_start, card.index_nbytes)
+    places, _ = file_index.decode_places(raw, name, nbytes)
+    return [(its.start, its.start + its.nbytes) for its in places.of.values() if its.nbytes and not its.packed]
+
+
+def _beside(tensors: Sequence[tuple[int, int]], nbytes: int) -> Iterator[tuple[int, int]]:
+    """The parts of a file around its tensors, front to back."""
+    at = 0
+    for start, end in sorted(tensors):
+        if start > at:
+            yield at, start
+        at = max(at, end)
+    if nbytes > at:
+        yield at, nbytes
+
+
+def _which_card(card: Card) -> str:
+    return _which(card.step, card.attempt.run_id.hex(), card.attempt.generation, card.world_size)
+
+
+def _which(step: int, run: str, generation: int, world_size: int) -> str:
+    return f"step {step} of {many(world_size, 'rank')}, save {generation} of run {run[:8]}"
+
+
+def describe(document: Mapping[str, Any]) -> str:
+    """Say in a line what a provenance says. Not collective."""
+    hosts = [one["host"] for one in document["nodes"]]
+    where = ", ".join(hosts[:_NAMED]) + (f" and {len(hosts) - _NAMED} more" if len(hosts) > _NAMED else "")
+    versions = ", ".join(f"{name} {version}" for name, version in document["versions"].items())
+    by = "" if document["by"] == "job" else f", drained by `mlflash {document['by']}`"
+    ranks, saved = many(document["world_size"], "rank"), f"{document['saved'][:19]}Z"
+    return (f"step {document['step']} of job {document['job']}: {ranks} on {where or 'no node'}, "
+            f"{document['redundancy']}; saved {saved}{by}; {versions}")  # fmt: skip
