@@ -51,11 +51,22 @@ with mlflash.Checkpointer(sys.argv[1], redundancy="none", metrics=sys.argv[1] + 
     ckpt.save(1, {"w": np.zeros(10)}).wait()
 assert "mlflash_committed_step" in open(sys.argv[1] + "/m.prom").read()
 """
+SIGNED = """
+import subprocess, sys, numpy as np, mlflash
+from pathlib import Path
+key = sys.argv[1] + ".pem"
+subprocess.run(["openssl", "genpkey", "-algorithm", "ed25519", "-out", key], check=True)
+with mlflash.Checkpointer(sys.argv[1], drain_every=1, sign_key=key, redundancy="none", strict=True) as ckpt:
+    ckpt.save(1, {"w": np.zeros(10)}).wait()
+    ckpt.drain().wait()
+assert (Path(sys.argv[1]) / "step-00000001" / "provenance.json.sig").stat().st_size == 64
+"""
 # What each extra is for. Those of people who work on mlflash are installed together, as they would.
 EXTRAS = {
     "rs": PARITY,
     "s3": S3,
     "compression": COMPRESSED,
+    "sign": SIGNED,
     "lightning": "from mlflash.adapters.lightning import MLFlashCallback as it; it(every_n_steps=10, directory='/x')",
     "transformers": "from mlflash.adapters.transformers import MLFlashCallback, TrainerWrapper",
     "deepspeed": "from mlflash.adapters.deepspeed import attach",

@@ -35,7 +35,8 @@ import mlflash
 
 before = set(os.listdir("/dev/shm"))
 state = {"weights": np.arange(4.0), "object": mlflash.rng()}
-with mlflash.Checkpointer("/nowhere/run", redundancy="no such scheme", strict=True, drain_every=3, colour=3) as ckpt:
+with mlflash.Checkpointer("/nowhere/run", redundancy="no such scheme", strict=True, drain_every=3, colour=3,
+                          sign_key="/nowhere/key.pem", provenance={1: object()}) as ckpt:
     assert not ckpt.enabled and ckpt.restore(state) is None and ckpt.restore(state, 7, source="/nowhere") is None
     assert ckpt.load() == ckpt.load(7, copy=False) == (None, None) and ckpt.steps() == [] and ckpt.last_step is None
     for step in (1, 2, 2, 1, "three", 4.5, None):
