@@ -27,7 +27,7 @@ from mlflash.draining import file_index
 
 # Several blocks and chunks per rank.
 SMALL = {"MLFLASH_BLOCK_NBYTES": "65536", "MLFLASH_CHUNK_NBYTES": "65536"}
-MASTER = "checkpoint.h5"
+MASTER, PROVENANCE = "checkpoint.h5", "provenance.json"
 MIB = 1 << 20
 
 
@@ -41,7 +41,8 @@ def spec(directory: Path, *verbs: list[object], nbytes: int = 100_000, traps: li
 
 def files_of(step: int, ranks: int) -> set[str]:
     """The files of a whole checkpoint."""
-    return {f"step-{step:08d}/{name}" for name in (MASTER, *(f"rank-{rank:05d}.h5" for rank in range(ranks)))}
+    names = [MASTER, PROVENANCE, *(f"rank-{rank:05d}.h5" for rank in range(ranks))]
+    return {f"step-{step:08d}/{name}" for name in names}
 
 
 def files_in(directory: Path) -> set[str]:
@@ -219,7 +220,7 @@ def test_a_job_killed_before_its_drain_wrote_a_byte_leaves_no_file_for_long(
     job.wait_for("committed", 30)
     job.kill()
     assert (directory / "step-00000002").exists() and committed_in(directory) == {1}
-    assert len(files_in(directory)) - 3 == (0 if call == "create" else 2), "it got further"
+    assert len(files_in(directory) - files_of(1, 2)) == (0 if call == "create" else 2), "it got further"
     result = cluster.run(2, "worker.py", spec(directory, ["save"], ["drain"]), env=SMALL)
     step = result.of("drain")[0]["step"]
     assert files_in(directory) == files_of(1, 2) | files_of(step, 2), result.log
@@ -271,7 +272,10 @@ FAULTS: dict[str, tuple[str, int, str]] = {  # rules, the rank that fails, and h
     "eio on rename of rank 1": ("1 rename 5 0 *", 1, IO),
     "eio on rename of the master": ("* rename 5 0 checkpoint", 0, IO),
     "eio on fsync of the directory": ("1 fsyncdir 5 0 step", 1, IO),
-    "eio on fsync of the directory with the master": ("* fsyncdir 5 3 step", 0, IO),
+    "full for the provenance": ("* write 28 100 provenance", 0, FULL),
+    "eio on rename of the provenance": ("* rename 5 0 provenance", 0, IO),
+    "eio on fsync of the directory with the provenance": ("* fsyncdir 5 3 step", 0, IO),
+    "eio on fsync of the directory with the master": ("* fsyncdir 5 4 step", 0, IO),
     "no permission to make a folder": ("* mkdir 13 0 *", 0, DENIED),
     "no permission to make a file on rank 1": ("1 create 13 0 *", 1, DENIED),
     "read only on rank 1": (r"1 create 30 0 *\n1 mkdir 30 0 *\n1 unlink 30 0 *", 1, READ_ONLY),
