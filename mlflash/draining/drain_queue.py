@@ -314,6 +314,9 @@ class DrainQueue:
                 files = {(node, (int(row["shared_by"]), int(row["number"]))): int(row["file"]) for row in shares}
             return {context.world.rank: open_rank_checkpoint(context.pool.open, context.world.node_index, slot, files)}
 
-        drain_input = DrainInput(header.attempt, header.step, context.world.size, open_home_of_mine, header.mark,
-                                 slot.verdict)  # fmt: skip
+        verdict = slot.verdict
+        drain_input = DrainInput(
+            header.attempt, header.step, context.world.size, open_home_of_mine, header.mark, verdict,
+            checks={"values": verdict.name.lower()} if verdict else {},
+        )  # fmt: skip
         self.begin(drain_input, [one for one in (slot, share) if one is not None])

@@ -383,20 +383,9 @@ def _header(save: Save, context: Context, check: int) -> Header | None:
         return None
     world = context.world
     return Header(
-        attempt=save.attempt,
-        step=save.step,
-        rank=world.rank,
-        world_size=world.size,
-        node_index=world.node_index,
-        local_rank=world.local_rank,
-        manifest_nbytes=save.plan.manifest_nbytes,
-        extents=save.plan.layout.extents,
-        table_check=check,
-        unix_ns=time.time_ns(),
-        node=world.node_name,
-        scheme=context.protection.scheme,
-        job=context.config.job,
-        group=context.protection.group,
-        shared_by=-1 if save.plan.sharing is None else save.plan.sharing.by,
-        mark=context.config.mark,
-    )
+        attempt=save.attempt, step=save.step, rank=world.rank, world_size=world.size, node_index=world.node_index,
+        local_rank=world.local_rank, manifest_nbytes=save.plan.manifest_nbytes, extents=save.plan.layout.extents,
+        table_check=check, unix_ns=time.time_ns(), node=world.node_name, scheme=context.protection.scheme,
+        job=context.config.job, group=context.protection.group,
+        shared_by=-1 if save.plan.sharing is None else save.plan.sharing.by, mark=context.config.mark,
+    )  # fmt: skip
