@@ -74,7 +74,7 @@ def _forget_shards(module: FSDPModule) -> None:
     state._modules_to_run_forward.clear()
     state._state_ctx.iter_forward_root = None
     state._state_ctx.post_backward_final_callback_queued = False
-    for group in _groups_of(state):
+    for group in groups_of(state):
         group._training_state = TrainingState.IDLE
         group._all_gather_result = group._post_reduce_event = group._all_reduce_state = None
         group._reshard_after_forward_event = group._partial_reduce_output = None
@@ -94,8 +94,8 @@ def _forget_shards(module: FSDPModule) -> None:
         group._to_sharded()
 
 
-def _groups_of(state: Any) -> list[Any]:
-    """The groups of parameters that a module gathers; before PyTorch 2.13 it had one at most."""
+def groups_of(state: Any) -> list[Any]:
+    """Give the groups of parameters that a module of FSDP2 gathers; before PyTorch 2.13 it had one at most."""
     if not hasattr(state, "_fsdp_param_groups"):
         return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
     groups: list[Any] = state._fsdp_param_groups

@@ -21,6 +21,7 @@ __all__ = [
     "MemoryTooSmall",
     "MlflashError",
     "MpiUnavailable",
+    "ReplayMismatch",
     "SaveFailed",
     "StateError",
     "StepNotFound",
@@ -188,6 +189,10 @@ class WorldSizeChanged(MlflashError, RuntimeError):
 
 class CorruptSlot(MlflashError, ValueError):
     """A slot's bytes are not what its checksums say, or do not follow the format."""
+
+
+class ReplayMismatch(MlflashError, ArithmeticError):
+    """Two ranks have computed different gradients of the same micro-batch: one of them computes wrongly."""
 
 
 class SaveFailed(MlflashError, RuntimeError):

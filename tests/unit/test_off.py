@@ -285,6 +285,7 @@ ENTRIES = {
     "megatron_bridge.py": ["use"],
     "nemo/callback.py": ["MLFlashCheckpointCallback"],
     "nemo/wrap.py": ["wrap_trainer_and_auto_resume_with_mlflash"],
+    "replay/replay.py": ["Replay"],
     "transformers/flash.py": ["MLFlashCallback", "TrainerWrapper"],
 }
 """Where a user turns an adapter on. TorchTitan's options have `memory_enable`, as they are all called memory_…"""
@@ -296,6 +297,7 @@ OTHERS = {
     # States of FSDP models, and torch.distributed itself: nothing of it is saved by them.
     "full_state_dict", "init_optim_state", "load_local_state_dict", "load_sharded_state_dict", "local_state_dict",
     "sharded_state_dict", "init_process_group", "allow", "DistributedFileSystemReader", "Ranker",
+    "Mismatch", "Place",
 }  # fmt: skip
 FILES = ["megatron_bridge.py", "torchtitan.py", "distributed.py", "megatron/easy.py"]  # without an __all__
 

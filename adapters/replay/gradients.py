@@ -1,0 +1,93 @@
+"""The gradients of one rank's pass through a model, before they are reduced over ranks.
+
+A hook on each leaf of the graph sees its gradient as this rank has computed it. With DDP and plain models the leaves
+are the parameters. FSDP2 has others in its forward: whole parameters, which it gathers into the same objects each time.
+Torch has no public name for these; the attributes are those of PyTorch 2.13.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from ..left_steps import groups_of
+from .signatures import Signature, sign
+
+LOSS = "loss"
+Signatures = dict[str, Signature]
+
+
+def backward(model: nn.Module, names: dict[int, str], loss: torch.Tensor) -> Signatures:
+    """Run the backward pass of a step and give the signatures of its loss and of all gradients.
+
+    Collective over the groups that wrappers of the model reduce gradients over. What is in ``grad`` after it is what
+    would be there without the signatures.
+
+    Args:
+        model: that has computed the loss.
+        names: of its parameters (`names_of`).
+        loss: (), or of any shape with one element.
+    """
+    found = {LOSS: sign(loss)}
+    with _watched(_leaves(model, names), found):
+        loss.backward()
+    return found
+
+
+def backward_aside(model: nn.Module, names: dict[int, str], loss: torch.Tensor) -> Signatures:
+    """Run a backward pass of which nothing is left but the signatures; give these.
+
+    Collective over the groups that the model's parameters are gathered over. No gradient is accumulated nor reduced,
+    and none is kept for longer than it takes to read it.
+
+    Args:
+        model, names, loss: as in `backward`.
+    """
+    found = {LOSS: sign(loss)}
+    leaves = _leaves(model, names)
+    with _watched(leaves, found, drop=True):
+        torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+    return found
+
+
+def names_of(model: nn.Module) -> dict[int, str]:
+    """Give the name of each parameter by the id of its object. Not collective."""
+    return {id(parameter): name for name, parameter in model.named_parameters()}
+
+
+def _leaves(model: nn.Module, names: dict[int, str]) -> dict[str, torch.Tensor]:
+    """The tensors by which a graph ends in the parameters, after forward."""
+    found: dict[str, torch.Tensor] = {}
+    for module in model.modules():
+        for group in groups_of(module._get_fsdp_state()) if isinstance(module, FSDPModule) else ():
+            for one in group.fsdp_params:
+                if hasattr(one, "_unsharded_param"):  # else this rank has never used it
+                    whole = one.unsharded_param
+                    found[names.get(id(one.sharded_param)) or names.get(id(whole)) or str(one._param_fqn)] = whole
+    for name, parameter in model.named_parameters():
+        found.setdefault(name, parameter)
+    return {name: leaf for name, leaf in found.items() if leaf.requires_grad}
+
+
+@contextlib.contextmanager
+def _watched(leaves: dict[str, torch.Tensor], found: Signatures, drop: bool = False) -> Iterator[None]:
+    """Note the signature of each gradient that comes to a leaf; with ``drop`` free its memory, too."""
+
+    def watch(name: str, leaf: torch.Tensor) -> torch.utils.hooks.RemovableHandle:
+        def note(gradient: torch.Tensor) -> torch.Tensor | None:
+            found[name] = sign(gradient)
+            plain = drop and type(gradient) is torch.Tensor and not gradient.is_sparse
+            return gradient.new_zeros(()).expand(gradient.shape) if plain else None
+
+        return leaf.register_hook(note)
+
+    handles = [watch(name, leaf) for name, leaf in leaves.items()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
