@@ -41,7 +41,7 @@ def spec(directory: Path, *verbs: list[object], nbytes: int = 100_000, traps: li
 
 def files_of(step: int, ranks: int) -> set[str]:
     """The files of a whole checkpoint."""
-    names = [MASTER, PROVENANCE, *(f"rank-{rank:05d}.h5" for rank in range(ranks))]
+    names = [MASTER, PROVENANCE, "verdict", *(f"rank-{rank:05d}.h5" for rank in range(ranks))]
     return {f"step-{step:08d}/{name}" for name in names}
 
 

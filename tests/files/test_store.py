@@ -438,7 +438,7 @@ def test_training_goes_the_full_circle_with_s3(bucket: str, shm: Path, form: str
         found = on_disk.provenance_of(there, listed, public_key(str(public)))
         assert found.signature == "good" and found.document is not None and found.wrong == []
         assert verify_files(there.at(listed.folder), listed, found.document, 0, 1) == []
-    names = ["provenance.json", "provenance.json.sig"] + {
+    names = ["provenance.json", "provenance.json.sig", "verdict"] + {
         "hdf5": ["checkpoint.h5", "rank-00000.h5"],
         "dcp": [".metadata", "__0_0.distcp", "checkpoint.mlflash", "rank-00000.mlflash"],
     }[form]
