@@ -184,6 +184,7 @@ class Session:
     def _commit_restored(self, message: asked.CommitRestored, trainer: Trainer) -> None:
         """Commit what was put together; then the old slots may go. Where it cannot be, they stay."""
         context = self.context
+        context.examiner.forget()
         save = commit.Save(message.request, trainer, context)
         commit.run(save, context)
         if save.slot is not None:

@@ -310,7 +310,7 @@ def _protect(save: Save, context: Context) -> None:
     reach("commit.half_recorded")
     _record(save, context, [*context.protection.kept(context.pool, save.attempt), *_shares(save)])
     reach("commit.recorded")
-    context.pool.drop_spare(committed=True)
+    context.pool.drop_spare(committed=not (save.is_suspect and context.certification.has_better))
 
 
 def _record(save: Save, context: Context, slots: Iterable[Slot]) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Iterator
 
+from ..errors import CorruptSlot
 from ..memory.slot import Slot
 from ..memory.slot_header import Verdict
 from ..redundancy.slot_plan import Plan
@@ -13,6 +15,8 @@ from ..startup.context import Context
 from ..state.layout import Layout
 from ..value_checks.checked_parts import Stored
 from ..value_checks.examiner import Examination, Finding, in_words
+
+log = logging.getLogger("mlflash")
 
 
 class ValueLooks:
@@ -60,25 +64,39 @@ def certify(context: Context, due: Saved) -> bool:
 
     Collective over the world; whether it is certified is the same on all ranks.
     """
-    mine = next((slot for slot in context.pool.own if slot in context.pool.holding(due.attempt)), None)
-    is_good = mine is not None and mine.header is not None
-    if mine is not None and mine.header is not None:
-        payload_nbytes = mine.header.extents.payload_nbytes
-        stored = [Stored(one, one.start, one.nbytes) for one in mine.manifest().entries if one.start < payload_nbytes]
-        findings = context.examiner.look_at_all(mine, mine.header.extents, stored)
-        is_good = not findings
-        if findings:
-            context.recorder.suspect(due.step, in_words(findings), len(findings))
+    findings = _findings_in_all(context, due)
     differed = context.replicas is not None and context.replicas.differed_at == due.step
-    is_good = bool(context.world.agree([int(is_good and not differed)])[0])
-    for slot in context.pool.holding(due.attempt):
-        slot.record_verdict(due.attempt, Verdict.CERTIFIED if is_good else Verdict.SUSPECT)
-    context.certification.tried(is_good)
-    if is_good:
+    is_good, is_suspect = findings == [] and not differed, bool(findings) or differed
+    all_good, none_suspect = context.world.agree([int(is_good), int(not is_suspect)])
+    if all_good or not none_suspect:
+        for slot in context.pool.holding(due.attempt):
+            slot.record_verdict(due.attempt, Verdict.CERTIFIED if all_good else Verdict.SUSPECT)
+    context.certification.tried(bool(all_good))
+    if all_good:
         context.pool.certified = due.attempt
         context.recorder.certified(due.step)
     context.pool.hold_only(context.certification.held)
-    return is_good
+    return bool(all_good)
+
+
+def _findings_in_all(context: Context, due: Saved) -> list[Finding] | None:
+    """What is suspect in this rank's own slot of an attempt; None: it cannot be looked at. Not collective."""
+    mine = next((slot for slot in context.pool.holding(due.attempt) if slot in context.pool.own), None)
+    if mine is None or mine.header is None:
+        return None
+    try:
+        entries = mine.manifest().entries
+    except CorruptSlot as error:  # the scrubber, or a restore, says more
+        log.warning(
+            "step %d is not certified, as it cannot be read on rank %d: %s", due.step, context.world.rank, error
+        )
+        return None
+    extents = mine.header.extents
+    stored = [Stored(one, one.start, one.nbytes) for one in entries if one.start < extents.payload_nbytes]
+    findings = context.examiner.look_at_all(mine, extents, stored)
+    if findings:
+        context.recorder.suspect(due.step, in_words(findings), len({finding.tensor for finding in findings}))
+    return findings
 
 
 def _in_slot(layout: Layout) -> Iterator[Stored]:

@@ -40,6 +40,11 @@ class Certification:
         self._tried: Saved | None = None
         self.held: frozenset[Attempt] = frozenset()
 
+    @property
+    def has_better(self) -> bool:
+        """Whether a step that is suspect is given up, as there is a good one."""
+        return self._keeps and self._good is not None
+
     def restored(self, saved: Saved, is_suspect: bool) -> None:
         """Hear what was restored: training goes on from it."""
         self._good = None if is_suspect else saved
@@ -50,7 +55,7 @@ class Certification:
         """Hear what was committed; gives what may be certified now, when all of its values were looked at."""
         if is_suspect:
             self._tried = None
-            self._newest = self._good if self._keeps and self._good is not None else saved
+            self._newest = self._good if self.has_better else saved
             self._hold()
             return None
         if self._after and self._tried is None and self._newest is not None and self._newest == self._good:
