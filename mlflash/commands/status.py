@@ -20,13 +20,17 @@ from ..inspection import on_disk
 from ..inspection.node_memory import File, Node, look_around
 from ..inspection.restorability import Prospect, Restorability, Survival, survival, what_is_restorable
 from ..memory.courier_process import process_named
-from ..memory.slot_header import Attempt, Header, Kind
+from ..memory.slot_header import Attempt, Header, Kind, Verdict
 from ..mpi.world import World
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+_VALUES = {
+    Verdict.CERTIFIED: "certified, ", Verdict.SUSPECT: "with suspect values, ", Verdict.BAD: "marked bad, ",
+    Verdict.GOOD: "marked good, ",
+}  # fmt: skip
 _STUCK = 2  # restores of one attempt, from which on that is worth mentioning
 
 
@@ -162,7 +166,7 @@ def describe(one: Prospect) -> str:
         "step 40 of 4 ranks, committed, 12 s ago; xor:4; ranks 2-3 to be rebuilt from parity"
     """
     seen = "committed" if one.committed else "not seen committed, but whole"
-    text = f"step {one.step} of {many(one.world_size, 'rank')}, {seen}, "
+    text = f"step {one.step} of {many(one.world_size, 'rank')}, {seen}, {_VALUES.get(one.verdict, '')}"
     text += f"{show_seconds(on_disk.age_s(one.unix_ns))} ago; {one.scheme}"
     if one.missing:
         text += f"; {named(one.missing)} to be rebuilt from parity"
@@ -187,6 +191,7 @@ def attempt_to_json(one: Prospect) -> dict[str, Any]:
         "committed": one.committed,
         "restorable": one.choice is not None,
         "restores": one.restores,
+        "values": one.verdict.name.lower(),
         "nbytes": one.nbytes,
         "missing_ranks": list(one.missing),
     }

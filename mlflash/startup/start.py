@@ -123,6 +123,10 @@ def _assemble(
         context.left_step, context.left_generation = left.whole.step, left.whole.attempt.generation
     context.gives_way, pool.aside = not left.unusable, left.aside
     context.adopt(left.found, left.choice)
+    if config.certify_after and world.rank == 0:
+        log.info("certify_after=%d: memory holds %d states of each rank, and as many of each copy, instead of 2: with "
+                 "what is certified%s", config.certify_after, config.slots,
+                 " and what is on trial" if config.slots > 3 else "")  # fmt: skip
     if world.rank == 0:
         part = world.mpi is not None and world.mpi.COMM_WORLD.size > world.size
         _say_what_is_made(placement, world.topology.node_names, part)

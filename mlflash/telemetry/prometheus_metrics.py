@@ -26,6 +26,8 @@ _GAUGES = (
     ("saved_step", "Newest step that was staged.", "saved"),
     ("committed_step", "Newest step that is a checkpoint.", "committed"),
     ("drained_step", "Newest step that was drained.", "drained"),
+    ("suspect_step", "Newest step whose values were suspect on this rank.", "suspect"),
+    ("certified_step", "Newest step that is certified.", "certified"),
     ("restored_step", "Step that this run began from.", "restored"),
     ("stall_seconds", "How long the last save kept training waiting.", "stall_s"),
     ("protect_seconds", "How long the redundancy of the last save took.", "protect_s"),
