@@ -14,7 +14,7 @@ from ..human_readable.wording import named
 from ..inspection import on_disk
 from ..inspection.restorability import Restorability
 from ..mpi.world import World
-from .status import attempt_to_json, look
+from .status import VALUES, attempt_to_json, look
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -50,12 +50,14 @@ def list_steps(directory: str | None, job: str | None, memory: str, as_json: boo
 def _show(console: Console, outlook: Restorability, stored: on_disk.DirectoryContents | None) -> None:
     rows: list[tuple[tuple[int, int], list[str]]] = []
     for one in outlook.prospects:
-        state = _state(one.choice is not None, bool(outlook.unseen), one.missing, one.committed)
+        state = VALUES.get(one.verdict, "")
+        state += _state(one.choice is not None, bool(outlook.unseen), one.missing, one.committed)
         row = [str(one.step), "memory", str(one.world_size), show_seconds(on_disk.age_s(one.unix_ns)), state]
         rows.append(((one.attempt.generation, 1), row))
     for listed in stored.listed if stored is not None else ():
         age, size = show_seconds(on_disk.age_s(listed.card.unix_ns)), str(listed.card.world_size)
-        rows.append(((listed.card.attempt.generation, 0), [str(listed.step), "directory", size, age, listed.folder]))
+        what = VALUES.get(listed.verdict, "") + listed.folder
+        rows.append(((listed.card.attempt.generation, 0), [str(listed.step), "directory", size, age, what]))
     if not rows:
         console.print("nothing")
         return

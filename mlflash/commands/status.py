@@ -27,10 +27,11 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-_VALUES = {
+VALUES = {
     Verdict.CERTIFIED: "certified, ", Verdict.SUSPECT: "with suspect values, ", Verdict.BAD: "marked bad, ",
     Verdict.GOOD: "marked good, ",
 }  # fmt: skip
+"""What is said of a step before the rest."""
 _STUCK = 2  # restores of one attempt, from which on that is worth mentioning
 
 
@@ -166,7 +167,7 @@ def describe(one: Prospect) -> str:
         "step 40 of 4 ranks, committed, 12 s ago; xor:4; ranks 2-3 to be rebuilt from parity"
     """
     seen = "committed" if one.committed else "not seen committed, but whole"
-    text = f"step {one.step} of {many(one.world_size, 'rank')}, {seen}, {_VALUES.get(one.verdict, '')}"
+    text = f"step {one.step} of {many(one.world_size, 'rank')}, {seen}, {VALUES.get(one.verdict, '')}"
     text += f"{show_seconds(on_disk.age_s(one.unix_ns))} ago; {one.scheme}"
     if one.missing:
         text += f"; {named(one.missing)} to be rebuilt from parity"

@@ -10,6 +10,7 @@ from ..draining.drain_queue import DrainQueue
 from ..errors import StepNotFound, Unrestorable
 from ..memory.commit_records import MOST_STEPS
 from ..memory.inventory import Place
+from ..memory.slot_header import Verdict
 from ..memory.wanted_step import WantedStep
 from ..redundancy.rank_checkpoint import RankCheckpoint
 from ..startup.context import Context
@@ -89,7 +90,8 @@ class Sources:
         """
         reasons, begun = from_memory.why_not(self._context, struck) if source is None else ({}, [])
         in_memory = bool(reasons)
-        for folder, why in {**there.damaged, **bad}.items():
+        marked = {one.folder: "it was marked bad" for one in there.listed if one.verdict is Verdict.BAD}
+        for folder, why in {**marked, **there.damaged, **bad}.items():
             at = step_of(folder)
             if at is not None and (at in reasons or len(reasons) < MOST_STEPS):
                 reasons[at] = "; ".join(filter(None, (reasons.get(at), f"{folder}: {why}")))

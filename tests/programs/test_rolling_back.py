@@ -65,6 +65,18 @@ def test_where_all_that_is_there_is_marked_bad_nothing_is_restored_and_the_reaso
         ckpt.restore({"w": np.zeros(1000)})
 
 
+def test_where_all_that_was_drained_is_marked_bad_training_does_not_begin_anew_without_a_word(
+    shm: Path, tmp_path: Path
+) -> None:
+    with mlflash.Checkpointer(tmp_path, **options(shm, drain_every=1)) as ckpt:
+        save(ckpt, 1)
+        ckpt.wait_drained()
+        ckpt.mark_bad(1)
+    mlflash_command("clean", "j", "--memory", str(shm))
+    with pytest.raises(Unrestorable, match="step 1: step-00000001: it was marked bad"):
+        restored(options(shm), tmp_path)
+
+
 def test_what_is_drained_has_its_verdict_and_comes_back_by_the_same_rules(shm: Path, tmp_path: Path) -> None:
     settings = options(shm, certify_after=1, drain_every=1)
     with mlflash.Checkpointer(tmp_path, **settings) as ckpt:
