@@ -24,6 +24,7 @@ _LEAST = -4  # and what was smaller than two to the power of this counts as that
 _VALUES = -40  # a part held values where the largest was at least two to the power of this
 _FEW = 16  # of a part with fewer values only NaN and infinities are told: counters leap
 _NAMED = 4  # findings that are told in words
+_ENOUGH = 64  # of them in a save: where all is NaN, nobody needs to know of each part
 _LAYOUTS = 4  # of which it is known what they held
 _NEVER = -1
 
@@ -119,6 +120,8 @@ class Examiner:
         usual = {name for held in self._known for name in held.infinite_from_the_start}
         for run in (run for runs in parts.runs for run in runs):
             now = largest(payload[run.start : run.end], run.form, run.bounds)
+            if len(findings) >= _ENOUGH:
+                break
             for nth in np.flatnonzero(now >= run.form.infinity):
                 name, what = parts.names[run.first + nth], "NaN" if now[nth] >= run.form.nan else "infinite"
                 if what == "NaN" or name not in usual:
@@ -144,7 +147,7 @@ class Examination:
         parts = self._held.parts
         stretches = len(parts.runs) if upto >= parts.extents.blocks else upto // parts.stretch
         for number in range(self._next, stretches):
-            if number in self._wanted:
+            if number in self._wanted and len(self.findings) < _ENOUGH:
                 for run in parts.runs[number]:
                     self._compare(run)
         self._next = max(self._next, stretches)

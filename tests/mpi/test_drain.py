@@ -600,6 +600,8 @@ def test_a_second_drain_of_the_same_checkpoint_writes_nothing(options: dict[str,
 def test_an_exception_in_training_ends_a_drain_without_waiting_for_it(options: dict[str, Any], pfs: Path) -> None:
     with pytest.raises(ZeroDivisionError), Checkpointer(**options, drain_every=1, drain_rate=MIB / 1000) as ckpt:
         ckpt.save(1, {"w": np.zeros(4 * MIB)}).wait()
+        until(lambda: [*pfs.glob(f"step-*/.rank-{RANK:05d}*.tmp")], "the drain to write")
+        COMM.Barrier()
         raise ZeroDivisionError
     COMM.Barrier()  # it is here within the hours that the drain would take
     until(lambda: not list(pfs.glob("step-*/.*.tmp")), "the thread that wrote to tidy up")

@@ -197,6 +197,16 @@ def test_of_a_large_state_an_eighth_is_looked_at_and_all_of_it_after_eight_saves
     assert first < every and all(told[first:]), "what is suspect is looked at in every save from then on"
 
 
+def test_where_all_of_a_large_state_is_nan_it_is_looked_at_until_that_is_clear() -> None:
+    model, examiner = Model({f"w{n}": 4_000 for n in range(2000)}, block_nbytes=65_536), Examiner(1.0, [])
+    assert not model.save(examiner)
+    for name in (f"w{n}" for n in range(2000)):
+        model.set(name, torch.full((4_000,), NAN))
+    for _ in range(3):
+        assert 64 <= len(model.save(examiner)) < 64 + 66, "at most those of one stretch more"
+    assert 64 <= len(examiner.look_at_all(model.slot, model.extents, model.stored)) < 64 + 66
+
+
 def test_after_a_restore_all_of_it_is_new() -> None:
     model, examiner = Model({"w": 1000}), Examiner(1.0, [])
     model.save(examiner)
