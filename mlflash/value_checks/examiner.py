@@ -116,7 +116,8 @@ class Examiner:
             stored: the tensors that lie there.
         """
         parts = find(stored, extents, self._skip)
-        payload, findings = slot.payload(extents), []
+        payload = slot.payload(extents)
+        findings: list[Finding] = []
         usual = {name for held in self._known for name in held.infinite_from_the_start}
         for run in (run for runs in parts.runs for run in runs):
             now = largest(payload[run.start : run.end], run.form, run.bounds)
