@@ -179,29 +179,36 @@ class Trial:
         return any(COMM.allgather(mine))
 
 
-def in_values(trial: Trial, fault: Fault, stuck: bool = False, value: float | None = None) -> dict[str, bool]:
-    """A value is wrong from a step on, as training goes on from it."""
+def from_then_on(
+    fault: Fault, changed: Callable[[torch.Tensor], torch.Tensor]
+) -> Callable[[int, dict[str, Any]], None]:
+    """Change a tensor of one rank from a step on, as training goes on from it."""
 
     def damage(step: int, state: dict[str, Any]) -> None:
         if fault.rank == RANK and step >= fault.step:
             group, _, key = fault.tensor.partition(".")
-            if value is None:
-                state[group][key] = flipped(state[group][key], fault, stuck)
-            else:
-                state[group][key][fault.index] = value
+            state[group][key] = changed(state[group][key])
 
-    trial.save(damage, certify_after=1)
+    return damage
+
+
+def in_values(trial: Trial, fault: Fault, stuck: bool = False, value: float | None = None) -> dict[str, bool]:
+    """A value is wrong from a step on: one bit of it, or all of it."""
+
+    def changed(values: torch.Tensor) -> torch.Tensor:
+        if value is None:
+            return flipped(values, fault, stuck)
+        values[fault.index] = value
+        return values
+
+    trial.save(from_then_on(fault, changed), certify_after=1)
     named = trial.said(fault.tensor, f"rank {fault.rank} ")
     step, right = trial.restored(certified=True)
     return {"caught": step is None or step < fault.step, "named": named, "equal": right}
 
 
 def in_replica(trial: Trial, fault: Fault) -> dict[str, bool]:
-    def damage(step: int, state: dict[str, Any]) -> None:
-        if fault.rank == RANK and step >= fault.step:
-            group, _, key = fault.tensor.partition(".")
-            state[group][key] = flipped(state[group][key], fault)
-
+    damage = from_then_on(fault, lambda values: flipped(values, fault))
     trial.save(damage, certify_after=1, redundancy="copy", share=False)
     named = trial.said(f"{fault.tensor} (rank {fault.rank} on node{fault.rank} differs")
     step, right = trial.restored(certified=True)

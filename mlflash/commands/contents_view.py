@@ -97,9 +97,7 @@ def to_json(shown: Shown) -> dict[str, Any]:
             "shards": [_shard_to_json(shard) for shard in those],
         })  # fmt: skip
     plain = {name: _plain(value) for name, value in shown.found.plain.items()}
-    said = None if shown.said is None or shown.said.document is None else {**shown.said.document}
-    if said is not None:
-        del said["files"]
+    said = None if shown.said is None else shown.said.said
     return {"step": shown.step, "ranks": shown.ranks, "source": shown.source, "missing_ranks": list(shown.missing),
             "tensors": tensors, "plain": plain, "provenance": said}  # fmt: skip
 

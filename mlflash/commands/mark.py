@@ -67,10 +67,7 @@ def _mark_here(memory: str, job: str, step: int, verdict: Verdict) -> int:
 
 def _mark_in(directory: str, step: int, verdict: Verdict) -> list[str]:
     store = open_store(directory)
-    its = [one for one in checkpoint_directory.list_checkpoints(store) if one.step == step]
-    for one in its:
-        checkpoint_directory.write_verdict(store.at(one.folder), one.card.attempt, one.card.owner, verdict)
-    return [one.folder for one in its]
+    return checkpoint_directory.mark(store, checkpoint_directory.list_checkpoints(store), step, verdict)
 
 
 def _in_words(found: dict[str, Any]) -> str:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from ..draining import checkpoint_directory
 from ..draining.checkpoint_directory import Listed
 from ..draining.drain_queue import DrainQueue
 from ..errors import CorruptSlot
@@ -186,14 +187,17 @@ class FoundCheckpoints:
                 mine.update(marks.mark(context.memory, message.step, verdict))
 
         world.on_all(write)
-        found = frozenset(attempt for those in world.gather(sorted(mine, key=_by_generation)) for attempt in those)
-        listed = self._drains.listed()
-        world.on_all(lambda: folders.extend(self._drains.mark(listed, message.step, verdict)))
+        found = frozenset(attempt for those in world.gather([*mine]) for attempt in those)
+        listed, store = self._drains.listed(), self._drains.store
+
+        def write_folders() -> None:
+            if world.rank == 0 and store is not None:
+                folders.extend(checkpoint_directory.mark(store, listed, message.step, verdict))
+
+        world.on_all(write_folders)
         context.certification.mark(found, message.is_good)
         if message.is_good and context.certification.certified is not None:
             context.examiner.forget()  # what is there now is what is usual
-        certified = context.certification.certified
-        context.pool.certified = None if certified is None else certified.attempt
         return len(found) + int(world.broadcast(len(folders), 0))
 
     def _steps(self, message: asked.Steps) -> list[int]:
@@ -201,7 +205,3 @@ class FoundCheckpoints:
         size = context.world.size
         drained = {one.step for one in self._drains.listed() if not alike or one.card.world_size == size}
         return sorted(drained.union(from_memory.restorable_steps(context, alike=alike)))
-
-
-def _by_generation(attempt: Attempt) -> int:
-    return attempt.generation

@@ -30,7 +30,7 @@ _STEP = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 VERDICT = "verdict"
 """The file that says what is known of the values of a checkpoint."""
 FILE_NAME = re.compile(r"rank-\d{5,}\.(?:h5|mlflash)|__\d+_\d+\.distcp|\.metadata|checkpoint\.(?:h5|mlflash)")
-_DATA = re.compile(r"__(\d+)_0\.distcp")
+DATA_NAME = re.compile(r"__(\d+)_0\.distcp")
 _TEMPORARY = re.compile(r"\.(?P<name>.+)\.(?P<tag>(?P<run>[0-9a-f]{32})-\d+-(?P<owner>[0-9a-f]{16}))\.tmp")
 
 
@@ -143,6 +143,19 @@ def write_verdict(inside: Store, attempt: Attempt, owner: str, verdict: Verdict)
     inside.write(VERDICT, [f"{verdict.name} {its}\n".encode()], its)
 
 
+def mark(store: Store, listed: Sequence[Listed], step: int, verdict: Verdict) -> list[str]:
+    """Write what somebody says of a step into the checkpoints of it; gives their folders. Not collective.
+
+    Args:
+        store: the directory.
+        listed: what is there.
+    """
+    its = [one for one in listed if one.step == step]
+    for one in its:
+        write_verdict(store.at(one.folder), one.card.attempt, one.card.owner, verdict)
+    return [one.folder for one in its]
+
+
 def new_folder(store: Store, step: int) -> str:
     """A name for a checkpoint that is not taken, but by an empty folder. Not collective."""
     name = f"step-{step:08d}"
@@ -193,7 +206,7 @@ def surplus(listed: Sequence[Listed], owner: str, keep_last: int, keep_every: in
     # Of a step that was drained again the older one is of no use, whatever is kept; nor does it count.
     newest = {one.step: one for one in reversed(mine)}
     useful = [one for one in mine if newest[one.step] is one]
-    certified = next((one for one in useful if one.verdict in (Verdict.CERTIFIED, Verdict.GOOD)), None)
+    certified = next((one for one in useful if one.verdict.is_certified), None)
     kept = [*useful[:keep_last], *([] if certified is None else [certified])]
     kept += [one for one in useful if keep_every and one.step % keep_every == 0]
     return [one for one in mine if one not in kept]
@@ -256,7 +269,7 @@ def _remove(inside: Store, names: list[str]) -> None:
 
 
 def _turn(name: str) -> int:
-    return 1 if _DATA.fullmatch(name) or name == PROVENANCE else 2 if name.startswith("rank-") else 0
+    return 1 if DATA_NAME.fullmatch(name) or name == PROVENANCE else 2 if name.startswith("rank-") else 0
 
 
 def _is_of(inside: Store, name: str, of: Card) -> bool:
@@ -272,7 +285,7 @@ def _is_of(inside: Store, name: str, of: Card) -> bool:
         except (FileNotFoundError, PermissionError):
             return False
         return tag(of.attempt, of.owner).encode() in said
-    rank = _DATA.fullmatch(name)
+    rank = DATA_NAME.fullmatch(name)
     card = _card_of(inside, name if rank is None else f"rank-{int(rank[1]):05d}.mlflash")
     return card is not None and (card.attempt, card.owner) == (of.attempt, of.owner)
 

@@ -128,18 +128,6 @@ class DrainQueue:
         if rank == 0:  # on a thread of its own, as the file system may hang: nobody waits for it
             threading.Thread(target=note, name="mlflash-verdict", daemon=True).start()
 
-    def mark(self, listed: Sequence[Listed], step: int, verdict: Verdict) -> list[str]:
-        """Write what somebody says of a step into the directory, by rank 0; gives the folders. Not collective.
-
-        Args:
-            listed: what is there.
-        """
-        its = [one for one in listed if one.step == step and self._context.world.rank == 0]
-        for one in its:
-            assert self.store is not None
-            checkpoint_directory.write_verdict(self.store.at(one.folder), one.card.attempt, one.card.owner, verdict)
-        return [one.folder for one in its]
-
     def begin_newest(self, if_due: bool = False) -> None:
         """Begin to drain the newest checkpoint, while no drain is on its way. Collective over the world.
 

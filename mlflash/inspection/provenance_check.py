@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ..draining import file_index, provenance
-from ..draining.checkpoint_directory import FILE_NAME, PROVENANCE, SIGNATURE, Listed
+from ..draining.checkpoint_directory import DATA_NAME, FILE_NAME, PROVENANCE, SIGNATURE, Listed
 from ..draining.file_index import CARD_NBYTES, Card, read_card
 from ..errors import CorruptSlot
 from ..human_readable.wording import many
@@ -17,7 +17,6 @@ from ..storage.store import Store
 
 CHUNK_NBYTES = 8 << 20
 _NAMED = 4  # hosts in a line
-_DATA = re.compile(r"__(\d+)_0\.distcp")
 
 IsGood = Callable[[bytes, bytes], bool]
 Key = tuple[IsGood, str]
@@ -47,10 +46,14 @@ class Found:
         signature = [] if self.signature == "none" else [SIGNATURE]
         return len({PROVENANCE, *signature, *self.document["files"], *damaged})
 
+    @property
+    def said(self) -> dict[str, Any] | None:
+        """The document without what it says of each file; None: there is none."""
+        return None if self.document is None else {key: its for key, its in self.document.items() if key != "files"}
+
     def to_json(self, is_whole: bool) -> dict[str, Any]:
         """As plain values, without what it says of each file. Not collective."""
-        document = self.document
-        said = None if document is None else {key: value for key, value in document.items() if key != "files"}
+        said = self.said
         return {"said": said, "older": self.is_older, "signature": self.signature, "holds": bool(said and is_whole)}
 
 
@@ -167,14 +170,14 @@ def _is_there(inside: Store, name: str) -> bool:
 
 def _card(inside: Store, name: str) -> Card | None:
     """The card of a file; None where such files have none."""
-    if _DATA.fullmatch(name) or name == ".metadata":
+    if DATA_NAME.fullmatch(name) or name == ".metadata":
         return None
     return read_card(inside.read(name, 0, CARD_NBYTES))
 
 
 def _tensors(inside: Store, name: str, card: Card | None, nbytes: int) -> list[tuple[int, int]]:
     """Where tensors begin and end in a file that have checksums of their own, as the index of their rank says."""
-    match = _DATA.fullmatch(name)
+    match = DATA_NAME.fullmatch(name)
     if match is not None:
         name = f"rank-{int(match[1]):05d}.mlflash"
         card = read_card(inside.read(name, 0, CARD_NBYTES))

@@ -55,6 +55,11 @@ class Verdict(enum.IntEnum):
     BAD = 4  # somebody said so
     GOOD = 5  # somebody said so
 
+    @property
+    def is_certified(self) -> bool:
+        """Whether it counts as certified."""
+        return self in (Verdict.CERTIFIED, Verdict.GOOD)
+
 
 @dataclasses.dataclass(frozen=True)
 class Attempt:

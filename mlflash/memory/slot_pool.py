@@ -52,7 +52,7 @@ class SlotPool:
     Attributes:
         trainer: fills the own slots; None: there is none yet.
         copies: slots for each copy.
-        certified: an attempt that is held besides the newest; None: there is none.
+        certified: gives the attempt that is held besides the newest; None: there is none.
     """
 
     def __init__(self, memory: NodeDirectory, owners: Sequence[int], slots: int = 2, spare: int = 0):
@@ -66,7 +66,7 @@ class SlotPool:
         self._stale: set[int] = set()  # those among them that do not hold the attempt restored
         self.aside: set[int] = set()  # files of this node that are left to themselves until a newer step is committed
         self.trainer: TrainerSlots | None = None
-        self.certified: Attempt | None = None
+        self.certified: Callable[[], Attempt | None] = lambda: None
         self._told: dict[SlotId, tuple[int, int]] = {}  # inodes and bytes of the files that the trainer knows of
         # Files that it has left, as they are too small: the next one may get the same inode.
         self._left: dict[SlotId, shared_memory_segment.Segment | None] = {}
@@ -135,7 +135,7 @@ class SlotPool:
                 slot.segment.close()
 
     def _judge(self, slot: Slot, kept: Attempt | None, trusted: bool) -> None:
-        if kept != self.certified and self._is_certified(slot):  # it may be damaged: it is verified when it is wanted
+        if kept != self.certified() and self._is_certified(slot):  # it may be damaged: it is verified when it is wanted
             slot.use = Use.HOLDS
         elif slot.header is not None and slot.header.attempt == kept:
             if trusted:
@@ -156,7 +156,7 @@ class SlotPool:
         return Slot()
 
     def _is_certified(self, slot: Slot) -> bool:
-        return slot.header is not None and slot.header.attempt == self.certified
+        return slot.header is not None and slot.header.attempt == self.certified()
 
     # Own slots are the trainer's or the courier's
 
@@ -280,7 +280,7 @@ class SlotPool:
             committed: how it ended.
             held: the attempts that are to be held once it is committed; None: this one, and what is certified.
         """
-        kept = {attempt, self.certified} if held is None else held
+        kept = {attempt, self.certified()} if held is None else held
         for slot in [*taken, *(slot for pair in self.inbox.values() for slot in pair)]:
             if slot.use is Use.BUSY:
                 slot.taker, slot.use = None, Use.HOLDS if committed else Use.FREE
@@ -322,7 +322,7 @@ class SlotPool:
     def free_older(self, kept: Attempt) -> None:
         """Let saves write the own slots that do not hold the restored attempt. Not collective."""
         for slot in (*self.own, *self.shares):
-            if slot.use is Use.HOLDS and (slot.header is None or slot.header.attempt not in (kept, self.certified)):
+            if slot.use is Use.HOLDS and (slot.header is None or slot.header.attempt not in (kept, self.certified())):
                 slot.use = Use.FREE
 
     def keep_for_now(self, slot: Slot) -> None:

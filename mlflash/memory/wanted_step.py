@@ -36,7 +36,7 @@ class WantedStep:
         """Whether it may be one of a step of whose values so much is known."""
         if not self.fits_step(step) or (self.step is None and verdict is Verdict.BAD):
             return False
-        return not self.certified or verdict in (Verdict.CERTIFIED, Verdict.GOOD)
+        return not self.certified or verdict.is_certified
 
     def __str__(self) -> str:
         """In words, such as "certified, before step 100"."""

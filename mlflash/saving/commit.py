@@ -33,7 +33,7 @@ from ..state.layout import Extents
 from ..value_checks.examiner import in_words
 from .phase_times import PhaseTimes
 from .staging import all_checks
-from .value_looks import ValueLooks
+from .value_looks import ValueLooks, tell
 
 log = logging.getLogger("mlflash")
 
@@ -296,8 +296,8 @@ def _protect(save: Save, context: Context) -> None:
     if save.problem is None and not whole:
         save.problem = SaveFailed("its redundancy did not arrive whole")
         save.problem.follows = True
-    if findings := looks.findings:
-        context.recorder.suspect(save.step, in_words(findings), len({finding.tensor for finding in findings}))
+    findings = looks.findings
+    tell(context, save.step, findings)
     if save.problem is not None:
         save.problem.rank, save.problem.node = world.rank, world.node_name
     save.times.protected()

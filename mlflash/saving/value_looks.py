@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from ..errors import CorruptSlot
 from ..memory.slot import Slot
@@ -12,7 +12,7 @@ from ..memory.slot_header import Verdict
 from ..redundancy.slot_plan import Plan
 from ..startup.certification import Saved
 from ..startup.context import Context
-from ..state.layout import Layout
+from ..state.layout import Extents, Layout
 from ..value_checks.checked_parts import Stored
 from ..value_checks.examiner import Examination, Finding, in_words
 
@@ -33,28 +33,30 @@ class ValueLooks:
 
     def of_slot(self, plan: Plan, slot: Slot) -> Callable[[int], None]:
         """What is told up to which block of the slot there are checksums."""
-        if not self._examiner.is_on:
-            return lambda block: None
         layout = plan.layout
-        return self._begin(slot, self._examiner.begin(
-            slot, layout.extents, (layout, "slot"), functools.partial(_in_slot, layout), self._generation))  # fmt: skip
+        return self._begin(slot, layout.extents, (layout, "slot"), functools.partial(_in_slot, layout))
 
     def of_share(self, plan: Plan, share: Slot) -> Callable[[int], None]:
         """The same of this rank's share of what several ranks hold alike."""
-        if not self._examiner.is_on or plan.share_extents is None:
-            return lambda block: None
-        return self._begin(share, self._examiner.begin(
-            share, plan.share_extents, (plan.layout, "share"), functools.partial(_in_share, plan), self._generation)
-        )  # fmt: skip
+        return self._begin(share, plan.share_extents, (plan.layout, "share"), functools.partial(_in_share, plan))
 
-    def _begin(self, slot: Slot, examination: Examination) -> Callable[[int], None]:
-        self._begun.append(examination)
-        return examination.look
+    def _begin(self, slot: Slot, extents: Extents | None, key: object, stored: Callable[[], Iterator[Stored]]
+               ) -> Callable[[int], None]:  # fmt: skip
+        if not self._examiner.is_on or extents is None:
+            return lambda block: None
+        self._begun.append(self._examiner.begin(slot, extents, key, stored, self._generation))
+        return self._begun[-1].look
 
     @property
     def findings(self) -> list[Finding]:
         """What is suspect."""
         return [finding for one in self._begun for finding in one.findings]
+
+
+def tell(context: Context, step: int, findings: Sequence[Finding]) -> None:
+    """Let the recorder say what is suspect on this rank, if anything is. Not collective."""
+    if findings:
+        context.recorder.suspect(step, in_words(findings), len({finding.tensor for finding in findings}))
 
 
 def certify(context: Context, due: Saved) -> bool:
@@ -73,7 +75,6 @@ def certify(context: Context, due: Saved) -> bool:
             slot.record_verdict(due.attempt, Verdict.CERTIFIED if all_good else Verdict.SUSPECT)
     context.certification.tried(bool(all_good))
     if all_good:
-        context.pool.certified = due.attempt
         context.recorder.certified(due.step)
     context.pool.hold_only(context.certification.held)
     return bool(all_good)
@@ -94,8 +95,7 @@ def _findings_in_all(context: Context, due: Saved) -> list[Finding] | None:
     extents = mine.header.extents
     stored = [Stored(one, one.start, one.nbytes) for one in entries if one.start < extents.payload_nbytes]
     findings = context.examiner.look_at_all(mine, extents, stored)
-    if findings:
-        context.recorder.suspect(due.step, in_words(findings), len({finding.tensor for finding in findings}))
+    tell(context, due.step, findings)
     return findings
 
 

@@ -40,6 +40,10 @@ class Certification:
         self._tried: Saved | None = None
         self.held: frozenset[Attempt] = frozenset()
 
+    def certified_attempt(self) -> Attempt | None:
+        """The attempt of the newest that is certified; None: there is none."""
+        return None if self.certified is None else self.certified.attempt
+
     @property
     def has_better(self) -> bool:
         """Whether a step that is suspect is given up, as there is a good one."""
@@ -75,10 +79,8 @@ class Certification:
     def mark(self, attempts: frozenset[Attempt], is_good: bool) -> None:
         """Hear what somebody says of some attempts."""
         if is_good:
-            its = [
-                one for one in (self._newest, self._good, self._tried) if one is not None and one.attempt in attempts
-            ]
-            self.certified = its[0] if its else self.certified
+            known = (self._newest, self._good, self._tried)
+            self.certified = next((one for one in known if one and one.attempt in attempts), self.certified)
         else:
             self._good, self._tried, self.certified = (
                 None if one is None or one.attempt in attempts else one

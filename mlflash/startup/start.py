@@ -111,9 +111,9 @@ def _assemble(
     recorder = world.on_all(lambda: _recorder(config, world, memory, run_id.hex()[:8], start, trains_on is not None))
     examiner = Examiner(config.check_values, [one for one in config.check_skip.split(",") if one])
     certification = Certification(config.certify_after, config.on_suspect == "keep")
+    pool.certified = certification.certified_attempt
     if left.certified is not None and config.certify_after and left.certified.world_size == world.size:
         certification.certified = Saved(left.certified.attempt, left.certified.step)
-        pool.certified = left.certified.attempt
     context = Context(config, world, memory, protection, known, pool, recorder, copy_threads, pace, examiner,
                       certification, replicas, run_id)  # fmt: skip
     if protection.transport == "rma" and world.world is not None:

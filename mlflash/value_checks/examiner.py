@@ -120,9 +120,9 @@ class Examiner:
         findings: list[Finding] = []
         usual = {name for held in self._known for name in held.infinite_from_the_start}
         for run in (run for runs in parts.runs for run in runs):
-            now = largest(payload[run.start : run.end], run.form, run.bounds)
             if len(findings) >= _ENOUGH:
                 break
+            now = largest(payload[run.start : run.end], run.form, run.bounds)
             for nth in np.flatnonzero(now >= run.form.infinity):
                 name, what = parts.names[run.first + nth], "NaN" if now[nth] >= run.form.nan else "infinite"
                 if what == "NaN" or name not in usual:

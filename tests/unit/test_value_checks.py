@@ -185,7 +185,6 @@ def test_names_that_are_skipped_and_whole_numbers_are_not_looked_at() -> None:
 
 def test_of_a_large_state_an_eighth_is_looked_at_and_all_of_it_after_eight_saves() -> None:
     model, examiner = Model({"w": 40_000_000 // 4}, block_nbytes=65_536), Examiner(0.125, [])
-    examiner.STRETCH = 1
     parts = find(model.stored, model.extents, ())
     assert len(parts.runs) == 39 and parts.stretch == 16
     every = min(8, len(parts.runs) // 16)
