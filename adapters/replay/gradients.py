@@ -21,7 +21,7 @@ LOSS = "loss"
 Signatures = dict[str, Signature]
 
 
-def backward(model: nn.Module, names: dict[int, str], loss: torch.Tensor) -> Signatures:
+def backward(model: nn.Module, names: dict[int, str], loss: torch.Tensor) -> tuple[Signatures, list[str]]:
     """Run the backward pass of a step and give the signatures of its loss and of all gradients.
 
     Collective over the groups that wrappers of the model reduce gradients over. What is in ``grad`` after it is what
@@ -31,11 +31,16 @@ def backward(model: nn.Module, names: dict[int, str], loss: torch.Tensor) -> Sig
         model: that has computed the loss.
         names: of its parameters (`names_of`).
         loss: (), or of any shape with one element.
+
+    Returns:
+        The signatures; and the names of parameters whose gradients came by no path of the loss's graph, as where a part
+        of backward runs a backward of its own: `backward_aside` does not see these.
     """
     found = {LOSS: sign(loss)}
-    with _watched(_leaves(model, names), found):
+    leaves, reached = _leaves(model, names), _reached(loss)
+    with _watched(leaves, found):
         loss.backward()
-    return found
+    return found, [name for name, leaf in leaves.items() if name in found and id(leaf) not in reached]
 
 
 def backward_aside(model: nn.Module, names: dict[int, str], loss: torch.Tensor) -> Signatures:
@@ -71,6 +76,20 @@ def _leaves(model: nn.Module, names: dict[int, str]) -> dict[str, torch.Tensor]:
     for name, parameter in model.named_parameters():
         found.setdefault(name, parameter)
     return {name: leaf for name, leaf in found.items() if leaf.requires_grad}
+
+
+def _reached(loss: torch.Tensor) -> set[int]:
+    """The ids of the leaves in which the graph of a loss ends."""
+    left, seen, found = [loss.grad_fn], set(), set()
+    while left:
+        node = left.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            found.add(id(node.variable))
+        left += [one for one, _ in node.next_functions]
+    return found
 
 
 @contextlib.contextmanager

@@ -89,7 +89,8 @@ class Replay:
 
         Raises:
             ReplayMismatch: with ``on_mismatch="raise"``, on all ranks.
-            ConfigError: on all ranks: a batch cannot be sent, or there are no gradients of the model.
+            ConfigError: on all ranks: a batch cannot be sent, there are no gradients of the model, or activations are
+            checkpointed with ``use_reentrant=True``.
         """
         if self._ring is None or self._every == 0 or step % self._every:
             loss = compute(self._model, batch)
@@ -104,10 +105,12 @@ class Replay:
         except Exception as error:  # whatever it is, the other ranks have to hear of it
             problem = f"its batch cannot be sent to another rank: {error!r}"
         loss = compute(self._model, batch)
-        in_step = backward(self._model, begun.names, loss)
+        in_step, hidden = backward(self._model, begun.names, loss)
         loss = loss.detach()
         if in_step.keys() <= {LOSS}:
             problem = problem or "no gradient of the model has come: compute has to use the model that it is given"
+        if hidden:
+            problem = problem or f"{hidden[0]} gets its gradient in a backward within backward: use_reentrant=False"
         _agree(ring, step, problem)
         first, second = ring.distances(self.replays)
         with undisturbed(self._model):

@@ -264,6 +264,10 @@ def test_what_keeps_one_rank_from_a_replay_is_raised_on_all() -> None:
         other = mlp()
         with pytest.raises(errors.ConfigError, match="use the model that it is given"):
             run.check.forward_backward(0, None, lambda *_: other(torch.ones(2, 8)).sum())
+        inputs = torch.ones(2, 8, requires_grad=True)
+        with pytest.raises(errors.ConfigError, match="a backward within backward: use_reentrant=False"):
+            run = training(mlp, ddp, 1)
+            run.check.forward_backward(0, inputs, lambda *given: checkpoint(*given, use_reentrant=True).sum())
 
 
 def test_where_it_is_off_it_is_forward_and_backward_and_nothing_else(

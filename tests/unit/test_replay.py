@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from mlflash.adapters.replay import Mismatch, Place, gradients
 from mlflash.adapters.replay.packed_inputs import pack, unpack
@@ -159,8 +160,8 @@ def test_a_mismatch_says_all_of_it_and_not_every_name() -> None:
 
 def test_a_pass_aside_leaves_no_gradient_and_holds_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(5)))
-    expected = gradients.backward(model, gradients.names_of(model), model(torch.ones(2, 4)).sum())
-    assert len(expected) == 11
+    expected, hidden = gradients.backward(model, gradients.names_of(model), model(torch.ones(2, 4)).sum())
+    assert len(expected) == 11 and not hidden
     before = [one.grad.clone() for one in model.parameters()]
     held: list[Any] = []
     alive: list[int] = []
@@ -184,3 +185,11 @@ def test_a_hook_stays_on_no_parameter_after_a_pass_even_one_that_fails() -> None
     with pytest.raises(RuntimeError, match="second time"):
         gradients.backward_aside(model, gradients.names_of(model), loss)
     assert not any(one._backward_hooks for one in model.parameters())
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_parameters_that_only_a_backward_within_backward_reaches_are_named(reentrant: bool) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    out = checkpoint(model[1], model[0](torch.ones(2, 4)), use_reentrant=reentrant)
+    found, hidden = gradients.backward(model, gradients.names_of(model), model[2](out).sum())
+    assert len(found) == 7 and hidden == (["1.weight", "1.bias"] if reentrant else [])
