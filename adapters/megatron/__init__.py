@@ -8,6 +8,7 @@
     own_files     the same, moved there behind training
     weights       which are whole at a save, and where they change
     install       Megatron's own local checkpoints use it
+    padding       what no parameter has in the optimizer's state, saved as zeros
     shards        `dist_checkpointing.save` and `load`, in any layout
     easy          saving every so many iterations, by EasyCkpt's calls
 

@@ -35,6 +35,7 @@ from mlflash.errors import Unrestorable
 from ..dcp import MemoryReader, MemoryWriter
 from ..ids import step_of
 from ..replacing import replaced
+from . import padding
 from .request import nothing_to_do, request
 
 _BACKEND, _VERSION = "torch_dist", 1
@@ -66,6 +67,7 @@ class SaveShards(stock.TorchDistSaveShardedStrategy):
 
     def __init__(self, checkpointer: Checkpointer, enabled: bool = True):
         super().__init__(_BACKEND, _VERSION)
+        padding.fill_with_zeros()
         self._writer, self._timeout_s = MemoryWriter(checkpointer, enabled), checkpointer.timeout_s
         self._adapting = checkpointer.adapting
         self._planning: Any = None

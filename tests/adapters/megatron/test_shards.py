@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import megatron_on_cpu
@@ -9,11 +10,13 @@ import pytest
 import torch
 from emulated import Nodes
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron_on_cpu import Training, digest, on_cpu, whole_and_first
 from torch_jobs import job
 
 from mlflash import Checkpointer
-from mlflash.adapters.megatron import LoadShards, SaveShards
+from mlflash.adapters.megatron import LoadShards, LocalCheckpoints, SaveShards, padding
 from mlflash.errors import StepNotFound, Unrestorable
 
 pytestmark = [
@@ -123,3 +126,24 @@ def test_other_layouts_have_the_same_bits(
                 found = whole_tensors(ckpt)
             assert found.keys() == saved.keys()
             assert all(torch.equal(found[name].view(torch.uint8), saved[name].view(torch.uint8)) for name in saved)
+
+
+@pytest.mark.parametrize("saves", ["shards", "local"])
+def test_padding_is_saved_as_zeros_whatever_the_memory_held(
+    options: dict[str, Any], root: Path, monkeypatch: pytest.MonkeyPatch, saves: str
+) -> None:
+    """It was a false alarm of the check of values, and could be NaN."""
+    for name in padding._METHODS:
+        if (known := getattr(DistributedOptimizer, name, None)) is not None:
+            monkeypatch.setattr(DistributedOptimizer, name, getattr(known, "__wrapped__", known))
+    with job(), on_cpu():
+        training = Training(tensor=2)
+        training.train(1)
+        with Checkpointer(**options) as ckpt:
+            _ = SaveShards(ckpt) if saves == "shards" else LocalCheckpoints(root / "local")
+            empty = torch.empty
+            with monkeypatch.context() as patch:
+                patch.setattr(torch, "empty", lambda *sizes, **more: empty(*sizes, **more).fill_(7))
+                state = training.sharded_state()
+    tensors = [one.data for one in nested_values(state["optimizer"]) if torch.is_tensor(getattr(one, "data", None))]
+    assert tensors and not any(bool((one == 7).any()) for one in tensors)
