@@ -20,6 +20,7 @@ from mlflash.memory.slot import Slot, Use, table_check
 from mlflash.memory.slot_header import Attempt, Header
 from mlflash.memory.slot_pool import SlotPool
 from mlflash.mpi.job_thread import JobThread
+from mlflash.restoring import scrubber as scrubbing
 from mlflash.restoring.scrubber import Scrubber
 from mlflash.state.layout import Extents
 
@@ -201,6 +202,13 @@ def test_a_slot_that_is_taken_between_two_runs_is_read_no_further(rank: Rank, re
     assert rank.said == [(slot.name, "own", 20, 1, 0)]
 
 
+@pytest.fixture
+def is_quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scrubber on a real clock looks often."""
+    monkeypatch.setattr(scrubbing, "_EVERY_S", 0.02)
+    monkeypatch.setattr(scrubbing, "_ROUND_S", 0.02)
+
+
 def drained(shm: Path, tmp_path: Path, **options: Any) -> tuple[Checkpointer, Path]:
     """A Checkpointer that has drained a step, and the file of its rank."""
     ckpt = Checkpointer(tmp_path / "d", job="j", memory=str(shm), redundancy="none", drain_every=1, **options)
@@ -210,6 +218,7 @@ def drained(shm: Path, tmp_path: Path, **options: Any) -> tuple[Checkpointer, Pa
     return ckpt, file
 
 
+@pytest.mark.usefixtures("is_quick")
 @pytest.mark.parametrize("form", ["hdf5", "dcp"])
 @pytest.mark.parametrize("how", ["flipped", "truncated", "gone"])
 def test_a_drained_file_is_read_once_when_memory_is_verified_and_its_damage_is_said(
@@ -238,6 +247,7 @@ def test_a_drained_file_is_read_once_when_memory_is_verified_and_its_damage_is_s
     assert str(file) in text and "rank 0 at step 3" in text
 
 
+@pytest.mark.usefixtures("is_quick")
 @pytest.mark.parametrize("compression", ["", "gzip"])
 def test_a_whole_drained_file_is_read_at_the_rate_and_nothing_is_said(
     shm: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, compression: str
