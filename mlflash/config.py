@@ -136,11 +136,8 @@ class Config:
 
     @property
     def slots(self) -> int:
-        """How many slots a rank has for its state, and as many for each copy: one is written, the others are held.
-
-        Where steps are certified, a third one holds what is. A fourth holds what is tried while others are saved.
-        """
-        return 2 + (self.certify_after > 0) + (self.certify_after > 1)
+        """How many slots a rank has for its state, and as many for each copy."""
+        return slots_of(self.certify_after)
 
     @property
     def slots_per_state(self) -> float:
@@ -247,6 +244,17 @@ def job_name(env: Mapping[str, str], directory: str | None) -> str:
         "give Checkpointer a directory or job=..., or set MLFLASH_JOB"
         + (", or give torchrun an --rdzv-id" if "TORCHELASTIC_RUN_ID" in env else "")
     )
+
+
+def slots_of(certify_after: int) -> int:
+    """Say how many slots a rank has for its state, and as many for each copy: one is written, the others are held.
+
+    Where steps are certified, a third one holds what is. A fourth holds what is tried while others are saved.
+
+    Args:
+        certify_after: see `Config`.
+    """
+    return 2 + (certify_after > 0) + (certify_after > 1)
 
 
 def _stem(text: str) -> str:

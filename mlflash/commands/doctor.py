@@ -11,7 +11,7 @@ import click
 from ..command_line import shell_completion
 from ..command_line.options import json_option, memory_option
 from ..command_line.run_on_ranks import FINE, WRONG
-from ..config import DISABLE, from_environment
+from ..config import DISABLE, from_environment, slots_of
 from ..errors import ConfigError
 
 _GRACE_S = 15.0  # by which the process is watched longer than a wait for other ranks may take
@@ -30,15 +30,17 @@ def _bytes(_: click.Context, option: click.Parameter, text: str | None) -> int |
 @click.option("--need", callback=_bytes, help="State of a rank, such as 12GiB or 80GB: is there room for its slots?")
 @click.option("--redundancy", shell_complete=shell_completion.schemes,
               help="Scheme that the room is counted for. [MLFLASH_REDUNDANCY, or copy]")  # fmt: skip
-@click.option("--draining", is_flag=True, help="Count a third own slot for each rank.")
+@click.option("--draining", is_flag=True, help="Count a further own slot for each rank.")
+@click.option("--certify-after", type=click.IntRange(0), default=0, metavar="STEPS",
+              help="Count the slots that certify_after=STEPS holds besides. [0: none]")  # fmt: skip
 @click.option("--nodes", type=click.IntRange(1), help="Nodes of the job. [those it is started on]")
 @click.option("--ranks-per-node", type=click.IntRange(1), help="Ranks on each. [as started]")
 @click.option("--timeout", type=click.FloatRange(1), default=60, show_default=True, metavar="SECONDS",
               help="How long each check may take.")  # fmt: skip
 @memory_option
 @json_option
-def doctor(need: int | None, redundancy: str | None, draining: bool, nodes: int | None, ranks_per_node: int | None,
-           timeout: float, memory: str, as_json: bool) -> None:  # fmt: skip
+def doctor(need: int | None, redundancy: str | None, draining: bool, certify_after: int, nodes: int | None,
+           ranks_per_node: int | None, timeout: float, memory: str, as_json: bool) -> None:  # fmt: skip
     """Say whether nodes, MPI and Slurm are as mlflash needs them.
 
     Alone it looks at this node; under srun or mpiexec at all nodes it was started on, and at what is between them:
@@ -57,7 +59,8 @@ def doctor(need: int | None, redundancy: str | None, draining: bool, nodes: int 
         raise click.UsageError(str(error)) from None
     started = launch_environment.read(os.environ)
     watch = Watch(started.rank == 0, as_json, timeout + _GRACE_S * (1 if started.rank == 0 else 2))
-    examination = Examination(given, Job(need, 3 if draining else 2, nodes, ranks_per_node), started, watch, timeout)
+    held = slots_of(certify_after)
+    examination = Examination(given, Job(need, held + draining, held, nodes, ranks_per_node), started, watch, timeout)
     try:
         found = examination.run()
         if examination.prints:

@@ -13,6 +13,7 @@ import click
 
 from ..command_line import shell_completion
 from ..command_line.output import answer
+from ..config import slots_of
 from ..errors import ConfigError
 
 if TYPE_CHECKING:
@@ -55,7 +56,9 @@ _FILE = click.Path(exists=True, dir_okay=False)
     show_default=True,
     help="Give the chances for 1 to so many random nodes lost at once.",
 )
-@click.option("--draining", is_flag=True, help="Count a third own slot for each rank.")
+@click.option("--draining", is_flag=True, help="Count a further own slot for each rank.")
+@click.option("--certify-after", type=click.IntRange(0), default=0, metavar="STEPS",
+              help="Count the slots that certify_after=STEPS holds besides. [0: none]")  # fmt: skip
 @click.option("--mtbf", callback=_SECONDS, help="Mean time between failures of one node: 5y, 200d, 30000h.")
 @click.option("--save", callback=_SECONDS, help="How long a save keeps training waiting: 0.5s, 80ms. [--report]")
 @click.option("--commit", callback=_SECONDS, help="From the call of save to its commit. [--report, or as --save]")
@@ -97,7 +100,7 @@ def plan(schemes: tuple[str, ...], losses: int, as_json: bool, plot: str | None,
 
 
 def _understand(nbytes: int | None, alike: int | None, memory: int | None, ranks_per_node: int | None, draining: bool,
-                report: str | None, **given: Any) -> tuple[Job, Costs | None, list[str]]:  # fmt: skip
+                certify_after: int, report: str | None, **given: Any) -> tuple[Job, Costs | None, list[str]]:  # fmt: skip
     """Put the options together: the job, what saves and failures cost, and what to mention."""
     from ..planning.measured_run import measured
     from ..planning.scheme_comparison import Job
@@ -113,6 +116,7 @@ def _understand(nbytes: int | None, alike: int | None, memory: int | None, ranks
                                "`mlflash plan --nodes 16 --bytes 12GiB`")  # fmt: skip
     nodes = given["nodes"] or (None if run is None else run.nodes)
     names, domains, notes = _places(nodes, given["domains"], given["slurm"], given["hosts"])
+    held = slots_of(certify_after)
     job = Job(
         names,
         ranks_per_node or (None if run is None else run.ranks_per_node) or 8,
@@ -120,7 +124,8 @@ def _understand(nbytes: int | None, alike: int | None, memory: int | None, ranks
         domains.kinds if domains else (),
         tuple(domains.names(name) for name in names) if domains else (),
         memory,
-        3 if draining else 2,
+        held + draining,
+        held,
         alike_nbytes=run.alike_nbytes if alike is None and nbytes is None and run is not None else alike or 0,
     )
     for kind, names_of in job.domains.items():

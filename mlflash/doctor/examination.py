@@ -43,11 +43,13 @@ class Job:
     Attributes:
         nbytes: of state, on each rank; None: not known.
         own_slots: of each rank.
+        copy_slots: of each copy or parity file.
         nodes, ranks_per_node: None: as started.
     """
 
     nbytes: int | None = None
     own_slots: int = 2
+    copy_slots: int = 2
     nodes: int | None = None
     ranks_per_node: int | None = None
 
@@ -162,8 +164,8 @@ class Examination:
         def count_need() -> Finding:
             nonlocal need
             assert job.nbytes is not None
-            need = count(job.nbytes, given.redundancy, job.own_slots, job.nodes or nodes,
-                         job.ranks_per_node or ranks_per_node)  # fmt: skip
+            need = count(job.nbytes, given.redundancy, job.own_slots, job.copy_slots,
+                         job.nodes or nodes, job.ranks_per_node or ranks_per_node)  # fmt: skip
             return fine("need", "{need_nbytes} on a node: {words}", need_nbytes=need.nbytes, words=need.words)
 
         if job.nbytes is not None:

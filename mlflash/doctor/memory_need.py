@@ -33,13 +33,14 @@ class Need:
         return self.nbytes + self.spare_nbytes
 
 
-def count(nbytes: int, scheme: str, own_slots: int, nodes: int, ranks_per_node: int) -> Need:
+def count(nbytes: int, scheme: str, own_slots: int, copy_slots: int, nodes: int, ranks_per_node: int) -> Need:
     """Count what a job takes, as `mlflash plan` does.
 
     Args:
         nbytes: of state, on each rank.
         scheme: redundancy.
         own_slots: of each rank.
+        copy_slots: of each copy or parity file.
         nodes, ranks_per_node: of the job.
 
     Example:
@@ -50,7 +51,8 @@ def count(nbytes: int, scheme: str, own_slots: int, nodes: int, ranks_per_node: 
     """
     from ..planning.scheme_comparison import Job, consider, node_nbytes
 
-    job = Job(tuple(f"node{number}" for number in range(nodes)), ranks_per_node, nbytes, own_slots=own_slots)
+    job = Job(tuple(f"node{number}" for number in range(nodes)), ranks_per_node, nbytes,
+              own_slots=own_slots, copy_slots=copy_slots)  # fmt: skip
     ((_, placement),), _ = consider(job, [scheme])
     of_ranks = f"{many(ranks_per_node, 'rank')} of {show_bytes(nbytes)}"
     made = f"{scheme} over {nodes} nodes" if nodes > 1 else f"{scheme} makes nothing on one node"

@@ -41,7 +41,8 @@ class Job:
         kinds: levels of failure domains, outermost first.
         places: for each node its domain at each level; empty: nothing is known.
         memory_nbytes: what a node can give to checkpoints; None: not known.
-        own_slots: of each rank: two, or three where it drains.
+        own_slots: of each rank: two; a third where it drains, and one or two more where steps are certified.
+        copy_slots: for each copy and each parity file: two, and as many more where steps are certified.
         block_nbytes: bytes per checksum.
     """
 
@@ -52,6 +53,7 @@ class Job:
     places: tuple[tuple[str, ...], ...] = ()
     memory_nbytes: int | None = None
     own_slots: int = 2
+    copy_slots: int = 2
     block_nbytes: int = 1 << 20
     alike_nbytes: int = 0
 
@@ -145,8 +147,8 @@ def _equal(one: Placement, other: Placement) -> bool:
 def node_nbytes(job: Job, placement: Placement) -> int:
     """Count the bytes that a placement takes in the memory of a node, of the one that needs most.
 
-    Own slots, and two of each copy or parity file that its ranks hold for others, with their headers and tables; and
-    the shares of what all ranks hold alike. For the manifest, whose length is that of the names in the state, the
+    Own slots, and those of each copy or parity file that its ranks hold for others, with their headers and tables;
+    and the shares of what all ranks hold alike. For the manifest, whose length is that of the names in the state, the
     least is counted, two pages.
     """
     slot = Extents(2 * PAGE_NBYTES, round_up(job.nbytes - job.alike_nbytes, ALIGN_NBYTES), job.block_nbytes)
@@ -154,7 +156,8 @@ def node_nbytes(job: Job, placement: Placement) -> int:
     parity = {n: parity_extents([slot.blocks] * n, placement.scheme.losses, job.block_nbytes).nbytes for n in sizes}
     slot_nbytes, nodes = slot.nbytes, [0] * len(job.node_names)
     for node, owners, group in zip(job.topology.node_of, placement.owners, placement.parity_group_of, strict=True):
-        nodes[node] += (job.own_slots + 2 * len(owners)) * slot_nbytes + 2 * parity.get(len(group), 0)
+        nodes[node] += job.own_slots * slot_nbytes
+        nodes[node] += job.copy_slots * (len(owners) * slot_nbytes + parity.get(len(group), 0))
     bounds = cuts(job.alike_nbytes, job.ranks_per_node) if job.alike_nbytes else []
     shares = [Extents(0, high - low, job.block_nbytes).nbytes for low, high in itertools.pairwise(bounds)]
     return max(nodes) + job.own_slots * sum(shares)

@@ -42,10 +42,14 @@ def show(
 
 def _asked(job: Job, costs: Costs | None, prospects: Sequence[SchemeCosts]) -> Iterator[str]:
     nodes, state = len(job.node_names), job.state_nbytes
-    slots = {2: "two slots", 3: "three slots (it drains)"}[job.own_slots]
+    why = [text for text, is_so in (("it drains", job.own_slots > job.copy_slots),
+                                    ("it holds what is certified", job.copy_slots > 2)) if is_so]  # fmt: skip
+    slots = many(job.own_slots, "slot") + (f" ({' and '.join(why)})" if why else "")
+    if job.copy_slots > 2:
+        slots += f", and {job.copy_slots} for each copy"
     yield (
-        f"{many(nodes, 'node')} x {job.ranks_per_node} ranks x {show_bytes(job.nbytes)}: "
-        f"{show_bytes(state)} of state on a node, {show_bytes(nodes * state)} in all; {slots} a rank"
+        f"{many(nodes, 'node')} x {many(job.ranks_per_node, 'rank')} x {show_bytes(job.nbytes)}: "
+        f"{show_bytes(state)} of state on a node, {show_bytes(nodes * state)} in all; each rank has {slots}"
     )
     if job.alike_nbytes:
         yield f"{show_bytes(job.alike_nbytes)} of it all ranks hold alike: stored once on each node, and not sent"
@@ -121,7 +125,8 @@ def to_json(job: Job, costs: Costs | None, prospects: Sequence[SchemeCosts], not
     """Give a plan as plain values; bytes, seconds and shares, whatever units were given."""
     given = {"nodes": len(job.node_names), "ranks_per_node": job.ranks_per_node, "nbytes_per_rank": job.nbytes,
              "alike_nbytes": job.alike_nbytes,
-             "memory_nbytes": job.memory_nbytes, "own_slots": job.own_slots}  # fmt: skip
+             "memory_nbytes": job.memory_nbytes, "own_slots": job.own_slots,
+             "copy_slots": job.copy_slots}  # fmt: skip
     failures = None
     if costs is not None:
         failures = {

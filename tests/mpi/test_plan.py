@@ -9,6 +9,7 @@ import pytest
 from mpi4py import MPI
 
 from mlflash import Checkpointer
+from mlflash.config import slots_of
 from mlflash.placement.protection_groups import place
 from mlflash.placement.redundancy_scheme import parse
 from mlflash.placement.survival import describe, of
@@ -17,13 +18,17 @@ from mlflash.planning.scheme_comparison import Job, node_nbytes
 pytestmark = pytest.mark.mpi
 
 
+@pytest.mark.parametrize("certify_after", [0, 1, 2])
 @pytest.mark.parametrize("scheme", ["none", "copy", "copy:2", "xor:3", "xor:8", "rs:2+2"])
-def test_the_bytes_of_a_plan_are_those_that_the_files_take(options: dict[str, Any], scheme: str) -> None:
-    comm = MPI.COMM_WORLD
-    with Checkpointer(redundancy=scheme, **options) as ckpt:
+def test_the_bytes_of_a_plan_are_those_that_the_files_take(
+    options: dict[str, Any], scheme: str, certify_after: int
+) -> None:
+    comm, held = MPI.COMM_WORLD, slots_of(certify_after)
+    with Checkpointer(redundancy=scheme, certify_after=certify_after, **options) as ckpt:
         ckpt.prepare({"w": np.zeros(1_000_000, np.uint8)})
         taken = comm.allgather(sum(slot["nbytes"] for slot in ckpt.report()["slots"]))
-        job = Job(tuple(f"n{rank}" for rank in range(comm.size)), 1, 1_000_000, block_nbytes=options["block_nbytes"])
+        job = Job(tuple(f"n{rank}" for rank in range(comm.size)), 1, 1_000_000,
+                  own_slots=held, copy_slots=held, block_nbytes=options["block_nbytes"])  # fmt: skip
         placed = place(job.topology, parse(scheme))
         assert max(taken) == node_nbytes(job, placed)
         assert ckpt.survives == describe(of(job.topology, placed))

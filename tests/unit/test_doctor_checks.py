@@ -206,14 +206,14 @@ def test_locked_memory_counts_with_rdma(limit: int, rdma: bool, root: bool, leve
 
 
 def test_what_a_job_takes_is_what_plan_says() -> None:
-    found = memory_need.count(GIB, "xor:4", 3, nodes=4, ranks_per_node=8)
+    found = memory_need.count(GIB, "xor:4", 3, 2, nodes=4, ranks_per_node=8)
     job = scheme_comparison.Job(("a", "b", "c", "d"), 8, GIB, own_slots=3)
     ((scheme, placed),), _ = scheme_comparison.consider(job, ["xor:4"])
     planned = scheme_comparison.scheme_costs(job, scheme, placed, 1, None)
     assert found.nbytes == planned.memory_nbytes > 24 * GIB
     assert found.spare_nbytes == planned.spare_nbytes == headroom(found.nbytes) == SPARE
     assert found.words == "8 ranks of 1 GiB, 3 slots each, xor:4 over 4 nodes"
-    assert "makes nothing on one node" in memory_need.count(GIB, "copy", 2, 1, 1).words
+    assert "makes nothing on one node" in memory_need.count(GIB, "copy", 2, 2, 1, 1).words
     assert memory_need.shape({}) == (1, 1)
     assert memory_need.shape({"SLURM_JOB_NUM_NODES": "4", "SLURM_NTASKS_PER_NODE": "8"}) == (4, 8)
     assert memory_need.shape({"SLURM_JOB_NUM_NODES": "4", "SLURM_NTASKS": "30"}) == (4, 8)

@@ -254,10 +254,22 @@ def test_the_examples_of_the_page_are_real(tmp_path: Path, monkeypatch: pytest.M
             assert CliRunner().invoke(main, arguments).output == shown
 
 
+@pytest.mark.parametrize(("options", "said", "more"), [
+    ("--draining", "3 slots (it drains)", 1), ("--certify-after 0", "2 slots", 0),
+    ("--certify-after 1", "3 slots (it holds what is certified), and 3 for each copy", 2),
+    ("--certify-after 9 --draining", "5 slots (it drains and it holds what is certified), and 4 for each copy", 5),
+])  # fmt: skip
+def test_further_slots_are_counted_and_said(options: str, said: str, more: int) -> None:
+    given = ("--nodes", 2, "--ranks-per-node", 1, "--bytes", "1GiB", "--scheme", "copy", *options.split())
+    assert f"each rank has {said}\n" in run(*given)
+    (told,) = json.loads(run(*given, "--json"))["schemes"]
+    assert told["memory_per_state"] == pytest.approx(4 + more, rel=1e-3)
+
+
 def test_json_has_what_the_table_has() -> None:
     told = json.loads(run("--nodes", 64, "--bytes", "12GiB", "--memory", "300GiB", *FAILURES, "--json"))
     assert told["job"] == {"nodes": 64, "ranks_per_node": 8, "nbytes_per_rank": 12 * GIB, "memory_nbytes": 300 * GIB,
-                           "alike_nbytes": 0, "own_slots": 2}  # fmt: skip
+                           "alike_nbytes": 0, "own_slots": 2, "copy_slots": 2}  # fmt: skip
     assert told["failures"]["mtbf_s"] == pytest.approx(264 * 86_400 / 64)
     by_name = {one["scheme"]: one for one in told["schemes"]}
     assert list(by_name) == list(SCHEMES)
