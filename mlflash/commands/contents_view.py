@@ -12,7 +12,7 @@ from ..command_line.output import new_table
 from ..human_readable.units import show_bytes
 from ..human_readable.wording import many, named
 from ..inspection.checkpoint_contents import Contents, Shard
-from ..inspection.provenance_check import Found, describe
+from ..inspection.provenance_check import Found, describe, versions_of
 from ..inspection.tensor_statistics import Statistics
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def to_json(shown: Shown) -> dict[str, Any]:
             "shards": [_shard_to_json(shard) for shard in those],
         })  # fmt: skip
     plain = {name: _plain(value) for name, value in shown.found.plain.items()}
-    said = None if shown.said is None else shown.said.said
+    said = (shown.found.provenance or None) if shown.said is None else shown.said.said
     return {"step": shown.step, "ranks": shown.ranks, "source": shown.source, "missing_ranks": list(shown.missing),
             "tensors": tensors, "plain": plain, "provenance": said}  # fmt: skip
 
@@ -123,6 +123,9 @@ def show(console: Console, shown: Shown, closely: bool) -> None:
     console.print(f"step {shown.step} of {many(shown.ranks, 'rank')}, from {shown.source}; {shown.about}")
     if shown.said is not None:
         _show_provenance(console, shown.said)
+    elif its := shown.found.provenance:
+        given = f"; {json.dumps(its['given'], ensure_ascii=False)}" if its["given"] else ""
+        console.print(f"provenance: {versions_of(its)}{given}", markup=False, soft_wrap=True)
     if shown.missing:
         console.print(f"no slot of {named(shown.missing)} was found here", style="yellow")
     if closely:

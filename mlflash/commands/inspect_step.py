@@ -81,6 +81,7 @@ def _from_memory(world: World, given: Config, job: str, step: int, tensor: str |
     found = Contents([shard for theirs in told for shard in theirs.shards])
     for theirs in told:
         found.plain |= theirs.plain
+        found.provenance = found.provenance or theirs.provenance
     found.shards.sort(key=lambda shard: shard.rank)
     _refuse_unknown(world, tensor, found, step)
     about = f"{'committed' if one.committed else 'not seen committed'}, {show_seconds(on_disk.age_s(one.unix_ns))} ago"

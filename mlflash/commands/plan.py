@@ -100,7 +100,8 @@ def plan(schemes: tuple[str, ...], losses: int, as_json: bool, plot: str | None,
 
 
 def _understand(nbytes: int | None, alike: int | None, memory: int | None, ranks_per_node: int | None, draining: bool,
-                certify_after: int, report: str | None, **given: Any) -> tuple[Job, Costs | None, list[str]]:  # fmt: skip
+                certify_after: int, report: str | None,
+                **given: Any) -> tuple[Job, Costs | None, list[str]]:  # fmt: skip
     """Put the options together: the job, what saves and failures cost, and what to mention."""
     from ..planning.measured_run import measured
     from ..planning.scheme_comparison import Job

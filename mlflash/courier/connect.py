@@ -23,6 +23,7 @@ from ..protocol.messages import Start, Started
 from ..protocol.ranks import Ranks
 from ..protocol.torch_rank import check_torch_rank, replicas_of, some_ranks
 from ..protocol.trainer_context import TrainerContext
+from ..state.manifest import provenance_of
 from ..telemetry.event_log import EventLog, file_of_node
 from ..telemetry.heartbeat import RankFacts, TrainerHeartbeat, read_heartbeats
 from ..telemetry.prometheus_metrics import Metrics
@@ -118,7 +119,7 @@ def _start(rank: int, size: int, group: Any, process_group: Any, replicated: Any
         problem = error
     if isinstance(domains, os.PathLike):
         domains = os.fspath(domains)  # as messages are plain data
-    return Start(problem, replicas, domains, os.urandom(8).hex(), versions=loaded_versions())
+    return Start(problem, replicas, domains, os.urandom(8).hex())
 
 
 def _started(courier: Client, start: Start) -> Started:
@@ -148,7 +149,8 @@ def _trainer(config: Config, courier: Client, process_group: Any, start: Start, 
     slots.update(started.files)
     recorder = _recorder(config, ranks, memory, start.start, started, events)
     threads = CopyThreads(started.copy_threads)
-    return TrainerContext(config, courier, ranks, memory, slots, threads, recorder, started.sharing)
+    provenance = provenance_of(loaded_versions(), config.provenance)
+    return TrainerContext(config, courier, ranks, memory, slots, threads, recorder, provenance, started.sharing)
 
 
 def _recorder(config: Config, ranks: Ranks, memory: NodeDirectory, start: str, started: Started,

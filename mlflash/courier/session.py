@@ -9,7 +9,7 @@ from .. import crash_points
 from ..config import Config
 from ..draining.drain import Drain
 from ..draining.drain_queue import DrainQueue
-from ..draining.provenance import Facts, facts_of
+from ..draining.provenance import Signer, signer_of
 from ..errors import ConfigError, MlflashError
 from ..memory.slot import Slot
 from ..mpi.job_thread import JobThread
@@ -126,9 +126,9 @@ class Session:
 
     def _start(self, start: asked.Start) -> Started:
         world = self._world
-        facts, problem = Facts(), start.problem
+        signer, problem = Signer(), start.problem
         try:
-            facts = facts_of(self._config, start.versions, signs=world.rank == 0)
+            signer = signer_of(self._config) if world.rank == 0 else signer
         except ConfigError as error:  # the others are told, too
             problem = problem or error
         self.context = context = make(
@@ -136,7 +136,7 @@ class Session:
         )
         self._scrubber = scrubber = Scrubber(context, self._config.scrub_rate, lambda: self._drains.last)
         context.left_at = start.left_at
-        self._drains = DrainQueue(self._config, context, self._jobs, self._told_drain, facts)
+        self._drains = DrainQueue(self._config, context, self._jobs, self._told_drain, signer)
         self._jobs.when_idle = scrubber.go_on if self._config.scrub_rate else None
         self._commits = Commits(context, self._drains, lambda home: heal_or_remember(context, home),
                                 lambda: mend(context, scrubber))  # fmt: skip

@@ -13,7 +13,7 @@ import numpy as np
 import xxhash
 
 from ..crash_points import reach
-from ..memory.slot_header import Attempt, Header, Verdict
+from ..memory.slot_header import Attempt, Verdict
 from ..protocol.describe_ranks import Described
 from ..redundancy.rank_checkpoint import RankCheckpoint
 from ..state.layout import PAGE_NBYTES
@@ -244,17 +244,20 @@ class Origin:
         node_index, node: number and name of the node.
         scheme: of its redundancy.
         unix_ns: when its slot was sealed, ns since 1970.
+        said: the provenance in its manifest; only of the lowest rank, as that of others is the same.
     """
 
     node_index: int
     node: str
     scheme: str
     unix_ns: int
+    said: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @classmethod
-    def of(cls, header: Header) -> Origin:
-        """Read it from the header of a slot."""
-        return cls(header.node_index, header.node, header.scheme, header.unix_ns)
+    def of(cls, home: RankCheckpoint) -> Origin:
+        """Read it from a slot."""
+        header, said = home.header, home.manifest.provenance
+        return cls(header.node_index, header.node, header.scheme, header.unix_ns, {} if header.rank else said)
 
 
 @dataclasses.dataclass

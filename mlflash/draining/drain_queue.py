@@ -27,7 +27,7 @@ from . import checkpoint_directory, write_checkpoint
 from .checkpoint_directory import Listed, Listing
 from .drain import Drain
 from .drain_input import DrainInput
-from .provenance import Facts
+from .provenance import Signer
 from .write_checkpoint import Terms
 
 log = logging.getLogger("mlflash")
@@ -44,7 +44,7 @@ class DrainQueue:
         context: this rank's slots and communicators.
         courier: makes the MPI calls.
         told: is told of each drain that begins.
-        facts: what each checkpoint says of the job.
+        signer: of the provenance of what is drained.
 
     Attributes:
         last: the newest drain, on its way or ended; None before the first.
@@ -52,7 +52,7 @@ class DrainQueue:
     """
 
     def __init__(self, config: Config, context: Context, courier: JobThread, told: Callable[[Drain], None],
-                 facts: Facts):  # fmt: skip
+                 signer: Signer):  # fmt: skip
         self._config, self._context, self._courier, self._told = config, context, courier, told
         self.store: Store | None = None if config.directory is None else open_store(config.directory)
         self.last: Drain | None = None
@@ -65,7 +65,7 @@ class DrainQueue:
         self._drained: Attempt | None = None  # the newest attempt that was, or is being
         self._terms = Terms(
             config.format, config.owner, config.job, config.block_nbytes * 4, config.compression, config.drain_rate,
-            config.drain_writers, config.keep_last, config.keep_every, facts,
+            config.drain_writers, config.keep_last, config.keep_every, signer,
         )  # fmt: skip
 
     @property

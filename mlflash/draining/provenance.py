@@ -27,45 +27,37 @@ _HEX = re.compile("[0-9a-f]{64}")
 
 
 @dataclasses.dataclass(frozen=True)
-class Facts:
-    """What a job says in the provenance of all of its checkpoints.
+class Signer:
+    """Who signs the provenance of a job's checkpoints.
 
     Attributes:
-        versions: of Python, mlflash and what else the trainer has loaded, by name.
-        given: what the user says, as JSON; "": nothing.
-        sign, signer: signs, and its public key; None and "": nothing is signed.
+        sign: signs; None: nothing is signed.
+        key: its public key.
     """
 
-    versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    given: str = ""
     sign: Sign | None = None
-    signer: str = ""
+    key: str = ""
 
 
-def facts_of(config: Config, versions: Mapping[str, str], signs: bool) -> Facts:
-    """Say what all checkpoints of a job have in common. Not collective.
-
-    Args:
-        config: of the job.
-        versions: see `Facts`.
-        signs: whether this rank signs what is drained, and so needs the key.
+def signer_of(config: Config) -> Signer:
+    """Read the key that a job signs with. Not collective.
 
     Raises:
         ConfigError: the key cannot be used.
     """
-    if not (signs and config.sign_key and config.directory is not None):
-        return Facts(versions, config.provenance)
-    return Facts(versions, config.provenance, *private_key(config.sign_key))
+    if not config.sign_key or config.directory is None:
+        return Signer()
+    return Signer(*private_key(config.sign_key))
 
 
-def files(facts: Facts, drain_input: DrainInput, receipts: Sequence[Receipt], last: Iterable[FileDigest], form: str,
+def files(signer: Signer, drain_input: DrainInput, receipts: Sequence[Receipt], last: Iterable[FileDigest], form: str,
           job: str, owner: str, now_ns: int) -> list[tuple[str, bytes]]:  # fmt: skip
     """Give what is written before the file that commits a checkpoint, by name.
 
     Not collective.
 
     Args:
-        facts: of the job.
+        signer: of the job.
         drain_input: the checkpoint.
         receipts: of all ranks, in their order.
         last: the files that are written after these.
@@ -74,9 +66,10 @@ def files(facts: Facts, drain_input: DrainInput, receipts: Sequence[Receipt], la
     """
     origins = [receipt.origin for receipt in receipts if receipt.origin is not None]
     digests = [digest for receipt in receipts for digest in receipt.digests]
+    said = next((origin.said for origin in origins if origin.said), {})
     document = {
         "format": FORMAT,
-        "versions": dict(facts.versions),
+        "versions": dict(said.get("versions", {})),
         "job": job,
         "uid": os.getuid(),
         "step": drain_input.step,
@@ -88,17 +81,17 @@ def files(facts: Facts, drain_input: DrainInput, receipts: Sequence[Receipt], la
         "saved": _time(max((origin.unix_ns for origin in origins), default=0)),
         "drained": _time(now_ns),
         "by": drain_input.by,
-        "given": canonical_json.decode(facts.given.encode()) if facts.given else {},
+        "given": said.get("given", {}),
         "checks": dict(drain_input.checks),
         "form": form,
         "files": {its.name: {"nbytes": its.nbytes, "sha256": its.sha256} for its in (*digests, *last)},
-        "signer": facts.signer,
+        "signer": signer.key,
         "drain": tag(drain_input.attempt, owner),
     }
     document["digest"] = digest_of(document)
     made = [(PROVENANCE, canonical_json.encode(document))]
-    if facts.sign is not None:
-        made.append((SIGNATURE, facts.sign(document["digest"].encode())))
+    if signer.sign is not None:
+        made.append((SIGNATURE, signer.sign(document["digest"].encode())))
     return made
 
 

@@ -37,7 +37,7 @@ from .drain import Drain
 from .drain_input import DrainInput, FileDigest, Load, Look, Origin, Receipt, load, look
 from .file_format import Form
 from .file_index import Stored
-from .provenance import Facts
+from .provenance import Signer
 
 log = logging.getLogger("mlflash")
 
@@ -57,7 +57,7 @@ class Terms:
         rate: bytes per second of all ranks together; 0: as fast as they go.
         writers: ranks that write at a time; 0: all.
         keep_last, keep_every: which older checkpoints stay, see `checkpoint_directory.surplus`.
-        facts: what each checkpoint says of the job.
+        signer: of the provenance.
     """
 
     form: str
@@ -69,7 +69,7 @@ class Terms:
     writers: int = 0
     keep_last: int = 0
     keep_every: int = 0
-    facts: Facts = dataclasses.field(default_factory=Facts)
+    signer: Signer = dataclasses.field(default_factory=Signer)
 
 
 def run(
@@ -271,7 +271,7 @@ class _OnItsWay:
         self.drain.nbytes += sum(skeleton.nbytes for _, skeleton in files)
         at_once = min(self.terms.writers or self.world.size, self.world.size)
         with _closing(files):
-            origin, digests = Origin.of(self.drain_input.homes[rank].header), _digests(files)
+            origin, digests = Origin.of(self.drain_input.homes[rank]), _digests(files)
             for name, skeleton in files:
                 self.written.append(name)
                 content = _paced(skeleton.stream(_CHUNK_NBYTES), self.drain, self.terms.rate / at_once)
@@ -295,7 +295,7 @@ class _OnItsWay:
             self.written.append(checkpoint_directory.VERDICT)
             checkpoint_directory.write_verdict(self.inside, self.drain_input.attempt, terms.owner, verdict)
         with _closing(files):
-            said = provenance.files(terms.facts, self.drain_input, receipts, _digests(files), self.form.name,
+            said = provenance.files(terms.signer, self.drain_input, receipts, _digests(files), self.form.name,
                                     terms.job, terms.owner, time.time_ns())  # fmt: skip
             for name, content in said:
                 self.written.append(name)

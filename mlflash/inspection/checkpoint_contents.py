@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -69,10 +69,12 @@ class Contents:
     Attributes:
         shards: of its tensors, by rank and in the order of the state.
         plain: its plain leaves by path, of the lowest rank that is there.
+        provenance: of a checkpoint in memory, as the manifest of that rank has it.
     """
 
     shards: list[Shard] = dataclasses.field(default_factory=list)
     plain: dict[str, Any] = dataclasses.field(default_factory=dict)
+    provenance: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,7 +132,7 @@ def read_memory(memory: str, job: str, here: Sequence[Node], way: Itinerary, wan
                 with Sealed(held, file, header) as sealed:
                     manifest = sealed.manifest()
                     if rank == min(way.slots):
-                        found.plain = plain_of(manifest, wanted)
+                        found.plain, found.provenance = plain_of(manifest, wanted), manifest.provenance
                     for entry in manifest.entries:
                         if matches(entry.name, wanted):
                             shard = Shard(entry, rank, node.name, _runs(node.name, file, header, manifest, entry, way))

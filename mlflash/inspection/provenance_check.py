@@ -208,11 +208,16 @@ def _which(step: int, run: str, generation: int, world_size: int) -> str:
     return f"step {step} of {many(world_size, 'rank')}, save {generation} of run {run[:8]}"
 
 
+def versions_of(document: Mapping[str, Any]) -> str:
+    """Say in a line which versions a provenance names. Not collective."""
+    return ", ".join(f"{name} {version}" for name, version in document["versions"].items())
+
+
 def describe(document: Mapping[str, Any]) -> str:
     """Say in a line what a provenance says. Not collective."""
     hosts = [one["host"] for one in document["nodes"]]
     where = ", ".join(hosts[:_NAMED]) + (f" and {len(hosts) - _NAMED} more" if len(hosts) > _NAMED else "")
-    versions = ", ".join(f"{name} {version}" for name, version in document["versions"].items())
+    versions = versions_of(document)
     by = "" if document["by"] == "job" else f", drained by `mlflash {document['by']}`"
     ranks, saved = many(document["world_size"], "rank"), f"{document['saved'][:19]}Z"
     return (f"step {document['step']} of job {document['job']}: {ranks} on {where or 'no node'}, "

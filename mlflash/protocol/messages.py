@@ -42,7 +42,6 @@ class Start(Message):
         left_at: the newest step whose save has ended on this rank, where an earlier courier has died; None: there was
             none, or no save has ended.
         interrupted: the newest unit that this rank was in when that died, see `courier.units`; 0: none.
-        versions: of what this trainer has loaded, see `loaded_versions`.
     """
 
     problem: MlflashError | None
@@ -51,7 +50,6 @@ class Start(Message):
     start: str
     left_at: int | None = None
     interrupted: int = 0
-    versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from ..config import Config
 from ..memory.copy_threads import CopyThreads
@@ -28,6 +29,7 @@ class TrainerContext:
         slots: this rank's own.
         copy_threads: threads for copies and checks.
         recorder: told what the trainer knows of this rank.
+        provenance: of what is saved, see `Manifest`.
         sharing: what ranks share.
         is_unhealed: whether the restored step has no full redundancy yet.
     """
@@ -39,6 +41,7 @@ class TrainerContext:
     slots: OwnSlots
     copy_threads: CopyThreads
     recorder: TrainerRecorder
+    provenance: Mapping[str, Any]
     sharing: SharingNews = dataclasses.field(default_factory=SharingNews)
     is_unhealed: bool = False
 

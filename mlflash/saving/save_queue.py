@@ -80,7 +80,7 @@ class SaveQueue:
         self.lazy = LazySaves(config.lazy, speaks=trainer.ranks.rank == 0)
         if config.max_slowdown:
             self.lazy.steps.tell(self._courier.pace.step)
-        self.stage = Staging(config.block_nbytes, trainer.copy_threads, config.timeout_s)
+        self.stage = Staging(config.block_nbytes, trainer.copy_threads, config.timeout_s, trainer.provenance)
         self.staged_states = StagedStates(self.stage, self._slots, self.lazy)
 
     def save(self, step: int, state: object, until: object = None) -> Snapshot:

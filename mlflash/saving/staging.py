@@ -32,7 +32,7 @@ from .mutation_check import SampledBytes
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
-NOTHING: Mapping[int, Any] = MappingProxyType({})
+NOTHING: Mapping[Any, Any] = MappingProxyType({})
 """Of the leaves: none is copied later."""
 
 
@@ -61,10 +61,13 @@ class Staging:
         block_nbytes: bytes per checksum, for the layout.
         copy_threads: copies together.
         timeout_s: how long the pages of a new slot, or devices, may take, seconds.
+        provenance: of all states, see `Manifest`.
     """
 
-    def __init__(self, block_nbytes: int, copy_threads: CopyThreads, timeout_s: float):
+    def __init__(self, block_nbytes: int, copy_threads: CopyThreads, timeout_s: float,
+                 provenance: Mapping[str, Any] = NOTHING):  # fmt: skip
         self._block_nbytes, self._copy_threads, self._timeout_s = block_nbytes, copy_threads, timeout_s
+        self._provenance = provenance
         self._start_over()
 
     def _start_over(self) -> None:
@@ -111,7 +114,8 @@ class Staging:
                     shared.add(i)
         # The entries' text depends on their places; twice the text of unplaced ones is room enough.
         draft = manifest.encode_entries(its.entries)
-        length = len(manifest.join(draft, self._tree_bytes, flat.plain)) + 20 * len(its.entries) + 80
+        joined = manifest.join(draft, self._tree_bytes, flat.plain, None, self._provenance)
+        length = len(joined) + 20 * len(its.entries) + 80
         self._layout = plan(flat, length, self._block_nbytes, shared)
         self._pieces = () if sharing is None else tuple(pieces(self._layout, len(sharing.siblings)))
         self._structure = its
@@ -123,9 +127,9 @@ class Staging:
         shared = None
         if sharing is not None and layout.shared_nbytes:
             shared = manifest.Shared(sharing.by, len(sharing.siblings), layout.shared_nbytes)
-        whole = manifest.join(self._entries, self._tree_bytes, flat.plain, shared)
+        whole = manifest.join(self._entries, self._tree_bytes, flat.plain, shared, self._provenance)
         if self._read_back != (layout, self._tree_bytes):
-            written = manifest.Manifest(layout.entries, flat.structure.tree, flat.plain, shared)
+            written = manifest.Manifest(layout.entries, flat.structure.tree, flat.plain, shared, self._provenance)
             manifest.read_back(whole, written, layout.extents.payload_nbytes)
         self._read_back = layout, self._tree_bytes  # these very ones: to compare others takes as long as a copy
         private = flat.structure.private

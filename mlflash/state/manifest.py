@@ -1,7 +1,8 @@
 """What a slot holds ↔ bytes.
 
-The manifest is one JSON document: ``{"entries": [...], "tree": [...], "plain": [...], "shared": [...]}``. Everything in
-it is validated before anything is allocated or touched, so that a damaged or hostile file ends in `CorruptSlot`.
+The manifest is one JSON document: ``{"entries": [...], "tree": [...], "plain": [...], "shared": [...],
+"provenance": {...}}``. Everything in it is validated before anything is allocated or touched, so that a damaged or
+hostile file ends in `CorruptSlot`.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from ..errors import CorruptSlot, StateError
@@ -41,12 +43,15 @@ class Manifest:
 
     Attributes:
         shared: where the entries are whose start is behind the payload; None where there are none.
+        provenance: ``versions`` of what the trainer had loaded, by name, and what was ``given`` by the user as JSON;
+            empty where an older version has written it.
     """
 
     entries: tuple[Entry, ...]
     tree: Tree
     plain: list[Any]
     shared: Shared | None = None
+    provenance: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 def encode_entries(entries: tuple[Entry, ...]) -> bytes:
@@ -59,9 +64,21 @@ def encode_tree(tree: Tree) -> bytes:
     return _json(tree)
 
 
-def join(entries: bytes, tree: bytes, plain: list[Any], shared: Shared | None = None) -> bytes:
+def provenance_of(versions: Mapping[str, str], given: str) -> dict[str, Any]:
+    """Say where a state comes from: see `Manifest`.
+
+    Args:
+        versions: of what is loaded, by name.
+        given: by the user, a JSON object; "": nothing.
+    """
+    return {"versions": dict(versions), "given": json.loads(given) if given else {}}
+
+
+def join(entries: bytes, tree: bytes, plain: list[Any], shared: Shared | None = None,
+         provenance: Mapping[str, Any] | None = None) -> bytes:  # fmt: skip
     """Put a manifest together from its encoded parts and the plain leaves of this save."""
     more = b"" if shared is None else b',"shared":%s' % _json(list(dataclasses.astuple(shared)))
+    more += b',"provenance":%s' % _json(provenance) if provenance else b""
     return b'{"entries":%s,"tree":%s,"plain":%s%s}' % (entries, tree, _json(plain), more)
 
 
@@ -90,7 +107,7 @@ def read_back(raw: bytes, written: Manifest, payload_nbytes: int) -> None:
         if repr(value) != repr(found):
             raise StateError("a restore would read another value", tensor=f"plain leaf {number}",
                              expected=value, found=found)  # fmt: skip
-    if texts[0] != texts[1] or read.shared != written.shared:
+    if texts[0] != texts[1] or (read.shared, read.provenance) != (written.shared, written.provenance):
         raise StateError("a restore would read a state of another structure: its keys are not texts of JSON")
 
 
@@ -123,7 +140,7 @@ def from_document(document: Any, payload_nbytes: int) -> Manifest:
     for value in plain:
         check_plain(value)
     check_tree(document["tree"], len(entries), len(plain))
-    return Manifest(entries, document["tree"], plain, shared)
+    return Manifest(entries, document["tree"], plain, shared, _provenance(document.get("provenance", {})))
 
 
 def _refuse(name: str) -> None:
@@ -137,6 +154,15 @@ def _shared(fields: Any) -> Shared | None:
     if not all(type(n) is int and n >= 0 for n in fields) or not 1 <= shares <= 255:
         raise ValueError(f"the shared state is {fields!r}")
     return Shared(by, shares, nbytes)
+
+
+def _provenance(said: Any) -> dict[str, Any]:
+    if said:
+        versions, given = said["versions"], said["given"]
+        if not (isinstance(given, dict) and all(isinstance(one, str) for one in versions.values())):
+            raise ValueError("the provenance is none")
+        return {"versions": versions, "given": given}
+    return {}
 
 
 def decode_entry(fields: Any, payload_nbytes: int, shared_nbytes: int = 0) -> Entry:

@@ -25,6 +25,7 @@ from mlflash.draining.checkpoint_directory import list_checkpoints
 from mlflash.errors import ConfigError
 from mlflash.inspection import on_disk
 from mlflash.mpi.world import World
+from mlflash.protocol.loaded_versions import loaded_versions
 from mlflash.storage import canonical_json
 from mlflash.storage.store import Directory
 
@@ -326,13 +327,23 @@ def test_a_key_that_cannot_be_used_ends_the_start(
 def test_what_is_scavenged_says_so_and_is_signed_by_the_key_of_the_environment(
     shm: Path, tmp_path: Path, keys: tuple[Path, Path, Path]
 ) -> None:
-    with mlflash.Checkpointer(tmp_path / "d", job="j", memory=str(shm), redundancy="none") as ckpt:
+    """And it says what the trainer said: its versions, and what was given there."""
+    options: dict[str, Any] = {"job": "j", "memory": str(shm), "redundancy": "none", "provenance": GIVEN}
+    with mlflash.Checkpointer(tmp_path / "d", **options) as ckpt:
         ckpt.save(5, state_at(5)).wait()
+    call = [MLFLASH, "inspect", "5", "--job", "j", "--memory", shm]
+    text = subprocess.run(call, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert f"\nprovenance: mlflash {mlflash.__version__}, python 3." in text and '; {"git": "0a1b", "seed": 1' in text
+    told = json.loads(subprocess.run([*call, "--json"], capture_output=True, timeout=60, check=True).stdout)
+    versions = loaded_versions()
+    assert versions["torch"] == torch.__version__ and told["provenance"] == {"versions": versions, "given": GIVEN}
     done = subprocess.run([MLFLASH, "scavenge", tmp_path / "d", "--job", "j", "--memory", shm], capture_output=True,
                           text=True, timeout=60, env={**os.environ, "MLFLASH_SIGN_KEY": str(keys[0])})  # fmt: skip
     assert done.returncode == 0, done
     text = verify(tmp_path / "d", shm, "--key", keys[1], code=0).stdout
     assert "drained by `mlflash scavenge`" in text and "signed by this key; it holds" in text
+    document = json.loads((tmp_path / "d/step-00000005/provenance.json").read_text())
+    assert (document["versions"], document["given"]) == (versions, GIVEN)
 
 
 def test_inspect_shows_it_in_two_lines(drained: dict[bool, Path], shm: Path) -> None:

@@ -25,6 +25,7 @@ from mlflash.draining.drain_input import DrainInput, FileDigest, Origin, Receipt
 from mlflash.errors import ConfigError, CorruptSlot
 from mlflash.memory.slot_header import Attempt
 from mlflash.protocol.loaded_versions import loaded_versions
+from mlflash.state import manifest
 from mlflash.storage import canonical_json
 from mlflash.storage.file_holes import FileWithHoles
 from mlflash.storage.signatures import private_key, public_key
@@ -145,11 +146,12 @@ def receipts(origins: list[Origin]) -> list[Receipt]:
     ]
 
 
-def written(facts: provenance.Facts | None = None, **changed: Any) -> dict[str, bytes]:
-    facts = facts or provenance.Facts({"python": "3.11.7"}, '{"seed":1}')
-    origins = [Origin(0, "n1", "copy", 1_700_000_000_123_456_789), Origin(1, "n2", "copy", 1_700_000_000_000_000_000)]
-    given = dataclasses.replace(INPUT, **changed)
-    return dict(provenance.files(facts, given, receipts(origins), [LAST], "hdf5", "j", "me", 1_700_000_009 * 10**9))
+def written(signer: provenance.Signer | None = None, **changed: Any) -> dict[str, bytes]:
+    said = manifest.provenance_of({"python": "3.11.7"}, '{"seed":1}')
+    origins = [Origin(0, "n1", "copy", 1_700_000_000_123_456_789, said),
+               Origin(1, "n2", "copy", 1_700_000_000_000_000_000)]  # fmt: skip
+    given, signer = dataclasses.replace(INPUT, **changed), signer or provenance.Signer()
+    return dict(provenance.files(signer, given, receipts(origins), [LAST], "hdf5", "j", "me", 1_700_000_009 * 10**9))
 
 
 def test_it_says_versions_nodes_times_what_the_user_gives_and_each_file() -> None:
@@ -167,6 +169,19 @@ def test_it_says_versions_nodes_times_what_the_user_gives_and_each_file() -> Non
     }  # fmt: skip
     (raw,) = written(by="scavenge", checks={"loss": "finite"}).values()
     assert provenance.read(raw)["by"] == "scavenge" and provenance.read(raw)["checks"] == {"loss": "finite"}
+
+
+@pytest.mark.parametrize("said", [
+    '{"versions": {}}', '{"versions": {"python": 3}, "given": {}}', '{"versions": [], "given": {}}',
+    '{"versions": {"python": "3"}, "given": []}', "1", '"text"',
+])  # fmt: skip
+def test_a_manifest_with_another_provenance_is_refused_and_one_without_is_an_older_one(said: str) -> None:
+    parts = b"[]", b'["d",[]]', []
+    its = manifest.provenance_of({"python": "3.11.7"}, '{"seed":1}')
+    assert manifest.decode(manifest.join(*parts, None, its), 0).provenance == its
+    assert manifest.decode(manifest.join(*parts), 0).provenance == {}
+    with pytest.raises(CorruptSlot, match="the manifest is damaged"):
+        manifest.decode(manifest.join(*parts)[:-1] + b',"provenance":' + said.encode() + b"}", 0)
 
 
 GOLDEN = (
@@ -190,7 +205,7 @@ def test_format_1_stays_byte_for_byte_what_it_was(monkeypatch: pytest.MonkeyPatc
 
 def test_ranks_of_a_node_are_counted_and_nodes_of_one_name_are_told_apart() -> None:
     origins = [Origin(number, name, "none", 1) for number, name in ((1, "b"), (0, "a"), (1, "b"), (2, "a"))]
-    ((_, raw),) = provenance.files(provenance.Facts(), INPUT, receipts(origins), [LAST], "hdf5", "j", "me", 1)
+    ((_, raw),) = provenance.files(provenance.Signer(), INPUT, receipts(origins), [LAST], "hdf5", "j", "me", 1)
     nodes = provenance.read(raw)["nodes"]
     assert nodes == [{"host": "a", "ranks": 1}, {"host": "b", "ranks": 2}, {"host": "a", "ranks": 1}]
 
@@ -274,8 +289,7 @@ def test_the_digest_of_a_file_is_that_of_its_bytes_which_are_no_tensors(
 def test_what_a_key_signs_its_public_key_finds_good_and_no_other_does(tmp_path: Path) -> None:
     private, public = key_pair(tmp_path)
     _, other = key_pair(tmp_path, "other")
-    facts = provenance.Facts(*({}, "", *private_key(str(private))))
-    files = written(facts)
+    files = written(provenance.Signer(*private_key(str(private))))
     assert [*files] == ["provenance.json", "provenance.json.sig"]
     document = provenance.read(files["provenance.json"])
     content, signature = document["digest"].encode(), files["provenance.json.sig"]
