@@ -7,11 +7,12 @@ both: ``MLFLASH_DISABLE=1`` is the opposite of ``enabled``, and off is off which
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,10 @@ FRESH = "MLFLASH_FRESH"
 """Environment name of a fresh start."""
 PREFER_CERTIFIED = "MLFLASH_PREFER_CERTIFIED"
 """Environment name of the rule that a restore takes what is certified."""
+_OTHER_VARIABLES = tuple(
+    f"MLFLASH_{name}" for name in ("COMPLETE", "INTERFACE", "ISAL", "KEPT", "PRESUMED", "RUN", "TRACEBACK")
+)
+_NOT_SETTINGS = ("MLFLASH_TEST_", "MLFLASH_BENCH_")
 COMPRESSIONS = ("gzip", "zstd", "lz4", "blosc", "blosc2", "bshuf", "bzip2")
 """HDF5's own, and those of hdf5plugin that give back every bit."""
 
@@ -189,8 +194,9 @@ def from_environment(env: Mapping[str, str], directory: str | os.PathLike[str] |
             values[name] = given[name]
         elif env_name and env.get(env_name, "") != "":
             values[name] = _parse(env_name, env[env_name], str if field.default is None else type(field.default))
-    if unknown := given.keys() - {field.name for field in dataclasses.fields(Config)}:
-        raise ConfigError(f"unknown settings: {', '.join(sorted(unknown))}")
+    names = [field.name for field in dataclasses.fields(Config)]
+    if unknown := given.keys() - set(names):
+        raise ConfigError(f"unknown settings: {'; '.join(_guessed(name, names) for name in sorted(unknown))}")
     values["fresh"] = _word(values.get("fresh", ""))
     values["provenance"] = _object(values.get("provenance", ""))
     if values.get("sign_key"):  # couriers may stand elsewhere
@@ -200,6 +206,24 @@ def from_environment(env: Mapping[str, str], directory: str | os.PathLike[str] |
     if "job" not in values:
         values["job"] = job_name(env, values["directory"])
     return Config(**values)
+
+
+def unknown_variables(env: Mapping[str, str]) -> list[str]:
+    """Name the variables of the environment that look like settings and are none. Not collective.
+
+    Example:
+        ``{"MLFLASH_DRAIN_EVRY": "5"}`` → ``["MLFLASH_DRAIN_EVRY (did you mean MLFLASH_DRAIN_EVERY?)"]``.
+    """
+    known = [field.metadata["env"] for field in dataclasses.fields(Config) if field.metadata["env"]]
+    known += [DISABLE, *_OTHER_VARIABLES]
+    return [_guessed(name, known) for name in sorted(env)
+            if name.startswith("MLFLASH_") and name not in known and not name.startswith(_NOT_SETTINGS)]  # fmt: skip
+
+
+def _guessed(name: str, known: Sequence[str]) -> str:
+    stems = {one.removeprefix("MLFLASH_"): one for one in known}
+    alike = difflib.get_close_matches(name.removeprefix("MLFLASH_"), stems, 1, cutoff=0.7)
+    return name + (f" (did you mean {stems[alike[0]]}?)" if alike else "")
 
 
 def is_enabled(env: Mapping[str, str], given: bool | None = None) -> bool:

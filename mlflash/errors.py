@@ -104,7 +104,7 @@ _SENT = 10_000  # characters of a text that other ranks are told
 def text_of(error: object) -> str:
     """Give what an exception, or anything else, says of itself, cut where it is long. It raises nothing itself."""
     try:
-        text = repr(error)
+        text = f"{type(error).__name__}: {error}" if isinstance(error, BaseException) else repr(error)
     except Exception:
         text = f"<{type(error).__module__}.{type(error).__qualname__}, which cannot be shown>"
     return text if len(text) <= _SENT else text[:_SENT] + "..."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -16,9 +17,11 @@ from ..protocol.messages import GoBeyond, HealNewest, Mark, Report, RunFacts, Sc
 from ..restoring.restore import Restores
 from ..saving.save_queue import SaveQueue
 from ..saving.snapshot import Snapshot
-from . import disabled, unclosed
+from . import disabled, uncaught, unclosed
 from .ending import Ending
 from .for_adapters import Adapting
+
+log = logging.getLogger("mlflash")
 
 
 class Checkpointer(Ending):
@@ -110,8 +113,13 @@ class Checkpointer(Ending):
 
     def _start(self, comm: Any, process_group: Any, replicated: Any, domains: Any) -> None:
         """Make what does the work. Collective over comm."""
+        uncaught.show_briefly()
         self._trainer, self._drains, started = connect(self._config, comm, process_group, replicated, domains)
         trainer, self._courier = self._trainer, self._trainer.courier
+        uncaught.show_briefly(trainer.ranks.rank)
+        if trainer.ranks.rank == 0:
+            for name in config.unknown_variables(os.environ):
+                log.warning("the environment sets %s, which is no setting of mlflash", name)
         self._saves = SaveQueue(trainer)
         self._restores = Restores(trainer, self._saves, self._drains)
         self.adapting = Adapting(trainer.ranks, self._saves, self._restores, self._drains, self._config,

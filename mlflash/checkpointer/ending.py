@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
+import traceback
 from types import TracebackType
 
 from ..draining.drains import Drains
+from ..errors import MlflashError
 from ..mpi.job_thread import FORKED
 from ..protocol.client import Client, one_unit
 from ..protocol.messages import Free
@@ -95,4 +97,6 @@ class Ending:
         if kind is None:
             self.close()
         elif not self._is_ended:
+            if isinstance(error, MlflashError):
+                self._trainer.recorder.uncaught("".join(traceback.format_exception(kind, error, trace)))
             self._end(abandon=True, state="failed")

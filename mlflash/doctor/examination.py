@@ -15,6 +15,7 @@ from typing import Any
 from ..config import DISABLE, Config
 from ..courier.choice import would_be_process
 from ..errors import DeadlineExceeded, MlflashError, MpiUnavailable, WorldMismatch
+from ..memory.mounts import mounted
 from ..mpi.fabric import has_rdma
 from ..mpi.world import World, find_comm, load_mpi
 from ..wireup.rendezvous import way, who_am_i
@@ -137,6 +138,7 @@ class Examination:
         given = self._given
         self._look("software", "versions", software.versions)
         self._look("software", "switch", lambda: software.switch(os.environ), f"correct {DISABLE}, or unset it")
+        self._look("software", "environment", lambda: software.environment(os.environ))
         self._look("software", "checksums", software.checksums, "pip install xxhash")
         self._look("software", "parity", lambda: software.parity(given.redundancy), "correct MLFLASH_ISAL, or unset it")
         self._look("software", "compression", lambda: software.compression(given.compression),
@@ -146,7 +148,7 @@ class Examination:
         self._look("GPU", "GPU", lambda: gpu.gpus(given.memory))
         if self._rank == 0:
             self._look("Slurm", "configuration", lambda: slurm.configuration(os.environ), of_all=True)
-        mine, first = mounts.mounted(given.memory), mounts.mounted(given.memory, "1")
+        mine, first = mounted(given.memory), mounted(given.memory, "1")
         container = mounts.container_of(os.environ)
         self._look("memory", "file system", lambda: mounts.kind(mine, given.memory))
         self._look("memory", "lifetime", lambda: mounts.lasting(mine, first, given.memory, container, os.environ))

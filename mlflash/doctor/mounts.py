@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
-import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from ..memory.mounts import MEMORY_KINDS, Mount
 from .findings import Finding, fine, warning
 
 _CONTAINERS = {
@@ -14,55 +13,15 @@ _CONTAINERS = {
     "container": "a container",
 }  # fmt: skip
 _WITH_PROCESS_1 = ("docker", "podman")  # what differs from that of process 1 there was mounted inside
-_MEMORY_KINDS = ("tmpfs", "ramfs")
-
-
-@dataclasses.dataclass(frozen=True)
-class Mount:
-    """A mounted file system.
-
-    Attributes:
-        device: number of the file system, ``major:minor``: two tmpfs of one node differ in it.
-        point: where it is mounted.
-        kind: "tmpfs".
-        options: of the file system: "rw,size=24684092k".
-    """
-
-    device: str
-    point: str
-    kind: str
-    options: str
-
-
-def find_mount(mountinfo: str, path: str) -> Mount | None:
-    """Find what a path is on; of several mounts in one place the last one covers the others.
-
-    Args:
-        mountinfo: text of ``/proc/<pid>/mountinfo``.
-        path: absolute, without links.
-
-    Source: proc_pid_mountinfo(5).
-    """
-    best: Mount | None = None
-    for line in mountinfo.splitlines():
-        fields, _, behind = line.partition(" - ")
-        before, after = fields.split(), behind.split()
-        if len(before) < 6 or len(after) < 2:
-            continue
-        point = before[4].encode().decode("unicode_escape") if "\\" in before[4] else before[4]
-        covers = path == point or path.startswith(point.rstrip("/") + "/")
-        if covers and (best is None or len(point) >= len(best.point)):
-            best = Mount(before[2], point, after[0], after[2] if len(after) > 2 else "")
-    return best
 
 
 def kind(mount: Mount | None, memory: str) -> Finding:
     """Say whether the memory file system is one."""
     if mount is None:
         return fine("file system", "what {memory} is on cannot be told", memory=memory)
-    if mount.kind in _MEMORY_KINDS:
+    if mount.kind in MEMORY_KINDS:
         return fine("file system", "{memory} is {kind}", memory=memory, kind=mount.kind)
-    return warning("file system", "{memory} is {kind}, which is no memory", "saves will be as slow as that: give "
+    return warning("file system", "{memory} is {kind}, which is not memory", "saves will be as slow as that: give "
                    "--memory /dev/shm", memory=memory, kind=mount.kind)  # fmt: skip
 
 
@@ -109,12 +68,3 @@ def container_of(env: Mapping[str, str], root: str = "/") -> str:
     if Path(root, "run/.containerenv").exists():
         return "podman"
     return next((name for variable, name in _CONTAINERS.items() if env.get(variable)), "")
-
-
-def mounted(path: str, pid: str = "self", root: str = "/") -> Mount | None:
-    """What a path is on for a process; None where that cannot be seen. Not collective."""
-    try:
-        text = Path(root, "proc", pid, "mountinfo").read_text()
-    except OSError:
-        return None
-    return find_mount(text, os.path.realpath(path))

@@ -8,7 +8,7 @@ import platform
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
-from ..config import DISABLE, is_enabled
+from ..config import DISABLE, is_enabled, unknown_variables
 from ..mpi.world import World
 from ..placement.redundancy_scheme import parse
 from .findings import Finding, fine, warning, wrong
@@ -34,6 +34,12 @@ def switch(env: Mapping[str, str]) -> Iterator[Finding]:
     """See whether mlflash is turned off."""
     if not is_enabled(env):
         yield warning("switch", f"{DISABLE}={env[DISABLE]}: training saves and restores nothing", f"unset {DISABLE}")
+
+
+def environment(env: Mapping[str, str]) -> Iterator[Finding]:
+    """Look for variables that look like settings and are none."""
+    for name in unknown_variables(env):
+        yield warning("environment", f"{name} is no setting of mlflash", "correct its name, or unset it")
 
 
 def checksums() -> Iterator[Finding]:

@@ -11,6 +11,7 @@ from ..config import Config
 from ..errors import DeadlineExceeded, MlflashError
 from ..memory import user_directory
 from ..memory.copy_threads import copy_threads_of
+from ..memory.mounts import slow_kind
 from ..memory.node_directory import NodeDirectory
 from ..memory.slot_pool import SlotPool
 from ..mpi.rma_windows import Poke
@@ -130,6 +131,7 @@ def _assemble(
     if world.rank == 0:
         part = world.mpi is not None and world.mpi.COMM_WORLD.size > world.size
         _say_what_is_made(placement, world.topology.node_names, part)
+    _say_what_is_slow(world, config.memory)
     close = too_close(world.topology, placement, context.domains_by_kind)
     if close and world.rank == 0:
         more = f" (and {len(close) - _NAMED} more)" if len(close) > _NAMED else ""
@@ -178,6 +180,16 @@ def _say_what_is_made(placement: Placement, names: Sequence[str], part: bool = F
     elif nodes < asked.losses + (2 if asked.parity else 1) or (asked.parity and copied):
         log.warning("redundancy %r needs more nodes with as many ranks than there are here (%d): %s is made of it",
                     str(asked), nodes, made(placement))  # fmt: skip
+
+
+def _say_what_is_slow(world: World, memory: str) -> None:
+    """Warn where slots would be on a disk, or on a file system of the network. Collective over the world."""
+    kinds = world.gather_nodes(slow_kind(memory) if world.local_rank == 0 else "")
+    slow = [f"{kind} on {name}" for kind, name in zip(kinds, world.topology.node_names, strict=True) if kind]
+    if slow and world.rank == 0:
+        more = f" (and {len(slow) - _NAMED} more nodes)" if len(slow) > _NAMED else ""
+        log.warning("%s is not in memory: it is %s%s; saves will be as slow as that "
+                    "file system; use memory='/dev/shm'", memory, ", ".join(slow[:_NAMED]), more)  # fmt: skip
 
 
 def find_domains(world: World, given: Any) -> Domains | None:

@@ -41,7 +41,8 @@ def refuse_differences(live: Any, tree: Tree, entries: tuple[Entry, ...]) -> Non
     """
     if found := compare(live, tree, entries):
         shown = "\n    ".join(found[:_LISTED])
-        raise StructureMismatch(f"the state given differs from the checkpoint in {len(found)} places:\n    {shown}")
+        places = f"{len(found)} place{'s' * (len(found) > 1)}"
+        raise StructureMismatch(f"the state given differs from the checkpoint in {places}:\n    {shown}")
 
 
 def _compare(live: Any, tree: Tree, entries: tuple[Entry, ...], path: str, found: list[str]) -> None:

@@ -28,6 +28,9 @@ log = logging.getLogger("mlflash")
 _LETTERS = 300  # of why nothing can be restored, in the heartbeat; the log and the event have all of it
 
 
+_TRACE = 20_000  # letters of a traceback, the last ones
+
+
 class _Tally:
     """What happened to one process of a rank."""
 
@@ -97,6 +100,10 @@ class TrainerRecorder(_Tally):
     def caught_up(self) -> None:
         """A save has ended that did not fail: the next one that is late is worth a word again."""
         self._warned_late = False
+
+    def uncaught(self, text: str) -> None:
+        """An error of mlflash leaves the training's ``with`` block: note its traceback, which is not printed whole."""
+        self._events.add("uncaught", text=text[-_TRACE:])
 
     def courier_died(self, pid: int, how: str) -> None:
         """The courier of this rank died, and training goes on.

@@ -25,6 +25,7 @@ from mlflash.doctor import (
 )
 from mlflash.doctor.findings import Level
 from mlflash.memory.memory_limits import headroom
+from mlflash.memory.mounts import Mount, find_mount, mounted
 from mlflash.planning import scheme_comparison
 from mlflash.wireup.courier_cores import Domains, Seat, from_list
 
@@ -68,16 +69,16 @@ TaskEpilog              = (null)
 
 
 def test_the_last_of_several_mounts_counts() -> None:
-    found = mounts.find_mount(MOUNTINFO, "/dev/shm")
-    assert found == mounts.Mount("0:27", "/dev/shm", "tmpfs", "rw,size=24684092k")
-    assert mounts.find_mount(MOUNTINFO, "/dev/shm/mlflash-0") == found
-    assert mounts.find_mount(MOUNTINFO, "/dev/shmoo") == mounts.Mount(
+    found = find_mount(MOUNTINFO, "/dev/shm")
+    assert found == Mount("0:27", "/dev/shm", "tmpfs", "rw,size=24684092k")
+    assert find_mount(MOUNTINFO, "/dev/shm/mlflash-0") == found
+    assert find_mount(MOUNTINFO, "/dev/shmoo") == Mount(
         "0:6", "/dev", "devtmpfs", "rw,size=12334492k,nr_inodes=3083623,mode=755"
     )
-    other = mounts.find_mount(MOUNTINFO, "/mnt/my disk/x")
+    other = find_mount(MOUNTINFO, "/mnt/my disk/x")
     assert other is not None and (other.point, other.kind, other.device) == ("/mnt/my disk", "xfs", "0:28")
-    assert mounts.find_mount("garbage\n\n1 2 3 - \n", "/dev/shm") is None
-    assert mounts.mounted("/dev/shm") is not None
+    assert find_mount("garbage\n\n1 2 3 - \n", "/dev/shm") is None
+    assert mounted("/dev/shm") is not None
 
 
 @pytest.mark.parametrize(
@@ -96,7 +97,7 @@ def test_the_last_of_several_mounts_counts() -> None:
 def test_whether_memory_outlives_a_step_and_a_job(
     mine: str, first: str, container: str, env: dict[str, str], level: Level, text: str
 ) -> None:
-    here, there = (mounts.find_mount(part, "/dev/shm") for part in (mine, first))
+    here, there = (find_mount(part, "/dev/shm") for part in (mine, first))
     found = mounts.lasting(here, there, "/dev/shm", container, env)
     assert (found.level, text in found.words) == (level, True), found.words
     assert bool(found.remedy) == (level is Level.WARNING)
@@ -133,9 +134,9 @@ def test_a_logout_that_deletes_shared_memory_is_worth_a_warning(tmp_path: Path) 
 
 
 def test_a_disk_is_no_memory() -> None:
-    found = mounts.kind(mounts.find_mount(MOUNTINFO, "/home"), "/home")
-    assert found.level is Level.WARNING and found.words == "/home is ext4, which is no memory"
-    assert mounts.kind(mounts.find_mount(MOUNTINFO, "/dev/shm"), "/dev/shm").level is Level.OK
+    found = mounts.kind(find_mount(MOUNTINFO, "/home"), "/home")
+    assert found.level is Level.WARNING and found.words == "/home is ext4, which is not memory"
+    assert mounts.kind(find_mount(MOUNTINFO, "/dev/shm"), "/dev/shm").level is Level.OK
 
 
 @pytest.mark.parametrize(

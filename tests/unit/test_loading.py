@@ -83,7 +83,7 @@ def test_what_was_loaded_before_another_object_failed_is_put_back(ckpt: Checkpoi
     state = {"o": torch.optim.AdamW(other.parameters(), lr=0.1), "m": other, "k": Keeper(2.0), "n": 2, "t": (2, [2])}
     before = bits(state)
     state["k"].fails = True
-    with pytest.raises(errors.StructureMismatch, match=r"OSError.'this object cannot be loaded'") as caught:
+    with pytest.raises(errors.StructureMismatch, match=r"OSError: this object cannot be loaded") as caught:
         ckpt.restore(state)
     assert "undefined" in str(caught.value), "this object cannot be put back either"
     state["k"].fails, state["k"].values = False, Keeper(2.0).values

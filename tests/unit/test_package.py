@@ -15,7 +15,8 @@ import pytest
 from rooms import ROOMS, TOOLS
 
 import mlflash
-from mlflash import config, errors
+from mlflash import Checkpointer, config, errors
+from mlflash.memory import mounts
 
 REPO = Path(__file__).parents[2]
 
@@ -194,12 +195,40 @@ def test_job_names() -> None:
         ({"job": "../x"}, "used as a directory name"),
         ({"when_busy": "panic"}, "MLFLASH_WHEN_BUSY"),
         ({"color": "red"}, "unknown settings: color"),
+        ({"drain_evry": 5}, "unknown settings: drain_evry (did you mean drain_every?)"),
     ],
 )
 def test_a_bad_setting_is_named_with_what_is_allowed(settings: dict[str, object], text: str) -> None:
     with pytest.raises(errors.ConfigError) as caught:
         config.from_environment({}, "/a", **settings)
     assert text in str(caught.value)
+
+
+def test_variables_that_look_like_settings_and_are_none_are_named_with_what_is_meant() -> None:
+    env = dict.fromkeys(("MLFLASH_DRAIN_EVRY", "MLFLASH_PINK", "MLFLASH_JOB", "MLFLASH_TEST_SEED", "PATH"), "1")
+    assert config.unknown_variables(env) == ["MLFLASH_DRAIN_EVRY (did you mean MLFLASH_DRAIN_EVERY?)", "MLFLASH_PINK"]
+
+
+def test_all_variables_that_the_package_reads_are_known() -> None:
+    named = {name for path in ROOT.rglob("*.py") for name in re.findall(r"MLFLASH_[A-Z_]*[A-Z]\b", path.read_text())}
+    left = config.unknown_variables(dict.fromkeys(named, "1"))
+    assert len(named) > 40 and left == ["MLFLASH_DRAIN_EVRY (did you mean MLFLASH_DRAIN_EVERY?)"], "the example"
+
+
+def test_a_checkpointer_warns_of_them_and_of_memory_that_is_a_disk(
+    shm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("MLFLASH_DRAIN_EVRY", "5")
+    Checkpointer(job="j", memory=str(shm), redundancy="none", courier="thread").close()
+    (text,) = caplog.messages
+    assert text == ("the environment sets MLFLASH_DRAIN_EVRY (did you mean MLFLASH_DRAIN_EVERY?), which is no setting "
+                    "of mlflash")  # fmt: skip
+    monkeypatch.delenv("MLFLASH_DRAIN_EVRY")
+    caplog.clear()
+    monkeypatch.setattr(mounts, "MEMORY_KINDS", ("ramfs",))
+    Checkpointer(job="j", memory=str(shm), redundancy="none", courier="thread").close()
+    (text,) = caplog.messages
+    assert text.startswith(f"{shm} is not in memory: it is tmpfs on ") and "memory='/dev/shm'" in text
 
 
 def test_the_environment_is_read_and_checked() -> None:

@@ -1,0 +1,61 @@
+"""What is printed where an error of mlflash ends a training: one message for all ranks, and the user's own lines.
+
+A traceback of each rank is mostly lines inside mlflash, the same on all ranks. All of it is in the event log.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from types import TracebackType
+
+from ..errors import MlflashError
+
+_INSIDE = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
+_Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
+_state: dict[str, int] = {}  # "rank", once it is known
+
+
+def show_briefly(rank: int | None = None) -> None:
+    """Have errors of mlflash that nobody catches shown so, in this process, from now on. Not collective.
+
+    ``MLFLASH_TRACEBACK=full`` shows all lines.
+
+    Args:
+        rank: of this process; None: it is not known yet, and all is printed here.
+    """
+    if rank is not None:
+        _state["rank"] = rank
+    if "hooked" not in _state:
+        _state["hooked"] = 1
+        sys.excepthook = functools.partial(_show, sys.excepthook)
+
+
+def _show(before: _Hook, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    if not isinstance(error, MlflashError) or os.environ.get("MLFLASH_TRACEBACK") == "full":
+        before(kind, error, trace)
+        return
+    rank = _state.get("rank", 0)
+    if error.agreed and rank:
+        text = f"mlflash: rank {rank} ends, as all ranks do: {kind.__name__}: {error.message.splitlines()[0]}\n"
+    else:
+        text = brief(error, trace)
+    sys.stderr.write(text)  # at once: other ranks write, too
+    sys.stderr.flush()
+
+
+def brief(error: BaseException, trace: TracebackType | None) -> str:
+    """Format an exception as Python does, without the lines that are inside mlflash. Not collective."""
+    told = traceback.TracebackException(type(error), error, trace)
+    left_out, one = 0, told
+    while one is not None:
+        kept = [line for line in one.stack if not line.filename.startswith(_INSIDE)]
+        left_out += len(one.stack) - len(kept)
+        one.stack[:] = kept
+        one.__context__ = None
+        one = one.__cause__  # type: ignore[assignment]
+    more = f"(MLFLASH_TRACEBACK=full shows {left_out} more lines, inside mlflash)\n" if left_out else ""
+    return "".join(told.format()) + more

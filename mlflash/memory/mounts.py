@@ -1,0 +1,67 @@
+"""What a directory is mounted from."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+
+MEMORY_KINDS = ("tmpfs", "ramfs")
+"""File systems whose files are memory."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Mount:
+    """A mounted file system.
+
+    Attributes:
+        device: number of the file system, ``major:minor``: two tmpfs of one node differ in it.
+        point: where it is mounted.
+        kind: "tmpfs".
+        options: of the file system: "rw,size=24684092k".
+    """
+
+    device: str
+    point: str
+    kind: str
+    options: str
+
+
+def find_mount(mountinfo: str, path: str) -> Mount | None:
+    """Find what a path is on; of several mounts in one place the last one covers the others.
+
+    Args:
+        mountinfo: text of ``/proc/<pid>/mountinfo``.
+        path: absolute, without links.
+
+    Source: proc_pid_mountinfo(5).
+    """
+    best: Mount | None = None
+    for line in mountinfo.splitlines():
+        fields, _, behind = line.partition(" - ")
+        before, after = fields.split(), behind.split()
+        if len(before) < 6 or len(after) < 2:
+            continue
+        point = before[4].encode().decode("unicode_escape") if "\\" in before[4] else before[4]
+        covers = path == point or path.startswith(point.rstrip("/") + "/")
+        if covers and (best is None or len(point) >= len(best.point)):
+            best = Mount(before[2], point, after[0], after[2] if len(after) > 2 else "")
+    return best
+
+
+def mounted(path: str, pid: str = "self", root: str = "/") -> Mount | None:
+    """What a path is on for a process; None where that cannot be seen. Not collective."""
+    try:
+        text = Path(root, "proc", pid, "mountinfo").read_text()
+    except OSError:
+        return None
+    return find_mount(text, os.path.realpath(path))
+
+
+def slow_kind(path: str) -> str:
+    """Name the kind of file system that a path is on where that is no memory; "" where it is, or cannot be told.
+
+    Not collective.
+    """
+    mount = mounted(path)
+    return "" if mount is None or mount.kind in MEMORY_KINDS else mount.kind
