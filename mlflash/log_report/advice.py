@@ -16,6 +16,8 @@ from .recoveries import Recovery
 NODE_MTBF_S = 264 * 86400.0
 """Between failures of one node, where none was measured: what Llama 3's training saw, see docs/plan.md."""
 _RESTART_S = 120.0  # where none was measured, as `mlflash plan` has it
+_LONG_S = 86_400.0  # of a log that says something of failures, however many there were
+_SHORT_S, _MANY = 3600.0, 5  # of one that does where it has so many of them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,6 +28,7 @@ class Advice:
         costs: what saves and failures cost: measured, but for what is said to be assumed.
         failures: how many failures the time between them comes from; 0: it is assumed.
         node_mtbf_s: the time between failures of one node that was assumed; 0: it was measured.
+        is_given: whether that was given.
         restart_measured: whether ``costs.restart_s`` is.
         best_s, young_s: the interval that wastes least (Daly's), and Young's, from save to save; None: no save was
             measured.
@@ -37,6 +40,7 @@ class Advice:
     costs: Costs
     failures: int
     node_mtbf_s: float
+    is_given: bool
     restart_measured: bool
     best_s: float | None
     young_s: float | None
@@ -63,7 +67,7 @@ def advise(launches: Sequence[Launch], failures: Sequence[Failure], in_place: Se
     """
     nodes = max(1, len(launches[-1].nodes))
     failed = len(failures) + len(in_place)
-    measured = failed > 0 and node_mtbf_s is None and wall_s > 0
+    measured = failed > 0 and node_mtbf_s is None and says_much(wall_s, failed)
     assumed_s = node_mtbf_s or NODE_MTBF_S
     recoveries = [one.down_s + one.recovery_s for one in failures if one.went_on]
     recoveries += [one.line.seconds for one in in_place]
@@ -79,6 +83,7 @@ def advise(launches: Sequence[Launch], failures: Sequence[Failure], in_place: Se
         costs,
         failed if measured else 0,
         0.0 if measured else assumed_s,
+        node_mtbf_s is not None,
         bool(recoveries),
         best_s,
         None if best_s is None else young(costs.stall_s, costs.mtbf_s),
@@ -87,6 +92,11 @@ def advise(launches: Sequence[Launch], failures: Sequence[Failure], in_place: Se
         waste(best_s, costs, 0.0) if best_s else None,
         waste(now_s, costs, 0.0) if now_s else None,
     )
+
+
+def says_much(wall_s: float, failed: int) -> bool:
+    """Whether so many failures in so much time say how often nodes fail. Not collective."""
+    return wall_s >= _LONG_S or (wall_s >= _SHORT_S and failed >= _MANY)
 
 
 def _pace(launches: Sequence[Launch]) -> tuple[float | None, float | None]:

@@ -287,7 +287,11 @@ def interval(story: JobHistory) -> Markup:
         )
         rate += " That is few to go by." if advice.failures < 5 else ""
     else:
-        had = "There was no failure to go by, so" if not (story.failures or story.recoveries) else "As given,"
+        count = len(story.failures) + len(story.recoveries)
+        had = "There was no failure to go by, so" if not count else "As given,"
+        if count and not advice.is_given:
+            few = f"{many(count, 'failure')} in {lasted(story.account.wall_s)}"
+            had = f"{few} say{'s' * (count == 1)} too little of how often nodes fail, so"
         rate = (f"{had} one node is taken to fail every {show_seconds(advice.node_mtbf_s)}, which makes one failure "
                 f"every {show_seconds(costs.mtbf_s)} on {many(len(story.launches[-1].nodes), 'node')}.")  # fmt: skip
     steps = "" if advice.best_steps is None else f", which is every {many(advice.best_steps, 'step')}"

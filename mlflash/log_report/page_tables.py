@@ -99,7 +99,7 @@ def _silent(story: JobHistory, failure: Failure) -> Markup:
         if failure.first_nodes:
             text += f" ({listed(failure.first_nodes)})"
     else:
-        text = "all ranks at once"
+        text = "not known: all ranks fell silent together"
     lines: list[str] = [text]
     if failure.gone:
         swap = f" → {listed(failure.new)}" if failure.new else ", nothing in its place"

@@ -23,6 +23,7 @@ _NEEDED = {
     "start": (), "save": ("step", "seconds"), "skip": ("step",), "fail": ("step",), "protect": ("step", "seconds"),
     "commit": ("step", "seconds"), "restore": ("step", "seconds"), "heal": ("step",), "drain": ("step", "seconds"),
     "damage": ("step",), "mend": ("step", "seconds"), "memory": ("nbytes",), "warning": (), "end": (),
+    "suspect": ("step",), "certified": ("step",), "unrestorable": (), "uncaught": (),
 }  # fmt: skip
 _PLAIN = frozenset(("save", "protect", "memory"))  # the most frequent ones: nothing else of them is kept
 _COURIERS: Mapping[str, Any] = {"by": "courier"}

@@ -78,7 +78,7 @@ def test_a_recovery_says_who_was_lost_and_what_it_cost(events: Path, journal: Pa
         "lost_s": 11.0,
     }]  # fmt: skip
     assert (told["steps_lost"], told["committed_steps_lost"], told["notes"], told["warnings"]) == (10, 0, [], [])
-    assert (told["interval"]["failures"], told["interval"]["mtbf_s"], told["interval"]["restart_s"]) == (1, 59.25, 4.0)
+    assert told["interval"]["restart_s"] == 4.0, "which is measured, though one failure is no rate"
 
 
 def test_the_page_shows_a_recovery_on_the_timeline_and_in_the_account(events: Path, journal: Path) -> None:

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from mlflash.cli import main
 from mlflash.human_readable.wording import many
+from mlflash.log_report import advice, read_logs
 from mlflash.log_report.advice import NODE_MTBF_S
 from mlflash.log_report.curves import scale, thinned
 from mlflash.log_report.formatting import lasted, ticks
@@ -150,13 +151,36 @@ def test_ranks_that_commits_waited_for_are_listed_those_first_that_cost_most(tmp
     assert to_json(none)["waited_for"] == [] and "Who commits waited for" not in page(none)
 
 
-def test_the_interval_comes_from_what_was_measured(lost_node: Path) -> None:
+def test_each_event_that_ranks_write_is_read() -> None:
+    recorders = Path(__file__).parents[2] / "mlflash/telemetry/recorder.py"
+    written = set(re.findall(r'events\.add\("([a-z]+)"', recorders.read_text()))
+    assert len(written) > 15 and written <= set(read_logs._NEEDED)
+
+
+def test_the_interval_comes_from_what_was_measured(lost_node: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(advice, "_LONG_S", 60.0)
     interval = to_json(story_of(lost_node))["interval"]
     assert (interval["mtbf_s"], interval["failures"], interval["node_mtbf_s"]) == (85.0, 1, 0.0)
     assert (interval["stall_s"], interval["commit_s"], interval["restart_s"]) == (0.5, 3.0, 40.0)
     assert interval["young_s"] == pytest.approx((2 * 0.5 * 85) ** 0.5)
     assert (interval["now_s"], interval["step_s"]) == (10.5, 1.05)
     assert 0 < interval["best_waste"] <= interval["now_waste"] < 1
+
+
+def test_a_failure_in_a_log_of_two_minutes_says_nothing_of_how_often_nodes_fail(lost_node: Path) -> None:
+    story = story_of(lost_node)
+    interval = to_json(story)["interval"]
+    assert (interval["mtbf_s"], interval["failures"]) == (NODE_MTBF_S / 2, 0)
+    assert interval["restart_s"] == 40.0, "that was measured all the same"
+    said = f"1 failure in {lasted(story.account.wall_s)} says too little of how often nodes fail, so one node is taken"
+    assert said in page(story)
+
+
+@pytest.mark.parametrize(("wall_s", "failed", "measured"), [
+    (86_400, 1, True), (86_399, 4, False), (3600, 5, True), (3599, 50, False),
+])  # fmt: skip
+def test_a_rate_of_failures_needs_a_day_or_five_of_them_in_an_hour(wall_s: float, failed: int, measured: bool) -> None:
+    assert advice.says_much(wall_s, failed) is measured
 
 
 def test_without_a_failure_one_is_assumed_and_that_is_said(tmp_path: Path) -> None:
