@@ -9,6 +9,7 @@ import platform
 import click
 from click.shell_completion import CompletionItem
 
+from .command_line.output import outlive_readers
 from .version import __version__
 
 _COMMANDS = {
@@ -25,6 +26,7 @@ _COMMANDS = {
     "heal": ("commands.rescue:heal", "Make the redundancy in memory whole again."),
     "export": ("commands.export:export", "Write a checkpoint in a stock format such as safetensors."),
     "import": ("commands.export:import_", "Make a checkpoint of what PyTorch DCP wrote."),
+    "jobs": ("commands.jobs:jobs", "List the jobs that hold memory on this node with their sizes."),
     "clean": ("commands.clean:clean", "Delete what ended jobs hold in the memory of this node."),
     "courier": ("commands.courier:courier", "Start couriers that outlive what kills their trainers."),
     "doctor": ("commands.doctor:doctor", "Say whether nodes and MPI and Slurm are as needed."),
@@ -91,3 +93,4 @@ def _versions(context: click.Context, _: click.Parameter, wanted: bool) -> None:
               help="Show the versions and exit.")  # fmt: skip
 def main() -> None:
     """Memory-first checkpoints for training on HPC clusters."""
+    outlive_readers()

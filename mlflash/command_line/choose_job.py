@@ -43,15 +43,18 @@ def decide(there: Collection[str], env: Mapping[str, str], job: str | None, dire
     Args:
         there: those.
         env: the environment.
-        job: the name given; it need not be there.
+        job: the name given; it need not be there where there is a directory to look into.
         directory: what it drains to, absolute.
         memory: where was looked.
 
     Example:
         ``slurm-71-1c0d5a3e`` is that of ``/lustre/me/run42`` outside of Slurm job 71 too, as 1c0d5a3e stands for it.
     """
-    if job:
+    if job and (job in there or directory):
         return job
+    if job:
+        others = f"; there is: {', '.join(sorted(there))}" if there else ""
+        raise click.ClickException(f"no memory of job {job} in {memory} on {socket.gethostname()}{others}")
     if directory:
         name = job_name(env, directory)
         digest = job_name({}, directory).rpartition("-")[2]

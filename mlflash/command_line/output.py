@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +16,41 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _WIDE = 200  # columns, where the output is no terminal
+
+
+class _Stdout(io.RawIOBase):
+    """Writes to a file descriptor. When the reader has gone, as after ``| head``, it drops what is written."""
+
+    def __init__(self, number: int):
+        self._number, self._is_read = number, True
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._number
+
+    def isatty(self) -> bool:
+        return os.isatty(self._number)
+
+    def write(self, content: Any) -> int:
+        if self._is_read:
+            try:
+                return os.write(self._number, content)
+            except BrokenPipeError:
+                self._is_read = False
+        return len(content)
+
+
+def outlive_readers() -> None:
+    """Let this process go on, and end with its own exit code, when nobody reads its stdout any more. Not collective.
+
+    Nothing is done where stdout is not the process's own, as in tests.
+    """
+    if sys.stdout is sys.__stdout__ and sys.stdout is not None and not sys.stdout.isatty():
+        sys.stdout.flush()
+        raw = io.BufferedWriter(_Stdout(sys.stdout.fileno()))
+        sys.stdout = io.TextIOWrapper(raw, sys.stdout.encoding, sys.stdout.errors)
 
 
 def answer(as_json: bool, document: Any, show: Callable[[Console], None]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import Any
 
 import click
@@ -10,36 +11,45 @@ import click
 from ..background_files.staged import leftovers
 from ..command_line import shell_completion
 from ..command_line.options import json_option, memory_option
+from ..command_line.output import answer
 from ..command_line.run_on_ranks import FINE, WRONG
 from ..errors import JobInUse, MlflashError
+from ..human_readable.units import show_bytes
+from ..human_readable.wording import many
 from ..memory.courier_process import process_named
-from ..memory.node_directory import NodeDirectory, emulated_nodes, jobs_of
 from ..memory.node_directory import clean as clean_job
+from ..memory.node_directory import jobs_of
+from .jobs import Held, held, show
 
 
 @click.command()
 @click.argument("jobs", nargs=-1, metavar="[JOB]...", shell_complete=shell_completion.jobs)
-@click.option("--all", "everything", is_flag=True, help="All jobs of this user on this node.")
+@click.option("--all", "everything", is_flag=True, help="All jobs of this user on this node; asks before.")
+@click.option("--yes", is_flag=True, help="Do not ask.")
 @click.option("--dry-run", is_flag=True, help="Delete nothing, and say what would be.")
 @memory_option
 @json_option
 @click.pass_context
-def clean(context: click.Context, jobs: tuple[str, ...], everything: bool, dry_run: bool, memory: str,
+def clean(context: click.Context, jobs: tuple[str, ...], everything: bool, yes: bool, dry_run: bool, memory: str,
           as_json: bool) -> None:  # fmt: skip
     """Delete what ended jobs hold in the memory of this node.
 
-    Without a job it lists those that are there. A job that is alive is refused, and the exit code is 1 then.
+    Without a job it lists those that are there, as `mlflash jobs` does. A job that is alive is refused, and the exit
+    code is 1 then. What is deleted cannot be restored: the checkpoints of a job that waits in the queue are among it.
     """
     there = jobs_of(memory)
     if unknown := sorted(set(jobs) - set(there)):
         raise click.ClickException(f"no memory of {', '.join(unknown)} here; there is: {', '.join(there) or 'none'}")
     wanted = there if everything else list(dict.fromkeys(jobs))
     listing = not wanted
-    done = [_clean(memory, job, dry_run or listing) for job in (there if listing else wanted)]
+    found = [held(memory, job) for job in (there if listing else wanted)]
+    if everything and not (yes or dry_run or listing):
+        _ask(found, memory)
+    done = [_clean(memory, one, dry_run or listing) for one in found]
     if as_json:
         click.echo(json.dumps({"dry_run": dry_run or listing, "jobs": done}, indent=1))
     elif listing:
-        click.echo("\n".join(there) or "nothing of this user is in memory here")
+        answer(False, None, lambda console: show(console, found, memory))
     else:
         for one in done:
             text = one["error"] or f"{one['nbytes']:,} bytes {'would be ' * dry_run}freed"
@@ -47,32 +57,27 @@ def clean(context: click.Context, jobs: tuple[str, ...], everything: bool, dry_r
     context.exit(FINE if listing or not any(one["error"] for one in done) else WRONG)
 
 
-def _clean(memory: str, job: str, dry_run: bool) -> dict[str, Any]:
+def _ask(found: list[Held], memory: str) -> None:
+    """See that all jobs are meant: others of a shared account may be among them."""
+    if not sys.stdin.isatty():
+        raise click.UsageError("--all deletes what every ended job of this user holds here; add --yes if you mean it")
+    answer(False, None, lambda console: show(console, found, memory))
+    nbytes = sum(one.nbytes for one in found)
+    click.confirm(f"Delete what those of these {many(len(found), 'job')} hold that have ended ({show_bytes(nbytes)} in "
+                  "all)? It cannot be restored then", abort=True)  # fmt: skip
+
+
+def _clean(memory: str, one: Held, dry_run: bool) -> dict[str, Any]:
     """Clean up after a job, or say what that would do."""
-    found: dict[str, Any] = {"job": job, "nbytes": 0, "files": 0, "pid": None, "error": None}
+    found = one.to_json()
+    if one.error:
+        return found
     try:
-        for node in (None, *emulated_nodes(memory, job)):
-            _count(memory, job, node, found)
         if not dry_run:
-            found["nbytes"] = clean_job(memory, job)
-        elif found["pid"] is not None:
-            raise JobInUse("a process of this job is alive", found=process_named(found["pid"]))
-        found["nbytes"] += leftovers(memory, job, dry_run)
+            found["nbytes"] = clean_job(memory, one.job)
+        elif one.pid is not None:
+            raise JobInUse("a process of this job is alive", found=process_named(one.pid))
+        found["nbytes"] += leftovers(memory, one.job, dry_run)
     except MlflashError as error:
         found["error"] = str(error)
     return found
-
-
-def _count(memory: str, job: str, node: int | None, found: dict[str, Any]) -> None:
-    """Count the slot files of a node."""
-    try:
-        held = NodeDirectory(memory, job, node, make=False)
-    except FileNotFoundError:
-        return
-    try:
-        found["pid"] = found["pid"] if found["pid"] is not None else held.alive()
-        for name in held.slot_names():
-            found["nbytes"] += held.nbytes(name)
-            found["files"] += 1
-    finally:
-        held.close()

@@ -21,10 +21,13 @@ def read_bytes(text: str) -> int:
     """Read a number of bytes: ``read_bytes("12GiB") == 12 << 30``, ``read_bytes("80GB") == 80 * 10**9``.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: it is none, or a part of a byte, as where the unit was forgotten: "3.6".
     """
-    units = {**_BYTES, "kB": 1000}
-    return round(_read(text, units, "bytes such as 12GiB (2^30), 80GB (10^9) or 500MB"))
+    expected = "bytes such as 12GiB (2^30), 80GB (10^9) or 500MB"
+    nbytes = _read(text, {**_BYTES, "kB": 1000}, expected)
+    if nbytes < 1000 and nbytes != int(nbytes):
+        raise ConfigError("bytes come whole: give a unit", expected=expected, found=repr(text[:80]))
+    return round(nbytes)
 
 
 def read_seconds(text: str) -> float:

@@ -9,10 +9,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ..draining import file_index, provenance
-from ..draining.checkpoint_directory import DATA_NAME, FILE_NAME, PROVENANCE, SIGNATURE, Listed
+from ..draining.checkpoint_directory import DATA_NAME, FILE_NAME, PROVENANCE, SIGNATURE, VERDICT, Listed
 from ..draining.file_index import CARD_NBYTES, Card, read_card
 from ..errors import CorruptSlot
 from ..human_readable.wording import many
+from ..memory.slot_header import Verdict
 from ..storage.store import Store
 
 CHUNK_NBYTES = 8 << 20
@@ -32,19 +33,21 @@ class Found:
         is_older: whether there is none, as an older version of mlflash has drained this.
         signature: "none"; "not checked": no key was given; "good"; or "bad".
         wrong: files, and what is wrong with each.
+        has_verdict: whether a file says what is known of the values.
     """
 
     document: dict[str, Any] | None = None
     is_older: bool = False
     signature: str = "none"
     wrong: list[tuple[str, str]] = dataclasses.field(default_factory=list)
+    has_verdict: bool = False
 
     def count(self, ranks: int, damaged: Iterable[str]) -> int:
         """How many files were looked at: of so many ranks, or all that the provenance names. Not collective."""
         if self.document is None:
-            return ranks + len({file for file, _ in self.wrong})
-        signature = [] if self.signature == "none" else [SIGNATURE]
-        return len({PROVENANCE, *signature, *self.document["files"], *damaged})
+            return ranks + len({file for file, _ in self.wrong} | ({VERDICT} if self.has_verdict else set()))
+        more = [SIGNATURE] * (self.signature != "none") + [VERDICT] * self.has_verdict
+        return len({PROVENANCE, *more, *self.document["files"], *damaged})
 
     @property
     def said(self) -> dict[str, Any] | None:
@@ -68,7 +71,9 @@ def find(inside: Store, listed: Listed, has_provenance: bool, key: Key | None = 
         has_provenance: whether the file that commits it says that there is one.
         key: who must have signed it; None: that is not asked.
     """
-    found = Found()
+    found = Found(has_verdict=listed.verdict is not Verdict.UNKNOWN)
+    if not found.has_verdict and _is_there(inside, VERDICT):
+        found.wrong.append((VERDICT, "it does not say what is known of this checkpoint"))
     try:
         raw = inside.read(PROVENANCE)
     except OSError as error:

@@ -149,20 +149,23 @@ class Survival:
         return self.pairs - single * good - math.comb(single, 2) - len(self.fatal_pairs) if self.pairs else 0
 
     def __str__(self) -> str:
-        """In words: "any 1 of 4 nodes; 4 of 6 pairs of nodes; not: n0 and n2 together, n1 and n3 together"."""
+        """In words.
+
+        Example:
+            "any 1 of 4 nodes; 4 of 6 pairs of nodes; not: n0 and n2 together, n1 and n3 together"; "any 1 of 3 nodes
+            except n2".
+        """
         if self.nodes == 1:
             return f"no node: there is only {self.fatal[0]}"
         if len(self.fatal) == self.nodes:
             return "no node"
-        text = [f"any 1 of {self.nodes} nodes" if not self.fatal else
-                f"{self.nodes - len(self.fatal)} of {self.nodes} nodes"]  # fmt: skip
+        but = f" except {listed(self.fatal, _NAMED)}" if self.fatal else ""
+        text = [f"any 1 of {self.nodes} nodes{but}"]
         if good := self.surviving_pairs:
             text.append(f"any 2 of {self.nodes} nodes" if good == self.pairs else
                         f"{good:,} of {self.pairs:,} pairs of nodes")  # fmt: skip
-        pairs = self.fatal_pairs if self.surviving_pairs else ()
-        fatal = [*self.fatal, *(f"{a} and {b} together" for a, b in pairs)]
-        if fatal:
-            text.append("not: " + listed(fatal, _NAMED))
+        if self.surviving_pairs and self.fatal_pairs:
+            text.append("not: " + listed([f"{a} and {b} together" for a, b in self.fatal_pairs], _NAMED))
         return "; ".join(text)
 
 

@@ -96,8 +96,8 @@ class NodeDirectory:
             while not self._try_lock(start, length):
                 if time.monotonic() > deadline:
                     raise JobInUse(
-                        "another job with this name is alive on this node: end it, or give one of the two "
-                        "another name (job=... or MLFLASH_JOB)",
+                        f"job {self._job} is alive on this node: end it first; another job needs another name "
+                        "(job=... or MLFLASH_JOB)",
                         expected=f"{self.path} free",
                         found=_who(self._holder(start, length)),
                     )

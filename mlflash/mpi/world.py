@@ -345,8 +345,9 @@ class World(Waits):
     def _exceeded(self, what: str, ranks: Sequence[int]) -> DeadlineExceeded:
         nodes = self.topology.node_names
         return DeadlineExceeded(
-            f"waited {self.timeout_s:g} s {what}; the last committed step is untouched. A slow rank can still catch "
-            "up; a dead one means that the job has to be relaunched",
+            f"waited {self.timeout_s:g} s {what}; the last committed step is untouched. All ranks have to "
+            "make each call that is collective, save and restore too. A slow one can still come; if it never does so "
+            "or is dead, relaunch the job",
             rank=self.rank,
             node=self.node_name if nodes else None,
             ranks=ranks,

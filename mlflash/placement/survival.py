@@ -172,8 +172,9 @@ def _describe_domains(survival: Survival, kind: str, names: Sequence[str]) -> li
         return []  # one domain of all, or one of each: that says nothing new
     fatal = {name for (name,) in _crowded(survival.limits, names, 1)}
     if fatal:
-        good = [] if len(fatal) == len(members) else [f"{len(members) - len(fatal)} of {len(members)} {_plural(kind)}"]
-        return [*good, f"not: {_list([f'{kind} {name}' for name in members if name in fatal])}"]
+        but = _list([f"{kind} {name}" for name in members if name in fatal])
+        return [f"not: {but}" if len(fatal) == len(members) else
+                f"any 1 of {len(members)} {_plural(kind)} except {but}"]  # fmt: skip
     text = [f"any 1 {kind}"]
     # A pair that is fatal though neither of it is alone has nodes in one group: no other pair has to be looked at.
     bad = _crowded(survival.limits, names, 2)

@@ -74,7 +74,7 @@ def test_containers_of_a_node_find_the_memory_that_the_ones_before_have_left(shm
 def test_containers_that_share_memory_under_two_host_names_are_told_so(shm: Path) -> None:
     spaces = ["--pid", "--fork", "--kill-child", "--mount-proc", "--uts"]
     said = containers(shm, spaces, 'hostname "$0"')
-    assert all("another job with this name is alive on this node" in text for text in said), said
+    assert all(" is alive on this node: end it first" in text for text in said), said
     assert all("containers of one job that share this memory need one host name, too" in text for text in said), said
 
 

@@ -211,7 +211,7 @@ def test_a_job_that_is_alive_is_looked_at_asked_and_not_scavenged(shm: Path, dir
     assert set(cluster.node(0).parent.rglob("*")) == files  # looking makes nothing
     document(cluster, "list", ranks=4, per_node=2)
     refused = command(cluster, "scavenge", directory, ranks=2, code=1)
-    assert "another job with this name is alive on this node" in refused
+    assert "job j is alive on this node: end it first" in refused
     assert json.loads(command(cluster, "clean", "--dry-run", "--json", "j", code=1).split("Error")[0])["jobs"][0]["pid"]
     newest = max(record["step"] for record in job.wait_for("committed", 40))
     drained = document(cluster, "drain", "--wait", PATIENCE_S, "-d", directory)
@@ -222,7 +222,7 @@ def test_a_job_that_is_alive_is_looked_at_asked_and_not_scavenged(shm: Path, dir
     assert [r["report"]["counts"]["drained"] for r in result.of("end")] == [1] * 4
     assert "no process of job j is alive" in command(cluster, "drain", code=1)
     good = document(cluster, "verify", "-d", directory, ranks=2)
-    assert good["directory"][0]["files"] == 6 and not good["directory"][0]["damaged"]
+    assert good["directory"][0]["files"] == 7 and not good["directory"][0]["damaged"]
 
 
 def test_a_request_that_no_job_takes_is_not_done_in_time(shm: Path, directory: Path) -> None:

@@ -120,7 +120,7 @@ def damage(directory: Path, shm: Path, *arguments: object) -> dict[str, str]:
 def test_the_command_says_what_was_recorded_and_that_it_holds(directory: Path, form: str, shm: Path) -> None:
     text = verify(directory, shm, code=0).stdout
     is_signed = (directory / "step-00000001/provenance.json.sig").exists()
-    count = len(FILES[form]) + 1 + is_signed
+    count = len(FILES[form]) + 2 + is_signed  # provenance and verdict, too
     assert text.count(f"{count} of {count} files good") == 2 and "damaged" not in text
     (line,) = (line for line in text.splitlines() if "provenance: step 2" in line)
     assert f"1 rank on {os.uname().nodename}, none; saved 20" in line and f"mlflash {mlflash.__version__}" in line

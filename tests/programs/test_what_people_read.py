@@ -1,0 +1,190 @@
+"""What a terminal shows does not mislead: each of these once did."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import select
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import needs
+import numpy as np
+import pytest
+from waiting import PATIENCE_S
+
+import mlflash
+from mlflash.launcher.processes import mpiexec
+
+MLFLASH = str(Path(sys.executable).with_name("mlflash"))
+
+
+def call(*words: object, code: int = 0, **more: Any) -> subprocess.CompletedProcess[str]:
+    """Run a command, and expect an exit code."""
+    done = subprocess.run([MLFLASH, *map(str, words)], capture_output=True, text=True, timeout=PATIENCE_S, check=False,
+                          **more)  # fmt: skip
+    assert done.returncode == code, (done.stdout, done.stderr)
+    return done
+
+
+def save(memory: Path, job: str, *steps: int, **options: Any) -> None:
+    given: dict[str, Any] = {"job": job, "memory": str(memory), "redundancy": "none"} | options
+    with mlflash.Checkpointer(given.pop("directory", None), **given) as ckpt:
+        for step in steps:
+            ckpt.save(step, {"w": np.zeros(1000 * step), "lr": 0.1}).wait()
+
+
+def read_until(terminal: int, mark: bytes) -> bytes:
+    """Read what is printed in a terminal until it has asked something."""
+    said = b""
+    while mark not in said:
+        assert select.select([terminal], [], [], PATIENCE_S)[0], said
+        said += os.read(terminal, 1 << 16)
+    return said
+
+
+@pytest.mark.parametrize("command", ["status", "inspect 1", "list", "verify", "jobs", "plan --nodes 64 --bytes 12GiB"])
+def test_a_reader_that_goes_away_changes_no_exit_code_and_nothing_is_printed_of_it(shm: Path, command: str) -> None:
+    save(shm, "j", 1)
+    where = [] if command.startswith("plan") else ["--memory", str(shm)]
+    read, write = os.pipe()
+    os.close(read)
+    try:
+        done = subprocess.run([MLFLASH, *command.split(), *where], stdout=write, stderr=subprocess.PIPE, check=False,
+                              timeout=PATIENCE_S)  # fmt: skip
+    finally:
+        os.close(write)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+def test_jobs_are_listed_with_sizes_and_ages_the_largest_first(shm: Path) -> None:
+    assert call("jobs", "--memory", shm).stdout == f"nothing of this user is in {shm} here\n"
+    save(shm, "small", 1)
+    save(shm, "large", 1, 200)
+    for command in ("jobs", "clean"):
+        lines = call(command, "--memory", shm).stdout.splitlines()
+        rows = [line.split() for line in lines[3:5]]
+        assert [(row[0], row[2], row[4]) for row in rows] == [("large", "MiB", "200"), ("small", "KiB", "1")]
+        assert all("ago" in row and "no process is alive" in " ".join(row) for row in rows)
+        assert lines[-1].startswith(f"2 jobs of this user in {shm}: ")
+    told = json.loads(call("jobs", "--memory", shm, "--json").stdout)["jobs"]
+    assert [(one["job"], one["step"], one["pid"], one["error"]) for one in told] == [
+        ("large", 200, None, None), ("small", 1, None, None),
+    ]  # fmt: skip
+    assert told[0]["nbytes"] > 1_500_000 and 0 <= told[0]["age_s"] < PATIENCE_S
+
+
+def test_clean_of_all_jobs_asks_before_it_deletes_them(shm: Path) -> None:
+    save(shm, "mine", 1)
+    save(shm, "theirs", 1)
+    refused = call("clean", "--all", "--memory", shm, code=2, stdin=subprocess.DEVNULL)
+    assert "add --yes if you mean it" in refused.stderr
+    for answer, left in (("n\n", 2), ("y\n", 0)):
+        outside, inside = pty.openpty()
+        with subprocess.Popen([MLFLASH, "clean", "--all", "--memory", str(shm)], stdin=inside, stdout=inside,
+                              stderr=inside) as asking:  # fmt: skip
+            os.close(inside)
+            said = read_until(outside, b"[y/N]")
+            os.write(outside, answer.encode())
+            assert asking.wait(PATIENCE_S) == (1 if left else 0)
+        os.close(outside)
+        assert b"mine" in said and b"theirs" in said and b"those of these 2 jobs" in said
+        assert len(json.loads(call("jobs", "--memory", shm, "--json").stdout)["jobs"]) == left
+    save(shm, "mine", 1)
+    assert "freed" in call("clean", "--all", "--yes", "--memory", shm).stdout
+
+
+def test_a_job_that_is_not_there_is_named_with_those_that_are(shm: Path) -> None:
+    save(shm, "mine", 1)
+    for command in ("status", "list", "verify", "inspect 1"):
+        said = call(*command.split(), "--job", "nosuch", "--memory", shm, code=1).stderr
+        assert f"Error: no memory of job nosuch in {shm} on " in said and said.endswith("; there is: mine\n")
+
+
+@pytest.mark.parametrize("command", ["clean j", "scavenge DIR --job j", "heal --job j"])
+def test_of_a_live_job_it_is_said_that_it_is_alive_and_not_another_one(shm: Path, tmp_path: Path, command: str) -> None:
+    with mlflash.Checkpointer(job="j", memory=str(shm), redundancy="none") as ckpt:
+        ckpt.save(1, {"w": np.zeros(9)}).wait()
+        said = call(*command.replace("DIR", str(tmp_path / "d")).split(), "--memory", shm, code=1).stderr
+    assert "job j is alive on this node: end it first" in said and f"held by pid {os.getpid()}" in said
+    assert "Traceback" not in said
+
+
+@pytest.mark.parametrize("text", ["3.6", "0.5", "12.25B"])
+def test_a_part_of_a_byte_is_a_forgotten_unit(text: str) -> None:
+    said = call("plan", "--nodes", 2, "--bytes", text, code=2).stderr
+    assert "bytes come whole: give a unit" in said and "12GiB" in said
+    assert "3.6 GiB" in call("plan", "--nodes", 2, "--bytes", "3.6GiB").stdout
+
+
+@pytest.mark.parametrize("form", ["hdf5", "dcp"])
+def test_verify_counts_all_files_of_a_drained_checkpoint(shm: Path, tmp_path: Path, form: str) -> None:
+    where = ("--job", "j", "-d", tmp_path / "d", "--memory", shm)
+    save(shm, "j", 1, directory=tmp_path / "d", drain_every=1, format=form)
+    (folder,) = (tmp_path / "d").iterdir()
+    count = len(list(folder.iterdir()))
+    assert f"{folder}: {count} of {count} files good" in call("verify", *where).stdout
+    (folder / "verdict").write_text("anything")
+    said = call("verify", *where, code=1).stdout
+    assert f"{folder}: {count - 1} of {count} files good" in said and "damaged: verdict: " in said
+
+
+def test_export_counts_one_tensor_and_takes_the_newest(shm: Path, tmp_path: Path) -> None:
+    save(shm, "j", 1, 2, directory=tmp_path / "d", drain_every=1)
+    said = call("export", "newest", tmp_path / "out", "--to", "hdf5", "-d", tmp_path / "d", "--memory", shm).stdout
+    assert said.startswith(f"step 2 was written to {tmp_path / 'out'}: 1 tensor, ")
+
+
+MISTAKEN = """
+import sys, numpy as np, mlflash
+with mlflash.Checkpointer(job="j", memory=sys.argv[1], ranks_per_node=1, log=sys.argv[2]) as ckpt:
+    ckpt.save(1, {"w": np.zeros(3)}).wait()
+    ckpt.restore({"w": np.zeros(4)})
+"""
+
+
+@needs.MPI
+@pytest.mark.parametrize("full", [False, True])
+def test_an_error_on_all_ranks_is_shown_once_and_the_log_has_its_lines(shm: Path, tmp_path: Path, full: bool) -> None:
+    program = tmp_path / "train.py"
+    program.write_text(MISTAKEN)
+    words = [sys.executable, str(program), str(shm), str(tmp_path / "events.jsonl")]
+    command, environment = mpiexec(2, words, {"OMP_NUM_THREADS": "1", "MLFLASH_TRACEBACK": "full" if full else ""})
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False, env=environment)
+    said = done.stdout + done.stderr
+    assert done.returncode != 0 and "differs from the checkpoint in 1 place:" in said
+    assert ("restore.py" in said) == full
+    if not full:  # the other rank, which may be ended before, has a line at most
+        assert said.count("Traceback") <= 1 and len(said.splitlines()) < 15, said
+    logs = [json.loads(line) for path in tmp_path.glob("events*.jsonl") for line in path.read_text().splitlines()]
+    uncaught = [event for event in logs if event["event"] == "uncaught"]
+    assert uncaught and all(
+        "restore.py" in event["text"] and "StructureMismatch" in event["text"] for event in uncaught
+    )
+
+
+ALONE = """
+import sys, numpy as np, mlflash
+from mpi4py import MPI
+with mlflash.Checkpointer(job="j", memory=sys.argv[1], ranks_per_node=1, timeout_s=1.0) as ckpt:
+    if MPI.COMM_WORLD.rank == 0:
+        saved = ckpt.save(1, {"w": np.zeros(3)})
+        try:
+            saved.wait()
+        except mlflash.errors.DeadlineExceeded as error:
+            print(error, flush=True)
+            MPI.COMM_WORLD.Abort(3)
+    MPI.COMM_WORLD.recv(source=0)
+"""
+
+
+@needs.MPI
+def test_where_one_rank_never_saves_it_is_named_and_that_all_ranks_have_to(shm: Path, tmp_path: Path) -> None:
+    program = tmp_path / "train.py"
+    program.write_text(ALONE)
+    command, environment = mpiexec(2, [sys.executable, str(program), str(shm)], {"OMP_NUM_THREADS": "1"})
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False, env=environment)
+    assert "for rank 1 on node1" in done.stdout and "All ranks have to make each call that is collective" in done.stdout
