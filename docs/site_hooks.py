@@ -51,13 +51,22 @@ def from_site(uri: str) -> str:
 
 
 def replace_links(text: str, replace: Callable[[str, str], str]) -> str:
-    """Give each link that is not in a block of code to a function: ``replace("[label]", "target")``."""
-    lines, fenced = [], False
+    """Give each link that is not in a block of code to a function: ``replace("[label]", "target")``.
+
+    A label may go on in the next line.
+    """
+    parts: list[list[str]] = [[]]  # prose and blocks of code, in turn
     for line in text.split("\n"):
-        fence = bool(_FENCE.match(line))
-        fenced ^= fence
-        lines.append(line if fenced or fence else _LINK.sub(lambda found: replace(found[1], found[2]), line))
-    return "\n".join(lines)
+        if not _FENCE.match(line):
+            parts[-1].append(line)
+        elif len(parts) % 2:
+            parts.append([line])
+        else:
+            parts[-1].append(line)
+            parts.append([])
+    made = ["\n".join(lines) for lines in parts]
+    made[::2] = [_LINK.sub(lambda found: replace(found[1], found[2]), prose) for prose in made[::2]]
+    return "\n".join(part for part, lines in zip(made, parts, strict=True) if lines)
 
 
 def links(path: str) -> Iterator[str]:

@@ -60,6 +60,12 @@ def test_what_looks_like_a_link_in_a_block_of_code_stays(hooks: ModuleType) -> N
     assert hooks.rewrite(text, "README.md") == "```text\n[a](docs/dcp.md)\n```\n[a](dcp.md)"
 
 
+def test_a_label_may_go_on_in_the_next_line_and_nothing_else_of_a_page_changes(hooks: ModuleType) -> None:
+    assert hooks.rewrite("see [all\nof it](docs/dcp.md)\n", "README.md") == "see [all\nof it](dcp.md)\n"
+    for page in (REPO / "docs").glob("*.md"):
+        assert hooks.replace_links(page.read_text(), lambda label, to: f"{label}({to})") == page.read_text()
+
+
 def test_pages_bring_in_what_they_link_to_and_what_that_links_to(hooks: ModuleType) -> None:
     found = hooks.outside(["README.md", *(f"docs/{page.name}" for page in DOCS.glob("*.md"))])
     assert {"ARCHITECTURE.md", "CHANGES.md", "benchmarks/RESULTS.md", "benchmarks/save/plot.svg"} <= set(found)
