@@ -185,7 +185,7 @@ class Session:
         """Commit what was put together; then the old slots may go. Where it cannot be, they stay."""
         context = self.context
         context.examiner.forget()
-        save = commit.Save(message.request, trainer, context)
+        save = commit.Save(message.request, trainer, context, is_restored=True)
         commit.run(save, context)
         if save.slot is not None:
             save.slot.record_restores(save.attempt, message.restores)

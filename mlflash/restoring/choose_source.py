@@ -20,6 +20,8 @@ from .found import FoundElsewhere
 
 log = logging.getLogger("mlflash")
 
+_NAMED = 4  # steps that are lost, in one line
+
 
 class Sources:
     """Chooses what is restored; for the courier.
@@ -74,7 +76,7 @@ class Sources:
         if left and store is not None:
             if struck and not self._context.unusable:  # what is in the directory may be damaged, too
                 self._context.leave_alone()
-            self._say_why(left[0], f"{store.path}/{left[0].folder}", wanted, source)
+            self._say_why(left[0], f"{store.path}/{left[0].folder}", wanted, source, struck)
             return left[0]
         self._refuse_unusable(wanted, source, there, bad, struck)
         self._context.looked = True
@@ -122,12 +124,21 @@ class Sources:
             log.warning("memory has parts of step %s, whose first save did not end: nothing was ever committed",
                         ", ".join(map(str, begun)))  # fmt: skip
 
-    def _say_why(self, listed: Listed, path: str, wanted: WantedStep, source: str | None) -> None:
+    def _say_why(self, listed: Listed, path: str, wanted: WantedStep, source: str | None, struck: Mapping[Place, str]
+                 ) -> None:  # fmt: skip
+        """Say why the directory is taken, and which newer steps are lost by it. Collective over the world."""
         self._context.restored_from, self._context.rolled_forward = path, False
+        lost: dict[int, str] = {}
         if source is not None or not wanted.is_newest:
             why = "as asked"
         else:
             held = from_memory.restorable_steps(self._context)
-            why = f"memory has only older steps: {held}" if held else "memory has nothing"
+            reasons, _ = from_memory.why_not(self._context, struck)
+            lost = {step: reason for step, reason in reasons.items() if step > listed.step}
+            why = f"memory has only older steps: {held}" if held else "memory has nothing that can be restored"
         if self._context.world.rank == 0:
+            if lost:
+                text = "; ".join(f"step {step}: {reason}" for step, reason in list(lost.items())[:_NAMED])
+                log.warning("newer steps are in memory and cannot be restored, and step %d of %s is taken (%s). To get "
+                            "them back, end this job before it saves", listed.step, path, text)  # fmt: skip
             log.info("restoring step %d from %s: %s", listed.step, path, why)

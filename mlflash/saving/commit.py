@@ -81,6 +81,7 @@ class Save:
         drains_idle: whether no drain is on its way: here, and once that was agreed on, anywhere.
         drain_asked: whether somebody asked for a drain: here, and once that was agreed on, anywhere.
         mends: whether what is damaged at rest is mended before it; the same on all ranks.
+        is_restored: whether it is an older checkpoint that was put together again: what is newer in memory stays.
         is_suspect: whether the values of any rank are, once that was agreed on.
         is_given_up: whether it may be written over at once, as an older step is kept.
         due: what may be certified now that it is committed.
@@ -88,7 +89,7 @@ class Save:
         times: how long each of its phases takes on this rank.
     """
 
-    def __init__(self, request: SaveRequest, trainer: Trainer, context: Context):
+    def __init__(self, request: SaveRequest, trainer: Trainer, context: Context, is_restored: bool = False):
         self.request, self.trainer, self.step = request, trainer, request.step
         self.attempt = Attempt(bytes(16), 0)
         handed = {name: slot for (name, _), slot in zip(request.filled, context.pool.receive(request.filled, request),
@@ -99,6 +100,7 @@ class Save:
         self.is_settled = not request.is_unsettled
         self.skipped = False
         self.drains_idle, self.drain_asked, self.mends = True, False, False
+        self.is_restored = is_restored
         self.is_suspect = self.is_given_up = False
         self.due: Saved | None = None
         self.looks: ValueLooks | None = None
@@ -310,7 +312,8 @@ def _protect(save: Save, context: Context) -> None:
     reach("commit.half_recorded")
     _record(save, context, [*context.protection.kept(context.pool, save.attempt), *_shares(save)])
     reach("commit.recorded")
-    context.pool.drop_spare(committed=not (save.is_suspect and context.certification.has_better))
+    is_held = save.is_suspect and context.certification.has_better
+    context.pool.drop_spare(committed=not (is_held or (save.is_restored and context.unusable)))
 
 
 def _record(save: Save, context: Context, slots: Iterable[Slot]) -> None:

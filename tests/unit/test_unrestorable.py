@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -232,6 +233,32 @@ def test_where_there_is_no_room_for_both_the_old_slots_go_at_once_and_it_is_said
     before = slots(shm)
     assert restored(make(fresh=True)) is None and not before.items() & slots(shm).items()
     assert "memory has no room for the slots of this run beside" in caplog.text
+
+
+@pytest.mark.parametrize("how", ["format", "payload"])
+def test_newer_steps_in_memory_that_a_restore_from_the_directory_loses_are_named_and_kept_until_a_commit(
+    make: Make, shm: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, how: str
+) -> None:
+    """As where a newer version cannot read the slots of an older one: its user can still go back to that."""
+    pfs = tmp_path / "pfs"
+    ckpt = make(pfs)
+    ckpt.save(1, state_at(1)).wait()
+    ckpt.drain().wait()
+    save(ckpt, 2, 3)
+    if how == "payload":
+        spoil(shm)
+    for path, raw in slots(shm).items() if how == "format" else ():
+        body = raw[:8] + (99).to_bytes(2, "little") + raw[10 : HEADER_NBYTES - 8]
+        change(path, 0, body + xxhash.xxh3_64_intdigest(body).to_bytes(8, "little"))
+    before = slots(shm)
+    ckpt = make(pfs)
+    assert restored(ckpt) == 1
+    (said,) = [text for text in caplog.messages if "newer steps are in memory and cannot be restored" in text]
+    why = "written in another format" if how == "format" else "are damaged"
+    assert "step 3: " in said and "step 2: " in said and why in said and "step 1 of " in said
+    assert before.items() <= slots(shm).items(), "until this run has committed"
+    save(ckpt, 4)
+    assert not before.items() & slots(shm).items() and restored(make(pfs)) == 4
 
 
 @pytest.mark.parametrize(("is_whole", "part"), [(True, "payload"), (False, "payload"), (False, "header")])
