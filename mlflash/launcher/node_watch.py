@@ -27,6 +27,7 @@ LOOK_S = 20.0
 """Deadline of a look at the nodes."""
 _BEHIND_S = 8.0  # a node that answers so much later than most others is as one that does not
 _STACKS_S = 1.0
+_LOOKS = 10_000  # until they are made half as often
 _STUCK_S = 3 * LOOK_S  # for a look with all that it waits for
 
 
@@ -116,6 +117,17 @@ class Looks:
             if host in told:
                 said[host] = told[host]
         self._said = said
+
+    def every(self, seconds: float) -> float:
+        """Say how long to wait for the next look, in seconds: twice as long after each 10,000 looks.
+
+        A look is a step of a Slurm job, which may have 40,000 (MaxStepCount): one each 15 s are these after a week, and
+        no rank could be started any more. So they last for 26 days.
+
+        Args:
+            seconds: between two looks at first.
+        """
+        return seconds * 2.0 ** (self._asked // _LOOKS)
 
     def silent(self, hosts: Sequence[str]) -> list[str]:
         """Which nodes did not answer."""

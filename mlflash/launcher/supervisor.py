@@ -176,7 +176,7 @@ class Supervisor:
                 if (outcome := self._judge(step, seats, watch)) is not None:
                     return outcome
             if look is None and now > next_look:
-                next_look = now + self._options.look_every_s
+                next_look = now + self._looks.every(self._options.look_every_s)
                 look = Beside(self._looks, seats.hosts)
             time.sleep(_NAP_S)
         return Outcome("" if code == 0 else f"exit code {code}", code, self._launcher.gone(step.seats(began).hosts))

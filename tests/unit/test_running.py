@@ -185,6 +185,16 @@ def test_what_a_later_look_has_found_is_not_undone_by_an_earlier_one_that_took_l
     assert looks.silent(["a"]) == ["a"]
 
 
+def test_looks_of_a_long_job_leave_room_for_its_own_steps() -> None:
+    looks = Looks(Nodes(), "/dev/shm", "job", 0, "")  # type: ignore[arg-type]
+    passed, count = 0.0, 0
+    while passed < 25 * 86_400:
+        passed += looks.every(15.0)
+        count += 1
+        looks._asked = count
+    assert looks.every(15.0) == 120.0 and 30_000 < count < 40_000
+
+
 def test_a_node_far_behind_most_others_is_not_waited_for(tmp_path: Path) -> None:
     shell = tmp_path / "shell"
     shell.write_text(
