@@ -266,7 +266,7 @@ def job_name(env: Mapping[str, str], directory: str | None) -> str:
     raise ConfigError(
         "this job has no name: a relaunch could not find the memory of the run before; "
         "give Checkpointer a directory or job=..., or set MLFLASH_JOB"
-        + (", or give torchrun an --rdzv-id" if "TORCHELASTIC_RUN_ID" in env else "")
+        + (", or give torchrun an --rdzv-id (not with --standalone)" if "TORCHELASTIC_RUN_ID" in env else "")
     )
 
 

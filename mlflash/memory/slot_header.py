@@ -46,14 +46,14 @@ class Kind(enum.IntEnum):
 
 
 class Verdict(enum.IntEnum):
-    """What is known of the values of an attempt; of several files the largest counts."""
+    """What is known of the values of an attempt; of several files the largest counts, as they are from good to bad."""
 
     UNKNOWN = 0  # they were not looked at
     PASSED = 1
     CERTIFIED = 2  # and training went on from it without anything suspect
     SUSPECT = 3
-    BAD = 4  # somebody said so
-    GOOD = 5  # somebody said so
+    GOOD = 4  # somebody said so
+    BAD = 5  # somebody said so, if only on one node
 
     @property
     def is_certified(self) -> bool:

@@ -82,7 +82,8 @@ def test_a_save_copies_once_checks_once_at_each_end_and_agrees_three_times(
         options["transport"] = "p2p"  # nothing is sent
     state, optimizer = state_and_optimizer()
     until = optimizer if lazy else None
-    with Checkpointer(**options, redundancy=redundancy, copy_threads=1) as ckpt:
+    # The scrubber checks, too, where a save waits for a busy machine.
+    with Checkpointer(**options, redundancy=redundancy, copy_threads=1, scrub_rate=0.0) as ckpt:
         world = ckpt._courier.session.context.world
         agreed: Counter[str] = Counter()
         if world.world is not None:

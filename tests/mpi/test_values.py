@@ -11,6 +11,8 @@ from mpi4py import MPI
 
 from mlflash import Checkpointer
 from mlflash.errors import StepNotFound, SuspectState
+from mlflash.memory import marks
+from mlflash.memory.node_directory import NodeDirectory
 from mlflash.memory.slot_header import Verdict
 
 pytestmark = pytest.mark.mpi(min_size=2)
@@ -188,6 +190,21 @@ def test_who_marks_a_step_as_bad_gets_the_one_before_from_then_on(options: dict[
     with Checkpointer(**options) as ckpt:
         ckpt.mark_good(2)
     assert restored(options, certified=True) == 2
+
+
+def test_a_step_that_is_marked_bad_on_one_node_is_passed_over_though_it_was_marked_good(
+    options: dict[str, Any], root: Path
+) -> None:
+    with Checkpointer(**options) as ckpt:
+        save(ckpt, 1)
+        save(ckpt, 2)
+        ckpt.mark_good(2)
+    if RANK == 0:
+        held = NodeDirectory(str(root), "t", 0, make=False)
+        assert marks.mark(held, 2, Verdict.BAD)
+        held.close()
+    MPI.COMM_WORLD.Barrier()
+    assert restored(options) == 1
 
 
 def test_the_verdict_is_in_each_file_that_holds_the_step(options: dict[str, Any]) -> None:
