@@ -25,6 +25,7 @@ from ..exports.source import Source
 from ..human_readable.units import read_bytes, show_bytes
 from ..human_readable.wording import many
 from ..memory.node_directory import jobs_of
+from ..memory.wanted_step import WantedStep
 from ..mpi.world import World
 from ..restoring.open_in_directory import OpenInDirectory
 from ..storage.dcp_plans import TOLD
@@ -125,11 +126,15 @@ def _writer(form: str, rules: list[Rule], name: str | None, flat: bool, shard_nb
 
 
 def _listed(world: World, directory: str | None, step: int | None) -> Listed | None:
-    """The newest checkpoint of a step in the directory; None where there is none. Collective."""
+    """The newest checkpoint of a step in the directory, or of any that is not marked bad; None where there is none.
+
+    Collective over the world.
+    """
+    wanted = WantedStep(step)
     found: Listed | None = None
     if directory is not None and world.rank == 0:
         listed = checkpoint_directory.list_checkpoints(open_store(directory))
-        found = next((one for one in listed if step in (None, one.step)), None)
+        found = next((one for one in listed if wanted.fits(one.step, one.verdict)), None)
     told: Listed | None = world.broadcast(found, 0)
     return told
 

@@ -136,6 +136,11 @@ def test_export_counts_one_tensor_and_takes_the_newest(shm: Path, tmp_path: Path
     save(shm, "j", 1, 2, directory=tmp_path / "d", drain_every=1)
     said = call("export", "newest", tmp_path / "out", "--to", "hdf5", "-d", tmp_path / "d", "--memory", shm).stdout
     assert said.startswith(f"step 2 was written to {tmp_path / 'out'}: 1 tensor, ")
+    call("mark", 2, "--bad", "--job", "j", "-d", tmp_path / "d", "--memory", shm)
+    for step, exported in (("newest", 1), (2, 2)):
+        to = tmp_path / f"out-{step}"
+        said = call("export", step, to, "--to", "hdf5", "-d", tmp_path / "d", "--memory", shm).stdout
+        assert said.startswith(f"step {exported} was written to "), "what is marked bad is given who asks for it"
 
 
 MISTAKEN = """
