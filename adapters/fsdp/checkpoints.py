@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 
 from mlflash import config
 from mlflash.checkpointer.disabled import turned_off
-from mlflash.errors import MlflashError, SaveFailed, StateError, StepNotFound, StructureMismatch
+from mlflash.errors import MlflashError, SaveFailed, StateError, StepNotFound, StructureMismatch, text_of
 
 from .. import ids as names
 from . import directories, ids, optimizer_states
@@ -389,9 +389,9 @@ def _agreed(work: Callable[[], Any], group: Any) -> None:
     except Exception as problem:  # the others must not go on without this rank
         error = problem
     said: list[str | None] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(said, error and repr(error), group=group)
+    dist.all_gather_object(said, error and text_of(error), group=group)
     if error is not None:
-        raise StructureMismatch(f"loading failed: {error!r}", rank=dist.get_rank()) from error
+        raise StructureMismatch(f"loading failed: {text_of(error)}", rank=dist.get_rank()) from error
     for rank, why in enumerate(said):
         if why is not None:
             raise StructureMismatch(f"loading failed: {why}", rank=dist.get_global_rank(group, rank))
