@@ -183,9 +183,9 @@ def from_environment(env: Mapping[str, str], directory: str | os.PathLike[str] |
     Raises:
         ConfigError: a value is out of range, or no job name can be found.
     """
+    names = [field.name for field in dataclasses.fields(Config)]
     if not is_enabled(env, given.get("enabled")):
-        known = {field.name for field in dataclasses.fields(Config)}
-        kept = {name: value for name, value in given.items() if name in known and value is not None}
+        kept = {name: value for name, value in given.items() if name in names and value is not None}
         return Config(**{**kept, "enabled": False})
     values: dict[str, Any] = {}
     for field in dataclasses.fields(Config):
@@ -194,7 +194,6 @@ def from_environment(env: Mapping[str, str], directory: str | os.PathLike[str] |
             values[name] = given[name]
         elif env_name and env.get(env_name, "") != "":
             values[name] = _parse(env_name, env[env_name], str if field.default is None else type(field.default))
-    names = [field.name for field in dataclasses.fields(Config)]
     if unknown := given.keys() - set(names):
         raise ConfigError(f"unknown settings: {'; '.join(_guessed(name, names) for name in sorted(unknown))}")
     values["fresh"] = _word(values.get("fresh", ""))

@@ -90,7 +90,7 @@ class Replay:
         Raises:
             ReplayMismatch: with ``on_mismatch="raise"``, on all ranks.
             ConfigError: on all ranks: a batch cannot be sent, there are no gradients of the model, or activations are
-            checkpointed with ``use_reentrant=True``.
+                checkpointed with ``use_reentrant=True``.
         """
         if self._ring is None or self._every == 0 or step % self._every:
             loss = compute(self._model, batch)

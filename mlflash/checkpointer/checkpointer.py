@@ -116,7 +116,7 @@ class Checkpointer(Ending):
         uncaught.show_briefly()
         self._trainer, self._drains, started = connect(self._config, comm, process_group, replicated, domains)
         trainer, self._courier = self._trainer, self._trainer.courier
-        uncaught.show_briefly(trainer.ranks.rank)
+        uncaught.is_of_rank(trainer.ranks.rank)
         if trainer.ranks.rank == 0:
             for name in config.unknown_variables(os.environ):
                 log.warning("the environment sets %s, which is no setting of mlflash", name)

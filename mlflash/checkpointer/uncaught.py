@@ -16,29 +16,28 @@ from ..errors import MlflashError
 
 _INSIDE = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
-_state: dict[str, int] = {}  # "rank", once it is known
+_rank = [0]  # of this process; until it is known all is printed
 
 
-def show_briefly(rank: int | None = None) -> None:
+@functools.cache
+def show_briefly() -> None:
     """Have errors of mlflash that nobody catches shown so, in this process, from now on. Not collective.
 
     ``MLFLASH_TRACEBACK=full`` shows all lines.
-
-    Args:
-        rank: of this process; None: it is not known yet, and all is printed here.
     """
-    if rank is not None:
-        _state["rank"] = rank
-    if "hooked" not in _state:
-        _state["hooked"] = 1
-        sys.excepthook = functools.partial(_show, sys.excepthook)
+    sys.excepthook = functools.partial(_show, sys.excepthook)
+
+
+def is_of_rank(rank: int) -> None:
+    """Tell which rank this process is. Not collective."""
+    _rank[0] = rank
 
 
 def _show(before: _Hook, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     if not isinstance(error, MlflashError) or os.environ.get("MLFLASH_TRACEBACK") == "full":
         before(kind, error, trace)
         return
-    rank = _state.get("rank", 0)
+    rank = _rank[0]
     if error.agreed and rank:
         text = f"mlflash: rank {rank} ends, as all ranks do: {kind.__name__}: {error.message.splitlines()[0]}\n"
     else:

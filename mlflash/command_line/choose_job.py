@@ -50,9 +50,9 @@ def decide(there: Collection[str], env: Mapping[str, str], job: str | None, dire
     Example:
         ``slurm-71-1c0d5a3e`` is that of ``/lustre/me/run42`` outside of Slurm job 71 too, as 1c0d5a3e stands for it.
     """
-    if job and (job in there or directory):
-        return job
     if job:
+        if job in there or directory:
+            return job
         others = f"; there is: {', '.join(sorted(there))}" if there else ""
         raise click.ClickException(f"no memory of job {job} in {memory} on {socket.gethostname()}{others}")
     if directory:

@@ -26,6 +26,11 @@ directory_option = click.option(
     "--directory", "-d", metavar="DIR", shell_complete=shell_completion.directories,
     help="Where the job drains to: a directory or a URL."
 )  # fmt: skip
+draining_option = click.option("--draining", is_flag=True, help="Count a further own slot for each rank.")
+certify_after_option = click.option(
+    "--certify-after", type=click.IntRange(0), default=0, metavar="STEPS",
+    help="Count the slots that certify_after=STEPS holds besides. [0: none]"
+)  # fmt: skip
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 
 

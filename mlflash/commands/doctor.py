@@ -9,7 +9,7 @@ import traceback
 import click
 
 from ..command_line import shell_completion
-from ..command_line.options import json_option, memory_option
+from ..command_line.options import certify_after_option, draining_option, json_option, memory_option
 from ..command_line.run_on_ranks import FINE, WRONG
 from ..config import DISABLE, from_environment, slots_of
 from ..errors import ConfigError
@@ -30,9 +30,8 @@ def _bytes(_: click.Context, option: click.Parameter, text: str | None) -> int |
 @click.option("--need", callback=_bytes, help="State of a rank, such as 12GiB or 80GB: is there room for its slots?")
 @click.option("--redundancy", shell_complete=shell_completion.schemes,
               help="Scheme that the room is counted for. [MLFLASH_REDUNDANCY, or copy]")  # fmt: skip
-@click.option("--draining", is_flag=True, help="Count a further own slot for each rank.")
-@click.option("--certify-after", type=click.IntRange(0), default=0, metavar="STEPS",
-              help="Count the slots that certify_after=STEPS holds besides. [0: none]")  # fmt: skip
+@draining_option
+@certify_after_option
 @click.option("--nodes", type=click.IntRange(1), help="Nodes of the job. [those it is started on]")
 @click.option("--ranks-per-node", type=click.IntRange(1), help="Ranks on each. [as started]")
 @click.option("--timeout", type=click.FloatRange(1), default=60, show_default=True, metavar="SECONDS",

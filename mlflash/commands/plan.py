@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..command_line import shell_completion
+from ..command_line.options import certify_after_option, draining_option
 from ..command_line.output import answer
 from ..config import slots_of
 from ..errors import ConfigError
@@ -56,9 +57,8 @@ _FILE = click.Path(exists=True, dir_okay=False)
     show_default=True,
     help="Give the chances for 1 to so many random nodes lost at once.",
 )
-@click.option("--draining", is_flag=True, help="Count a further own slot for each rank.")
-@click.option("--certify-after", type=click.IntRange(0), default=0, metavar="STEPS",
-              help="Count the slots that certify_after=STEPS holds besides. [0: none]")  # fmt: skip
+@draining_option
+@certify_after_option
 @click.option("--mtbf", callback=_SECONDS, help="Mean time between failures of one node: 5y, 200d, 30000h.")
 @click.option("--save", callback=_SECONDS, help="How long a save keeps training waiting: 0.5s, 80ms. [--report]")
 @click.option("--commit", callback=_SECONDS, help="From the call of save to its commit. [--report, or as --save]")

@@ -288,8 +288,11 @@ def interval(story: JobHistory) -> Markup:
         rate += " That is few to go by." if advice.failures < 5 else ""
     else:
         count = len(story.failures) + len(story.recoveries)
-        had = "There was no failure to go by, so" if not count else "As given,"
-        if count and not advice.is_given:
+        if not count:
+            had = "There was no failure to go by, so"
+        elif advice.is_given:
+            had = "As given,"
+        else:
             few = f"{many(count, 'failure')} in {lasted(story.account.wall_s)}"
             had = f"{few} say{'s' * (count == 1)} too little of how often nodes fail, so"
         rate = (f"{had} one node is taken to fail every {show_seconds(advice.node_mtbf_s)}, which makes one failure "

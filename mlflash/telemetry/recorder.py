@@ -26,8 +26,6 @@ from .stragglers import Stragglers, is_worth_a_word
 log = logging.getLogger("mlflash")
 
 _LETTERS = 300  # of why nothing can be restored, in the heartbeat; the log and the event have all of it
-
-
 _TRACE = 20_000  # letters of a traceback, the last ones
 
 

@@ -79,6 +79,14 @@ def change(path: Path, at: int, new: bytes) -> None:
         file.write(new)
 
 
+def save_newer_than_drained(make: Make, pfs: Path) -> None:
+    """Drain step 1, and have only the steps 2 and 3 in memory."""
+    ckpt = make(pfs)
+    ckpt.save(1, state_at(1)).wait()
+    ckpt.drain().wait()
+    save(ckpt, 2, 3)
+
+
 def spoil(shm: Path, receipts: bool = True, payload: bool = True) -> None:
     """Damage all slots, and erase what says that they were committed."""
     for path, raw in slots(shm).items():
@@ -241,10 +249,7 @@ def test_newer_steps_in_memory_that_a_restore_from_the_directory_loses_are_named
 ) -> None:
     """As where a newer version cannot read the slots of an older one: its user can still go back to that."""
     pfs = tmp_path / "pfs"
-    ckpt = make(pfs)
-    ckpt.save(1, state_at(1)).wait()
-    ckpt.drain().wait()
-    save(ckpt, 2, 3)
+    save_newer_than_drained(make, pfs)
     if how == "payload":
         spoil(shm)
     for path, raw in slots(shm).items() if how == "format" else ():
@@ -266,10 +271,7 @@ def test_what_is_unusable_in_memory_gives_way_to_a_whole_checkpoint_of_the_direc
     make: Make, shm: Path, tmp_path: Path, small: Callable[[], None], is_whole: bool, part: str
 ) -> None:
     pfs = tmp_path / "pfs"
-    ckpt = make(pfs)
-    ckpt.save(1, state_at(1)).wait()
-    ckpt.drain().wait()
-    save(ckpt, 2, 3)
+    save_newer_than_drained(make, pfs)
     for path in slots(shm) if part == "header" else ():
         change(path, 40, b"\xff")
     spoil(shm, payload=part == "payload")
