@@ -8,6 +8,7 @@ has to replace their files.
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import logging
 import threading
@@ -241,22 +242,30 @@ class OwnSlots:
     def update(self, files: Iterable[SlotFile]) -> None:
         """Hear which files the slots have, and which of them may be filled from now on."""
         fresh = []
-        with self._lock:
-            slots = dict(self._all())
+        with self._lock, contextlib.ExitStack() as left:  # slots exchange files after a restore: they keep the mappings
+            slots, had = dict(self._all()), self.mapped()
             for told in files:
                 slot = slots[told.slot]
                 if (slot.inode, slot.view.nbytes) != (told.inode, told.nbytes):
-                    self._unmap(slot)
-                    fresh += self._map(slot, told)
+                    if slot.segment is not None:
+                        left.callback(slot.segment.close)
+                    slot.segment = slot.header = None
+                    fresh += self._map(slot, told, had)
                 slot.header = None if slot.segment is None else read_header(slot.view)
                 if told.is_free:
                     self._free(slot)
             self._tell_freed()
         shared_memory_segment.prefault_in_background(fresh)
 
-    def _map(self, slot: Slot, told: SlotFile) -> list[Segment]:
-        """Map the file of a slot; gives the mapping where its pages are to be faulted in."""
-        known = self._known().get(told.inode)
+    def _map(self, slot: Slot, told: SlotFile, had: Mapping[int, Segment]) -> list[Segment]:
+        """Map the file of a slot; gives the mapping where its pages are to be faulted in.
+
+        Args:
+            slot: which.
+            told: its file.
+            had: mappings that this process has already, by inode.
+        """
+        known = had.get(told.inode)
         if known is not None and known.nbytes == told.nbytes:
             slot.segment = known.again()
             return []

@@ -166,6 +166,18 @@ def test_a_trainer_hears_of_a_file_that_is_larger_now_and_is_the_same(both: Both
     assert {mine.view.nbytes for _, mine, _ in both.pairs()} == {3 * PAGE_NBYTES}
 
 
+def test_slots_that_exchange_their_files_keep_the_mappings_of_these(both: Both) -> None:
+    """They do so after each restore; pages of another mapping would have to be faulted in, and pinned, once more."""
+    with_files(both)
+    before = [slot.view.ctypes.data for slot in both.own.own]
+    both.pool.take_back()
+    first, second = both.pool.own
+    first.segment, second.segment = second.segment, first.segment
+    both.news()
+    both.check()
+    assert [slot.view.ctypes.data for slot in both.own.own] == before[::-1]
+
+
 def step(both: Both, rng: random.Random) -> str:
     """Do one thing that may happen now."""
     filling = [save for save in both.saves if not save.is_sent]
