@@ -287,7 +287,7 @@ def test_the_page_has_every_option_of_mlflash_run_and_no_other() -> None:
 
 def test_the_page_has_every_template_and_every_option_that_they_have() -> None:
     page = section("The first job")
-    assert re.findall(r"^\| \[(\w+)\]\(\.\./slurm/\w+\.sbatch\)", page, re.M) == list(TEMPLATES)
+    assert re.findall(r"^\| \[`(\w+)`\]\(\.\./slurm/\w+\.sbatch\)", page, re.M) == list(TEMPLATES)
     rows = [row.partition(" | ")[0] for row in re.findall(r"^\| `--.*$", page, re.M)]
     there = {option.opts[0] for option in template.params if isinstance(option, click.Option)}
     assert {*re.findall(r"`(--[\w-]+)`", "".join(rows))} == there - {"--output", "--force"}
