@@ -44,7 +44,7 @@ def together(state: dict[str, Any]) -> Any:
     try:
         return _with(state["tree"], pickles.load(state["pickled"], state["tensors"]))
     except (LookupError, TypeError) as error:
-        raise CorruptSlot(f"this is no state of an adapter: {error!r}") from error
+        raise CorruptSlot(f"no adapter of mlflash wrote this state: {error!r}") from error
 
 
 def _without(value: Any, objects: list[Any], path: str) -> Any:
@@ -52,7 +52,8 @@ def _without(value: Any, objects: list[Any], path: str) -> Any:
         return value
     if type(value) is dict or (isinstance(value, dict) and _holds_tensors(value)):
         if value.keys() == {_MARK}:
-            raise StateError("this stands for an object, and would come back as one", tensor=path)
+            raise StateError("this dict looks like the mark that stands for an object, and would come back as one: use "
+                             "another key", tensor=path)  # fmt: skip
         return {key: _without(sub, objects, f"{path}.{key}") for key, sub in value.items()}
     if type(value) in (list, tuple):
         return type(value)(_without(sub, objects, f"{path}.{number}") for number, sub in enumerate(value))

@@ -38,7 +38,9 @@ from mlflash.wireup.rendezvous import rendezvous, way
 
 _BY_TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _TIMEOUT = datetime.timedelta(minutes=10)
-_LEAVE_OUT = "leave it out: the ranks find each other by their launcher. What needs it calls torch.distributed's own "
+_LEAVE_OUT = (
+    "leave it out: the ranks find each other through their launcher. If you need it, call torch.distributed's own "
+)
 _LEAVE_OUT += "init_process_group with the launcher's rank and size"
 
 
@@ -134,7 +136,7 @@ def _init_kept(backend: str | None, given: dict[str, Any], timeout: datetime.tim
     from . import kept_groups
 
     if backend is not None or any(value not in (None, -1) for value in given.values()):
-        raise ConfigError("where ranks are exchanged, init_process_group takes no backend, store or ranks",
+        raise ConfigError("under mlflash run --keep-alive, init_process_group takes no backend, store or ranks",
                           expected="none of them", found=str(backend or given))  # fmt: skip
     if is_spare() and not torch.cuda.is_initialized():
         fork_spares(lambda: not torch.cuda._is_in_bad_fork())
@@ -165,7 +167,7 @@ def _check(backend: Any, comm: Any) -> None:
             expected='a name such as "gloo"', found=type(backend).__name__,
         )  # fmt: skip
     if comm is not None and not hasattr(comm, "allgather"):
-        raise ConfigError("comm= is a communicator of MPI", expected="one of mpi4py", found=type(comm).__name__)
+        raise ConfigError("comm= must be a communicator of MPI", expected="one of mpi4py", found=type(comm).__name__)
 
 
 # How the ranks find each other
@@ -188,8 +190,8 @@ def _of_mpi(comm: Any) -> _Ranks:
     comm = find_comm(os.environ) if comm is None else comm
     if (comm is None or comm.size == 1) and "TORCHELASTIC_RUN_ID" in os.environ:
         raise MpiUnavailable(
-            "torchrun started this process, and its ranks are no MPI ranks: start with mpiexec -n RANKS or srun "
-            "instead; init_process_group then gives torch.distributed the ranks of MPI",
+            "torchrun started this process, and its ranks are not MPI ranks: start with mpiexec -n RANKS or srun "
+            "instead. init_process_group then gives torch.distributed the ranks of MPI",
             expected="ranks of mpiexec or srun", found="torchrun (TORCHELASTIC_RUN_ID) and no MPI launcher",
         )  # fmt: skip
     here = socket.gethostname()

@@ -106,7 +106,7 @@ class ExchangeableGroup(ProcessGroup):
         return self._connections
 
     def _dropped(self) -> ConnectionDropped:
-        return ConnectionDropped(f"process group {self._name} has lost a rank, and waits for its connections")
+        return ConnectionDropped(f"process group {self._name} lost a rank, and has no connections until it is replaced")
 
     def watched(self, work: dist.Work | None) -> dist.Work | None:
         """A collective that `drop` ends, from one of gloo that it may not."""
@@ -276,7 +276,8 @@ def _wait_until_quiet() -> None:
         elif now - asleep_since > _ASLEEP_S:  # in a send that gloo has forgotten: its connections are closed
             break
         if now > end:
-            raise TimeoutError(f"gloo has not ended what was cut {_QUIET_S:g} s ago: it may still write to tensors")
+            raise TimeoutError(f"gloo has not ended the calls that were cut {_QUIET_S:g} s ago: it may still write to "
+                               "tensors")  # fmt: skip
         time.sleep(_LOOK_S)
     _interrupted.clear()
 

@@ -42,8 +42,8 @@ def read(checkpoint_id: str | os.PathLike[str]) -> tuple[str, int | None]:
             return "/".join([*parts[:at], *([rest] if rest else []), *parts[at + 1 :]]), step
     if parts and (_SET_APART.search(parts[-1]) or any(_UNREAD.search(part) for part in parts)):
         raise StepNotFound(
-            "nobody can tell whether a number in this checkpoint id is the step; write one that is not behind letters, "
-            "as in tp0", expected=RULE, found=repr(checkpoint_id),
+            "mlflash cannot tell whether a number in this checkpoint id is the step: write the step in one of the "
+            "forms below, and other numbers right after letters, as in tp0", expected=RULE, found=repr(checkpoint_id),
         )  # fmt: skip
     return "/".join(parts), None
 
@@ -60,7 +60,7 @@ def step_of(checkpoint_id: str | os.PathLike[str] | int) -> int:
         return checkpoint_id
     step = read(checkpoint_id)[1]
     if step is None:
-        raise StepNotFound("a checkpoint id must say the step", expected=RULE, found=repr(checkpoint_id))
+        raise StepNotFound("a checkpoint id must contain the step", expected=RULE, found=repr(checkpoint_id))
     return step
 
 

@@ -17,7 +17,7 @@ def check(every: int | None, skip: int | None) -> None:
         ConfigError: one is less than 1.
     """
     if any(interval is not None and interval < 1 for interval in (every, skip)):
-        raise ConfigError("intervals are 1 or more", found=f"{every}, {skip}")
+        raise ConfigError("intervals must be 1 or more", found=f"{every}, {skip}")
 
 
 def is_due(step: int, every: int | None, skip: int | None) -> bool:

@@ -104,8 +104,8 @@ def init_process_group(rank: int, size: int, timeout: timedelta) -> None:
         timeout: of the collectives.
     """
     if os.environ.get(_ON_ERRORS, "0") != "0":
-        log.warning("%s=%s is set to 0: PyTorch would end this process when another one is lost", _ON_ERRORS,
-                    os.environ[_ON_ERRORS])  # fmt: skip
+        log.warning("mlflash sets %s=%s to 0: otherwise PyTorch would end this process when another one is lost",
+                    _ON_ERRORS, os.environ[_ON_ERRORS])  # fmt: skip
     # A dead peer is an error to NCCL's watchdog, which ends the process (1, 3), or the wait alone (2): what is trained
     # after that, and even saved, has sums that are none. Here who decides about the round ends the wait.
     os.environ[_ON_ERRORS] = "0"

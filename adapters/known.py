@@ -33,7 +33,7 @@ def numpy_dtype(text: str) -> np.dtype[Any]:
     """Make a dtype of its `str`, such as ``"<i4"``: no objects, and no fields, which could hide some."""
     found: np.dtype[Any] = np.dtype(_checked(text, str))
     if found.hasobject or found.names is not None or found.subdtype is not None:
-        raise TypeError(f"{text} is not made: it has objects, or fields, in it")
+        raise TypeError(f"the dtype {text} is refused: it contains objects or fields")
     return found
 
 
@@ -41,7 +41,7 @@ def numpy_array(text: str, shape: tuple[int, ...], raw: bytes) -> np.ndarray:
     """Make an array of the bytes in it, in C order."""
     dtype = numpy_dtype(text)
     if math.prod(shape) * dtype.itemsize != len(_checked(raw, bytes)):
-        raise ValueError("an array has not the bytes that its shape says")
+        raise ValueError("an array does not have as many bytes as its shape needs")
     return np.ndarray(shape, dtype=dtype, buffer=raw).copy() if raw else np.zeros(shape, dtype=dtype)
 
 
@@ -49,7 +49,7 @@ def numpy_objects(shape: tuple[int, ...], values: list[Any]) -> np.ndarray:
     """Make an array of objects."""
     made = np.empty(shape, dtype=object)
     if made.size != len(_checked(values, list)):
-        raise ValueError("an array has not the objects that its shape says")
+        raise ValueError("an array does not have as many objects as its shape needs")
     for number, value in enumerate(values):  # all at once NumPy would look into them
         made.flat[number] = value
     return made
@@ -65,7 +65,7 @@ def of_torch(name: str) -> Any:
     """Give a dtype, layout or memory format of torch by its name."""
     found = torch.__dict__.get(_checked(name, str))
     if not isinstance(found, (torch.dtype, torch.layout, torch.memory_format)):
-        raise ValueError(f"torch.{name} is no dtype, layout or memory format")
+        raise ValueError(f"torch.{name} is not a dtype, layout or memory format")
     return found
 
 
@@ -110,7 +110,7 @@ def reduced(value: Any) -> Any:
 
 def _text(dtype: np.dtype[Any]) -> str:
     if numpy_dtype(dtype.str) != dtype:
-        raise TypeError(f"NumPy's dtype {dtype} is not kept in a checkpoint")
+        raise TypeError(f"a checkpoint cannot keep NumPy's dtype {dtype}")
     return str(dtype.str)
 
 

@@ -28,7 +28,7 @@ def numpy_dtype(text: str, align: bool, copy: bool) -> np.dtype[Any]:
 def numpy_array(kind: Any, shape: Any, code: Any) -> np.ndarray:
     """Make an empty array, whose content is set later."""
     if kind is not np.ndarray or shape != (0,) or code != b"b":
-        raise TypeError("this is no array of an older build")
+        raise TypeError("this is not an array as older versions of mlflash wrote it")
     made: np.ndarray = np.ndarray((0,), np.int8)
     return made
 
@@ -76,30 +76,30 @@ def _set_dtype(made: Any, state: Any) -> None:
     version, order, *parts, nbytes, alignment, flags = state
     same = nbytes in (-1, made.itemsize) and alignment in (-1, made.alignment) and flags == made.flags
     if version != 3 or order not in ("<", ">", "|", "=") or parts != [None, None, None] or not same:
-        raise ValueError(f"this is no state of a dtype of NumPy: {state!r}")
+        raise ValueError(f"this is not the state of a NumPy dtype: {state!r}")
     made.__setstate__(state)
 
 
 def _set_array(made: Any, state: Any) -> None:
     version, shape, dtype, in_fortran_order, content = state
     if version != 1 or type(shape) is not tuple or any(type(n) is not int or n < 0 for n in shape):
-        raise ValueError(f"this is no state of an array of NumPy: {state!r}")
+        raise ValueError(f"this is not the state of a NumPy array: {state!r}")
     holds_objects = isinstance(dtype, np.dtype) and dtype.char == "O"
     count = len(content) if holds_objects else len(content) / (_of_numpy(dtype).itemsize or 1)
     if type(content) is not (list if holds_objects else bytes) or count != math.prod(shape):
-        raise ValueError("an array has not the content that its shape says")
+        raise ValueError("an array does not have as much content as its shape needs")
     made.__setstate__((1, shape, dtype, bool(in_fortran_order), content))
 
 
 def _set_file(made: Any, state: Any) -> None:
     content, position, attributes = state
     if type(content) is not bytes or type(position) is not int or attributes is not None:
-        raise ValueError("this is no state of a file in memory")
+        raise ValueError("this is not the state of a file in memory")
     made.__setstate__((content, position, None))
 
 
 def _of_numpy(dtype: Any) -> np.dtype[Any]:
     if not isinstance(dtype, np.dtype):
-        raise TypeError(f"a dtype of NumPy expected, {type(dtype).__name__} found")
+        raise TypeError(f"expected a NumPy dtype, found {type(dtype).__name__}")
     known.numpy_dtype(dtype.str)
     return dtype

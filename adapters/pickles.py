@@ -49,7 +49,7 @@ def dump(value: Any) -> tuple[bytes, list[torch.Tensor]]:
     try:
         pickler.dump(value)
     except (pickle.PicklingError, TypeError, AttributeError, RecursionError) as error:
-        raise StateError(f"what is no tensor in the state cannot be pickled: {error}") from error
+        raise StateError(f"an object in the state cannot be pickled: {error}") from error
     return file.getvalue(), pickler.tensors
 
 
@@ -62,7 +62,7 @@ def load(pickled: bytes, tensors: Sequence[torch.Tensor]) -> Any:
     try:
         return _Unpickler(io.BytesIO(pickled), tensors).load()
     except Exception as error:  # of what a damaged pickle makes of itself
-        raise CorruptSlot(f"the state that is no tensor cannot be loaded: {error}") from error
+        raise CorruptSlot(f"the pickled objects of the state cannot be loaded: {error}") from error
 
 
 class _Pickler(pickle.Pickler):
@@ -98,15 +98,15 @@ class _Pickler(pickle.Pickler):
             return _rebuild, (kind, parts, context, tuple(value.size()), tuple(value.stride()), value.requires_grad)
         if kind.__reduce_ex__ is not torch.Tensor.__reduce_ex__:  # Transformer Engine's say it so
             return NotImplemented
-        raise pickle.PicklingError(f"a tensor of {kind.__module__}.{kind.__qualname__} says nowhere what it is made of "
-                                   "(__tensor_flatten__)")  # fmt: skip
+        raise pickle.PicklingError(f"a tensor of {kind.__module__}.{kind.__qualname__} does not say which tensors it "
+                                   "is made of: it has no __tensor_flatten__")  # fmt: skip
 
 
 def _rebuild(
     kind: type, parts: dict[str, Any], context: Any, size: tuple[int, ...], stride: tuple[int, ...], grad: bool
 ) -> torch.Tensor:
     if not isinstance(kind, type) or _way(kind.__module__, kind.__qualname__) is not _Way.ALLOWED:
-        raise pickle.UnpicklingError(f"{kind!r} is no class of tensors that was allowed")
+        raise pickle.UnpicklingError(f"{kind!r} is not a class of tensors that you have allowed")
     tensor: torch.Tensor = kind.__tensor_unflatten__(parts, context, torch.Size(size), stride)  # type: ignore[attr-defined]
     return tensor.requires_grad_(grad) if grad else tensor
 
@@ -197,7 +197,7 @@ class _Unpickler(pickle._Unpickler):
         if way in (_Way.CALLED, _Way.ALLOWED) or (way is _Way.ENUM and is_value and issubclass(function, enum.Enum)):
             self.stack[-1] = function(*arguments)
             return
-        raise pickle.UnpicklingError(f"{function!r} is not called")
+        raise pickle.UnpicklingError(f"refused to call {function!r}")
 
     def _make(self) -> None:
         arguments, kind = self.stack.pop(), self.stack.pop()
@@ -207,12 +207,12 @@ class _Unpickler(pickle._Unpickler):
         elif way is _Way.ALLOWED or (way is _Way.DATA and not arguments):
             self.stack.append(kind.__new__(kind, *arguments))
         else:
-            raise pickle.UnpicklingError(f"{kind!r} is not made like this")
+            raise pickle.UnpicklingError(f"refused to make {kind!r} in this way")
 
     def _make_with_keywords(self) -> None:
         keywords, arguments, kind = self.stack.pop(), self.stack.pop(), self.stack.pop()
         if self._way_of(kind) is not _Way.ALLOWED:
-            raise pickle.UnpicklingError(f"{kind!r} is not made like this")
+            raise pickle.UnpicklingError(f"refused to make {kind!r} in this way")
         self.stack.append(kind.__new__(kind, *arguments, **keywords))
 
     def _set_state(self) -> None:
@@ -228,7 +228,7 @@ class _Unpickler(pickle._Unpickler):
         if way is _Way.DATA or type(made) in _WITH_ATTRIBUTES:
             _set_attributes(made, state)
             return
-        raise pickle.UnpicklingError(f"no attributes are set of {made!r}")
+        raise pickle.UnpicklingError(f"refused to set attributes of {made!r}")
 
     def _append(self) -> None:
         self._fill(self.stack[-2], (list, collections.deque), _PYTHON.load_append)
@@ -247,11 +247,11 @@ class _Unpickler(pickle._Unpickler):
 
     def _fill(self, made: Any, kinds: tuple[type, ...], load: Callable[[Any], None]) -> None:
         if not isinstance(made, kinds) and self._made_by(made) is not _Way.ALLOWED:
-            raise pickle.UnpicklingError(f"{made!r} is not filled like this")
+            raise pickle.UnpicklingError(f"refused to fill {made!r} in this way")
         load(self)
 
     def _refuse(self) -> None:
-        raise pickle.UnpicklingError("this is not what `dump` writes")
+        raise pickle.UnpicklingError("mlflash writes no pickle of this kind")
 
     dispatch |= {
         pickle.REDUCE[0]: _call, pickle.NEWOBJ[0]: _make, pickle.NEWOBJ_EX[0]: _make_with_keywords,
@@ -268,7 +268,7 @@ def _set_attributes(made: Any, state: Any) -> None:
     values, slots = state if type(state) is tuple and len(state) == 2 else (state, None)
     for held in (values, slots):
         if held is not None and (type(held) is not dict or not all(_is_plain(name) for name in held)):
-            raise pickle.UnpicklingError(f"these are no attributes of {type(made).__name__}: {held!r}")
+            raise pickle.UnpicklingError(f"refused to set these attributes of {type(made).__name__}: {held!r}")
     if values:
         vars(made).update(values)
     for name, value in (slots or {}).items():
@@ -280,4 +280,4 @@ def _is_plain(name: Any) -> bool:
 
 
 def _unknown(module: str, name: str) -> str:
-    return f"{module}.{name} is not known here: mlflash.adapters.pickles.allow({name})"
+    return f"{module}.{name} is not allowed: if you trust it, call mlflash.adapters.pickles.allow({name})"

@@ -37,8 +37,8 @@ def replaced(target: Any, /, **instead: Any) -> contextlib.ExitStack:
     """
     if missing := [name for name in instead if not hasattr(target, name)]:
         name = getattr(target, "__qualname__", getattr(target, "__name__", type(target).__qualname__))
-        raise ConfigError("the framework has other names inside than mlflash knows: install an older or a newer "
-                          "version of it", expected=[f"{name}.{one}" for one in missing])  # fmt: skip
+        raise ConfigError("this version of the framework lacks attributes that mlflash replaces: install an older or a "
+                          "newer version of it", expected=[f"{name}.{one}" for one in missing])  # fmt: skip
     with contextlib.ExitStack() as stack:
         for name, new in instead.items():
             stack.callback(_Replacement(target, name, new).undo)

@@ -97,7 +97,9 @@ class MemoryCheckpointManager(CheckpointManager):
                 nothing = "load_only is set, and TorchTitan saves nothing either" if self.load_only else ""
                 intervals.say(flash, None if self.load_only else self._every, self._skip, own, nothing)
         elif not config.enable and not turned_off(config.memory_enable) and dist.get_rank() == 0:
-            log.warning("nothing is saved in memory: TorchTitan's are off; --checkpoint.enable turns both on")
+            log.warning(
+                "nothing is saved in memory: TorchTitan's checkpoints are off. --checkpoint.enable turns both on"
+            )
 
     def __del__(self) -> None:
         """Abandon what was never closed: a finalizer runs on each rank when it likes, and may wait for no other."""
@@ -144,7 +146,8 @@ class MemoryCheckpointManager(CheckpointManager):
         """Restore a step from memory or what was drained."""
         numbers, optimizers, excluded = _Numbers(), self.states[OPTIMIZER], set(self.exclude_from_loading)
         if unknown := excluded - self.states.keys():
-            raise ConfigError("exclude_from_loading", expected=sorted(self.states), found=sorted(unknown))
+            raise ConfigError("exclude_from_loading names parts that the state does not have",
+                              expected=sorted(self.states), found=sorted(unknown))  # fmt: skip
         new = [optimizer for optimizer in optimizers.optimizers if not optimizer.state]
         together = flash.adapting.load_together
         with torch.no_grad():
@@ -263,7 +266,7 @@ class _Position:
         mine, size = getattr(self._loader, "_rank_id", None), getattr(self._loader, "dp_world_size", None)
         if state and mine is not None and (mine not in state or state.get("world_size") != size):
             raise StructureMismatch(
-                'the data was dealt to other ranks: exclude_from_loading=["dataloader"] begins it anew',
+                'the data was dealt to other ranks: to start the data anew, set exclude_from_loading=["dataloader"]',
                 expected=f"{mine} of {size}", found=f"{min(state)} of {state.get('world_size')}",
             )  # fmt: skip
         self._loader.load_state_dict(state)

@@ -104,7 +104,7 @@ def _listen(listener: socket.socket, key: bytes, questions: _Questions) -> None:
             wrong = False
         except Exception as error:  # no descriptor or thread is left: who waits is heard as soon as there is one
             if not wrong:
-                log.warning("checkpoint processes cannot be heard: %r; it is tried again", error)
+                log.warning("checkpoint processes cannot be heard for now: %r. mlflash keeps trying", error)
             wrong = True
             rest.wait(_REST_S)
 
@@ -115,7 +115,7 @@ def _hear(plain: socket.socket, key: bytes, questions: _Questions) -> None:
         line = _line(plain)
     except OSError as error:  # a stranger could fill the log
         plain.close()
-        log.debug("somebody was not let in: %r", error)
+        log.debug("refused a connection to the socket for checkpoint processes: %r", error)
         return
     try:
         deliver_challenge(line, key)
@@ -123,7 +123,7 @@ def _hear(plain: socket.socket, key: bytes, questions: _Questions) -> None:
         questions.put((line, line.recv_bytes()))
     except Exception as error:  # a child that ended, or that says nothing
         line.close()
-        log.warning("a checkpoint process was not heard: %r", error)
+        log.warning("a checkpoint process connected but sent no question: %r", error)
 
 
 def _answer(questions: _Questions, answer: Callable[[Any], Any]) -> None:
@@ -137,7 +137,7 @@ def _answer(questions: _Questions, answer: Callable[[Any], Any]) -> None:
             try:
                 line.send(told)
             except Exception as error:  # a child that ended: the next one is answered all the same
-                log.warning("a question of a checkpoint process was not answered: %r", error)
+                log.warning("an answer did not reach its checkpoint process: %r", error)
 
 
 def _line(plain: socket.socket) -> Connection:
@@ -148,7 +148,7 @@ def _line(plain: socket.socket) -> Connection:
     """
     pid, uid, _ = _CREDENTIALS.unpack(plain.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     if uid != os.geteuid():
-        raise PermissionError(f"process {pid} at the other end is of user {uid}")
+        raise PermissionError(f"process {pid} at the other end belongs to user {uid}")
     return Connection(plain.detach())
 
 

@@ -108,7 +108,7 @@ class MemoryReader(StorageReader):
         place = _Catalog(opened).bytes.get(name)
         if place is None:
             opened.close()
-            raise StructureMismatch("the checkpoint does not have this", tensor=name, step=opened.step)
+            raise StructureMismatch("the checkpoint does not contain this value", tensor=name, step=opened.step)
         rank, number, start, end = place
         arrived = np.empty((end - start, 1), dtype=np.uint8)
         wanted_part = WantedPart(rank, number, (start,), (end - start,), arrived)

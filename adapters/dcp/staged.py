@@ -197,7 +197,7 @@ class Staged:
             SaveFailed: it was given to another save.
         """
         if self.ahead is not None and self.ahead.given_up:
-            raise SaveFailed("a later save has begun, and the slot of this one was given to it")
+            raise SaveFailed("a later save began before this one was written, and took its slot")
 
     def give_up(self) -> None:
         """Let other saves have the slot."""

@@ -187,7 +187,7 @@ class MemoryWriter(StorageWriter):
             staged = tuple(self._staged.values())
             running.written = _collect(plan, planner, staged, self._checkpointer is None)
         except Exception as error:
-            failed = SaveFailed(f"what is saved could not be had: {error!r}")
+            failed = SaveFailed(f"this rank could not collect what its plan names: {error!r}")
             self._ask(_Post(_Written([], {}, []), failed))
             raise
         finally:
@@ -362,8 +362,8 @@ def _collect(plan: SavePlan, planner: SavePlanner, staged: Collection[Staged], c
         tokens = {key: in_child(key, tensor) for key, tensor, _ in found}
         changed = [name for (name, _), token in tokens.items() if token is None]
         if changed:
-            why = ("a planner changes or renames tensors, or a stager other than this writer has copied them, and a "
-                   "checkpoint process does not have these: use THREAD, and leave out async_stager")  # fmt: skip
+            why = ("a planner changes or renames tensors, or a stager other than this writer copied them. The "
+                   "checkpoint process does not have such tensors: use THREAD, and leave out async_stager")  # fmt: skip
             raise StateError(why, tensor=changed[0])
         written.token = next((token for token in tokens.values() if token is not None), 0)
         return written

@@ -36,9 +36,9 @@ log = logging.getLogger("mlflash")
 TAG = re.compile(r"global_step(\d+)")
 """How DeepSpeed names a checkpoint that the user gives no tag."""
 OTHER_RANKS = (
-    "DeepSpeed's partitions go back to as many ranks as have saved them. For another number convert a checkpoint in "
-    "storage (ds_to_universal.py) and set load_universal: memory is not looked at then; or leave it behind with "
-    "another job name or `mlflash clean`"
+    "DeepSpeed can load its partitions only on as many ranks as saved them. For another number, convert a checkpoint "
+    "in storage with ds_to_universal.py and set load_universal: mlflash does not look at memory then. To give up the "
+    "checkpoint in memory, use another job name or `mlflash clean`"
 )
 
 
@@ -139,10 +139,10 @@ class EngineState:
         if state["ranks"] != ranks:
             raise WorldSizeChanged(OTHER_RANKS, expected=f"{state['ranks']} ranks", found=ranks)
         if self._engine.zero_optimization_partition_weights() and options.get("load_module_only"):
-            raise ConfigError("with ZeRO-3 load_module_only=True loads no weights: load_optimizer_states=False does")
+            raise ConfigError("with ZeRO-3 load_module_only=True loads no weights: use load_optimizer_states=False")
         files: dict[str, Any] = together(state["files"])
         if files.keys() != (names := self._names(state["tag"])):
-            raise StructureMismatch("this engine is of another ZeRO stage or precision than the one that was saved",
+            raise StructureMismatch("this engine has another ZeRO stage or precision than the one that was saved",
                                     expected=sorted(names), found=sorted(files))  # fmt: skip
         return files
 
@@ -239,7 +239,7 @@ def step_on_disk(engine: Any, load_dir: str | os.PathLike[str], tag: str | None)
         except RuntimeError:  # not in the format that can be mapped
             return int(engine.checkpoint_engine.load(names[0], map_location="cpu")["global_steps"])
     except (OSError, EOFError, KeyError, RuntimeError, pickle.UnpicklingError) as error:
-        log.warning("the step of %s is not known (%s): memory is taken to be newer", names[0], error)
+        log.warning("the step of %s is not known (%s): mlflash assumes that memory is newer", names[0], error)
         return None
 
 
@@ -250,15 +250,19 @@ def refuse_what_is_elsewhere(engine: Any) -> None:
         ConfigError: saying why.
     """
     if isinstance(engine, PipelineEngine):
-        raise ConfigError("the ranks of a pipeline share out the files of its layers: none has all that it loads")
+        raise ConfigError("mlflash cannot save a pipeline engine: its ranks divide the files of the layers among them, "
+                          "and no rank has all that it loads")  # fmt: skip
     if engine.has_moe_layers:
-        raise ConfigError("the ranks share out the files of experts: none has all that it loads")
+        raise ConfigError("mlflash cannot save an engine with experts (MoE): its ranks divide the files of the "
+                          "experts among them, and no rank has all that it loads")  # fmt: skip
     if engine.zero_nvme_offload_optimizer():
-        raise ConfigError("the optimizer's state is on NVMe: DeepSpeed copies it from file to file")
+        raise ConfigError("mlflash cannot save this engine: the optimizer's state is on NVMe, and DeepSpeed copies it "
+                          "from file to file")  # fmt: skip
     if (offload := engine.zero_offload_param()) is not None and offload.device == "nvme":
-        raise ConfigError("the parameters are on NVMe")
+        raise ConfigError("mlflash cannot save this engine: the parameters are on NVMe")
     if engine.zero_elastic_checkpoint():
-        raise ConfigError("with elastic_checkpoint a rank loads what all have saved: leave it out")
+        raise ConfigError("with elastic_checkpoint a rank loads what all ranks saved, and mlflash gives it only its "
+                          "own: leave out elastic_checkpoint")  # fmt: skip
     if engine.checkpoint_engine is None:
         raise ConfigError("this engine has no optimizer, and DeepSpeed saves no checkpoint of it")
 

@@ -74,7 +74,7 @@ class Flash:
                  settings: dict[str, Any]):  # fmt: skip
         intervals.check(every_n_steps, skip_every_n_steps)
         if storage_every is not None and storage_every < 0:
-            raise ConfigError("storage_every is 0 or more", found=storage_every)
+            raise ConfigError("storage_every must be 0 or more", found=storage_every)
         self.storage_every = storage_every
         self.checkpointer: Checkpointer | None = None
         self._engine, self._every, self._skip = engine, every_n_steps, skip_every_n_steps
@@ -87,8 +87,9 @@ class Flash:
             return
         refuse_what_is_elsewhere(engine)
         if in_background and engine.checkpoint_engine.is_decoupled():
-            raise ConfigError("two would write checkpoints behind training: leave out in_background, or DeepSpeed's "
-                              "own engine for that", found=type(engine.checkpoint_engine).__name__)  # fmt: skip
+            raise ConfigError("DeepSpeed already writes checkpoints in the background: leave out in_background, or "
+                              "DeepSpeed's own checkpoint engine for that",
+                              found=type(engine.checkpoint_engine).__name__)  # fmt: skip
         shared = alike(engine, "engine")
         settings = {**({"replicated": shared} if shared else {}), **settings}
         self._open = functools.partial(Checkpointer, directory, **settings)
@@ -275,7 +276,7 @@ class Flash:
             if found is not None and found[1]["engine"]["tag"] == tag:
                 return found
         if reasons:
-            raise Unrestorable(f"no checkpoint of the tag {tag!r} can be loaded", reasons=reasons)
+            raise Unrestorable(f"no checkpoint with the tag {tag!r} can be loaded", reasons=reasons)
         return None
 
     def _give(self, step: int, state: dict[str, Any], options: dict[str, Any]) -> tuple[str, dict[str, Any]]:

@@ -27,11 +27,11 @@ def optimizers_of(engine: Any) -> list[Any] | str:
     if type(engine) is not DeepSpeedEngine:
         return f"a {type(engine).__name__} may change weights elsewhere than in its optimizer's step"
     if getattr(optimizer, "zenflow", False) or getattr(engine, "_deepcompile_active", False):
-        return "ZenFlow and DeepCompile change or move what is saved beside training"
+        return "ZenFlow and DeepCompile change or move the weights while training goes on"
     if isinstance(optimizer, torch.optim.Optimizer):
         return [optimizer]
     if type(optimizer).__name__ not in _KNOWN:
-        return f"it is not known where {type(optimizer).__name__} changes what is saved"
+        return f"mlflash does not know where {type(optimizer).__name__} changes weights"
     return [optimizer.optimizer]
 
 

@@ -232,7 +232,7 @@ class Checkpoints:
         """
         checkpoint_id = storage_reader.checkpoint_id
         if not self._serves(checkpoint_id):
-            raise StepNotFound("mlflash is off, and this id is no URL", found=os.fspath(checkpoint_id))
+            raise StepNotFound("mlflash is off, so only a URL can be loaded", found=os.fspath(checkpoint_id))
         group = self._group(process_group)
         if ids.is_url(checkpoint_id):
             return _load_optimizer(FsspecReader(os.fspath(checkpoint_id)), None, optimizer_key, group, group.status)
@@ -291,8 +291,8 @@ class Checkpoints:
         key = (name, group.ranks)
         if key not in self._members:
             if sum(ranks == group.ranks for _, ranks in self._members) == _MANY and group.ranks[0] == dist.get_rank():
-                log.warning("%d checkpoints have slots of their own here: ids of one thing should differ by their step "
-                            "alone, such as %s-7steps", _MANY + 1, name)  # fmt: skip
+                log.warning("%d checkpoint ids have slots of their own here. Ids of the same state should differ only "
+                            "in their step, such as %s-7steps", _MANY + 1, name)  # fmt: skip
             self._members[key] = self._new_member(name, group)
         return self._members[key]
 
@@ -329,7 +329,8 @@ class Checkpoints:
     def _next(self, name: str, step: int | None) -> int | None:
         """The step of a save; None: the one after the newest. What was loaded is gone on from, if others are newer."""
         if why := self._undefined.get(name):
-            raise StateError("the state is undefined, as a load of it has failed, and is not saved", found=why)
+            raise StateError("the state is undefined because a load of it failed, so it is not saved: load again first",
+                             found=why)  # fmt: skip
         before = self._loaded.pop(name, None)
         return step if before is None or step is not None else before + 1
 
@@ -337,7 +338,7 @@ class Checkpoints:
 def _say_nothing_is_there(every: Group, checkpoint_id: str | os.PathLike[str]) -> None:
     """Say that there is nothing to load."""
     if every.ranks[0] == dist.get_rank():
-        log.warning("nothing was saved under the id %s: the state that was to be loaded is as it was", checkpoint_id)
+        log.warning("nothing was saved under the id %s: the state dict is unchanged", checkpoint_id)
 
 
 def _ranks_of(process_group: Any) -> tuple[int, ...]:

@@ -39,8 +39,8 @@ def of_name(directory: str | None, name: str, group: Group) -> str | None:
     mine, others = told
     if mine and others:
         raise ConfigError(
-            "an older build has drained checkpoints of several ids into the same folders, over each other: name "
-            "another directory, and do not go on from these", expected=f"checkpoints of {name or 'one id'} only",
+            "an older version of mlflash drained checkpoints of several ids into the same folders, over each other: "
+            "give another directory, and do not load these", expected=f"checkpoints of {name or 'one id'} only",
             found=directory,
         )  # fmt: skip
     if mine:

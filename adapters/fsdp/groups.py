@@ -111,7 +111,7 @@ class Everyone:
             raise problem
         for theirs, _, _, why in said:
             if why is not None:
-                raise StepNotFound(f"another part of what is loaded now cannot be: {why}", found=theirs)
+                raise StepNotFound(f"another process group could not load its part: {why}", found=theirs)
         if wanted is not None:
             return wanted if steps else None
         have = {theirs: found for theirs, step, found, _ in said if step is None}
@@ -120,8 +120,8 @@ class Everyone:
         if not any(have.values()):
             return None
         raise Unrestorable(
-            "the process groups that load now have no step in common: training would go on from parts of different "
-            "steps. Where they are no parts of one thing, ids that say the step are loaded all the same",
+            "the process groups that load now have no step in common, so training would go on from parts of different "
+            "steps. If the groups do not load parts of one state, use ids that name the step: these are loaded anyway",
             found="; ".join(f"{theirs}: {', '.join(map(str, found)) or 'nothing'}" for theirs, found in have.items()),
         )  # fmt: skip
 
@@ -137,7 +137,7 @@ class Everyone:
             dist.all_gather_object(said, mine, group=self._group)
         except RuntimeError as error:  # gloo has no other
             raise DeadlineExceeded(
-                "not all ranks have come to this load: all ranks of torch.distributed load at the same time, each with "
+                "not all ranks came to this load: all ranks of torch.distributed must load at the same time, each with "
                 "its own process group", rank=dist.get_rank(), expected=f"all within {self._timeout_s:g} s",
                 found=str(error).splitlines()[0],
             ) from error  # fmt: skip
@@ -171,8 +171,8 @@ class Member:
         steps = self.checkpointer.steps()
         if wanted is not None and steps:
             if wanted not in steps:
-                raise StepNotFound("memory does not hold this step of it", step=wanted,
-                                   found=f"steps in memory: {steps}")  # fmt: skip
+                raise StepNotFound("this step was not saved under this id, or is gone", step=wanted,
+                                   found=f"steps that can be loaded: {steps}")  # fmt: skip
             return [wanted]
         newest = self.checkpointer.adapting.newest_step()
         if newest is None:

@@ -29,7 +29,7 @@ def only_one(checkpoint_id: str | os.PathLike[str] | None,
     if checkpoint_id is not None and reader is None:
         return checkpoint_id
     raise ConfigError(
-        "a load is given an id, or a reader that has one", found=f"{checkpoint_id!r} and {reader!r}",
+        "give load either a checkpoint id or a reader that has one", found=f"{checkpoint_id!r} and {reader!r}",
         expected="checkpoint_id=, or storage_reader=fsdp.DistributedFileSystemReader(checkpoint_id)",
     )  # fmt: skip
 

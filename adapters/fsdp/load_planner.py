@@ -25,14 +25,15 @@ class LoadPlanner(DefaultLoadPlanner):
         saved, given = _degree(metadata.state_dict_metadata), _degree(state_dict)
         if saved != given:
             raise StructureMismatch(
-                "a local state dict goes back to the same number of shards; a sharded one (sharded_state_dict) to any",
+                "a local state dict can be loaded only on the same number of shards. A sharded one "
+                "(sharded_state_dict) can be loaded on any number",
                 expected=saved or "no local state dict",
                 found=given or "no local state dict",
             )
         super().set_up_planner(state_dict, metadata, is_coordinator)
         if "optimizer" in state_dict and _has_moments(metadata.state_dict_metadata) > _has_moments(self.state_dict):
             raise StructureMismatch("the optimizer has no state yet that a load could fill: call init_optim_state "
-                                    "before its state dict is made", expected=_MOMENTS, found="none")  # fmt: skip
+                                    "before you make its state dict", expected=_MOMENTS, found="none")  # fmt: skip
 
 
 def _has_moments(names: Iterable[str]) -> bool:

@@ -58,8 +58,8 @@ def _replicas(model: torch.nn.Module) -> set[int]:
         found &= alike
     unknown = [name for name, parameter in model.named_parameters() if id(parameter) not in known]
     if known and unknown and dist.get_rank() == 0:
-        log.warning("%d parameters, such as %s, are in no FSDP, DDP or mesh: each rank is taken to hold what no other "
-                    "one holds. Ranker(model, part=...) says which do", len(unknown), unknown[0])  # fmt: skip
+        log.warning("%d parameters, such as %s, belong to no FSDP, DDP or mesh: mlflash assumes that no two ranks hold "
+                    "the same. If some do, say which by Ranker(model, part=...)", len(unknown), unknown[0])  # fmt: skip
     return {dist.get_rank()} if unknown or not known else found
 
 

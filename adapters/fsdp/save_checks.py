@@ -30,8 +30,9 @@ def refuse_other_shards(state_dict: Mapping[str, Any], ranks: Sequence[int]) -> 
     if isinstance(state_dict, LocalState) and (others := sorted(state_dict.others & set(ranks))):
         raise StateError(
             "other ranks of this process group hold other shards, under the same names: save each local state under an "
-            "id of its own, by the ranks that hold the same (fsdp.Ranker(model).get_rep_groups()); or "
-            "fsdp.sharded_state_dict(model, optimizer), by all together", rank=dist.get_rank(), found=f"ranks {others}",
+            "id of its own, on the ranks that hold the same shard (fsdp.Ranker(model).get_rep_groups()). Or save "
+            "fsdp.sharded_state_dict(model, optimizer) on all ranks together", rank=dist.get_rank(),
+            found=f"ranks {others}",
         )  # fmt: skip
 
 
@@ -51,7 +52,7 @@ def refuse_missing_shards(state_dict: Mapping[str, Any], ranks: Sequence[int]) -
         for place in itertools.product(*places):
             if not set(mesh[place].flatten().tolist()) & set(ranks):
                 raise StateError(
-                    "this tensor is sharded over ranks that are not in the process group: save it by all of them "
+                    "this tensor is sharded over ranks that are not in the process group: save it on all of them "
                     "together, under one id (no tp or ep in it), such as with process_group=None", tensor=name,
                     expected=f"ranks {sorted(mesh.flatten().tolist())}", found=f"ranks {sorted(ranks)}",
                 )  # fmt: skip
@@ -83,6 +84,6 @@ def warn_of_unlike(state_dict: Mapping[str, Any], ranks: Sequence[int], group: A
     if unlike and dist.get_rank() == min(ranks):
         name, (one, other) = next(iter(unlike.items()))
         log.warning("%d tensors, such as %s on ranks %d and %d, differ between ranks that save them together. They are "
-                    "no DTensors, so that they count as the same, and one rank's is saved for all. What is meant to "
-                    "differ, such as experts, is saved under an id of its own, by the ranks that hold the same",
+                    "not DTensors, so they count as the same, and one rank's values are saved for all. If they should "
+                    "differ, as experts do, save them under an id of their own, on the ranks that hold the same values",
                     len(unlike), name, one, other)  # fmt: skip

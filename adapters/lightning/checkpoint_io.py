@@ -28,14 +28,15 @@ def step_of_path(checkpointer: Checkpointer, path: str) -> int:
     """
     asked = path[len(PREFIX) :]
     if asked != "newest" and not asked.isdecimal():
-        raise ConfigError("no path of a checkpoint in memory", expected="mlflash:newest or mlflash:STEP", found=path)
+        raise ConfigError("this is not a path of a checkpoint in memory", expected="mlflash:newest or mlflash:STEP",
+                          found=path)  # fmt: skip
     if asked == "newest":
         newest = checkpointer.adapting.newest_step()
         if newest is None:
             raise StepNotFound("neither memory nor the directory has any checkpoint", expected=asked)
         return newest
     if int(asked) not in (steps := checkpointer.steps()):
-        raise StepNotFound("neither memory nor the directory has it", expected=asked, found=steps)
+        raise StepNotFound("neither memory nor the directory has this step", expected=asked, found=steps)
     return int(asked)
 
 
@@ -66,7 +67,7 @@ class MemoryIO:
             ConfigError: the path is one of memory: Lightning asks rank 0 only, and each rank has to save its own.
         """
         if str(path).startswith(PREFIX):
-            raise ConfigError("what is in memory is saved by MLFlashCallback on all ranks", found=path)
+            raise ConfigError("only MLFlashCallback saves in memory, on all ranks: give a path on disk", found=path)
         self.wrapped.save_checkpoint(checkpoint, path, storage_options)
 
     def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> Any:

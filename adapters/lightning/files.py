@@ -40,9 +40,9 @@ def look(path: Any) -> OnDisk:
     try:
         return OnDisk(path, _step_of(path))
     except _TORN as error:
-        log.warning("%s cannot be read, and another checkpoint is looked for: %r", path, error)
+        log.warning("%s cannot be read, so mlflash looks for another checkpoint: %r", path, error)
     except (OSError, KeyError, ImportError, ValueError) as error:
-        log.warning("the step of %s is not known (%s): memory is taken to be newer", path, error)
+        log.warning("the step of %s is not known (%s): mlflash assumes that memory is newer", path, error)
         return OnDisk(path)
     return max(_beside(Path(path)), key=lambda one: one.step or 0, default=OnDisk(None))
 
@@ -74,4 +74,4 @@ def _step_of(path: Any) -> int:
     except OSError as error:
         if error.errno != errno.EINVAL:  # it looks for the end of the format before the beginning of the file
             raise
-        raise EOFError(f"it has no end: {error}") from error
+        raise EOFError(f"the file is cut off: {error}") from error

@@ -86,7 +86,8 @@ class Flash:
         if "deepspeed" in type(trainer.strategy).__name__.lower():
             raise ConfigError("DeepSpeed keeps its own state, which this adapter cannot save")
         if type(trainer.strategy).__name__ == "FSDPStrategy" and trainer.strategy.kwargs.get("device_mesh") is None:
-            raise ConfigError("FSDPStrategy needs a device_mesh: without one its shards do not say what they are")
+            raise ConfigError("FSDPStrategy needs a device_mesh: without one mlflash cannot tell which part of a "
+                              "tensor each shard is")  # fmt: skip
         self.checkpointer = Checkpointer(self._directory, **{**_shared(trainer), **self._settings})
         self._take_over_start(trainer, trainer._checkpoint_connector)
         self._own = OwnSaves(trainer, self.checkpointer, self._every, self._skip)

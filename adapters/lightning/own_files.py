@@ -31,8 +31,8 @@ class OwnFiles:
     def __init__(self, trainer: Any, checkpointer: Checkpointer):
         strategy = trainer.strategy
         if any("Async" in kind.__name__ for kind in type(strategy.checkpoint_io).__mro__):
-            raise ConfigError("two would write checkpoints behind training: leave out in_background, or the plugin",
-                              found=type(strategy.checkpoint_io).__name__)  # fmt: skip
+            raise ConfigError("a plugin already writes checkpoints in the background: leave out in_background, or the "
+                              "plugin", found=type(strategy.checkpoint_io).__name__)  # fmt: skip
         self._strategy, self._files = strategy, checkpointer.adapting.own_files()
         self._save: Callable[..., None] = strategy.save_checkpoint
         self._remove: Callable[[Any], None] = strategy.remove_checkpoint

@@ -48,7 +48,7 @@ class _State:
         return checkpoint, position(self._trainer, checkpoint, self._epoch_has_ended)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        raise NotImplementedError("`load` does it")
+        raise NotImplementedError("call `load` instead")
 
 
 class Whole(_State):
@@ -80,7 +80,7 @@ def load_whole(checkpointer: Checkpointer, step: int) -> tuple[dict[str, Any], d
     taken = _Taken()
     checkpointer.restore(taken, step)
     if "checkpoint" not in taken.state:
-        raise StructureMismatch("it was saved in shards, by a strategy that can load them", step=step,
+        raise StructureMismatch("this checkpoint was saved in shards: use a strategy that shards the model", step=step,
                                 expected="a whole checkpoint", found=sorted(taken.state))  # fmt: skip
     return checkpointer.adapting.load_together(
         step, lambda: (together(taken.state["checkpoint"]), together(taken.state["position"])), anew=True

@@ -113,10 +113,11 @@ def initialize(
     global _running
     moved = [f"{name}={settings[name]!r}" for name in sorted(_PLACES & settings.keys())]
     if _running is not None and _running.only_loads and moved:
-        raise ConfigError("load_checkpoint has come before initialize, and could not know where to look: call "
+        raise ConfigError("load_checkpoint was called before initialize, so it could not know where to look: call "
                           "initialize first", found=", ".join(moved))  # fmt: skip
     if save_mem_interval < 1 or save_storage_interval < 0:
-        raise ConfigError("the intervals are iterations", expected="1 or more in memory, 0 or more to the directory",
+        raise ConfigError("the intervals must be numbers of iterations",
+                          expected="save_mem_interval of 1 or more, save_storage_interval of 0 or more",
                           found=f"{save_mem_interval} and {save_storage_interval}")  # fmt: skip
     close()
     handler = None
@@ -308,7 +309,7 @@ def _newest_of_ours(checkpointer: Checkpointer, other: Any, instead: Any) -> tup
 
 def _needed() -> _Running:
     if _running is None or _running.only_loads:
-        raise ConfigError("initialize() comes first")
+        raise ConfigError("call initialize() first")
     return _running
 
 
@@ -347,9 +348,9 @@ def _check(saved: dict[str, int], here: dict[str, int], concat: bool, iteration:
     if saved == here:
         return
     if not concat:
-        why = "the checkpoint was saved by other ranks; concat=True puts it together"
+        why = "another layout of ranks saved the checkpoint: concat=True loads another number of data-parallel ranks"
     elif {**saved, "ranks": 0} != {**here, "ranks": 0}:
-        why = "another number of data-parallel ranks can be loaded, but no other tensor and pipeline parallelism"
+        why = "concat=True loads another number of data-parallel ranks, but no other tensor or pipeline parallelism"
     else:
         return
     raise StructureMismatch(why, step=iteration, expected=saved, found=here)

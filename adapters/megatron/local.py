@@ -98,7 +98,8 @@ class LocalCheckpoints(BaseCheckpointManager):
                 try:
                     before.close()
                 except MlflashError as error:
-                    log.warning("a manager of local checkpoints was made anew, and the one before ended so: %s", error)
+                    log.warning("a new manager of local checkpoints replaced another one, which ended with error: %s",
+                                error)  # fmt: skip
             self._made = _open[job] = Checkpointer(**self._settings)
         return self._made
 
@@ -250,10 +251,10 @@ class LocalCheckpoints(BaseCheckpointManager):
         return [(step, self.rank, self.session_id) for step in self.checkpointer.adapting.steps_alike()]
 
     def _load(self, ckpt_id: CkptID) -> Any:
-        raise CheckpointingException("slots are read by all ranks together: load()")
+        raise CheckpointingException("all ranks read slots together: call load()")
 
     def _save(self, state_dict: Any, ckpt_id: CkptID) -> None:
-        raise CheckpointingException("slots are written by all ranks together: save()")
+        raise CheckpointingException("all ranks write slots together: call save()")
 
     def _cleanup(self, iteration: int) -> None:
         """Nothing: an older slot is written over."""
@@ -286,7 +287,7 @@ class _Apart:
         return {"pickled": padded, "tensors": plain}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        raise NotImplementedError("it is made anew")
+        raise NotImplementedError("a load makes a new object")
 
 
 def _together(state: dict[str, Any]) -> Any:

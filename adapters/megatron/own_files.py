@@ -33,10 +33,10 @@ class OwnFiles:
 
     def __init__(self, arguments: Any, checkpointer: Checkpointer, most: int):
         if getattr(arguments, "save", None) is None:
-            raise ConfigError("in_background=True is about what Megatron writes: name a directory by --save")
+            raise ConfigError("in_background=True moves Megatron's own checkpoints to --save: give --save a directory")
         for flag in ("async_save", "save_retain_interval"):
             if getattr(arguments, flag, None):
-                raise ConfigError("Megatron would write, or delete, checkpoints behind training, too: leave out "
+                raise ConfigError("Megatron already writes, or deletes, checkpoints in the background: leave out "
                                   f"in_background, or --{flag.replace('_', '-')}")  # fmt: skip
         self._directory, self._most = os.path.abspath(arguments.save), most
         self._files, self._is_first = checkpointer.adapting.own_files(), checkpointer.adapting.ranks.rank == 0

@@ -46,6 +46,6 @@ def scheme_of(strategy: Any) -> str:
         ranks = getattr(group, "ranks", None)
         factor = None if ranks is None else len(ranks)
     if factor is None:
-        raise ConfigError("this replication strategy is not known", expected='a scheme such as "copy", or a clique '
-                          "replication strategy of NVRx", found=type(strategy).__name__)  # fmt: skip
+        raise ConfigError("mlflash does not know this replication strategy", found=type(strategy).__name__,
+                          expected='a scheme such as "copy", or a clique replication strategy of NVRx')  # fmt: skip
     return "none" if factor < 2 else f"copy:{factor - 1}"

@@ -130,10 +130,10 @@ def _look(theirs: Any, error: Exception | None) -> _OnDisk:
     try:
         return _OnDisk(str(theirs), _step_of(theirs), error)
     except (OSError, KeyError) as problem:
-        log.warning("the step of %s is not known (%r): memory is taken to be newer", theirs, problem)
+        log.warning("the step of %s is not known (%r): mlflash assumes that memory is newer", theirs, problem)
         return _OnDisk(str(theirs), None, error)
     except _TORN as problem:
-        log.warning("%s cannot be read, and another checkpoint is looked for: %r", theirs, problem)
+        log.warning("%s cannot be read, so mlflash looks for another checkpoint: %r", theirs, problem)
     found = [] if isinstance(theirs, AdapterPath) else _beside(Path(theirs))
     return max(found, key=lambda one: one.step or 0, default=_OnDisk(error=error))
 

@@ -106,8 +106,9 @@ class MLFlashCheckpointCallback(Callback):
             return
         checkpoint_io = trainer.strategy.unwrapped_checkpoint_io
         if not isinstance(checkpoint_io, MLFlashCheckpointIO):
-            raise ConfigError("the strategy has another CheckpointIO since it was wrapped, as PEFT brings one: its "
-                              "checkpoints cannot be kept in memory", found=type(checkpoint_io).__name__)  # fmt: skip
+            raise ConfigError("the strategy has another CheckpointIO than when it was wrapped, for example that of "
+                              "PEFT: mlflash cannot keep its checkpoints in memory",
+                              found=type(checkpoint_io).__name__)  # fmt: skip
         if self._with_context:
             self.memory.checkpointer.adapting.seen_by_first(lambda: self._take_context(trainer))
 

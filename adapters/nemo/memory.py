@@ -167,7 +167,9 @@ class Memory:
         if alike["ranks"] == dist.get_world_size():
             wanted = {**wanted, OF_RANK: _sharded(None)}
         else:
-            log.warning("%s is of %d ranks: random numbers begin anew", path, alike["ranks"])
+            log.warning(
+                "%s was saved by %d ranks, not by as many as now: random numbers begin anew", path, alike["ranks"]
+            )
         strict = strict if isinstance(strict, StrictHandling) else StrictHandling.ASSUME_OK_UNEXPECTED
         loaded: dict[str, Any] = self.checkpointer.adapting.load_together(
             step_of(directory), lambda: dist_checkpointing.load(wanted, directory, self._loading(), strict=strict)
@@ -228,9 +230,9 @@ def delete(memory: str, job: str) -> None:
     if hosts.index(host) != rank:
         return
     try:
-        log.info("training has ended: %d bytes of %s are deleted from memory on %s", clean(memory, job), job, host)
+        log.info("training has ended: deleted %d bytes of job %s from memory on %s", clean(memory, job), job, host)
     except MlflashError as error:
-        log.warning("what %s holds in memory on %s was not deleted: %s", job, host, error)
+        log.warning("could not delete what job %s holds in memory on %s: %s", job, host, error)
 
 
 def _sharded(value: Any) -> ShardedObject:

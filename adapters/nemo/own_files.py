@@ -36,11 +36,12 @@ class OwnFiles:
 
     def __init__(self, trainer: Any, checkpointer: Checkpointer):
         if trainer.strategy.async_save:
-            raise ConfigError("two would write checkpoints behind training: leave out in_background, or say "
-                              "ckpt_async_save=False to the MegatronStrategy")  # fmt: skip
+            raise ConfigError("NeMo already writes checkpoints in the background: leave out in_background, or give the "
+                              "MegatronStrategy ckpt_async_save=False")  # fmt: skip
         callbacks = [one for one in trainer.checkpoint_callbacks if isinstance(one, ModelCheckpoint)]
         if any(one._ema_callback(trainer) is not None for one in callbacks):
-            raise ConfigError("NeMo writes a second checkpoint, of moving averages: leave out in_background")
+            raise ConfigError("NeMo writes a second checkpoint, of moving averages (EMA), which in_background cannot "
+                              "move: leave out in_background")  # fmt: skip
         self._strategy, self._files = trainer.strategy, checkpointer.adapting.own_files()
         self._undo = contextlib.ExitStack()
         names: dict[str, Callable[..., Any]] = {

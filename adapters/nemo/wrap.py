@@ -68,8 +68,8 @@ def wrap_trainer_and_auto_resume_with_mlflash(
     if callback is None:
         return resume
     if os.path.abspath(callback.base) != os.path.abspath(flash_base_container):
-        raise ConfigError("the callback has another base container", expected=os.fspath(flash_base_container),
-                          found=callback.base)  # fmt: skip
+        raise ConfigError("the MLFlashCheckpointCallback has another base container: give both the same one",
+                          expected=os.fspath(flash_base_container), found=callback.base)  # fmt: skip
     if callback.memory is not None:  # wrapped before
         return MLFlashAutoResume(resume, callback.memory)
     settings = {"reserve": initial_write_buffer_size_bytes, **settings}
@@ -89,16 +89,16 @@ def _enabled_callback(trainer: Any, enabled: bool) -> MLFlashCheckpointCallback 
         for one in callbacks:
             one.enabled = False
     elif not callbacks:
-        raise ConfigError("append an MLFlashCheckpointCallback to the callbacks of the trainer before this wrap: it is "
-                          "what saves", found=[type(one).__name__ for one in trainer.callbacks])  # fmt: skip
+        raise ConfigError("append an MLFlashCheckpointCallback to the callbacks of the trainer before you wrap it: the "
+                          "callback saves", found=[type(one).__name__ for one in trainer.callbacks])  # fmt: skip
     return next((one for one in callbacks if one.enabled), None)
 
 
 def _wrap_checkpoint_io(trainer: Any, memory: Memory, async_save: bool) -> None:
     strategy = trainer.strategy
     if strategy.save_ckpt_format == "fsdp_dtensor":
-        raise ConfigError("Megatron FSDP saves past the CheckpointIO: such checkpoints cannot be kept in memory",
-                          found='save_ckpt_format="fsdp_dtensor"')  # fmt: skip
+        raise ConfigError("Megatron FSDP does not save through the CheckpointIO: mlflash cannot keep its checkpoints "
+                          "in memory", found='save_ckpt_format="fsdp_dtensor"')  # fmt: skip
     checkpoint_io = strategy.checkpoint_io
     if isinstance(checkpoint_io, AsyncFinalizableCheckpointIO):
         inner = MLFlashCheckpointIO(checkpoint_io.checkpoint_io, memory, async_save)

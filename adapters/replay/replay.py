@@ -68,7 +68,7 @@ class Replay:
         self._ring = Ring(group, seed)
         settings = self._ring.tell((every, bound, seed))
         if any(one != settings[0] for one in settings):
-            raise ConfigError("every=, bound= and seed= have to be the same on all ranks of the group",
+            raise ConfigError("every=, bound= and seed= must be the same on all ranks of the group",
                               expected=str(settings[0]), found=str(settings))  # fmt: skip
 
     def forward_backward(self, step: int, batch: Any, compute: Compute) -> torch.Tensor:
@@ -108,9 +108,9 @@ class Replay:
         in_step, hidden = backward(self._model, begun.names, loss)
         loss = loss.detach()
         if in_step.keys() <= {LOSS}:
-            problem = problem or "no gradient of the model has come: compute has to use the model that it is given"
+            problem = problem or "the model got no gradient: compute must use the model that it is given"
         if hidden:
-            problem = problem or f"{hidden[0]} gets its gradient in a backward within backward: use_reentrant=False"
+            problem = problem or f"{hidden[0]} gets its gradient in a backward within backward: set use_reentrant=False"
         _agree(ring, step, problem)
         first, second = ring.distances(self.replays)
         with undisturbed(self._model):
@@ -191,22 +191,22 @@ class _Begun:
 
 def _check(model: nn.Module, every: int, bound: float, on_mismatch: Any) -> None:
     if not isinstance(every, int) or every < 0:
-        raise ConfigError("every", expected="a number of steps, or 0 for no replay", found=every)
+        raise ConfigError("bad setting every", expected="a number of steps, or 0 for no replay", found=every)
     if not bound >= 0.0 or math.isnan(bound):
-        raise ConfigError("bound", expected="0.0 or more", found=bound)
+        raise ConfigError("bad setting bound", expected="0.0 or more", found=bound)
     if on_mismatch not in ("warn", "raise") and not callable(on_mismatch):
-        raise ConfigError("on_mismatch", expected='"warn", "raise" or a function', found=on_mismatch)
+        raise ConfigError("bad setting on_mismatch", expected='"warn", "raise" or a function', found=on_mismatch)
     if not dist.is_initialized():
-        raise ConfigError("a replay needs torch.distributed: call init_process_group before")
+        raise ConfigError("a replay needs torch.distributed: call init_process_group first")
     if any(isinstance(one, FullyShardedDataParallel) for one in model.modules()):
-        raise ConfigError("FSDP1 reduces gradients before a replay can see them", expected="fully_shard")
+        raise ConfigError("FSDP1 reduces gradients before a replay can see them: use FSDP2", expected="fully_shard")
 
 
 def _agree(ring: Ring, step: int, problem: str) -> None:
     """Raise on all ranks what keeps any of them from a replay. Collective."""
     for rank, said in zip(ring.ranks, ring.tell(problem), strict=True):
         if said:
-            raise ConfigError(f"a replay: {said}", rank=rank, step=step)
+            raise ConfigError(f"this step cannot be replayed: {said}", rank=rank, step=step)
 
 
 def _here(model: nn.Module) -> Place:

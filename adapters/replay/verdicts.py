@@ -57,8 +57,8 @@ class Mismatch:
         more = f" and {len(self.names) - _NAMED} more" if len(self.names) > _NAMED else ""
         wrong = f"{self.culprit} is wrong" if self.culprit else "which of them is wrong cannot be told"
         return (
-            f"step {self.step}: {self.witness} has computed the micro-batch of {self.subject} again, and has other "
-            f"bits; {wrong}: {self.reason}. They differ by {self.difference:.1e} at most, in "
+            f"step {self.step}: {self.witness} computed the micro-batch of {self.subject} again and got other bits; "
+            f"{wrong}: {self.reason}. They differ by {self.difference:.1e} at most, in "
             f"{', '.join(self.names[:_NAMED])}{more}"
         )
 
@@ -100,16 +100,17 @@ def judge(passes: Sequence[Signatures], subject: Place, witnesses: tuple[Place, 
 
     told, steady = same(step, again), same(first, second)
     if witnesses[0] == subject:
-        return subject, "it has computed both"
+        return subject, "it computed both"
     if witnesses[0] != witnesses[1]:
         if same(step, second):
-            return witnesses[0], f"{witnesses[1]} has what {subject} has"
+            return witnesses[0], f"{witnesses[1]} got the same bits as {subject}"
         if steady:
-            now = "the same again" if told else "something else than in its step"
-            return subject, f"{witnesses[1]} has what {witnesses[0]} has; computing it once more {subject} had {now}"
-        return None, "no two of three ranks have the same" + ("" if told else _LIKELY)
+            now = "the same bits again" if told else "other bits than in its step"
+            why = f"{witnesses[1]} got the same bits as {witnesses[0]}; when {subject} computed once more, it got {now}"
+            return subject, why
+        return None, "no two of three ranks got the same bits" + ("" if told else _LIKELY)
     if told == steady:
-        return None, "each of the two has the same every time, and there is no third rank" if told else (
-            "neither of the two has the same when it computes it once more" + _LIKELY)  # fmt: skip
+        return None, "each of the two gets the same bits every time, and there is no third rank" if told else (
+            "each of the two got other bits than before when it computed once more" + _LIKELY)  # fmt: skip
     wrong, right = (witnesses[0], subject) if told else (subject, witnesses[0])
-    return wrong, f"computing it once more it had something else than before, and {right} the same"
+    return wrong, f"when it computed once more, it got other bits than before, and {right} got the same bits"

@@ -24,8 +24,9 @@ def state_of(trainer: Any) -> State:
         return StateOfEngine(trainer)
     plugin = getattr(trainer.accelerator.state, "fsdp_plugin", None)
     if plugin is not None and getattr(plugin, "fsdp_version", 1) != 2:
-        raise ConfigError("FSDP1 keeps its state in flat parameters: set fsdp_config={'version': 2}, or, for the older "
-                          "Trainers that do not know it, FSDP_VERSION=2", found="fsdp_version 1")  # fmt: skip
+        raise ConfigError("FSDP1 keeps its state in flat parameters, which this adapter cannot save: set fsdp_config="
+                          "{'version': 2}, or for an older Trainer that does not know it the environment variable "
+                          "FSDP_VERSION=2", found="fsdp_version 1")  # fmt: skip
     if kind in ("XLA", "MEGATRON_LM") or is_sagemaker_mp_enabled() or getattr(trainer, "is_fsdp_xla_enabled", False):
-        raise ConfigError("what trains the model keeps its own state, and is not known here", found=kind)
+        raise ConfigError("this backend keeps its own state, and this adapter does not know it", found=kind)
     return State(trainer)

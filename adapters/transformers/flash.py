@@ -78,7 +78,8 @@ class MLFlashCallback(TrainerCallback):
             return
         others = [one for one in trainer.callback_handler.callbacks if isinstance(one, MLFlashCallback)]
         if any(one is not self and one._enabled for one in others):
-            raise ConfigError("this Trainer has an MLFlashCallback already: two would write to the same memory")
+            raise ConfigError("this Trainer has an MLFlashCallback already, and two would write to the same memory: "
+                              "leave one out")  # fmt: skip
         train = trainer.train
 
         @functools.wraps(train)
@@ -113,8 +114,8 @@ class MLFlashCallback(TrainerCallback):
         if self._state is not None:
             self._state.of_rank.begin()
         elif self._enabled:
-            raise ConfigError("MLFlashCallback must be given to the Trainer when it is made, as callbacks=[...]; "
-                              "TrainerWrapper gives it to one that is there")  # fmt: skip
+            raise ConfigError("give MLFlashCallback to the Trainer when it is made, as callbacks=[...], or use "
+                              "TrainerWrapper(trainer) for a Trainer that you have already")  # fmt: skip
 
     def on_epoch_begin(self, *args: Any, train_dataloader: Any = None, **kwargs: Any) -> None:
         """Note the random numbers that an epoch begins with, or set them. Not collective."""
@@ -176,8 +177,8 @@ class MLFlashCallback(TrainerCallback):
     def _say_when(self, trainer: Any) -> None:
         assert self.checkpointer is not None
         strategy = trainer.args.save_strategy.value
-        why = ('save_strategy is "no", and no callback has asked for it so far; TrainerWrapper(trainer, '
-               'save_mem_interval=...) or MLFlashCallback(every_n_steps=...) turns it on')  # fmt: skip
+        why = ('save_strategy is "no", and no callback has asked for a save so far. To save, set save_mem_interval=... '
+               'of TrainerWrapper or every_n_steps=... of MLFlashCallback')  # fmt: skip
         intervals.say(self.checkpointer, self._every, self._skip, f'the Trainer saves (save_strategy="{strategy}")',
                       why if strategy == "no" else "")  # fmt: skip
 

@@ -33,8 +33,8 @@ class OwnFiles:
 
     def __init__(self, trainer: Any, checkpointer: Checkpointer):
         if trainer.args.push_to_hub:
-            raise ConfigError("what is written in the background cannot be uploaded meanwhile: leave out in_background "
-                              "or push_to_hub")  # fmt: skip
+            raise ConfigError("the Trainer cannot upload checkpoints that are moved in the background: leave out "
+                              "in_background or push_to_hub")  # fmt: skip
         self._trainer = trainer
         self._files = checkpointer.adapting.own_files()
         self._directory: Callable[[Any], str] = trainer._get_output_dir

@@ -68,7 +68,9 @@ def _in_memory(checkpointer: Checkpointer, step: int) -> Found:
         first = opened.olds[min(opened.olds)]
         text = decode_plain(first.plain.get("trainer"))
         if not isinstance(text, str):
-            raise StructureMismatch("the checkpoint is not of a Trainer", step=opened.step)
+            raise StructureMismatch(
+                "this checkpoint was not saved through mlflash.adapters.transformers", step=opened.step
+            )
         return Found(opened.step, text, frozenset(entry.name for entry in first.entries))
     finally:
         opened.close()

@@ -178,7 +178,7 @@ class State:
         return {"trainer": _text(self._trainer), "rank": self.of_rank}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        raise NotImplementedError("it is loaded into what there is")
+        raise NotImplementedError("use `loading` instead")
 
     def loading(self, checkpointer: Checkpointer, found: Found) -> contextlib.AbstractContextManager[object]:
         """Let the trainer load from memory what it would load from a folder.
@@ -252,4 +252,6 @@ def _text(trainer: Any) -> str:
     try:
         return json.dumps(dataclasses.asdict(dataclasses.replace(trainer.state, stateful_callbacks=callbacks)))
     except (TypeError, ValueError) as error:
-        raise StateError(f"the state of the Trainer or of a callback is no JSON: {error}", tensor="trainer") from error
+        raise StateError(
+            f"the state of the Trainer or of a callback cannot be written as JSON: {error}", tensor="trainer"
+        ) from error

@@ -143,7 +143,7 @@ def test_who_computes_a_step_wrongly_once_is_named(
         assert len(said) == (RANK == 0)
         for line in said:
             assert f"rank 2 ({socket.gethostname()}, cpu) is wrong" in line and "3.weight" in line
-            assert "something else than in its step" in line and str(found.witness) in line
+            assert "other bits than in its step" in line and str(found.witness) in line
         assert RANK or "step 0 was computed again by other ranks: the same bits" in caplog.text
 
 
@@ -154,8 +154,8 @@ def test_who_always_computes_wrongly_is_named_as_the_one_of_both_micro_batches(w
         assert culprits(run.check) == [1, 1]
         assert run.check is not None
         as_subject, as_witness = sorted(run.check.mismatches, key=lambda one: one.subject.rank != 1)
-        assert as_subject.subject.rank == 1 and "had the same again" in as_subject.reason
-        assert as_witness.witness.rank == 1 and "has what" in as_witness.reason
+        assert as_subject.subject.rank == 1 and "got the same bits again" in as_subject.reason
+        assert as_witness.witness.rank == 1 and "got the same bits as" in as_witness.reason
 
 
 def test_who_computes_a_replay_wrongly_is_named() -> None:
@@ -166,7 +166,7 @@ def test_who_computes_a_replay_wrongly_is_named() -> None:
 
 
 @pytest.mark.parametrize(("passes", "culprit", "reason"), [
-    ({0}, 1, "had something else than before"), ({1}, 1, "had something else than before"),
+    ({0}, 1, "it got other bits than before"), ({1}, 1, "it got other bits than before"),
     (None, None, "there is no third rank"),
 ], ids=["step", "replay", "always"])  # fmt: skip
 def test_of_two_ranks_the_one_that_differs_from_itself_is_named(
@@ -265,7 +265,7 @@ def test_what_keeps_one_rank_from_a_replay_is_raised_on_all() -> None:
         with pytest.raises(errors.ConfigError, match="use the model that it is given"):
             run.check.forward_backward(0, None, lambda *_: other(torch.ones(2, 8)).sum())
         inputs = torch.ones(2, 8, requires_grad=True)
-        with pytest.raises(errors.ConfigError, match="a backward within backward: use_reentrant=False"):
+        with pytest.raises(errors.ConfigError, match="a backward within backward: set use_reentrant=False"):
             run = training(mlp, ddp, 1)
             run.check.forward_backward(0, inputs, lambda *given: checkpoint(*given, use_reentrant=True).sum())
 

@@ -71,7 +71,7 @@ def test_a_torn_checkpoint_on_disk_stops_no_start(shm: Path) -> None:
     first = {name: sorted({step for _, step in losses(result, name)}) for name in
              ("one before", "from memory", "from disk")}  # fmt: skip
     assert first == {"one before": [5, 6], "from memory": [5], "from disk": [4]}, result.log
-    assert "disk-disk/last.ckpt cannot be read, and another checkpoint is looked for" in result.log
+    assert "disk-disk/last.ckpt cannot be read, so mlflash looks for another checkpoint" in result.log
 
 
 def test_what_callbacks_change_is_copied_before_or_the_save_fails_and_later_ones_copy_at_once(shm: Path) -> None:

@@ -155,7 +155,7 @@ def test_other_ranks_go_on_where_megatron_can_reshard_the_optimizer_and_are_told
     assert steps(saved, "whole") == steps(saved, "parts") == [1, 2, 3, 4], saved.log
     assert set(digests(both, "weights of replicas")) == set(digests(result, "weights of replicas")) != set()
     assert steps(result, "fewer") == steps(result, "whole") == [5, 6], result.log
-    assert "is of 2 ranks: random numbers begin anew" in result.log
+    assert "was saved by 2 ranks, not by as many as now: random numbers begin anew" in result.log
     assert steps(result, "parts") == []
     (error,) = refused(result, "parts")
     assert "RuntimeError" in error and "ckpt_optim_fully_reshardable" in error, error
@@ -172,4 +172,4 @@ def test_a_torn_checkpoint_on_disk_stops_no_start(shm: Path) -> None:
     )  # fmt: skip
     assert len(result.of("done")) == 4 * 2 and not result.of("refused"), result.log
     assert steps(result, "one before") == [3, 4, 5, 6] and steps(result, "from memory") == [5], result.log
-    assert "cannot be read, and another checkpoint is looked for" in result.log
+    assert "cannot be read, so mlflash looks for another checkpoint" in result.log

@@ -163,7 +163,7 @@ def test_the_scaler_goes_on(result: Result) -> None:
 
 def test_a_callback_whose_state_cannot_be_saved_stops_no_training(result: Result) -> None:
     assert losses(result, "broken callback") == reference(result, 1)
-    assert "step 2 was not saved" in result.log and "no JSON" in result.log
+    assert "step 2 was not saved" in result.log and "as JSON" in result.log
     assert "step 4 was not saved" not in result.log
 
 
@@ -201,7 +201,7 @@ def test_what_ranks_of_ddp_hold_alike_is_stored_once_unless_the_settings_say_oth
 
 
 def test_a_save_that_fails_is_an_error_where_that_is_asked_for(result: Result) -> None:
-    assert all("no JSON" in record["failed"] for record in of(result, "failed", "strict"))
+    assert all("as JSON" in record["failed"] for record in of(result, "failed", "strict"))
     assert len(of(result, "failed", "strict")) == 2
     assert max(step for _, step in losses(result, "strict")) == 2
 
@@ -213,7 +213,7 @@ def test_the_beginning_of_a_checkpoint_on_disk_is_passed_over(result: Result) ->
 
 
 def test_what_is_not_known_is_refused(result: Result) -> None:
-    expected = ["not known here", "FSDP1", "when it is made", "already"]
+    expected = ["does not know it", "FSDP1", "when it is made", "already"]
     for rank in (0, 1):
         found = [record["why"] for record in result.of("refused") if record["rank"] == rank]
         assert len(found) == len(expected)

@@ -101,7 +101,7 @@ def test_what_another_user_has_opened_is_not_asked() -> None:
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as there:
         assert there.stdin is not None and there.stdout is not None
         there.stdout.readline()
-        with pytest.raises(PermissionError, match="is of user 65534"):
+        with pytest.raises(PermissionError, match="belongs to user 65534"):
             Door(f"\0{name}", b"key").ask("a", END_S)
         there.stdin.close()
         assert there.wait(END_S) == 0

@@ -162,9 +162,9 @@ def test_a_hostile_pickle_is_refused_and_nothing_is_done(
 def test_metrics_of_ours_are_not_made_by_a_checkpoint(tmp_path: pathlib.Path) -> None:
     victim = tmp_path / "victim"
     victim.write_text("precious")
-    with pytest.raises(CorruptSlot, match=r"mlflash\.telemetry\.prometheus_metrics\.Metrics is not known here"):
+    with pytest.raises(CorruptSlot, match=r"mlflash\.telemetry\.prometheus_metrics\.Metrics is not allowed"):
         load(HOSTILE["the original"](str(victim)), [])
-    with pytest.raises(StateError, match="is not known here"):
+    with pytest.raises(StateError, match="is not allowed"):
         dump([errors.Unrestorable])
     assert victim.read_text() == "precious"
 

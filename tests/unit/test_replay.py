@@ -149,7 +149,7 @@ def test_what_differs_is_listed_by_how_much_and_what_only_one_of_them_has_first(
 def test_a_mismatch_says_all_of_it_and_not_every_name() -> None:
     names = tuple(f"layer.{number}" for number in range(20))
     text = str(Mismatch(7, names, 0.25, A, B, B, "because"))
-    assert text.startswith("step 7: rank 1 (n1, cpu) has computed the micro-batch of rank 0 (n0, cpu) again")
+    assert text.startswith("step 7: rank 1 (n1, cpu) computed the micro-batch of rank 0 (n0, cpu) again")
     assert "rank 1 (n1, cpu) is wrong: because" in text and "2.5e-01" in text
     assert "layer.7 and 12 more" in text and "layer.8" not in text
     assert "cannot be told: because" in str(Mismatch(7, names, 0.25, A, B, None, "because"))

@@ -84,7 +84,7 @@ def test_the_newest_checkpoint_is_found_and_is_what_a_load_without_an_id_gives(d
 
 
 def test_an_id_without_a_number_is_refused_before_anything_begins(dcp_job: Any) -> None:
-    with pytest.raises((ValueError, LookupError, RuntimeError), match="must say the step"):
+    with pytest.raises((ValueError, LookupError, RuntimeError), match="must contain the step"):
         dcp_job.save(state_at(1), "newest")
     dcp_job.save(state_at(1), "step-1")()
     loads(dcp_job, 1)
