@@ -1,4 +1,4 @@
-"""torch.distributed from a launcher: `mpiexec` or `srun` alone starts everything, without torchrun.
+"""Set up torch.distributed from a launcher: `mpiexec` or `srun` alone starts everything, without torchrun.
 
 Example:
     from mlflash.adapters.distributed import init_process_group
@@ -49,8 +49,9 @@ class _Ranks:
     """The ranks that a launcher has started.
 
     Attributes:
-        rank, size: of this process, and of all.
-        host: of rank 0, as the others reach it; on other ranks it is not looked at.
+        rank: this process.
+        size: number of ranks.
+        host: name or address at which the others reach rank 0. Other ranks ignore theirs.
         tell: gives all ranks the text that rank 0 has. Collective.
     """
 
@@ -75,34 +76,37 @@ def init_process_group(
     host: str | None = None,
     courier: str | None = None,
 ) -> None:
-    """Set up torch.distributed with the ranks of a launcher: torch's arguments in torch's order, then ours.
+    """Set up torch.distributed with the ranks of a launcher.
+
+    It takes torch's arguments in torch's order, and three more by name.
 
     Collective over ``comm``, or over all ranks. Sets ``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``,
     ``GROUP_RANK``, ``MASTER_ADDR`` and ``MASTER_PORT`` as torchrun does, and the CUDA device of this rank.
 
-    Where couriers are threads the ranks are those of MPI. Where they are processes this one stays without MPI: its
-    launcher's variables say which rank it is, and its couriers start here, so that Checkpointers of some ranks need no
-    others. With ``MLFLASH_DISABLE=1`` torch gets its arguments as they are where the variables above are set; else the
-    ranks are those of the launcher still, as training needs some, and no courier is started.
+    If couriers are threads, the ranks are those of MPI. If couriers are processes, this process uses no MPI: the
+    variables of its launcher say which rank it is. Its couriers start in this call, so you can make Checkpointers on
+    some ranks only. With ``MLFLASH_DISABLE=1`` no courier starts. Then torch gets your arguments unchanged if the
+    variables above are set; otherwise the ranks are still those of the launcher, because training needs ranks.
 
     Args:
-        backend: as torch names them. Default: "cpu:gloo,cuda:nccl" where there is CUDA, else "gloo".
-        init_method: None, or torch's word for that, "env://": the launcher says which ranks there are.
-        timeout: of the collectives of torch.distributed. Default: 10 minutes.
-        world_size, rank: those that the launcher says, where they are given.
-        store: None; the store is made here.
-        group_name: torch takes it, and ignores it.
-        pg_options: of the backend, as torch takes them.
-        device_id: of this rank, as torch takes it. Default: the CUDA device of its number on its node.
-        comm: mpi4py communicator that has the ranks; None: all, or this process alone where nothing launched it.
-        host: name or address of rank 0's node as the others reach it. Default: found out.
-        courier: as the Checkpointers of this program have it. Default: ``MLFLASH_COURIER``.
+        backend: name of a backend of torch. Default: "cpu:gloo,cuda:nccl" with CUDA, else "gloo".
+        init_method: None or "env://", which is torch's name for the same. The launcher says which ranks there are.
+        timeout: timeout of the collectives of torch.distributed. Default: 10 minutes.
+        world_size, rank: leave them out, or give what the launcher says.
+        store: None. This call makes the store.
+        group_name: torch accepts and ignores it.
+        pg_options: options of the backend, as torch takes them.
+        device_id: device of this rank, as torch takes it. Default: the CUDA device with the number that this rank has
+            on its node.
+        comm: mpi4py communicator of the ranks. None: all ranks, or this process alone if no launcher started it.
+        host: name or address at which the others reach rank 0's node. Default: mlflash finds it.
+        courier: the setting ``courier`` of this program's Checkpointers. Default: ``MLFLASH_COURIER``.
 
     Raises:
-        ConfigError: an argument that cannot be honoured.
-        MpiUnavailable: torchrun started this process, and couriers are threads: its ranks are no MPI ranks.
-        WorldMismatch: ``rank`` or ``world_size`` are not those of the launcher, or ranks cannot find each other.
-        DeadlineExceeded: not all ranks have come.
+        ConfigError: an argument has a value that this call cannot use.
+        MpiUnavailable: torchrun started this process and couriers are threads, so there are no MPI ranks.
+        WorldMismatch: ``rank`` or ``world_size`` are not those of the launcher, or the ranks cannot find each other.
+        DeadlineExceeded: not all ranks made this call in time.
     """
     more = {"timeout": _TIMEOUT if timeout is None else timeout, "group_name": group_name, "pg_options": pg_options,
             "device_id": device_id}  # fmt: skip
@@ -117,7 +121,7 @@ def init_process_group(
 
 def _init_launched(backend: str | None, comm: Any, host: str | None, choice: Choice, is_off: bool,
                    more: dict[str, Any], given: dict[str, Any]) -> None:  # fmt: skip
-    """Set it up with the ranks of a launcher, or of a communicator. Collective."""
+    """Set torch.distributed up with the ranks of a launcher or of a communicator. Collective."""
     if comm is None and _has_ranks_of_torchrun(is_off, choice.is_process):
         _init(backend, int(os.environ.get("LOCAL_RANK", "0")), **more, **given)
     else:
@@ -129,9 +133,9 @@ def _init_launched(backend: str | None, comm: Any, host: str | None, choice: Cho
 
 
 def _init_kept(backend: str | None, given: dict[str, Any], timeout: datetime.timedelta) -> None:
-    """Set it up for a training that goes on when others are lost; a process that waits for a rank presumes one.
+    """Set torch.distributed up for a training that continues when ranks are lost (`mlflash.keep_alive`).
 
-    Collective, but for those that wait.
+    A spare, which has no rank yet, sets itself up with a presumed rank. Collective over the ranks, without spares.
     """
     from . import kept_groups
 
@@ -151,7 +155,7 @@ def _init_kept(backend: str | None, given: dict[str, Any], timeout: datetime.tim
 
 
 def _choose(courier: str | None, comm: Any, is_off: bool) -> Choice:
-    """Choose what the couriers are, or would be: where all is off, none is started."""
+    """Choose what the couriers are. If mlflash is off, choose what they would be, although none starts."""
     if not is_off:
         return choose(_config(courier).courier, comm)
     kind = courier or os.environ.get("MLFLASH_COURIER") or Config.courier
@@ -160,7 +164,7 @@ def _choose(courier: str | None, comm: Any, is_off: bool) -> Choice:
 
 
 def _check(backend: Any, comm: Any) -> None:
-    """Refuse what no other rank can be told of, as there may be none."""
+    """Refuse wrong arguments on this rank alone. Other ranks cannot be told, because there may be none."""
     if backend is not None and not isinstance(backend, str):
         raise ConfigError(
             "the first argument is the backend, as in torch.distributed: give a communicator as comm=",
@@ -174,7 +178,7 @@ def _check(backend: Any, comm: Any) -> None:
 
 
 def _has_ranks_of_torchrun(is_off: bool, is_process: bool) -> bool:
-    """Whether torch finds all that it needs in the environment, and nothing else has to be looked at."""
+    """Whether torch can take all that it needs from the environment."""
     if not all(name in os.environ for name in _BY_TORCHRUN):
         return False
     by_torchrun = is_process and not linked.is_linked() and launched(os.environ).launcher == "torchrun"
@@ -182,7 +186,7 @@ def _has_ranks_of_torchrun(is_off: bool, is_process: bool) -> bool:
 
 
 def _of_mpi(comm: Any) -> _Ranks:
-    """The ranks of a communicator; None: of MPI.
+    """Give the ranks of a communicator. None: those of MPI.
 
     Raises:
         MpiUnavailable: torchrun started this process.
@@ -199,7 +203,7 @@ def _of_mpi(comm: Any) -> _Ranks:
 
 
 def _without_mpi(is_off: bool, zygote: Any) -> _Ranks:
-    """The ranks of the launcher's variables. Collective over them."""
+    """Give the ranks that the launcher's variables describe. Collective over these ranks."""
     if not is_off:
         config = _config("process")
         couriers = linked.link(config, zygote).couriers
@@ -212,12 +216,12 @@ def _without_mpi(is_off: bool, zygote: Any) -> _Ranks:
 
 
 def _config(courier: str | None) -> Config:
-    """The settings by which couriers start, before any job has a name."""
+    """Give the settings with which couriers start, before any job has a name."""
     return from_environment(os.environ, None, job=os.environ.get("MLFLASH_JOB") or "torch", courier=courier)
 
 
 def _meet(ranks: _Ranks, host: str, timeout: Any, given: dict[str, Any]) -> tuple[Any, int]:
-    """Make torch's store, and give it and this rank's number on its node; the environment is set. Collective."""
+    """Make torch's store and set the environment. Give the store and this rank's number on its node. Collective."""
     refused = _refused(ranks, (given["rank"], given["world_size"]), given["init_method"], timeout, given["store"])
     patience = timeout if isinstance(timeout, datetime.timedelta) else _TIMEOUT
     store, address, port = _store(ranks, host, patience)
@@ -229,7 +233,10 @@ def _meet(ranks: _Ranks, host: str, timeout: Any, given: dict[str, Any]) -> tupl
 
 
 def _store(ranks: _Ranks, host: str, timeout: datetime.timedelta) -> tuple[Any, str, int]:
-    """Make rank 0's store, and connect to it: the port is taken already when the others hear of it, no race for it."""
+    """Make rank 0's store and connect to it.
+
+    The store listens before the other ranks learn its port, so nothing else can take the port meanwhile.
+    """
     if ranks.rank == 0:
         store = dist.TCPStore(host, 0, None, True, timeout, wait_for_workers=False)
         ranks.tell(f"{host},{store.port}")
@@ -239,7 +246,7 @@ def _store(ranks: _Ranks, host: str, timeout: datetime.timedelta) -> tuple[Any, 
 
 
 def _refused(ranks: _Ranks, given: tuple[int, int], init_method: Any, timeout: Any, store: Any) -> Any:
-    """What this rank cannot honour, as an error; None: nothing."""
+    """Give the error for an argument that this rank cannot use. None: all can be used."""
     if init_method not in (None, "env://"):
         return ConfigError(f"init_method: {_LEAVE_OUT}", expected="None or 'env://'", found=init_method)
     if store is not None:
@@ -264,9 +271,10 @@ def _init(backend: str | None, local_rank: int, **more: Any) -> None:
 
 
 def _on_this_node(store: Any, ranks: _Ranks, refused: MlflashError | None) -> tuple[int, int, int]:
-    """Give the node's number, this rank's on it, and how many are there; raise what any rank refuses on all.
+    """Give the number of this node, this rank's number on it, and the number of ranks on it.
 
-    Collective. Nodes count as their ranks do.
+    Collective. Nodes are numbered in the order of their first ranks. If any rank refused an argument, all ranks raise
+    its error.
     """
     host = socket.gethostname()
     told = dist.PrefixStore("mlflash", store)

@@ -1,10 +1,10 @@
-"""Checkpoint ids → the step that they say, and what they name besides: one rule for all adapters whose calls take ids.
+"""Checkpoint ids: one rule by which all adapters find the step and the name in an id.
 
-An id is a path. A part of it says the step where a number stands beside one of the words `step`, `iter`, `iteration`,
-`checkpoint` and `ckpt` (``step-100``, ``global_step100``, ``iter_0000100``, ``100steps``), alone or within a name
-(``gpt-100steps``, ``step-100_ckpt``); the last part also says it where it is a number and nothing else (``run/100``).
-Where several do, the last one counts. Numbers behind letters (``tp0_ep0_fsdp1``) belong to the name, other numbers
-beside a step (``epoch=3-step=100``) to neither.
+An id is a path. A part of it contains the step if a number is next to one of the words `step`, `iter`, `iteration`,
+`checkpoint` and `ckpt`: ``step-100``, ``global_step100``, ``iter_0000100``, ``100steps``. The word and the number may
+be part of a name: ``gpt-100steps``, ``step-100_ckpt``. The last part also contains the step if it is only a number:
+``run/100``. If several parts contain a step, the last one counts. A number right after letters (``tp0_ep0_fsdp1``)
+belongs to the name. Any other number next to a step (``epoch=3-step=100``) belongs to neither.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _UNREAD = re.compile(r"(?<![A-Za-z])steps?[-_=]?\d|\d[-_]?steps?(?![A-Za-z])", r
 
 
 def read(checkpoint_id: str | os.PathLike[str]) -> tuple[str, int | None]:
-    """Tell what an id names, and its step; None where it says none. Not collective.
+    """Give the name in an id and its step. The step is None if the id contains none. Not collective.
 
     Example:
         ``"run/step-100/tp0_ep0_fsdp1"`` → ``("run/tp0_ep0_fsdp1", 100)``; ``"gpt-100steps"`` → ``("gpt", 100)``;
-        ``"tp0_ep0_fsdp1"`` says no step.
+        ``"tp0_ep0_fsdp1"`` → ``("tp0_ep0_fsdp1", None)``.
 
     Raises:
-        StepNotFound: it has a number that may be the step, and is none by the rule.
+        StepNotFound: the id contains a number that may be meant as the step, but does not follow the rule.
     """
     parts = [part for part in os.fspath(checkpoint_id).split("/") if part not in ("", ".")]
     for at in reversed(range(len(parts))):
@@ -49,12 +49,12 @@ def read(checkpoint_id: str | os.PathLike[str]) -> tuple[str, int | None]:
 
 
 def step_of(checkpoint_id: str | os.PathLike[str] | int) -> int:
-    """Tell the step that a checkpoint id means: 12 for 12, ``"12"``, ``"step-00000012"`` and ``"/path/12steps"``.
+    """Give the step of a checkpoint id: 12 for 12, ``"12"``, ``"step-00000012"`` and ``"/path/12steps"``.
 
     Not collective.
 
     Raises:
-        StepNotFound: it says none.
+        StepNotFound: the id contains no step.
     """
     if isinstance(checkpoint_id, int):
         return checkpoint_id
@@ -65,7 +65,7 @@ def step_of(checkpoint_id: str | os.PathLike[str] | int) -> int:
 
 
 def names_a_step(checkpoint_id: str | os.PathLike[str] | int) -> bool:
-    """Whether `step_of` knows the step of an id. Not collective."""
+    """Whether `step_of` finds a step in an id. Not collective."""
     try:
         return step_of(checkpoint_id) >= 0
     except StepNotFound:
@@ -73,7 +73,7 @@ def names_a_step(checkpoint_id: str | os.PathLike[str] | int) -> bool:
 
 
 def _read_part(part: str, is_last: bool) -> tuple[str, int] | None:
-    """What a part names besides the step, and the step."""
+    """Give the name in a part without the step, and the step. None if the part contains no step."""
     if is_last and _ALONE.fullmatch(part):
         return "", int(part)
     for form in (_WORD_FIRST, _NUMBER_FIRST):

@@ -1,10 +1,10 @@
-"""PyTorch Distributed Checkpoint: `dcp.save`, `dcp.async_save` and `dcp.load` to and from the memory of the nodes.
+"""PyTorch Distributed Checkpoint (DCP): `dcp.save`, `dcp.async_save` and `dcp.load` with the memory of the nodes.
 
-    leaves    what a plan writes ↔ the leaves of a slot, and their index
-    staged    a state dict in a slot before anything is planned: `dcp.async_save` copies once
-    process   the child of `async_checkpointer_type=PROCESS` asks its parent
-    writer    plan → slot → commit
-    reader    slots → plan
+    leaves    convert what a plan writes to the leaves of a slot and their index
+    staged    copy a state dict into a slot before anything is planned, so that `dcp.async_save` copies once
+    process   the child process of `async_checkpointer_type=PROCESS` sends requests to its parent
+    writer    write what a plan names into a slot, and commit it
+    reader    read what a plan names from slots
 
 Example:
     with Checkpointer(directory) as ckpt:

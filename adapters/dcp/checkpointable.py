@@ -1,4 +1,4 @@
-"""Tensors that say themselves which parts of them are written: PyTorch's protocol `_Checkpointable`."""
+"""Tensors that name their own parts for a checkpoint: PyTorch's protocol `_Checkpointable`."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ def is_checkpointable(value: Any) -> bool:
 
 
 def items_of(value: Any, name: str) -> list[WriteItem]:
-    """What would be written of a value that follows the protocol."""
+    """Give the write items of a value that follows the protocol."""
     items: list[WriteItem] = value.__create_write_items__(name, value)
     return items
 
 
 def parts_of(value: Any, name: str) -> Iterator[tuple[WriteItem, torch.Tensor]]:
-    """The same, each with its tensor."""
+    """Give the write items of a value that follows the protocol, each with its tensor."""
     for item in items_of(value, name):
         yield item, value.__get_tensor_shard__(item.index).detach()
 
 
 class Parts(torch.Tensor):
-    """Stands for a tensor of which other tensors are the parts; a planner finds the same in it.
+    """Replaces a tensor by other tensors as its parts. A planner finds the same items in it.
 
     Args:
-        items: what is written of the tensor.
-        tensors: for each of them.
+        items: the write items of the tensor.
+        tensors: one tensor for each item.
     """
 
     @staticmethod

@@ -1,8 +1,9 @@
-"""What a plan writes ↔ the leaves of a slot: tensors, one blob for all that is bytes, and the index of both.
+"""Convert what a plan writes to the leaves of a slot: tensors, one blob of bytes, and an index of both.
 
-A tensor of the plan (or a chunk of one) becomes an entry of the slot with its name, shape and place in the whole, as
-in any other checkpoint of mlflash. What a planner made bytes (`BYTE_IO`) lies in one entry; the index says where, and
-which tensors belong to the checkpoint: the slot may hold more, where a state was staged before it was planned.
+A tensor of the plan (or a chunk of one) becomes an entry of the slot with its name, its shape and its offset in the
+whole tensor, as in any other checkpoint of mlflash. All values that a planner turned into bytes (`BYTE_IO`) are in one
+entry, the blob. The index says where in it each value is, and which tensors belong to the checkpoint. The slot may hold
+more tensors if a state was staged before it was planned.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ _ROOM_NBYTES = 64 << 10  # index and bytes take a multiple of this, so that the 
 
 @dataclasses.dataclass(frozen=True)
 class Chunk:
-    """A tensor, or a part of one, as this rank has it.
+    """The part of a tensor that this rank has.
 
     Attributes:
-        key: its name and where it begins.
-        value: the part; on any device, of any strides.
-        shape: of the whole tensor.
-        whole: the DTensor it is the shard of, if it is one.
+        key: name of the tensor, and offset of the part in it.
+        value: the part, on any device, with any strides.
+        shape: shape of the whole tensor.
+        whole: the DTensor, if the part is a shard of one.
     """
 
     key: Key
@@ -42,7 +43,7 @@ class Chunk:
 
 
 def pack(keys: Iterable[Key], parts: Mapping[str, bytes], planner_data: bytes | None) -> tuple[bytes, bytes]:
-    """Make index and blob of what a plan writes."""
+    """Make the index and the blob of what a plan writes."""
     places, at = {}, 0
     for name, raw in parts.items():
         places[name] = (at, at + len(raw))
@@ -52,18 +53,18 @@ def pack(keys: Iterable[Key], parts: Mapping[str, bytes], planner_data: bytes | 
 
 
 def cloned(chunk: Chunk) -> Chunk:
-    """With a value that nobody else has."""
+    """Copy a chunk, with its value, to the CPU."""
     return dataclasses.replace(chunk, value=chunk.value.to("cpu", copy=True))
 
 
 def key_of(item: WriteItem) -> Key:
-    """Of an item that is a tensor or a shard."""
+    """Give the key of an item that is a tensor or a shard."""
     assert item.tensor_data is not None
     return item.index.fqn, tuple(item.tensor_data.chunk.offsets)
 
 
 def flat_of(chunks: Iterable[Chunk], index: bytes, blob: bytes) -> Flat:
-    """Make leaves of chunks, index and blob; the last two are leaves 0 and 1, and padded.
+    """Make leaves of chunks, index and blob. The index and the blob are leaves 0 and 1, and padded.
 
     Raises:
         StateError: a tensor cannot be saved.

@@ -1,9 +1,10 @@
-"""How the child of `async_checkpointer_type=PROCESS` asks its parent: a socket of this machine, and one answer each.
+"""Requests of the child process of `async_checkpointer_type=PROCESS` to its parent, over a local socket.
 
-The child must not touch MPI (it would read its parent's connection to the launcher), and the slots are the parent's. So
-it plans, and asks the parent to do the rest. Any user of this machine can see the socket and connect to it: the kernel
-says who did, and whoever is not this user is let go before a byte of theirs is read. Questions are heard side by side,
-so that one who connects and says nothing holds nobody up, and answered one after the other.
+The child must not use MPI, because it would read its parent's connection to the launcher. The slots belong to the
+parent. So the child plans and asks the parent to do the rest. Any user of this machine can connect to the socket. The
+kernel tells which user connects, and mlflash closes the connection of another user before it reads a byte. Each
+connection is read in a thread of its own, so that one that sends nothing delays no other. Requests are answered one
+after the other.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ _CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
 
 @dataclasses.dataclass(frozen=True)
 class Door:
-    """Where the parent is asked, and the secret without which it does not answer.
+    """The address of the parent, and the secret that a request needs.
 
-    The address is not a path, which could be too long for a socket, but a name that goes with the parent.
+    The address is not a path, which could be too long for a socket. It is an abstract name, which ends with the parent.
     """
 
     address: str
@@ -46,8 +47,8 @@ class Door:
         """Ask the parent and wait for its answer.
 
         Raises:
-            DeadlineExceeded: there was none in time.
-            PermissionError: whoever is there is not this user.
+            DeadlineExceeded: no answer came in time.
+            PermissionError: the process at the address belongs to another user.
             Exception: what the parent raised.
         """
         end = time.monotonic() + timeout_s
@@ -72,10 +73,10 @@ class Door:
 
 
 def open_door(answer: Callable[[Any], Any]) -> Door:
-    """Answer questions in a thread of this process, until it ends.
+    """Answer requests in a thread of this process until the process ends.
 
     Args:
-        answer: is called by one thread only; what it raises is raised where it was asked.
+        answer: one thread calls it. What it raises is raised in the process that asked.
     """
     door = Door(f"\0mlflash-{os.getpid()}-{os.urandom(8).hex()}", os.urandom(32))
     listener = socket.socket(socket.AF_UNIX)
@@ -141,10 +142,10 @@ def _answer(questions: _Questions, answer: Callable[[Any], Any]) -> None:
 
 
 def _line(plain: socket.socket) -> Connection:
-    """Take a socket over, if this user is at its other end.
+    """Take over a socket if the process at its other end belongs to this user.
 
     Raises:
-        PermissionError: somebody else is.
+        PermissionError: it belongs to another user.
     """
     pid, uid, _ = _CREDENTIALS.unpack(plain.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     if uid != os.geteuid():
@@ -153,7 +154,7 @@ def _line(plain: socket.socket) -> Connection:
 
 
 def _bound(plain: socket.socket, seconds: float) -> None:
-    """Have each wait for the other end, from here on, raise BlockingIOError after so long."""
+    """Set the timeout after which each wait for the other end raises BlockingIOError."""
     plain.setblocking(True)
     for what in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
         plain.setsockopt(socket.SOL_SOCKET, what, struct.pack("ll", math.ceil(min(seconds, _LONGEST_S)), 0))

@@ -1,7 +1,7 @@
-"""Slots → plan: a `StorageReader` of the memory of the nodes.
+"""A `StorageReader` that reads what DCP plans from the memory of the nodes.
 
-Each wanted part of a tensor comes from a rank that has it: from a file of this node straight into the destination, else
-asked of another node. Which ranks saved it, and how many, makes no difference.
+Each part of a tensor comes from a rank that has it. If a file of this node has the part, it is read from there straight
+into its destination; otherwise another node sends it. It does not matter which ranks saved it, and how many.
 """
 
 from __future__ import annotations
@@ -47,17 +47,18 @@ log = logging.getLogger("mlflash")
 
 
 class MemoryReader(StorageReader):
-    """Loads from the memory of the nodes what DCP plans: what a `MemoryWriter` saved, or a Checkpointer itself.
+    """Loads from the memory of the nodes what DCP plans.
 
-    The step comes from ``checkpoint_id`` (see `step_of`); without one it is the newest.
+    It loads checkpoints that a `MemoryWriter` or a Checkpointer saved. The step comes from ``checkpoint_id`` (see
+    `step_of`); without an id it is the newest.
 
-    Not collective; what DCP does with it is, over the Checkpointer's comm, which must have the ranks of DCP's process
-    group.
+    You can make a reader on each rank by itself. DCP's calls with it are collective over the Checkpointer's comm, which
+    must have the ranks of DCP's process group.
 
     Args:
-        checkpointer: open for as long as the reader is used.
-        source: another directory that checkpoints were drained to: it is read only, and memory is not looked at.
-        enabled: False: there is nothing, as where the Checkpointer is off.
+        checkpointer: must stay open while you use the reader.
+        source: another directory that checkpoints were drained to. The reader only reads there, and ignores memory.
+        enabled: False: the reader finds no checkpoint, as if the Checkpointer were off.
     """
 
     def __init__(self, checkpointer: Checkpointer, source: str | os.PathLike[str] | None = None, enabled: bool = True):
@@ -70,7 +71,7 @@ class MemoryReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether an id names a step."""
+        """Whether an id contains a step."""
         return names_a_step(checkpoint_id)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -78,11 +79,11 @@ class MemoryReader(StorageReader):
         self._id = checkpoint_id
 
     def read_metadata(self) -> Metadata:
-        """Find the checkpoint, verify every byte of it, and say what there is. Collective.
+        """Find the checkpoint, verify every byte of it, and list what it contains. Collective.
 
         Raises:
-            StepNotFound: there is nothing, or not this step.
-            CorruptSlot: it is not what a `MemoryWriter` writes.
+            StepNotFound: there is no checkpoint, or not this step.
+            CorruptSlot: its content is not what a `MemoryWriter` writes.
         """
         checkpoint_id, self._id = self._id, None
         self._opened = self._open(None if checkpoint_id is None else step_of(checkpoint_id))
@@ -93,10 +94,10 @@ class MemoryReader(StorageReader):
         return self._catalog.metadata(f"step-{self._opened.step:08d}")
 
     def bytes_of(self, name: str, step: int | None = None) -> tuple[int, bytes] | None:
-        """Read a value that is no tensor as its planner made it bytes. Collective.
+        """Read the bytes that a planner made of a value that is not a tensor. Collective.
 
         Returns:
-            The step, and the bytes; None where there is no checkpoint.
+            The step and the bytes. None if there is no checkpoint.
 
         Raises:
             StepNotFound: there is no such step.
@@ -124,7 +125,7 @@ class MemoryReader(StorageReader):
         return self._checkpointer.adapting.open(step, told=(INDEX,), source=self._source)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing is left to do."""
+        """Do nothing: no setup is needed."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Leave the plan as it is."""
@@ -135,11 +136,11 @@ class MemoryReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Bring what is planned to where it is wanted. Collective.
+        """Read what is planned into its destination. Collective. All ranks raise an error of any rank.
 
         Raises:
-            StructureMismatch: on all ranks, where the planner of any refused something.
-            CorruptSlot: on all ranks, where something did not arrive whole.
+            StructureMismatch: the planner of some rank refused something.
+            CorruptSlot: something arrived damaged on some rank.
         """
         assert self._opened is not None and self._catalog is not None, "read_metadata comes first"
         reading = _Reading(self._catalog, plan, planner)
@@ -151,31 +152,32 @@ class MemoryReader(StorageReader):
 
 
 def latest(checkpointer: Checkpointer, instead: object = None) -> str | None:
-    """Name the newest checkpoint that can be loaded, such as ``"step-00000012"``; None where there is none.
+    """Give the id of the newest checkpoint that can be loaded, such as ``"step-00000012"``. None if there is none.
 
-    Collective over the Checkpointer's comm. Every byte of it is verified: an older one is named where the newest is
-    damaged beyond repair. The newest is the one saved last.
+    Collective over the Checkpointer's comm. It verifies every byte of the checkpoint. If the newest is damaged beyond
+    repair, it gives an older one. The newest is the one that was saved last.
 
     Args:
-        checkpointer: in whose memory to look.
-        instead: what training can go on from besides, such as the path of a checkpoint on disk, the same on all ranks.
-            Where there is something, checkpoints that cannot be loaded are a warning, and None. Default: nothing.
+        checkpointer: the Checkpointer of the job.
+        instead: what training can start from otherwise, such as the path of a checkpoint on disk; the same on all
+            ranks. If you give it and no checkpoint in memory can be loaded, the call logs a warning and gives None.
+            Default: nothing.
 
     Raises:
-        Unrestorable: checkpoints are there, none of them can be loaded, and there is nothing ``instead``.
+        Unrestorable: there are checkpoints, but none can be loaded, and you gave nothing as ``instead``.
     """
     step = checkpointer.adapting.newest_step(instead)
     return None if step is None else f"step-{step:08d}"
 
 
 class SafeLoadPlanner(DefaultLoadPlanner):
-    """DCP's planner, but what it reads as bytes can hold data only: nothing in it is run when it is loaded."""
+    """DCP's planner, which runs no code from a checkpoint: of values that are not tensors it loads plain data only."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Put a value that is no tensor in its place.
+        """Put a value that is not a tensor in its place.
 
         Raises:
-            UnpicklingError: it holds more than data.
+            UnpicklingError: the value contains more than plain data.
         """
         name, loaded = read_item.dest_index.fqn, torch.load(value, weights_only=True)
         if self.flatten_state_dict:
@@ -185,7 +187,7 @@ class SafeLoadPlanner(DefaultLoadPlanner):
 
 
 class _Catalog:
-    """What a checkpoint has, and where."""
+    """What a checkpoint contains, and where each part is."""
 
     def __init__(self, opened: OpenCheckpoint):
         self._opened = opened
@@ -198,7 +200,7 @@ class _Catalog:
             self._add(rank, old)
 
     def metadata(self, name: str) -> Metadata:
-        """Say it as DCP does."""
+        """Describe the checkpoint as DCP does."""
         tensors: dict[str, TensorStorageMetadata] = {}
         for key in self._written:
             _, _, entry = self.chunks[key][0]
@@ -214,7 +216,7 @@ class _Catalog:
         return Metadata({**tensors, **others}, planner_data=self._planner_data, storage_meta=meta)
 
     def source(self, item: ReadItem) -> tuple[int, int, Entry]:
-        """The rank and entry (number first) that a tensor of a plan is read from: the nearest."""
+        """Give the rank, the number of the entry and the entry to read a tensor of a plan from: the nearest."""
         offset = item.storage_index.offset
         fqn = item.storage_index.fqn
         key = (fqn, tuple(offset)) if offset is not None else next(key for key in self._written if key[0] == fqn)
@@ -236,7 +238,7 @@ class _Catalog:
 
 @dataclasses.dataclass
 class _Wanted:
-    """One item of a plan: where its bytes arrive, and the live tensor, where that is somewhere else."""
+    """One item of a plan: where its bytes arrive, and the live tensor if that has other memory."""
 
     item: ReadItem
     arrived: np.ndarray | None
@@ -245,14 +247,14 @@ class _Wanted:
 
 
 class _Reading:
-    """One rank's plan, on its way."""
+    """One rank's plan while it is read."""
 
     def __init__(self, catalog: _Catalog, plan: LoadPlan, planner: LoadPlanner):
         self._catalog, self._plan, self._planner = catalog, plan, planner
         self._wanted: list[_Wanted] = []
 
     def wanted_parts(self) -> Iterator[WantedPart]:
-        """Say what is wanted, and where; what is in one file together."""
+        """List the parts to read and their destinations. Parts of one file come one after the other."""
         tensors = []
         for item in self._plan.items:
             if item.type is LoadItemType.BYTE_IO:
@@ -263,7 +265,7 @@ class _Reading:
             yield from self._tensor(item, *place)
 
     def finish(self) -> None:
-        """Give the planner what has arrived."""
+        """Give the planner what arrived."""
         for wanted in self._wanted:
             name = wanted.item.dest_index.fqn
             if wanted.item.type is LoadItemType.BYTE_IO:
@@ -307,7 +309,7 @@ class _Reading:
 
 
 def _torch_dtype(entry: Entry) -> Any:
-    """As what DCP is to know an entry; None where PyTorch has no such arrays."""
+    """Give the dtype under which DCP knows an entry. None if PyTorch has no arrays of this dtype."""
     if entry.kind == "tensor":
         return getattr(torch, entry.dtype)
     try:
@@ -317,7 +319,7 @@ def _torch_dtype(entry: Entry) -> Any:
 
 
 def _as_items(live: torch.Tensor) -> np.ndarray | None:
-    """View a tensor's memory as ``(*shape, item bytes)`` uint8; None where that cannot be."""
+    """View a tensor's memory as ``(*shape, item bytes)`` uint8. None if that is not possible."""
     same = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
     if live.device.type != "cpu" or live.is_conj() or live.is_neg() or live.element_size() not in same:
         return None

@@ -1,8 +1,8 @@
-"""A state dict staged before it is planned: its tensors lie in a slot, and a planner sees them there.
+"""A state dict that is staged before it is planned: its tensors are in a slot, and the planner sees them there.
 
-Staged are the tensors that DCP's planners write one by one: those in nested dicts and lists, the local shards of
-DTensors and ShardedTensors, the parts of what says itself which they are. All else is copied. Where the state dict is
-sent to a child process, its tensors become meta tensors: the child only plans.
+mlflash stages the tensors that DCP's planners write one by one: tensors in nested dicts and lists, the local shards of
+DTensors and ShardedTensors, and the parts of tensors that name their own parts (`checkpointable`). It copies everything
+else. When the state dict is sent to a child process, its tensors become meta tensors, because the child only plans.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ _in_child: dict[int, dict[Key, torch.Tensor]] = {}  # in a child process: what t
 
 @dataclasses.dataclass(frozen=True)
 class Laid:
-    """A state dict that is laid out, and not planned yet.
+    """A state dict that has a layout but no plan yet.
 
     Attributes:
-        keys: its tensors, by name and place.
-        shapes: of the whole tensors.
-        flat: its leaves: room for the index, room for what planners make bytes, then the tensors.
+        keys: name and offset of each tensor.
+        shapes: shapes of the whole tensors.
+        flat: its leaves: room for the index, room for what planners turn into bytes, then the tensors.
     """
 
     keys: tuple[Key, ...]
@@ -55,7 +55,7 @@ class Laid:
 
 
 class Layouts:
-    """Lays state dicts out. Of one that is like the one before nothing but that is found out. Not collective."""
+    """Lays state dicts out. For a state dict like the one before, it reuses that layout. Not collective."""
 
     def __init__(self) -> None:
         self._flattener = Flattener(objects=False)
@@ -63,11 +63,11 @@ class Layouts:
         self._known = Laid((), (), Flat.of([], [], []))  # without its tensors
 
     def lay_out(self, state_dict: Mapping[str, Any], room: tuple[int, int]) -> Laid:
-        """Lay one out.
+        """Lay a state dict out.
 
         Args:
             state_dict: nested dicts and lists of tensors.
-            room: bytes to set aside for the index and for what planners make bytes, at least.
+            room: bytes to set aside, at least, for the index and for what planners turn into bytes.
 
         Raises:
             StateError: a tensor cannot be saved, or two have the same name.
@@ -86,7 +86,7 @@ class Layouts:
         return laid
 
     def _take_apart(self, state_dict: Mapping[str, Any]) -> Flat | None:
-        """Take a state dict apart as a state is; None where it cannot be, as where it has other objects."""
+        """Flatten a state dict like a state. None if that is not possible, for example because of other objects."""
         try:
             return self._flattener.flatten(state_dict)
         except StateError:
@@ -94,19 +94,19 @@ class Layouts:
 
 
 class Staged:
-    """The tensors of a state dict, out of reach of training.
+    """Copies of the tensors of a state dict, which training does not change.
 
     Not collective.
 
     Args:
-        checkpointer: whose slot they go to, where one can be had now; else they are cloned.
+        checkpointer: gives the slot. If no slot is free now, the tensors are cloned instead.
         state_dict: nested dicts and lists of tensors.
-        laid: it, laid out.
+        laid: the state dict's layout.
         until, owned: see `Adapting.save_or_warn`.
 
     Attributes:
-        token: number of it in this process.
-        ahead: the slot; None where they were cloned.
+        token: its number in this process.
+        ahead: the slot. None if the tensors were cloned.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class Staged:
 
     @functools.cached_property
     def _chunks(self) -> dict[Key, Chunk]:
-        """Made by who plans: training does not wait for it."""
+        """The staged tensors by key. The planner's thread makes this, so that training does not wait for it."""
         its = zip(self._keys, self._kept, self._shapes, strict=True)
         return {key: Chunk(key, kept, shape) for key, kept, shape in its}
 
@@ -136,38 +136,38 @@ class Staged:
         return {kept.untyped_storage()._cdata for kept in self._kept}
 
     def state_dict(self) -> dict[str, Any]:
-        """What a planner is to be given; the slot is kept for as long as somebody has it."""
+        """Give the state dict for the planner. The slot is kept while anything refers to the state dict."""
         given, self._state_dict = StagedDict(self._state_dict), {}
         given.staged = self
         return given
 
     def has(self, key: Key, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is the staged one of its name, as it was."""
+        """Whether a tensor is the staged one with this key, unchanged."""
         return key in self._chunks and _is_same(self._chunks[key].value, tensor)
 
     @property
     def is_lazy(self) -> bool:
-        """Whether not all of it is there: nobody may read it but by `clone`, or after `finish`."""
+        """Whether parts are not copied yet. Then read it only through `clone`, or after `finish`."""
         return self.ahead is not None and self.ahead.is_lazy and not self.ahead.given_up
 
     def finish(self) -> None:
-        """Wait until all of it is there.
+        """Wait until all of it is copied.
 
         Raises:
-            StateError: it is no copy, as the state was changed meanwhile.
+            StateError: the state was changed before it was copied.
         """
         if self.ahead is not None:
             self.ahead.finish()
 
     def touches(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor lies in memory of this."""
+        """Whether a tensor uses the memory of a staged tensor."""
         return tensor.untyped_storage()._cdata in self._memory
 
     def clone(self, key: Key) -> Chunk:
         """Copy a tensor out of the slot.
 
         Raises:
-            SaveFailed: the slot was given to another save.
+            SaveFailed: another save has taken the slot.
         """
         if self.ahead is None:
             return self._chunks[key]
@@ -177,12 +177,12 @@ class Staged:
         return chunk
 
     def leaves(self, keys: Iterable[Key], index: bytes, blob: bytes) -> Flat:
-        """Give leaves of copies: of the tensors with these keys, and of all where the others are but few bytes.
+        """Give leaves of copies of the tensors with these keys. If the other tensors are small, include them, too.
 
-        Then slots are made that the next state dict like this one can be staged in.
+        Slots for all of them can then stage the next state dict of this kind.
 
         Raises:
-            SaveFailed: the slot was given to another save.
+            SaveFailed: another save has taken the slot.
         """
         wanted = [self.clone(key) for key in keys]
         if self.ahead is not None or _FEW * _nbytes(wanted) < _nbytes(self._chunks.values()):
@@ -191,10 +191,10 @@ class Staged:
         return flat_of(self._chunks.values(), index.ljust(for_index, b" "), blob.ljust(for_blob, b"\0"))
 
     def check(self) -> None:
-        """Look whether the slot is still that of this state.
+        """Check that the slot still belongs to this state.
 
         Raises:
-            SaveFailed: it was given to another save.
+            SaveFailed: another save has taken the slot.
         """
         if self.ahead is not None and self.ahead.given_up:
             raise SaveFailed("a later save began before this one was written, and took its slot")
@@ -206,10 +206,10 @@ class Staged:
 
 
 class StagedDict(dict[str, Any]):
-    """A staged state dict, which becomes one of meta tensors when it is sent to another process.
+    """A staged state dict. When it is sent to another process, its tensors become meta tensors.
 
     Attributes:
-        staged: where its tensors are; None: nowhere, they are the live ones, and nobody is going to read them.
+        staged: the staged tensors. None: nothing is staged; the tensors are the live ones, and nothing reads them.
     """
 
     staged: Staged | None = None
@@ -220,10 +220,10 @@ class StagedDict(dict[str, Any]):
 
 
 def chunks_of(state_dict: Mapping[str, Any]) -> dict[Key, Chunk]:
-    """The tensors of a state dict, by name and place.
+    """Give the tensors of a state dict by name and offset.
 
     Raises:
-        StateError: two have the same name.
+        StateError: two tensors have the same name.
     """
     found: dict[Key, Chunk] = {}
     with torch.no_grad():  # else autograd notes each shard that is taken out of a DTensor, which takes longer
@@ -234,13 +234,13 @@ def chunks_of(state_dict: Mapping[str, Any]) -> dict[Key, Chunk]:
 
 
 def room_for(chunks: Mapping[Key, Chunk], room: tuple[int, int]) -> Flat:
-    """Lay a state dict out that is not planned yet, with room for its index and for what planners make bytes."""
+    """Lay out a state dict that has no plan yet, with room for its index and for what planners turn into bytes."""
     index, _ = pack(chunks, {}, None)
     return flat_of(chunks.values(), b" " * max(5 * len(index) + _NAMES_NBYTES, room[0]), bytes(room[1]))
 
 
 def in_child(key: Key, tensor: torch.Tensor) -> int | None:
-    """In a child: the token of the state dict that a tensor is from, if it is as it came."""
+    """In a child process, give the token of the state dict that a tensor comes from, if it is unchanged."""
     return next((token for token, known in _in_child.items() if _is_same(known.get(key), tensor)), None)
 
 
@@ -265,7 +265,7 @@ def _are_same(some: list[torch.Tensor], others: list[Any]) -> bool:
 
 
 def _views(ahead: StagedState) -> list[torch.Tensor]:
-    """View the tensors that were staged in a slot, all in one storage that nobody else has."""
+    """View the tensors that were staged in a slot. All views have one storage, which no other tensor uses."""
     layout = ahead.plan.layout
     payload = torch.from_numpy(ahead.slot.payload(layout.extents))
     of_dtype: dict[torch.dtype, torch.Tensor] = {}
@@ -297,7 +297,7 @@ def _meta(chunk: Chunk) -> torch.Tensor:
 
 
 def _chunks(value: Any, path: str) -> Iterator[Chunk]:
-    """The local tensors of a state dict, in its order."""
+    """Give the local tensors of a state dict, in its order."""
     prefix = path + "." if path else ""
     if isinstance(value, Mapping):
         for key, sub in value.items():
@@ -321,7 +321,7 @@ def _chunks(value: Any, path: str) -> Iterator[Chunk]:
 
 
 def _swap(value: Any, tensors: Iterator[torch.Tensor], path: str = "") -> Any:
-    """Copy a state dict, with other tensors, in the order of `_chunks`, in the place of its local ones."""
+    """Copy a state dict with its local tensors replaced by others, which come in the order of `_chunks`."""
     if type(value) in (torch.Tensor, torch.nn.Parameter):  # most are: the rest takes longer to ask
         return next(tensors)
     prefix = path + "." if path else ""
@@ -343,7 +343,7 @@ def _swap(value: Any, tensors: Iterator[torch.Tensor], path: str = "") -> Any:
 
 
 def _sharded_like(value: ShardedTensor, tensors: Iterator[torch.Tensor]) -> ShardedTensor:
-    """Make a ShardedTensor of other local tensors; its constructors would want them on the same device."""
+    """Make a ShardedTensor of other local tensors. Its constructors would need these on the same device."""
     made = ShardedTensor.__new__(
         ShardedTensor, value.sharding_spec(), value.size(), dtype=value.dtype, layout=value.layout,
         pin_memory=False, requires_grad=False,
@@ -360,7 +360,7 @@ def _sharded_like(value: ShardedTensor, tensors: Iterator[torch.Tensor]) -> Shar
 
 
 def _copy(value: Any) -> Any:
-    """Copy what no planner writes by itself."""
+    """Copy a value that planners do not write tensor by tensor."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     if type(value) is tuple:

@@ -1,12 +1,12 @@
-"""Plan → slot → commit: a `StorageWriter` of the memory of the nodes.
+"""A `StorageWriter` that writes what DCP plans to the memory of the nodes, and commits it.
 
-    dcp.save                  what the plan says is copied into a slot; then protect and commit
-    dcp.async_save, THREAD    `stage` copies into the slot at once; the thread plans, and what it plans is there already
-    dcp.async_save, PROCESS   the same; a child plans, with meta tensors, and asks this process for the rest
+    dcp.save                  copy what the plan names into a slot, then protect and commit it
+    dcp.async_save, THREAD    `stage` copies into the slot at once; a thread plans later, and finds it copied already
+    dcp.async_save, PROCESS   the same, but a child process plans with meta tensors, and asks this one for the rest
 
-Ranks do not wait for each other before `finish`, where rank 0 waits for the commit: `dcp.save` gathers and tells all
-ranks what failed before that. Other ranks may have posted the save then, and this one has not: it posts a failure as
-soon as it comes to anything else (see `Adapting.begin`), so that the queues of all ranks match.
+Ranks do not wait for each other before `finish`, in which rank 0 waits for the commit. `dcp.save` tells all ranks what
+failed before that. By then other ranks may have posted the save, and this one has not. In that case it posts a failure
+with its next collective call (see `Adapting.begin`), so that the queues of all ranks match.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ _KNOWN = {"torch", "megatron", "mlflash", "builtins", "abc"}
 
 @dataclasses.dataclass
 class _Written:
-    """What one rank's plan says.
+    """What one rank's plan names.
 
     Attributes:
-        keys: the tensors.
-        parts: what is bytes, by name.
-        chunks: the tensors; none where they were staged, and are as they were.
-        token: of what was staged; 0: nothing.
+        keys: keys of the tensors.
+        parts: values as bytes, by name.
+        chunks: the tensors. Empty if they were staged and have not changed.
+        token: token of the staged state dict. 0: none.
     """
 
     keys: list[Key]
@@ -61,9 +61,11 @@ class _Written:
 
 @dataclasses.dataclass
 class _Begin:
-    """Asked when a save begins, of the process that has the Checkpointer; ``thread`` of it works for the save.
+    """The request to begin a save, sent to the process that has the Checkpointer.
 
-    Without a step it is the next one.
+    Attributes:
+        step: training step. None: the next one.
+        thread: the thread of that process that works for the save.
     """
 
     step: int | None
@@ -72,7 +74,7 @@ class _Begin:
 
 @dataclasses.dataclass
 class _Post:
-    """Asked when a rank has written; with what the planner keeps, or with why it failed."""
+    """The request to post a save when a rank has written: with the planner's data, or with the error."""
 
     written: _Written
     more: bytes | MlflashError | None = None
@@ -80,13 +82,13 @@ class _Post:
 
 
 class _Running(threading.local):
-    """What belongs to the save that this thread is in, as others may overlap it.
+    """The save that this thread works on. Saves of other threads may overlap it.
 
     Attributes:
-        id: of the checkpoint.
-        is_coordinator: whether this rank is the one that ends the save.
-        written: by this rank.
-        begun: in the process of the Checkpointer: what it knows of this save.
+        id: the checkpoint's id.
+        is_coordinator: whether this rank ends the save.
+        written: what this rank wrote.
+        begun: the save as the process of the Checkpointer knows it.
     """
 
     id: str | os.PathLike[str] | int | None = None
@@ -98,22 +100,23 @@ class _Running(threading.local):
 class MemoryWriter(StorageWriter):
     """Saves what DCP plans in the memory of the nodes, protected and committed like any checkpoint of a Checkpointer.
 
-    It is its own `AsyncStager`. The step comes from ``checkpoint_id`` (see `step_of`); without one it is the next. The
-    newest step may be saved once more; the older content is replaced when the new one is committed.
+    It is its own `AsyncStager`. The step comes from ``checkpoint_id`` (see `step_of`); without an id it is the next
+    step. You may save the newest step again. The commit of the new content replaces the old.
 
-    Not collective; what DCP does with it is, over the Checkpointer's comm, which must have the ranks of DCP's process
-    group. Use one writer for all saves, and a process group of its own for `dcp.async_save`.
+    You can make a writer on each rank by itself. DCP's calls with it are collective over the Checkpointer's comm, which
+    must have the ranks of DCP's process group. Use one writer for all saves, and give `dcp.async_save` a process group
+    of its own.
 
     Args:
-        checkpointer: open for as long as the writer is used.
-        enabled: False: nothing is written, and every save succeeds, as where the Checkpointer is off.
-        until: torch optimizers: what they hold `dcp.async_save` copies while training goes on, until one of them steps,
-            see `Checkpointer.save`. Planners must be torch's or Megatron's own then. Or why not to go by any.
+        checkpointer: must stay open while you use the writer.
+        enabled: False: it writes nothing and every save succeeds, as if the Checkpointer were off.
+        until: torch optimizers. `dcp.async_save` copies their tensors while training goes on, until one of them steps,
+            see `Checkpointer.save`. Then planners must be torch's or Megatron's own. A string says why none is given.
 
     Attributes:
-        enabled: whether anything is written.
-        until: may be changed between saves.
-        owned: gives further tensors that change in those steps only, see `Adapting.save_or_warn`.
+        enabled: whether it writes anything.
+        until: you may change it between saves.
+        owned: gives more tensors that change only in those steps, see `Adapting.save_or_warn`.
     """
 
     enabled = True
@@ -121,7 +124,7 @@ class MemoryWriter(StorageWriter):
     def __new__(
         cls, checkpointer: Checkpointer | None = None, enabled: bool = True, until: Sequence[Any] | str = ()
     ) -> MemoryWriter:
-        """Make one; where mlflash is off, one that writes nothing."""
+        """Make a writer. If mlflash is off, make one that writes nothing."""
         is_off = checkpointer is not None and (turned_off(enabled) or not checkpointer.enabled)
         made: MemoryWriter = super().__new__(_IdleWriter if is_off else cls)
         return made
@@ -139,12 +142,12 @@ class MemoryWriter(StorageWriter):
         self._door: Door | None = None
 
     def prepare(self, state_dict: Mapping[str, Any]) -> None:
-        """Make the slots for state dicts like this one, so that the first `dcp.async_save` copies once, too.
+        """Make the slots for state dicts like this one, so that the first `dcp.async_save` also copies only once.
 
         Collective over the Checkpointer's comm.
 
         Raises:
-            MemoryTooSmall: they do not fit into the node's memory.
+            MemoryTooSmall: the slots do not fit into the node's memory.
         """
         self._here.prepare(self._layouts.lay_out(state_dict, self._room).flat)
 
@@ -152,7 +155,7 @@ class MemoryWriter(StorageWriter):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether an id names a step."""
+        """Whether an id contains a step."""
         return names_a_step(checkpoint_id)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -162,11 +165,11 @@ class MemoryWriter(StorageWriter):
         self._running.id = checkpoint_id
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Learn whether this rank is the one that ends the save."""
+        """Learn whether this rank ends the save."""
         self._running.is_coordinator = is_coordinator
 
     def storage_meta(self) -> StorageMeta:
-        """Name the checkpoint; it is what a save asks for first on all ranks, so that it begins here."""
+        """Name the checkpoint, and begin the save: DCP makes this call first, on all ranks."""
         name = self._running.id
         thread = threading.get_ident() if self._checkpointer is not None else self._sender
         self._ask(_Begin(None if name is None else step_of(name), thread))
@@ -181,7 +184,7 @@ class MemoryWriter(StorageWriter):
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Copy what the plan says, where that is not done yet; rank 0 goes on in `finish`."""
+        """Copy what the plan names, if it is not copied yet. The coordinator posts the save later, in `finish`."""
         running = self._running
         try:
             staged = tuple(self._staged.values())
@@ -199,10 +202,10 @@ class MemoryWriter(StorageWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Commit.
+        """Wait for the commit.
 
         Raises:
-            SaveFailed, DeadlineExceeded: it was not committed.
+            SaveFailed, DeadlineExceeded: the save was not committed.
         """
         written, self._running.written = self._running.written, None
         assert written is not None
@@ -214,11 +217,11 @@ class MemoryWriter(StorageWriter):
 
     @property
     def should_synchronize_after_execute(self) -> bool:
-        """No: what is staged is staged when `stage` returns."""
+        """False: when `stage` returns, staging is done."""
         return False
 
     def stage(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Copy a state dict into a slot; it may be changed when this returns.
+        """Copy a state dict into a slot. You may change the state dict when this returns.
 
         Raises:
             StateError: a tensor cannot be saved.
@@ -230,14 +233,14 @@ class MemoryWriter(StorageWriter):
         return staged.state_dict()
 
     def synchronize_staging(self) -> None:
-        """Nothing is left to wait for."""
+        """Return at once: staging is done."""
 
     def close(self) -> None:
         """Forget what was staged for saves that failed."""
         for staged in tuple(self._staged.values()):
             staged.give_up()
 
-    # Here, and in the child of a process
+    # In the process of the Checkpointer, and in a child process
 
     @property
     def _here(self) -> Checkpointer:
@@ -261,7 +264,7 @@ class MemoryWriter(StorageWriter):
             self._door.ask(question, 2 * self._timeout_s)
 
     def _answer(self, question: _Begin | _Post) -> None:
-        """Begin a save; or post it, and wait for its commit."""
+        """Begin a save, or post it and, if asked, wait for its commit."""
         if isinstance(question, _Begin):
             step, last = question.step, self._here.last_step
             if step is None:
@@ -297,39 +300,39 @@ class MemoryWriter(StorageWriter):
 
 
 class _IdleWriter(MemoryWriter):
-    """Lets DCP plan, and writes nothing: what a `MemoryWriter` is where mlflash is off."""
+    """Lets DCP plan and writes nothing. A `MemoryWriter` is one of these if mlflash is off."""
 
     enabled = False
 
     def prepare(self, state_dict: Mapping[str, Any]) -> None:
-        """Make nothing."""
+        """Do nothing: there are no slots."""
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Any will do."""
+        """Accept any id."""
         return True
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Any id will do."""
+        """Accept any id."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing is set up."""
+        """Do nothing: no setup is needed."""
 
     def storage_meta(self) -> StorageMeta:
         """Name nothing, and begin nothing."""
         return StorageMeta()
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Leave what is planned."""
+        """Write nothing."""
         done: Future[list[WriteResult]] = Future()
         done.set_result([])
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """There is nothing to commit."""
+        """Do nothing: there is nothing to commit."""
 
     def stage(self, state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Copy nothing; only a child process is given meta tensors, as else torch would move the live ones."""
+        """Copy nothing. A child process gets meta tensors, because torch would otherwise move the live ones."""
         return StagedDict(state_dict)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -337,11 +340,11 @@ class _IdleWriter(MemoryWriter):
 
 
 def _collect(plan: SavePlan, planner: SavePlanner, staged: Collection[Staged], child: bool) -> _Written:
-    """Look what the plan says; what is staged already is not touched.
+    """Collect what the plan names, without touching what is staged already.
 
     Raises:
-        StateError: a tensor is not what was staged, and this is a child, which does not have it; or the planner may
-            have read what was not there yet.
+        StateError: a tensor is not a staged one, and this is a child process, which does not have it; or the planner
+            may have read tensors that were not copied yet.
     """
     lazy = [one for one in staged if one.is_lazy]
     if lazy and not _is_known(planner):

@@ -98,7 +98,7 @@ class LocalCheckpoints(BaseCheckpointManager):
                 try:
                     before.close()
                 except MlflashError as error:
-                    log.warning("a new manager of local checkpoints replaced another one, which ended with error: %s",
+                    log.warning("a new manager of local checkpoints replaced another, which ended with an error: %s",
                                 error)  # fmt: skip
             self._made = _open[job] = Checkpointer(**self._settings)
         return self._made
