@@ -1,13 +1,13 @@
-"""Local, sharded and full state of FSDP models, in the calls that SageMaker's SMP library has.
+"""Local, sharded and full state of FSDP models, with the calls of SageMaker's SMP library.
 
-    states        state dicts of model and optimizer: local, sharded, full
-    ids           checkpoint ids → what is saved, and the step
-    groups        the ranks of a process group: their own Checkpointer and gloo group
-    directories   where what an id names is drained to
-    ranker        which ranks hold the same shard
-    save_checks   what the ranks of a group cannot save together
-    load_planner  what does not fit what was saved
-    optimizer_states  the optimizer's part of a sharded checkpoint, loaded by itself
+    states        make and load state dicts of model and optimizer: local, sharded, full
+    ids           find URLs and names in checkpoint ids
+    groups        give the ranks of a process group their own Checkpointer and gloo groups
+    directories   choose the directory that the checkpoints of an id are drained to
+    ranker        find out which ranks hold the same shard
+    save_checks   refuse what the ranks of a group cannot save together
+    load_planner  refuse a state dict that does not fit the saved one
+    optimizer_states  load the optimizer's part of a sharded checkpoint by itself
     checkpoints   async_save, maybe_finalize_async_calls, load
 
 Example:

@@ -39,21 +39,19 @@ _MANY = 8  # names that one group of ranks may have without anybody asking wheth
 class Checkpoints:
     """Saves and loads state dicts in the memory of the nodes, or at URLs.
 
-    Each id without its step (see `ids`) is a checkpoint of its own, with two slots on each of its ranks: several groups
-    of ranks may save at the same time under different ids, and each group alone agrees on its commits. An id that is
-    saved once more, or one without a step, is replaced when the new content is committed.
+    An id without its step is a name (see `ids`). Each name has its own checkpoints, with two slots on each of its
+    ranks. Several groups of ranks may save at the same time under different names, and each group commits by itself. If
+    you save an id again, or save an id without a step, the commit of the new content replaces the old.
 
-    Needs torch.distributed with the ranks of the launcher (see `mlflash.adapters.distributed`, by whose call any group
-    may come first).
+    Needs torch.distributed with the ranks of the launcher. If `mlflash.adapters.distributed.init_process_group` set it
+    up, the groups may make their first call in any order.
 
     Args:
-        directory, settings: as those of a Checkpointer. What has other ids, but for the step, is drained to a folder of
-            its own there.
-        enabled: False: what would be in memory is neither saved nor found; URLs are written and read as ever. The same
-            with ``MLFLASH_DISABLE=1``.
+        directory, settings: as those of a Checkpointer. Each name is drained to a folder of its own in ``directory``.
+        enabled: False, or ``MLFLASH_DISABLE=1``: nothing is saved or found in memory. URLs still work.
 
     Attributes:
-        enabled: whether anything is in memory.
+        enabled: whether checkpoints are saved in memory.
     """
 
     def __init__(self, directory: str | os.PathLike[str] | None = None, enabled: bool = True, **settings: Any):
@@ -80,23 +78,23 @@ class Checkpoints:
     ) -> concurrent.futures.Future[Metadata]:
         """Stage a state dict and save it in the background.
 
-        Collective over the process group. ``state_dict`` may be changed when this returns.
+        Collective over the process group. You may change ``state_dict`` when this returns.
 
         Args:
             state_dict: nested dicts of tensors and values; local, sharded or full.
             checkpoint_id: a path, see `ids`; or a URL that fsspec knows.
-            process_group: the ranks that save it; None is the default group.
-            coordinator_rank: the rank of the world that plans; None is the lowest of the group.
-            until: torch optimizers: what they hold is copied while training goes on, see `MemoryWriter`.
+            process_group: the ranks that save it. None: the default group.
+            coordinator_rank: the rank of the world that plans. None: the lowest of the group.
+            until: torch optimizers. Their tensors are copied while training goes on, see `MemoryWriter`.
 
         Returns:
-            A future that ends when the checkpoint is committed, with its Metadata, which is empty where mlflash is off
-            and this is no URL; `maybe_finalize_async_calls` raises what it raises.
+            A future that ends with the commit and gives the checkpoint's Metadata. The Metadata is empty if mlflash is
+            off and the id is not a URL. `maybe_finalize_async_calls` also raises the error of a failed save.
 
         Raises:
             WorldMismatch: the coordinator is not in the group.
-            StateError: a leaf cannot be saved, its path is named; or these are not the ranks that hold what is saved:
-                other shards of a local state, or not all of those of a DTensor.
+            StateError: a leaf cannot be saved (the error has its path); the ranks of the group hold different shards of
+                a local state; or the group does not hold all shards of a DTensor.
         """
         if not self._serves(checkpoint_id):
             nothing: concurrent.futures.Future[Metadata] = concurrent.futures.Future()
@@ -123,16 +121,16 @@ class Checkpoints:
         return done
 
     def maybe_finalize_async_calls(self, blocking: bool = True, process_group: Any = None) -> None:
-        """Forget the saves that have ended, and raise what went wrong in them.
+        """Forget the saves that have ended, and raise the error of a failed one.
 
         Collective over the process group.
 
         Args:
-            blocking: wait for all; else only those count that have ended on all ranks of the group.
-            process_group: whose saves; None is the default group.
+            blocking: True: wait for all saves. False: handle only saves that have ended on all ranks of the group.
+            process_group: the ranks that made the saves. None: the default group.
 
         Raises:
-            SaveFailed: one failed; the checkpoint before it is untouched.
+            SaveFailed: a save failed. The checkpoint before it is untouched.
         """
         if not self.enabled and _ranks_of(process_group) not in self._groups:
             return  # it has had no URL to write to
@@ -160,30 +158,29 @@ class Checkpoints:
         """Fill a state dict in place.
 
         Collective over all ranks of torch.distributed, each with its own process group. Groups that load the same id
-        load the same step, whichever of them has saved it. A local state dict goes back to the same number of shards,
-        with any number of replicas; a sharded one to any number of ranks.
+        load the same step, no matter which of them saved it. A local state dict can be loaded on the same number of
+        shards with any number of replicas, and a sharded one on any number of ranks.
 
         Args:
-            state_dict: as it was given to `async_save`.
+            state_dict: a state dict like the one that you gave to `async_save`.
             checkpoint_id: without a step, the newest that is not damaged beyond repair.
-            process_group: the ranks that load it; None is the default group.
+            process_group: the ranks that load it. None: the default group.
             coordinator_rank: as in `async_save`.
-            then: called where something was loaded, such as ``lambda: load_local_state_dict(model, optimizer,
-                state_dict)``. What it raises on any rank is raised on all of the group, and nothing is saved under this
-                name then until a load has succeeded.
-            storage_reader: has the id, where none is given.
+            then: called after a load, such as ``lambda: load_local_state_dict(model, optimizer, state_dict)``. If it
+                raises on any rank, all ranks of the group raise. Then saves under this name fail until a load succeeds.
+            storage_reader: has the id, if you give no id.
 
         Returns:
-            The step; None, with a warning, where nothing was saved under this name: ``state_dict`` is as it was. 0 for
-            a URL.
+            The step; 0 for a URL. None, with a warning, if nothing was saved under this name: ``state_dict`` is
+            unchanged.
 
         Raises:
-            ConfigError: there is neither an id nor a reader, or both.
-            DeadlineExceeded: not all ranks have come to it in time.
-            StructureMismatch: it is sharded over another number of ranks, does not look like the saved one, or has an
-                optimizer without state, and the saved one had state.
+            ConfigError: you gave neither an id nor a reader, or both.
+            DeadlineExceeded: not all ranks made this call in time.
+            StructureMismatch: the state dict is sharded over another number of ranks or differs from the saved one, or
+                its optimizer has no state and the saved one had state.
             StepNotFound: there is no such step.
-            Unrestorable: checkpoints of this name are there, and none of them can be loaded.
+            Unrestorable: there are checkpoints of this name, but none can be loaded.
         """
         checkpoint_id = ids.only_one(checkpoint_id, storage_reader)
         if not self._serves(checkpoint_id):
@@ -215,20 +212,20 @@ class Checkpoints:
     ) -> dict[str, Any]:
         """Load the optimizer's part of a sharded checkpoint, for ``FSDP.optim_state_dict_to_load``.
 
-        Collective over all ranks of torch.distributed, each with its own process group, as `load`.
-        `load_sharded_state_dict` does without it, also for FSDP2.
+        Collective over all ranks of torch.distributed, each with its own process group, like `load`. You do not need
+        this call if you use `load_sharded_state_dict`, which also works for FSDP2.
 
         Args:
-            model_state_dict: is not looked at: an argument of SMP's.
-            optimizer_key: that the optimizer had in what was saved.
+            model_state_dict: ignored; SMP's call has this argument.
+            optimizer_key: key of the optimizer in the saved state dict.
             storage_reader: has the id.
-            process_group: the ranks that share each tensor; None is the default group.
+            process_group: the ranks that share each tensor. None: the default group.
 
         Returns:
             ``{optimizer_key: ...}``, with ShardedTensors.
 
         Raises:
-            StepNotFound: nothing was saved under this id, or mlflash is off and it is no URL.
+            StepNotFound: nothing was saved under this id, or mlflash is off and the id is not a URL.
         """
         checkpoint_id = storage_reader.checkpoint_id
         if not self._serves(checkpoint_id):
@@ -254,7 +251,7 @@ class Checkpoints:
     def close(self) -> None:
         """Wait for all saves and free everything but the checkpoints. Collective over all groups that were used.
 
-        Where a part of it raises, the others are closed all the same.
+        If closing one name raises an error, the others are still closed.
         """
         with contextlib.ExitStack() as stack:
             for key in sorted(self._members, reverse=True):  # the stack calls the last one first
@@ -268,7 +265,7 @@ class Checkpoints:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close; where an exception is on its way, without waiting for other ranks."""
+        """Close. After an exception, do not wait for other ranks."""
         if kind is None:
             self.close()
             return
@@ -278,7 +275,7 @@ class Checkpoints:
             self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _serves(self, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether an id is saved and loaded: where mlflash is off URLs only are."""
+        """Whether ids like this one are saved and loaded. If mlflash is off, only URLs are."""
         return self.enabled or ids.is_url(checkpoint_id)
 
     def _group(self, process_group: Any) -> Group:
@@ -302,7 +299,7 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _that_loads(self, name: str, group: Group) -> Iterator[tuple[Member, Group]]:
-        """Give who loads a name: this group, or one of all the groups that load it now. Collective over all ranks."""
+        """Give the ranks that load a name: this group, or all groups that load it now. Collective over all ranks."""
         ranks = self._everyone.that_load(name, group)
         if ranks == tuple(sorted(group.ranks)):
             yield self._member(name, group), group
@@ -323,11 +320,11 @@ class Checkpoints:
         member.close()
 
     def _step(self, name: str, step: int | None, member: Member, every: Group) -> int | None:
-        """The step to load, by default the newest that can be. Collective over all ranks."""
+        """Choose the step to load, by default the newest that can be loaded. Collective over all ranks."""
         return self._everyone.newest(name, every.ranks, step, lambda: member.steps(step))
 
     def _next(self, name: str, step: int | None) -> int | None:
-        """The step of a save; None: the one after the newest. What was loaded is gone on from, if others are newer."""
+        """Give the step of a save; None: the step after the newest. After a load, count on from the loaded step."""
         if why := self._undefined.get(name):
             raise StateError("the state is undefined because a load of it failed, so it is not saved: load again first",
                              found=why)  # fmt: skip
@@ -336,7 +333,7 @@ class Checkpoints:
 
 
 def _say_nothing_is_there(every: Group, checkpoint_id: str | os.PathLike[str]) -> None:
-    """Say that there is nothing to load."""
+    """Log that there is nothing to load."""
     if every.ranks[0] == dist.get_rank():
         log.warning("nothing was saved under the id %s: the state dict is unchanged", checkpoint_id)
 
@@ -365,7 +362,7 @@ def _save(state_dict: Any, writer: StorageWriter, step: int | None, group: Group
 
 
 def _load_optimizer(reader: StorageReader, step: str | None, key: str, group: Group, loads: Any) -> dict[str, Any]:
-    """Load what is under a key, sharded over a group. Collective over the ranks that load together."""
+    """Load the values under a key, sharded over a group. Collective over the ranks that load together."""
     reader.reset(step)
     metadata = reader.read_metadata()
     state_dict = optimizer_states.to_fill(metadata, key, group.process_group)
@@ -383,7 +380,7 @@ def _load(state_dict: dict[str, Any], reader: StorageReader, group: Any) -> None
 
 
 def _agreed(work: Callable[[], Any], group: Any) -> None:
-    """Do something; what it raises on any rank is raised on all of them. Collective over the group."""
+    """Call a function. If it raises on any rank, all ranks raise. Collective over the group."""
     error: Exception | None = None
     try:
         work()

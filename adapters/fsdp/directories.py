@@ -1,4 +1,4 @@
-"""Where what an id names is drained to: a directory of its own, as what has other names has the same steps."""
+"""The directory of a name: each name is drained to its own, because several names have the same steps."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from .groups import Group
 
 
 def of_name(directory: str | None, name: str, group: Group) -> str | None:
-    """Give the directory of a name: one inside the directory of all.
+    """Give the directory of a name, which is inside the common directory.
 
     Collective over the group.
 
-    Older builds drained what has different names into the same folders. What they have written under one name only
-    stays where it is, and is gone on with there.
+    Older versions of mlflash drained all names into the common directory. If only this name has checkpoints there, its
+    directory is the common one.
 
     Raises:
-        ConfigError: there are checkpoints of several names, this one among them, which lie over each other.
+        ConfigError: the common directory has checkpoints of this name and of others, which overwrote each other.
     """
     if directory is None:
         return None

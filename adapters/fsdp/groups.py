@@ -1,4 +1,4 @@
-"""The ranks of a process group, with a Checkpointer and gloo groups of their own; and all ranks, as they load."""
+"""Process groups with a Checkpointer and gloo groups of their own, and what all ranks tell each other in a load."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Group:
     """Ranks that save and load together.
 
     Attributes:
-        ranks: of the world, in the order of the process group.
-        process_group: of these ranks.
-        planning, status: groups of theirs: what one thread uses another must not, and training none of them.
+        ranks: ranks of the world, in the order of the process group.
+        process_group: the process group that the user gave.
+        planning, status: gloo groups of the same ranks, one for each thread. Training uses neither.
     """
 
     ranks: tuple[int, ...]
@@ -32,20 +32,20 @@ class Group:
 
     @staticmethod
     def of(process_group: Any) -> Group:
-        """Make one. Collective over the process group; None is the default group."""
+        """Make the group of a process group. Collective over it. None: the default group."""
         ranks = tuple(dist.get_process_group_ranks(process_group or dist.group.WORLD))
         return Group(ranks, process_group or dist.group.WORLD, _new_group(ranks), _new_group(ranks))
 
     @staticmethod
     def of_ranks(ranks: Sequence[int]) -> Group:
-        """Make one of ranks of the world. Collective over these."""
+        """Make the group of some ranks of the world. Collective over these."""
         return Group(tuple(ranks), _new_group(ranks), _new_group(ranks), _new_group(ranks))
 
     def coordinator(self, rank: int | None) -> int:
-        """The place in the group of a rank of the world; None: of the lowest one.
+        """Give the place in the group of a rank of the world. None: of the lowest rank.
 
         Raises:
-            WorldMismatch: it is not in the group.
+            WorldMismatch: the rank is not in the group.
         """
         wanted = min(self.ranks) if rank is None else rank
         if wanted not in self.ranks:
@@ -57,7 +57,7 @@ class Group:
 class Everyone:
     """All ranks of torch.distributed, which tell each other what their groups load.
 
-    Not collective.
+    Each rank can make this object by itself.
 
     Args:
         timeout_s: how long a rank waits for the others.
@@ -71,7 +71,7 @@ class Everyone:
         """Give the ranks of all groups that load the same name now, ascending. Collective over all ranks.
 
         Raises:
-            DeadlineExceeded: not all ranks have come in time.
+            DeadlineExceeded: not all ranks made this call in time.
         """
         if self._is_all(group.ranks):
             return tuple(sorted(group.ranks))
@@ -80,23 +80,23 @@ class Everyone:
 
     def newest(self, name: str, ranks: Sequence[int], wanted: int | None, find: Callable[[], Sequence[int]]
                ) -> int | None:  # fmt: skip
-        """Choose the newest step that all have who load now: what they load are parts of one whole, as a rule.
+        """Choose the newest step that all groups have which load now: usually they load parts of one state.
 
-        Each group commits by itself, so that after a crash some may have one step more than others. Collective over all
+        Each group commits by itself, so after a crash some may have one step more than others. Collective over all
         ranks.
 
         Args:
-            name: that this rank loads.
-            ranks: that load it.
-            wanted: the step that its id says; others do not have to have it.
-            find: gives the steps that these can load, the newest last; none where nothing was saved.
+            name: the name that this rank loads.
+            ranks: the ranks that load this name.
+            wanted: the step in the id, if it contains one. Then the other groups need not have it.
+            find: gives the steps that these ranks can load, the newest last. Empty if nothing was saved.
 
         Returns:
-            The step; None where nothing was saved.
+            The step. None if nothing was saved.
 
         Raises:
-            Unrestorable: there is no step that all have.
-            StepNotFound: where ``find`` raised something on other ranks.
+            Unrestorable: the groups have no step in common.
+            StepNotFound: ``find`` raised an error on another rank.
         """
         if self._is_all(ranks):
             return next(reversed(find()), None)
@@ -129,7 +129,7 @@ class Everyone:
         return sorted(ranks) == list(range(dist.get_world_size()))
 
     def _told(self, mine: Any) -> list[Any]:
-        """What all ranks say. Collective over all of them."""
+        """Gather a value from all ranks. Collective over all of them."""
         said: list[Any] = [None] * dist.get_world_size()
         try:
             if self._group is None:
@@ -145,14 +145,14 @@ class Everyone:
 
 
 class Member:
-    """A Checkpointer of one group, for one thing that is saved.
+    """The Checkpointer of one group for one name.
 
     Collective over the group.
 
     Args:
-        group: its ranks.
-        job: name in memory.
-        settings: of the Checkpointer.
+        group: the ranks.
+        job: the job's name in memory.
+        settings: settings of the Checkpointer.
     """
 
     def __init__(self, group: Group, job: str, settings: dict[str, Any]):
@@ -160,13 +160,13 @@ class Member:
         self.writer, self.reader = MemoryWriter(self.checkpointer), MemoryReader(self.checkpointer)
 
     def steps(self, wanted: int | None) -> list[int]:
-        """The steps that can be loaded, the newest last, or the one that is wanted. Collective over the group.
+        """List the steps that can be loaded, the newest last, or only the wanted one. Collective over the group.
 
-        Of these the newest is verified; none where nothing was saved.
+        The newest of them is verified. The list is empty if nothing was saved.
 
         Raises:
-            StepNotFound: others are there, and the one that is wanted is not.
-            Unrestorable: checkpoints are there, and none of them can be loaded.
+            StepNotFound: there are steps, but not the wanted one.
+            Unrestorable: there are checkpoints, but none can be loaded.
         """
         steps = self.checkpointer.steps()
         if wanted is not None and steps:
@@ -180,7 +180,7 @@ class Member:
         return [*(one for one in steps if one < newest), newest] if wanted is None else [wanted]
 
     def close(self) -> None:
-        """Wait for its saves and close it. Collective over the group."""
+        """Wait for the saves and close the Checkpointer. Collective over the group."""
         self.checkpointer.close()
 
 

@@ -1,4 +1,4 @@
-"""Checkpoint ids of `Checkpoints`: which are URLs, and the name in memory of what an id names; SMP's reader of one."""
+"""Checkpoint ids of `Checkpoints`: which of them are URLs, which job a name has in memory, and SMP's reader."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from mlflash.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True)
 class DistributedFileSystemReader:
-    """An id to load from, in SMP's words: `Checkpoints.load` takes either.
+    """Holds an id to load from, as in SMP. `Checkpoints.load` takes this or the id itself.
 
     Attributes:
-        checkpoint_id: that was given to `Checkpoints.async_save`; without a step, the newest.
+        checkpoint_id: the id that you gave to `Checkpoints.async_save`. Without a step, the newest is loaded.
     """
 
     checkpoint_id: str | os.PathLike[str]
@@ -23,7 +23,7 @@ class DistributedFileSystemReader:
 
 def only_one(checkpoint_id: str | os.PathLike[str] | None,
              reader: DistributedFileSystemReader | None) -> str | os.PathLike[str]:  # fmt: skip
-    """Give the id that a call of SMP's has, by itself or in a reader."""
+    """Give the checkpoint id of a call, which is given directly or in a reader."""
     if checkpoint_id is None and isinstance(reader, DistributedFileSystemReader):
         return reader.checkpoint_id
     if checkpoint_id is not None and reader is None:
@@ -40,12 +40,12 @@ def is_url(checkpoint_id: str | os.PathLike[str]) -> bool:
 
 
 def job_of(job: str, name: str) -> str:
-    """Name the job of what an id names: different names never share memory."""
+    """Give the job that the checkpoints of a name have in memory. Different names have different jobs."""
     return f"{job[:37]}.{folder_of(name)}".replace("..", ".")
 
 
 def folder_of(name: str) -> str:
-    """A folder's name for what an id names; it ends with eight digits that no other name has."""
+    """Give the folder of a name. It ends with the first eight hexadecimal digits of the name's SHA-256."""
     digest = hashlib.sha256(name.encode()).hexdigest()[:8]
     stem = re.sub(r"[^A-Za-z0-9._-]+", "_", name.rpartition("/")[2])[:16]
     return f"{stem}.{digest}"

@@ -1,4 +1,4 @@
-"""What is looked at before a state dict is filled: shards and an optimizer that do not fit what was saved."""
+"""Checks before a state dict is filled: whether its shards and its optimizer fit what was saved."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MOMENTS = "optimizer.state."
 
 
 class LoadPlanner(DefaultLoadPlanner):
-    """DCP's planner, which says first whether a local state dict is sharded over as many ranks as the saved one."""
+    """DCP's planner, which first checks that a local state dict is sharded over as many ranks as the saved one."""
 
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False

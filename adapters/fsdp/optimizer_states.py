@@ -14,13 +14,13 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 def to_fill(metadata: Metadata, key: str, process_group: Any) -> dict[str, Any]:
     """Make a flat state dict for a load to fill. Collective over the process group.
 
-    Tensors are sharded over the ranks of the group along their first dimension, as FSDP1 shards them; those of one
+    Tensors are sharded over the ranks of the group along their first dimension, as FSDP1 shards them. Tensors with one
     element are whole.
 
     Args:
-        metadata: of the checkpoint.
-        key: that the optimizer has in it.
-        process_group: whose ranks share each tensor.
+        metadata: metadata of the checkpoint.
+        key: key of the optimizer in the checkpoint.
+        process_group: the ranks that share each tensor.
     """
     ranks = dist.get_process_group_ranks(process_group)
     kind = dist.distributed_c10d._get_pg_default_device(process_group).type

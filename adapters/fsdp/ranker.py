@@ -1,4 +1,4 @@
-"""Which ranks hold the same shard of a model: SMP's ``state.ranker``, found out from the model."""
+"""Find out from a model which ranks hold the same shard, like SMP's ``state.ranker``."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ log = logging.getLogger("mlflash")
 
 
 class Ranker:
-    """Replicas of each shard. Collective over all ranks of torch.distributed.
+    """Knows which ranks hold each shard of a model. Collective over all ranks of torch.distributed.
 
     Args:
-        model: FSDP1, FSDP2, of DTensors, or DDP. In any other each rank is taken to hold what no other one holds; so it
-            is, with a warning, where some parameters are left out of these, such as experts.
-        part: what this rank holds, such as its checkpoint id (``f"tp{tp}_ep{ep}_fsdp{shard}"``): the ranks that say the
-            same are replicas. Default: as the model says.
+        model: a model of FSDP1, FSDP2, DTensors or DDP. For any other model mlflash assumes that no two ranks hold the
+            same. It also does so, with a warning, if some parameters belong to none of these, as experts may.
+        part: a name of what this rank holds, such as its checkpoint id (``f"tp{tp}_ep{ep}_fsdp{shard}"``). Ranks with
+            the same name are replicas. Default: mlflash finds out from the model.
 
     Attributes:
-        shard: the number of this rank's shard, from 0 on, for checkpoint ids such as ``f"tp0_ep0_fsdp{shard}"``.
+        shard: number of this rank's shard, from 0 on, for checkpoint ids such as ``f"tp0_ep0_fsdp{shard}"``.
     """
 
     def __init__(self, model: torch.nn.Module, part: str | None = None):
@@ -37,21 +37,21 @@ class Ranker:
         self.shard = next(n for n, ranks in enumerate(self._groups) if dist.get_rank() in ranks)
 
     def get_rep_groups(self) -> list[list[int]]:
-        """The ranks that hold each shard; all ranks have the same list, so that all can make the same groups of it."""
+        """Give the ranks that hold each shard. All ranks get the same list, so that all can make the same groups."""
         return [list(ranks) for ranks in self._groups]
 
     def get_rep_rank(self, rank: int) -> int:
-        """The number of a rank among those that hold the same shard."""
+        """Give the number of a rank among the ranks that hold the same shard."""
         return next(ranks.index(rank) for ranks in self._groups if rank in ranks)
 
 
 def with_other_shards(model: torch.nn.Module) -> set[int]:
-    """The ranks that hold other parts of what this one holds parts of, as far as the model knows. Not collective."""
+    """Give the ranks that hold other shards of this rank's tensors, according to the model. Not collective."""
     return {rank for _, alike, ranks in _places(model) for rank in ranks - alike}
 
 
 def _replicas(model: torch.nn.Module) -> set[int]:
-    """All ranks that hold what this one holds, as far as the model knows."""
+    """Give all ranks that hold the same as this one, according to the model."""
     found, known = set(range(dist.get_world_size())), set[int]()
     for parameters, alike, _ in _places(model):
         known |= parameters
@@ -64,7 +64,7 @@ def _replicas(model: torch.nn.Module) -> set[int]:
 
 
 def _places(model: torch.nn.Module) -> Iterator[tuple[set[int], set[int], set[int]]]:
-    """Parameters by their ids, the ranks that hold the same part of them, and all ranks that hold a part of them."""
+    """Give ids of parameters, the ranks that hold the same part of these, and all ranks that hold a part of these."""
     me = dist.get_rank()
     for module in model.modules():
         if isinstance(module, DistributedDataParallel):
@@ -85,7 +85,7 @@ def _places(model: torch.nn.Module) -> Iterator[tuple[set[int], set[int], set[in
 
 
 def _alike(parameter: DTensor) -> set[int]:
-    """The ranks of a parameter's mesh that hold the same part of it."""
+    """Give the ranks of a parameter's mesh that hold the same part of the parameter."""
     mesh, mine = parameter.device_mesh, parameter.device_mesh.get_coordinate()
     assert mine is not None, "this rank is not in the mesh of its own parameter"
     part = tuple(slice(None) if placement.is_replicate() else place

@@ -1,4 +1,4 @@
-"""Whether the ranks of a process group can save a state dict together: what they hold must not differ by rank alone."""
+"""Checks whether the ranks of a process group can save a state dict together."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ log = logging.getLogger("mlflash")
 
 
 def refuse_other_shards(state_dict: Mapping[str, Any], ranks: Sequence[int]) -> None:
-    """Refuse a local state dict where other ranks of the group have other shards under its names. Not collective.
+    """Refuse a local state dict if other ranks of the group have other shards under the same names. Not collective.
 
     Raises:
-        StateError: they are named.
+        StateError: some ranks have. ``found`` lists them.
     """
     if isinstance(state_dict, LocalState) and (others := sorted(state_dict.others & set(ranks))):
         raise StateError(
@@ -37,10 +37,10 @@ def refuse_other_shards(state_dict: Mapping[str, Any], ranks: Sequence[int]) -> 
 
 
 def refuse_missing_shards(state_dict: Mapping[str, Any], ranks: Sequence[int]) -> None:
-    """Refuse DTensors of which the group does not hold all. Not collective.
+    """Refuse DTensors if the group does not hold all of their shards. Not collective.
 
     Raises:
-        StateError: the first one is named.
+        StateError: shards are missing. ``tensor`` is the first such DTensor.
     """
     whole = set[tuple[Any, ...]]()
     for name, value in flatten_state_dict(dict(state_dict))[0].items():
@@ -60,14 +60,14 @@ def refuse_missing_shards(state_dict: Mapping[str, Any], ranks: Sequence[int]) -
 
 
 def warn_of_unlike(state_dict: Mapping[str, Any], ranks: Sequence[int], group: Any) -> None:
-    """Warn where tensors differ that count as the same on all ranks, so that one rank's is saved for all.
+    """Warn if tensors differ between ranks although one rank's values are saved for all.
 
     Collective over the group.
 
     Args:
-        state_dict: of tensors that nobody changes.
-        ranks: of the world, in the order of the group.
-        group: of theirs.
+        state_dict: its tensors must not change during the call.
+        ranks: ranks of the world, in the order of the group.
+        group: gloo group of these ranks.
     """
     plain = (torch.Tensor, torch.nn.Parameter)
     mine = {name: xxhash.xxh3_64_intdigest(live_bytes(value).data)

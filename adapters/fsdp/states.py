@@ -1,9 +1,9 @@
 """State dicts of a model and its optimizer: local, sharded and full.
 
-local    what this rank has, as plain tensors in the memory of the live ones: no collective, and loading fills the
-live model. Goes back to the same number of shards only, with any number of replicas.
-sharded  DTensors or ShardedTensors by parameter name: can be loaded on any number of ranks.
-full     whole tensors on rank 0, for export.
+local    What this rank has, as plain tensors that share the memory of the live ones. Making it sends no message, and a
+load fills the live model. It can be loaded only on the same number of shards, with any number of replicas.
+sharded  DTensors or ShardedTensors by parameter name. It can be loaded on any number of ranks.
+full     Whole tensors on rank 0, for export.
 """
 
 from __future__ import annotations
@@ -28,20 +28,21 @@ class LocalState(dict[str, Any]):
     """A local state dict.
 
     Attributes:
-        others: the ranks that hold other shards of the same model: the names of their tensors are those of this one's.
+        others: the ranks that hold other shards of the same model, under the same names.
     """
 
     others: frozenset[int] = frozenset()
 
 
 def local_state_dict(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
-    """What this rank has of a model (FSDP1, FSDP2, DDP or plain) and its optimizer.
+    """Give what this rank has of a model (FSDP1, FSDP2, DDP or plain) and its optimizer.
 
-    Not collective: no message is sent. The tensors are those of the model and the optimizer, so that a load fills them;
-    the optimizer must have its state (see `init_optim_state`).
+    Not collective: it sends no message. The tensors share the memory of the model and the optimizer, so a load fills
+    these. The optimizer must have its state (see `init_optim_state`).
 
     Returns:
-        ``model``, ``optimizer`` where one was given, and a key that says over how many ranks they are sharded.
+        A dict with ``model``, with ``optimizer`` if you gave one, and with a key that says over how many ranks they are
+        sharded.
     """
     tensors = {clean_tensor_name(name): _local(tensor) for name, tensor in _tensors(model)}
     state = LocalState({"model": tensors, f"{DEGREE}{_degree(model)}": True})
@@ -54,14 +55,14 @@ def local_state_dict(model: torch.nn.Module, optimizer: torch.optim.Optimizer | 
 def load_local_state_dict(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, state_dict: Mapping[str, Any]
 ) -> None:
-    """Take over what a load did not fill in place: the optimizer's values that are no tensors.
+    """Put into model and optimizer what a load did not fill in place: values of the optimizer that are not tensors.
 
     Not collective.
 
     Args:
-        model: that `local_state_dict` was given.
-        optimizer: likewise; None: only the model is taken over.
-        state_dict: what it returned, filled by `Checkpoints.load`.
+        model: the model that you gave to `local_state_dict`.
+        optimizer: the optimizer that you gave to it. None: the model only.
+        state_dict: the dict that `local_state_dict` returned and `Checkpoints.load` filled.
     """
     live = {clean_tensor_name(name): _local(tensor) for name, tensor in _tensors(model)}
     for name, tensor in state_dict["model"].items():
@@ -83,9 +84,9 @@ def load_local_state_dict(
 
 
 def sharded_state_dict(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
-    """The sharded state of a model and its optimizer by parameter names, as `get_state_dict` of PyTorch gives it.
+    """Give the sharded state of a model and its optimizer by parameter names, as PyTorch's `get_state_dict` does.
 
-    Collective over the ranks of the model for FSDP1; for FSDP2 no message is sent.
+    With FSDP1 collective over the ranks of the model. With FSDP2 it sends no message.
     """
     model_state, optimizer_state = get_state_dict(model, [] if optimizer is None else optimizer)
     return {"model": model_state} | ({} if optimizer is None else {"optimizer": optimizer_state})
@@ -94,9 +95,9 @@ def sharded_state_dict(model: torch.nn.Module, optimizer: torch.optim.Optimizer 
 def load_sharded_state_dict(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, state_dict: Mapping[str, Any]
 ) -> None:
-    """Put what `sharded_state_dict` gave, and a load filled, into model and optimizer.
+    """Put a state dict of `sharded_state_dict`, after a load filled it, into model and optimizer.
 
-    Collective over the ranks of the model for FSDP1; for FSDP2 no message is sent.
+    With FSDP1 collective over the ranks of the model. With FSDP2 it sends no message.
     """
     optimizers = [] if optimizer is None else optimizer
     set_state_dict(model, optimizers, model_state_dict=state_dict["model"],
@@ -104,7 +105,10 @@ def load_sharded_state_dict(
 
 
 def full_state_dict(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
-    """The whole state, in the CPU memory of rank 0; others get empty dicts. Collective over the ranks of the model."""
+    """Give the whole state in the CPU memory of rank 0.
+
+    Collective over the ranks of the model. Other ranks get empty dicts.
+    """
     # On the CPU there is nothing to offload, and PyTorch 2.13 crashes (SIGSEGV) where FSDP1 tries.
     offload = any(param.device.type != "cpu" for param in model.parameters())
     options = StateDictOptions(full_state_dict=True, cpu_offload=offload)
@@ -115,13 +119,14 @@ def full_state_dict(model: torch.nn.Module, optimizer: torch.optim.Optimizer | N
 
 
 def init_optim_state(optimizer: torch.optim.Optimizer, skip_empty_param: bool = True) -> None:
-    """Make the state of a new optimizer, so that a load can fill it: a step with zero gradients and learning rate.
+    """Make the state of a new optimizer, so that a load can fill it.
 
-    Not collective. An optimizer that has state, or gradients, is left alone. Call it between steps only.
+    It makes one step with zero gradients and a learning rate of zero. Not collective. It does nothing if the optimizer
+    has state, or if a parameter has a gradient. Call it between steps only.
 
     Args:
-        optimizer: of any class.
-        skip_empty_param: make none for parameters of which this rank has nothing.
+        optimizer: an optimizer of any class.
+        skip_empty_param: make no state for parameters of which this rank has no elements.
     """
     params = [param for group in optimizer.param_groups for param in group["params"]]
     if optimizer.state or any(param.grad is not None for param in params):
@@ -141,7 +146,7 @@ def init_optim_state(optimizer: torch.optim.Optimizer, skip_empty_param: bool = 
 
 
 def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """All parameters and persistent buffers by name; of FSDP1 the flat parameters of its units."""
+    """Give all parameters and persistent buffers by name. For units of FSDP1, give their flat parameters."""
     flat: set[int] = set()
     for prefix, module in model.named_modules():
         if isinstance(module, FSDP1) and module._handle is not None:
@@ -161,7 +166,7 @@ _FLAT = "_flat_param"
 
 
 def _degree(model: torch.nn.Module) -> int:
-    """Over how many ranks a model is sharded."""
+    """Give the number of ranks over which a model is sharded."""
     degrees = [1]
     for module in model.modules():
         if isinstance(module, FSDP1) and module.process_group is not None:
