@@ -1,7 +1,8 @@
 """Megatron Bridge: its checkpoint manager, with local checkpoints in the memory of the nodes.
 
-Everything but the manager of local checkpoints stays Bridge's own: what a checkpoint has, persistent checkpoints, when
-which is saved, and that the newer of the two is loaded (of equally new ones the local one).
+Only the manager of local checkpoints is mlflash's. Bridge still decides what a checkpoint contains and when it saves
+which kind. It writes persistent checkpoints itself, and loads the newer of the two kinds (the local one if both are
+equally new).
 
 Example:
     from mlflash.adapters import megatron_bridge
@@ -28,11 +29,12 @@ _settings: dict[str, Any] = {}
 
 
 class MemoryCheckpointManager(DefaultCheckpointManager):
-    """What ``checkpoint.custom_manager_class`` of Megatron Bridge 0.4 and newer names; see `use`.
+    """The class for ``checkpoint.custom_manager_class`` of Megatron Bridge 0.4 and newer. `use` sets it.
 
     Args:
-        checkpoint_config: Bridge's. ``non_persistent_local_ckpt_dir`` names the checkpoints, ``replication`` and
-            ``replication_factor`` F ask for F - 1 copies on other nodes, where `use` was not told otherwise.
+        checkpoint_config: Bridge's configuration. ``non_persistent_local_ckpt_dir`` names the checkpoints.
+            ``replication`` with ``replication_factor`` F makes F - 1 copies on other nodes, unless you gave `use`
+            another ``redundancy``.
     """
 
     def __init__(self, checkpoint_config: Any):
@@ -49,12 +51,13 @@ class MemoryCheckpointManager(DefaultCheckpointManager):
 def use(checkpoint_config: Any, redundancy: str | None = None, enabled: bool = True, **settings: Any) -> None:
     """Let Bridge's local checkpoints (``non_persistent_ckpt_type="local"``) use mlflash.
 
-    Not collective; on all ranks with the same arguments, before Bridge's ``pretrain`` or ``finetune``.
+    Not collective. Call it on all ranks with the same arguments, before Bridge's ``pretrain`` or ``finetune``.
 
     Args:
         checkpoint_config: ``cfg.checkpoint``.
-        redundancy: how they are protected, such as "xor:8". Default: what ``replication`` of the configuration says.
-        enabled: False, or ``MLFLASH_DISABLE=1``: NVRx's own local checkpoints, where it is installed; else none.
+        redundancy: the redundancy scheme, such as "xor:8". Default: what ``replication`` of the configuration says.
+        enabled: False, or ``MLFLASH_DISABLE=1``: Bridge uses NVRx's own local checkpoints if NVRx is installed, and
+            otherwise has none.
         settings: as those of a Checkpointer.
     """
     _settings.clear()

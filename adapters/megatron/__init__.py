@@ -1,16 +1,16 @@
 """Megatron-LM and Megatron Core: local checkpoints and sharded states in the memory of the nodes.
 
-    nvrx          the classes that Megatron looks for, NVRx's own or ours
-    replication   NVRx's replication strategies ↔ redundancy schemes
-    request       a save behind the training, for Megatron's queue
+    nvrx          the classes that Megatron looks for: NVRx's own, or classes of the same names
+    replication   convert NVRx's replication strategies to redundancy schemes
+    request       a save in the background, for Megatron's queue
     local         the manager of local checkpoints
-    persistent    what Megatron itself has written to disk
-    own_files     the same, moved there behind training
-    weights       which are whole at a save, and where they change
-    install       Megatron's own local checkpoints use it
-    padding       what no parameter has in the optimizer's state, saved as zeros
+    persistent    find, load and save Megatron's own checkpoints on disk
+    own_files     move Megatron's own checkpoints to disk in the background
+    weights       which weights are whole at a save, and where weights change
+    install       let Megatron's own local checkpoints use mlflash
+    padding       save padding in the optimizer's state as zeros
     shards        `dist_checkpointing.save` and `load`, in any layout
-    easy          saving every so many iterations, by EasyCkpt's calls
+    easy          save every so many iterations, with EasyCkpt's calls
 
 Example:
     from mlflash.adapters.megatron import install

@@ -1,10 +1,10 @@
-"""Saving every so many iterations, by three calls in a Megatron script of one's own: the calls of EasyCkpt.
+"""Save a Megatron training every so many iterations, with three calls in your own script: the calls of EasyCkpt.
 
-Every ``save_mem_interval`` iterations the training is saved in the memory of the nodes; every ``save_storage_interval``
-iterations it goes on from there to the directory, in the background. Neither Megatron's ``save_checkpoint`` nor its
-flags for local checkpoints are used; what is saved comes from ``sharded_state_dict`` of model and optimizer. With
-``in_background=True`` what goes to the directory is Megatron's own checkpoint, in its own format, written behind
-training. Where mlflash is off Megatron itself saves what would go to the directory, and loads it.
+Every ``save_mem_interval`` iterations the training is saved in the memory of the nodes. Every ``save_storage_interval``
+iterations that checkpoint is also copied to the directory, in the background. The state comes from
+``sharded_state_dict`` of model and optimizer. Megatron's ``save_checkpoint`` and its flags for local checkpoints are
+not used. With ``in_background=True`` the directory gets Megatron's own checkpoints in its own format instead. If
+mlflash is off, Megatron itself saves to the directory and loads from there.
 
 Example:
     from mlflash.adapters.megatron import easy
@@ -60,10 +60,10 @@ class _Running:
 
     Attributes:
         handler: writes the log to a file of its own.
-        pending: waits for the save on its way.
+        pending: waits for the save that is running.
         is_first: whether nothing was saved yet.
-        only_loads: whether it was made by `load_checkpoint`, before `initialize` had said where.
-        files: take Megatron's own checkpoints to the directory.
+        only_loads: whether `load_checkpoint` made it, before `initialize` said where checkpoints are.
+        files: moves Megatron's own checkpoints to the directory.
     """
 
     checkpointer: Checkpointer
@@ -89,26 +89,26 @@ def initialize(
     in_background: bool = False,
     **settings: Any,
 ) -> None:
-    """Set up saving; after Megatron's process groups are there.
+    """Set up saving. Call it after Megatron has made its process groups.
 
-    Collective over all ranks. It may come after `load_checkpoint`, as on EasyCkpt's page, which then looks where a
-    Checkpointer looks by default.
+    Collective over all ranks. You may call it after `load_checkpoint`, as EasyCkpt's page does. Then `load_checkpoint`
+    looks where a Checkpointer looks by default.
 
     Args:
-        save_mem_interval: iterations from one save in memory to the next.
-        save_storage_interval: iterations from one that goes to the directory to the next; 0: none does. It is saved in
+        save_mem_interval: iterations between saves in memory.
+        save_storage_interval: iterations between saves to the directory. 0: save nothing there. Such a save goes to
             memory first, whatever ``save_mem_interval`` is.
-        max_ckpt_num: how many of them stay there; 0: all.
-        log_file_path: file that rank 0's log goes to, besides.
-        enabled: False, or ``MLFLASH_DISABLE=1``: nothing is in memory. Every ``save_storage_interval`` iterations
-            Megatron's own ``save_checkpoint`` writes to ``--save``, and `load_checkpoint` is Megatron's own.
-        in_background: what goes to the directory, Megatron's ``--save``, is written by Megatron's own
-            ``save_checkpoint``, to memory, and moved there behind training. Default: drained, in mlflash's format.
+        max_ckpt_num: number of checkpoints to keep in the directory. 0: all.
+        log_file_path: a file to which rank 0 also writes its log.
+        enabled: False, or ``MLFLASH_DISABLE=1``: nothing is saved in memory. Every ``save_storage_interval`` iterations
+            Megatron's own ``save_checkpoint`` writes to ``--save``, and `load_checkpoint` calls Megatron's own.
+        in_background: True: Megatron's own ``save_checkpoint`` writes the checkpoints for its ``--save`` to memory, and
+            they are moved there while training continues. False: they are drained, in mlflash's format.
         settings: as those of a Checkpointer. ``directory`` is Megatron's ``--save`` by default.
 
     Raises:
-        ConfigError: the intervals make no sense, `load_checkpoint` has looked elsewhere before, or Megatron writes
-            behind training itself.
+        ConfigError: the intervals make no sense, an earlier `load_checkpoint` looked elsewhere, or Megatron itself
+            writes in the background.
     """
     global _running
     moved = [f"{name}={settings[name]!r}" for name in sorted(_PLACES & settings.keys())]
@@ -136,38 +136,38 @@ def initialize(
 
 
 initialize_easyckpt = initialize
-"""EasyCkpt's name of it."""
+"""The same under EasyCkpt's name."""
 
 
 def load_checkpoint(
     model: Any, optimizer: Any, opt_param_scheduler: Any, load_arg: str = "load", strict: bool = True,
     concat: bool = False, skip_load_to_model_and_opt: bool = False, **of_megatron: Any,
 ) -> Any:  # fmt: skip
-    """Load the newest checkpoint that memory, or the directory, can give.
+    """Load the newest checkpoint of memory and the directory.
 
-    Collective over all ranks. Where there is none, that of ``--load`` is loaded, if it is another directory: one that
-    these calls have written, or Megatron. So it is where Megatron's own is newer, in ``--load`` or ``--save``.
+    Collective over all ranks. If there is none, and ``--load`` names another directory, it loads from there what these
+    calls or Megatron wrote. If Megatron's own checkpoint in ``--load`` or ``--save`` is newer, it loads that.
 
     Args:
-        model: one, or the list of them that Megatron makes.
-        optimizer: Megatron's; None: without.
-        opt_param_scheduler: Megatron's; None: without.
-        load_arg: which of Megatron's arguments names that directory.
+        model: a model, or the list of models that Megatron makes.
+        optimizer: Megatron's optimizer. None: load none.
+        opt_param_scheduler: Megatron's scheduler. None: load none.
+        load_arg: the argument of Megatron that names the directory to load from.
         strict: whether the model must have exactly the parameters of the checkpoint.
-        concat: allow another number of data-parallel ranks: what each held of the optimizer's state is put together.
-        skip_load_to_model_and_opt: as Megatron's own: what is loaded into tensors in place is enough, and the
-            ``load_state_dict`` of model and optimizer is not called.
-        of_megatron: ``checkpointing_context``, and what else Megatron calls its own with; it is not looked at.
+        concat: True: allow another number of data-parallel ranks, and put together the parts of the optimizer's state.
+        skip_load_to_model_and_opt: as Megatron's own: load into the tensors in place, and do not call
+            ``load_state_dict`` of model and optimizer.
+        of_megatron: ``checkpointing_context`` and other arguments of Megatron's own call. They are ignored.
 
     Returns:
-        The iteration; 0 where there is no checkpoint. Megatron's ``consumed_train_samples`` are set. Where
-        ``checkpointing_context`` is given, the iteration and the floating point operations so far, as Megatron's own.
+        The iteration; 0 if there is no checkpoint. With ``checkpointing_context``, the iteration and the number of
+        floating point operations so far, as Megatron's own call. It also sets Megatron's ``consumed_train_samples``.
 
     Raises:
-        TypeError: an argument that is not known, in a call that is not Megatron's.
-        StructureMismatch: it was saved by another number of ranks, and ``concat`` is False; or with other tensor or
-            pipeline parallelism.
-        Unrestorable: checkpoints are there, none of them can be loaded, and Megatron has saved none.
+        TypeError: an unknown argument, without ``checkpointing_context``.
+        StructureMismatch: another number of ranks saved the checkpoint and ``concat`` is False, or its tensor or
+            pipeline parallelism was another one.
+        Unrestorable: there are checkpoints, but none can be loaded, and Megatron has saved none.
     """
     if of_megatron and "checkpointing_context" not in of_megatron:
         raise TypeError(f"load_checkpoint() has no argument {', '.join(of_megatron)}")
@@ -215,7 +215,7 @@ def _load(model: Any, optimizer: Any, opt_param_scheduler: Any, load_arg: str, s
 
 
 def _put(state: Any, common: Any, model: Any, optimizer: Any, opt_param_scheduler: Any, strict: bool) -> None:
-    """Put what was loaded into what there is; None: leave it."""
+    """Put what was loaded into the objects of the training. None: skip that object."""
     for number, one in enumerate([] if model is None else _listed(model)):
         _unwrapped(one).load_state_dict(state[f"model{number}"], strict=strict)
     if optimizer is not None:
@@ -228,10 +228,10 @@ def _put(state: Any, common: Any, model: Any, optimizer: Any, opt_param_schedule
 
 
 def save_checkpoint_if_needed(iteration: int, model: Any, optimizer: Any, opt_param_scheduler: Any) -> None:
-    """Save an iteration, if it is one of those; to be called after each.
+    """Save an iteration if it is due. Call it after each iteration.
 
-    Collective over all ranks. When it returns the training may go on; what is due for the directory is drained behind.
-    A save that fails is a warning at the next one, and the checkpoint before it stays.
+    Collective over all ranks. When it returns, training may go on. What is due for the directory is drained in the
+    background. A save that fails logs a warning at the next save, and the checkpoint before it stays.
     """
     running = _needed()
     goes_on = bool(running.storage_interval) and iteration % running.storage_interval == 0
@@ -264,7 +264,7 @@ def save_checkpoint_if_needed(iteration: int, model: Any, optimizer: Any, opt_pa
 
 
 def close() -> None:
-    """Wait for what is on its way to memory and to the directory, and end. Collective over all ranks."""
+    """Wait for running saves to memory and to the directory, and close. Collective over all ranks."""
     global _running
     running, _running = _running, None
     if running is None:
@@ -284,11 +284,11 @@ def _newest_of_ours(checkpointer: Checkpointer, other: Any, instead: Any) -> tup
     """Find the newest checkpoint of mlflash in memory and the directory, else in another one. Collective.
 
     Args:
-        other: it; None: there is none.
-        instead: Megatron's own, where there is one, so that checkpoints which cannot be used are a warning.
+        other: the other directory. None: there is none.
+        instead: Megatron's own checkpoint, if there is one. Then unusable checkpoints are only a warning.
 
     Raises:
-        Unrestorable: checkpoints are there, none of them can be loaded, and there is nothing else.
+        Unrestorable: there are checkpoints, but none can be loaded, and there is nothing else.
     """
     unusable: Unrestorable | None = None
     for source in (None, other) if other is not None else (None,):
@@ -314,12 +314,12 @@ def _needed() -> _Running:
 
 
 def _directory() -> Any:
-    """Where checkpoints go by default."""
+    """Give the default directory for checkpoints."""
     return getattr(persistent.arguments(), "save", None)
 
 
 def _end_pending(running: _Running) -> None:
-    """Wait for the save on its way."""
+    """Wait for the running save."""
     pending, running.pending = running.pending, None
     if pending is not None:
         try:
@@ -329,7 +329,7 @@ def _end_pending(running: _Running) -> None:
 
 
 def _told_by_first(look: Callable[[], Any]) -> Any:
-    """What rank 0 sees, told to all by torch.distributed, as there is no MPI where mlflash is off. Collective."""
+    """Tell all ranks what rank 0 sees, through torch.distributed: if mlflash is off, there is no MPI. Collective."""
     told = [look() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(told, 0)
     return told[0]
@@ -357,7 +357,7 @@ def _check(saved: dict[str, int], here: dict[str, int], concat: bool, iteration:
 
 
 def _state_of(model: Any, optimizer: Any, with_rng: bool, is_loading: bool = False) -> dict[str, Any]:
-    """What is saved of a training, as Megatron's own sharded state."""
+    """Give what is saved of a training, as Megatron's sharded state."""
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     metadata = {"distrib_optim_sharding_type": _CUT, "singleton_local_shards": False,
                 "chained_optim_avoid_prefix": True, "dp_cp_group": group}  # fmt: skip
@@ -385,7 +385,7 @@ def _listed(model: Any) -> Sequence[Any]:
 
 
 def _unwrapped(model: Any) -> Any:
-    """The model without what DDP and mixed precision put around it."""
+    """Give the model without the wrappers of DDP and mixed precision."""
     while hasattr(model, "module"):
         model = model.module
     return model

@@ -1,7 +1,7 @@
-"""Megatron's own local checkpoints, moved to slots: where Megatron looks for NVRx's manager it finds ours.
+"""Let Megatron's own local checkpoints use slots: Megatron finds mlflash's manager where it looks for NVRx's.
 
-Megatron-LM, Megatron Bridge and NeMo make their manager from names of `nvidia_resiliency_ext`, when they need it. Those
-names are given other values here; where NVRx is not installed, modules of its name are made that have these names only.
+Megatron-LM, Megatron Bridge and NeMo make their manager from names of `nvidia_resiliency_ext` when they need it. This
+module replaces the values of those names. If NVRx is not installed, it makes modules that have only these names.
 """
 
 from __future__ import annotations
@@ -21,16 +21,17 @@ _LOCAL = "nvidia_resiliency_ext.checkpointing.local"
 
 
 def install(redundancy: str | None = None, enabled: bool = True, **settings: Any) -> None:
-    """Let ``--non-persistent-ckpt-type local`` of Megatron use mlflash; to be called before its ``pretrain``.
+    """Let Megatron's ``--non-persistent-ckpt-type local`` use mlflash. Call it before Megatron's ``pretrain``.
 
-    Not collective; on all ranks with the same arguments. The flags keep their meaning:
-    ``--non-persistent-save-interval`` and ``--non-persistent-local-ckpt-algo`` are Megatron's;
-    ``--non-persistent-local-ckpt-dir`` names the checkpoints, and nothing is written there; ``--replication
-    --replication-factor F`` asks for F - 1 copies on other nodes, whatever ``--replication-jump`` is.
+    Not collective. Call it on all ranks with the same arguments. ``--non-persistent-save-interval`` and
+    ``--non-persistent-local-ckpt-algo`` work as before. ``--non-persistent-local-ckpt-dir`` names the checkpoints;
+    nothing is written there. ``--replication --replication-factor F`` makes F - 1 copies on other nodes, and
+    ``--replication-jump`` has no effect.
 
     Args:
-        redundancy: how they are protected, such as "xor:8", whatever ``--replication`` says.
-        enabled: False, or ``MLFLASH_DISABLE=1``: NVRx's own local checkpoints, where it is installed; else none.
+        redundancy: the redundancy scheme, such as "xor:8". It replaces what ``--replication`` asks for.
+        enabled: False, or ``MLFLASH_DISABLE=1``: Megatron uses NVRx's own local checkpoints if NVRx is installed, and
+            otherwise has none.
         settings: as those of a Checkpointer.
 
     Example:
@@ -42,7 +43,7 @@ def install(redundancy: str | None = None, enabled: bool = True, **settings: Any
         return
 
     class Installed(LocalCheckpoints):
-        """What Megatron makes of its flags."""
+        """The manager that Megatron makes from its flags."""
 
         def __init__(
             self, root_local_ckpt_dir: str | os.PathLike[str], session_id: str = "", repl_strategy: Any = None
@@ -75,9 +76,9 @@ def checkpointing_context(
     local_ckpt_dir: str | os.PathLike[str], session_id: str = "", repl_strategy: Any = None, enabled: bool = True,
     **settings: Any,
 ) -> dict[str, Any]:  # fmt: skip
-    """Make the ``checkpointing_context`` of a training loop of one's own: for Megatron's load and save_checkpoint.
+    """Make the ``checkpointing_context`` for Megatron's load_checkpoint and save_checkpoint in your own training loop.
 
-    Not collective; the arguments are those of `LocalCheckpoints`.
+    Not collective. The arguments are those of `LocalCheckpoints`.
     """
     manager = LocalCheckpoints(local_ckpt_dir, session_id, repl_strategy, enabled=enabled, **settings)
     nvrx.work_without_nvrx()
@@ -85,11 +86,11 @@ def checkpointing_context(
 
 
 def _module(name: str) -> types.ModuleType:
-    """Import a module; where there is none, make an empty one, and the packages it is in."""
+    """Import a module. If there is none, make an empty one and the packages around it."""
     try:
         return importlib.import_module(name)
     except ImportError:
-        made = types.ModuleType(name, "Stands for a module of NVRx, which is not installed.")
+        made = types.ModuleType(name, "Replaces a module of NVRx, which is not installed.")
         made.__path__ = []
         made.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=True)
         parent, _, own = name.rpartition(".")

@@ -1,10 +1,10 @@
 """The manager of Megatron's local checkpoints, on slots in node memory instead of files.
 
 Megatron and NVRx give it a *tensor-aware state dict*: an object whose tensors can be taken out and put back. The
-tensors go straight into the slot; the rest of the object travels with them, as a pickle that a restricted loader reads.
+tensors go straight into the slot. The rest of the object is saved with them as a pickle that a restricted loader reads.
 
-Behaves as NVRx's ``BaseCheckpointManager`` (nvidia-resiliency-ext 0.4 to 0.7) as its callers see it; what differs is
-written at each method.
+To its callers it behaves like NVRx's ``BaseCheckpointManager`` (nvidia-resiliency-ext 0.4 to 0.7). Each method says
+where it differs.
 """
 
 from __future__ import annotations
@@ -41,25 +41,25 @@ _ROOM_NBYTES = 64 << 10  # the pickle takes a multiple of this, so that the layo
 class LocalCheckpoints(BaseCheckpointManager):
     """Saves and loads tensor-aware state dicts in the memory of the nodes.
 
-    All ranks of torch.distributed have to be the ranks of the launcher, see `mlflash.adapters.distributed`. It is made
-    at the first call that is collective, as Megatron makes its manager before its process groups. A manager that is
-    made anew in the same process, with the same names, takes over from the one before, which then need not be closed.
+    The ranks of torch.distributed must be those of the launcher, see `mlflash.adapters.distributed`. The first
+    collective call makes the Checkpointer, because Megatron makes its manager before its process groups. If you make a
+    new manager with the same names in the same process, it takes over from the one before, which you need not close.
 
     Args:
-        local_ckpt_dir: names the checkpoints; nothing is written there. Two trainings on the same nodes need two.
-        session_id: tells the checkpoints of one training from another's under the same directory.
-        repl_strategy: how they are protected on other nodes: a scheme ("copy", "xor:8", ...), or one of NVRx's
-            strategies: with replication factor F it means F - 1 copies. None: not at all.
-        directory: where the checkpoints go that are drained or scavenged, and come back from where memory has none
-            that is newer; then it names them, too. Default: none.
-        enabled: False, or ``MLFLASH_DISABLE=1``: none is saved, and none is found.
-        instead: what training can go on from besides, such as the path of a checkpoint on disk. Where there is
-            something, or Megatron has a persistent checkpoint, those that cannot be loaded are a warning, and -1.
+        local_ckpt_dir: names the checkpoints; nothing is written there. Two trainings on the same nodes need two names.
+        session_id: distinguishes trainings that have the same directory.
+        repl_strategy: the protection on other nodes: a scheme ("copy", "xor:8", ...) or a strategy of NVRx, which
+            means F - 1 copies for replication factor F. None: no protection.
+        directory: where checkpoints are drained or scavenged to. A load takes them from there if memory has no newer
+            one. If you give it, it names the checkpoints instead of ``local_ckpt_dir``. Default: none.
+        enabled: False, or ``MLFLASH_DISABLE=1``: nothing is saved and nothing is found.
+        instead: what training can start from otherwise, such as the path of a checkpoint on disk. If you give it, or
+            Megatron has a persistent checkpoint, `find_latest` only warns of checkpoints that cannot be loaded.
         settings: as those of a Checkpointer.
 
     Attributes:
-        latest_iteration: what `find_latest` found; -1 before.
-        persistent_dir: where persistent checkpoints are; None: where Megatron's ``--load`` says.
+        latest_iteration: what `find_latest` found; -1 before that.
+        persistent_dir: directory of Megatron's persistent checkpoints. None: that of Megatron's ``--load``.
     """
 
     def __init__(self, local_ckpt_dir: str | os.PathLike[str], session_id: str = "", repl_strategy: Any = None,
@@ -78,7 +78,7 @@ class LocalCheckpoints(BaseCheckpointManager):
 
     @property
     def rank(self) -> int:
-        """Rank in torch.distributed; 0 without it."""
+        """Rank in torch.distributed. 0 without torch.distributed."""
         if torch.distributed.is_initialized():
             return int(torch.distributed.get_rank())
         log.warning("Torch distributed backend has not been initialized.")
@@ -86,12 +86,12 @@ class LocalCheckpoints(BaseCheckpointManager):
 
     @property
     def local_ckpt_dir(self) -> Path:
-        """Where a file of this rank would be, for callers that print it."""
+        """Path that a file of this rank would have, for callers that print it."""
         return self.root_local_ckpt_dir / self.session_id / str(self.rank)
 
     @property
     def checkpointer(self) -> Checkpointer:
-        """The Checkpointer underneath. Collective over all ranks, the first time, and where another manager had it."""
+        """The Checkpointer underneath. The first use by a manager makes it, which is collective over all ranks."""
         job = self._settings["job"]
         if self._made is None or _open.get(job) is not self._made:
             if (before := _open.pop(job, None)) is not None:
@@ -104,18 +104,18 @@ class LocalCheckpoints(BaseCheckpointManager):
         return self._made
 
     def find_latest(self) -> int:
-        """Find the newest iteration of which every rank's checkpoint can be had, from copies or parity too.
+        """Find the newest iteration that every rank can load, if necessary from copies or parity.
 
-        Collective over all ranks. Every byte of it is verified, unlike NVRx's, so that an older one is found where it
-        is damaged beyond repair. What was found is remembered until the next save.
+        Collective over all ranks. Unlike NVRx's method it verifies every byte, and finds an older iteration if the
+        newest is damaged beyond repair. The result is kept until the next save.
 
         Returns:
-            It; -1 where there is none, or where it was saved by another number of ranks. Where there is a directory,
-            what was drained there counts, too.
+            The iteration. -1 if there is none, or if another number of ranks saved it. With ``directory``, it also
+            finds what was drained there.
 
         Raises:
-            Unrestorable: checkpoints are there, none of them can be loaded, Megatron has no persistent one, and
-                nothing was given as ``instead``.
+            Unrestorable: there are checkpoints, but none can be loaded, Megatron has no persistent one, and you gave
+                nothing as ``instead``.
         """
         if self.latest_iteration == -1:
             adapting = self.checkpointer.adapting
@@ -126,17 +126,17 @@ class LocalCheckpoints(BaseCheckpointManager):
         return self.latest_iteration
 
     def load(self) -> tuple[Any, CkptID]:
-        """Load what `find_latest` found; every byte of it verified on all ranks. May be called again.
+        """Load what `find_latest` found. All ranks verify every byte. You may call it again.
 
         Collective over all ranks.
 
         Returns:
-            The tensor-aware state dict, its tensors on the devices where they were, and ``(iteration, rank,
+            The tensor-aware state dict, with its tensors on the devices where they were, and ``(iteration, rank,
             session_id)``.
 
         Raises:
-            CheckpointingException: `find_latest` was not called, or found nothing; on all ranks, where what it found
-                cannot be loaded.
+            CheckpointingException: `find_latest` was not called or found nothing; or the checkpoint cannot be loaded,
+                which all ranks raise.
         """
         if self.latest_iteration == -1:
             raise CheckpointingException("The 'find_latest' method must be called before invoking the 'load' function.")
@@ -151,24 +151,24 @@ class LocalCheckpoints(BaseCheckpointManager):
         return loaded, (iteration, self.rank, self.session_id)
 
     def save(self, state_dict: Any, iteration: int, is_async: bool = False) -> Any:
-        """Save a tensor-aware state dict; when this returns the training may change its tensors.
+        """Save a tensor-aware state dict. When this returns, training may change its tensors.
 
-        Collective over all ranks. Unlike NVRx's, no file is left behind by a save that fails, no tensor of the caller
-        is replaced by a copy or a placeholder, and the checkpoint before the newest one is kept in memory, too.
+        Collective over all ranks. Unlike NVRx's method, a failed save leaves no file behind, no tensor of yours is
+        replaced by a copy or a placeholder, and memory also keeps the checkpoint before the newest.
 
         Args:
-            state_dict: has ``pop_tensors`` and ``insert_tensors``; where these raise NotImplementedError, it is pickled
-                with its tensors, which go into the slot all the same.
-            iteration: larger than that of the newest checkpoint; one whose save has failed may come again.
-            is_async: do not wait for the commit.
+            state_dict: has ``pop_tensors`` and ``insert_tensors``. If these raise NotImplementedError, the whole
+                object is pickled; its tensors still go straight into the slot.
+            iteration: larger than that of the newest checkpoint. You may repeat an iteration whose save failed.
+            is_async: True: do not wait for the commit.
 
         Returns:
-            None; with ``is_async`` a request for any queue of NVRx or Megatron. What its worker does is to wait for the
-            commit, so that its finalizing function need not.
+            None. With ``is_async`` a request for any queue of NVRx or Megatron. Its worker waits for the commit, so
+            that its finalizing function need not wait.
 
         Raises:
-            CheckpointingException: on all ranks, where it failed on any; the older checkpoint is untouched. With
-                ``is_async`` from the finalizing function.
+            CheckpointingException: the save failed on some rank. All ranks raise it, with ``is_async`` in the
+                finalizing function. The older checkpoint is untouched.
         """
         self._ckpt_id(iteration)  # refuses a negative one
         assert self.latest_iteration < iteration, (
@@ -220,14 +220,14 @@ class LocalCheckpoints(BaseCheckpointManager):
         return snapshot
 
     def close(self) -> None:
-        """Wait for the saves so far and free everything but the checkpoints. Collective over all ranks."""
+        """Wait for all saves so far and free everything but the checkpoints. Collective over all ranks."""
         if self._made is not None:
             made, self._made = self._made, None
             if _open.get(self._settings["job"]) is made:
                 del _open[self._settings["job"]]
             made.close()
 
-    # What NVRx's users call, and the hooks that its class leaves to subclasses: files are what they are for.
+    # What NVRx's users call, and the hooks that its class leaves to subclasses. They are made for files.
 
     def _ckpt_id(self, iteration: int) -> CkptID:
         if iteration < 0:
@@ -235,7 +235,7 @@ class LocalCheckpoints(BaseCheckpointManager):
         return iteration, self.rank, self.session_id
 
     def _filename_from_template(self, iteration: int | str, rank: int | str, extra_suffix: str = "") -> str:
-        """The name that NVRx's file of an iteration would have."""
+        """Give the name that NVRx's file of an iteration would have."""
         digits = f"{iteration:07d}" if isinstance(iteration, int) else iteration
         return f"iter_{digits}_{rank}_local{extra_suffix}.pt"
 
@@ -244,7 +244,7 @@ class LocalCheckpoints(BaseCheckpointManager):
         return int(iteration), int(rank), self.session_id
 
     def _local_ckpt_path_from_id(self, ckpt_id: CkptID, is_dirty: bool = False) -> Path:
-        """Where NVRx's file of a checkpoint would be; there is none."""
+        """Give the path that NVRx's file of a checkpoint would have. There is no such file."""
         return self.local_ckpt_dir / self._filename_from_template(*ckpt_id[:2], ".dirty" if is_dirty else "")
 
     def _my_ckpt_ids(self) -> list[CkptID]:
@@ -257,17 +257,17 @@ class LocalCheckpoints(BaseCheckpointManager):
         raise CheckpointingException("all ranks write slots together: call save()")
 
     def _cleanup(self, iteration: int) -> None:
-        """Nothing: an older slot is written over."""
+        """Do nothing: the next save overwrites an older slot."""
 
     def _cleanup_failed_save(self, iteration: int) -> None:
-        """Nothing: a slot that was not committed is never looked at."""
+        """Do nothing: a slot that was not committed is never read."""
 
 
 class _Apart:
-    """A tensor-aware state dict as a state: a pickle that pads to the same length each time, and tensors.
+    """A tensor-aware state dict as a state: its tensors, and a pickle that is padded to the same length each time.
 
     Args:
-        whole: see `LocalCheckpoints.save`; is left as it was.
+        whole: see `LocalCheckpoints.save`. It is unchanged afterwards.
     """
 
     def __init__(self, whole: Any):
@@ -291,7 +291,7 @@ class _Apart:
 
 
 def _together(state: dict[str, Any]) -> Any:
-    """Make what was taken apart whole again, with its tensors on the devices where they were."""
+    """Put a tensor-aware state dict together again, with its tensors on the devices where they were."""
     whole, tensors = pickles.load(state["pickled"].tobytes(), state["tensors"])
     if tensors is not None:
         whole.insert_tensors(tensors)

@@ -1,6 +1,6 @@
-"""The classes of nvidia-resiliency-ext that Megatron, NeMo and Bridge look for: NVRx's own where it is installed.
+"""The classes of nvidia-resiliency-ext (NVRx) that Megatron, NeMo and Bridge look for.
 
-Without it the same names with the same meaning, so that nothing here needs it.
+If NVRx is installed, they are its own. Otherwise this module defines the same names with the same meaning.
 """
 
 from __future__ import annotations
@@ -27,34 +27,35 @@ except ImportError:
         """A local checkpoint was not saved, or cannot be loaded."""
 
     class SameMachineReplicationException(CheckpointingException):  # type: ignore[no-redef]
-        """A file was there already. It is never raised: there are no files."""
+        """A file existed already. It is never raised, because there are no files."""
 
         def __init__(self, ckpt_id: object):
             super().__init__(f"Checkpoint '{ckpt_id}' already exists on the same machine.")
 
     class NoReplicasAvailableError(Exception):  # type: ignore[no-redef]
-        """No rank has a copy. It is never raised: `LocalCheckpoints.find_latest` finds an older checkpoint, or none."""
+        """No rank has a copy. Never raised: then `LocalCheckpoints.find_latest` finds an older checkpoint or none."""
 
     class ReplicationStrategy:  # type: ignore[no-redef]
-        """What strategies have in common; one of your own is refused where it is used."""
+        """The base class of strategies. A strategy of your own is refused when it is used."""
 
     class TensorAwareStateDict:  # type: ignore[no-redef]
         """A state dict whose tensors can be taken out and put back."""
 
     class BaseCheckpointManager:  # type: ignore[no-redef]
-        """What managers of local checkpoints have in common."""
+        """The base class of managers of local checkpoints."""
 
 
 def stands_aside(enabled: bool) -> bool:
-    """Whether Megatron's local checkpoints are to be NVRx's own: mlflash is off, and NVRx is there.
+    """Whether Megatron should use NVRx's own local checkpoints: mlflash is off, and NVRx is installed.
 
-    Where it is not, Megatron could not even start with them: then `LocalCheckpoints` stays, and saves nothing.
+    Without NVRx, Megatron could not even start with local checkpoints. Then it gets a `LocalCheckpoints` that saves
+    nothing.
     """
     return turned_off(enabled) and HAVE_NVRX
 
 
 def work_without_nvrx() -> None:
-    """Let Megatron make its tensor-aware state dicts where NVRx, whose base class they would have, is not installed."""
+    """Let Megatron make tensor-aware state dicts even if NVRx, which has their base class, is not installed."""
     from megatron.core.dist_checkpointing import tensor_aware_state_dict
 
     tensor_aware_state_dict.HAVE_NVRX = True

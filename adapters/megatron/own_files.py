@@ -1,7 +1,7 @@
-"""Megatron's own checkpoints: it writes them to memory, and they are moved to ``--save`` behind training.
+"""Megatron's own checkpoints: Megatron writes them to memory, and they are moved to ``--save`` in the background.
 
-They are the files that Megatron writes, so that it loads them without mlflash; a checkpoint has its name when all files
-of all ranks are there, and ``latest_checkpointed_iteration.txt`` names it after that.
+The files are Megatron's, so Megatron loads them without mlflash. A checkpoint gets its name when all files of all ranks
+have arrived. After that ``latest_checkpointed_iteration.txt`` names it.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from .persistent import TRACKER
 
 
 class OwnFiles:
-    """Those of one training. Collective over all ranks; close it.
+    """Moves Megatron's own checkpoints of one training. Collective over all ranks. Close it at the end.
 
     Args:
-        arguments: Megatron's.
-        checkpointer: that of the training.
-        most: how many of them stay; 0: all.
+        arguments: Megatron's arguments.
+        checkpointer: the training's Checkpointer.
+        most: number of checkpoints to keep. 0: all.
 
     Raises:
-        ConfigError: Megatron has no directory, writes behind training itself, or deletes checkpoints itself.
+        ConfigError: Megatron has no directory, or itself writes in the background or deletes checkpoints.
     """
 
     def __init__(self, arguments: Any, checkpointer: Checkpointer, most: int):
@@ -43,14 +43,14 @@ class OwnFiles:
         self._written: collections.deque[str] = collections.deque()
 
     def save(self, iteration: int, save: Callable[[], None]) -> None:
-        """Have Megatron write a checkpoint to memory; where some rank has no room there, to its directory. Collective.
+        """Let Megatron write a checkpoint to memory, or to its directory if some rank has no room. Collective.
 
         Args:
-            iteration: of the training.
+            iteration: iteration of the training.
             save: calls Megatron's ``save_checkpoint``.
 
         Raises:
-            SaveFailed: with ``strict``, on all ranks, where the one before was not moved.
+            SaveFailed: only with ``strict``, on all ranks: the checkpoint before could not be moved.
         """
         from megatron.training import checkpointing
 
@@ -76,15 +76,15 @@ class OwnFiles:
             self._files.when_moved(self._delete)
 
     def finish(self) -> None:
-        """Wait until all is in its directory. Not collective."""
+        """Wait until all checkpoints are in the directory. Not collective."""
         self._files.finish()
 
     def close(self) -> None:
-        """Let the rest be moved; nobody waits for it. Not collective."""
+        """Close without waiting. The rest is still moved in the background. Not collective."""
         self._files.close()
 
     def _delete(self) -> None:
-        """Delete the oldest of those that this training has written."""
+        """Delete the oldest checkpoints that this training wrote, beyond the number to keep."""
         while len(self._written) > self._most:
             oldest = self._written.popleft()
             if self._is_first:

@@ -1,7 +1,7 @@
-"""Padding in the state of Megatron's distributed optimizer: it is saved as zeros, not as whatever the memory held.
+"""Save padding in the state of Megatron's distributed optimizer as zeros, not as whatever the memory held.
 
-Where its shards do not meet, the optimizer fills the gaps of a checkpoint with ``torch.empty``. Nobody reads these
-values, yet they are saved: two saves of one state would differ, and a check of values would report them.
+The optimizer fills gaps between its shards with ``torch.empty`` in a checkpoint. Nothing reads these values, but they
+are saved. Without zeros, two saves of one state would differ, and a check of values would report them.
 """
 
 from __future__ import annotations
@@ -12,14 +12,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 _METHODS = ("sharded_param_state_dp_reshardable", "sharded_param_state_fs_bucket_space")
-"""Of Megatron Core from 0.15 on, and of older ones."""
+"""The method of Megatron Core from 0.15 on, and that of older versions."""
 
 
 def fill_with_zeros() -> None:
-    """Let the distributed optimizer of this process give zeros as padding, from now on. Not collective.
+    """Let the distributed optimizers of this process give zeros as padding from now on. Not collective.
 
-    Nothing is changed where this was called before, where Megatron's optimizer is not imported, and where it has no
-    such padding.
+    This changes nothing if it was called before, if Megatron's optimizer is not imported, or if that has no padding.
     """
     module = sys.modules.get("megatron.core.optimizer.distrib_optimizer")
     optimizer = getattr(module, "DistributedOptimizer", None)
@@ -44,7 +43,7 @@ def _with_zeros(tell: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _padding(state: Any) -> Iterator[dict[str, Any]]:
-    """What holds nothing but padding, of a state: ``{"param": ShardedTensor, ..., "padding": True}``, some way down."""
+    """Find the dicts in a nested state that are padding: ``{"param": ShardedTensor, ..., "padding": True}``."""
     if isinstance(state, dict) and "padding" in state:
         mark = state["padding"]
         if getattr(mark, "obj", mark) is True:

@@ -1,4 +1,4 @@
-"""Which checkpoint Megatron itself has written to disk: what a training goes on from besides those in memory."""
+"""Megatron's own checkpoints on disk, from which a training can also start."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 
 
 def arguments() -> Any:
-    """Megatron's; none where this is a training loop without them, though it may import Megatron's."""
+    """Give Megatron's arguments. They are empty in a training loop that does not set them."""
     training = sys.modules.get("megatron.training")
     try:
         return argparse.Namespace() if training is None else training.get_args()
@@ -24,9 +24,10 @@ def arguments() -> Any:
 
 
 def newest(given: Any, load_arg: str) -> tuple[int, str]:
-    """The newest iteration that Megatron itself has saved, and the argument that names its directory. Not collective.
+    """Find the newest iteration that Megatron itself saved, and the argument that names its directory. Not collective.
 
-    That is ``load_arg``, or "save": while mlflash was off Megatron wrote there. 0: there is none.
+    The argument is ``load_arg``, or "save", because Megatron writes there while mlflash is off. The iteration is 0 if
+    there is none.
     """
     found = {which: iteration_in(getattr(given, which, None)) for which in (load_arg, "save")}
     which = max(found, key=found.__getitem__)  # of equally new ones that which was asked for
@@ -34,7 +35,7 @@ def newest(given: Any, load_arg: str) -> tuple[int, str]:
 
 
 def iteration_in(directory: Any) -> int:
-    """The newest iteration that Megatron itself has saved in a directory; 0: none. Not collective."""
+    """Find the newest iteration that Megatron itself saved in a directory. 0: none. Not collective."""
     try:
         said = "" if directory is None else Path(directory, TRACKER).read_text().strip()
     except OSError:
@@ -43,15 +44,15 @@ def iteration_in(directory: Any) -> int:
 
 
 def load(model: Sequence[Any], optimizer: Any, opt_param_scheduler: Any, which: str, strict: bool) -> int:
-    """Let Megatron load what it has saved itself. Collective over all ranks.
+    """Let Megatron load its own checkpoint. Collective over all ranks.
 
     Args:
-        model: the list of them that Megatron makes.
+        model: the list of models that Megatron makes.
         optimizer, opt_param_scheduler, strict: as those of Megatron's ``load_checkpoint``.
         which: the argument that names the directory.
 
     Returns:
-        The iteration; 0 where the training is none of Megatron's, or has no directory.
+        The iteration. 0 if Megatron's arguments are not set or name no directory.
     """
     directory = getattr(arguments(), which, None)
     if directory is None:
@@ -64,7 +65,7 @@ def load(model: Sequence[Any], optimizer: Any, opt_param_scheduler: Any, which: 
 
 
 def save(iteration: int, model: Sequence[Any], optimizer: Any, opt_param_scheduler: Any) -> None:
-    """Let Megatron save, if the training is one of Megatron's, and has a directory. Collective over all ranks."""
+    """Let Megatron save, if its arguments are set and name a directory. Collective over all ranks."""
     given = arguments()
     if getattr(given, "save", None) is None:
         return

@@ -1,4 +1,4 @@
-"""NVRx's replication strategies ↔ redundancy schemes."""
+"""Convert NVRx's replication strategies to redundancy schemes."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from mlflash.errors import ConfigError
 
 
 class Clique:
-    """Stands for NVRx's clique replication where Megatron makes one of its flags; makes no process groups.
+    """Replaces NVRx's clique replication when Megatron makes one from its flags. It makes no process groups.
 
     Attributes:
-        replication_factor: nodes that have each rank's checkpoint.
+        replication_factor: number of nodes that have each rank's checkpoint.
     """
 
     def __init__(self, replication_jump: int | None = None, replication_factor: int = 2):
@@ -19,22 +19,23 @@ class Clique:
 
     @classmethod
     def from_replication_params(cls, replication_jump: int | None = None, replication_factor: int = 2) -> Clique:
-        """Make it as NVRx does, of ``--replication-jump`` and ``--replication-factor``."""
+        """Make a strategy as NVRx does, from ``--replication-jump`` and ``--replication-factor``."""
         return cls(replication_jump, replication_factor)
 
 
 def scheme_of(strategy: Any) -> str:
-    """The redundancy scheme that a replication strategy asks for.
+    """Give the redundancy scheme that a replication strategy asks for.
 
-    With NVRx each of the F ranks of a clique holds what all of them have: that survives the loss of F - 1 of them, as
-    F - 1 copies on other nodes do, at any place. The jump says which ranks are far enough apart; mlflash
-    knows the nodes, and goes by ``domains``.
+    With NVRx, each of the F ranks of a clique holds what all of them have. This survives the loss of F - 1 of them.
+    F - 1 copies survive the same, on whatever other nodes they are. NVRx's jump says which ranks are far enough apart.
+    mlflash ignores it, because it knows the nodes and uses ``domains``.
 
     Args:
-        strategy: a scheme by name; None: "none"; or NVRx's ``CliqueReplicationStrategy``, or its lazy one.
+        strategy: the name of a scheme; None, which means "none"; or NVRx's ``CliqueReplicationStrategy`` or its lazy
+            variant.
 
     Raises:
-        ConfigError: it is none of these.
+        ConfigError: the strategy is none of these.
     """
     if strategy is None:
         return "none"

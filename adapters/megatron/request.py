@@ -1,7 +1,7 @@
-"""A save behind the training, as the queues of Megatron and NVRx take it.
+"""A save in the background, as the queues of Megatron and NVRx take it.
 
-A queue gives a function to a process of its own, the worker, and calls the finalizing functions when it has returned on
-all ranks. Here the worker has nothing to do but to wait until the save has ended: a FIFO tells it.
+A queue gives a function to a process of its own, the worker, and calls the finalizing functions when the function has
+returned on all ranks. Here the worker only waits until the save has ended, which it learns from a FIFO.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ import torch
 
 
 class AsyncRequest(NamedTuple):
-    """Something to be done behind the training, and what to do when all ranks have done it.
+    """Work to do in the background, and what to do when all ranks have done it.
 
-    A queue makes a request of its own class of it, which its worker insists on: NVRx's or Megatron's, as it has not as
-    many fields as those.
+    It has fewer fields than the request classes of NVRx and Megatron. Because of that, a queue converts it to its own
+    class, which its worker needs.
 
     Attributes:
-        async_fn: what is to be done elsewhere.
+        async_fn: the function that the worker calls.
         async_fn_args, async_fn_kwargs: its arguments.
-        finalize_fns: called one after the other by the training, when all ranks are through.
+        finalize_fns: functions that the training calls one after the other when all ranks are done.
     """
 
     async_fn: Callable[..., Any]
@@ -38,7 +38,7 @@ class AsyncRequest(NamedTuple):
         self.finalize_fns.append(fn)
 
     def execute_sync(self) -> None:
-        """Do all of it now. Collective over the ranks of torch.distributed."""
+        """Do all of the work now. Collective over the ranks of torch.distributed."""
         self.async_fn(*self.async_fn_args, **self.async_fn_kwargs)
         torch.distributed.barrier()
         for finalize in self.finalize_fns:
@@ -48,12 +48,12 @@ class AsyncRequest(NamedTuple):
 def request(
     add_done_callback: Callable[[Callable[[Any], None]], Any], finalize: Callable[[], None], timeout_s: float
 ) -> AsyncRequest:
-    """Make the request of a save that goes on by itself.
+    """Make the request of a save that runs by itself.
 
     Args:
-        add_done_callback: called with what is to be called when it has ended, whatever came of it.
-        finalize: waits for it, and raises what went wrong.
-        timeout_s: how long a worker waits before it lets ``finalize`` say what is the matter.
+        add_done_callback: takes a function to call when the save has ended, successful or not.
+        finalize: waits for the save, and raises its error.
+        timeout_s: how long the worker waits at most. Then ``finalize`` reports the problem.
     """
     path = os.path.join(tempfile.gettempdir(), f"mlflash-save-{uuid.uuid4().hex}")
     os.mkfifo(path, 0o600)
@@ -69,16 +69,16 @@ def request(
 
 
 def nothing_to_do() -> AsyncRequest:
-    """Make the request of a save that is none."""
+    """Make a request without any work."""
     return AsyncRequest(wait_for, ("", 0.0), [], {})
 
 
 def wait_for(path: str, timeout_s: float) -> None:
-    """Wait, in any process of this machine, for the end of a save, or of the process that saves.
+    """Wait, in any process of this machine, for the end of a save or of the process that saves.
 
     Args:
-        path: of the FIFO, which is gone when the save has ended.
-        timeout_s: returns after so many seconds in any case.
+        path: path of the FIFO. It is deleted when the save has ended.
+        timeout_s: seconds after which the call returns in any case.
     """
     try:
         fifo = os.open(path, os.O_RDONLY | os.O_NONBLOCK)

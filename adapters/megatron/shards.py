@@ -1,11 +1,11 @@
-"""Megatron's `dist_checkpointing.save` and `load`, from and to slots: ShardedTensors, in any layout.
+"""Megatron's `dist_checkpointing.save` and `load`, to and from slots: ShardedTensors, in any layout.
 
-Megatron translates its ShardedTensors to and from those of PyTorch, and PyTorch plans; what is planned goes through the
-writer and reader of `mlflash.adapters.dcp`. From Core 0.17 on only strategies of Megatron's own class are called; so
-these are its subclasses, in every version.
+Megatron translates its ShardedTensors to and from those of PyTorch, and PyTorch plans. The writer and reader of
+`mlflash.adapters.dcp` write and read what is planned. From Core 0.17 on Megatron calls only strategies of its own
+class, so these are subclasses of it in every version.
 
-`dist_checkpointing` wants a directory besides, with its marks of a checkpoint and with what all ranks have in common.
-That travels in a slot, too; the directory is made again on each rank for a load.
+`dist_checkpointing` also needs a directory with the files that mark a checkpoint, and with what all ranks have in
+common. That is saved in a slot, too. For a load, each rank makes the directory again.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ _AS_FILE = "common_strategy" in inspect.signature(dist_checkpointing.save).param
 
 
 class SaveShards(stock.TorchDistSaveShardedStrategy):
-    """Saves sharded state dicts in the memory of the nodes, protected and committed as any checkpoint.
+    """Saves sharded state dicts in the memory of the nodes, protected and committed like any checkpoint.
 
-    Not collective; what `dist_checkpointing.save` does with it is, over all ranks of torch.distributed, which are
-    those of the Checkpointer's comm.
+    You can make it on each rank by itself. The calls of `dist_checkpointing.save` with it are collective over all ranks
+    of torch.distributed, which must be those of the Checkpointer's comm.
 
     Args:
-        checkpointer: open for as long as this is used.
-        enabled: False: nothing is saved, and every save succeeds, as where the Checkpointer is off.
+        checkpointer: must stay open while you use this.
+        enabled: False: nothing is saved and every save succeeds, as if the Checkpointer were off.
 
     Attributes:
-        owned: gives further tensors that change only in a step, after the optimizer's own, see `Adapting.save_or_warn`.
+        owned: gives more tensors that change only in a step, after the optimizer's own, see `Adapting.save_or_warn`.
 
     Example:
         save = SaveShards(ckpt)
@@ -76,10 +76,10 @@ class SaveShards(stock.TorchDistSaveShardedStrategy):
         self.owned: Callable[[], Iterable[Any]] = lambda: ()
 
     def directory(self, step: int) -> str:
-        """Make the directory that `dist_checkpointing.save` wants, in this machine's temporary files.
+        """Make the directory that `dist_checkpointing.save` needs, in this machine's temporary files.
 
-        Not collective. It names the step, and needs not be kept. Any other directory will do whose name ends with the
-        step: the shards are not written there.
+        Not collective. Its name contains the step, and you need not keep it. You may use any other directory whose name
+        ends with the step instead, because the shards are not written there.
         """
         return self._directories.make(step)
 
@@ -87,18 +87,18 @@ class SaveShards(stock.TorchDistSaveShardedStrategy):
         """Save, and wait for the commit. Collective.
 
         Raises:
-            SaveFailed, DeadlineExceeded: it was not committed.
+            SaveFailed, DeadlineExceeded: the save was not committed.
         """
         self.async_save(sharded_state_dict, checkpoint_dir).execute_sync()
 
     def async_save(self, sharded_state_dict: Any, checkpoint_dir: Any, async_strategy: str = "mcore") -> Any:
-        """Copy into a slot, and let it be protected and committed behind the training. Collective.
+        """Copy a state dict into a slot. It is protected and committed in the background. Collective.
 
-        What torch's optimizers hold that have stepped in this process, as those do that Megatron's have inside, is
-        copied while training goes on, until one of them steps.
+        Tensors of torch optimizers that have made a step in this process are copied while training goes on, until one
+        of these optimizers steps. Megatron's optimizers contain such optimizers.
 
         Returns:
-            A request that any queue of Megatron or NVRx takes; its finalizing function waits for the commit.
+            A request that any queue of Megatron or NVRx takes. Its finalizing function waits for the commit.
         """
         if not self._writer.enabled:
             return nothing_to_do()
@@ -127,15 +127,15 @@ class SaveShards(stock.TorchDistSaveShardedStrategy):
 
 
 class LoadShards(stock.TorchDistLoadShardedStrategy):
-    """Loads sharded state dicts from the memory of the nodes, whatever the layout in which they were saved.
+    """Loads sharded state dicts from the memory of the nodes, in whatever layout they were saved.
 
-    Not collective; what `dist_checkpointing.load` does with it is, over all ranks of torch.distributed, which are those
-    of the Checkpointer's comm.
+    You can make it on each rank by itself. The calls of `dist_checkpointing.load` with it are collective over all ranks
+    of torch.distributed, which must be those of the Checkpointer's comm.
 
     Args:
-        checkpointer: open for as long as this is used.
-        source: another directory that checkpoints were drained to: it is read only, and memory is not looked at.
-        enabled: False: there is no checkpoint, as where the Checkpointer is off.
+        checkpointer: must stay open while you use this.
+        source: another directory that checkpoints were drained to. It is only read, and memory is ignored.
+        enabled: False: there is no checkpoint, as if the Checkpointer were off.
 
     Example:
         load = LoadShards(ckpt)
@@ -149,22 +149,22 @@ class LoadShards(stock.TorchDistLoadShardedStrategy):
         self._directories = _Directories()
 
     def directory(self, step: int | None = None, instead: object = None) -> str | None:
-        """Make the directory that `dist_checkpointing.load` wants, in this machine's temporary files, from the memory.
+        """Make the directory that `dist_checkpointing.load` needs from a checkpoint, in this machine's temporary files.
 
         Collective over the Checkpointer's comm.
 
         Args:
-            step: of the checkpoint; None: the newest.
-            instead: what training can go on from besides, such as the path of a checkpoint of Megatron's, the same on
-                all ranks. Where there is something, checkpoints that cannot be loaded are a warning, and None.
+            step: step of the checkpoint. None: the newest.
+            instead: what training can start from otherwise, such as the path of a checkpoint of Megatron; the same on
+                all ranks. If you give it and no checkpoint can be loaded, the call logs a warning and gives None.
 
         Returns:
-            Its path, which ends with the step; None where there is no checkpoint.
+            The path, which ends with the step. None if there is no checkpoint.
 
         Raises:
             StepNotFound: there is no such step.
-            StructureMismatch: it was not saved through `SaveShards`.
-            Unrestorable: checkpoints are there, none of them can be loaded, and there is nothing ``instead``.
+            StructureMismatch: the checkpoint was not saved through `SaveShards`.
+            Unrestorable: there are checkpoints, but none can be loaded, and you gave nothing as ``instead``.
         """
         try:
             found = self._reader.bytes_of(_COMMON, step)
@@ -188,7 +188,7 @@ class LoadShards(stock.TorchDistLoadShardedStrategy):
         return self._adapting.load_together(step, write, anew=True)
 
     def common(self, directory: str) -> dict[str, Any]:
-        """Load what is no tensor, and the same on all ranks, from what `directory` gave.
+        """Load the values that are not tensors and are the same on all ranks, from a directory of `directory`.
 
         Collective over the Checkpointer's comm.
         """
@@ -201,16 +201,16 @@ class LoadShards(stock.TorchDistLoadShardedStrategy):
 
         Raises:
             StepNotFound: there is no such step.
-            CheckpointException: a tensor has another global shape, or is not there.
+            CheckpointException: a tensor is missing or has another global shape.
         """
         return self._reading(super().load, sharded_state_dict, checkpoint_dir, *args, **kwargs)
 
     def load_tensors_metadata(self, checkpoint_dir: Any, *args: Any, **kwargs: Any) -> Any:
-        """Tell which tensors there are. Collective."""
+        """List the tensors of a checkpoint. Collective."""
         return self._reading(super().load_tensors_metadata, checkpoint_dir, *args, **kwargs)
 
     def load_sharded_metadata(self, checkpoint_dir: Any, *args: Any, **kwargs: Any) -> Any:
-        """Tell which tensors and objects there are. Collective."""
+        """List the tensors and objects of a checkpoint. Collective."""
         found = self._reading(super().load_sharded_metadata, checkpoint_dir, *args, **kwargs)
         return {key: value for key, value in found.items() if key != _COMMON}
 
@@ -228,7 +228,7 @@ def _planner() -> Any:
 
 
 class _Planner(stock.MCoreSavePlanner):
-    """Keeps what Core up to 0.15 notes of its tensors among what a planner keeps: that is saved."""
+    """Puts what Core up to 0.15 notes about its tensors into the planner's data, which is saved."""
 
     def create_global_plan(self, all_plans: Any) -> Any:
         plans, metadata = super().create_global_plan(all_plans)
@@ -238,7 +238,7 @@ class _Planner(stock.MCoreSavePlanner):
 
 
 class _Reader(MemoryReader):
-    """Gives back what `_Planner` has kept."""
+    """Gives Core the notes back that `_Planner` saved."""
 
     def read_metadata(self) -> Metadata:
         metadata = super().read_metadata()
@@ -248,14 +248,14 @@ class _Reader(MemoryReader):
 
 
 class _Directories:
-    """Directories of the newest steps, in this machine's temporary files; they go with this object, or at the end."""
+    """Directories of the newest steps in this machine's temporary files, deleted with this object or at exit."""
 
     def __init__(self) -> None:
         self._root: str | None = None
         self._paths: list[str] = []
 
     def make(self, step: int) -> str:
-        """Make an empty one for a step."""
+        """Make an empty directory for a step."""
         if self._root is None:
             self._root = tempfile.mkdtemp(prefix="mlflash-megatron-")
             weakref.finalize(self, _delete, self._root, os.getpid())

@@ -1,4 +1,4 @@
-"""Megatron's weights at a save: which of them are whole, and where they change."""
+"""Megatron's weights at a save: make them whole, and find those that change only in the optimizer's step."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ _KNOWN = (DistributedOptimizer, Float16OptimizerWithFloat16Params, FP32Optimizer
 
 
 def gather(chunks: Sequence[Any], optimizer: Any) -> None:
-    """Gather what ``--overlap-param-gather`` leaves to the next forward pass, before which weights are of two steps.
+    """Gather the weights that ``--overlap-param-gather`` would gather in the next forward pass.
 
-    Megatron's own training loop does so before it saves. Collective over data-parallel ranks.
+    Before that, some weights are of the step before. Megatron's own training loop does the same before it saves.
+    Collective over data-parallel ranks.
 
     Args:
-        chunks: of the model, as Megatron has wrapped them.
-        optimizer: Megatron's; None: there is none.
+        chunks: the parts of the model, as Megatron wrapped them.
+        optimizer: Megatron's optimizer. None: there is none.
     """
     late = [chunk for chunk in chunks if _is_gathered_late(chunk)]
     if late and hasattr(optimizer, "prepare_model_params_for_param_sync"):
@@ -30,10 +31,11 @@ def gather(chunks: Sequence[Any], optimizer: Any) -> None:
 
 
 def changed_in_steps(chunks: Sequence[Any], optimizer: Any) -> Iterable[Any]:
-    """Give the weights, where nothing but a step of the optimizer changes them, after that of torch's inside of it.
+    """Give the weights, if only a step of the optimizer changes them, after the step of the torch optimizer inside it.
 
-    Not so where they are gathered in the forward pass, share memory with gradients (MXFP8), or come from an optimizer
-    of a class that is not known, or of which this rank has no part: another one may gather them first. Not collective.
+    Not collective. Otherwise give none. That is the case if weights are gathered in the forward pass or share memory
+    with gradients (MXFP8), if the optimizer's class is unknown, or if this rank has no part of the optimizer, because
+    then another rank may gather them first.
     """
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
     if any(map(_is_gathered_late, chunks)) or not all(map(_is_known, parts)):
