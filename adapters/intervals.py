@@ -1,4 +1,4 @@
-"""At which steps a framework's training is saved in memory: at intervals, or whenever the framework saves."""
+"""Decide at which steps a framework's training is saved in memory: at intervals, or whenever the framework saves."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ log = logging.getLogger("mlflash")
 
 
 def check(every: int | None, skip: int | None) -> None:
-    """Refuse intervals that make no sense; None is none.
+    """Refuse intervals that make no sense. None means no interval.
 
     Raises:
-        ConfigError: one is less than 1.
+        ConfigError: an interval is less than 1.
     """
     if any(interval is not None and interval < 1 for interval in (every, skip)):
         raise ConfigError("intervals must be 1 or more", found=f"{every}, {skip}")
 
 
 def is_due(step: int, every: int | None, skip: int | None) -> bool:
-    """Whether a step that has ended is to be saved.
+    """Whether to save a step that has ended.
 
     Args:
-        step: 0 before the first.
-        every: where it is a multiple of this; 0 or less: never; None: each step.
-        skip: but not of this; None: none such.
+        step: training step; 0 before the first.
+        every: save multiples of this. 0 or less: save none. None: save each step.
+        skip: do not save multiples of this. None: skip none.
     """
     every = 1 if every is None else every
     return step > 0 and every > 0 and step % every == 0 and (skip is None or step % skip != 0)
 
 
 def say(checkpointer: Checkpointer, every: int | None, skip: int | None, own: str, nothing: str = "") -> None:
-    """Say in the log of rank 0 which steps are going to be saved in memory. Not collective.
+    """Log on rank 0 which steps will be saved in memory. Not collective.
 
     Args:
-        checkpointer: open.
-        every, skip: see `is_due`; `every` None: those that the framework saves.
-        own: when that is, after "whenever".
-        nothing: why the framework saves none, and which argument changes that; else nothing.
+        checkpointer: an open Checkpointer.
+        every, skip: see `is_due`. If ``every`` is None, those that the framework saves.
+        own: when the framework saves, as text after "whenever".
+        nothing: why the framework saves no step, and which argument changes that. Empty: it saves some.
     """
     if checkpointer.adapting.ranks.rank != 0:
         return

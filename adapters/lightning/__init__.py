@@ -1,21 +1,21 @@
 """PyTorch Lightning: checkpoints in the memory of the nodes, between those that Lightning writes.
 
-    flash      when to save and what, and which checkpoint to start from: the hooks of a callback
-    loops      where a step ends, and how to go on behind one
-    resume     random numbers and data loaders, as they were
-    own_files  Lightning's own checkpoints, moved to their place behind training
-    states     what a strategy holds ↔ a state for the slots
-    checkpoint_io   memory under paths of its own, as for a test of the model
-    packages   the two names of Lightning
+    flash      the hooks of a callback: decide when to save, and which checkpoint to start from
+    loops      find where a step ends in Lightning's loops, and continue after one
+    resume     restore random numbers and the positions of data loaders
+    own_files  move Lightning's own checkpoints to their place in the background
+    states     convert what a strategy holds to a state for the slots
+    checkpoint_io   give checkpoints in memory paths, for example to test the model
+    packages   the two names of the Lightning package
 
-It serves `lightning` and, under the package's older name, `pytorch_lightning`.
+It works with `lightning` and with `pytorch_lightning`, the older name of the package.
 
 Example:
     from mlflash.adapters.lightning import MLFlashCallback
 
     flash = MLFlashCallback(every_n_steps=10, directory="/lustre/run42/mlflash")
     trainer = Trainer(callbacks=[flash, ModelCheckpoint("/lustre/run42", save_last=True)], strategy="ddp")
-    trainer.fit(model, ckpt_path="last")  # or the one in memory, where that is newer
+    trainer.fit(model, ckpt_path="last")  # or the one in memory, if that is newer
 """
 
 from .checkpoint_io import MemoryIO

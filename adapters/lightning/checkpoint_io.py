@@ -1,4 +1,4 @@
-"""Checkpoints in memory by a path of their own, for what Lightning does with a checkpoint besides training."""
+"""Paths for checkpoints in memory, for what Lightning does with a checkpoint other than train from it."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ PREFIX = "mlflash:"
 
 
 def step_of_path(checkpointer: Checkpointer, path: str) -> int:
-    """Find the step that a path stands for. Collective over all ranks.
+    """Find the step that a path means. Collective over all ranks.
 
     Args:
-        checkpointer: open.
+        checkpointer: an open Checkpointer.
         path: ``mlflash:newest``, or ``mlflash:`` and a step.
 
     Raises:
         StepNotFound: there is no such step.
-        Unrestorable: checkpoints are there, and none of them can be loaded.
-        ConfigError: this is no path.
+        Unrestorable: there are checkpoints, but none can be loaded.
+        ConfigError: the path has another form.
     """
     asked = path[len(PREFIX) :]
     if asked != "newest" and not asked.isdecimal():
@@ -41,16 +41,16 @@ def step_of_path(checkpointer: Checkpointer, path: str) -> int:
 
 
 class MemoryIO:
-    """Loads checkpoints from memory where a path begins with ``mlflash:``.
+    """Loads checkpoints from memory if a path begins with ``mlflash:``.
 
-    It is for ``trainer.test(ckpt_path="mlflash:newest")`` and the like. All other paths go to the CheckpointIO that is
-    wrapped. Only strategies of which each rank holds the whole model ask it. Training itself does not need it:
-    `MLFlashCallback` finds the newest checkpoint, and knows these paths.
+    Use it for ``trainer.test(ckpt_path="mlflash:newest")`` and the like. It passes all other paths to the CheckpointIO
+    that it wraps. It works with strategies that hold the whole model on each rank, because only these use a
+    CheckpointIO. Training does not need it: `MLFlashCallback` finds the newest checkpoint, and knows these paths.
 
     Args:
-        wrapped: for all other paths. Default: Lightning's own.
+        wrapped: the CheckpointIO for all other paths. Default: Lightning's own.
         directory: where checkpoints were drained to. Default: none.
-        enabled: False, or ``MLFLASH_DISABLE=1``: there is none in memory.
+        enabled: False, or ``MLFLASH_DISABLE=1``: it finds no checkpoint in memory.
         settings: as those of a Checkpointer.
     """
 
@@ -61,20 +61,21 @@ class MemoryIO:
         self._directory, self._settings = directory, {**settings, "enabled": enabled}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        """Write a checkpoint of Lightning's to disk. Not collective.
+        """Write a checkpoint of Lightning to disk. Not collective.
 
         Raises:
-            ConfigError: the path is one of memory: Lightning asks rank 0 only, and each rank has to save its own.
+            ConfigError: the path is one of memory. Lightning makes this call on rank 0 only, but in memory each rank
+                must save its own part.
         """
         if str(path).startswith(PREFIX):
             raise ConfigError("only MLFlashCallback saves in memory, on all ranks: give a path on disk", found=path)
         self.wrapped.save_checkpoint(checkpoint, path, storage_options)
 
     def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> Any:
-        """Load a checkpoint. Collective over all ranks, for those in memory.
+        """Load a checkpoint. For one in memory this is collective over all ranks.
 
         Raises:
-            StepNotFound: there is none, or no such step.
+            StepNotFound: there is no checkpoint, or no such step.
         """
         if not str(path).startswith(PREFIX):
             return self.wrapped.load_checkpoint(path, *args, **kwargs)
@@ -83,10 +84,10 @@ class MemoryIO:
         return checkpoint
 
     def remove_checkpoint(self, path: Any) -> None:
-        """Remove a checkpoint from disk; those in memory go by themselves. Not collective."""
+        """Remove a checkpoint from disk. Newer saves overwrite those in memory. Not collective."""
         if not str(path).startswith(PREFIX):
             self.wrapped.remove_checkpoint(path)
 
     def teardown(self) -> None:
-        """End what is wrapped."""
+        """Tear down the wrapped CheckpointIO."""
         self.wrapped.teardown()

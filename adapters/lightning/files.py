@@ -1,4 +1,4 @@
-"""What Lightning has written to disk: which step, and which file where the one that is asked for is torn."""
+"""Checkpoints that Lightning wrote to disk: find the step of one, or another one if the file is incomplete."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 log = logging.getLogger("mlflash")
 
 _TORN = (EOFError, pickle.UnpicklingError, RuntimeError)
-"""What torch raises for a file that was not written to its end."""
+"""What torch raises for a file that was not written completely."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,8 +24,8 @@ class OnDisk:
     """A checkpoint on disk.
 
     Attributes:
-        path: of it; None: it is torn, and there is no other.
-        step: of it; None: it does not say.
+        path: its path. None: the file is incomplete, and there is no other.
+        step: its step. None: unknown.
     """
 
     path: Any
@@ -33,9 +33,9 @@ class OnDisk:
 
 
 def look(path: Any) -> OnDisk:
-    """Look at a checkpoint; where it is torn, at those beside it: the newest of them that can be read is taken.
+    """Read the step of a checkpoint. If the file is incomplete, take the newest readable one of the same folder.
 
-    Not collective. What cannot be read is a warning.
+    Not collective. It logs a warning for each file that it cannot read.
     """
     try:
         return OnDisk(path, _step_of(path))
@@ -48,7 +48,7 @@ def look(path: Any) -> OnDisk:
 
 
 def _beside(torn: Path) -> list[OnDisk]:
-    """The checkpoints of the same folder that can be read."""
+    """Find the other checkpoints of the same folder that can be read."""
     found = []
     for path in sorted(torn.parent.glob(f"*{torn.suffix}")):
         if path == torn or path.is_dir() != torn.is_dir():

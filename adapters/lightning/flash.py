@@ -1,7 +1,7 @@
-"""When a Lightning training is saved in memory, and what it starts from: the hooks of a callback, without its base.
+"""Save a Lightning training in memory and choose what it starts from: the hooks of a callback, without a base class.
 
-Lightning calls the hooks on all ranks. Its private `_checkpoint_connector` makes the checkpoint and starts from one;
-what is used of it has been the same from Lightning 2.4 to 2.6.
+Lightning calls the hooks on all ranks. Its private `_checkpoint_connector` makes a checkpoint and starts from one. The
+parts of it that this module uses are the same from Lightning 2.4 to 2.6.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ log = logging.getLogger("mlflash")
 class Flash:
     """The hooks of `MLFlashCallback`, which Lightning calls on all ranks.
 
-    Not collective to make; its Checkpointer is made when training begins, over all ranks.
+    You can make it on each rank by itself. When training begins, it makes its Checkpointer over all ranks.
 
     Args:
-        every_n_steps: a checkpoint in memory every so many steps (``trainer.global_step``). Default: whenever Lightning
-            saves, by a ModelCheckpoint or ``trainer.save_checkpoint``; without any nothing is saved, and a warning says
-            so.
-        skip_every_n_steps: but not where the step is a multiple of this: there Lightning writes one to disk.
-        enabled: False, or ``MLFLASH_DISABLE=1``: nothing is done.
+        every_n_steps: save in memory if ``trainer.global_step`` is a multiple of this. Default: save whenever Lightning
+            saves, through a ModelCheckpoint or ``trainer.save_checkpoint``. If Lightning does neither, nothing is
+            saved, and a warning says so.
+        skip_every_n_steps: do not save if the step is a multiple of this, for example where Lightning writes to disk.
+        enabled: False, or ``MLFLASH_DISABLE=1``: the callback does nothing.
         directory: where checkpoints are drained or scavenged to. Default: none.
-        signals: at one of these, such as SIGUSR1 before Slurm's time limit, the ranks agree at the end of a step to
-            save it, and stop. Default: none, as `mlflash run` sees to it.
-        async_save: training goes on while a checkpoint is protected; False: each save waits for its commit.
-        in_background: Lightning writes its own checkpoints to memory, and they are moved to their place behind
-            training; they are the same files. Default: it writes each to its place, and training waits.
+        signals: signals such as SIGUSR1, which Slurm can send before the time limit. If any rank gets one, all ranks
+            agree at the end of the step to save it and stop. Default: none, because `mlflash run` handles this.
+        async_save: True: training goes on while a checkpoint is protected. False: each save waits for its commit.
+        in_background: True: Lightning writes its own checkpoints to memory, and the same files are moved to their place
+            while training continues. False: Lightning writes each to its place, and training waits.
         settings: as those of a Checkpointer.
 
     Attributes:
-        checkpointer: open while Lightning trains.
+        checkpointer: the Checkpointer, open while Lightning trains.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Flash:
         self._own: OwnSaves | None = None
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Open the Checkpointer, and let Lightning start from the newest of memory and disk. Collective."""
+        """Open the Checkpointer, and let Lightning start from the newest checkpoint of memory and disk. Collective."""
         if stage != "fit" or turned_off(self._enabled):
             return
         if "deepspeed" in type(trainer.strategy).__name__.lower():
@@ -101,11 +101,11 @@ class Flash:
             self._before[number] = signal.signal(number, self._note_signal)
 
     def on_train_start(self, trainer: Any, *args: Any) -> None:
-        """Note where training begins."""
+        """Remember the step at which training begins."""
         self._step = trainer.global_step
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Wait for what is on its way, and close. Collective."""
+        """Wait for running saves and moves, and close. Collective."""
         if self._files is not None:
             self._files.finish()
         self._end()
@@ -133,7 +133,7 @@ class Flash:
         self._undo.append(replaced(connector, resume_start=resume_start).close)
 
     def _end_step(self, trainer: Any, epoch_has_ended: bool) -> None:
-        """Save, where a step has ended that is one of those. Collective."""
+        """Save if a step has ended and is due. Collective."""
         if self.checkpointer is None:
             return
         step, before = trainer.global_step, self._step
@@ -171,13 +171,13 @@ class Flash:
 
 
 def _shared(trainer: Any) -> dict[str, Any]:
-    """Say which entries all ranks hold alike, where they do: those are stored once per node."""
+    """Give the setting that says what all ranks of DDP hold alike, so that it is stored once per node."""
     ddp = type(trainer.strategy).__name__ == "DDPStrategy"
     return {"replicated": dict.fromkeys(ALIKE, True)} if ddp and trainer.world_size > 1 else {}
 
 
 def _choose(trainer: Any, checkpointer: Checkpointer, path: Any) -> tuple[int | None, Any]:
-    """Find the step in memory to go on from, or else, with None, the path that Lightning shall. Collective."""
+    """Choose what to start from: a step in memory, or None and the path for Lightning. Collective."""
     if path is not None and str(path).startswith(PREFIX):
         return step_of_path(checkpointer, str(path)), path
     disk = checkpointer.adapting.seen_by_first(lambda: look(path)) if path else OnDisk(None)

@@ -1,4 +1,4 @@
-"""Lightning's loops: where a step ends, later than any of its hooks is called; and how to go on behind one."""
+"""Lightning's loops: find where a step ends, which is after all hooks of the step, and continue after one."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ from ..replacing import replaced
 
 
 def at_step_ends(trainer: Any, end_step: Callable[[bool], None], wait_staged: Callable[[], None]) -> Callable[[], None]:
-    """Let Lightning's fit loop call a function when all is done that belongs to a batch.
+    """Let Lightning's fit loop call a function when everything that belongs to a batch is done.
 
-    Not collective. After the last batch of an epoch it is called when all is done that belongs to the epoch, too;
-    where training stops within an epoch, once more for the last batch; and once more when training has ended.
+    Not collective. For the last batch of an epoch, the call comes when everything that belongs to the epoch is done. If
+    training stops within an epoch, there is another call for the last batch. When training has ended, there is one
+    more.
 
     Args:
-        trainer: Lightning's.
-        end_step: called with whether an epoch has ended.
-        wait_staged: called before callbacks may give the model other weights, such as averages: where an epoch begins,
-            and where training ends.
+        trainer: Lightning's Trainer.
+        end_step: the function. Its argument says whether an epoch has ended.
+        wait_staged: called at the begin of an epoch and at the end of training, before callbacks may give the model
+            other weights, such as averages.
 
     Returns:
-        Undoes it.
+        A function that undoes it.
     """
     loop = trainer.fit_loop
     inner = loop.epoch_loop
@@ -57,16 +58,16 @@ def at_step_ends(trainer: Any, end_step: Callable[[bool], None], wait_staged: Ca
 
 
 class OwnSaves:
-    """Which steps Lightning saves by itself, through a ModelCheckpoint or a call by hand.
+    """Knows which steps Lightning itself saves, through a ModelCheckpoint or a call by hand.
 
-    Not collective; Lightning saves on all ranks. It is noted until the step is over: a checkpoint within a step, where
-    gradients are still summed up, counts for the end of that step.
+    Not collective; Lightning saves on all ranks. A save of Lightning is remembered until the step ends. So a checkpoint
+    within a step, while gradients are still accumulated, counts for the end of that step.
 
     Args:
-        trainer: Lightning's.
-        checkpointer: open.
-        every, skip: what the user has said, see `intervals.is_due`.
-        is_memory: whether a path that is saved to means memory: that is none of Lightning's own saves.
+        trainer: Lightning's Trainer.
+        checkpointer: an open Checkpointer.
+        every, skip: the user's intervals, see `intervals.is_due`.
+        is_memory: whether a path means memory. A save to it is not Lightning's own.
     """
 
     def __init__(self, trainer: Any, checkpointer: Checkpointer, every: int | None, skip: int | None,
@@ -82,24 +83,24 @@ class OwnSaves:
         self.undo = replaced(trainer, save_checkpoint=save_checkpoint).close
 
     def is_due(self, is_new: bool) -> bool:
-        """Whether memory is to have the step that has just ended. Not collective.
+        """Whether to save the step that has just ended in memory. Not collective.
 
         Args:
-            is_new: whether it is another step than the last time.
+            is_new: whether the step is another one than at the last call.
         """
         step = self._trainer.global_step
         asked = is_new if self._every is not None else self._take() and step != self._checkpointer.last_step
         return asked and intervals.is_due(step, self._every, self._skip)
 
     def _take(self) -> bool:
-        """Whether Lightning has saved the step that has just ended; asked again, it has not."""
+        """Whether Lightning saved the step that has just ended. A second call for the same save gives False."""
         if not self._was_told or self._trainer.fit_loop.epoch_loop._should_accumulate():
             return False
         self._was_told = False
         return True
 
     def say_when(self) -> None:
-        """Say in the log which steps are going to be saved in memory. Not collective."""
+        """Log which steps will be saved in memory. Not collective."""
         named = ", ".join(type(one).__name__ for one in self._trainer.checkpoint_callbacks)
         why = ("the Trainer has no ModelCheckpoint, and nothing has called trainer.save_checkpoint so far. Set "
                "every_n_steps=... of the callback to save")  # fmt: skip
@@ -107,18 +108,18 @@ class OwnSaves:
 
 
 def before_first_step(loop: Any, has_ended: bool | None, prepare: Callable[[Any], None]) -> Callable[[], None]:
-    """Let Lightning's fit loop, restored from what was saved behind a step, look for nothing of that step.
+    """Let Lightning's fit loop begin a new step after a restore, because the saved step was finished.
 
     Not collective.
 
     Args:
         loop: the trainer's fit loop.
-        has_ended: whether an epoch had ended with the step; None: it was saved within the step, in a hook, and the loop
-            goes on there by itself.
+        has_ended: whether an epoch had ended with the saved step. None: the checkpoint was made within a step, in a
+            hook, and the loop itself continues there.
         prepare: called before the first step, with the data fetcher.
 
     Returns:
-        Undoes it, where no step was made.
+        A function that undoes it if no step was made.
     """
     inner = loop.epoch_loop
 

@@ -1,7 +1,8 @@
-"""Lightning's own checkpoints: it writes them to memory, and they are moved to their place behind training.
+"""Lightning's own checkpoints: Lightning writes them to memory, and they are moved to their place in the background.
 
-They are the files that Lightning writes, so that it resumes from them without mlflash; a checkpoint has its name when
-all files of all ranks are there, and only then is linked to. What a ModelCheckpoint deletes meanwhile waits until then.
+The files are Lightning's, so it resumes from them without mlflash. A checkpoint gets its name when all files of all
+ranks have arrived, and only then links to it are made. If a ModelCheckpoint deletes something meanwhile, that waits
+until then.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ from ..replacing import replaced
 
 
 class OwnFiles:
-    """Those of one fit. Collective over all ranks; close it.
+    """Moves Lightning's own checkpoints of one fit. Collective over all ranks. Close it at the end.
 
     Args:
-        trainer: whose.
-        checkpointer: that of the fit.
+        trainer: Lightning's Trainer.
+        checkpointer: the Checkpointer of the fit.
 
     Raises:
-        ConfigError: a plugin writes files behind training, too.
+        ConfigError: a plugin also writes files in the background.
     """
 
     def __init__(self, trainer: Any, checkpointer: Checkpointer):
@@ -44,10 +45,10 @@ class OwnFiles:
                 self._undo.callback(replaced(callback, file_exists=exists, _link_checkpoint=link).close)
 
     def save(self, checkpoint: Any, filepath: Any, storage_options: Any = None) -> None:
-        """Have Lightning write a checkpoint to memory; where some rank has no room there, to its place. Collective.
+        """Let Lightning write a checkpoint to memory, or to its place if some rank has no room. Collective.
 
         Raises:
-            SaveFailed: with ``strict``, on all ranks, where the one before was not moved.
+            SaveFailed: only with ``strict``, on all ranks: the checkpoint before could not be moved.
         """
         target = os.fspath(self._strategy.broadcast(filepath))
         if "://" in target or storage_options is not None or not self._files.begin(target):
@@ -64,31 +65,31 @@ class OwnFiles:
         self._files.expect(target)
 
     def remove(self, filepath: Any) -> None:
-        """Delete a checkpoint, when those that were written after it are there. Collective."""
+        """Delete a checkpoint once all checkpoints that were written after it have arrived. Collective."""
         self._files.remove_when_moved(filepath, functools.partial(self._remove, filepath))
 
     def link(self, link: Callable[..., None], trainer: Any, filepath: str, linkpath: str) -> None:
-        """Link to a checkpoint, when it is there. Collective."""
+        """Link to a checkpoint once it has arrived. Collective."""
         if not self._files.expects(filepath):
             link(trainer, filepath, linkpath)
         elif trainer.is_global_zero:
             self._files.link(linkpath, filepath)
 
     def exists(self, exists: Callable[[Any, Any], bool], filepath: Any, trainer: Any) -> bool:
-        """Whether a file would be there, if all had been written, and deleted, at once. Collective."""
+        """Whether a file would exist if all writes and deletions were done already. Collective."""
         return self._files.would_be_there(filepath, lambda: exists(filepath, trainer))
 
     def finish(self) -> None:
-        """Wait until all is on disk. Not collective."""
+        """Wait until all checkpoints are on disk. Not collective."""
         self._files.finish()
 
     def close(self) -> None:
-        """Let the rest be moved; nobody waits for it. Not collective."""
+        """Close without waiting. The rest is still moved in the background. Not collective."""
         self._undo.close()
         self._files.close()
 
     def _writes_on_all_ranks(self) -> bool:
-        """Whether a checkpoint is a directory that each rank has files in."""
+        """Whether a checkpoint is a directory with files of each rank."""
         strategy = self._strategy
         return bool(getattr(strategy, "_save_distributed_checkpoint", False)) or (
             getattr(strategy, "_state_dict_type", "") == "sharded"

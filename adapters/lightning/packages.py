@@ -1,4 +1,4 @@
-"""Lightning is one library under two names, with classes of its own under each: `lightning` and `pytorch_lightning`."""
+"""The two packages of Lightning, `lightning` and `pytorch_lightning`: one library, but each has its own classes."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _NAMES = ("lightning.pytorch", "pytorch_lightning")
 
 
 def modules(name: str) -> list[ModuleType]:
-    """Import a module, such as ``callbacks``, under each name that the training uses. Not collective.
+    """Import a module, such as ``callbacks``, of each package that the training has imported. Not collective.
 
-    Where it uses none so far, the first one that is installed.
+    If it has imported neither, import the module of the first package that is installed.
 
     Raises:
-        ModuleNotFoundError: neither is.
+        ModuleNotFoundError: neither package is installed.
     """
     used = [package for package in _NAMES if package in sys.modules]
     installed = [package for package in _NAMES if importlib.util.find_spec(package.partition(".")[0])]
@@ -27,9 +27,9 @@ def modules(name: str) -> list[ModuleType]:
 
 
 def leave_mpi_alone() -> None:
-    """Keep Lightning from starting MPI to see whether that has launched it, where it is the couriers'. Not collective.
+    """Keep Lightning from starting MPI to find out whether MPI launched it, if only couriers may use MPI.
 
-    It goes by the environment then, as under torchrun. Call it before a trainer is made.
+    Lightning then reads the environment, as under torchrun. Call it before you make a trainer. Not collective.
     """
     if linked.is_linked() or is_refused():
         for module in modules("trainer.connectors.accelerator_connector"):

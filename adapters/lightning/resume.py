@@ -1,8 +1,9 @@
-"""What Lightning does not restore by itself: random numbers, and where data loaders were.
+"""Restore what Lightning does not restore itself: random numbers and the positions of data loaders.
 
-Its loops count what they have done, and can go on from a checkpoint that was made within a step, in a hook. Ours are
-made after all that belongs to a step, or to an epoch if the step was its last one: so nothing of it is left to do.
-Lightning would look for what is left, and would start data loaders before their samplers know the epoch.
+Lightning's loops count what they have done, and can continue from a checkpoint that was made within a step, in a hook.
+mlflash saves when everything of a step is done, and for the last step of an epoch everything of the epoch. So nothing
+of the step is left to do. Lightning would look for the rest of it, and would start data loaders before their samplers
+know the epoch.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from ..replacing import replaced
 from .loops import before_first_step
 
 Together = Callable[[Callable[[], Any]], Any]
-"""`Adapting.load_together`, of a step."""
+"""`Adapting.load_together` for a step."""
 _RESTORES = ("restore_model", "restore_datamodule", "restore_callbacks", "restore_training_state")
 
 
 def position(trainer: Any, checkpoint: dict[str, Any], epoch_has_ended: bool) -> dict[str, Any]:
-    """Take out of a checkpoint of Lightning where its data loaders are; add random numbers. Not collective."""
+    """Take the positions of data loaders out of a checkpoint of Lightning, and add random numbers. Not collective."""
     loaders = checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", [])
     # At an epoch's end nothing of it is left to be given.
     return {"rank": trainer.global_rank, "rng": rng().state_dict(), "epoch has ended": epoch_has_ended,
@@ -32,24 +33,24 @@ def position(trainer: Any, checkpoint: dict[str, Any], epoch_has_ended: bool) ->
 def restore_together(connector: Any, together: Callable[[Callable[[], Any]], Any]) -> Callable[[], None]:
     """Let Lightning put a checkpoint into model, callbacks, optimizers and loops on all ranks, or on none.
 
-    Not collective; each of the steps in which it does so is.
+    This call is not collective, but the four calls in which Lightning does so are.
 
     Args:
         connector: the trainer's `_checkpoint_connector`.
-        together: does such a step, or lets it be done.
+        together: makes one of these calls on all ranks, or on none.
 
     Returns:
-        Undoes it.
+        A function that undoes it.
     """
     steps = {name: functools.partial(together, getattr(connector, name)) for name in _RESTORES}
     return replaced(connector, **steps).close
 
 
 def go_on(loop: Any, at: dict[str, Any], together: Together) -> Callable[[], None]:
-    """Let the first step of Lightning's fit loop go on from a `position`. Not collective; the first step is.
+    """Let the first step of Lightning's fit loop continue from a `position`. Not collective, but the first step is.
 
     Returns:
-        Undoes it, where no step was made.
+        A function that undoes it if no step was made.
     """
     has_ended = at["epoch has ended"]
     is_own = at["rank"] == loop.trainer.global_rank  # a rank that was not there before goes on with its own numbers

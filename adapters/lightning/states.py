@@ -1,8 +1,8 @@
-"""What a Lightning strategy holds of a training ↔ a state for the slots.
+"""Convert what a Lightning strategy holds of a training to a state for the slots.
 
-Where each rank holds all of it (one device, DDP), the checkpoint that Lightning would write is taken as it is. Where
-the model is sharded (ModelParallelStrategy, FSDPStrategy), model and optimizers are taken as the shards they are, so
-that another number of ranks can go on.
+If each rank holds everything (one device, DDP), the state is the checkpoint that Lightning would write. If the model is
+sharded (ModelParallelStrategy, FSDPStrategy), the state has the shards of model and optimizers, so that another number
+of ranks can continue.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from ..replacing import replaced
 from .resume import position
 
 ALIKE = ("checkpoint.tree.state_dict.*", "checkpoint.tree.optimizer_states.*")
-"""Names of what all ranks of DDP have alike in a `Whole` state."""
+"""Names of the entries of a `Whole` state that all ranks of DDP hold alike."""
 
 
 class _State:
-    """What both kinds of state have: where they are read from.
+    """The base of both kinds of state.
 
     Args:
-        trainer: Lightning's.
-        epoch_has_ended: whether the step that is saved was the last one of an epoch.
+        trainer: Lightning's Trainer.
+        epoch_has_ended: whether the saved step is the last of an epoch.
     """
 
     def __init__(self, trainer: Any, epoch_has_ended: bool):
         self._trainer, self._epoch_has_ended = trainer, epoch_has_ended
 
     def _read(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """What Lightning would write to disk, and where it is."""
+        """Give what Lightning would write to disk, and the position, see `resume`."""
         checkpoint: dict[str, Any] = self._trainer._checkpoint_connector.dump_checkpoint(False)
         return checkpoint, position(self._trainer, checkpoint, self._epoch_has_ended)
 
@@ -52,10 +52,10 @@ class _State:
 
 
 class Whole(_State):
-    """The state of a training of which each rank holds all."""
+    """The state of a training that each rank holds as a whole."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Take what Lightning saves; the tensors are those in use."""
+        """Give what Lightning saves. The tensors are the live ones."""
         checkpoint, at = self._read()
         return {"checkpoint": apart(checkpoint), "position": apart(at)}
 
@@ -63,16 +63,16 @@ class Whole(_State):
         """Load a step. Collective over all ranks.
 
         Returns:
-            The checkpoint that Lightning goes on from, and the position, see `resume`.
+            The checkpoint from which Lightning continues, and the position, see `resume`.
         """
         return load_whole(checkpointer, step)
 
 
 def load_whole(checkpointer: Checkpointer, step: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Load what `Whole` has saved, on any number of ranks. Collective over all ranks.
+    """Load what `Whole` saved, on any number of ranks. Collective over all ranks.
 
     Returns:
-        The checkpoint that Lightning goes on from, and the position, see `resume`.
+        The checkpoint from which Lightning continues, and the position, see `resume`.
 
     Raises:
         StructureMismatch: the model was sharded when it was saved.
@@ -88,7 +88,7 @@ def load_whole(checkpointer: Checkpointer, step: int) -> tuple[dict[str, Any], d
 
 
 class _Taken:
-    """Stands for a state that is not there yet; unlike `load`, `restore` gives it to any number of ranks."""
+    """Takes a state that has no objects yet. `restore` gives it to any number of ranks, which `load` does not."""
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -101,7 +101,7 @@ class Sharded(_State):
     """The state of a training whose model is sharded over the ranks."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Take the shards in use, and what else Lightning saves."""
+        """Give the live shards, and what else Lightning saves."""
         with self._shards_only():
             checkpoint, at = self._read()
         parts = {"model": checkpoint.pop("state_dict"), "optimizers": checkpoint.pop("optimizer_states")}
@@ -114,7 +114,7 @@ class Sharded(_State):
         """Load a step into model and optimizers. Collective over all ranks.
 
         Returns:
-            The checkpoint that Lightning goes on from, and the position, see `resume`.
+            The checkpoint from which Lightning continues, and the position, see `resume`.
         """
         strategy, load_together = self._trainer.strategy, checkpointer.adapting.load_together
 
@@ -136,7 +136,7 @@ class Sharded(_State):
         return {**checkpoint, "state_dict": {}, "optimizer_states": []}, at
 
     def _shards_only(self) -> contextlib.ExitStack:
-        """Let the strategy give its shards; by itself it would bring them, or all of the model, to the CPU."""
+        """Let the strategy give its live shards. Without this it would copy them, or the whole model, to the CPU."""
         strategy = self._trainer.strategy
 
         def optimizer_state(optimizer: Any) -> dict[str, Any]:
@@ -150,6 +150,6 @@ class Sharded(_State):
 
 
 def state_of(trainer: Any, epoch_has_ended: bool = False) -> Whole | Sharded:
-    """The state of a trainer, by its strategy."""
+    """Give the state of a trainer. Its kind depends on the strategy."""
     kind = Sharded if trainer.strategy.restore_checkpoint_after_setup else Whole
     return kind(trainer, epoch_has_ended)
