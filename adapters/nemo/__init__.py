@@ -1,13 +1,14 @@
 """NeMo 2.x (`nemo.lightning`): checkpoints in the memory of the nodes, between those that NeMo writes.
 
-The names and arguments are those of ML Flashpoint's adapter, with ``mlflash`` in the place of its own.
+Names and arguments are those of ML Flashpoint's adapter, with ``mlflash`` instead of its name.
 
-    callback        when to save: `MLFlashCheckpointCallback`
-    checkpoint_io   paths below the base container → memory; all others → NeMo's own
-    memory          a `MegatronStrategy`'s sharded state ↔ slots
-    own_files       NeMo's own checkpoints, moved to disk behind training
-    auto_resume     which checkpoint to start from
-    wrap            puts all of it into a trainer
+    callback        `MLFlashCheckpointCallback`, which decides when to save
+    checkpoint_io   send paths below the base container to memory, and all others to NeMo
+    memory          save and load the sharded state of a `MegatronStrategy` in slots
+    position        save and restore random numbers and the positions of data loaders
+    own_files       move NeMo's own checkpoints to disk in the background
+    auto_resume     choose the checkpoint to start from
+    wrap            put all of this into a trainer
 
 Example:
     from mlflash.adapters.nemo import MLFlashCheckpointCallback, wrap_trainer_and_auto_resume_with_mlflash

@@ -1,4 +1,4 @@
-"""Which checkpoint a training of NeMo starts from: the newest of memory and disk."""
+"""Choose the checkpoint that a NeMo training starts from: the newest of memory and disk."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ log = logging.getLogger("mlflash")
 
 @dataclasses.dataclass(frozen=True)
 class _OnDisk:
-    """What rank 0 has seen on disk.
+    """What rank 0 found on disk.
 
     Attributes:
-        path: of a checkpoint; None: there is none that can be read.
-        step: of it; None: it does not say.
-        error: what NeMo raises instead of a path.
-        other: whether the path is not NeMo's, as that is torn.
+        path: path of a checkpoint. None: none can be read.
+        step: its step. None: unknown.
+        error: what NeMo raises instead of giving a path.
+        other: whether this is another path than NeMo's, because NeMo's checkpoint is incomplete.
     """
 
     path: str | None = None
@@ -42,10 +42,10 @@ class _OnDisk:
 
 
 class MLFlashAutoResume(AutoResume):
-    """Takes the checkpoint in memory where it is the newest, and else what the default one takes.
+    """An AutoResume that takes the checkpoint in memory if it is the newest, and otherwise what NeMo's takes.
 
     Args:
-        default: NeMo's; what is set here is set there, too.
+        default: NeMo's AutoResume. It gets the same fields as this one.
         memory: the checkpoints in memory.
     """
 
@@ -71,7 +71,7 @@ class MLFlashAutoResume(AutoResume):
         """Find the checkpoint to start from. Collective over all ranks.
 
         Returns:
-            Its path; None: there is none.
+            The path. None if there is no checkpoint.
         """
         step, theirs, error = self._compare(model)
         if step is not None:
@@ -89,13 +89,13 @@ class MLFlashAutoResume(AutoResume):
         return self._context(step, model)
 
     def _instead(self, theirs: Any) -> contextlib.AbstractContextManager[Any]:
-        """Let the default one take a path, where there is one."""
+        """Let NeMo's AutoResume take a path, if there is one."""
         if theirs is None:
             return contextlib.nullcontext()
         return replaced(self._default, get_trainer_ckpt_path=lambda model=None: theirs)
 
     def _context(self, step: int, model: Any) -> Any:
-        """That of a checkpoint in memory, or else of the model that training had begun with."""
+        """Give the context of a checkpoint in memory, or else that of the model with which training began."""
         context = self._memory.context_of(self._memory.path_of(step))
         if context is not None or self.restore_config is None:
             return context
@@ -103,7 +103,7 @@ class MLFlashAutoResume(AutoResume):
         return begun_with / "context" if (begun_with / "context").is_dir() else begun_with
 
     def _compare(self, model: Any) -> tuple[int | None, Any, Exception | None]:
-        """The step in memory, where that is taken; what the default one takes; what it raises."""
+        """Give the step in memory if that is taken, the path that NeMo's AutoResume takes, and the error it raises."""
         for field in dataclasses.fields(AutoResume):
             setattr(self._default, field.name, getattr(self, field.name))
         theirs, error = None, None
@@ -124,7 +124,7 @@ class MLFlashAutoResume(AutoResume):
 
 
 def _look(theirs: Any, error: Exception | None) -> _OnDisk:
-    """Look at the checkpoint that NeMo would take; where it is torn, at those beside it. Not collective."""
+    """Read the step of the checkpoint that NeMo would take. If it is incomplete, take another one. Not collective."""
     if theirs is None:
         return _OnDisk(error=error)
     try:
@@ -139,7 +139,7 @@ def _look(theirs: Any, error: Exception | None) -> _OnDisk:
 
 
 def _beside(torn: Path) -> list[_OnDisk]:
-    """The checkpoints of the same folder that were written to their end, and can be read."""
+    """Find the checkpoints of the same folder that are complete and can be read."""
     torn = torn.parent if torn.name == "weights" else torn
     found = []
     # Names that begin with a dot are of checkpoints that are on their way.
@@ -156,7 +156,7 @@ def _beside(torn: Path) -> list[_OnDisk]:
 
 
 def _step_of(path: Any) -> int:
-    """The step of a checkpoint on disk. Not collective."""
+    """Read the step of a checkpoint on disk. Not collective."""
     common = dist_checkpointing.load_common_state_dict(str(ckpt_to_weights_subdir(Path(path), is_saving=False)))
     return int(common["global_step"])
 
@@ -169,4 +169,4 @@ _TORN = (
     pickle.UnpicklingError,
     zipfile.BadZipFile,
 )
-"""What is raised for a checkpoint that was not written to its end."""
+"""What is raised for a checkpoint that was not written completely."""

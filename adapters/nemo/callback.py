@@ -1,4 +1,4 @@
-"""When a training of NeMo is saved in memory, and what becomes of that at its end."""
+"""Decide when a NeMo training is saved in memory, and delete or keep the checkpoints at its end."""
 
 from __future__ import annotations
 
@@ -30,20 +30,21 @@ from .position import go_on
 class MLFlashCheckpointCallback(Callback):
     """Saves in memory every so many steps, or whenever NeMo saves.
 
-    It does so once `wrap_trainer_and_auto_resume_with_mlflash` has wrapped its trainer.
+    It saves only if `wrap_trainer_and_auto_resume_with_mlflash` has wrapped its trainer.
 
     Args:
-        checkpoint_base_container: names the checkpoints, as for the wrap: another one for each job, and the same one
-            when a job starts again. It is no directory; nothing is written there.
-        every_n_steps: a checkpoint in memory every so many steps (``trainer.global_step``). Default: whenever NeMo
-            saves, by its ModelCheckpoint or ``trainer.save_checkpoint``; without any nothing is saved, and a warning
-            says so.
-        skip_every_n_steps: but not where the step is a multiple of this: there NeMo writes one to disk. 0: none.
-        enabled: False, or ``MLFLASH_DISABLE=1``: nothing is done.
-        keep_mlflash_checkpoint_on_train_end: whether checkpoints stay in memory when training has come to its end.
+        checkpoint_base_container: names the checkpoints. Give the same name to the wrap function. Each job needs
+            another name, and keeps it when it starts again. It is not a directory, and nothing is written there.
+        every_n_steps: save in memory if ``trainer.global_step`` is a multiple of this. Default: save whenever NeMo
+            saves, through its ModelCheckpoint or ``trainer.save_checkpoint``. If NeMo does neither, nothing is saved,
+            and a warning says so.
+        skip_every_n_steps: do not save if the step is a multiple of this, for example where NeMo writes to disk. 0:
+            skip none.
+        enabled: False, or ``MLFLASH_DISABLE=1``: the callback does nothing.
+        keep_mlflash_checkpoint_on_train_end: whether checkpoints stay in memory when training has ended.
 
     Attributes:
-        memory: those of a `MegatronStrategy`, once its trainer is wrapped.
+        memory: the checkpoints of a `MegatronStrategy`, when its trainer is wrapped.
     """
 
     def __init__(self, checkpoint_base_container: str | os.PathLike[str], every_n_steps: int | None = None,
@@ -63,19 +64,19 @@ class MLFlashCheckpointCallback(Callback):
         self._own: OwnSaves | None = None
 
     def save_through(self, memory: Memory, with_context: bool, in_background: bool) -> None:
-        """Let `Trainer.save_checkpoint` save, by paths below the base. Not collective."""
+        """Save through `Trainer.save_checkpoint` with paths below the base. Not collective."""
         self.memory, self._place = memory, memory.place
         self._with_context, self._in_background = with_context, in_background
 
     def stand_by(self, place: tuple[str, str]) -> None:
-        """Leave saving to Lightning's callback, which comes before this one. Not collective."""
+        """Leave saving to the callback of mlflash's Lightning adapter, which comes before this one. Not collective."""
         self._place = place
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Open the Checkpointer, if it is not open yet. Collective.
 
         Raises:
-            ConfigError: the trainer was not wrapped; or what is to be written in the background cannot be.
+            ConfigError: the trainer was not wrapped, or ``in_background`` does not work with it.
             WorldMismatch: torch.distributed has other ranks than the launcher.
         """
         if stage != "fit" or not self.enabled:
@@ -96,11 +97,11 @@ class MLFlashCheckpointCallback(Callback):
                 self._files = OwnFiles(trainer, self.memory.checkpointer)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Take the training's context, where that is to be saved. Collective.
+        """Read the training's context, if it is to be saved. Collective.
 
         Raises:
-            ConfigError: something has replaced the CheckpointIO, as PEFT does.
-            StateError: on the other ranks, where NeMo could not describe the training on rank 0.
+            ConfigError: something, such as PEFT, has replaced the CheckpointIO.
+            StateError: on other ranks: NeMo could not describe the training on rank 0.
         """
         if self.memory is None:
             return
@@ -117,24 +118,24 @@ class MLFlashCheckpointCallback(Callback):
         self.memory.context = _context_of(trainer)
 
     def _together(self, trainer: Any, work: Callable[[], Any]) -> Any:
-        """Load a part of a checkpoint, if it is one from memory on all ranks or on none. Collective."""
+        """Load a part of a checkpoint. If it is in memory, load it on all ranks or on none. Collective."""
         path = trainer.ckpt_path
         if self.memory is None or path is None or not self.memory.holds(path):
             return work()
         return self.memory.checkpointer.adapting.load_together(step_of(path), work)
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Go on where this rank was, if the checkpoint is from memory."""
+        """If the checkpoint is from memory, continue where this rank was."""
         at = checkpoint.pop(OF_RANK, None)
         if at is not None:
             self._undo.append(go_on(trainer, checkpoint, at))
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Note where training begins."""
+        """Remember the step at which training begins."""
         self._step = trainer.global_step
 
     def _end_step(self, trainer: Any, epoch_has_ended: bool) -> None:
-        """Save, where a step has ended that is one of those. Collective."""
+        """Save if a step has ended and is due. Collective."""
         assert self.memory is not None and self._own is not None
         step, before = trainer.global_step, self._step
         self._step = step
@@ -147,12 +148,12 @@ class MLFlashCheckpointCallback(Callback):
             self.memory.epoch_has_ended = None
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Wait for what is on its way to disk, before NeMo writes there what belongs to the end. Not collective."""
+        """Wait until moved files are on disk, before NeMo writes its last checkpoint there. Not collective."""
         if self._files is not None:
             self._files.end()
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Close; then delete what is in memory, if it is not to be kept. Collective."""
+        """Close. Then delete the checkpoints in memory, unless they are to be kept. Collective."""
         if stage != "fit" or self._place is None:
             return
         with contextlib.ExitStack() as stack:  # it is closed, whatever another part of the end raises
@@ -164,7 +165,7 @@ class MLFlashCheckpointCallback(Callback):
             delete(*self._place)
 
     def on_exception(self, *args: Any, **kwargs: Any) -> None:
-        """Close without waiting for other ranks; what is in memory stays."""
+        """Close without waiting for other ranks. Checkpoints in memory stay."""
         with contextlib.ExitStack() as stack:
             if self.memory is not None:
                 stack.callback(self.memory.abandon)
@@ -183,7 +184,7 @@ class MLFlashCheckpointCallback(Callback):
 
 
 def _context_of(trainer: Any) -> dict[str, bytes]:
-    """What NeMo saves as a training's context (its model, its trainer), by file name."""
+    """Give the files that NeMo saves as a training's context (its model and trainer), by name."""
     with tempfile.TemporaryDirectory(prefix="mlflash-nemo-") as directory:
         TrainerContext.from_trainer(trainer).io_dump(Path(directory), yaml_attrs=["model"])
         files = [path for path in Path(directory).rglob("*") if path.is_file()]

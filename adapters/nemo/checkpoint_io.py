@@ -1,4 +1,4 @@
-"""NeMo's CheckpointIO, with those paths in the memory of the nodes that are below the base container."""
+"""NeMo's CheckpointIO, with the paths below the base container in the memory of the nodes."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from .memory import Memory
 
 
 class MLFlashCheckpointIO(AsyncCompatibleCheckpointIO):
-    """Saves and loads what is below the base container in memory; gives all else to the wrapped CheckpointIO.
+    """Saves and loads paths below the base container in memory, and passes all others to the wrapped CheckpointIO.
 
     Args:
-        wrapped: NeMo's, for checkpoints on disk. What this does not have is asked of it.
+        wrapped: NeMo's CheckpointIO for checkpoints on disk. Other attributes of this object are those of it.
         memory: the checkpoints below the base container.
         async_save: False: a save waits for the commit.
     """
@@ -33,7 +33,7 @@ class MLFlashCheckpointIO(AsyncCompatibleCheckpointIO):
         """Save a checkpoint. Collective over all ranks.
 
         Returns:
-            In memory: None, it goes on by itself. Else what the wrapped one returns.
+            None for a path in memory, whose save continues by itself. Otherwise what the wrapped one returns.
         """
         if not self.memory.holds(path):
             return self._wrapped.save_checkpoint(checkpoint, path, storage_options=storage_options)
@@ -49,7 +49,7 @@ class MLFlashCheckpointIO(AsyncCompatibleCheckpointIO):
 
         Raises:
             StepNotFound: there is no such step in memory.
-            CheckpointException: a tensor of the model is not in it, or has another shape.
+            CheckpointException: a tensor of the model is missing in it, or has another shape.
         """
         if not self.memory.holds(path):
             more = {"strict": strict} if strict is not None else {}
@@ -58,23 +58,23 @@ class MLFlashCheckpointIO(AsyncCompatibleCheckpointIO):
         return _fix_tensors_device(loaded) if torch.cuda.is_initialized() else loaded
 
     def load_content_metadata(self, path: Any = None, preloaded_state_dict: Any = None) -> Any:
-        """Load how a checkpoint's state is sharded. Collective over all ranks, in memory."""
+        """Load how a checkpoint's state is sharded. For one in memory this is collective over all ranks."""
         if path is None or not self.memory.holds(path):
             return self._wrapped.load_content_metadata(path, preloaded_state_dict)
         return dist_checkpointing.load_content_metadata(self.memory.directory(path))
 
     def remove_checkpoint(self, path: Any) -> None:
-        """Remove a checkpoint from disk; those in memory are written over by newer ones."""
+        """Remove a checkpoint from disk. Newer saves overwrite those in memory."""
         if not self.memory.holds(path):
             self._wrapped.remove_checkpoint(path)
 
     def teardown(self) -> None:
-        """Let the wrapped one end."""
+        """Tear down the wrapped CheckpointIO."""
         self._wrapped.teardown()
 
 
 class MLFlashAsyncFinalizableCheckpointIO(AsyncFinalizableCheckpointIO):
-    """NeMo's queue of asynchronous saves to disk, past which those in memory go: they have no part in it.
+    """NeMo's queue of asynchronous saves to disk. Saves in memory do not go through the queue.
 
     Args:
         checkpoint_io: a `MLFlashCheckpointIO`.

@@ -1,4 +1,4 @@
-"""The checkpoints of one training in the memory of the nodes: what a `MegatronStrategy` gives to save ↔ slots."""
+"""The checkpoints of one training in the memory of the nodes: save what a `MegatronStrategy` gives, and load it."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ log = logging.getLogger("mlflash")
 
 _ALIKE = "mlflash"
 OF_RANK = "mlflash of this rank"
-"""Where a checkpoint has what a rank has saved for itself."""
+"""The key of what each rank saves for itself."""
 
 
 class Memory:
-    """The checkpoints of a training, under paths below a base that is no directory.
+    """The checkpoints of a training, under paths below a base, which is a name and not a directory.
 
-    Its Checkpointer is opened by the first call that is collective: NeMo looks for a checkpoint before it sets up its
-    process groups.
+    The first collective call opens the Checkpointer, because NeMo looks for a checkpoint before it sets up its process
+    groups.
 
     Args:
-        base: names the checkpoints; where each seems to be, see `path_of`.
-        is_constant: what is saved has the same structure each time.
-        is_dealt: what several ranks hold alike is dealt out among them to be saved.
+        base: names the checkpoints. `path_of` gives the path of each.
+        is_constant: whether the state has the same structure each time.
+        is_dealt: whether ranks that hold the same tensors divide them among each other to save them.
         settings: as those of a Checkpointer.
 
     Attributes:
-        settings: of the Checkpointer.
+        settings: settings of the Checkpointer.
         place: the memory file system, and the job's name there.
-        epoch_has_ended: whether the step that is saved was the last one of an epoch; None: it is not at its end yet.
-        context: files of the training's context by name, saved with each checkpoint; None: they are not.
+        epoch_has_ended: whether the saved step is the last of an epoch. None: the step has not ended yet.
+        context: files of the training's context by name, saved with each checkpoint. None: no context is saved.
     """
 
     def __init__(self, base: str | os.PathLike[str], is_constant: bool, is_dealt: bool, settings: dict[str, Any]):
@@ -71,25 +71,25 @@ class Memory:
 
     @property
     def checkpointer(self) -> Checkpointer:
-        """The Checkpointer underneath. Collective over all ranks, the first time."""
+        """The Checkpointer underneath. The first use opens it, which is collective over all ranks."""
         if self._checkpointer is None:
             self._checkpointer = Checkpointer(**self.settings)
         return self._checkpointer
 
     def path_of(self, step: int) -> Path:
-        """Where the checkpoint of a step seems to be."""
+        """Give the path that stands for the checkpoint of a step."""
         return self.base / f"step-{step:08d}"
 
     def holds(self, path: Any) -> bool:
-        """Whether a path is one below the base; ``/job-10`` is not below ``/job-1``."""
+        """Whether a path is below the base. ``/job-10`` is not below ``/job-1``."""
         return self.base in Path(path).parents
 
     # Saving
 
     def save(self, checkpoint: dict[str, Any], path: Any, content_metadata: Any) -> None:
-        """Copy a checkpoint into a slot and let it be protected and committed in the background.
+        """Copy a checkpoint into a slot. It is protected and committed in the background.
 
-        Collective over all ranks. A failure is a warning at the next save, or at the end.
+        Collective over all ranks. If it fails, the next save or the end of training logs a warning.
         """
         self.wait()
         step = step_of(path)
@@ -109,10 +109,10 @@ class Memory:
         self._pending = step, request.finalize_fns[0]  # Megatron's own only marks the directory, which is not kept
 
     def wait(self) -> None:
-        """Wait for the save on its way, and warn where it has failed. Not collective.
+        """Wait for the running save, and log a warning if it failed. Not collective.
 
         Raises:
-            SaveFailed, CheckpointException: only with ``strict``: it has failed.
+            SaveFailed, CheckpointException: only with ``strict``: the save failed.
         """
         pending, self._pending = self._pending, None
         if pending is None:
@@ -128,15 +128,15 @@ class Memory:
     # Loading
 
     def find(self, instead: Any = None) -> int | None:
-        """Find the newest checkpoint that memory, or the directory, can give; every byte of it is verified.
+        """Find the newest checkpoint of memory and the directory that can be loaded. Every byte of it is verified.
 
         Collective over all ranks.
 
         Args:
-            instead: the checkpoint on disk that training can go on from; None: there is none.
+            instead: the checkpoint on disk from which training can start otherwise. None: there is none.
 
         Raises:
-            Unrestorable: checkpoints are there, none of them can be loaded, and there is nothing ``instead``.
+            Unrestorable: there are checkpoints, but none can be loaded, and there is nothing ``instead``.
         """
         try:
             path = self._loading().directory()
@@ -149,7 +149,7 @@ class Memory:
         return self._found[0]
 
     def directory(self, path: Any) -> str:
-        """Make the directory that Megatron wants to see of a checkpoint. Collective over all ranks, the first time."""
+        """Make the directory that Megatron needs of a checkpoint. The first time this is collective over all ranks."""
         step = step_of(path)
         if self._found is None or self._found[0] != step:
             directory = self._loading().directory(step)
@@ -158,7 +158,7 @@ class Memory:
         return self._found[1]
 
     def load(self, path: Any, wanted: dict[str, Any], strict: Any) -> dict[str, Any]:
-        """Load what is wanted of a checkpoint, and what each rank has saved for itself.
+        """Load the requested parts of a checkpoint, and what each rank saved for itself.
 
         Collective over all ranks.
         """
@@ -177,7 +177,7 @@ class Memory:
         return loaded
 
     def context_of(self, path: Any) -> Path | None:
-        """Write the files of a checkpoint's context; None where it has none. Collective over all ranks."""
+        """Write the files of a checkpoint's context. None if it has no context. Collective over all ranks."""
         directory = self.directory(path)
         files = self._loading().common(directory)[_ALIKE]["context"]
         if files is None:
@@ -200,7 +200,7 @@ class Memory:
     # Ending
 
     def close(self) -> None:
-        """Wait for what is on its way, and free everything but the checkpoints. Collective over all ranks."""
+        """Wait for the running save, and free everything but the checkpoints. Collective over all ranks."""
         checkpointer, self._checkpointer = self._checkpointer, None
         if checkpointer is None:
             return
@@ -210,16 +210,16 @@ class Memory:
             self.wait()
 
     def abandon(self) -> None:
-        """Close without waiting for other ranks; the checkpoints stay. Not collective."""
+        """Close without waiting for other ranks. The checkpoints stay. Not collective."""
         checkpointer, self._checkpointer = self._checkpointer, None
         if checkpointer is not None:
             checkpointer.__exit__(RuntimeError, None, None)
 
 
 def delete(memory: str, job: str) -> None:
-    """Delete what a job holds in the memory of all nodes, when all its ranks have closed it.
+    """Delete the checkpoints of a job from the memory of all nodes, when all its ranks have closed it.
 
-    Collective over the ranks of torch.distributed. What cannot be deleted is a warning.
+    Collective over the ranks of torch.distributed. It logs a warning if something cannot be deleted.
     """
     host = socket.gethostname()
     hosts: list[Any] = [host]

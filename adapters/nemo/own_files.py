@@ -1,8 +1,8 @@
-"""NeMo's own checkpoints: its ModelCheckpoint writes them to memory, and they are moved to their place behind training.
+"""NeMo's own checkpoints: its ModelCheckpoint writes them to memory, and they are moved to disk in the background.
 
-They are the files that NeMo writes, context and all, so that its AutoResume finds and loads them without mlflash; a
-checkpoint has its name when all files of all ranks are there, and only then ``-last`` links to it. So it needs no
-marker that says it is unfinished. What a ModelCheckpoint deletes meanwhile waits until then.
+The files are NeMo's, with the context, so its AutoResume finds and loads them without mlflash. A checkpoint gets its
+name when all files of all ranks have arrived, and only then ``-last`` links to it. So it needs no marker for unfinished
+checkpoints. If a ModelCheckpoint deletes something meanwhile, that waits until then.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from ..replacing import replaced
 
 
 class OwnFiles:
-    """Those of one fit with a `MegatronStrategy`. Collective over all ranks; close it.
+    """Moves NeMo's own checkpoints of one fit with a `MegatronStrategy`. Collective over all ranks. Then close it.
 
     Args:
-        trainer: whose.
-        checkpointer: that of the fit.
+        trainer: NeMo's Trainer.
+        checkpointer: the Checkpointer of the fit.
 
     Raises:
-        ConfigError: NeMo writes behind training, too; or moving averages (EMA) besides.
+        ConfigError: NeMo itself writes in the background, or also writes moving averages (EMA).
     """
 
     def __init__(self, trainer: Any, checkpointer: Checkpointer):
@@ -52,10 +52,10 @@ class OwnFiles:
             self._undo.enter_context(replaced(callback, _remove_checkpoint=self.remove, **ours))
 
     def save(self, callback: Any, save: Callable[..., None], trainer: Any, filepath: Any) -> None:
-        """Have NeMo write a checkpoint to memory; where some rank has no room there, to its place. Collective.
+        """Let NeMo write a checkpoint to memory, or to its place if some rank has no room. Collective.
 
         Raises:
-            SaveFailed: with ``strict``, on all ranks, where the one before was not moved.
+            SaveFailed: only with ``strict``, on all ranks: the checkpoint before could not be moved.
         """
         target = Path(ckpt_to_dir(filepath))
         if "://" in str(filepath) or not self._files.begin(os.fspath(target)):
@@ -79,11 +79,11 @@ class OwnFiles:
         self._files.expect(target)
 
     def remove(self, trainer: Any, filepath: Any) -> None:
-        """Delete a checkpoint, when those that were written after it are there. Collective."""
+        """Delete a checkpoint once all checkpoints that were written after it have arrived. Collective."""
         self._files.remove_when_moved(ckpt_to_dir(filepath), functools.partial(self._remove, filepath))
 
     def link(self, callback: Any, link: Callable[..., None], trainer: Any, filepath: Any, linkpath: Any) -> None:
-        """Link to a checkpoint, when it is there; where it is of another step, NeMo writes one. Collective."""
+        """Link to a checkpoint once it has arrived. For a link to another step, let NeMo write it. Collective."""
         to, path = Path(ckpt_to_dir(filepath)), Path(ckpt_to_dir(linkpath))
         if not self._files.expects(to) or str(path).replace("-last", "") != str(to):
             link(trainer, filepath, linkpath)
@@ -93,21 +93,21 @@ class OwnFiles:
         self._files.expect(path)
 
     def exists(self, callback: Any, exists: Callable[..., bool], filepath: Any, *args: Any) -> bool:
-        """Whether a checkpoint would be there, if all had been written, and deleted, at once. Collective."""
+        """Whether a checkpoint would exist if all writes and deletions were done already. Collective."""
         return self._files.would_be_there(ckpt_to_dir(filepath), lambda: exists(filepath, *args))
 
     def end(self) -> None:
-        """Wait until all is in its place; what NeMo writes from now on, it writes there itself. Not collective."""
+        """Wait until all checkpoints are in place. From now on NeMo itself writes there. Not collective."""
         self._undo.close()
         self._files.finish()
 
     def close(self) -> None:
-        """Let the rest be moved; nobody waits for it. Not collective."""
+        """Close without waiting. The rest is still moved in the background. Not collective."""
         self._undo.close()
         self._files.close()
 
     def _remove(self, filepath: Any) -> None:
-        """As NeMo does, but that no rank waits for another."""
+        """Delete a checkpoint as NeMo does, but without ranks that wait for each other."""
         ModelCheckpoint.set_checkpoint_unfinished_marker(filepath)
         with contextlib.suppress(OSError):
             self._strategy.remove_checkpoint(filepath)

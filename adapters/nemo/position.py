@@ -1,8 +1,8 @@
-"""Where a training of NeMo is, but for what NeMo saves: random numbers, and each rank's data loader.
+"""The parts of a NeMo training's position that NeMo does not save: random numbers, and each rank's data loader.
 
-A checkpoint in memory is made when all is done that belongs to a step, later than any hook of Lightning's; after the
-last step of an epoch, when all is done that belongs to the epoch. Its loops expect something to be left to do. They are
-right where a training's own hook saves below the base.
+mlflash saves when everything of a step is done, which is after all hooks of Lightning, and for the last step of an
+epoch when everything of the epoch is done. Lightning's loops expect that a part of the step is left to do. That is only
+true if a hook of yours saves below the base.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..replacing import replaced
 
 
 def position(checkpoint: dict[str, Any], epoch_has_ended: bool | None) -> dict[str, Any]:
-    """Take this rank's position; its data loaders' states are taken out of the checkpoint. Not collective."""
+    """Give this rank's position, and take the states of its data loaders out of the checkpoint. Not collective."""
     loaders = checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", [])
     return {
         "rng": rng().state_dict(),
@@ -30,10 +30,10 @@ def position(checkpoint: dict[str, Any], epoch_has_ended: bool | None) -> dict[s
 
 
 def go_on(trainer: Any, checkpoint: dict[str, Any], at: dict[str, Any]) -> Callable[[], None]:
-    """Let Lightning's fit loop, before it is restored from a checkpoint, go on from a `position`. Not collective.
+    """Let Lightning's fit loop continue from a `position`. Call it before the loop is restored. Not collective.
 
     Returns:
-        Undoes it, where no step was made.
+        A function that undoes it if no step was made.
     """
     loop, has_ended = trainer.fit_loop, at["epoch has ended"]
     if at["loaders"]:

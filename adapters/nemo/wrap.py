@@ -1,4 +1,4 @@
-"""Puts checkpoints in memory into a trainer of NeMo and its AutoResume."""
+"""Let a NeMo trainer and its AutoResume use checkpoints in memory."""
 
 from __future__ import annotations
 
@@ -35,31 +35,34 @@ def wrap_trainer_and_auto_resume_with_mlflash(
     in_background: bool = False,
     **settings: Any,
 ) -> AutoResume:
-    """Let a trainer that has a `MLFlashCheckpointCallback` keep its checkpoints in the memory of the nodes.
+    """Let a trainer with an `MLFlashCheckpointCallback` keep checkpoints in the memory of the nodes.
 
-    Not collective. Before or after ``trainer.strategy.setup_environment()``, and before ``fit``.
+    Not collective. Call it before or after ``trainer.strategy.setup_environment()``, and before ``fit``.
 
     Args:
-        trainer: NeMo's.
-        flash_base_container: that of the callback. Paths below it mean memory.
-        async_save: training goes on while a checkpoint is protected; False: it waits for the commit.
-        default_auto_resume: which checkpoint on disk to start from. Default: the newest, if there is one.
+        trainer: NeMo's Trainer.
+        flash_base_container: the base container of the callback. Paths below it mean memory.
+        async_save: True: training goes on while a checkpoint is protected. False: a save waits for its commit.
+        default_auto_resume: AutoResume that chooses the checkpoint on disk to start from. Default: the newest, if
+            there is one.
         always_save_context: save NeMo's context with each checkpoint (`MegatronStrategy` only).
-        write_thread_count, use_optimized_save: of ML Flashpoint; they mean nothing here.
-        initial_write_buffer_size_bytes: bytes of state per rank to allocate at once, ``reserve`` of a Checkpointer.
-        use_cached_ckpt_structure: the structure stays the same: the ranks agree once on who saves what.
-        use_fully_parallel_wrapper: deal out what several ranks hold alike among them to be saved, instead of having the
-            first of them save it.
+        write_thread_count, use_optimized_save: arguments of ML Flashpoint, which have no effect here.
+        initial_write_buffer_size_bytes: bytes of state per rank to allocate at the start, like ``reserve`` of a
+            Checkpointer.
+        use_cached_ckpt_structure: True: the structure of the state stays the same, so the ranks agree only once on what
+            each of them saves.
+        use_fully_parallel_wrapper: True: ranks that hold the same tensors divide them among each other to save them.
+            False: the first of these ranks saves them all.
         enabled: False, or ``MLFLASH_DISABLE=1``: checkpoints are NeMo's own, and the callback does nothing.
-        in_background: what NeMo's ModelCheckpoint writes to disk it writes to memory, and the files are moved to their
-            place behind training; they are the same files (`MegatronStrategy` only). Default: training waits.
+        in_background: True: NeMo's ModelCheckpoint writes to memory, and the same files are moved to their place while
+            training continues (`MegatronStrategy` only). False: it writes to disk, and training waits.
         settings: as those of a Checkpointer.
 
     Returns:
-        What to use as AutoResume.
+        The AutoResume to use.
 
     Raises:
-        ConfigError: the trainer, or the strategy, cannot be wrapped, or the trainer has no `MLFlashCheckpointCallback`.
+        ConfigError: the trainer or the strategy cannot be wrapped, or the trainer has no `MLFlashCheckpointCallback`.
     """
     resume = default_auto_resume or AutoResume(resume_if_exists=True, resume_ignore_no_checkpoint=True)
     if isinstance(trainer.strategy, MegatronStrategy):
@@ -83,7 +86,7 @@ def wrap_trainer_and_auto_resume_with_mlflash(
 
 
 def _enabled_callback(trainer: Any, enabled: bool) -> MLFlashCheckpointCallback | None:
-    """The first callback that is to save; with `enabled` False or ``MLFLASH_DISABLE=1`` all are switched off."""
+    """Give the first callback that saves. With ``enabled`` False or ``MLFLASH_DISABLE=1`` turn all of them off."""
     callbacks = [one for one in trainer.callbacks if isinstance(one, MLFlashCheckpointCallback)]
     if turned_off(enabled):
         for one in callbacks:
@@ -108,7 +111,7 @@ def _wrap_checkpoint_io(trainer: Any, memory: Memory, async_save: bool) -> None:
 
 
 def _set_up_groups_always(strategy: Any) -> None:
-    """Let NeMo make Megatron's process groups where torch.distributed is there before it; else it leaves them out."""
+    """Let NeMo make Megatron's process groups even if torch.distributed is set up before, when NeMo skips them."""
     setup_distributed = strategy.setup_distributed
 
     def set_up() -> None:
@@ -120,7 +123,7 @@ def _set_up_groups_always(strategy: Any) -> None:
 
 def _add_flash(trainer: Any, callback: MLFlashCheckpointCallback, memory: Memory, async_save: bool,
                in_background: bool) -> None:  # fmt: skip
-    """Let Lightning's callback save and load: these strategies give not all of the state to a CheckpointIO."""
+    """Let the callback of the Lightning adapter save and load: these strategies do not give a CheckpointIO all state."""
     if in_background:
         raise ConfigError("in_background is for checkpoints of a MegatronStrategy: leave it out",
                           found=type(trainer.strategy).__name__)  # fmt: skip

@@ -1,17 +1,17 @@
 """Hugging Face Trainer: checkpoints in the memory of the nodes, between those that the Trainer writes.
 
-    flash      when to save, and the training in which that happens: a callback
-    start      which checkpoint to start from: of memory and disk the newest
-    states     what a Trainer holds ↔ a state for the slots
-    own_files  the Trainer's own checkpoints, moved to disk behind training
-    engines    the same where DeepSpeed trains
-    backends   which of both it is
+    flash      a callback that decides when to save, and saves
+    start      choose the newest checkpoint of memory and disk to start from
+    states     convert what a Trainer holds to a state for the slots
+    own_files  move the Trainer's own checkpoints to disk in the background
+    engines    the state if DeepSpeed trains
+    backends   choose the kind of state by what trains the model
 
 Example:
     from mlflash.adapters.transformers import TrainerWrapper
 
     trainer = TrainerWrapper(Trainer(model, args, train_dataset=rows), save_mem_interval=10)
-    trainer.train(resume_from_checkpoint=True)  # the newest of memory and disk; a fresh start where there is none
+    trainer.train(resume_from_checkpoint=True)  # the newest of memory and disk; a fresh start if there is none
 """
 
 from .flash import MLFlashCallback, TrainerWrapper

@@ -1,4 +1,4 @@
-"""Which state a Trainer has, by what trains its model: PyTorch, or DeepSpeed."""
+"""Choose the state of a Trainer by what trains its model: PyTorch or DeepSpeed."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from .states import State
 
 
 def state_of(trainer: Any) -> State:
-    """The state of a trainer, by what trains its model. Not collective.
+    """Give the state of a trainer. Its kind depends on what trains the model. Not collective.
 
     Raises:
-        ConfigError: the state is kept elsewhere, by FSDP1, XLA, Megatron-LM or SageMaker.
+        ConfigError: FSDP1, XLA, Megatron-LM or SageMaker trains the model and keeps its own state.
     """
     kind = trainer.accelerator.distributed_type.name
     if getattr(trainer, "is_deepspeed_enabled", False):

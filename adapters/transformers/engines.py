@@ -1,6 +1,6 @@
-"""What a Trainer holds of a training that DeepSpeed does, ZeRO 1 to 3 ↔ a state for the slots.
+"""Convert what a Trainer holds to a state for the slots if DeepSpeed trains (ZeRO 1 to 3).
 
-The engine has the weights, the optimizer and the scaler, and takes and loads them by itself.
+DeepSpeed's engine has the weights, the optimizer and the scaler. It saves and loads them itself.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from .states import Found, State
 
 
 class StateOfEngine(State):
-    """All that a training of DeepSpeed goes on from.
+    """Everything that a training with DeepSpeed continues from.
 
     Args:
-        trainer: Hugging Face's, which trains.
+        trainer: Hugging Face's Trainer.
     """
 
     whole = "global_step*"
@@ -38,7 +38,7 @@ class StateOfEngine(State):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Of a Checkpointer: that all ranks hold the weights alike, where ZeRO leaves them whole."""
+        """Settings of a Checkpointer: all ranks hold the same weights, if ZeRO leaves them whole."""
         state = self._trainer.accelerator.state
         if state.num_processes == 1 or state.deepspeed_plugin.zero_stage == 3:
             return {}
@@ -56,11 +56,11 @@ class StateOfEngine(State):
         self._step.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Take what is in use; no tensor is copied. Collective over all ranks with ZeRO-3.
+        """Give the live state; no tensor is copied. Collective over all ranks with ZeRO-3.
 
         Raises:
-            StateError: a callback's state, or what it has logged, is nothing that JSON can hold.
-            ConfigError: the engine keeps state where it cannot be taken from.
+            StateError: a callback's state or what it logged cannot be written as JSON.
+            ConfigError: the engine keeps state where mlflash cannot save it.
         """
         trainer, schedule = self._trainer, self._trainer.lr_scheduler
         return {
@@ -71,7 +71,7 @@ class StateOfEngine(State):
 
     @contextlib.contextmanager
     def loading(self, checkpointer: Checkpointer, found: Found) -> Iterator[None]:
-        """Let the trainer load from memory what it would load from a folder."""
+        """Let the trainer load from memory instead of a folder."""
         self.of_rank.together = functools.partial(checkpointer.adapting.load_together, found.step)
 
         def load(*args: Any, **kwargs: Any) -> None:

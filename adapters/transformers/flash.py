@@ -1,6 +1,6 @@
-"""When a Trainer's training is saved in memory, and what it starts from.
+"""Save a Trainer's training in memory, and choose what it starts from.
 
-The Trainer calls on all ranks what is replaced here: methods of its own, in one trainer only, and, but for `train`,
+This module replaces methods of one trainer, which the Trainer calls on all ranks. Except for `train`, they are replaced
 only while it trains.
 """
 
@@ -32,26 +32,28 @@ from .states import Found, State, has_ended
 
 
 class MLFlashCallback(TrainerCallback):
-    """Saves a Trainer's training in memory; to be given to the Trainer when it is made.
+    """Saves a Trainer's training in memory. Give it to the Trainer when you make the Trainer.
 
-    ``trainer.train(resume_from_checkpoint=True)`` then starts from the newest checkpoint of memory, `directory` and the
-    Trainer's ``output_dir``, and afresh where there is none. A path that is given is taken, whatever memory has.
+    ``trainer.train(resume_from_checkpoint=True)`` then starts from the newest checkpoint of memory, ``directory`` and
+    the Trainer's ``output_dir``, or from the beginning if there is none. If you give a path instead, it starts from
+    that path, whatever is in memory.
 
     Args:
-        every_n_steps: a checkpoint in memory every so many steps. Default: whenever the Trainer saves, by its
-            ``save_strategy`` or because a callback asks for it; with "no" nothing is saved, and a warning says so.
-        skip_every_n_steps: but not where the step is a multiple of this: there the Trainer writes one to disk.
-        enabled: False, or ``MLFLASH_DISABLE=1``: nothing is done, but that ``resume_from_checkpoint=True`` still begins
-            afresh where the Trainer has written no checkpoint.
+        every_n_steps: save in memory if the step is a multiple of this. Default: save whenever the Trainer saves,
+            because of ``save_strategy`` or a callback. With ``save_strategy="no"`` and no such callback nothing is
+            saved, and a warning says so.
+        skip_every_n_steps: do not save if the step is a multiple of this, for example where the Trainer writes to disk.
+        enabled: False, or ``MLFLASH_DISABLE=1``: the callback does nothing, except that
+            ``resume_from_checkpoint=True`` still starts from the beginning if the Trainer has written no checkpoint.
         directory: where checkpoints are drained or scavenged to. Default: ``mlflash`` in the Trainer's ``output_dir``.
-            Nothing is written there but by ``drain_every`` and the like.
-        in_background: the Trainer writes its own checkpoints to memory, and they are moved to ``output_dir`` behind
-            training: the same files, all of them or none. Each takes its size of memory meanwhile.
-        settings: as those of a Checkpointer. Default of ``replicated``: weights and optimizer, under DDP. With
-            ``strict`` a save that fails is an exception, and not a warning.
+            Nothing is written there without ``drain_every`` or another request.
+        in_background: True: the Trainer writes its own checkpoints to memory, and the same files are moved to
+            ``output_dir`` while training continues, all of them or none. Until then each takes its size of memory.
+        settings: as those of a Checkpointer. Under DDP ``replicated`` covers weights and optimizer by default. With
+            ``strict`` a failed save is an exception instead of a warning.
 
     Attributes:
-        checkpointer: open while the Trainer trains.
+        checkpointer: the Checkpointer, open while the Trainer trains.
 
     Raises:
         ConfigError: an interval makes no sense.
@@ -68,10 +70,10 @@ class MLFlashCallback(TrainerCallback):
         self._is_due = self._epoch_has_ended = self._is_over = False
 
     def attach(self, trainer: Any) -> None:
-        """Let a trainer start from the newest checkpoint, and save; it must have this callback. Not collective.
+        """Let a trainer, which must have this callback, start from the newest checkpoint and save. Not collective.
 
         Raises:
-            ConfigError: it does so already, for another one.
+            ConfigError: the trainer already does so for another callback.
         """
         if not self._enabled:
             _begin_afresh_or_resume(trainer)
@@ -96,7 +98,8 @@ class MLFlashCallback(TrainerCallback):
     def on_init_end(self, *args: Any, **kwargs: Any) -> None:
         """Find the Trainer that is being made. Not collective.
 
-        It is looked for among the callers: no hook is given it, and `train` reads what to resume from before any hook.
+        It searches the callers for it, because no hook gets the Trainer, and `train` reads what to resume from before
+        it calls any hook.
         """
         frame = sys._getframe(1)
         while not isinstance(frame.f_locals.get("self"), Trainer):
@@ -105,10 +108,10 @@ class MLFlashCallback(TrainerCallback):
         self.attach(frame.f_locals["self"])
 
     def on_train_begin(self, args: Any, state: Any, *more: Any, **kwargs: Any) -> None:
-        """Go on with what was summed up before. Not collective.
+        """Continue with the sums of the interrupted training. Not collective.
 
         Raises:
-            ConfigError: the callback came to the Trainer too late.
+            ConfigError: the callback was given to the Trainer too late.
         """
         self._is_over = state.global_step >= state.max_steps
         if self._state is not None:
@@ -118,29 +121,29 @@ class MLFlashCallback(TrainerCallback):
                               "TrainerWrapper(trainer) for a Trainer that you have already")  # fmt: skip
 
     def on_epoch_begin(self, *args: Any, train_dataloader: Any = None, **kwargs: Any) -> None:
-        """Note the random numbers that an epoch begins with, or set them. Not collective."""
+        """Note the random number state at the begin of an epoch, or set it. Not collective."""
         if self._state is not None:
             self._state.of_rank.begin_epoch(train_dataloader)
 
     def on_step_end(self, args: Any, state: Any, *more: Any, **kwargs: Any) -> None:
-        """Note whether the step is one to save. Not collective."""
+        """Note whether the step is due. Not collective."""
         self._is_due = self._every is not None and intervals.is_due(state.global_step, self._every, self._skip)
         self._epoch_has_ended = False
 
     def on_save(self, args: Any, state: Any, *more: Any, **kwargs: Any) -> None:
-        """Note that the Trainer has saved the step, for whatever reason. Not collective."""
+        """Note that the Trainer saved the step, for whatever reason. Not collective."""
         if self._every is None:
             self._is_due = intervals.is_due(state.global_step, None, self._skip)
 
     def on_epoch_end(self, *args: Any, **kwargs: Any) -> None:
-        """Note that the step before was the last one of its epoch. Not collective."""
+        """Note that the last step ended its epoch. Not collective."""
         self._epoch_has_ended = True
 
     # A training
 
     @contextlib.contextmanager
     def _training(self, trainer: Any, resume: Any) -> Iterator[Any]:
-        """Save a training while it goes on; gives what it is to resume from. Collective."""
+        """Set everything up for a training, and give what it resumes from. Collective."""
         state = state_of(trainer)
         directory = self._directory or os.path.join(trainer.args.output_dir, "mlflash")
         with contextlib.ExitStack() as stack:
@@ -186,7 +189,7 @@ class MLFlashCallback(TrainerCallback):
         self.checkpointer = self._state = None
 
     def _once_staged(self, work: Callable[..., Any]) -> Callable[..., Any]:
-        """Let what may change weights, and is no optimizer, wait for what saves have left to be copied."""
+        """Let a function that may change weights outside an optimizer first wait until saves have copied everything."""
 
         @functools.wraps(work)
         def wait_and_work(*args: Any, **kwargs: Any) -> Any:
@@ -197,7 +200,7 @@ class MLFlashCallback(TrainerCallback):
         return wait_and_work
 
     def _then_save(self, trainer: Any) -> Callable[..., None]:
-        """Save a step once it is logged and evaluated, as what comes of that belongs to it. Collective."""
+        """Save a step after it is logged and evaluated, because the results belong to the step. Collective."""
         # Called twice where an epoch ends early.
         log_save_evaluate = self._once_staged(trainer._maybe_log_save_evaluate)
 
@@ -214,7 +217,7 @@ class MLFlashCallback(TrainerCallback):
         return and_save
 
     def _unless_over(self, trainer: Any) -> Callable[..., Any]:
-        """Give batches, but none to a training that had made all its steps: the Trainer would make one more."""
+        """Give no batches to a training that has already made all its steps, or the Trainer would make one more."""
         batches = trainer.get_batch_samples
 
         def get(*args: Any, **kwargs: Any) -> Any:
@@ -227,9 +230,9 @@ class MLFlashCallback(TrainerCallback):
 
 
 def _begin_afresh_or_resume(trainer: Any) -> None:
-    """Let the next call of `train` resume from what is on disk, if there is anything; by itself it would refuse to.
+    """Let the next `train(resume_from_checkpoint=True)` start from the beginning if there is nothing on disk.
 
-    Not collective. Nothing stays replaced once it is called.
+    The Trainer itself would refuse that. Not collective. After that call nothing stays replaced.
     """
     train = trainer.train
 
@@ -248,21 +251,21 @@ def TrainerWrapper(
     trainer: Any, save_mem_interval: int | None = None, *, directory: str | os.PathLike[str] | None = None,
     skip_every_n_steps: int | None = None, enabled: bool = True, in_background: bool = False, **settings: Any,
 ) -> Any:  # fmt: skip
-    """Let a Trainer save in memory, and start from there, as `MLFlashCallback` does.
+    """Let a Trainer save in memory and start from there, with an `MLFlashCallback`.
 
     Not collective.
 
     Args:
-        trainer: of Hugging Face's Trainer or a class made from it.
-        save_mem_interval: a checkpoint in memory every so many steps. Default: whenever the Trainer saves, see
-            `MLFlashCallback`.
+        trainer: a Hugging Face Trainer, or an object of a subclass.
+        save_mem_interval: save in memory if the step is a multiple of this. Default: save whenever the Trainer saves,
+            see `MLFlashCallback`.
         directory, skip_every_n_steps, enabled, in_background, settings: see `MLFlashCallback`.
 
     Returns:
         The same trainer.
 
     Raises:
-        ConfigError: an interval makes no sense, or the Trainer has such a callback already.
+        ConfigError: an interval makes no sense, or the Trainer already has an `MLFlashCallback`.
     """
     callback = MLFlashCallback(save_mem_interval, skip_every_n_steps, enabled, directory, in_background, **settings)
     trainer.add_callback(callback)

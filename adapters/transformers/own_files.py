@@ -1,7 +1,7 @@
-"""The Trainer's own checkpoints: it writes them to memory, and they are moved to its folder behind training.
+"""The Trainer's own checkpoints: the Trainer writes them to memory, and they are moved to its folder in the background.
 
-They are the files that the Trainer writes, so that it resumes from them without mlflash; a checkpoint has its name when
-all files of all ranks are there.
+The files are the Trainer's, so it resumes from them without mlflash. A checkpoint gets its name when all files of all
+ranks have arrived.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from ..replacing import replaced
 
 
 class OwnFiles:
-    """Those of one training. Collective over all ranks; close it.
+    """Moves the Trainer's own checkpoints of one training. Collective over all ranks. Close it at the end.
 
     Args:
-        trainer: whose.
-        checkpointer: that of the training.
+        trainer: Hugging Face's Trainer.
+        checkpointer: the training's Checkpointer.
 
     Raises:
-        ConfigError: the Trainer uploads what it writes, from where it has written it.
+        ConfigError: the Trainer uploads its checkpoints from where it wrote them.
     """
 
     def __init__(self, trainer: Any, checkpointer: Checkpointer):
@@ -43,14 +43,14 @@ class OwnFiles:
 
     @property
     def methods(self) -> dict[str, Callable[..., Any]]:
-        """What to put in the place of the Trainer's own."""
+        """Give the methods that replace the Trainer's own."""
         return {"_save_checkpoint": self.save, "_get_output_dir": self.output_dir, "_load_best_model": self.load_best}
 
     def save(self, model: Any, trial: Any) -> None:
-        """Have the Trainer write its checkpoint to memory; where some rank has no room there, to disk. Collective.
+        """Let the Trainer write its checkpoint to memory, or to disk if some rank has no room. Collective.
 
         Raises:
-            SaveFailed: with ``strict``, on all ranks, where the one before was not moved.
+            SaveFailed: only with ``strict``, on all ranks: the checkpoint before could not be moved.
         """
         folder, state = self._directory(trial), self._trainer.state
         target = os.path.join(folder, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
@@ -70,7 +70,7 @@ class OwnFiles:
             self._files.when_moved(lambda: self._rotate(folder))
 
     def _best(self, folder: str, written: str) -> str | None:
-        """Where the best checkpoint is: the Trainer, which has just written one, saw no older one beside it."""
+        """Find the best checkpoint. The Trainer saw no older one in the folder in memory where it just wrote."""
         state, best = self._trainer.state, self._trainer.state.best_model_checkpoint
         if best is not None and os.path.dirname(best) == written:
             return os.path.join(folder, os.path.basename(best))
@@ -79,21 +79,21 @@ class OwnFiles:
         return older if is_kept else best
 
     def output_dir(self, trial: Any) -> str:
-        """Where checkpoints are, when all of them are there. Not collective."""
+        """Wait until all checkpoints have arrived, and give their folder. Not collective."""
         self._files.finish()
         return self._directory(trial)
 
     def load_best(self) -> None:
-        """Load the best model, which may be on its way to disk still. Not collective."""
+        """Wait until all checkpoints have arrived, and load the best model. Not collective."""
         self._files.finish()
         self._load_best()
 
     def close(self) -> None:
-        """Let the rest be moved; nobody waits for it. Not collective."""
+        """Close without waiting. The rest is still moved in the background. Not collective."""
         self._files.close()
 
     def _rotate(self, folder: str) -> None:
-        """Delete older checkpoints, as the Trainer does after each one, now that the newest is there."""
+        """Delete older checkpoints, as the Trainer does after each save, now that the newest has arrived."""
         if hasattr(module, "rotate_checkpoints"):
             module.rotate_checkpoints(output_dir=folder, save_total_limit=self._trainer.args.save_total_limit,
                                       best_model_checkpoint=self._trainer.state.best_model_checkpoint,

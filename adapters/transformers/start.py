@@ -1,4 +1,4 @@
-"""Which checkpoint a training starts from: the newest of memory, the directory, and those that the Trainer writes."""
+"""Choose the checkpoint that a training starts from: the newest of memory, the directory and the Trainer's own."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class OnDisk:
     """What the Trainer has written.
 
     Attributes:
-        step, path: of the newest checkpoint that is whole; None: there is none.
-        is_empty: whether there is not even the beginning of one.
+        step, path: those of the newest complete checkpoint. None: there is none.
+        is_empty: whether there is not even an incomplete checkpoint.
     """
 
     step: int | None
@@ -33,21 +33,21 @@ class OnDisk:
 
 
 def start_from(checkpointer: Checkpointer, output_dir: str, whole: str) -> Found | str | bool | None:
-    """Find the newest checkpoint; of equally new ones that of mlflash.
+    """Find the newest checkpoint. If one of mlflash and one of the Trainer are equally new, take that of mlflash.
 
     Collective over all ranks.
 
     Args:
-        checkpointer: open.
-        output_dir: the Trainer's.
-        whole: what else than the file that it writes last a checkpoint there has, if it has an optimizer.
+        checkpointer: an open Checkpointer.
+        output_dir: the Trainer's folder.
+        whole: pattern of a file that a checkpoint of the Trainer has if it contains an optimizer.
 
     Returns:
-        That of mlflash; or what to resume from, as the Trainer takes it: a path, True to let it fail in its own words,
-        None to start afresh.
+        The checkpoint of mlflash, or what to resume from, as the Trainer takes it: a path; True, with which the Trainer
+        raises its own error; or None to start from the beginning.
 
     Raises:
-        Unrestorable: mlflash has checkpoints, none of them can be loaded, and the Trainer has written none.
+        Unrestorable: mlflash has checkpoints, but none can be loaded, and the Trainer has written none.
     """
     disk: OnDisk = checkpointer.adapting.seen_by_first(lambda: _look(Path(output_dir), whole))
     step = checkpointer.adapting.newest_step(disk.path)
@@ -61,7 +61,7 @@ def start_from(checkpointer: Checkpointer, output_dir: str, whole: str) -> Found
 
 
 def _in_memory(checkpointer: Checkpointer, step: int) -> Found:
-    """Open a checkpoint, and read what is small."""
+    """Open a checkpoint, and read its small parts."""
     opened = checkpointer.adapting.open(step)
     assert opened is not None
     try:

@@ -1,7 +1,7 @@
-"""What a Trainer holds of a training ↔ a state for the slots.
+"""Convert what a Trainer holds of a training to a state for the slots.
 
-Model and optimizer are taken as they are in use: whole where each rank has all of it (DDP), as shards where they are
-sharded (FSDP2), so that another number of ranks can go on. There is no pickle among it.
+The state has the live model and optimizer: whole if each rank has everything (DDP), or their shards (FSDP2), so that
+another number of ranks can continue. It contains no pickle.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from ..fsdp.states import init_optim_state
 from ..replacing import replaced
 
 ALIKE = ("model.*", "optimizer.*")
-"""Names of what all ranks of DDP have alike in a `State`."""
+"""Names of the entries of a `State` that all ranks of DDP hold alike."""
 _SUMS = ("_tr_loss", "_globalstep_last_logged", "current_flos")
-"""Of a Trainer: what it has summed up on this rank since it logged. Its own checkpoints do not have these."""
+"""Attributes of a Trainer: what it has summed up on this rank since it logged. Its own checkpoints lack these."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,9 +38,9 @@ class Found:
     """A checkpoint of mlflash.
 
     Attributes:
-        step: of it.
+        step: its step.
         text: its trainer_state.json.
-        names: of its tensors.
+        names: names of its tensors.
     """
 
     step: int
@@ -49,13 +49,13 @@ class Found:
 
 
 class OfRank:
-    """What each rank has its own of: random numbers, and losses that are not logged yet.
+    """What differs between ranks: random numbers, and losses that are not logged yet.
 
     Args:
-        trainer: Hugging Face's.
+        trainer: Hugging Face's Trainer.
 
     Attributes:
-        together: loads something of it on all ranks, or on none; set where there is something to be loaded.
+        together: loads a part of this on all ranks, or on none. It is set if there is something to load.
     """
 
     rank_private = True
@@ -68,7 +68,7 @@ class OfRank:
         self._dataloader: Any = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Read them. Not collective."""
+        """Give this rank's state. Not collective."""
         numbers = self._numbers()
         epoch = numbers if self._epoch is None or has_ended(self._trainer) else self._epoch
         # Before Transformers 5.5 the sum of losses is a variable of a method; the others say nothing without it.
@@ -76,11 +76,11 @@ class OfRank:
         return {"numbers": numbers, "epoch": epoch, "sums": sums}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Keep them until the training comes to where they belong. Not collective."""
+        """Keep a state until the training reaches the place where it belongs. Not collective."""
         self._loaded = state
 
     def begin(self) -> None:
-        """Begin a training: the next loss that it logs is that of the same steps as without the interruption."""
+        """Begin a training. Its next logged loss covers the same steps as without the interruption."""
         self._epoch, trainer = None, self._trainer
         if self._loaded is None or not self._loaded["sums"] or not hasattr(trainer, "_tr_loss"):
             return
@@ -90,9 +90,9 @@ class OfRank:
         trainer._total_loss_scalar -= float(trainer._tr_loss)
 
     def begin_epoch(self, dataloader: Any) -> None:
-        """Note the random numbers that an epoch begins with; the first time after a load set them as they were then.
+        """Note the random number state at the begin of an epoch. The first time after a load, first set the saved one.
 
-        Collective over all ranks, that time.
+        That first time it is collective over all ranks.
         """
         self._dataloader = dataloader
         if self._epoch is None:
@@ -108,7 +108,7 @@ class OfRank:
                 generator.set_state(state)
 
     def end_skipping(self) -> None:
-        """Set the random numbers as they were when the step had ended: the rows before it are skipped now.
+        """Set the random number state of the end of the saved step, now that the rows before it are skipped.
 
         Collective over all ranks.
         """
@@ -124,14 +124,14 @@ class OfRank:
 
 
 class State:
-    """All that a training goes on from.
+    """Everything that a training continues from.
 
     Args:
-        trainer: Hugging Face's, which trains.
+        trainer: Hugging Face's Trainer.
 
     Attributes:
-        whole: what a checkpoint on disk has, if it has an optimizer: a file's name, or a pattern.
-        of_rank: what each rank has its own of.
+        whole: name or pattern of a file that a checkpoint on disk has if it contains an optimizer.
+        of_rank: what differs between ranks.
     """
 
     whole = SCHEDULER_NAME
@@ -142,7 +142,7 @@ class State:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Of a Checkpointer: what all ranks hold alike, where they do; that is stored once per node."""
+        """Settings of a Checkpointer: what all ranks of DDP hold alike, so that it is stored once per node."""
         is_ddp = self._trainer.accelerator.distributed_type.name.startswith("MULTI_")
         return {"replicated": dict.fromkeys(ALIKE, True)} if is_ddp and not self._is_sharded else {}
 
@@ -157,13 +157,13 @@ class State:
         adapting.save_or_warn(step, self, [own])
 
     def close(self) -> None:
-        """Leave the trainer alone. Not collective."""
+        """Do nothing: the trainer was not changed. Not collective."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Take what is in use; no tensor is copied. Not collective.
+        """Give the live state; no tensor is copied. Not collective.
 
         Raises:
-            StateError: a callback's state, or what it has logged, is nothing that JSON can hold.
+            StateError: a callback's state or what it logged cannot be written as JSON.
         """
         trainer = self._trainer
         return {
@@ -181,11 +181,11 @@ class State:
         raise NotImplementedError("use `loading` instead")
 
     def loading(self, checkpointer: Checkpointer, found: Found) -> contextlib.AbstractContextManager[object]:
-        """Let the trainer load from memory what it would load from a folder.
+        """Let the trainer load from memory instead of a folder.
 
         Args:
-            checkpointer: has it.
-            found: what.
+            checkpointer: the Checkpointer that has the checkpoint.
+            found: the checkpoint.
         """
         load = self._load
         self.of_rank.together = functools.partial(checkpointer.adapting.load_together, found.step)
@@ -198,7 +198,7 @@ class State:
         )
 
     def _load(self, checkpointer: Checkpointer, step: int, names: Collection[str]) -> None:
-        """Load a step into the trainer, once it has model, optimizer and schedule. Collective over all ranks."""
+        """Load a step into the trainer when it has a model, an optimizer and a schedule. Collective over all ranks."""
         trainer, together = self._trainer, checkpointer.adapting.load_together
         optimizer, is_sharded = trainer.optimizer, self._is_sharded
         # A new optimizer has no tensors yet; where they are sharded they must say which shard is wanted.
@@ -228,7 +228,7 @@ def has_ended(trainer: Any) -> bool:
 
 
 def _generators(dataloader: Any) -> list[torch.Generator]:
-    """The random generators that a data loader and its sampler have of their own."""
+    """Give the random generators that belong to a data loader and its sampler."""
     if dataloader is None:
         return []
     # Where accelerate shards the batches, the sampler is out of its reach, but not what keeps it alike on all ranks.
@@ -238,7 +238,7 @@ def _generators(dataloader: Any) -> list[torch.Generator]:
 
 
 def _with_state(optimizer: Any, names: Collection[str]) -> dict[str, Any]:
-    """The state of an optimizer that has made no step, for those parameters that had one in the checkpoint."""
+    """Give a new optimizer's state, made for the parameters that have state in the checkpoint."""
     init_optim_state(getattr(optimizer, "optimizer", optimizer), skip_empty_param=False)
     state: dict[str, Any] = optimizer.state_dict()
     known = {name.split(".")[2] for name in names if name.startswith("optimizer.state.")}
@@ -246,7 +246,7 @@ def _with_state(optimizer: Any, names: Collection[str]) -> dict[str, Any]:
 
 
 def _text(trainer: Any) -> str:
-    """The trainer_state.json that a Trainer would write, with the state of its callbacks."""
+    """Give the trainer_state.json that a Trainer would write, with the state of its callbacks."""
     exported = [*trainer.callback_handler.callbacks, trainer.control]
     callbacks = [one for one in exported if isinstance(one, ExportableState)]
     try:
