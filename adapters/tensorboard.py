@@ -1,4 +1,4 @@
-"""What saves cost, as scalars of TensorBoard, or of whatever has ``add_scalar(name, value, step)``."""
+"""Write what saves cost as scalars to TensorBoard, or to any object with ``add_scalar(name, value, step)``."""
 
 from __future__ import annotations
 
@@ -8,22 +8,25 @@ from mlflash import Snapshot
 
 
 class Scalars:
-    """Writes seconds and bytes of each checkpoint; for one rank, as a rule the first.
+    """Writes seconds and bytes of each checkpoint. Usually one rank has it, the first.
 
     Args:
-        writer: a `torch.utils.tensorboard.SummaryWriter`, say.
+        writer: for example a `torch.utils.tensorboard.SummaryWriter`.
     """
 
     def __init__(self, writer: Any):
         self._writer, self._open = writer, list[Snapshot]()
 
     def add(self, snapshot: Snapshot) -> None:
-        """Note what `save` gave, and write those that have ended. Not collective; it waits for nothing."""
+        """Add a snapshot that `save` returned, and write those that have ended. Not collective; it does not wait."""
         self._open.append(snapshot)
         self.write()
 
     def write(self) -> None:
-        """Write those that have ended, at the end of training too: `Checkpointer.wait` comes before. Not collective."""
+        """Write the snapshots that have ended. Not collective.
+
+        Also call it at the end of training, after `Checkpointer.wait`.
+        """
         ended = [one for one in self._open if one.done]
         self._open = [one for one in self._open if one not in ended]
         for one in ended:

@@ -1,15 +1,15 @@
 """TorchTitan: checkpoints in the memory of the nodes, between those that its checkpointer writes to disk.
 
-`MemoryCheckpointManager` is TorchTitan's `CheckpointManager`, with all of its options, which are about the disk as
-before. Every ``memory_interval`` steps, or with None whenever it writes to disk, it saves in memory besides; a load
-takes the newest of memory and disk.
+`MemoryCheckpointManager` is TorchTitan's `CheckpointManager` with more options. TorchTitan's options still apply to the
+disk. Every ``memory_interval`` steps, or with None whenever it writes to disk, it also saves in memory. A load takes
+the newest checkpoint of memory and disk.
 
-What is saved is what TorchTitan's manager holds (model parts, optimizers, schedulers, data loader, step) and the random
-numbers of this rank; by `Checkpointer.save` and `restore`, and not through DCP, which would plan each save anew: for
-thousands of DTensors that takes seconds, and messages between all ranks. Of models the parameters and buffers go as
-they are, as hooks of their `state_dict` may gather weights from all ranks to take them apart (`FusedQKVLinear`). Those
-and the optimizers' tensors are filled in place, on any number of ranks, as they are DTensors; and where one is missing
-on either side `restore` refuses it, of which the objects themselves would say nothing.
+It saves what TorchTitan's manager holds (model parts, optimizers, schedulers, data loader, step) and the random number
+state of this rank. It uses `Checkpointer.save` and `restore` instead of DCP. DCP would plan each save again, which for
+thousands of DTensors takes seconds and messages between all ranks. It saves the parameters and buffers of models
+directly, because hooks of their `state_dict` may gather weights from all ranks to split them (`FusedQKVLinear`). A
+restore fills these and the optimizers' tensors in place, on any number of ranks, because they are DTensors. If a tensor
+is missing on either side, `restore` refuses it, which the objects themselves would not do.
 
 Example:
     from torchtitan.models.llama3.config_registry import llama3_8b
@@ -46,34 +46,34 @@ _NUMBERS = "random numbers"
 
 
 class MemoryCheckpointManager(CheckpointManager):
-    """TorchTitan's checkpointer, which saves in memory besides; TorchTitan builds it from its `Config`.
+    """TorchTitan's checkpointer, which also saves in memory. TorchTitan builds it from its `Config`.
 
     All methods are collective over all ranks.
 
     Args:
-        config: TorchTitan's options, and those of memory.
-        objects: what TorchTitan's manager takes.
+        config: TorchTitan's options and those for memory.
+        objects: the arguments of TorchTitan's manager.
     """
 
     @dataclasses.dataclass(kw_only=True, slots=True)
     class Config(CheckpointManager.Config):
-        """TorchTitan's options, and those of memory."""
+        """TorchTitan's options and those for memory."""
 
         memory_enable: bool = True
-        """Whether to save in memory, and to load from there; not with ``MLFLASH_DISABLE=1``. Without TorchTitan's
-        ``enable`` nothing is done."""
+        """Whether to save in memory and load from there. ``MLFLASH_DISABLE=1`` turns it off, too. Without TorchTitan's
+        ``enable`` nothing is saved or loaded at all."""
 
         memory_interval: int | None = 10
-        """Steps from one checkpoint in memory to the next; None: whenever TorchTitan saves."""
+        """Steps between checkpoints in memory. None: save whenever TorchTitan saves."""
 
         memory_skip: int | None = None
-        """None in memory where the step is a multiple of this, such as ``interval``: it goes to disk."""
+        """Do not save in memory if the step is a multiple of this, such as ``interval``, whose steps go to disk."""
 
         memory_directory: str | None = None
-        """Where checkpoints are drained or scavenged to. Default: nowhere."""
+        """Where checkpoints are drained or scavenged to. Default: none."""
 
         memory_settings: dict[str, Any] = dataclasses.field(default_factory=dict)
-        """Further settings of a Checkpointer."""
+        """More settings of a Checkpointer."""
 
         def __post_init__(self) -> None:
             CheckpointManager.Config.__post_init__(self)
@@ -81,7 +81,7 @@ class MemoryCheckpointManager(CheckpointManager):
 
         @classmethod
         def beside(cls, disk: CheckpointManager.Config, **memory: Any) -> MemoryCheckpointManager.Config:
-            """Add the options of memory to those of TorchTitan's own manager."""
+            """Add options for memory to those of TorchTitan's own manager."""
             return cls(**{field.name: getattr(disk, field.name) for field in dataclasses.fields(disk)}, **memory)
 
     _flash: Checkpointer | None = None
@@ -102,7 +102,7 @@ class MemoryCheckpointManager(CheckpointManager):
             )
 
     def __del__(self) -> None:
-        """Abandon what was never closed: a finalizer runs on each rank when it likes, and may wait for no other."""
+        """Abandon what was never closed, without waiting for other ranks, whose finalizers run at other times."""
         self._end(RuntimeError)
         super().__del__()
 
@@ -133,7 +133,7 @@ class MemoryCheckpointManager(CheckpointManager):
         return bool(super()._load(on_disk if step == -1 else step))
 
     def _step_on_disk(self, flash: Checkpointer, step: int) -> int:
-        """The newest step on disk, or the given one, as rank 0 sees it; -1: none. Collective."""
+        """Find the newest step on disk, or look for the given one, on rank 0. -1: none. Collective."""
 
         def look() -> int:
             if step == -1:
@@ -143,7 +143,7 @@ class MemoryCheckpointManager(CheckpointManager):
         return int(flash.adapting.seen_by_first(look))
 
     def _restore(self, flash: Checkpointer, step: int) -> None:
-        """Restore a step from memory or what was drained."""
+        """Restore a step from memory or the directory."""
         numbers, optimizers, excluded = _Numbers(), self.states[OPTIMIZER], set(self.exclude_from_loading)
         if unknown := excluded - self.states.keys():
             raise ConfigError("exclude_from_loading names parts that the state does not have",
@@ -166,14 +166,14 @@ class MemoryCheckpointManager(CheckpointManager):
         self._draw_from(numbers.held)
 
     def _state(self) -> dict[str, Any]:
-        """What TorchTitan's manager holds; model parts and optimizers as dicts of their live tensors."""
+        """Give what TorchTitan's manager holds, with model parts and optimizers as dicts of their live tensors."""
         parts = [_tensors(part) for part in self.states[MODEL].model]
         return {**self.states, MODEL: parts, OPTIMIZER: self.states[OPTIMIZER].state_dict()}
 
     def _draw_from(self, numbers: dict[str, Any] | None) -> None:
-        """Set random numbers' states, but only when the data loader has drawn from them for its new iterator.
+        """Set the random number state after the data loader has drawn random numbers for its new iterator.
 
-        In a run that nothing happened to it did so before the first step. None: leave them alone after all.
+        In an uninterrupted run the loader drew these before the first step. None: do not set the state.
         """
         loader = self.states[DATALOADER]
         make = getattr(type(loader), "_get_iterator", None)
@@ -200,14 +200,14 @@ class MemoryCheckpointManager(CheckpointManager):
             self._end(sys.exc_info()[0])
 
     def _end(self, error: type[BaseException] | None) -> None:
-        """Close what saves in memory; where an error is on its way, without waiting for other ranks."""
+        """Close the Checkpointer. After an error, do not wait for other ranks."""
         flash, self._flash = self._flash, None
         if flash is not None:
             flash.__exit__(error, None, None)
 
 
 def _tensors(part: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and persistent buffers by name, as TorchTitan names them."""
+    """Give parameters and persistent buffers by TorchTitan's names."""
     tensors = dict(part.named_parameters())
     for prefix, module in part.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
@@ -217,7 +217,7 @@ def _tensors(part: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 class _Numbers:
-    """This rank's random numbers, noted for later."""
+    """Keeps this rank's restored random number state for later."""
 
     rank_private = True
 
@@ -232,10 +232,10 @@ class _Numbers:
 
 
 class _Unread:
-    """A part of the state that stays as it is.
+    """A part of the state that a restore does not change.
 
     Args:
-        like: live tensors that say in which shards those of the checkpoint would be wanted.
+        like: live tensors, which say how tensors of the checkpoint would be sharded.
     """
 
     def __init__(self, like: dict[str, Any]):
@@ -245,21 +245,21 @@ class _Unread:
         return self._like
 
     def load_state_dict(self, state: Any) -> None:
-        """Leave it."""
+        """Do nothing."""
 
 
 class _Position:
-    """TorchTitan's data loader, to be loaded: which begins anew with no more than a warning where it cannot go on.
+    """Loads TorchTitan's data loader, which by itself would only warn and start the data anew if it cannot continue.
 
     Args:
-        loader: it.
+        loader: the data loader.
     """
 
     def __init__(self, loader: Any):
         self._loader = loader
 
     def state_dict(self) -> dict[str, Any]:
-        """Do not ask it, as it would start an iterator, with workers and random numbers."""
+        """Give nothing: the loader would start an iterator, with workers, and draw random numbers."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -1,8 +1,9 @@
 """DeepSpeed: checkpoints of an engine in the memory of the nodes, ZeRO 0 to 3.
 
-    files    what an engine writes to files ↔ a state for the slots; the CheckpointEngine that takes and gives it
-    own_files  the engine's own checkpoints, moved to storage behind training
-    flash    when an engine is saved, and where; which checkpoint it starts from
+    files    convert what an engine writes to files to a state for the slots, with a CheckpointEngine in memory
+    own_files  move the engine's own checkpoints to storage in the background
+    lazy     find where an engine changes its weights
+    flash    decide when and where an engine is saved, and which checkpoint it starts from
 
 Example:
     from mlflash.adapters.deepspeed import attach

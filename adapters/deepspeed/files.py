@@ -1,13 +1,13 @@
-"""What a DeepSpeed engine writes to files ↔ a state for the slots.
+"""Convert what a DeepSpeed engine writes to files to a state for the slots.
 
-DeepSpeed hands each file to its CheckpointEngine as a nest of dicts, with the live tensors in it, and a name. These
-nests are the state of the rank; nothing is written. All ranks take part, also those that would write no file: what rank
-0 writes for all of them (the weights of ZeRO 0 to 2) is each rank's own here, so that no rank needs another's to load.
+DeepSpeed gives each file to its CheckpointEngine as nested dicts with the live tensors, and a name. These dicts are the
+state of the rank, and nothing is written. All ranks take part, even those that would write no file. DeepSpeed lets rank
+0 write the weights of ZeRO 0 to 2 for all ranks. Here each rank saves its own, so that no rank needs another's to load.
 
-Of DeepSpeed's `save_checkpoint` only the parts are called that make the files. Around them it waits at barriers, and
-where one rank fails the others would wait there for it. Its `load_checkpoint` is called as a whole. It looks for its
-files by name before it loads them, so it is given a directory with empty ones: that needs none of its own methods to be
-replaced, and leaves nothing where the user's checkpoints are.
+mlflash calls only those parts of DeepSpeed's `save_checkpoint` that make the files. The rest of it waits at barriers,
+where the other ranks would wait for a rank that failed. It calls DeepSpeed's `load_checkpoint` as a whole. That looks
+for its files by name before it loads them, so it gets a directory with empty files. Because of this, mlflash need not
+replace methods of it, and leaves nothing where your checkpoints are.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ..replacing import replaced
 log = logging.getLogger("mlflash")
 
 TAG = re.compile(r"global_step(\d+)")
-"""How DeepSpeed names a checkpoint that the user gives no tag."""
+"""The tag that DeepSpeed gives a checkpoint if the user gives none."""
 OTHER_RANKS = (
     "DeepSpeed can load its partitions only on as many ranks as saved them. For another number, convert a checkpoint "
     "in storage with ds_to_universal.py and set load_universal: mlflash does not look at memory then. To give up the "
@@ -43,12 +43,12 @@ OTHER_RANKS = (
 
 
 class MemoryCheckpointEngine(CheckpointEngine):
-    """Takes what DeepSpeed would write to files, by their names, and gives it back.
+    """Keeps what DeepSpeed would write to files, by their names, and gives it back.
 
-    Not collective. DeepSpeed goes on with the tensors that `load` gives: they must be nobody else's.
+    Not collective. DeepSpeed continues with the tensors that `load` gives, so nothing else may use them.
 
     Attributes:
-        files: what was taken, or is to be given.
+        files: content of the files by name.
     """
 
     def __init__(self, files: dict[str, Any] | None = None):
@@ -57,21 +57,21 @@ class MemoryCheckpointEngine(CheckpointEngine):
         self.files: dict[str, Any] = {} if files is None else files
 
     def create(self, info: Any) -> None:
-        """Begin a checkpoint."""
+        """Begin a checkpoint: do nothing."""
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        """Make no directory: there will be no file."""
+        """Make no directory, because there will be no file."""
 
     def save(self, state_dict: Any, path: str) -> None:
-        """Take what would be written; the tensors stay the same ones."""
+        """Keep what would be written. The tensors are not copied."""
         self.files[os.path.basename(path)] = state_dict
 
     def load(self, path: str, map_location: Any = None) -> Any:
-        """Give what was taken, on the CPU."""
+        """Give what was kept, on the CPU."""
         return self.files[os.path.basename(path)]
 
     def commit(self, info: Any) -> bool:
-        """End a checkpoint."""
+        """End a checkpoint: do nothing."""
         return True
 
     def is_data_parallel_writer(self, dp_rank: int) -> bool:
@@ -79,24 +79,24 @@ class MemoryCheckpointEngine(CheckpointEngine):
         return True
 
     def preserves_storage_sharing(self) -> bool:
-        """Let no tensor be cloned: of a view of a larger one only what it shows is saved."""
+        """Give False, so that no tensor is cloned. Of a view of a larger tensor, only the view is saved."""
         return False
 
 
 class EngineState:
-    """What an engine goes on from, as an object of a state for `Checkpointer.save`.
+    """Everything an engine continues from, as an object in a state for `Checkpointer.save`.
 
     Args:
-        engine: DeepSpeed's.
-        tag: of the checkpoint. Default: as DeepSpeed names it.
-        client_state: what the user adds; each rank's own is saved.
+        engine: DeepSpeed's engine.
+        tag: tag of the checkpoint. Default: as DeepSpeed names it.
+        client_state: values that you add. Each rank's own are saved.
         exclude_frozen_parameters: leave out parameters that are not trained.
 
     Attributes:
-        client_state: as given; after a load as DeepSpeed returns it.
+        client_state: as you gave it; after a load, as DeepSpeed returns it.
 
     Raises:
-        ConfigError: the engine keeps state where it cannot be taken from.
+        ConfigError: the engine keeps state where mlflash cannot save it.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class EngineState:
         self._exclude = exclude_frozen_parameters
 
     def state_dict(self) -> dict[str, Any]:
-        """Take the files. Collective over all ranks with ZeRO-3, which partitions parameters and gathers them again."""
+        """Give the content of the files. Collective over all ranks with ZeRO-3, which partitions and gathers weights."""
         engine, taking = self._engine, MemoryCheckpointEngine()
         has_events = engine._optimizer_has_ckpt_event_prologue()
         if has_events:
@@ -126,11 +126,11 @@ class EngineState:
         return {"tag": self._tag, "ranks": torch.distributed.get_world_size(), "files": apart(taking.files)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load all that was not left out. Collective over all ranks. See `load`."""
+        """Load everything that was not left out. Collective over all ranks. See `load`."""
         self.load(state, load_module_strict=not self._exclude)
 
     def files_of(self, state: dict[str, Any], **options: Any) -> dict[str, Any]:
-        """Give the files of what `state_dict` gave, if they can be loaded; nothing is changed. Not collective.
+        """Give the files in a state of `state_dict`, if they can be loaded. It changes nothing. Not collective.
 
         Raises:
             WorldSizeChanged, StructureMismatch, ConfigError: see `load`.
@@ -147,19 +147,19 @@ class EngineState:
         return files
 
     def load(self, state: dict[str, Any], **options: Any) -> dict[str, Any]:
-        """Let DeepSpeed load what `state_dict` gave. Collective over all ranks.
+        """Let DeepSpeed load a state of `state_dict`. Collective over all ranks.
 
         Args:
-            state: DeepSpeed goes on with its tensors.
+            state: the state. DeepSpeed continues with its tensors.
             options: as those of ``engine.load_checkpoint``.
 
         Returns:
             The client state, as DeepSpeed returns it.
 
         Raises:
-            WorldSizeChanged: it was saved by another number of ranks.
-            StructureMismatch: it was saved by another kind of engine.
-            ConfigError: the options would load nothing.
+            WorldSizeChanged: another number of ranks saved the state.
+            StructureMismatch: another kind of engine saved the state.
+            ConfigError: with these options nothing would be loaded.
         """
         engine, tag = self._engine, state["tag"]
         files = self.files_of(state, **options)
@@ -181,7 +181,7 @@ class EngineState:
         return self.client_state
 
     def _names(self, tag: str) -> set[str]:
-        """The names of the files of this rank."""
+        """Give the names of the files of this rank."""
         engine = self._engine
         paths = [engine._get_ckpt_name("", tag)]
         if _is_partitioned(engine):
@@ -190,17 +190,17 @@ class EngineState:
 
 
 def alike(engine: Any, name: str) -> dict[str, Any]:
-    """Say which entries of an `EngineState` all data-parallel ranks hold alike: for ``Checkpointer(replicated=...)``.
+    """Give ``replicated`` for a Checkpointer: the entries of an `EngineState` that data-parallel ranks hold alike.
 
     Not collective.
 
     Args:
-        engine: DeepSpeed's.
-        name: of the `EngineState` in the state.
+        engine: DeepSpeed's engine.
+        name: key of the `EngineState` in the state.
 
     Returns:
-        The group by patterns of names: of the weights, without ZeRO-3, and with ZeRO 0 of the optimizer. Empty where
-        there is nothing.
+        A dict from name patterns to the process group: the weights, unless ZeRO-3 is used, and with ZeRO 0 also the
+        optimizer. Empty if no entry is the same on several ranks.
     """
     group = engine.seq_data_parallel_group
     if engine.zero_optimization_partition_weights() or torch.distributed.get_world_size(group) == 1:
@@ -210,19 +210,19 @@ def alike(engine: Any, name: str) -> dict[str, Any]:
 
 
 def part_of(name: str, part: str) -> str:
-    """Give the pattern of names of a part of an `EngineState`, such as ``module``. Not collective."""
+    """Give the name pattern of a part of an `EngineState`, such as ``module``. Not collective."""
     return f"{name}.files.tree.mp_rank_*.{part}.*"
 
 
 def step_on_disk(engine: Any, load_dir: str | os.PathLike[str], tag: str | None) -> int | None:
-    """Give the step of a checkpoint that DeepSpeed has written; None: there is none, or it cannot be read.
+    """Give the step of a checkpoint that DeepSpeed wrote. None if there is none, or if it cannot be read.
 
     Not collective.
 
     Args:
-        engine: DeepSpeed's.
-        load_dir: where.
-        tag: which; None: the one that DeepSpeed calls the latest.
+        engine: DeepSpeed's engine.
+        load_dir: directory of the checkpoints.
+        tag: tag of the checkpoint. None: the one that DeepSpeed calls the latest.
     """
     try:
         tag = Path(load_dir, "latest").read_text().strip() if tag is None else str(tag)
@@ -244,10 +244,10 @@ def step_on_disk(engine: Any, load_dir: str | os.PathLike[str], tag: str | None)
 
 
 def refuse_what_is_elsewhere(engine: Any) -> None:
-    """Refuse an engine of which a rank does not write all that it loads. Not collective.
+    """Refuse an engine whose ranks do not each save everything that they load. Not collective.
 
     Raises:
-        ConfigError: saying why.
+        ConfigError: the engine is of this kind. The message says why.
     """
     if isinstance(engine, PipelineEngine):
         raise ConfigError("mlflash cannot save a pipeline engine: its ranks divide the files of the layers among them, "
@@ -268,7 +268,7 @@ def refuse_what_is_elsewhere(engine: Any) -> None:
 
 
 def _is_partitioned(engine: Any) -> bool:
-    """Whether each rank has a part of the optimizer's state, in a file of its own."""
+    """Whether each rank has a part of the optimizer's state in a file of its own."""
     return hasattr(engine.optimizer, "dp_process_group")
 
 
@@ -282,7 +282,7 @@ def _in_use(engine: Any, checkpoint_engine: MemoryCheckpointEngine) -> contextli
 
 
 def _weights_only(optimizer: Any) -> contextlib.ExitStack:
-    """Let a ZeRO-3 optimizer load its shard of the weights, and no state of its own."""
+    """Let a ZeRO-3 optimizer load its shard of the weights, but not its own state."""
     load = optimizer.load_state_dict
 
     def load_weights(*args: Any, **options: Any) -> None:

@@ -1,4 +1,4 @@
-"""When a DeepSpeed engine is saved, and where: in memory, in storage, or both; and which checkpoint it starts from."""
+"""Decide when a DeepSpeed engine is saved, in memory or storage or both, and which checkpoint it starts from."""
 
 from __future__ import annotations
 
@@ -32,41 +32,43 @@ def attach(
     in_background: bool = False,
     **settings: Any,
 ) -> Flash:
-    """Give an engine checkpoints in memory; before its `load_checkpoint`.
+    """Give an engine checkpoints in memory. Call it before the engine's `load_checkpoint`.
 
-    Collective over all ranks. From here on ``engine.load_checkpoint`` takes the newest of memory and disk.
+    Collective over all ranks. After this call ``engine.load_checkpoint`` takes the newest checkpoint of memory and
+    disk.
 
     Args:
-        engine: what ``deepspeed.initialize`` returned.
-        every_n_steps: `Flash.save_if_needed` saves every so many steps (``engine.global_steps``). Default: each for
-            which it is called; and ``engine.save_checkpoint`` saves in memory besides, unless `storage_every` is given.
-        skip_every_n_steps: but not where the step is a multiple of this.
+        engine: the engine that ``deepspeed.initialize`` returned.
+        every_n_steps: `Flash.save_if_needed` saves if ``engine.global_steps`` is a multiple of this. Default: it saves
+            at each call. Then ``engine.save_checkpoint`` also saves in memory, unless you give ``storage_every``.
+        skip_every_n_steps: do not save if the step is a multiple of this.
         storage_every: see `Flash`.
-        enabled: False, or ``MLFLASH_DISABLE=1``: nothing is done, and the engine's methods stay its own.
+        enabled: False, or ``MLFLASH_DISABLE=1``: nothing happens, and the engine keeps its own methods.
         directory: where checkpoints are drained or scavenged to. Default: none.
-        in_background: what ``engine.save_checkpoint`` writes to storage it writes to memory, and the files are moved to
-            ``save_dir`` behind training. Default: it writes them there, and training waits.
+        in_background: True: ``engine.save_checkpoint`` writes its files to memory, and they are moved to ``save_dir``
+            while training continues. False: it writes them to ``save_dir``, and training waits.
         settings: as those of a Checkpointer.
 
     Raises:
-        ConfigError: the intervals make no sense, the engine keeps state where it cannot be taken from, or writes files
-            behind training itself.
+        ConfigError: the intervals make no sense, the engine keeps state where mlflash cannot save it, or with
+            ``in_background`` the engine itself writes files in the background.
     """
     return Flash(engine, every_n_steps, skip_every_n_steps, storage_every, enabled, directory, in_background, settings)
 
 
 class Flash:
-    """Checkpoints of a DeepSpeed engine in memory; `attach` makes it. Use it as a context manager, or call `close`.
+    """Checkpoints of a DeepSpeed engine in memory. `attach` makes it. Use it as a context manager, or call `close`.
 
     Args:
         engine, every_n_steps, skip_every_n_steps, enabled, directory, in_background, settings: see `attach`.
-        storage_every: what ``engine.save_checkpoint`` does. None: it writes to storage, as without mlflash; and saves
-            in memory besides, if the step is not there yet and `every_n_steps` is not given. A number: it saves in
-            memory, and at every so manieth call to storage besides; 0: never to storage.
+        storage_every: what ``engine.save_checkpoint`` does. A number k: it saves in memory, and each k-th call also
+            writes to storage; with 0 no call does. None: it writes to storage, as without mlflash. It then also saves
+            in memory, if you gave no ``every_n_steps`` and memory does not have the step yet.
 
     Attributes:
-        storage_every: may be changed at any time, on all ranks alike; to None: storage only, as without mlflash.
-        checkpointer: None where nothing is done.
+        storage_every: you may change it at any time, to the same value on all ranks. If you change it to None,
+            ``engine.save_checkpoint`` writes to storage only, as without mlflash.
+        checkpointer: the Checkpointer. None if mlflash is off.
     """
 
     def __init__(self, engine: Any, every_n_steps: int | None, skip_every_n_steps: int | None,
@@ -109,16 +111,16 @@ class Flash:
     def save_if_needed(
         self, client_state: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None = None, tag: str | None = None
     ) -> bool:
-        """Save in memory, where a step has ended that is one of those; to be called after each ``engine.step()``.
+        """Save in memory if a step has ended and is due. Call it after each ``engine.step()``.
 
         Collective over all ranks.
 
         Args:
-            client_state: see `save`; or a function that gives it, called where it is needed.
+            client_state: see `save`; or a function that gives it, which is called only for a save.
             tag: see `save`.
 
         Returns:
-            Whether it was due.
+            Whether the step was due.
         """
         step = self._engine.global_steps
         if self.checkpointer is None or step == self._step:  # gradients are still summed up
@@ -135,12 +137,12 @@ class Flash:
     ) -> None:  # fmt: skip
         """Save in memory now.
 
-        Collective over all ranks, but none waits for another. Where it fails on any, that is a warning, and the
+        Collective over all ranks, but no rank waits for another. If it fails on any rank, that is a warning, and the
         checkpoint before it stays.
 
         Args:
-            client_state: each rank's own is saved, and what ``load_checkpoint`` returns.
-            tag: name of the checkpoint. Default: as DeepSpeed names it.
+            client_state: values to save. Each rank's own are saved, and ``load_checkpoint`` returns them.
+            tag: tag of the checkpoint. Default: as DeepSpeed names it.
             exclude_frozen_parameters: leave out parameters that are not trained.
         """
         if self.checkpointer is None:
@@ -156,10 +158,10 @@ class Flash:
         self.checkpointer.adapting.save_or_warn(step, state, lazy.optimizers_of(engine), owned)
 
     def wait_staged(self) -> None:
-        """Copy what saves so far have left to be copied; to be called before anything but the engine's own step changes
-        its weights or what its optimizer keeps, such as ``safe_set_full_fp32_param``.
+        """Copy everything that saves so far have not copied yet.
 
-        Not collective.
+        Call it before anything other than the engine's own step changes weights or the optimizer's state, for example
+        before ``safe_set_full_fp32_param``. Not collective.
         """
         if self.checkpointer is not None:
             self.checkpointer.adapting.wait_staged()
@@ -168,7 +170,7 @@ class Flash:
         self, save_dir: str, tag: str | None = None, client_state: Any = None, save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:  # fmt: skip
-        """What `engine.save_checkpoint` is."""
+        """Replace `engine.save_checkpoint`."""
         to_storage = self.storage_every is None
         if self.storage_every is not None:
             self._calls += 1
@@ -183,7 +185,7 @@ class Flash:
         return True
 
     def _is_new(self, step: int) -> bool:
-        """Whether a step is one for memory, and memory has been given none of it."""
+        """Whether a step is due in memory, and not saved there yet."""
         assert self.checkpointer is not None
         return step != self.checkpointer.last_step and intervals.is_due(step, None, self._skip)
 
@@ -194,26 +196,27 @@ class Flash:
         return [] if self.checkpointer is None else self.checkpointer.steps()
 
     def load(self, step: int | None = None, **options: Any) -> tuple[str | None, dict[str, Any] | None]:
-        """Load from memory or the directory, whatever there is on disk.
+        """Load from memory or the directory, without regard to DeepSpeed's own checkpoints on disk.
 
         Collective over all ranks.
 
         Args:
-            step: this one instead of the newest.
+            step: the step to load. None: the newest.
             options: as those of ``engine.load_checkpoint``.
 
         Returns:
-            As ``engine.load_checkpoint``; what would be a path says where the checkpoint came from.
+            The same as ``engine.load_checkpoint``, but a text that says where the checkpoint came from instead of the
+            path.
 
         Raises:
             StepNotFound: there is no such step.
-            WorldSizeChanged: it was saved by another number of ranks.
+            WorldSizeChanged: another number of ranks saved it.
         """
         found = self._read(step)
         return (None, None) if found is None else self._give(*found, options)
 
     def _load_checkpoint(self, load_dir: str, tag: str | None = None, *args: Any, **options: Any) -> Any:
-        """What `engine.load_checkpoint` is."""
+        """Replace `engine.load_checkpoint`."""
         names = ("load_module_strict", "load_optimizer_states", "load_lr_scheduler_states", "load_module_only",
                  "custom_load_fn")  # fmt: skip
         options |= dict(zip(names, args, strict=False))
@@ -240,7 +243,7 @@ class Flash:
         return result
 
     def _read(self, step: int | None = None) -> tuple[int, dict[str, Any]] | None:
-        """Read a step, or the newest, of memory or the directory. Collective over all ranks."""
+        """Read a step, or the newest one, from memory or the directory. Collective over all ranks."""
         if self.checkpointer is None:
             return None
         try:
@@ -255,10 +258,10 @@ class Flash:
         return step, state
 
     def _read_tag(self, tag: str) -> tuple[int, dict[str, Any]] | None:
-        """Read the newest checkpoint of a tag. Collective over all ranks.
+        """Read the newest checkpoint with a tag. Collective over all ranks.
 
         Raises:
-            Unrestorable: none was found, and some that may have been of it cannot be loaded.
+            Unrestorable: none was found, and some that may have this tag cannot be loaded.
         """
         named = TAG.fullmatch(tag)
         reasons: dict[int, str] = {}
@@ -280,7 +283,7 @@ class Flash:
         return None
 
     def _give(self, step: int, state: dict[str, Any], options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-        """Let the engine go on from what was read. Collective over all ranks."""
+        """Put into the engine what was read. Collective over all ranks."""
         engine = EngineState(self._engine)
 
         def put() -> dict[str, Any]:
@@ -298,7 +301,7 @@ class Flash:
         return f"step {step} of mlflash", client_state
 
     def _go_on(self) -> None:
-        """Go on from the step that was loaded."""
+        """Continue from the loaded step."""
         self._step = self._engine.global_steps
         assert self.checkpointer is not None
         if (self.checkpointer.last_step or 0) > self._step:  # within one Checkpointer steps only grow
@@ -311,7 +314,7 @@ class Flash:
     # Ending
 
     def close(self) -> None:
-        """Wait for what is on its way, and give the engine its own methods back. Collective. May be called twice."""
+        """Wait for running saves, and give the engine its own methods back. Collective. You may call it twice."""
         self.__exit__(None, None, None)
 
     def __enter__(self) -> Flash:
@@ -320,7 +323,7 @@ class Flash:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close; where an exception is on its way, without waiting for other ranks."""
+        """Close. After an exception, do not wait for other ranks."""
         with contextlib.ExitStack() as stack:
             if self.checkpointer is not None:
                 stack.callback(self.checkpointer.__exit__, kind, error, trace)

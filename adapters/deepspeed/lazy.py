@@ -1,7 +1,7 @@
-"""Where a DeepSpeed engine changes weights and what its optimizer keeps: in one place, the step of `engine.optimizer`.
+"""Where a DeepSpeed engine changes weights and the optimizer's state: only in the step of `engine.optimizer`.
 
-There it steps the optimizer that it was given, whose tensors are the shards (of ZeRO) in full precision, and from these
-makes the weights. The shards of ZeRO-3 are put together elsewhere, before each layer, and are not written to.
+That step calls the step of the optimizer that the user gave, whose tensors are the shards (of ZeRO) in full precision,
+and makes the weights from these. ZeRO-3 puts its shards together before each layer, which does not change them.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from ..replacing import replaced
 
 _KNOWN = {"DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3", "BF16_Optimizer", "FP16_Optimizer",
           "FP16_UnfusedOptimizer"}  # fmt: skip
-"""Those that change nothing but in their step; not SuperOffload's and ZenFlow's, which step beside training."""
+"""Optimizers that change tensors only in their step. Those of SuperOffload and ZenFlow step while training goes on."""
 
 
 def optimizers_of(engine: Any) -> list[Any] | str:
-    """The optimizer in whose step an engine changes weights; or why that is not known. Not collective."""
+    """Give the optimizer in whose step an engine changes weights, or say why that is not known. Not collective."""
     optimizer = engine.optimizer
     if type(engine) is not DeepSpeedEngine:
         return f"a {type(engine).__name__} may change weights elsewhere than in its optimizer's step"
@@ -36,12 +36,15 @@ def optimizers_of(engine: Any) -> list[Any] | str:
 
 
 def owned_by(engine: Any) -> Iterable[Any]:
-    """The weights, if they change in that step only: those of ZeRO-3 come and go. Not collective."""
+    """Give the weights if they change only in that step. With ZeRO-3 give none, because they are freed and gathered.
+
+    Not collective.
+    """
     return () if engine.zero_optimization_partition_weights() else engine.module.parameters()
 
 
 def steps_once_staged(engine: Any, wait_staged: Callable[[], None]) -> contextlib.ExitStack:
-    """Let that step wait for what saves have left to be copied, until what it returns is closed. Not collective."""
+    """Let that step first wait until saves have copied everything. Close the result to undo it. Not collective."""
     step = engine.optimizer.step
 
     @functools.wraps(step)

@@ -1,7 +1,7 @@
-"""A DeepSpeed engine's own checkpoints: it writes them to memory, and they are moved to storage behind training.
+"""A DeepSpeed engine's own checkpoints: it writes them to memory, and they are moved to storage in the background.
 
-They are the files that DeepSpeed writes, so that it loads them without mlflash; a checkpoint has its name when all
-files of all ranks are there, and ``latest`` names it after that.
+The files are DeepSpeed's, so it loads them without mlflash. A checkpoint gets its name when all files of all ranks have
+arrived. After that ``latest`` names it.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from ..replacing import replaced
 
 
 class OwnFiles:
-    """Those of one engine. Collective over all ranks; close it.
+    """Moves the own checkpoints of one engine. Collective over all ranks. Close it at the end.
 
     Args:
-        engine: DeepSpeed's.
-        checkpointer: that of the engine.
+        engine: DeepSpeed's engine.
+        checkpointer: the engine's Checkpointer.
         save: the engine's own ``save_checkpoint``.
     """
 
@@ -29,13 +29,13 @@ class OwnFiles:
         self._files = checkpointer.adapting.own_files()
 
     def save(self, save_dir: str, tag: str | None, client_state: Any, save_latest: bool, exclude: bool) -> None:
-        """Have DeepSpeed write a checkpoint to memory; where some rank has no room there, to storage. Collective.
+        """Let DeepSpeed write a checkpoint to memory, or to storage if some rank has no room. Collective.
 
         Args:
             save_dir, tag, client_state, save_latest, exclude: as those of ``engine.save_checkpoint``.
 
         Raises:
-            SaveFailed: with ``strict``, on all ranks, where the one before was not moved.
+            SaveFailed: only with ``strict``, on all ranks: the checkpoint before could not be moved.
         """
         engine, tag = self._engine, f"global_step{self._engine.global_steps}" if tag is None else str(tag)
         target = os.path.abspath(os.path.join(save_dir, tag))
@@ -53,9 +53,9 @@ class OwnFiles:
             self._save(os.fspath(path.parent), tag, client_state, False, exclude)
 
     def finish(self) -> None:
-        """Wait until all is in storage. Not collective."""
+        """Wait until all checkpoints are in storage. Not collective."""
         self._files.finish()
 
     def close(self) -> None:
-        """Let the rest be moved; nobody waits for it. Not collective."""
+        """Close without waiting. The rest is still moved in the background. Not collective."""
         self._files.close()

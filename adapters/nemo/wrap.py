@@ -123,7 +123,7 @@ def _set_up_groups_always(strategy: Any) -> None:
 
 def _add_flash(trainer: Any, callback: MLFlashCheckpointCallback, memory: Memory, async_save: bool,
                in_background: bool) -> None:  # fmt: skip
-    """Let the callback of the Lightning adapter save and load: these strategies do not give a CheckpointIO all state."""
+    """Let the Lightning adapter's callback save and load: these strategies do not give all state to a CheckpointIO."""
     if in_background:
         raise ConfigError("in_background is for checkpoints of a MegatronStrategy: leave it out",
                           found=type(trainer.strategy).__name__)  # fmt: skip
