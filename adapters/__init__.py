@@ -1,5 +1,6 @@
-"""Adapters to training frameworks; installed as ``mlflash.adapters``.
+"""Adapters to training frameworks, installed as ``mlflash.adapters``.
 
-Each module translates types and holds no decisions. They come with the framework issues: PyTorch DCP,
-Megatron, Lightning and NeMo, Hugging Face Trainer, DeepSpeed.
+Each module translates between types of a framework and mlflash, and leaves decisions to mlflash. There are adapters to
+torch.distributed, PyTorch DCP, FSDP with SMP's calls, Megatron, Megatron Bridge, Lightning, NeMo, the Hugging Face
+Trainer, DeepSpeed, TorchTitan and TensorBoard, and the sampled replay.
 """

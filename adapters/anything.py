@@ -1,8 +1,8 @@
-"""States of frameworks that hold more than the core saves: ↔ tensors and plain values by name, and one pickle.
+"""Convert a framework's state with objects that the core cannot save: to tensors and plain values, and one pickle.
 
-A framework's checkpoint is a nest of dicts and lists with tensors, numbers and strings, and here and there an object of
-some class. What the core saves stays as it is, under its name; the objects go into a pickle that a restricted loader
-reads, and leave a mark in their place.
+A framework's checkpoint consists of nested dicts and lists with tensors, numbers, strings and a few objects of some
+class. What the core can save stays as it is, under its name. The objects go into a pickle that a restricted loader
+reads, and a mark replaces each of them.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ _MARK = "object of mlflash.adapters.anything"
 
 
 def apart(value: Any) -> dict[str, Any]:
-    """Make a state for `Checkpointer.save` of any nest; tensors stay the same ones.
+    """Make a state for `Checkpointer.save` from nested dicts and lists. Tensors are not copied.
 
-    Not collective. Dicts, lists and tuples come back as these; what is a subclass of dict and holds tensors, as a dict.
+    Not collective. Dicts, lists and tuples are restored as such. A subclass of dict with tensors is restored as a dict.
 
     Raises:
-        StateError: an object cannot be pickled, no load would take it (see `pickles.allow`), or a dict looks like the
+        StateError: an object cannot be pickled, a load would refuse it (see `pickles.allow`), or a dict looks like the
             mark of an object.
     """
     objects: list[Any] = []
@@ -36,10 +36,10 @@ def apart(value: Any) -> dict[str, Any]:
 
 
 def together(state: dict[str, Any]) -> Any:
-    """Undo `apart`, with the tensors that are in the state.
+    """Undo `apart`, with the tensors of the state.
 
     Raises:
-        CorruptSlot: this was not made by it, or the pickle names what may not be loaded.
+        CorruptSlot: `apart` did not make this state, or the pickle names something that may not be loaded.
     """
     try:
         return _with(state["tree"], pickles.load(state["pickled"], state["tensors"]))

@@ -1,14 +1,14 @@
-"""What a pickle of an adapter may make, by exact names, and how: everything else is refused.
+"""The tables of what a pickle of an adapter may make, by exact names, and how. Everything else is refused.
 
-A pickle is a program: it names what is called, with which arguments, and which attributes are set. So each name stands
-in exactly one table, and each table is one way to be made; nothing that is made so reads a file, starts anything, or
-runs code that the pickle chose. Names are those of the classes themselves: one found by way of another module is not
-known.
+A pickle is a program: it names functions to call, their arguments, and attributes to set. Each name here is in exactly
+one table, and each table allows one way to make objects. No object made in these ways reads a file, starts anything or
+runs code that the pickle chose. A name is that of the class itself. A class that is found through another module is
+unknown.
 
-    CALLED    called with the arguments that the pickle has: none of these does more than to hold them
-    DATA      made without arguments and without their constructor; then given attributes
-    ENUMS     members of enumerations, by their value
-    VALUES    stand for themselves, and are never called
+    CALLED    called with the arguments in the pickle; they only keep these arguments
+    DATA      made without arguments and without a call of the constructor, then given attributes
+    ENUMS     members of enumerations, looked up by their value
+    VALUES    used as they are, and never called
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _HERE = __name__
 
 
 def numpy_dtype(text: str) -> np.dtype[Any]:
-    """Make a dtype of its `str`, such as ``"<i4"``: no objects, and no fields, which could hide some."""
+    """Make a dtype from its `str`, such as ``"<i4"``. Refuse objects, and fields, which could contain objects."""
     found: np.dtype[Any] = np.dtype(_checked(text, str))
     if found.hasobject or found.names is not None or found.subdtype is not None:
         raise TypeError(f"the dtype {text} is refused: it contains objects or fields")
@@ -38,7 +38,7 @@ def numpy_dtype(text: str) -> np.dtype[Any]:
 
 
 def numpy_array(text: str, shape: tuple[int, ...], raw: bytes) -> np.ndarray:
-    """Make an array of the bytes in it, in C order."""
+    """Make an array from its bytes in C order."""
     dtype = numpy_dtype(text)
     if math.prod(shape) * dtype.itemsize != len(_checked(raw, bytes)):
         raise ValueError("an array does not have as many bytes as its shape needs")
@@ -56,13 +56,13 @@ def numpy_objects(shape: tuple[int, ...], values: list[Any]) -> np.ndarray:
 
 
 def numpy_scalar(text: str, raw: bytes) -> np.generic:
-    """Make a number of NumPy's of the bytes in it."""
+    """Make a NumPy number from its bytes."""
     made: Any = numpy_array(text, (), raw)[()]
     return made  # type: ignore[no-any-return]
 
 
 def of_torch(name: str) -> Any:
-    """Give a dtype, layout or memory format of torch by its name."""
+    """Give torch's dtype, layout or memory format of this name."""
     found = torch.__dict__.get(_checked(name, str))
     if not isinstance(found, (torch.dtype, torch.layout, torch.memory_format)):
         raise ValueError(f"torch.{name} is not a dtype, layout or memory format")
@@ -70,12 +70,12 @@ def of_torch(name: str) -> Any:
 
 
 def parameter(data: torch.Tensor, requires_grad: bool) -> torch.nn.Parameter:
-    """Make a parameter of a plain tensor."""
+    """Make a parameter from a plain tensor."""
     return torch.nn.Parameter(_checked(data, torch.Tensor), _checked(requires_grad, bool))
 
 
 def file_in_memory(content: bytes, position: int) -> io.BytesIO:
-    """Make a file in memory as it was."""
+    """Make a file in memory with its content and position."""
     made = io.BytesIO(_checked(content, bytes))
     made.seek(_checked(position, int))
     return made
@@ -88,10 +88,10 @@ def _checked(value: Any, kind: type) -> Any:
 
 
 def reduced(value: Any) -> Any:
-    """Say by which of the functions above a value is made again; None: by none of them.
+    """Give the function above that makes a value again, and its arguments. None: no function does.
 
     Raises:
-        TypeError: it would not come back as it is.
+        TypeError: the value would not be restored exactly.
     """
     if isinstance(value, (torch.dtype, torch.layout, torch.memory_format)):
         return of_torch, (str(value).removeprefix("torch."),)
@@ -151,7 +151,7 @@ METHODS = {
     (f"{_TE}.float8_blockwise_tensor", "Float8BlockwiseQTensor._make_in_reduce_ex"),
     (f"{_TE}.nvfp4_tensor", "NVFP4Tensor._make_in_reduce_ex"),
 }
-"""Of packages that are not imported here: called like CALLED. They make a quantized tensor of its parts."""
+"""Functions of packages that are not imported here, called like CALLED. They make a quantized tensor from its parts."""
 
 _MCORE = "megatron.core.dist_checkpointing"
 _NVRX = "nvidia_resiliency_ext.checkpointing.local.basic_state_dict"

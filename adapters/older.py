@@ -1,7 +1,7 @@
-"""What the pickles of older builds name: before `known` had functions by which NumPy's values and files are made.
+"""Read the pickles of older versions of mlflash, in which `known` had no functions for NumPy's values and files.
 
-Those builds let pickle say it, which calls functions of NumPy and torch and then sets a state. Only exactly what they
-wrote is read, by functions of this module; `pickles.dump` writes none of it.
+In those versions pickle itself wrote such values: it calls functions of NumPy and torch and then sets a state. The
+functions of this module read exactly what those versions wrote. `pickles.dump` writes none of it.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ _OBJECTS = ("O", "O8")
 
 
 def numpy_dtype(text: str, align: bool, copy: bool) -> np.dtype[Any]:
-    """Make a dtype, one of its own, as its byte order is set later."""
+    """Make a new dtype object, because its byte order is set later."""
     if text not in _OBJECTS:
         known.numpy_dtype(text)
     return np.dtype(text, align=False, copy=True)
 
 
 def numpy_array(kind: Any, shape: Any, code: Any) -> np.ndarray:
-    """Make an empty array, whose content is set later."""
+    """Make an empty array. Its content is set later."""
     if kind is not np.ndarray or shape != (0,) or code != b"b":
         raise TypeError("this is not an array as older versions of mlflash wrote it")
     made: np.ndarray = np.ndarray((0,), np.int8)
@@ -34,12 +34,12 @@ def numpy_array(kind: Any, shape: Any, code: Any) -> np.ndarray:
 
 
 def numpy_scalar(dtype: np.dtype[Any], raw: bytes) -> np.generic:
-    """Make a number of NumPy's."""
+    """Make a NumPy number."""
     return known.numpy_scalar(_of_numpy(dtype).str, raw)
 
 
 def layout(name: str) -> Any:
-    """Give a layout of torch by its full name."""
+    """Give torch's layout of this full name."""
     return known.of_torch(name.removeprefix("torch."))
 
 
@@ -50,12 +50,12 @@ CALLED: dict[tuple[str, str], Callable[..., Any]] = {
     **{(f"numpy.{core}.multiarray", "_reconstruct"): numpy_array for core in ("core", "_core")},
     **{(f"numpy.{core}.multiarray", "scalar"): numpy_scalar for core in ("core", "_core")},
 }
-"""Functions, by what the older pickles call instead."""
+"""The functions that replace those that older pickles name."""
 FILE = ("_io", "BytesIO")
 
 
 def torch_value(module: str, name: str) -> Any:
-    """Give what a pickle named as a dtype of torch; None: it is none."""
+    """Give the dtype of torch that a pickle names. None: the name is not one."""
     try:
         return known.of_torch(name) if module == "torch" else None
     except ValueError:
@@ -63,7 +63,7 @@ def torch_value(module: str, name: str) -> Any:
 
 
 def set_state(made: Any, state: Any) -> bool:
-    """Set the state of an array, a dtype or a file in memory; whether it is one of those."""
+    """Set the state of an array, a dtype or a file in memory. Return False if the object is none of these."""
     setters = {np.ndarray: _set_array, io.BytesIO: _set_file}
     setter = _set_dtype if isinstance(made, np.dtype) else setters.get(type(made))
     if setter is None:

@@ -1,8 +1,8 @@
-"""Objects of frameworks ↔ bytes and tensors: what is no tensor is pickled, and unpickled by a loader that runs no code.
+"""Convert objects of frameworks to bytes and tensors: pickle them, and unpickle them with a loader that runs no code.
 
-Their states hold objects of their own (Megatron's ShardedTensor, argparse's Namespace, ...), which only pickle can
-bring back. A pickle may name any function to be called; this loader makes what stands in the tables of `known`, each in
-the one way that is written there. Tensors are not pickled: they go into the slot as tensors do.
+States of frameworks contain objects of their own (Megatron's ShardedTensor, argparse's Namespace, ...), which only
+pickle can restore. A pickle may name any function to call. This loader makes only objects of the tables in `known`, and
+each only in the way of its table. Tensors are not pickled; they go into the slot like other tensors.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _allowed: set[tuple[str, str]] = set()
 
 
 def allow(*classes: Any) -> None:
-    """Let classes, or functions, be saved and loaded that are not known here: of a training's own arguments.
+    """Allow classes or functions that mlflash does not know to be saved and loaded, such as classes of your own.
 
-    Not collective; to be called before a save or a load. What is allowed may be called by any checkpoint, with any
-    arguments and any state: a class that opens files or starts something when it is made does not belong here.
+    Not collective. Call it before a save or a load. Any checkpoint may then call them with any arguments and any state.
+    So do not allow a class that opens files or starts something when it is made.
     """
     _allowed.update((one.__module__, one.__qualname__) for one in classes)
 
@@ -39,10 +39,10 @@ def dump(value: Any) -> tuple[bytes, list[torch.Tensor]]:
     """Pickle a value without its tensors.
 
     Returns:
-        The pickle, and the tensors, in the order in which it names them.
+        The pickle, and the tensors in the order in which the pickle names them.
 
     Raises:
-        StateError: something in it cannot be pickled, or `load` would refuse it.
+        StateError: something in the value cannot be pickled, or `load` would refuse it.
     """
     file = io.BytesIO()
     pickler = _Pickler(file)
@@ -57,7 +57,7 @@ def load(pickled: bytes, tensors: Sequence[torch.Tensor]) -> Any:
     """Unpickle what `dump` gave.
 
     Raises:
-        CorruptSlot: it names something that may not be loaded; see `allow`.
+        CorruptSlot: the pickle is damaged, or names something that may not be loaded; see `allow`.
     """
     try:
         return _Unpickler(io.BytesIO(pickled), tensors).load()
@@ -80,7 +80,7 @@ class _Pickler(pickle.Pickler):
         return number
 
     def reducer_override(self, value: Any) -> Any:
-        """Take tensors of other classes apart into plain ones: quantized weights (FP8, MXFP8) are made of several."""
+        """Split tensors of other classes into plain ones: quantized weights (FP8, MXFP8) consist of several."""
         if isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)):
             module = pickle.whichmodule(value, value.__qualname__)  # type: ignore[attr-defined]
             if _way(module, value.__qualname__) is None:
@@ -112,13 +112,13 @@ def _rebuild(
 
 
 class _Way(enum.Enum):
-    """How something may be used that a pickle names, see `known`; what the user has allowed in any way."""
+    """How a pickle may use something that it names, see `known`. It may use what the user allowed in any way."""
 
     CALLED, DATA, ENUM, VALUE, ALLOWED = range(5)
 
 
 def _way(module: str, name: str) -> _Way | None:
-    """How a pickle may use what it names; None: not at all."""
+    """Give the way in which a pickle may use something that it names. None: not at all."""
     if (module, name) in _allowed:
         return _Way.ALLOWED
     if (module, name) in known.CALLED or (module, name) in known.METHODS or (module, name) == (__name__, "_rebuild"):
@@ -128,7 +128,7 @@ def _way(module: str, name: str) -> _Way | None:
 
 
 def _of_older(module: str, name: str) -> tuple[_Way, Any] | None:
-    """What a pickle of an older build names, and how it may be used; `dump` names none of it."""
+    """Give what the pickle of an older version names, and how it may be used. `dump` names none of these."""
     if (module, name) in older.CALLED:
         return _Way.CALLED, older.CALLED[module, name]
     if (module, name) == older.FILE:
@@ -145,13 +145,13 @@ _PYTHON: Any = pickle._Unpickler
 
 
 class _Unpickler(pickle._Unpickler):
-    """Python's own unpickler, in which each opcode that calls something or changes an object asks first.
+    """Python's own unpickler, with a check in each opcode that calls something or changes an object.
 
-    It is the one written in Python: that in C sets attributes of whatever a pickle names, classes included.
+    It is the one written in Python. The one in C sets attributes of anything that a pickle names, even of classes.
 
     Args:
-        file: has the pickle.
-        tensors: those that it names by number.
+        file: contains the pickle.
+        tensors: the tensors that the pickle names by number.
     """
 
     dispatch: ClassVar[dict[int, Callable[[Any], None]]] = {**pickle._Unpickler.dispatch}
@@ -187,7 +187,7 @@ class _Unpickler(pickle._Unpickler):
         return self._ways.get(id(value), (None, None))[0]
 
     def _made_by(self, value: Any) -> _Way | None:
-        """How the class of an object may be used; None also for classes and functions themselves."""
+        """Give the way in which the class of an object may be used. None for classes and functions themselves."""
         return None if isinstance(value, type) else self._way_of(type(value))
 
     def _call(self) -> None:
@@ -264,7 +264,7 @@ _WITH_ATTRIBUTES = (types.SimpleNamespace, collections.OrderedDict, collections.
 
 
 def _set_attributes(made: Any, state: Any) -> None:
-    """Set attributes as pickle does, past ``__setattr__`` and ``__setstate__``; none that Python itself looks at."""
+    """Set attributes as pickle does, without ``__setattr__`` and ``__setstate__``, but none of Python's own."""
     values, slots = state if type(state) is tuple and len(state) == 2 else (state, None)
     for held in (values, slots):
         if held is not None and (type(held) is not dict or not all(_is_plain(name) for name in held)):

@@ -1,6 +1,6 @@
-"""Methods and attributes of a framework's objects, given other values for a while.
+"""Replace methods and attributes of a framework's objects for a while.
 
-What a framework calls has no hook at some of the places where a checkpoint is taken or loaded.
+Frameworks lack hooks at some of the places where a checkpoint is saved or loaded.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from mlflash.errors import ConfigError
 _INHERITED = object()
 _number = itertools.count()
 _in_place: weakref.WeakValueDictionary[int, _Replacement] = weakref.WeakValueDictionary()
-"""Those that were not undone yet, by number; it keeps no framework's object alive."""
+"""Replacements that are not undone yet, by number. It keeps no object of a framework alive."""
 
 
 def replaced(target: Any, /, **instead: Any) -> contextlib.ExitStack:
-    """Give attributes of an object, a class or a module other values, until what it returns is left or closed.
+    """Give attributes of an object, a class or a module other values until you leave or close the result.
 
-    Not collective, and for one thread at a time. Each attribute becomes again exactly what it was: the object's own, or
-    inherited. Where others have replaced it since, theirs stays, and if it was done through here, too, it goes back in
-    its turn to what was there before both. To leave twice does nothing.
+    Not collective, and for one thread at a time. Undoing restores each attribute exactly: as the object's own, or as
+    inherited. If another value was set since, that value stays. If that was also done through this function, undoing it
+    restores what was there before both. Undoing twice does nothing.
 
     Args:
-        target: whose.
-        instead: the values by name; from the call on.
+        target: the object, class or module.
+        instead: the new values by name. They are set by this call.
 
     Returns:
-        A context manager, and the one to keep where only a later call of its `close` undoes it.
+        A context manager. You may also keep it, and undo later with its `close`.
 
     Raises:
-        ConfigError: the object has no such attribute, and nothing was replaced: the framework is of another version.
+        ConfigError: the object has no such attribute, because the framework has another version. Nothing is replaced.
     """
     if missing := [name for name in instead if not hasattr(target, name)]:
         name = getattr(target, "__qualname__", getattr(target, "__name__", type(target).__qualname__))

@@ -110,7 +110,7 @@ class EngineState:
         self._exclude = exclude_frozen_parameters
 
     def state_dict(self) -> dict[str, Any]:
-        """Give the content of the files. Collective over all ranks with ZeRO-3, which partitions and gathers weights."""
+        """Give the content of the files. Collective over all ranks with ZeRO-3, which partitions and gathers again."""
         engine, taking = self._engine, MemoryCheckpointEngine()
         has_events = engine._optimizer_has_ckpt_event_prologue()
         if has_events:

@@ -1,8 +1,8 @@
-"""The gradients of one rank's pass through a model, before they are reduced over ranks.
+"""Read the gradients of one rank's pass through a model before they are reduced over ranks.
 
-A hook on each leaf of the graph sees its gradient as this rank has computed it. With DDP and plain models the leaves
-are the parameters. FSDP2 has others in its forward: whole parameters, which it gathers into the same objects each time.
-Torch has no public name for these; the attributes are those of PyTorch 2.13.
+A hook on each leaf of the graph gets the gradient as this rank computed it. With DDP and plain models the leaves are
+the parameters. With FSDP2 the leaves are whole parameters, which it gathers into the same objects each time. Torch has
+no public names for these, so this module uses attributes of PyTorch 2.13.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ Signatures = dict[str, Signature]
 def backward(model: nn.Module, names: dict[int, str], loss: torch.Tensor) -> tuple[Signatures, list[str]]:
     """Run the backward pass of a step and give the signatures of its loss and of all gradients.
 
-    Collective over the groups that wrappers of the model reduce gradients over. What is in ``grad`` after it is what
-    would be there without the signatures.
+    Collective over the groups over which wrappers of the model reduce gradients. ``grad`` gets the same values as
+    without the signatures.
 
     Args:
-        model: that has computed the loss.
-        names: of its parameters (`names_of`).
-        loss: (), or of any shape with one element.
+        model: the model that computed the loss.
+        names: names of its parameters (`names_of`).
+        loss: of shape () or any shape with one element.
 
     Returns:
-        The signatures; and the names of parameters whose gradients came by no path of the loss's graph, as where a part
-        of backward runs a backward of its own: `backward_aside` does not see these.
+        The signatures; and the names of parameters whose gradients did not come through the graph of the loss, because
+        a part of backward runs its own backward. `backward_aside` cannot see those gradients.
     """
     found = {LOSS: sign(loss)}
     leaves, reached = _leaves(model, names), _reached(loss)
@@ -44,10 +44,10 @@ def backward(model: nn.Module, names: dict[int, str], loss: torch.Tensor) -> tup
 
 
 def backward_aside(model: nn.Module, names: dict[int, str], loss: torch.Tensor) -> Signatures:
-    """Run a backward pass of which nothing is left but the signatures; give these.
+    """Run a backward pass only for its signatures, and give these.
 
-    Collective over the groups that the model's parameters are gathered over. No gradient is accumulated nor reduced,
-    and none is kept for longer than it takes to read it.
+    Collective over the groups over which the model's parameters are gathered. It accumulates and reduces no gradient,
+    and keeps none after reading it.
 
     Args:
         model, names, loss: as in `backward`.
@@ -60,12 +60,12 @@ def backward_aside(model: nn.Module, names: dict[int, str], loss: torch.Tensor) 
 
 
 def names_of(model: nn.Module) -> dict[int, str]:
-    """Give the name of each parameter by the id of its object. Not collective."""
+    """Give the name of each parameter by the `id` of its object. Not collective."""
     return {id(parameter): name for name, parameter in model.named_parameters()}
 
 
 def _leaves(model: nn.Module, names: dict[int, str]) -> dict[str, torch.Tensor]:
-    """The tensors by which a graph ends in the parameters, after forward."""
+    """Give the leaves of the graph that belong to parameters, by name. Call it after forward."""
     found: dict[str, torch.Tensor] = {}
     for module in model.modules():
         for group in groups_of(module._get_fsdp_state()) if isinstance(module, FSDPModule) else ():
@@ -79,7 +79,7 @@ def _leaves(model: nn.Module, names: dict[int, str]) -> dict[str, torch.Tensor]:
 
 
 def _reached(loss: torch.Tensor) -> set[int]:
-    """The ids of the leaves in which the graph of a loss ends."""
+    """Give the ids of the leaves in the graph of a loss."""
     left, seen, found = [loss.grad_fn], set(), set()
     while left:
         node = left.pop()
@@ -94,7 +94,7 @@ def _reached(loss: torch.Tensor) -> set[int]:
 
 @contextlib.contextmanager
 def _watched(leaves: dict[str, torch.Tensor], found: Signatures, drop: bool = False) -> Iterator[None]:
-    """Note the signature of each gradient that comes to a leaf; with ``drop`` free its memory, too."""
+    """Note the signature of each gradient that reaches a leaf. With ``drop``, also free its memory."""
 
     def watch(name: str, leaf: torch.Tensor) -> torch.utils.hooks.RemovableHandle:
         def note(gradient: torch.Tensor) -> torch.Tensor | None:

@@ -1,7 +1,7 @@
-"""A micro-batch and what its computation began with, as bytes that another rank computes from.
+"""Convert a micro-batch and the state that its computation began with to bytes, from which another rank computes.
 
-Any nested structure that pickle takes. Of a tensor its elements are sent, and none of the storage around them: a batch
-is often a view of all data. Strides are kept, as kernels are chosen by them.
+They may be any nested structure that pickle accepts. Only the elements of a tensor are sent, not the storage around
+them, because a batch is often a view of all data. Strides are kept, because they decide which kernels run.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ _Packed = tuple[bytes, torch.dtype, tuple[int, ...], tuple[int, ...], str, bool]
 
 
 def pack(inputs: Any) -> bytes:
-    """Give the bytes. Not collective. Nothing of the inputs may be changed meanwhile, all of it afterwards.
+    """Give the inputs as bytes. Not collective. You may change the inputs when this returns, but not before.
 
     Raises:
-        Exception: whatever pickle raises for something that it does not take.
+        Exception: whatever pickle raises for something that it does not accept.
     """
     file = io.BytesIO()
     _Pickler(file, protocol=pickle.HIGHEST_PROTOCOL).dump(inputs)
@@ -27,10 +27,10 @@ def pack(inputs: Any) -> bytes:
 
 
 def unpack(packed: bytes) -> Any:
-    """Make the inputs anew; what was on an accelerator is on the current one of this rank. Not collective.
+    """Make the inputs from bytes. Tensors of an accelerator go to the current one of this rank. Not collective.
 
     Args:
-        packed: by another rank of this job, which may run any code, as everywhere in torch.distributed.
+        packed: bytes from another rank of this job. They may run any code, as objects in torch.distributed may.
     """
     return _Unpickler(io.BytesIO(packed)).load()
 

@@ -1,4 +1,4 @@
-"""Forward and backward of a step; in some steps they are computed once more, each rank's by another one."""
+"""Run forward and backward of a step, and in some steps let other ranks compute them again."""
 
 from __future__ import annotations
 
@@ -30,30 +30,31 @@ _SAID = 4  # mismatches in one text
 
 
 class Replay:
-    """Has other ranks compute some micro-batches again, before the optimizer steps, and compares the bits.
+    """Lets other ranks compute some micro-batches again before the optimizer steps, and compares the bits.
 
-    Collective over ``group``. Nothing is done to the model here. What a step leaves (gradients, buffers, generators) is
-    to the bit what it is without a replay.
+    Collective over ``group``. It does not change the model. A step has the same gradients, buffers and generators, bit
+    by bit, with and without a replay.
 
     Args:
-        model: a DDP, a model of ``fully_shard``, or a plain one whose gradients you reduce yourself.
-        every: replay the steps that this divides; 0: none.
-        group: the ranks that hold the same parameters and compute different batches: all data-parallel ones, in HSDP
-            shards and replicas. None is the default group.
-        bound: differences up to it do not count, relative to the largest element of a gradient. Measure it if kernels
-            are not deterministic: ``largest`` after replays with ``math.inf``. With 0.0 all bits have to be the same.
-        seed: of the order in which ranks compute for each other.
-        on_mismatch: "warn"; "raise", on all ranks of the group, before the optimizer steps; or a function that all
-            ranks call with the list of mismatches.
-        enabled: False, as ``MLFLASH_DISABLE=1``, turns it off: forward and backward are all that is left.
+        model: a DDP, a model of ``fully_shard``, or a plain model whose gradients you reduce yourself.
+        every: replay steps that are multiples of this. 0: none.
+        group: ranks that hold the same parameters and compute different batches. These are all data-parallel ranks,
+            with HSDP both shards and replicas. None: the default group.
+        bound: ignore differences up to this, relative to the largest element of a gradient. With 0.0 all bits must be
+            the same. If kernels are not deterministic, measure it: it is ``largest`` after replays with ``math.inf``.
+        seed: seed for the order in which ranks compute for each other.
+        on_mismatch: "warn"; "raise", which raises on all ranks of the group before the optimizer steps; or a function
+            that all ranks call with the list of mismatches.
+        enabled: False, or ``MLFLASH_DISABLE=1``: it only runs forward and backward.
 
     Attributes:
-        replays: how many there were.
-        largest: the largest difference that any of them has found on any rank, mismatches among them; 0.0: none.
-        mismatches: of the last replay.
+        replays: number of replays so far.
+        largest: the largest difference that any replay has found on any rank, with mismatches. 0.0: none.
+        mismatches: mismatches of the last replay.
 
     Raises:
-        ConfigError: a setting that makes no sense or is not that of all ranks, FSDP1, or no torch.distributed.
+        ConfigError: a setting makes no sense or differs between ranks, the model uses FSDP1, or torch.distributed is
+            not set up.
     """
 
     def __init__(self, model: nn.Module, every: int, *, group: Any = None, bound: float = 0.0, seed: int = 0,
@@ -72,24 +73,25 @@ class Replay:
                               expected=str(settings[0]), found=str(settings))  # fmt: skip
 
     def forward_backward(self, step: int, batch: Any, compute: Compute) -> torch.Tensor:
-        """Compute a micro-batch and its gradients, and in some steps have other ranks compute it again.
+        """Compute a micro-batch and its gradients. In some steps let other ranks compute it again.
 
-        Collective over the group, and in a step that is replayed all ranks of it compute one pass more.
+        Collective over the group. In a replayed step all ranks of the group compute one more pass. If bits differ by
+        more than the bound on any rank, they compute three.
 
         Args:
-            step: the same on all ranks; it says which ones are replayed.
-            batch: of this rank: all that its computation begins with besides model and generators. Anything that pickle
-                takes; tensors are sent without the storage around them.
-            compute: ``compute(model, batch)`` gives the loss: one element, with its graph. It is called again with the
-                batches of others, so it has to take all of them from its arguments, and change nothing besides buffers
-                and the global random generators. Backward is called here.
+            step: training step, the same on all ranks. It decides whether the step is replayed.
+            batch: everything that the computation of this rank needs besides model and generators. It may be anything
+                that pickle accepts. Tensors are sent without the storage around them.
+            compute: ``compute(model, batch)`` gives the loss: one element, with its graph. It must not call backward.
+                It is called again with batches of other ranks. So it must take everything from its arguments, and
+                change nothing except buffers and the global random generators.
 
         Returns:
             The loss, without its graph.
 
         Raises:
-            ReplayMismatch: with ``on_mismatch="raise"``, on all ranks.
-            ConfigError: on all ranks: a batch cannot be sent, there are no gradients of the model, or activations are
+            ReplayMismatch: with ``on_mismatch="raise"``, on all ranks: bits differ by more than the bound.
+            ConfigError: on all ranks: a batch cannot be sent, the model got no gradients, or activations are
                 checkpointed with ``use_reentrant=True``.
         """
         if self._ring is None or self._every == 0 or step % self._every:
@@ -129,7 +131,7 @@ class Replay:
 
     def _judged(self, ring: Ring, step: int, passes: list[Signatures], found: dict[str, float], places: list[Place],
                 distances: tuple[int, int]) -> list[Mismatch]:  # fmt: skip
-        """The mismatches of all ranks. Collective."""
+        """Give the mismatches of all ranks. Collective."""
         if len(passes) == 2:
             return []
         mine: list[Mismatch] = []
@@ -141,12 +143,12 @@ class Replay:
         return [one for theirs in ring.tell(mine) for one in theirs]
 
     def _say(self, ring: Ring, step: int, most: float | None) -> None:
-        """Log, raise or call what was found; on all ranks alike, but that the first one logs.
+        """Report what was found, by a log line of the first rank, an exception or a call on all ranks.
 
         Args:
-            ring: of all ranks.
-            step: that was replayed.
-            most: by which bits differ on any rank; None where they do not.
+            ring: the ring of all ranks.
+            step: the replayed step.
+            most: the largest difference on any rank. None: all bits are the same.
         """
         found = self.mismatches
         if not found:
@@ -170,7 +172,7 @@ class Replay:
 
 
 class _Begun:
-    """A micro-batch of this rank and what its computation begins with: made before it."""
+    """A micro-batch of this rank, with the state that its computation begins with. Make it before the computation."""
 
     def __init__(self, model: nn.Module, compute: Compute):
         self._model, self._compute, self._synced = model, compute, Synced(model)
@@ -178,7 +180,7 @@ class _Begun:
         self.packed = b""  # batch, generators, buffers
 
     def computed_by(self, ring: Ring, distance: int) -> Signatures:
-        """What the rank at this distance computes of it, while this rank computes another's. Collective."""
+        """Let the rank at this distance compute it, while this rank computes another's. Collective."""
         batch, state, buffers = unpack(ring.pass_on(self.packed, distance))
         # Where DDP sends the buffers of its first rank to all, that one needs its own.
         fill_buffers(self._model, unpack(self.packed)[2] if self._synced else buffers)
@@ -203,7 +205,7 @@ def _check(model: nn.Module, every: int, bound: float, on_mismatch: Any) -> None
 
 
 def _agree(ring: Ring, step: int, problem: str) -> None:
-    """Raise on all ranks what keeps any of them from a replay. Collective."""
+    """If any rank has a problem that prevents the replay, raise it on all ranks. Collective."""
     for rank, said in zip(ring.ranks, ring.tell(problem), strict=True):
         if said:
             raise ConfigError(f"this step cannot be replayed: {said}", rank=rank, step=step)

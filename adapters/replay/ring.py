@@ -1,6 +1,6 @@
-"""The ranks that compute each other's micro-batches: who computes whose, and how they talk.
+"""The ranks that compute each other's micro-batches: which rank computes for which, and how they exchange data.
 
-They talk by gloo, in a group of their own.
+They use gloo, in a group of their own.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ import torch.distributed as dist
 
 
 class Ring:
-    """The ranks of a process group in its order, each with those some places before and after it.
+    """The ranks of a process group as a ring, in the order of the group.
 
     Collective over the group.
 
     Args:
-        group: of ranks that hold the same model and compute different batches; None is the default group.
-        seed: of the order in which distances are taken.
+        group: ranks that hold the same model and compute different batches. None: the default group.
+        seed: seed for the order of the distances.
 
     Example:
-        Of 4 ranks at distance 3, rank 0 computes the batch of rank 1, and rank 3 that of rank 0.
+        With 4 ranks and distance 3, rank 0 computes the batch of rank 1, and rank 3 computes that of rank 0.
     """
 
     def __init__(self, group: Any, seed: int):
@@ -36,31 +36,34 @@ class Ring:
         random.Random(seed).shuffle(self._distances)
 
     def distances(self, number: int) -> tuple[int, int]:
-        """How far from a rank its first and its second witness are in this replay.
+        """Give the distances from a rank to its first and its second witness in a replay.
 
-        Of ``size - 1`` replays one after the other each takes another first one, so that all check all. They are the
-        same where there are two ranks, and 0 where there is one.
+        Each of ``size - 1`` successive replays has another first distance, so that every rank checks every other. With
+        two ranks both distances are the same, and with one rank both are 0.
 
         Args:
-            number: of the replay.
+            number: number of the replay.
         """
         if not self._distances:
             return 0, 0
         return self._distances[number % (self.size - 1)], self._distances[(number + 1) % (self.size - 1)]
 
     def rank_at(self, distance: int) -> int:
-        """The rank of the world at so many places after this one. Not collective."""
+        """Give the rank of the world at this distance after this one. Not collective."""
         rank: int = self.ranks[(self.place + distance) % self.size]
         return rank
 
     def tell(self, mine: Any) -> list[Any]:
-        """Give all of the group what each of them has, in its order. Collective over the group."""
+        """Gather a value from each rank of the group, in its order, on all of them. Collective over the group."""
         said: list[Any] = [None] * self.size
         dist.all_gather_object(said, mine, group=self._group)
         return said
 
     def pass_on(self, content: bytes, distance: int) -> bytes:
-        """Send to the rank at this distance, and give what the one as far before this one has sent. Collective."""
+        """Send bytes to the rank at this distance, and receive from the rank at the same distance before this one.
+
+        Collective over the group.
+        """
         if distance % self.size == 0:
             return content
         length = torch.tensor([len(content)])

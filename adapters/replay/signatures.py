@@ -1,6 +1,6 @@
-"""What is compared of a gradient: a digest of its bytes, and a few sums that say how large a difference is.
+"""What is compared of a gradient: a digest of its bytes, and sums from which the size of a difference follows.
 
-Neither takes the memory of a gradient, so that a replay keeps none: the digest has 8 bytes, and the sums at most 8 KiB.
+They replace the gradients, so that a replay keeps none: the digest has 8 bytes, and the sums have at most 8 KiB.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ SUMS = 1024
 
 @dataclasses.dataclass(frozen=True)
 class Signature:
-    """What is left of a tensor.
+    """The signature of a tensor.
 
     Attributes:
         digest: XXH3-64 of its bytes.
-        sums: of every 1024th element, in float64, (at most 1024,).
-        summands: how many elements each sum has, at most.
-        largest: magnitude of any element.
+        sums: sums over every 1024th element, float64, shape (at most 1024,).
+        summands: largest number of elements in a sum.
+        largest: largest magnitude of an element.
     """
 
     digest: bytes
@@ -35,7 +35,7 @@ class Signature:
 
 
 def sign(tensor: torch.Tensor) -> Signature:
-    """Make the signature of a gradient. Not collective. The tensor is only read, and copied to the host."""
+    """Make the signature of a gradient. Not collective. It only reads the tensor and copies it to the host."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     values = local.detach()
     indices = b""
@@ -57,11 +57,12 @@ def sign(tensor: torch.Tensor) -> Signature:
 
 
 def difference(one: Signature, other: Signature) -> float:
-    """How far two tensors are from each other, relative to the largest element of either; 0.0 for the same bits.
+    """Give the difference of two tensors, relative to the largest element of either. 0.0 for the same bits.
 
-    It is the largest difference of two sums over the root of the number of their summands: as large as that of single
-    elements where there are at most 1024, or where elements differ by chance. One wrong element among many is seen as a
-    difference that is smaller by that root. What is infinite or no number in one of them only is infinitely far.
+    It is the largest difference of two sums, divided by the square root of their number of summands. This equals the
+    difference of single elements if there are at most 1024 elements, or if elements differ by chance. A single wrong
+    element among many appears smaller by that root. If only one of the two is infinite or NaN somewhere, the difference
+    is infinite.
     """
     if one.digest == other.digest:
         return 0.0

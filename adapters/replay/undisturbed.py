@@ -1,4 +1,4 @@
-"""What a pass changes besides gradients, and how it is undone: buffers, generators, what DDP and FSDP2 remember."""
+"""Undo what a pass changes other than gradients: buffers, generators, and what DDP and FSDP2 remember."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _OF_GROUPS = ("reduce_grads", "all_reduce_grads")
 
 
 def buffers_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Give the buffers of a model by name, those that are in no state dict, too. Not collective."""
+    """Give all buffers of a model by name, including those that are in no state dict. Not collective."""
     return dict(model.named_buffers(remove_duplicate=False))
 
 
 def generators() -> dict[str, Any]:
-    """Read the global generators, of CUDA that of this rank's device only. Not collective."""
+    """Read the states of the global generators; for CUDA only that of this rank's device. Not collective."""
     state = mlflash.rng().state_dict()
     if "cuda" in state:
         state["cuda"] = torch.cuda.get_rng_state()
@@ -32,14 +32,14 @@ def generators() -> dict[str, Any]:
 
 
 def set_generators(state: Mapping[str, Any]) -> None:
-    """Set what `generators` has read, here or on another rank. Not collective."""
+    """Set generator states that `generators` has read on this or another rank. Not collective."""
     mlflash.rng().load_state_dict({name: value for name, value in state.items() if name != "cuda"})
     if "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"])
 
 
 def fill_buffers(model: nn.Module, values: Mapping[str, torch.Tensor]) -> None:
-    """Copy values into the buffers of these names. Not collective. Within `undisturbed`."""
+    """Copy values into the buffers of these names. Use it within `undisturbed`. Not collective."""
     with torch.no_grad():
         for name, buffer in buffers_of(model).items():
             if (value := values.get(name)) is None:
@@ -52,9 +52,9 @@ def fill_buffers(model: nn.Module, values: Mapping[str, torch.Tensor]) -> None:
 
 @contextlib.contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Put back after it all generators and buffers, and what DDP and FSDP2 remember of forward passes.
+    """At the end of the block, put back generators, buffers, and what DDP and FSDP2 remember of forward passes.
 
-    Not collective. Within it no wrapper reduces gradients. Buffers stay the same tensors.
+    Not collective. Within the block no wrapper reduces gradients. Buffers stay the same tensors.
     """
     state, buffers = mlflash.rng().state_dict(), buffers_of(model)
     copies = {name: buffer.detach().clone() for name, buffer in buffers.items()}
@@ -78,10 +78,10 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
 
 
 class Synced:
-    """Whether the DDPs of a model send the buffers of their first rank to all, as it is before a step.
+    """Remembers before a step whether the DDPs of a model send the buffers of their first rank to all ranks.
 
-    A pass after the step does what the step did, and leaves it as it found it: DDP leaves the sending out in the first
-    pass after one that reduces nothing.
+    A pass after the step can then do what the step did, and leave the setting unchanged. By itself, DDP would not send
+    buffers in the first pass after one that reduces nothing.
 
     Not collective.
     """
@@ -97,7 +97,7 @@ class Synced:
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
-        """Do the same in this pass."""
+        """Let the DDPs do the same in this pass."""
         with contextlib.ExitStack() as stack:
             for module, flag, _ in self._found:
                 stack.enter_context(_attributes(module, {"require_forward_param_sync": flag}))
@@ -106,7 +106,7 @@ class Synced:
 
 @contextlib.contextmanager
 def _attributes(thing: Any, values: Mapping[str, Any]) -> Iterator[None]:
-    """Set attributes for as long as it lasts."""
+    """Set attributes for the duration of the block."""
     before = {name: getattr(thing, name) for name in values}
     try:
         for name, value in values.items():

@@ -1,4 +1,4 @@
-"""Which of the ranks that computed the same micro-batch is wrong, and how that is said."""
+"""Find out which of the ranks that computed the same micro-batch is wrong, and say so in words."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _LIKELY = ", as with kernels that are not deterministic"
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """A rank, and where it computes.
+    """A rank and the place where it computes.
 
     Attributes:
-        rank: of the world.
+        rank: rank of the world.
         host: name of its node.
-        device: as torch names it, with the model of a GPU and its UUID.
+        device: torch's name of the device, with the model and UUID of a GPU.
     """
 
     rank: int
@@ -33,16 +33,16 @@ class Place:
 
 @dataclasses.dataclass(frozen=True)
 class Mismatch:
-    """A micro-batch of which two ranks have computed different gradients.
+    """A micro-batch for which two ranks computed different gradients.
 
     Attributes:
-        step: that it was in.
-        names: of the parameters whose gradients differ, or ``"loss"``; the largest difference first.
-        difference: the largest of them, relative to the largest element (`signatures.difference`).
-        subject: whose micro-batch it is.
-        witness: who has computed it again.
-        culprit: which of them is wrong; None where that cannot be told.
-        reason: what else was computed, and what that says.
+        step: the replayed step.
+        names: names of parameters whose gradients differ, or ``"loss"``. The largest difference comes first.
+        difference: the largest difference, relative to the largest element (`signatures.difference`).
+        subject: the rank that the micro-batch belongs to.
+        witness: the rank that computed it again.
+        culprit: the one of these two that is wrong. None if mlflash cannot tell.
+        reason: what else was computed, and what follows from it.
     """
 
     step: int
@@ -64,11 +64,11 @@ class Mismatch:
 
 
 def differing(one: Signatures, other: Signatures, bound: float) -> dict[str, float]:
-    """What of two passes is not the same, the largest difference first.
+    """Give what differs between two passes, by name. The largest difference comes first.
 
     Args:
-        one, other: of the same micro-batch.
-        bound: differences up to it do not count; with 0.0 all bits have to be the same.
+        one, other: signatures of two passes of the same micro-batch.
+        bound: ignore differences up to this. With 0.0 all bits must be the same.
     """
     found = {}
     for name in one.keys() | other.keys():
@@ -82,16 +82,16 @@ def differing(one: Signatures, other: Signatures, bound: float) -> dict[str, flo
 
 def judge(passes: Sequence[Signatures], subject: Place, witnesses: tuple[Place, Place], bound: float
           ) -> tuple[Place | None, str]:  # fmt: skip
-    """Find out who of two ranks is wrong, of what was computed of the same micro-batch.
+    """Find out which of two ranks is wrong, from four passes of the same micro-batch.
 
     Args:
-        passes: of the subject in its step, of the first witness, of the second one, and of the subject again.
-        subject: whose micro-batch it is.
-        witnesses: the first and the second one, which is the same where there are two ranks.
+        passes: of the subject in its step, of the first witness, of the second witness, and of the subject again.
+        subject: the rank that the micro-batch belongs to.
+        witnesses: the first and the second witness. With two ranks both are the same.
         bound: as in `differing`.
 
     Returns:
-        Who is wrong, or None; and why that is so.
+        The rank that is wrong, or None, and the reason.
     """
     step, first, second, again = passes
 
