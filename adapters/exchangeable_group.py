@@ -1,10 +1,11 @@
-"""Process groups of torch.distributed whose connections can be exchanged while everybody keeps the group.
+"""Process groups of torch.distributed whose connections can be replaced while the group objects stay.
 
-A model, a device mesh and a compiled step hold process groups by object and by name, so groups that are destroyed and
-made again would need all of these to be made again. The groups here stay, with their names; what sends for them is one
-of torch's own, which is dropped when a rank is lost, and made anew with whoever has that rank then. Where
-torch.distributed is initialised with the backend `BACKEND`, all its groups are such. A process that waits for a rank
-makes its model with groups of nobody else (`presume`): what they send arrives nowhere, and each receives its own.
+A model, a device mesh and a compiled step refer to process groups by object and by name. If groups were destroyed and
+made again, all of these would have to be made again. The groups of this module stay, with their names. Each uses one of
+torch's own groups to send. When a rank is lost, that inner group is dropped, and a new one is made with the process
+that has the rank now. If torch.distributed is initialized with the backend `BACKEND`, all its groups are of this kind.
+A spare, which waits for a rank, makes its model with fake groups (`presume`): what these send goes nowhere, and each
+process receives its own data.
 
 Source: torchft's managed process groups, which keep a group in the same way; `torch.distributed.Backend`.
 """
@@ -30,7 +31,7 @@ from .gloo_sockets import Address
 from .interruptible_work import InterruptibleWork
 
 BACKEND = "exchangeable"
-# All that sends; torch calls whichever its version has.
+# All methods that send. Torch calls those that its version has.
 _SENDING = ("_allgather_base", "_reduce_scatter_base", "all_gather_single", "all_gather_single_coalesced",
             "all_to_all_single", "allgather", "allgather_coalesced", "allgather_into_tensor_coalesced", "allreduce",
             "allreduce_coalesced", "alltoall", "alltoall_base", "barrier", "broadcast", "gather", "monitored_barrier",
@@ -46,15 +47,15 @@ _presumes = False  # whether groups are made without others
 
 
 class ConnectionDropped(ConnectionError):
-    """A group was used between `drop` and `exchange`."""
+    """A group was used after `drop` and before `exchange`."""
 
 
 class ExchangeableGroup(ProcessGroup):
-    """A process group that passes everything on to one of torch's, which can be exchanged.
+    """A process group that uses one of torch's own groups, which can be replaced.
 
     Args:
-        rank: of this process in the group.
-        size: of the group.
+        rank: rank of this process in the group.
+        size: number of ranks in the group.
         connections: torch's own group.
         listeners: see `connect`.
     """
@@ -70,25 +71,25 @@ class ExchangeableGroup(ProcessGroup):
         return self._rank
 
     def size(self) -> int:
-        """How many ranks the group has."""
+        """The number of ranks in the group."""
         return self._size
 
     def getBackendName(self) -> str:  # noqa: N802
-        """The name by which torch knows this kind of group."""
+        """The name of the backend, under which torch knows this kind of group."""
         return BACKEND
 
     @property
     def group_name(self) -> str:
-        """The name by which compiled code knows the group; it stays."""
+        """The name by which compiled code finds the group. It never changes."""
         return self._name
 
     @property
     def group_desc(self) -> str:
-        """What torch's log calls the group."""
+        """The group's description in torch's log."""
         return self._description
 
     def take(self, rank: int) -> None:
-        """Have another rank, in a group of all ranks, from the next `exchange` on."""
+        """Set another rank, in a group of all ranks. It counts from the next `exchange` on."""
         self._rank = rank
 
     def _set_group_name(self, name: str) -> None:
@@ -100,7 +101,7 @@ class ExchangeableGroup(ProcessGroup):
 
     @property
     def connections(self) -> ProcessGroup:
-        """Torch's own group, which sends."""
+        """Torch's own group, which sends and receives."""
         if self._connections is None:
             raise self._dropped()
         return self._connections
@@ -109,7 +110,7 @@ class ExchangeableGroup(ProcessGroup):
         return ConnectionDropped(f"process group {self._name} lost a rank, and has no connections until it is replaced")
 
     def watched(self, work: dist.Work | None) -> dist.Work | None:
-        """A collective that `drop` ends, from one of gloo that it may not."""
+        """Wrap a collective of gloo, which `drop` might not end, so that `drop` ends it."""
         if work is None:  # it has waited
             return None
         mine = InterruptibleWork(work)
@@ -119,9 +120,9 @@ class ExchangeableGroup(ProcessGroup):
         return mine
 
     def drop(self) -> None:
-        """Drop what sends, and end what this process waits in by it. Not collective; any thread.
+        """Drop torch's group, and end all calls in which this process waits for it. Not collective; any thread.
 
-        Who waits for it on another rank hears of an error.
+        Calls that wait for this process on other ranks raise an error.
         """
         dropped, self._connections = self._connections, None
         if dropped is not None:
@@ -137,19 +138,22 @@ class ExchangeableGroup(ProcessGroup):
             _interrupted.append(work)
 
     def cut(self) -> None:
-        """Drop what sends, and end what all ranks wait in by it, but for those that are cut off. Any thread."""
+        """Drop torch's group, and end the calls in which any rank waits for it, except ranks that are cut off.
+
+        Not collective; any thread.
+        """
         gloo_sockets.shut_down(self._listeners)
         self.drop()
 
     def exchange(self, store: Store, timeout: timedelta) -> None:
-        """Connect anew, after `drop`. Collective over the group.
+        """Connect again after `drop`. Collective over the group.
 
         Args:
-            store: whose keys nobody has used, the same on all ranks.
-            timeout: how long that may take, and each call from then on.
+            store: the same store on all ranks, whose keys are unused.
+            timeout: timeout of this call and of each later call of the group.
 
         Raises:
-            torch.distributed.DistError: not all ranks have come.
+            torch.distributed.DistError: not all ranks made this call in time.
         """
         own = PrefixStore(self._name, store)
         self._connections, self._listeners = connect(own, self._rank, self._size, timeout)
@@ -178,14 +182,14 @@ for _name in _SENDING:
 
 
 def _is_on_device(arguments: Any) -> bool:
-    """Whether NCCL does it: that can be aborted, and its host does not wait."""
+    """Whether NCCL runs the call. NCCL can be aborted, and the host does not wait in it."""
     if isinstance(arguments, torch.Tensor):
         return bool(arguments.is_cuda)
     return isinstance(arguments, (list, tuple)) and any(map(_is_on_device, arguments))
 
 
 def _keep(dropped: ProcessGroup) -> None:
-    """Keep what was dropped until `exchange_all`, and let it go on a thread: its end waits for what gloo still does."""
+    """Keep a dropped group until `exchange_all`, then free it on a thread, because freeing waits for gloo's calls."""
     is_left = threading.Event()
     _left.append(is_left)
     threading.Thread(target=_let_go, args=([dropped], is_left), name="mlflash-dropped", daemon=True).start()
@@ -197,18 +201,18 @@ def _let_go(dropped: list[ProcessGroup], is_left: threading.Event) -> None:
 
 
 def connect(store: Store, rank: int, size: int, timeout: timedelta) -> tuple[ProcessGroup, set[Address]]:
-    """Make one of torch's own groups: gloo for tensors of the host, NCCL for those of CUDA. Collective over the group.
+    """Make one of torch's own groups, with gloo for CPU tensors and NCCL for CUDA tensors. Collective over the group.
 
-    NCCL was not run.
+    The part with NCCL has never been run.
 
     Args:
-        store: of this group alone.
-        rank: of this process in the group.
-        size: of the group.
-        timeout: how long a call may take.
+        store: a store for this group alone.
+        rank: rank of this process in the group.
+        size: number of ranks in the group.
+        timeout: timeout of each call.
 
     Returns:
-        The group, and where gloo listens for it on all ranks (`gloo_sockets`).
+        The group, and the addresses at which gloo listens for it on all ranks (`gloo_sockets`).
     """
     group, kinds = ProcessGroup(store, rank, size), ProcessGroup.BackendType
     gloo, listeners = gloo_sockets.connect(store, rank, size, timeout)
@@ -224,13 +228,13 @@ def connect(store: Store, rank: int, size: int, timeout: timedelta) -> tuple[Pro
 
 
 def register() -> None:
-    """Let torch.distributed be initialised with the backend `BACKEND`; it may be called twice. Not collective."""
+    """Let torch.distributed use the backend `BACKEND`. You may call it twice. Not collective."""
     if BACKEND not in dist.Backend.backend_list:
         dist.Backend.register_backend(BACKEND, _create, devices=["cpu", "cuda"])
 
 
 def presume() -> None:
-    """Make all groups without others from now on: this process has no rank yet. Not collective."""
+    """Make fake groups from now on, because this process has no rank yet. Not collective."""
     global _presumes
     _presumes = True
 
@@ -248,12 +252,12 @@ def _fake(rank: int, size: int) -> ProcessGroup:
 
 
 def groups() -> list[ExchangeableGroup]:
-    """All groups of this process. Not collective."""
+    """Give all groups of this process. Not collective."""
     return list(_groups.values())
 
 
 def drop_all() -> None:
-    """Drop what all groups of this process send by. Not collective."""
+    """Drop the connections of all groups of this process. Not collective."""
     for group in list(_groups.values()):
         group.drop()
 
@@ -265,7 +269,7 @@ def cut_all() -> None:
 
 
 def _wait_until_quiet() -> None:
-    """Wait until gloo writes to no tensor any more: all has ended, or its threads sleep where nothing wakes them."""
+    """Wait until gloo cannot write to tensors any more: its calls have ended, or its threads sleep forever."""
     end, asleep_since = time.monotonic() + _QUIET_S, 0.0
     while any(work.has_memory for work in _interrupted):
         now = time.monotonic()
@@ -283,15 +287,15 @@ def _wait_until_quiet() -> None:
 
 
 def exchange_all(store: Store, timeout: timedelta) -> None:
-    """Connect all groups of this process anew. Collective over all ranks, which have made the same groups.
+    """Connect all groups of this process again. Collective over all ranks, which must have made the same groups.
 
     Args:
-        store: whose keys nobody has used, the same on all ranks.
-        timeout: how long each group may take, and each call from then on.
+        store: the same store on all ranks, whose keys are unused.
+        timeout: timeout for connecting each group, and of each later call.
 
     Raises:
-        torch.distributed.DistError: not all ranks have come.
-        TimeoutError: what was dropped still has memory of this process, and may write to it.
+        torch.distributed.DistError: not all ranks made this call in time.
+        TimeoutError: a dropped call may still write to memory of this process.
     """
     global _presumes
     _presumes = False

@@ -1,8 +1,8 @@
-"""The connections of a gloo group, which are shut down here: gloo itself has no way to end what waits for a lost host.
+"""Shut down the connections of a gloo group, because gloo itself cannot end calls that wait for a lost host.
 
-A killed process closes its connections, and gloo raises. A host that is cut off says nothing, and gloo waits for its
-timeout, which training has long. Which connections of this process are a group's follows from where it listens, and
-where the other ranks do: they tell each other through their store.
+If a process is killed, its connections close and gloo raises an error. If a host is cut off, nothing arrives, and gloo
+waits for its timeout, which is long in training. The connections of a group are found by the addresses at which its
+ranks listen. The ranks tell each other these through their store.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ _MEETS = timedelta(seconds=10)  # for all ranks to connect: one may be lost mean
 
 
 def connect(store: Store, rank: int, size: int, timeout: timedelta) -> tuple[ProcessGroupGloo, set[Address]]:
-    """Make a group of gloo. Collective over it.
+    """Make a gloo group. Collective over the group.
 
     Args:
-        store: of the group alone.
-        rank: of this process in it.
-        size: how many ranks it has.
-        timeout: of its calls.
+        store: a store for this group alone.
+        rank: rank of this process in the group.
+        size: number of ranks in the group.
+        timeout: timeout of each call.
 
     Returns:
-        The group, and where its ranks listen: what `shut_down` takes.
+        The group, and the addresses at which its ranks listen, for `shut_down`.
     """
     before = _listening()
     group = ProcessGroupGloo(store, rank, size, min(timeout, _MEETS))
@@ -42,7 +42,7 @@ def connect(store: Store, rank: int, size: int, timeout: timedelta) -> tuple[Pro
 
 
 def shut_down(listeners: Collection[Address]) -> None:
-    """End all connections of this process to who listens there, and from them. Not collective; any thread."""
+    """Shut down all connections of this process to and from these addresses. Not collective; any thread."""
     for one in _sockets():
         try:
             if _address(one.getpeername()) in listeners or _address(one.getsockname()) in listeners:
@@ -52,7 +52,7 @@ def shut_down(listeners: Collection[Address]) -> None:
 
 
 def threads_sleep() -> bool:
-    """Whether all threads of gloo that compute wait for something. Not collective."""
+    """Whether all of gloo's compute threads are waiting. Not collective."""
     for thread in os.listdir("/proc/self/task"):
         try:
             text = Path(f"/proc/self/task/{thread}/stat").read_text()
@@ -71,7 +71,7 @@ def _listening() -> set[Address]:
 
 
 def _sockets() -> Iterator[socket.socket]:
-    """All TCP sockets of this process, one after the other."""
+    """Give all TCP sockets of this process, one after the other."""
     for name in os.listdir("/proc/self/fd"):
         try:
             if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):

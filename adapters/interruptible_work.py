@@ -1,10 +1,11 @@
-"""What a collective of gloo returns, so that a wait for it can be ended, whatever gloo is doing.
+"""The result of a collective of gloo, with a wait that can be interrupted, whatever gloo is doing.
 
-gloo does not wake what waits to send when a connection fails while the bytes are queued (`Pair::signalException` in
-gloo/transport/tcp/pair.cc passes by what `tx_` holds of unbound buffers): it waits for its timeout, which training has
-long. So nobody waits for gloo itself here, but for a future that is completed by gloo, or by who interrupts it.
+If a connection fails while bytes are queued, gloo does not wake the callers that wait to send them
+(`Pair::signalException` in gloo/transport/tcp/pair.cc skips unbound buffers in `tx_`). They wait for gloo's timeout,
+which is long in training. So a wait here does not wait for gloo, but for a future. Either gloo or an interruption
+completes the future.
 
-Source: torchft's managed work, which is a `torch.distributed.Work` of Python in the same way.
+Source: torchft's managed work, which is also a `torch.distributed.Work` written in Python.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ _FAILED = "failed"
 
 
 class InterruptibleWork(dist.Work):
-    """A collective, a send or a receive on its way.
+    """A running collective, send or receive.
 
     Args:
-        work: gloo's.
+        work: gloo's own work.
     """
 
     def __init__(self, work: dist.Work):
@@ -38,7 +39,7 @@ class InterruptibleWork(dist.Work):
         self._why: Exception | None = None
 
     def interrupt(self, why: Exception) -> None:
-        """End what waits for it, and have all raise that will. Not collective; any thread."""
+        """Make all waits for it, current and later ones, raise an error. Not collective; any thread."""
         with self._lock:
             self._why = self._why or why
         self._end(_FAILED, why)
@@ -61,7 +62,7 @@ class InterruptibleWork(dist.Work):
         return future
 
     def _take(self, theirs: Future[Any]) -> None:
-        """Pass on what gloo says; on its thread."""
+        """Pass on gloo's result, on gloo's thread."""
         try:
             self._end(theirs.value())
         except Exception as error:
@@ -87,11 +88,11 @@ class InterruptibleWork(dist.Work):
         return ended.value()
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Wait for it. With a timeout it is gloo that waits, and cannot be interrupted.
+        """Wait until it has ended. With a timeout, gloo itself waits, which cannot be interrupted.
 
         Raises:
-            RuntimeError: it has failed.
-            Exception: that it was interrupted with.
+            RuntimeError: it failed.
+            Exception: the error with which it was interrupted.
         """
         if self._why is not None:
             raise self._why
@@ -107,11 +108,11 @@ class InterruptibleWork(dist.Work):
         return True
 
     def is_completed(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Whether it has ended, with success or not."""
         return self._why is not None or self._is_over or bool(self._work.is_completed())
 
     def is_success(self) -> bool:
-        """Whether it has ended well."""
+        """Whether it has ended with success."""
         return self._why is None and (self._error is None if self._is_over else bool(self._work.is_success()))
 
     @property
@@ -120,15 +121,15 @@ class InterruptibleWork(dist.Work):
         return not self._work.is_completed()
 
     def result(self) -> Any:
-        """What it has brought."""
+        """Give its result."""
         return self._work.result()
 
     def source_rank(self) -> int:
-        """The rank that has sent what a receive from any rank has got."""
+        """Give the rank that sent the data, for a receive from any rank."""
         return int(self._work._source_rank())
 
     _source_rank = source_rank
 
     def synchronize(self) -> None:
-        """Wait for it: there is no stream that could."""
+        """Wait until it has ended, because there is no stream that could wait."""
         self.wait()

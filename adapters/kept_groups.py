@@ -1,4 +1,4 @@
-"""What a training of torch keeps when ranks change hands (`mlflash.keep_alive`): process groups, DDP and FSDP2."""
+"""Keep process groups, DDP and FSDP2 of a training when other processes take over ranks (`mlflash.keep_alive`)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class TorchGroups:
     """All process groups of this process, see `mlflash.in_place.groups`.
 
     Args:
-        timeout: of the collectives of torch.distributed.
+        timeout: timeout of the collectives of torch.distributed.
     """
 
     def __init__(self, timeout: timedelta):
@@ -84,12 +84,12 @@ class TorchGroups:
 
 
 def _looks(model: nn.Module) -> list[tuple[str, tuple[int, ...]]]:
-    """What tells models apart: those that are alike may come in any order."""
+    """Give a key to sort models by, the same on all ranks. Models with the same key are interchangeable."""
     return [(name, tuple(parameter.shape)) for name, parameter in model.named_parameters()]
 
 
 def _wrapped() -> list[nn.Module]:
-    """All modules that are in no other one and know of ranks."""
+    """Give all outermost modules of DDP and FSDP2."""
     kinds = (DistributedDataParallel, FSDPModule)
     found = [one for one in gc.get_objects() if issubclass(type(one), kinds)]
     inside = {id(part) for one in found for part in one.modules() if part is not one}
@@ -97,17 +97,19 @@ def _wrapped() -> list[nn.Module]:
 
 
 def init_process_group(rank: int, size: int, timeout: timedelta) -> None:
-    """Set up torch.distributed with groups that can be exchanged. Collective; a process without a rank is alone.
+    """Set up torch.distributed with groups whose connections can be replaced.
+
+    Collective, but a spare, which has no rank, calls it alone.
 
     Args:
-        rank, size: of this process; a spare presumes them.
-        timeout: of the collectives.
+        rank, size: rank of this process and number of ranks. A spare presumes them.
+        timeout: timeout of the collectives.
     """
     if os.environ.get(_ON_ERRORS, "0") != "0":
         log.warning("mlflash sets %s=%s to 0: otherwise PyTorch would end this process when another one is lost",
                     _ON_ERRORS, os.environ[_ON_ERRORS])  # fmt: skip
-    # A dead peer is an error to NCCL's watchdog, which ends the process (1, 3), or the wait alone (2): what is trained
-    # after that, and even saved, has sums that are none. Here who decides about the round ends the wait.
+    # If a peer dies, NCCL's watchdog ends the process (1, 3) or only the wait (2). After the latter, training would go
+    # on and save with wrong sums. Here the process that decides about the round ends the wait.
     os.environ[_ON_ERRORS] = "0"
     exchangeable_group.register()
     store = None  # that of MASTER_ADDR

@@ -1,11 +1,12 @@
-"""What PyTorch's wrappers keep of a step that was left in the middle, and how they are told to forget it.
+"""Let PyTorch's wrappers forget a step that was left in the middle.
 
-A collective that fails as a rank is lost raises out of forward or backward. DDP's reducer then waits for gradients that
-never come, and FSDP2's modules hold whole parameters, gradients that were not reduced, and the order in which modules
-ran. DDP has its reducer made anew, as where it is unpickled; FSDP2 is put back to where it is between steps. Both have
-no public call for it: the attributes are those of PyTorch 2.11 and 2.13, and one that is missing is an error.
+If a rank is lost, a collective fails and raises an error out of forward or backward. Then DDP's reducer waits for
+gradients that never come. FSDP2's modules still hold whole parameters, unreduced gradients, and the order in which
+modules ran. This module makes a new reducer for DDP, as unpickling does, and puts FSDP2 back to its state between
+steps. Neither has a public call for this, so it uses attributes of PyTorch 2.11 and 2.13. A missing attribute raises an
+error.
 
-Parameters, optimizer and buffers hold anything then: they are to be restored after it.
+Afterwards parameters, optimizer and buffers have undefined values: restore them.
 """
 
 from __future__ import annotations
@@ -23,14 +24,15 @@ _GIVEN = "_mlflash_buckets"
 
 
 def forget_step(model: nn.Module, buckets: Sequence[str] = ()) -> None:
-    """Forget what was begun of a step, in a model and all of its modules.
+    """Forget an unfinished step, in a model and all of its modules.
 
-    Collective over the groups of DDP, whose reducer compares what ranks have; not with FSDP2 alone.
+    Collective over the groups of DDP, whose reducer compares the ranks. With FSDP2 alone it is not collective.
 
     Args:
-        model: that may have left forward or backward by an exception; its gradients are None then.
-        buckets: of each DDP in it (`buckets_of`), the same on all ranks: a new reducer would order gradients anew after
-            its first step, and so round that step's sums otherwise. What is not there, or "", is left to torch.
+        model: a model that an exception may have interrupted in forward or backward. Its gradients become None.
+        buckets: the buckets of each DDP in the model (`buckets_of`), the same on all ranks. Without them a new reducer
+            would change the order of gradients after its first step, so that sums of that step are rounded otherwise.
+            If buckets are missing or "", torch chooses them.
     """
     given = iter(buckets)
     for module in model.modules():
@@ -43,7 +45,7 @@ def forget_step(model: nn.Module, buckets: Sequence[str] = ()) -> None:
 
 
 def buckets_of(model: nn.Module) -> list[str]:
-    """Give the order in which each DDP in a model sends gradients, as torch writes it; "" before it is settled."""
+    """Give the order in which each DDP in a model sends gradients, as torch writes it. "" before it is fixed."""
     found = [one for one in model.modules() if isinstance(one, DistributedDataParallel)]
     # A new reducer does not say so before its third step, but has what it was given.
     return [str(one._get_ddp_logging_data().get("rebuilt_per_bucket_param_indices") or getattr(one, _GIVEN, ""))
@@ -95,7 +97,7 @@ def _forget_shards(module: FSDPModule) -> None:
 
 
 def groups_of(state: Any) -> list[Any]:
-    """Give the groups of parameters that a module of FSDP2 gathers; before PyTorch 2.13 it had one at most."""
+    """Give the groups of parameters that a module of FSDP2 gathers. Before PyTorch 2.13 there was at most one."""
     if not hasattr(state, "_fsdp_param_groups"):
         return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
     groups: list[Any] = state._fsdp_param_groups

@@ -176,11 +176,11 @@ class MemoryWriter(StorageWriter):
         return StorageMeta(checkpoint_id=None if name is None else str(name))
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Leave the plan as it is."""
+        """Leave the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Leave the plans as they are."""
+        """Leave the plans unchanged."""
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:

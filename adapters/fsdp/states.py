@@ -126,7 +126,7 @@ def init_optim_state(optimizer: torch.optim.Optimizer, skip_empty_param: bool = 
 
     Args:
         optimizer: an optimizer of any class.
-        skip_empty_param: make no state for parameters of which this rank has no elements.
+        skip_empty_param: make no state for a parameter if this rank has no element of it.
     """
     params = [param for group in optimizer.param_groups for param in group["params"]]
     if optimizer.state or any(param.grad is not None for param in params):

@@ -34,7 +34,7 @@ class AsyncRequest(NamedTuple):
     async_fn_kwargs: dict[str, Any]
 
     def add_finalize_fn(self, fn: Callable[[], Any]) -> None:
-        """Add a function to be called at the end."""
+        """Add a function to call at the end."""
         self.finalize_fns.append(fn)
 
     def execute_sync(self) -> None:
