@@ -210,7 +210,7 @@ def _without_mpi(is_off: bool, zygote: Any) -> _Ranks:
         return _Ranks(couriers.rank, couriers.size, couriers.host, lambda text: couriers.share(text, config.timeout_s))
     me = launched(os.environ)
     here = own_address(is_on_one_host(os.environ, me), os.environ)
-    place = Path(tempfile.gettempdir(), f"mlflash-{os.getuid()}")  # memory is left alone; made only if it is needed
+    place = Path(tempfile.gettempdir(), f"mlflash-{os.getuid()}")  # not in memory; made only if needed
     meet = lambda text: rendezvous(os.environ, me, text, place, _TIMEOUT.total_seconds()) if me.size > 1 else text
     return _Ranks(me.rank, me.size, here, meet)
 
@@ -284,7 +284,7 @@ def _on_this_node(store: Any, ranks: _Ranks, refused: MlflashError | None) -> tu
     if errors:
         if told.add("heard", 1) == ranks.size:
             told.set("all have heard", "")
-        if ranks.rank == 0:  # whose store it is
+        if ranks.rank == 0:  # the store is in this process
             with contextlib.suppress(RuntimeError):
                 told.wait(["all have heard"])
         raise errors[0]

@@ -39,11 +39,11 @@ _SENDING = ("_allgather_base", "_reduce_scatter_base", "all_gather_single", "all
             "reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced", "scatter", "send")  # fmt: skip
 _groups: weakref.WeakValueDictionary[str, ExchangeableGroup] = weakref.WeakValueDictionary()
 _completed: Any = _distributed_c10d._create_work_from_future  # type: ignore[attr-defined]
-_interrupted: list[InterruptibleWork] = []  # which gloo had not ended when they were
-_left: list[threading.Event] = []  # of groups that were dropped, and that this process may still be in a call of
+_interrupted: list[InterruptibleWork] = []  # interrupted while gloo still ran them
+_left: list[threading.Event] = []  # for dropped groups that this process may still use
 _QUIET_S = 10.0
 _ASLEEP_S, _LOOK_S = 0.3, 0.01
-_presumes = False  # whether groups are made without others
+_presumes = False  # whether groups are made without other processes
 
 
 class ConnectionDropped(ConnectionError):
@@ -111,7 +111,7 @@ class ExchangeableGroup(ProcessGroup):
 
     def watched(self, work: dist.Work | None) -> dist.Work | None:
         """Wrap a collective of gloo, which `drop` might not end, so that `drop` ends it."""
-        if work is None:  # it has waited
+        if work is None:  # the call has waited already
             return None
         mine = InterruptibleWork(work)
         self._works.add(mine)
@@ -168,7 +168,7 @@ def _passed_on(name: str) -> Callable[..., Work]:
         work: Work = getattr(connections, name)(*args, **named)
         if not isinstance(connections, FakeProcessGroup):
             return work if _is_on_device(args) else self.watched(work)
-        there: Future[Any] = Future()  # a fake's has no result, which DDP looks at
+        there: Future[Any] = Future()  # a fake group's work has no result, which DDP needs
         there.set_result(args[0])
         return _completed(there)
 
@@ -246,7 +246,7 @@ def _create(store: Store, rank: int, size: int, timeout: timedelta) -> Exchangea
 
 
 def _fake(rank: int, size: int) -> ProcessGroup:
-    made: Any = FakeProcessGroup  # whose type is wrong
+    made: Any = FakeProcessGroup  # torch declares a wrong type for it
     group: ProcessGroup = made._create_internal(rank, size, made.Options())
     return group
 
@@ -277,7 +277,7 @@ def _wait_until_quiet() -> None:
             asleep_since = 0.0
         elif not asleep_since:
             asleep_since = now
-        elif now - asleep_since > _ASLEEP_S:  # in a send that gloo has forgotten: its connections are closed
+        elif now - asleep_since > _ASLEEP_S:  # in a send on closed connections, which gloo never ends
             break
         if now > end:
             raise TimeoutError(f"gloo has not ended the calls that were cut {_QUIET_S:g} s ago: it may still write to "

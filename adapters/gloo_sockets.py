@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroupGloo, Store
 
 Address = tuple[str, int]
 _COMPUTES = "pt_gloo_runloop"  # what torch calls these threads
-_MEETS = timedelta(seconds=10)  # for all ranks to connect: one may be lost meanwhile, and gloo cannot be told so
+_MEETS = timedelta(seconds=10)  # for all ranks to connect; gloo would not notice that one is lost meanwhile
 
 
 def connect(store: Store, rank: int, size: int, timeout: timedelta) -> tuple[ProcessGroupGloo, set[Address]]:

@@ -32,9 +32,9 @@ class InterruptibleWork(dist.Work):
         self._work = work
         self._lock = threading.Lock()
         self._ended: Future[Any] | None = None  # with a result, or `_FAILED`
-        self._future: Future[Any] | None = None  # follows it, and raises the error
+        self._future: Future[Any] | None = None  # follows `_ended`, and raises the error
         self._is_over = False
-        # Not in a future: the collector of garbage cannot see into these, and an error has frames that have this work.
+        # Not in a future, which the garbage collector cannot look into: the frames of an error refer to this work.
         self._error: Exception | None = None
         self._why: Exception | None = None
 
@@ -50,14 +50,14 @@ class InterruptibleWork(dist.Work):
             is_first = self._future is None
             if self._ended is None or self._future is None:
                 self._ended = Future()
-                self._future = self._ended.then(self._unwrap)  # in C++ only what a callback raises is an error
+                self._future = self._ended.then(self._unwrap)  # C++ sees an error only if a callback raises it
             future, why = self._future, self._why
         if is_first and why is not None:
             self._end(_FAILED, why)
         elif is_first:
             try:
                 self._work.get_future().add_done_callback(self._take)
-            except RuntimeError:  # sends and receives have none
+            except RuntimeError:  # sends and receives have no future
                 threading.Thread(target=self._wait_for_it, name="mlflash-work", daemon=True).start()
         return future
 

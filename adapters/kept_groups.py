@@ -65,7 +65,7 @@ class TorchGroups:
         known = [buckets_of(model) for model in models]
         store = dist.PrefixStore("buckets", self._store)
         store.set(str(dist.get_rank()), json.dumps(known))
-        for rank in range(dist.get_world_size()):  # one that had no rank before does not know
+        for rank in range(dist.get_world_size()):  # a process that had no rank before does not know
             if any(map(any, known)):
                 break
             known = json.loads(store.get(str(rank)))

@@ -50,7 +50,7 @@ def numpy_objects(shape: tuple[int, ...], values: list[Any]) -> np.ndarray:
     made = np.empty(shape, dtype=object)
     if made.size != len(_checked(values, list)):
         raise ValueError("an array does not have as many objects as its shape needs")
-    for number, value in enumerate(values):  # all at once NumPy would look into them
+    for number, value in enumerate(values):  # one by one, or NumPy would look into the objects
         made.flat[number] = value
     return made
 
@@ -100,7 +100,7 @@ def reduced(value: Any) -> Any:
     if type(value) is np.ndarray:
         return numpy_array, (_text(value.dtype), value.shape, value.tobytes())
     if isinstance(value, np.generic):
-        return numpy_scalar, (_text(value.dtype), value.tobytes()[: value.dtype.itemsize])  # np.str_("") has some
+        return numpy_scalar, (_text(value.dtype), value.tobytes()[: value.dtype.itemsize])  # np.str_("") has more bytes
     if isinstance(value, np.dtype):
         return numpy_dtype, (_text(value),)
     if type(value) is io.BytesIO:

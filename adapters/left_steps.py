@@ -47,7 +47,7 @@ def forget_step(model: nn.Module, buckets: Sequence[str] = ()) -> None:
 def buckets_of(model: nn.Module) -> list[str]:
     """Give the order in which each DDP in a model sends gradients, as torch writes it. "" before it is fixed."""
     found = [one for one in model.modules() if isinstance(one, DistributedDataParallel)]
-    # A new reducer does not say so before its third step, but has what it was given.
+    # A new reducer does not report it before its third step, but it uses the buckets that it was given.
     return [str(one._get_ddp_logging_data().get("rebuilt_per_bucket_param_indices") or getattr(one, _GIVEN, ""))
             for one in found]  # fmt: skip
 

@@ -61,7 +61,7 @@ def load(pickled: bytes, tensors: Sequence[torch.Tensor]) -> Any:
     """
     try:
         return _Unpickler(io.BytesIO(pickled), tensors).load()
-    except Exception as error:  # of what a damaged pickle makes of itself
+    except Exception as error:  # a damaged pickle may raise anything
         raise CorruptSlot(f"the pickled objects of the state cannot be loaded: {error}") from error
 
 
@@ -69,7 +69,7 @@ class _Pickler(pickle.Pickler):
     def __init__(self, file: io.BytesIO):
         super().__init__(file, protocol=4)
         self.tensors: list[torch.Tensor] = []
-        self._numbers: dict[int, int] = {}  # the same tensor twice stays one
+        self._numbers: dict[int, int] = {}  # a tensor that occurs twice is saved once
 
     def persistent_id(self, value: Any) -> int | None:
         if type(value) is not torch.Tensor:
@@ -96,7 +96,7 @@ class _Pickler(pickle.Pickler):
             names, context = value.__tensor_flatten__()
             parts = {name: getattr(value, name) for name in names}
             return _rebuild, (kind, parts, context, tuple(value.size()), tuple(value.stride()), value.requires_grad)
-        if kind.__reduce_ex__ is not torch.Tensor.__reduce_ex__:  # Transformer Engine's say it so
+        if kind.__reduce_ex__ is not torch.Tensor.__reduce_ex__:  # as in Transformer Engine's classes
             return NotImplemented
         raise pickle.PicklingError(f"a tensor of {kind.__module__}.{kind.__qualname__} does not say which tensors it "
                                    "is made of: it has no __tensor_flatten__")  # fmt: skip
@@ -137,7 +137,7 @@ def _of_older(module: str, name: str) -> tuple[_Way, Any] | None:
     return None if value is None else (_Way.VALUE, value)
 
 
-# Older ways to call, and numbers that stand for what another library has registered: `dump` writes none of them.
+# Older opcodes for calls, and numbers for what other libraries have registered. `dump` writes none of them.
 _OTHER_CALLS = [code[0] for code in (pickle.INST, pickle.OBJ, pickle.EXT1, pickle.EXT2, pickle.EXT4)]
 
 
@@ -161,7 +161,7 @@ class _Unpickler(pickle._Unpickler):
     def __init__(self, file: io.BytesIO, tensors: Sequence[torch.Tensor]):
         super().__init__(file)
         self._tensors = tensors
-        self._ways: dict[int, tuple[_Way, Any]] = {}  # by id; what is kept here keeps its id
+        self._ways: dict[int, tuple[_Way, Any]] = {}  # by id; it holds the objects, so that ids stay valid
 
     def persistent_load(self, number: Any) -> torch.Tensor:
         if type(number) is not int or not 0 <= number < len(self._tensors):

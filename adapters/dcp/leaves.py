@@ -22,7 +22,7 @@ from mlflash.state.leaves import Entry, Flat, Leaf, tensor_entry
 from mlflash.state.plain_values import encode_key
 from mlflash.storage.dcp_plans import BYTES, INDEX, Index, Key
 
-_ROOM_NBYTES = 64 << 10  # index and bytes take a multiple of this, so that the layout stays as it is from save to save
+_ROOM_NBYTES = 64 << 10  # index and blob are padded to a multiple of this, so that the layout rarely changes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,9 +27,9 @@ from mlflash.errors import DeadlineExceeded
 
 log = logging.getLogger("mlflash")
 
-_HEAR_S = 30.0  # for each thing that who has connected has to say, and for the answer to be taken: both come at once
-_LONGEST_S = 1e9  # that the kernel waits
-_REST_S = 0.25  # after a connection that could not be had, as without file descriptors
+_HEAR_S = 30.0  # for each message of a child, and for it to take its answer
+_LONGEST_S = 1e9  # longest timeout that the kernel accepts
+_REST_S = 0.25  # after a failed accept, for example without file descriptors
 _CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
 
 
@@ -103,7 +103,7 @@ def _listen(listener: socket.socket, key: bytes, questions: _Questions) -> None:
                 plain.close()
                 raise
             wrong = False
-        except Exception as error:  # no descriptor or thread is left: who waits is heard as soon as there is one
+        except Exception as error:  # no descriptor or thread is left: a connection waits until there is one
             if not wrong:
                 log.warning("checkpoint processes cannot be heard for now: %r. mlflash keeps trying", error)
             wrong = True
@@ -122,7 +122,7 @@ def _hear(plain: socket.socket, key: bytes, questions: _Questions) -> None:
         deliver_challenge(line, key)
         answer_challenge(line, key)
         questions.put((line, line.recv_bytes()))
-    except Exception as error:  # a child that ended, or that says nothing
+    except Exception as error:  # a child that ended or sends nothing
         line.close()
         log.warning("a checkpoint process connected but sent no question: %r", error)
 
@@ -137,7 +137,7 @@ def _answer(questions: _Questions, answer: Callable[[Any], Any]) -> None:
                 told = (False, error)
             try:
                 line.send(told)
-            except Exception as error:  # a child that ended: the next one is answered all the same
+            except Exception as error:  # a child that ended: go on with the next one
                 log.warning("an answer did not reach its checkpoint process: %r", error)
 
 

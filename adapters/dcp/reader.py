@@ -297,7 +297,7 @@ class _Reading:
             self._wanted.append(_Wanted(item, None, live, entry))
             return
         target = _as_items(live) if str(live.dtype).removeprefix("torch.") == entry.dtype else None
-        if target is None:  # another device or dtype: through memory of our own
+        if target is None:  # another device or dtype: read into a buffer first
             item_nbytes = entry.nbytes // math.prod(entry.shape)
             part = dataclasses.replace(entry, shape=shape, nbytes=live.numel() * item_nbytes)
             arrived = np.empty((*shape, item_nbytes), dtype=np.uint8)

@@ -31,9 +31,9 @@ from .checkpointable import Parts, is_checkpointable, items_of, parts_of
 from .leaves import Chunk, flat_of, pack
 
 _FIRST = 2  # number of the first tensor among the leaves
-_NAMES_NBYTES = 32 << 10  # set aside for the names of what a planner makes bytes; for its data, four times the index
+_NAMES_NBYTES = 32 << 10  # room for names of values as bytes; the planner's data gets four times the index
 
-_FEW = 1.25  # times what is written: so much room a slot may have for what other ranks write
+_FEW = 1.25  # a slot may be this many times as large as what this rank writes
 _NOWHERE = 0
 _tokens = itertools.count(1)
 _in_child: dict[int, dict[Key, torch.Tensor]] = {}  # in a child process: what the planner sees of each state dict
@@ -59,7 +59,7 @@ class Layouts:
 
     def __init__(self) -> None:
         self._flattener = Flattener(objects=False)
-        self._structure: Structure | None = None  # of a state dict of which the rest is known
+        self._structure: Structure | None = None  # of the state dict whose layout is known
         self._known = Laid((), (), Flat.of([], [], []))  # without its tensors
 
     def lay_out(self, state_dict: Mapping[str, Any], room: tuple[int, int]) -> Laid:
@@ -119,7 +119,7 @@ class Staged:
         self.ahead: StagedState | None = checkpointer.adapting.stage_ahead(laid.flat, until, owned)
         if self.ahead is not None:
             self._kept = _views(self.ahead)
-            # The slot is free again when nobody has the state dict any more.
+            # The slot becomes free when nothing refers to the state dict any more.
             weakref.finalize(self, checkpointer.adapting.give_up, self.ahead).atexit = False
         else:
             self._kept = [live.detach().to("cpu", copy=True) for live in laid.flat.values[_FIRST:]]
@@ -226,7 +226,7 @@ def chunks_of(state_dict: Mapping[str, Any]) -> dict[Key, Chunk]:
         StateError: two tensors have the same name.
     """
     found: dict[Key, Chunk] = {}
-    with torch.no_grad():  # else autograd notes each shard that is taken out of a DTensor, which takes longer
+    with torch.no_grad():  # faster: otherwise autograd records each shard of a DTensor
         for chunk in _chunks(state_dict, ""):
             if found.setdefault(chunk.key, chunk) is not chunk:
                 raise StateError("two tensors of the state dict have this name", tensor=chunk.key[0])
@@ -272,7 +272,7 @@ def _views(ahead: StagedState) -> list[torch.Tensor]:
     views = []
     for entry in layout.entries[_FIRST:]:
         dtype: torch.dtype = getattr(torch, entry.dtype)
-        if layout.is_shared(entry) or not entry.nbytes:  # it may be stored on another rank, or nowhere
+        if layout.is_shared(entry) or not entry.nbytes:  # another rank may store it, or it is empty
             views.append(torch.empty(entry.shape, dtype=dtype, device="meta" if entry.nbytes else "cpu"))
             continue
         if dtype not in of_dtype:
@@ -322,7 +322,7 @@ def _chunks(value: Any, path: str) -> Iterator[Chunk]:
 
 def _swap(value: Any, tensors: Iterator[torch.Tensor], path: str = "") -> Any:
     """Copy a state dict with its local tensors replaced by others, which come in the order of `_chunks`."""
-    if type(value) in (torch.Tensor, torch.nn.Parameter):  # most are: the rest takes longer to ask
+    if type(value) in (torch.Tensor, torch.nn.Parameter):  # most are, and the other checks take longer
         return next(tensors)
     prefix = path + "." if path else ""
     if isinstance(value, Mapping):
@@ -330,7 +330,7 @@ def _swap(value: Any, tensors: Iterator[torch.Tensor], path: str = "") -> Any:
     if isinstance(value, list):
         return [_swap(sub, tensors, f"{prefix}{i}") for i, sub in enumerate(value)]
     if isinstance(value, DTensor):
-        # Not from_local: that would bring the tensor to the device of the mesh, and takes ten times as long.
+        # Not from_local, which moves the tensor to the device of the mesh and takes ten times as long.
         return DTensor(next(tensors), value._spec, requires_grad=False)
     if isinstance(value, ShardedTensor):
         return _sharded_like(value, tensors)
@@ -354,7 +354,7 @@ def _sharded_like(value: ShardedTensor, tensors: Iterator[torch.Tensor]) -> Shar
         other = copy.copy(shard)
         other.tensor = next(tensors)
         made._local_shards.append(other)
-    for name in vars(value).keys() - vars(made).keys():  # Megatron Core hangs things on them, up to 0.15
+    for name in vars(value).keys() - vars(made).keys():  # Megatron Core up to 0.15 sets attributes on them
         setattr(made, name, getattr(value, name))
     return made
 

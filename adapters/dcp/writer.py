@@ -290,7 +290,7 @@ class MemoryWriter(StorageWriter):
         if staged is None:
             live = flat_of(written.chunks, index, blob)
             ahead = self._here.adapting.stage_ahead(live)
-            # Clones, as this rank may be told of a failure, and train on, before room is made and they are copied.
+            # Clones: this rank may hear of a failure and train on before there is room and the tensors are copied.
             return ahead or flat_of(map(cloned, written.chunks), index, blob)
         if staged.ahead is not None and staged.ahead.write(0, index) and staged.ahead.write(1, blob):
             return staged.ahead
@@ -379,7 +379,7 @@ def _collect(plan: SavePlan, planner: SavePlanner, staged: Collection[Staged], c
         theirs = [one for one in staged if one.touches(tensor)]
         for one in theirs:
             one.finish()
-        value = tensor.clone() if theirs else tensor  # else the copy would go where it comes from
+        value = tensor.clone() if theirs else tensor  # or source and destination of the copy could be the same
         for one in theirs:
             one.check()
         written.chunks.append(Chunk(key, value, tuple(item.tensor_data.size)))

@@ -120,7 +120,7 @@ class EngineState:
                 engine._save_checkpoint("", self._tag, self.client_state, exclude_frozen_parameters=self._exclude)
                 if _is_partitioned(engine):
                     engine._save_zero_checkpoint("", self._tag)
-        finally:  # on all ranks, whatever has failed on this one
+        finally:  # on all ranks, even if something failed on this one
             if has_events:
                 engine.optimizer.checkpoint_event_epilogue()
         return {"tag": self._tag, "ranks": torch.distributed.get_world_size(), "files": apart(taking.files)}
@@ -173,10 +173,10 @@ class EngineState:
             for name in files:
                 Path(directory, tag, name).touch()
             if engine.zero_optimization_partition_weights() and not options.get("load_optimizer_states", True):
-                # DeepSpeed would put the weights together out of the files of all ranks; each has its shard here.
+                # DeepSpeed would build the weights from the files of all ranks. Here each rank has its shard.
                 options = {**options, "load_optimizer_states": True}
                 stack.enter_context(_weights_only(engine.optimizer))
-            # Of the class: `attach` replaces it in the engine.
+            # The method of the class, because `attach` replaces the engine's.
             _, self.client_state = type(engine).load_checkpoint(engine, directory, tag, **options)
         return self.client_state
 

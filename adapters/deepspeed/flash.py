@@ -81,9 +81,9 @@ class Flash:
         self.checkpointer: Checkpointer | None = None
         self._engine, self._every, self._skip = engine, every_n_steps, skip_every_n_steps
         self._step = engine.global_steps
-        self._is_told_nothing = every_n_steps is None and storage_every is None  # of what memory is to have
-        self._calls = 0  # of engine.save_checkpoint since one of them wrote to storage
-        self._methods = contextlib.ExitStack()  # of the engine, which are replaced
+        self._is_told_nothing = every_n_steps is None and storage_every is None  # when to save in memory
+        self._calls = 0  # calls of engine.save_checkpoint since the last one to storage
+        self._methods = contextlib.ExitStack()  # the replaced methods of the engine
         self._files: OwnFiles | None = None
         if turned_off(enabled):
             return
@@ -267,7 +267,7 @@ class Flash:
         reasons: dict[int, str] = {}
         steps = self.steps()
         if not steps and self.checkpointer is not None:
-            self.checkpointer.adapting.newest_step()  # raises where what is there cannot be used
+            self.checkpointer.adapting.newest_step()  # raises if there are checkpoints that cannot be used
         for step in reversed(steps):
             if named is not None and step != int(named[1]):
                 continue

@@ -39,13 +39,15 @@ class OwnFiles:
         """
         engine, tag = self._engine, f"global_step{self._engine.global_steps}" if tag is None else str(tag)
         target = os.path.abspath(os.path.join(save_dir, tag))
-        if engine.use_node_local_storage() or not self._files.begin(target):  # nobody waits for another node's own
+        if engine.use_node_local_storage() or not self._files.begin(
+            target
+        ):  # no rank can wait for files on another node
             self._save(save_dir, tag, client_state, save_latest, exclude)
             return
         notes = {os.path.join(os.path.dirname(target), "latest"): tag} if save_latest else {}
         if engine.global_rank == 0:
             os.makedirs(save_dir, exist_ok=True)
-        copy_script = engine._copy_recovery_script  # which is of no checkpoint, but lies beside them
+        copy_script = engine._copy_recovery_script  # the script belongs next to the checkpoints, not into one
         with (
             self._files.directory(target, notes) as path,
             replaced(engine, _copy_recovery_script=lambda folder: copy_script(save_dir)),

@@ -33,7 +33,7 @@ from .save_checks import refuse_missing_shards, refuse_other_shards, warn_of_unl
 
 log = logging.getLogger("mlflash")
 
-_MANY = 8  # names that one group of ranks may have without anybody asking whether they are steps
+_MANY = 8  # names of one group above which mlflash warns that they may be steps
 
 
 class Checkpoints:
@@ -64,7 +64,7 @@ class Checkpoints:
         self._calls: list[tuple[Group, concurrent.futures.Future[Metadata]]] = []
         self._saved: set[tuple[str, tuple[int, ...]]] = set()  # names, and the ranks that have saved them
         self._loaded: dict[str, int] = {}  # by name, the step that was loaded, until it is saved again
-        self._undefined: dict[str, str] = {}  # by name, why its state is undefined since they loaded it
+        self._undefined: dict[str, str] = {}  # by name, why its state is undefined since a load
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "mlflash-fsdp")
 
     def async_save(
@@ -113,7 +113,7 @@ class Checkpoints:
             done = self._thread.submit(_save, staged, to_url, None, group, coordinator, is_first)
         else:
             member, step = self._member(name, group), self._next(name, step)
-            member.writer.until = () if is_first else until  # the first one is looked at by all
+            member.writer.until = () if is_first else until  # `warn_of_unlike` reads the first one
             staged = member.writer.stage(state_dict)
             done = self._thread.submit(_save_in_memory, staged, member, step, group, coordinator, is_first)
         self._saved.add((name, group.ranks))
@@ -133,7 +133,7 @@ class Checkpoints:
             SaveFailed: a save failed. The checkpoint before it is untouched.
         """
         if not self.enabled and _ranks_of(process_group) not in self._groups:
-            return  # it has had no URL to write to
+            return  # it never wrote to a URL
         group = self._group(process_group)
         mine = [done for owner, done in self._calls if owner is group]
         if not blocking and mine:
@@ -346,7 +346,7 @@ def _save_in_memory(state_dict: Any, member: Member, step: int | None, *others: 
     try:
         return _save(state_dict, member.writer, step, *others)
     finally:
-        member.checkpointer.adapting.end_begun()  # what failed here, and not on other ranks: this thread lives on
+        member.checkpointer.adapting.end_begun()  # if it failed on this rank only: this thread continues
 
 
 def _save(state_dict: Any, writer: StorageWriter, step: int | None, group: Group, coordinator: int, is_first: bool

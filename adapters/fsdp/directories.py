@@ -33,7 +33,7 @@ def of_name(directory: str | None, name: str, group: Group) -> str | None:
             owners = [listed.card.owner for listed in list_checkpoints(open_store(directory))]
             mine = sum(owner.endswith(folder[-9:]) for owner in owners)
             told = [mine, len(owners) - mine]
-        except OSError:  # the Checkpointer says so
+        except OSError:  # the Checkpointer reports it
             pass
     dist.broadcast_object_list(told, min(group.ranks), group=group.status)
     mine, others = told

@@ -135,7 +135,7 @@ class Everyone:
             if self._group is None:
                 self._group = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=self._timeout_s))
             dist.all_gather_object(said, mine, group=self._group)
-        except RuntimeError as error:  # gloo has no other
+        except RuntimeError as error:  # gloo raises no other error
             raise DeadlineExceeded(
                 "not all ranks came to this load: all ranks of torch.distributed must load at the same time, each with "
                 "its own process group", rank=dist.get_rank(), expected=f"all within {self._timeout_s:g} s",

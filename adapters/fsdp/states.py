@@ -109,7 +109,7 @@ def full_state_dict(model: torch.nn.Module, optimizer: torch.optim.Optimizer | N
 
     Collective over the ranks of the model. Other ranks get empty dicts.
     """
-    # On the CPU there is nothing to offload, and PyTorch 2.13 crashes (SIGSEGV) where FSDP1 tries.
+    # On the CPU there is nothing to offload, and PyTorch 2.13 crashes (SIGSEGV) if FSDP1 tries.
     offload = any(param.device.type != "cpu" for param in model.parameters())
     options = StateDictOptions(full_state_dict=True, cpu_offload=offload)
     model_state, optimizer_state = get_state_dict(model, [] if optimizer is None else optimizer, options=options)

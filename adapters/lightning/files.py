@@ -72,6 +72,6 @@ def _step_of(path: Any) -> int:
     try:
         return int(torch.load(file, map_location="cpu", mmap=is_zip, weights_only=False)["global_step"])
     except OSError as error:
-        if error.errno != errno.EINVAL:  # it looks for the end of the format before the beginning of the file
+        if error.errno != errno.EINVAL:  # EINVAL: it looked for the end of the format before the begin of the file
             raise
         raise EOFError(f"the file is cut off: {error}") from error

@@ -137,7 +137,7 @@ class Flash:
         if self.checkpointer is None:
             return
         step, before = trainer.global_step, self._step
-        is_new, self._step = step != before, step  # else gradients are still summed up, or it was here before
+        is_new, self._step = step != before, step  # otherwise gradients are still accumulated, or this step was handled
         assert self._own is not None
         is_due = self._own.is_due(is_new)
         is_last = is_new and bool(self._signals) and trainer.strategy.reduce_boolean_decision(self._told, all=False)
@@ -152,7 +152,7 @@ class Flash:
     def _end(self, error: type[BaseException] | None = None) -> None:
         checkpointer, self.checkpointer = self.checkpointer, None
         files, self._files = self._files, None
-        with contextlib.ExitStack() as stack:  # all of it is done, whatever a part of it raises
+        with contextlib.ExitStack() as stack:  # do everything, even if a part raises
             if files is not None:
                 stack.callback(files.close)
             if checkpointer is not None:
@@ -183,7 +183,9 @@ def _choose(trainer: Any, checkpointer: Checkpointer, path: Any) -> tuple[int | 
     disk = checkpointer.adapting.seen_by_first(lambda: look(path)) if path else OnDisk(None)
     instead = disk.path or (f"step {trainer.global_step}, where this trainer is" if trainer.global_step else None)
     newest = checkpointer.adapting.newest_step(instead)
-    theirs = disk.path or path  # where it is torn, and is all there is, Lightning says so
-    if newest is None or newest <= trainer.global_step:  # a second call of `fit` goes on with what there is
+    theirs = disk.path or path  # if it is incomplete and the only one, Lightning raises its error
+    if (
+        newest is None or newest <= trainer.global_step
+    ):  # a second call of `fit` continues with the state of this trainer
         return None, theirs
     return (None, theirs) if disk.step is not None and disk.step > newest else (newest, path)

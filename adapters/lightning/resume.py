@@ -25,7 +25,7 @@ _RESTORES = ("restore_model", "restore_datamodule", "restore_callbacks", "restor
 def position(trainer: Any, checkpoint: dict[str, Any], epoch_has_ended: bool) -> dict[str, Any]:
     """Take the positions of data loaders out of a checkpoint of Lightning, and add random numbers. Not collective."""
     loaders = checkpoint["loops"]["fit_loop"]["state_dict"].pop("combined_loader", [])
-    # At an epoch's end nothing of it is left to be given.
+    # At the end of an epoch it has no rows left.
     return {"rank": trainer.global_rank, "rng": rng().state_dict(), "epoch has ended": epoch_has_ended,
             "loaders": [] if epoch_has_ended else loaders}  # fmt: skip
 
@@ -53,7 +53,7 @@ def go_on(loop: Any, at: dict[str, Any], together: Together) -> Callable[[], Non
         A function that undoes it if no step was made.
     """
     has_ended = at["epoch has ended"]
-    is_own = at["rank"] == loop.trainer.global_rank  # a rank that was not there before goes on with its own numbers
+    is_own = at["rank"] == loop.trainer.global_rank  # a new rank continues with its own random numbers
 
     def set_numbers(here: bool) -> None:
         if here and is_own:
@@ -65,7 +65,7 @@ def go_on(loop: Any, at: dict[str, Any], together: Together) -> Callable[[], Non
 
     def prepare(fetcher: Any) -> None:
         together(load)
-        iter(fetcher)  # it may take a while on some ranks: none waits for another here
+        iter(fetcher)  # outside of `together`: it may take a while on some ranks
         fetcher.fetched += loop.epoch_loop.batch_progress.current.ready
         together(lambda: set_numbers(not has_ended))
 

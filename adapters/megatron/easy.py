@@ -43,7 +43,7 @@ from .shards import LoadShards, SaveShards
 
 log = logging.getLogger("mlflash")
 
-# How a distributed optimizer cuts its state: by the buckets of each rank, where this Core can put them together for
+# How a distributed optimizer divides its state: by the buckets of each rank, if this Core can put these together for
 # another number of data-parallel ranks.
 _CUT = "dp_reshardable" if hasattr(DistributedOptimizer, "get_parameter_state_dp_reshardable") else (
     "fully_sharded_model_space")  # fmt: skip
@@ -51,7 +51,7 @@ _COUNTED = ("consumed_train_samples", "consumed_valid_samples", "skipped_train_s
             "num_floating_point_operations_so_far")  # fmt: skip
 """Of Megatron's arguments: how far the training is."""
 _PLACES = {"directory", "job", "memory"}  # settings that say where checkpoints are
-_WHEN_ASKED = 1 << 31  # no checkpoint is due for draining by itself; but there is a third slot for it
+_WHEN_ASKED = 1 << 31  # no drain is due by itself, but there is a third slot for drains
 
 
 @dataclasses.dataclass
@@ -203,7 +203,7 @@ def _load(model: Any, optimizer: Any, opt_param_scheduler: Any, load_arg: str, s
     iteration: int = common["iteration"]
     _check(common["layout"], layout, concat, iteration)
     together, is_alike = running.checkpointer.adapting.load_together, common["layout"] == layout
-    # Each by itself: a rank that fails beside the messages of the next one is heard of at once.
+    # One after the other, so that all ranks learn of a failure before they send the messages of the next.
     wanted = together(iteration, lambda: _state_of(model, optimizer, with_rng=is_alike, is_loading=True), anew=True)
     state = together(iteration, lambda: dist_checkpointing.load(wanted, directory, load))
     if skips:
@@ -269,7 +269,7 @@ def close() -> None:
     running, _running = _running, None
     if running is None:
         return
-    with contextlib.ExitStack() as stack:  # all of it is done, whatever a part of it raises
+    with contextlib.ExitStack() as stack:  # do everything, even if a part raises
         if running.handler is not None:
             stack.callback(running.handler.close)
             stack.callback(log.removeHandler, running.handler)

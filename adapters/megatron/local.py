@@ -35,7 +35,7 @@ log = logging.getLogger("mlflash")
 
 CkptID = tuple[int, int, str]
 _open: dict[str, Checkpointer] = {}  # of this process, by job
-_ROOM_NBYTES = 64 << 10  # the pickle takes a multiple of this, so that the layout stays as it is from save to save
+_ROOM_NBYTES = 64 << 10  # the pickle is padded to a multiple of this, so that the layout rarely changes
 
 
 class LocalCheckpoints(BaseCheckpointManager):
@@ -179,7 +179,7 @@ class LocalCheckpoints(BaseCheckpointManager):
         snapshot: Snapshot | None = None
         try:
             snapshot = self._begin(iteration, _Apart(state_dict))
-        except MlflashError as error:  # the other ranks hear of it by the commit
+        except MlflashError as error:  # the other ranks learn of it in the commit
             failed = error
 
         def finalize() -> None:
@@ -206,7 +206,7 @@ class LocalCheckpoints(BaseCheckpointManager):
         checkpointer = self.checkpointer
         if iteration != checkpointer.last_step:
             return checkpointer.adapting.save(iteration, state, checkpointer.adapting.stepped_optimizers())
-        # Once more, after it has failed. What is given here must not change before it has ended.
+        # The step is saved again after a failure. Its tensors must not change until that save has ended.
         begun = checkpointer.adapting.begin(iteration, threading.current_thread())
         try:
             leaves: Flat | MlflashError = flatten(state)
@@ -216,7 +216,7 @@ class LocalCheckpoints(BaseCheckpointManager):
         try:
             snapshot.wait()
         except MlflashError:
-            pass  # said by who waits for it
+            pass  # whoever waits for the snapshot raises it
         return snapshot
 
     def close(self) -> None:

@@ -30,7 +30,7 @@ def newest(given: Any, load_arg: str) -> tuple[int, str]:
     there is none.
     """
     found = {which: iteration_in(getattr(given, which, None)) for which in (load_arg, "save")}
-    which = max(found, key=found.__getitem__)  # of equally new ones that which was asked for
+    which = max(found, key=found.__getitem__)  # if equally new, the one that was asked for
     return found[which], which
 
 

@@ -60,7 +60,7 @@ def request(
     fifo = os.open(path, os.O_RDWR | os.O_NONBLOCK)
 
     def tell(_: Any) -> None:
-        os.write(fifo, b".")  # also where children of this process have it open, too
+        os.write(fifo, b".")  # so that it works even if child processes have it open
         os.unlink(path)
         os.close(fifo)
 

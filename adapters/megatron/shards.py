@@ -39,7 +39,7 @@ from . import padding
 from .request import nothing_to_do, request
 
 _BACKEND, _VERSION = "torch_dist", 1
-_KEPT = 4  # directories; more saves are not on their way at a time
+_KEPT = 4  # directories; never more saves run at once
 _NOTED = "mcore_data"
 _COMMON = "common_state/shard_0_1"  # what ranks have in common, among the objects of a checkpoint
 _COMMON_FILE = "common.pt"
@@ -102,10 +102,10 @@ class SaveShards(stock.TorchDistSaveShardedStrategy):
         """
         if not self._writer.enabled:
             return nothing_to_do()
-        if self._before is not None:  # both would plan over the same group, each rank in an order of its own
+        if self._before is not None:  # both would plan over one group, on each rank in another order
             concurrent.futures.wait([self._before], 2 * self._timeout_s)
         if self._planning is None:
-            self._planning = dist.new_group(backend="gloo")  # the planning goes on in a thread beside the training
+            self._planning = dist.new_group(backend="gloo")  # a thread plans while training goes on
         renamed, _, _ = stock._replace_state_dict_keys_with_sharded_keys(sharded_state_dict, True)
         state = stock.mcore_to_pyt_state_dict(renamed, False)
         if _AS_FILE and dist.get_rank() == 0:  # which has just written it
@@ -269,5 +269,5 @@ class _Directories:
 
 
 def _delete(root: str, maker: int) -> None:
-    if os.getpid() == maker:  # a process that was forked ends, too
+    if os.getpid() == maker:  # a forked process also ends, and must not delete it
         shutil.rmtree(root, ignore_errors=True)

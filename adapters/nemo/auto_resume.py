@@ -61,7 +61,7 @@ class MLFlashAutoResume(AutoResume):
             with self._instead(theirs):
                 self._default.setup(trainer, model)
             return
-        # Its ModelCheckpoint, if it has one, learns from the checkpoint itself which files there are.
+        # If it has a ModelCheckpoint, that learns from the checkpoint which files exist.
         trainer.ckpt_path = self._memory.path_of(step)
         AppState().restore = True
         if getattr(self.restore_config, "load_artifacts", False):
@@ -142,7 +142,7 @@ def _beside(torn: Path) -> list[_OnDisk]:
     """Find the checkpoints of the same folder that are complete and can be read."""
     torn = torn.parent if torn.name == "weights" else torn
     found = []
-    # Names that begin with a dot are of checkpoints that are on their way.
+    # A name that begins with a dot is that of a checkpoint that is still being moved.
     there = [one for one in torn.parent.iterdir() if one.is_dir() and not one.name.startswith(".")]
     for path in _filter_out_unfinished_checkpoints(there):
         weights = ckpt_to_weights_subdir(Path(path), is_saving=False)

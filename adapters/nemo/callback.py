@@ -156,7 +156,7 @@ class MLFlashCheckpointCallback(Callback):
         """Close. Then delete the checkpoints in memory, unless they are to be kept. Collective."""
         if stage != "fit" or self._place is None:
             return
-        with contextlib.ExitStack() as stack:  # it is closed, whatever another part of the end raises
+        with contextlib.ExitStack() as stack:  # close everything, even if a part raises
             if self.memory is not None:
                 stack.callback(self.memory.close)
             self._close_files(stack)

@@ -204,7 +204,7 @@ class Memory:
         checkpointer, self._checkpointer = self._checkpointer, None
         if checkpointer is None:
             return
-        with contextlib.ExitStack() as stack:  # it is closed, too, where the save on its way is an error
+        with contextlib.ExitStack() as stack:  # close it even if the running save failed
             stack.push(checkpointer.__exit__)
             self._save = self._strategy = self._load = self._found = None
             self.wait()
@@ -226,7 +226,7 @@ def delete(memory: str, job: str) -> None:
     rank = 0
     if dist.is_initialized():
         hosts, rank = [None] * dist.get_world_size(), dist.get_rank()
-        dist.all_gather_object(hosts, host)  # none is here before it has closed
+        dist.all_gather_object(hosts, host)  # each rank comes here after it has closed
     if hosts.index(host) != rank:
         return
     try:

@@ -74,7 +74,7 @@ class OwnFiles:
 
             with replaced(callback, state_dict=state_dict):
                 save(trainer, f"{path}{callback.FILE_EXTENSION}")
-            say_where()  # where it has weights only, nobody asked for the state
+            say_where()  # with weights only, nothing asked for the state
         callback._last_checkpoint_saved = filepath
         self._files.expect(target)
 

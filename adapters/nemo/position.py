@@ -25,7 +25,7 @@ def position(checkpoint: dict[str, Any], epoch_has_ended: bool | None) -> dict[s
         "rng": rng().state_dict(),
         "tracker": get_cuda_rng_tracker().get_states(),
         "epoch has ended": epoch_has_ended,
-        "loaders": [] if epoch_has_ended else loaders,  # of an epoch that has ended nothing is left to be given
+        "loaders": [] if epoch_has_ended else loaders,  # an epoch that has ended has no rows left
     }
 
 
@@ -44,12 +44,12 @@ def go_on(trainer: Any, checkpoint: dict[str, Any], at: dict[str, Any]) -> Calla
         get_cuda_rng_tracker().set_states(at["tracker"])
 
     def prepare(fetcher: Any) -> None:
-        if not has_ended:  # data loaders have drawn some for what is left of the epoch
+        if not has_ended:  # data loaders have drawn some for the rest of the epoch
             set_numbers()
 
     def begin_epoch() -> None:
         undo.close()
-        set_numbers()  # data loaders have drawn some when they were set up; those of the new epoch come now
+        set_numbers()  # data loaders drew some at their setup; now come those of the new epoch
         loop.on_advance_start()
 
     undo = replaced(loop, **({"on_advance_start": begin_epoch} if has_ended else {}))

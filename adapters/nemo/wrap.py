@@ -43,14 +43,11 @@ def wrap_trainer_and_auto_resume_with_mlflash(
         trainer: NeMo's Trainer.
         flash_base_container: the base container of the callback. Paths below it mean memory.
         async_save: True: training goes on while a checkpoint is protected. False: a save waits for its commit.
-        default_auto_resume: AutoResume that chooses the checkpoint on disk to start from. Default: the newest, if
-            there is one.
+        default_auto_resume: chooses the checkpoint on disk to start from. Default: the newest, if there is one.
         always_save_context: save NeMo's context with each checkpoint (`MegatronStrategy` only).
         write_thread_count, use_optimized_save: arguments of ML Flashpoint, which have no effect here.
-        initial_write_buffer_size_bytes: bytes of state per rank to allocate at the start, like ``reserve`` of a
-            Checkpointer.
-        use_cached_ckpt_structure: True: the structure of the state stays the same, so the ranks agree only once on what
-            each of them saves.
+        initial_write_buffer_size_bytes: bytes of state per rank to allocate first, as ``reserve`` of a Checkpointer.
+        use_cached_ckpt_structure: True: the state keeps its structure, so ranks agree only once on what each saves.
         use_fully_parallel_wrapper: True: ranks that hold the same tensors divide them among each other to save them.
             False: the first of these ranks saves them all.
         enabled: False, or ``MLFLASH_DISABLE=1``: checkpoints are NeMo's own, and the callback does nothing.
@@ -133,7 +130,7 @@ def _add_flash(trainer: Any, callback: MLFlashCheckpointCallback, memory: Memory
     load, strategy = trainer.strategy.load_model_state_dict, trainer.strategy
 
     def load_model_state_dict(checkpoint: Any, *args: Any, **kwargs: Any) -> None:
-        if checkpoint["state_dict"]:  # else it is loaded already, as NeMo's FSDP2Strategy does not expect
+        if checkpoint["state_dict"]:  # otherwise it is loaded already, which NeMo's FSDP2Strategy does not expect
             load(checkpoint, *args, **kwargs)
 
     strategy.load_model_state_dict = load_model_state_dict

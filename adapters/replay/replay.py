@@ -104,7 +104,7 @@ class Replay:
         begun, problem = _Begun(self._model, compute), ""
         try:
             begun.packed = pack((batch, generators(), buffers_of(self._model)))
-        except Exception as error:  # whatever it is, the other ranks have to hear of it
+        except Exception as error:  # the other ranks must hear of any error
             problem = f"its batch cannot be sent to another rank: {error!r}"
         loss = compute(self._model, batch)
         in_step, hidden = backward(self._model, begun.names, loss)
@@ -182,7 +182,7 @@ class _Begun:
     def computed_by(self, ring: Ring, distance: int) -> Signatures:
         """Let the rank at this distance compute it, while this rank computes another's. Collective."""
         batch, state, buffers = unpack(ring.pass_on(self.packed, distance))
-        # Where DDP sends the buffers of its first rank to all, that one needs its own.
+        # If DDP sends the buffers of its first rank to all ranks, that rank needs its own buffers.
         fill_buffers(self._model, unpack(self.packed)[2] if self._synced else buffers)
         set_generators(state)
         with self._synced.again():

@@ -201,17 +201,19 @@ class MLFlashCallback(TrainerCallback):
 
     def _then_save(self, trainer: Any) -> Callable[..., None]:
         """Save a step after it is logged and evaluated, because the results belong to the step. Collective."""
-        # Called twice where an epoch ends early.
+        # The Trainer calls it twice if an epoch ends early.
         log_save_evaluate = self._once_staged(trainer._maybe_log_save_evaluate)
 
         def and_save(*args: Any, **kwargs: Any) -> None:
-            if self._is_over:  # all that belongs to the last step was done by the run before
+            if self._is_over:  # the run before did everything for the last step
                 return
             log_save_evaluate(*args, **kwargs)
-            if self._is_due and (self._epoch_has_ended or not has_ended(trainer)):  # then it is called once more
+            if self._is_due and (
+                self._epoch_has_ended or not has_ended(trainer)
+            ):  # otherwise the Trainer calls this once more
                 self._is_due, step = False, trainer.state.global_step
                 assert self.checkpointer is not None and self._state is not None
-                if step != self.checkpointer.last_step:  # the Trainer saves a step again where it ends an epoch early
+                if step != self.checkpointer.last_step:  # the Trainer saves a step twice if an epoch ends early
                     self._state.save(self.checkpointer.adapting, step)
 
         return and_save

@@ -64,14 +64,14 @@ class OfRank:
         self._trainer = trainer
         self.together: Callable[[Callable[[], None]], None] = lambda work: work()
         self._loaded: dict[str, Any] | None = None
-        self._epoch: dict[str, Any] | None = None  # random numbers where it began: the order of its rows is of them
+        self._epoch: dict[str, Any] | None = None  # state at its begin, which decides the order of its rows
         self._dataloader: Any = None
 
     def state_dict(self) -> dict[str, Any]:
         """Give this rank's state. Not collective."""
         numbers = self._numbers()
         epoch = numbers if self._epoch is None or has_ended(self._trainer) else self._epoch
-        # Before Transformers 5.5 the sum of losses is a variable of a method; the others say nothing without it.
+        # Before Transformers 5.5 the sum of losses is a local variable. The other sums are useless without it.
         sums = {name: getattr(self._trainer, name) for name in _SUMS} if hasattr(self._trainer, "_tr_loss") else {}
         return {"numbers": numbers, "epoch": epoch, "sums": sums}
 
@@ -86,7 +86,7 @@ class OfRank:
             return
         for name, value in self._loaded["sums"].items():
             setattr(trainer, name, value.to(trainer.args.device) if isinstance(value, torch.Tensor) else value)
-        # At the end it is divided by the steps of this run only.
+        # At the end the Trainer divides this sum by the steps of this run only.
         trainer._total_loss_scalar -= float(trainer._tr_loss)
 
     def begin_epoch(self, dataloader: Any) -> None:
@@ -201,7 +201,7 @@ class State:
         """Load a step into the trainer when it has a model, an optimizer and a schedule. Collective over all ranks."""
         trainer, together = self._trainer, checkpointer.adapting.load_together
         optimizer, is_sharded = trainer.optimizer, self._is_sharded
-        # A new optimizer has no tensors yet; where they are sharded they must say which shard is wanted.
+        # A new optimizer has no tensors yet. If they are sharded, they must exist to say which shard to load.
         model, values = together(step, lambda: (
             trainer.model.state_dict(), _with_state(optimizer, names) if is_sharded else None), anew=True)  # fmt: skip
         state = {
@@ -215,7 +215,7 @@ class State:
         checkpointer.restore(state, step)
 
         def put() -> None:
-            trainer.model.load_state_dict(model)  # for what is none of its tensors
+            trainer.model.load_state_dict(model)  # for the values that are not tensors
             if is_sharded:
                 optimizer.load_state_dict(state["optimizer"])
 
@@ -231,7 +231,7 @@ def _generators(dataloader: Any) -> list[torch.Generator]:
     """Give the random generators that belong to a data loader and its sampler."""
     if dataloader is None:
         return []
-    # Where accelerate shards the batches, the sampler is out of its reach, but not what keeps it alike on all ranks.
+    # If accelerate shards the batches, the sampler cannot be found, but the generator that synchronizes it can.
     owners = ((dataloader, "generator"), (get_sampler(dataloader), "generator"), (dataloader, "synchronized_generator"))
     found = [getattr(one, name, None) for one, name in owners]
     return [one for one in found if isinstance(one, torch.Generator)]
