@@ -19,6 +19,7 @@ NOT_REACHED: dict[tuple[str, str], str] = {
     "courier; beside the memcpys no courier is at work",
     ("stall", "stall, copy, shared by all"): "1.03 to 1.10 from run to run: a rank copies half of it and makes "
     "checksums of the other half, which takes as long",
+    ("gpu stall", ""): "not known; 1.06 in a run of a day before (benchmarks/gpu/README.md)",
     ("committed between hosts", ""): "1.34 to 1.43 from run to run, with each transport: it is at its aim",
     ("views", ""): "3 to 8 ms from run to run, of two ranks that find, agree, and wake each other's threads on 2 cores",
     (
