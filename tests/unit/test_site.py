@@ -66,6 +66,15 @@ def test_a_label_may_go_on_in_the_next_line_and_nothing_else_of_a_page_changes(h
         assert hooks.replace_links(page.read_text(), lambda label, to: f"{label}({to})") == page.read_text()
 
 
+def test_long_names_in_cells_may_break_and_nothing_else(hooks: ModuleType) -> None:
+    name, path = "test_the_relaunch_restores", "mlflash/checkpointer/checkpointer.py"
+    broken = "test_<wbr>the_<wbr>relaunch_<wbr>restores"
+    assert hooks.with_seams(f"<td><code>{name}</code></td>") == f"<td><code>{broken}</code></td>"
+    assert hooks.with_seams(f'<td><a href="{path}">here</a></td>') == f'<td><a href="{path}">here</a></td>'
+    for html in (f"<p><code>{name}</code></p>", "<td><code>fully_shard</code></td>"):
+        assert hooks.with_seams(html) == html
+
+
 def test_pages_bring_in_what_they_link_to_and_what_that_links_to(hooks: ModuleType) -> None:
     found = hooks.outside(["README.md", *(f"docs/{page.name}" for page in DOCS.glob("*.md"))])
     assert {"ARCHITECTURE.md", "CHANGES.md", "benchmarks/RESULTS.md", "benchmarks/save/plot.svg"} <= set(found)
