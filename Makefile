@@ -12,7 +12,7 @@
 #   make megatron        the adapter to Megatron: on 4 ranks, and a training of its own that is killed
 #   make frameworks      trainings of other frameworks, killed and begun again: lightning transformers deepspeed
 #                        torchtitan nemo, each of them a target of its own, in an environment of its own
-#   make browser         the page of mlflash report in a real browser (Debian's chromium)
+#   make browser         the page of mlflash report, and the site, in a real browser (Debian's chromium)
 #   make faults-full     a kill of every rank and node at every point of every save and restore: hours
 #   make cluster         nodes that are really apart: crashed, cables cut (as root, on Linux)
 #   make slurm           jobs of a real Slurm on such nodes (Debian's slurm-wlm, munge, libpmix2)
@@ -226,7 +226,7 @@ programs: $(READY)
 files: .venv-files/.installed
 	.venv-files/bin/pytest tests/files --junitxml $(REPORTS)/files.xml
 
-browser: .venv-browser/.installed
+browser: .venv-browser/.installed site/index.html
 	.venv-browser/bin/pytest tests/browser --junitxml $(REPORTS)/browser.xml
 
 # $(call on_ranks,environment,ranks,limit in seconds,tests and pytest arguments): a report for each rank.
@@ -320,6 +320,10 @@ style: .venv-docs/.style
 	@echo "None is to be had." | $(TEXTLINT) --stdin --stdin-filename bad.md | grep -q available || \
 	  { echo "tools/style: textlint does not find a bad sentence"; exit 1; }
 	$(TEXTLINT) README.md CONTRIBUTING.md benchmarks/README.md docs/*.md
+
+# Anew where something that becomes a page is newer.
+site/index.html: mkdocs.yml $(wildcard *.md docs/* docs/*/* benchmarks/*.md benchmarks/*/*.md) $(SOURCES)
+	$(MAKE) docs
 
 package: $(READY)
 	.venv/bin/pytest tests/packaging --junitxml $(REPORTS)/packaging.xml

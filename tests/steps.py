@@ -89,6 +89,7 @@ _ENVIRONMENTS = (
     _environment("env-megatron", 10, "env"),
     _environment("env-transformers", 60, "env"),
     _environment("env-files", 20, "env-transformers"),
+    _environment("env-docs", 10, "env"),
 )
 _GATE = (
     Step("lint", "lint", 3, ("env-lint",), gate=True, counts=False),
@@ -132,9 +133,9 @@ _REST = (
     Step("files", "files", 80, ("env-files",)),
     Step("adapters", "adapters", 250, ("env-files",)),
     *(dataclasses.replace(step, part=("frameworks", 3, case)) for case, its in enumerate(_TRAININGS) for step in its),
-    Step("browser", "browser", 60),
+    Step("docs", "docs", 120, ("env-docs",), counts=False),  # and browser, which waits for it
+    Step("browser", "browser", 75, ("env", "docs")),
     Step("package", "package", 450),
-    Step("docs", "docs", 45, counts=False),
     Step("demo", "demo", 40, counts=False),
     *(Step(f"bench-{its[0]}", f"bench BENCH='--quick --only {' '.join(its)}'", 100, ("env-megatron",), counts=False,
            part=("quick benchmarks", 3, case)) for case, its in enumerate(_QUESTIONS)),
