@@ -2,12 +2,13 @@
 
 Usage: python tools/pictures.py [NAME...]; pictures: report, phone, top. Default: all.
 
-It runs 8 ranks on 4 emulated nodes for about a minute, and needs `pip install 'mlflash[mpich,browser]'`, Chromium, and
-for the looks of it the font Inter (Debian: chromium, fonts-inter). An empty log, or a launch that fails, ends it.
+It runs 8 ranks on 4 emulated nodes for about a minute, and needs `pip install 'mlflash[mpich,plot,browser]'`, Chromium,
+and for the looks of it the font Inter (Debian: chromium, fonts-inter). An empty log, or a launch that fails, ends it.
 """
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
 import signal
@@ -23,11 +24,12 @@ REPO = Path(__file__).resolve().parents[1]
 sys.path.append(str(REPO / "tests"))
 
 from browsing import browser, tab  # noqa: E402
+from PIL import Image  # noqa: E402
 
 from mlflash.launcher.processes import mpiexec  # noqa: E402
 
 PICTURES = REPO / "docs" / "pictures"
-MOST_NBYTES = 300_000
+MOST_NBYTES = 100_000
 RANKS, RANKS_PER_NODE, LOST = 8, 2, 2
 JOB = "run42"
 
@@ -140,7 +142,14 @@ def show_svg(started: Any, folder: Path, svg: str, name: str) -> None:
 
 
 def keep(png: bytes, name: str) -> None:
-    """Write a picture, which must not be large: it stays in the history of the project."""
+    """Write a picture in few colors, which must not be large: it stays in the history of the project."""
+    picture, small = Image.open(io.BytesIO(png)).convert("RGBA"), io.BytesIO()
+    if picture.getextrema()[3] == (255, 255):  # nothing is transparent
+        picture = picture.convert("RGB").quantize(256, dither=Image.Dither.NONE)
+    else:
+        picture = picture.quantize(128, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE)
+    picture.save(small, "PNG", optimize=True)
+    png = small.getvalue()
     if len(png) > MOST_NBYTES:
         raise SystemExit(f"{name}.png would have {len(png):,} bytes; at most {MOST_NBYTES:,}")
     PICTURES.mkdir(exist_ok=True)
