@@ -1,6 +1,6 @@
-"""What all commands share: their options, the job that they are about, shell completion, ranks, output.
+"""What all commands share: options, the choice of the job, shell completion, ranks and output.
 
-In come words of a command line; out come settings, and tables, JSON and progress on a terminal. It imports `inspection`
-to offer what is there, and `wireup`, by which ranks of a command have MPI where no launcher of MPI has started them
+In come words of a command line; out come settings, tables, JSON and progress on a terminal. It imports `inspection` to
+complete names of jobs and steps. It imports `wireup` to give the ranks of a command MPI if no MPI launcher started them
 (`wired_ranks`).
 """

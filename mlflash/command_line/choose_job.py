@@ -1,4 +1,4 @@
-"""Which job a command is about."""
+"""Choose the job that a command works on."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from ..mpi.world import World
 
 
 def choose(world: World, given: Config, job: str | None, directory: str | None) -> str:
-    """Choose the job: the one named, else that of the directory, else the only one in memory.
+    """Choose the job: the named one, else the one of the directory, else the only one in memory.
 
     Collective over the world.
 
     Raises:
-        UsageError: there are several.
-        ClickException: there is none.
+        UsageError: there are several jobs.
+        ClickException: there is no job.
     """
     told = gather(world, jobs_of(given.memory) if world.local_rank == 0 else [])
     chosen: str | click.ClickException
@@ -36,25 +36,26 @@ def choose(world: World, given: Config, job: str | None, directory: str | None) 
 
 
 def decide(there: Collection[str], env: Mapping[str, str], job: str | None, directory: str | None, memory: str) -> str:
-    """Choose a job among those that have memory here.
+    """Choose one of the jobs that have memory here.
 
     Not collective.
 
     Args:
-        there: those.
+        there: the jobs that have memory here.
         env: the environment.
-        job: the name given; it need not be there where there is a directory to look into.
-        directory: what it drains to, absolute.
-        memory: where was looked.
+        job: the given name. With a directory, a job of this name need not have memory here.
+        directory: the absolute path that the job drains to.
+        memory: the memory file system that holds the jobs.
 
     Example:
-        ``slurm-71-1c0d5a3e`` is that of ``/lustre/me/run42`` outside of Slurm job 71 too, as 1c0d5a3e stands for it.
+        ``slurm-71-1c0d5a3e`` is the job of ``/lustre/me/run42``, also outside of Slurm job 71, because 1c0d5a3e is the
+        hash of the directory.
     """
     if job:
         if job in there or directory:
             return job
-        others = f"; there is: {', '.join(sorted(there))}" if there else ""
-        raise click.ClickException(f"no memory of job {job} in {memory} on {socket.gethostname()}{others}")
+        others = f"; jobs here: {', '.join(sorted(there))}" if there else ""
+        raise click.ClickException(f"job {job} holds no memory in {memory} on {socket.gethostname()}{others}")
     if directory:
         name = job_name(env, directory)
         digest = job_name({}, directory).rpartition("-")[2]
@@ -63,11 +64,11 @@ def decide(there: Collection[str], env: Mapping[str, str], job: str | None, dire
             return name
         if len(alike) == 1:
             return alike[0]
-        raise click.UsageError(f"several jobs drain to {directory}; name one with --job: {', '.join(alike)}")
+        raise click.UsageError(f"several jobs drain to {directory}: name one with --job: {', '.join(alike)}")
     if not there:
         host = socket.gethostname()
-        raise click.ClickException(f"nothing of this user is in {memory} on {host}: checkpoints are on the nodes that "
-                                   "their job ran on; --memory names another file system")  # fmt: skip
+        raise click.ClickException(f"nothing of this user is in {memory} on {host}: log in to a node that the job ran "
+                                   "on, or name another memory file system with --memory")  # fmt: skip
     if len(there) > 1:
         raise click.UsageError(f"which job? Name one with --job: {', '.join(sorted(there))}")
     return next(iter(there))

@@ -1,4 +1,4 @@
-"""Options that commands share, and what they say of the settings of a job."""
+"""The options that commands share, and the settings that follow from them."""
 
 from __future__ import annotations
 
@@ -15,41 +15,42 @@ from . import shell_completion
 
 job_option = click.option(
     "--job", envvar="MLFLASH_JOB", metavar="NAME", shell_complete=shell_completion.jobs,
-    help="The job. [that of the directory, else the only one here]"
+    help="Name of the job.  [default: the job of --directory, else the only one here]"
 )  # fmt: skip
 memory_option = click.option(
     "--memory", envvar="MLFLASH_MEMORY", default="/dev/shm", show_default=True,
     shell_complete=shell_completion.directories,
-    help="Memory file system."
+    help="Memory file system that holds the slots."
 )  # fmt: skip
 directory_option = click.option(
     "--directory", "-d", metavar="DIR", shell_complete=shell_completion.directories,
-    help="Where the job drains to: a directory or a URL."
+    help="Directory or URL that the job drains to."
 )  # fmt: skip
-draining_option = click.option("--draining", is_flag=True, help="Count a further own slot for each rank.")
+draining_option = click.option("--draining", is_flag=True,
+              help="Count one more slot per rank, as a job that drains needs it.")  # fmt: skip
 certify_after_option = click.option(
     "--certify-after", type=click.IntRange(0), default=0, metavar="STEPS",
-    help="Count the slots that certify_after=STEPS holds besides. [0: none]"
+    help="Count the additional slots of a job with certify_after=STEPS.  [default: none]"
 )  # fmt: skip
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 
 
 def job_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a command the options that say which job it is about, and --json."""
+    """Give a command the options that choose the job, and --json."""
     return directory_option(job_option(memory_option(json_option(command))))
 
 
 def settings(memory: str | None, job: str | None, directory: str | None) -> Config:
-    """Read the settings of a job as a Checkpointer would, from options and environment. Not collective.
+    """Read the settings of a job from options and environment, as a Checkpointer would. Not collective.
 
-    The kill switch is let go of: it is for training, and a command does what it is told.
+    Commands ignore MLFLASH_DISABLE, which turns off checkpoints of a training.
 
     Raises:
-        UsageError: one makes no sense.
+        UsageError: a setting is not valid.
     """
     os.environ.pop(config.DISABLE, None)
     try:
-        # Without a name given any will do: only `jobs.choose` says which job it is.
+        # Without a given name any name will do: `choose_job.choose` chooses the job later.
         return config.from_environment(os.environ, directory, job=job or "any", memory=memory, drain_every=0)
     except ConfigError as error:
         raise click.UsageError(str(error)) from None

@@ -1,4 +1,4 @@
-"""How a command answers: one JSON document for programs, or lines and tables on a terminal."""
+"""The answer of a command: one JSON document for programs, or lines and tables for people."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
-_WIDE = 200  # columns, where the output is no terminal
+_WIDE = 200  # columns, if the output is not a terminal
 
 
 class _Stdout(io.RawIOBase):
-    """Writes to a file descriptor. When the reader has gone, as after ``| head``, it drops what is written."""
+    """Writes to a file descriptor. When the reader has gone, as after ``| head``, it drops the output."""
 
     def __init__(self, number: int):
         self._number, self._is_read = number, True
@@ -43,9 +43,9 @@ class _Stdout(io.RawIOBase):
 
 
 def outlive_readers() -> None:
-    """Let this process go on, and end with its own exit code, when nobody reads its stdout any more. Not collective.
+    """Let this process continue and keep its exit code when the reader of its stdout has gone. Not collective.
 
-    Nothing is done where stdout is not the process's own, as in tests.
+    Do nothing if stdout was replaced, as in tests.
     """
     if sys.stdout is sys.__stdout__ and sys.stdout is not None and not sys.stdout.isatty():
         sys.stdout.flush()
@@ -54,7 +54,7 @@ def outlive_readers() -> None:
 
 
 def answer(as_json: bool, document: Any, show: Callable[[Console], None]) -> None:
-    """Print what a command found: for programs, or for people. Not collective; for rank 0."""
+    """Print what a command found, for programs or for people. Not collective; rank 0 calls it."""
     if as_json:
         click.echo(json.dumps(document, indent=1))
         return
@@ -72,7 +72,7 @@ def answer(as_json: bool, document: Any, show: Callable[[Console], None]) -> Non
 
 
 def new_table(*columns: str) -> Table:
-    """A table without lines; columns whose name begins with ">" are numbers."""
+    """Make a table without lines. A column whose name begins with ">" is aligned to the right."""
     from rich import box
     from rich.table import Table
 

@@ -1,4 +1,4 @@
-"""How far something has come, for people who wait."""
+"""A progress bar for commands that take long."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _PATIENCE_S = 1.0
 
 
 class Bar:
-    """A progress bar on stderr, where that is a terminal, for what takes longer than a second.
+    """A progress bar on stderr. It appears after a second, and only on a terminal.
 
     Args:
-        what: is going on.
+        what: the name of the work.
         total: bytes; 0: not known yet.
-        on: whether this process shows it.
+        on: whether this process shows the bar.
     """
 
     def __init__(self, what: str, total: int = 0, on: bool = True):
@@ -28,11 +28,11 @@ class Bar:
         self._shown: Progress | None = None
 
     def advance(self, nbytes: int) -> None:
-        """So many bytes more are done."""
+        """Note that ``nbytes`` more bytes are done."""
         self.at(self._done + nbytes, self._total)
 
     def at(self, done: int, total: int) -> None:
-        """So many bytes of so many are done."""
+        """Note that ``done`` of ``total`` bytes are done."""
         self._done, self._total = done, total
         if not self._on:
             return

@@ -1,6 +1,6 @@
-"""All processes of a command: they start together, tell rank 0 what they see, and end with one exit code.
+"""Run a command on several processes: they start together, rank 0 collects the results, and all end with one exit code.
 
-Exit codes: 0, all is well; 1, something is wrong, or there is nothing to restore; 2, the command was called wrongly.
+Exit codes: 0: all is well. 1: something is wrong, or there is nothing to restore. 2: the command was called wrongly.
 """
 
 from __future__ import annotations
@@ -22,27 +22,28 @@ FINE, WRONG = 0, 1
 
 
 def run_together(given: Config, as_json: bool, work: Callable[[World], int]) -> NoReturn:
-    """Do the work of a command on all processes it was started on, and end them with one exit code.
+    """Do the work of a command on all processes that run it, and end them with one exit code.
 
-    Collective over COMM_WORLD under an MPI launcher or srun; else this process is alone.
+    Collective over COMM_WORLD under an MPI launcher or srun. Otherwise this process is alone.
 
     Args:
         given: settings.
-        as_json: an error, too, is a JSON document on stdout.
-        work: gives the exit code; that of rank 0 counts. An MlflashError or ClickException is the same on all ranks.
+        as_json: print an error as a JSON document on stdout, too.
+        work: does the work and returns the exit code. The code of rank 0 counts. An MlflashError or ClickException
+            must be the same on all ranks.
     """
     world: World | None = None
     try:
         world = World(find_comm(os.environ), given.ranks_per_node, given.timeout_s)
         world.start_job(_raise)
         world.connect()
-        world.end_job()  # what a command reads may take long, and whoever has started it sees that
+        world.end_job()  # reading may take long, and the user who started the command sees its progress
         code = work(world)
     except (MlflashError, click.ClickException) as error:
         code = error.exit_code if isinstance(error, click.ClickException) else WRONG
         if world is None or world.rank == 0 or isinstance(error, DeadlineExceeded):
             _say_error(error, as_json)
-        if isinstance(error, DeadlineExceeded):  # of this rank alone: the others may never come
+        if isinstance(error, DeadlineExceeded):  # only this rank knows: the others may never arrive
             _abort(world)
     except Exception:
         traceback.print_exc()
@@ -70,7 +71,7 @@ def _say_error(error: Exception, as_json: bool) -> None:
 
 
 def _abort(world: World | None) -> None:
-    """End the other processes too: they would wait for this one forever."""
+    """End the other processes, too. They would wait for this one forever."""
     if world is not None and world.mpi is not None:
         sys.stdout.flush()
         world.mpi.COMM_WORLD.Abort(WRONG)

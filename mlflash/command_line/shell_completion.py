@@ -1,4 +1,4 @@
-"""What a shell offers for values of options and arguments. What cannot be read is not offered, and nobody is told."""
+"""The values that a shell completes for options and arguments. What cannot be read is left out without a message."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from ..storage.store import is_url
 
 _SCHEMES = {
     "copy": "a copy of each slot on another node",
-    "copy:2": "two copies on two other nodes",
-    "xor:8": "any 1 node of 8 may be lost",
-    "rs:6+2": "any 2 nodes of 8 may be lost",
-    "rs:5+3": "any 3 nodes of 8 may be lost",
-    "none": "processes may be lost, nodes not",
+    "copy:2": "two copies of each slot on two other nodes",
+    "xor:8": "survives the loss of any 1 node of 8",
+    "rs:6+2": "survives the loss of any 2 nodes of 8",
+    "rs:5+3": "survives the loss of any 3 nodes of 8",
+    "none": "survives lost processes but no lost node",
 }
 
 
 def directories(_: click.Context, __: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Offer directories, as the shell knows them."""
+    """Let the shell complete a directory."""
     return [CompletionItem(incomplete, type="dir")]
 
 
 def files(_: click.Context, __: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Offer files, as the shell knows them."""
+    """Let the shell complete a file."""
     return [CompletionItem(incomplete, type="file")]
 
 
 def schemes(_: click.Context, __: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Offer the schemes that README names."""
+    """Offer the schemes that the README names."""
     return [CompletionItem(name, help=text) for name, text in _SCHEMES.items() if name.startswith(incomplete)]
 
 
@@ -53,7 +53,7 @@ def steps(context: click.Context, _: click.Parameter, incomplete: str) -> list[C
 
 
 def steps_or_newest(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """The same, and "newest"."""
+    """Offer "newest" and the steps."""
     newest = [CompletionItem("newest")] if "newest".startswith(incomplete) else []
     return newest + steps(context, parameter, incomplete)
 
@@ -70,7 +70,7 @@ def _memory(context: click.Context) -> str:
 
 
 def _steps_in_memory(context: click.Context) -> set[int]:
-    """The steps of the job that is named, else of all that there are."""
+    """Return the steps in memory of the named job, else of all jobs."""
     from ..inspection.node_memory import look
 
     memory, job, found = _memory(context), context.params.get("job"), set()
@@ -84,7 +84,7 @@ def _steps_in_memory(context: click.Context) -> set[int]:
 
 
 def _steps_in_directory(directory: str | None) -> set[int]:
-    """By the names of its folders: thousands of them would take long to open."""
+    """Return the steps in a directory by the names of its folders. To open thousands of them would take too long."""
     if directory is None or is_url(directory):
         return set()
     from ..draining.checkpoint_directory import step_of
