@@ -1,4 +1,4 @@
-"""The command ``mlflash``: each of its commands is a module of its own, and imports what it needs when it is called."""
+"""The command ``mlflash``. Each of its commands is a module that is imported only when somebody calls the command."""
 
 from __future__ import annotations
 
@@ -13,37 +13,40 @@ from .command_line.output import outlive_readers
 from .version import __version__
 
 _COMMANDS = {
-    "run": ("commands.run:run", "Start the ranks of a job and again after a failure."),
-    "status": ("commands.status:status", "Say what is in memory and what it survives."),
-    "top": ("commands.top:top", "Watch the running job in the terminal."),
-    "report": ("commands.report:report", "Tell from event logs what happened to a job in one page."),
+    "doctor": ("commands.doctor:doctor", "Check whether the cluster is ready for a job."),
+    "plan": ("commands.plan:plan", "Compare redundancy schemes and compute how often to save."),
+    "template": ("commands.template:template", "Write a batch script for Slurm and a training script."),
+    "run": ("commands.run:run", "Start a job and restart it after a failure."),
+    "courier": ("commands.courier:courier", "Start couriers that outlive a killed Slurm job step."),
+    "demo": ("commands.demo:demo", "Kill a node of a small training and compare the weights."),
+    "status": ("commands.status:status", "Show what is in memory and which losses it survives."),
+    "top": ("commands.top:top", "Watch a running job in the terminal."),
+    "drain": ("commands.drain:drain", "Ask a live job to copy its next checkpoint to disk."),
+    "report": ("commands.report:report", "Show on one HTML page what happened to a job."),
+    "scavenge": ("commands.rescue:scavenge", "Copy the newest checkpoint of a dead job to disk."),
+    "heal": ("commands.rescue:heal", "Make lost copies and parity of a dead job again."),
+    "jobs": ("commands.jobs:jobs", "List the jobs that hold memory on this node."),
+    "clean": ("commands.clean:clean", "Free the memory that ended jobs hold on this node."),
     "list": ("commands.listing:list_steps", "List the checkpoints in memory and in the directory."),
-    "inspect": ("commands.inspect_step:inspect_step", "Show the tensors of a checkpoint and where they lie."),
-    "verify": ("commands.verify:verify", "Compare every byte with its checksum."),
-    "mark": ("commands.mark:mark", "Say that a step is bad or good."),
-    "drain": ("commands.drain:drain", "Ask the live job to drain its next checkpoint."),
-    "scavenge": ("commands.rescue:scavenge", "Drain what the memory of a dead job can give."),
-    "heal": ("commands.rescue:heal", "Make the redundancy in memory whole again."),
+    "inspect": ("commands.inspect_step:inspect_step", "Show the tensors of a checkpoint and where they are."),
+    "verify": ("commands.verify:verify", "Check every byte of all checkpoints against its checksum."),
+    "mark": ("commands.mark:mark", "Mark a step as bad or good for later restores."),
     "export": ("commands.export:export", "Write a checkpoint in a stock format such as safetensors."),
-    "import": ("commands.export:import_", "Make a checkpoint of what PyTorch DCP wrote."),
-    "jobs": ("commands.jobs:jobs", "List the jobs that hold memory on this node with their sizes."),
-    "clean": ("commands.clean:clean", "Delete what ended jobs hold in the memory of this node."),
-    "courier": ("commands.courier:courier", "Start couriers that outlive what kills their trainers."),
-    "doctor": ("commands.doctor:doctor", "Say whether nodes and MPI and Slurm are as needed."),
-    "template": ("commands.template:template", "Write a ready batch script for Slurm and its training."),
-    "plan": ("commands.plan:plan", "Say what schemes cost and survive and how often to save."),
-    "demo": ("commands.demo:demo", "Train a small GPT that loses a node and compare the bits."),
-    "completion": ("commands.completion:completion", "Print what lets a shell complete all this after TAB."),
+    "import": ("commands.export:import_", "Make a checkpoint from what PyTorch DCP wrote."),
+    "completion": ("commands.completion:completion", "Print the TAB completion script for your shell."),
 }
-"""In the order in which ``--help`` lists them: module below ``mlflash`` and name in it, and what it does in one line.
+"""The commands in the order of ``--help``. Each has its module and function, and one line that says what it does.
 
-The line stands here so that neither ``--help`` nor a shell that completes has to import them all; without commas, as
-fish would cut it there.
+The lines stand here so that ``--help`` and shell completion need not import all commands. They have no commas, because
+fish would cut them there.
 """
+_SECTIONS = {"doctor": "Before a job", "status": "While a job runs", "report": "After a job",
+             "list": "About one checkpoint", "completion": "Your shell"}  # fmt: skip
+"""The headings of ``--help``, each with the first command below it."""
 
 
 class _Late(click.Group):
-    """A group whose commands are imported when they are asked for."""
+    """A group that imports a command when somebody asks for it."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(_COMMANDS)
@@ -63,8 +66,11 @@ class _Late(click.Group):
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, line) for name, (_, line) in _COMMANDS.items()])
+        names, width = list(_COMMANDS), max(map(len, _COMMANDS))
+        starts = [*map(names.index, _SECTIONS), len(names)]
+        for heading, first, end in zip(_SECTIONS.values(), starts, starts[1:], strict=False):
+            with formatter.section(heading):
+                formatter.write_dl([(f"{name:{width}}", _COMMANDS[name][1]) for name in names[first:end]])
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
         fitting = {name: line for name, (_, line) in _COMMANDS.items() if name.startswith(incomplete)}
@@ -73,7 +79,7 @@ class _Late(click.Group):
 
 
 def _versions(context: click.Context, _: click.Parameter, wanted: bool) -> None:
-    """Print the version alone on a line, then those of what it works with; nothing of it is loaded."""
+    """Print the version alone on a line, then the versions of Python and the libraries. Load none of them."""
     if not wanted or context.resilient_parsing:
         return
     import importlib.metadata as metadata
@@ -92,5 +98,15 @@ def _versions(context: click.Context, _: click.Parameter, wanted: bool) -> None:
 @click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=_versions,
               help="Show the versions and exit.")  # fmt: skip
 def main() -> None:
-    """Memory-first checkpoints for training on HPC clusters."""
+    """Memory-first checkpoints for training on HPC clusters.
+
+    Each command looks at a job from outside, rescues what a dead job left in memory, or prepares the next job.
+
+    \b
+    mlflash doctor                     before a job: are node, MPI and Slurm ready?
+    mlflash status -d /lustre/me/run   while it runs: what would survive a failure?
+    mlflash scavenge /lustre/me/run    after it died: copy its newest step to disk
+
+    `mlflash COMMAND --help` explains a command and shows an example.
+    """
     outlive_readers()

@@ -24,22 +24,31 @@ from .jobs import Held, held, show
 
 @click.command()
 @click.argument("jobs", nargs=-1, metavar="[JOB]...", shell_complete=shell_completion.jobs)
-@click.option("--all", "everything", is_flag=True, help="All jobs of this user on this node; asks before.")
+@click.option("--all", "everything", is_flag=True,
+              help="Take all jobs of this user on this node. Asks before it deletes.")  # fmt: skip
 @click.option("--yes", is_flag=True, help="Do not ask.")
-@click.option("--dry-run", is_flag=True, help="Delete nothing, and say what would be.")
+@click.option("--dry-run", is_flag=True, help="Delete nothing. Only show what would be freed.")
 @memory_option
 @json_option
 @click.pass_context
 def clean(context: click.Context, jobs: tuple[str, ...], everything: bool, yes: bool, dry_run: bool, memory: str,
           as_json: bool) -> None:  # fmt: skip
-    """Delete what ended jobs hold in the memory of this node.
+    """Free the memory that ended jobs hold on this node.
 
-    Without a job it lists those that are there, as `mlflash jobs` does. A job that is alive is refused, and the exit
-    code is 1 then. What is deleted cannot be restored: the checkpoints of a job that waits in the queue are among it.
+    Use it when you no longer need the checkpoints of a job that are in memory. They cannot be restored afterwards. Take
+    care of jobs that wait in the queue for their next start.
+
+    \b
+    mlflash clean --all --dry-run
+    mlflash clean run41-7c1d02aa
+
+    Without JOB and --all it lists the jobs, as `mlflash jobs` does. It refuses a job that is alive, and exits with 1
+    then.
     """
     there = jobs_of(memory)
     if unknown := sorted(set(jobs) - set(there)):
-        raise click.ClickException(f"no memory of {', '.join(unknown)} here; there is: {', '.join(there) or 'none'}")
+        raise click.ClickException(f"{memory} holds nothing of {', '.join(unknown)}; jobs here: "
+                                   f"{', '.join(there) or 'none'}")  # fmt: skip
     wanted = there if everything else list(dict.fromkeys(jobs))
     listing = not wanted
     found = [held(memory, job) for job in (there if listing else wanted)]
@@ -58,17 +67,17 @@ def clean(context: click.Context, jobs: tuple[str, ...], everything: bool, yes: 
 
 
 def _ask(found: list[Held], memory: str) -> None:
-    """See that all jobs are meant: others of a shared account may be among them."""
+    """Ask whether the user means all jobs. Other people's jobs may be among them on a shared account."""
     if not sys.stdin.isatty():
-        raise click.UsageError("--all deletes what every ended job of this user holds here; add --yes if you mean it")
+        raise click.UsageError("--all deletes what every ended job of this user holds here: add --yes to confirm")
     answer(False, None, lambda console: show(console, found, memory))
     nbytes = sum(one.nbytes for one in found)
-    click.confirm(f"Delete what those of these {many(len(found), 'job')} hold that have ended ({show_bytes(nbytes)} in "
-                  "all)? It cannot be restored then", abort=True)  # fmt: skip
+    click.confirm(f"These {many(len(found), 'job')} hold {show_bytes(nbytes)}. Delete what the ended ones hold? You "
+                  "cannot restore it afterwards", abort=True)  # fmt: skip
 
 
 def _clean(memory: str, one: Held, dry_run: bool) -> dict[str, Any]:
-    """Clean up after a job, or say what that would do."""
+    """Delete what a job holds, or say how much it is."""
     found = one.to_json()
     if one.error:
         return found

@@ -15,9 +15,10 @@ _SHELLS = ("bash", "zsh", "fish")
 @click.argument("shell", type=click.Choice(_SHELLS), required=False)
 @click.pass_context
 def completion(context: click.Context, shell: str | None) -> None:
-    """Print the script by which SHELL completes commands, options, jobs, steps and schemes after TAB.
+    """Print the script with which SHELL completes commands, options, jobs, steps and schemes after TAB.
 
-    Without SHELL it is for the one that $SHELL names. To have it in each new shell, once:
+    Without SHELL it prints the script for the shell that $SHELL names. Run one of these lines once, and each new shell
+    has it:
 
     \b
     bash:  echo 'eval "$(mlflash completion bash)"' >> ~/.bashrc

@@ -23,15 +23,15 @@ _LONGEST = 100  # of a plain leaf, characters
 
 @dataclasses.dataclass
 class Shown:
-    """A checkpoint as it is shown.
+    """A checkpoint that is shown.
 
     Attributes:
-        step, ranks: of it.
+        step, ranks: its step and number of ranks.
         source: "memory", or the path in the directory.
-        about: a line on it.
-        missing: ranks of whom nothing was found.
-        found: what it holds.
-        said: of where it comes from; None: it is in memory.
+        about: a line about it.
+        missing: ranks that have no slot here.
+        found: its contents.
+        said: its provenance. None if the checkpoint is in memory.
     """
 
     step: int
@@ -44,7 +44,7 @@ class Shown:
 
 
 def _groups(shards: Sequence[Shard]) -> Iterator[tuple[str, list[Shard]]]:
-    """The shards of each tensor: of one name, dtype and shape."""
+    """Yield the name and the shards of each tensor. Shards of one tensor have the same name, dtype and shape."""
     found: dict[tuple[Any, ...], list[Shard]] = {}
     for shard in shards:
         entry = shard.entry
@@ -54,7 +54,7 @@ def _groups(shards: Sequence[Shard]) -> Iterator[tuple[str, list[Shard]]]:
 
 
 def _boxes(those: Sequence[Shard]) -> dict[tuple[Any, ...], list[Shard]]:
-    """The shards of a tensor by where they are in it."""
+    """Group the shards of a tensor by their place in it."""
     found: dict[tuple[Any, ...], list[Shard]] = {}
     for shard in those:
         found.setdefault((shard.entry.offset, shard.entry.shape), []).append(shard)
@@ -62,14 +62,14 @@ def _boxes(those: Sequence[Shard]) -> dict[tuple[Any, ...], list[Shard]]:
 
 
 def _held(those: Sequence[Shard]) -> str:
-    """Who holds a tensor, in words."""
+    """Say which ranks hold a tensor."""
     ranks = named({shard.rank for shard in those})
     whole = all(shard.entry.shape == shard.entry.global_shape for shard in those)
     return f"whole, {ranks}" if whole else f"{len(_boxes(those))} parts, {ranks}"
 
 
 def _whole_numbers(those: Sequence[Shard]) -> Statistics | None:
-    """Statistics of a tensor, of its shards, each part counted once."""
+    """Join the statistics of the shards of a tensor. Each part counts once."""
     joined = Statistics()
     for alike in _boxes(those).values():
         numbers = next((shard.numbers for shard in alike if shard.numbers is not None), None)
@@ -80,12 +80,12 @@ def _whole_numbers(those: Sequence[Shard]) -> Statistics | None:
 
 
 def _differ(those: Sequence[Shard]) -> bool:
-    """Whether ranks that hold the same part of a tensor hold other bytes."""
+    """Say whether ranks hold different bytes of the same part of a tensor."""
     return any(len({shard.numbers.check for shard in alike if shard.numbers}) > 1 for alike in _boxes(those).values())
 
 
 def to_json(shown: Shown) -> dict[str, Any]:
-    """As plain values. Not collective."""
+    """Return the checkpoint as plain values. Not collective."""
     tensors = []
     for name, those in _groups(shown.found.shards):
         first = those[0].entry
@@ -112,14 +112,14 @@ def _shard_to_json(shard: Shard) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """A plain leaf as JSON knows it, else in Python's words."""
+    """Return a plain leaf as a JSON value if there is one, else as its ``repr``."""
     if value is None or isinstance(value, (bool, str)) or type(value) is int:
         return value
     return value if type(value) is float and math.isfinite(value) else repr(value)
 
 
 def show(console: Console, shown: Shown, closely: bool) -> None:
-    """For people: a line for each tensor, or ``closely`` each of its shards."""
+    """Print a line for each tensor. With ``closely`` print each of its shards."""
     console.print(f"step {shown.step} of {many(shown.ranks, 'rank')}, from {shown.source}; {shown.about}")
     if shown.said is not None:
         _show_provenance(console, shown.said)
@@ -127,7 +127,7 @@ def show(console: Console, shown: Shown, closely: bool) -> None:
         given = f"; {json.dumps(its['given'], ensure_ascii=False)}" if its["given"] else ""
         console.print(f"provenance: {versions_of(its)}{given}", markup=False, soft_wrap=True)
     if shown.missing:
-        console.print(f"no slot of {named(shown.missing)} was found here", style="yellow")
+        console.print(f"no slot of {named(shown.missing)} is on the nodes that were looked at", style="yellow")
     if closely:
         for _, those in _groups(shown.found.shards):
             _show_closely(console, those)
@@ -145,7 +145,7 @@ def show(console: Console, shown: Shown, closely: bool) -> None:
 def _show_provenance(console: Console, said: Found) -> None:
     if said.document is None:
         if not said.is_older:
-            console.print("its provenance cannot be used; `mlflash verify` says why", style="yellow")
+            console.print("its provenance cannot be used: `mlflash verify` says why", style="yellow")
         return
     console.print(f"provenance: {describe(said.document)}", markup=False, soft_wrap=True)
     signed = "" if said.signature == "none" else f"signed by the key {said.document['signer']}"
@@ -182,7 +182,7 @@ def _show_closely(console: Console, those: Sequence[Shard]) -> None:
         numbers.add_row("all", *_figures(whole), "")
     console.print(numbers)
     if _differ(those):
-        console.print("ranks that hold the same part of it hold other bytes", style="yellow")
+        console.print("ranks that hold the same part of this tensor hold different bytes", style="yellow")
 
 
 def _figures(of: Statistics) -> list[str]:

@@ -14,17 +14,17 @@ from ..wireup.zygote_host import READY, ZygoteHost
 @job_option
 @memory_option
 def courier(job: str | None, memory: str) -> None:
-    """Start couriers for the trainers of this job on this node, so that they outlive what kills these.
+    """Start couriers for the trainers of this job on this node that outlive a killed job step.
 
-    Where a scheduler kills a step of a job with all that its trainers have started, a commit that is on its way dies,
-    too. In another step of the same job, one process on each node, this command prevents it:
+    Use it in a batch script without `mlflash run`, which does this by itself. When Slurm kills a job step, it kills all
+    processes that its trainers started, and a commit in progress is lost. Couriers in another step of the same job
+    finish the commit. Start one process on each node, before the trainers:
 
-        srun --overlap --ntasks-per-node=1 --cpu-bind=none mlflash courier &
+    \b
+    srun --overlap --ntasks-per-node=1 --cpu-bind=none mlflash courier &
 
-    `mlflash run` does so by itself.
-
-    Trainers that start later find it by the job, that of Slurm or the name of MLFLASH_JOB, and by MLFLASH_MEMORY. It
-    ends at SIGTERM or SIGINT, when the last courier has.
+    Trainers that start later find it by the job (of Slurm, or the name in MLFLASH_JOB) and by MLFLASH_MEMORY. After
+    SIGTERM or SIGINT it ends as soon as the last courier has ended.
     """
     environment = {**os.environ, "MLFLASH_MEMORY": memory} | ({"MLFLASH_JOB": job} if job else {})
     try:

@@ -14,7 +14,7 @@ from ..command_line.run_on_ranks import FINE, WRONG
 from ..config import DISABLE, from_environment, slots_of
 from ..errors import ConfigError
 
-_GRACE_S = 15.0  # by which the process is watched longer than a wait for other ranks may take
+_GRACE_S = 15.0  # the watchdog waits longer than a wait for other ranks may take, by this time
 
 
 def _bytes(_: click.Context, option: click.Parameter, text: str | None) -> int | None:
@@ -27,24 +27,31 @@ def _bytes(_: click.Context, option: click.Parameter, text: str | None) -> int |
 
 
 @click.command()
-@click.option("--need", callback=_bytes, help="State of a rank, such as 12GiB or 80GB: is there room for its slots?")
+@click.option("--need", callback=_bytes, help="State of one rank, such as 12GiB or 80GB: check that its slots fit.")
 @click.option("--redundancy", shell_complete=shell_completion.schemes,
-              help="Scheme that the room is counted for. [MLFLASH_REDUNDANCY, or copy]")  # fmt: skip
+              help="Scheme that --need is counted for.  [default: MLFLASH_REDUNDANCY, or copy]")  # fmt: skip
 @draining_option
 @certify_after_option
-@click.option("--nodes", type=click.IntRange(1), help="Nodes of the job. [those it is started on]")
-@click.option("--ranks-per-node", type=click.IntRange(1), help="Ranks on each. [as started]")
+@click.option("--nodes", type=click.IntRange(1), help="Nodes of the job.  [default: as started]")
+@click.option("--ranks-per-node", type=click.IntRange(1), help="Ranks on each node.  [default: as started]")
 @click.option("--timeout", type=click.FloatRange(1), default=60, show_default=True, metavar="SECONDS",
-              help="How long each check may take.")  # fmt: skip
+              help="Longest time of each check.")  # fmt: skip
 @memory_option
 @json_option
 def doctor(need: int | None, redundancy: str | None, draining: bool, certify_after: int, nodes: int | None,
            ranks_per_node: int | None, timeout: float, memory: str, as_json: bool) -> None:  # fmt: skip
-    """Say whether nodes, MPI and Slurm are as mlflash needs them.
+    """Check nodes, MPI, memory, Slurm and software before a job runs.
 
-    Alone it looks at this node; under srun or mpiexec at all nodes it was started on, and at what is between them:
-    start it as the training will be. It changes nothing, but for small files in memory, which it deletes. Exits
-    with 1 where something is an error.
+    Use it on a new cluster, in a new container or after an update. Start it as you will start the training. Alone it
+    looks at this node. Under srun or mpiexec it looks at all nodes that it was started on, and at the connections
+    between them.
+
+    \b
+    mlflash doctor
+    srun -N2 --ntasks-per-node=8 --mpi=pmix mlflash doctor --need 12GiB
+
+    Each line is one check. The line below a warning or an error says what to do. It changes nothing: it writes small
+    files to memory and deletes them. Exits with 1 if a check finds an error.
     """
     from ..doctor import launch_environment
     from ..doctor.examination import Examination, Job

@@ -26,15 +26,22 @@ _LOOK_S = 0.1
 
 @click.command()
 @click.option("--wait", "wait_s", type=click.FloatRange(0, min_open=True), metavar="SECONDS",
-              help="Wait so long until it is in the directory; without one, until the job has heard it.")  # fmt: skip
+              help="Wait at most this long until the checkpoint is in the directory. Without --directory, wait until "
+              "the job has noticed the request.  [default: do not wait]")  # fmt: skip
 @job_options
 @click.pass_context
 def drain(context: click.Context, wait_s: float | None, directory: str | None, job: str | None, memory: str,
           as_json: bool) -> None:  # fmt: skip
-    """Ask the job that is alive on this node to drain the next checkpoint that it commits.
+    """Ask the live job on this node to copy its next checkpoint to its directory.
 
-    Start it on one node of the job, without mpiexec. The job does so where it was given a directory. Exits with 1
-    where no such job is alive here, or it was not done in time.
+    Use it while a job runs, when you want a checkpoint on disk now. Start it on one node of the job, without mpiexec.
+
+    \b
+    mlflash drain --wait 60 --directory /lustre/me/run42
+
+    The job drains the next checkpoint that it commits. A job without a directory never notices the request. For a job
+    that died use `mlflash scavenge`. Exits with 1 if no process of the job is alive here, or if the checkpoint was not
+    drained in time.
     """
     given = settings(memory, job, directory)
     name = choose_job.decide(jobs_of(given.memory), os.environ, job, given.directory, given.memory)
@@ -47,7 +54,7 @@ def drain(context: click.Context, wait_s: float | None, directory: str | None, j
 
 
 def _ask(given: Config, job: str, wait_s: float | None) -> dict[str, Any]:
-    """Ask, and wait where that is wanted; what came of it, as plain values."""
+    """Ask the job, wait if the user wants it, and return the result as plain values."""
     held, pid = _live(given.memory, job)
     before = set(_listed(given.directory))
     try:
@@ -72,7 +79,7 @@ def _ask(given: Config, job: str, wait_s: float | None) -> dict[str, Any]:
 
 
 def _live(memory: str, job: str) -> tuple[NodeDirectory, int]:
-    """The directory of a node where the job is alive, and one of its processes."""
+    """Return the directory of a node on which the job is alive, and one of its processes."""
     for node in (None, *emulated_nodes(memory, job)):
         try:
             held = NodeDirectory(memory, job, node, make=False)
@@ -82,8 +89,8 @@ def _live(memory: str, job: str) -> tuple[NodeDirectory, int]:
         if pid is not None:
             return held, pid
         held.close()
-    raise click.ClickException(f"no process of job {job} is alive on {socket.gethostname()}: `mlflash scavenge` drains "
-                               "what a dead job has left")  # fmt: skip
+    raise click.ClickException(f"no process of job {job} is alive on {socket.gethostname()}: use `mlflash scavenge` to "
+                               "drain the newest checkpoint of a dead job")  # fmt: skip
 
 
 def _listed(directory: str | None) -> list[Listed]:
@@ -96,5 +103,5 @@ def _in_words(document: dict[str, Any], wait_s: float | None) -> str:
     if document["drained"] is not None:
         return f"step {document['drained']} was drained to {document['path']}"
     if document["heard"]:
-        return f"job {document['job']} has heard it, and will drain the checkpoint it just committed"
-    return f"job {document['job']} was asked, and has not committed a checkpoint within {wait_s:g} s"
+        return f"job {document['job']} has noticed the request and drains the checkpoint that it just committed"
+    return f"job {document['job']} was asked to drain, but committed no checkpoint within {wait_s:g} s"

@@ -40,28 +40,39 @@ def _step(_: click.Context, __: click.Parameter, text: str) -> int | None:
         return None
     if text.isdecimal():
         return int(text)
-    raise click.BadParameter("a step, or 'newest'")
+    raise click.BadParameter("give a step or 'newest'")
 
 
 @click.command("export")
 @click.argument("step", callback=_step, shell_complete=shell_completion.steps_or_newest)
 @click.argument("out", shell_complete=shell_completion.directories)
-@click.option("--to", "form", type=click.Choice(_FORMATS), required=True, help="Format.")
-@click.option("--from", "place", type=click.Choice(["memory", "directory"]), help="Where to look. [directory first]")
-@click.option("--map", "mapping", type=click.Path(exists=True, dir_okay=False), help="Rules for names and shapes.")
-@click.option("--name", help="File name, of torch and hdf5. [state.pt, state.h5; with --flat pytorch_model.bin]")
-@click.option("--flat", is_flag=True, help="torch: the tensors by name, as from_pretrained wants them.")
-@click.option("--shard-size", default="5GB", show_default=True, help="safetensors: most bytes of a file.")
-@click.option("--hf-config", type=click.Path(exists=True, file_okay=False), help="Copy a Hugging Face config, too.")
+@click.option("--to", "form", type=click.Choice(_FORMATS), required=True, help="Format to write.")
+@click.option("--from", "place", type=click.Choice(["memory", "directory"]),
+              help="Where to look.  [default: the directory, then memory]")  # fmt: skip
+@click.option("--map", "mapping", type=click.Path(exists=True, dir_okay=False),
+              help="File with rules for names and shapes.")  # fmt: skip
+@click.option("--name",
+              help="torch, hdf5: name of the file.  [default: state.pt, pytorch_model.bin with --flat, "
+              "state.h5]")  # fmt: skip
+@click.option("--flat", is_flag=True, help="torch: write one dict of tensors by name, as from_pretrained reads it.")
+@click.option("--shard-size", default="5GB", show_default=True, help="safetensors: largest size of a file.")
+@click.option("--hf-config", type=click.Path(exists=True, file_okay=False),
+              help="Directory of a Hugging Face config to copy, too.")  # fmt: skip
 @job_options
 def export(step: int | None, out: str, form: str, place: str | None, mapping: str | None, name: str | None, flat: bool,
            shard_size: str, hf_config: str | None, directory: str | None, job: str | None, memory: str, as_json: bool
            ) -> None:  # fmt: skip
-    """Write the checkpoint of STEP (or the newest) to OUT in a stock format, every tensor whole.
+    """Write a checkpoint to OUT in a stock format, with every tensor whole.
 
-    OUT is a directory or a URL, and empty or not there. Out of memory start it by srun or mpiexec, with one process or
-    more on each node, when no process of the job is alive. Exits with 1 where there is no such step, or it cannot be
-    written.
+    Use it to take a model out of a checkpoint, for inference or for another tool. STEP is a number or "newest". OUT is
+    a directory or a URL that is empty or does not exist yet.
+
+    \b
+    mlflash export newest out/ --to safetensors --directory /lustre/me/run42
+    srun --ntasks-per-node=1 mlflash export 40 out/ --to dcp --from memory
+
+    To read from memory, start it under srun or mpiexec with one process or more on each node, after the job has ended.
+    Exits with 1 if there is no such step or it cannot be written.
     """
     given = settings(memory, job, directory)
     rules = [] if mapping is None else read_rules(Path(mapping).read_text(), mapping)
@@ -91,12 +102,14 @@ def export(step: int | None, out: str, form: str, place: str | None, mapping: st
             finally:
                 drained.close()
         elif place == "directory":
-            raise click.ClickException(f"there is no such step in {given.directory or 'a directory: none was given'}")
+            raise click.ClickException(f"{given.directory} has no such step" if given.directory else
+                                       "--from directory needs --directory")  # fmt: skip
         else:
             name = choose_job.choose(world, given, job, directory)
             if world.agree([int(name not in jobs_of(given.memory))])[0]:
-                raise click.ClickException(f"there is no such step in {given.directory or 'a directory'}, and nothing "
-                                           f"of {name} in {given.memory}")  # fmt: skip
+                there = f"not in {given.directory}" if given.directory else "no --directory was given"
+                raise click.ClickException(f"there is no such step: {there}, and job {name} holds nothing in "
+                                           f"{given.memory}")  # fmt: skip
             told = _from_memory(given, name, step, into)
         if told is not None:
             _answer(as_json, form, *told)
@@ -106,7 +119,7 @@ def export(step: int | None, out: str, form: str, place: str | None, mapping: st
 
 
 def _writer(form: str, rules: list[Rule], name: str | None, flat: bool, shard_nbytes: int) -> Callable[..., Written]:
-    """What writes a format, as a function of the checkpoint and of where it goes."""
+    """Return the function that writes a checkpoint to a store in this format."""
     if form == "safetensors":
         from ..exports import safetensors_files
 
@@ -126,9 +139,9 @@ def _writer(form: str, rules: list[Rule], name: str | None, flat: bool, shard_nb
 
 
 def _listed(world: World, directory: str | None, step: int | None) -> Listed | None:
-    """The newest checkpoint of a step in the directory, or of any that is not marked bad; None where there is none.
+    """Find the newest checkpoint of a step in the directory. Without a step, find the newest that is not marked bad.
 
-    Collective over the world.
+    Collective over the world. None if the directory has no such checkpoint.
     """
     wanted = WantedStep(step)
     found: Listed | None = None
@@ -166,16 +179,22 @@ def _answer(as_json: bool, form: str, step: int, written: Written, path: str) ->
 @click.command("import")
 @click.argument("source", shell_complete=shell_completion.directories)
 @click.option("--to", "directory", required=True, metavar="DIR", shell_complete=shell_completion.directories,
-              help="Where checkpoints of the job are drained to.")  # fmt: skip
-@click.option("--step", type=click.IntRange(0), required=True, help="The training step that it is of.")
-@click.option("--trust-pickle", is_flag=True, help="Run what is pickled in SOURCE: only if you trust who wrote it.")
+              help="Directory or URL that the job drains to.")  # fmt: skip
+@click.option("--step", type=click.IntRange(0), required=True, help="Training step of the checkpoint.")
+@click.option("--trust-pickle", is_flag=True,
+              help="Unpickle what SOURCE holds, which can run code: only if you trust its author.")  # fmt: skip
 @memory_option
 @json_option
 def import_(source: str, directory: str, step: int, trust_pickle: bool, memory: str, as_json: bool) -> None:
-    """Make a checkpoint in DIR of SOURCE, a directory that torch.distributed.checkpoint wrote.
+    """Make a checkpoint in DIR from SOURCE, a directory that torch.distributed.checkpoint wrote.
 
-    The next restore takes it as the newest, on any number of ranks. It goes through the memory of this node. Retention
-    of the job does not delete it.
+    Use it to continue a training in mlflash that saved with PyTorch DCP. Start one process, without mpiexec.
+
+    \b
+    mlflash import dcp/step-900 --to /lustre/me/run42 --step 900
+
+    The next restore takes this checkpoint as the newest, on any number of ranks. The checkpoint passes through the
+    memory of this node. The job's retention (keep_last, keep_every) does not delete it.
     """
     from ..exports.imports import read_dcp
     from ..memory.node_directory import clean
@@ -185,7 +204,7 @@ def import_(source: str, directory: str, step: int, trust_pickle: bool, memory: 
 
     def work(world: World) -> int:
         if world.size > 1:
-            raise click.UsageError("one process imports")
+            raise click.UsageError(f"start one process, not {world.size}: one process imports everything")
         state = read_dcp(source, trust_pickle)
         try:
             with Checkpointer(given.directory, job=name, memory=given.memory, redundancy="none", strict=True,

@@ -26,14 +26,21 @@ from .contents_view import Shown, show, to_json
 @click.command("inspect")
 @click.argument("step", type=click.IntRange(0), shell_complete=shell_completion.steps)
 @click.argument("tensor", required=False)
-@click.option("--from", "source", type=click.Choice(["memory", "directory"]), help="Where to look. [memory first]")
+@click.option("--from", "source", type=click.Choice(["memory", "directory"]),
+              help="Where to look.  [default: memory, then the directory]")  # fmt: skip
 @job_options
 def inspect_step(step: int, tensor: str | None, source: str | None, directory: str | None, job: str | None,
                  memory: str, as_json: bool) -> None:  # fmt: skip
-    """Show what the checkpoint of STEP holds: shapes, dtypes, sizes; of TENSOR also statistics and where it lies.
+    """Show the tensors of the checkpoint of STEP: names, dtypes, shapes and sizes.
 
-    TENSOR is a name, or a pattern as "model.*.weight". It changes nothing. Exits with 1 where there is no such step
-    or tensor.
+    Use it to see what a checkpoint holds, or to look for NaN. With TENSOR it also shows statistics, and where each
+    byte of the tensor is. TENSOR is a name, or a pattern such as "model.*.weight".
+
+    \b
+    mlflash inspect 40
+    mlflash inspect 40 "model.*.weight" --directory /lustre/me/run42
+
+    It changes nothing, and the job may be alive. Exits with 1 if there is no such step or tensor.
     """
     given = settings(memory, job, directory)
     if source == "directory" and directory is None:
@@ -56,7 +63,7 @@ def inspect_step(step: int, tensor: str | None, source: str | None, directory: s
 
 
 def _from_memory(world: World, given: Config, job: str, step: int, tensor: str | None) -> Shown | None:
-    """Read a step out of memory; all ranks learn whether it is there, rank 0 what it holds. Collective."""
+    """Read a step from memory. All ranks learn whether it is there; rank 0 gets what it holds. Collective."""
     nodes = look_around(world, given.memory, job)
     plan: tuple[Prospect, Itinerary] | None = None
     if world.rank == 0:
@@ -73,7 +80,7 @@ def _from_memory(world: World, given: Config, job: str, step: int, tensor: str |
             here: list[Node] = [look(given.memory, job, *place) for place in places(world, given.memory, job)]
             mine = checkpoint_contents.read_memory(given.memory, job, here, way, tensor, tensor is not None)
         except (Changed, FileNotFoundError):
-            error = CorruptSlot("it was written over while it was read, as the job goes on: try again", step=step)
+            error = CorruptSlot("the job wrote over this step while the command read it: try again", step=step)
         except MlflashError as problem:
             error = CorruptSlot(problem.message, node=world.node_name, step=step)
     told = gather(world, mine)
@@ -84,7 +91,8 @@ def _from_memory(world: World, given: Config, job: str, step: int, tensor: str |
         found.provenance = found.provenance or theirs.provenance
     found.shards.sort(key=lambda shard: shard.rank)
     _refuse_unknown(world, tensor, found, step)
-    about = f"{'committed' if one.committed else 'not seen committed'}, {show_seconds(on_disk.age_s(one.unix_ns))} ago"
+    seen = "committed" if one.committed else "no receipt of a commit"
+    about = f"{seen}, {show_seconds(on_disk.age_s(one.unix_ns))} ago"
     return Shown(step, one.world_size, "memory", f"{about}; {one.scheme}", one.missing, found)
 
 
@@ -111,4 +119,4 @@ def _from_directory(world: World, directory: str | None, step: int, tensor: str 
 def _refuse_unknown(world: World, tensor: str | None, found: Contents, step: int) -> None:
     there = world.broadcast(bool(found.shards or found.plain), 0)
     if tensor is not None and not there:
-        raise click.ClickException(f"step {step} has no {tensor!r}; `mlflash inspect {step}` lists what it has")
+        raise click.ClickException(f"step {step} has no tensor or value {tensor!r}: `mlflash inspect {step}` lists all")

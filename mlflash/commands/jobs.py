@@ -28,8 +28,8 @@ class Held:
 
     Attributes:
         job: its name.
-        nodes: this one, and those that are emulated on it.
-        error: why it cannot be looked at; "": it could.
+        nodes: this node, and the nodes that are emulated on it.
+        error: why the job cannot be looked at. Empty if it can.
     """
 
     job: str
@@ -38,28 +38,28 @@ class Held:
 
     @property
     def pid(self) -> int | None:
-        """A live process of the job; None: there is none."""
+        """A live process of the job, or None."""
         return next((node.pid for node in self.nodes if node.pid is not None), None)
 
     @property
     def nbytes(self) -> int:
-        """Of its slots."""
+        """Bytes of its slots."""
         return sum(file.nbytes for node in self.nodes for file in node.files)
 
     @property
     def files(self) -> int:
-        """How many slots there are."""
+        """Number of its slots."""
         return sum(len(node.files) for node in self.nodes)
 
     @property
     def newest(self) -> tuple[int, int] | None:
-        """The newest step that any of its slots holds, and when that was saved, ns since 1970."""
+        """The newest step in its slots, and the time of that save in ns since 1970."""
         headers = [header for node in self.nodes for _, header in node.sealed]
         last = max(headers, key=lambda header: header.attempt.generation, default=None)
         return None if last is None else (last.step, last.unix_ns)
 
     def to_json(self) -> dict[str, Any]:
-        """As plain values."""
+        """Return all of it as plain values."""
         newest = self.newest
         return {"job": self.job, "pid": self.pid, "nbytes": self.nbytes, "files": self.files,
                 "error": self.error or None, "step": None if newest is None else newest[0],
@@ -76,9 +76,9 @@ def held(memory: str, job: str) -> Held:
 
 
 def show(console: Console, jobs: Sequence[Held], memory: str) -> None:
-    """For people: a line for each job, the largest first, and how much they hold together."""
+    """Print a line for each job, the largest first, and the sum of their bytes."""
     if not jobs:
-        console.print(f"nothing of this user is in {memory} here")
+        console.print(f"no job of this user holds memory in {memory} here")
         return
     table = new_table("job", ">size", ">files", ">newest step", ">saved", "process")
     for one in sorted(jobs, key=lambda one: -one.nbytes):
@@ -98,7 +98,12 @@ def show(console: Console, jobs: Sequence[Held], memory: str) -> None:
 def jobs(memory: str, as_json: bool) -> None:
     """List the jobs of this user that hold memory on this node, with their sizes.
 
-    It changes nothing. `mlflash clean` deletes what ended jobs hold.
+    Use it to find out what fills /dev/shm.
+
+    \b
+    mlflash jobs
+
+    It changes nothing. `mlflash clean` frees the memory of jobs that have ended.
     """
     there = [held(memory, job) for job in jobs_of(memory)]
     answer(as_json, {"memory": memory, "jobs": [one.to_json() for one in there]},

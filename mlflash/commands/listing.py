@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -12,7 +12,8 @@ from ..command_line.run_on_ranks import FINE, WRONG, run_together
 from ..human_readable.units import show_seconds
 from ..human_readable.wording import named
 from ..inspection import on_disk
-from ..inspection.restorability import Restorability
+from ..inspection.restorability import Prospect, Restorability
+from ..memory.slot_header import Verdict
 from ..mpi.world import World
 from .status import VALUES, attempt_to_json, look
 
@@ -25,7 +26,14 @@ if TYPE_CHECKING:
 def list_steps(directory: str | None, job: str | None, memory: str, as_json: bool) -> None:
     """List the checkpoints in memory and in the directory, newest first.
 
-    Headers only are read; `mlflash verify` reads every byte. Exits with 1 where nothing can be restored.
+    Use it to see which steps you can go back to. Alone it looks at this node. Under srun or mpiexec it looks at all
+    nodes that it was started on.
+
+    \b
+    mlflash list --directory /lustre/me/run42
+
+    It changes nothing, and it reads only headers. `mlflash verify` reads every byte. Exits with 1 if nothing can be
+    restored.
     """
     given = settings(memory, job, directory)
 
@@ -50,13 +58,13 @@ def list_steps(directory: str | None, job: str | None, memory: str, as_json: boo
 def _show(console: Console, outlook: Restorability, stored: on_disk.DirectoryContents | None) -> None:
     rows: list[tuple[tuple[int, int], list[str]]] = []
     for one in outlook.prospects:
-        state = VALUES.get(one.verdict, "")
-        state += _state(one.choice is not None, bool(outlook.unseen), one.missing, one.committed)
+        state = VALUES.get(one.verdict, "") + _state(one, bool(outlook.unseen))
         row = [str(one.step), "memory", str(one.world_size), show_seconds(on_disk.age_s(one.unix_ns)), state]
         rows.append(((one.attempt.generation, 1), row))
     for listed in stored.listed if stored is not None else ():
         age, size = show_seconds(on_disk.age_s(listed.card.unix_ns)), str(listed.card.world_size)
         what = VALUES.get(listed.verdict, "") + listed.folder
+        what += f", {_by_request(listed.step)}" if listed.verdict is Verdict.BAD else ""
         rows.append(((listed.card.attempt.generation, 0), [str(listed.step), "directory", size, age, what]))
     if not rows:
         console.print("nothing")
@@ -67,10 +75,17 @@ def _show(console: Console, outlook: Restorability, stored: on_disk.DirectoryCon
     console.print(table)
 
 
-def _state(restorable: bool, unseen: bool, missing: Any, committed: bool) -> str:
-    seen = "committed" if committed else "not seen committed"
-    if restorable:
-        return f"{seen}, can be restored" + (f" ({named(missing)} from parity)" if missing else "")
+def _state(one: Prospect, unseen: bool) -> str:
+    """Say whether a restore can take an attempt in memory."""
+    seen = "committed" if one.committed else "no receipt of a commit"
+    if one.choice is not None:
+        can = _by_request(one.step) if one.verdict is Verdict.BAD else "can be restored"
+        return f"{seen}, {can}" + (f" ({named(one.missing)} from parity)" if one.missing else "")
     if unseen:
-        return f"{seen}, {named(missing)} not on this node"
-    return f"{seen}, cannot be restored: " + (f"no slots of {named(missing)}" if missing else "a share is gone")
+        return f"{seen}, {named(one.missing)} not on this node"
+    return f"{seen}, cannot be restored: " + (f"no slots of {named(one.missing)}" if one.missing else "a share is gone")
+
+
+def _by_request(step: int) -> str:
+    """Say when a restore takes a step that is marked bad: it passes over the step, unless it is asked for it."""
+    return f"restored only if you ask for step {step}"

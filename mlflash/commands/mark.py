@@ -23,14 +23,20 @@ from ..storage.store import open_store
 
 @click.command()
 @click.argument("step", type=click.IntRange(0))
-@click.option("--bad/--good", "is_bad", default=True, show_default=True, help="What is said of it.")
+@click.option("--bad/--good", "is_bad", default=True, show_default=True, help="How to mark the step.")
 @job_options
 def mark(step: int, is_bad: bool, directory: str | None, job: str | None, memory: str, as_json: bool) -> None:
-    """Say that a step is not to be restored any more, or that it is good.
+    """Mark a step as bad, so that restores pass over it, or as good.
 
-    A restore passes over a step that is marked bad, unless it asks for its number; one that is marked good counts as
-    certified. The job may be alive. Alone it marks what this node holds; under mpiexec or srun what all nodes hold on
-    which it was started. Exits with 1 where the step is nowhere.
+    Use it when training went wrong after a step, for example after a loss spike. A restore takes a step that is
+    marked bad only if you ask for its number. A step that is marked good counts as certified.
+
+    \b
+    mlflash mark 1200 --bad --job llama
+    srun --ntasks-per-node=1 mlflash mark 1200 --bad -d /lustre/me/run42
+
+    Alone it marks what this node holds. Under srun or mpiexec it marks what all nodes hold that it was started on. With
+    --directory it also marks the drained checkpoint. The job may be alive. Exits with 1 if the step is nowhere.
     """
     given = settings(memory, job, directory)
     verdict = Verdict.BAD if is_bad else Verdict.GOOD
@@ -51,7 +57,7 @@ def mark(step: int, is_bad: bool, directory: str | None, job: str | None, memory
 
 
 def _mark_here(memory: str, job: str, step: int, verdict: Verdict) -> int:
-    """Mark what this node holds; gives how many attempts of the step those are."""
+    """Mark what this node holds of a step, and return the number of its attempts."""
     found = set()
     for node in (None, *emulated_nodes(memory, job)):
         try:
@@ -74,5 +80,5 @@ def _in_words(found: dict[str, Any]) -> str:
     places = [f"in memory ({many(len(found['nodes']), 'node')})"] * bool(found["nodes"])
     places += [f"in {folder}" for folder in found["folders"]]
     if not places:
-        return f"step {found['step']} of job {found['job']} is nowhere that was looked"
+        return f"step {found['step']} of job {found['job']} was not found on these nodes or in --directory"
     return f"step {found['step']} is marked {found['verdict']} {' and '.join(places)}"

@@ -23,27 +23,33 @@ def _seconds(_: click.Context, option: click.Parameter, text: str | None) -> flo
     except ConfigError as error:
         raise click.BadParameter(str(error), param=option) from None
     if found == 0:
-        raise click.BadParameter("takes some time: more than 0 s", param=option)
+        raise click.BadParameter("must be longer than 0 s", param=option)
     return found
 
 
 @click.command()
 @click.argument("logs", nargs=-1, required=True, type=_FILE, shell_complete=shell_completion.files)
 @click.option("--output", "-o", type=click.Path(dir_okay=False), metavar="FILE", shell_complete=shell_completion.files,
-              help="The page. [report.html]")  # fmt: skip
+              help="File to write the page to.  [default: report.html; none with --json]")  # fmt: skip
 @click.option(
     "--mtbf",
     callback=_seconds,
-    help="Mean time between failures of one node, for the interval: 264d, 30000h. [measured]",
+    help="Mean time between failures of one node, for the advice on the interval: 264d, 30000h.  [default: measured]",
 )
 @json_option
 def report(logs: tuple[str, ...], output: str | None, mtbf: float | None, as_json: bool) -> None:
-    """Make one page of what happened to a job, from its event logs.
+    """Make one HTML page from event logs: launches, failures, recoveries, and where the time went.
 
-    LOGS are what Checkpointer(log="events.jsonl") wrote; that name stands for the files of the other nodes, too. With
-    the journal of `mlflash run --keep-alive` among them ranks that were replaced in place are shown. The page needs no
-    network. With --json the same numbers are printed, and a page is made only with -o. Exits with 1
-    where there is no event in the logs.
+    Use it after a job, or while it runs. LOGS are files that Checkpointer(log="events.jsonl") wrote. The name of one
+    file stands for the files of the other nodes, too.
+
+    \b
+    mlflash report events.jsonl -o report.html
+    mlflash report events.jsonl run.jsonl
+
+    If you add the journal of `mlflash run --keep-alive`, the page also shows ranks that were replaced in place. The
+    page needs no network. With --json the command prints the same numbers, and writes a page only with -o. Exits with 1
+    if the logs have no event.
     """
     from ..human_readable.wording import many
     from ..log_report.job_history import tell, to_json
@@ -57,8 +63,8 @@ def report(logs: tuple[str, ...], output: str | None, mtbf: float | None, as_jso
     if not log.events:
         lines = sum(file.lines for file in log.files)
         is_alone = any(file.journal for file in log.files)
-        alone = "; the journal of `mlflash run` needs the logs of the ranks beside it" if is_alone else ""
-        raise click.ClickException(f"no event in {', '.join(logs)}: {many(lines, 'line')} of something else{alone}")
+        alone = "; give the event logs of the ranks along with the journal of `mlflash run`" if is_alone else ""
+        raise click.ClickException(f"no event in {', '.join(logs)}: {many(lines, 'other line')}{alone}")
     story = tell(log, mtbf)
     if as_json:
         click.echo(json.dumps(to_json(story), indent=1))
@@ -77,7 +83,7 @@ def report(logs: tuple[str, ...], output: str | None, mtbf: float | None, as_jso
 
 
 def _write(path: Path, text: str) -> None:
-    """Write a file whole or not at all: who has the old one open in a browser may load it again at any time."""
+    """Write a file completely or not at all. A browser that shows the old one may reload it at any time."""
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         unfinished.write_text(text, encoding="utf-8", errors="replace")

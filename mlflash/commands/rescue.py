@@ -29,7 +29,7 @@ from .status import describe, describe_lost
 _LOOK_S = 0.2
 _redundancy_option = click.option(
     "--redundancy", envvar="MLFLASH_REDUNDANCY", metavar="SCHEME", shell_complete=shell_completion.schemes,
-    help="Scheme of the job. [as in memory]"
+    help="Redundancy scheme to make.  [default: the scheme in memory]"
 )  # fmt: skip
 
 
@@ -39,12 +39,17 @@ _redundancy_option = click.option(
 @memory_option
 @json_option
 def scavenge(directory: str, job: str | None, memory: str, as_json: bool) -> None:
-    """Drain the newest checkpoint that memory can give to DIRECTORY, without the job.
+    """Copy the newest checkpoint of a dead job from memory to DIRECTORY.
 
-    Start it by srun or mpiexec, with one process or more on each node that is left, when no process of the job is
-    alive. What is lost is rebuilt from copies or parity. What is in memory stays there; nothing that is in DIRECTORY
-    is deleted but what an interrupted drain of this job has left. Exits with 1 where the drain fails, or nothing is
-    drained and DIRECTORY has nothing as new as what was committed.
+    Use it when a job died and will not come back on these nodes. Start it under srun or mpiexec, with one process or
+    more on each node that is left:
+
+    \b
+    srun --ntasks-per-node=1 mlflash scavenge /lustre/me/run42
+
+    It rebuilds lost slots from copies or parity. Memory stays as it is. In DIRECTORY it deletes only what an
+    interrupted drain of this job left. Exits with 1 if a process of the job is alive, if the drain fails, or if it
+    drains nothing and DIRECTORY has nothing as new as the newest committed step.
     """
     given = settings(memory, job, directory)
 
@@ -56,7 +61,7 @@ def scavenge(directory: str, job: str | None, memory: str, as_json: bool) -> Non
         newest, lost = before.newest, before.lost
         drain, nbytes = None, 0
         if newest is not None:
-            with _checkpointer(given, name, "none") as checkpointer:  # it protects nothing: any number of nodes will do
+            with _checkpointer(given, name, "none") as checkpointer:  # no protection: any number of nodes is enough
                 drain = checkpointer.scavenge()
                 if drain is not None:
                     _wait(checkpointer, drain, world.rank == 0)
@@ -64,7 +69,7 @@ def scavenge(directory: str, job: str | None, memory: str, as_json: bool) -> Non
         if world.rank:
             return FINE
         there = stored.newest if stored is not None else None
-        beyond = lost or newest  # if that is not in the directory either, it is gone
+        beyond = lost or newest  # if the directory does not have it either, it is gone
         covered = drain is not None or (
             there is not None and (beyond is None or there.card.attempt.generation >= beyond.attempt.generation)
         )
@@ -73,13 +78,11 @@ def scavenge(directory: str, job: str | None, memory: str, as_json: bool) -> Non
             seconds = show_seconds(time.perf_counter() - started)
             lines.append(f"step {drain.step} was drained to {drain.path}: {show_bytes(nbytes)} in {seconds}")
         elif newest is not None and not covered:
-            lines.append(f"step {newest.step} in memory is damaged, and nothing was drained")
+            lines.append(f"step {newest.step} in memory is damaged: nothing was drained")
         elif there is not None:
-            lines.append(
-                f"memory has nothing newer than step {there.step}, which is in {stored and stored.path} already"
-            )
+            lines.append(f"memory has nothing newer than step {there.step}, which {stored and stored.path} already has")
         else:
-            lines.append("memory has nothing that can be restored, and there is nothing in the directory"
+            lines.append("memory has nothing that can be restored, and the directory has nothing either"
                          + _elsewhere(world, given, name))  # fmt: skip
         step, path = (None, None) if drain is None else (drain.step, drain.path)
         in_directory = step if step is not None else there.step if there is not None else None
@@ -98,11 +101,16 @@ def scavenge(directory: str, job: str | None, memory: str, as_json: bool) -> Non
 @memory_option
 @json_option
 def heal(directory: str | None, redundancy: str | None, job: str | None, memory: str, as_json: bool) -> None:
-    """Make the redundancy of the newest checkpoint in memory whole again, without the job.
+    """Make lost copies and parity of a dead job's newest checkpoint again.
 
-    Start it by srun or mpiexec as the job was: as many processes, on the nodes where it will be relaunched. It takes
-    what the job's restore would take, and writes nothing to the directory. Exits with 1 where memory has nothing, or
-    it could not be made whole.
+    Use it if another node may fail before you relaunch the job. A relaunched job does the same by itself after its
+    restore. Start as many processes as the job had ranks, on the nodes where it will run:
+
+    \b
+    srun -n 64 --ntasks-per-node=8 mlflash heal --directory /lustre/me/run42
+
+    It takes the step that the job would restore, and writes nothing to the directory. Exits with 1 if memory has
+    nothing that can be restored, or if the redundancy is still not complete.
     """
     given = settings(memory, job, directory)
 
@@ -114,9 +122,9 @@ def heal(directory: str | None, redundancy: str | None, job: str | None, memory:
             raise click.ClickException("memory has nothing that can be restored" + _elsewhere(world, given, name))
         if newest.world_size != world.size:
             raise click.UsageError(
-                f"step {newest.step} is of {newest.world_size} ranks, and redundancy is between these: start as many "
-                f"processes as the job had (srun -n {newest.world_size} or mpiexec -n {newest.world_size}), not "
-                f"{world.size}. `mlflash scavenge` works with any number"
+                f"step {newest.step} was saved by {newest.world_size} ranks, and you started {world.size}: start as "
+                f"many processes as the job had ranks (srun -n {newest.world_size} or mpiexec -n "
+                f"{newest.world_size}). `mlflash scavenge` works with any number"
             )
         with _checkpointer(given, name, redundancy or newest.scheme) as checkpointer:
             step, wanted = checkpointer.heal(), checkpointer.survives
@@ -137,15 +145,15 @@ def heal(directory: str | None, redundancy: str | None, job: str | None, memory:
 
 
 def _elsewhere(world: World, given: Config, job: str) -> str:
-    """Where there is something in the memory of this node all the same, in words."""
+    """Say what else the memory of this node holds that the user may have meant."""
     if emulated_nodes(given.memory, job) and not world.emulated:
-        return f": {job} ran on emulated nodes; set MLFLASH_RANKS_PER_NODE as it was then"
+        return f": {job} ran on emulated nodes; set MLFLASH_RANKS_PER_NODE to the same number"
     others = [other for other in jobs_of(given.memory) if other != job]
-    return f"; nothing of {job} is here, but of {', '.join(others)}: name it with --job" if others else ""
+    return f"; this node holds no {job} but {', '.join(others)}: name the job with --job" if others else ""
 
 
 def _outlook(world: World, given: Config, job: str) -> Restorability:
-    """What all nodes can give, told to all ranks. Collective."""
+    """Tell all ranks what all nodes can give. Collective."""
     nodes = look_around(world, given.memory, job, as_restored=True)
     told = what_is_restorable(nodes, together=True) if world.rank == 0 else None
     outlook: Restorability = world.broadcast(told, 0)
@@ -153,7 +161,7 @@ def _outlook(world: World, given: Config, job: str) -> Restorability:
 
 
 def _checkpointer(given: Config, job: str, redundancy: str) -> Checkpointer:
-    """A Checkpointer on the MPI of this command, which drains, deletes and allocates nothing by itself. Collective."""
+    """Make a Checkpointer on this command's MPI that drains, deletes and allocates nothing by itself. Collective."""
     directory = given.directory
     return Checkpointer(directory if directory is None or is_url(directory) else str(directory), job=job,
                         memory=given.memory, redundancy=redundancy, reserve=0, drain_every=0, keep_last=0,
@@ -161,11 +169,11 @@ def _checkpointer(given: Config, job: str, redundancy: str) -> Checkpointer:
 
 
 def _wait(checkpointer: Checkpointer, drain: Drain, on: bool) -> None:
-    """Wait for the end of a drain, as long as any rank gets on.
+    """Wait for the end of a drain as long as any rank makes progress.
 
     Raises:
-        DrainFailed: it failed.
-        DeadlineExceeded: no rank gets on.
+        DrainFailed: the drain failed.
+        DeadlineExceeded: no rank makes progress.
     """
     with Bar("draining", on=on) as bar:
         while not drain.done:
@@ -178,5 +186,5 @@ def _wait(checkpointer: Checkpointer, drain: Drain, on: bool) -> None:
                 break
             bar.at(drain.written, drain.nbytes)
     if not drain.done:
-        raise DrainFailed("MPI failed in the background: the log says more", step=drain.step)
+        raise DrainFailed("MPI failed in the background: see the log", step=drain.step)
     drain.wait()

@@ -31,57 +31,70 @@ _SIGNALS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGTERM, signal.SIGINT)
 
 
 @click.command("run", context_settings={"allow_interspersed_args": False})
-@click.option("--nodes", "-N", type=click.IntRange(1), required=True, help="Nodes that train.")
-@click.option("--ranks-per-node", type=click.IntRange(1), help="Ranks on each. [SLURM_NTASKS_PER_NODE, else 1]")
+@click.option("--nodes", "-N", type=click.IntRange(1), required=True, help="Number of nodes that train.")
+@click.option("--ranks-per-node", type=click.IntRange(1),
+              help="Ranks on each node.  [default: SLURM_NTASKS_PER_NODE, else 1]")  # fmt: skip
 @click.option(
     "--spares",
     type=click.IntRange(0),
-    help="Nodes that wait. With --keep-alive and no such nodes: processes that wait on those that train. [the rest]",
+    help="Nodes that wait to replace a lost one. With --keep-alive and without spare nodes: processes that wait on the "
+    "nodes that train.  [default: all other nodes]",
 )
-@click.option("--keep-alive", is_flag=True, help="Keep processes that have lost others: spares take the "
-              "ranks of those, and all train on after the newest commit (mlflash.keep_alive).")  # fmt: skip
+@click.option("--keep-alive", is_flag=True, help="When ranks are lost, keep the other processes: spares take the lost "
+              "ranks, and all continue after the newest commit (see mlflash.keep_alive).")  # fmt: skip
 @click.option("--lost-after", type=click.FloatRange(0.5), default=10, show_default=True, metavar="SECONDS",
-              help="Without a sign of life for so long a node is lost; a stopped process, too.")  # fmt: skip
+              help="--keep-alive: a node or process without a sign of life for this long is lost.")  # fmt: skip
 @click.option("--leave-within", type=click.FloatRange(1), default=30, show_default=True, metavar="SECONDS",
-              help="For ranks to leave their step when another one is lost.")  # fmt: skip
+              help="--keep-alive: time for ranks to leave their step after another rank is lost.")  # fmt: skip
 @click.option("--ready-within", type=click.FloatRange(1), default=120, show_default=True, metavar="SECONDS",
-              help="From there to the next step.")  # fmt: skip
-@click.option("--min-nodes", type=click.IntRange(1), help="Go on with fewer nodes, if training reshards.")
-@click.option("--max-restarts", type=click.IntRange(0), default=20, show_default=True)
+              help="--keep-alive: time from there until all ranks begin the next step.")  # fmt: skip
+@click.option("--min-nodes", type=click.IntRange(1),
+              help="Continue with down to this many nodes, if your training can reshard.")  # fmt: skip
+@click.option("--max-restarts", type=click.IntRange(0), default=20, show_default=True,
+              help="End after this many restarts.")  # fmt: skip
 @click.option("--directory", "-d", metavar="DIR", shell_complete=shell_completion.directories,
-              help="Where the job drains to; scavenged to at the end.")  # fmt: skip
+              help="Directory or URL that the job drains to. At the end, the newest checkpoint is "
+              "scavenged to it.")  # fmt: skip
 @click.option("--job", envvar="MLFLASH_JOB", metavar="NAME", shell_complete=shell_completion.jobs,
-              help="The job. [as Checkpointer would name it]")  # fmt: skip
+              help="Name of the job.  [default: the name that Checkpointer gives it]")  # fmt: skip
 @click.option("--memory", envvar="MLFLASH_MEMORY", default="/dev/shm", show_default=True,
-              shell_complete=shell_completion.directories, help="Memory file system.")  # fmt: skip
+              shell_complete=shell_completion.directories, help="Memory file system that holds the slots.")  # fmt: skip
 @click.option("--keep-memory", is_flag=True, help="Leave the slots in memory at the end.")
 @click.option("--hang-timeout", type=click.FloatRange(0), default=1800, show_default=True, metavar="SECONDS",
-              help="Without a save for so long a run hangs; 0: never.")  # fmt: skip
+              help="Restart the ranks if they save nothing for this long. 0: never.")  # fmt: skip
 @click.option("--look-every", type=click.FloatRange(0.5), default=15, show_default=True, metavar="SECONDS",
-              help="Between two looks at the nodes, by a short step beside the ranks.")  # fmt: skip
+              help="Time between two checks of the nodes. Each is a short job step next to the ranks.")  # fmt: skip
 @click.option("--grace", type=click.FloatRange(0), default=60, show_default=True, metavar="SECONDS",
-              help="For one more checkpoint, when a signal ends the run.")  # fmt: skip
-@click.option("--gpus", type=click.IntRange(0), default=0, help="GPUs that must answer on each node.")
+              help="Time for one more checkpoint after a signal that ends the run.")  # fmt: skip
+@click.option("--gpus", type=click.IntRange(0), default=0, help="Number of GPUs that must respond on each node.")
 @click.option("--interface", default="", metavar="NAME", help="Network interface that must be up on each node.")
 @click.option("--journal", "run_log", type=click.Path(dir_okay=False, path_type=Path), default=Path("run.jsonl"),
-              show_default=True, help="Where to note what happens.")  # fmt: skip
+              show_default=True, help="File to append events of the run to.")  # fmt: skip
 @click.option("--launcher", "kind", type=click.Choice(["srun", "mpiexec", "ssh"]),
-              help="ssh needs no MPI beside that of the ranks. [srun in an allocation of Slurm, else mpiexec, or ssh "
-              "where there is none]")  # fmt: skip
-@click.option("--mpi", default="", metavar="TYPE", help="srun: what --mpi is to be: pmi2, pmix, cray_shasta, ...")
-@click.option("--srun-args", default="", metavar="WORDS", help="Further words for srun (or mpiexec).")
-@click.option("--hosts", default="", metavar="A,B,C", help="mpiexec, ssh: the nodes, spares too. [this one]")
-@click.option("--rsh", default="ssh", show_default=True, metavar="PROGRAM", help="mpiexec, ssh: remote shell.")
+              help="Program that starts the ranks. ssh needs no mpiexec.  [default: srun in a Slurm allocation, else "
+              "mpiexec, else ssh]")  # fmt: skip
+@click.option("--mpi", default="", metavar="TYPE", help="srun: value of its --mpi: pmi2, pmix, cray_shasta, ...")
+@click.option("--srun-args", default="", metavar="WORDS", help="More arguments for srun or mpiexec.")
+@click.option("--hosts", default="", metavar="A,B,C",
+              help="mpiexec, ssh: all nodes, spares included.  [default: this node]")  # fmt: skip
+@click.option("--rsh", default="ssh", show_default=True, metavar="PROGRAM",
+              help="mpiexec, ssh: program for the remote shell.")  # fmt: skip
 @click.argument("argv", nargs=-1, required=True, type=click.UNPROCESSED, shell_complete=shell_completion.files)
 def run(nodes: int, ranks_per_node: int | None, spares: int | None, min_nodes: int | None, max_restarts: int,
         directory: str | None, job: str | None, memory: str, keep_memory: bool, hang_timeout: float,
         look_every: float, grace: float, gpus: int, interface: str, run_log: Path, kind: str | None, mpi: str,
         srun_args: str, hosts: str, rsh: str, keep_alive: bool, lost_after: float, leave_within: float,
         ready_within: float, argv: tuple[str, ...]) -> None:  # fmt: skip
-    """Start ARGV on all ranks, and again after a failure, with spares in the place of lost nodes.
+    """Start the command ARGV on all ranks, and restart it after a failure with spares in place of lost nodes.
 
-    For the batch script of a job: `mlflash run -N 8 -d DIR --mpi pmix -- python -m mpi4py train.py`. Exits with 0
-    where all ranks came to their end, else with what the last run ended with.
+    Use it in the batch script of a job, or from a shell on hosts without Slurm:
+
+    \b
+    mlflash run -N 8 -d DIR --mpi pmix -- python -m mpi4py train.py
+    mlflash run -N 2 --hosts n1,n2,n3 -d DIR -- python -m mpi4py train.py
+
+    `mlflash template` writes a batch script that calls it. Exits with 0 if all ranks ended well, else with the exit
+    code of the last run.
     """
     names = hosts.split(",") if hosts else ["localhost"]
     journal = RunLog(run_log)
@@ -93,11 +106,11 @@ def run(nodes: int, ranks_per_node: int | None, spares: int | None, min_nodes: i
     try:
         name = job or job_name(os.environ, directory)
     except ConfigError:
-        raise click.UsageError("nothing names the job: give --directory (where it drains to) or --job") from None
+        raise click.UsageError("the job has no name: give --directory (where it drains to) or --job") from None
     try:
         if not is_enabled(os.environ):  # ranks that save nothing give no signs of life
             hang_timeout = grace = 0.0
-            click.echo(f"mlflash run: {DISABLE} is set: no checkpoints, and nobody sees where training hangs", err=True)
+            click.echo(f"mlflash run: {DISABLE} is set: there are no checkpoints, and hangs are not detected", err=True)
     except ConfigError as error:
         raise click.UsageError(str(error)) from None
     try:
@@ -111,7 +124,7 @@ def run(nodes: int, ranks_per_node: int | None, spares: int | None, min_nodes: i
         for number in _SIGNALS:
             signal.signal(number, lambda number, frame: setattr(supervisor, "told", number))
         if spares is not None and not keep_alive and (there := len(launcher.hosts())) < nodes + spares:
-            raise click.UsageError(f"{nodes} nodes and {spares} spares are more than the {there} that there are")
+            raise click.UsageError(f"--nodes {nodes} and --spares {spares} need {nodes + spares} nodes, not {there}")
         with ExitStack() as beside:
             if isinstance(launcher, OnSlurm):
                 beside.enter_context(Guard(launcher, options, run_log))
@@ -123,7 +136,7 @@ def run(nodes: int, ranks_per_node: int | None, spares: int | None, min_nodes: i
 
 
 def _launcher(kind: str | None, mpi: str, extra: list[str], hosts: list[str], rsh: str) -> Launcher:
-    """What starts the ranks: as told, or what there is."""
+    """Return the launcher that the user names, or the one that is available."""
     if kind is None:
         kind = "srun" if "SLURM_JOB_ID" in os.environ else _without_slurm(rsh)
     if kind == "srun":
@@ -133,29 +146,30 @@ def _launcher(kind: str | None, mpi: str, extra: list[str], hosts: list[str], rs
     if kind == "mpiexec":
         return OnHosts(hosts, rsh, extra)
     if extra:
-        raise click.UsageError("--srun-args are for srun or mpiexec, and neither starts these ranks")
+        raise click.UsageError("--srun-args are for srun or mpiexec, but ssh starts these ranks")
     return OnSsh(hosts, rsh)
 
 
 def _kept(launcher: Launcher, names: list[str], rsh: str, spares: int, deadlines: Deadlines, journal: RunLog) -> Start:
-    """What starts ranks that stay when others are lost."""
+    """Return the function that starts ranks which stay alive when others are lost."""
     if isinstance(launcher, OnSlurm):
         return KeptBySteps(launcher, spares, deadlines, journal).train
     if isinstance(launcher, OnSsh):
         return OnKeptHosts(names, rsh, spares, deadlines, journal).train
-    raise click.UsageError("--keep-alive: what mpiexec has started ends together; --launcher ssh, or Slurm")
+    raise click.UsageError("--keep-alive does not work with mpiexec, which ends all ranks together: use --launcher ssh "
+                           "or Slurm")  # fmt: skip
 
 
 def _without_slurm(rsh: str) -> str:
     try:
         find_mpiexec()
     except MpiUnavailable:
-        click.echo(f"mlflash run: there is no mpiexec: {Path(rsh).name} starts the ranks", err=True)
+        click.echo(f"mlflash run: there is no mpiexec, so {Path(rsh).name} starts the ranks", err=True)
         return "ssh"
     return "mpiexec"
 
 
 def _tasks_per_node() -> int:
-    """Ranks per node as the allocation says: "4(x2)" is four on each of two nodes."""
+    """Return the ranks per node of the allocation. "4(x2)" means four on each of two nodes."""
     text = os.environ.get("SLURM_NTASKS_PER_NODE") or os.environ.get("SLURM_TASKS_PER_NODE", "1")
     return int(text.split("(")[0].split(",")[0])

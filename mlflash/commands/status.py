@@ -31,18 +31,25 @@ VALUES = {
     Verdict.CERTIFIED: "certified, ", Verdict.SUSPECT: "with suspect values, ", Verdict.BAD: "marked bad, ",
     Verdict.GOOD: "marked good, ",
 }  # fmt: skip
-"""What is said of a step before the rest."""
-_STUCK = 2  # restores of one attempt, from which on that is worth mentioning
+"""What is known of the values of a step, as the first words of its description."""
+_STUCK = 2  # restores of one attempt; from this number on the command mentions them
 
 
 @click.command()
 @job_options
 def status(directory: str | None, job: str | None, memory: str, as_json: bool) -> None:
-    """Say what is in memory, what it survives, and what was drained, by what the headers say.
+    """Show what is in memory, which losses it survives, and what was drained.
 
-    Alone it looks at this node; under mpiexec or srun at all nodes it was started on. It changes nothing, and the
-    job may be alive. Exits with 1 where something is seen to be damaged or nothing can be restored. Only
-    `mlflash verify` reads every byte, and so knows whether a step can be loaded.
+    Use it while a job runs, or after it died, before you start it again. Alone it looks at this node. Under srun or
+    mpiexec it looks at all nodes that it was started on.
+
+    \b
+    mlflash status --directory /lustre/me/run42
+    srun --ntasks-per-node=1 mlflash status --directory /lustre/me/run42
+
+    It changes nothing, and it reads only the headers of the slots. Only `mlflash verify` reads every byte and knows
+    whether a step can be loaded. Exits with 1 if a file is damaged, if a committed step is lost, or if nothing can be
+    restored.
     """
     given = settings(memory, job, directory)
 
@@ -57,7 +64,7 @@ def status(directory: str | None, job: str | None, memory: str, as_json: bool) -
 
 
 def look(world: World, given: Config, job: str | None, directory: str | None) -> Found:
-    """Look at memory and directory of a job. Collective over the world; what is in memory only rank 0 learns."""
+    """Look at the memory and the directory of a job. Collective over the world; only rank 0 gets what is in memory."""
     name = choose_job.choose(world, given, job, directory)
     nodes = look_around(world, given.memory, name)
     stored = on_disk.look_into(world, given.directory)
@@ -66,7 +73,7 @@ def look(world: World, given: Config, job: str | None, directory: str | None) ->
 
 @dataclasses.dataclass
 class Found:
-    """All that the status of a job is made of."""
+    """All that the status of a job shows."""
 
     job: str
     nodes: list[Node]
@@ -78,7 +85,7 @@ class Found:
         """Whether nothing is damaged, no committed step is lost, and there is something to restore."""
         if any(node.damaged for node in self.nodes) or (self.stored is not None and self.stored.damaged):
             return False
-        if self.outlook.unseen:  # of what is on other nodes nothing is known
+        if self.outlook.unseen:  # what is on other nodes is unknown
             return bool(self.outlook.prospects)
         drained = self.stored.newest if self.stored is not None else None
         lost = self.outlook.lost
@@ -88,19 +95,19 @@ class Found:
 
     @property
     def survives(self) -> Survival | None:
-        """What the newest one in memory survives; None where that cannot be told."""
+        """The losses that the newest checkpoint in memory survives. None if other nodes were not looked at."""
         newest = self.outlook.newest
         return None if newest is None or self.outlook.unseen else survival(self.nodes, newest)
 
     def to_json(self) -> dict[str, Any]:
-        """As plain values."""
+        """Return all of it as plain values."""
         survives, newest = self.survives, self.outlook.newest
         return {
             "job": self.job,
             "alive": any(node.pid is not None for node in self.nodes),
             "well": self.is_well,
             "newest": None if newest is None else newest.step,
-            "verified": False,  # headers say what was saved, not what can be loaded
+            "verified": False,  # headers tell what was saved, not what can be loaded
             "survives": None if survives is None else dataclasses.asdict(survives) | {"words": str(survives)},
             "unseen": list(self.outlook.unseen),
             "attempts": [attempt_to_json(one) for one in self.outlook.prospects],
@@ -109,7 +116,7 @@ class Found:
         }
 
     def show(self, console: Console) -> None:
-        """For people."""
+        """Print all of it for people."""
         console.print(_nodes_table(self.nodes))
         for style, text in self._lines():
             console.print(text, style=style or None)
@@ -117,24 +124,24 @@ class Found:
     def _lines(self) -> Iterator[tuple[str, str]]:
         alive = [node for node in self.nodes if node.pid is not None]
         where = f"{alive[0].name}, {process_named(alive[0].pid or 0)}" if alive else ""
-        yield "", f"job {self.job}: " + (f"alive ({where})" if alive else "no process of it is alive here")
+        yield "", f"job {self.job}: " + (f"alive ({where})" if alive else "no live process here")
         if any(node.drain_asked for node in self.nodes):
-            yield "", "a drain was asked for: the next checkpoint that is committed will be drained"
+            yield "", "a drain was requested: the job drains the next checkpoint that it commits"
         newest = self.outlook.newest
         if newest is not None:
             yield "", "in memory: " + describe(newest)
             if newest.restores >= _STUCK:
-                yield "yellow", f"restored {newest.restores} times, and nothing newer was committed since"
+                yield "yellow", f"restored {newest.restores} times, and the job has committed nothing newer since"
         elif not self.outlook.unseen:
             yield "red", "in memory: nothing that can be restored"
         if self.outlook.unseen:
             names = ", ".join(self.outlook.unseen)
-            yield "yellow", (f"not looked at: {names}. What all nodes together can give, and what that survives, is "
-                             "seen under mpiexec or srun, with a process on each node")  # fmt: skip
+            yield "yellow", (f"not looked at: {names}. To see what all nodes together can restore and survive, start "
+                             "this command under srun or mpiexec with a process on each node")  # fmt: skip
         elif (survives := self.survives) is not None:
             yield "red" if survives.fatal else "", f"survives the loss of: any process; {survives}"
         if newest is not None or (self.stored is not None and self.stored.newest is not None):
-            yield "", "by their headers: only `mlflash verify` reads every byte of them"
+            yield "", "this is what the headers say: only `mlflash verify` reads every byte"
         if self.outlook.lost is not None and not self.outlook.unseen:
             yield "red", describe_lost(self.outlook.lost)
         for node in self.nodes:
@@ -144,44 +151,44 @@ class Found:
 
 
 def directory_lines(stored: on_disk.DirectoryContents | None) -> Iterator[tuple[str, str]]:
-    """What was drained, for people: style and text."""
+    """Describe what was drained, for people. Yield style and text of each line."""
     if stored is None:
-        yield "", "drained: not looked at (--directory)"
+        yield "", "drained: not looked at; give --directory"
         return
     if stored.newest is None:
-        yield "yellow", f"drained: nothing, in {stored.path}"
+        yield "yellow", f"drained: nothing in {stored.path}"
     else:
         steps = sorted({one.step for one in stored.listed})
         age = show_seconds(on_disk.age_s(stored.newest.card.unix_ns))
         yield "", f"drained: step {stored.newest.step}, {age} ago; {many(len(steps), 'step')} in {stored.path}"
     if stored.unfinished:
-        yield "yellow", f"not finished, being drained or left by a drain that died: {', '.join(stored.unfinished)}"
+        yield "yellow", f"unfinished (a drain is writing them, or it died): {', '.join(stored.unfinished)}"
     if stored.damaged:
         yield "red", f"damaged: {', '.join(stored.damaged)}"
 
 
 def describe(one: Prospect) -> str:
-    """An attempt that can be restored, in words.
+    """Describe an attempt that can be restored.
 
     Example:
-        "step 40 of 4 ranks, committed, 12 s ago; xor:4; ranks 2-3 to be rebuilt from parity"
+        "step 40 of 4 ranks, committed, 12 s ago; xor:4; parity rebuilds ranks 2-3"
     """
-    seen = "committed" if one.committed else "not seen committed, but whole"
+    seen = "committed" if one.committed else "no receipt of a commit but complete"
     text = f"step {one.step} of {many(one.world_size, 'rank')}, {seen}, {VALUES.get(one.verdict, '')}"
     text += f"{show_seconds(on_disk.age_s(one.unix_ns))} ago; {one.scheme}"
     if one.missing:
-        text += f"; {named(one.missing)} to be rebuilt from parity"
+        text += f"; parity rebuilds {named(one.missing)}"
     return text
 
 
 def describe_lost(one: Prospect) -> str:
-    """An attempt that was committed and cannot be restored, in words."""
+    """Describe an attempt that was committed and cannot be restored."""
     what = f"the slots of {named(one.missing)} are gone" if one.missing else "state that ranks share is gone"
-    return f"step {one.step} was committed, and memory cannot give it: {what}"
+    return f"step {one.step} was committed, but memory can no longer give it: {what}"
 
 
 def attempt_to_json(one: Prospect) -> dict[str, Any]:
-    """An attempt in memory as plain values."""
+    """Return an attempt in memory as plain values."""
     return {
         "step": one.step,
         "generation": one.attempt.generation,
@@ -224,7 +231,7 @@ def _file_to_json(file: File) -> dict[str, Any]:
 
 
 def _nodes_table(nodes: Sequence[Node]) -> Table:
-    """A line for each node and step, newest first."""
+    """Make a table with a line for each node and step, newest first."""
     table = new_table("node", ">step", "slots of", "parity of", ">shares", ">size", ">age", "committed")
     for node in nodes:
         name = node.name
@@ -235,7 +242,7 @@ def _nodes_table(nodes: Sequence[Node]) -> Table:
                 name, str(headers[0].step), ranges(ranks[Kind.SLOT]), ranges(ranks[Kind.PARITY]),
                 str(len(ranks[Kind.SHARE]) or "-"), show_bytes(sum(file.nbytes for file, _ in its)),
                 show_seconds(on_disk.age_s(max(header.unix_ns for header in headers))),
-                "yes" if any(file.committed for file, _ in its) else "not seen",
+                "yes" if any(file.committed for file, _ in its) else "no receipt",
             )  # fmt: skip
             name = ""
         blank = [file for file in node.files if file.header is None and not file.damage]
@@ -247,7 +254,7 @@ def _nodes_table(nodes: Sequence[Node]) -> Table:
 
 
 def _by_attempt(node: Node) -> list[list[tuple[File, Header]]]:
-    """The sealed files of a node by what they are of, newest first."""
+    """Group the sealed files of a node by attempt, newest first."""
     found: dict[Attempt, list[tuple[File, Header]]] = {}
     for file, header in node.sealed:
         found.setdefault(header.attempt, []).append((file, header))

@@ -24,25 +24,35 @@ from ..memory.node_directory import jobs_of
 from ..telemetry.heartbeat import live_jobs
 
 _DRAW_S = 0.25
-_ASK_S = 5.0  # between two questions to other nodes: each is a step of Slurm, or a remote shell
+_ASK_S = 5.0  # between two requests to other nodes: each is a Slurm job step or a remote shell
 
 
 @click.command()
 @directory_option
 @job_option
 @memory_option
-@click.option("--hosts", default="", metavar="A,B,C", help="Ask these nodes, by a remote shell.")
-@click.option("--rsh", default="ssh", show_default=True, metavar="PROGRAM", help="The remote shell.")
-@click.option("--slurm-job", default="", metavar="ID", help="Ask all nodes of this job. [the one this runs in]")
+@click.option("--hosts", default="", metavar="A,B,C", help="Ask these nodes with a remote shell.")
+@click.option("--rsh", default="ssh", show_default=True, metavar="PROGRAM", help="Program for the remote shell.")
+@click.option("--slurm-job", default="", metavar="ID",
+              help="Ask all nodes of this Slurm job.  [default: the job that this command runs in]")  # fmt: skip
 @click.option("--here", is_flag=True, help="Look at this node only.")
-@click.option("--every", type=click.FloatRange(0.1), metavar="SECONDS", help="Between two looks. [1; other nodes: 5]")
-@click.option("--once", is_flag=True, help="Print one page and end; also where the output is no terminal.")
-@click.option("--json", "as_json", is_flag=True, help="Print what ranks say as one JSON document, and end.")
+@click.option("--every", type=click.FloatRange(0.1), metavar="SECONDS",
+              help="Time between two looks.  [default: 1; with other nodes: 5]")  # fmt: skip
+@click.option("--once", is_flag=True,
+              help="Print one page and end. This is the default if the output is not a terminal.")  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, help="Print the status of the ranks as one JSON document and end.")
 def top(directory: str | None, job: str | None, memory: str, hosts: str, rsh: str, slurm_job: str, here: bool,
         every: float | None, once: bool, as_json: bool) -> None:  # fmt: skip
-    """Watch the running job, from any of its nodes: checkpoints, stalls, memory, and ranks that are gone.
+    """Watch a running job in the terminal: checkpoints, stalls, memory, and ranks that are gone.
 
-    It reads what ranks write to the memory of their node, and changes nothing. `q` ends it.
+    Use it on any node of the job, or name the nodes:
+
+    \b
+    mlflash top
+    mlflash top --slurm-job 4711
+    mlflash top --hosts n1,n2
+
+    It reads the status that ranks write to the memory of their node, and changes nothing. Press q to end it.
     """
     given = settings(memory, job, directory)
     asked = None if here else _others(hosts, rsh, slurm_job)
@@ -62,13 +72,13 @@ def top(directory: str | None, job: str | None, memory: str, hosts: str, rsh: st
 
 
 def _others(hosts: str, rsh: str, slurm_job: str) -> tuple[Launcher, list[str]] | None:
-    """How nodes are asked, and which; None: only this one is looked at."""
+    """Return the launcher that asks other nodes, and their names. None: look at this node only."""
     if hosts:
         return OnHosts(hosts.split(","), rsh), hosts.split(",")
     job = slurm_job or (own_id(os.environ) if "SLURM_JOB_ID" in os.environ else "")
     if not job:
         return None
-    os.environ["SLURM_JOB_ID"] = job  # for srun, from outside of the job, or from inside of another one
+    os.environ["SLURM_JOB_ID"] = job  # srun needs it outside of the job, or inside of another one
     if nodes := hosts_of(job):
         return OnSlurm(job), list(nodes)
     raise click.ClickException(f"Slurm knows no nodes of job {job}")
@@ -106,7 +116,7 @@ def _watch(job: str, watch: Watch) -> None:
 
 @contextlib.contextmanager
 def _keys() -> Iterator[Callable[[float], str]]:
-    """Give a function that waits so many seconds for a key; "" where none was pressed."""
+    """Yield a function that waits some seconds for a key. It returns "" if no key was pressed."""
 
     def pressed(timeout_s: float) -> str:
         if not select.select([sys.stdin], [], [], timeout_s)[0]:

@@ -32,14 +32,14 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass
 class Checked:
-    """What was read in one place, of a node or of the directory.
+    """What the command read in one place: a node, or a checkpoint in the directory.
 
     Attributes:
         where: name of the node, or path of the checkpoint.
-        files, nbytes: that were read.
-        damaged: files and what is wrong with each.
-        written: files that changed while they were read: the job writes them.
-        provenance: of a checkpoint of the directory; None: of memory.
+        files, nbytes: how many files and bytes were read.
+        damaged: the damaged files, and what is wrong with each.
+        written: files that the job wrote while they were read.
+        provenance: the provenance of a checkpoint in the directory. None for memory.
     """
 
     where: str
@@ -52,19 +52,25 @@ class Checked:
 
 @click.command()
 @click.option("--key", metavar="PUBLIC.pem", shell_complete=shell_completion.files,
-              help="Each checkpoint of the directory must be signed by this key.")  # fmt: skip
+              help="Require that this key signed each checkpoint in the directory.")  # fmt: skip
 @job_options
 def verify(key: str | None, directory: str | None, job: str | None, memory: str, as_json: bool) -> None:
-    """Read every byte in memory and in the directory, and compare all checksums.
+    """Read every byte in memory and in the directory, and compare it with its checksum.
 
-    Alone it reads this node's memory; under mpiexec or srun that of all nodes, and the processes share the reading.
-    In the directory it compares all files with the provenance of their checkpoint, too, and says what that records.
-    It changes nothing; a slot that the job writes meanwhile is called that, and not damaged. Exits with 1 where
-    something is damaged, or not signed by --key, or nothing is there.
+    Use it before you rely on a checkpoint. Alone it reads the memory of this node. Under srun or mpiexec it reads all
+    nodes that it was started on, and the processes share the work. In the directory it also compares all files with
+    the provenance of their checkpoint.
+
+    \b
+    mlflash verify --directory /lustre/me/run42
+    srun --ntasks-per-node=4 mlflash verify --directory /lustre/me/run42
+
+    It changes nothing. If the job writes a slot while the command reads it, the command reports the slot as being
+    written, not as damaged. Exits with 1 if anything is damaged, is not signed by --key, or if nothing is there.
     """
     given = settings(memory, job, directory)
     if key is not None and directory is None:
-        raise click.UsageError("--key needs --directory: nothing in memory is signed")
+        raise click.UsageError("--key needs --directory, because checkpoints in memory are not signed")
 
     def work(world: World) -> int:
         name = choose_job.choose(world, given, job, directory)
@@ -146,12 +152,12 @@ def _verify_directory(world: World, directory: str | None, key_file: str | None)
             mine[where] = Checked(where, ranks, nbytes, wrong, provenance=provenance)
     for folder in stored.damaged if world.rank == 0 else ():
         where = f"{stored.path}/{folder}"
-        mine[where] = Checked(where, 1, 0, [("the file that commits it", "its first bytes are damaged")])
+        mine[where] = Checked(where, 1, 0, [("the file that commits the checkpoint", "its first bytes are damaged")])
     return _join(gather_from_all(world, mine))
 
 
 def _key(world: World, file: str | None) -> Key | None:
-    """Read the key that must have signed; rank 0 needs it. Collective over the world."""
+    """Read the key that must have signed. Only rank 0 gets it. Collective over the world."""
     found: Key | None = None
     error: ConfigError | None = None
     if file is not None and world.rank == 0:
@@ -166,7 +172,7 @@ def _key(world: World, file: str | None) -> Key | None:
 
 
 def _join(told: list[dict[str, Checked]]) -> list[Checked]:
-    """Put together what several processes read in the same places."""
+    """Add up what several processes read in the same places."""
     found: dict[str, Checked] = {}
     for theirs in told:
         for where, one in theirs.items():
@@ -177,7 +183,7 @@ def _join(told: list[dict[str, Checked]]) -> list[Checked]:
             all_of.written = sorted([*all_of.written, *one.written])
             all_of.provenance = all_of.provenance or one.provenance
     for one in found.values():
-        if one.provenance is not None:  # it names more files than those with tensors
+        if one.provenance is not None:  # it names more files than the ones with tensors
             one.files = one.provenance.count(one.files, [file for file, _ in one.damaged])
     return list(found.values())
 
@@ -206,9 +212,9 @@ def _show(console: Console, found: list[Checked]) -> None:
 
 
 def _in_words(found: Found, is_whole: bool) -> str:
-    """What a provenance says, and whether it holds."""
+    """Say what a provenance records, and whether the files match it."""
     if found.document is None:
-        return "there is none: an older version of mlflash drained this" if found.is_older else "it does not hold"
-    signed = {"none": "not signed", "not checked": "signed, and no --key says by whom", "good": "signed by this key",
+        return "none, because an older version of mlflash drained this" if found.is_older else "it does not hold"
+    signed = {"none": "not signed", "not checked": "signed, not checked without --key", "good": "signed by this key",
               "bad": "not signed by this key"}[found.signature]  # fmt: skip
     return f"{describe(found.document)}; {signed}; it {'holds' if is_whole else 'does not hold'}"

@@ -105,7 +105,7 @@ def test_status_promises_no_step_by_its_header(shm: Path) -> None:
     found = document(shm, "status", "--job", "j")
     assert (found["newest"], found["verified"]) == (2, False)
     text = " ".join(run(shm, "status", "--job", "j").output.split())
-    assert "by their headers: only `mlflash verify` reads every byte of them" in text
+    assert "this is what the headers say: only `mlflash verify` reads every byte" in text
     assert "damaged: slot-" in run(shm, "verify", "--job", "j", code=1).output
 
 
@@ -114,6 +114,17 @@ def test_list_has_memory_and_directory_newest_first(shm: Path, tmp_path: Path) -
     save(shm, 2, 3, directory=tmp_path / "d")
     lines = [line.split() for line in run(shm, "list", "-d", tmp_path / "d", "--job", "j").output.splitlines()[3:]]
     assert [line[:2] for line in lines if line] == [["3", "memory"], ["2", "memory"], ["1", "directory"]]
+
+
+def test_list_says_that_only_who_asks_for_a_bad_step_gets_it(shm: Path, tmp_path: Path) -> None:
+    save(shm, 1, directory=tmp_path / "d", drains=True)
+    save(shm, 2, directory=tmp_path / "d")
+    arguments = ("-d", tmp_path / "d", "--job", "j")
+    for step in (1, 2):
+        run(shm, "mark", step, *arguments)
+    text = " ".join(run(shm, "list", *arguments).output.split())
+    assert "marked bad, committed, restored only if you ask for step 2" in text
+    assert "marked bad, step-00000001, restored only if you ask for step 1" in text
 
 
 def test_what_only_looks_changes_nothing_and_makes_nothing(shm: Path, tmp_path: Path) -> None:
@@ -294,7 +305,7 @@ def test_inspect_shows_each_tensor_and_where_its_bytes_are(shm: Path) -> None:
     raw = (shm / f"mlflash-{UID}" / "j" / run_of["file"]).read_bytes()[run_of["start"] :][: run_of["nbytes"]]
     assert raw == STATE["model"]["b"].tobytes()
     assert "lr = 0.1" in run(shm, "inspect", 7, "lr").output
-    assert "no 'nothing'" in run(shm, "inspect", 7, "nothing", code=1).output
+    assert "no tensor or value 'nothing'" in run(shm, "inspect", 7, "nothing", code=1).output
     assert "no step 8" in run(shm, "inspect", 8, code=1).output
     run(shm, "inspect", 7, "--from", "directory", code=2)
     run(shm, "inspect", "x", code=2)

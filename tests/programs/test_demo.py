@@ -77,4 +77,4 @@ def test_where_it_is_ended_nothing_of_it_goes_on(shm: Path, tmp_path: Path) -> N
 def test_before_anything_is_saved_no_rank_can_be_lost(shm: Path, tmp_path: Path, options: tuple[str, str]) -> None:
     with demo(shm, tmp_path, *options) as process:
         out, _ = process.communicate(timeout=60)
-    assert process.returncode == 2 and "as step 2 is the first that is saved" in " ".join(out.split()), out
+    assert process.returncode == 2 and "because step 2 is the first save" in " ".join(out.split()), out

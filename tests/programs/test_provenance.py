@@ -125,7 +125,7 @@ def test_the_command_says_what_was_recorded_and_that_it_holds(directory: Path, f
     (line,) = (line for line in text.splitlines() if "provenance: step 2" in line)
     assert f"1 rank on {os.uname().nodename}, none; saved 20" in line and f"mlflash {mlflash.__version__}" in line
     assert f"python {sys.version.split()[0]}" in line and f"torch {torch.__version__}" in line
-    assert line.endswith(("signed, and no --key says by whom" if is_signed else "not signed") + "; it holds")
+    assert line.endswith(("signed, not checked without --key" if is_signed else "not signed") + "; it holds")
     told = json.loads(verify(directory, shm, "--json", code=0).stdout)["directory"]
     assert [one["provenance"]["said"]["given"] for one in told] == [GIVEN, GIVEN]
     assert [(one["provenance"]["holds"], one["provenance"]["said"]["step"]) for one in told] == [(True, 2), (True, 1)]
@@ -274,7 +274,7 @@ def test_a_checkpoint_of_an_older_version_has_none_and_that_is_no_error(
     for older in ("hdf5", "dcp"):
         text = verify(tmp_path / older, shm, code=0).stdout
         assert "4 of 4 files good" in text
-        assert "provenance: there is none: an older version of mlflash drained this" in text
+        assert "provenance: none, because an older version of mlflash drained this" in text
         text = verify(tmp_path / older, shm, "--key", keys[1], code=1).stdout
         assert "damaged: provenance.json: there is none, so that nothing is signed" in text
 

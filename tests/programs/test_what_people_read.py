@@ -61,7 +61,7 @@ def test_a_reader_that_goes_away_changes_no_exit_code_and_nothing_is_printed_of_
 
 
 def test_jobs_are_listed_with_sizes_and_ages_the_largest_first(shm: Path) -> None:
-    assert call("jobs", "--memory", shm).stdout == f"nothing of this user is in {shm} here\n"
+    assert call("jobs", "--memory", shm).stdout == f"no job of this user holds memory in {shm} here\n"
     save(shm, "small", 1)
     save(shm, "large", 1, 200)
     for command in ("jobs", "clean"):
@@ -81,7 +81,7 @@ def test_clean_of_all_jobs_asks_before_it_deletes_them(shm: Path) -> None:
     save(shm, "mine", 1)
     save(shm, "theirs", 1)
     refused = call("clean", "--all", "--memory", shm, code=2, stdin=subprocess.DEVNULL)
-    assert "add --yes if you mean it" in refused.stderr
+    assert "add --yes to confirm" in refused.stderr
     for answer, left in (("n\n", 2), ("y\n", 0)):
         outside, inside = pty.openpty()
         with subprocess.Popen([MLFLASH, "clean", "--all", "--memory", str(shm)], stdin=inside, stdout=inside,
@@ -101,7 +101,7 @@ def test_a_job_that_is_not_there_is_named_with_those_that_are(shm: Path) -> None
     save(shm, "mine", 1)
     for command in ("status", "list", "verify", "inspect 1"):
         said = call(*command.split(), "--job", "nosuch", "--memory", shm, code=1).stderr
-        assert f"Error: no memory of job nosuch in {shm} on " in said and said.endswith("; there is: mine\n")
+        assert f"Error: job nosuch holds no memory in {shm} on " in said and said.endswith("; jobs here: mine\n")
 
 
 @pytest.mark.parametrize("command", ["clean j", "scavenge DIR --job j", "heal --job j"])

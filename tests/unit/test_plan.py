@@ -301,10 +301,10 @@ def test_a_domain_that_holds_too_much_of_a_group_is_warned_about(tmp_path: Path)
     assert "warning: xor:4: the same goes for 1 more\n" in text
     assert "least memory for any 1 rack: rs:3+2" in text and "any 1 of 2 rows except row 1" in text
     text = run("--domains", file, "--hosts", "n[9-10],m1", "--bytes", "1GB")
-    assert "1 of 3 hosts stand nowhere and count as domains of their own: m1" in text
+    assert "the failure domains of 1 of 3 hosts are unknown, so each counts as its own: m1" in text
     text = run("--domains", file, "--nodes", 3, "--bytes", "1GB")
     assert "the first 3 of 10 hosts: n1 to n3" in text
-    assert "all nodes are in rack 1/a: it takes the job's memory with it" in text
+    assert "all nodes are in rack 1/a: if it fails, all checkpoints in memory are lost" in text
 
 
 def test_domains_and_nodes_come_from_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -318,7 +318,7 @@ def test_domains_and_nodes_come_from_slurm(tmp_path: Path, monkeypatch: pytest.M
     text = run("--slurm", "--bytes", "1GiB")
     assert "copy: any process; any 1 of 4 nodes; 4 of 6 pairs of nodes; any 1 switch; not: switches s0 and s1" in text
     scontrol.unlink()
-    assert "--domains FILE does as well" in run("--slurm", "--bytes", "1GiB", code=1)
+    assert "use --domains FILE" in run("--slurm", "--bytes", "1GiB", code=1)
 
 
 def test_a_report_of_a_run_says_what_was_measured(shm: Path, tmp_path: Path) -> None:
@@ -364,7 +364,7 @@ def test_what_cannot_be_drawn_says_why(tmp_path: Path, monkeypatch: pytest.Monke
     drawn = ("--nodes", 64, "--bytes", "12GiB", *FAILURES, "--plot")
     assert "cannot draw to" in run(*drawn, tmp_path / "waste.txt", code=1)
     assert "memory covers no failure" in run(*drawn, tmp_path / "waste.png", "--scheme", "none", code=1)
-    assert "needs --mtbf" in run("--nodes", 4, "--bytes", "1GiB", "--plot", tmp_path / "waste.png", code=2)
+    assert "give --mtbf" in run("--nodes", 4, "--bytes", "1GiB", "--plot", tmp_path / "waste.png", code=2)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert "pip install 'mlflash[plot]'" in run(*drawn, tmp_path / "waste.png", code=1)
     assert not list(tmp_path.iterdir())
@@ -373,7 +373,7 @@ def test_what_cannot_be_drawn_says_why(tmp_path: Path, monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ("--nodes 4", "Give --bytes, or --report"),
+        ("--nodes 4", "Give --bytes or --report"),
         ("--bytes 1GiB", "Give --nodes, --hosts, --domains"),
         ("--nodes 4 --bytes 12G", "bytes such as 12GiB"),
         ("--nodes 4 --bytes 0B", "at least 1 byte"),
@@ -381,10 +381,10 @@ def test_what_cannot_be_drawn_says_why(tmp_path: Path, monkeypatch: pytest.Monke
         ("--nodes 4 --bytes 1GiB --scheme raid", "none, copy, copy:k, xor:n"),
         ("--nodes 4 --bytes 1GiB --mtbf 5y", "needs --save"),
         ("--nodes 4 --bytes 1GiB --mtbf 5years --save 1", "30000h, 200d or 5y"),
-        ("--nodes 4 --bytes 1GiB --mtbf 0 --save 1", "more than 0 s"),
-        ("--nodes 4 --bytes 1GiB --mtbf 5y --save 0", "more than 0 s"),
-        ("--nodes 4 --bytes 1GiB --mtbf 5y --save 2 --commit 1", "no shorter than --save"),
-        ("--nodes 4 --bytes 1GiB --mtbf 5y --save 2 --pfs-restart 1h", "with --drain-every"),
+        ("--nodes 4 --bytes 1GiB --mtbf 0 --save 1", "longer than 0 s"),
+        ("--nodes 4 --bytes 1GiB --mtbf 5y --save 0", "longer than 0 s"),
+        ("--nodes 4 --bytes 1GiB --mtbf 5y --save 2 --commit 1", "cannot be shorter than --save"),
+        ("--nodes 4 --bytes 1GiB --mtbf 5y --save 2 --pfs-restart 1h", "needs --drain-every"),
         ("--nodes 4 --hosts n[1-3] --bytes 1GiB", "4 different hosts"),
         ("--hosts n1,n1 --bytes 1GiB", "different hosts"),
         ("--hosts n[1- --bytes 1GiB", "node[001-016]"),

@@ -216,7 +216,7 @@ def test_the_command_takes_the_journal_among_the_logs(events: Path, journal: Pat
     assert said.stdout == f"{tmp_path}/r.html: 1 launch, 0 failures, 1 loss recovered in place, goodput 71.3 %\n"
     alone = CliRunner().invoke(main, ["report", str(journal), "-o", str(tmp_path / "none.html")])
     assert alone.exit_code == 1 and "no event in" in alone.stderr
-    assert "the journal of `mlflash run` needs the logs of the ranks beside it" in alone.stderr
+    assert "give the event logs of the ranks along with the journal of `mlflash run`" in alone.stderr
 
 
 def test_a_line_is_what_the_decider_writes() -> None:
