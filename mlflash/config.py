@@ -46,46 +46,74 @@ def _setting(default: Any, env: str | None, doc: str) -> Any:
 class Config:
     """Settings of one Checkpointer; make it with :func:`from_environment`."""
 
-    enabled: bool = _setting(True, None, "save and restore; False, or MLFLASH_DISABLE=1 whatever is given: do nothing")
-    job: str = _setting("", "MLFLASH_JOB", "name that ties a relaunch to the memory of the run before")
+    enabled: bool = _setting(True, None, "False turns mlflash off, and so does MLFLASH_DISABLE=1")
+    job: str = _setting("", "MLFLASH_JOB", "name by which a relaunch finds the memory of the run before")
     directory: str | None = _setting(None, None, "directory on the parallel file system")
     redundancy: str = _setting("copy", "MLFLASH_REDUNDANCY", "scheme: none | copy | copy:k | xor:n | rs:n+k")
     domains: str | None = _setting(None, "MLFLASH_DOMAINS", "file of hosts and their failure domains")
     memory: str = _setting("/dev/shm", "MLFLASH_MEMORY", "node-local memory file system")
     strict: bool = _setting(False, "MLFLASH_STRICT", "a failed save raises instead of warning")
-    timeout_s: float = _setting(300.0, "MLFLASH_TIMEOUT_S", "deadline of every wait, seconds")
-    lazy: bool = _setting(True, "MLFLASH_LAZY", "copy until an optimizer steps, where it is safe; 0: at once")
-    when_busy: str = _setting("wait", "MLFLASH_WHEN_BUSY", "both slots busy: wait | skip this save")
+    timeout_s: float = _setting(
+        300.0, "MLFLASH_TIMEOUT_S", "seconds for each job of the courier; for a drain: seconds without progress"
+    )
+    lazy: bool = _setting(
+        True,
+        "MLFLASH_LAZY",
+        "copy while training continues, until an optimizer steps, if that is safe; 0: copy at once",
+    )
+    when_busy: str = _setting("wait", "MLFLASH_WHEN_BUSY", "when both slots are busy: wait | skip this save")
     reserve: int = _setting(0, "MLFLASH_RESERVE", "bytes of state per rank to allocate at the start")
     transport: str = _setting("auto", "MLFLASH_TRANSPORT", "between nodes: auto | rma | p2p")
-    skip_stuck: int = _setting(0, "MLFLASH_SKIP_STUCK", "pass over a step restored by so many runs; 0: never")
-    check_values: float = _setting(0.125, "MLFLASH_CHECK_VALUES", "share of values checked at each save; 0: none")
-    check_skip: str = _setting("*mask*,*alibi*", "MLFLASH_CHECK_SKIP", "names of tensors not checked: 'a*,*b'")
-    on_suspect: str = _setting("warn", "MLFLASH_ON_SUSPECT", "NaN is saved: warn | keep (the step before) | raise")
-    certify_after: int = _setting(0, "MLFLASH_CERTIFY_AFTER", "steps without alarm that certify a step; 0: none are")
-    prefer_certified: bool = _setting(False, PREFER_CERTIFIED, "restore what is certified, if anything is")
-    fresh: str = _setting("", FRESH, "begin anew, once for each word given here, such as 1; '': go on")
+    skip_stuck: int = _setting(0, "MLFLASH_SKIP_STUCK", "pass over a step that so many runs have restored; 0: never")
+    check_values: float = _setting(
+        0.125, "MLFLASH_CHECK_VALUES", "fraction of the values that each save checks; 0: none"
+    )
+    check_skip: str = _setting(
+        "*mask*,*alibi*", "MLFLASH_CHECK_SKIP", "patterns of tensors whose values are not checked: 'a*,*b'"
+    )
+    on_suspect: str = _setting(
+        "warn", "MLFLASH_ON_SUSPECT", "when values are suspect: warn | keep the step before | raise"
+    )
+    certify_after: int = _setting(
+        0, "MLFLASH_CERTIFY_AFTER", "steps without suspect values that certify a step; 0: never"
+    )
+    prefer_certified: bool = _setting(False, PREFER_CERTIFIED, "restore the newest certified step, if there is one")
+    fresh: str = _setting("", FRESH, "begin anew, once for each word that is given, such as 1; '': go on")
     share: bool = _setting(True, "MLFLASH_SHARE", "store once per node what ranks hold alike; 0: only compare it")
-    drain_every: int = _setting(0, "MLFLASH_DRAIN_EVERY", "every so many checkpoints go to directory; 0: none do")
-    drain_rate: float = _setting(0.0, "MLFLASH_DRAIN_RATE", "bytes per second that all ranks drain together; 0: all")
-    drain_writers: int = _setting(0, "MLFLASH_DRAIN_WRITERS", "ranks that drain at a time; 0: all")
-    keep_last: int = _setting(0, "MLFLASH_KEEP_LAST", "newest checkpoints to keep in directory; 0: all")
-    keep_every: int = _setting(0, "MLFLASH_KEEP_EVERY", "keep those too whose step is a multiple of this; 0: none")
-    format: str = _setting("hdf5", "MLFLASH_FORMAT", "of drained checkpoints: hdf5 | dcp")
-    compression: str = _setting("", "MLFLASH_COMPRESSION", "of drained HDF5 files: gzip | zstd | lz4 | ...")
-    send_rate: float = _setting(0.0, "MLFLASH_SEND_RATE", "bytes per second that a rank sends to protect; 0: all")
-    max_slowdown: float = _setting(0.0, "MLFLASH_MAX_SLOWDOWN", "of steps, such as 0.03: it sends slower; 0: no look")
-    scrub_rate: float = _setting(20e6, "MLFLASH_SCRUB_RATE", "bytes per second an idle courier verifies; 0: none")
+    drain_every: int = _setting(0, "MLFLASH_DRAIN_EVERY", "drain every k-th checkpoint to directory; 0: none")
+    drain_rate: float = _setting(
+        0.0, "MLFLASH_DRAIN_RATE", "bytes per second that all ranks together drain; 0: no limit"
+    )
+    drain_writers: int = _setting(0, "MLFLASH_DRAIN_WRITERS", "number of ranks that drain at the same time; 0: all")
+    keep_last: int = _setting(0, "MLFLASH_KEEP_LAST", "number of newest checkpoints to keep in directory; 0: all")
+    keep_every: int = _setting(
+        0, "MLFLASH_KEEP_EVERY", "also keep checkpoints whose step is a multiple of this; 0: no others"
+    )
+    format: str = _setting("hdf5", "MLFLASH_FORMAT", "format of drained checkpoints: hdf5 | dcp")
+    compression: str = _setting("", "MLFLASH_COMPRESSION", "compression of drained HDF5 files: gzip | zstd | lz4 | ...")
+    send_rate: float = _setting(
+        0.0, "MLFLASH_SEND_RATE", "bytes per second that a rank sends to protect a save; 0: no limit"
+    )
+    max_slowdown: float = _setting(
+        0.0,
+        "MLFLASH_MAX_SLOWDOWN",
+        "largest slowdown of steps while a save is sent, such as 0.03; 0: steps are not timed",
+    )
+    scrub_rate: float = _setting(20e6, "MLFLASH_SCRUB_RATE", "bytes per second that an idle courier verifies; 0: none")
     courier: str = _setting("auto", "MLFLASH_COURIER", "what calls MPI: auto | process (beside the trainer) | thread")
     courier_cpus: str = _setting("auto", "MLFLASH_COURIER_CPUS", "cores of couriers: auto | inherit | such as 0-3,8")
     nice: int = _setting(0, "MLFLASH_NICE", "niceness of the courier's thread, 0 to 19")
-    copy_threads: int = _setting(0, "MLFLASH_COPY_THREADS", "of a rank's copies and checks; 0: as many as are worth it")
+    copy_threads: int = _setting(
+        0, "MLFLASH_COPY_THREADS", "threads of a rank for copies and checks; 0: as many as help"
+    )
     chunk_nbytes: int = _setting(4 * MIB, "MLFLASH_CHUNK_NBYTES", "bytes per transfer, 1 MiB to 1 GiB")
     block_nbytes: int = _setting(MIB, "MLFLASH_BLOCK_NBYTES", "bytes per checksum")
-    provenance: str = _setting("", "MLFLASH_PROVENANCE", "drained checkpoints say this besides: a JSON object")
+    provenance: str = _setting(
+        "", "MLFLASH_PROVENANCE", "your own entries in the provenance of drained checkpoints: a JSON object"
+    )
     sign_key: str = _setting("", "MLFLASH_SIGN_KEY", "file of the Ed25519 key that signs their provenance; '': none")
     log: str = _setting("", "MLFLASH_LOG", "file that gets a line of JSON for each event; '': none")
-    metrics: str = _setting("", "MLFLASH_METRICS", "for Prometheus: file, or ':PORT' on loopback; '': none")
+    metrics: str = _setting("", "MLFLASH_METRICS", "Prometheus metrics: a file, or ':PORT' on loopback; '': none")
     ranks_per_node: int = _setting(0, "MLFLASH_RANKS_PER_NODE", "emulate nodes of n ranks (0: real nodes)")
 
     def __post_init__(self) -> None:
@@ -99,7 +127,7 @@ class Config:
         self._check("skip_stuck", self.skip_stuck >= 0, "a number of restores, 0 or more")
         self._check("check_values", 0 <= self.check_values <= 1, "a number, 0 to 1")
         self._check("certify_after", self.certify_after >= 0, "a number of steps, 0 or more")
-        self._check("certify_after", not self.certify_after or self.check_values > 0, "0 where check_values is 0")
+        self._check("certify_after", not self.certify_after or self.check_values > 0, "0, because check_values is 0")
         self._check("on_suspect", self.on_suspect in ("warn", "keep", "raise"), "'warn', 'keep' or 'raise'")
         for name in ("drain_every", "drain_rate", "drain_writers", "keep_last", "keep_every"):
             self._check(name, getattr(self, name) >= 0, "a number, 0 or more")
@@ -109,10 +137,10 @@ class Config:
         self._check("courier", self.courier in ("thread", "process", "auto"), "'thread', 'process' or 'auto'")
         self._check("courier_cpus", _is_cores(self.courier_cpus), "'auto', 'inherit', or numbers such as 0-3,8")
         self._check("nice", 0 <= self.nice <= 19, "a number, 0 to 19")
-        self._check("drain_every", not self.drain_every or self.directory is not None, "a directory to drain to")
+        self._check("drain_every", not self.drain_every or self.directory is not None, "0, or a directory to drain to")
         self._check("format", self.format in ("hdf5", "dcp"), "'hdf5' or 'dcp'")
         self._check("compression", self.compression in ("", *COMPRESSIONS), f"one of {', '.join(COMPRESSIONS)}")
-        self._check("compression", not self.compression or self.format == "hdf5", "none, but with format='hdf5'")
+        self._check("compression", not self.compression or self.format == "hdf5", "no compression, or format='hdf5'")
         self._check("ranks_per_node", self.ranks_per_node >= 0, "a number of ranks, 0 or more")
         whole_pages = self.block_nbytes % 4096 == 0
         self._check("block_nbytes", whole_pages and 4096 <= self.block_nbytes <= 1 << 30, "4 KiB to 1 GiB, whole pages")
@@ -125,7 +153,7 @@ class Config:
         self._check("memory", os.path.isabs(self.memory), "an absolute path")
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", self.job):
             raise ConfigError(
-                "the job name is used as a directory name",
+                "this job name cannot be used as a directory name",
                 expected="1 to 64 letters, digits, '.', '_' or '-', not starting with '.', '_' or '-'",
                 found=repr(self.job),
             )
@@ -263,8 +291,8 @@ def job_name(env: Mapping[str, str], directory: str | None) -> str:
     if run_id != "none" and not _MADE_UP.fullmatch(run_id):
         return "-".join(filter(None, ("torchrun", _stem(run_id), _digest(run_id))))
     raise ConfigError(
-        "this job has no name: a relaunch could not find the memory of the run before; "
-        "give Checkpointer a directory or job=..., or set MLFLASH_JOB"
+        "this job has no name, so a relaunch could not find its memory: give Checkpointer a directory or "
+        "job=..., or set MLFLASH_JOB"
         + (", or give torchrun an --rdzv-id (not with --standalone)" if "TORCHELASTIC_RUN_ID" in env else "")
     )
 
@@ -331,7 +359,11 @@ def _parse(name: str, text: str, kind: type) -> Any:
             return True
         if text.lower() in ("0", "false", "no", "off"):
             return False
-        raise ConfigError(f"{name} is neither true nor false", expected="1 or 0", found=repr(text))
+        raise ConfigError(
+            f"{name} is neither true nor false",
+            expected="1 or 0 (also true, yes, on, false, no, off)",
+            found=repr(text),
+        )
     try:
         return kind(text)
     except ValueError:

@@ -16,7 +16,7 @@ from waiting import take, until
 
 from mlflash.memory.courier_process import parent_and_trainer
 
-DAMAGED = ("cannot be restored from", "parity is asked for", "parity cannot be used", "is damaged and will be made")
+DAMAGED = ("cannot be restored from", "rebuilt from parity", "parity cannot be used", "is damaged and will be made")
 FAILED = "the courier failed"
 WRONG = (FAILED, "has no full redundancy", *DAMAGED)
 _END_S = 60.0  # how long mpiexec may take to end what is left of a job

@@ -51,7 +51,7 @@ def fragments(want: Entry, held: Sequence[Held], rank: int, near: Iterable[int] 
         if not held:
             return None
         if want.shape != want.global_shape:
-            raise StructureMismatch("each rank had its own of this tensor, so that it cannot be cut into shards",
+            raise StructureMismatch("each rank had its own version of this tensor, so it cannot be cut into shards",
                                     tensor=want.name)  # fmt: skip
     for one in held:
         if (one.entry.kind, one.entry.dtype, one.entry.global_shape) != (want.kind, want.dtype, want.global_shape):

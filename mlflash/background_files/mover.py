@@ -169,7 +169,7 @@ class Mover:
                 for name, nbytes in json.loads(one.read_text()).items():
                     names.add(name)
                     if (beside / name).stat().st_size != nbytes:
-                        raise MoveFailed(f"{name} is not whole")
+                        raise MoveFailed(f"{name} is incomplete or damaged")
             for one in lists:
                 one.unlink()
             if names == {target.name}:

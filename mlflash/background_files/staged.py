@@ -229,5 +229,5 @@ def _private(path: Path) -> Path:
         path.mkdir(mode=0o700)
     status = path.lstat()
     if not path.is_dir() or path.is_symlink() or not is_private(status):
-        raise UnsafePath(f"{path} is not this user's alone", expected=PRIVATE, found=describe(status))
+        raise UnsafePath(f"{path} is not private to this user", expected=PRIVATE, found=describe(status))
     return path

@@ -392,5 +392,5 @@ class Checkpointer(Ending):
 
 def _wanted(step: int | None, before: int | None, certified: bool) -> WantedStep:
     if step is not None and (before is not None or certified):
-        raise ValueError("step= names a checkpoint, and before= and certified= choose one: give one or the other")
+        raise ValueError("give either step=, which names a checkpoint, or before= and certified=, which choose one")
     return WantedStep(step, before, certified)

@@ -85,7 +85,7 @@ class Adapting:
         if problem is not None:
             raise problem
         if why is not None:
-            raise StateError(f"rank 0 could not look at what all ranks go by: {why}", rank=0)
+            raise StateError(f"rank 0 could not read what all ranks need to know: {why}", rank=0)
         return found
 
     @one_unit
@@ -191,7 +191,7 @@ class Adapting:
         if instead is None:
             raise error
         if self.ranks.rank == 0:
-            log.warning("going on from %s instead: %s", instead, error)
+            log.warning("continuing from %s, because no checkpoint of mlflash can be used: %s", instead, error)
 
     def steps_alike(self) -> list[int]:
         """List the steps that can be loaded on as many ranks as have saved them, ascending.

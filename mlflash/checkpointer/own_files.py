@@ -50,7 +50,10 @@ class OwnFiles:
             raise SaveFailed("a checkpoint of the framework was not moved to disk: the log says why")
         self._do_later()
         if not has_room and self._ranks.rank == 0:
-            log.warning("there is no room in memory, or nobody who moves files: %s is written to disk at once", target)
+            log.warning(
+                "memory has no room, or the process that moves files has ended: the framework writes %s to disk itself",
+                target,
+            )
         return has_room and is_new
 
     @contextlib.contextmanager

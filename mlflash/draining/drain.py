@@ -78,9 +78,9 @@ class Drain:
             self._look()
             now = time.monotonic()
             if now - self.moved > self._patience_s:
-                raise self._late(f"no rank got on for {self._patience_s:g} s")
+                raise self._late(f"no rank made progress for {self._patience_s:g} s")
             if now >= end:
-                raise self._late(f"not within {timeout:g} s")
+                raise self._late(f"it takes longer than {timeout:g} s")
         if self.error is not None:
             raise self.error
         return self
@@ -88,7 +88,7 @@ class Drain:
     def _late(self, why: str) -> DeadlineExceeded:
         ranks, names = self.silent
         who = f"; {names} does not answer" if ranks else ""
-        return DeadlineExceeded(f"the drain of this step has not ended: {why}{who} (it may still)", step=self.step,
+        return DeadlineExceeded(f"the drain of this step has not ended: {why}{who} (it may still end)", step=self.step,
                                 ranks=ranks)  # fmt: skip
 
     def moves(self) -> None:

@@ -123,7 +123,7 @@ class DrainQueue:
             try:
                 checkpoint_directory.write_verdict(inside, attempt, owner, Verdict.CERTIFIED)
             except Exception as problem:  # fsspec raises what it likes
-                log.warning("it could not be noted in %s that it is certified: %s", inside.path, problem)
+                log.warning("could not note in %s that the step is certified: %s", inside.path, problem)
 
         if rank == 0:  # on a thread of its own, as the file system may hang: nobody waits for it
             threading.Thread(target=note, name="mlflash-verdict", daemon=True).start()
@@ -181,11 +181,11 @@ class DrainQueue:
         step = self._context.left_step
         if step is not None and not is_url(store.path) and not os.path.exists(store.path):
             log.log(logging.WARNING if self.is_on else logging.INFO,
-                    "%s is not there, and memory still has step %d of job %s: a restore takes that; to begin anew give "
-                    "fresh=True or MLFLASH_FRESH=1, or run `mlflash clean %s`",
+                    "%s does not exist, but memory still has step %d of job %s, and a restore takes it. To begin "
+                    "anew, use fresh=True or MLFLASH_FRESH=1, or run `mlflash clean %s`",
                     store.path, step, self._config.job, self._config.job)  # fmt: skip
         if not self.is_on:
-            log.info("nothing gets into %s by itself, as drain_every is 0: drain() writes the newest checkpoint",
+            log.info("drain_every is 0, so nothing is written to %s by itself: drain() writes the newest checkpoint",
                      store.path)  # fmt: skip
         if why := store.why_not_writable():
             log.warning("no checkpoint can be drained to %s: %s", store.path, why)
@@ -251,7 +251,7 @@ class DrainQueue:
         """
         context, store = self._context, self.store
         if store is None:
-            raise DrainFailed("this Checkpointer was given no directory to drain to")
+            raise DrainFailed("this Checkpointer has no directory to drain to")
         if self._collectives is None:
             self._collectives = BackgroundCollectives(context.world)
         for slot in held:

@@ -41,7 +41,7 @@ class Drains:
     def drain(self) -> Drain:
         """Drain the newest checkpoint; see `Checkpointer.drain`."""
         if not self._has_directory:
-            raise DrainFailed("this Checkpointer was given no directory to drain to")
+            raise DrainFailed("this Checkpointer has no directory to drain to")
         self.wait()
         self._courier.call(BeginDrain(if_due=False))
         assert self.last is not None

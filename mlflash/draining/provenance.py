@@ -127,18 +127,18 @@ def read(raw: bytes) -> dict[str, Any]:
     try:
         document = canonical_json.decode(raw)
     except ValueError as error:
-        raise CorruptSlot(f"it was changed, or is none: {error}") from None
+        raise CorruptSlot(f"it was changed, or it is not a provenance: {error}") from None
     if not isinstance(document, dict) or type(document.get("format")) is not int:
-        raise CorruptSlot("it was changed, or is none: it has no number of a format")
+        raise CorruptSlot("it was changed, or it is not a provenance: it has no format number")
     if document["format"] != FORMAT:
         raise CorruptSlot("another version of mlflash wrote it", expected=f"format {FORMAT}", found=document["format"])
     if document.get("digest") != digest_of(document):
-        raise CorruptSlot("it was changed: its digest is not that of what it says")
+        raise CorruptSlot("it was changed: its digest does not match its content")
     wrong = [name for name, kind in _KINDS.items() if type(document.get(name)) is not kind]
     if not wrong:
         wrong = [name for name, is_good in _LISTS.items() if not is_good(document[name])]
     if wrong:
-        raise CorruptSlot(f"it does not say what mlflash writes: {', '.join(wrong)}")
+        raise CorruptSlot(f"entries that mlflash writes are missing or wrong: {', '.join(wrong)}")
     return document
 
 

@@ -284,7 +284,7 @@ class _OnItsWay:
         if self.world.rank:
             return
         if [receipt.rank for _, receipt in told] != list(range(self.drain_input.world_size)):
-            raise DrainFailed("not every rank of the checkpoint handed its state in",
+            raise DrainFailed("some ranks of the checkpoint did not hand in their state",
                               expected=f"{self.drain_input.world_size} ranks", found=len(told))  # fmt: skip
         each(self._look_for, [stored for stored, _ in told])
         text = rank_table.encode(self.form.name, self.terms.job, [stored for stored, _ in told], gathered)
@@ -311,7 +311,9 @@ class _OnItsWay:
         for name, nbytes in {stored.card: stored.nbytes, stored.data: stored.data_nbytes}.items():  # one in HDF5
             found = self.inside.nbytes(name)
             if found != nbytes:
-                raise DrainFailed("a file is not as it was written", expected=f"{nbytes} bytes in {name}", found=found)
+                raise DrainFailed(
+                    "a file has another size than what was written", expected=f"{nbytes} bytes in {name}", found=found
+                )
         self.drain.progress += 1
 
     def _delete(self, names: list[str]) -> None:

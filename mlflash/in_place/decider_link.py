@@ -77,14 +77,14 @@ class DeciderLink:
         try:
             self._sock.sendall(pack(message))
         except OSError as error:
-            log.debug("nobody decides any more which process has which rank: %s", error)
+            log.debug("cannot send to mlflash run, which assigns the ranks: %s", error)
 
     def seat(self, after: int) -> Seat:
         """Wait for the rank that this process has in a round after one, however long that takes."""
         with self._news:
             self._news.wait_for(lambda: self._has_ended or (self._seat is not None and self._seat.round > after))
             if self._seat is None or self._seat.round <= after:
-                raise MlflashError("nobody decides any more which process has which rank: mlflash run has ended")
+                raise MlflashError("mlflash run has ended, so this process cannot get a rank")
             return self._seat
 
     def is_over(self, number: int, wait_s: float = 0.0) -> bool:
@@ -114,7 +114,7 @@ class DeciderLink:
                 lambda: (number, what) in self._texts or self._over >= number or self._has_ended, end - time.monotonic()
             )
             if not there:
-                raise DeadlineExceeded(f"waited {timeout_s:g} s for rank 0 to say where all meet", ranks=[0])
+                raise DeadlineExceeded(f"rank 0 did not say within {timeout_s:g} s where the ranks meet", ranks=[0])
             if (number, what) in self._texts:
                 return self._texts[number, what]
         raise RoundOver(f"round {number} is over: {self._why or 'mlflash run has ended'}")
@@ -127,7 +127,7 @@ class DeciderLink:
                 for message in frames.messages():
                     self._take(message)
         except (OSError, BadFrame) as error:
-            log.debug("the connection to who decides is lost: %s", error)
+            log.debug("lost the connection to mlflash run: %s", error)
         with self._news:
             self._has_ended = True
             self._news.notify_all()
@@ -145,7 +145,7 @@ class DeciderLink:
                 case {"text": int(number), "what": str(what), "is": str(text)}:
                     self._texts[number, what] = text
                 case _:
-                    log.debug("not understood: %s", str(message)[:80])
+                    log.debug("ignored a message that this process does not understand: %s", str(message)[:80])
             self._news.notify_all()
         if lost is None:
             return
@@ -153,7 +153,7 @@ class DeciderLink:
             try:
                 call(lost)
             except Exception:
-                log.exception("what the training waits in could not be ended")
+                log.exception("could not interrupt a wait of the training")
 
 
 _link: DeciderLink | None = None

@@ -39,6 +39,6 @@ def check() -> None:
     torch = sys.modules.get("torch.distributed")
     if torch is not None and torch.is_available() and torch.is_initialized() and not registered:
         raise ConfigError(
-            "process groups of torch.distributed cannot be exchanged when a rank is lost: set it up by "
-            "mlflash.adapters.distributed.init_process_group, not by torch's own", found=torch.get_backend(),
+            "mlflash cannot replace these process groups when a rank is lost: set up torch.distributed with "
+            "mlflash.adapters.distributed.init_process_group, not with torch's own function", found=torch.get_backend(),
         )  # fmt: skip

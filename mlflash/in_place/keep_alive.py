@@ -96,7 +96,7 @@ class _Rounds:
             except Exception as error:
                 if not link.is_over(seat.round, seat.lost_s + _MORE_S):
                     raise
-                log.info("round %d is left: %s", seat.round, str(error)[:200])
+                log.info("leaving round %d: %s", seat.round, str(error)[:200])
                 _clear(error)
             times = _Times(link.heard_at)
             self._leave(seat)
@@ -123,7 +123,7 @@ class _Rounds:
         step = ckpt.restore(self._state)
         times.note("restore")
         if step is None and not is_first:
-            log.error("a rank was lost before anything was committed that all could go back to")
+            log.error("a rank was lost before the first commit, so there is no step to go back to: this process ends")
             raise SystemExit(1)
         reach("round.restored")
         self._link.check(seat.round)
@@ -168,7 +168,7 @@ class _Rounds:
             if number < self._number:
                 return
             if self._ckpt is not None:
-                self._ckpt.interrupt("a rank was lost: all go back to the newest committed step")
+                self._ckpt.interrupt("a rank was lost: all ranks go back to the newest committed step")
             linked.interrupt(RoundOver("a rank was lost"))
             for one in groups.registered:
                 one.drop()
@@ -177,7 +177,7 @@ class _Rounds:
         """Give up all that the round had."""
         self._interrupt(seat.round)
         if self._ckpt is not None and not self._ckpt.abandon():
-            raise SystemExit("a device still copies into memory that others are to have: this process ends")
+            raise SystemExit("a device still copies into memory that another process needs: this process ends")
         self._ckpt = None
         linked.leave()
         self._link.say({"left": seat.round})

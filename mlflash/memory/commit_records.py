@@ -144,13 +144,13 @@ def _why(its: Sequence[Trace], traces: Sequence[Trace], struck: Mapping[Place, s
     parities = {header.group: header.parities for header in headers if header.kind is Kind.PARITY}
     for group, losses in sorted(parities.items()):
         if lost := {*group} - slots:
-            said.append(f"{len(lost)} of the {len(group)} ranks {_numbers(group)} that protect each other are without "
-                        f"a slot, and of these {losses} may be")  # fmt: skip
+            said.append(f"{len(lost)} of the {len(group)} ranks {_numbers(group)} that protect each other have no "
+                        f"slot; at most {losses} may be without")  # fmt: skip
     bad = [f"{file_name(place[1])} on {nodes[place[0]]}: {why}" for place, why in sorted(wrong.items()) if why]
     said += bad[:_NAMED] + ([f"{len(bad) - _NAMED} more files are damaged"] if len(bad) > _NAMED else [])
     if not said and any(one.verdict is Verdict.BAD for one in its):
         return "it was marked bad"
-    return "; ".join(said) or "a share of what ranks hold alike is on no node that is here"
+    return "; ".join(said) or "no node that is here has a share of the tensors that ranks hold alike"
 
 
 def _ranks(ranks: Collection[int]) -> str:

@@ -197,7 +197,7 @@ class OwnSlots:
         """
         stuck = slot.segment
         if stuck is not None and stuck.is_written_to:
-            log.warning("a device has not ended its copies into %s: that file is given up", stuck.name)
+            log.warning("a device has not finished its copies into %s: that file is given up", stuck.name)
             self._quarantined.append(stuck)
             self._memory.remove(stuck.name)
             slot.segment, slot.header = None, None

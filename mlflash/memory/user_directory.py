@@ -102,5 +102,5 @@ def claim(memory: str, job: str) -> str:
         except OSError as error:
             raise ConfigError(f"no directory can be made in {memory}: {error.strerror}", found=path) from None
         found = find(memory, job)
-    raise UnsafePath(f"somebody else has all names for a directory of this user in {memory}", expected=PRIVATE,
+    raise UnsafePath(f"other users have taken all names for a directory of this user in {memory}", expected=PRIVATE,
                      found=f"{_MOST} of them, from {os.path.join(memory, f'mlflash-{os.getuid()}')} on")  # fmt: skip

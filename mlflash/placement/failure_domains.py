@@ -135,7 +135,7 @@ def _by_path(rows: Sequence[tuple[str, str, tuple[str, ...]]], kinds: tuple[str,
             wanted = f"{len(kinds)} after the host ({', '.join(kinds)})" + f", as in {declared}" * (where != declared)
             raise ConfigError(where, expected=wanted, found=f"{len(domains)} ({' '.join(domains)[:80]})")
         if any("/" in name for name in domains[:-1]):
-            raise ConfigError(where, expected="no '/' but in the innermost domain", found=" ".join(domains)[:80])
+            raise ConfigError(where, expected="'/' in the innermost domain only", found=" ".join(domains)[:80])
         path = tuple(itertools.accumulate(domains, "{}/{}".format))
         for host in expand_hosts(hosts, where):
             before, there = seen.setdefault(host, (where, path))

@@ -39,14 +39,14 @@ def discover(env: Mapping[str, str], host: str) -> Domains | None:
         own = from_slurm_address(env.get("SLURM_TOPOLOGY_ADDR", ""), env.get("SLURM_TOPOLOGY_ADDR_PATTERN", ""))
     except ConfigError as error:
         # Better placement is no reason to keep a training from starting under a Slurm of tomorrow.
-        log.debug("failure domains of %s unknown: %s", host, error)
+        log.debug("the failure domains of %s are unknown: %s", host, error)
         return None
     if own is None:
         return None
     ((node, names),) = own.of.items()
     if node in (host, short_name(host)) or short_name(node) == host:
         return Domains(own.kinds, {host: names})
-    log.debug("failure domains of %s unknown: SLURM_TOPOLOGY_ADDR is that of %s", host, node)
+    log.debug("the failure domains of %s are unknown: SLURM_TOPOLOGY_ADDR belongs to %s", host, node)
     return None
 
 
@@ -76,7 +76,7 @@ def from_slurm_address(addr: str, pattern: str) -> Domains | None:
     if last != "node" or not all(kinds) or len(names) != len(kinds) or not node:
         raise ConfigError(
             "SLURM_TOPOLOGY_ADDR does not follow SLURM_TOPOLOGY_ADDR_PATTERN",
-            expected=f"one name for each of {pattern!r}, the node's last",
+            expected=f"one name for each part of {pattern!r}, the node's name last",
             found=repr(addr),
         )
     names = [name.split(":")[0] if ":" in kind else name for name, kind in zip(names, kinds, strict=True)]

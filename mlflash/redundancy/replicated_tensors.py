@@ -248,8 +248,9 @@ class ReplicatedTensors:
             texts = [f"{name} ({parties_in_words(parties, where)})" for name, parties in list(told.items())[:_NAMED]]
             more = f" and {len(told) - _NAMED} more" if len(told) > _NAMED else ""
             log.warning(
-                "step %d is not the same on ranks %s, though it should be: %s%s. A device may compute wrongly, or the "
-                "ranks do not exchange what they should; what differs on purpose need not worry you, and is named once",
+                "step %d is not the same on ranks %s, though it should be: %s%s. A device may compute wrong "
+                "results, or the ranks may not exchange what they should. If it differs on purpose, ignore this; "
+                "it is named once",
                 step, _listed(self.members), ", ".join(texts), more,
             )  # fmt: skip
 

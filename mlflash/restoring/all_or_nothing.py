@@ -24,8 +24,8 @@ from ..state.rebuild import Filling
 T = TypeVar("T")
 
 _KEPT_NBYTES = 64 << 20  # of all that a rank keeps to put it back
-_UNDEFINED = ("the state given is undefined now: restore again, or begin anew; save refuses until a restore has "
-              "succeeded")  # fmt: skip
+_UNDEFINED = ("the state that you gave is now undefined: restore again, or begin anew; save refuses until a "
+              "restore succeeds")  # fmt: skip
 
 
 class Loading:
@@ -117,4 +117,4 @@ class Loading:
 
 
 def _half_loaded(step: int) -> str:
-    return f"step {step} was not loaded to its end"
+    return f"the load of step {step} did not finish"

@@ -103,17 +103,17 @@ class Sources:
             drained = sorted({one.step for one in there.listed if one.folder not in bad})
             store = self._drains.store if source is None else open_store(source)
             in_store = f", in {store.path}: {there.problem or drained}" if store is not None else ""
-            why = "this step cannot be restored" if step is not None else f"no step is there that is {wanted}"
+            why = "this step cannot be restored" if step is not None else f"there is no step that is {wanted}"
             if step in reasons:
-                why = f"this step is there, and cannot be restored: {reasons[step]}"
+                why = f"this step exists but cannot be restored: {reasons[step]}"
             raise StepNotFound(why, step=step,
                                found=f"steps in memory: {held}{in_store}")  # fmt: skip
         if reasons or there.problem:
             error = Unrestorable(
                 (f"{there.problem}, and memory has nothing that can be restored" if there.problem else
-                 "checkpoints are there, and none of them can be restored")
-                + ": nothing was deleted. Start again where what is missing is back, or begin anew with "
-                "Checkpointer(fresh=True) or MLFLASH_FRESH=1",
+                 "there are checkpoints, but none of them can be restored")
+                + ": nothing was deleted. Start again when the missing nodes or files are back, or begin anew "
+                  "with Checkpointer(fresh=True) or MLFLASH_FRESH=1",
                 reasons=reasons,
             )  # fmt: skip
             if in_memory:
@@ -139,6 +139,7 @@ class Sources:
         if self._context.world.rank == 0:
             if lost:
                 text = "; ".join(f"step {step}: {reason}" for step, reason in list(lost.items())[:_NAMED])
-                log.warning("newer steps are in memory and cannot be restored, and step %d of %s is taken (%s). To get "
-                            "them back, end this job before it saves", listed.step, path, text)  # fmt: skip
+                log.warning("memory has newer steps that cannot be restored, and step %d of %s is taken (%s). To "
+                            "get the newer steps back, end this job before it saves",
+                            listed.step, path, text)  # fmt: skip
             log.info("restoring step %d from %s: %s", listed.step, path, why)

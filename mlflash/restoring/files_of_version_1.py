@@ -70,7 +70,9 @@ def read_version_1(world: Collectives, mine: Iterable[int], index: Callable[[int
     def describe(rank: int) -> Described:
         its = index(rank)
         if not isinstance(its, IndexVersion1):
-            raise CorruptSlot("a file is of another format version than the one that commits it", rank=rank)
+            raise CorruptSlot(
+                "this file has another format version than the file that commits the checkpoint", rank=rank
+            )
         return _describe(its)
 
     described = together(lambda: {rank: describe(rank) for rank in mine})

@@ -96,7 +96,7 @@ def find_and_verify(
                 own = next(slot for slot in context.pool.own if _is(slot, context.world.rank, choice.attempt))
                 slots = {context.world.rank: own}
             files, lacking = gather_shares(context, choice, slots, checked)
-            bad = dict.fromkeys(lacking, "what it shares with other ranks is damaged or gone")
+            bad = dict.fromkeys(lacking, "the tensors that it shares with other ranks are damaged or missing")
         if bad:
             context.pool.unmap_others(slots.values())
             found = found.without(bad)
@@ -148,8 +148,8 @@ def _opened(context: Context, choice: Choice, slots: Mapping[int, Slot], files: 
 
 def _other_ranks(choice: Choice, size: int) -> WorldSizeChanged:
     return WorldSizeChanged(
-        "the checkpoint in memory was saved by another number of ranks: restore(state) puts it together for this one; "
-        "or leave it behind with another job name, `fresh`, or `mlflash clean`",
+        "another number of ranks saved the checkpoint in memory: restore(state) converts it to this number. To "
+        "ignore it, use another job name, `fresh` or `mlflash clean`",
         step=choice.step, expected=f"a world of {choice.world_size} ranks", found=f"{size}",
     )  # fmt: skip
 
@@ -201,13 +201,13 @@ def _bring(context: Context, found: Inventory, choice: Choice, slots: dict[int, 
     repairs = None
     if not bad and (damaged or choice.rebuilt):
         repairs = Repairs(context, choice, serves, read, damaged)
-        bad = dict.fromkeys(repairs.beyond, "it is damaged, and parity cannot give it back")
+        bad = dict.fromkeys(repairs.beyond, "it is damaged, and parity cannot rebuild it")
     if not bad:
         reach("restore.verified")
         context.adopt(found, choice)
         reach("restore.adopted")
         lost = repairs.run() if repairs is not None else []
-        bad = dict.fromkeys(lost, "what parity made of it is not whole")
+        bad = dict.fromkeys(lost, "the state that was rebuilt from parity is damaged")
         if not bad and same_ranks:
             bad = dict.fromkeys(_fetch(context, choice, serves, read), "it did not arrive whole from its node")
     if repairs is not None:
@@ -270,7 +270,7 @@ def _bad_blocks(context: Context, slot: Slot, parity: bool) -> list[int]:
     slot.verify_table()
     bad = slot.bad_blocks(slot.header.extents, context.copy_threads)
     if bad:
-        log.warning("%d of %d blocks of %s are damaged, first block %d: parity is asked for them",
+        log.warning("%d of %d blocks of %s are damaged, first block %d: they are rebuilt from parity",
                     len(bad), slot.header.extents.blocks, slot.name, bad[0])  # fmt: skip
     else:
         slot.manifest()

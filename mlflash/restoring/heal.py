@@ -101,7 +101,7 @@ def protect_again(context: Context, home: Slot, lacking: bool) -> None:
     error: MlflashError | None = None
     if not whole:
         error = CorruptSlot(
-            "its redundancy did not arrive whole", rank=world.rank, node=world.node_name, step=header.step
+            "its copies or parity did not arrive whole", rank=world.rank, node=world.node_name, step=header.step
         )
     try:
         world.raise_together(error)

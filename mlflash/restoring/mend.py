@@ -54,8 +54,8 @@ def mend(context: Context, scrubber: Scrubber) -> None:
     else:
         is_lost = [rank for rank, whole in enumerate(world.gather(is_whole)) if not whole]
         if world.rank == 0:
-            log.warning("step %d: the own slots of ranks %s stay damaged, as neither copies nor parity have what they "
-                        "need: the next commit is whole again", told.step, is_lost)  # fmt: skip
+            log.warning("step %d: the slots of ranks %s stay damaged because neither copies nor parity can "
+                        "repair them; the next commit replaces them", told.step, is_lost)  # fmt: skip
     reach("mend.done")
     world.renew_deadline()
     whole = [slot for slot in found if slot.use is not Use.HOLDS or _is_whole(context, slot)]
@@ -63,7 +63,8 @@ def mend(context: Context, scrubber: Scrubber) -> None:
     if found or blocks or made:
         left = len(found) - len(whole)
         context.recorder.mended(told.step, time.perf_counter() - start, blocks, made, left)
-        log.info("rank %d has mended what it holds of step %d: %d blocks repaired, %d files made again, %d damaged",
+        log.info("rank %d repaired what it holds of step %d: %d blocks repaired, %d files made again, %d still "
+                 "damaged",
                  world.rank, told.step, blocks, made, left)  # fmt: skip
 
 

@@ -51,7 +51,7 @@ class Newest:
             reasons[step] = why
         if reasons:
             raise Unrestorable(
-                "checkpoints of as many ranks are there, and none of them can be loaded", reasons=reasons
+                "there are checkpoints of this number of ranks, but none of them can be loaded", reasons=reasons
             )
         self._close(self._look())
         return None
@@ -67,7 +67,7 @@ class Newest:
             if self._trainer.ranks.rank == 0:
                 log.warning("step %d cannot be loaded: %s", step, error)
             return str(error)
-        return "there is nothing of it" if found is None else None
+        return "it does not exist" if found is None else None
 
     def verify(self, drained: OpenInDirectory) -> None:
         """Read every byte of a checkpoint in the directory, once. Collective over the world.

@@ -207,7 +207,9 @@ class OpenInDirectory:
             return its.plain
         plain = self.index(rank).manifest.plain
         if len(plain) != len(its.plain):
-            raise CorruptSlot("a file is of another structure than it was committed with", step=self.step, rank=rank)
+            raise CorruptSlot(
+                "this file has another structure than the one that was committed", step=self.step, rank=rank
+            )
         return plain
 
     def _together(self, work: Callable[[], T]) -> T:

@@ -128,8 +128,8 @@ def _take_slots(trainer: TrainerContext, old: OpenCheckpoint, nbytes: int, gives
     def take() -> tuple[Slot, Slot]:
         taken = slots.take(0, old, leave=True)
         if taken is None:
-            raise SaveFailed("both own slots of a rank hold something: views that load(copy=False) gave may still be "
-                             "there", step=old.step)  # fmt: skip
+            raise SaveFailed("both slots of a rank are in use: views that load(copy=False) returned may still "
+                             "exist", step=old.step)  # fmt: skip
         return taken
 
     def wait_for_pages(slot: Slot) -> None:
@@ -157,14 +157,14 @@ def _warn_of_own(old: OpenCheckpoint, size: int) -> None:
     named = [(group.ranks, {*group.structure.names, *group.structure.paths}) for group in olds.groups]
     staying = {name for ranks, names in named if ranks[0] < size for name in names}
     gone, new = olds.ranks[olds.ranks >= size].tolist(), sorted({*range(size)} - {*olds.ranks.tolist()})
-    how = f"step {old.step} was saved by {len(olds)} ranks, and {size} go on"
+    how = f"step {old.step} was saved by {len(olds)} ranks, and this run has {size}"
     left = {name for ranks, names in named if ranks[-1] >= size for name in names if name in own or name not in staying}
     if left:
-        log.warning("%s: what %s had of its own is left behind: %s. Memory does not have it after this restore; where "
-                    "the step was drained, load(%d, source=directory) on %d ranks gives it",
+        log.warning("%s: what %s had of its own is left behind: %s. Memory does not have it after this restore; "
+                    "if the step was drained, load(%d, source=directory) on %d ranks returns it",
                     how, _ranks(gone), _some(sorted(left)), old.step, len(olds))  # fmt: skip
     if new and own:
-        log.warning("%s: each rank had its own of %s, and there was no %s: there it stays as it is",
+        log.warning("%s: each rank had its own %s, and there was no %s: on the new ranks it stays as it is",
                     how, _some(sorted(own)), _ranks(new))  # fmt: skip
 
 
@@ -237,9 +237,9 @@ def _refuse_flat_shards(state: Any, old: OldRank, olds: OldRanks) -> None:
         entry, shape = old.entries[number], tuple(parameter.shape)
         if olds.is_private(olds.spots[entry.name]) and len(entry.shape) == len(shape) and not is_like(entry, parameter):
             raise StructureMismatch(
-                "each rank had a shard of this tensor that does not say so, as with FSDP1, and the parameter is cut "
-                "otherwise here: restore on the ranks that saved it, shard the model with fully_shard (FSDP2), or save "
-                "what mlflash.adapters.fsdp.sharded_state_dict gives", tensor=entry.name,
+                "each rank saved a shard of this tensor without its place in the whole, as FSDP1 does, and this "
+                "run cuts the parameter differently: restore on the ranks that saved it, shard the model with "
+                "fully_shard (FSDP2), or save what mlflash.adapters.fsdp.sharded_state_dict gives", tensor=entry.name,
                 expected=f"a parameter of {list(entry.shape)}", found=list(shape),
             )  # fmt: skip
 
@@ -281,8 +281,8 @@ def _want(rank: int, opened: OpenCheckpoint, state: Any) -> _Wanted:
             continue
         if entry.name not in live_entries and olds.is_sharded(olds.spots[entry.name]):
             raise StructureMismatch(
-                "this tensor was saved in shards, and the state given does not say in which it is wanted: make the "
-                "optimizer's state before (see mlflash.adapters.fsdp.init_optim_state)", tensor=entry.name,
+                "this tensor was saved in shards, and the state that you gave does not say which shard it needs: "
+                "create the optimizer's state first (see mlflash.adapters.fsdp.init_optim_state)", tensor=entry.name,
             )  # fmt: skip
         found = olds.parts(entry, rank)
         if found is None and value is None:  # nothing is there that could stay as it is

@@ -218,8 +218,8 @@ class Restores:
 
     def _load_drained(self, found: OpenInDirectory) -> tuple[int, Any]:
         if found.world_size != self._ranks.size:
-            raise WorldSizeChanged("the checkpoint was saved by another number of ranks: restore(state) puts it "
-                                   "together for this one", step=found.step, expected=f"{found.world_size} ranks",
+            raise WorldSizeChanged("another number of ranks saved the checkpoint: restore(state) converts it to "
+                                   "this number", step=found.step, expected=f"{found.world_size} ranks",
                                    found=self._ranks.size)  # fmt: skip
         manifest, read, wanted_parts = found.state(self._ranks.rank)
         whole = found.read(wanted_parts)
@@ -266,7 +266,7 @@ class Restores:
         """Note that a checkpoint of the directory is not to be used, and why. Not collective."""
         bad[listed.folder] = why
         if self._ranks.rank == 0:
-            log.warning("%s cannot be restored from, and an older checkpoint is looked for: %s", listed.folder, why)
+            log.warning("%s cannot be restored from, so an older checkpoint is tried: %s", listed.folder, why)
 
     def _find_whole(
         self, wanted: WantedStep, others: bool = False, source: str | None = None, told: Collection[str] = (),

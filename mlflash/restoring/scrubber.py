@@ -28,7 +28,7 @@ _MOST_S = 0.6  # of reading is made up for after a job
 _ROUND_S = 1.0  # so that a small state is not verified all the time
 _MENDABLE = ("own", "copy", "parity")
 _COMES = {
-    "own": "The next save repairs it, where a copy or parity has what it needs",
+    "own": "The next save repairs it if a copy or parity can",
     "copy": "The next save makes it again",
     "parity": "The next save makes it again",
     "share": "It stays as it is until the next save is committed; a restore takes that share from another node",
@@ -142,7 +142,7 @@ class Scrubber:
         bad = np.flatnonzero(slot.check_blocks(extents, first, last) != slot.table(extents)[first:last])
         if bad.size:
             block = first + int(bad[0])
-            self._say(slot, header, block, f"of its {extents.blocks} blocks number {block} is the first that is bad")
+            self._say(slot, header, block, f"the first damaged one of its {extents.blocks} blocks is number {block}")
         at.block = last
         if last == extents.blocks:
             at.nth, at.block = at.nth + 1, -1

@@ -296,7 +296,7 @@ def _protect(save: Save, context: Context) -> None:
     context.recorder.protected(save.step, time.perf_counter() - start, save.plan.layout.extents.nbytes, peers)
     reach("protect.sealed")
     if save.problem is None and not whole:
-        save.problem = SaveFailed("its redundancy did not arrive whole")
+        save.problem = SaveFailed("its copies or parity did not arrive whole")
         save.problem.follows = True
     findings = looks.findings
     tell(context, save.step, findings)
@@ -382,7 +382,7 @@ def _header(save: Save, context: Context, check: int) -> Header | None:
     if save.problem is not None or save.plan is None or save.slot is None:
         return None  # staging failed, or nobody wants it: this slot must never look whole
     if save.slot.segment is None or save.slot.segment.inode != save.inode:
-        save.problem = SaveFailed("the slot got another file after it was staged")
+        save.problem = SaveFailed("the file of the slot was replaced after the state was copied to it")
         return None
     world = context.world
     return Header(

@@ -52,8 +52,8 @@ class Commits:
                 except commit.MendFirst:
                     self._mend_first(trainer)
             if save.is_given_up and self._context.world.rank == 0:
-                log.warning("step %d is not kept, as its values are suspect, and the good step before it is; "
-                            "mark_good(%d) takes it all the same", save.step, save.step)  # fmt: skip
+                log.warning("step %d is not kept because its values are suspect, and memory keeps the good step "
+                            "before it; mark_good(%d) accepts the values", save.step, save.step)  # fmt: skip
             if save.due is not None and certify(self._context, save.due):
                 self._drains.certified(save.due.attempt)
             self._compare_replicas(save)

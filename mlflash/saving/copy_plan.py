@@ -89,7 +89,7 @@ class CopyPlan:
             _copy_together(targets, list(map(as_bits, its)) if is_copied_as_bytes(dtype) else its)
         for transfer in transfers:
             if not transfer.wait(self._timeout_s):
-                raise SaveFailed(f"a device had not made its copies after {self._timeout_s:g} s")
+                raise SaveFailed(f"a device did not finish its copies within {self._timeout_s:g} s")
 
     def begin(self, values: list[Any], samples: SampledBytes) -> tuple[list[Work], list[DeviceCopies]]:
         """Begin what is copied later: the pieces that are to be made, and what devices are at.
@@ -137,8 +137,8 @@ class CopyPlan:
                                  found=f"{read.dtype} {tuple(read.shape)}")  # fmt: skip
             is_there = target is not None and number not in self._lazy
             if is_there and not np.array_equal(as_bytes(target), live_bytes(value)):
-                raise StateError("a restore would read other bytes than this leaf has: they were not copied as "
-                                 "they are, or it was changed meanwhile", tensor=entry.name)  # fmt: skip
+                raise StateError("a restore would read other bytes than this leaf has: the copy is wrong, or the "
+                                 "leaf was changed meanwhile", tensor=entry.name)  # fmt: skip
 
 
 def _how(value: Any) -> tuple[Any, ...]:

@@ -20,8 +20,9 @@ from .mutation_check import SampledBytes
 Work = Callable[[], None]
 
 _CHANGED = (
-    "it was changed before it was copied, and not by an optimizer's step (one that runs in a CUDA graph or in another "
-    "program is none that mlflash hears of): call wait_staged() before that, or save without until= (MLFLASH_LAZY=0)"
+    "it was changed before it was copied, and not by a step of an optimizer that mlflash hears of (it does not "
+    "hear of steps in a CUDA graph or in another program): call wait_staged() before you change it, or save "
+    "without until= (MLFLASH_LAZY=0)"
 )
 
 
@@ -105,7 +106,7 @@ class DeferredCopies:
         self._await_pieces()
         for transfer in self._transfers:
             if not transfer.wait(self._timeout_s):
-                self._fail(StateError(f"a device had not made its copies after {self._timeout_s:g} s"))
+                self._fail(StateError(f"a device did not finish its copies within {self._timeout_s:g} s"))
         self.look()
         if self.error is None and (name := self._spots.changed()) is not None:
             self._fail_changed(name, " (by a write that torch does not count, such as to .data)")
@@ -136,7 +137,7 @@ class DeferredCopies:
         self._count(dropped)
         made = self._made.wait(self._timeout_s)
         if not made or not all(transfer.wait(self._timeout_s) for transfer in self._transfers):
-            raise DeadlineExceeded(f"a copy is not made after {self._timeout_s:g} s")
+            raise DeadlineExceeded(f"a copy did not finish within {self._timeout_s:g} s")
         with self._lock:
             self._versions.clear()
         self.is_over = True
@@ -149,7 +150,7 @@ class DeferredCopies:
 
     def _await_pieces(self) -> None:
         if not self._made.wait(self._timeout_s):
-            self._fail(StateError(f"a copy was not made after {self._timeout_s:g} s"))
+            self._fail(StateError(f"a copy did not finish within {self._timeout_s:g} s"))
 
     def _check(self) -> None:
         changed = [name for name, tensor, version in self._versions if tensor._version != version]

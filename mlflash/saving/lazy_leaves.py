@@ -20,7 +20,7 @@ from ..state.leaves import Flat, Structure
 from .optimizer_steps import HOOK
 
 LARGE_NBYTES = 64 << 10  # to remember where a smaller tensor is takes as long as to copy it
-_NONE_OWNED = "no large tensor of what is saved lies in the memory of its optimizers: a framework may give copies"
+_NONE_OWNED = "no large tensor of the state lies in the memory of its optimizers: the framework may have given copies"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +64,7 @@ class LazyLeaves:
         optimizers = until.optimizers
         for optimizer in optimizers:
             if not is_torch_optimizer(optimizer):
-                raise StateError("until= wants torch optimizers: others do not say when they step",
+                raise StateError("until= needs torch optimizers: mlflash does not hear the steps of others",
                                  found=type(optimizer))  # fmt: skip
         if HOOK.is_passed_by:
             self.why = "steps of an optimizer run without hooks"
@@ -83,7 +83,7 @@ class LazyLeaves:
         lazy = [(number, value) for number, value in enumerate(flat.values) if _is_lazy(value)]
         self.why = ""
         if any(group.get("capturable") for optimizer in until.optimizers for group in optimizer.param_groups):
-            self.why = "capturable=True: a CUDA graph may replay the optimizer's steps, past all hooks"
+            self.why = "capturable=True: a CUDA graph may replay the optimizer's steps, and then no hook runs"
             return {}
         of_optimizers = (tensor for optimizer in until.optimizers for tensor in _tensors_of(optimizer))
         memory = _Memory(itertools.chain(of_optimizers, map(local, until.owned())))

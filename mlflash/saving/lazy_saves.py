@@ -19,7 +19,7 @@ from .staging import NOTHING
 
 log = logging.getLogger("mlflash")
 
-_CHANGED = "something else than an optimizer's step has changed a tensor that was to be copied"
+_CHANGED = "something other than an optimizer's step changed a tensor before it was copied"
 
 
 class LazySaves:
@@ -48,7 +48,7 @@ class LazySaves:
         HOOK.register()
         heard = sorted(HOOK.heard, key=id)
         is_first, self._is_first = self._is_first, False
-        return heard if heard or is_first else "no torch optimizer was heard to step"
+        return heard if heard or is_first else "mlflash has not heard any torch optimizer step"
 
     def until(self, optimizers: Sequence[Any] | str, owned: Callable[[], Iterable[Any]] = lambda: ()) -> Until | None:
         """Give what a save waits for that is an adapter's; None: it copies at once.
@@ -67,11 +67,11 @@ class LazySaves:
         HOOK.register()
         heard = tuple(one for one in optimizers if one in HOOK.heard)
         if others:
-            self._say(f"{others[0]} is no torch optimizer, and does not say when it steps")
+            self._say(f"{others[0]} is not a torch optimizer, so mlflash does not hear its steps")
         elif self._was_changed:
             self._say(_CHANGED)
         elif not heard and not is_first:
-            self._say(f"{type(optimizers[0]).__name__} was not heard to step")
+            self._say(f"mlflash has not heard {type(optimizers[0]).__name__} step")
         return None if others or self._was_changed or not heard else Until(heard, owned)
 
     def find(self, flat: Flat, until: Any) -> Mapping[int, Any]:
@@ -101,5 +101,5 @@ class LazySaves:
 
     def _say(self, why: str) -> None:
         if self._is_on and self._speaks and why not in self._said:
-            log.info("saves copy all before they return, and not while training goes on: %s", why)
+            log.info("saves copy everything before they return, and not while training continues: %s", why)
         self._said.add(why)

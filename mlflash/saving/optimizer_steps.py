@@ -146,7 +146,8 @@ class _Hook:
 
     def _note_passed_by(self, how: str) -> None:
         if not self.is_passed_by:
-            log.warning("a step of an optimizer is %s, and no hook runs in it: all is copied before a save returns",
+            log.warning("a step of an optimizer is %s, so no hook runs in it: saves copy everything before they "
+                        "return",
                         how)  # fmt: skip
         self.is_passed_by = True
 

@@ -68,7 +68,9 @@ class ReservedSaves:
             self._all = [begun for begun in self._all if begun not in over]
         for begun in over:
             if at_once:
-                log.warning("step %d is given up: the thread that began it does not come to save it", begun.step)
+                log.warning(
+                    "step %d is not saved: the thread that began this save did not come back to it in time", begun.step
+                )
             self._post_failure(begun)
 
     def wait(self) -> None:
@@ -91,7 +93,7 @@ class ReservedSaves:
         """
         with self._lock:
             if begun not in self._all:
-                raise SaveFailed("it was given up before it came", step=begun.step)
+                raise SaveFailed("this save was given up before its thread came back to it", step=begun.step)
             begun.came = True
         try:
             yield

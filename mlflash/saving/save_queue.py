@@ -48,7 +48,7 @@ from .staging import NOTHING, Staging, has_room
 
 log = logging.getLogger("mlflash")
 
-_LEFT = "an exception came while it was staged, as of a signal handler"
+_LEFT = "an exception, such as one of a signal handler, interrupted the copy of the state"
 
 
 class SaveQueue:
@@ -112,7 +112,7 @@ class SaveQueue:
                 raise flat
             if isinstance(flat, StagedState):
                 if not self.staged_states.take(flat):
-                    raise self._failure(save, "what was staged for it was given up")
+                    raise self._failure(save, "the copy that was staged for this save was given up")
                 save.take_over(flat.slot, flat.share, flat.plan, flat.inode)
                 save.request.checks, save.snapshot.nbytes = flat.checks, flat.plan.nbytes
                 save.defer(flat.later)
@@ -170,7 +170,7 @@ class SaveQueue:
             self._courier.wait_sent(job)
             must_wait = request.waits_for_room and not again and not save.is_copied
             if must_wait and not save.staged.wait(self._config.timeout_s):
-                save.left = "no room was made in time"
+                save.left = "the slots were not made larger in time"
         except BaseException:
             save.left = _LEFT
             post(job)  # should it not have been: it is done once
@@ -191,7 +191,7 @@ class SaveQueue:
 
     def _refuse_undefined(self) -> None:
         if self.undefined:
-            raise StateError("the state is undefined, as a restore of it has failed, and is not saved: restore "
+            raise StateError("the state is undefined because a restore of it failed, so it is not saved: restore "
                              "again, or begin anew", found=self.undefined)  # fmt: skip
 
     def _give_up(self, save: PendingSave, error: BaseException) -> BaseException | None:
@@ -239,7 +239,7 @@ class SaveQueue:
             self._lay_out(save, flat)
         self._refuse_if_stuck(save)
         if self._slots.is_device_stuck:
-            raise self._failure(save, "a device has not ended its copies for an earlier save")
+            raise self._failure(save, "a device has not finished its copies for an earlier save")
         taken = self._take_slots(save)
         if taken is None:
             return
@@ -360,7 +360,7 @@ class SaveQueue:
     def _refuse_if_stuck(self, save: PendingSave) -> None:
         if self._courier.broken is not None:
             raise self._failure(
-                save, f"nothing is saved any more, after an earlier error: {text_of(self._courier.broken)}"
+                save, f"nothing is saved any more after an earlier error: {text_of(self._courier.broken)}"
             )
         if self._courier.late is not None:
             raise self._failure(save, "an earlier save is still waiting for other ranks")
@@ -394,4 +394,4 @@ def _not_like(why: str) -> StructureMismatch:
 
 
 def _fail(save: PendingSave) -> None:
-    raise SaveFailed("it failed on some rank before it came to storage", step=save.request.step)
+    raise SaveFailed("the save failed on some rank before anything was stored", step=save.request.step)

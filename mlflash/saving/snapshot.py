@@ -86,7 +86,9 @@ class Snapshot:
             if (blocked := self._blocked()) is not None:
                 raise blocked
             if time.monotonic() >= end:
-                raise DeadlineExceeded(f"not committed within {timeout:g} s (it may still be)", step=self.step)
+                raise DeadlineExceeded(
+                    f"not committed within {timeout:g} s (it may still be committed)", step=self.step
+                )
         if self.error is not None:
             raise self.error
         return self

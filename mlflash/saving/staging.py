@@ -162,7 +162,7 @@ class Staging:
         for target in (slot,) if share is None else (slot, share):
             assert target.segment is not None
             if not target.segment.ready.wait(self._timeout_s):
-                raise SaveFailed(f"the pages of {target.name} were not there after {self._timeout_s:g} s")
+                raise SaveFailed(f"the pages of {target.name} were not ready after {self._timeout_s:g} s")
             target.unseal()
         reach("stage.unsealed")
         slot.view[PAGE_NBYTES : PAGE_NBYTES + len(planned.manifest)] = np.frombuffer(planned.manifest, dtype=np.uint8)

@@ -88,9 +88,7 @@ def _findings_in_all(context: Context, due: Saved) -> list[Finding] | None:
     try:
         entries = mine.manifest().entries
     except CorruptSlot as error:  # the scrubber, or a restore, says more
-        log.warning(
-            "step %d is not certified, as it cannot be read on rank %d: %s", due.step, context.world.rank, error
-        )
+        log.warning("step %d is not certified because rank %d cannot read it: %s", due.step, context.world.rank, error)
         return None
     extents = mine.header.extents
     stored = [Stored(one, one.start, one.nbytes) for one in entries if one.start < extents.payload_nbytes]

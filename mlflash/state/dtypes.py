@@ -60,8 +60,8 @@ def array_dtype_name(dtype: np.dtype[Any], path: str) -> str:
     except (ValueError, TypeError):
         is_known = False
     if not is_known:  # ml_dtypes calls its bfloat16 "<V2"
-        raise StateError("this dtype is NumPy's only by its size, or carries metadata: view it as an integer dtype of "
-                         "that size", tensor=path, found=repr(dtype))  # fmt: skip
+        raise StateError("NumPy knows only the size of this dtype, or it carries metadata: view it as an integer "
+                         "dtype of that size", tensor=path, found=repr(dtype))  # fmt: skip
     return name
 
 

@@ -263,7 +263,7 @@ class _Walk:
                 self.root = self.visit(state, "")
             tree = _Numbered().tree(self.root)
         except RecursionError as error:
-            raise StateError(f"the state is too deep for where save() is called from: {error}") from None
+            raise StateError(f"the state is nested too deeply for the stack that save() has here: {error}") from None
         return Flat.of(self.leaves, tree, self.plain, frozenset(self.private))
 
     def visit(self, value: Any, path: str, depth: int = 0) -> Any:

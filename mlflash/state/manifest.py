@@ -86,7 +86,7 @@ def _json(value: Any) -> bytes:
     try:
         return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
     except RecursionError as error:
-        raise StateError(f"the state is too deep for where save() is called from: {error}") from None
+        raise StateError(f"the state is nested too deeply for the stack that save() has here: {error}") from None
 
 
 def read_back(raw: bytes, written: Manifest, payload_nbytes: int) -> None:
@@ -99,7 +99,7 @@ def read_back(raw: bytes, written: Manifest, payload_nbytes: int) -> None:
         read = decode(raw, payload_nbytes)
         texts = [(repr(its.tree), repr(its.plain)) for its in (written, read)]  # 1 == True == 1.0, but not as texts
     except (CorruptSlot, RecursionError) as error:
-        raise StateError(f"no restore would read this state: {error}") from None
+        raise StateError(f"a restore could not read this state: {error}") from None
     for one, other in zip(written.entries, read.entries, strict=True):
         if one != other:
             raise StateError("a restore would read another tensor", tensor=one.name, expected=one, found=other)
@@ -160,7 +160,7 @@ def _provenance(said: Any) -> dict[str, Any]:
     if said:
         versions, given = said["versions"], said["given"]
         if not (isinstance(given, dict) and all(isinstance(one, str) for one in versions.values())):
-            raise ValueError("the provenance is none")
+            raise ValueError("the provenance is not valid")
         return {"versions": versions, "given": given}
     return {}
 

@@ -218,7 +218,8 @@ class OldRanks(Mapping[int, OldRank]):
             if not there:
                 return None
             if want.shape != want.global_shape:
-                raise StructureMismatch("each rank had its own of this tensor, so that it cannot be cut into shards",
+                raise StructureMismatch("each rank had its own version of this tensor, so it cannot be cut into "
+                                        "shards",
                                         tensor=want.name)  # fmt: skip
             only = rank
         if only is not None:

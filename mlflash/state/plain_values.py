@@ -124,7 +124,7 @@ def encode_plain(value: Any, path: str) -> Any:
 def _checked(value: Any, code: list[Any], path: str) -> list[Any]:
     read = decode_plain(code)
     if type(read) is not type(value) or [code[0], *KINDS[code[0]].encode(read, path)] != code:
-        raise StateError("this leaf would not be read back as it is: save another type of it",
+        raise StateError("a restore would not read this leaf back as it is: save it as another type",
                          tensor=path or "(the state itself)", expected=f"{type(value)} {value!r}",
                          found=f"{type(read)} {read!r}")  # fmt: skip
     return code
@@ -175,6 +175,6 @@ def encode_key(key: Any, path: str) -> Any:
             raise
         raise StateError(f"this key cannot be saved: {error}", tensor=where, found=type(key)) from None
     if not is_found:
-        raise StateError("nothing would be found under this key again: it is not equal to itself", tensor=where,
+        raise StateError("this key is not equal to itself, so nothing could be found under it again", tensor=where,
                          found=repr(key))  # fmt: skip
     return code

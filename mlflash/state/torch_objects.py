@@ -244,8 +244,8 @@ def patterns(live: Any, tree: Tree, entries: tuple[Entry, ...]) -> dict[int, Any
             found[number] = like.parameter
         elif _is_dtensor(like.parameter) and entries[number].shape != entries[number].global_shape:
             raise StructureMismatch(
-                "this tensor was saved in shards, and the optimizer has not made it yet: make the optimizer's state "
-                "before (see mlflash.adapters.fsdp.init_optim_state)", tensor=entries[number].name,
+                "this tensor was saved in shards, and the optimizer has not created it yet: create the "
+                "optimizer's state first (see mlflash.adapters.fsdp.init_optim_state)", tensor=entries[number].name,
             )  # fmt: skip
     return found
 

@@ -76,7 +76,9 @@ class Index:
         try:
             return _load(base64.b64decode(self.planner_data))
         except pickle.UnpicklingError as error:
-            log.warning("what the planner kept with the checkpoint is not loaded: %s", str(error).splitlines()[0])
+            log.warning(
+                "the data that the planner stored with the checkpoint is not loaded: %s", str(error).splitlines()[0]
+            )
             return None
 
     def paths(self) -> dict[str, Path]:

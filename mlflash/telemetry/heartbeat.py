@@ -164,12 +164,12 @@ def _open(memory: NodeDirectory, name: str) -> int:
     try:
         fd = memory.open(name, os.O_RDWR | os.O_CREAT)
     except UnsafePath as error:
-        log.warning("this rank cannot say how it gets on, to mlflash run and top: %s", error)
+        log.warning("this rank cannot report its progress to mlflash run and mlflash top: %s", error)
         return -1
     try:
         os.posix_fallocate(fd, 0, 2 * PART_NBYTES)
     except OSError as error:
-        log.warning("this rank cannot say how it gets on, to mlflash run and top, as long as %s is full: %s",
+        log.warning("this rank cannot report its progress to mlflash run and mlflash top while %s is full: %s",
                     memory.path, error)  # fmt: skip
     return fd
 

@@ -34,7 +34,7 @@ _GAUGES = (
     ("commit_seconds", "From the call of the last save to its commit.", "commit_s"),
     ("slot_bytes", "State of this rank in the last save.", "nbytes"),
     ("memory_bytes", "Memory of the node that slots of this rank take.", "held"),
-    ("heartbeat_timestamp_seconds", "When the training of the rank last got on.", "beat"),
+    ("heartbeat_timestamp_seconds", "When the training of the rank last made progress.", "beat"),
 )
 _COUNTERS = (
     ("checkpoints", "Checkpoints committed by this run.", "saves"),
@@ -150,7 +150,7 @@ class _Collector:
         try:
             heard = self._look()
         except Exception as error:  # it is asked again
-            heard = Heard([], [f"metrics of this node cannot be had: {error!r}"])
+            heard = Heard([], [f"the metrics of this node cannot be read: {error!r}"])
         for text in heard.unread:
             if text not in self._warned:
                 log.warning("%s", text)

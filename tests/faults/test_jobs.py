@@ -216,7 +216,7 @@ def test_where_nothing_can_be_restored_it_ends_with_the_reasons_and_leaves_memor
                str(shm), "--look-every", "0.5", "--", sys.executable, "-c", program]  # fmt: skip
     ended = subprocess.run(command, cwd=tmp_path, timeout=PATIENCE_S, capture_output=True, text=True, check=False)
     assert ended.returncode == 65, ended.stdout + ended.stderr
-    assert "step 4: slot-000" in ended.stderr.partition("finished with exit code 65: checkpoints are there")[2]
+    assert "step 4: slot-000" in ended.stderr.partition("finished with exit code 65: there are checkpoints")[2]
     assert ended.stderr.count("mlflash run: start ") == 1 and "MLFLASH_FRESH=1, or `mlflash clean j`" in ended.stderr
     assert {slot: slot.read_bytes() for slot in before} == before
     told = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]

@@ -48,7 +48,7 @@ def test_every_wait_for_a_stopped_rank_ends_and_the_rank_catches_up_or_is_refuse
         assert "still inside of Win_create, which ends when all ranks have come to it" in record["text"]
     for event in ("drain", "drain with a timeout"):
         for record in ended_late(result, event, [0, 1]):
-            said = f"no rank got on for {3 * STOP_S:g} s; rank 2 on node2 does not answer"
+            said = f"no rank made progress for {3 * STOP_S:g} s; rank 2 on node2 does not answer"
             assert record["ranks"] == [2] and said in record["text"]
     assert sorted((r["rank"], r["step"]) for r in result.of("caught up")) == [
         (rank, step) for rank in range(3) for step in (3, 5, 5)]  # fmt: skip

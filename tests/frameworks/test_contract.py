@@ -270,7 +270,7 @@ def test_what_is_still_to_be_copied_is_copied_before_training_changes_it(trained
     assert {record["rank"] for record in trainings.result.of("late")} == ({*range(RANKS)} if is_lazy else set())
     said = [record["text"] for record in trainings.result.of("said") if record["run"] == "first"]
     is_told = framework in EAGER and not is_lazy
-    assert len([text for text in said if text.startswith("saves copy all before they return")]) == is_told, said
+    assert len([text for text in said if text.startswith("saves copy everything before they return")]) == is_told, said
     trainings.goes_on("second", 4)  # from step 3, of which the rest was copied by step 4
 
 

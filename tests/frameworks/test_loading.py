@@ -33,4 +33,4 @@ def test_an_object_that_cannot_be_loaded_on_one_rank_ends_the_start_on_all(
     assert len(said) == RANKS, result.log
     for error in said:
         assert error.startswith("StructureMismatch: loading failed: ") and "spoilt on purpose" in error, said
-        assert "undefined now" in error and "rank 1" in error, said
+        assert "now undefined" in error and "rank 1" in error, said

@@ -245,5 +245,5 @@ def test_what_callbacks_and_the_trainer_change_is_copied_before_or_later_saves_c
     assert digests(result, "after end") == digests(result, "reference") != digests(result, "end")
     for name in ("epoch", "batch"):
         assert digests(result, f"after {name}") == digests(result, f"no {name}")
-    said = [record["run"] for record in result.of("said") if "than an optimizer's step has" in record["text"]]
+    said = [record["run"] for record in result.of("said") if "than an optimizer's step changed" in record["text"]]
     assert said == ["batch"]

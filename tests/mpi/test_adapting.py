@@ -141,7 +141,7 @@ def test_what_an_adapters_optimizers_hold_is_copied_later_until_something_else_h
         assert last is not None and last.later is None
         last.wait()
         assert ckpt.adapting.save_or_warn(5, state, "it is gathered in forward").later is None  # type: ignore[union-attr]
-    said = [text for text in caplog.messages if "and not while training goes on" in text]
+    said = [text for text in caplog.messages if "and not while training continues" in text]
     assert len(said) == (2 if RANK == 0 else 0)
 
 

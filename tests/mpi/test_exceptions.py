@@ -194,7 +194,7 @@ def test_who_leaves_a_save_that_waits_for_its_slots_leaves_nothing_torn_on_any_r
             snapshot = ckpt.save(1, state)
         left.set()
         if RANK != LAST:
-            with pytest.raises(errors.SaveFailed, match="an exception came while it was staged"):
+            with pytest.raises(errors.SaveFailed, match="interrupted the copy of the state"):
                 snapshot.wait()
     finally:
         crash_points.arm(None)

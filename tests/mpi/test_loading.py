@@ -71,7 +71,9 @@ def test_what_cannot_be_put_back_on_one_rank_is_saved_on_none(
         if comm is not None:
             with Checkpointer(comm=comm, strict=True, **options) as ckpt:
                 state = state_of(2.0, fails=RANK == 0)
-                with pytest.raises(errors.StructureMismatch, match="the state given is undefined now: restore again"):
+                with pytest.raises(
+                    errors.StructureMismatch, match="the state that you gave is now undefined: restore again"
+                ):
                     ckpt.restore(state)
                 with pytest.raises(errors.StateError, match="the state is undefined"):
                     ckpt.save(2, state)
@@ -86,7 +88,7 @@ def test_ranks_with_objects_of_their_own_load_them_all_the_same(options: dict[st
 
     with Checkpointer(comm=COMM, strict=True, **options) as ckpt:
         ckpt.save(1, state_here(1.0)).wait()
-        with pytest.raises(errors.StructureMismatch, match="undefined now"):
+        with pytest.raises(errors.StructureMismatch, match="now undefined"):
             ckpt.restore(state_here(2.0, fails=RANK == 0))
         state = state_here(2.0)
         assert ckpt.restore(state) == 1 and is_all(state, 1.0)
@@ -106,7 +108,7 @@ def test_what_an_adapter_loads_on_one_rank_only_is_saved_on_none(options: dict[s
             together(1, lambda: load(RANK == SIZE - 1), anew=True)
         assert caught.value.rank == SIZE - 1 and "undefined" not in str(caught.value)
         ckpt.save(2, {"w": np.ones(7)}).wait()
-        with pytest.raises(errors.StructureMismatch, match="the state given is undefined now: restore again"):
+        with pytest.raises(errors.StructureMismatch, match="the state that you gave is now undefined: restore again"):
             together(2, lambda: load(RANK == SIZE - 1))
         with pytest.raises(errors.StateError, match="the state is undefined"):
             ckpt.save(3, {"w": np.ones(7)})
@@ -136,7 +138,7 @@ def test_what_is_read_in_part_is_saved_on_no_rank(options: dict[str, Any]) -> No
         assert "undefined" not in read(fail, lambda: None), "nothing was changed"
         assert "undefined" not in read(list, fail, anew=True)
         ckpt.save(2, {"w": np.ones(7)}).wait()
-        assert "undefined now" in read(list, fail)
+        assert "now undefined" in read(list, fail)
         with pytest.raises(errors.StateError, match="the state is undefined"):
             ckpt.save(3, {"w": np.ones(7)})
         opened = ckpt.adapting.open()

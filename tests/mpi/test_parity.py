@@ -317,7 +317,7 @@ def test_ranks_that_cut_their_slots_differently_are_refused_and_nothing_is_commi
     mine = {**options, "block_nbytes": 131_072 if RANK == 1 else 65_536}
     with Checkpointer(**mine, redundancy="xor:3") as ckpt:
         assert ckpt.load()[0] == 1
-        with pytest.raises(SaveFailed, match="its redundancy did not arrive whole"):
+        with pytest.raises(SaveFailed, match="its copies or parity did not arrive whole"):
             ckpt.save(2, state_at(2)).wait()
     assert "the ranks of a parity group have different block_nbytes: 65536, 131072" in caplog.text
     nodes.lose(0)
@@ -349,7 +349,7 @@ def test_a_byte_that_is_not_the_slots_when_it_is_sent_is_found_and_nothing_is_co
         assert ckpt.load()[0] == 1
         ckpt.wait()
         monkeypatch.setattr(_GroupBlocks, "read", read)
-        with pytest.raises(SaveFailed, match="its redundancy did not arrive whole"):
+        with pytest.raises(SaveFailed, match="its copies or parity did not arrive whole"):
             ckpt.save(2, state_at(2)).wait()
         monkeypatch.setattr(_GroupBlocks, "read", really)
     nodes.lose(1)

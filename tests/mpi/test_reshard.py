@@ -169,7 +169,7 @@ def test_what_does_not_go_together_is_refused_on_all_ranks(options: dict[str, An
                 state["scale"] = torch.zeros(2)
                 with pytest.raises(errors.StructureMismatch, match="scale"):
                     ckpt.restore(state)
-                with pytest.raises(errors.WorldSizeChanged, match="restore\\(state\\) puts it together"):
+                with pytest.raises(errors.WorldSizeChanged, match="restore\\(state\\) converts it"):
                     ckpt.load()
                 state = state_at(0, Shard(0), blank=True)
                 state["object"] = Stubborn()
@@ -224,7 +224,7 @@ class Reader:
 
 
 def warned(caplog: pytest.LogCaptureFixture) -> list[str]:
-    said = [record.getMessage() for record in caplog.records if "had its own of" in record.getMessage()]
+    said = [record.getMessage() for record in caplog.records if "each rank had its own " in record.getMessage()]
     return said + [record.getMessage() for record in caplog.records if "left behind" in record.getMessage()]
 
 
@@ -346,7 +346,7 @@ def test_a_dtensor_of_the_optimizer_needs_its_state_first(options: dict[str, Any
             ckpt.save(1, {"w": weight, "o": Sharded({"m": 2 * weight})}).wait()
         replicated = DTensor.from_local(torch.zeros(10 * SIZE), mesh, [Replicate()])
         with Checkpointer(comm=comm, **options) as ckpt:
-            with pytest.raises(errors.StructureMismatch, match="make the optimizer's state before"):
+            with pytest.raises(errors.StructureMismatch, match="create the optimizer's state first"):
                 ckpt.restore({"w": replicated, "o": Sharded({})})
             assert ckpt.restore(state := {"w": replicated, "o": Sharded({"m": replicated.clone()})}) == 1
             assert torch.equal(state["o"].held["m"].full_tensor(), 2 * whole)

@@ -173,7 +173,7 @@ def test_slot_and_copy_that_are_damaged_in_the_same_block_are_left_as_they_are_a
     assert count == dict(zip(COUNTED, (2, 0, 0, 3 * SIZE, 0), strict=True))
     assert whole.count(False) == 2 and len(whole) == 2 * SIZE  # sealed as before
     if RANK == 0:
-        assert "step 1: the own slots of ranks [1] stay damaged" in caplog.text
+        assert "step 1: the slots of ranks [1] stay damaged" in caplog.text
 
 
 @pytest.mark.skipif(SIZE != 4, reason="runs on 4 ranks")

@@ -118,7 +118,7 @@ def test_without_keep_the_newest_is_restored_and_said_to_be_suspect(
         assert ckpt.restore(state, before=2) == 1 and np.array_equal(state["model"]["w"], state_at(1)["model"]["w"])
         with pytest.raises(StepNotFound, match="before step 1"):
             ckpt.restore(state_at(0), before=1)
-        with pytest.raises(ValueError, match="one or the other"):
+        with pytest.raises(ValueError, match="or before= and certified="):
             ckpt.restore(state_at(0), 2, before=2)
 
 
@@ -126,7 +126,7 @@ def test_a_step_is_certified_by_the_next_one_that_is_good_and_held_beside_the_ne
     options["certify_after"] = 1
     with Checkpointer(**options) as ckpt:
         save(ckpt, 1)
-        with pytest.raises(StepNotFound, match="no step is there that is certified"):
+        with pytest.raises(StepNotFound, match="there is no step that is certified"):
             ckpt.restore(state_at(0), certified=True)
     with Checkpointer(**options) as ckpt:
         assert ckpt.restore(state_at(0)) == 1

@@ -95,7 +95,7 @@ def test_what_is_drained_has_its_verdict_and_comes_back_by_the_same_rules(shm: P
     assert restored(elsewhere, tmp_path) == 2
     mlflash_command("clean", "other", "--memory", str(shm))
     (tmp_path / "step-00000001" / "verdict").write_text("nonsense")
-    with pytest.raises(StepNotFound, match="no step is there that is certified"):
+    with pytest.raises(StepNotFound, match="there is no step that is certified"):
         restored(elsewhere, tmp_path, certified=True)
 
 

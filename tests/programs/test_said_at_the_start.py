@@ -27,12 +27,12 @@ def test_what_will_not_get_into_the_directory_is_said_at_the_start(
     (shm / "file").write_text("in the way")
     options = {"memory": str(shm), "redundancy": "none"}
     with Checkpointer(shm / "fine", **options, job="a"):
-        info = until(lambda: said(caplog, "nothing gets into"), "the line of a directory that gets nothing")
+        info = until(lambda: said(caplog, "so nothing is written to"), "the line of a directory that gets nothing")
     assert str(shm / "fine") in info[0].getMessage() and info[0].levelno == logging.INFO
     with Checkpointer(shm / "file" / "below", **options, job="b", drain_every=1):
         warned = until(lambda: said(caplog, "can be drained to"), "the line of a directory that cannot be made")
     assert f"{shm / 'file'} is not a directory" in warned[0].getMessage() and warned[0].levelno == logging.WARNING
-    assert len(said(caplog, "nothing gets into")) == len(said(caplog, "can be drained to")) == 1
+    assert len(said(caplog, "so nothing is written to")) == len(said(caplog, "can be drained to")) == 1
     assert not (shm / "fine").exists(), "nothing is made before it is needed"
 
 

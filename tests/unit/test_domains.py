@@ -97,7 +97,7 @@ def test_a_host_may_be_given_twice_in_one_place() -> None:
         ("n1 a\nn2 b c", 2, "1 after the host (domain), as in f, line 1", "2 (b c)"),
         ("# empty\nn1", 2, "1 after the host (domain)", "0 ()"),
         ("n[1-3] A 1\nn3 A 2", 2, "A/1, as in f, line 1", "A/2"),
-        ("n1 A/1 2", 1, "no '/' but in the innermost domain", "A/1 2"),
+        ("n1 A/1 2", 1, "'/' in the innermost domain only", "A/1 2"),
         ("n1 a\nlevels: rack", 2, "'levels: NAME ...' once, first", "levels: rack"),
         ("levels:\nn1 a", 1, "'levels: NAME ...' once, first", "levels:"),
         ("levels: a\nlevels: b\nn1 a", 2, "'levels: NAME ...' once, first", "levels: b"),

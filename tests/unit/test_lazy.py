@@ -161,7 +161,7 @@ def test_a_copy_that_takes_too_long_fails_the_save_and_a_step_goes_on() -> None:
     assert begun.wait(DEADLINE)
     steps.before_next(later)
     optimizer.step()
-    assert "not made after 0.05 s" in str(later.error)
+    assert "did not finish within 0.05 s" in str(later.error)
     with pytest.raises(DeadlineExceeded):
         later.cancel()
     go_on.set()

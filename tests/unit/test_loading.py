@@ -115,7 +115,9 @@ def test_what_is_too_large_to_be_put_back_is_not_saved_until_a_restore_has_succe
     monkeypatch.setattr(all_or_nothing, "_KEPT_NBYTES", 1000)
     ckpt.save(1, {"large": Keeper(1.0, size=1000), "small": Keeper(1.0)}).wait()
     state = {"large": Once(2.0, size=1000), "small": Keeper(2.0)}
-    with pytest.raises(errors.StructureMismatch, match="the state given is undefined now: restore again, or begin"):
+    with pytest.raises(
+        errors.StructureMismatch, match="the state that you gave is now undefined: restore again, or begin"
+    ):
         ckpt.restore(state)
     assert state["small"].values["b"] == 2.0, "small objects load first, and are put back"
     with pytest.raises(errors.StateError, match="the state is undefined"):

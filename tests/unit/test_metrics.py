@@ -93,7 +93,7 @@ def test_what_another_version_left_there_is_a_warning_and_so_is_memory_that_cann
         directory.chmod(0o755)
         assert samples(urllib.request.urlopen(url, timeout=60).read().decode()) == {}
         directory.chmod(0o700)
-        assert "metrics of this node cannot be had: UnsafePath" in caplog.text
+        assert "the metrics of this node cannot be read: UnsafePath" in caplog.text
 
 
 def test_a_port_that_is_taken_and_a_folder_that_is_gone_are_warnings(

@@ -155,7 +155,7 @@ def test_an_adapter_goes_by_torch_optimizers_only_and_why_not_is_said_once(caplo
     caplog.set_level(logging.INFO, "mlflash")
     lazy = LazySaves(is_on=True, speaks=True)
     assert lazy.until([]) is None and lazy.until([optimizer]) is None and not caplog.messages
-    assert lazy.until([optimizer]) is None and caplog.messages[-1].endswith("SGD was not heard to step")
+    assert lazy.until([optimizer]) is None and caplog.messages[-1].endswith("mlflash has not heard SGD step")
     caplog.clear()
     optimizer.step()
     for given in ([optimizer], [optimizer, torch.optim.SGD([parameter])]):
@@ -165,8 +165,8 @@ def test_an_adapter_goes_by_torch_optimizers_only_and_why_not_is_said_once(caplo
         assert lazy.until([optimizer, object()]) is None
         assert lazy.until("weights are gathered in forward") is None
     other, gathered = caplog.messages
-    assert other.endswith("object is no torch optimizer, and does not say when it steps")
-    assert gathered.endswith("and not while training goes on: weights are gathered in forward")
+    assert other.endswith("object is not a torch optimizer, so mlflash does not hear its steps")
+    assert gathered.endswith("and not while training continues: weights are gathered in forward")
     caplog.clear()
     copy = Copy(parameter)
     lazy.begin(copy.later)
@@ -174,7 +174,7 @@ def test_an_adapter_goes_by_torch_optimizers_only_and_why_not_is_said_once(caplo
         parameter.mul_(2)
     copy.later.finish()
     assert lazy.until([optimizer]) is None and lazy.until([optimizer]) is None
-    assert len(caplog.messages) == 1 and "something else than an optimizer's step has changed" in caplog.text
+    assert len(caplog.messages) == 1 and "something other than an optimizer's step changed" in caplog.text
     lazy.steps.close()
     caplog.clear()
     assert LazySaves(is_on=True, speaks=False).until("no matter") is None and not caplog.messages

@@ -60,13 +60,13 @@ def test_a_copy_that_never_ends_costs_one_slot_and_no_later_save_waits_for_it(
     ckpt.save(2, state_of(2)).wait()
     device_goes_on.clear()
     stuck = ckpt.save(3, state_of(3))
-    with pytest.raises(errors.SaveFailed, match="a device had not made its copies"):
+    with pytest.raises(errors.SaveFailed, match="a device did not finish its copies"):
         stuck.wait()
     (file,) = until(lambda: ckpt._trainer.slots._quarantined, "the slot is given up")
     assert file.name not in {path.name for path in shm.rglob("slot-*")}  # nobody else takes it over
     start = time.monotonic()
     for step in (4, 5):
-        with pytest.raises(errors.SaveFailed, match="has not ended its copies for an earlier save"):
+        with pytest.raises(errors.SaveFailed, match="has not finished its copies for an earlier save"):
             ckpt.save(step, state_of(step)).wait()
     assert time.monotonic() - start < TIMEOUT_S  # none of them waited for the device
     device_goes_on.set()

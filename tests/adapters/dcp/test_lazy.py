@@ -93,7 +93,7 @@ def test_where_something_else_changes_a_tensor_the_save_fails_and_later_ones_cop
     training.step()
     dist.barrier()
     assert RANK or not came
-    assert sum("something else than an optimizer's step" in text for text in caplog.messages) == (RANK == 0)
+    assert sum("something other than an optimizer's step" in text for text in caplog.messages) == (RANK == 0)
 
 
 def test_planners_that_may_read_what_is_not_there_yet_are_refused(dcp_job: Any) -> None:
