@@ -1,7 +1,7 @@
 """Memory-first checkpoints for training on HPC clusters: save every few seconds, survive lost nodes.
 
-Importing does nothing: MPI starts, and files are made, when a `Checkpointer` is. What takes time to import comes when
-it is first asked for, as the command ``mlflash`` starts at every TAB of a shell.
+Importing this package does nothing else: MPI starts, and files are made, when you make a `Checkpointer`. Modules that
+take time to import are imported when you first use them, because the command ``mlflash`` runs at every TAB of a shell.
 """
 
 import importlib
@@ -22,7 +22,7 @@ else:  # a type checker that sees this would take any name for one of mlflash
              "keep_alive": "in_place.keep_alive"}  # fmt: skip
 
     def __getattr__(name: str) -> Any:
-        """Import what was not asked for before (PEP 562)."""
+        """Import a name when it is first used (PEP 562)."""
         if name not in _LATE:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         globals()[name] = getattr(importlib.import_module(f".{_LATE[name]}", __name__), name)

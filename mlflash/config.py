@@ -1,7 +1,8 @@
-"""Every setting, once: unit, default, environment name; validated when a Checkpointer is made.
+"""All settings: unit, default and environment name of each; they are checked when a Checkpointer is made.
 
-An argument given in code wins over the environment, the environment over the default. Only the kill switch wins over
-both: ``MLFLASH_DISABLE=1`` is the opposite of ``enabled``, and off is off whichever of them says so.
+An argument in code takes precedence over the environment, and the environment over the default. Only the kill switch
+takes precedence over both: ``MLFLASH_DISABLE=1`` is the opposite of ``enabled``, and mlflash is off if either of them
+says so.
 """
 
 from __future__ import annotations
@@ -106,7 +107,9 @@ class Config:
     copy_threads: int = _setting(
         0, "MLFLASH_COPY_THREADS", "threads of a rank for copies and checks; 0: as many as help"
     )
-    chunk_nbytes: int = _setting(4 * MIB, "MLFLASH_CHUNK_NBYTES", "bytes per transfer, 1 MiB to 1 GiB")
+    chunk_nbytes: int = _setting(
+        4 * MIB, "MLFLASH_CHUNK_NBYTES", "bytes per transfer: a multiple of block_nbytes, at most 1 GiB"
+    )
     block_nbytes: int = _setting(MIB, "MLFLASH_BLOCK_NBYTES", "bytes per checksum")
     provenance: str = _setting(
         "", "MLFLASH_PROVENANCE", "your own entries in the provenance of drained checkpoints: a JSON object"
@@ -160,26 +163,26 @@ class Config:
 
     @property
     def owner(self) -> str:
-        """Who may delete a checkpoint in ``directory``: this user, with this directory and what the user named the job.
+        """Who may delete a checkpoint in ``directory``: this user, with this directory and the job name.
 
-        A chain of Slurm jobs that were not named is one owner.
+        A chain of Slurm jobs that the user did not name is one owner.
         """
         by_slurm = re.fullmatch(r"slurm-[0-9]+-([0-9a-f]{8})", self.job)
         return f"{os.getuid()}:{_digest(self.directory or '')}:{by_slurm[1] if by_slurm else self.job}"
 
     @property
     def slots(self) -> int:
-        """How many slots a rank has for its state, and as many for each copy."""
+        """Number of slots that a rank has for its state; each copy has as many."""
         return slots_of(self.certify_after)
 
     @property
     def slots_per_state(self) -> float:
-        """Bytes of a rank's slots and their redundancy for each byte of its state."""
+        """Bytes that a rank's slots and their redundancy take for each byte of its state."""
         return self.slots * (1 + redundancy_scheme.parse(self.redundancy).overhead)
 
     @property
     def mark(self) -> int:
-        """What a fresh start is known by in the checkpoints that come of it; 0: this is none.
+        """Number that identifies the checkpoints of a fresh start; 0: this is not a fresh start.
 
         A relaunch with the same word finds its own checkpoints by it, and passes over those from before.
         """
@@ -201,12 +204,13 @@ def from_environment(env: Mapping[str, str], directory: str | os.PathLike[str] |
     Not collective.
 
     Args:
-        env: the environment, ``os.environ`` as a rule.
-        directory: where checkpoints are drained to; also gives the job its name where nothing else does.
+        env: the environment, usually ``os.environ``.
+        directory: where checkpoints are drained to; also gives the job its name if nothing else does.
         given: settings by field name; None means "not given".
 
     Returns:
-        The settings; where mlflash is off what is given as it is, unchecked: a mistake in it must stop no training.
+        The settings. If mlflash is off they are returned as given, unchecked, because a mistake in them must not stop a
+        training.
 
     Raises:
         ConfigError: a value is out of range, or no job name can be found.
@@ -236,7 +240,7 @@ def from_environment(env: Mapping[str, str], directory: str | os.PathLike[str] |
 
 
 def unknown_variables(env: Mapping[str, str]) -> list[str]:
-    """Name the variables of the environment that look like settings and are none. Not collective.
+    """List the environment variables that look like settings but are not. Not collective.
 
     Example:
         ``{"MLFLASH_DRAIN_EVRY": "5"}`` → ``["MLFLASH_DRAIN_EVRY (did you mean MLFLASH_DRAIN_EVERY?)"]``.
@@ -254,11 +258,11 @@ def _guessed(name: str, known: Sequence[str]) -> str:
 
 
 def is_enabled(env: Mapping[str, str], given: bool | None = None) -> bool:
-    """Whether mlflash is to do anything. Not collective.
+    """Whether mlflash is on. Not collective.
 
     Args:
-        env: the environment, ``os.environ`` as a rule.
-        given: what the code says; None: nothing.
+        env: the environment, usually ``os.environ``.
+        given: the argument in code; None: not given.
 
     Raises:
         ConfigError: ``MLFLASH_DISABLE`` is neither true nor false.
@@ -270,17 +274,17 @@ _MADE_UP = re.compile("[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")  # by torchru
 
 
 def job_name(env: Mapping[str, str], directory: str | None) -> str:
-    """Name the job where neither ``job=`` nor ``MLFLASH_JOB`` does.
+    """Make a name for the job if neither ``job=`` nor ``MLFLASH_JOB`` gives one.
 
-    The Slurm job id stays the same over a requeue; the digest keeps two trainings in one allocation apart. The id that
-    a user gives torchrun (``--rdzv-id``) is a name; the one that it makes up, another one each time, is none.
+    A requeue keeps the Slurm job id; the digest keeps two trainings in one allocation apart. An id that the user gives
+    torchrun (``--rdzv-id``) is used as a name. An id that torchrun makes up is not, because it changes at each start.
 
     Example:
-        ``SLURM_JOB_ID=71, directory=/lustre/me/run42`` → ``slurm-71-1c0d5a3e``;
-        without Slurm → ``run42-1c0d5a3e``; with ``torchrun --rdzv-id 42`` and no directory → ``torchrun-42-73475cb4``.
+        ``SLURM_JOB_ID=71, directory=/lustre/me/run42`` → ``slurm-71-1c0d5a3e``; without Slurm → ``run42-1c0d5a3e``;
+        with ``torchrun --rdzv-id 42`` and no directory → ``torchrun-42-73475cb4``.
 
     Raises:
-        ConfigError: nothing names it.
+        ConfigError: nothing gives the job a name.
     """
     digest = _digest(directory) if directory else ""
     if env.get("SLURM_JOB_ID"):
@@ -298,9 +302,10 @@ def job_name(env: Mapping[str, str], directory: str | None) -> str:
 
 
 def slots_of(certify_after: int) -> int:
-    """Say how many slots a rank has for its state, and as many for each copy: one is written, the others are held.
+    """Return how many slots a rank has for its state (each copy has as many): one is written while the others are kept.
 
-    Where steps are certified, a third one holds what is. A fourth holds what is tried while others are saved.
+    If steps are certified, a third slot holds the certified step. A fourth one holds the step that is on trial while
+    newer ones are saved.
 
     Args:
         certify_after: see `Config`.
@@ -317,14 +322,14 @@ def _digest(directory: str) -> str:
 
 
 def _word(fresh: bool | str) -> str:
-    """The word of a fresh start; "" where nothing is to begin anew."""
+    """Return the word of a fresh start; "" if nothing begins anew."""
     return {"true": "1", "yes": "1", "on": "1", "false": "", "no": "", "off": "", "0": ""}.get(
         str(fresh).lower(), str(fresh)
     )
 
 
 def _object(given: Any) -> str:
-    """What is given as provenance, as canonical JSON; "" where nothing is."""
+    """Return the given provenance as canonical JSON; "" if there is no provenance."""
     if given == "":
         return ""
     try:

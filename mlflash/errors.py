@@ -1,7 +1,7 @@
-"""One exception for each thing a caller can do something about.
+"""The exceptions of mlflash: one for each kind of problem that a caller can act on.
 
-Every exception carries what is known of ``rank``, ``node``, ``step``, ``tensor``, ``expected`` and
-``found`` as attributes, and says it in its text. docs/errors.md says of each why it comes, and what to do.
+Every exception has the attributes ``rank``, ``node``, ``step``, ``tensor``, ``expected`` and ``found``, as far as they
+are known, and its text contains them. docs/errors.md lists, for each exception, its causes and what to do.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ class MlflashError(Exception):
 
     Args:
         message: what went wrong and what to do about it.
-        rank: the rank it happened on.
+        rank: the rank where it happened.
         node: the name of that rank's node.
-        step: the training step concerned.
-        tensor: the full name (path) of the leaf concerned.
+        step: the training step.
+        tensor: the full name (path) of the leaf.
         expected: what should have been there.
         found: what was there.
-        ranks: the other ranks concerned (the ones waited for, say).
-        nodes: their nodes.
+        ranks: other ranks that the error is about, such as those that mlflash waited for.
+        nodes: the nodes of these ranks.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ _SENT = 10_000  # characters of a text that other ranks are told
 
 
 def text_of(error: object) -> str:
-    """Give what an exception, or anything else, says of itself, cut where it is long. It raises nothing itself."""
+    """Return the text of an exception, or of anything else, cut if it is long. Raises nothing itself."""
     try:
         text = f"{type(error).__name__}: {error}" if isinstance(error, BaseException) else repr(error)
     except Exception:
@@ -141,7 +141,7 @@ class WorldMismatch(MlflashError, RuntimeError):
 
 
 class JobInUse(MlflashError, RuntimeError):
-    """Another live job on this node uses the same name and so the same memory."""
+    """Another live job on this node uses the same name, and so the same memory."""
 
 
 class UnsafePath(MlflashError, PermissionError):
@@ -149,7 +149,7 @@ class UnsafePath(MlflashError, PermissionError):
 
 
 class ForeignNode(MlflashError, PermissionError):
-    """A rank reached for the memory of another (emulated) node."""
+    """A rank tried to open the memory of another (emulated) node."""
 
 
 class MemoryTooSmall(MlflashError, MemoryError):
@@ -157,11 +157,11 @@ class MemoryTooSmall(MlflashError, MemoryError):
 
 
 class StateError(MlflashError, TypeError):
-    """The state holds something that cannot be saved; ``tensor`` is its path."""
+    """The state contains something that cannot be saved; ``tensor`` is its path."""
 
 
 class StructureMismatch(MlflashError, ValueError):
-    """The state given to ``restore`` does not have the shape of the saved one."""
+    """The state given to ``restore`` does not match the saved one."""
 
 
 class StepOrderError(MlflashError, ValueError):
@@ -169,11 +169,11 @@ class StepOrderError(MlflashError, ValueError):
 
 
 class StepNotFound(MlflashError, LookupError):
-    """The step asked for cannot be restored; the text lists those that can."""
+    """The step that you asked for cannot be restored; the text lists those that can."""
 
 
 class Unrestorable(MlflashError, RuntimeError):
-    """Checkpoints are there, and none of them can be restored; ``reasons`` says of each step why."""
+    """There are checkpoints, but none of them can be restored; ``reasons`` says why for each step."""
 
     def __init__(self, message: str, *, reasons: Mapping[int, str] | None = None, **fields: Any):
         super().__init__(message, **fields)
@@ -184,15 +184,15 @@ class Unrestorable(MlflashError, RuntimeError):
 
 
 class WorldSizeChanged(MlflashError, RuntimeError):
-    """The checkpoint was saved by another number of ranks."""
+    """Another number of ranks saved the checkpoint."""
 
 
 class CorruptSlot(MlflashError, ValueError):
-    """A slot's bytes are not what its checksums say, or do not follow the format."""
+    """The bytes of a slot or file do not match their checksums, or do not follow the format."""
 
 
 class ReplayMismatch(MlflashError, ArithmeticError):
-    """Two ranks have computed different gradients of the same micro-batch: one of them computes wrongly."""
+    """Two ranks computed different gradients from the same micro-batch: one of them computes wrong results."""
 
 
 class SaveFailed(MlflashError, RuntimeError):
@@ -200,20 +200,20 @@ class SaveFailed(MlflashError, RuntimeError):
 
 
 class SuspectState(SaveFailed):
-    """A state was not saved, as its values are suspect, and ``on_suspect="raise"`` was asked for."""
+    """A state was not saved because its values are suspect, and you set ``on_suspect="raise"``."""
 
 
 class DrainFailed(MlflashError, RuntimeError):
-    """A checkpoint did not get into the directory; it is in memory, and those in the directory are untouched."""
+    """A checkpoint was not written to the directory; it is still in memory, and older ones there are untouched."""
 
 
 class DeadlineExceeded(MlflashError, TimeoutError):
-    """A wait took longer than ``timeout_s``; ``ranks`` and ``nodes`` are those waited for."""
+    """An operation took longer than ``timeout_s``; ``ranks`` and ``nodes`` are those that mlflash waited for."""
 
 
 class LaunchFailed(MlflashError, RuntimeError):
-    """Slurm or mpiexec does not do what `mlflash run` needs of it."""
+    """Slurm, mpiexec or another launcher does not do what `mlflash run` needs."""
 
 
 class Closed(MlflashError, RuntimeError):
-    """The Checkpointer was closed already."""
+    """The Checkpointer has ended or has stopped working."""

@@ -1,5 +1,5 @@
-"""`Checkpointer`, how it ends (`ending`), its side for adapters, `own_files`, and its stand-in that does nothing.
+"""`Checkpointer`, how it ends (`ending`), its side for adapters, `own_files`, and a stand-in that does nothing.
 
-In come the calls of users and adapters; out go their results, when the room has done it that can. It imports all that
-saves, restores and drains.
+Users and adapters call this room. It passes each call to the room that can do the work, and returns the result. It
+imports every room that saves, restores or drains.
 """

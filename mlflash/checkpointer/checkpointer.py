@@ -27,62 +27,66 @@ log = logging.getLogger("mlflash")
 class Checkpointer(Ending):
     """Saves the state of a training job in the memory of its nodes, and restores it after a failure.
 
-    Collective over ``comm``, or over ``process_group`` where there is no ``comm``; where couriers are processes, the
-    first one over all ranks, unless ``init_process_group`` of `mlflash.adapters.distributed` was called. Use it as a
-    context manager, or call :meth:`close`.
+    Making one is collective over ``comm``, or over ``process_group`` without ``comm``. If couriers are processes, the
+    first one is collective over all ranks, unless you called ``init_process_group`` of `mlflash.adapters.distributed`.
+    Use it as a context manager, or call :meth:`close`.
 
     Args:
-        directory: directory on the parallel file system, or a URL that fsspec knows, to which checkpoints are drained
-            and from which they are restored; gives the job its name where nothing else does.
-        redundancy: how slots are protected on other nodes: "copy", or "copy:k": k copies of each; "xor:n": groups of
-            n nodes, any 1 of which may be lost; "rs:n+k": groups of n + k nodes, any k of which may be lost (k is 1
-            to 3); "none". Default "copy".
+        directory: path on the parallel file system, or a URL that fsspec knows, to drain checkpoints to and restore
+            them from. It also gives the job a name if nothing else does.
+        redundancy: how slots are protected on other nodes. "copy" or "copy:k": k copies of each slot. "xor:n": groups
+            of n nodes, any 1 of which may be lost. "rs:n+k": groups of n + k nodes, any k of which may be lost (k is 1
+            to 3). "none": no protection. Default "copy".
         memory: node-local memory file system. Default "/dev/shm".
-        job: name that ties a relaunch to the memory of the run before. Default: ``MLFLASH_JOB``, then
+        job: name by which a relaunch finds the memory of the run before. Default: ``MLFLASH_JOB``, then
             ``SLURM_JOB_ID`` with a digest of ``directory``, then a name made from ``directory``.
-        comm: mpi4py communicator; None is COMM_WORLD under an MPI launcher or srun, else this process alone.
-        strict: raise when a save fails, instead of warning and going on.
-        timeout_s: deadline of every wait, seconds. Default 300.
-        when_busy: when both slots are busy, "wait" for the older commit, or "skip" this save on all ranks.
-        reserve: bytes of state per rank to allocate at once; see :meth:`prepare`.
-        transport: "rma", "p2p" or "auto"; how copies go to other nodes.
-        skip_stuck: restore an older step where the newest one was restored by so many runs already and none of
-            them committed a newer one. Default 0: never, only warn.
-        domains: which nodes are lost together: the path of a file with a host (or host list) and its domains,
-            outermost first, in each line; or a mapping from host to domain or tuple of domains. The nodes of a
-            redundancy group are spread over them. Default: ``MLFLASH_DOMAINS``, then what Slurm knows of them.
-        replicated: the ranks that hold the same state as this one (an mpi4py communicator or group, a
-            torch.distributed process group, a list of ranks, or True for all), or a mapping from patterns of entry
-            names to them. What they hold alike is stored once per node and not sent, where they are on more nodes
-            than may be lost; they compare it at every step, and where it differs the step fails with a warning that
-            names tensors and ranks. With ``share=False`` it is compared only. Nothing is sent over the group given.
-            Default: the replicas that DTensors have by their placements, in the state of the first `restore` or
-            `prepare`.
-        fresh: begin anew, whatever is there: True, or any word. Each word does so once: a relaunch with it goes on from
-            what came of it. What memory had is deleted after the first commit, ``directory`` keeps it all.
-        drain_every: every so many checkpoints are drained to ``directory``, and the newest one at the end; takes a
-            third slot. Default 0: none.
-        keep_last, keep_every: what stays in ``directory``: the newest so many, and multiples of it. Default 0, 0: all.
-        drain_rate, drain_writers: bytes per second of all ranks together; ranks that write at a time. Default 0: all.
-        format: "hdf5", or "dcp": what plain `torch.distributed.checkpoint.load` reads.
-        provenance: what each drained checkpoint says of itself besides: a dict of JSON values, such as a seed.
-        sign_key: file of an Ed25519 private key in PEM, which signs that; see docs/drain.md. Default: none.
-        log: a file that gets a line of JSON for each event, see docs/watching.md; each other node has one beside it.
-        process_group: the torch.distributed group that has the ranks of ``comm``, or without ``comm`` the ranks of the
-            job that this is for; nothing is sent. Default: all.
-        enabled: False, or ``MLFLASH_DISABLE=1`` whatever is given here: no method does anything, nothing is collective,
-            no setting is checked, and MPI is not started.
+        comm: mpi4py communicator. None: COMM_WORLD under an MPI launcher or srun, otherwise this process alone.
+        strict: a save that fails raises instead of warning.
+        timeout_s: seconds that each job of the courier (such as a commit) may take from its start. A drain is late only
+            after this many seconds without progress; a read from the directory has this long for each GiB. Default 300.
+        when_busy: if both slots are busy, a save "wait"s for the older commit, or all ranks "skip" it.
+        reserve: bytes of state per rank to allocate at the start; see :meth:`prepare`.
+        transport: how data goes to other nodes: "rma", "p2p" or "auto".
+        skip_stuck: restore an older step if this many runs have restored the newest one without a newer commit. Default
+            0: only warn.
+        domains: which nodes can be lost together. Either the path of a file whose lines contain a host (or host list)
+            and its domains, outermost first; or a mapping from host to domain or tuple of domains. mlflash spreads the
+            nodes of a redundancy group over them. Default: ``MLFLASH_DOMAINS``, then what Slurm knows about the nodes.
+        replicated: the ranks that hold the same state as this one: an mpi4py communicator or group, a torch.distributed
+            process group, a list of ranks, or True for all; or a mapping from patterns of entry names to these. What
+            they hold alike is stored once per node, and is not sent if it is on more nodes than may be lost. The ranks
+            compare it at every step. If it differs, the step fails with a warning that names tensors and ranks. With
+            ``share=False`` it is only compared. mlflash sends nothing over the group that you give. Default: the
+            replicas that the placements of DTensors show, in the state of the first `restore` or `prepare`.
+        fresh: begin anew, even if checkpoints exist: True, or any word. Each word does this once: a relaunch with it
+            continues from what this training saved. Older checkpoints in memory are deleted after the first commit;
+            ``directory`` keeps them.
+        drain_every: drain every k-th checkpoint, and the newest one at the end; takes a third slot. Default 0: none.
+        keep_last, keep_every: checkpoints that stay in ``directory``: so many of the newest, and multiples of it.
+            Default: all.
+        drain_rate, drain_writers: bytes per second of all ranks together; ranks that write at a time. Default: no
+            limit.
+        format: "hdf5", or "dcp", which plain `torch.distributed.checkpoint.load` reads.
+        provenance: your own entries in the provenance of drained checkpoints: a dict of JSON values, such as a seed.
+        sign_key: PEM file of the Ed25519 private key that signs the provenance; see docs/drain.md. Default: none.
+        log: file that gets a line of JSON for each event (docs/watching.md). Each other node writes a file next to it.
+        process_group: the torch.distributed group that has the ranks of ``comm``. Without ``comm``: the ranks of the
+            job that this Checkpointer is for. mlflash sends nothing over it. Default: all ranks.
+        enabled: False turns mlflash off, and so does ``MLFLASH_DISABLE=1``, whatever you give here: no method does
+            anything, nothing is collective, no setting is checked, and MPI is not started.
         settings: further fields of :class:`mlflash.config.Config`.
 
     Attributes:
-        enabled, adapting: whether it does anything; what adapters need besides.
+        enabled: whether mlflash does anything.
+        adapting: the methods that only adapters need.
 
     Raises:
         ConfigError: a setting is missing or makes no sense.
         JobInUse: another live job uses this name on one of the nodes.
-        MpiUnavailable, WorldMismatch: MPI is not what the launcher or torch.distributed says.
+        MpiUnavailable, WorldMismatch: MPI cannot be loaded, or disagrees with the launcher or torch.distributed.
         UnsafePath: the job's directory in memory is not private to this user.
-        MemoryTooSmall, DeadlineExceeded: ``reserve`` does not fit; not all ranks have come to it.
+        MemoryTooSmall: ``reserve`` does not fit into memory.
+        DeadlineExceeded: some ranks did not make their Checkpointer in time.
     """
 
     def __init__(
@@ -112,7 +116,7 @@ class Checkpointer(Ending):
         self._courier, self._drains, self._saves, self._restores, self.adapting = disabled.stand_ins(comm)
 
     def _start(self, comm: Any, process_group: Any, replicated: Any, domains: Any) -> None:
-        """Make what does the work. Collective over comm."""
+        """Make the parts that do the work. Collective over comm."""
         uncaught.show_briefly()
         self._trainer, self._drains, started = connect(self._config, comm, process_group, replicated, domains)
         trainer, self._courier = self._trainer, self._trainer.courier
@@ -139,25 +143,24 @@ class Checkpointer(Ending):
 
     @one_unit
     def save(self, step: int, state: Any, *, until: Any = None) -> Snapshot:
-        """Copy the state into this rank's slot and let it be protected and committed in the background.
+        """Copy the state into this rank's slot; it is then protected and committed in the background.
 
-        Collective over comm, in that all ranks save the same steps in the same order; but no rank waits for
-        another here, unless both slots are busy or the state has grown. After it returns, ``state`` may be
-        changed at once.
+        Collective over comm in the sense that all ranks save the same steps in the same order. No rank waits for
+        another here, unless both slots are busy or the state has grown. You may change ``state`` when it returns.
 
         Args:
             step: training step, 0 or more, larger than the one before.
-            state: nested dicts, lists and tuples of tensors, arrays, plain values, and objects with
-                ``state_dict`` and ``load_state_dict``.
-            until: torch optimizers: what they hold is copied while training goes on, until one of them steps; the
-                save fails where something else has written to it.
+            state: nested dicts, lists and tuples of tensors, arrays, plain values, and objects with ``state_dict`` and
+                ``load_state_dict``.
+            until: torch optimizers. What they hold is copied while training continues, until one of them steps. The
+                save fails if something else writes to it before it is copied.
 
         Returns:
-            The snapshot; its ``wait()`` ends when it is committed.
+            The snapshot. Its ``wait()`` returns when the snapshot is committed.
 
         Raises:
-            StepOrderError: the step does not grow. The other ranks' save of it fails too.
-            StateError: a leaf cannot be saved; its path is named. Or a restore has failed and left the state undefined.
+            StepOrderError: the step is not larger than the one before. Its save fails on the other ranks, too.
+            StateError: a leaf cannot be saved (its path is named); or a failed restore left the state undefined.
             SaveFailed: only with ``strict``: this save, or an earlier one in the background, failed.
         """
         self._check_open()
@@ -176,12 +179,12 @@ class Checkpointer(Ending):
 
     @one_unit
     def prepare(self, state: Any) -> None:
-        """Allocate the slots for a state like this one, before the first save; their pages are faulted in behind.
+        """Allocate the slots for a state like this one before the first save; their pages are made in the background.
 
-        Collective over comm. Leaves that an adapter made will do as well.
+        Collective over comm. Leaves that an adapter made are accepted, too.
 
         Raises:
-            MemoryTooSmall: they do not fit into the node's memory; nothing was allocated.
+            MemoryTooSmall: the slots do not fit into the node's memory; nothing was allocated.
             StateError: a leaf cannot be saved.
         """
         self._check_open()
@@ -194,33 +197,34 @@ class Checkpointer(Ending):
         self, state: Any, step: int | None = None, *, before: int | None = None, certified: bool = False,
         source: str | os.PathLike[str] | None = None,
     ) -> int | None:  # fmt: skip
-        """Fill the state, in place, with the newest step that memory or the directory can give.
+        """Fill the state, in place, with the newest step that memory or the directory has.
 
-        Collective over comm. Every byte is verified on all ranks before anything is changed. Afterwards the
-        redundancy is made whole again in the background. Either way the slots are made as :meth:`prepare` does.
+        Collective over comm. All ranks verify every byte before anything is changed. After the restore, lost copies and
+        parity are made again in the background. Slots are made as by :meth:`prepare`, even if nothing is restored.
 
-        Saved by other ranks, or in other shards, each tensor is put together from the old shards; what all old ranks
-        had alike goes to all, and what each had its own of to the rank of its number. Rank 0 warns of the rest.
+        If another number of ranks saved the checkpoint, or saved it in other shards, each tensor is put together from
+        the old shards. What all old ranks held alike goes to all ranks. What each old rank had of its own goes to the
+        rank with the same number; rank 0 warns about the rest.
 
         Args:
-            state: live tensors and arrays are copied into, plain leaves replaced, objects get copies through
-                ``load_state_dict``.
+            state: live tensors and arrays are overwritten in place, plain leaves are replaced, and objects get copies
+                through ``load_state_dict``.
             step: restore this step instead of the newest.
-            before: restore the newest step that is smaller than this, as after a loss spike.
-            certified: restore the newest step that was certified (``certify_after``), or marked good.
-            source: another directory that checkpoints were drained to: it is read only, and memory is not looked at.
+            before: restore the newest step that is smaller than this one, for example after a loss spike.
+            certified: restore the newest step that was certified (``certify_after``) or marked good.
+            source: another directory that checkpoints were drained to. It is only read, and memory is not used.
 
         Returns:
-            The step, or None where nothing was ever committed, or all that was is passed over (``fresh``).
+            The step. None if nothing was ever committed, or if ``fresh`` passes over everything that was.
 
         Raises:
-            Unrestorable: checkpoints are there, and none can be restored; ``reasons`` says of each step why. Nothing
-                was changed or deleted: with a lost node back, a relaunch can still restore.
-            StructureMismatch: the state does not look like the saved one; both sides are named. Nothing was changed,
-                or what was is put back, or the text says that the state is undefined: :meth:`save` refuses it then.
+            Unrestorable: there are checkpoints, but none of them can be restored; ``reasons`` says why for each step.
+                Nothing was changed or deleted: when a lost node is back, a relaunch can still restore.
+            StructureMismatch: the state does not match the saved one; the error names both sides. Nothing was changed,
+                or it was undone; otherwise the text says that the state is undefined, and :meth:`save` refuses it.
             StepNotFound: there is no such step, or it cannot be restored; the text says why.
             ValueError: ``step`` is given together with ``before`` or ``certified``.
-            MemoryTooSmall: there is no room to put it together.
+            MemoryTooSmall: memory has no room to put the state together.
         """
         self._check_open()
         wanted = _wanted(step, before, certified)
@@ -231,22 +235,22 @@ class Checkpointer(Ending):
         self, step: int | None = None, *, before: int | None = None, certified: bool = False,
         source: str | os.PathLike[str] | None = None, copy: bool = True,
     ) -> tuple[int | None, Any]:  # fmt: skip
-        """Give the newest step that memory or the directory can give as fresh CPU tensors and arrays.
+        """Return the newest step that memory or the directory has, as fresh CPU tensors and arrays.
 
         Collective over comm. Objects come back as what their ``state_dict`` returned.
 
         Args:
             step, before, certified, source: see :meth:`restore`.
-            copy: False gives views of what is in memory, at once and unverified. What is written to them stays in this
-                process; as long as any is there, saves have one slot less, and wait for each other.
+            copy: False returns views of the slot at once, and does not verify them. What you write to a view stays in
+                this process. While a view exists, saves have one slot less and wait for each other.
 
         Returns:
-            ``(step, state)``, or ``(None, None)`` where :meth:`restore` gives None.
+            ``(step, state)``, or ``(None, None)`` if :meth:`restore` would return None.
 
         Raises:
             Unrestorable: see :meth:`restore`.
             StepNotFound: there is no such step, or it cannot be loaded; the text says why.
-            WorldSizeChanged: it was saved by another number of ranks: only :meth:`restore` knows what is wanted.
+            WorldSizeChanged: another number of ranks saved it. Only :meth:`restore` can convert it.
         """
         self._check_open()
         wanted = _wanted(step, before, certified)
@@ -255,29 +259,29 @@ class Checkpointer(Ending):
     def steps(self) -> list[int]:
         """List the steps that can be restored from memory or the directory, ascending.
 
-        Collective over comm. Looks at headers only; the bytes are verified by :meth:`restore`.
+        Collective over comm. It reads headers only; :meth:`restore` verifies the bytes.
         """
         self._check_open()
         return self._restores.steps()
 
     def mark_bad(self, step: int) -> None:
-        """Say that a step is not to be restored any more, as it has led to a loss spike, say.
+        """Mark a step as bad, for example because it led to a loss spike: restores pass over it from now on.
 
-        Collective over comm. It is passed over from now on, by every later run too, unless its number is given:
-        ``restore(state, step)``. What is in memory and in the directory is marked; nothing is deleted.
+        Collective over comm. Every later run passes over it, too, unless you give its number: ``restore(state, step)``.
+        The mark is written in memory and in the directory; nothing is deleted.
 
         Raises:
-            StepNotFound: it is in neither.
+            StepNotFound: the step is neither in memory nor in the directory.
         """
         self._mark(step, is_good=False)
 
     def mark_good(self, step: int) -> None:
-        """Say that a step is good, whatever its checks said: ``restore(certified=True)`` takes it.
+        """Mark a step as good, whatever its checks found: ``restore(certified=True)`` takes it.
 
         Collective over comm.
 
         Raises:
-            StepNotFound: it is neither in memory nor in the directory.
+            StepNotFound: the step is neither in memory nor in the directory.
         """
         self._mark(step, is_good=True)
 
@@ -292,11 +296,11 @@ class Checkpointer(Ending):
     def drain(self) -> Drain:
         """Write the checkpoint that was committed or restored last to the directory, in the background.
 
-        Collective over comm. Waits for the drain before it and for the saves so far. Where ``drain_every`` is 0 there
-        are two slots only: the next save but one then waits for the drain.
+        Collective over comm. Waits for the previous drain and for all saves so far. If ``drain_every`` is 0 there are
+        only two slots, and the second save from now waits for the drain.
 
         Returns:
-            The drain; its ``wait()`` ends when the checkpoint is in the directory.
+            The drain. Its ``wait()`` returns when the checkpoint is in the directory.
 
         Raises:
             DrainFailed: there is no directory, or nothing to drain.
@@ -306,42 +310,42 @@ class Checkpointer(Ending):
         return self._drains.drain()
 
     def wait_drained(self, timeout_s: float | None = None) -> None:
-        """Wait until no drain is on its way; how it ended is in what :meth:`drain` gave, and in the log.
+        """Wait until no drain is running. What :meth:`drain` returned, and the log, say how it ended.
 
         Not collective.
 
         Args:
-            timeout_s: seconds; None: for as long as some rank gets on.
+            timeout_s: seconds. None: wait as long as some rank makes progress.
 
         Raises:
-            DeadlineExceeded: it goes on still.
+            DeadlineExceeded: the drain is still running.
         """
         self._check_open()
         self._drains.wait(timeout_s)
 
     def scavenge(self) -> Drain | None:
-        """Write the newest checkpoint that memory can give to the directory, with no training.
+        """Write the newest checkpoint that memory has to the directory, without training.
 
-        Collective over comm, which may be of another number of ranks than the job: one on each node that is left will
-        do. What is lost is rebuilt from copies or parity. What is in memory stays there.
+        Collective over comm, which may have another number of ranks than the job: one on each remaining node is enough.
+        Lost slots are rebuilt from copies or parity. Memory keeps what it has.
 
         Returns:
-            The drain; None where memory has nothing that is newer than what is in the directory.
+            The drain. None if memory has nothing newer than the directory.
         """
         self._check_open()
         return self._drains.last if self._courier.call(Scavenge()) else None
 
     def heal(self) -> int | None:
-        """Make the redundancy of the newest checkpoint in memory whole again, with no training.
+        """Make the lost copies and parity of the newest checkpoint in memory again, without training.
 
-        Collective over comm, which must have as many ranks as the job, on the nodes where they will be.
+        Collective over comm, which must have as many ranks as the job, on the nodes where the job will run.
 
         Returns:
-            Its step; None where memory has nothing.
+            The step. None if memory has no checkpoint.
 
         Raises:
-            WorldSizeChanged: this is another number of ranks.
-            MemoryTooSmall, SaveFailed: it could not be made whole; what there was is untouched.
+            WorldSizeChanged: comm has another number of ranks.
+            MemoryTooSmall, SaveFailed: healing failed; what was in memory is untouched.
         """
         self._check_open()
         step: int | None = self._courier.call(HealNewest())
@@ -356,12 +360,12 @@ class Checkpointer(Ending):
 
     @property
     def timeout_s(self) -> float:
-        """Deadline of every wait, seconds."""
+        """Seconds that each job of the courier may take; for a drain, seconds without progress."""
         return self._config.timeout_s
 
     @property
     def survives(self) -> str:
-        """What may die without a committed step being lost, in words: computed from who protects whom.
+        """Which losses the committed step survives, in words, computed from which rank protects which.
 
         Not collective.
 
@@ -372,9 +376,10 @@ class Checkpointer(Ending):
         return survives
 
     def report(self) -> dict[str, Any]:
-        """Give counters, seconds per verb, how this rank is placed, and the last drain, see `rank_report.report_of`.
+        """Return counters, seconds per operation, the placement of this rank, and the last drain; see
+        `rank_report.report_of`.
 
-        Besides, ``courier`` says whether that is a thread or a process, and why. Not collective.
+        The entry ``courier`` says whether the courier is a thread or a process, and why. Not collective.
         """
         report: dict[str, Any] = self._courier.ask(Report()) | {"courier": self._courier.is_a}
         if self.enabled:

@@ -1,4 +1,4 @@
-"""How a Checkpointer ends: closed by all ranks, left by an exception, or given up as another rank was lost."""
+"""How a Checkpointer ends: closed by all ranks, left by an exception, or given up because another rank was lost."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from . import unclosed
 
 
 class Ending:
-    """The ends of a Checkpointer, which has made the parts."""
+    """The methods that end a Checkpointer, which makes the parts that they use."""
 
     _trainer: TrainerContext
     _courier: Client
@@ -33,12 +33,13 @@ class Ending:
 
     @one_unit
     def close(self) -> None:
-        """Wait for the saves and drains so far, free windows and communicators; the slots stay in memory.
+        """Wait for the saves and drains so far, and free windows and communicators; the slots stay in memory.
 
-        Collective over comm. May be called twice. With ``drain_every`` the newest checkpoint is drained before.
+        Collective over comm. You may call it twice. With ``drain_every`` it first drains the newest checkpoint.
 
         Raises:
-            SaveFailed, DeadlineExceeded: as in :meth:`wait`; or not all ranks have come. It is closed all the same.
+            SaveFailed, DeadlineExceeded: as in :meth:`wait`; or some ranks did not come to the call. The Checkpointer
+                is closed in any case.
         """
         if self._closed:
             return
@@ -68,14 +69,14 @@ class Ending:
             steps.callback(self._trainer.recorder.end, state)
 
     def interrupt(self, why: str) -> None:
-        """Have the next call raise Closed, as where this run is over. Not collective; any thread."""
+        """Make the next call raise Closed, for example because this run is over. Not collective; any thread."""
         self._closed = self._closed or why
 
     def abandon(self, timeout_s: float = 10.0) -> bool:
-        """Give it up without any other rank. Not collective. What was committed stays.
+        """Give the Checkpointer up without any other rank. Not collective. What was committed stays.
 
         Returns:
-            Whether nothing copies into its slots any more, so that another Checkpointer may have them.
+            Whether nothing copies into its slots any more, so that another Checkpointer may use them.
         """
         if self._is_ended:
             return True
@@ -86,14 +87,14 @@ class Ending:
         return is_over
 
     def _leave(self) -> None:
-        """Be closed in a process that was forked: all of it is the parent's, and goes on there. Not collective."""
+        """Close it in a forked process: everything belongs to the parent, and continues there. Not collective."""
         self._closed = FORKED
         for leave in (self._courier.leave, self._trainer.recorder.leave, self._saves.end):
             leave()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
                  ) -> None:  # fmt: skip
-        """Close; where an exception is on its way, without any collective and without waiting."""
+        """Close it. If an exception is leaving the block, do so without any collective and without waiting."""
         if kind is None:
             self.close()
         elif not self._is_ended:

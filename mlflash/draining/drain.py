@@ -1,4 +1,4 @@
-"""What a drain returns at once: how far it is, and how it ended."""
+"""What `drain` returns at once: how far the drain is, and how it ended."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ _NAP_S = 0.02
 
 
 class Drain:
-    """A drain on its way, and how it ended.
+    """A running or ended drain.
 
     Attributes:
-        step: of the checkpoint.
+        step: the training step of the checkpoint.
         path: the folder; "" before it has a name.
         nbytes: bytes of this rank's files; 0 before they are laid out.
         written: bytes of them written so far.
-        seconds: how long it took; None while it goes on.
-        error: why it failed; None where it has not.
+        seconds: how long the drain took; None while it runs.
+        error: why it failed; None if it has not failed.
         inside: the folder; None before it has a name.
-        stored: the files that this rank has written, by the rank whose state they have.
-        attempt: what is drained; None before it is known.
-        clean: whether what interrupted drains of earlier runs left was deleted (rank 0).
-        progress: grows while this rank gets on.
-        moved: when any rank last got on, by `time.monotonic`.
-        silent: the ranks that do not answer while none gets on; and in words.
+        stored: the files that this rank has written, by the rank whose state they contain.
+        attempt: the save attempt that is drained; None before it is known.
+        clean: whether the files that interrupted drains of earlier runs left were deleted (rank 0).
+        progress: grows while this rank makes progress.
+        moved: when any rank last made progress, by `time.monotonic`.
+        silent: the ranks that do not answer while no rank makes progress, as numbers and in words.
     """
 
     def __init__(self, step: int, look: Callable[[], None] = lambda: None, patience_s: float = float("inf")):
@@ -55,7 +55,7 @@ class Drain:
 
     @property
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Whether the drain has ended, well or not."""
         return self._ended.is_set()
 
     def wait(self, timeout: float | None = None) -> Drain:
@@ -64,14 +64,15 @@ class Drain:
         Not collective.
 
         Args:
-            timeout: seconds; None: for as long as some rank gets on.
+            timeout: seconds. None: wait as long as some rank makes progress.
 
         Returns:
             The drain itself.
 
         Raises:
-            DrainFailed: it is not there; those that were there are untouched.
-            DeadlineExceeded: it is not there yet, or no rank got on for the Checkpointer's ``timeout_s``.
+            DrainFailed: the checkpoint was not written to the directory; earlier checkpoints there are untouched.
+            DeadlineExceeded: it is not in the directory yet, or no rank made progress for the Checkpointer's
+                ``timeout_s``.
         """
         end = float("inf") if timeout is None else time.monotonic() + timeout
         while not self._ended.wait(max(0.0, min(_NAP_S, end - time.monotonic()))):
@@ -92,7 +93,7 @@ class Drain:
                                 ranks=ranks)  # fmt: skip
 
     def moves(self) -> None:
-        """Note that some rank got on (for the courier)."""
+        """Note that some rank made progress (for the courier)."""
         self.moved, self.silent = time.monotonic(), ((), "")
         self.told()
 

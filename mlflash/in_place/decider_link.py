@@ -1,7 +1,7 @@
-"""The connection of a training process to who decides which process has which rank: `launcher.member_service`.
+"""The connection of a training process to `launcher.member_service`, which decides which process has which rank.
 
-A thread hears, and what is heard can be waited for. When a rank is lost, all that is registered with `on_lost` is
-called on that thread, with the round: it is to end what the training waits in.
+A thread receives messages, and callers can wait for what it receives. When a rank is lost, this thread calls all
+functions in `on_lost` with the number of the round. They must end whatever the training waits in.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _LARGEST_NBYTES = 1 << 16
 
 
 class RoundOver(MlflashError, ConnectionError):
-    """A rank was lost, and a next round is to begin."""
+    """A rank was lost, and the next round is about to begin."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,10 +35,10 @@ class Seat:
     """The rank that this process has.
 
     Attributes:
-        round: in which it has that, from 1 on.
-        rank, size: which, of how many.
-        lost_s: after how many seconds it is known, at the latest, that a rank is lost.
-        ready_s: after how many seconds a rank is lost that has not begun the round.
+        round: the round in which it has this rank, from 1 on.
+        rank, size: its rank, and the number of ranks.
+        lost_s: a lost rank is noticed after at most this many seconds.
+        ready_s: a rank that has not begun the round after this many seconds counts as lost.
     """
 
     round: int
@@ -52,7 +52,7 @@ class DeciderLink:
     """The connection. Not collective; any thread.
 
     Args:
-        told: ``address``, ``token``, ``name`` of this process, and ``size``: how many ranks there are.
+        told: ``address``, ``token``, ``name`` of this process, and ``size``, the number of ranks.
     """
 
     def __init__(self, told: Mapping[str, Any]):
@@ -73,14 +73,14 @@ class DeciderLink:
         os.register_at_fork(after_in_child=self._sock.close)
 
     def say(self, message: dict[str, Any]) -> None:
-        """Send a message; one that nobody hears any more is dropped, as its host is about to kill this process."""
+        """Send a message. If nobody receives it any more, it is dropped: the host is about to kill this process."""
         try:
             self._sock.sendall(pack(message))
         except OSError as error:
             log.debug("cannot send to mlflash run, which assigns the ranks: %s", error)
 
     def seat(self, after: int) -> Seat:
-        """Wait for the rank that this process has in a round after one, however long that takes."""
+        """Wait for the rank that this process has in a round after the given one, however long it takes."""
         with self._news:
             self._news.wait_for(lambda: self._has_ended or (self._seat is not None and self._seat.round > after))
             if self._seat is None or self._seat.round <= after:
@@ -88,12 +88,12 @@ class DeciderLink:
             return self._seat
 
     def is_over(self, number: int, wait_s: float = 0.0) -> bool:
-        """Whether a round is over, as a rank was lost; that is waited for as long as this."""
+        """Whether a round is over because a rank was lost; waits up to ``wait_s`` seconds for that."""
         with self._news:
             return self._news.wait_for(lambda: self._has_ended or self._over >= number, wait_s) and self._over >= number
 
     def check(self, number: int) -> None:
-        """Raise RoundOver where a round is over."""
+        """Raise RoundOver if a round is over."""
         if self._over >= number:
             raise RoundOver(f"round {number} is over: {self._why}")
 
@@ -102,7 +102,7 @@ class DeciderLink:
 
         Raises:
             RoundOver: a rank was lost.
-            DeadlineExceeded: it did not come.
+            DeadlineExceeded: the text did not arrive in time.
         """
         self.check(number)
         if text is not None:
@@ -160,7 +160,7 @@ _link: DeciderLink | None = None
 
 
 def decider() -> DeciderLink | None:
-    """The connection of this process, which is made once; None: nobody decides, a failure ends this process."""
+    """Return the connection of this process, made once. None: nobody assigns ranks, and a failure ends this process."""
     global _link
     if _link is None and KEPT in os.environ:
         _link = DeciderLink(json.loads(os.environ[KEPT]))
@@ -168,5 +168,5 @@ def decider() -> DeciderLink | None:
 
 
 def is_spare() -> bool:
-    """Whether this process was started without a rank, and waits for one. Not collective."""
+    """Whether this process was started without a rank and waits for one. Not collective."""
     return KEPT in os.environ and "RANK" not in os.environ

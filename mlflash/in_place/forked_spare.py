@@ -1,10 +1,10 @@
-"""Spares that are forked from a process that has imported all, and again with the rank that they turn out to need.
+"""Spares: processes that are forked from one that has imported everything, and forked again once their rank is known.
 
-A model with a device mesh knows its rank, and a spare has made it before it gets one. So what waits is a child of the
-process that was started (`fork_spares`), forked before anything that knows of ranks is made. Where it gets another rank
-than it presumed (`begin_anew`), its parent, the *seed*, forks a new one, which imports nothing: what the one before had
-imported on its way (`is_ready`), the seed has imported meanwhile. The seed does nothing else, and ends as its child
-does.
+A model with a device mesh knows its rank, and a spare makes the model before it gets a rank. So the process that waits
+is a child of the process that was started (`fork_spares`), forked before anything that knows ranks is made. If it gets
+another rank than it presumed (`begin_anew`), its parent, the *seed*, forks a new child. This child imports nothing,
+because the seed has meanwhile imported what the previous child had imported (`is_ready`). The seed does nothing else,
+and ends in the same way as its child.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _UNFIT, _IMPORTED = "unfit", "imported "
 
 
 def fork_spares(fits: Callable[[], bool]) -> None:
-    """Go on in a child of this process, which becomes its seed. Not collective; on the main thread.
+    """Continue in a child of this process, which becomes the child's seed. Not collective; on the main thread.
 
-    Where this process has threads, which a child would not have, or its child does not fit, it goes on itself.
+    This process continues itself if it has threads, which a child would not have, or if its child does not fit.
 
     Args:
-        fits: says, in a child, whether the program can go on there.
+        fits: called in a child; returns whether the program can continue there.
     """
     me, name, drawn = os.getpid(), Path("/proc/self/comm").read_text().strip(), random.getstate()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # a seed leaves them to its child
@@ -71,16 +71,16 @@ def fork_spares(fits: Callable[[], bool]) -> None:
 
 
 def is_ready() -> None:
-    """Tell the seed of this process what was imported since, so that the next one has it. Not collective."""
+    """Tell the seed of this process what was imported since, so that the next child has it. Not collective."""
     if _seed is not None:
         _say(_seed, _IMPORTED + " ".join(sys.modules))
 
 
 def begin_anew(rank: int) -> NoReturn:
-    """Run this program from `fork_spares` on, or all of it, with a rank that it knows from then on. Not collective.
+    """Run this program again, from `fork_spares` on or from its start, with a known rank. Not collective.
 
     Args:
-        rank: which.
+        rank: the rank.
     """
     _flush()
     if _seed is not None:
@@ -103,7 +103,7 @@ def _say(seed: int, line: str) -> None:
 
 
 def _serve(child: int, ours: socket.socket) -> str:
-    """Do what a child says until it has ended; gives its last word."""
+    """Do what a child asks for until it has ended; return its last line."""
     pidfd, text, last = os.pidfd_open(child), b"", ""
     heard, has_ended = [ours.fileno()], False
     ours.setblocking(False)
@@ -123,7 +123,7 @@ def _serve(child: int, ours: socket.socket) -> str:
 
 
 def _import(names: Sequence[str]) -> None:
-    """Import what of packages that are here already is missing."""
+    """Import the missing modules of packages that are already imported here."""
     for name in names:
         if name not in sys.modules and name.partition(".")[0] in sys.modules:
             with contextlib.suppress(Exception, SystemExit):

@@ -1,4 +1,4 @@
-"""What a training has that knows its ranks, besides couriers: registered by who made it, and exchanged each time."""
+"""What a training has, besides couriers, that knows its ranks: it is registered, and replaced in each round."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ class Groups(Protocol):
     """Such things, all of one kind."""
 
     def drop(self) -> None:
-        """End what waits for others by them, with an exception. Not collective; any thread."""
+        """Raise an exception in whatever waits for other ranks through them. Not collective; any thread."""
 
     def take(self, rank: int) -> None:
-        """Have another rank than the one that was presumed, or begin this program anew. Not collective."""
+        """Take another rank than the presumed one, or begin this program anew. Not collective."""
 
     def connect(self, seat: Seat, share: Callable[[str, str | None], str]) -> None:
         """Connect them anew. Collective over the ranks of a round.
 
         Args:
-            seat: that this process has from now on.
-            share: gives rank 0's text to all ranks, under a name.
+            seat: the seat that this process has from now on.
+            share: gives rank 0's text, under a name, to all ranks.
         """
 
     def forget_step(self) -> None:
@@ -35,7 +35,7 @@ registered: list[Groups] = []
 
 
 def check() -> None:
-    """Raise ConfigError where torch.distributed has groups that cannot be exchanged. Not collective."""
+    """Raise ConfigError if torch.distributed has groups that cannot be replaced. Not collective."""
     torch = sys.modules.get("torch.distributed")
     if torch is not None and torch.is_available() and torch.is_initialized() and not registered:
         raise ConfigError(

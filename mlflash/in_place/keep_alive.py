@@ -1,4 +1,4 @@
-"""A training function is entered again, in the same process, when a rank was lost: with the newest committed state."""
+"""Enter a training function again, in the same process and with the newest committed state, when a rank was lost."""
 
 from __future__ import annotations
 
@@ -31,29 +31,35 @@ _MARGIN = 1.5  # who is late is to be lost, and all others told, before they sto
 
 def keep_alive(train: Callable[[Checkpointer, int], T], state: Any, directory: str | os.PathLike[str] | None = None,
                **settings: Any) -> T:  # fmt: skip
-    """Train, and go on in this process when another one is lost.
+    """Train, and continue in this process when another process is lost.
 
-    Collective over all ranks. Under ``mlflash run --keep-alive``, when a rank or a node is lost, all other ranks leave
-    ``train`` by an exception (from a collective of torch.distributed, or a call of the Checkpointer); another process
-    takes the lost rank; ``state`` is restored, in place, to the newest committed step; and ``train`` is called again,
-    with a new Checkpointer. Models, optimizers and process groups stay the same objects. Without it, ``train`` is
+    Collective over all ranks. Under ``mlflash run --keep-alive``, when a rank or a node is lost:
+
+    - All other ranks leave ``train`` by an exception, raised by a collective of torch.distributed or by a call of the
+    Checkpointer.
+    - Another process takes the lost rank.
+    - ``state`` is restored, in place, to the newest committed step.
+    - ``train`` is called again, with a new Checkpointer.
+
+    Models, optimizers and process groups stay the same objects. Without ``mlflash run --keep-alive``, ``train`` is
     called once, after a restore.
 
-    What is not in ``state`` stays as the step has left it: random generators (`mlflash.rng`), positions in data and
-    counters belong in there. Iterators that ``train`` makes are made again.
+    What is not in ``state`` stays as the interrupted step left it. So put random generators (`mlflash.rng`), positions
+    in data and counters into it. Iterators that ``train`` makes are made again.
 
     Args:
-        train: is given a Checkpointer and the step that ``state`` has, 0 where nothing was committed; it trains from
-            there, and saves.
+        train: gets a Checkpointer and the step of ``state``, which is 0 if nothing was committed. It trains from there,
+            and saves.
         state: what is restored, as in `Checkpointer.restore`.
-        directory, settings: of the Checkpointer.
+        directory, settings: arguments of the Checkpointer.
 
     Returns:
         What ``train`` returns.
 
     Raises:
-        ConfigError: torch.distributed was set up with process groups that cannot be exchanged; the text says how.
-        Exception: what ``train`` raises, where no rank was lost.
+        ConfigError: torch.distributed was set up with process groups that mlflash cannot replace; the text says what to
+            use instead.
+        Exception: what ``train`` raises, if no rank was lost.
     """
     link = decider()
     if link is None:
@@ -64,7 +70,7 @@ def keep_alive(train: Callable[[Checkpointer, int], T], state: Any, directory: s
 
 
 class _Rounds:
-    """One round after the other, in this process."""
+    """Runs one round after the other in this process."""
 
     def __init__(self, link: DeciderLink, train: Callable[[Checkpointer, int], Any], state: Any, settings: Any):
         self._link, self._train, self._state, self._settings = link, train, state, settings
@@ -138,7 +144,7 @@ class _Rounds:
         return result
 
     def _take(self, seat: Seat, times: _Times) -> None:
-        """Have the rank of a seat, and couriers with all others."""
+        """Take the rank of a seat, and connect couriers with all other ranks."""
         reach("round.seated")
         for one in groups.registered:
             one.take(seat.rank)
@@ -156,14 +162,14 @@ class _Rounds:
         reach("round.couriers")
 
     def _config(self) -> Config:
-        """The settings by which couriers start."""
+        """Return the settings with which couriers start."""
         known = {field.name for field in dataclasses.fields(Config)} - {"directory"}
         given = {name: value for name, value in self._settings.items() if name in known}
         directory = self._settings["directory"]
         return from_environment(os.environ, None if directory is None else os.fspath(directory), **given)
 
     def _interrupt(self, number: int) -> None:
-        """End what the training waits in, as a rank was lost in a round. Any thread."""
+        """End whatever the training waits in, because a rank was lost in a round. Any thread."""
         with self._interrupting:
             if number < self._number:
                 return
@@ -174,7 +180,7 @@ class _Rounds:
                 one.drop()
 
     def _leave(self, seat: Seat) -> None:
-        """Give up all that the round had."""
+        """Give up everything that belonged to the round."""
         self._interrupt(seat.round)
         if self._ckpt is not None and not self._ckpt.abandon():
             raise SystemExit("a device still copies into memory that another process needs: this process ends")
@@ -186,7 +192,7 @@ class _Rounds:
 
 
 class _Times:
-    """How long what took, since a moment."""
+    """How long each phase took, since a moment."""
 
     def __init__(self, since: float):
         self._last, self.took = since, dict[str, float]()
@@ -198,7 +204,7 @@ class _Times:
 
 
 def _clear(error: BaseException) -> None:
-    """Let go what the frames of a step hold."""
+    """Release what the frames of an interrupted step hold."""
     seen: set[int] = set()
     todo: list[BaseException | None] = [error]
     while todo:

@@ -16,16 +16,16 @@ _LOOK_S = 0.5  # how often a waiting snapshot looks whether the courier is held 
 
 
 class Snapshot:
-    """A staged state on its way to being committed.
+    """A staged state that is about to be committed.
 
     Attributes:
         step: the training step.
-        nbytes: bytes of this rank's slot that it takes.
+        nbytes: bytes that it takes in this rank's slot.
         stall_s: how long ``save`` kept training waiting, seconds.
-        commit_s: from the call of ``save`` to the commit, seconds; None before. A small state may be committed a
-            moment before ``save`` returns.
-        skipped: whether it was given up on all ranks because both slots of one were busy; or never begun, as mlflash
-            is off.
+        commit_s: seconds from the call of ``save`` to the commit; None before the commit. A small state may be
+            committed a moment before ``save`` returns.
+        skipped: whether all ranks skipped this save because both slots of one rank were busy, or because mlflash is
+            off.
     """
 
     def __init__(self, step: int, blocked: Callable[[], DeadlineExceeded | None]):
@@ -48,7 +48,7 @@ class Snapshot:
 
     @property
     def committed(self) -> bool:
-        """Whether all ranks agreed that this step is a checkpoint: from here on it survives a lost node."""
+        """Whether all ranks agreed that this step is a checkpoint: from then on it survives the loss of a node."""
         return self._committed
 
     @property
@@ -58,12 +58,12 @@ class Snapshot:
 
     @property
     def done(self) -> bool:
-        """Whether it was committed or has failed; or was left alone, as mlflash is off."""
+        """Whether it was committed or has failed, or was never begun because mlflash is off."""
         return self._ended.is_set()
 
     @property
     def error(self) -> MlflashError | None:
-        """Why it failed or is late; None while there is nothing wrong."""
+        """Why it failed or is late; None if nothing is wrong."""
         return self._error or (None if self._committed else self._late)
 
     def wait(self, timeout: float | None = None) -> Snapshot:
@@ -72,14 +72,14 @@ class Snapshot:
         Not collective.
 
         Args:
-            timeout: seconds; None waits for as long as the Checkpointer's ``timeout_s`` lets the save run.
+            timeout: seconds. None: wait as long as the Checkpointer's ``timeout_s`` lets the save run.
 
         Returns:
             The snapshot itself.
 
         Raises:
             SaveFailed: it will not be committed; the last committed step is untouched.
-            DeadlineExceeded: it is not committed yet, though time is up; it may still be.
+            DeadlineExceeded: the time is up and it is not committed yet; it may still be.
         """
         end = float("inf") if timeout is None else time.monotonic() + timeout
         while not self._woken.wait(max(0.0, min(_LOOK_S, end - time.monotonic()))):
@@ -94,19 +94,19 @@ class Snapshot:
         return self
 
     def wait_staged(self) -> None:
-        """Copy what is left to be copied: then the state may be changed by whatever there is.
+        """Copy what is left to be copied; afterwards anything may change the state.
 
-        Not collective. Only a save with ``until=`` leaves anything. Where something fails, `wait` says so.
+        Not collective. Only a save with ``until=`` leaves anything to be copied. If something fails, `wait` raises it.
         """
         if self.later is not None:
             self.later.finish()
             self.later.hold_back()
 
     def add_done_callback(self, call: Callable[[Snapshot], None]) -> None:
-        """Have a function called with this snapshot when :meth:`wait` would return or raise: ended, or late.
+        """Call a function with this snapshot when :meth:`wait` would return or raise: the save has ended, or is late.
 
-        Not collective. It is called once, on the courier's thread, where it must not wait for anything; in this call
-        where it is so already.
+        Not collective. The function is called once, on the courier's thread, where it must not wait for anything. If
+        the save has already ended or is late, this call runs the function itself.
         """
         with self._waking:
             if not self._woken.is_set():
@@ -115,10 +115,11 @@ class Snapshot:
         call(self)
 
     def end(self, error: MlflashError | None, at: float | None = None) -> None:
-        """Tell the waiters how it ended, once (for the courier).
+        """Tell the waiters, once, how the save ended (for the courier).
 
         Args:
-            at: when, seconds of `time.monotonic`: the courier's word may wait here for the interpreter; None: now.
+            at: when it ended, in seconds of `time.monotonic`: the courier's message may have to wait here for the
+                interpreter. None: now.
         """
         if self._ended.is_set():
             return
@@ -131,13 +132,13 @@ class Snapshot:
         self._wake()
 
     def leave(self) -> None:
-        """Tell the waiters that it never began, which is no failure: mlflash is off."""
+        """Tell the waiters that the save never began because mlflash is off; this is not a failure."""
         self.skipped = True
         self._ended.set()
         self._wake()
 
     def late(self, error: DeadlineExceeded) -> None:
-        """Tell the waiters that it takes too long; it may still end well (for the courier)."""
+        """Tell the waiters that the save takes too long; it may still end well (for the courier)."""
         error.step = self.step
         self._late = error
         self._wake()
