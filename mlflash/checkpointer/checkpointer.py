@@ -44,7 +44,7 @@ class Checkpointer(Ending):
         strict: a save that fails raises instead of warning.
         timeout_s: seconds that each job of the courier (such as a commit) may take from its start. A drain is late only
             after this many seconds without progress; a read from the directory has this long for each GiB. Default 300.
-        when_busy: if both slots are busy, a save "wait"s for the older commit, or all ranks "skip" it.
+        when_busy: if both slots are busy: "wait" for the older commit, or "skip" this save on all ranks.
         reserve: bytes of state per rank to allocate at the start; see :meth:`prepare`.
         transport: how data goes to other nodes: "rma", "p2p" or "auto".
         skip_stuck: restore an older step if this many runs have restored the newest one without a newer commit. Default
@@ -376,8 +376,7 @@ class Checkpointer(Ending):
         return survives
 
     def report(self) -> dict[str, Any]:
-        """Return counters, seconds per operation, the placement of this rank, and the last drain; see
-        `rank_report.report_of`.
+        """Return counters, seconds per operation, placement and last drain of this rank; see `rank_report.report_of`.
 
         The entry ``courier`` says whether the courier is a thread or a process, and why. Not collective.
         """

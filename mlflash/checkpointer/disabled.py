@@ -1,7 +1,8 @@
-"""What a Checkpointer works with where mlflash is off: the same as ever to who calls it, and none of it does anything.
+"""The parts of a Checkpointer when mlflash is off: callers see the same interface, and nothing is done.
 
-It is off by ``MLFLASH_DISABLE=1``, the kill switch, or by ``enabled=False``. Training then goes on as if mlflash was
-not there: MPI is not started, no file is made, no thread, nothing waits for other ranks. The first process says so.
+It is off with ``MLFLASH_DISABLE=1``, the kill switch, or with ``enabled=False``. Training then runs as if mlflash were
+not there: MPI is not started, no file and no thread is made, and nothing waits for other ranks. The first process logs
+that mlflash is off.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _said: set[str] = set()
 
 
 def turned_off(enabled: bool = True) -> bool:
-    """Whether nothing is to be done, for the entry of an adapter; where it is so the first process says it, once.
+    """Whether mlflash is off, for the entry of an adapter. If so, the first process logs it, once.
 
     Not collective.
 
@@ -62,10 +63,10 @@ def turned_off(enabled: bool = True) -> bool:
 
 
 def say(comm: Any = None) -> None:
-    """Let the first process say that mlflash is off, and which of the two it is by. Not collective.
+    """Let the first process log that mlflash is off, and which setting turned it off. Not collective.
 
     Args:
-        comm: communicator that tells this rank, where nothing else does.
+        comm: communicator that gives this rank, if nothing else does.
     """
     why = "enabled=False" if config.is_enabled(os.environ) else f"{config.DISABLE}={os.environ[config.DISABLE]}"
     if why not in _said and _rank(comm) == 0:
@@ -74,7 +75,7 @@ def say(comm: Any = None) -> None:
 
 
 def _rank(comm: Any) -> int:
-    """This rank, as far as anything tells it without MPI being started; else 0."""
+    """Return this rank, as far as it can be found without starting MPI; otherwise 0."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         return int(distributed.get_rank())
@@ -87,7 +88,7 @@ def _rank(comm: Any) -> int:
 def stand_ins(
     comm: Any = None,
 ) -> tuple[Client, drains.Drains, save_queue.SaveQueue, restore.Restores, for_adapters.Adapting]:
-    """Make what a Checkpointer that is off works with, and say that it is. Not collective.
+    """Make the parts of a Checkpointer that is off, and log that it is off. Not collective.
 
     Args:
         comm: what the Checkpointer was given.
@@ -97,7 +98,7 @@ def stand_ins(
 
 
 def not_saved(step: object) -> Snapshot:
-    """What a save gives: done, not committed, skipped; to wait for it takes no time, and is no error."""
+    """Return what a save gives: done, not committed, skipped. Waiting for it takes no time and is not an error."""
     snapshot = Snapshot(int(step) if isinstance(step, (int, np.integer)) else _NO_STEP, lambda: None)
     snapshot.leave()
     return snapshot
@@ -111,7 +112,7 @@ class Courier(Client):
     """Does nothing that it is asked for; see `protocol.client.Client`.
 
     Args:
-        rank: as far as that is known.
+        rank: this rank, or 0 if it is not known.
     """
 
     late = broken = None
@@ -128,21 +129,21 @@ class Courier(Client):
 
     @property
     def post(self) -> Callable[[Any], None]:
-        """Leave it."""
+        """Do nothing."""
         return lambda job: None
 
     def job(self, message: Message, answers: Any = None, on_late: Any = None, on_refused: Any = None) -> None:
         """There is nothing to do."""
 
     def wait_sent(self, job: Any) -> None:
-        """Nothing is."""
+        """Nothing is sent."""
 
     def unit(self) -> contextlib.AbstractContextManager[None]:
-        """Nothing is begun."""
+        """Begin nothing."""
         return contextlib.nullcontext()
 
     def call(self, message: Message, answers: Any = None) -> Any:
-        """Leave it: None is what there is to be had."""
+        """Do nothing; the result is None."""
 
     def ask(self, message: Message) -> Any:
         """Answer as a courier that has done nothing."""
@@ -157,13 +158,13 @@ class Courier(Client):
         """Nobody asks."""
 
     def go_on_behind(self) -> None:
-        """Nothing goes on."""
+        """Nothing continues in the background."""
 
     def stop(self, abandon: bool) -> None:
         """There is no thread."""
 
     def leave(self) -> None:
-        """Nothing is the parent's."""
+        """Nothing belongs to the parent."""
 
     def _report(self) -> dict[str, Any]:
         return {
@@ -182,29 +183,29 @@ class Drains(drains.Drains):
         self.last = None
 
     def began(self, drain: Drain) -> None:
-        """None does."""
+        """No drain begins."""
 
     def ask(self) -> None:
-        """Leave it."""
+        """Do nothing."""
 
     def drain(self) -> Drain:
-        """What has ended, without a path."""
+        """Return a drain that has ended, without a path."""
         drain = Drain(_NO_STEP)
         drain.end(None)
         return drain
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Nothing is on its way."""
+        """No drain is running."""
 
     def finish(self) -> None:
         """Nothing is left to drain."""
 
     def give_up(self) -> None:
-        """Nothing is on its way."""
+        """No drain is running."""
 
 
 class OwnFiles(own_files.OwnFiles):
-    """Writes nothing to memory: a framework writes its files to disk."""
+    """Writes nothing to memory: the framework writes its files to disk."""
 
     def __init__(self) -> None:
         """Start no process."""
@@ -214,14 +215,14 @@ class OwnFiles(own_files.OwnFiles):
         return False
 
     def when_moved(self, do: Callable[[], None]) -> None:
-        """All is there."""
+        """Run it now: nothing has to be moved."""
         do()
 
     def finish(self) -> None:
-        """Nothing is on its way."""
+        """Nothing is being moved."""
 
     def close(self) -> None:
-        """Nothing is on its way."""
+        """Nothing is being moved."""
 
 
 class SaveQueue(save_queue.SaveQueue):
@@ -232,15 +233,15 @@ class SaveQueue(save_queue.SaveQueue):
         self.begun = ReservedSaves(lambda begun: None, 0.0)
 
     def save(self, step: int, state: object, until: object = None) -> Snapshot:
-        """Leave it."""
+        """Do nothing."""
         return not_saved(step)
 
     def begin(self, step: int, thread: threading.Thread) -> ReservedSave:
-        """Nothing comes."""
+        """No save follows."""
         return ReservedSave(step, thread, ())
 
     def save_again(self, flat: Flat | StagedState | MlflashError, begun: ReservedSave) -> Snapshot:
-        """Leave it."""
+        """Do nothing."""
         return not_saved(begun.step)
 
     def stage_ahead(self, flat: Flat, until: Until | None = None) -> StagedState | None:
@@ -251,19 +252,19 @@ class SaveQueue(save_queue.SaveQueue):
         """There are no slots."""
 
     def end(self) -> None:
-        """Nothing is on its way."""
+        """Nothing is running."""
 
     def wait(self) -> None:
-        """Nothing is on its way."""
+        """Nothing is running."""
 
     def settle(self) -> None:
-        """Nothing is on its way."""
+        """Nothing is running."""
 
     def raise_what_failed(self) -> None:
-        """Nothing has."""
+        """Nothing has failed."""
 
     def plan(self, flat: Flat) -> Any:
-        """Nobody asks."""
+        """Nobody calls this."""
         raise NotImplementedError("nothing is planned where mlflash is off")
 
     def prepare(self, state: object) -> None:
@@ -273,7 +274,7 @@ class SaveQueue(save_queue.SaveQueue):
         """Make nothing."""
 
     def find_replicas(self, state: object) -> None:
-        """Nobody asks."""
+        """Nobody calls this."""
 
 
 class Newest(newest_step.Newest):
@@ -283,15 +284,15 @@ class Newest(newest_step.Newest):
         pass
 
     def step(self) -> int | None:
-        """There is none."""
+        """There is no step."""
         return None
 
     def step_alike(self) -> int | None:
-        """There is none."""
+        """There is no step."""
         return None
 
     def why_not(self, step: int) -> str | None:
-        """Nobody looks."""
+        """Give the reason: mlflash is off."""
         return "mlflash is off"
 
     def verify(self, drained: OpenInDirectory) -> None:
@@ -335,7 +336,7 @@ class Restores(restore.Restores):
 
 
 class Adapting(for_adapters.Adapting):
-    """What adapters find. An adapter asks `Checkpointer.enabled` first, and leaves its framework alone."""
+    """What adapters find. An adapter first asks `Checkpointer.enabled`, and then leaves its framework alone."""
 
     def __init__(self) -> None:
         self._saves, self._restores, self._drains = SaveQueue(), Restores(), Drains()
@@ -355,13 +356,13 @@ class Adapting(for_adapters.Adapting):
     def save_or_warn(
         self, step: int, state: Any, until: Sequence[Any] | str = (), owned: Callable[[], Iterable[Any]] = lambda: ()
     ) -> Snapshot | None:
-        """Leave it."""
+        """Do nothing."""
         return not_saved(step)
 
     def save(
         self, step: int, state: Any, until: Sequence[Any] | str = (), owned: Callable[[], Iterable[Any]] = lambda: ()
     ) -> Snapshot:
-        """Leave it."""
+        """Do nothing."""
         return not_saved(step)
 
     def stepped_optimizers(self) -> Sequence[Any] | str:
@@ -375,7 +376,7 @@ class Adapting(for_adapters.Adapting):
         """Nothing was staged."""
 
     def load_together(self, step: int, work: Callable[[], Any], anew: bool = False) -> Any:
-        """Do it, and agree with nobody."""
+        """Do the work, and agree with nobody."""
         return work()
 
     def loaded_elsewhere(self) -> None:

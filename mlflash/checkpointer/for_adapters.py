@@ -1,4 +1,4 @@
-"""What adapters need of a Checkpointer besides its verbs: a framework plans before it writes, and may fail between."""
+"""What adapters need besides the public methods of a Checkpointer: frameworks plan before they write, and may fail."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ T = TypeVar("T")
 
 
 class Adapting:
-    """The side of a Checkpointer that adapters use; `Checkpointer.adapting`.
+    """The methods of a Checkpointer that adapters use: `Checkpointer.adapting`.
 
     Attributes:
-        ranks: its ranks.
+        ranks: the ranks of the Checkpointer.
     """
 
     def __init__(self, ranks: Ranks, saves: SaveQueue, restores: Restores, drains: Drains, config: Config,
@@ -48,12 +48,12 @@ class Adapting:
         return self.ranks.unit()
 
     def own_files(self) -> OwnFiles:
-        """Make what takes a framework's own checkpoints to memory, and from there to disk. Collective over comm.
+        """Make the object that writes a framework's own checkpoints to memory and then to disk. Collective over comm.
 
         Together the ranks move as many bytes per second as they drain (``drain_rate``).
 
         Raises:
-            UnsafePath: somebody else has the directory for it on some node.
+            UnsafePath: on some node, the directory for it belongs to somebody else.
         """
         run = self.ranks.broadcast(uuid.uuid4().hex[:8], 0)
         where, rank, size = self._config, self.ranks.rank, self.ranks.size
@@ -64,15 +64,15 @@ class Adapting:
         return OwnFiles(files, self.ranks, self._strict)
 
     def seen_by_first(self, look: Callable[[], Any]) -> Any:
-        """Let rank 0 look at what other ranks may see in another state, such as files, and tell all of them.
+        """Let rank 0 read what other ranks might see in another state, such as files, and send it to all of them.
 
         Collective over comm.
 
         Args:
-            look: called on rank 0 only, where this is called; what it returns is pickled.
+            look: called on rank 0 only, inside this call; what it returns is pickled.
 
         Raises:
-            StateError: on the other ranks, where ``look`` has raised something on rank 0.
+            StateError: on the other ranks, if ``look`` raised something on rank 0.
         """
         self._check_open()
         seen, problem = None, None
@@ -92,19 +92,20 @@ class Adapting:
     def save_or_warn(
         self, step: int, state: Any, until: Sequence[Any] | str = (), owned: Callable[[], Iterable[Any]] = lambda: ()
     ) -> Snapshot | None:
-        """Save as :meth:`.Checkpointer.save` does, from a framework's callback, where an exception would end training.
+        """Save as :meth:`.Checkpointer.save` does, in a framework's callback, where an exception would end training.
 
-        Collective over comm, in that all ranks save the same steps in the same order; no rank waits for another.
+        Collective over comm in the sense that all ranks save the same steps in the same order; no rank waits for
+        another.
 
         Args:
-            step, state: see there.
-            until: the framework's optimizers: if they are torch's, what they hold is copied while training goes on.
-                Where the framework itself changes that elsewhere than in their steps, it calls `wait_staged` before.
-                Or else why it is not safe to go by them, which the log says once. Default: there are none.
-            owned: gives further tensors that change in those steps only, or after `wait_staged`.
+            step, state: see :meth:`.Checkpointer.save`.
+            until: the framework's optimizers. If they are torch optimizers, what they hold is copied while training
+                continues. If the framework changes it outside their steps, the framework must call `wait_staged` before
+                that. Or a text that says why this is not safe; the log says it once. Default: no optimizers.
+            owned: returns further tensors that change only in those steps, or after `wait_staged`.
 
         Returns:
-            The snapshot. None where this rank cannot save this state or step: then no rank does, and it is a warning.
+            The snapshot. None if this rank cannot save this state or step: then no rank does, and a warning is logged.
 
         Raises:
             StateError, StepOrderError, SaveFailed: only with ``strict``.
@@ -120,49 +121,50 @@ class Adapting:
     def save(
         self, step: int, state: Any, until: Sequence[Any] | str = (), owned: Callable[[], Iterable[Any]] = lambda: ()
     ) -> Snapshot:
-        """Save as :meth:`.Checkpointer.save` does, copying later what :meth:`save_or_warn` does, and raise as it."""
+        """Save and raise as :meth:`.Checkpointer.save` does; copy later what :meth:`save_or_warn` copies later."""
         self._check_open()
         return self._saves.save(step, state, self._saves.lazy.until(until, owned))
 
     def stepped_optimizers(self) -> Sequence[Any] | str:
-        """Give the torch optimizers that were heard to step, for ``until``, where those of a framework are not known.
+        """Return the torch optimizers that were heard to step, for ``until``, if those of a framework are not known.
 
-        Not collective. What only they hold changes in their steps; a framework that writes to it elsewhere calls
-        `wait_staged` before. From the first call on they are heard.
+        Not collective. What only they hold changes in their steps. A framework that writes to it elsewhere must call
+        `wait_staged` before that. mlflash hears the steps from the first call on.
         """
         return self._saves.lazy.stepped()
 
     def wait_staged(self) -> None:
-        """Copy what saves so far have left to be copied: then anything may change the state.
+        """Copy what the saves so far have left to be copied; afterwards anything may change the state.
 
-        Not collective. What a device still copies comes before all that its current stream is given from now on.
+        Not collective. If a device is still copying, its current stream runs these copies before everything that it is
+        given from now on.
         """
         self._saves.lazy.steps.hold_back()
 
     @one_unit
     def newest_step(self, instead: object = None) -> int | None:
-        """Find the newest step that can really be loaded, saved by whatever ranks: every byte of it is verified.
+        """Find the newest step that can really be loaded, whichever ranks saved it: every byte of it is verified.
 
-        Collective over comm. The newest is the one saved last: training may have gone back, and its step be smaller.
-        Whoever chooses a step asks here: headers say what was saved, not what can be loaded. A load of this step that
-        comes next does not verify it again.
+        Collective over comm. The newest step is the one that was saved last. Its number may be smaller than another
+        one, because training may have gone back. Always ask here before you choose a step: headers say what was saved,
+        not what can be loaded. If you load this step next, it is not verified again.
 
         Args:
-            instead: what training can go on from besides, such as a path, the same on all ranks; None: nothing. Where
-                there is something, checkpoints that cannot be used are a warning.
+            instead: what else training can continue from, such as a path; the same on all ranks. None: nothing. If
+                there is something else, checkpoints that cannot be used are only a warning.
 
         Returns:
-            Its step; None where nothing was ever committed, or nothing can be used and there is something ``instead``.
+            The step. None if nothing was ever committed, or if nothing can be used and ``instead`` is given.
 
         Raises:
-            Unrestorable: checkpoints are there, none of them can be loaded, and there is nothing ``instead``.
+            Unrestorable: there are checkpoints, none of them can be loaded, and ``instead`` is None.
         """
         self._check_open()
         return self._or_instead(self._restores.newest.step, instead)
 
     @one_unit
     def newest_alike(self, instead: object = None) -> int | None:
-        """Find the largest step that can really be loaded on as many ranks as have saved it; see `newest_step`.
+        """Find the largest step that can really be loaded on the number of ranks that saved it; see `newest_step`.
 
         Collective over comm.
         """
@@ -177,16 +179,16 @@ class Adapting:
             return None
 
     def go_on_instead(self, error: Unrestorable, instead: object) -> None:
-        """Warn that checkpoints which are there cannot be used, where training can go on from something else.
+        """Warn that the existing checkpoints cannot be used, if training can continue from something else.
 
         Not collective.
 
         Args:
-            error: says which, and why.
+            error: says which checkpoints cannot be used, and why.
             instead: see `newest_step`.
 
         Raises:
-            Unrestorable: the same, where there is nothing else.
+            Unrestorable: ``error``, if ``instead`` is None.
         """
         if instead is None:
             raise error
@@ -194,29 +196,31 @@ class Adapting:
             log.warning("continuing from %s, because no checkpoint of mlflash can be used: %s", instead, error)
 
     def steps_alike(self) -> list[int]:
-        """List the steps that can be loaded on as many ranks as have saved them, ascending.
+        """List the steps that can be loaded on the number of ranks that saved them, ascending.
 
-        Collective over comm. Looks at headers only: `newest_alike` chooses one.
+        Collective over comm. It reads headers only: `newest_alike` chooses one.
         """
         self._check_open()
         return self._restores.steps_alike()
 
     def begin(self, step: int, thread: threading.Thread) -> ReservedSave:
-        """Say that a :meth:`save_again` comes, or not: where a thread goes on without it, it fails on all ranks.
+        """Announce that a :meth:`save_again` follows. If the thread continues without it, the save fails on all ranks.
 
-        Collective over comm, in that all ranks begin the same saves in the same order; no rank waits for another.
+        Collective over comm in the sense that all ranks begin the same saves in the same order; no rank waits for
+        another.
 
         Args:
             step: training step, not smaller than the one before: the newest one may be saved once more.
-            thread: which calls :meth:`save_again`, or waits for another process that has it called.
+            thread: the thread that calls :meth:`save_again`, or that waits for another process which makes it call
+                that.
         """
         self._check_open()
         return self._saves.begin(step, thread)
 
     def end_begun(self) -> None:
-        """Let those saves fail that were begun by threads which have gone on without them: this one, and dead ones.
+        """Fail the saves that were begun by this thread or by dead threads, if these have not come back to them.
 
-        Not collective. All that is collective does so by itself.
+        Not collective. All collective calls do this by themselves.
         """
         self._check_open()
         self._saves.begun.end()
@@ -225,15 +229,16 @@ class Adapting:
     def save_again(self, state: Flat | StagedState | MlflashError, begun: ReservedSave) -> Snapshot:
         """Save leaves that an adapter made, as :meth:`.Checkpointer.save` does, as the step that was begun.
 
-        Collective over comm, but a rank may not come to it: for the others it fails when that rank goes on.
+        Collective over comm, but a rank may leave it out: then the save fails on the others as soon as that rank
+        continues.
 
         Args:
-            state: leaves, which must not change before the snapshot has ended; or what :meth:`stage_ahead` gave; or why
-                this rank cannot save: then no rank does.
-            begun: what :meth:`begin` gave.
+            state: leaves, which must not change before the snapshot has ended; or what :meth:`stage_ahead` returned; or
+                the reason why this rank cannot save, and then no rank does.
+            begun: what :meth:`begin` returned.
 
         Raises:
-            SaveFailed: its thread had ended before.
+            SaveFailed: its thread had already ended.
         """
         self._check_open()
         return self._saves.save_again(state, begun)
@@ -246,24 +251,25 @@ class Adapting:
         Not collective. The snapshot's stall does not count this.
 
         Args:
-            state: leaves.
+            state: the leaves.
             until, owned: see :meth:`save_or_warn`.
 
         Returns:
-            What was staged; None where that would need other ranks: the first time, where the state has grown, or
-            where something is staged ahead already.
+            What was staged. None if this would need other ranks: the first time, if the state has grown, or if
+            something is already staged ahead.
         """
         self._check_open()
         return self._saves.stage_ahead(state, self._saves.lazy.until(until, owned))
 
     def give_up(self, ahead: StagedState) -> None:
-        """Free the slot of what was staged ahead and is not going to be saved. Not collective."""
+        """Free the slot of a state that was staged ahead and will not be saved. Not collective."""
         self._saves.staged_states.give_up(ahead)
 
     def ask_drain(self) -> None:
-        """Let the checkpoint that is saved next be drained, unlike :meth:`.Checkpointer.drain` without any wait.
+        """Ask for a drain of the checkpoint that is saved next, without waiting as :meth:`.Checkpointer.drain` does.
 
-        Not collective: the ranks agree on it with the commit. Where a drain is on its way then, a later one is taken.
+        Not collective: the ranks agree on it with the commit. If a drain is running at that time, a later checkpoint is
+        drained.
         """
         self._check_open()
         self._drains.ask()
@@ -272,18 +278,18 @@ class Adapting:
     def open(
         self, step: int | None = None, told: Collection[str] = (), source: str | None = None
     ) -> OpenCheckpoint | None:
-        """Open the newest checkpoint there is, saved by whatever ranks, to read any part of any tensor.
+        """Open the newest checkpoint, whichever ranks saved it, to read any part of any tensor.
 
-        Collective over comm. For adapters: what reads must do so in :meth:`read`, which closes it.
+        Collective over comm. For adapters: read it only with :meth:`read`, which closes it.
 
         Args:
-            step: this one instead of the newest.
-            told: names of small entries whose bytes every rank shall know.
-            source: another directory that checkpoints were drained to: it is read only, and memory is not looked at.
+            step: open this step instead of the newest.
+            told: names of small entries whose bytes every rank needs.
+            source: another directory that checkpoints were drained to. It is only read, and memory is not used.
 
         Returns:
-            It; the newest is verified to the last byte, another one of the directory while it is read. None where
-            nothing was ever committed.
+            The open checkpoint. Every byte of the newest one is verified; another one in the directory is verified
+            while it is read. None if nothing was ever committed.
 
         Raises:
             Unrestorable: see :meth:`.Checkpointer.restore`.
@@ -294,22 +300,23 @@ class Adapting:
 
     @one_unit
     def load_together(self, step: int, work: Callable[[], T], anew: bool = False) -> T:
-        """Let a framework load into its objects what was restored or read: on all ranks, or on none.
+        """Let a framework load what was restored or read into its objects: on all ranks, or on none.
 
-        Collective over comm. An adapter does nothing with a checkpoint but in here, that may fail on one rank: else
-        the others would train on, with a state that this rank does not have, or wait for it.
+        Collective over comm. Adapters must do everything with a checkpoint that may fail on one rank in here. Otherwise
+        the other ranks would train on with a state that this rank does not have, or would wait for it.
 
         Args:
-            step: of the checkpoint.
-            work: done where this is called. It may raise anything; where it waits for other ranks, they wait with it.
-            anew: it changes nothing that training goes on from: it makes an object, or looks at something.
+            step: the step of the checkpoint.
+            work: called inside this call. It may raise anything. If it waits for other ranks, they wait with it.
+            anew: ``work`` changes nothing that training continues from: it makes an object, or only reads.
 
         Returns:
-            What ``work`` gives.
+            What ``work`` returns.
 
         Raises:
-            MlflashError: on all ranks, what went wrong on any; StructureMismatch for what is none of ours. The state is
-                undefined then: saves refuse it until a restore, or this, has succeeded. It is not with ``anew``.
+            MlflashError: on all ranks, what went wrong on any of them; StructureMismatch if it was not an error of
+                mlflash. The state is undefined then, and saves refuse it until a restore, or this call, succeeds. With
+                ``anew`` it stays defined.
         """
         self._check_open()
         with contextlib.nullcontext() if anew else self._loading.changing(step):
@@ -317,11 +324,11 @@ class Adapting:
 
     @property
     def undefined(self) -> str:
-        """Why the state is undefined, as a load into it has failed; "" where it is not. Not collective."""
+        """Why the state is undefined, because a load into it failed; "" if it is defined. Not collective."""
         return self._saves.undefined
 
     def loaded_elsewhere(self) -> None:
-        """Say that the whole state was loaded from something else: after a load of ours that failed it may be saved.
+        """Note that the whole state was loaded from something else: after a failed load, it may be saved again.
 
         Not collective.
         """
@@ -335,20 +342,20 @@ class Adapting:
         done: Callable[[], None],
         anew: bool = False,
     ) -> None:
-        """Read out of an opened checkpoint, and close it; then its redundancy is made whole in the background.
+        """Read from an opened checkpoint and close it; then lost copies and parity are made again in the background.
 
         Collective over comm.
 
         Args:
-            opened: what :meth:`open` gave.
-            wanted: says which parts of which entries are wanted, and where.
-            done: called when they are there.
-            anew: they are wanted in memory of their own: nothing changes that training goes on from.
+            opened: what :meth:`open` returned.
+            wanted: returns which parts of which entries this rank needs, and where they go.
+            done: called when they have arrived.
+            anew: the parts go to memory of their own: nothing changes that training continues from.
 
         Raises:
-            StructureMismatch: on all ranks, where ``wanted`` or ``done`` failed on any.
-            CorruptSlot: on all ranks, where a part did not arrive whole. After that, or where ``done`` failed, the
-                state is undefined, as after :meth:`load_together`.
+            StructureMismatch: on all ranks, if ``wanted`` or ``done`` failed on any of them.
+            CorruptSlot: on all ranks, if a part did not arrive whole. After that, or if ``done`` failed, the state is
+                undefined, as after :meth:`load_together`.
         """
         self._check_open()
         self._restores.read(opened, wanted, done, anew)

@@ -1,4 +1,4 @@
-"""A framework's own checkpoints, of all ranks: written to memory by the framework, moved to disk behind training."""
+"""A framework's own checkpoints, of all ranks: the framework writes them to memory, and mlflash moves them to disk."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ log = logging.getLogger("mlflash")
 
 
 class OwnFiles:
-    """Those of one training. Close it.
+    """The own checkpoints of one training. Close it.
 
     Args:
-        files: of this rank.
-        ranks: all of them.
-        strict: raise where one was not moved; else it is a warning.
+        files: the files of this rank.
+        ranks: all ranks.
+        strict: raise if a checkpoint was not moved; otherwise it is a warning.
     """
 
     def __init__(self, files: BackgroundFiles, ranks: Ranks, strict: bool):
@@ -33,16 +33,17 @@ class OwnFiles:
         self._going: set[str] = set()
 
     def begin(self, target: str) -> bool:
-        """Whether all ranks can write the next checkpoint to memory; else the framework writes it to disk itself.
+        """Whether all ranks can write the next checkpoint to memory; otherwise the framework writes it to disk itself.
 
-        It does so, too, where there is a directory of this name already: it writes the newer files into that. Waits
-        until the one before is on disk, and does what was to be done then. Collective over comm.
+        The framework also writes to disk if a directory of this name already exists: it writes the newer files into
+        that. This call waits until the previous checkpoint is on disk, and then runs what was postponed until then.
+        Collective over comm.
 
         Args:
-            target: the checkpoint; that of rank 0 is looked at.
+            target: the checkpoint; rank 0's value is used.
 
         Raises:
-            SaveFailed: with ``strict``, on all ranks, where the one before was not moved on some.
+            SaveFailed: with ``strict``, on all ranks, if the previous checkpoint was not moved on some of them.
         """
         mine = [self._files.has_room(), self._is_well(), self._ranks.rank != 0 or not os.path.isdir(target)]
         has_room, is_well, is_new = map(bool, self._ranks.agree(list(map(int, mine))))
@@ -59,66 +60,66 @@ class OwnFiles:
     @contextlib.contextmanager
     def directory(self, target: str | os.PathLike[str], notes: Mapping[str, str] | None = None, alone: bool = False
                   ) -> Iterator[Path]:  # fmt: skip
-        """Give a directory to write to in the place of another one; see `BackgroundFiles.directory`.
+        """Return a directory to write to in place of another one; see `BackgroundFiles.directory`.
 
-        Inside, `torch.save` makes no checksums, which take most of its time: the files get them on their way to disk.
-        Not collective, but all ranks that have a part of it write the same ones in the same order.
+        Inside, `torch.save` makes no checksums, which take most of its time: the files get them while they are moved to
+        disk. Not collective, but all ranks that have a part of it write the same ones in the same order.
         """
         with _without_checksums() as checks, self._files.directory(target, notes, alone, checks) as path:
             yield path
 
     def link(self, path: str | os.PathLike[str], to: str | os.PathLike[str]) -> None:
-        """Have a link made when all that was written until now is on disk, though this rank is killed meanwhile.
+        """Make a link once everything that was written so far is on disk, even if this rank is killed meanwhile.
 
-        Not collective, and of one rank only.
+        Not collective, and for one rank only.
 
         Args:
-            path: the link; what has this name then is replaced.
-            to: where it leads.
+            path: the link; it replaces whatever has this name then.
+            to: its target.
         """
         self._files.link(path, to)
 
     def expect(self, path: str | os.PathLike[str]) -> None:
-        """Note on a rank that something is on its way to disk; until somebody waits for it. Not collective."""
+        """Note on a rank that a path is being moved to disk, until somebody waits for it. Not collective."""
         self._coming.add(os.path.abspath(path))
 
     def expects(self, path: str | os.PathLike[str]) -> bool:
-        """Whether something is on its way to disk. Not collective."""
+        """Whether a path is being moved to disk. Not collective."""
         return os.path.abspath(path) in self._coming
 
     def would_be_there(self, path: str | os.PathLike[str], is_there: Callable[[], bool]) -> bool:
-        """Whether a path would be there, if all had been written, and deleted, at once. Collective as ``is_there`` is.
+        """Whether a path would exist if all writes and deletions had happened at once. Collective as ``is_there`` is.
 
         Args:
-            path: it.
-            is_there: looks.
+            path: the path.
+            is_there: returns whether it exists now.
         """
         return self.expects(path) or (os.path.abspath(path) not in self._going and is_there())
 
     def remove_when_moved(self, path: str | os.PathLike[str], remove: Callable[[], None]) -> None:
-        """Delete something when all that was written until now is on disk, see `when_moved`. Not collective."""
+        """Delete something once everything that was written so far is on disk, see `when_moved`. Not collective."""
         self._going.add(os.path.abspath(path))
         self.when_moved(remove)
 
     def when_moved(self, do: Callable[[], None]) -> None:
-        """Do something when all that was written until now is on disk: the next time that somebody waits for it.
+        """Run a function once everything that was written so far is on disk: the next time that somebody waits for it.
 
-        Such as to delete older checkpoints. Not collective.
+        For example, to delete older checkpoints. Not collective.
         """
         self._later.append(do)
 
     def finish(self) -> None:
-        """Wait until all is on disk, and do what was to be done then. Not collective."""
+        """Wait until everything is on disk, and run what was postponed until then. Not collective."""
         self._files.wait()
         self._is_well()
         self._do_later()
 
     def close(self) -> None:
-        """Let the rest be moved; nobody waits for it. Not collective."""
+        """Let the rest be moved without waiting for it. Not collective."""
         self._files.close()
 
     def _is_well(self) -> bool:
-        """Warn of what was not moved."""
+        """Warn about files that were not moved; return whether there are none."""
         failed = self._files.failures()
         for target, why in failed.items():
             log.warning("%s was not moved to disk: %s", target, why)
@@ -136,7 +137,7 @@ class OwnFiles:
 
 @contextlib.contextmanager
 def _without_checksums() -> Iterator[bool]:
-    """Let `torch.save` make none; gives whether it would have made them."""
+    """Keep `torch.save` from making checksums; yields whether it would have made them."""
     torch: Any = sys.modules.get("torch")
     serialization: Any = getattr(torch, "serialization", None)
     if not hasattr(serialization, "set_crc32_options") or not serialization.get_crc32_options():

@@ -1,6 +1,6 @@
-"""What is printed where an error of mlflash ends a training: one message for all ranks, and the user's own lines.
+"""What is printed if an error of mlflash ends a training: one message for all ranks, and the user's own lines.
 
-A traceback of each rank is mostly lines inside mlflash, the same on all ranks. All of it is in the event log.
+Most lines of a rank's traceback are inside mlflash, and the same on all ranks. The event log has all of them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _rank = [0]  # of this process; until it is known all is printed
 
 @functools.cache
 def show_briefly() -> None:
-    """Have errors of mlflash that nobody catches shown so, in this process, from now on. Not collective.
+    """From now on, print uncaught errors of mlflash in this short form in this process. Not collective.
 
     ``MLFLASH_TRACEBACK=full`` shows all lines.
     """
@@ -29,7 +29,7 @@ def show_briefly() -> None:
 
 
 def is_of_rank(rank: int) -> None:
-    """Tell which rank this process is. Not collective."""
+    """Set the rank of this process. Not collective."""
     _rank[0] = rank
 
 
@@ -47,7 +47,7 @@ def _show(before: _Hook, kind: type[BaseException], error: BaseException, trace:
 
 
 def brief(error: BaseException, trace: TracebackType | None) -> str:
-    """Format an exception as Python does, without the lines that are inside mlflash. Not collective."""
+    """Format an exception as Python does, without the lines inside mlflash. Not collective."""
     told = traceback.TracebackException(type(error), error, trace)
     left_out, one = 0, told
     while one is not None:

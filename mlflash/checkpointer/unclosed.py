@@ -1,6 +1,6 @@
-"""What is done about those that were never closed: no thread may be inside MPI when mpi4py finalises it.
+"""End the Checkpointers that were never closed: no thread may be inside MPI when mpi4py finalizes it.
 
-And about those of the parent in a process that was forked (a DataLoader's worker, `os.fork`): they are the parent's,
+Also leave alone those of the parent in a forked process (a DataLoader's worker, `os.fork`): they belong to the parent,
 and nothing of them may be ended, written or deleted there.
 """
 
@@ -21,19 +21,19 @@ _open = weakref.WeakKeyDictionary()
 
 
 def add(one: Any, end: Callable[[Any, str], None], leave: Callable[[Any], None]) -> None:
-    """Have something ended at the interpreter's exit, if it is still there.
+    """End an object at the interpreter's exit, if it is still open.
 
     Args:
-        one: it.
-        end: does so; it, and "failed" or "ended", are given.
-        leave: is called with it in a process that was forked, instead: only the thread that forked is there, and a lock
-            that another one held is held for ever.
+        one: the object.
+        end: ends it; called with the object, and "failed" or "ended".
+        leave: called with the object in a forked process instead. Only the thread that forked exists there, and a lock
+            that another thread held stays held forever.
     """
     _open[one] = end, leave
 
 
 def discard(one: Any) -> None:
-    """Leave something to itself: it was closed."""
+    """Forget an object that was closed."""
     _open.pop(one, None)
 
 
