@@ -1,8 +1,8 @@
-"""The checkpoints in a directory: which there are, how the next is named, which may be deleted.
+"""The checkpoints in a directory: which exist, how the next one is named, which may be deleted.
 
-A checkpoint is a folder ``step-00001200``; the file that commits it is written last and deleted first. Where a step
-is drained again (training went back, and came by once more) the new folder is ``step-00001200.1``, so that the old
-one stays whole until the new one is. Only files whose card names this job are deleted.
+A checkpoint is a folder ``step-00001200``; the file that commits it is written last and deleted first. If a step is
+drained again (training went back, and reached it once more), the new folder is ``step-00001200.1``, so that the old one
+stays whole until the new one is. Only files whose card names this job are deleted.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class Listed:
     Attributes:
         folder: its name there.
         master: the file that commits it.
-        card: of that file.
-        verdict: what is known of its values.
+        card: the card of that file.
+        verdict: what is known about its values.
     """
 
     folder: str
@@ -57,7 +57,7 @@ class Listed:
 
     @property
     def age(self) -> tuple[int, int]:
-        """Sorts checkpoints by when they were saved: their generations only grow, from run to run."""
+        """Sort key: when the checkpoint was saved. Generations only grow, from run to run."""
         return self.card.attempt.generation, self.card.unix_ns
 
 
@@ -67,8 +67,8 @@ class Listing:
 
     Attributes:
         listed: the committed checkpoints, newest first.
-        damaged: folders whose committing file is there and cannot be read, and why.
-        problem: why the directory cannot be read; "" where it can, or is not there.
+        damaged: folders whose committing file exists but cannot be read, and why.
+        problem: why the directory cannot be read; "" if it can be read or does not exist.
     """
 
     listed: tuple[Listed, ...] = ()
@@ -77,7 +77,7 @@ class Listing:
 
 
 def tag(attempt: Attempt, owner: str) -> str:
-    """The part of a temporary name that says whose it is: of which save, and of which job."""
+    """The part of a temporary name that says which save and which job it belongs to."""
     return f"{attempt.run_id.hex()}-{attempt.generation}-{_digest(owner)}"
 
 
@@ -91,7 +91,7 @@ def is_folder(name: str) -> bool:
 
 
 def step_of(name: str) -> int | None:
-    """The step that a folder is named after; None where it is none of a checkpoint."""
+    """The step that a folder is named after; None if it is not the folder of a checkpoint."""
     match = _STEP.fullmatch(name)
     return None if match is None else int(match[1])
 
@@ -102,7 +102,7 @@ def list_checkpoints(store: Store) -> list[Listed]:
 
 
 def look(store: Store) -> Listing:
-    """List what is in a directory. Not collective. Reads the first bytes of each checkpoint only.
+    """List what is in a directory. Not collective. Reads only the first bytes of each checkpoint.
 
     Raises:
         OSError: the directory cannot be read.
@@ -128,7 +128,7 @@ def look(store: Store) -> Listing:
 
 
 def read_verdict(inside: Store, card: Card) -> Verdict:
-    """Read what is known of the values of a checkpoint, of whose folder ``inside`` is. Not collective."""
+    """Read what is known about the values of a checkpoint; ``inside`` is its folder. Not collective."""
     try:
         word, of = inside.read(VERDICT).decode(errors="replace").split()
     except (OSError, ValueError):
@@ -138,17 +138,17 @@ def read_verdict(inside: Store, card: Card) -> Verdict:
 
 
 def write_verdict(inside: Store, attempt: Attempt, owner: str, verdict: Verdict) -> None:
-    """Write it. Not collective."""
+    """Write what is known about the values of a checkpoint. Not collective."""
     its = tag(attempt, owner)
     inside.write(VERDICT, [f"{verdict.name} {its}\n".encode()], its)
 
 
 def mark(store: Store, listed: Sequence[Listed], step: int, verdict: Verdict) -> list[str]:
-    """Write what somebody says of a step into the checkpoints of it; gives their folders. Not collective.
+    """Write a user's verdict on a step into its checkpoints; return their folders. Not collective.
 
     Args:
         store: the directory.
-        listed: what is there.
+        listed: the checkpoints in it.
     """
     its = [one for one in listed if one.step == step]
     for one in its:
@@ -157,7 +157,7 @@ def mark(store: Store, listed: Sequence[Listed], step: int, verdict: Verdict) ->
 
 
 def new_folder(store: Store, step: int) -> str:
-    """A name for a checkpoint that is not taken, but by an empty folder. Not collective."""
+    """Return a folder name for a checkpoint that is free, or has an empty folder. Not collective."""
     name = f"step-{step:08d}"
     matches = [match for folder in store.names() if (match := _STEP.fullmatch(folder)) is not None]
     taken = [int(match[2] or 0) for match in matches if int(match[1]) == step]
@@ -167,7 +167,7 @@ def new_folder(store: Store, step: int) -> str:
 
 
 def _names(inside: Store) -> list[str] | None:
-    """What is in a folder; None where it is none, or somebody else's."""
+    """List what is in a folder; None if it is not a folder, or belongs to somebody else."""
     try:
         return inside.names()
     except (NotADirectoryError, PermissionError):
@@ -190,15 +190,15 @@ def read_index(inside: Store, listed: Listed) -> bytes:
 
 
 def surplus(listed: Sequence[Listed], owner: str, keep_last: int, keep_every: int) -> list[Listed]:
-    """Which checkpoints of this job need not be kept.
+    """List the checkpoints of this job that need not be kept.
 
     Not collective.
 
     Args:
-        listed: all there are.
-        owner: only those of this job, see `config.Config.owner`.
-        keep_last: so many of the newest are kept, and the newest that is certified; 0: all there are.
-        keep_every: so are all whose step is a multiple of this; 0: no others.
+        listed: all checkpoints.
+        owner: only those of this job are listed, see `config.Config.owner`.
+        keep_last: this many of the newest are kept, and the newest certified one; 0: all are kept.
+        keep_every: all whose step is a multiple of this are kept, too; 0: no others.
     """
     if not keep_last:
         return []
@@ -213,7 +213,7 @@ def surplus(listed: Sequence[Listed], owner: str, keep_last: int, keep_every: in
 
 
 def delete(store: Store, listed: Listed) -> None:
-    """Delete a checkpoint: the file that commits it first. Foreign files in its folder stay, and so does it then.
+    """Delete a checkpoint: first the file that commits it. Files of others, and then its folder, stay.
 
     Not collective.
     """
@@ -228,12 +228,12 @@ def delete(store: Store, listed: Listed) -> None:
 
 
 def delete_leftovers(store: Store, owner: str, run_id: bytes) -> None:
-    """Delete what drains of earlier runs of this job left when they were interrupted. Not collective.
+    """Delete what interrupted drains of earlier runs of this job left. Not collective.
 
     Args:
         store: the directory.
         owner: this job.
-        run_id: of this run, whose files stay.
+        run_id: the id of this run, whose files stay.
     """
     for folder in store.names():
         inside = store.at(folder)
@@ -249,7 +249,7 @@ def delete_leftovers(store: Store, owner: str, run_id: bytes) -> None:
 
 
 def _left_over(inside: Store, names: list[str], owner: str, run_id: bytes) -> list[str]:
-    """The files of a folder that drains of earlier runs left."""
+    """List the files in a folder that drains of earlier runs left."""
     mine: list[str] = []
     drains: dict[Attempt, Card] = {}
     for name, card in zip(names, each(lambda name: _card_of(inside, name), names), strict=True):
@@ -263,7 +263,7 @@ def _left_over(inside: Store, names: list[str], owner: str, run_id: bytes) -> li
 
 
 def _remove(inside: Store, names: list[str]) -> None:
-    """Delete files: first what makes PyTorch take them for a checkpoint, last what says whose the others are."""
+    """Delete files: first those that make PyTorch see a checkpoint, last those that say whose the others are."""
     for turn in range(3):
         each(inside.remove, [name for name in names if _turn(name) == turn])
 
@@ -273,9 +273,10 @@ def _turn(name: str) -> int:
 
 
 def _is_of(inside: Store, name: str, of: Card) -> bool:
-    """Whether a file was written by the drain that a card is of.
+    """Whether a file was written by the drain that a card belongs to.
 
-    Its own card says so, or that of its rank, which was there before it; else its temporary name, or the id in it.
+    Its own card says so, or the card of its rank, which was written before it; otherwise its temporary name, or the id
+    in it.
     """
     if (match := _TEMPORARY.fullmatch(name)) is not None:
         return match["tag"] == tag(of.attempt, of.owner)

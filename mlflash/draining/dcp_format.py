@@ -88,7 +88,8 @@ def _keys(
 ) -> tuple[dict[str, str], dict[str, bytes], Mapping[str, Path | None]]:
     """DCP's keys of the tensors, by name; its pickled objects, by key; and where each key is in the nested state.
 
-    Where that is only the rank knows to which the planner told it, if a plan has written the slot; else each does.
+    If a plan has written the slot, only the rank that the planner told knows the last of these; otherwise each rank
+    does.
     """
     entries, tree = home.manifest.entries, home.manifest.tree
     if dcp_plans.is_planned(tree):
@@ -106,7 +107,7 @@ def _renamed(entry: Entry, key_of: Mapping[str, str]) -> Entry:
 
 
 def _extras(rank: int, home: RankCheckpoint, load: Load, keys: Keys) -> dict[str, bytes]:
-    """What DCP pickles: each rank's, but for what rank 0 writes just as well."""
+    """What DCP pickles: the objects of each rank, except those that rank 0 writes anyway."""
     entries, plain, read = home.manifest.entries, home.manifest.plain, home.reader()
     found = {}
     for key, tree in keys.objects.items():

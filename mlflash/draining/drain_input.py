@@ -1,4 +1,4 @@
-"""What a process hands in to a drain → what each rank's file gets.
+"""What a process hands in to a drain → what goes into each rank's file.
 
 What all ranks hold alike, and what sets of them share, is dealt out, so that it is written once (see `work_division`).
 """
@@ -27,12 +27,12 @@ _CHECK = (1 << 64) - 1  # of 128 bits
 
 @dataclasses.dataclass
 class DrainInput:
-    """Ranks of a checkpoint that a process hands in.
+    """The ranks of a checkpoint that a process hands in.
 
     Attributes:
         attempt, step, world_size, mark, verdict: of the checkpoint.
-        open: gives its ranks, one or several, each with the shares it needs; called on the thread that drains.
-        homes: those, once they are open; verified while they are drained.
+        open: returns its ranks, one or several, each with the shares it needs; called on the thread that drains.
+        homes: these ranks, once they are open; verified while they are drained.
         by: "job", or "scavenge".
         checks: what the step has passed, as JSON values.
     """
@@ -50,13 +50,13 @@ class DrainInput:
 
 @dataclasses.dataclass
 class Look:
-    """What a process can say of what it hands in, before it hears of the others'.
+    """What a process knows about its part before it hears from the others.
 
     Attributes:
-        digests: for each rank those of its whole tensors, and the numbers of their entries.
-        table: those of the lowest rank, in order.
-        sets: of each rank that shares state, the lowest of the ranks it shares it with.
-        checks: for each rank, of whole tensors that are not shared, 64 bits made of their bytes, by number.
+        digests: for each rank, the digests of its whole tensors, and the numbers of their entries.
+        table: the digests of the lowest rank, in order.
+        sets: for each rank that shares state, the lowest of the ranks that it shares it with.
+        checks: for each rank, 64 bits made of the bytes of each whole tensor that is not shared, by number.
     """
 
     digests: dict[int, dict[bytes, int]]
@@ -70,8 +70,8 @@ class Part:
     """A part of a tensor that goes into a file.
 
     Attributes:
-        entry: which; ``start`` is where it begins in the tensor.
-        tensor: the whole of what the slot has of it.
+        entry: the part; its ``start`` is where it begins in the tensor.
+        tensor: everything that the slot has of the tensor.
         common: the lowest of the ranks that hold it alike; -1: only this one does.
     """
 
@@ -85,12 +85,13 @@ class Load:
     """What goes into the file of a rank.
 
     Attributes:
-        parts: of tensors.
-        sources: the bytes of each.
+        parts: the parts of tensors.
+        sources: the bytes of each part.
         commons: for each entry of the slot, the lowest of the ranks that hold it alike; -1: only this one does.
-        rank: what all are to know of the rank.
+        rank: what all ranks need to know about this rank.
         ties: further names of tensors.
-        block_nbytes, checks, first_checks: a checksum for each block of each part; and where those of a part begin.
+        block_nbytes, checks, first_checks: a checksum for each block of each part; and where the checksums of a part
+            begin.
     """
 
     parts: list[Part]
@@ -103,7 +104,7 @@ class Load:
     first_checks: list[int]
 
     def places(self, home: RankCheckpoint, data: str, starts: Sequence[int | None]) -> Places:
-        """Where the parts are in a file, told where each begins there; None: it is compressed."""
+        """Where the parts are in a file, given where each begins there; None: it is compressed."""
         numbers = numbers_of(home.manifest.entries)
         found = {}
         for part, start, first in zip(self.parts, starts, self.first_checks, strict=True):
@@ -113,7 +114,7 @@ class Load:
         return Places(data, self.block_nbytes, self.checks, found)
 
     def index(self, home: RankCheckpoint, places: Places) -> tuple[bytes, int]:
-        """What the file says of itself, encoded; and how many bytes of it say where what is."""
+        """The encoded index of the file, and how many bytes of it say where everything is."""
         raw = home.slot.view[PAGE_NBYTES : PAGE_NBYTES + home.header.manifest_nbytes].tobytes()
         return encode(raw, home.header.extents.payload_nbytes, places)
 
@@ -148,16 +149,16 @@ def look(drain_input: DrainInput) -> Look:
 
 def load(rank: int, home: RankCheckpoint, common: Sequence[Entry], looked: Look, sets: Mapping[int, int],
          world_size: int, block_nbytes: int) -> Load:  # fmt: skip
-    """Say what a rank writes: what only it has, and its part of what several have; every byte of it is verified.
+    """Return what a rank writes: what only it holds, and its part of what several hold; every byte of it is verified.
 
     Not collective.
 
     Args:
-        rank: of the checkpoint.
+        rank: rank of the checkpoint.
         home: its slot and shares.
-        common: of its entries those that all ranks hold alike, in an order that is the same on all.
+        common: those of its entries that all ranks hold alike, in an order that is the same on all.
         looked: what `look` has found.
-        sets: of each rank that shares state, the lowest of the ranks it shares it with.
+        sets: for each rank that shares state, the lowest of the ranks that it shares it with.
         world_size: of the checkpoint.
         block_nbytes: bytes per checksum.
 
@@ -206,7 +207,7 @@ def load(rank: int, home: RankCheckpoint, common: Sequence[Entry], looked: Look,
 
 
 def _position(entries: Sequence[Entry], number: int, row: int) -> int:
-    """Where a row of one of some tensors begins, of all their bytes one after the other."""
+    """Where a row of one of some tensors begins, if their bytes follow one after the other."""
     its = entries[number]
     return sum(entry.nbytes for entry in entries[:number]) + row * (its.nbytes // its.shape[0] if its.shape else 0)
 
@@ -224,11 +225,11 @@ def _source(read: Read, part: Part) -> Callable[[], np.ndarray]:
 
 @dataclasses.dataclass(frozen=True)
 class FileDigest:
-    """A file of a checkpoint.
+    """The digest of a file of a checkpoint.
 
     Attributes:
-        name, nbytes: of it.
-        sha256: of its bytes that are no tensor's, see `FileWithHoles.digest_beside_tensors`.
+        name, nbytes: name and size of the file.
+        sha256: of those of its bytes that belong to no tensor, see `FileWithHoles.digest_beside_tensors`.
     """
 
     name: str
@@ -242,9 +243,9 @@ class Origin:
 
     Attributes:
         node_index, node: number and name of the node.
-        scheme: of its redundancy.
+        scheme: its redundancy scheme.
         unix_ns: when its slot was sealed, ns since 1970.
-        said: the provenance in its manifest; only of the lowest rank, as that of others is the same.
+        said: the provenance in its manifest; only for the lowest rank, because it is the same on the others.
     """
 
     node_index: int
@@ -265,13 +266,13 @@ class Receipt:
     """What a rank's files hold, for the file that commits the checkpoint.
 
     Attributes:
-        pieces: of tensors; whether several ranks hold each alike; and one number for its bytes.
+        pieces: pieces of tensors; whether several ranks hold each alike; and one number made of its bytes.
         ties: further names of tensors.
-        objects: what else its state holds, to be read by people.
-        names: of tensors that a DCP plan has written, by what they are called in the file; else it is empty.
-        more: what a form of files wants to know besides.
-        origin: where the rank was saved; it is there once the files are.
-        digests: of the files, once they are written.
+        objects: what else its state holds, for people to read.
+        names: names in the file of the tensors that a DCP plan has written; otherwise empty.
+        more: what else the file format needs to know.
+        origin: where the rank was saved; known once the files are written.
+        digests: digests of the files, once they are written.
     """
 
     rank: int
@@ -293,7 +294,7 @@ class Receipt:
 
 
 def shown(receipts: Sequence[Receipt]) -> dict[int, list[tuple[str, Entry, bool]]]:
-    """The pieces of each rank: of which tensor, and whether that has one value, and not another one on each rank."""
+    """For each rank its pieces: of which tensor, and whether the tensor has one value, and not another on each rank."""
     forms: dict[str, set[tuple[Any, ...]]] = {}
     for receipt in receipts:
         for entry, alike, check in receipt.pieces:

@@ -1,7 +1,7 @@
-"""The drains of this run: when one is due, that one follows the other, and what is in the directory.
+"""The drains of this run: when one is due, that they follow each other, and what is in the directory.
 
-One drain goes on at a time; a checkpoint that comes due meanwhile is passed over for the next one. Which one is drained
-is agreed on with the commit (see `commit`), so that no rank waits for another.
+One drain runs at a time; a checkpoint that is due meanwhile is passed over in favor of the next one. The ranks agree
+with the commit on which checkpoint is drained (see `commit`), so that no rank waits for another.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ class DrainQueue:
         config: of the job.
         context: this rank's slots and communicators.
         courier: makes the MPI calls.
-        told: is told of each drain that begins.
-        signer: of the provenance of what is drained.
+        told: called with each drain that begins.
+        signer: signs the provenance of what is drained.
 
     Attributes:
-        last: the newest drain, on its way or ended; None before the first.
-        store: the directory; None where there is none.
+        last: the newest drain, running or ended; None before the first.
+        store: the directory; None if there is none.
     """
 
     def __init__(self, config: Config, context: Context, courier: JobThread, told: Callable[[Drain], None],
@@ -75,7 +75,7 @@ class DrainQueue:
 
     @property
     def is_on(self) -> bool:
-        """Whether checkpoints are drained by themselves."""
+        """Whether checkpoints are drained automatically."""
         return self._config.drain_every > 0
 
     @property
@@ -86,17 +86,17 @@ class DrainQueue:
         return self._asked
 
     def ask(self) -> None:
-        """Let the next checkpoint that is committed be drained; agreed on with the commit. Not collective."""
+        """Ask for a drain of the next checkpoint that is committed; agreed on with the commit. Not collective."""
         self._asked = True
 
     def committed(self, slot: Slot | None, share: Slot | None, asked: bool, idle: bool) -> None:
-        """Count a checkpoint that was committed just now, and begin to drain it where it is due; for the courier.
+        """Count a checkpoint that was just committed, and begin to drain it if it is due; for the courier.
 
         Collective over the world.
 
         Args:
             slot, share: of this rank; None: it has none.
-            asked, idle: whether a drain was asked for, and whether none is on its way; agreed on by all ranks.
+            asked, idle: whether a drain was asked for, and whether none is running; agreed on by all ranks.
         """
         self._since += 1
         due = asked or (self.is_on and self._since >= self._config.drain_every)
@@ -113,7 +113,7 @@ class DrainQueue:
         self._note_certified()
 
     def _note_certified(self) -> None:
-        """Let rank 0 note what is certified, if it is in the directory by now."""
+        """Let rank 0 note which attempt is certified, if that is in the directory by now."""
         attempt, store, rank = self._certified, self.store, self._context.world.rank
         if attempt is None or store is None or attempt not in self._folders:
             return
@@ -129,10 +129,10 @@ class DrainQueue:
             threading.Thread(target=note, name="mlflash-verdict", daemon=True).start()
 
     def begin_newest(self, if_due: bool = False) -> None:
-        """Begin to drain the newest checkpoint, while no drain is on its way. Collective over the world.
+        """Begin to drain the newest checkpoint; no drain may be running. Collective over the world.
 
         Args:
-            if_due: only where draining is on, and it was not drained yet.
+            if_due: only if draining is on and the checkpoint was not drained yet.
 
         Raises:
             DrainFailed: on all ranks; there is nothing to drain.
@@ -152,12 +152,12 @@ class DrainQueue:
         self._begin(slot, share)
 
     def give_up(self) -> None:
-        """Let a drain that is on its way end soon, and what it wrote be deleted. Not collective."""
+        """Make a running drain end soon, and delete what it wrote. Not collective."""
         if self.last is not None:
             self.last.given_up.set()
 
     def go_beyond(self) -> None:
-        """Number on from what is in the directory, which a fresh start passes over. Collective over the world."""
+        """Continue the numbers of a directory that a fresh start passes over. Collective over the world."""
         if self._context.world.rank == 0 and self.store is not None:
             # On a thread of its own, as the file system may hang: nobody waits for what it says.
             threading.Thread(target=self._say_what_will_not_come, args=(self.store,), name="mlflash-look",
@@ -177,7 +177,7 @@ class DrainQueue:
                         sorted({one.step for one in others}), self.store and self.store.path)  # fmt: skip
 
     def _say_what_will_not_come(self, store: Store) -> None:
-        """Say at the start what will not get into the directory, and not only when a drain fails. Not collective."""
+        """Log at the start, and not only when a drain fails, what will not be drained. Not collective."""
         step = self._context.left_step
         if step is not None and not is_url(store.path) and not os.path.exists(store.path):
             log.log(logging.WARNING if self.is_on else logging.INFO,
@@ -198,9 +198,9 @@ class DrainQueue:
         return [*self.look(store).listed]
 
     def look(self, store: Store | None = None) -> Listing:
-        """List what is in the directory, but for what a fresh start passes over; or all that is in another.
+        """List what is in the directory, except what a fresh start passes over; or everything that is in another one.
 
-        Collective over the world: rank 0 looks. A directory that cannot be read is a warning, and empty.
+        Collective over the world: rank 0 looks. A directory that cannot be read gives a warning and counts as empty.
         """
         floor = self._context.floor
         if store not in (None, self.store) or not floor:
@@ -210,7 +210,7 @@ class DrainQueue:
         return Listing(ours, {}, there.problem)  # of what cannot be read nobody knows whose it is
 
     def _list(self, store: Store | None) -> Listing:
-        """The same; the problem is, too, that it does not answer in half the time that the other ranks wait."""
+        """The same; a directory that does not answer in half the time that the other ranks wait is a problem, too."""
         if store is None:
             return Listing()
         world = self._context.world
@@ -243,11 +243,11 @@ class DrainQueue:
     def begin(self, drain_input: DrainInput, held: Sequence[Slot] = ()) -> Drain:
         """Begin to drain what this process hands in.
 
-        Collective over the world; for a job of the courier, while no drain is on its way.
+        Collective over the world; for a job of the courier, and only if no drain is running.
 
         Args:
-            drain_input: it.
-            held: slots of this rank among it, which saves may not write meanwhile.
+            drain_input: what it hands in.
+            held: slots of this rank in it, which saves must not write meanwhile.
         """
         context, store = self._context, self.store
         if store is None:
@@ -283,7 +283,7 @@ class DrainQueue:
         return current
 
     def _look(self) -> None:
-        """Let drains go on where there is no thread for it; for those who wait."""
+        """Let drains make progress if there is no thread for it; for callers that wait."""
         self._courier.go_on_behind()
         if self._courier.broken is not None:
             raise DrainFailed("mlflash stopped after an earlier error", found=self._courier.broken)

@@ -1,4 +1,4 @@
-"""The drains of this run, as the trainer sees them: it asks for some, and waits."""
+"""The drains of this run, as the trainer sees them: it asks for drains, and waits for them."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from .drain import Drain
 
 
 class Drains:
-    """Those of this rank.
+    """The drains of this rank.
 
     Args:
-        courier: makes them.
-        ranks: of this run.
-        has_directory: whether there is anything to drain to.
+        courier: runs them.
+        ranks: the ranks of this run.
+        has_directory: whether there is a directory to drain to.
 
     Attributes:
-        last: the newest drain, on its way or ended; None before the first.
+        last: the newest drain, running or ended; None before the first.
     """
 
     def __init__(self, courier: Client, ranks: Ranks, has_directory: bool):
@@ -27,15 +27,15 @@ class Drains:
 
     @property
     def idle(self) -> bool:
-        """Whether no drain is on its way on this rank."""
+        """Whether no drain is running on this rank."""
         return self.last is None or self.last.done
 
     def began(self, drain: Drain) -> None:
-        """Hear of a drain that begins. Not collective."""
+        """Note a drain that begins. Not collective."""
         self.last = drain
 
     def ask(self) -> None:
-        """Let the next checkpoint that is committed be drained; agreed on with the commit. Not collective."""
+        """Ask for a drain of the next checkpoint that is committed; agreed on with the commit. Not collective."""
         self._courier.ask(AskDrain())
 
     def drain(self) -> Drain:
@@ -48,7 +48,7 @@ class Drains:
         return self.last
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Wait until no drain is on its way; see `Checkpointer.wait_drained`."""
+        """Wait until no drain is running; see `Checkpointer.wait_drained`."""
         if self.last is None or self.last.done:
             return
         try:
@@ -60,7 +60,7 @@ class Drains:
             pass  # a warning already
 
     def finish(self) -> None:
-        """Drain what was committed last, where draining is on and it was not, and wait. Collective over the world.
+        """Drain the newest checkpoint, if draining is on and that is not done yet, and wait. Collective over the world.
 
         A drain that fails is a warning.
         """
@@ -73,6 +73,6 @@ class Drains:
             pass  # a warning already
 
     def give_up(self) -> None:
-        """Let a drain that is on its way end soon, and what it wrote be deleted. Not collective."""
+        """Make a running drain end soon, and have what it wrote deleted. Not collective."""
         if not self.idle:
             self._courier.ask(GiveUpDrain())

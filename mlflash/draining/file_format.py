@@ -1,7 +1,7 @@
-"""What a rank writes, and what commits a checkpoint → files: as HDF5, or as PyTorch DCP reads them.
+"""What a rank writes, and what commits a checkpoint → files: as HDF5, or in the format of PyTorch DCP.
 
-As HDF5 a rank has one file, which begins with its card. DCP's files have no room for one: there the card and the index
-are files of their own, and so is the one that commits the checkpoint.
+As HDF5 a rank has one file, which begins with its card. DCP's files have no room for a card: there the card and the
+index are files of their own, and so is the file that commits the checkpoint.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from .file_index import CARD_NBYTES, Card, Stored
 
 
 class Form(Protocol):
-    """A form of files. Nothing is collective.
+    """A file format. Nothing is collective.
 
     Attributes:
         name: "hdf5" or "dcp".
-        most_pieces: how many pieces, of all ranks, its last file lists; where there are more it is told of none.
+        most_pieces: how many pieces, of all ranks, its last file lists; if there are more, it lists none.
     """
 
     name: str
@@ -36,18 +36,18 @@ class Form(Protocol):
     def master_files(
         self, drain_input: DrainInput, text: bytes, receipts: Sequence[Receipt], job: str, owner: str
     ) -> list[tuple[str, FileWithHoles]]:
-        """Lay out what is written last; the very last one commits the checkpoint, and has this index."""
+        """Lay out what is written last; the very last file commits the checkpoint, and has this index."""
 
 
 def plain_file(drain_input: DrainInput, rank: int, owner: str, text: bytes) -> tuple[FileWithHoles, Card]:
-    """A file of a card and an index, and nothing else. Not collective."""
+    """Make a file that has a card and an index, and nothing else. Not collective."""
     skeleton = FileWithHoles()
     skeleton.patch(CARD_NBYTES, text)
     return skeleton, add_card(skeleton, drain_input, rank, owner, CARD_NBYTES, text)
 
 
 def add_card(skeleton: FileWithHoles, drain_input: DrainInput, rank: int, owner: str, start: int, text: bytes) -> Card:
-    """Put the card on a file that is laid out, with its index ``text`` at ``start``. Not collective."""
+    """Put the card on a file that was laid out and has its index ``text`` at ``start``. Not collective."""
     card = Card(drain_input.attempt, drain_input.step, rank, drain_input.world_size, skeleton.nbytes, start, len(text),
                 xxhash.xxh3_64_intdigest(text), time.time_ns(), owner, drain_input.mark)  # fmt: skip
     skeleton.patch(0, card.pack())

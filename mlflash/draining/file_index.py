@@ -1,9 +1,9 @@
-"""What a drained file says of itself: the card in its first bytes, and the index that the card points at.
+"""What a drained file says about itself: the card in its first bytes, and the index that the card points at.
 
-A rank's file begins with its card; so does the file that commits a checkpoint. The card says who wrote it: nothing
-without one is ever deleted. The index says where rows of which leaves lie in this file, with a checksum for each block
-of them, and then has the manifest of the rank's slot as it was: who knows the shapes reads only the first part. All of
-it is validated before anything is allocated or touched.
+A rank's file begins with its card; so does the file that commits a checkpoint. The card says who wrote the file: a file
+without a card is never deleted. The index says where rows of which leaves are in this file, with a checksum for each
+block of them. After that it has the manifest of the rank's slot as it was; a reader that knows the shapes reads only
+the first part. Everything is validated before anything is allocated or touched.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ class Card:
     Attributes:
         attempt, step: of what was drained.
         rank: whose file this is; -1: the file that commits the checkpoint.
-        world_size: ranks of the checkpoint.
+        world_size: number of ranks of the checkpoint.
         file_nbytes: size of the file.
         index_start, index_nbytes, index_check: where the index is, and its XXH3-64.
         unix_ns: when it was written, ns since 1970.
         owner: which job wrote it, see `config.Config.owner`.
-        mark: of what was drained, see `slot_header.Header`.
-        version: of the format of its index.
+        mark: mark of what was drained, see `slot_header.Header`.
+        version: format version of its index.
     """
 
     attempt: Attempt
@@ -80,7 +80,7 @@ def read_card(raw: bytes) -> Card:
         raw: the first `CARD_NBYTES` of a file.
 
     Raises:
-        CorruptSlot: this is none, or of another version, or damaged.
+        CorruptSlot: this is not a card, or it has another version, or it is damaged.
     """
     if raw[:8] != MAGIC:
         raise CorruptSlot("this file was not drained by mlflash", expected=MAGIC, found=raw[:8])
@@ -103,10 +103,11 @@ class Stored:
 
     Attributes:
         card: the file with card and index.
-        nbytes, index_check: its size and the checksum of its index, as when the checkpoint was committed.
+        nbytes, index_check: its size and the checksum of its index when the checkpoint was committed.
         data: the file with the pieces, which may be the same.
         data_nbytes: its size.
-        places_start, places_nbytes, places_check: the part of the index that says where what is, and its checksum.
+        places_start, places_nbytes, places_check: the part of the index that says where everything is, and its
+            checksum.
     """
 
     card: str
@@ -120,7 +121,7 @@ class Stored:
 
     @classmethod
     def of(cls, name: str, card: Card, data: str, data_nbytes: int, places: bytes) -> Stored:
-        """Say what was written."""
+        """Describe what was written."""
         check = xxhash.xxh3_64_intdigest(places)
         return cls(name, card.file_nbytes, card.index_check, data, data_nbytes, card.index_start, len(places), check)
 
@@ -129,10 +130,10 @@ class Place(NamedTuple):
     """Where some rows of a leaf are in a file.
 
     Attributes:
-        start, nbytes: of them in the file.
-        begin, rows: the first of them, and how many; 0 and 1 of a leaf without dimensions.
+        start, nbytes: where they begin in the file, and their bytes.
+        begin, rows: the first row, and their number; 0 and 1 for a leaf without dimensions.
         first_check: number of the checksum of the first block.
-        packed: whether HDF5 has compressed them, in chunks; ``start`` says nothing then.
+        packed: whether HDF5 has compressed them, in chunks; then ``start`` means nothing.
     """
 
     start: int
@@ -145,13 +146,13 @@ class Place(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Places:
-    """Where a rank's file has what: all that is needed to read it for whoever knows the shapes.
+    """Where everything is in a rank's file: all that a reader needs if it knows the shapes.
 
     Attributes:
         data: name of the file with the rows.
         block_nbytes: bytes per checksum; the rows of each leaf begin a new block.
         checks: XXH3-64 of each block, ``(blocks,)`` uint64.
-        of: by number of the leaf.
+        of: the places, by number of the leaf.
     """
 
     data: str
@@ -170,8 +171,8 @@ class Index:
     """What a rank's file holds.
 
     Attributes:
-        manifest: of the rank's slot, as it was there.
-        places: of the rows that are in the file.
+        manifest: the manifest of the rank's slot, as it was there.
+        places: where the rows are that are in the file.
     """
 
     manifest: Manifest
@@ -179,14 +180,14 @@ class Index:
 
     @property
     def pieces(self) -> Iterator[tuple[Entry, Place]]:
-        """The parts of tensors that are in the file, as entries that begin where they do there."""
+        """The parts of tensors that are in the file, as entries whose ``start`` is where they begin in it."""
         for number, place in self.places.of.items():
             entry = self.manifest.entries[number]
             yield dataclasses.replace(rows_of(entry, place.begin, place.rows), start=place.start), place
 
 
 def rows_of(entry: Entry, begin: int, rows: int) -> Entry:
-    """Some rows of a tensor, as an entry; of one without dimensions all of it."""
+    """Some rows of a tensor, as an entry; for a tensor without dimensions, all of it."""
     if not entry.shape:
         return entry
     nbytes = entry.nbytes // max(1, entry.shape[0]) * rows
@@ -195,7 +196,7 @@ def rows_of(entry: Entry, begin: int, rows: int) -> Entry:
 
 
 def first_names(entries: Sequence[Entry]) -> tuple[str, ...]:
-    """For each entry its name, or that of the first one that is tied to it."""
+    """For each entry its name, or the name of the first entry that is tied to it."""
     return tuple(entries[first].name for first in ties_of(entries))
 
 
@@ -205,7 +206,7 @@ def numbers_of(entries: Sequence[Entry]) -> dict[str, int]:
 
 
 def blocks(nbytes: int, block_nbytes: int) -> int:
-    """How many blocks some bytes take."""
+    """How many blocks a number of bytes takes."""
     return -(-nbytes // block_nbytes)
 
 
@@ -215,12 +216,12 @@ _RECORD = np.dtype([("leaf", "<u4"), ("packed", "<u4"), ("start", "<u8"), ("nbyt
 
 
 def encode(raw_manifest: bytes, payload_nbytes: int, places: Places) -> tuple[bytes, int]:
-    """Encode an index; gives it, and how many bytes of it are what `decode_places` reads.
+    """Encode an index; return it, and how many of its bytes `decode_places` reads.
 
     Args:
         raw_manifest: the document in the slot, see `manifest`.
         payload_nbytes: of the slot.
-        places: of the rows in the file.
+        places: where the rows are in the file.
     """
     records = np.array([(leaf, its.packed, its.start, its.nbytes, its.begin, its.rows, its.first_check)
                         for leaf, its in places.of.items()], dtype=_RECORD)  # fmt: skip
@@ -231,16 +232,16 @@ def encode(raw_manifest: bytes, payload_nbytes: int, places: Places) -> tuple[by
 
 
 def decode_places(raw: bytes, data: str, data_nbytes: int) -> tuple[Places, int]:
-    """Read the first part of an index and check every number in it; gives it, and where the manifest begins.
+    """Read the first part of an index and check every number in it; return it, and where the manifest begins.
 
     Not collective.
 
     Args:
         raw: the bytes; more may follow.
-        data, data_nbytes: name and size of the file that the rows must lie in.
+        data, data_nbytes: name and size of the file that contains the rows.
 
     Raises:
-        CorruptSlot: it is none; the text says what is wrong first.
+        CorruptSlot: it is not an index; the text says what is wrong first.
     """
     try:
         block_nbytes, count, sums, _ = _HEAD.unpack_from(raw)
@@ -289,6 +290,6 @@ def decode(raw: bytes, data: str, data_nbytes: int) -> Index:
 
 
 def are_rows(place: Place, shape: tuple[int, ...], nbytes: int) -> bool:
-    """Whether a place can have rows of a leaf of so many bytes."""
+    """Whether a place can hold rows of a leaf of so many bytes."""
     of = shape[0] if shape else 1
     return place.begin + place.rows <= of and place.nbytes * of == nbytes * place.rows

@@ -76,7 +76,7 @@ def dataset_name(name: str) -> str:
 
 @functools.cache
 def form_of(kind: str, dtype: str) -> Form:
-    """How entries of a dtype are stored: as what they are where HDF5 can say it, else as bytes. Not collective."""
+    """How entries of a dtype are stored: as that dtype if HDF5 can describe it, otherwise as bytes. Not collective."""
     if kind == "tensor":
         if dtype in _FLOATS:
             return Form(_float_type(*_FLOATS[dtype]))
@@ -105,19 +105,19 @@ def _float_type(nbytes: int, sign: int, exponent: int, exponent_bits: int, manti
 
 def tensors(pieces: Sequence[Entry], sources: Sequence[Source], ties: Mapping[str, str], objects: Any,
             compression: str = "") -> tuple[FileWithHoles, list[int | None]]:  # fmt: skip
-    """Lay the file of a rank out.
+    """Lay out the file of a rank.
 
     Not collective.
 
     Args:
-        pieces: of tensors.
-        sources: the bytes of each.
-        ties: further names, and the names of the pieces they are.
-        objects: everything else of the state, for `json`.
-        compression: of all but small pieces; they are in memory then until the file is written.
+        pieces: pieces of tensors.
+        sources: the bytes of each piece.
+        ties: further names, and the names of the pieces that they mean.
+        objects: everything else in the state, for `json`.
+        compression: used for all pieces except small ones, which then are in memory until the file is written.
 
     Returns:
-        The file, without index and card; and where each piece begins in it, None where it is compressed.
+        The file, without index and card; and where each piece begins in it, None if it is compressed.
     """
     skeleton = FileWithHoles()
     starts: list[int | None] = []
@@ -144,12 +144,12 @@ def tensors(pieces: Sequence[Entry], sources: Sequence[Source], ties: Mapping[st
 
 def whole(ranks: Mapping[int, Sequence[tuple[str, Entry, bool]]], ties: Mapping[str, str], objects: Any,
           about: Mapping[str, Any]) -> FileWithHoles:  # fmt: skip
-    """Lay the master file out, without index and card.
+    """Lay out the master file, without index and card.
 
     Not collective.
 
     Args:
-        ranks: of each rank, the pieces in its file: name of the tensor, and whether that has one value.
+        ranks: for each rank, the pieces in its file: name of the tensor, and whether that has one value.
         ties: further names of tensors.
         objects: of rank 0, see `tensors`.
         about: attributes of the file.
@@ -220,7 +220,7 @@ def _packed(group: Any, piece: Entry, form: Form, compression: str, raw: np.ndar
 
 
 def read_rows(dataset: Any, first: int, last: int, nbytes: int) -> np.ndarray:
-    """Read rows of a dataset as the bytes that they were in the slot, ``(nbytes,)`` uint8. Not collective."""
+    """Read rows of a dataset as the bytes that were in the slot, ``(nbytes,)`` uint8. Not collective."""
     raw = np.empty(nbytes, dtype=np.uint8)
     there, here = _rows(dataset, first, last)
     dataset.id.read(here, there, raw, dataset.id.get_type())  # of the type of the file, so that nothing is converted
@@ -235,14 +235,14 @@ def _rows(dataset: Any, first: int, last: int) -> tuple[Any, Any]:
 
 
 def open_file(file: Any) -> Any:
-    """Open an HDF5 file to be read, whatever it is compressed by. Not collective."""
+    """Open an HDF5 file for reading, whatever compression it uses. Not collective."""
     with contextlib.suppress(ConfigError):
         plugin()
     return h5py.File(file, "r")
 
 
 def plugin() -> Any:
-    """Load hdf5plugin, which makes its compressions known to HDF5. Not collective.
+    """Load hdf5plugin, which registers its compressions with HDF5. Not collective.
 
     Raises:
         ConfigError: it is not installed.
@@ -267,7 +267,7 @@ def _describe(dataset: Any, entry: Entry, form: Form) -> None:
 
 
 def _virtual(group: Any, name: str, parts: Sequence[tuple[int, Entry]]) -> None:
-    """Make a dataset that shows the pieces of several files as one tensor."""
+    """Make a dataset that shows pieces in several files as one tensor."""
     first = parts[0][1]
     form = form_of(first.kind, first.dtype)
     shape = (*first.global_shape, *form.shape)
@@ -289,9 +289,9 @@ def _virtual(group: Any, name: str, parts: Sequence[tuple[int, Entry]]) -> None:
 
 
 def readable(tree: Tree, names: Sequence[str], plain: Sequence[Any]) -> Any:
-    """What a state holds besides tensors, as JSON that people read: {"$tensor": name} where a tensor is.
+    """What a state holds besides tensors, as JSON for people: {"$tensor": name} stands for a tensor.
 
-    Not collective. What JSON does not know is a string; the exact values are in the index.
+    Not collective. What JSON cannot represent becomes a string; the exact values are in the index.
     """
     tag, rest = tree
     if tag == "e":

@@ -54,7 +54,7 @@ class Hdf5:
 
 
 def _objects(home: RankCheckpoint) -> tuple[Any, dict[str, str]]:
-    """What a rank's state holds besides tensors, for people; names of tensors that are others in a DCP plan."""
+    """What a rank's state holds besides tensors, for people; and the names of tensors that differ in a DCP plan."""
     manifest = home.manifest
     if not dcp_plans.is_planned(manifest.tree):
         return hdf5_files.readable(manifest.tree, [entry.name for entry in manifest.entries], manifest.plain), {}

@@ -1,4 +1,4 @@
-"""The indexes of files that were drained before format version 2: JSON documents, read as they were written then."""
+"""The indexes of files that were drained before format version 2: JSON documents, read as that version wrote them."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def _piece(fields: Any, file_nbytes: int, block_nbytes: int, checks: int) -> _Pi
 
 
 def _check_pieces(held: Manifest, commons: Sequence[int], pieces: Sequence[_Piece]) -> None:
-    """Each piece is of a tensor of the manifest, and there is one of each tensor that the rank alone holds."""
+    """Check that pieces belong to tensors of the manifest, and that each tensor that only this rank holds has one."""
     entries = {entry.name: entry for entry in held.entries}
     for piece in pieces:
         of, its = entries[piece.entry.name], piece.entry
@@ -126,12 +126,12 @@ def _number(value: Any) -> int:
 
 
 def read_files(raw: bytes, world_size: int) -> list[Stored]:
-    """Read which files a checkpoint has, by rank, out of the index of format version 1.
+    """Read from the index of format version 1 which files a checkpoint has, by rank.
 
     Not collective.
 
     Raises:
-        CorruptSlot: it is none.
+        CorruptSlot: it is not an index.
     """
     try:
         files = [_stored(fields) for fields in json.loads(raw)["files"]]

@@ -1,8 +1,9 @@
-"""Where a drained checkpoint comes from: versions, hosts, times, what the user says, and a digest of each of its files.
+"""Where a drained checkpoint comes from: versions, hosts, times, the user's entries, and a digest of each of its files.
 
 `provenance.json` is written before the file that commits the checkpoint, as canonical JSON. Its ``digest`` is the
-SHA-256 of all else in it, and what is signed. Tensors are covered by their checksums in the indices of files (XXH3-64
-of each block), and all other bytes by the SHA-256 of each file: so nothing is read twice. Nobody needs it to restore.
+SHA-256 of everything else in it, and it is what is signed. Tensors are covered by their checksums in the indexes of the
+files (XXH3-64 of each block), and all other bytes by the SHA-256 of each file, so nothing is read twice. A restore does
+not need it.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ _HEX = re.compile("[0-9a-f]{64}")
 
 @dataclasses.dataclass(frozen=True)
 class Signer:
-    """Who signs the provenance of a job's checkpoints.
+    """What signs the provenance of a job's checkpoints.
 
     Attributes:
-        sign: signs; None: nothing is signed.
+        sign: makes the signature; None: nothing is signed.
         key: its public key.
     """
 
@@ -52,7 +53,7 @@ def signer_of(config: Config) -> Signer:
 
 def files(signer: Signer, drain_input: DrainInput, receipts: Sequence[Receipt], last: Iterable[FileDigest], form: str,
           job: str, owner: str, now_ns: int) -> list[tuple[str, bytes]]:  # fmt: skip
-    """Give what is written before the file that commits a checkpoint, by name.
+    """Return the files that are written before the one that commits a checkpoint, by name.
 
     Not collective.
 
@@ -96,7 +97,7 @@ def files(signer: Signer, drain_input: DrainInput, receipts: Sequence[Receipt], 
 
 
 def digest_of(document: Mapping[str, Any]) -> str:
-    """The digest of a provenance: SHA-256 of all in it but the digest, 64 hexadecimal digits."""
+    """The digest of a provenance: SHA-256 of everything in it except the digest, as 64 hexadecimal digits."""
     rest = {name: value for name, value in document.items() if name != "digest"}
     return hashlib.sha256(canonical_json.encode(rest)).hexdigest()
 
@@ -117,12 +118,12 @@ def _time(unix_ns: int) -> str:
 
 
 def read(raw: bytes) -> dict[str, Any]:
-    """Decode a provenance and check all that is read of it, its digest too.
+    """Decode a provenance and check everything that is read from it, including its digest.
 
     Not collective.
 
     Raises:
-        CorruptSlot: it is none, or it was changed; the text says how.
+        CorruptSlot: it is not a provenance, or it was changed; the text says how.
     """
     try:
         document = canonical_json.decode(raw)

@@ -1,14 +1,15 @@
 """What all ranks of a drained checkpoint hold, and in which files: the index of the file that commits it.
 
-    8 bytes      of the JSON document that follows
+    8 bytes      size of the JSON document that follows
     document     {"format", "job", "groups": [[structure, plain leaves, ranks], ...], "differ", "plain_differ",
                   "provenance"}
-    files        of each rank 6 numbers of 64 bits, see `_FILE`
-    dealt        of each rank 3 signed numbers, see `RankTable.dealt`
-    groups       of each the ranks, and a row of numbers for each of them, see `rank_structure`
+    files        for each rank 6 numbers of 64 bits, see `_FILE`
+    dealt        for each rank 3 signed numbers, see `RankTable.dealt`
+    groups       for each group its ranks, and a row of numbers for each of them, see `rank_structure`
 
-What several ranks hold alike lies in their files one after the other, in runs of rows: whose is which follows from
-where each of them begins. So it is a few hundred bytes for a rank, and nobody needs another rank's index to know them.
+What several ranks hold alike lies in their files one after the other, in runs of rows. Where each of them begins says
+which run is whose. So the table takes a few hundred bytes for a rank, and nobody needs another rank's index to find
+these rows.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ class RankTable:
 
     Attributes:
         groups, differ, plain_differ: see `old_ranks.OldRanks`.
-        files: of each rank.
-        dealt: of each rank the lowest rank of its set, or -1; and where it begins, in bytes, in what all ranks hold
+        files: the files of each rank.
+        dealt: for each rank the lowest rank of its set, or -1; and where it begins, in bytes, in what all ranks hold
             alike and in what the set shares, ``(ranks, 3)`` int64.
         has_provenance: whether the checkpoint was written with a provenance; older versions wrote none.
     """
@@ -56,7 +57,7 @@ class RankTable:
 
 
 def encode(form: str, job: str, files: Sequence[Stored], gathered: Gathered) -> bytes:
-    """Encode the index. Of each rank ``more`` has its row of `RankTable.dealt`, with -1 where it was dealt nothing."""
+    """Encode the index. ``more`` has each rank's row of `RankTable.dealt`, with -1 where nothing was dealt to it."""
     groups = [[its.structure.document, its.plain, len(its.ranks)] for its in gathered.groups]
     document = {"format": form, "job": job, "groups": groups, "differ": sorted(gathered.differ),
                 "plain_differ": sorted(gathered.plain_differ), "provenance": True}  # fmt: skip
@@ -69,7 +70,7 @@ def encode(form: str, job: str, files: Sequence[Stored], gathered: Gathered) -> 
 
 
 def _filled(dealt: np.ndarray) -> np.ndarray:
-    """Let who was dealt nothing begin where the next one of its set does, or at the end."""
+    """Let a rank to which nothing was dealt begin where the next one of its set does, or at the end."""
     found: np.ndarray = dealt.copy()
     for column, sets in ((1, np.zeros(len(dealt), dtype=np.int64)), (2, dealt[:, 0])):
         for one in np.unique(sets):
@@ -85,7 +86,7 @@ def decode(raw: bytes, world_size: int) -> RankTable:
     Not collective.
 
     Raises:
-        CorruptSlot: it is none; the text says what is wrong first.
+        CorruptSlot: it is not an index; the text says what is wrong first.
     """
     try:
         (length,) = _COUNT.unpack_from(raw)
@@ -114,7 +115,7 @@ def decode(raw: bytes, world_size: int) -> RankTable:
 
 
 def _names(form: Any) -> tuple[str, str]:
-    """How the files of a rank are called: that with the card, and that with the tensors."""
+    """The names of a rank's files: the one with the card, and the one with the tensors."""
     return {"hdf5": ("rank-%05d.h5", "rank-%05d.h5"), "dcp": ("rank-%05d.mlflash", "__%d_0.distcp")}[form]
 
 
@@ -149,7 +150,7 @@ def _group(fields: Any, numbers: _Numbers, world_size: int) -> Group:
 
 
 def _check_order(groups: Sequence[Group], dealt: np.ndarray) -> None:
-    """All have the same alike, in one order, and so has each set what it shares; each begins where another one ends."""
+    """Check that ranks have what they hold alike, or share in a set, in one order, and that parts are contiguous."""
     seen: dict[int, list[str]] = {}
     for its in groups:
         structure = its.structure
@@ -170,7 +171,7 @@ def _texts(value: Any) -> list[str]:
 
 
 class Dealt:
-    """In whose files what several ranks hold alike lies.
+    """Finds the files that contain what several ranks hold alike.
 
     Args:
         table: of all ranks.
@@ -182,7 +183,7 @@ class Dealt:
         self._begins: dict[int, tuple[np.ndarray, np.ndarray, list[int]]] = {}
 
     def ranks(self, rank: int, number: int, name: str, begin: int, end: int) -> list[int] | None:
-        """The ranks in whose files some rows of a leaf may be; None where they are in the rank's own."""
+        """The ranks whose files may have rows of a leaf; None if these are in the rank's own file."""
         its = self._group_of[rank]
         alike, shared = its.structure.places
         if number not in alike and number not in shared:

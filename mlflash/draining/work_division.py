@@ -1,7 +1,7 @@
-"""What several ranks hold alike → who writes which part of it. Pure.
+"""What several ranks hold alike → which rank writes which part of it. Pure.
 
-Each of them could write it; it is dealt out, so that each writes about as much and no byte is written twice. A tensor
-is cut along its first dimension only, so that a part is one run of its bytes.
+Each of them could write all of it. It is dealt out, so that each writes about as much and no byte is written twice. A
+tensor is cut along its first dimension only, so that a part is one run of its bytes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def digest(entry: Entry, content: int) -> bytes:
 
 
 def deal(entries: Sequence[Entry], ranks: int, nth: int) -> Iterator[Part]:
-    """Deal tensors out among some ranks; gives the parts of the nth of them.
+    """Deal tensors out among some ranks; return the parts of the nth of them.
 
     Example:
         Tensors of 10, 10 and 20 MiB for 2 ranks: the first gets the first two, the second the third.

@@ -47,17 +47,17 @@ _LOOK_S = 0.2
 
 @dataclasses.dataclass(frozen=True)
 class Terms:
-    """How drains are to be done.
+    """How drains are done.
 
     Attributes:
         form: "hdf5" or "dcp", see `file_format.Form`.
         owner, job: go into the files.
         block_nbytes: bytes per checksum.
         compression: of HDF5, see `config.COMPRESSIONS`.
-        rate: bytes per second of all ranks together; 0: as fast as they go.
+        rate: bytes per second of all ranks together; 0: no limit.
         writers: ranks that write at a time; 0: all.
         keep_last, keep_every: which older checkpoints stay, see `checkpoint_directory.surplus`.
-        signer: of the provenance.
+        signer: signs the provenance.
     """
 
     form: str
@@ -76,18 +76,18 @@ def run(
     drain: Drain, drain_input: DrainInput, world: World, collectives: BackgroundCollectives, store: Store,
     terms: Terms, clean: bool = False,
 ) -> Operation:  # fmt: skip
-    """Bring a drain to its end. Collective over the world.
+    """Run a drain to its end. Collective over the world.
 
     Args:
-        drain: is told how it goes, but not that it has ended.
+        drain: is told how far the drain is, but not that it has ended.
         drain_input: what this process hands in.
         world, collectives: the ranks, and their communicators for this.
         store: the directory.
-        terms: how it is to be done.
-        clean: delete first what interrupted drains of earlier runs have left.
+        terms: how the drain is done.
+        clean: first delete what interrupted drains of earlier runs left.
 
     Returns:
-        Why it failed; None where it did not. It raises nothing.
+        Why it failed; None if it did not. It raises nothing.
     """
     ended: list[MlflashError | None] = []
 
@@ -188,7 +188,7 @@ class _OnItsWay:
             yield from in_thread(self._delete_surplus, "mlflash-drain")
 
     def undo(self) -> Operation:
-        """Delete what was written, that which says that it is whole first."""
+        """Delete what was written, beginning with the file that marks it as complete."""
         # What says whose the others are was written first.
         rest = [name for name in reversed(self.written) if name not in self.commits]
         for names in (self.commits, rest):
@@ -198,7 +198,7 @@ class _OnItsWay:
             yield from self._attempt(self.inside.remove_directory)
 
     def _attempt(self, work: Callable[[], Any]) -> Operation:
-        """Do something on a thread; gives its result, and what went wrong."""
+        """Do something on a thread; return its result, and what went wrong."""
         error: MlflashError | None = None
         result: Any = None
         try:
@@ -215,7 +215,7 @@ class _OnItsWay:
         return result, error
 
     def _together(self, work: Callable[[], Any]) -> Operation:
-        """Do something on a thread, on all ranks; what goes wrong on any is raised on all."""
+        """Do something on a thread, on all ranks; raise on all ranks what goes wrong on any."""
         result, error = yield from self._attempt(work)
         yield from self.collectives.raise_together(error)
         return result
@@ -233,7 +233,7 @@ class _OnItsWay:
         return look(self.drain_input), folder
 
     def _gather(self) -> Operation:
-        """Tell all what each rank holds, see `describe_ranks`."""
+        """Tell all ranks what each rank holds, see `describe_ranks`."""
         steps, answer = gathering(self.described), None
         while True:
             try:
@@ -246,9 +246,9 @@ class _OnItsWay:
                 answer = yield from self.collectives.agree(np.array(value, dtype=np.int64))
 
     def _list_no_more_than_it_may(self, gathered: Gathered, sets: int) -> None:
-        """Tell rank 0 of no pieces of tensors where those of all ranks are too many for it to list.
+        """Do not list pieces of tensors for rank 0 if all ranks together have too many of them.
 
-        What all ranks hold alike is a piece of one, and what a set of them shares that of each set.
+        What all ranks hold alike counts as a piece once, and what a set of them shares counts once for each set.
         """
         pieces = 0
         for group in gathered.groups:
@@ -280,7 +280,7 @@ class _OnItsWay:
         self.drain.stored[rank] = stored
 
     def _commit(self, told: list[tuple[Stored, Receipt]], gathered: Gathered) -> None:
-        """Write what says where the checkpoint comes from, and then what commits it (rank 0)."""
+        """Write the provenance, and then the file that commits the checkpoint (rank 0)."""
         if self.world.rank:
             return
         if [receipt.rank for _, receipt in told] != list(range(self.drain_input.world_size)):
@@ -307,7 +307,7 @@ class _OnItsWay:
                 self.inside.write(name, skeleton.stream(_CHUNK_NBYTES), tag)
 
     def _look_for(self, stored: Stored) -> None:
-        """See that the files of a rank are there: what is not there any more must not be committed."""
+        """Check that the files of a rank exist: a checkpoint with a missing file must not be committed."""
         for name, nbytes in {stored.card: stored.nbytes, stored.data: stored.data_nbytes}.items():  # one in HDF5
             found = self.inside.nbytes(name)
             if found != nbytes:
@@ -324,7 +324,7 @@ class _OnItsWay:
             log.warning("what was drained of step %d could not be deleted: %s", self.drain.step, problem)
 
     def _delete_leftovers(self) -> None:
-        """Delete what interrupted drains of earlier runs left; where that fails, the next drain tries again."""
+        """Delete what interrupted drains of earlier runs left; if that fails, the next drain tries again."""
         try:
             checkpoint_directory.delete_leftovers(self.store, self.terms.owner, self.drain_input.attempt.run_id)
             self.drain.clean = True
@@ -332,7 +332,7 @@ class _OnItsWay:
             log.warning("what interrupted drains left could not be deleted: %s", problem)
 
     def _delete_surplus(self) -> None:
-        """Delete the checkpoints of this job that need not be kept; where that fails, the next drain tries again."""
+        """Delete the checkpoints of this job that need not be kept; if that fails, the next drain tries again."""
         try:
             listed = checkpoint_directory.list_checkpoints(self.store)
             for one in checkpoint_directory.surplus(
@@ -344,7 +344,7 @@ class _OnItsWay:
 
 
 def _form(terms: Terms) -> Form:
-    """The form of files. Loads the library that it needs."""
+    """Return the file format. Loads the library that it needs."""
     if terms.form == "dcp":
         from .dcp_format import Dcp
 
@@ -364,7 +364,7 @@ def _digests(files: Iterable[tuple[str, FileWithHoles]]) -> tuple[FileDigest, ..
 
 @contextlib.contextmanager
 def _closing(files: Iterable[tuple[str, FileWithHoles]]) -> Iterator[None]:
-    """Free the memory of files that were laid out, however it ends."""
+    """Free the memory of files that were laid out, however the block ends."""
     try:
         yield
     finally:
@@ -373,7 +373,7 @@ def _closing(files: Iterable[tuple[str, FileWithHoles]]) -> Iterator[None]:
 
 
 def _paced(content: Iterable[memoryview], drain: Drain, rate: float) -> Iterator[memoryview]:
-    """Give content no faster than so many bytes per second; 0: at once."""
+    """Yield content no faster than so many bytes per second; 0: no limit."""
     start, sent = time.monotonic(), 0
     for piece in content:
         if drain.given_up.is_set():
